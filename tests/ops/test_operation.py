@@ -1,7 +1,10 @@
 """What a declaration makes: the text of the shipped ops, and ops of other forms than theirs."""
 
 import dataclasses
+import inspect
 import pickle
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 
@@ -14,27 +17,40 @@ from torch.autograd import forward_ad
 from tilekern import ops
 from tilekern.kernels import rms_norm as rms_norm_kernels
 from tilekern.ops import writing
-from tilekern.ops.operation import operation
+from tilekern.ops.operation import DECLARED, GENERATED, generated_file, operation
 from tilekern.ops.registration import Rows
 from tilekern.runtime import dispatch
 from tilekern.runtime.plans import Plan
 from tilekern.spec import DTYPES, Array, Config, Dimension, Implementation, ScalarParameter, outputs_of, parameters_of
 
-GOLDEN = Path(__file__).parent / "golden"
+ROOT = Path(__file__).parents[2]
 ConstBool, ConstInt = ct.Constant[bool], ct.Constant[int]
 every_op = pytest.mark.parametrize("op", SHIPPED.values(), ids=SHIPPED)
 
 
 @every_op
-def test_the_text_is_the_golden_one(op):
-    """After a change that is meant, write it anew: ``python tests/ops/test_operation.py``."""
-    path = GOLDEN / f"{op.name}.txt"
-    assert path.exists(), f"{path.name} is missing; `python tests/ops/test_operation.py` writes it"
-    assert writing.text_of(op) == path.read_text()
+def test_the_code_is_what_the_declaration_makes(op):
+    path = generated_file(op)
+    assert path.exists(), f"{path.name} is missing; `python -m tilekern.ops.writing` writes it"
+    assert writing.module_of(op) == path.read_text(), "`python -m tilekern.ops.writing` writes it anew"
 
 
-def test_every_golden_text_is_of_an_op():
-    assert {path.stem for path in GOLDEN.iterdir()} == set(SHIPPED)
+def test_every_file_is_of_an_op():
+    assert {path.stem for path in GENERATED.glob("*.py")} == set(SHIPPED)
+
+
+def test_a_function_says_where_it_stands():
+    """For break points, tracebacks and whoever looks it up."""
+    path = generated_file(DECLARED["rms_norm"])
+    function = ops.rms_norm.functions["plans_of"]
+    assert inspect.getsourcefile(function) == str(path)
+    assert inspect.getsource(function) in path.read_text()
+
+
+def test_nothing_is_written_where_ops_are_used():
+    code = "import sys, tilekern.ops; print(*(name for name in sys.modules if name.startswith('tilekern.ops.writing')))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ran.stdout.split() == []
 
 
 def nameless(parameters):
@@ -326,7 +342,7 @@ def test_calls_that_are_left_to_other_ops():
     x, bias = torch.randn(3, 16), torch.randn(16)
     assert op(x) == (x, None, 1.0, "a")
     assert op(x, bias, 2.0, "b") == (x, bias, 2.0, "b")
-    assert op.__source__.count("otherwise(") == 1
+    assert writing.text_of(DECLARED["probe_left"]).count("otherwise(") == 1
     arguments = torch.ops.tilekern.probe_left.default._schema.arguments
     assert [(x.name, str(x.type)) for x in arguments] == [("x", "Tensor"), ("bias", "Tensor"), ("scale", "float")]
 
@@ -393,8 +409,3 @@ def test_arguments_of_other_types_are_refused():
 
     with pytest.raises(TypeError, match=r"probe_listed: the type of sizes must be one of torch\.Tensor, "):
         operation(rms_norm_kernels.FORWARD, rms_norm_kernels.BACKWARD)(probe_listed)
-
-
-if __name__ == "__main__":
-    for op in SHIPPED.values():
-        (GOLDEN / f"{op.name}.txt").write_text(writing.text_of(op))

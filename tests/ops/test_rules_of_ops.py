@@ -57,7 +57,7 @@ class OnGpu:
     def __init__(self, op, monkeypatch):
         self.op, self.names, self.plan, self.searches, self.checks = op, names_of(op), Recorded(), [], []
         exec(compile(writing.text_of(op).replace(".is_cuda", ".is_cpu"), op.name, "exec"), self.names)
-        self.names["apply"] = self.names[writing.title(op.name)].apply
+        self.names["apply"] = self.names[op.title].apply
         self.names["plan_for"] = lambda *_: self.plan
         for part in op.parts.named().values():
             if "plan_for" in part.__globals__:
@@ -131,7 +131,7 @@ def test_where_no_variant_allows_a_backward_s_arguments_torch_makes_the_gradient
     leaves = [x for x in given.values() if x.requires_grad]
     called = names_of(op) | {"known": {}}
     exec(compile(writing.text_of(op), op.name, "exec"), called)
-    called["apply"] = called[writing.title(op.name)].apply
+    called["apply"] = called[op.title].apply
     results, wanted = called[op.name](**given, **scalars_of(op)), op.formula(**given, **scalars_of(op))
     results, wanted = (x if isinstance(x, tuple) else (x,) for x in (results, wanted))
     slopes = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) for y in wanted]

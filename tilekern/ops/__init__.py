@@ -62,6 +62,8 @@ __all__ = [
 ]
 
 for _file in pkgutil.iter_modules(__path__):
+    if _file.ispkg:  # makes ops, and is none
+        continue
     _module = importlib.import_module(f"{__name__}.{_file.name}")
     if _file.name not in __all__ and any(op.formula.__module__ == _module.__name__ for op in DECLARED.values()):
         globals()[_file.name] = getattr(_module, _file.name)

@@ -105,6 +105,11 @@ class Declaration:
         return f"{name} is None" in self.unless or name in self.constants
 
     @property
+    def title(self) -> str:
+        """The name of the op's autograd function."""
+        return "".join(part.capitalize() for part in self.name.split("_"))
+
+    @property
     def arguments(self) -> tuple[str, ...]:
         """Names of the arguments."""
         return tuple(self.kinds)

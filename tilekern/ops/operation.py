@@ -2,9 +2,9 @@
 
 The function's signature gives the schema. Its body runs where no kernel does, and on the CPU. The arrays of the specs
 give the checks, the sizes that plans are found by, the launches, the results and what is saved for the backward.
-:mod:`tilekern.ops.writing` writes all of it as Python's text, once, when the op's module is imported, as a person would
-write it out for this op alone: each call of a helper and each loop over arguments would show in the host's time.
-``OP.__source__`` has the text, and so have tracebacks and debuggers.
+All of it is written out as a person would for this op alone, since each call of a helper and each loop over arguments
+would show in the host's time. It stands in ``_generated/``, where tracebacks and break points find it, and
+``python -m tilekern.ops.writing`` makes it from the declarations.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from __future__ import annotations
 import inspect
 import linecache
 from collections.abc import Callable, Mapping
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +22,7 @@ import torch
 from tilekern.errors import NoVariant
 from tilekern.kernels import column_sum
 from tilekern.kernels.common.placeholders import placeholder
-from tilekern.ops import registration, writing
+from tilekern.ops import registration
 from tilekern.ops.declaration import Declaration, Parts
 from tilekern.ops.dtensors import by_shards, is_dtensor
 from tilekern.runtime import dispatch
@@ -28,6 +31,7 @@ from tilekern.spec import Array, KernelSpec
 F = TypeVar("F", bound=Callable[..., Any])
 # Every op that was declared, by its name.
 DECLARED: dict[str, Declaration] = {}
+GENERATED = Path(__file__).with_name("_generated")
 
 
 def operation(
@@ -92,23 +96,38 @@ def operation(
 
 def _written(op: Declaration) -> Any:
     """The op's public function, registered with torch."""
-    text, place, names = writing.text_of(op), f"<tilekern op {op.name}>", names_of(op)
-    linecache.cache[place] = (len(text), None, text.splitlines(keepends=True), place)
-    exec(compile(text, place, "exec"), names)
-    names["apply"] = names[writing.title(op.name)].apply
+    names = names_of(op)
+    exec(_code_of(op), names)
+    names["apply"] = names[op.title].apply
     names["registered"] = registration.register(op.schema, names["run"], names["fake"])
     backward = registration.register(op.backward_schema, names["run_backward"], names["fake_backward"])
     names["registered_backward"] = backward
     registration.register_gradient(names["registered"], names["derive"], names["save"])
-    return _dressed(names[op.name], op, text, names)
+    return _dressed(names[op.name], op, names)
+
+
+def generated_file(op: Declaration) -> Path | None:
+    """Where the code of one of tilekern's own ops is checked in; None for an op of somebody else."""
+    folder = op.formula.__module__.rpartition(".")[0]
+    return GENERATED / f"{op.name}.py" if folder == __package__ else None
+
+
+def _code_of(op: Declaration) -> CodeType:
+    path = generated_file(op)
+    if path is not None and path.exists():
+        name = f"{__package__}.{GENERATED.name}.{op.name}"
+        code = SourceFileLoader(name, str(path)).get_code(name)  # which keeps bytecode as an import does
+        assert code is not None
+        return code
+    from tilekern.ops.writing import text_of
+
+    text, place = text_of(op), f"<tilekern op {op.name}>"
+    linecache.cache[place] = (len(text), None, text.splitlines(keepends=True), place)
+    return compile(text, place, "exec")
 
 
 def names_of(op: Declaration) -> dict[str, Any]:
-    """The names that an op's text refers to, with a memo of its own.
-
-    Raises:
-        TypeError: a tensor or a scalar has such a name.
-    """
+    """The names that an op's code refers to, with a memo of its own."""
     names: dict[str, Any] = {
         "torch": torch, "FORWARD": op.forward, "BACKWARD": op.backward, "SUM": column_sum.SPEC, "formula": op.formula,
         "known": dispatch.memo(), "keep": dispatch.keep, "plan_for": dispatch.plan_for,
@@ -126,17 +145,14 @@ def names_of(op: Declaration) -> dict[str, Any]:
         registration.viewed,
     ):  # fmt: skip
         names[helper.__name__] = helper
-    own = {*op.arguments, *op.results, *op.made, *(array.name for spec in op.specs for array in spec.arrays)}
-    if clash := sorted(own & {*names, *writing.RESERVED}):
-        raise TypeError(f"{op.name}: {clash[0]} has another meaning in an op's text; call it something else")
     return names | op.parts.named()
 
 
-def _dressed(public: Any, op: Declaration, text: str, names: Mapping[str, Any]) -> Any:
+def _dressed(public: Any, op: Declaration, names: Mapping[str, Any]) -> Any:
     """A function with the defaults, the documentation and the name of the formula, and with what it is made of."""
     defaults = [p.default for p in op.signature.parameters.values() if p.default is not inspect.Parameter.empty]
     public.__defaults__ = tuple(defaults) or None
     public.__annotations__, public.__doc__ = op.formula.__annotations__, op.formula.__doc__
     public.__module__, public.__qualname__ = op.formula.__module__, op.formula.__qualname__
-    public.__source__, public.functions = text, names
+    public.functions = names
     return public

@@ -1,4 +1,7 @@
-"""The text of an op's functions, as a person would write them for this op alone.
+"""Writes the code of an op's functions, as a person would write them for this op alone, from its declaration.
+
+``python -m tilekern.ops.writing`` writes that of tilekern's own ops to ``tilekern/ops/_generated/``; no process that
+uses them needs this package.
 
 The plans that they hand to each other are a tuple: the forward's, the backward's or None, the sum's where the op has
 one, and behind them what else depends on the kind of a call alone, so that no call works it out again.
@@ -7,8 +10,8 @@ one, and behind them what else depends on the kind of a call alone, so that no c
 from __future__ import annotations
 
 from tilekern.ops.declaration import Declaration
+from tilekern.ops.operation import names_of
 from tilekern.ops.writing import functions, launches, plans
-from tilekern.ops.writing.functions import title as title
 
 _WRITERS = {
     "check": plans.check, "find": plans.find, "plans_of": plans.plans_of, "launch": launches.launch,
@@ -26,6 +29,21 @@ RESERVED = {
 
 
 def text_of(op: Declaration) -> str:
-    """The text of all functions of an op but those that its declaration brings."""
+    """The text of all functions of an op but those that its declaration brings.
+
+    Raises:
+        TypeError: a tensor or a scalar has a name that has another meaning there.
+    """
+    names = {*op.arguments, *op.results, *op.made, *(array.name for spec in op.specs for array in spec.arrays)}
+    if clash := sorted(names & {*names_of(op), *RESERVED}):
+        raise TypeError(f"{op.name}: {clash[0]} has another meaning in an op's text; call it something else")
     own = [write(op) for name, write in _WRITERS.items() if name not in op.parts.named()]
     return "\n\n".join(own)
+
+
+def module_of(op: Declaration) -> str:
+    """The text of an op's file."""
+    head = (
+        f'"""{op.name}, made from its declaration by ``python -m tilekern.ops.writing``; change that and not this."""'
+    )
+    return f"{head}\n\n\n{text_of(op)}"

@@ -113,16 +113,11 @@ def autograd(op: Declaration) -> str:
     backward = [*_recalled(op), *launched, f"return {gradients}, None"]
     lines = _method("forward", (*op.arguments, "plans"), forward)
     lines += ["", *_method("backward", op.slopes, backward, "@differentiable_once")]
-    return "\n".join([f"class {title(op.name)}(torch.autograd.Function):", *(f"    {x}".rstrip() for x in lines), ""])
+    return "\n".join([f"class {op.title}(torch.autograd.Function):", *(f"    {x}".rstrip() for x in lines), ""])
 
 
 def _method(name: str, arguments: tuple[str, ...], body: Lines, *decorators: str) -> Lines:
     return ["@staticmethod", *decorators, *function(name, ("ctx", *arguments), body).splitlines()]
-
-
-def title(name: str) -> str:
-    """The name of an op's autograd function."""
-    return "".join(part.capitalize() for part in name.split("_"))
 
 
 def _unpacked(names: Sequence[str]) -> str:
