@@ -232,3 +232,31 @@ def test_other_errors_say_in_which_block_they_were():
     with pytest.raises(InterpreterError, match=r"powers of two, got \(3,\)") as caught:
         launch(broken, (1, 2), (torch.zeros(4),))
     assert caught.value.__notes__ == ["in kernel broken, block (0, 1) of grid (1, 2)"]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("stores", [True, False])
+def test_a_dependent_launch_waits_before_it_touches_memory(waits, stores):
+    @ct.kernel
+    def early(x, y, waits: ct.Constant[bool], stores: ct.Constant[bool]):
+        if waits or not stores:
+            ct.grid_dependency_control_wait()
+        tile = ct.zeros((1,), ct.float32) if stores else ct.load(x, (ct.bid(0),), (1,))
+        ct.store(y, (ct.bid(0),), tile)
+
+    @ct.kernel
+    def reads_early(x, y, waits: ct.Constant[bool], stores: ct.Constant[bool]):
+        tile = ct.load(x, (ct.bid(0),), (1,))
+        ct.grid_dependency_control_wait()
+        ct.store(y, (ct.bid(0),), tile)
+
+    kernel = early if waits or stores else reads_early
+    given = kernel, (2,), (torch.ones(2), torch.ones(2), waits, stores)
+    launch(*given)
+    if waits:
+        launch(*given, dependent=True)
+        return
+    with pytest.raises(
+        InterpreterError, match=r"touches array '[xy]' \((load|store)\) before ct.grid_dep"
+    ):
+        launch(*given, dependent=True)

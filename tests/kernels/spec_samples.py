@@ -198,7 +198,8 @@ def launched(
         return dict(zip(spec.outputs(problem, 1), given, strict=True))
     blocks = blocks or made.grid(problem, INTERPRETED.sm_count)
     outputs = make_outputs(spec, problem, blocks, "cpu") if outputs is None else outputs
-    interpreter.launch(made.function, (blocks,), launch_arguments(made, inputs, outputs))
+    given = launch_arguments(made, inputs, outputs)
+    interpreter.launch(made.function, (blocks,), given, dependent=made.dependent)
     return outputs
 
 

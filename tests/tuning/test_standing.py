@@ -10,7 +10,7 @@ from replay_runner import Noise, ReplayRunner
 from tilekern.tuning.measure.timing import Timing
 from tilekern.tuning.strategies.drift import between_neighbours
 from tilekern.tuning.strategies.selection import ranked
-from tilekern.tuning.strategies.standing import standing, student_quantile, trimmed_mean
+from tilekern.tuning.strategies.standing import TRIMMED, standing, student_quantile, trimmed_mean
 
 
 def rounds_of(medians, factors, **changes):
@@ -178,3 +178,10 @@ def test_a_timing_keeps_what_its_strategy_said_and_nothing_else():
     won = Timing.of([5.0, 5.0], "won", within=0.0123456)
     assert won.as_dict() == {"median_us": 5.0, "spread_us": 0.0, "samples": 2, "left": "won", "within": 0.01235}
     assert Timing.of([5.0], "tied", -0.002).as_dict()["behind"] == -0.002
+
+
+@pytest.mark.parametrize("count", [4, 8, 16])
+def test_trimming_costs_the_certainty_that_is_said(count):
+    draw = random.Random(count)
+    means = [trimmed_mean([draw.gauss(0, 1) for _ in range(count)]) for _ in range(4000)]
+    assert statistics.pstdev(means) * math.sqrt(count) == pytest.approx(TRIMMED, abs=0.05)

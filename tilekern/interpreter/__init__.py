@@ -3,7 +3,8 @@
 The very Python function of a kernel is executed with ``ct`` bound to this package, where a tile is a torch tensor. An
 access outside an array that the kernel neither masks nor pads raises :class:`OutOfBounds`. Blocks run in a shuffled
 order, the same at every launch, and two blocks that touch the same element raise :class:`InterpreterError` when one of
-them stores it: a kernel that needs an order of its blocks is wrong.
+them stores it: a kernel that needs an order of its blocks is wrong. So does a kernel that may be launched before its
+predecessor has ended, in a block that touches memory before it has waited.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ from tilekern.rebinding import Rebinder
 __all__ = ["InterpreterError", "OutOfBounds", "launch"]
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, check_races: bool = True) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, check_races: bool = True, dependent: bool = False
+) -> None:  # fmt: skip
     """Run a kernel (``ct.kernel`` or plain function) over a grid of one to three axes; tensors are written in place.
 
     Arguments stand in the kernel's order: CPU tensors of any strides, Python scalars and constants. A float that is
-    not annotated as ``ct.Constant`` is a float32 scalar tile in the kernel, as it is on the GPU.
+    not annotated as ``ct.Constant`` is a float32 scalar tile in the kernel, as it is on the GPU. ``dependent`` is as of
+    :class:`tilekern.spec.Implementation`.
     """
     function: FunctionType = getattr(kernel, "_pyfunc", kernel)
     if not 1 <= len(grid) <= 3 or any(size < 1 for size in grid):
@@ -41,7 +45,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, ch
     parameters = _parameters(function)
     if len(arguments) != len(parameters):
         raise InterpreterError(f"kernel {function.__name__} takes {len(parameters)} arguments, got {len(arguments)}")
-    running = Launch(function.__name__, tuple(grid), check_races, _shuffled(math.prod(grid)))
+    running = Launch(function.__name__, tuple(grid), check_races, _shuffled(math.prod(grid)), dependent)
     values = [
         _argument(running, name, constant, value) for (name, constant), value in zip(parameters, arguments, strict=True)
     ]

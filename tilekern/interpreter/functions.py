@@ -268,7 +268,7 @@ def _printed(conversion: str, value: Any) -> str:
 
 
 def _nothing() -> None:
-    """Grid dependency control orders launches, and launches here follow one another anyway."""
+    """Launches here follow one another anyway."""
 
 
 FUNCTIONS: dict[str, Any] = {
@@ -289,7 +289,6 @@ FUNCTIONS: dict[str, Any] = {
     "print": print_,
     "static_eval": lambda expr, /: expr,
     "static_exception": lambda exc, /: exc,
-    "grid_dependency_control_wait": _nothing,
     "grid_dependency_control_launch_dependents": _nothing,
     **{
         function.__name__: function

@@ -32,7 +32,7 @@ OFFERED: dict[str, Any] = {
     "Tile": Tile,
     "TiledView": TiledView,
 }
-LAUNCH_FUNCTIONS = ("bid", "num_blocks")
+LAUNCH_FUNCTIONS = ("bid", "num_blocks", "grid_dependency_control_wait")
 
 
 class Namespace:
@@ -42,6 +42,7 @@ class Namespace:
         self.__dict__.update(OFFERED)
         self.__dict__["bid"] = lambda axis: launch.block[axis]
         self.__dict__["num_blocks"] = lambda axis: launch.sizes[axis]
+        self.__dict__["grid_dependency_control_wait"] = launch.wait
 
     def __getattr__(self, name: str) -> Any:
         raise InterpreterError(f"the interpreter does not know ct.{name}")

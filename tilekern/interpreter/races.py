@@ -1,4 +1,4 @@
-"""The state of a launch while it runs, and the check that its blocks do not race.
+"""The state of a launch while it runs, and the check that its blocks do not race, nor with the launch before.
 
 Blocks run one after another and are numbered in that order, so the running block has the greatest number yet. Each
 storage that is stored to gets one int32 "owner" for each element: the number of the block that stored it, or FREE,
@@ -47,9 +47,11 @@ class Launch:
     grid: tuple[int, ...]
     check_races: bool
     order: tuple[int, ...]
+    dependent: bool = False
     number: int = 0
     block: tuple[int, int, int] = (0, 0, 0)
     acquired: bool = False
+    waited: bool = False
     granules: dict[int, int] = field(default_factory=dict)
     owners: dict[int, torch.Tensor] = field(default_factory=dict)
     loads: list[tuple[int, str, Array, Access]] = field(default_factory=list)
@@ -58,7 +60,18 @@ class Launch:
         """Make the block with this number in the order of execution the running one."""
         self.number = number
         self.block = self.block_of(number)
-        self.acquired = False
+        self.acquired = self.waited = False
+
+    def wait(self) -> None:
+        """Note that the running block has waited for the launch before; where none runs beside, there is no need."""
+        self.waited = True
+
+    def _touched(self, operation: str, array: Array) -> None:
+        if self.dependent and not self.waited:
+            raise InterpreterError(
+                f"kernel {self.kernel}: block {self.where()} touches array {array.name!r} ({operation}) before "
+                "ct.grid_dependency_control_wait(), and the launch before may not have ended"
+            )
 
     def block_of(self, number: int) -> tuple[int, int, int]:
         """The index of the block that runs as the so-manieth."""
@@ -83,11 +96,13 @@ class Launch:
 
     def loaded(self, operation: str, array: Array, access: Access) -> None:
         """Write a load down, to be looked up in :meth:`finish`."""
+        self._touched(operation, array)
         if self.check_races and not self.acquired:
             self.loads.append((self.number, operation, array, access))
 
     def stored(self, operation: str, array: Array, access: Access) -> None:
         """Make the running block the owner of what it stores, unless another one is."""
+        self._touched(operation, array)
         if not self.check_races or self.acquired:
             return
         scale = array.memory.element_size() // self.granules[array.key]

@@ -161,7 +161,7 @@ def may_depend(implementation: Implementation | CuteKernel, target: Target) -> b
 class InterpretedPlan(Plan):
     """A plan whose kernel runs on the CPU, block by block, and is given its constants behind the arguments."""
 
-    __slots__ = ("_constants", "_parameters")
+    __slots__ = ("_constants", "_dependent", "_parameters")
 
     def __init__(self, implementation: Implementation, config: Config, blocks: int) -> None:
         super().__init__(implementation.function, config, blocks)
@@ -169,6 +169,7 @@ class InterpretedPlan(Plan):
 
         self._constants = tuple(value for _, value in implementation.constants)
         self._parameters = Parameters(name_of(implementation.function), implementation.parameters)
+        self._dependent = implementation.dependent
 
     def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
         """Run the kernel at once.
@@ -183,7 +184,7 @@ class InterpretedPlan(Plan):
             _refuse_tangents(arguments)
         self._parameters.check(arguments)
         self.launches += 1
-        interpreter.launch(self._kernel, self.grid, arguments + self._constants)
+        interpreter.launch(self._kernel, self.grid, arguments + self._constants, dependent=self._dependent)
 
 
 class LibraryPlan(Plan):
