@@ -120,21 +120,33 @@ def test_the_readme_is_four_screens_long():
     assert len(README.read_text().splitlines()) <= 200
 
 
+README_SAYS = ("qwen3-0.6b on B200", "predicted", "packed ", "unpacked ")
+
+
 @needs_compiler
+def test_the_commands_of_the_readme_run(tmp_path):
+    with warm_python(environment(TILEKERN_CACHE_DIR=str(tmp_path / "cache"))) as env:
+        output = run_the_pages([README], tmp_path, env)
+    for part in README_SAYS:
+        assert part in output, output
+
+
+@needs_compiler
+@pytest.mark.nightly
 def test_the_commands_of_the_pages_run(tmp_path):
     """All of them in their order, in one folder, with one cache."""
     with warm_python(environment(TILEKERN_CACHE_DIR=str(tmp_path / "cache"))) as env:
-        output = run_the_pages(tmp_path, env)
+        output = run_the_pages(pages_in_order(), tmp_path, env)
     for part in ("qwen3-0.6b on B200", "predicted", "qwen3-8b on B200", "qwen3-8b on H200", "carry sweep-h200",
                  "unpacked 2 records", "packed 2 records into qwen3-b200.pack", "0 broken, 0 stale",
                  "qwen3-b200.pack', '"):  # fmt: skip
         assert part in output, output
 
 
-def run_the_pages(folder, env):
+def run_the_pages(pages, folder, env):
     """Run the commands; what they print."""
     output = ""
-    every = [(page.name, block) for page in pages_in_order() for block in blocks(page, "bash") if runs_here(block)]
+    every = [(page.name, block) for page in pages for block in blocks(page, "bash") if runs_here(block)]
     for page, block in every:
         code, marker = block.code, block.marker
         if marker == "test: set-up":

@@ -49,16 +49,20 @@ def test_an_op_without_a_gpu_says_so_in_one_line(tmp_path):
     assert ran.stderr.startswith("tilekern:0: TilekernWarning: swiglu_forward was called on cpu; ")
 
 
+ONE = "swiglu rows=64,columns=48,dtype=bfloat16"
+
+
 @pytest.mark.parametrize(
     "command",
     [
         # Of a GPU without records: a record is listed with its age, which differs from run to run.
         ["-m", "tilekern.cache_tools", "ls", "--layers", "--target", "sm_121"],
-        ["-m", "tilekern.tune", "preflight", "--gpu", "H200", "--problem", "swiglu rows=64,columns=48,dtype=bfloat16"],
+        pytest.param(
+            ["-m", "tilekern.tune", "preflight", "--gpu", "H200", "--problem", ONE], marks=pytest.mark.nightly
+        ),
     ],
     ids=["cache_tools", "tune"],
 )
-@pytest.mark.share(2)
 def test_a_command_line_shows_a_plain_line(command, tmp_path):
     env = {"TILEKERN_CACHE_DIR": str(tmp_path), "TILEKERN_CACHE_PATH": "nowhere"}
     text = "TILEKERN_CACHE_PATH names nowhere, which is neither a folder nor a pack; it is left out\n"

@@ -51,6 +51,7 @@ def test_diff_does_not_hold_all_records(large, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_pack_does_not_hold_all_records(cli, large, tmp_path, monkeypatch):
     monkeypatch.setattr("tilekern.cache.packs.writing._IN_MEMORY", 1_000_000)
     cli("pack", str(tmp_path / "first.pack"), "--problem", "rows=1")

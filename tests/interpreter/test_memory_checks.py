@@ -256,7 +256,5 @@ def test_a_dependent_launch_waits_before_it_touches_memory(waits, stores):
     if waits:
         launch(*given, dependent=True)
         return
-    with pytest.raises(
-        InterpreterError, match=r"touches array '[xy]' \((load|store)\) before ct.grid_dep"
-    ):
+    with pytest.raises(InterpreterError, match=r"touches array '[xy]' \((load|store)\) before ct.grid_dep"):
         launch(*given, dependent=True)

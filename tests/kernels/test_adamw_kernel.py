@@ -131,6 +131,7 @@ def test_the_space_is_small_but_real(columns, target):
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(("dtype", "arch"), [("float32", "sm_90"), ("bfloat16", "sm_100")])
+@pytest.mark.nightly
 def test_every_width_compiles_without_spills(dtype, arch):
     target = resolve(arch)
     for columns in WIDTHS:

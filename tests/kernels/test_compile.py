@@ -41,7 +41,7 @@ def judge(spec, problem, target, variant):
     return resources_of(spec, problem, made, target)
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 @every_spec
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_the_default_config_spills_nothing_at_the_sizes_of_qwen3_8b(spec, arch):

@@ -115,7 +115,7 @@ def vectors_of(kernel, config):
 @pytest.mark.slow
 @needs_cute
 @pytest.mark.parametrize(("spec", "target"), COMPILED)
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_they_compile_for_each_gpu_with_the_parameters_that_are_passed(spec, target):
     axes = {"columns": LONG, "cluster": 1} if spec in PAIRS else {}
     problem, config, kernel = made_of(spec, target=target, **axes)

@@ -126,6 +126,7 @@ def statuses():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_table_has_a_status():
     assert set(statuses().values()) == {"available"}
     tilekern.apply(rope=False)
@@ -164,6 +165,7 @@ def test_a_family_can_be_chosen_and_a_policy_set():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_changed_target_is_left_alone_with_one_warning(monkeypatch):
     def forward(self, hidden_states):
         return hidden_states * self.weight

@@ -269,6 +269,7 @@ def test_a_model_that_is_compiled_as_a_whole(windowed):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.nightly
 def test_layers_that_are_compiled_by_themselves_run_the_kernels_on_packed_rows():
     model = make(attention="tilekern").eval()
     wanted = torch.cat([model(input_ids=part).logits for part in ROW.split((3, 4), 1)], 1)

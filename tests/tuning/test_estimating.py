@@ -200,6 +200,7 @@ def test_an_exhaustive_race_is_estimated_to_take_all_its_rounds(compiled_sweep: 
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_whole_sweep_of_an_h200_is_estimated_as_it_was(tmp_path: Path, h200: Target):
     """105 of the 110 problems of the shipped pack took 94 s: where the shipped figures come from."""
     records = Pack(Path(tilekern.__file__).parent / "prebuilt" / "qwen3-8b-h200.pack").records

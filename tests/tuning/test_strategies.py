@@ -251,7 +251,7 @@ NOISES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(NOISES)[: stressed(3, 2)])
-@pytest.mark.share(2)
+@pytest.mark.nightly
 def test_all_problems_of_a_model(monkeypatch, name):
     """The figures that the tuner promises, on what an H200 measured of Qwen3-8B."""
     noise = NOISES[name]
