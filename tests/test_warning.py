@@ -49,7 +49,15 @@ def test_an_op_without_a_gpu_says_so_in_one_line(tmp_path):
     assert ran.stderr.startswith("tilekern:0: TilekernWarning: swiglu_forward was called on cpu; ")
 
 
-ONE = "swiglu rows=64,columns=48,dtype=bfloat16"
+PREFLIGHT = [
+    "-m",
+    "tilekern.tune",
+    "preflight",
+    "--gpu",
+    "H200",
+    "--problem",
+    "swiglu rows=64,columns=48,dtype=bfloat16",
+]
 
 
 @pytest.mark.parametrize(
