@@ -49,15 +49,7 @@ def test_an_op_without_a_gpu_says_so_in_one_line(tmp_path):
     assert ran.stderr.startswith("tilekern:0: TilekernWarning: swiglu_forward was called on cpu; ")
 
 
-PREFLIGHT = [
-    "-m",
-    "tilekern.tune",
-    "preflight",
-    "--gpu",
-    "H200",
-    "--problem",
-    "swiglu rows=64,columns=48,dtype=bfloat16",
-]
+ONE = ["--gpu", "H200", "--problem", "swiglu rows=64,columns=48,dtype=bfloat16"]
 
 
 @pytest.mark.parametrize(
@@ -65,9 +57,7 @@ PREFLIGHT = [
     [
         # Of a GPU without records: a record is listed with its age, which differs from run to run.
         ["-m", "tilekern.cache_tools", "ls", "--layers", "--target", "sm_121"],
-        pytest.param(
-            ["-m", "tilekern.tune", "preflight", "--gpu", "H200", "--problem", ONE], marks=pytest.mark.nightly
-        ),
+        pytest.param(["-m", "tilekern.tune", "preflight", *ONE], marks=pytest.mark.nightly),
     ],
     ids=["cache_tools", "tune"],
 )
