@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tilekern.errors import CacheMiss, NoVariant
 from tilekern.ops import writing
 from tilekern.ops.declaration import arrays_of
-from tilekern.ops.operation import names_of
+from tilekern.ops.names import names_of
 from tilekern.ops.registration import Rows
 from tilekern.runtime import dispatch
 from tilekern.runtime.plans import InterpretedPlan

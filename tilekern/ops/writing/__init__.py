@@ -10,7 +10,7 @@ one, and behind them what else depends on the kind of a call alone, so that no c
 from __future__ import annotations
 
 from tilekern.ops.declaration import Declaration
-from tilekern.ops.operation import names_of
+from tilekern.ops.names import names_of
 from tilekern.ops.writing import functions, launches, plans
 
 _WRITERS = {
