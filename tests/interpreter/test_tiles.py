@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tilekern.interpreter import InterpreterError, launch
 from tilekern.interpreter.dtypes import FLOATS, IN_MEMORY, INTEGERS
 from tilekern.interpreter.namespace import LAUNCH_FUNCTIONS, OFFERED, Namespace
+from tilekern.interpreter.races import Launch
 
 NUMBERS = (*INTEGERS, *FLOATS)
 
@@ -273,7 +274,7 @@ def test_printing(capsys):
 def test_nothing_is_offered_that_cuda_tile_has_not():
     assert {*OFFERED, *LAUNCH_FUNCTIONS} <= set(ct.__all__)
     with pytest.raises(InterpreterError, match=r"does not know ct\.launch"):
-        _ = Namespace(None).launch
+        _ = Namespace(Launch("kernel", (1,), True, (0,))).launch
 
 
 @pytest.mark.parametrize("name", sorted(name for name in OFFERED if inspect.isfunction(OFFERED[name])))

@@ -302,7 +302,7 @@ def test_shapes_that_do_not_fit_are_refused():
 
 
 def test_tracebacks_show_the_text():
-    def broken(*given):
+    def broken(*given, **options):
         raise ZeroDivisionError
 
     with pytest.MonkeyPatch.context() as patch:
