@@ -73,10 +73,9 @@ def _as_if_nothing_were_set() -> Iterator[None]:
 
 def _read_anew(dsl: Any) -> Any:
     """The DSL's settings, of the variables as they are now; its readers keep what they read first."""
-    for base in type(dsl.envar).__mro__:
-        for reader in vars(sys.modules[base.__module__]).values():
-            if hasattr(reader, "cache_clear"):
-                reader.cache_clear()
+    for reader in vars(importlib.import_module("cutlass.base_dsl.env_manager")).values():
+        if hasattr(reader, "cache_clear"):
+            reader.cache_clear()
     return type(dsl.envar)(dsl.name)
 
 
