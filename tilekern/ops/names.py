@@ -17,7 +17,9 @@ from tilekern.runtime import dispatch
 
 def names_of(op: Declaration) -> dict[str, Any]:
     """The names that an op's code refers to, with a memo of its own."""
+    # `__op__` tells a trace of a step whose frame it sees.
     names: dict[str, Any] = {
+        "__op__": op.name,
         "torch": torch, "FORWARD": op.forward, "BACKWARD": op.backward, "SUM": column_sum.SPEC, "formula": op.formula,
         "known": dispatch.memo(), "keep": dispatch.keep, "plan_for": dispatch.plan_for,
         "count_fallback": dispatch.count_fallback, "refused": dispatch.refused, "NoVariant": NoVariant,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import threading
 from collections import Counter, defaultdict
@@ -25,9 +24,6 @@ from tilekern.runtime import dispatch
 from tilekern.runtime.plans import Plan
 from tilekern.spec import Config, KernelSpec, LibraryCall, Problem
 from tilekern.targets import Target, resolve
-
-# Where the code of ops is that were made of a declaration: tilekern's own, and those of others.
-_GENERATED, _WRITTEN = str(Path("tilekern", "ops", "_generated", "")) + os.sep, "<tilekern op "
 
 FORMAT = 1
 Named = tuple[str, Problem]
@@ -210,11 +206,8 @@ class Trace:
 
 def _op_of(frame: FrameType) -> str | None:
     """The op that a frame's code is of: made of its declaration (:mod:`tilekern.ops.operation`), or of its module."""
-    file = frame.f_code.co_filename
-    if file.startswith(_WRITTEN):
-        return file.removeprefix(_WRITTEN).removesuffix(">")
-    if _GENERATED in file:
-        return Path(file).stem
+    if (made := frame.f_globals.get("__op__")) is not None:
+        return str(made)
     package, _, module = str(frame.f_globals.get("__name__")).rpartition(".")
     return module if package == "tilekern.ops" else None
 
