@@ -8,9 +8,8 @@ from typing import Any
 
 from tilekern.cache import SCHEMA, Artifact, Hit, Layer, Record, lookup
 from tilekern.cache.keys import Value
-from tilekern.source.digests import Digests
 
-KERNEL, SOURCE = "sample", Digests("made_up.sample", *(hashlib.sha256(x).hexdigest() for x in (b"source", b"space")))
+KERNEL, SOURCE = "sample", hashlib.sha256(b"source").hexdigest()
 TARGET = {"key": "sm_90-h200-132", "name": "H200", "arch": "sm_90"}
 TOOLKIT = {"key": "tileiras-13.4.92", "tileiras": "13.4.92"}
 VARIANTS = ("aligned", "generic")
@@ -38,7 +37,7 @@ def sample(number: int, version: int, size_bytes: int = 6000, **changes: Any) ->
         blobs[digest] = data
     fields: dict[str, Any] = {
         "schema": SCHEMA, "kernel": KERNEL, "module": "tilekern.kernels.sample", "problem": problem(number),
-        "target": dict(TARGET), "toolkit": dict(TOOLKIT), "source_digest": SOURCE.source, "space_digest": SOURCE.space,
+        "target": dict(TARGET), "toolkit": dict(TOOLKIT), "source_digest": SOURCE, "space_digest": SOURCE,
         "provenance": "measured",
         "config": {"occupancy": 4, "version": version}, "artifacts": artifacts,
         "measurement": {"median_us": 37.8 + number, "default_us": 124.0, "spread_us": 0.4},

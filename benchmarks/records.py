@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tilekern.cache import SCHEMA, Artifact, Record, Store
 from tilekern.kernels import spec_named
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 from tilekern.targets import resolve
 
 _BLOB = b"no cubin"
@@ -27,11 +27,11 @@ def _record(number: int, digest: str) -> Record:
     problem = spec.problem(rows=8192, columns=128 * (number + 1), dtype="bfloat16")
     config = dict(spec.default(problem, target))
     artifact = Artifact(digest, len(_BLOB), "none", config, [], {"registers": 64, "spill_bytes": 0})
-    digests = digests_of(spec.module, spec.name)
+    digest_today = source_digest(spec.module)
     return Record(
         schema=SCHEMA, kernel=spec.name, module=spec.module, problem=dict(problem), target=target.describe(),
         toolkit={"key": "made-up", "tileiras": "0", "cuda_tile": "0"},
-        source_digest=digests.source, space_digest=digests.space,
+        source_digest=digest_today, space_digest=digest_today,
         provenance="default", config=config, artifacts={"aligned": artifact, "generic": artifact}, measurement=None,
         prediction=None, check=None, runners_up=[], candidates=1, failed=0, created=_CREATED, created_by="benchmarks",
     )  # fmt: skip

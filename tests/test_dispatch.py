@@ -22,7 +22,7 @@ from tilekern.runtime.plans import DependentPlan
 from tilekern.runtime.provisional import is_settled
 from tilekern.runtime.ranks.agreement import Agreement
 from tilekern.runtime.ranks.snapshot import Snapshot
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 from tilekern.spec import Config
 from tilekern.targets import INTERPRETED, resolve
 
@@ -100,8 +100,7 @@ def test_find_gives_the_record_with_its_provenance(filled):
     assert hit.exact_bucket
     assert hit.exact_target
     assert hit.record.provenance == "default"
-    today = digests_of(SPEC.module, SPEC.name)
-    assert (hit.record.source_digest, hit.record.space_digest) == (today.source, today.space)
+    assert hit.record.source_digest == hit.record.space_digest == source_digest(SPEC.module)
     assert Config(hit.record.artifacts["generic"].config) == SPEC.generic(PROBLEM)
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 import tilekern
-from tilekern.cache import FRESH, PackLayer, lookup, standing
+from tilekern.cache import FRESH, PackLayer, freshness, lookup
 from tilekern.cache.packs.pack import Pack, checked_contents
 from tilekern.kernels import spec_named
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 from tilekern.spec import Config, Problem
 from tilekern.targets import resolve
 from tilekern.tuning.plan.models import plan_of_model
@@ -41,7 +41,7 @@ def test_every_record_is_whole_and_of_todays_source(name: str):
     records = [record for record, _ in checked_contents(Pack(FOLDER / name))]
     assert len(records) >= 30
     for record in records:
-        worth = standing(record, digests_of(record.module, record.kernel))
+        worth = freshness(record, source_digest(record.module))
         assert worth == FRESH, f"{record.kernel} is {worth}: tune again"
         assert record.target["name"] == gpu
         assert record.provenance == provenance or record.kernel in OTHERWISE.get(name, ())
@@ -81,7 +81,7 @@ def test_the_models_problems_are_all_there(name: str):
             target_key=target.key,
             arch=target.arch,
             toolkit_key=None,
-            source=digests_of(spec.module, kernel),
+            source=source_digest(spec.module),
             layers=[layer],
         )
         assert hit is not None, f"{kernel} {problem.key}"

@@ -13,7 +13,7 @@ from tilekern import cache, toolchain
 from tilekern.runtime.ranks import comparing as ranks
 from tilekern.runtime.ranks.held import identity
 from tilekern.runtime.ranks.snapshot import Snapshot
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 from tilekern.targets import resolve
 
 RANKS, TIMEOUT_S = 3, 8
@@ -378,7 +378,7 @@ def test_a_snapshot_answers_as_the_layers_that_it_was_taken_from(compiled, tmp_p
         for rows, columns in ((64, 48), (512, 48), (64, 64), (1, 80), (64, 96)):
             options = {
                 "bucketed": ["rows"], "target_key": resolve(target).key, "arch": "sm_90", "toolkit_key": tools,
-                "source": digests_of(SPEC.module, SPEC.name),
+                "source": source_digest(SPEC.module),
             }  # fmt: skip
             problem = dict(PROBLEM.but(rows=rows, columns=columns))
             there, here = (cache.lookup(SPEC.name, problem, layers=where, **options) for where in (layers, [snapshot]))

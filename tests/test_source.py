@@ -1,17 +1,17 @@
-"""The digest of a whole kernel module, which records of schemas 1 and 2 carry: blind to words, not to code."""
+"""The digest of a kernel's source covers code, wherever it is, and no words."""
 
 import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from source_samples import forget, interpreter
 
+from tilekern import source
 from tilekern.kernels import all_specs
-from tilekern.source import digests as source
-from tilekern.source import whole_modules
-from tilekern.source.digests import digest_of_module, digests_of, note_digests
+from tilekern.source import files_of, note_digests, source_digest
+from tilekern.spec import python_of
 
 ROOT = Path(__file__).parents[1]
 CODE = '''"""A kernel."""
@@ -28,23 +28,34 @@ def kernel(x):
 
     return math.floor(y)
 '''
-SHARED = "def factor(n):\n    return n\n"
-ALONE = "def alone():\n    return 1\n"
+FILES = {
+    "__init__": "",
+    "kernel": CODE,
+    "shared": "def factor(n):\n    return n\n",
+    "alone": "def alone():\n    return 1\n",
+}
+
+
+def forget():
+    for kept in (source_digest, source._find, source._hash_of, source._notes, source._parsed):
+        kept.cache_clear()
 
 
 @pytest.fixture
 def digest(tmp_path, monkeypatch):
-    """Writes a package of kernels and digests one of its modules."""
+    """Write a package of kernels, and return the digest of one of its modules."""
     package = tmp_path / "sample_kernels"
-    package.mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def digest(code=CODE, shared=SHARED, alone=ALONE, module="kernel"):
-        for name, text in (("__init__", ""), ("kernel", code), ("shared", shared), ("alone", alone)):
-            (package / f"{name}.py").write_text(text, encoding="utf-8")
+    def digest(module="kernel", **files):
+        shutil.rmtree(package, ignore_errors=True)
+        for name, text in (FILES | files).items():
+            path = package.joinpath(*name.split(".")).with_suffix(".py")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
         importlib.invalidate_caches()
         forget()
-        return digest_of_module(f"sample_kernels.{module}")
+        return source_digest(f"sample_kernels.{module}")
 
     yield digest
     forget()
@@ -55,18 +66,17 @@ def digest(tmp_path, monkeypatch):
     [
         ('"""A kernel."""', '"""A much better\n\ntext."""'),
         ('    """Double x."""\n', ""),
-        ("    # a reason\n", ""),
         ("    # a reason\n", "# another\n  # one, of two lines\n"),
         ("\n\n    return", "\n    return"),
         ("import math\n", "import math\n\n\n\n"),
         ("math.floor(y)\n", "math.floor(y)   \n\n"),
         ("\n", "\r\n"),
     ],
-    ids=["docstring", "no docstring", "no comment", "comment", "no blank line", "blank lines", "spaces", "line ends"],
+    ids=["docstring", "no docstring", "comment", "no blank line", "blank lines", "spaces", "line ends"],
 )
 def test_words_and_blanks_do_not_count(digest, old, new):
     assert old in CODE
-    assert digest(CODE.replace(old, new)) == digest()
+    assert digest(kernel=CODE.replace(old, new)) == digest()
 
 
 @pytest.mark.parametrize(
@@ -76,82 +86,109 @@ def test_words_and_blanks_do_not_count(digest, old, new):
         ("def kernel(x):", "def kernel(x, z):"),
         ("math.floor", "math.ceil"),
         ("    return", "    y = y\n    return"),
-        ("import math\n", "import math\nimport os\n"),
+        ("import math\n", "import cmath as math\n"),
+        ("import math\n", "from math import floor as factor\n"),
+        ("import factor", "import factor_of as factor"),
     ],
 )
 def test_code_counts(digest, old, new):
     assert old in CODE
-    assert digest(CODE.replace(old, new)) != digest()
+    assert digest(kernel=CODE.replace(old, new)) != digest()
 
 
 def test_text_that_is_a_value_counts(digest):
-    code = 'NAME = "one"\n'
-    assert digest(code) != digest(code.replace("one", "two"))
-    long = 'NAME = """\n# one\n"""\n'
-    assert digest(long) != digest(long.replace("one", "two")), "a line inside a string is no comment"
+    for code in ('NAME = "one"\n', 'NAME = """\n# one\n"""\n'):
+        assert digest(kernel=code) != digest(kernel=code.replace("one", "two"))
 
 
-def test_siblings_that_are_imported_count_and_others_do_not(digest):
+IMPORTS = {
+    "from sample_kernels.shared import factor": "factor",
+    "from sample_kernels import shared": "shared.factor",
+    "from .shared import factor": "factor",
+    "from . import shared": "shared.factor",
+    "import sample_kernels.shared": "sample_kernels.shared.factor",
+}
+
+
+@pytest.mark.parametrize("line", IMPORTS)
+@pytest.mark.parametrize("inside", [False, True], ids=["at the top", "inside a function"])
+def test_a_module_that_is_imported_counts(digest, line, inside):
+    code = f"def kernel(x):\n    {line}\n    return x\n" if inside else f"{line}\ndef kernel(x):\n    return x\n"
+    before = digest(kernel=code)
+    assert digest(kernel=code, shared=FILES["shared"].replace("return n", "return n + 0")) != before
+    assert digest(kernel=code, shared="# the same\n" + FILES["shared"]) == before
+    assert digest(kernel=code, alone=FILES["alone"].replace("1", "2")) == before
+
+
+def test_a_kernel_that_is_named_by_a_text_counts(digest):
+    code = 'KERNEL = "sample_kernels.shared:factor"\n'
+    before = digest(kernel=code)
+    assert digest(kernel=code, shared=FILES["shared"].replace("return n", "return n + 0")) != before
+
+
+def test_a_package_counts_where_names_are_taken_of_it(digest):
+    code = "from sample_kernels import factor\n"
+    one, other = (f"factor = {number}\n" for number in (1, 2))
+    assert digest(kernel=code, __init__=one) != digest(kernel=code, __init__=other)
+    code = "from sample_kernels import shared\n"
+    assert digest(kernel=code, __init__=one) == digest(kernel=code, __init__=other)
+
+
+def test_modules_that_import_each_other_count(digest):
+    shared = "import sample_kernels.alone\nimport sample_kernels.kernel\n" + FILES["shared"]
+    assert digest(shared=shared, alone=FILES["alone"].replace("1", "2")) != digest(shared=shared)
+
+
+def test_a_file_may_be_moved(digest):
+    moved = CODE.replace("sample_kernels.shared", "sample_kernels.common.factors")
     before = digest()
-    assert digest(shared=SHARED.replace("return n", "return n + 0")) != before
-    assert digest(shared="# the same\n" + SHARED) == before
-    assert digest(alone=ALONE.replace("1", "2")) == before
-
-
-def test_siblings_of_siblings_and_cycles_count(digest):
-    shared = "import sample_kernels.alone\nimport sample_kernels.kernel\n" + SHARED
-    before = digest(shared=shared)
-    assert digest(shared=shared, alone=ALONE.replace("1", "2")) != before
-
-
-def test_a_sibling_that_is_imported_from_the_package_counts(digest):
-    code = CODE.replace("from sample_kernels.shared import factor", "from sample_kernels import shared")
-    assert digest(code, shared=SHARED.replace("return n", "return n + 0")) != digest(code)
+    assert digest(kernel=moved, **{"common.__init__": "", "common.factors": FILES["shared"]}) == before
+    assert digest(renamed=CODE, module="renamed") == before
 
 
 def test_the_module_is_not_run(digest):
-    digest("raise SystemExit('was run')\n")
+    digest(kernel="raise SystemExit('was run')\n")
     assert "sample_kernels.kernel" not in sys.modules
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("sample_kernels.nowhere", "nowhere"), ("no_such_package.kernel", "no_such_package"), ("sys", "sys")],
-)
-def test_a_module_without_source_is_named(digest, name, said):
+@pytest.mark.parametrize("name", ["sample_kernels.nowhere", "no_such_package.kernel", "sys"])
+def test_a_module_without_source_is_named(digest, name):
     digest()
-    with pytest.raises(ModuleNotFoundError, match=said):
-        digest_of_module(name)
+    with pytest.raises(ModuleNotFoundError, match=name):
+        source_digest(name)
 
 
-def test_noted_digests_hold_for_the_files_that_they_were_made_from_alone(digest, tmp_path, monkeypatch):
+def test_noted_digests_hold_while_their_files_are_the_same(digest, tmp_path, monkeypatch):
     before = digest()
-    notes = tmp_path / "digests.json"
-    note_digests(["sample_kernels.kernel", "sample_kernels.alone"], notes)
-    monkeypatch.setattr(source, "NOTES", notes)
-    monkeypatch.setattr(whole_modules, "digest_of_closure", lambda name: f"{name} is worked out")
+    note_digests(["sample_kernels.kernel", "sample_kernels.alone"], tmp_path / "digests.json")
+    monkeypatch.setattr(source, "NOTES", tmp_path / "digests.json")
+    monkeypatch.setattr(source, "_digest", lambda files: f"{files[-1]} is parsed")
     assert digest() == before
-    assert digest(module="alone") != before
-    assert digest(module="shared") == "sample_kernels.shared is worked out"
-    assert digest(shared="# the same\n" + SHARED) == "sample_kernels.kernel is worked out"
-    assert digest(alone="# the same\n" + ALONE) == before
-    assert digest(code=CODE + "\n") == "sample_kernels.kernel is worked out"
+    assert digest("shared") == "sample_kernels.shared is parsed"
+    assert digest(shared="# the same\n" + FILES["shared"]) == "sample_kernels.shared is parsed"
+    assert digest(alone="# the same\n" + FILES["alone"]) == before
+    assert digest(kernel=CODE + "\n") == "sample_kernels.shared is parsed"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("python", ["python3.11", "python3.12", "python3.13"])
+def test_the_digest_of_a_spec_covers_all_that_it_is_made_of():
+    """Nothing that decides what a spec compiles to, or what it may choose from, is outside of the files."""
+    for spec in all_specs().values():
+        files = files_of(spec.module)
+        fields = (spec.implement, spec.default, spec.generic, *(made.holds for made in spec.space.constraints))
+        for field in fields:
+            function = python_of(getattr(field, "func", field))
+            assert function.__module__ in files, (spec.name, function)
+
+
 @pytest.mark.nightly
+@pytest.mark.parametrize("python", ["python3.12", "python3.13", "python3.14"])
 def test_every_python_finds_the_same_digests(python):
     """A cache that was filled under one Python serves under another."""
-    specs = sorted((spec.module, name) for name, spec in all_specs().items())
-    code = (
-        "from tilekern.source.digests import digests_of\n"
-        f"for names in {specs!r}: print(*(getattr(digests_of(*names), d) for d in ('source', 'space', 'whole')))"
-    )
-    path = interpreter(python)
+    path = shutil.which(python)
     if path is None:
         pytest.skip(f"{python} is not installed")
+    modules = sorted({spec.module for spec in all_specs().values()})
+    code = f"from tilekern.source import source_digest\nfor name in {modules!r}: print(source_digest(name))"
     found = subprocess.run([path, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    here = [digests_of(*names) for names in specs]
-    assert found.stdout.splitlines() == [f"{one.source} {one.space} {one.whole}" for one in here]
+    assert found.stdout.split() == [source_digest(name) for name in modules]

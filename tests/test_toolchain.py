@@ -1,7 +1,8 @@
 """Finding the tile compiler, what variants assume, and how a compiler's failures read."""
 
 import dataclasses
-import importlib
+import importlib.util
+import inspect
 import os
 import stat
 import subprocess
@@ -14,9 +15,9 @@ from spec_samples import alike, compiled, draws_of, sized
 from tilekern import cute_compiler, frontend, toolchain
 from tilekern.errors import CompileFailed, CompileInterrupted, ToolchainMissing
 from tilekern.kernels import spec_named
-from tilekern.spec import ALIGNED, GENERIC, ITEM_BYTES, ArrayParameter
+from tilekern.spec import ALIGNED, GENERIC, ITEM_BYTES, ArrayParameter, name_of
 from tilekern.targets import resolve
-from tilekern.toolchain import assumptions, compile_candidate, require_toolkit, toolkit
+from tilekern.toolchain import assumptions, compile_candidate, lowered_digest, require_toolkit, toolkit
 
 H200 = resolve("H200")
 needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
@@ -233,6 +234,27 @@ def test_the_front_end_gives_the_bytecode_of_cuda_tile_s_public_function(spec):
         expected = io.BytesIO()
         options = {"gpu_code": "sm_100", "output_format": "tileir_bytecode", "bytecode_version": "13.4"}
         export_kernel(kernel, [signature], expected, **options)
-        bytecode, symbol = lower(implementation.function, constraints, hints, "sm_100", "13.4")
-        assert symbol == signature.symbol
-        assert bytecode == expected.getvalue()
+        lowered = lower(implementation.function, constraints, hints, "sm_100", "13.4")
+        assert lowered.symbol == signature.symbol
+        assert lowered.bytecode == expected.getvalue()
+
+
+def test_the_digest_of_bytecode_is_that_of_code_and_of_no_place(tmp_path):
+    """The same kernel in another file and on other lines is lowered to bytecode of the same digest."""
+    spec = spec_named("scale")
+    problem = spec.problem(rows=64, columns=64, dtype="bfloat16")
+    implementation = spec.device(problem, spec.generic(problem))
+    text = Path(inspect.getfile(implementation.function._pyfunc)).read_text(encoding="utf-8")
+    path = tmp_path / "moved.py"
+
+    def digest(text):
+        path.write_text(text, encoding="utf-8")
+        found = importlib.util.spec_from_file_location("moved", path)
+        module = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
+        function = getattr(module, name_of(implementation.function))
+        return lowered_digest(dataclasses.replace(implementation, function=function), resolve("B200"), GENERIC)
+
+    here = lowered_digest(implementation, resolve("B200"), GENERIC)
+    assert digest("# A line.\n" + text) == here
+    assert digest(text.replace(" * by\n", " * by * 1.5\n")) != here

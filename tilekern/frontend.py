@@ -9,7 +9,9 @@ bytes with those of the public function.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tilekern.errors import CompileInterrupted
@@ -21,10 +23,23 @@ _KEPT = 4
 _CHANGE_CODE = ("CUDA_TILE_TESTING_DISABLE_DIV", "CUDA_TILE_TESTING_DISABLE_TOKEN_ORDER")
 
 
+@dataclass(frozen=True)
+class Lowered:
+    """Tile IR bytecode with its entry symbol.
+
+    ``digest`` is the sha256, in hexadecimal, of the bytecode without files and lines of its source: under one toolkit
+    equal digests are compiled to the same machine code.
+    """
+
+    bytecode: bytes
+    symbol: str
+    digest: str
+
+
 def lower(
     function: Any, assumed: tuple[Any, ...], hints: Mapping[str, int | None], arch: str, bytecode_version: str | None
-) -> tuple[bytes, str]:
-    """Bytecode and entry symbol of a kernel for one signature.
+) -> Lowered:
+    """Lower a kernel for one signature.
 
     Args:
         function: the ``ct.kernel`` object; its own hints do not count.
@@ -41,11 +56,13 @@ def lower(
     from cuda.tile._compile import _get_bytecode
     from cuda.tile._compiler_options import CompilerOptions
 
-    keeper = _lowered(function, _Constraints(assumed), arch, bytecode_version)
-    result = _get_bytecode(keeper, CompilerOptions(**dict(hints)), anonymize_debug_info=False)
+    keeper, options = _lowered(function, _Constraints(assumed), arch, bytecode_version), CompilerOptions(**dict(hints))
+    bytecode, without_places = (
+        bytes(_get_bytecode(keeper, options, anonymize_debug_info=anonymous).bytecode) for anonymous in (False, True)
+    )
     symbol = keeper.signatures[0].symbol
     assert symbol is not None
-    return bytes(result.bytecode), symbol
+    return Lowered(bytecode, symbol, hashlib.sha256(without_places).hexdigest())
 
 
 def preload() -> None:

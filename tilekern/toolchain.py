@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilekern import cute_compiler
 from tilekern import spec as specs
@@ -28,6 +28,9 @@ from tilekern.cubin import Resources, read_resources
 from tilekern.errors import CompileInterrupted, CompileTimeout, ToolchainMissing, compile_failure
 from tilekern.spec import ArrayParameter, Config, CuteKernel, Implementation, KernelSpec, Problem
 from tilekern.targets import Target
+
+if TYPE_CHECKING:
+    from tilekern.frontend import Lowered
 
 _MISSING = "the tile compiler (tileiras) is not installed; install it with: pip install 'tilekern[compile]'"
 # Divisibility that the aligned variant assumes of base addresses and row strides: what TMA and 16-byte loads need.
@@ -68,7 +71,7 @@ class Compiled:
     """A cubin with its entry symbol, what it assumes of its arguments, and what making it took.
 
     ``frontend_s`` and ``tileiras_s`` are wall seconds in Python and in the compiler; CuTe DSL is all compiler.
-    ``launch`` and ``compiler`` are as those of :class:`tilekern.cache.Artifact`; None for cuTile's own.
+    ``launch``, ``compiler`` and ``bytecode`` are as those of :class:`tilekern.cache.Artifact`.
     """
 
     cubin: bytes
@@ -78,6 +81,7 @@ class Compiled:
     tileiras_s: float
     launch: dict[str, Any] | None = None
     compiler: str | None = None
+    bytecode: str | None = None
 
     def resources(self) -> Resources:
         """The resources of an SM that it needs, the dynamic shared memory of its launch among them.
@@ -163,10 +167,22 @@ def compile_candidate(
         seconds = time.perf_counter() - started
         return Compiled(cubin, symbol, assumed, 0.0, seconds, launch_of(implementation), cute_compiler.compiler())
     tools = require_toolkit()
-    bytecode, symbol = _lower(implementation, assumed, target, tools)
+    made = _lower(implementation, assumed, target, tools)
     lowered = time.perf_counter()
-    cubin = _assemble(bytecode, target, tools, timeout_s)
-    return Compiled(cubin, symbol, assumed, lowered - started, time.perf_counter() - lowered)
+    cubin = _assemble(made.bytecode, target, tools, timeout_s)
+    compiled = time.perf_counter()
+    return Compiled(cubin, made.symbol, assumed, lowered - started, compiled - lowered, bytecode=made.digest)
+
+
+def lowered_digest(implementation: Implementation, target: Target, variant: str) -> str:
+    """Return :attr:`Compiled.bytecode` of a config without running the compiler behind the front end (0.2 s).
+
+    Raises:
+        ToolchainMissing: no compiler is installed.
+        CompileFailed: the front end rejected the config.
+        CompileInterrupted: the front end could not work, for a reason that passes.
+    """
+    return _lower(implementation, assumptions(implementation, variant), target, require_toolkit()).digest
 
 
 def launch_of(kernel: CuteKernel) -> dict[str, Any]:
@@ -206,10 +222,8 @@ def _array_assumptions(parameter: ArrayParameter, *, aligned: bool) -> dict[str,
     }
 
 
-def _lower(
-    implementation: Implementation, assumed: list[dict[str, Any]], target: Target, tools: Toolkit
-) -> tuple[bytes, str]:
-    """Tile IR bytecode and the entry symbol."""
+def _lower(implementation: Implementation, assumed: list[dict[str, Any]], target: Target, tools: Toolkit) -> Lowered:
+    """Return what the front end makes of an implementation."""
     from tilekern.frontend import lower
 
     constraints = tuple(constraint(a) for a in assumed)

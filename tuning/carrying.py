@@ -1,9 +1,11 @@
 """Keeps the figures of records that an edit made stale and whose machine code is what it was.
 
-A record is stale when the digest of its kernel's source is another one, also where the edit changes nothing of what it
-runs: a new option that is off. So all artifacts that it holds are compiled anew, and where each has the machine code,
-the constants and the needs of the old one, the record goes on with today's digests and today's artifacts. Its figures,
-its check and its date stay, and the figures say in ``carried_over`` that they were carried.
+A record is stale when the digest of its kernel's source differs, although the edit may change nothing that it runs, as
+where a helper is renamed. So the front end lowers each of its configs anew. Where that gives the bytecode that an
+artifact was assembled from, the artifact is today's. Where it does not, or the record does not say, the config is
+compiled, and the artifact is today's if it has the same machine code, constants and needs of the GPU. A record whose
+artifacts are all today's goes on with today's digest. Its figures, its check and its date stay, and the figures say in
+``carried_over`` that they were carried.
 
 Some of what the digest covers is not in the artifacts:
 
@@ -13,8 +15,7 @@ Some of what the digest covers is not in the artifacts:
 - Whether the space is still the one that the winner was the best of is told by its size and by the configs that the
   record names. A record of which that does not hold is written as one that is not known to be the best.
 
-A record is dated when the source of its space alone is another one. It serves as before, and nothing is compiled for
-it: where its space is the same by that rule, it goes on with today's digest.
+A record that is carried over into another space is dated: it serves as before, and is not known to be the best.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ import msgspec
 
 from tilekern import __version__
 from tilekern.cache import (
-    DATED,
     FRESH,
     SCHEMA,
     STALE,
@@ -42,19 +42,19 @@ from tilekern.cache import (
     FolderLayer,
     Record,
     Store,
-    standing,
+    freshness,
     write_pack,
 )
 from tilekern.cache.packs.pack import Pack
 from tilekern.cubin import code_of, constants_of, read_resources
 from tilekern.kernels import all_specs
 from tilekern.runtime.records import launch_in
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 from tilekern.spec import Config, KernelSpec, LibraryCall, Problem
 from tilekern.targets import Target, of_key
 from tilekern.tuning.compile.order import Order
 from tilekern.tuning.compile.pool import Answer, Lost, compile_in_order
-from tilekern.tuning.compile.stage import FRONTEND_TIMEOUT_S, MEMORY_BYTES, TIMEOUT_S, compile_one
+from tilekern.tuning.compile.stage import FRONTEND_TIMEOUT_S, MEMORY_BYTES, TIMEOUT_S, compile_unless_same
 from tilekern.tuning.plan.given import with_parts
 from tilekern.tuning.sweep.candidates import Candidate, candidate, candidates
 
@@ -86,7 +86,7 @@ class Carried:
 
     def fresh(self, new: Record) -> bool:
         """Whether a new record is known to be the best, too."""
-        return standing(new, digests_of(new.module, new.kernel)) == FRESH
+        return freshness(new, source_digest(new.module)) == FRESH
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class _Plan:
 
 def carry_over(
     held: Sequence[Held], toolkit_key: str, jobs: int, *, same_calls: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None, memo: dict[str, Answer | Lost] | None = None,
 ) -> Carried:  # fmt: skip
     """Carry over what can be of all records of a pack or a cache; nothing is written.
 
@@ -112,22 +112,20 @@ def carry_over(
         toolkit_key: the toolkit that is installed; records of another one stay as they are.
         jobs: compile workers.
         same_calls: whether libraries are called, and composites launch their parts, as when the records were made.
-        progress: called with the number of artifacts that are compiled and of all.
+        progress: called with the number of artifacts that are lowered or compiled, and of all.
+        memo: outcomes of calls before, by artifact; those of this one are added. Packs of like models share artifacts.
     """
     found, plans = Carried(), []
     for record, blobs in held:
-        renewed = _renewed(record, blobs)
-        plan = _planned(record, blobs, toolkit_key, same_calls=same_calls) if renewed is None else None
-        if renewed is not None:
-            found.carried.append((record, renewed))
-        elif plan is None:
+        plan = _planned(record, blobs, toolkit_key, same_calls=same_calls)
+        if plan is None:
             found.current += 1
         elif isinstance(plan, Left):
             found.left.append(plan)
         else:
             plans.append(plan)
-    made = _compiled([item for plan in plans for item in plan.items.values()], plans, jobs, progress)
-    found.compiled = len(made)
+    made = _compiled(plans, jobs, {} if memo is None else memo, progress)
+    found.compiled = sum(isinstance(answer, Lost) or not _is_same(answer) for answer in made.values())
     addresses = {record.address for record, _ in held}
     # Composites last, when it is known which of their parts are of today.
     for plan in sorted(plans, key=_is_composite):
@@ -139,31 +137,14 @@ def carry_over(
     return found
 
 
-def _renewed(record: Record, blobs: Mapping[str, bytes]) -> Held | None:
-    """A dated record as one that is known to be the best, where its space is the same; None for any other."""
-    spec = all_specs().get(record.kernel)
-    if spec is None or standing(record, digests := digests_of(spec.module, spec.name)) != DATED:
-        return None
-    problem, target = _problem_today(spec, record.problem), _target_of(record)
-    if problem is None or target is None or not _is_same_space(record, spec, problem, target):
-        return None
-    return msgspec.structs.replace(
-        record, space_digest=digests.space, **_with_history(record, "identical space")
-    ), blobs
-
-
-def _target_of(record: Record) -> Target | None:
-    return of_key(record.target["key"])
-
-
 def _planned(record: Record, blobs: Mapping[str, bytes], toolkit_key: str, *, same_calls: bool) -> _Plan | Left | None:
     """How to make a record's artifacts anew; why that says nothing of it; None where it is of today's source."""
     spec = all_specs().get(record.kernel)
     if spec is None:
         return Left(record, "this version of tilekern does not have the kernel")
-    if standing(record, digests_of(spec.module, spec.name)) != STALE:
+    if freshness(record, source_digest(spec.module)) != STALE:
         return None
-    problem, target = _problem_today(spec, record.problem), _target_of(record)
+    problem, target = _problem_today(spec, record.problem), of_key(record.target["key"])
     if problem is None:
         return Left(record, "its problem has other dimensions today")
     if target is None:
@@ -212,30 +193,47 @@ def _problem_today(spec: KernelSpec, values: Mapping[str, Any]) -> Problem | Non
 
 
 def _compiled(
-    items: Iterable[Candidate], plans: Iterable[_Plan], jobs: int, progress: Callable[[int, int], None] | None
+    plans: Sequence[_Plan], jobs: int, memo: dict[str, Answer | Lost], progress: Callable[[int, int], None] | None
 ) -> dict[str, Answer | Lost]:
-    """The outcome for each artifact, by its key."""
-    targets = {item.artifact: plan.target for plan in plans for item in plan.items.values()}
+    """Return the outcome for each artifact of some plans, by its key; those that ``memo`` has are not made again."""
     by_target: dict[str, dict[str, Candidate]] = {}
-    for item in items:
-        by_target.setdefault(targets[item.artifact].key, {})[item.artifact] = item
-    total = sum(map(len, by_target.values()))
+    known: dict[str, set[str | None]] = {}
+    targets = {plan.target.key: plan.target for plan in plans}
+    for plan in plans:
+        for variant, item in plan.items.items():
+            known.setdefault(item.artifact, set()).add(plan.record.artifacts[variant].bytecode)
+            by_target.setdefault(plan.target.key, {})[item.artifact] = item
+    # Records may differ in the bytecode of what is one artifact today; then none of them is compared.
+    agreed = {key: next(iter(found)) for key, found in known.items() if len(found) == 1}
+    bytecodes = {key: found for key, found in agreed.items() if found is not None}
     made: dict[str, Answer | Lost] = {}
-    for some in by_target.values():
-        target = targets[next(iter(some))]
-        compiles = functools.partial(compile_one, target=target, timeout_s=TIMEOUT_S, memory_bytes=MEMORY_BYTES)
+    total = len(known)
+    for key, items in by_target.items():
+        made |= {name: memo[_noted(name, bytecodes)] for name in items if _noted(name, bytecodes) in memo}
+        left = [item for name, item in items.items() if name not in made]
+        compiles = functools.partial(
+            compile_unless_same, target=targets[key], timeout_s=TIMEOUT_S, memory_bytes=MEMORY_BYTES, known=bytecodes
+        )
         limit_s = TIMEOUT_S + FRONTEND_TIMEOUT_S
-        for answer in compile_in_order(Order(some.values()), compiles, min(jobs, len(some)), limit_s, MEMORY_BYTES):
-            made[answer.item.artifact if isinstance(answer, Lost) else answer.line["key"]] = answer
+        for answer in compile_in_order(Order(left), compiles, min(jobs, len(left)), limit_s, MEMORY_BYTES):
+            name = answer.item.artifact if isinstance(answer, Lost) else answer.line["key"]
+            made[name] = memo[_noted(name, bytecodes)] = answer
             if progress:
                 progress(len(made), total)
     return made
+
+
+def _noted(artifact: str, bytecodes: Mapping[str, str]) -> str:
+    """Return what an outcome depends on: the artifact, and the bytecode that it is compared to."""
+    return f"{artifact}/{bytecodes.get(artifact)}"
 
 
 def _difference(plan: _Plan, made: Mapping[str, Answer | Lost]) -> str | None:
     """Why a record's artifacts are not what they were; None where all are the same."""
     for variant, item in plan.items.items():
         answer, before = made[item.artifact], plan.record.artifacts[variant]
+        if _is_same(answer):
+            continue
         if isinstance(answer, Lost) or answer.cubin is None:
             reason = answer.reason if isinstance(answer, Lost) else answer.line["reason"]
             return f"{variant}: it does not compile any more: {reason}"
@@ -247,6 +245,11 @@ def _difference(plan: _Plan, made: Mapping[str, Answer | Lost]) -> str | None:
         if differing := [name for name in old if old[name] != new[name]]:
             return f"{variant}: other {' and '.join(differing)} than before"
     return None
+
+
+def _is_same(answer: Answer | Lost) -> bool:
+    """Return whether a candidate is lowered to the bytecode that its artifact was assembled from."""
+    return isinstance(answer, Answer) and answer.line["status"] == "same"
 
 
 def _runs(cubin: bytes, symbol: str) -> dict[str, Any]:
@@ -276,7 +279,7 @@ def _missing_part(plan: _Plan, held: Iterable[Held], found: Carried) -> str | No
     today: set[tuple[str, frozenset[tuple[str, Any]]]] = set()
     for record in records:
         new = replaced.get(id(record), record)
-        if standing(new, digests_of(new.module, new.kernel)) != STALE:
+        if freshness(new, source_digest(all_specs()[new.kernel].module)) != STALE:
             today.add(_without_flags(new.kernel, new.problem))
     named = plan.spec.name, plan.problem
     for kernel, problem in with_parts([named], plan.target):
@@ -302,6 +305,10 @@ def _carried(plan: _Plan, made: Mapping[str, Answer | Lost]) -> Held:
     for variant, item in plan.items.items():
         answer = made[item.artifact]
         assert isinstance(answer, Answer)
+        if _is_same(answer):
+            artifacts[variant] = record.artifacts[variant]
+            blobs[record.artifacts[variant].sha256] = plan.blobs[record.artifacts[variant].sha256]
+            continue
         assert answer.cubin is not None
         digest = hashlib.sha256(answer.cubin).hexdigest()
         blobs[digest] = answer.cubin
@@ -309,17 +316,17 @@ def _carried(plan: _Plan, made: Mapping[str, Answer | Lost]) -> Held:
             record.artifacts[variant], sha256=digest, size=len(answer.cubin), symbol=answer.line["symbol"],
             assumptions=answer.line["assumptions"], resources=answer.line["resources"],
             launch=launch_in(answer.line.get("launch")), compiler=answer.line.get("compiler"),
+            bytecode=answer.line.get("bytecode"),
         )  # fmt: skip
-    digests = digests_of(plan.spec.module, plan.spec.name)
+    today = source_digest(plan.spec.module)
     is_same = _is_same_space(record, plan.spec, plan.problem, plan.target)
     return msgspec.structs.replace(
         record,
         schema=SCHEMA,
         module=plan.spec.module,
         problem=dict(plan.problem),
-        source_digest=digests.source,
-        # No digest is that of all zeros, so that one of an old schema is not known to be the best.
-        space_digest=digests.space if is_same else record.space_digest or "0" * 64,
+        source_digest=today,
+        space_digest=today if is_same else record.space_digest,
         artifacts=artifacts,
         **_with_history(record, "identical machine code"),
     ), blobs

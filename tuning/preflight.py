@@ -24,15 +24,15 @@ from tilekern.cache import (
     Layer,
     Store,
     default_layers,
+    freshness,
     problem_key,
-    standing,
     user_root,
 )
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.runtime.dispatch import find
 from tilekern.settings import check_settings
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 from tilekern.spec import Problem
 from tilekern.targets import Target, here, resolve
 from tilekern.toolchain import Toolkit, require_toolkit
@@ -330,14 +330,14 @@ def _state(hit: Hit) -> str:
 
 
 def _has_stale(kernel: str, problem: Problem, target: Target, layers: Sequence[Layer]) -> bool:
-    today = digests_of(spec_named(kernel).module, kernel)
+    today = source_digest(spec_named(kernel).module)
     for layer in layers:
         for tools in layer.toolkits(target.key):
             try:
                 record = layer.read_record(target.key, tools, kernel, dict(problem))
             except CacheError:
                 continue
-            if standing(record, today) == STALE:
+            if freshness(record, today) == STALE:
                 return True
     return False
 

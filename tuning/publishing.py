@@ -146,6 +146,7 @@ def _artifact(sweep: Sweep, item: Candidate, line: dict[str, Any]) -> Artifact:
         resources=line["resources"],
         launch=launch_in(line.get("launch")),
         compiler=line.get("compiler"),
+        bytecode=line.get("bytecode"),
     )
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilekern.cache import DATED, STALE, CacheError, Layer, Record, Store, standing
+from tilekern.cache import DATED, STALE, CacheError, Layer, Record, Store, freshness
 from tilekern.cache.files import TEMPORARY_SUFFIX, read_whole, write_whole
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.targets import Target
 from tilekern.tuning.measure.stage import is_composite
@@ -104,7 +104,7 @@ def _measured(layers: Sequence[Layer], target: Target, kernel: str) -> dict[Any,
 
 def _stale(record: Record, spec: KernelSpec) -> str | None:
     """Why timing a record's configs again says nothing about today's kernel, or None where it does."""
-    worth = standing(record, digests_of(spec.module, spec.name))
+    worth = freshness(record, source_digest(spec.module))
     if worth == STALE:
         return "it was made from another version of the kernel's source"
     if worth == DATED:

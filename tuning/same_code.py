@@ -13,6 +13,7 @@ import click
 from tilekern.cache import Record, Store, user_root
 from tilekern.toolchain import require_toolkit
 from tilekern.tuning.carrying import Carried, carry_over, held_in_cache, held_in_pack, write_to_cache, write_to_pack
+from tilekern.tuning.compile.pool import Answer, Lost
 from tilekern.tuning.compile.stage import jobs_of
 from tilekern.tuning.terminal.console import sizes_of
 from tilekern.tuning.terminal.progress import progress_bar
@@ -49,11 +50,12 @@ def run(
         tilekern.cache.CacheError: a pack or the cache cannot be read or written.
     """
     tools, places = require_toolkit(), []
+    memo: dict[str, Answer | Lost] = {}
     caches = [cache_dir or user_root()] if cache_dir or not packs else []
     for path in [*packs, *caches]:
         held = held_in_pack(path) if path in packs else held_in_cache(path)
         with progress_bar("compile", quiet=as_json) as progress:
-            found = carry_over(held, tools.key, jobs_of(jobs), same_calls=same_calls, progress=progress)
+            found = carry_over(held, tools.key, jobs_of(jobs), same_calls=same_calls, progress=progress, memo=memo)
         unsigned = 0
         if found.carried and path in packs:
             unsigned = write_to_pack(path, held, found)

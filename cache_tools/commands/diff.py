@@ -30,7 +30,7 @@ class _Kept(NamedTuple):
     config: str
     digests: frozenset[str]
     source_digest: str
-    space_digest: str | None
+    space_digest: str
     time_us: float | None
     median_us: float | None
     spread_us: float | None
@@ -97,7 +97,7 @@ def _kept_of(path: str, record: Record) -> _Kept:
         json.dumps(record.config, sort_keys=True),
         frozenset(map(sys.intern, record.digests)),
         sys.intern(record.source_digest),
-        sys.intern(record.space_digest) if record.space_digest else None,
+        sys.intern(record.space_digest),
         time_us_of(record),
         number(record.measurement, "median_us"),
         number(record.measurement, "spread_us"),
@@ -143,7 +143,7 @@ def _difference(a: _Kept, b: _Kept) -> tuple[str, float | None, str]:
         "config": (a.config, b.config),
         "machine code": (a.digests, b.digests),
         "the kernel's source": (a.source_digest, b.source_digest),
-        "search space": (a.space_digest, b.space_digest),
+        "search space": (a.space_digest == a.source_digest, b.space_digest == b.source_digest),
     }
     changed = [name for name, (one, other) in facts.items() if one != other]
     because = f"other {', '.join(changed)}" if changed else ""

@@ -10,7 +10,7 @@ from tilekern.cache import DATED, FRESH, STALE, Listed, Outline, Store
 from tilekern.cache_tools.shared.options import all_layers, as_json, cache_dir, command, with_age_filters, with_filters
 from tilekern.cache_tools.shared.selection import Selection, age_s
 from tilekern.cache_tools.shared.sources import Source, sources_of
-from tilekern.cache_tools.shared.staleness import is_fresh, is_stale, standing_of
+from tilekern.cache_tools.shared.staleness import freshness_of, is_fresh, is_stale
 from tilekern.cache_tools.shared.tables import natural, print_table
 from tilekern.cache_tools.shared.text import age, count, gain_of, predicted_gain_of, print_json, size, time_us_of
 from tilekern.warning import tell
@@ -111,7 +111,7 @@ def _row(source: Source, entry: Listed, record: Outline) -> dict[str, str]:
         "LAYER": source.name,
         "KERNEL": record.address.kernel,
         "PROBLEM": record.address.problem_key,
-        "PROVENANCE": f"{record.provenance}{_MARKS[standing_of(record)]}",
+        "PROVENANCE": f"{record.provenance}{_MARKS[freshness_of(record)]}",
         "TIME": "-" if time_us is None else f"{about}{time_us:.1f} us",
         "GAIN": "-" if gain is None else f"{about}{gain:.2f}x",
         "SIZE": size(entry.size_bytes),

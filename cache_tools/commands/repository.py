@@ -27,7 +27,7 @@ from tilekern.cache_tools.shared.options import as_json, cache_dir, command, wit
 from tilekern.cache_tools.shared.packing import write_selected
 from tilekern.cache_tools.shared.selection import Selection
 from tilekern.cache_tools.shared.text import count, print_json, size
-from tilekern.source.digests import NOTES, note_digests, spec_modules
+from tilekern.source import NOTES, note_digests, spec_modules
 from tilekern.warning import tell
 
 _NAME = "tilekern"

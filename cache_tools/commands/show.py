@@ -19,7 +19,7 @@ from tilekern.cache_tools.shared.here import toolkit_key
 from tilekern.cache_tools.shared.options import as_json, cache_dir, command, target, toolkit
 from tilekern.cache_tools.shared.selection import Selection
 from tilekern.cache_tools.shared.sources import Source, layers_of_a_lookup
-from tilekern.cache_tools.shared.staleness import digests_today, is_fresh, is_stale
+from tilekern.cache_tools.shared.staleness import is_fresh, is_stale, today_of
 from tilekern.cache_tools.shared.text import gain_of, plain, print_json, size, time_us_of
 from tilekern.warning import tell
 
@@ -102,7 +102,7 @@ def _steps_of_a_lookup(
 ) -> dict[tuple[str | None, str | None], Step]:
     """The steps of a lookup of the very problem on that GPU, by layer and toolkit."""
     record = next((entry.record for _, entry in found if entry.record), None)
-    today = digests_today(record.module, record.kernel) if record else None
+    today = today_of(record) if record else None
     if record is None or today is None:
         return {}
     trace: list[Step] = []

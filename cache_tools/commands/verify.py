@@ -30,7 +30,7 @@ from tilekern.cache.trust.exposure import others_may_write, require_unshared, re
 from tilekern.cache.trust.policy import Reader, Signers, must_be_signed, signature_files, signature_names
 from tilekern.cache.trust.signing import SIGNATURE_BYTES, is_signed
 from tilekern.cache_tools.shared.options import PlaceType, as_json, cache_dir, command
-from tilekern.cache_tools.shared.staleness import standing_of
+from tilekern.cache_tools.shared.staleness import freshness_of
 from tilekern.cache_tools.shared.text import count, print_json
 from tilekern.warning import tell
 
@@ -123,14 +123,14 @@ def _of_pack(path: Path) -> dict[str, Any]:
         pack = Pack(path)
         records = [record for record, _ in checked_contents(pack)]
         signatures = _survey(_records_of_pack(pack))
-        standings = [(str(record.address.path), standing_of(record)) for record in records]
+        found_fresh = [(str(record.address.path), freshness_of(record)) for record in records]
         document |= {
             "records": len(records),
             "blobs": len(frozenset().union(*(record.digests for record in records))),
             "broken": signatures["bad"],
-            "stale": [name for name, found in standings if found == STALE],
-            "not_fresh": [name for name, found in standings if found == DATED],
-            "unknown_source": [name for name, found in standings if found is None],
+            "stale": [name for name, found in found_fresh if found == STALE],
+            "not_fresh": [name for name, found in found_fresh if found == DATED],
+            "unknown_source": [name for name, found in found_fresh if found is None],
         }
     except UnknownSchema:
         raise
@@ -166,8 +166,8 @@ class _Seen:
             return
         sizes = tuple(sorted({(one.sha256, one.size) for one in entry.record.artifacts.values()}))
         self.records[path] = _Kept(entry.identity, sizes)
-        by_standing = {STALE: self.stale, DATED: self.not_fresh, None: self.unknown_source}
-        by_standing.get(standing_of(entry.record), []).append(path)
+        by_freshness = {STALE: self.stale, DATED: self.not_fresh, None: self.unknown_source}
+        by_freshness.get(freshness_of(entry.record), []).append(path)
         if not self._anywhere and (problem := self._exposure(path)):
             self.exposed.append(_fault(path, problem))
 

@@ -9,7 +9,7 @@ import click
 from tilekern.cache import NOT_FRESH, CacheError, Hit, Step, Store, default_layers, parse_problem_key, problem_key
 from tilekern.cache_tools.shared.here import spec_named, target_named, toolkit_key
 from tilekern.cache_tools.shared.options import as_json, cache_dir, command
-from tilekern.cache_tools.shared.staleness import digests_today
+from tilekern.cache_tools.shared.staleness import digest_today
 from tilekern.cache_tools.shared.text import plain, print_json, time_us_of
 from tilekern.warning import tell
 
@@ -26,7 +26,7 @@ def why(kernel: str, key: str, target_name: str | None, store: Store, as_json: b
     Looks the problem up as a job on that GPU would, through the same code, and says what was tried in which layer and
     why it was passed over or taken.
 
-    JSON: kernel, problem, problem_key, target, toolkit, source_digest, space_digest, layers[], steps[] {layer, target,
+    JSON: kernel, problem, problem_key, target, toolkit, source_digest, layers[], steps[] {layer, target,
     toolkit, problem_key, outcome, detail}, hit; all in docs/cache-json.md.
     """
     from tilekern.runtime.dispatch import find
@@ -40,15 +40,14 @@ def why(kernel: str, key: str, target_name: str | None, store: Store, as_json: b
     trace: list[Step] = []
     layers = default_layers(store.root, looking=True)
     hit = find(spec, spec.bucketed(problem), target, layers=layers, trace=trace)
-    today = digests_today(spec.module, kernel)
+    today = digest_today(spec.module)
     document = {
         "kernel": kernel,
         "problem": dict(problem),
         "problem_key": problem_key(dict(spec.bucketed(problem))),
         "target": target.key,
         "toolkit": toolkit_key(),
-        "source_digest": today and today.source,
-        "space_digest": today and today.space,
+        "source_digest": today,
         "layers": [layer.name for layer in layers],
         "steps": [_step(step) for step in trace],
         "hit": hit and _hit(hit),
@@ -92,7 +91,7 @@ def _print(document: dict[str, Any], trace: list[Step]) -> None:
     if asked != document["problem_key"]:
         tell(f"sizes are rounded up to their buckets: {document['problem_key']}")
     tell(f"the toolkit here: {document['toolkit'] or 'none, so the newest of a layer comes first'}")
-    tell(f"the kernel's source: {document['source_digest']}, its search space: {document['space_digest']}")
+    tell(f"the kernel's source: {document['source_digest']}")
     tell(f"layers: {', '.join(document['layers'])}")
     for number, step in enumerate(trace, 1):
         tell(f"{number:3}. {plain(str(step))}")

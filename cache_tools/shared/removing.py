@@ -31,10 +31,9 @@ class Kept(NamedTuple):
     may_go: bool
     unknown_schema: bool
     digests: tuple[str, ...]
-    schema: int
     module: str
     source_digest: str
-    space_digest: str | None
+    space_digest: str
     size_bytes: int
     file_bytes: int
     used: float
@@ -55,10 +54,9 @@ def kept_of(entry: Entry, is_linked: bool = False) -> Kept:
         record is not None and not is_linked,
         entry.unknown_schema,
         tuple(map(sys.intern, record.digests)) if record else (),
-        record.schema if record else 0,
         sys.intern(record.module) if record else "",
         sys.intern(record.source_digest) if record else "",
-        sys.intern(record.space_digest) if record and record.space_digest else None,
+        sys.intern(record.space_digest) if record else "",
         entry.size_bytes,
         entry.file_bytes,
         entry.used,

@@ -9,16 +9,15 @@ import os
 import random
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from tilekern.cache import SCHEMA, Artifact, CacheError, Record, Store, lookup
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 
-SOURCE, SPACE = (hashlib.sha256(data).hexdigest() for data in (b"source", b"space"))
+SOURCE = hashlib.sha256(b"source").hexdigest()
 H200 = {"key": "sm_90-h200-132", "name": "H200", "arch": "sm_90", "sm_count": 132}
 H100 = {"key": "sm_90-h100-132", "name": "H100", "arch": "sm_90", "sm_count": 132}
 B200 = {"key": "sm_100-b200-148", "name": "B200", "arch": "sm_100", "sm_count": 148}
@@ -26,19 +25,9 @@ PROBLEM = {"rows": 8192, "columns": 4096, "dtype": "bfloat16"}
 PLACE = ("sm_90-h200-132", "tileiras-13.4.92")
 
 
-@dataclass(frozen=True)
-class Today:
-    """Digests of a kernel's source as it is today; by default those that records are made with."""
-
-    source: str = SOURCE
-    space: str = SPACE
-    whole: str = SOURCE
-
-
-def made_today(kernel: str = "rms_norm", module: str = "tilekern.kernels.rms_norm") -> dict[str, str]:
-    """The fields that a record has which was made of a kernel's source as it is."""
-    found = digests_of(module, kernel)
-    return {"source_digest": found.source, "space_digest": found.space}
+def made_today(module: str = "tilekern.kernels.rms_norm") -> dict[str, str]:
+    """Return the digests of a record that was made from a kernel's source as it is."""
+    return dict.fromkeys(("source_digest", "space_digest"), source_digest(module))
 
 
 def toolkit(version: str = "13.4.92") -> dict[str, Any]:
@@ -69,7 +58,7 @@ def make(*contents: bytes, **changes: Any) -> tuple[Record, dict[str, bytes]]:
         target=H200,
         toolkit=toolkit(),
         source_digest=SOURCE,
-        space_digest=SPACE,
+        space_digest=SOURCE,
         provenance="measured",
         config={"occupancy": 4, "persistent": True},
         artifacts=artifacts,
@@ -133,7 +122,7 @@ def find(layers: list[Any], problem: dict[str, Any] | None = None, **changes: An
         "target_key": H200["key"],
         "arch": "sm_90",
         "toolkit_key": "tileiras-13.4.92",
-        "source": Today(),
+        "source": SOURCE,
     }
     return lookup("rms_norm", problem or PROBLEM, **{**given, **changes}, layers=layers)
 

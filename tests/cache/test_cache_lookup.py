@@ -5,7 +5,7 @@ import warnings
 import zipfile
 
 import pytest
-from cache_samples import B200, H100, H200, PROBLEM, Today, blob_file, changed, files_of, find, make, put, toolkit
+from cache_samples import B200, H100, H200, PROBLEM, SOURCE, blob_file, changed, files_of, find, make, put, toolkit
 
 from tilekern.cache import FolderLayer, PackLayer, Store, default_layers, hits, skipped, user_root, write_pack
 
@@ -145,7 +145,7 @@ def test_the_others_come_after_the_best_and_nothing_is_read_before_it_is_asked_f
     put(tmp_path / "c", b"relative", target=H100)
     found = hits(
         "rms_norm", PROBLEM, bucketed=["rows"], target_key=H200["key"], arch="sm_90", toolkit_key="tileiras-13.4.92",
-        source=Today(), layers=[layer(tmp_path / name, name) for name in "abc"],
+        source=SOURCE, layers=[layer(tmp_path / name, name) for name in "abc"],
     )  # fmt: skip
     assert next(found).load("aligned") == b"fresh"
     blob_file(tmp_path / "c", b"near").unlink()
@@ -186,14 +186,6 @@ def test_a_record_of_another_space_whose_blob_is_bad_does_not_serve(tmp_path):
     blob_file(tmp_path / "a", b"aligned").unlink()
     put(tmp_path / "b", provenance="default", measurement=None)
     assert find([layer(tmp_path / "a", "a"), layer(tmp_path / "b", "b")]).layer.name == "b"
-
-
-@pytest.mark.parametrize("schema", [1, 2])
-def test_a_record_of_the_first_schemas_goes_by_the_digest_of_the_whole_module(tmp_path, schema):
-    put(tmp_path, schema=schema, source_digest="1" * 64, space_digest=None)
-    assert find([layer(tmp_path)], source=Today("1" * 64, "1" * 64, "2" * 64)) is None
-    hit = find([layer(tmp_path)], source=Today("2" * 64, "2" * 64, "1" * 64))
-    assert hit.fresh
 
 
 def test_another_schema_is_passed_over_in_silence_and_left_alone(tmp_path):

@@ -7,7 +7,7 @@ import warnings
 import zipfile
 
 import pytest
-from cache_samples import PROBLEM, SOURCE, SPACE, Today, find, make, outcome, put
+from cache_samples import PROBLEM, SOURCE, find, make, outcome, put
 from examples import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
@@ -108,7 +108,7 @@ def test_a_better_source_stays(tmp_path, present, offered, stays):
         ({"source_digest": "1" * 64}, {"created": "2026-09-01T12:00:00Z"}, False),
     ],
 )
-@pytest.mark.parametrize("space", [SPACE, "0" * 64])
+@pytest.mark.parametrize("space", [SOURCE, "0" * 64])
 def test_the_newer_record_stays(tmp_path, present, offered, stays, space):
     put(tmp_path / "cache", created_by="present", **present)
     write_pack(tmp_path / "a.pack", [make(space_digest=space, created_by="offered", **offered)])
@@ -123,7 +123,7 @@ def test_of_two_sources_that_of_today_stays_whatever_the_dates_say(tmp_path, mon
     """An old pack takes nothing back; and after a downgrade of tilekern the old pack is the one that serves."""
     put(tmp_path / "cache", created_by="present", source_digest="1" * 64)
     write_pack(tmp_path / "a.pack", [make(created_by="offered", created=f"2026-{month}-01T12:00:00Z")])
-    install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), today=lambda _: Today(of_today))
+    install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), today=lambda _: of_today)
     (entry,) = Store(tmp_path / "cache").entries()
     kept = month == "07" if stays is None else stays
     assert entry.record.created_by == ("present" if kept else "offered")
@@ -260,6 +260,6 @@ def test_changed_bytes_give_an_error_or_a_whole_cache(path, tmp_path, seed, chan
 def test_the_source_of_today_decides_and_no_clock(tmp_path, present, offered, stays):
     put(tmp_path / "cache", created_by="present", **present)
     write_pack(tmp_path / "a.pack", [make(created_by="offered", **offered)])
-    assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), today=lambda _: Today()) == (not stays)
+    assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), today=lambda _: SOURCE) == (not stays)
     (entry,) = Store(tmp_path / "cache").entries()
     assert entry.record.created_by == ("present" if stays else "offered")

@@ -147,7 +147,7 @@ def test_a_layer_gives_the_signatures_and_seals_of_a_record(tmp_path, key, roots
 def test_a_record_knows_the_bytes_that_signatures_are_over(tmp_path):
     text = make()[0].to_json()
     path = put(tmp_path)
-    spaced = sealed(text.replace('"schema": 3,', '"schema":   3,'))
+    spaced = sealed(text.replace('"schema": 4,', '"schema":   4,'))
     path.write_text(spaced)
     record = find([FolderLayer(tmp_path, "user")]).record
     assert record.data == spaced.encode() != record.to_json().encode()

@@ -45,7 +45,7 @@ def varied(cache, tmp_path, monkeypatch):
     put(cache, problem={**PROBLEM, "rows": 2}, provenance="default", measurement=None, prediction=None, check=None)
     bad, unknown = (put(cache, kernel=name) for name in ("bad", "unknown"))
     bad.write_text("{")
-    unknown.write_text('{"schema": 4, "blob": "%s"}' % ("0" * 64))
+    unknown.write_text('{"schema": 99, "blob": "%s"}' % ("0" * 64))
     bad.with_name("old.bad").write_text("")
     for data in (b"three" * 100, b"orphan"):
         blob_file(cache, data).parent.mkdir(parents=True, exist_ok=True)

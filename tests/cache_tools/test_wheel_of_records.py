@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cache_samples import H200, PROBLEM, SOURCE, SPACE, put
+from cache_samples import H200, PROBLEM, SOURCE, put
 from ship_samples import Commands, make_pack, sha256
 
 pytestmark = pytest.mark.processes
@@ -21,10 +21,9 @@ ROOT = Path(__file__).parents[2]
 FIND = f"""
 import sys
 from tilekern.cache import default_layers, lookup
-from tilekern.source.digests import Digests
 layers = default_layers()
 hit = lookup("rms_norm", {{**{PROBLEM!r}, "rows": int(sys.argv[1])}}, bucketed=[], target_key={H200["key"]!r},
-             arch="sm_90", toolkit_key="tileiras-13.4.92", source=Digests("", {SOURCE!r}, {SPACE!r}), layers=layers)
+             arch="sm_90", toolkit_key="tileiras-13.4.92", source={SOURCE!r}, layers=layers)
 print(hit and (hit.layer.name, hit.load("aligned")[:4]))
 """
 

@@ -15,7 +15,7 @@ from tilekern import interpreter
 from tilekern.cubin import Resources, read_resources
 from tilekern.kernels import all_specs
 from tilekern.runtime.dispatch import plan_for
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 from tilekern.spec import ALIGNED, DTYPES, Config, KernelSpec, LibraryCall, Problem
 from tilekern.targets import INTERPRETED, Target
 from tilekern.toolchain import Compiled
@@ -66,7 +66,7 @@ def draws_of(spec: KernelSpec) -> Random:
     For tests that take seconds for each spec: what one of them compiles or runs is a share of all that there is, and
     what another source can break is drawn anew for it.
     """
-    return Random(None if profile == "thorough" else digests_of(spec.module, spec.name).source)
+    return Random(None if profile == "thorough" else source_digest(spec.module))
 
 
 def problems(spec: KernelSpec) -> st.SearchStrategy[Problem]:

@@ -157,7 +157,7 @@ def seeds(folder):
         ],
         "record": [
             RECORD.to_json().encode(),
-            replace(RECORD, schema=1, space_digest=None).to_json().encode(),
+            replace(RECORD, schema=3).to_json().encode(),
             b'{"schema": 99}',
         ],
         "key": [RECORD.address.problem_key.encode(), str(RECORD.address.path).encode()],

@@ -228,7 +228,7 @@ def _literal(changed: bytearray, draw: random.Random, _: bytes) -> None:
 
 _LITERALS = (
     b"null", b"true", b"NaN", b"1e999", b"9" * 5000, b"[" * 3000, b'{"a":' * 2000, b'"\\ud800"', b'"\\u0000"', b"-1",
-    b"../../", b"/etc/passwd", b'"schema": 3,', b'"schema": 2,', b'"schema": 1,', b"\xff\xfe", b"PK\x05\x06",
+    b"../../", b"/etc/passwd", b'"schema": 4,', b'"schema": 3,', b'"schema": 1,', b"\xff\xfe", b"PK\x05\x06",
     b"PK\x01\x02",
 )  # fmt: skip
 _CHANGES: tuple[Change, ...] = (_flip, _flip, _byte, _cut, _truncate, _insert, _zero, _copy, _number, _literal)

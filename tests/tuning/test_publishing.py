@@ -8,7 +8,7 @@ from tuning_samples import SMALL
 
 from tilekern.cache import FolderLayer, PackLayer, Store, lookup
 from tilekern.kernels import spec_named
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 from tilekern.tuning.measure.stage import entrants, identity
 from tilekern.tuning.publishing import publish, winners
 from tilekern.tuning.sweep.candidates import candidates
@@ -76,7 +76,7 @@ def test_a_published_record_is_found_in_the_cache_and_in_the_pack(sweep: Sweep, 
             target_key=target.key,
             arch=target.arch,
             toolkit_key=None,
-            source=digests_of(spec_named(kernel).module, kernel),
+            source=source_digest(spec_named(kernel).module),
             layers=[layer],
         )
         assert hit is not None

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from tuning_samples import SMALL
 
-from tilekern.cache import BestKernel, FolderLayer, Record, Store, standing, write_pack
+from tilekern.cache import BestKernel, FolderLayer, Record, Store, freshness, write_pack
 from tilekern.kernels import spec_named
 from tilekern.runtime.records import artifact_of, record_of
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 from tilekern.spec import ALIGNED, GENERIC, Config, Problem
 from tilekern.targets import resolve
 from tilekern.toolchain import compile_candidate, toolkit
@@ -56,7 +56,7 @@ def made(named, provenance="measured", config=None, **changes):
         spec, problem, config, H200, toolkit().describe(), artifacts, provenance, **figures,
         candidates=len(candidates(*named, H200)),
     )  # fmt: skip
-    created = {"created": "2026-01-31T12:00:00+00:00", "source_digest": ANOTHER}
+    created = {"created": "2026-01-31T12:00:00+00:00", "source_digest": ANOTHER, "space_digest": ANOTHER}
     return msgspec.structs.replace(record, **(created | changes)), blobs
 
 
@@ -75,23 +75,32 @@ def carried(*held, **options):
 
 
 def worth(record: Record) -> str:
-    return standing(record, digests_of(record.module, record.kernel))
+    return freshness(record, source_digest(record.module))
 
 
 def reasons(found):
     return [left.reason for left in found.left]
 
 
-@pytest.mark.parametrize("name", ["scale", "predicted"])
-def test_what_is_the_same_keeps_its_figures_and_says_so(name, request):
+def without_bytecode(record):
+    artifacts = {name: msgspec.structs.replace(one, bytecode=None) for name, one in record.artifacts.items()}
+    return msgspec.structs.replace(record, artifacts=artifacts)
+
+
+@pytest.mark.parametrize(("name", "compiled"), [("scale", 0), ("scale", 2), ("predicted", 0)])
+def test_what_is_the_same_keeps_its_figures_and_says_so(name, compiled, request):
+    """What the front end lowers to the same bytecode is not compiled; where a record does not say, it is."""
     old, blobs = request.getfixturevalue(name)
+    artifacts = old.artifacts
+    old = without_bytecode(old) if compiled else old
     assert worth(old) == "stale"
     found = carried((old, blobs))
-    assert (found.left, found.current, found.compiled) == ([], 0, 2)
+    assert (found.left, found.current, found.compiled) == ([], 0, compiled)
     [(before, (new, new_blobs))] = found.carried
     assert before is old
     assert worth(new) == "fresh"
     assert set(new_blobs) == new.digests
+    assert [one.bytecode for one in new.artifacts.values()] == [one.bytecode for one in artifacts.values()]
     assert new.to_json() == Record.from_json(new.to_json()).to_json()
     figures, old_figures = (one.measurement or one.prediction for one in (new, old))
     [step] = figures[HISTORY]
@@ -106,7 +115,7 @@ def test_what_is_the_same_keeps_its_figures_and_says_so(name, request):
 
 
 def test_other_machine_code_stays_stale(scale):
-    """The aligned artifact is that of another config, as if the kernel had been another."""
+    """The aligned artifact is that of another config, as if the kernel had differed."""
     spec, problem = spec_named(SCALE[0]), SCALE[1]
     record, blobs = scale
     config = Config(record.config)
@@ -134,7 +143,7 @@ def test_what_cannot_be_judged_stays_stale_and_says_why(scale):
         "no artifacts": replaced(record, artifacts={}),
         "its config cannot be read": replaced(record, config={**record.config, "tile_n": [1]}),
     }
-    today = replaced(record, source_digest=digests_of(record.module, record.kernel).source)
+    today = replaced(record, source_digest=source_digest(record.module))
     found = carried(*((one, blobs) for one in held.values()), (today, blobs))
     assert (found.carried, found.current, found.compiled) == ([], 1, 0)
     for expected, reason in zip(held, reasons(found), strict=True):
@@ -144,30 +153,20 @@ def test_what_cannot_be_judged_stays_stale_and_says_why(scale):
 def test_a_winner_of_another_space_is_not_known_to_be_the_best(scale):
     record, blobs = scale
     for changes in ({"candidates": 99}, {"runners_up": [{"config": {**record.config, "tile_n": 64}}]}):
-        other = msgspec.structs.replace(record, space_digest="2" * 64, **changes)
-        [(_, (new, _))] = carried((other, blobs)).carried
+        other = msgspec.structs.replace(record, **changes)
+        [(_, (new, new_blobs))] = carried((other, blobs)).carried
         assert worth(new) == "dated"
-    same = msgspec.structs.replace(record, space_digest="2" * 64)
-    [(_, (new, _))] = carried((same, blobs)).carried
-    assert worth(new) == "fresh"
+        assert carried((new, new_blobs)).current == 1
+        [(_, (newest, _))] = carried((msgspec.structs.replace(new, source_digest="1" * 64), new_blobs)).carried
+        assert worth(newest) == "dated"
 
 
-@pytest.mark.parametrize("provenance", ["measured", "default"])
-def test_a_dated_record_of_the_same_space_is_the_best_again(scale, provenance):
-    record, blobs = scale
-    today = digests_of(record.module, record.kernel)
-    figures = {} if provenance == "measured" else {"measurement": None}
-    dated = msgspec.structs.replace(
-        record, source_digest=today.source, space_digest="2" * 64, provenance=provenance, **figures
-    )  # fmt: skip
-    found = carried((dated, blobs))
-    [(old, (new, same_blobs))] = found.carried
-    assert (old, same_blobs, found.compiled, worth(dated), worth(new)) == (dated, blobs, 0, "dated", "fresh")
-    if provenance == "measured":
-        assert [step["because"] for step in new.measurement[HISTORY]] == ["identical space"]
-    assert msgspec.structs.replace(new, space_digest="2" * 64, measurement=dated.measurement) == dated
-    other = carried((msgspec.structs.replace(dated, candidates=99), blobs))
-    assert (other.carried, other.left, other.current) == ([], [], 1)
+def test_packs_share_what_was_made(scale, monkeypatch):
+    memo = {}
+    carried(scale, memo=memo)
+    assert len(memo) == 2
+    monkeypatch.setattr(carrying, "compile_in_order", lambda *_: iter(()))
+    assert len(carried(scale, memo=memo).carried) == 1
 
 
 def test_flags_that_are_new_are_off():
@@ -235,7 +234,7 @@ def refresh(*arguments, capsys):
 def test_a_pack_and_a_cache_are_written_anew(scale, predicted, tmp_path, capsys):
     pack, store = tmp_path / "a.pack", Store(tmp_path / "cache")
     today, blobs = made(SMALL)
-    today = msgspec.structs.replace(today, source_digest=digests_of(today.module, today.kernel).source)
+    today = msgspec.structs.replace(today, source_digest=source_digest(today.module))
     write_pack(pack, [scale, (today, blobs)])
     store.write(*scale)
     in_pack, in_cache = refresh("--pack", pack, "--cache-dir", store.root, capsys=capsys)
@@ -278,7 +277,7 @@ def test_an_edit_of_the_source_is_judged_by_what_it_compiles_to(edit, stays, sca
         assert text.count(before) == 1
         text = text.replace(before, after)
     path.write_text(text, encoding="utf-8")
-    record = msgspec.structs.replace(scale[0], source_digest=digests_of(scale[0].module, "scale").source)
+    record = msgspec.structs.replace(scale[0], source_digest=source_digest(scale[0].module))
     pack = tmp_path / "scale.pack"
     write_pack(pack, [(record, scale[1])])
     env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}

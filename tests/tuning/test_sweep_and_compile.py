@@ -9,7 +9,7 @@ from tuning_samples import SMALL
 
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tilekern.source.digests import Digests, digests_of
+from tilekern.source import source_digest
 from tilekern.spec import GENERIC
 from tilekern.targets import Target, resolve
 from tilekern.tuning import cli
@@ -159,10 +159,10 @@ def test_what_ran_out_of_time_is_tried_again_with_more(tmp_path: Path, h200: Tar
 
 def test_a_measurement_belongs_to_one_source_of_the_kernel(compiled_sweep: Sweep, h200: Target, monkeypatch):
     before = candidates(*SMALL, h200)[0].key
-    source = digests_of(spec_named(SMALL[0]).module, SMALL[0]).source
+    source = source_digest(spec_named(SMALL[0]).module)
     for digest, is_same in ((source, True), ("0" * 64, False)):
         monkeypatch.setattr(
-            "tilekern.tuning.sweep.candidates.digests_of",
-            lambda *_, digest=digest: Digests("", digest, "another space"),
+            "tilekern.tuning.sweep.candidates.source_digest",
+            lambda _, digest=digest: digest,
         )
         assert (candidates(*SMALL, h200)[0].key == before) == is_same

@@ -17,7 +17,7 @@ from tilekern.cache import FolderLayer, Pack, Store, checked_contents, lookup
 from tilekern.cache.trust.signing import SigningKey, generate_key
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 from tilekern.toolchain import toolkit
 from tilekern.tuning import cli
 from tilekern.tuning import preflight as checks
@@ -73,7 +73,7 @@ def blobs_of(root):
 
 def found_in(root, named, target):
     kernel, problem = named
-    source = digests_of(spec_named(kernel).module, kernel)
+    source = source_digest(spec_named(kernel).module)
     return lookup(
         kernel, dict(problem), bucketed=(), target_key=target.key, arch=target.arch, toolkit_key=None,
         source=source, layers=[FolderLayer(root, str(root))],

@@ -6,6 +6,7 @@ compiler is.
 
 from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Outline, Where
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, NoHome, UnknownSchema, Untrusted
+from tilekern.cache.freshness import DATED, FRESH, NOT_FRESH, STALE, Freshness, Made, freshness
 from tilekern.cache.keys import Address, parse_problem_key, problem_key
 from tilekern.cache.layers import FolderLayer, Layer
 from tilekern.cache.lookup import Hit, Step, by_preference, hits, lookup, skipped
@@ -15,7 +16,6 @@ from tilekern.cache.packs.pack import PACK_SUFFIX, Pack, checked_contents
 from tilekern.cache.packs.writing import write_pack
 from tilekern.cache.places import default_layers, user_root, user_root_if_any
 from tilekern.cache.records import PROVENANCES, SCHEMA, Artifact, BestKernel, Launch, Record
-from tilekern.cache.standing import DATED, FRESH, NOT_FRESH, STALE, Made, Source, Standing, standing
 from tilekern.cache.store import Store
 from tilekern.cache.wanted import (
     clear_wanted,
@@ -44,6 +44,7 @@ __all__ = [
     "Corrupt",
     "Entry",
     "FolderLayer",
+    "Freshness",
     "Garbage",
     "Hit",
     "Launch",
@@ -57,8 +58,6 @@ __all__ = [
     "Pack",
     "PackLayer",
     "Record",
-    "Source",
-    "Standing",
     "Step",
     "Store",
     "UnknownSchema",
@@ -68,6 +67,7 @@ __all__ = [
     "checked_contents",
     "clear_wanted",
     "default_layers",
+    "freshness",
     "has_better",
     "hits",
     "install_pack",
@@ -80,7 +80,6 @@ __all__ = [
     "read_wanted",
     "remove_wanted",
     "skipped",
-    "standing",
     "sum_up_misses",
     "user_root",
     "user_root_if_any",

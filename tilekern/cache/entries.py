@@ -56,10 +56,9 @@ class Outline(NamedTuple):
 
     address: Address
     problem: dict[str, Value]
-    schema: int
     module: str
     source_digest: str
-    space_digest: str | None
+    space_digest: str
     provenance: str
     measurement: dict[str, Any] | None
     prediction: dict[str, Any] | None
@@ -123,7 +122,6 @@ def outline_of(record: Record) -> Outline:
     return Outline(
         record.address,
         record.problem,
-        record.schema,
         record.module,
         record.source_digest,
         record.space_digest,

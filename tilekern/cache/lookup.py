@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, UnknownSchema, Untrusted
+from tilekern.cache.freshness import DATED, FRESH, NOT_FRESH, STALE, freshness
 from tilekern.cache.keys import Value, problem_key
 from tilekern.cache.layers import Layer
 from tilekern.cache.records import PROVENANCES, Record
-from tilekern.cache.standing import DATED, FRESH, NOT_FRESH, STALE, Source, standing
 from tilekern.cache.trust.policy import must_be_signed
 from tilekern.warning import warn_once
 
@@ -107,7 +107,7 @@ def lookup(
     target_key: str,
     arch: str,
     toolkit_key: str | None,
-    source: Source,
+    source: str,
     layers: Sequence[Layer],
     trace: list[Step] | None = None,
     unlikeness: Callable[[str], Any] = str,
@@ -128,7 +128,7 @@ def hits(
     target_key: str,
     arch: str,
     toolkit_key: str | None,
-    source: Source,
+    source: str,
     layers: Sequence[Layer],
     trace: list[Step] | None = None,
     unlikeness: Callable[[str], Any] = str,
@@ -144,7 +144,7 @@ def hits(
         target_key: the GPU's key, ``sm_90-h200-132``.
         arch: the GPU's arch, ``sm_90``; records of targets ``sm_90-*`` may serve.
         toolkit_key: the toolkit installed here, or None.
-        source: the kernel's source of today; records of another one are stale and never used.
+        source: the digest of the kernel's source today; records of another one are stale and never used.
         layers: where to look, first to last.
         trace: where given, takes each step: what was passed over and why, and what was taken.
         unlikeness: orders the keys of other GPUs, the best first (:meth:`tilekern.targets.Target.unlikeness`); by name
@@ -161,7 +161,7 @@ def hits(
         for of_a_problem in _candidates(kernel, wanted, bucketed, target, toolkit_key, layers, steps):
             for found in _in_order(kernel, of_a_problem, source, steps):
                 exact = target == target_key, found.candidate.problem is wanted
-                yield Hit(found.record, found.candidate.layer, *exact, found.blobs, found.standing == FRESH)
+                yield Hit(found.record, found.candidate.layer, *exact, found.blobs, found.freshness == FRESH)
 
 
 def skipped() -> dict[str, int]:
@@ -253,7 +253,7 @@ class _Found(NamedTuple):
     candidate: _Candidate
     record: Record
     blobs: dict[str, bytes]
-    standing: str
+    freshness: str
 
     @property
     def rank(self) -> int:
@@ -261,7 +261,7 @@ class _Found(NamedTuple):
         return PROVENANCES.index(self.record.provenance)
 
 
-def _in_order(kernel: str, candidates: Iterable[_Candidate], source: Source, steps: list[Step]) -> Iterator[_Found]:
+def _in_order(kernel: str, candidates: Iterable[_Candidate], source: str, steps: list[Step]) -> Iterator[_Found]:
     """Of one problem's candidates those that are fresh, then those that are valid."""
     dated: list[_Found] = []
     weaker: list[_Found] = []
@@ -269,7 +269,7 @@ def _in_order(kernel: str, candidates: Iterable[_Candidate], source: Source, ste
         found = _read(kernel, candidate, source, steps)
         if found is None:
             continue
-        if found.standing == DATED:
+        if found.freshness == DATED:
             steps.append(candidate.step(DATED, NOT_FRESH))
             dated.append(found)
         elif not dated or found.rank <= dated[0].rank:
@@ -286,7 +286,7 @@ def _taken(found: _Found, detail: str, steps: list[Step]) -> _Found:
     return found
 
 
-def _read(kernel: str, candidate: _Candidate, source: Source, steps: list[Step]) -> _Found | None:
+def _read(kernel: str, candidate: _Candidate, source: str, steps: list[Step]) -> _Found | None:
     """The record and its blobs, or None with the step that says why."""
     try:
         found = _load(kernel, candidate, source)
@@ -308,12 +308,12 @@ def _read(kernel: str, candidate: _Candidate, source: Source, steps: list[Step])
     return found
 
 
-def _load(kernel: str, candidate: _Candidate, source: Source) -> _Found | None:
+def _load(kernel: str, candidate: _Candidate, source: str) -> _Found | None:
     """The record and its blobs, or None where the record is stale."""
     layer, place = candidate.layer, (candidate.target_key, candidate.toolkit_key, kernel, candidate.problem)
     for is_last in (False, True):
         record = layer.read_record(*place)
-        worth = standing(record, source)
+        worth = freshness(record, source)
         if worth == STALE:
             return None
         try:

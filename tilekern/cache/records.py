@@ -2,8 +2,7 @@
 
 msgspec parses the text and checks each field's type in one pass. A record's text ends with the sha256 of all that
 stands before it, since a flipped bit in a config reads as well as any other config, and the artifact would be launched
-by the wrong grid. Records of schema 1 have none. Those of schemas 1 and 2 carry one digest of the kernel's whole module
-in the place of two.
+by the wrong grid. Records of schema 3 do not say which bytecode an artifact was assembled from.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import msgspec
 from tilekern.cache.errors import CacheError, Corrupt, UnknownSchema
 from tilekern.cache.keys import Address, Value, check_name, problem_key
 
-SCHEMA, WITHOUT_SPACE, WITHOUT_DIGEST = 3, 2, 1
+SCHEMA, OLDEST_SCHEMA = 4, 3
 Provenance = Literal["measured", "predicted", "default"]
 PROVENANCES: tuple[str, ...] = get_args(Provenance)
 LARGEST_RECORD = 16 * 2**20
@@ -67,6 +66,8 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         resources: registers, spill_bytes, shared_bytes, threads and the like; not looked at by the cache.
         launch: how it is launched; None for cuTile's own way, in which the artifact says what it needs.
         compiler: name and version of the compiler that made it; None where that is the record's toolkit.
+        bytecode: sha256 of the Tile IR bytecode, without its debug information, that it was assembled from; None in
+            schema 3, and of another compiler.
     """
 
     sha256: Digest
@@ -77,6 +78,7 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     resources: dict[str, Any]
     launch: Launch | None = None
     compiler: str | None = None
+    bytecode: Digest | None = None
 
 
 class BestKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,15 +99,16 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The cache's entry for one problem on one target and toolkit.
 
     Attributes:
-        schema: the form of its text, 1 to 3; one that was read is written as it was, so that signatures hold.
+        schema: the form of its text, 3 or 4; one that was read is written as it was, so that signatures hold.
         kernel: the spec's name.
         module: dotted name of the module that holds the kernel's device code.
         problem: the problem with bucketed sizes, in the order of its key.
         target: the GPU: ``key``, ``name``, ``arch`` (text) and whatever else describes it.
         toolkit: the compiler: ``key`` (text) and the versions of its parts.
-        source_digest: sha256 of what makes its artifacts valid, in hexadecimal: the device code, and how a config
-            becomes a launch. In schemas 1 and 2 of the kernel's whole module.
-        space_digest: sha256 of what made its winner the best: the space and the defaults. None in schemas 1 and 2.
+        source_digest: the digest of the kernel's source that its artifacts are valid for
+            (:func:`tilekern.source.source_digest`).
+        space_digest: the digest of the source in whose search space it won; another one where an edit changed the space
+            but none of the record's machine code.
         provenance: ``measured``, ``predicted`` or ``default``.
         config: the winner.
         artifacts: by the variant's name, for example ``aligned`` and ``generic``.
@@ -128,7 +131,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     target: dict[str, Any]
     toolkit: dict[str, Any]
     source_digest: Digest
-    space_digest: Digest | None = None
+    space_digest: Digest
     provenance: Provenance
     config: dict[str, Any]
     artifacts: dict[str, Artifact]
@@ -167,8 +170,6 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             text = json.dumps(_fields(self), default=_fields, allow_nan=False, indent=1)
         except (TypeError, ValueError, RecursionError) as error:
             raise CacheError(f"the record of {self.kernel} must hold plain JSON data: {error}") from None
-        if self.schema == WITHOUT_DIGEST:
-            return text + "\n"
         contents = text.removesuffix("\n}")
         return contents + _ending(contents.encode()).decode()
 
@@ -201,7 +202,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 # Fields that stand in the text only where they hold something.
-_LEFT_OUT = frozenset({"space_digest", "best_kernel", "launch", "compiler"})
+_LEFT_OUT = frozenset({"best_kernel", "launch", "compiler", "bytecode"})
 
 
 def _fields(item: object) -> dict[str, Any]:
@@ -246,18 +247,18 @@ def _check_schema(schema: int | None, is_sealed: bool) -> None:
 
     Raises:
         UnknownSchema: the record was written under another schema.
-        Corrupt: there is no such schema, or the digest at the end is missing, or should not be there.
+        Corrupt: there is no such schema, or the digest at the end is missing.
     """
     if schema is None:
         return
-    if schema < WITHOUT_DIGEST:
-        raise Corrupt(f"schema must be {WITHOUT_DIGEST} to {SCHEMA}, got {schema!r:.60}")
-    if schema > SCHEMA:
+    if schema < 1:
+        raise Corrupt(f"schema must be {OLDEST_SCHEMA} or {SCHEMA}, got {schema!r:.60}")
+    if not OLDEST_SCHEMA <= schema <= SCHEMA:
         raise UnknownSchema(
-            f"schema {schema} was written by another version of tilekern; this one reads {WITHOUT_DIGEST} to {SCHEMA}"
+            f"schema {schema} was written by another version of tilekern; this one reads {OLDEST_SCHEMA} and {SCHEMA}"
         )
-    if is_sealed == (schema == WITHOUT_DIGEST):
-        raise Corrupt(f"a record of schema {WITHOUT_DIGEST} has no sha256 of its own" if is_sealed else _CHANGED)
+    if not is_sealed:
+        raise Corrupt(_CHANGED)
 
 
 def _not_parsed(what: str, error: Exception) -> Corrupt:
@@ -329,11 +330,8 @@ def _check_sense(record: Record) -> None:
         check_name("a variant", name)
         if artifact.launch and math.prod(artifact.launch.block) > _MOST_THREADS:
             raise Corrupt(f"artifact {name}: a block has at most {_MOST_THREADS} threads, got {artifact.launch.block}")
-    if record.schema > WITHOUT_SPACE:
-        if record.space_digest is None:
-            raise Corrupt(f"a record of schema {record.schema} must have a space_digest")
-    elif record.space_digest or record.best_kernel or any(x.launch or x.compiler for x in record.artifacts.values()):
-        raise Corrupt(f"a record of schema {record.schema} has no space_digest, best_kernel, launch or compiler")
+        if artifact.bytecode and record.schema < SCHEMA:
+            raise Corrupt(f"artifact {name}: a record of schema {record.schema} has no bytecode")
     check_name("kernel", record.kernel)
     if not _MODULE.fullmatch(record.module):
         raise Corrupt(f"module must be the dotted name of a module, got {record.module!r:.60}")

@@ -8,10 +8,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection
 
-from tilekern.cache import Address, CacheError, FolderLayer, Hit, Record, Store, has_better, user_root_if_any
+from tilekern.cache import (
+    FRESH,
+    Address,
+    CacheError,
+    FolderLayer,
+    Hit,
+    Record,
+    Store,
+    freshness,
+    has_better,
+    user_root_if_any,
+)
 from tilekern.cache.turns import turn
 from tilekern.runtime.records import compiled_default, tell_of_long
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 from tilekern.spec import KernelSpec, Problem
 from tilekern.targets import Target
 from tilekern.warning import warn_once
@@ -59,8 +70,7 @@ def default_in_cache(spec: KernelSpec, problem: Problem, target: Target, toolkit
     layer = FolderLayer(root, "user")
     try:
         record = layer.read_record(target.key, toolkit_key, spec.name, dict(problem))
-        today = digests_of(spec.module, spec.name)
-        if record.provenance != "default" or (record.source_digest, record.space_digest) != (today.source, today.space):
+        if record.provenance != "default" or freshness(record, source_digest(spec.module)) != FRESH:
             return None
         return Hit(record, MEMORY, True, True, {digest: layer.read_blob(digest) for digest in record.digests})
     except CacheError:
@@ -70,7 +80,7 @@ def default_in_cache(spec: KernelSpec, problem: Problem, target: Target, toolkit
 def _keep(store: Store, record: Record, blobs: dict[str, bytes], *, anew: bool) -> None:
     try:
         # The tuner may have published a winner while the compiler ran.
-        if anew or not has_better(store, record, lambda _: digests_of(record.module, record.kernel)):
+        if anew or not has_better(store, record, lambda _: source_digest(record.module)):
             store.write(record, blobs)
     except (CacheError, OSError) as error:
         warn_once(

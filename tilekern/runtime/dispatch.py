@@ -497,7 +497,7 @@ def _hits(
 ) -> Iterator[Hit]:
     """What :func:`find` looks for, the best first; records of which no launch can be made are passed over."""
     from tilekern import cache
-    from tilekern.source.digests import digests_of
+    from tilekern.source import source_digest
     from tilekern.toolchain import toolkit
 
     asked = (spec.name, bucketed, target.key)
@@ -520,7 +520,7 @@ def _hits(
         target_key=target.key,
         arch=target.arch,
         toolkit_key=tools.key if tools else None,
-        source=digests_of(spec.module, spec.name),
+        source=source_digest(spec.module),
         layers=layers,
         trace=trace,
         unlikeness=target.unlikeness,

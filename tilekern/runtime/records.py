@@ -10,7 +10,7 @@ from typing import Any
 
 from tilekern import __version__
 from tilekern.cache import SCHEMA, Artifact, BestKernel, Launch, Record
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 from tilekern.spec import ALIGNED, GENERIC, Config, KernelSpec, Problem
 from tilekern.targets import Target
 from tilekern.toolchain import Compiled, compile_candidate, require_toolkit
@@ -32,6 +32,7 @@ def artifact_of(made: Compiled, config: Config) -> Artifact:
         resources=made.resources().as_dict(),
         launch=launch_in(made.launch),
         compiler=made.compiler,
+        bytecode=made.bytecode,
     )
 
 
@@ -46,8 +47,8 @@ def record_of(
     prediction: dict[str, Any] | None = None, check: dict[str, Any] | None = None,
     runners_up: list[Any] | None = None, best_kernel: BestKernel | None = None, candidates: int = 1, failed: int = 0,
 ) -> Record:  # fmt: skip
-    """The record of a problem's winner, stamped with today's digests of the source and the time."""
-    digests = digests_of(spec.module, spec.name)
+    """The record of a problem's winner, stamped with today's digest of the source and the time."""
+    digest = source_digest(spec.module)
     return Record(
         schema=SCHEMA,
         kernel=spec.name,
@@ -55,8 +56,8 @@ def record_of(
         problem=dict(problem),
         target=target.describe(),
         toolkit=dict(toolkit),
-        source_digest=digests.source,
-        space_digest=digests.space,
+        source_digest=digest,
+        space_digest=digest,
         provenance=provenance,  # type: ignore[arg-type]
         config=dict(config),
         artifacts=dict(artifacts),

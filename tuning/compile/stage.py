@@ -6,6 +6,7 @@ compiled. Compilers then leave the cores to whoever else wants them: what times 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import math
@@ -24,8 +25,9 @@ from typing import Any
 from tilekern.cubin import code_of
 from tilekern.cute_compiler import compiler
 from tilekern.errors import CompileFailed, CompileInterrupted, CompileTimeout, InputError
+from tilekern.spec import Implementation
 from tilekern.targets import Target
-from tilekern.toolchain import Compiled, compile_candidate, require_toolkit, toolkit
+from tilekern.toolchain import Compiled, compile_candidate, lowered_digest, require_toolkit, toolkit
 from tilekern.tuning.compile.machine_code import read_machine_code
 from tilekern.tuning.compile.order import Order, turns_of
 from tilekern.tuning.compile.pool import Answer, Compile, Lost, compile_in_order, start_server
@@ -335,6 +337,31 @@ def compile_one(item: Candidate, target: Target, timeout_s: float, memory_bytes:
         return Answer({**failed, "reason": reason})
 
 
+def compile_unless_same(
+    item: Candidate, target: Target, timeout_s: float, memory_bytes: int, known: Mapping[str, str]
+) -> Answer:
+    """Compile a candidate, in a worker, unless it is lowered to the very bytecode that its artifact was assembled from.
+
+    Args:
+        item: the candidate.
+        target: the GPU.
+        timeout_s: as that of :func:`compile_one`.
+        memory_bytes: as that of :func:`compile_one`.
+        known: by an artifact's key, :attr:`tilekern.cache.Artifact.bytecode` of an artifact that was compiled before.
+
+    Returns:
+        The answer of :func:`compile_one`, or one whose status is ``same``.
+    """
+    with contextlib.suppress(Exception):  # compiling it says what is wrong
+        implementation = item.spec.device(item.problem, item.config)
+        bytecode = known.get(item.artifact)
+        if not isinstance(implementation, Implementation):
+            return compile_one(item, target, timeout_s, memory_bytes)
+        if bytecode is not None and bytecode == lowered_digest(implementation, target, item.variant):
+            return Answer({**_line(item), "status": "same"})
+    return compile_one(item, target, timeout_s, memory_bytes)
+
+
 def _facts(made: Compiled, target: Target) -> dict[str, Any]:
     started = time.perf_counter()
     code = code_of(made.cubin, made.symbol)
@@ -345,8 +372,7 @@ def _facts(made: Compiled, target: Target) -> dict[str, Any]:
         "code_sha256": hashlib.sha256(code).hexdigest(),
         "machine_code": read_machine_code(code, target.capability).as_dict(),
     }
-    if made.launch is not None:
-        facts["launch"] = made.launch
+    facts |= {name: value for name in ("launch", "bytecode") if (value := getattr(made, name)) is not None}
     seconds = zip(_PARTS, (made.frontend_s, made.tileiras_s, time.perf_counter() - started), strict=True)
     return facts | dict(seconds)
 

@@ -23,7 +23,7 @@ from tilekern.cache import (
 from tilekern.cache.folders import opened
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 from tilekern.spec import KernelSpec, Problem
 from tilekern.targets import Target
 from tilekern.tuning.serve.cost import Lost, lost
@@ -183,8 +183,11 @@ class WatchedCache:
 
     def _state(self, item: Item) -> dict[str, str]:
         """The state that a failure of an item depends on."""
-        digests = digests_of(all_specs()[item.kernel].module, item.kernel)
-        return {"source": digests.source, "space": digests.space, "toolkit": self._toolkit_key, "goal": self.goal}
+        return {
+            "source": source_digest(all_specs()[item.kernel].module),
+            "toolkit": self._toolkit_key,
+            "goal": self.goal,
+        }
 
     def _costed(self, item: Item) -> Item:
         if item.state in (ELSEWHERE, UNKNOWN):
@@ -214,6 +217,6 @@ class WatchedCache:
         spec: KernelSpec = all_specs()[kernel]
         found = lookup(
             kernel, dict(problem), bucketed=(), target_key=self.target.key, arch=self.target.arch,
-            toolkit_key=self._toolkit_key, source=digests_of(spec.module, kernel), layers=[self._layer],
+            toolkit_key=self._toolkit_key, source=source_digest(spec.module), layers=[self._layer],
         )  # fmt: skip
         return found.record if found is not None and found.exact_target else None

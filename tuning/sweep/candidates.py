@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilekern.kernels import spec_named
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 from tilekern.spec import (
     ALIGNED,
     GENERIC,
@@ -67,19 +67,19 @@ class Candidate:
 
 
 def artifact_key(
-    implementation: Implementation | CuteKernel | LibraryCall, variant: str, target: Target, source_digest: str
+    implementation: Implementation | CuteKernel | LibraryCall, variant: str, target: Target, source: str
 ) -> str:
     """Name the compiled code: equal keys compile to the same cubin, whatever problem or config asks for it.
 
     A library's call is not compiled; its key only tells that the source is still the same.
     """
     if isinstance(implementation, LibraryCall):
-        return hashlib.sha256(f"library {source_digest}".encode()).hexdigest()
+        return hashlib.sha256(f"library {source}".encode()).hexdigest()
     parts: dict[str, Any] = {
         "function": name_of(implementation.function),
         "assumptions": assumptions(implementation, variant),
         "arch": target.arch,
-        "source": source_digest,
+        "source": source,
     }
     if isinstance(implementation, CuteKernel):
         parts |= {"kernel": implementation.kernel, "launch": launch_of(implementation)}
@@ -91,7 +91,7 @@ def artifact_key(
 def candidate(kernel: str, problem: Problem, config: Config, variant: str, target: Target) -> Candidate:
     """The candidate of a (problem, config) on a target."""
     spec = spec_named(kernel)
-    key = artifact_key(spec.implement(problem, config), variant, target, digests_of(spec.module, kernel).source)
+    key = artifact_key(spec.implement(problem, config), variant, target, source_digest(spec.module))
     return Candidate(kernel, problem, config, variant, key)
 
 

@@ -72,7 +72,8 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
         "reading_s?": _is_number, "gave_up_after_s?": _is_number,
         "machine_code?": _is_machine_code, "toolkit?": {"key": str},
     },
-    "ok": {"sha256": _is_digest, "symbol": str, "code_sha256": str, "assumptions": object, "resources": _RESOURCES},
+    "ok": {"sha256": _is_digest, "symbol": str, "code_sha256": str, "assumptions": object, "resources": _RESOURCES,
+        "bytecode?": _is_digest,},
     # The compiler, or the check, rejected it. What kept a candidate from being tried, and passes, leaves it open.
     "failed": {"reason": str}, "open": {"reason": str},
     "measured": {"candidate": str, "check?": _CHECK, "timing?": _TIMING, "race?": str, "code_sha256?": str},

@@ -10,16 +10,16 @@ from pathlib import Path, PurePosixPath
 
 from tilekern.cache.errors import CacheError, UnknownSchema, Untrusted
 from tilekern.cache.files import read_whole
+from tilekern.cache.freshness import FRESH, STALE, freshness
 from tilekern.cache.keys import Address, blob_path, signature_path
 from tilekern.cache.packs.incoming import Incoming, finish_incoming, remove_abandoned
 from tilekern.cache.packs.pack import Pack, checked_contents
 from tilekern.cache.records import LARGEST_RECORD, PROVENANCES, Record, decode_record
-from tilekern.cache.standing import FRESH, STALE, Source, standing
 from tilekern.cache.store import GRACE_S, Store
 from tilekern.cache.trust.policy import must_be_signed, own_seal, require_trusted
 from tilekern.cache.trust.signing import SIGNATURE_BYTES
 
-Today = Callable[[Record], Source | None]
+Today = Callable[[Record], str | None]
 _Signatures = Mapping[str, Mapping[str, bytes]]
 
 
@@ -115,7 +115,7 @@ def has_better(store: Store, offered: Record, today: Today | None = None, *, mad
     except CacheError:
         return False
     source = None if made_now or today is None else today(offered)
-    worth = [standing(record, source) if source else None for record in (present, offered)]
+    worth = [freshness(record, source) if source else None for record in (present, offered)]
     if (worth[0] == STALE) != (worth[1] == STALE):
         return worth[1] == STALE
     if present.source_digest == offered.source_digest:

@@ -44,7 +44,7 @@ from tilekern.runtime.ranks.peers import Peers, one_line
 from tilekern.runtime.ranks.snapshot import Snapshot, digest_of
 from tilekern.runtime.ranks.verdict import Status, verdict_on
 from tilekern.runtime.warmup import asked_by, exact_part
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 from tilekern.spec import KernelSpec, Problem
 from tilekern.targets import Target, resolve
 from tilekern.toolchain import toolkit
@@ -199,8 +199,8 @@ def _agreed(number: int) -> Agreed | None:
 
 def _status(target: Target | None, own: Snapshot) -> Status:
     tools = toolkit()
-    digests = [(name, digests_of(spec.module, name)) for name, spec in sorted(all_specs().items())]
-    sources = digest_of([__version__, *(f"{name}/{found.source}/{found.space}" for name, found in digests)])
+    specs = sorted(all_specs().items())
+    sources = digest_of([__version__, *(f"{name}/{source_digest(spec.module)}" for name, spec in specs)])
     policy = dispatch.miss_policy(agreed=False)
     compiler = tools.key if tools else None
     return Status(target, compiler, policy, must_be_signed(), sources, libraries_here(), own.digest)

@@ -14,7 +14,7 @@ from tilekern.cache.keys import Value
 from tilekern.cache.trust.policy import must_be_signed
 from tilekern.kernels import all_specs
 from tilekern.runtime.ranks.held import Held, Place, packed
-from tilekern.source.digests import digests_of
+from tilekern.source import source_digest
 from tilekern.spec import KernelSpec, Problem
 
 
@@ -62,7 +62,7 @@ class Snapshot:
                 continue
             found = lookup(
                 spec.name, dict(problem), bucketed=(), target_key=place.target_key, arch=place.target_key,
-                toolkit_key=toolkit_key, source=digests_of(spec.module, spec.name), layers=layers,
+                toolkit_key=toolkit_key, source=source_digest(spec.module), layers=layers,
             )  # fmt: skip
             if found is not None:
                 blobs = {one.sha256: found.load(name) for name, one in found.record.artifacts.items()}

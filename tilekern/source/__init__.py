@@ -1,1 +1,0 @@
-"""The digests of a kernel's source, and what they are made of: read, and never imported."""
