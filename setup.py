@@ -19,7 +19,7 @@ class BuildWithDigests(build_py):
     def note_digests(self, root):
         """Have the copied package work out its own digests: it imports nothing but the standard library for that."""
         sys.path.insert(0, str(root))
-        from tilekern.source import NOTES, note_digests, spec_modules
+        from tilekern.spec.source import NOTES, note_digests, spec_modules
 
         note_digests(spec_modules(root), NOTES)
 

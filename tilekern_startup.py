@@ -10,9 +10,9 @@ import warnings
 
 
 def begin() -> None:
-    """Do what :func:`tilekern.startup.begin` does; whatever is wrong with it is a warning."""
+    """Do what :func:`tilekern.integrations.startup.begin` does; whatever is wrong with it is a warning."""
     try:
-        from tilekern.startup import begin as begin_tilekern
+        from tilekern.integrations.startup import begin as begin_tilekern
 
         begin_tilekern()
     except Exception as error:  # noqa: BLE001 (whatever it is, torch must be imported)

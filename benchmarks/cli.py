@@ -358,7 +358,7 @@ def compile_stage(
 ) -> None:
     """The compile stage's use of the cores."""
     from benchmarks.compiling import measure, measure_sample
-    from tilekern.targets import resolve
+    from tilekern.spec.targets import resolve
 
     if sweep is not None:
         _keep(measure_sample(sweep, sample), out, name or "compile_sample")

@@ -15,9 +15,9 @@ from typing import Any
 from benchmarks.environment import facts
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
+from tilekern.compile.toolchain import compile_candidate
 from tilekern.errors import InputError
-from tilekern.targets import Target, resolve
-from tilekern.toolchain import compile_candidate
+from tilekern.spec.targets import Target, resolve
 from tilekern.tuning.compile.order import lowered_as
 from tilekern.tuning.compile.stage import CompileSummary, compile_all, default_jobs, start_server, wanted, work_s
 from tilekern.tuning.sweep.candidates import Candidate

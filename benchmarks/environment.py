@@ -10,9 +10,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tilekern.compile.toolchain import toolkit
 from tilekern.errors import InputError
-from tilekern.targets import Target, here
-from tilekern.toolchain import toolkit
+from tilekern.spec.targets import Target, here
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

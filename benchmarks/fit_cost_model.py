@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.regret import percentile, timed_candidates
-from tilekern.cubin import Resources
+from tilekern.compile.cubin import Resources
 from tilekern.spec import LibraryCall
 from tilekern.tuning.predict import cost_model
 from tilekern.tuning.predict.cost_model import Weights

@@ -17,7 +17,7 @@ from benchmarks.kernels import Keep, backward, clone, forward, right_ones
 from benchmarks.prebuilt import launcher_of
 from benchmarks.providers import OURS, Provider, load
 from benchmarks.results import Results, Row
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.measure.timing import Timing
 
 NAMES = (OURS, "liger-triton", "torch")
@@ -94,8 +94,8 @@ def _ours_alone(part: Part, target: Target) -> dict[tuple[str, str], Batch]:
     """The bare launch of the forward's kernel, and the lookup of its plan."""
     import torch
 
+    from tilekern.patch.warmup import sizes_of
     from tilekern.runtime.dispatch import plan_for
-    from tilekern.runtime.warmup import sizes_of
 
     spec, problem = part
     device, sizes = torch.device("cuda", torch.cuda.current_device()), sizes_of(spec, problem)

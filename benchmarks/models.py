@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from tilekern.tracing.stepping import auto_class
+from tilekern.patch.stepping import auto_class
 
 
 def make_model(config: Any, layers: int = 0, attention: str = "sdpa", device: str = "cuda") -> Any:

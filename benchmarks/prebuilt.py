@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tilekern.errors import InputError
-from tilekern.launcher import prebuilt
 from tilekern.runtime.dispatch import find
+from tilekern.runtime.launcher import prebuilt
 from tilekern.runtime.plans import Plan, plan_of
 from tilekern.spec import Config, KernelSpec, Problem
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.verify import check
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tilekern.cache import SCHEMA, Artifact, Record, Store
 from tilekern.kernels import spec_named
-from tilekern.source import source_digest
-from tilekern.targets import resolve
+from tilekern.spec.source import source_digest
+from tilekern.spec.targets import resolve
 
 _BLOB = b"no cubin"
 _CREATED = "2026-01-31T12:00:00+00:00"

@@ -26,7 +26,7 @@ from benchmarks.prebuilt import arguments_of, bare_plan, launcher_of
 from benchmarks.providers import OURS
 from benchmarks.records import fill
 from benchmarks.results import Results, Row
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.measure.timing import Timing
 
 LAYERS, TOKENS, WARM_PROCESSES = 2, 2048, 3

@@ -24,7 +24,7 @@ from benchmarks.models import make_model
 from benchmarks.power import PowerMeter
 from benchmarks.served import doubts
 from benchmarks.trainers import Trainer, trainer_named
-from tilekern.tracing.stepping import auto_class
+from tilekern.patch.stepping import auto_class
 from tilekern.tuning.plan.configs import config_named
 
 LEARNING_RATE = 1e-5

@@ -12,7 +12,7 @@ import click
 from tilekern.cache import CacheError
 from tilekern.cache_tools.cli import app
 from tilekern.errors import InputError, TilekernWarning
-from tilekern.settings import check_settings
+from tilekern.runtime.settings import check_settings
 from tilekern.warning import shown_plainly, tell
 
 

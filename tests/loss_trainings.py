@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import LlamaConfig, LlamaModel
 
-from tilekern import losses, ops
+from tilekern import ops
+from tilekern.integrations import losses
 
 IGNORED = -100
 

@@ -7,7 +7,7 @@ import torch
 
 from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 
 GPU = torch.device("cuda", 0)
 H200 = resolve("H200")

@@ -26,12 +26,12 @@ from one_record import GPU, SPEC
 import tilekern
 from tilekern import cache, warning
 from tilekern.errors import TilekernError
+from tilekern.patch import comparing as ranks
 from tilekern.runtime import dispatch
-from tilekern.runtime.ranks import comparing as ranks
 from tilekern.runtime.ranks.held import Held
 from tilekern.runtime.ranks.peers import Peers
 from tilekern.runtime.ranks.snapshot import Snapshot
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 
 
 def is_honest(_):

@@ -39,7 +39,7 @@ python=$venv/bin/python
 # The compiler that the tests find keeps its cubins, in a folder. Variables do not reach a compiler, so it is told here.
 keep_cubins() {
     local kept=$scratch/compiler/nvidia/cu13/bin/tileiras tileiras
-    tileiras=$("$python" -c 'from tilekern.toolchain import require_toolkit; print(require_toolkit().path)')
+    tileiras=$("$python" -c 'from tilekern.compile.toolchain import require_toolkit; print(require_toolkit().path)')
     mkdir -p "$1" "${kept%/*}"
     printf '#!/usr/bin/env bash\nCUBINS=%q TILEIRAS=%q exec bash %q "$@"\n' "$1" "$tileiras" "$PWD/tests/kept_cubins.sh" >"$kept"
     chmod +x "$kept"

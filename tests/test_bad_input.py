@@ -15,7 +15,7 @@ from interrupts import hear_interrupts
 
 import tilekern.tuning.cli
 from tilekern.cache_tools.__main__ import main as cache_tools
-from tilekern.toolchain import toolkit
+from tilekern.compile.toolchain import toolkit
 from tilekern.tuning.sweep.folder import Sweep
 
 pytestmark = pytest.mark.processes
@@ -210,7 +210,7 @@ def test_a_hub_id_with_no_hub_in_reach_fails_fast_and_says_what_to_pass(here):
 
 def test_a_missing_compiler_has_an_exit_code_of_its_own(lines):
     code = (
-        "import sys, tilekern.toolchain as toolchain\n"
+        "import sys, tilekern.compile.toolchain as toolchain\n"
         "toolchain.toolkit = lambda: None\n"
         "sys.modules['elftools'] = None\n"
         "from tilekern.tuning.cli import main\n"

@@ -5,11 +5,11 @@ import subprocess
 
 import pytest
 
-from tilekern.cubin import Resources, code_of, read_resources
+from tilekern.compile.cubin import Resources, code_of, read_resources
+from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.spec import GENERIC
-from tilekern.targets import resolve
-from tilekern.toolchain import compile_candidate, toolkit
+from tilekern.spec.targets import resolve
 
 pytestmark = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 

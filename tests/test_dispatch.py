@@ -12,19 +12,20 @@ import pytest
 import torch
 from one_record import GPU, H200, PROBLEM, SIZES, SPEC, asked_for_nothing, numbers, record_of
 
-from tilekern import cache, toolchain
+from tilekern import cache
+from tilekern.compile import toolchain
 from tilekern.errors import CacheMiss, CannotRun, InputError, TilekernWarning
 from tilekern.interpreter import InterpreterError
 from tilekern.kernels import spec_named
-from tilekern.launcher import PrebuiltKernel
 from tilekern.runtime import dispatch
+from tilekern.runtime.launcher import PrebuiltKernel
 from tilekern.runtime.plans import DependentPlan
 from tilekern.runtime.provisional import is_settled
 from tilekern.runtime.ranks.agreement import Agreement
 from tilekern.runtime.ranks.snapshot import Snapshot
-from tilekern.source import source_digest
 from tilekern.spec import Config
-from tilekern.targets import INTERPRETED, resolve
+from tilekern.spec.source import source_digest
+from tilekern.spec.targets import INTERPRETED, resolve
 
 H100, B200 = resolve("H100"), resolve("B200")
 
@@ -324,7 +325,7 @@ def refused(filled, monkeypatch):
         if cubin in refused:
             raise CannotRun("the driver refuses it")
 
-    monkeypatch.setattr("tilekern.driver.check_accepts", check)
+    monkeypatch.setattr("tilekern.runtime.driver.check_accepts", check)
     return refused
 
 

@@ -24,8 +24,8 @@ from benchmarks.report import with_training
 from benchmarks.results import read_folder
 from tilekern import ops
 from tilekern.cache import PROVENANCES, Record
-from tilekern.targets import LISTED, resolve
-from tilekern.toolchain import toolkit
+from tilekern.compile.toolchain import toolkit
+from tilekern.spec.targets import LISTED, resolve
 from tilekern.tuning.plan.presets import PRESETS
 
 pytestmark = pytest.mark.processes

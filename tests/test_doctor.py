@@ -12,14 +12,16 @@ import pytest
 from environments import environment
 from one_record import H200, PROBLEM, SPEC
 
-from tilekern import cache, requirements, toolchain
+from tilekern import cache
 from tilekern.cache import CacheError, Untrusted
 from tilekern.cache.layers import FolderLayer
-from tilekern.devices import Devices
+from tilekern.compile import toolchain
 from tilekern.doctor import machine
 from tilekern.doctor.__main__ import main
+from tilekern.doctor.devices import Devices
 from tilekern.doctor.settings import SETTINGS
-from tilekern.targets import resolve
+from tilekern.runtime import requirements
+from tilekern.spec.targets import resolve
 from tilekern.tuning.sweep.plan import PlanFile
 
 ROOT = Path(__file__).parents[1]
@@ -142,7 +144,7 @@ def test_it_works_without_torch(capsys, monkeypatch):
     assert "key sm_90-h200-132" in told
 
 
-@pytest.mark.parametrize("gone", ["tilekern.cache", "tilekern.toolchain", "tilekern.runtime.provisional"])
+@pytest.mark.parametrize("gone", ["tilekern.cache", "tilekern.compile.toolchain", "tilekern.runtime.provisional"])
 def test_a_part_that_cannot_be_imported_leaves_the_others(capsys, monkeypatch, gone):
     monkeypatch.setitem(sys.modules, gone, None)
     monkeypatch.setenv("TILEKERN_LOOKUP_AGAIN_S", "5")

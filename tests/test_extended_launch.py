@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tilekern.driver import launcher
 from tilekern.errors import InputError
+from tilekern.runtime.driver import launcher
 
 pytestmark = [
     pytest.mark.processes,
@@ -22,10 +22,10 @@ JOB = """
 import torch
 from tilekern.cache import Launch
 from tilekern.kernels import spec_named
-from tilekern.launcher import PrebuiltKernel, Variant
+from tilekern.runtime.launcher import PrebuiltKernel, Variant
 from tilekern.runtime.plans import ExtendedPlan
 from tilekern.spec import Config
-from tilekern.toolchain import assumptions
+from tilekern.compile.toolchain import assumptions
 
 class OnGpu:
     '''A CPU tensor that says of itself that it lies on a GPU.'''

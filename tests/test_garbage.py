@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from tilekern.garbage import search_put_off
+from tilekern.compile.garbage import search_put_off
 
 
 @search_put_off()

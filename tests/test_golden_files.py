@@ -19,7 +19,7 @@ from tilekern.cache import (
     remove_wanted,
     wanted_name,
 )
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 from tilekern.tuning.serve.history import Failures, History
 from tilekern.tuning.serve.watched import PREDICTED, WatchedCache
 from tilekern.tuning.sweep import quarantine

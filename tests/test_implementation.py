@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, Qwen3Config
 
-from tilekern import implementation
+from tilekern.integrations import names
 from tilekern.patch import attention
 from tilekern.runtime.dispatch import counters
+from tilekern.runtime.switches import ATTENTIONS
 
 SIZES = {
     "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24,
@@ -37,9 +38,9 @@ def by_name(monkeypatch):
     """The names as ``import tilekern`` leaves them, with no code behind them yet."""
     monkeypatch.setenv("TILEKERN_INTERPRET", "1")
     for interface in (AttentionInterface, AttentionMaskInterface):
-        for name in implementation.NAMES:
+        for name in ATTENTIONS:
             interface._global_mapping.pop(name, None)
-    implementation.register_later()
+    names.register_later()
     yield
     attention.register()
 
@@ -60,7 +61,7 @@ def test_after_import_tilekern_alone_a_model_can_be_made(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("by_name")
-@pytest.mark.parametrize("name", implementation.NAMES)
+@pytest.mark.parametrize("name", ATTENTIONS)
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.share(4)
 def test_what_is_behind_a_name_is_called_and_compiled_in_one_graph(name, is_compiled):
@@ -76,4 +77,4 @@ def test_a_transformers_without_these_doors_is_imported_all_the_same(monkeypatch
     monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
     with pytest.raises(ImportError, match="AttentionInterface"):
         attention.register()
-    implementation.register_later()
+    names.register_later()

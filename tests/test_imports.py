@@ -16,89 +16,33 @@ ROOT = Path(__file__).parents[1]
 CLOSED = ("tuning", "cache_tools")
 ROOMS_APART = [f"tilekern.{folder}" for folder in CLOSED]
 FILES = sorted(path for folder in ("tilekern", *CLOSED) for path in (ROOT / folder).rglob("*.py"))
-# What the files of a room may import of tilekern and its friends; the longest matching prefix counts. Imports run
-# downwards only: patch, ops, composites, kernels and dispatch, cache and launcher and toolchain, spec and targets and
-# errors.
-LEAVES = {"tilekern.spec", "tilekern.targets", "tilekern.errors", "tilekern.warning", "tilekern.requirements"}
-RUNTIME, RANKS, TRACING = "tilekern.runtime", "tilekern.runtime.ranks", "tilekern.tracing"
+# The rooms, the lowest first: a module imports of tilekern its own room and those below. Rooms on one line do not
+# import each other.
+ROOMS = (
+    ("errors",),
+    ("warning",),
+    ("spec",),
+    ("compile", "cache"),
+    ("kernels", "interpreter"),
+    ("runtime",),
+    ("ops",),
+    ("patch",),
+    ("integrations", "tuning", "cache_tools"),
+    # `python -m tilekern.NAME`
+    ("doctor", "run", "tune"),
+)
+HEIGHT = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
+# Doors that show what a whole program of tilekern's makes of a job, and the command that does so for one lookup.
+SEES_TUNING = ("tilekern.tune", "tilekern.doctor")
 TOOLS = "tilekern.cache_tools"
-DIGESTS = "tilekern.source.digests"
-MAY_IMPORT = {
-    "tilekern": {"tilekern"},
-    "tilekern.errors": set(),
-    "tilekern.warning": {"tilekern.errors"},
-    "tilekern.locks": set(),
-    "tilekern.points": set(),
-    "tilekern.space": {"tilekern.points", "tilekern.targets"},
-    "tilekern.spec": {"tilekern.points", "tilekern.space", "tilekern.targets"},
-    "tilekern.targets": {"tilekern.errors"},
-    "tilekern.requirements": {"tilekern.warning"},
-    "tilekern.devices": {"tilekern.targets"},
-    "tilekern.source.syntax": set(),
-    "tilekern.source.reachability": {"tilekern.source.syntax"},
-    "tilekern.source.whole_modules": {"tilekern.source.reachability"},
-    "tilekern.source": {"tilekern.source"},
-    "tilekern.cubin": set(),
-    "tilekern.cache": {"tilekern.cache", "tilekern.warning"},
-    "tilekern.garbage": set(),
-    "tilekern.frontend": LEAVES | {"tilekern.garbage"},
-    "tilekern.cute_compiler": LEAVES | {"tilekern.cubin", "tilekern.garbage"},
-    "tilekern.toolchain": LEAVES | {"tilekern.cubin", "tilekern.frontend", "tilekern.cute_compiler"},
-    "tilekern.launcher": LEAVES,
-    "tilekern.rebinding": set(),
-    "tilekern.interpreter": {"tilekern.errors", "tilekern.interpreter", "tilekern.rebinding"},
-    "tilekern.kernels": LEAVES | {"tilekern.kernels"},
-    "tilekern.kernels.cute": LEAVES | {"tilekern.kernels", "tilekern.rebinding"},
-    "tilekern.composites": LEAVES | {"tilekern.kernels", "tilekern.composites"},
-    RUNTIME: set(),
-    TRACING: set(),
-    f"{RUNTIME}.libraries": LEAVES,
-    "tilekern.driver": LEAVES | {"tilekern.launcher"},
-    f"{RUNTIME}.plans": LEAVES | {"tilekern.driver", "tilekern.interpreter", "tilekern.launcher"},
-    f"{RUNTIME}.records": LEAVES | {"tilekern.cache", "tilekern.toolchain", DIGESTS},
-    f"{RUNTIME}.provisional": LEAVES | {"tilekern.cache", "tilekern.locks", "tilekern.settings", f"{RUNTIME}.plans"},
-    f"{RANKS}.held": {"tilekern.cache"},
-    f"{RANKS}.snapshot": LEAVES | {"tilekern.cache", "tilekern.kernels", f"{RANKS}.held", DIGESTS},
-    f"{RUNTIME}.defaults": LEAVES | {"tilekern.cache", f"{RUNTIME}.records", DIGESTS},
-    f"{RANKS}.agreement": LEAVES | {"tilekern.cache", "tilekern.toolchain", f"{RUNTIME}.defaults", f"{RANKS}.snapshot"},
-    f"{RUNTIME}.dispatch": LEAVES
-    | {f"tilekern.{name}" for name in ("cache", "driver", "interpreter", "launcher", "locks", "toolchain")}
-    | {DIGESTS}
-    | {f"{RUNTIME}.{name}" for name in ("defaults", "libraries", "plans", "provisional", "ranks.agreement", "records")},
-    f"{RUNTIME}.counting": {"tilekern.kernels", f"{RUNTIME}.dispatch"},
-    f"{RANKS}.peers": LEAVES,
-    f"{RANKS}.verdict": LEAVES | {"tilekern.cache"},
-    f"{RANKS}.exchange": LEAVES
-    | {"tilekern.cache", *(f"{RANKS}.{name}" for name in ("agreement", "held", "peers", "snapshot"))},
-    f"{RANKS}.comparing": {"tilekern"},
-    f"{RUNTIME}.warmup": {"tilekern"},
-    f"{TRACING}.ordinary": set(),
-    f"{TRACING}.recorder": LEAVES
-    | {"tilekern.cache", f"{RUNTIME}.dispatch", f"{RUNTIME}.plans", f"{TRACING}.ordinary"},
-    f"{TRACING}.stepping": LEAVES | {"tilekern.ops", "tilekern.patch"},
-    "tilekern.ops": LEAVES | {"tilekern.composites", "tilekern.kernels", "tilekern.ops", f"{RUNTIME}.dispatch"},
-    "tilekern.losses": {"tilekern.ops"},
-    "tilekern.layers": {"tilekern.ops", "tilekern.patch"},
-    "tilekern.trl": LEAVES | {"tilekern.ops"},
-    "tilekern.patch": {"tilekern"},
-    "tilekern.awaiting": set(),
-    "tilekern.implementation": {"tilekern.awaiting", "tilekern.patch"},
-    "tilekern.switches": {"tilekern.errors"},
-    "tilekern.settings": {"tilekern.errors", "tilekern.switches"},
-    "tilekern.startup": {"tilekern.awaiting", "tilekern.errors", "tilekern.settings", "tilekern.warning"},
-    "tilekern.run": {"tilekern"},
-    "tilekern.liger": {"tilekern"},
-    "tilekern.tune": {"tilekern"},
-    "tilekern.doctor": {"tilekern"},
-    # Of the ops and the patches, tuning's plan/ alone: to trace a step.
-    "tilekern.tuning": {"tilekern"},
-    # What explains a lookup of a job must ask what the job asks.
-    f"{TOOLS}.shared.here": LEAVES | {"tilekern.cache", "tilekern.kernels", "tilekern.toolchain"},
-    # It is copied beside a tilekern that is not there before, so it imports by name.
-    f"{TOOLS}.shared.hub_kernel": set(),
-    f"{TOOLS}.commands.why": {"tilekern.cache", "tilekern.warning", f"{RUNTIME}.dispatch", TOOLS},
-    TOOLS: {TOOLS, DIGESTS} | {f"tilekern.{name}" for name in ("cache", "errors", "settings", "warning")},
+# Of what lies above the cache, cache tools use what is named here: to explain a lookup, and to check variables.
+TOOLS_MAY = {
+    f"{TOOLS}.shared.here": {"tilekern.kernels", "tilekern.compile.toolchain", "tilekern.spec"},
+    f"{TOOLS}.commands.why": {"tilekern.runtime.dispatch"},
+    f"{TOOLS}.__main__": {"tilekern.runtime.settings"},
+    TOOLS: {"tilekern.spec.source"},
 }
+LEAVES = {"tilekern.spec", "tilekern.errors", "tilekern.warning"}
 # `from tilekern import __version__` and the like are attributes of the package, not files of a room.
 ATTRIBUTES = {"tilekern.__version__"}
 COMPILING = re.compile(r"\bexport_kernel\(|cuda\.tile\._compile|--gpu-name|\bcute\.compile\(")
@@ -174,18 +118,54 @@ def strangers(modules, known, *, everywhere=True):
                 yield f"{module} imports {name}"
 
 
+def room_of(name):
+    return name.split(".")[1] if "." in name else ""
+
+
+def by_name(path):
+    """The modules that a file imports by a name that stands in its text."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            named = ast.unparse(node.args[0])
+            yield from (name for name in MODULES if re.search(rf"\b{re.escape(name)}(?![\w.])", named))
+
+
 def test_imports_run_downwards():
+    """Those by name too; only the lazy names of the package itself lead upwards."""
     wrong = []
     for module, path in MODULES.items():
-        allowed = {"tilekern"}
-        if module != "tilekern":
-            allowed = MAY_IMPORT[rule_of(module, set(MAY_IMPORT) - {"tilekern"})]
-        ours = [name for name in imports(path) if under(name, ["tilekern"]) and name not in ATTRIBUTES]
-        wrong += [f"{module} imports {name}" for name in ours if not under(name, allowed)]
+        height = HEIGHT.get(room_of(module))
+        assert height is not None or module == "tilekern", f"{module} stands in no room"
+        ours = [name for name in (*imports(path), *by_name(path)) if name not in ATTRIBUTES and "." in name]
+        wrong += [
+            f"{module} imports {name}"
+            for name in ours
+            if under(name, ["tilekern"]) and module != "tilekern" and room_of(name) != room_of(module)
+            and HEIGHT[room_of(name)] >= height
+        ]  # fmt: skip
     assert not wrong
 
 
-STEPS = ["tilekern.ops", "tilekern.patch", "tilekern.tracing.stepping"]
+def test_no_modules_import_each_other():
+    """Directly or through others, inside functions or out of them."""
+    left = {
+        module: {name for name in (*imports(path), *by_name(path)) if name in MODULES} - {module, "tilekern"}
+        for module, path in MODULES.items()
+        if module != "tilekern"
+    }
+    while free := {module for module, needs in left.items() if not needs & left.keys()}:
+        left = {module: needs for module, needs in left.items() if module not in free}
+    assert not {module: needs & left.keys() for module, needs in left.items()}
+
+
+def test_cache_tools_need_the_cache_and_little_else():
+    for module in within(TOOLS):
+        allowed = {TOOLS, "tilekern.cache", *LEAVES, *TOOLS_MAY[TOOLS], *TOOLS_MAY.get(module, ())}
+        ours = [name for name in imports(MODULES[module]) if under(name, ["tilekern"]) and name not in ATTRIBUTES]
+        assert not [f"{module} imports {name}" for name in ours if not under(name, allowed)]
+
+
+STEPS = ["tilekern.ops", "tilekern.patch"]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +176,7 @@ STEPS = ["tilekern.ops", "tilekern.patch", "tilekern.tracing.stepping"]
     ],
 )
 def test_rooms_are_closed_to_others(rooms, closed):
-    doors = ["tilekern.tune", "tilekern.doctor", "tilekern.tuning.plan"]
+    doors = [*SEES_TUNING, "tilekern.tuning.plan"]
     found = {name: imports(MODULES[name]) for name in within(*rooms) if not under(name, doors)}
     assert not [f"{module} imports {name}" for module in found for name in found[module] if under(name, closed)]
 
@@ -222,7 +202,7 @@ def test_the_cache_needs_the_standard_library_and_a_parser_alone():
 
 def test_kernels_import_torch_inside_functions_only():
     in_cute = within("tilekern.kernels.cute")
-    kernels = [module for module in within("tilekern.kernels", "tilekern.composites") if module not in in_cute]
+    kernels = [module for module in within("tilekern.kernels") if module not in in_cute]
     assert not list(strangers(kernels, {"cuda", "tilekern"}, everywhere=False))
     assert not list(strangers(kernels, {"cuda", "tilekern", "torch"}))
     assert not list(strangers(in_cute, {"cuda", "cutlass", "tilekern"}))
@@ -240,15 +220,15 @@ def test_kernels_of_cute_dsl_are_imported_to_compile_alone():
 
 
 def test_the_lowest_files_need_the_standard_library_alone():
-    assert not list(strangers(sorted(LEAVES | {"tilekern.source.digests"}), {"tilekern"}, everywhere=False))
+    assert not list(strangers(within(*LEAVES), {"tilekern"}, everywhere=False))
 
 
 def test_one_file_compiles_and_one_knows_the_launcher():
     for module, path in MODULES.items():
         text = path.read_text(encoding="utf-8")
-        if module not in ("tilekern.toolchain", "tilekern.frontend", "tilekern.cute_compiler"):
-            assert not COMPILING.search(text), f"{module} compiles; tilekern.toolchain does"
-        if module != "tilekern.launcher":
+        if module not in ("tilekern.compile.toolchain", "tilekern.compile.frontend", "tilekern.compile.cute_compiler"):
+            assert not COMPILING.search(text), f"{module} compiles; tilekern.compile.toolchain does"
+        if module != "tilekern.runtime.launcher":
             assert "def _compile(self, signature" not in text, f"{module} has the launcher's hook"
 
 
@@ -264,7 +244,7 @@ def run(code, *flags):
 
 @pytest.mark.parametrize(
     "module",
-    ["tilekern", "tilekern.cache", "tilekern.spec", "tilekern.targets", "tilekern.errors", "tilekern.source.digests",
+    ["tilekern", "tilekern.cache", "tilekern.spec", "tilekern.spec.targets", "tilekern.errors", "tilekern.spec.source",
      "tilekern.doctor"],
 )  # fmt: skip
 def test_what_only_looks_loads_nothing_heavy(module):

@@ -8,14 +8,14 @@ import pytest
 from cuda.tile.compilation import ArrayConstraint, ConstantConstraint, ScalarConstraint
 from spec_samples import alike, compiled
 
+from tilekern.compile.toolchain import assumptions, constraint
 from tilekern.errors import NoVariant, TilekernError
 from tilekern.kernels import rms_norm, spec_named
-from tilekern.launcher import PrebuiltKernel, Variant, implies, without_constants
 from tilekern.runtime import plans
+from tilekern.runtime.launcher import PrebuiltKernel, Variant, implies, without_constants
 from tilekern.runtime.plans import may_depend
 from tilekern.spec import ALIGNED, GENERIC
-from tilekern.targets import KNOWN
-from tilekern.toolchain import assumptions, constraint
+from tilekern.spec.targets import KNOWN
 
 SPEC = spec_named("rms_norm_forward")
 PROBLEM = SPEC.problem(rows=64, columns=64, dtype="bfloat16", weight_dtype="bfloat16")

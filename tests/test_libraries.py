@@ -6,7 +6,8 @@ import pytest
 import torch
 from one_record import GPU, H200, asked_for_nothing
 
-from tilekern import cache, toolchain
+from tilekern import cache
+from tilekern.compile import toolchain
 from tilekern.errors import CacheMiss, TilekernWarning, ToolchainMissing
 from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch, libraries

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tilekern.locks import ForkLock
+from tilekern.runtime.locks import ForkLock
 
 LIMIT_S = 20
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tilekern import losses
+from tilekern.integrations import losses
 from tilekern.ops import linear_log_probs
 
 HIDDEN, VOCABULARY, TOKENS = 12, 19, 7

@@ -8,9 +8,9 @@ import tilekern
 from tilekern.cache import FRESH, PackLayer, freshness, lookup
 from tilekern.cache.packs.pack import Pack, checked_contents
 from tilekern.kernels import spec_named
-from tilekern.source import source_digest
 from tilekern.spec import Config, Problem
-from tilekern.targets import resolve
+from tilekern.spec.source import source_digest
+from tilekern.spec.targets import resolve
 from tilekern.tuning.plan.models import plan_of_model
 from tilekern.tuning.plan.steps import Steps
 from tilekern.tuning.strategies.race import LEAST_SAMPLES

@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from one_record import GPU, H200, PROBLEM, SIZES, SPEC
 from torch.utils.checkpoint import checkpoint
 
-from tilekern import cache, toolchain
+from tilekern import cache
+from tilekern.compile import toolchain
 from tilekern.errors import InputError
 from tilekern.runtime import dispatch, provisional
 
@@ -325,7 +326,7 @@ import torch
 from tilekern.runtime import dispatch
 from tilekern.runtime import provisional
 from tilekern.kernels import spec_named
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 
 warnings.simplefilter("ignore")
 dispatch.here = lambda _device=None: resolve("H200")

@@ -9,12 +9,13 @@ import pytest
 from one_record import H200, PROBLEM, SPEC
 from rank_jobs import DEFAULT, OTHER, PATIENCE_S, ROOT, fill, finish, go_through, record, start
 
-from tilekern import cache, toolchain
-from tilekern.runtime.ranks import comparing as ranks
+from tilekern import cache
+from tilekern.compile import toolchain
+from tilekern.patch import comparing as ranks
 from tilekern.runtime.ranks.held import identity
 from tilekern.runtime.ranks.snapshot import Snapshot
-from tilekern.source import source_digest
-from tilekern.targets import resolve
+from tilekern.spec.source import source_digest
+from tilekern.spec.targets import resolve
 
 RANKS, TIMEOUT_S = 3, 8
 # How much later than its time is up a group may say so on a busy machine; its own limit is half an hour.
@@ -253,8 +254,8 @@ from torch.distributed import init_process_group
 import tilekern
 from tilekern import cache
 from tilekern.runtime import dispatch
-from tilekern.runtime.ranks import comparing as ranks
-from tilekern.targets import resolve
+from tilekern.patch import comparing as ranks
+from tilekern.spec.targets import resolve
 
 dispatch.here = lambda _device=None: resolve("H200")
 ranks.default_layers = lambda: [one for one in cache.default_layers() if not one.name.startswith("prebuilt:")]
@@ -307,9 +308,9 @@ import os, sys, time, torch, tilekern
 from pathlib import Path
 from tilekern import cache
 from tilekern.runtime import dispatch
-from tilekern.runtime.ranks import comparing as ranks
+from tilekern.patch import comparing as ranks
 from tilekern.kernels import spec_named
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 
 dispatch.here = lambda _device=None: resolve("H200")
 ranks.default_layers = lambda: [one for one in cache.default_layers() if not one.name.startswith("prebuilt:")]

@@ -19,13 +19,14 @@ from one_record import H200, PROBLEM
 from rank_jobs import DEFAULT, OTHER, fill, go_through, record
 from torch.distributed import PrefixStore, TCPStore
 
-from tilekern import cache, toolchain
+from tilekern import cache
 from tilekern.cache.keys import signature_path
 from tilekern.cache.trust.policy import read_signatures
 from tilekern.cache.trust.signing import SigningKey, generate_key
+from tilekern.compile import toolchain
+from tilekern.runtime.ranks.election import Status
 from tilekern.runtime.ranks.held import Held, packed, unpacked
 from tilekern.runtime.ranks.snapshot import Snapshot
-from tilekern.runtime.ranks.verdict import Status
 
 RANKS, TIMEOUT_S = 3, 8
 ASKS = [(50, 48), (50, 64)]

@@ -11,12 +11,11 @@ import pytest
 import torch
 from one_record import GPU, SIZES, SPEC
 
-from tilekern import requirements
-from tilekern.devices import devices
+from tilekern.doctor.devices import devices
 from tilekern.errors import CacheMiss, InputError, TilekernWarning
-from tilekern.requirements import CUTE, LEAST_DRIVER, NEEDS, PYTHON, asked_by, driver_unmet, fits, unmet
-from tilekern.runtime import dispatch
-from tilekern.targets import resolve
+from tilekern.runtime import dispatch, requirements
+from tilekern.runtime.requirements import CUTE, LEAST_DRIVER, NEEDS, PYTHON, asked_by, driver_unmet, fits, unmet
+from tilekern.spec.targets import resolve
 from tilekern.tuning.measure import gpu
 
 ROOT = Path(__file__).parents[1]

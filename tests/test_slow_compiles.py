@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from interrupts import hear_interrupts
 
-from tilekern.toolchain import toolkit
+from tilekern.compile.toolchain import toolkit
 from tilekern.warning import warned_after
 
 PATIENCE_S = 120
@@ -21,7 +21,7 @@ JOB = """
 import os, sys
 from pathlib import Path
 from one_record import H200, PROBLEM, SPEC
-from tilekern import toolchain
+from tilekern.compile import toolchain
 from tilekern.runtime import dispatch
 
 toolchain._tileiras = lambda: Path(sys.argv[1])

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tilekern import source
 from tilekern.kernels import all_specs
-from tilekern.source import files_of, note_digests, source_digest
-from tilekern.spec import python_of
+from tilekern.spec import python_of, source
+from tilekern.spec.source import files_of, note_digests, source_digest
 
 ROOT = Path(__file__).parents[1]
 CODE = '''"""A kernel."""
@@ -188,7 +187,7 @@ def test_every_python_finds_the_same_digests(python):
     if path is None:
         pytest.skip(f"{python} is not installed")
     modules = sorted({spec.module for spec in all_specs().values()})
-    code = f"from tilekern.source import source_digest\nfor name in {modules!r}: print(source_digest(name))"
+    code = f"from tilekern.spec.source import source_digest\nfor name in {modules!r}: print(source_digest(name))"
     found = subprocess.run([path, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     assert found.stdout.split() == [source_digest(name) for name in modules]

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilekern.space import DANGEROUS
 from tilekern.spec import (
     ArrayParameter,
     Config,
@@ -20,7 +19,8 @@ from tilekern.spec import (
     bucket,
     cdiv,
 )
-from tilekern.targets import resolve
+from tilekern.spec.space import DANGEROUS
+from tilekern.spec.targets import resolve
 
 H200, A100 = resolve("H200"), resolve("A100")
 

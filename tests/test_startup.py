@@ -17,12 +17,12 @@ import torch
 from environments import installed, python_path
 
 import tilekern_startup
-from tilekern import startup
-from tilekern.awaiting import Arrivals, is_being_imported
 from tilekern.errors import TilekernWarning
+from tilekern.integrations import startup
 from tilekern.patch.families import FAMILIES
-from tilekern.settings import CHOICES
-from tilekern.switches import EXTRAS, OPS, switches_of, text_of
+from tilekern.runtime.awaiting import Arrivals, is_being_imported
+from tilekern.runtime.settings import CHOICES
+from tilekern.runtime.switches import EXTRAS, OPS, switches_of, text_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -87,7 +87,7 @@ def test_a_module_that_is_being_imported_is_awaited(awaited, tmp_path):
     package.begin = lambda: (waiting.watch(), other.watch())
     (tmp_path / "a_package_awaited" / "part.py").write_text(
         "import a_package_awaited, sys\n"
-        "from tilekern.awaiting import is_being_imported\n"
+        "from tilekern.runtime.awaiting import is_being_imported\n"
         "a_package_awaited.begin()\n"
         "assert is_being_imported(sys.modules[__name__])\n"
         "DONE = True\n"
@@ -171,7 +171,10 @@ def test_another_variable_that_is_wrong_ends_the_process_too(monkeypatch, capsys
 
 @pytest.mark.parametrize(
     ("variable", "said", "module"),
-    [("TILEKERN_APPLY", "1", "tilekern.patch.patcher"), ("LIGER_KERNEL_IMPL", "tilekern", "tilekern.liger")],
+    [
+        ("TILEKERN_APPLY", "1", "tilekern.patch.patcher"),
+        ("LIGER_KERNEL_IMPL", "tilekern", "tilekern.integrations.liger"),
+    ],
 )
 def test_a_broken_dependency_is_one_line_and_models_run_their_own_ops(monkeypatch, variable, said, module):
     for name in ("LIGER_KERNEL_IMPL", "TILEKERN_APPLY"):
@@ -200,7 +203,7 @@ def test_what_a_working_tilekern_raises_is_no_broken_dependency(monkeypatch):
         sys.meta_path[0]._arrived("transformers.modeling_utils")
 
 
-@pytest.mark.parametrize("gone", ["tilekern", "tilekern.startup", "tilekern.implementation"])
+@pytest.mark.parametrize("gone", ["tilekern", "tilekern.integrations.startup", "tilekern.patch.implementation"])
 def test_torch_is_imported_where_the_package_is_gone_or_there_in_part(monkeypatch, gone):
     """The entry point is a file outside of the package."""
     for name in [name for name in sys.modules if name == "tilekern" or name.startswith("tilekern.")]:
@@ -211,7 +214,7 @@ def test_torch_is_imported_where_the_package_is_gone_or_there_in_part(monkeypatc
 
 
 def test_a_filter_that_makes_errors_of_warnings_ends_no_import_of_torch(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tilekern.startup", None)
+    monkeypatch.setitem(sys.modules, "tilekern.integrations.startup", None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tilekern_startup.begin()
@@ -225,7 +228,7 @@ def test_the_entry_point_needs_the_standard_library_alone():
     names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
     assert names <= sys.stdlib_module_names
     (inner,) = (node for node in imports if isinstance(node, ast.ImportFrom))
-    assert inner.module == "tilekern.startup"
+    assert inner.module == "tilekern.integrations.startup"
 
 
 def test_texts_choose_ops():
@@ -243,8 +246,8 @@ def test_texts_choose_ops():
 def test_the_values_of_variables_are_those_that_their_readers_know():
     from typing import get_args
 
-    from tilekern import driver
     from tilekern.cache.trust.policy import POLICIES
+    from tilekern.runtime import driver
     from tilekern.runtime.dispatch import MissPolicy
 
     assert CHOICES["TILEKERN_ON_MISS"] == get_args(MissPolicy)

@@ -18,7 +18,8 @@ import pytest
 import torch
 from one_record import GPU, H200, PROBLEM, SIZES, SPEC, asked_for_nothing, numbers, record_of
 
-from tilekern import cache, toolchain
+from tilekern import cache
+from tilekern.compile import toolchain
 from tilekern.errors import CacheMiss, CompileFailed, CompileInterrupted, RanksDiffer
 from tilekern.runtime import defaults, dispatch
 from tilekern.runtime.ranks import agreement

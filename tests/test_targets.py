@@ -9,9 +9,9 @@ import pytest
 import torch
 from environments import environment
 
-from tilekern import targets
 from tilekern.errors import InputError
-from tilekern.targets import LISTED, from_description, here, of_key, resolve
+from tilekern.spec import targets
+from tilekern.spec.targets import LISTED, from_description, here, of_key, resolve
 
 every_target = pytest.mark.parametrize("target", LISTED, ids=lambda target: target.key)
 
@@ -224,6 +224,6 @@ def test_where_there_is_no_driver_torch_is_not_asked(monkeypatch, driver):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.skipif(targets._has_driver(), reason="the CUDA driver is installed here")
 def test_torch_is_not_loaded_to_find_no_gpu():
-    code = "import sys; from tilekern.targets import here; print(here(), 'torch' in sys.modules)"
+    code = "import sys; from tilekern.spec.targets import here; print(here(), 'torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert ran.stdout == "None False\n"

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from spec_samples import alike, compiled, draws_of, sized
 
-from tilekern import cute_compiler, frontend, toolchain
+from tilekern.compile import cute_compiler, frontend, toolchain
+from tilekern.compile.toolchain import assumptions, compile_candidate, lowered_digest, require_toolkit, toolkit
 from tilekern.errors import CompileFailed, CompileInterrupted, ToolchainMissing
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, GENERIC, ITEM_BYTES, ArrayParameter, name_of
-from tilekern.targets import resolve
-from tilekern.toolchain import assumptions, compile_candidate, lowered_digest, require_toolkit, toolkit
+from tilekern.spec.targets import resolve
 
 H200 = resolve("H200")
 needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
@@ -59,7 +59,7 @@ def test_a_machine_without_the_package_and_with_an_empty_path_has_no_compiler(tm
     """A `nvidia` package without a compiler stands before the real one."""
     (tmp_path / "nvidia").mkdir()
     (tmp_path / "nvidia" / "__init__.py").touch()
-    code = "from tilekern.toolchain import require_toolkit\nrequire_toolkit()"
+    code = "from tilekern.compile.toolchain import require_toolkit\nrequire_toolkit()"
     environment = {"PATH": str(tmp_path), "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[1]}"}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 1
@@ -221,7 +221,7 @@ def test_the_front_end_gives_the_bytecode_of_cuda_tile_s_public_function(spec):
     import cuda.tile as ct
     from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
 
-    from tilekern.frontend import lower
+    from tilekern.compile.frontend import lower
 
     problem = sized(spec, "bfloat16", rows=64, columns=64, heads=8, kv_heads=8, head_dim=64, pairs=32)
     implementation = spec.device(problem, spec.generic(problem))

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import tilekern
-from tilekern.composites.head import split
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
+from tilekern.kernels.composites.head import split
 from tilekern.ops import fused_linear_cross_entropy, gated_mlp, rms_norm, swiglu
 from tilekern.runtime import dispatch
+from tilekern.runtime.recorder import Trace, ordinary_values, tracing
 from tilekern.spec import bucket
-from tilekern.targets import resolve
-from tilekern.tracing.recorder import Trace, ordinary_values, tracing
+from tilekern.spec.targets import resolve
 
 H200 = resolve("H200")
 COLUMNS = 512

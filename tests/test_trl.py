@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import tilekern
-from tilekern import losses
-from tilekern import trl as door
 from tilekern.errors import TilekernWarning
+from tilekern.integrations import losses
+from tilekern.integrations import trl as door
 
 TOKENS = 6
 

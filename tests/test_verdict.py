@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tilekern.cache import CacheError
 from tilekern.errors import RanksDiffer
-from tilekern.runtime.ranks.verdict import Status, verdict_on
-from tilekern.targets import KNOWN, resolve
+from tilekern.runtime.ranks.election import Status, verdict_on
+from tilekern.spec.targets import KNOWN, resolve
 
 
 def status(digest="a", gpu="H200", **changes):

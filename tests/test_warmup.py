@@ -9,8 +9,9 @@ import tilekern
 from tilekern import cache
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
-from tilekern.runtime import dispatch, warmup
-from tilekern.targets import INTERPRETED, resolve
+from tilekern.patch import warmup
+from tilekern.runtime import dispatch
+from tilekern.spec.targets import INTERPRETED, resolve
 
 SIZES = {
     "rows": 4096, "columns": 96, "tokens": 2048, "batch": 4, "heads": 3, "kv_heads": 1, "head_dim": 16,

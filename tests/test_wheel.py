@@ -157,7 +157,7 @@ def test_a_plan_can_be_made_from_it(installed):
     ran = installed(sys.executable, "-m", "tilekern.tune", *command)
     assert ran.returncode == 0, ran.stderr
     code = (
-        "from tilekern.kernels import all_specs; from tilekern.source import source_digest as d\n"
+        "from tilekern.kernels import all_specs; from tilekern.spec.source import source_digest as d\n"
         "print(*[d(spec.module) for spec in all_specs().values()])"
     )
     assert installed(sys.executable, "-c", code).stdout == installed(sys.executable, "-c", code, path=ROOT).stdout
@@ -165,7 +165,7 @@ def test_a_plan_can_be_made_from_it(installed):
 
 def test_its_digests_are_noted_so_that_a_job_parses_nothing(installed):
     code = (
-        "import ast\nfrom tilekern.kernels import all_specs\nfrom tilekern.source import source_digest\n"
+        "import ast\nfrom tilekern.kernels import all_specs\nfrom tilekern.spec.source import source_digest\n"
         "modules = [spec.module for spec in all_specs().values()]\ndel ast.parse\n"
         "for name in modules: print(source_digest(name))"
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tilekern.implementation import register_later as _register_later
+from tilekern.integrations.names import register_later as _register_later
 
 __version__ = "0.1.0"
 
@@ -19,11 +19,11 @@ _WHERE = {
     "list_patches": "tilekern.patch",
     "report": "tilekern.patch.report",
     "register_patch": "tilekern.patch",
-    "warmup_all_kernels": "tilekern.runtime.warmup",
-    "clear_autotune_cache": "tilekern.runtime.warmup",
-    "agree": "tilekern.runtime.ranks.comparing",
-    "cache_digest": "tilekern.runtime.ranks.comparing",
-    "trace": "tilekern.tracing.recorder",
+    "warmup_all_kernels": "tilekern.patch.warmup",
+    "clear_autotune_cache": "tilekern.patch.warmup",
+    "agree": "tilekern.patch.comparing",
+    "cache_digest": "tilekern.patch.comparing",
+    "trace": "tilekern.runtime.recorder",
     "preflight": "tilekern.tuning.preflight",
     "stats": "tilekern.runtime.counting",
     "check_labels": "tilekern.ops.labels",
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from tilekern.patch import register_patch as register_patch
     from tilekern.patch import reset as reset
     from tilekern.patch.callback import TrainerCallback as TrainerCallback
+    from tilekern.patch.comparing import agree as agree
+    from tilekern.patch.comparing import cache_digest as cache_digest
     from tilekern.patch.report import report as report
+    from tilekern.patch.warmup import clear_autotune_cache as clear_autotune_cache
+    from tilekern.patch.warmup import warmup_all_kernels as warmup_all_kernels
     from tilekern.runtime.counting import stats as stats
-    from tilekern.runtime.ranks.comparing import agree as agree
-    from tilekern.runtime.ranks.comparing import cache_digest as cache_digest
-    from tilekern.runtime.warmup import clear_autotune_cache as clear_autotune_cache
-    from tilekern.runtime.warmup import warmup_all_kernels as warmup_all_kernels
-    from tilekern.tracing.recorder import trace as trace
+    from tilekern.runtime.recorder import trace as trace
     from tilekern.tuning.preflight import preflight as preflight
 
 

@@ -19,9 +19,9 @@ import click
 
 from tilekern import __version__
 from tilekern.errors import InputError
-from tilekern.settings import APPLY, check_settings
-from tilekern.startup import apply_later
-from tilekern.switches import ADAMW, ATTENTION, EXPERTS, FORMS, OPS, text_of
+from tilekern.integrations.startup import apply_later
+from tilekern.runtime.settings import APPLY, check_settings
+from tilekern.runtime.switches import ADAMW, ATTENTION, EXPERTS, FORMS, OPS, text_of
 from tilekern.warning import tell
 
 # What is off unless it is asked for.

@@ -46,12 +46,12 @@ from tilekern.cache import (
     write_pack,
 )
 from tilekern.cache.packs.pack import Pack
-from tilekern.cubin import code_of, constants_of, read_resources
+from tilekern.compile.cubin import code_of, constants_of, read_resources
 from tilekern.kernels import all_specs
 from tilekern.runtime.records import launch_in
-from tilekern.source import source_digest
 from tilekern.spec import Config, KernelSpec, LibraryCall, Problem
-from tilekern.targets import Target, of_key
+from tilekern.spec.source import source_digest
+from tilekern.spec.targets import Target, of_key
 from tilekern.tuning.compile.order import Order
 from tilekern.tuning.compile.pool import Answer, Lost, compile_in_order
 from tilekern.tuning.compile.stage import FRONTEND_TIMEOUT_S, MEMORY_BYTES, TIMEOUT_S, compile_unless_same

@@ -10,7 +10,7 @@ import click
 
 from tilekern.cache import CacheError
 from tilekern.errors import TilekernError, TilekernWarning, ToolchainMissing
-from tilekern.settings import check_settings
+from tilekern.runtime.settings import check_settings
 from tilekern.tuning.commands import COMMANDS, command_named
 from tilekern.tuning.plan.configs import MODEL_IS, UnknownModel, require_model_name
 from tilekern.tuning.plan.presets import PRESETS

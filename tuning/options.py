@@ -13,8 +13,8 @@ import click
 
 from tilekern import __version__
 from tilekern.errors import InputError
-from tilekern.switches import EXPERTS, EXTRAS, OPS
-from tilekern.targets import KNOWN
+from tilekern.runtime.switches import EXPERTS, EXTRAS, OPS
+from tilekern.spec.targets import KNOWN
 from tilekern.tuning.plan.configs import require_model_name
 from tilekern.tuning.plan.presets import PRESETS
 from tilekern.tuning.plan.steps import OPTIMIZERS, Steps

@@ -9,7 +9,7 @@ from pathlib import Path
 from tilekern.cache import PACK_SUFFIX
 from tilekern.cache.trust.signing import SigningKey
 from tilekern.errors import InputError
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.plan.steps import Planned
 from tilekern.tuning.publishing import Winner, write
 

@@ -28,15 +28,15 @@ from tilekern.cache import (
     problem_key,
     user_root,
 )
+from tilekern.compile.toolchain import Toolkit, require_toolkit
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.runtime.dispatch import find
-from tilekern.settings import check_settings
-from tilekern.source import source_digest
+from tilekern.runtime.recorder import Named, Trace
+from tilekern.runtime.settings import check_settings
 from tilekern.spec import Problem
-from tilekern.targets import Target, here, resolve
-from tilekern.toolchain import Toolkit, require_toolkit
-from tilekern.tracing.recorder import Named, Trace
+from tilekern.spec.source import source_digest
+from tilekern.spec.targets import Target, here, resolve
 from tilekern.tuning.options import PlanRequest
 from tilekern.tuning.plan.steps import TOKENS, Planned, Steps, as_list
 

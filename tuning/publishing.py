@@ -14,7 +14,7 @@ from tilekern.errors import InputError
 from tilekern.runtime.libraries import library_of
 from tilekern.runtime.records import launch_in, record_of
 from tilekern.spec import ALIGNED, GENERIC, Problem
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.measure.stage import identity
 from tilekern.tuning.predict.ranking import Prediction, ranking
 from tilekern.tuning.predict.roofline import Roofline, roofline

@@ -19,9 +19,9 @@ from tilekern.cache import DATED, STALE, CacheError, Layer, Record, Store, fresh
 from tilekern.cache.files import TEMPORARY_SUFFIX, read_whole, write_whole
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
-from tilekern.source import source_digest
 from tilekern.spec import Config, KernelSpec, Problem
-from tilekern.targets import Target
+from tilekern.spec.source import source_digest
+from tilekern.spec.targets import Target
 from tilekern.tuning.measure.stage import is_composite
 from tilekern.tuning.publishing import Known, Winner, publish, winners
 from tilekern.tuning.sweep.folder import CONTENTS, RESULTS, Sweep

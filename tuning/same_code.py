@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from tilekern.cache import Record, Store, user_root
-from tilekern.toolchain import require_toolkit
+from tilekern.compile.toolchain import require_toolkit
 from tilekern.tuning.carrying import Carried, carry_over, held_in_cache, held_in_pack, write_to_cache, write_to_pack
 from tilekern.tuning.compile.pool import Answer, Lost
 from tilekern.tuning.compile.stage import jobs_of

@@ -27,15 +27,15 @@ from tilekern.cache_tools.shared.options import as_json, cache_dir, command, wit
 from tilekern.cache_tools.shared.packing import write_selected
 from tilekern.cache_tools.shared.selection import Selection
 from tilekern.cache_tools.shared.text import count, print_json, size
-from tilekern.source import NOTES, note_digests, spec_modules
+from tilekern.spec.source import NOTES, note_digests, spec_modules
 from tilekern.warning import tell
 
 _NAME = "tilekern"
 _REPO_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 # A job tunes nothing, and looks after no cache.
 _LEFT_BEHIND = ("tune.py", "tuning", "cache_tools")
-# What each build has as its `__init__.py`; importing it here would load what lies beside it.
-_LOADER = Path(__file__).parents[1] / "shared" / "hub_kernel.py"
+# What each build has as its `__init__.py`.
+_LOADER = Path("integrations", "hub_kernel.py")
 
 
 @command
@@ -164,7 +164,7 @@ def _write_build(folder: Path, backend: str, packs: list[Contents], repo_id: str
     note_digests(spec_modules(ours.parent), folder / _NAME / NOTES.relative_to(ours))
     for position, pack in enumerate(packs):
         _copy(pack.path, folder / _NAME / "prebuilt" / f"{position}-{pack.path.name}")
-    _copy(_LOADER, folder / "__init__.py")
+    _copy(ours / _LOADER, folder / "__init__.py")
     own = {"name": repo_id, "version": __version__, "needs": _needs()}
     (folder / "tilekern.json").write_text(_json(own), encoding="utf-8")
     digests = _digests(folder)
@@ -241,7 +241,7 @@ tilekern = get_kernel("{repo_id}", version={kernel_version})
 tilekern.apply()
 ```
 
-`tilekern.layers` has layers for `kernelize`, `tilekern.ops` the ops. It needs `pip install {needed}`.
+`tilekern.integrations.hub_layers` has layers for `kernelize`, `tilekern.ops` the ops. It needs `pip install {needed}`.
 """
 
 

@@ -109,7 +109,7 @@ class OciTag:
             "layers": [layer],
             "annotations": {
                 "tilekern.runtime.records": str(len(pack.records)),
-                "tilekern.targets": ",".join(pack.targets),
+                "tilekern.spec.targets": ",".join(pack.targets),
                 "tilekern.toolkits": ",".join(pack.toolkits),
             },
         }

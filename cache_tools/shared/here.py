@@ -8,12 +8,12 @@ from tilekern.cache import CacheError
 
 if TYPE_CHECKING:
     from tilekern.spec import KernelSpec
-    from tilekern.targets import Target
+    from tilekern.spec.targets import Target
 
 
 def toolkit_key() -> str | None:
     """The key of the toolkit that is installed here, or None."""
-    from tilekern.toolchain import toolkit
+    from tilekern.compile.toolchain import toolkit
 
     found = toolkit()
     return found.key if found else None
@@ -26,7 +26,7 @@ def target_named(name: str | None) -> Target:
         CacheError: no such GPU is known, or this machine has none.
     """
     from tilekern.errors import InputError
-    from tilekern.targets import here, resolve
+    from tilekern.spec.targets import here, resolve
 
     if name is None:
         found = here()

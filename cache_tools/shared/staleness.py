@@ -21,7 +21,7 @@ class Made(MadeOf, Protocol):
 @functools.cache
 def digest_today(module: str) -> str | None:
     """Return the digest of a module's source that is installed here, or None where there is none."""
-    from tilekern.source import source_digest  # loads Python's parser; only some commands need it
+    from tilekern.spec.source import source_digest  # loads Python's parser; only some commands need it
 
     try:
         return source_digest(module)

@@ -3,10 +3,10 @@
 import pytest
 
 from benchmarks.compiling import measure_sample
+from tilekern.compile.toolchain import toolkit
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tilekern.targets import resolve
-from tilekern.toolchain import toolkit
+from tilekern.spec.targets import resolve
 from tilekern.tuning.compile.stage import default_jobs, wanted
 from tilekern.tuning.plan.models import plan_of_model
 from tilekern.tuning.plan.steps import Steps

@@ -9,7 +9,7 @@ pytest.importorskip("numpy")
 from benchmarks import fit_cost_model as fitting
 from benchmarks.regret import measure
 from tilekern.kernels import spec_named
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 from tilekern.tuning.compile.stage import compile_all
 from tilekern.tuning.predict.cost_model import MEMORY
 from tilekern.tuning.predict.launch_costs import Costs

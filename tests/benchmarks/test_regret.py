@@ -7,7 +7,7 @@ import pytest
 from benchmarks import regret as benchmark
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 from tilekern.tuning.sweep.candidates import candidates
 from tilekern.tuning.sweep.folder import Sweep
 

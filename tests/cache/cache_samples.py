@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tilekern.cache import SCHEMA, Artifact, CacheError, Record, Store, lookup
-from tilekern.source import source_digest
+from tilekern.spec.source import source_digest
 
 SOURCE = hashlib.sha256(b"source").hexdigest()
 H200 = {"key": "sm_90-h200-132", "name": "H200", "arch": "sm_90", "sm_count": 132}

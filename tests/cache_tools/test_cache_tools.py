@@ -18,7 +18,7 @@ from tilekern.cache import Pack, Store, note_wanted
 from tilekern.cache_tools.__main__ import main
 from tilekern.cache_tools.cli import app
 
-HERE = made_today(module="tilekern.source")
+HERE = made_today(module="tilekern.spec.source")
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("cache")]
 
@@ -185,8 +185,8 @@ def test_stats(as_json, cli, cache):
 
 
 def test_verify_of_a_whole_cache(as_json, cache):
-    put(cache, problem={**PROBLEM, "rows": 1}, module="tilekern.source", **HERE)
-    put(cache, problem={**PROBLEM, "rows": 2}, module="tilekern.source")
+    put(cache, problem={**PROBLEM, "rows": 1}, module="tilekern.spec.source", **HERE)
+    put(cache, problem={**PROBLEM, "rows": 2}, module="tilekern.spec.source")
     put(cache, problem={**PROBLEM, "rows": 4}, module="no_such_module.at_all")
     document = as_json("verify", "--cache-dir", str(cache))
     assert document["broken"] == []
@@ -217,7 +217,7 @@ def test_verify_names_what_is_broken(cli, as_json, cache, damage):
 
 def test_verify_says_a_reason_once_with_a_count(cli, as_json, root):
     for rows in range(10, 30):
-        put(root, b"x", problem={**PROBLEM, "rows": rows}, module="tilekern.source")
+        put(root, b"x", problem={**PROBLEM, "rows": rows}, module="tilekern.spec.source")
         put(root, b"%d" % rows, kernel="scale", problem={**PROBLEM, "rows": rows}, module="no_such_module.at_all")
         blob_file(root, b"%d" % rows).unlink()
     for rows in (1, 2):
@@ -306,8 +306,8 @@ def test_clear_removes_what_was_chosen_and_its_blobs(as_json, cache, filters, re
 
 
 def test_clear_stale(as_json, cache):
-    put(cache, problem={**PROBLEM, "rows": 1}, module="tilekern.source", **HERE)
-    put(cache, problem={**PROBLEM, "rows": 2}, module="tilekern.source")
+    put(cache, problem={**PROBLEM, "rows": 1}, module="tilekern.spec.source", **HERE)
+    put(cache, problem={**PROBLEM, "rows": 2}, module="tilekern.spec.source")
     as_json("clear", "--stale", "--yes")
     left = {row["problem"]["rows"] for row in as_json("ls")["records"]}
     assert 1 in left

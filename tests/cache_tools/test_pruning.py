@@ -14,7 +14,7 @@ from command_line import KEY, ROOT, refused
 from tilekern.cache import FolderLayer, Store
 from tilekern.cache.folders import unlink_seen
 from tilekern.cache_tools.shared import removing
-from tilekern.toolchain import toolkit as installed
+from tilekern.compile.toolchain import toolkit as installed
 
 pytestmark = pytest.mark.processes
 

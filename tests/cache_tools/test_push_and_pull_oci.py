@@ -79,7 +79,7 @@ def test_the_artifact_says_what_it_is(cli, registry, pack):
     assert registry.blob(manifest["config"]["digest"].removeprefix("sha256:")).read_bytes() == b"{}"
     assert manifest["annotations"] == {
         "tilekern.runtime.records": "2",
-        "tilekern.targets": "sm_100-b200-148,sm_90-h200-132",
+        "tilekern.spec.targets": "sm_100-b200-148,sm_90-h200-132",
         "tilekern.toolkits": "tileiras-13.4.92",
     }
     (layer,) = manifest["layers"]

@@ -19,9 +19,9 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
 
 import tilekern
-from tilekern import layers
 from tilekern.cache import default_layers, places
 from tilekern.cache_tools.__main__ import main
+from tilekern.integrations import hub_layers as layers
 from tilekern.runtime import dispatch
 
 REPO = "acme/tilekern"
@@ -121,7 +121,7 @@ expected = torch.nn.functional.rms_norm(x, (80,), weight, 1e-6)
 assert torch.allclose(kernel.ops.rms_norm(x, weight, 1e-6), expected, atol=1e-5)
 assert kernel.apply is tilekern.apply and kernel.layers.RMSNorm and kernel.report
 assert kernel.stats()["rms_norm_forward"]["launches"] == 1
-from tilekern.source import _notes, NOTES
+from tilekern.spec.source import _notes, NOTES
 assert len(_notes(NOTES)) > 20
 print(tilekern.__file__)
 """

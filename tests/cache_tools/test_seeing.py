@@ -8,10 +8,10 @@ from command_line import KEY, ROOT, process, refused
 
 from tilekern.cache import FolderLayer, Store, Where, default_layers, note_misses, note_wanted, wanted_name, write_pack
 from tilekern.cache_tools.shared.sources import user_cache
+from tilekern.compile.toolchain import toolkit as installed
 from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
-from tilekern.targets import resolve
-from tilekern.toolchain import toolkit as installed
+from tilekern.spec.targets import resolve
 
 TODAY = made_today()
 SWIGLU = "rows=5000,columns=12288,dtype=bfloat16"

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from tilekern.kernels import faulty
-from tilekern.targets import here
+from tilekern.spec.targets import here
 from tilekern.tuning.compile.stage import compile_all, default_jobs, start_server
 from tilekern.tuning.executors.local import LocalExecutor
 from tilekern.tuning.measure.stage import measure_all, tasks

@@ -15,7 +15,7 @@ sys.path += [str(HERE), str(HERE.parents[1]), str(HERE.parent / "kernels")]
 from gpu_samples import cases, name_of, problem_of  # noqa: E402 (found through the path above)
 
 from tilekern.runtime.dispatch import compile_default  # noqa: E402
-from tilekern.targets import resolve  # noqa: E402
+from tilekern.spec.targets import resolve  # noqa: E402
 
 
 def fill(case, gpu, folder):

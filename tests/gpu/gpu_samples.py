@@ -9,14 +9,14 @@ import torch
 from gpu_training import CONFIG, TOKENS
 from spec_samples import inputs_of, sized
 
+from tilekern.compile.toolchain import compile_candidate
 from tilekern.kernels import all_specs, spec_named
-from tilekern.launcher import PrebuiltKernel, Variant
+from tilekern.patch.warmup import sizes_of
 from tilekern.runtime import dispatch, plans
+from tilekern.runtime.launcher import PrebuiltKernel, Variant
 from tilekern.runtime.records import launch_in
-from tilekern.runtime.warmup import sizes_of
 from tilekern.spec import ALIGNED, ArrayParameter, Config, KernelSpec, LibraryCall, Problem
-from tilekern.targets import Target, resolve
-from tilekern.toolchain import compile_candidate
+from tilekern.spec.targets import Target, resolve
 from tilekern.tuning.plan.given import plan_of_problem
 from tilekern.tuning.plan.models import plan_of_model
 from tilekern.tuning.plan.steps import Steps

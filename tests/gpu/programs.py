@@ -167,9 +167,9 @@ def sft_packed(patched: bool) -> list[float]:
 
 def _register(patched: bool) -> None:
     if patched:
-        import tilekern.trl
+        import tilekern.integrations.trl
 
-        tilekern.trl.register()
+        tilekern.integrations.trl.register()
 
 
 @program(may_fall_back=PADDED)

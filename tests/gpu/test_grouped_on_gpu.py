@@ -3,16 +3,16 @@
 import pytest
 import torch
 
+from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.kernels.grouped import product, weight_gradient
 from tilekern.kernels.grouped.routing import VARIATIONS
 from tilekern.kernels.matmul.space import is_tile
-from tilekern.launcher import PrebuiltKernel, Variant
 from tilekern.ops.grouped_linear import grouped_linear
+from tilekern.runtime.launcher import PrebuiltKernel, Variant
 from tilekern.runtime.plans import plan_of
 from tilekern.spec import ALIGNED
-from tilekern.targets import here
-from tilekern.toolchain import compile_candidate, toolkit
+from tilekern.spec.targets import here
 from tilekern.tuning.verify.check import arguments_of, compare, expected_results, make_outputs
 
 LINEAR, GRADIENT = spec_named("grouped_linear"), spec_named("grouped_weight_gradient")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tuner_process import ROOT, clean_environment
 
-from tilekern.toolchain import toolkit
+from tilekern.compile.toolchain import toolkit
 
 HERE = Path(__file__).parent
 # A launch of the faulty kernel takes microseconds.

@@ -7,7 +7,7 @@ from spec_samples import VIEWS, seen_as
 
 from tilekern.kernels import all_specs
 from tilekern.spec import ArrayParameter
-from tilekern.targets import here
+from tilekern.spec.targets import here
 
 CASES = cases()
 every_case = pytest.mark.parametrize("case", CASES, ids=name_of)

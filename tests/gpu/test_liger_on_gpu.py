@@ -13,8 +13,8 @@ import liger_kernel.ops
 from liger_samples import CALLS, LIGERS_TOLERANCE, Sizes, in_float64, results_and_gradients
 from op_samples import assert_near
 
-from tilekern import liger
-from tilekern.liger.table import TABLE
+from tilekern.integrations import liger
+from tilekern.integrations.liger.table import TABLE
 from tilekern.runtime import dispatch
 
 SIZES = Sizes(rows=254, columns=1000, tokens=61, heads=8, head_dim=64, vocabulary=4099)

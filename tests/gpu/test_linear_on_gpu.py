@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.kernels.matmul.product import sizes
 from tilekern.kernels.matmul.space import is_tile
-from tilekern.launcher import PrebuiltKernel, Variant
+from tilekern.runtime.launcher import PrebuiltKernel, Variant
 from tilekern.runtime.plans import plan_of
 from tilekern.spec import ALIGNED
-from tilekern.targets import here
-from tilekern.toolchain import compile_candidate, toolkit
+from tilekern.spec.targets import here
 from tilekern.tuning.verify.check import arguments_of
 
 SPEC = spec_named("matmul")

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 import tilekern
-from tilekern import cache, toolchain
+from tilekern import cache
+from tilekern.compile import toolchain
 from tilekern.errors import CacheMiss
 from tilekern.kernels import spec_named
+from tilekern.patch.warmup import sizes_of
 from tilekern.runtime import dispatch
-from tilekern.runtime.warmup import sizes_of
-from tilekern.targets import here
+from tilekern.spec.targets import here
 from tilekern.tuning.plan.models import plan_of_model
 from tilekern.tuning.plan.steps import Steps
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rank_jobs import finish, start
 
-from tilekern.toolchain import toolkit
+from tilekern.compile.toolchain import toolkit
 
 WORKER = Path(__file__).parents[1] / "patch" / "parallel_worker.py"
 pytestmark = [

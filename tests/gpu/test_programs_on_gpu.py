@@ -11,7 +11,7 @@ import pytest
 import torch
 from programs import PROGRAMS
 
-from tilekern.toolchain import toolkit
+from tilekern.compile.toolchain import toolkit
 
 WORKER = Path(__file__).with_name("programs.py")
 ROOT = WORKER.parents[2]

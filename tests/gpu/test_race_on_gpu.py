@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from tilekern.targets import here
+from tilekern.spec.targets import here
 from tilekern.tuning.measure import timing
 from tilekern.tuning.measure.gpu import load_code
 from tilekern.tuning.measure.timing import Stopwatch, rewriting

@@ -15,7 +15,7 @@ import pytest
 from tuner_process import clean_environment
 
 from tilekern.cache import Store
-from tilekern.toolchain import toolkit
+from tilekern.compile.toolchain import toolkit
 from tilekern.tuning.sweep.folder import Sweep
 
 KILLS = 5

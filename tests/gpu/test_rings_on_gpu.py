@@ -4,11 +4,10 @@ import pytest
 import torch
 from gpu_samples import compiled_plan
 
-from tilekern import driver
-from tilekern.cute_compiler import compiler
+from tilekern.compile.cute_compiler import compiler
 from tilekern.kernels import all_specs
-from tilekern.runtime import plans
-from tilekern.targets import here
+from tilekern.runtime import driver, plans
+from tilekern.spec.targets import here
 from tilekern.tuning.verify.check import arguments_of, compare, expected_results, make_outputs
 
 SPECS = [spec for spec in all_specs().values() if spec.follower and len(spec.space.beside) > 1]

@@ -11,7 +11,7 @@ import pytest
 from tuner_process import clean_environment
 
 from tilekern.cache import Store, read_wanted
-from tilekern.toolchain import toolkit
+from tilekern.compile.toolchain import toolkit
 
 PATIENCE_S = 300
 pytestmark = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")

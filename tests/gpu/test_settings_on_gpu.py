@@ -5,14 +5,14 @@ import torch
 from test_settings_of_torch import assert_same, every_call, set_by_a_user, step
 
 from tilekern import ops
+from tilekern.compile.toolchain import assumptions
 from tilekern.interpreter import InterpreterError
 from tilekern.interpreter.arguments import Parameters
 from tilekern.kernels import rms_norm, spec_named
-from tilekern.kernels.common.placeholders import placeholder
-from tilekern.launcher import PrebuiltKernel, implies
+from tilekern.kernels.families.placeholders import placeholder
 from tilekern.ops import registration
+from tilekern.runtime.launcher import PrebuiltKernel, implies
 from tilekern.spec import GENERIC, ArrayParameter
-from tilekern.toolchain import assumptions
 
 
 def moved(call):

@@ -10,12 +10,12 @@ from gradient_errors import bound, relative_error
 
 import tilekern
 from tilekern import cache
+from tilekern.compile.toolchain import toolkit
 from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
 from tilekern.runtime.records import record_of
 from tilekern.spec import Config
-from tilekern.targets import here
-from tilekern.toolchain import toolkit
+from tilekern.spec.targets import here
 from tilekern.tuning.plan.models import plan_of_model
 from tilekern.tuning.plan.steps import Steps
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from gpu_samples import compiled_plan
 
-from tilekern.cute_compiler import compiler
+from tilekern.compile.cute_compiler import compiler
 from tilekern.kernels import spec_named
-from tilekern.kernels.common.cute_configs import is_cute
-from tilekern.targets import here
+from tilekern.kernels.families.cute_configs import is_cute
+from tilekern.spec.targets import here
 from tilekern.tuning.verify.check import arguments_of, compare, expected_results, make_outputs
 
 SIZES = {"tokens": 1009, "batch": 2, "heads": 28, "kv_heads": 4, "head_dim": 128, "full": False, "dtype": "bfloat16"}

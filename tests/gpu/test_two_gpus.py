@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.several_gpus import measure
-from tilekern.toolchain import toolkit
+from tilekern.compile.toolchain import toolkit
 from tilekern.tuning.measure.gpu import devices
 from tilekern.tuning.sweep.folder import Sweep
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from spec_samples import sized
 
+from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import all_specs, spec_named
 from tilekern.kernels.tiles import ConstInt
 from tilekern.runtime.dispatch import plan_for
 from tilekern.spec import ALIGNED, GENERIC
-from tilekern.targets import here
-from tilekern.toolchain import compile_candidate, toolkit
+from tilekern.spec.targets import here
 from tilekern.tuning.measure.bench import Bench
 from tilekern.tuning.measure.tasks import Entrant, Task
 from tilekern.tuning.sweep.candidates import LIBRARY_LINE, candidate

@@ -4,13 +4,13 @@ import cuda.tile as ct
 import pytest
 import torch
 
+from tilekern.compile.toolchain import assumptions
 from tilekern.interpreter import InterpreterError
 from tilekern.interpreter.arguments import Parameters
 from tilekern.kernels import spec_named
-from tilekern.launcher import implies
 from tilekern.runtime import dispatch
+from tilekern.runtime.launcher import implies
 from tilekern.spec import GENERIC, ArrayParameter, ScalarParameter
-from tilekern.toolchain import assumptions
 
 SPEC = spec_named("rms_norm_forward")
 SIZES = (4, 64, torch.bfloat16, torch.float32)

@@ -12,13 +12,13 @@ from examples import profile
 from hypothesis import strategies as st
 
 from tilekern import interpreter
-from tilekern.cubin import Resources, read_resources
+from tilekern.compile.cubin import Resources, read_resources
+from tilekern.compile.toolchain import Compiled
 from tilekern.kernels import all_specs
 from tilekern.runtime.dispatch import plan_for
-from tilekern.source import source_digest
 from tilekern.spec import ALIGNED, DTYPES, Config, KernelSpec, LibraryCall, Problem
-from tilekern.targets import INTERPRETED, Target
-from tilekern.toolchain import Compiled
+from tilekern.spec.source import source_digest
+from tilekern.spec.targets import INTERPRETED, Target
 from tilekern.tuning.verify.check import Check, compare, expected_results, launch_arguments, make_outputs
 
 SPECS = list(all_specs().values())

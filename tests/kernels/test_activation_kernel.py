@@ -4,7 +4,7 @@ from spec_samples import interpret, launched, sized
 
 from tilekern.kernels import spec_named
 from tilekern.ops.activation import CURVES
-from tilekern.targets import INTERPRETED
+from tilekern.spec.targets import INTERPRETED
 
 FORWARD, BACKWARD, REMAKE = (spec_named(f"activation_{name}") for name in ("forward", "backward", "backward_remake"))
 every_curve = pytest.mark.parametrize("curve", CURVES.values(), ids=CURVES)

@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spec_samples import configs, inputs_of, launched, problems, sized
 
-from tilekern.cubin import read_resources
+from tilekern.compile.cubin import read_resources
+from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.kernels.adamw import WIDTHS, flat_shape
 from tilekern.spec import ALIGNED, DTYPES, GENERIC
-from tilekern.targets import INTERPRETED, KNOWN, resolve
-from tilekern.toolchain import compile_candidate, toolkit
+from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
 from tilekern.tuning.verify.check import compare, expected_results
 
 SPEC = spec_named("adamw")

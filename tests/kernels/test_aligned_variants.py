@@ -4,9 +4,9 @@ import pytest
 import torch
 from spec_samples import compiled, sized
 
+from tilekern.compile.toolchain import assumptions
 from tilekern.spec import ALIGNED, ArrayParameter
-from tilekern.targets import resolve
-from tilekern.toolchain import assumptions
+from tilekern.spec.targets import resolve
 from tilekern.tuning.verify.check import odd_problem
 
 SIZES = {

@@ -24,7 +24,7 @@ from spec_samples import (
 from tilekern import interpreter
 from tilekern.kernels import spec_named
 from tilekern.spec import DTYPES, LibraryCall
-from tilekern.targets import INTERPRETED
+from tilekern.spec.targets import INTERPRETED
 from tilekern.tuning.verify.check import launch_arguments
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=NAMES)

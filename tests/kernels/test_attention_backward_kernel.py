@@ -6,13 +6,13 @@ import pytest
 import torch
 from spec_samples import interpret, launched, sized
 
-from tilekern.cubin import read_resources
+from tilekern.compile.cubin import read_resources
+from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels.attention import backward_problem as attention_backward_problem
 from tilekern.kernels.attention import problem as attention_problem
 from tilekern.kernels.attention.backward import DELTA, DKDV, DQ
 from tilekern.spec import ALIGNED
-from tilekern.targets import INTERPRETED, resolve
-from tilekern.toolchain import compile_candidate, toolkit
+from tilekern.spec.targets import INTERPRETED, resolve
 
 SIZES = {"batch": 2, "queries": 100, "keys": 100, "heads": 2, "kv_heads": 1, "head_dim": 20}
 FLAGS = ("causal", "windowed", "capped", "packed")

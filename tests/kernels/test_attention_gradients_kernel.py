@@ -10,7 +10,7 @@ from tilekern.kernels.attention import cudnn as attention_cudnn
 from tilekern.kernels.attention.gradients import SPEC, reference
 from tilekern.runtime.dispatch import counters, plan_for
 from tilekern.spec import Config, LibraryCall
-from tilekern.targets import INTERPRETED, KNOWN, resolve
+from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
 
 KERNELS, CUDNN = Config(implementation="kernels"), Config(implementation="cudnn")
 SIZES = {"batch": 1, "queries": 4096, "keys": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128}

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from spec_samples import assert_right, configs, inputs_of, interpret, sized
 
 from tilekern import interpreter
-from tilekern.cubin import read_resources
+from tilekern.compile.cubin import read_resources
+from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.kernels.attention import problem as attention_problem
 from tilekern.kernels.attention.tiles import head_and_tile, heads_abreast, key_tiles, query_tiles, seen
 from tilekern.spec import ALIGNED
-from tilekern.targets import resolve
-from tilekern.toolchain import compile_candidate, toolkit
+from tilekern.spec.targets import resolve
 
 SPEC = spec_named("attention_forward")
 FLAGS = ("causal", "windowed", "capped", "sinks", "packed")

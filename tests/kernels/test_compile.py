@@ -4,11 +4,11 @@ import pytest
 from environments import without_kept_cubins
 from spec_samples import compiled, config_of, resources_of, sized
 
+from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.errors import CompileFailed
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, GENERIC
-from tilekern.targets import resolve
-from tilekern.toolchain import compile_candidate, toolkit
+from tilekern.spec.targets import resolve
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")]
 COMPILED = compiled()

@@ -7,14 +7,14 @@ import pytest
 import torch
 from spec_samples import assert_right, inputs_of, interpret, launched, one_of_each_code, sized
 
-from tilekern.cubin import read_resources
+from tilekern.compile.cubin import read_resources
+from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.kernels.cross_entropy import separate as cross_entropy
 from tilekern.kernels.cross_entropy.fused import FUSED
 from tilekern.kernels.cross_entropy.problem import capped_logits
 from tilekern.spec import GENERIC
-from tilekern.targets import INTERPRETED, resolve
-from tilekern.toolchain import compile_candidate, toolkit
+from tilekern.spec.targets import INTERPRETED, resolve
 from tilekern.tuning.verify.check import compare, expected_results, make_outputs
 
 FORWARD, BACKWARD = cross_entropy.FORWARD, cross_entropy.BACKWARD

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import pytest
 from spec_samples import SPECS, sized
 
-from tilekern import cute_compiler
-from tilekern.cubin import code_of, parameter_bytes, read_resources
-from tilekern.cute_compiler import compile_kernel, compiler, passed_bytes
+from tilekern.compile import cute_compiler
+from tilekern.compile.cubin import code_of, parameter_bytes, read_resources
+from tilekern.compile.cute_compiler import compile_kernel, compiler, passed_bytes
+from tilekern.compile.toolchain import assumptions, compile_candidate
 from tilekern.errors import CompileFailed, ToolchainMissing
 from tilekern.kernels import spec_named
-from tilekern.source import files_of
 from tilekern.spec import ALIGNED, ITEM_BYTES, Config, CuteKernel
-from tilekern.targets import INTERPRETED, KNOWN, resolve
-from tilekern.toolchain import assumptions, compile_candidate
+from tilekern.spec.source import files_of
+from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
 from tilekern.tuning.compile.machine_code import read_machine_code
 
 needs_cute = pytest.mark.skipif(compiler() is None, reason="nvidia-cutlass-dsl is not installed")

@@ -4,7 +4,7 @@ from spec_samples import configs, inputs_of, interpret, one_of_each, sized
 
 from tilekern.kernels import spec_named
 from tilekern.kernels.dyt import groups_of, stripe_of, stripes_of
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 
 FORWARD, BACKWARD, SUMS = (spec_named(f"dyt_{name}") for name in ("forward", "backward", "sums"))
 

@@ -8,11 +8,11 @@ from spec_samples import SPECS, assert_right, configs, inputs_of, one_of_each, s
 
 from tilekern.kernels import spec_named
 from tilekern.spec import ITEM_BYTES
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 
 # The other families' tiles are not of rows and columns, or a problem may lack one of their arrays: they have tests of
 # their own.
-FAMILIES = tuple(f"tilekern.kernels.common.{name}" for name in ("elements", "losses", "rows"))
+FAMILIES = tuple(f"tilekern.kernels.families.{name}" for name in ("elements", "losses", "rows"))
 MEMBERS = [spec for spec in SPECS if spec.bytes_moved.__module__ in FAMILIES]
 
 

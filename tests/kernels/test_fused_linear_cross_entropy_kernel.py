@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spec_samples import inputs_of, interpret
 
-from tilekern.composites.fused_linear_cross_entropy import LossOptions, loss_and_gradients
-from tilekern.composites.head import split
 from tilekern.errors import CacheMiss
 from tilekern.kernels import spec_named
+from tilekern.kernels.composites.fused_linear_cross_entropy import LossOptions, loss_and_gradients
+from tilekern.kernels.composites.head import split
 from tilekern.kernels.matmul import product as linear
 from tilekern.runtime.dispatch import LibraryPlan, counters, plan_for
 from tilekern.spec import DTYPES, ITEM_BYTES, Config, bucket, cdiv
-from tilekern.targets import INTERPRETED, KNOWN, resolve
+from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
 from tilekern.tuning.plan.given import with_parts
 from tilekern.tuning.plan.presets import PRESETS
 from tilekern.tuning.verify.check import compare, expected_results

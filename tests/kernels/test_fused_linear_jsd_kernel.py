@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spec_samples import inputs_of
 
-from tilekern.composites import head
-from tilekern.composites.fused_linear_jsd import Options
-from tilekern.composites.head import split
 from tilekern.kernels import spec_named
+from tilekern.kernels.composites import head
+from tilekern.kernels.composites.fused_linear_jsd import Options
+from tilekern.kernels.composites.head import split
 from tilekern.runtime.dispatch import counters, plan_for
 from tilekern.spec import DTYPES, Config
-from tilekern.targets import INTERPRETED, resolve
+from tilekern.spec.targets import INTERPRETED, resolve
 from tilekern.tuning.plan.given import plan_of_problem
 from tilekern.tuning.verify.check import compare, expected_results
 

@@ -3,7 +3,7 @@ import torch
 from spec_samples import interpret, launched, sized
 
 from tilekern.kernels import spec_named
-from tilekern.targets import INTERPRETED
+from tilekern.spec.targets import INTERPRETED
 
 FORWARD, BACKWARD = spec_named("geglu_forward"), spec_named("geglu_backward")
 forms = pytest.mark.parametrize("tanh", [False, True])

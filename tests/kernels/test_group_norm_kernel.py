@@ -3,7 +3,7 @@ import torch
 from spec_samples import assert_right, inputs_of, interpret, one_of_each, sized
 
 from tilekern.kernels import spec_named
-from tilekern.targets import KNOWN
+from tilekern.spec.targets import KNOWN
 
 FORWARD, BACKWARD = spec_named("group_norm_forward"), spec_named("group_norm_backward")
 both = pytest.mark.parametrize("spec", [FORWARD, BACKWARD], ids=lambda spec: spec.name)

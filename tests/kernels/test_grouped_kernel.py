@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from spec_samples import configs, inputs_of, interpret, launched
 
 from tilekern import interpreter
-from tilekern.cubin import read_resources
+from tilekern.compile.cubin import read_resources
+from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.kernels.grouped import product, weight_gradient
 from tilekern.kernels.grouped.routing import OF_SUMS, VARIATIONS, held
@@ -19,8 +20,7 @@ from tilekern.kernels.grouped.tiles import group_at, rows_of
 from tilekern.kernels.matmul.space import is_tile
 from tilekern.kernels.tiles import ConstInt
 from tilekern.spec import ALIGNED, DTYPES
-from tilekern.targets import INTERPRETED, KNOWN, resolve
-from tilekern.toolchain import compile_candidate, toolkit
+from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
 from tilekern.tuning.verify.check import compare, expected_results
 
 LINEAR, GRADIENT, SUM = map(spec_named, ("grouped_linear", "grouped_weight_gradient", "grouped_sum"))

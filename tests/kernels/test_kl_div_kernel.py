@@ -5,7 +5,7 @@ import torch
 from spec_samples import assert_right, configs, interpret, launched, one_of_each, sized
 
 from tilekern.kernels import spec_named
-from tilekern.targets import INTERPRETED
+from tilekern.spec.targets import INTERPRETED
 from tilekern.tuning.verify.adversarial import one_hot_rows
 
 ROWS, ELEMENTS = spec_named("kl_div_forward"), spec_named("kl_div_elements_forward")

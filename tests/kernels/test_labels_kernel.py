@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from spec_samples import configs, launched
 
 from tilekern.kernels.labels import SPAN, SPEC
-from tilekern.targets import INTERPRETED
+from tilekern.spec.targets import INTERPRETED
 
 VOCABULARY, OP = 83, 3
 INSIDE = (0, 1, VOCABULARY - 1)

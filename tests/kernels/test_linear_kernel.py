@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from spec_samples import VIEWS, assert_right, configs, inputs_of, interpret, seen_as
 
 from tilekern import interpreter
-from tilekern.cubin import read_resources
+from tilekern.compile.cubin import read_resources
+from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.kernels.matmul.product import by_cublas, by_winner, sizes
 from tilekern.kernels.matmul.space import generic, is_tile, tiles, unit_of
 from tilekern.runtime.dispatch import counters, plan_for
 from tilekern.spec import ALIGNED, DTYPES, GENERIC
-from tilekern.targets import INTERPRETED, KNOWN, resolve
-from tilekern.toolchain import compile_candidate, toolkit
+from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
 from tilekern.tuning.verify.check import compare, expected_results, launch_arguments
 
 SPEC = spec_named("matmul")

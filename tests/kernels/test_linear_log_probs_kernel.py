@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spec_samples import inputs_of
 
-from tilekern.composites import head, linear_log_probs
-from tilekern.composites.head import split
 from tilekern.kernels import log_probs, spec_named
+from tilekern.kernels.composites import head, linear_log_probs
+from tilekern.kernels.composites.head import split
 from tilekern.runtime.dispatch import counters, plan_for
 from tilekern.spec import DTYPES, ITEM_BYTES, Config
-from tilekern.targets import INTERPRETED, KNOWN, resolve
+from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
 from tilekern.tuning.plan.given import with_parts
 from tilekern.tuning.verify.check import compare, expected_results
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from spec_samples import assert_right, configs, inputs_of, interpret, one_of_each_code, sized
 
-from tilekern.cubin import code_of
+from tilekern.compile.cubin import code_of
+from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED
-from tilekern.targets import resolve
-from tilekern.toolchain import compile_candidate, toolkit
+from tilekern.spec.targets import resolve
 from tilekern.tuning.compile.machine_code import read_machine_code
 
 SPEC = spec_named("llama4_rope")

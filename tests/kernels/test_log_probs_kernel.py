@@ -8,7 +8,7 @@ from spec_samples import assert_right, interpret, launched, one_of_each, sized
 
 from tilekern import interpreter
 from tilekern.kernels import spec_named
-from tilekern.targets import INTERPRETED
+from tilekern.spec.targets import INTERPRETED
 from tilekern.tuning.verify.check import launch_arguments
 
 FORWARD, BACKWARD = spec_named("log_probs_forward"), spec_named("log_probs_backward")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from spec_samples import configs, interpret, launched, one_of_each, sized
 
 from tilekern.kernels import spec_named
-from tilekern.targets import INTERPRETED
+from tilekern.spec.targets import INTERPRETED
 
 FORWARD, BACKWARD = spec_named("logits_jsd_forward"), spec_named("logits_jsd_backward")
 BOTH = (FORWARD, BACKWARD)

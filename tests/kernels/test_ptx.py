@@ -15,9 +15,9 @@ from ptx import PtxError, run
 from spec_samples import draws_of, inputs_of
 
 from tilekern.kernels import spec_named
-from tilekern.kernels.common.cute_configs import is_cute
+from tilekern.kernels.families.cute_configs import is_cute
 from tilekern.spec import DTYPES, ITEM_BYTES, Config, cdiv
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 from tilekern.tuning.verify.check import arguments_of, compare, expected_results, make_outputs
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -725,7 +725,7 @@ def kernel_of(spec, problem, threads, rows=1, cluster=1, persistent=True, ahead=
 
 
 def ptx_of(kernel, arch="sm_90"):
-    """What CuTe DSL makes of a kernel, as :func:`tilekern.cute_compiler.compile_kernel` has it compiled."""
+    """What CuTe DSL makes of a kernel, as :func:`tilekern.compile.cute_compiler.compile_kernel` has it compiled."""
     parameters, constants = tuple(kernel.parameters), tuple(kernel.constants)
     return made_of(kernel.kernel, kernel.function, parameters, kernel.block, kernel.cluster, constants, arch)
 

@@ -2,10 +2,10 @@ import pytest
 import torch
 from spec_samples import assert_right, configs, inputs_of, launched, sized
 
+from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED
-from tilekern.targets import INTERPRETED, resolve
-from tilekern.toolchain import compile_candidate, toolkit
+from tilekern.spec.targets import INTERPRETED, resolve
 
 FORWARD, BACKWARD = spec_named("qk_norm_rope_general_forward"), spec_named("qk_norm_rope_general_backward")
 every_spec = pytest.mark.parametrize("spec", [FORWARD, BACKWARD], ids=lambda spec: spec.name)

@@ -3,7 +3,7 @@ import torch
 from spec_samples import assert_right, configs, inputs_of, interpret, launched, one_of_each_code, sized
 
 from tilekern.kernels import spec_named
-from tilekern.targets import INTERPRETED
+from tilekern.spec.targets import INTERPRETED
 
 FORWARD, BACKWARD = spec_named("qk_norm_rope_forward"), spec_named("qk_norm_rope_backward")
 every_spec = pytest.mark.parametrize("spec", [FORWARD, BACKWARD], ids=lambda spec: spec.name)

@@ -9,7 +9,7 @@ from spec_samples import NAMES, SPECS, sized
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs, spec_named
 from tilekern.spec import DTYPES, Config, CuteKernel
-from tilekern.targets import INTERPRETED, KNOWN, resolve
+from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
 from tilekern.tuning.plan.presets import PRESETS
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=NAMES)
@@ -195,7 +195,7 @@ def test_specs_have_a_name_a_summary_and_a_module_of_their_own():
     for name, spec in all_specs().items():
         assert spec.name == name
         assert spec.summary
-        assert spec.module.startswith(("tilekern.kernels.", "tilekern.composites."))
+        assert spec.module.startswith(("tilekern.kernels.", "tilekern.kernels.composites."))
         assert len({d.name for d in spec.dimensions}) == len(spec.dimensions)
 
 

@@ -7,10 +7,10 @@ from environments import without_kept_cubins
 from examples import scaled
 from spec_samples import compiled, config_of, drawn_problem, draws_of, resources_of, sized
 
+from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, GENERIC
-from tilekern.targets import resolve
-from tilekern.toolchain import compile_candidate, toolkit
+from tilekern.spec.targets import resolve
 
 # Processor seconds of a core that has nothing else to do, the front end's share included.
 MOST_S = 3.0

@@ -18,11 +18,11 @@ import liger_kernel.transformers
 import liger_kernel.transformers.functional
 from liger_kernel.ops.backends.registry import IMPL_REGISTRY, select_impl
 
-from tilekern import liger
 from tilekern.errors import InputError
-from tilekern.liger import binding
-from tilekern.liger.__main__ import main
-from tilekern.liger.table import TABLE
+from tilekern.integrations import liger
+from tilekern.integrations.liger import binding
+from tilekern.integrations.liger.__main__ import main
+from tilekern.integrations.liger.table import TABLE
 
 ROOT = Path(__file__).parents[2]
 X, WEIGHT = torch.randn(3, 8), torch.randn(8)
@@ -113,7 +113,7 @@ def test_offered_it_is_chosen_by_name_alone():
     assert liger.offer()
     assert dispatcher.available_impls("rms_norm")[-1] == "tilekern"
     assert select_impl("cuda") is None
-    assert select_impl("cuda", "tilekern").module_path == "tilekern.liger.implementation"
+    assert select_impl("cuda", "tilekern").module_path == "tilekern.integrations.liger.implementation"
     assert {op for op, impl in sys.modules["liger_kernel.backends.registry"]._REGISTRY if impl == "tilekern"} == set(
         binding._dispatched_ops()
     )
@@ -217,7 +217,7 @@ def test_ligers_own_variable_is_enough(variable, tmp_path):
     (here / "METADATA").write_text("Metadata-Version: 2.1\nName: tilekern-entry\nVersion: 0\n")
     (here / "entry_points.txt").write_text("[torch.backends]\ntilekern = tilekern_startup:begin\n")
     code = (
-        "import torch, sys; assert 'tilekern.liger' not in sys.modules\n"
+        "import torch, sys; assert 'tilekern.integrations.liger' not in sys.modules\n"
         "from liger_kernel.functional import rms_norm\n"
         "import liger_kernel.transformers\n"
         "from tilekern import liger\n"

@@ -9,10 +9,10 @@ import torch
 from liger_samples import CALLS, LIGERS_TOLERANCE, Sizes, in_float64, results_and_gradients
 from op_samples import assert_near
 
-from tilekern import liger
-from tilekern.liger import binding
-from tilekern.liger.__main__ import main
-from tilekern.liger.table import TABLE, NotServed
+from tilekern.integrations import liger
+from tilekern.integrations.liger import binding
+from tilekern.integrations.liger.__main__ import main
+from tilekern.integrations.liger.table import TABLE, NotServed
 
 # Allowed ||error|| / ||reference||, as of the ops themselves.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
@@ -124,14 +124,14 @@ def test_a_call_that_is_not_served_runs_ligers_own_is_counted_and_said_once(coun
     assert liger.calls() == {"LigerLlama4RopeFunction": {"served": 1, "left": {"a real freqs_cis": 2}}}
     assert [str(said.message) for said in recwarn if "Liger's own" in str(said.message)] == [
         "LigerLlama4RopeFunction runs Liger's own kernel where it is asked for a real freqs_cis, which tilekern's "
-        "llama4_rope does not have; tilekern.liger.calls() counts such calls"
+        "llama4_rope does not have; tilekern.integrations.liger.calls() counts such calls"
     ]
 
 
 def test_the_command_says_that_liger_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", None)
     assert main([]) == 2
-    assert capsys.readouterr().err.startswith("tilekern.liger: Liger-Kernel cannot be imported: ")
+    assert capsys.readouterr().err.startswith("tilekern.integrations.liger: Liger-Kernel cannot be imported: ")
 
 
 def test_subclasses_of_tensors_go_to_liger(counted):

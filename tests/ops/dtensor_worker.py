@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tilekern.liger.binding import _serving
-from tilekern.liger.table import TABLE
+from tilekern.integrations.liger.binding import _serving
+from tilekern.integrations.liger.table import TABLE
 from tilekern.ops import dyt, fused_add_rms_norm, group_norm, layer_norm, poly_norm, rms_norm, swiglu
 from tilekern.ops.fused_rms_norm_add import fused_rms_norm_add
 from tilekern.ops.fused_rms_norm_add_rms_norm import fused_rms_norm_add_rms_norm

@@ -6,7 +6,7 @@ import tilekern
 from tilekern.kernels.dyt import BACKWARD, groups_of
 from tilekern.ops import dyt
 from tilekern.spec import bucket
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 
 
 def given(dtype, weight_dtype=None, shape=(3, 5, 83)):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from op_samples import DTYPES, TOLERANCE, assert_near
 
 import tilekern
-from tilekern.composites import fused_linear_cross_entropy as composite
+from tilekern.kernels.composites import fused_linear_cross_entropy as composite
 from tilekern.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from tilekern.runtime import dispatch
 from tilekern.runtime.dispatch import counters

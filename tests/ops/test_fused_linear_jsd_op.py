@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from op_samples import DTYPES, TOLERANCE, assert_near
 
-from tilekern.composites import fused_linear_jsd as composite
-from tilekern.composites import head
+from tilekern.kernels.composites import fused_linear_jsd as composite
+from tilekern.kernels.composites import head
 from tilekern.ops import fused_linear_jsd
 from tilekern.runtime.dispatch import counters
 

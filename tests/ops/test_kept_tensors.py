@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilekern import interpreter, ops
-from tilekern.kernels.common.placeholders import TYPES, placeholder
+from tilekern.kernels.families.placeholders import TYPES, placeholder
 from tilekern.ops import labels, registration
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)

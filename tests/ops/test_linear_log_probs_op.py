@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from op_samples import DTYPES, TOLERANCE, assert_near
 
 import tilekern
-from tilekern.composites import head
+from tilekern.kernels.composites import head
 from tilekern.ops import linear_log_probs
 from tilekern.runtime.dispatch import counters, plan_for
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from op_samples import assert_near
 
-from tilekern.composites import fused_linear_cross_entropy as composite
+from tilekern.kernels.composites import fused_linear_cross_entropy as composite
 from tilekern.ops import cross_entropy, fused_linear_cross_entropy
 from tilekern.ops.cross_entropy import CrossEntropyOutput
 from tilekern.runtime import dispatch

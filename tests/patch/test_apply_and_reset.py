@@ -264,7 +264,7 @@ def test_threads():
 @pytest.mark.processes
 def test_importing_the_room_does_not_import_transformers_nor_torch_s_compiler():
     code = (
-        "import sys, tilekern, tilekern.patch, tilekern.runtime.warmup; tilekern.reset()\n"
+        "import sys, tilekern, tilekern.patch, tilekern.patch.warmup; tilekern.reset()\n"
         "print([name for name in ('transformers', 'torch._dynamo', 'sympy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,10 +10,10 @@ from tiny_qwen3 import IDS, apply, launches, make, same, step, worst
 from transformers import DynamicCache, StaticCache
 
 import tilekern
-from tilekern.implementation import NAMES
 from tilekern.patch import attention as implementation
 from tilekern.patch import registry
 from tilekern.patch.told import ToldMask
+from tilekern.runtime.switches import ATTENTIONS as NAMES
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 NONE = dict.fromkeys(registry.known_ops(), False)

@@ -17,7 +17,7 @@ from tilekern.patch.__main__ import main
 from tilekern.patch.digests import digest_of, digest_of_tree
 from tilekern.patch.families import FAMILIES
 from tilekern.patch.registry import patches
-from tilekern.switches import OPS
+from tilekern.runtime.switches import OPS
 
 pytestmark = pytest.mark.processes
 SOME = ("gemma3", "gpt2", "llama4", "qwen3")

@@ -13,11 +13,11 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import tilekern
-from tilekern import implementation, ops
+from tilekern import ops
 from tilekern.kernels import experts as kernels
-from tilekern.patch import experts
+from tilekern.patch import experts, implementation
 from tilekern.runtime.dispatch import counters
-from tilekern.switches import OPS
+from tilekern.runtime.switches import OPS
 
 FAMILIES = (
     "gpt_oss", "qwen3_moe", "mixtral", "granitemoe", "olmoe", "deepseek_v3", "qwen2_moe", "glm4_moe"

@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 import tilekern
 from tilekern.patch import loss, registry
-from tilekern.patch.skipped import SKIPPED
+from tilekern.patch.skipped_logits import SKIPPED
 from tilekern.runtime.dispatch import counters
 
 NAME = "fused_linear_cross_entropy"
@@ -95,7 +95,7 @@ def test_together_with_every_other_patch():
 
 def test_more_tokens_than_a_chunk_and_float32_exactly(products, monkeypatch):
     model, multiplied = make().train(), counters("matmul").launches
-    monkeypatch.setattr(importlib.import_module("tilekern.composites.head"), "_MOST_CHUNK_BYTES", 128 * 331 * 4)
+    monkeypatch.setattr(importlib.import_module("tilekern.kernels.composites.head"), "_MOST_CHUNK_BYTES", 128 * 331 * 4)
     ids = torch.randint(0, 331, (3, 100), generator=torch.Generator().manual_seed(2))
 
     def run(model):

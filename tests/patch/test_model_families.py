@@ -10,7 +10,7 @@ from tiny_qwen3 import worst
 
 import tilekern
 from tilekern.patch.families import FAMILIES, family_of
-from tilekern.patch.skipped import SKIPPED
+from tilekern.patch.skipped_logits import SKIPPED
 
 KERNELS = {
     "rms_norm": {"rms_norm_forward", "rms_norm_offset_forward"},

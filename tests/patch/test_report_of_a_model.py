@@ -13,7 +13,7 @@ from tilekern.patch import families
 from tilekern.patch.families import FAMILIES
 from tilekern.patch.report import KERNELS, Calls
 from tilekern.runtime import dispatch
-from tilekern.switches import OPS
+from tilekern.runtime.switches import OPS
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
 

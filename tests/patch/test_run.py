@@ -13,7 +13,7 @@ from transformers.models.qwen3 import modeling_qwen3
 import tilekern
 from tilekern.patch import patcher
 from tilekern.run import main
-from tilekern.switches import OPS
+from tilekern.runtime.switches import OPS
 
 ROOT = Path(__file__).parents[2]
 FACTS = """

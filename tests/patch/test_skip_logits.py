@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import tilekern
 from tilekern.errors import LogitsSkipped
 from tilekern.patch import registry
-from tilekern.patch.skipped import SKIPPED
+from tilekern.patch.skipped_logits import SKIPPED
 from tilekern.runtime.dispatch import counters
 
 ALONE = {op: op == "fused_linear_cross_entropy" for op in registry.known_ops()}

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import tilekern
 from tilekern.errors import InputError
 from tilekern.patch import defaults
-from tilekern.settings import CHOICES
-from tilekern.switches import EXTRAS, OPS, switches_of
+from tilekern.runtime.settings import CHOICES
+from tilekern.runtime.switches import EXTRAS, OPS, switches_of
 
 NONE = dict.fromkeys(OPS, False)
 DOORS = {
@@ -33,7 +33,7 @@ def test_a_name_in_the_place_of_a_switch_is_refused_with_a_hint(door):
         door("rope")
     assert "the switch rms_norm must be True or False, got 'rope'" in str(refused.value)
     hint = str(refused.value).rpartition("for rope alone: tilekern.apply(")[2]
-    assert hint == '**tilekern.switches.switches_of("rope"))'
+    assert hint == '**tilekern.runtime.switches.switches_of("rope"))'
     assert not tilekern.get_patched_ops()
     assert tilekern.apply(**switches_of("rope")) == ["rope"]
 

@@ -15,10 +15,10 @@ import tilekern
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.patch.families import FAMILIES
+from tilekern.patch.stepping import Batch, step_as_it_is
 from tilekern.runtime import dispatch
-from tilekern.targets import resolve
-from tilekern.tracing.recorder import Trace, tracing
-from tilekern.tracing.stepping import Batch, step_as_it_is
+from tilekern.runtime.recorder import Trace, tracing
+from tilekern.spec.targets import resolve
 
 H200 = resolve("H200")
 SEQUENCES, LENGTH = IDS.shape

@@ -8,7 +8,7 @@ import pytest
 from filelock import FileLock
 from tuning_samples import SMALL
 
-from tilekern.targets import Target, resolve
+from tilekern.spec.targets import Target, resolve
 from tilekern.tuning.compile.stage import compile_all
 from tilekern.tuning.sweep.candidates import candidates
 from tilekern.tuning.sweep.folder import Sweep

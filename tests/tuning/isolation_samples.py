@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tilekern.toolchain import toolkit
+from tilekern.compile.toolchain import toolkit
 from tilekern.tuning import disposable
 from tilekern.tuning.compile.pool import Answer
 from tilekern.tuning.measure.steps import CUDA, INPUTS, QUEUE, STRATEGY, Steps

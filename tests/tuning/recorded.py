@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tilekern.spec import Config, Problem
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.executors import FINISHED
 from tilekern.tuning.measure.process import Noted
 from tilekern.tuning.measure.tasks import Entrant, Task

@@ -9,7 +9,7 @@ from tuning_samples import SMALL
 from tilekern.cache import Store
 from tilekern.kernels import spec_named
 from tilekern.runtime.records import record_of
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 from tilekern.tuning.refreshing import Refresh, Survey
 
 H200 = resolve("H200")

@@ -17,7 +17,7 @@ from tuning_samples import SMALL
 from tilekern.cache import note_wanted
 from tilekern.kernels import spec_named
 from tilekern.spec import Problem
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120

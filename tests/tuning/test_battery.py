@@ -16,7 +16,7 @@ from tilekern.kernels.tiles import ConstInt
 from tilekern.runtime import dispatch
 from tilekern.runtime.dispatch import plan_for
 from tilekern.spec import DTYPES, Config, KernelSpec, LibraryCall, Problem
-from tilekern.targets import INTERPRETED
+from tilekern.spec.targets import INTERPRETED
 from tilekern.tuning.verify.battery import Battery
 from tilekern.tuning.verify.cases import Cases, Kept, Room, ValueCases
 from tilekern.tuning.verify.check import launch_arguments

@@ -13,8 +13,8 @@ from recorded import RecordedExecutor
 from tuning_samples import SMALL
 
 import tilekern
-from tilekern import toolchain
-from tilekern.targets import resolve
+from tilekern.compile import toolchain
+from tilekern.spec.targets import resolve
 from tilekern.tuning import cli, commands
 from tilekern.tuning.commands import COMMANDS, command_named, refresh, tune
 from tilekern.tuning.compile.stage import compile_all

@@ -16,10 +16,10 @@ from environments import environment, python_path
 from recorded import COPY_US, GPU, RecordedExecutor
 from tuning_samples import SMALL
 
+from tilekern.compile.toolchain import Toolkit, toolkit
 from tilekern.errors import InputError
 from tilekern.spec import ALIGNED
-from tilekern.targets import here, resolve
-from tilekern.toolchain import Toolkit, toolkit
+from tilekern.spec.targets import here, resolve
 from tilekern.tuning import cli
 from tilekern.tuning.compile.stage import Compiling, compile_all
 from tilekern.tuning.executors import FINISHED

@@ -15,11 +15,11 @@ import pytest
 from isolation_samples import compiler, die_at, hang_at, is_alive, note_at
 from tuning_samples import COMPILED, SMALL
 
-from tilekern import toolchain
+from tilekern.compile import toolchain
+from tilekern.compile.toolchain import Toolkit, toolkit
 from tilekern.errors import CompileFailed, CompileInterrupted, CompileTimeout
 from tilekern.spec import Config, Problem
-from tilekern.targets import resolve
-from tilekern.toolchain import Toolkit, toolkit
+from tilekern.spec.targets import resolve
 from tilekern.tuning.compile import stage as compiling
 from tilekern.tuning.compile.order import Order
 from tilekern.tuning.compile.pool import Answer, Lost, compile_in_order

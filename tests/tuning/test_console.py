@@ -10,7 +10,7 @@ from terminal import printed_in_a_terminal
 
 from tilekern.kernels import spec_named
 from tilekern.runtime.records import record_of
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 from tilekern.tuning import cli
 from tilekern.tuning.commands import refresh
 from tilekern.tuning.plan.models import plan_of_model

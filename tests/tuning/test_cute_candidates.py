@@ -7,10 +7,10 @@ import pytest
 import simulated_gpu
 from test_simulated_gpu import SimulatedExecutor
 
-from tilekern import cute_compiler
 from tilekern.cache import FolderLayer, Store
+from tilekern.compile import cute_compiler
 from tilekern.kernels import spec_named
-from tilekern.launcher import prebuilt
+from tilekern.runtime.launcher import prebuilt
 from tilekern.runtime.plans import ExtendedPlan, plan_of
 from tilekern.spec import ALIGNED, GENERIC, Config
 from tilekern.tuning.commands.tune import _without_cute

@@ -15,7 +15,7 @@ from tilekern.cache.keys import parse_problem_key
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs, spec_named
 from tilekern.spec import Problem
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning import cli
 from tilekern.tuning.commands import tune
 from tilekern.tuning.commands.status import standing

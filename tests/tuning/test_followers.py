@@ -7,7 +7,7 @@ from recorded import RIGHT
 from tuning_samples import COMPILED
 
 from tilekern.kernels import all_specs, spec_named
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.measure.followers import followers
 from tilekern.tuning.measure.stage import Settled
 from tilekern.tuning.measure.tasks import Entrant

@@ -16,7 +16,7 @@ from tuning_samples import COMPILED, SMALL
 
 import tilekern.tuning.sweep.journal
 from tilekern.errors import InputError
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.journal import Journal
 

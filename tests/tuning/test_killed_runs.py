@@ -14,7 +14,7 @@ import pytest
 from environments import environment, without_kept_cubins
 
 from tilekern.cache import PackLayer
-from tilekern.toolchain import toolkit
+from tilekern.compile.toolchain import toolkit
 
 pytestmark = [pytest.mark.processes, pytest.mark.nightly]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from environments import without_kept_cubins
 
-from tilekern.cubin import code_of
+from tilekern.compile.cubin import code_of
+from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, GENERIC
-from tilekern.targets import resolve
-from tilekern.toolchain import compile_candidate, toolkit
+from tilekern.spec.targets import resolve
 from tilekern.tuning.compile.machine_code import BRANCH, OPCODES, Counts, MachineCode, branch_target, read_machine_code
 
 needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
@@ -116,7 +116,7 @@ def test_products_and_their_loop_are_found_on_every_architecture(arch):
 
 @needs_compiler
 def test_the_compiler_s_remarks_say_the_same_of_tma(tmp_path, monkeypatch):
-    from tilekern import toolchain
+    from tilekern.compile import toolchain
 
     monkeypatch.setenv("PATH", without_kept_cubins())  # a cubin that was kept comes without remarks
     run = toolchain._run

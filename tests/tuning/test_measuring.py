@@ -4,7 +4,7 @@ import pytest
 from tuning_samples import SMALL
 
 from tilekern.errors import InputError
-from tilekern.targets import here
+from tilekern.spec.targets import here
 from tilekern.tuning.executors.local import LocalExecutor
 from tilekern.tuning.measure import stage as measuring
 from tilekern.tuning.measure.timing import Timing

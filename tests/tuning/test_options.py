@@ -7,9 +7,9 @@ import torch
 from tuning_samples import SMALL
 
 from tilekern.errors import InputError
+from tilekern.runtime.switches import EXTRAS, OPS
 from tilekern.spec import Problem
-from tilekern.switches import EXTRAS, OPS
-from tilekern.targets import KNOWN, resolve
+from tilekern.spec.targets import KNOWN, resolve
 from tilekern.tuning import cli
 from tilekern.tuning.commands import preflight as preflight_command
 from tilekern.tuning.options import counts

@@ -13,9 +13,9 @@ import pytest
 from recorded import RecordedExecutor
 from tuning_samples import SMALL
 
+from tilekern.compile.toolchain import toolkit
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tilekern.toolchain import toolkit
 from tilekern.tuning.compile import stage
 from tilekern.tuning.compile.order import Order, turns_of
 from tilekern.tuning.compile.pool import Answer

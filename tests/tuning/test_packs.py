@@ -9,8 +9,8 @@ from tuning_samples import SMALL
 
 from tilekern.cache import PackLayer
 from tilekern.errors import InputError
+from tilekern.runtime.recorder import document
 from tilekern.spec import Problem
-from tilekern.tracing.recorder import document
 from tilekern.tuning import cli
 from tilekern.tuning.packs import pack_paths, write_packs
 from tilekern.tuning.plan.steps import Planned

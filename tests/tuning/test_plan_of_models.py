@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 import tilekern
 from tilekern.errors import InputError
 from tilekern.kernels.adamw import WIDTHS, flat_shape
+from tilekern.patch.stepping import model_of
+from tilekern.runtime.recorder import Trace, tracing
 from tilekern.spec import bucket
-from tilekern.targets import resolve
-from tilekern.tracing.recorder import Trace, tracing
-from tilekern.tracing.stepping import model_of
+from tilekern.spec.targets import resolve
 from tilekern.tuning.plan import models
 from tilekern.tuning.plan.configs import config_named, config_of
 from tilekern.tuning.plan.models import known_ops, plan_of_model

@@ -10,7 +10,7 @@ from tilekern import cache
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs, spec_named
 from tilekern.ops import __all__ as ops
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 from tilekern.tuning import cli
 from tilekern.tuning.options import PLAN_OPTIONS, PlanRequest
 from tilekern.tuning.plan.choosing import plan_of

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tuning_samples import SMALL
 
-from tilekern.cubin import Resources
+from tilekern.compile.cubin import Resources
 from tilekern.spec import ALIGNED, Config, Problem
-from tilekern.targets import KNOWN, resolve
+from tilekern.spec.targets import KNOWN, resolve
 from tilekern.tuning.compile.machine_code import MachineCode
 from tilekern.tuning.predict.cost_model import MEMORY, PRODUCTS
 from tilekern.tuning.predict.ranking import (

@@ -11,13 +11,13 @@ from transformers import Qwen3Config
 
 import tilekern
 from tilekern.cache import Artifact, Store
+from tilekern.compile.toolchain import toolkit
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
 from tilekern.runtime.records import record_of
 from tilekern.spec import ALIGNED, GENERIC
-from tilekern.targets import resolve
-from tilekern.toolchain import toolkit
+from tilekern.spec.targets import resolve
 from tilekern.tuning import cli
 from tilekern.tuning import preflight as checks
 from tilekern.tuning.plan.models import plan_of_model

@@ -8,7 +8,7 @@ from tuning_samples import SMALL
 
 from tilekern.cache import FolderLayer, PackLayer, Store, lookup
 from tilekern.kernels import spec_named
-from tilekern.source import source_digest
+from tilekern.spec.source import source_digest
 from tilekern.tuning.measure.stage import entrants, identity
 from tilekern.tuning.publishing import publish, winners
 from tilekern.tuning.sweep.candidates import candidates

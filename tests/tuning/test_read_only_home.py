@@ -16,7 +16,7 @@ import pytest
 from environments import environment
 
 from tilekern.cache import Store
-from tilekern.toolchain import toolkit
+from tilekern.compile.toolchain import toolkit
 
 ROOT = Path(__file__).parents[2]
 CAPABILITIES = "-dac_override,-dac_read_search,-fowner"

@@ -14,12 +14,12 @@ from recorded import GPU, RecordedExecutor, times
 from tuning_samples import SMALL
 
 from tilekern.cache import BestKernel, FolderLayer, PackLayer, Record, Store, write_pack
+from tilekern.compile.toolchain import toolkit
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.runtime.records import record_of
 from tilekern.spec import Config
-from tilekern.targets import resolve
-from tilekern.toolchain import toolkit
+from tilekern.spec.targets import resolve
 from tilekern.tuning import cli
 from tilekern.tuning.commands import refresh as command
 from tilekern.tuning.measure.stage import measure_all

@@ -3,7 +3,7 @@
 import pytest
 
 from tilekern.kernels import spec_named
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 from tilekern.tuning.predict.roofline import ARITHMETIC, LAUNCH_S, MEMORY, launch_s, roofline
 
 H200 = resolve("H200")

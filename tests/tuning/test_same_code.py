@@ -12,12 +12,12 @@ import pytest
 from tuning_samples import SMALL
 
 from tilekern.cache import BestKernel, FolderLayer, Record, Store, freshness, write_pack
+from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.runtime.records import artifact_of, record_of
-from tilekern.source import source_digest
 from tilekern.spec import ALIGNED, GENERIC, Config, Problem
-from tilekern.targets import resolve
-from tilekern.toolchain import compile_candidate, toolkit
+from tilekern.spec.source import source_digest
+from tilekern.spec.targets import resolve
 from tilekern.tuning import carrying, cli
 from tilekern.tuning.carrying import HISTORY, carry_over, held_in_cache, held_in_pack
 from tilekern.tuning.plan.given import with_parts

@@ -22,11 +22,11 @@ from tilekern.cache import (
     read_wanted,
     wanted_name,
 )
+from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
 from tilekern.runtime.records import record_of
-from tilekern.targets import resolve
-from tilekern.toolchain import compile_candidate, toolkit
+from tilekern.spec.targets import resolve
 from tilekern.tuning import cli
 from tilekern.tuning.predict.roofline import launch_s
 from tilekern.tuning.serve import history, loop

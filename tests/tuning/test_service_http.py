@@ -15,7 +15,7 @@ from tuning_samples import SMALL
 
 from tilekern import __version__
 from tilekern.errors import InputError
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 from tilekern.tuning.serve.access import COOKIE, Access, access_for
 from tilekern.tuning.serve.board import Board
 from tilekern.tuning.serve.server import MOST_CONNECTIONS, StatusServer, listen

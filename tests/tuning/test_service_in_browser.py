@@ -12,8 +12,8 @@ from service_samples import Running, status, until, want
 from tuning_samples import SMALL
 
 from tilekern.cache import note_wanted
-from tilekern.targets import resolve
-from tilekern.toolchain import toolkit
+from tilekern.compile.toolchain import toolkit
+from tilekern.spec.targets import resolve
 
 pytestmark = [
     pytest.mark.processes,

@@ -9,7 +9,7 @@ from replay_runner import Noise, ReplayRunner
 
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 from tilekern.tuning.measure.steps import Steps
 from tilekern.tuning.measure.tasks import Entrant, Task, on
 from tilekern.tuning.measure.timing import Timing

@@ -9,9 +9,9 @@ from tuning_samples import SMALL
 
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tilekern.source import source_digest
 from tilekern.spec import GENERIC
-from tilekern.targets import Target, resolve
+from tilekern.spec.source import source_digest
+from tilekern.spec.targets import Target, resolve
 from tilekern.tuning import cli
 from tilekern.tuning.compile.stage import compile_all, wanted
 from tilekern.tuning.sweep.candidates import candidates

@@ -11,7 +11,7 @@ from service_samples import OTHER, want
 from tuning_samples import SMALL
 
 from tilekern.errors import InputError
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 from tilekern.tuning import cli
 from tilekern.tuning.refreshing import Refresh, Survey
 from tilekern.tuning.serve import tuner

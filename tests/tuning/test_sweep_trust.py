@@ -15,10 +15,10 @@ from tuning_samples import SMALL
 
 from tilekern.cache import FolderLayer, Pack, Store, checked_contents, lookup
 from tilekern.cache.trust.signing import SigningKey, generate_key
+from tilekern.compile.toolchain import toolkit
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tilekern.source import source_digest
-from tilekern.toolchain import toolkit
+from tilekern.spec.source import source_digest
 from tilekern.tuning import cli
 from tilekern.tuning import preflight as checks
 from tilekern.tuning.commands.tune import whose_artifacts

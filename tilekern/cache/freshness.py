@@ -30,7 +30,7 @@ def freshness(record: Made, today: str) -> Freshness:
 
     Args:
         record: the record.
-        today: the digest of its kernel's source today (:func:`tilekern.source.source_digest`).
+        today: the digest of its kernel's source today (:func:`tilekern.spec.source.source_digest`).
     """
     if record.source_digest != today:
         return "stale"

@@ -147,8 +147,8 @@ def hits(
         source: the digest of the kernel's source today; records of another one are stale and never used.
         layers: where to look, first to last.
         trace: where given, takes each step: what was passed over and why, and what was taken.
-        unlikeness: orders the keys of other GPUs, the best first (:meth:`tilekern.targets.Target.unlikeness`); by name
-            where it is not given.
+        unlikeness: orders the keys of other GPUs, the best first, as :meth:`tilekern.spec.targets.Target.unlikeness`
+            does; by name where it is not given.
 
     Raises:
         CacheError: ``problem`` has no key, or ``TILEKERN_TRUST`` is not a policy.

@@ -106,7 +106,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         target: the GPU: ``key``, ``name``, ``arch`` (text) and whatever else describes it.
         toolkit: the compiler: ``key`` (text) and the versions of its parts.
         source_digest: the digest of the kernel's source that its artifacts are valid for
-            (:func:`tilekern.source.source_digest`).
+            (:func:`tilekern.spec.source.source_digest`).
         space_digest: the digest of the source in whose search space it won; another one where an edit changed the space
             but none of the record's machine code.
         provenance: ``measured``, ``predicted`` or ``default``.

@@ -9,13 +9,13 @@ from __future__ import annotations
 import platform
 
 from tilekern import __version__
-from tilekern.devices import devices
 from tilekern.doctor.caches import tell_of_caches
+from tilekern.doctor.devices import devices
 from tilekern.doctor.machine import tell_of_compilers, tell_of_gpus, tell_of_packages, tell_of_torch
 from tilekern.doctor.report import Report
 from tilekern.doctor.serving import require_model, tell_of_model
 from tilekern.doctor.settings import tell_of_settings
-from tilekern.requirements import PYTHON, fits
+from tilekern.runtime.requirements import PYTHON, fits
 
 
 def examine(model: str | None = None, gpu: str = "auto") -> Report:

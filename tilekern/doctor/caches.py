@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilekern.doctor.report import Report
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 if TYPE_CHECKING:
     from tilekern.cache import Layer

@@ -6,9 +6,9 @@ import importlib
 import os
 from itertools import groupby
 
-from tilekern.devices import NO_DEVICE, Devices
+from tilekern.doctor.devices import NO_DEVICE, Devices
 from tilekern.doctor.report import Report
-from tilekern.requirements import (
+from tilekern.runtime.requirements import (
     CUTE,
     NEEDS,
     asked_by,
@@ -20,7 +20,7 @@ from tilekern.requirements import (
     installed,
     package_unmet,
 )
-from tilekern.targets import Target, here, resolve
+from tilekern.spec.targets import Target, here, resolve
 
 # Shown where they are installed: what runs tilekern's ops, or is run beside them.
 _FRIENDS = ("liger-kernel", "trl", "peft", "accelerate", "kernels")
@@ -130,7 +130,7 @@ def tell_of_compilers(report: Report) -> None:
     tileiras, cute = installed(_COMPILER), installed(next(iter(CUTE)))
     found = None
     if installed("cuda-tile"):
-        from tilekern.toolchain import toolkit
+        from tilekern.compile.toolchain import toolkit
 
         found = toolkit()
     tile = (

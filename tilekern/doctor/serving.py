@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tilekern.doctor.report import Report
 from tilekern.errors import InputError
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 if TYPE_CHECKING:
     from tilekern.tuning.preflight import Preflight

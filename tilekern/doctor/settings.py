@@ -28,7 +28,7 @@ def _one_of(*values: str) -> Callable[[str], object]:
 
 
 def _apply(said: str) -> None:
-    from tilekern.switches import switches_of
+    from tilekern.runtime.switches import switches_of
 
     if said.strip() not in ("", "0"):
         switches_of(said)

@@ -20,12 +20,12 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from tilekern.interpreter.arrays import Array
+from tilekern.compile.rebinding import Rebinder
 from tilekern.interpreter.errors import InterpreterError, OutOfBounds
 from tilekern.interpreter.namespace import BUILTINS, Namespace
 from tilekern.interpreter.races import Launch
 from tilekern.interpreter.tiles import as_tile
-from tilekern.rebinding import Rebinder
+from tilekern.interpreter.views import KernelArray
 
 __all__ = ["InterpreterError", "OutOfBounds", "launch"]
 
@@ -79,7 +79,7 @@ def _shuffled(blocks: int) -> tuple[int, ...]:
 
 def _argument(running: Launch, name: str, constant: bool, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return Array(running, name, value)
+        return KernelArray(running, name, value)
     if type(value) in (list, tuple):
         return type(value)(_argument(running, f"{name}[{i}]", constant, item) for i, item in enumerate(value))
     if isinstance(value, float) and not constant:

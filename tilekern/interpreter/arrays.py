@@ -15,7 +15,6 @@ from tilekern.interpreter.tiles import Tile, is_float
 
 if TYPE_CHECKING:
     from tilekern.interpreter.races import Launch
-    from tilekern.interpreter.views import TiledView
 
 _PADDING = {
     ct.PaddingMode.ZERO: 0.0,
@@ -109,21 +108,13 @@ class Array:
         size = self.shape[axis]
         if not (0 <= first < size and first <= last <= size):
             self.refuse("slice", f"axis {axis} from {first} to {last}", "it is outside the array")
-        part = object.__new__(Array)
+        part = object.__new__(type(self))
         part.launch, part.dtype, part.memory, part.key = self.launch, self.dtype, self.memory, self.key
         part.name = f"{self.name}.slice({axis}, {first}, {last})"
         part.shape = (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
         part.strides = self.strides
         part.offset = self.offset + first * self.strides[axis]
         return part
-
-    def tiled_view(
-        self, tile_shape: Any, *, padding_mode: Any = ct.PaddingMode.UNDETERMINED, traversal_steps: Any = None
-    ) -> TiledView:
-        """See ``ct.Array.tiled_view``."""
-        from tilekern.interpreter.views import TiledView
-
-        return TiledView(self, tile_shape, padding_mode, traversal_steps)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

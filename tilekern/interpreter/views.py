@@ -15,6 +15,18 @@ from tilekern.interpreter.points import Selection, combine_points, stored_data
 from tilekern.interpreter.tiles import Tile, as_tile
 
 
+class KernelArray(Array):
+    """An array argument of a kernel, which can be viewed in tiles."""
+
+    __slots__ = ()
+
+    def tiled_view(
+        self, tile_shape: Any, *, padding_mode: Any = ct.PaddingMode.UNDETERMINED, traversal_steps: Any = None
+    ) -> TiledView:
+        """See ``ct.Array.tiled_view``."""
+        return TiledView(self, tile_shape, padding_mode, traversal_steps)
+
+
 class TiledView:
     """See ``ct.TiledView``."""
 

@@ -1,6 +1,6 @@
-"""Kernels: one file each, device code first, then its specs; families of them in ``common``.
+"""Kernels: one file each, device code first, then its specs.
 
-The registry below finds them all, and the composites that launch them (:mod:`tilekern.composites`).
+``families`` states once what many kernels share, ``composites`` launch kernels. The registry below finds them all.
 """
 
 from __future__ import annotations
@@ -13,19 +13,15 @@ from collections.abc import Iterable
 from tilekern.errors import InputError
 from tilekern.spec import KernelSpec
 
-_PACKAGES = (__name__, "tilekern.composites")
-
 
 @functools.cache
 def all_specs() -> dict[str, KernelSpec]:
-    """Every spec by name: the public ``SPECS`` of each module of these packages, in the order of the modules' names.
+    """Every spec by name: the public ``SPECS`` of each module and package here, in the order of their names.
 
     Raises:
         ValueError: two specs have one name.
     """
-    packages = [importlib.import_module(name) for name in _PACKAGES]
-    found = (x for package in packages for x in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
-    modules = [importlib.import_module(x.name) for x in found]
+    modules = [importlib.import_module(found.name) for found in pkgutil.iter_modules(__path__, f"{__name__}.")]
     return by_name(spec for module in modules for spec in getattr(module, "SPECS", ()))
 
 

@@ -23,10 +23,10 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import Arrays, bytes_of, drawn, gradients, matrices, partial_sums, tensors
-from tilekern.kernels.common.elements import dimensions_of, each_tile, spec
 from tilekern.kernels.dyt import BACKWARD as STRIPED
 from tilekern.kernels.dyt import grid, groups_of, stripe_of
+from tilekern.kernels.families.arrays import Arrays, bytes_of, drawn, gradients, matrices, partial_sums, tensors
+from tilekern.kernels.families.elements import dimensions_of, each_tile, spec
 from tilekern.kernels.geglu import exact
 from tilekern.kernels.tiles import ConstBool, ConstInt, hints, load
 from tilekern.spec import Config, Implementation, KernelSpec, Problem, ScalarParameter, outputs_of, parameters_of

@@ -18,8 +18,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import ROWS, Arrays
-from tilekern.kernels.common.tables import MATRIX, spec
+from tilekern.kernels.families.arrays import ROWS, Arrays
+from tilekern.kernels.families.tables import MATRIX, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, is_bounded, load, power_of_two
 from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, Space, Value, cdiv
 

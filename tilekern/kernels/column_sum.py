@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
-from tilekern.kernels.common import cute_sums
-from tilekern.kernels.common.arrays import COLUMNS, ROWS, Arrays, bytes_of, drawn, tensors
-from tilekern.kernels.common.cute_configs import is_cute
-from tilekern.kernels.common.tables import MATRIX
+from tilekern.kernels.families import cute_sums
+from tilekern.kernels.families.arrays import COLUMNS, ROWS, Arrays, bytes_of, drawn, tensors
+from tilekern.kernels.families.cute_configs import is_cute
+from tilekern.kernels.families.tables import MATRIX
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, load, power_of_two
 from tilekern.spec import (
     Array,
@@ -25,7 +25,7 @@ from tilekern.spec import (
     outputs_of,
     parameters_of,
 )
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 
 def sum_columns(x, y, columns, tile_m, tile_n, latency, tma):

@@ -16,8 +16,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common import rows
-from tilekern.kernels.common.arrays import COLUMNS, PRODUCT, ROWS, Arrays, bytes_of, drawn, tensors
+from tilekern.kernels.families import rows
+from tilekern.kernels.families.arrays import COLUMNS, PRODUCT, ROWS, Arrays, bytes_of, drawn, tensors
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, hints, load, power_of_two
 from tilekern.spec import (
     Array,
@@ -35,7 +35,7 @@ from tilekern.spec import (
     outputs_of,
     parameters_of,
 )
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 _TWICE_LOG2_E = 2.8853900817779268
 # The odd terms of tanh's series from the third: below 1/4 they leave 1e-8, where 1 - exp(-2 u) has lost digits.

@@ -15,8 +15,8 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels import layer_norm
-from tilekern.kernels.common.arrays import COLUMNS, PRODUCT, ROWS, partial_sums
-from tilekern.kernels.common.rows import backward, default_in_blocks, default_of_two_sums, forward, spec
+from tilekern.kernels.families.arrays import COLUMNS, PRODUCT, ROWS, partial_sums
+from tilekern.kernels.families.rows import backward, default_in_blocks, default_of_two_sums, forward, spec
 from tilekern.kernels.layer_norm import gradient, normal, shares, slopes, statistics
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array, ScalarParameter

@@ -17,8 +17,8 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels import rms_norm
-from tilekern.kernels.common.arrays import COLUMNS, PRODUCT, ROWS, partial_sums
-from tilekern.kernels.common.rows import backward, forward, spec
+from tilekern.kernels.families.arrays import COLUMNS, PRODUCT, ROWS, partial_sums
+from tilekern.kernels.families.rows import backward, forward, spec
 from tilekern.kernels.rms_norm import (
     EPS,
     gradient,

@@ -15,8 +15,8 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels import rms_norm
-from tilekern.kernels.common.arrays import COLUMNS, ROWS
-from tilekern.kernels.common.rows import default_in_blocks, forward, spec
+from tilekern.kernels.families.arrays import COLUMNS, ROWS
+from tilekern.kernels.families.rows import default_in_blocks, forward, spec
 from tilekern.kernels.rms_norm import EPS, OFFSET, offset_normal, statistics
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array

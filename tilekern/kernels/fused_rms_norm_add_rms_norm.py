@@ -18,13 +18,13 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels import fused_rms_norm_add, rms_norm
-from tilekern.kernels.common.arrays import COLUMNS, ROWS, partial_sums
-from tilekern.kernels.common.rows import add_up, backward, default_in_blocks, forward, spec
+from tilekern.kernels.families.arrays import COLUMNS, ROWS, partial_sums
+from tilekern.kernels.families.rows import add_up, backward, default_in_blocks, forward, spec
 from tilekern.kernels.fused_rms_norm_add import norm_and_sum
 from tilekern.kernels.rms_norm import EPS, OFFSET, gradient, normal, share, statistics
 from tilekern.kernels.tiles import HELD_BY_DEFAULT, ConstBool, ConstInt, power_of_two
 from tilekern.spec import Array, Config, Problem
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 
 def _total(tiles, weights, known):

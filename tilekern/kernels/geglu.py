@@ -12,8 +12,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import gradients, matrices
-from tilekern.kernels.common.elements import each_tile, spec
+from tilekern.kernels.families.arrays import gradients, matrices
+from tilekern.kernels.families.elements import each_tile, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
 
 _LOG2_E, _SQRT_HALF = 1.4426950408889634, 0.7071067811865476

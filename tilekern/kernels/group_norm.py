@@ -20,7 +20,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import PRODUCT, Arrays, bytes_of, drawn, gradients, tensors
+from tilekern.kernels.families.arrays import PRODUCT, Arrays, bytes_of, drawn, gradients, tensors
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, load, power_of_two
 from tilekern.spec import (
     ITEM_BYTES,
@@ -40,7 +40,7 @@ from tilekern.spec import (
     outputs_of,
     parameters_of,
 )
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 
 def _tile(array, b, g, piece, shape):

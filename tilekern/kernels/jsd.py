@@ -12,8 +12,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common import losses
-from tilekern.kernels.common.logarithms import log2
+from tilekern.kernels.families import losses
+from tilekern.kernels.families.logarithms import log2
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import ScalarParameter
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common import elements, rows
-from tilekern.kernels.common.arrays import ROWS
-from tilekern.kernels.common.logarithms import log2
+from tilekern.kernels.families import elements, rows
+from tilekern.kernels.families.arrays import ROWS
+from tilekern.kernels.families.logarithms import log2
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array, KernelSpec, Problem
 

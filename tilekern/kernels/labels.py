@@ -12,7 +12,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.tables import spec
+from tilekern.kernels.families.tables import spec
 from tilekern.kernels.tiles import ConstInt
 from tilekern.spec import Array, Config, Dimension, Problem, ScalarParameter, Space, cdiv
 

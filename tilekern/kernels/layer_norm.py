@@ -13,8 +13,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import COLUMNS, PRODUCT, ROWS, gradients, partial_sums
-from tilekern.kernels.common.rows import add_up, backward, default_in_blocks, default_of_two_sums, forward, spec
+from tilekern.kernels.families.arrays import COLUMNS, PRODUCT, ROWS, gradients, partial_sums
+from tilekern.kernels.families.rows import add_up, backward, default_in_blocks, default_of_two_sums, forward, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array, ScalarParameter
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.rotations import (
+from tilekern.kernels.families.rotations import (
     GRADIENTS,
     TOKENS_FIRST,
     arrays_of,
@@ -30,7 +30,7 @@ from tilekern.kernels.common.rotations import (
 )
 from tilekern.kernels.tiles import ConstBool, ConstInt, load, power_of_two
 from tilekern.spec import ITEM_BYTES, Array, Config, Problem
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 
 def _read(x, place, shape, form):

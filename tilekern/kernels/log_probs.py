@@ -22,8 +22,22 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.placeholders import placeholder
-from tilekern.kernels.common.vocabulary import (
+from tilekern.kernels.cross_entropy.tiles import (
+    INFINITY,
+    LN_2,
+    LOWEST,
+    NAN,
+    capped_and_slope,
+    columns_of,
+    exponential,
+    load_logits,
+    load_weights,
+    store_row,
+    store_zeros,
+    target_logit,
+)
+from tilekern.kernels.families.placeholders import placeholder
+from tilekern.kernels.families.vocabulary import (
     COLUMNS,
     LOGITS,
     ROWS,
@@ -43,23 +57,9 @@ from tilekern.kernels.common.vocabulary import (
     step_shapes,
     tile_config,
 )
-from tilekern.kernels.cross_entropy.tiles import (
-    INFINITY,
-    LN_2,
-    LOWEST,
-    NAN,
-    capped_and_slope,
-    columns_of,
-    exponential,
-    load_logits,
-    load_weights,
-    store_row,
-    store_zeros,
-    target_logit,
-)
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt
 from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, Space, Value
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 # In the place of differences below it: the exponential is 0 in float32 all the same, and products with it are not NaN.
 LEAST = -1000.0

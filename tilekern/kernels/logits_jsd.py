@@ -19,8 +19,18 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels import jsd
-from tilekern.kernels.common import losses
-from tilekern.kernels.common.vocabulary import (
+from tilekern.kernels.cross_entropy.tiles import (
+    INFINITY,
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    NAN,
+    load_logits,
+    store_row,
+    store_zeros,
+)
+from tilekern.kernels.families import losses
+from tilekern.kernels.families.vocabulary import (
     LOGITS,
     SPACE_OF_TILES,
     by_parts,
@@ -34,16 +44,6 @@ from tilekern.kernels.common.vocabulary import (
     step_config,
     tile_config,
     tiles_full,
-)
-from tilekern.kernels.cross_entropy.tiles import (
-    INFINITY,
-    LN_2,
-    LOG2_E,
-    LOWEST,
-    NAN,
-    load_logits,
-    store_row,
-    store_zeros,
 )
 from tilekern.kernels.log_probs import STEPS_FIT
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, power_of_two

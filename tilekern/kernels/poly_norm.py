@@ -16,8 +16,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import PRODUCT, ROWS, drawn, gradients
-from tilekern.kernels.common.rows import (
+from tilekern.kernels.families.arrays import PRODUCT, ROWS, drawn, gradients
+from tilekern.kernels.families.rows import (
     add_up,
     default_in_blocks,
     default_of_two_sums,
@@ -27,7 +27,7 @@ from tilekern.kernels.common.rows import (
 )
 from tilekern.kernels.tiles import HELD_BY_DEFAULT, ConstBool, ConstInt, load, power_of_two
 from tilekern.spec import Array, Config, Problem, ScalarParameter
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 
 def _number(array, n):

@@ -11,7 +11,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.normed_rotations import (
+from tilekern.kernels.families.normed_rotations import (
     SPACE_OF_GRADIENTS,
     arrays_of_gradients,
     default_of_gradients,
@@ -21,7 +21,7 @@ from tilekern.kernels.common.normed_rotations import (
     read_weight,
     results,
 )
-from tilekern.kernels.common.rotations import drawn_angles_twice, read_halves, spec, write_halves
+from tilekern.kernels.families.rotations import drawn_angles_twice, read_halves, spec, write_halves
 from tilekern.kernels.qk_norm_rope import CONSTANTS, GIVEN, PRODUCT, angles
 from tilekern.kernels.qk_norm_rope import reference as reference_forward
 from tilekern.kernels.tiles import ConstBool, ConstInt

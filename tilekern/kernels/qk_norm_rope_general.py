@@ -19,8 +19,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.normed_rotations import EPS, SPACE, default, given, normed, read_weight
-from tilekern.kernels.common.rotations import (
+from tilekern.kernels.families.normed_rotations import EPS, SPACE, default, given, normed, read_weight
+from tilekern.kernels.families.rotations import (
     TOKENS_FIRST,
     angles_of,
     arrays_of,

@@ -12,7 +12,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.normed_rotations import (
+from tilekern.kernels.families.normed_rotations import (
     SPACE_OF_GRADIENTS,
     arrays_of_gradients,
     default_of_gradients,
@@ -20,7 +20,7 @@ from tilekern.kernels.common.normed_rotations import (
     over_heads,
     results,
 )
-from tilekern.kernels.common.rotations import each_step, spec
+from tilekern.kernels.families.rotations import each_step, spec
 from tilekern.kernels.qk_norm_rope_general import (
     CONSTANTS,
     FLAGS,

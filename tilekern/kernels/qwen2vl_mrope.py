@@ -15,8 +15,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common import cute_turns
-from tilekern.kernels.common.rotations import (
+from tilekern.kernels.families import cute_turns
+from tilekern.kernels.families.rotations import (
     GRADIENTS,
     HEADS_FIRST,
     angles_of,
@@ -32,7 +32,7 @@ from tilekern.kernels.common.rotations import (
 )
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Config, KernelSpec, Problem, ScalarParameter
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 
 def _of_positions(array, at, t, tile_t, form):

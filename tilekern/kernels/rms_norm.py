@@ -18,8 +18,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import COLUMNS, PRODUCT, ROWS, Arrays, partial_sums
-from tilekern.kernels.common.rows import add_up, backward, forward, spec
+from tilekern.kernels.families.arrays import COLUMNS, PRODUCT, ROWS, Arrays, partial_sums
+from tilekern.kernels.families.rows import add_up, backward, forward, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array, ScalarParameter
 

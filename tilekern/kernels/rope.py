@@ -17,8 +17,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common import cute_turns
-from tilekern.kernels.common.rotations import (
+from tilekern.kernels.families import cute_turns
+from tilekern.kernels.families.rotations import (
     GRADIENTS,
     HEADS_FIRST,
     angles_of,
@@ -32,7 +32,7 @@ from tilekern.kernels.common.rotations import (
 )
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, load, power_of_two
 from tilekern.spec import Config, Constraint, KernelSpec, Problem, Space, Value
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 
 def _turn(y, tiles, weights, angles, sums, place, shape, form):

@@ -10,8 +10,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import ROWS
-from tilekern.kernels.common.tables import MATRIX, spec
+from tilekern.kernels.families.arrays import ROWS
+from tilekern.kernels.families.tables import MATRIX, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load, power_of_two
 from tilekern.spec import Array, Config, Problem, Space, Value, cdiv
 

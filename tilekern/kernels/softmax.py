@@ -11,8 +11,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import ROWS, matrices
-from tilekern.kernels.common.rows import add_up, default_in_blocks, forward, largest, spec
+from tilekern.kernels.families.arrays import ROWS, matrices
+from tilekern.kernels.families.rows import add_up, default_in_blocks, forward, largest, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array
 

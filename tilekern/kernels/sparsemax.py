@@ -23,8 +23,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import matrices
-from tilekern.kernels.common.rows import add_up, default_in_blocks, forward, maxima, space_of_narrow_chunks, spec
+from tilekern.kernels.families.arrays import matrices
+from tilekern.kernels.families.rows import add_up, default_in_blocks, forward, maxima, space_of_narrow_chunks, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
 
 _STEPS = 32

@@ -13,8 +13,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import gradients, matrices
-from tilekern.kernels.common.elements import each_tile, spec
+from tilekern.kernels.families.arrays import gradients, matrices
+from tilekern.kernels.families.elements import each_tile, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import ScalarParameter
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cuda.tile as ct
 
 from tilekern.spec import Config, Constraint, Problem, Value, cdiv
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 ConstBool = ct.Constant[bool]
 ConstInt = ct.Constant[int]

@@ -1,7 +1,7 @@
 """The total variation distance: each element of p and of q adds ``0.5 * |p - q|``.
 
 Its gradient by p is ``0.5 * sign(p - q)``, 0 where both are equal. Reduced, both are made in one read of p and q, as
-:mod:`tilekern.kernels.common.losses` says. Element by element there is a kernel each way; ``counted`` is 0 for rows
+:mod:`tilekern.kernels.families.losses` says. Element by element there is a kernel each way; ``counted`` is 0 for rows
 that do not count, whatever they hold, else 1.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common import elements, losses
-from tilekern.kernels.common.arrays import ROWS
+from tilekern.kernels.families import elements, losses
+from tilekern.kernels.families.arrays import ROWS
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array
 

@@ -13,7 +13,7 @@ import torch
 from tilekern.kernels.attention import backward as backward_kernels
 from tilekern.kernels.attention.forward import SPEC as _FORWARD
 from tilekern.kernels.attention.gradients import SPEC as _BACKWARD
-from tilekern.kernels.common.placeholders import placeholder
+from tilekern.kernels.families.placeholders import placeholder
 from tilekern.ops.operation import operation
 from tilekern.ops.packing import check_starts, longest
 from tilekern.ops.registration import check_softcap, check_tensors, disjoint, fresh

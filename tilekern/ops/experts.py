@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from tilekern.kernels.common.placeholders import placeholder
 from tilekern.kernels.experts import combine, gate, gather, route
+from tilekern.kernels.families.placeholders import placeholder
 from tilekern.ops.grouped_linear import SumPlans, by_experts, grouped_outer, plans_of_sum, stored, summed
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import check_dtype, check_tensors, is_autocast

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from tilekern.composites import fused_linear_cross_entropy as composite
-from tilekern.composites.fused_linear_cross_entropy import LossOptions
+from tilekern.kernels.composites import fused_linear_cross_entropy as composite
+from tilekern.kernels.composites.fused_linear_cross_entropy import LossOptions
 from tilekern.ops import made_ahead
 from tilekern.ops.cross_entropy import CrossEntropyOutput, composed, weights_by_rows, wide, with_others
 from tilekern.ops.labels import checked

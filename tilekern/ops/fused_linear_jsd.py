@@ -14,8 +14,8 @@ import dataclasses
 
 import torch
 
-from tilekern.composites import fused_linear_jsd as composite
-from tilekern.composites.fused_linear_jsd import Options
+from tilekern.kernels.composites import fused_linear_jsd as composite
+from tilekern.kernels.composites.fused_linear_jsd import Options
 from tilekern.ops import made_ahead, row_losses
 from tilekern.ops.jsd import terms
 from tilekern.ops.registration import (

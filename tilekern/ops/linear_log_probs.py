@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from tilekern.composites import linear_log_probs as composite
-from tilekern.composites.head import chunk_plans
 from tilekern.kernels import log_probs
+from tilekern.kernels.composites import linear_log_probs as composite
+from tilekern.kernels.composites.head import chunk_plans
 from tilekern.ops.labels import checked, refuse_outside
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import (

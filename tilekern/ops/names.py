@@ -8,7 +8,7 @@ import torch
 
 from tilekern.errors import NoVariant
 from tilekern.kernels import column_sum
-from tilekern.kernels.common.placeholders import placeholder
+from tilekern.kernels.families.placeholders import placeholder
 from tilekern.ops import registration
 from tilekern.ops.declaration import Declaration
 from tilekern.ops.dtensors import by_shards, is_dtensor

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from tilekern.kernels.common.placeholders import TYPES
+from tilekern.kernels.families.placeholders import TYPES
 
 # Kept alive for as long as the process: torch drops a library's registrations with the object.
 _LIBRARY = torch.library.Library("tilekern", "DEF")

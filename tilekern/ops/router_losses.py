@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilekern.kernels.common.placeholders import placeholder
 from tilekern.kernels.experts import router_losses as kernels
 from tilekern.kernels.experts.router import MOST_EXPERTS
+from tilekern.kernels.families.placeholders import placeholder
 from tilekern.ops.dtensors import is_dtensor
 from tilekern.ops.registration import check_devices, differentiable_once, is_traced, needs_gradient
 from tilekern.runtime.dispatch import Plan, count_fallback, keep, memo, plan_for

@@ -78,7 +78,7 @@ def parts(
     """The parts that an op (first, second, slope, *own, with_gradient, in_place) -> loss brings itself.
 
     Args:
-        spec: the kernel, of :func:`tilekern.kernels.common.losses.spec`.
+        spec: the kernel, of :func:`tilekern.kernels.families.losses.spec`.
         name: of the op, for errors.
         names: of both matrices.
         terms: as :func:`total` takes it, of float32 or float64.

@@ -19,8 +19,8 @@ from tilekern.patch.families import FAMILIES, Family
 from tilekern.patch.forms import Module, patches_of
 from tilekern.patch.installed import Found, transformers_version
 from tilekern.patch.registry import check_choice, check_ops, known_ops
-from tilekern.settings import check_settings
-from tilekern.switches import EXPERTS, FORMS, OPS
+from tilekern.runtime.settings import check_settings
+from tilekern.runtime.switches import EXPERTS, FORMS, OPS
 from tilekern.warning import shown_plainly, tell
 
 

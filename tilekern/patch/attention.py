@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from tilekern import implementation
 from tilekern.errors import InputError
 from tilekern.kernels.attention.forward import SPEC
 from tilekern.ops.attention import Call, attention, formula, shown
 from tilekern.ops.packing import can_read, is_capturing
 from tilekern.ops.registration import is_autocast
+from tilekern.patch import implementation
 from tilekern.patch.constant import constant_in_graphs
+from tilekern.patch.guards import SUBCLASS
 from tilekern.patch.masking import lacks_sequences, mask, says_packing_alone
-from tilekern.patch.plain import SUBCLASS
 from tilekern.patch.positions import are_given_in_graph, number_of_sequences
 from tilekern.patch.told import ToldMask
 from tilekern.runtime.dispatch import count_fallback

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from tilekern.implementation import ATTENTION
 from tilekern.ops.adamw import AdamW as _OurAdamW
 from tilekern.patch.attention import UNSERVED
 from tilekern.patch.families import family_of
+from tilekern.runtime.switches import IMPLEMENTATION
 from tilekern.warning import warn_once
 
 Function = Callable[..., Any]
@@ -55,7 +55,7 @@ def _choosing(original: Function) -> Function:
             return chosen
         homes = [kind.__module__ for kind in type(self).__mro__ if family_of(kind.__module__)]
         asks = getattr(self, "_supports_attention_backend", False) and homes
-        return ATTENTION if asks and not _asks_for_more(homes[0]) else chosen
+        return IMPLEMENTATION if asks and not _asks_for_more(homes[0]) else chosen
 
     choose.tilekern_original = original  # type: ignore[attr-defined]
     return choose

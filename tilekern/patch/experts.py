@@ -20,14 +20,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilekern import implementation, ops
+from tilekern import ops
 from tilekern.kernels.experts.gate import FORWARD
-from tilekern.patch import parallel
+from tilekern.patch import implementation, parallel
 from tilekern.patch.constant import constant_in_graphs
-from tilekern.patch.plain import SUBCLASS, count_own, forward_of, has_hooks, is_from, is_plain
+from tilekern.patch.guards import SUBCLASS, count_own, forward_of, has_hooks, is_from, is_plain
 from tilekern.patch.rewriting import named_as
 from tilekern.patch.shapes import shape_of
 from tilekern.runtime.dispatch import count_fallback
+from tilekern.runtime.switches import IMPLEMENTATION
 from tilekern.warning import warn_once
 
 # What transformers runs where nothing is chosen, and where a configuration notes what is; the same without the suffix
@@ -125,7 +126,7 @@ def reason_of(module: torch.nn.Module, shards: bool = False) -> str:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     chosen = str(getattr(getattr(module, "config", None), _NAME, None))
-    is_ours = chosen == implementation.EXPERTS or ALL_EXPERTS_FUNCTIONS.get(chosen) is run_experts
+    is_ours = chosen == IMPLEMENTATION or ALL_EXPERTS_FUNCTIONS.get(chosen) is run_experts
     if is_ours:
         return unserved(module, is_gathered=shards or parallel.around(module) is not None)
     return f'experts_implementation is {chosen!r}; "tilekern" chooses the op'
@@ -276,7 +277,7 @@ def choose(model: torch.nn.Module, is_on: bool) -> bool:
     for module in model.modules():
         config = getattr(module, "config", None) if hasattr(module, "set_experts_implementation") else None
         if is_on and getattr(config, _NAME, None) == _DEFAULT:
-            setattr(config, _NAME, implementation.EXPERTS)
+            setattr(config, _NAME, IMPLEMENTATION)
             _chosen.add(module)
         elif not is_on and module in _chosen:
             _put_back(module)
@@ -304,5 +305,5 @@ def put_back() -> None:
 
 def _put_back(module: Any) -> None:
     _chosen.discard(module)
-    if getattr(module.config, _NAME) == implementation.EXPERTS:
+    if getattr(module.config, _NAME) == IMPLEMENTATION:
         setattr(module.config, _NAME, _DEFAULT)

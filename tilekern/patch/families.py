@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tilekern.awaiting import is_being_imported
 from tilekern.patch.forms import patches_in, path_of
 from tilekern.patch.table import Patch
-from tilekern.switches import EXPERTS, OPS
+from tilekern.runtime.awaiting import is_being_imported
+from tilekern.runtime.switches import EXPERTS, OPS
 
 # By their first letters: norm, layer norm, mlp, plain mlp, qk_norm_rope, rope, sum and norm, head and loss.
 _LETTERS = dict(zip("nlmpqrsh", OPS, strict=True))

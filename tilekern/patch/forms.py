@@ -20,7 +20,7 @@ from tilekern.patch import experts, layers, loss, patterns, replacements, router
 from tilekern.patch.digests import digest_of_tree
 from tilekern.patch.shapes import shape_of
 from tilekern.patch.table import PLAIN, Norm, Patch
-from tilekern.switches import EXPERTS, OPS
+from tilekern.runtime.switches import EXPERTS, OPS
 
 _NORMS = {
     # ``weight * (x / sqrt(mean(x^2) + variance_epsilon)).to(dtype of x)``.

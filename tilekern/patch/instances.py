@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from types import CodeType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from tilekern.patch.bound import Bound, StandIn
+from tilekern.patch.bound_method import Bound, StandIn
 from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.installed import Found, holder, original_at
 from tilekern.patch.ledger import Ledger, Touch

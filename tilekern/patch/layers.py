@@ -25,7 +25,7 @@ from tilekern.ops.layer_norm import layer_norm as layer_norm_op
 from tilekern.patch import parallel, patterns, replacements
 from tilekern.patch.checkpointing import checkpointed
 from tilekern.patch.digests import is_checkpointing
-from tilekern.patch.plain import (
+from tilekern.patch.guards import (
     SHAPES,
     SUBCLASS,
     count_own,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MethodType, ModuleType
 from typing import Any
 
-from tilekern.patch.bound import COPIES, Bound, StandIn
+from tilekern.patch.bound_method import COPIES, Bound, StandIn
 from tilekern.patch.checkpointing import follow
 from tilekern.patch.table import ops_in
 from tilekern.patch.wrapped import exchange, is_inside, place_of, retire, settled

@@ -13,9 +13,9 @@ from tilekern.ops.registration import scalar
 from tilekern.patch import parallel, patterns
 from tilekern.patch.constant import constant_in_graphs
 from tilekern.patch.digests import digest_of
-from tilekern.patch.plain import count_own, forward_of, has_global_hooks, has_hooks, is_from, is_plain
+from tilekern.patch.guards import count_own, forward_of, has_global_hooks, has_hooks, is_from, is_plain
 from tilekern.patch.rewriting import rewritten
-from tilekern.patch.skipped import SKIPPED
+from tilekern.patch.skipped_logits import SKIPPED
 from tilekern.warning import warn_once
 
 Function = Callable[..., Any]
@@ -29,7 +29,7 @@ def fused_linear_cross_entropy(original: Function, **functions: Function) -> Fun
 
     Without logits the loss is Hugging Face's: the labels are shifted by one (or taken from ``shift_labels``), and the
     sum is divided by ``num_items_in_batch`` or by the number of labels that count. The output's ``logits`` are
-    :data:`tilekern.patch.skipped.SKIPPED`, which says how to get them.
+    :data:`tilekern.patch.skipped_logits.SKIPPED`, which says how to get them.
 
     The forward has an argument more, ``skip_logits``, as Liger's have: True makes no logits, in evaluation too, and
     raises ``ValueError`` without labels; False makes them; None, the default, makes none while the model trains and

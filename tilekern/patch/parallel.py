@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilekern.ops.dtensors import is_dtensor
-from tilekern.patch import plain
+from tilekern.patch import guards as plain
 
 _HOME = "transformers.distributed."
 # Around modules that all ranks have whole: it adds the gradients of their parameters up over the ranks.
@@ -52,7 +52,7 @@ def inside(module: torch.nn.Module) -> Any:
 
 
 def forward_of(module: torch.nn.Module) -> Any:
-    """As :func:`tilekern.patch.plain.forward_of`; where the sums of gradients are around it, the one inside."""
+    """As :func:`tilekern.patch.guards.forward_of`; where the sums of gradients are around it, the one inside."""
     outer = around(module)
     if outer is None or outer.__qualname__ != _SUMMED or torch.compiler.is_compiling():
         return plain.forward_of(module)

@@ -12,11 +12,9 @@ from dataclasses import replace
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tilekern.awaiting import Arrivals
 from tilekern.errors import InputError
-from tilekern.implementation import NAMES
-from tilekern.locks import ForkLock
 from tilekern.patch import attention as attention_door
+from tilekern.patch import comparing as ranks
 from tilekern.patch import defaults
 from tilekern.patch import experts as experts_door
 from tilekern.patch.families import FAMILIES, Family, imported, is_of_transformers
@@ -36,9 +34,10 @@ from tilekern.patch.registry import (
 )
 from tilekern.patch.table import Patch, chosen
 from tilekern.runtime import dispatch
-from tilekern.runtime.ranks import comparing as ranks
-from tilekern.settings import check_settings
-from tilekern.switches import ADAMW, ATTENTION, EXPERTS, FORMS
+from tilekern.runtime.awaiting import Arrivals
+from tilekern.runtime.locks import ForkLock
+from tilekern.runtime.settings import check_settings
+from tilekern.runtime.switches import ADAMW, ATTENTION, ATTENTIONS, EXPERTS, FORMS
 from tilekern.warning import warn
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def apply(
     with a warning.
 
     In a job of several ranks every rank must call it: they agree here on the records that all of them run, or when
-    torch.distributed comes up later (:mod:`tilekern.runtime.ranks.comparing`).
+    torch.distributed comes up later (:mod:`tilekern.patch.comparing`).
 
     Args:
         rms_norm, swiglu, rope, fused_linear_cross_entropy, layer_norm, mlp, fused_add_rms_norm, qk_norm_rope: which
@@ -293,7 +292,9 @@ def apply_to_model(
         model_type,
         forms,
     )
-    if getattr(getattr(model, "config", None), "_attn_implementation", None) in NAMES and (why := refusal_of(model)):
+    if getattr(getattr(model, "config", None), "_attn_implementation", None) in ATTENTIONS and (
+        why := refusal_of(model)
+    ):
         raise InputError(f'attn_implementation="tilekern": {why}; use "eager"')
     rows = [patch for patch in patches_of_model(model, forms) if model_type in (None, patch.model_type)]
     if not rows:

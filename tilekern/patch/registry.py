@@ -9,7 +9,7 @@ from tilekern.errors import InputError
 from tilekern.patch.families import FAMILIES, family_of
 from tilekern.patch.forms import patches_in
 from tilekern.patch.table import Patch
-from tilekern.switches import ADAMW, ATTENTION, EXPERTS, FORMS, OPS
+from tilekern.runtime.switches import ADAMW, ATTENTION, EXPERTS, FORMS, OPS
 
 _registered: list[Patch] = []
 
@@ -111,7 +111,7 @@ def check_switches(switches: Mapping[str, object]) -> None:
         if isinstance(value, str) and value in known_ops():
             hint = (
                 f"; all ops are on unless they are given as False, {value}=False for example; for {value} alone: "
-                f'tilekern.apply(**tilekern.switches.switches_of("{value}"))'
+                f'tilekern.apply(**tilekern.runtime.switches.switches_of("{value}"))'
             )
         elif hasattr(value, "modules"):
             hint = "; for one model there is tilekern.apply_to_model(model)"

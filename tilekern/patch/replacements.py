@@ -20,7 +20,7 @@ from tilekern.ops.layer_norm import layer_norm
 from tilekern.ops.llama4_rope import llama4_rope
 from tilekern.ops.qwen2vl_mrope import qwen2vl_mrope
 from tilekern.ops.registration import is_autocast
-from tilekern.patch.plain import SHAPES, SUBCLASS, count_own, has_hooks, is_bare_linear, is_plain
+from tilekern.patch.guards import SHAPES, SUBCLASS, count_own, has_hooks, is_bare_linear, is_plain
 from tilekern.patch.rewriting import named_as
 from tilekern.patch.table import PLAIN, Norm
 

@@ -11,17 +11,17 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from tilekern.patch import experts, layers, loss, parallel, patcher, replacements
-from tilekern.patch.bound import Bound
+from tilekern.patch.bound_method import Bound
 from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.families import family_of, is_of_transformers
+from tilekern.patch.guards import has_hooks
 from tilekern.patch.installed import Found, examine
 from tilekern.patch.instances import code_of
 from tilekern.patch.ledger import Ledger
-from tilekern.patch.plain import has_hooks
 from tilekern.patch.table import Patch, ops_in
 from tilekern.patch.wrapped import is_inside, place_of
 from tilekern.runtime import dispatch
-from tilekern.switches import ATTENTION, EXPERTS
+from tilekern.runtime.switches import ATTENTION, EXPERTS
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from tilekern import ops
 from tilekern.ops.registration import is_autocast
-from tilekern.patch.plain import SHAPES, SUBCLASS, count_own, is_plain
+from tilekern.patch.guards import SHAPES, SUBCLASS, count_own, is_plain
 from tilekern.patch.replacements import Function
 from tilekern.patch.rewriting import named_as
 

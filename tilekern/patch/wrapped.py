@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import FunctionType, MethodType
 from typing import Any
 
-from tilekern.patch.bound import Bound
+from tilekern.patch.bound_method import Bound
 
 
 def place_of(instance: Any, name: str) -> str:

@@ -22,9 +22,9 @@ from tilekern.cache import (
 )
 from tilekern.cache.turns import turn
 from tilekern.runtime.records import compiled_default, tell_of_long
-from tilekern.source import source_digest
 from tilekern.spec import KernelSpec, Problem
-from tilekern.targets import Target
+from tilekern.spec.source import source_digest
+from tilekern.spec.targets import Target
 from tilekern.warning import warn_once
 
 # Where a default stands that this process has compiled: no file is behind it.

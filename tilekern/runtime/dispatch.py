@@ -23,19 +23,19 @@ from tilekern.errors import (
     TilekernError,
     ToolchainMissing,
 )
-from tilekern.locks import ForkLock
-from tilekern.requirements import driver_release, unmet
 from tilekern.runtime.libraries import libraries_here, library_of, runnable
+from tilekern.runtime.locks import ForkLock
 from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
+from tilekern.runtime.requirements import driver_release, unmet
 from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
-from tilekern.targets import INTERPRETED, Target, here
+from tilekern.spec.targets import INTERPRETED, Target, here
 from tilekern.warning import warn_once
 
 if TYPE_CHECKING:
     from tilekern.cache import Address, Hit, Layer, Record, Step
     from tilekern.runtime.ranks.agreement import Agreement
-    from tilekern.tracing.recorder import Trace
+    from tilekern.runtime.recorder import Trace
 
 MissPolicy = Literal["compile", "fallback", "error"]
 COUNTED = ("hits", "nearest", "misses", "fallbacks", "compiled", "launches")
@@ -444,8 +444,8 @@ def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found
         return LibraryPlan(implementation.bound(plan_for), config)
     key = (device, spec.name, found.record.artifacts[ALIGNED].sha256, found.record.artifacts[GENERIC].sha256)
     if key not in _state.kernels:
-        from tilekern.driver import check_accepts
-        from tilekern.launcher import prebuilt
+        from tilekern.runtime.driver import check_accepts
+        from tilekern.runtime.launcher import prebuilt
 
         check_accepts(found.load(ALIGNED))
         _state.kernels[key] = prebuilt(implementation.function, found.record.artifacts, found.load)
@@ -497,8 +497,8 @@ def _hits(
 ) -> Iterator[Hit]:
     """What :func:`find` looks for, the best first; records of which no launch can be made are passed over."""
     from tilekern import cache
-    from tilekern.source import source_digest
-    from tilekern.toolchain import toolkit
+    from tilekern.compile.toolchain import toolkit
+    from tilekern.spec.source import source_digest
 
     asked = (spec.name, bucketed, target.key)
     agreed = _state.agreement if layers is None else None
@@ -630,7 +630,7 @@ def _compiled(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
 
 def _compiler_and_driver() -> str:
     """The toolkit and the driver here, for an error."""
-    from tilekern.toolchain import toolkit
+    from tilekern.compile.toolchain import toolkit
 
     tools = toolkit()
     return f"compiler here: {tools.key if tools else 'none'}; driver: {driver_release() or 'none'}"

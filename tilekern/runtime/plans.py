@@ -9,7 +9,7 @@ from weakref import ref
 
 from tilekern.errors import CannotRun, NoVariant
 from tilekern.spec import Config, CuteKernel, Implementation, Problem, name_of
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 # The compute capability from which programmatic dependent launch exists.
 _DEPENDENT_LAUNCH = 90
@@ -64,7 +64,7 @@ class Plan:
 
     def _launch_in_context(self, device: int, arguments: tuple[Any, ...], error: Exception) -> None:
         """Launch again where the thread had no context, as autograd's have none before they allocate; else raise."""
-        from tilekern.driver import enter_context
+        from tilekern.runtime.driver import enter_context
 
         if not enter_context(device):
             raise error
@@ -292,7 +292,7 @@ def _load_launchers() -> None:
     global _ct_launch, _extended_launch
     from cuda.tile._cext import launch
 
-    from tilekern.driver import launcher
+    from tilekern.runtime.driver import launcher
 
     _ct_launch, _extended_launch = launch, launcher()
 

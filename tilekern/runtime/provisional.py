@@ -12,7 +12,7 @@ its own plans up must see what its forward saw. Without gradients nothing outliv
 plan itself, once it has made sure that no tensor waits for a backward (a job may evaluate first, and train then; inside
 of a compiled graph gradients look switched off). Ranks of one job would not find a record at the same moment, so a job
 of several ranks looks nothing up again unless the variable is set; and ranks that agreed on their kernels
-(:mod:`tilekern.runtime.ranks.comparing`) find nothing new even then, until they agree again.
+(:mod:`tilekern.patch.comparing`) find nothing new even then, until they agree again.
 
 The same thread writes down, at most every minute, how often the problems that no cache held were run.
 """
@@ -32,11 +32,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tilekern.errors import TilekernError
-from tilekern.locks import ForkLock
+from tilekern.runtime.locks import ForkLock
 from tilekern.runtime.plans import Plan
-from tilekern.settings import AGAIN, seconds_of
+from tilekern.runtime.settings import AGAIN, seconds_of
 from tilekern.spec import Problem
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.warning import warn, warn_once
 
 if TYPE_CHECKING:

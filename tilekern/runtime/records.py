@@ -10,10 +10,10 @@ from typing import Any
 
 from tilekern import __version__
 from tilekern.cache import SCHEMA, Artifact, BestKernel, Launch, Record
-from tilekern.source import source_digest
+from tilekern.compile.toolchain import Compiled, compile_candidate, require_toolkit
 from tilekern.spec import ALIGNED, GENERIC, Config, KernelSpec, Problem
-from tilekern.targets import Target
-from tilekern.toolchain import Compiled, compile_candidate, require_toolkit
+from tilekern.spec.source import source_digest
+from tilekern.spec.targets import Target
 from tilekern.warning import warned_after
 
 # How long a job waits for a compile before it is told why.

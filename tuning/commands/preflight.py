@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from tilekern.cache import user_root
-from tilekern.targets import resolve
+from tilekern.spec.targets import resolve
 from tilekern.tuning import preflight as checks
 from tilekern.tuning.options import NAMES, Folder, PlanRequest, Seconds, plan_options, tuner_command
 from tilekern.tuning.terminal.progress import progress_bar

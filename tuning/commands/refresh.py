@@ -15,9 +15,9 @@ import click
 
 from tilekern.cache import FolderLayer, Layer, PackLayer, Store, default_layers, user_root
 from tilekern.cache.packs.pack import Pack
+from tilekern.compile.toolchain import toolkit
 from tilekern.errors import InputError
-from tilekern.targets import Target, here, resolve
-from tilekern.toolchain import toolkit
+from tilekern.spec.targets import Target, here, resolve
 from tilekern.tuning.compile.stage import TIMEOUT_S, compile_all, jobs_of, wanted
 from tilekern.tuning.executors.local import LocalExecutor
 from tilekern.tuning.measure.gpu import describe_gpu

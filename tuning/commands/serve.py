@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tilekern.cache import user_root
+from tilekern.compile.toolchain import require_toolkit
 from tilekern.errors import InputError
-from tilekern.targets import Target, here, resolve
-from tilekern.toolchain import require_toolkit
+from tilekern.spec.targets import Target, here, resolve
 from tilekern.tuning.compile.stage import jobs_of
 from tilekern.tuning.options import Folder, Seconds, tuner_command
 from tilekern.tuning.serve.board import STOPPING, Board

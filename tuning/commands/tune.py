@@ -20,7 +20,7 @@ from tilekern.cache.trust.policy import must_be_signed, own_seal
 from tilekern.cache.trust.signing import SigningKey
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tilekern.targets import Target, here, resolve
+from tilekern.spec.targets import Target, here, resolve
 from tilekern.tuning.commands import COMMANDS, command_named
 from tilekern.tuning.options import (
     LOCAL,
@@ -444,7 +444,7 @@ def _problems(request: Request, store: Store) -> tuple[Target, Planned]:
 
 
 def _toolkit() -> dict[str, str]:
-    from tilekern.toolchain import toolkit
+    from tilekern.compile.toolchain import toolkit
 
     found = toolkit()
     return found.describe() if found else {"key": "none", "tileiras": "none", "cuda_tile": "none"}

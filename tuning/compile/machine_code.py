@@ -105,7 +105,7 @@ def read_machine_code(code: bytes, capability: int) -> MachineCode:
     """Count what stands in the machine code of one kernel.
 
     Args:
-        code: its text section (:func:`tilekern.cubin.code_of`).
+        code: its text section (:func:`tilekern.compile.cubin.code_of`).
         capability: compute capability as one number: 90 for sm_90.
     """
     halves = struct.unpack(f"<{len(code) // 16 * 2}Q", code[: len(code) // 16 * 16])

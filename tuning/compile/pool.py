@@ -18,8 +18,8 @@ from multiprocessing import forkserver, get_context, resource_tracker, util
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tilekern.compile.toolchain import is_starved, processor_s
 from tilekern.errors import InputError
-from tilekern.toolchain import is_starved, processor_s
 from tilekern.tuning import disposable
 from tilekern.tuning.compile.order import Order
 from tilekern.tuning.sweep.candidates import Candidate

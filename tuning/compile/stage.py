@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from tilekern.cubin import code_of
-from tilekern.cute_compiler import compiler
+from tilekern.compile.cubin import code_of
+from tilekern.compile.cute_compiler import compiler
+from tilekern.compile.toolchain import Compiled, compile_candidate, lowered_digest, require_toolkit, toolkit
 from tilekern.errors import CompileFailed, CompileInterrupted, CompileTimeout, InputError
 from tilekern.spec import Implementation
-from tilekern.targets import Target
-from tilekern.toolchain import Compiled, compile_candidate, lowered_digest, require_toolkit, toolkit
+from tilekern.spec.targets import Target
 from tilekern.tuning.compile.machine_code import read_machine_code
 from tilekern.tuning.compile.order import Order, turns_of
 from tilekern.tuning.compile.pool import Answer, Compile, Lost, compile_in_order, start_server

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # a node of a cluster that lacks what these need must come as far as to say so
-    from tilekern.targets import Target
+    from tilekern.spec.targets import Target
     from tilekern.tuning.measure.process import Noted
     from tilekern.tuning.measure.tasks import Task
 

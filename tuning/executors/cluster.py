@@ -15,7 +15,7 @@ import ray
 
 from tilekern.cache import Store, write_pack
 from tilekern.errors import InputError
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.compile.order import Order
 from tilekern.tuning.compile.pool import Answer, Compile, Lost
 from tilekern.tuning.executors.node import GpuNode, code_digest

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tilekern.errors import InputError
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.executors.work import Family, Waiting, family, finished, place_of_next
 from tilekern.tuning.measure.gpu import check_gpu, describe_gpu, devices
 from tilekern.tuning.measure.libraries import versions

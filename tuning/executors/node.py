@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from tilekern.errors import InputError
 
 if TYPE_CHECKING:
-    from tilekern.targets import Target
+    from tilekern.spec.targets import Target
     from tilekern.tuning.compile.pool import Answer, Compile, Lost
     from tilekern.tuning.measure.process import Noted, Worker
     from tilekern.tuning.measure.tasks import Task
@@ -111,7 +111,7 @@ def compile_on_node(work: CompileWork) -> list[Answer | Lost]:
         InputError: the node has another compiler than the driver, none, or other code.
     """
     check_node(work.code, "cuda.tile", "elftools")
-    from tilekern.toolchain import toolkit
+    from tilekern.compile.toolchain import toolkit
     from tilekern.tuning.compile.order import Order
     from tilekern.tuning.compile.pool import compile_in_order
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import ray
 
+from tilekern.compile.toolchain import require_toolkit
 from tilekern.errors import InputError
-from tilekern.toolchain import require_toolkit
 from tilekern.tuning.compile.order import Order
 from tilekern.tuning.compile.pool import Answer, Compile, Lost
 from tilekern.tuning.compile.stage import work_s

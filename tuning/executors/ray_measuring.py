@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from tilekern.errors import InputError
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.disposable import GONE_WITHIN_S
 from tilekern.tuning.executors import FINISHED
 from tilekern.tuning.executors.node import code_digest

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import ray
 
 from tilekern.errors import InputError
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.executors.node import PACKAGES, GpuNode, code_digest, package_folder
 
 # How long a GPU may take to become free, in seconds: other jobs hold them for a while.

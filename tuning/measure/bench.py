@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tilekern.kernels import spec_named
-from tilekern.launcher import PrebuiltKernel, Variant
+from tilekern.runtime.launcher import PrebuiltKernel, Variant
 from tilekern.runtime.libraries import library_of
 from tilekern.runtime.plans import plan_of
 from tilekern.runtime.records import launch_in

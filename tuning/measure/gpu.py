@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 
 from tilekern.errors import InputError
-from tilekern.requirements import driver_release, unmet
-from tilekern.targets import Target, here
+from tilekern.runtime.requirements import driver_release, unmet
+from tilekern.spec.targets import Target, here
 
 
 def check_gpu(target: Target) -> None:

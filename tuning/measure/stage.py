@@ -17,7 +17,7 @@ from typing import Any
 
 from tilekern.kernels import spec_named
 from tilekern.spec import LibraryCall, Problem
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.executors import FINISHED, Executor
 from tilekern.tuning.measure.followers import followers
 from tilekern.tuning.measure.libraries import of_gpu

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tilekern.spec import ALIGNED, Problem
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.sweep.candidates import Candidate
 from tilekern.tuning.verify.check import Check
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tilekern.compile.garbage import search_put_off
 from tilekern.errors import InputError
-from tilekern.garbage import search_put_off
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.options import PlanRequest, described_alone
 from tilekern.tuning.plan.configs import path_named, read_json
 from tilekern.tuning.plan.given import WANTED, plan_of_file, plan_of_problem, plan_of_wanted

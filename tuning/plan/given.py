@@ -12,9 +12,9 @@ from tilekern.cache import CacheError, read_wanted
 from tilekern.cache.keys import parse_problem_key
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
+from tilekern.runtime.recorder import Trace, tracing
 from tilekern.spec import KernelSpec, Problem, Value
-from tilekern.targets import Target, from_description
-from tilekern.tracing.recorder import Trace, tracing
+from tilekern.spec.targets import Target, from_description
 from tilekern.tuning.plan.steps import Planned, dtype_named
 from tilekern.tuning.sweep.plan import Named, PlanFile
 

@@ -8,15 +8,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tilekern import implementation
 from tilekern.errors import InputError, TilekernWarning
 from tilekern.patch import attention, experts, registry
 from tilekern.patch.patcher import applied, codes
+from tilekern.patch.stepping import Batch, core_of, model_of, one_line, step, step_as_it_is
 from tilekern.patch.table import ops_in
-from tilekern.switches import ATTENTION, EXPERTS
-from tilekern.targets import Target
-from tilekern.tracing.recorder import Trace, tracing
-from tilekern.tracing.stepping import Batch, core_of, model_of, one_line, step, step_as_it_is
+from tilekern.runtime.recorder import Trace, tracing
+from tilekern.runtime.switches import ATTENTION, ATTENTIONS, EXPERTS
+from tilekern.spec.targets import Target
 from tilekern.tuning.plan.alike import thin_out
 from tilekern.tuning.plan.configs import config_named, config_of
 from tilekern.tuning.plan.sharding import give_own_forwards, share_of
@@ -47,8 +46,8 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
         if op not in known_ops():
             raise InputError(f"unknown op {op!r}; known: {', '.join(known_ops())}; others are planned by --problem")
     for name in steps.attention:
-        if name not in implementation.NAMES:
-            raise InputError(f"unknown attention {name!r}; known: {', '.join(implementation.NAMES)}")
+        if name not in ATTENTIONS:
+            raise InputError(f"unknown attention {name!r}; known: {', '.join(ATTENTIONS)}")
     found = Trace(target)
     with _quiet():
         if hasattr(model, "named_modules"):

@@ -18,7 +18,7 @@ from typing import Any
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.spec import Config, KernelSpec, Problem
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.compile.stage import work_s
 from tilekern.tuning.compile.typical import COMPILE_S, OTHER_S
 from tilekern.tuning.measure.stage import Settled, entrants

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tilekern.cubin import Resources
+from tilekern.compile.cubin import Resources
 from tilekern.spec import Config, cdiv
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.compile.machine_code import Counts, MachineCode
 from tilekern.tuning.predict.roofline import roofline
 from tilekern.tuning.sweep.candidates import Candidate

@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from tilekern.cubin import Resources
+from tilekern.compile.cubin import Resources
 from tilekern.runtime.libraries import library_of
 from tilekern.spec import ALIGNED, LibraryCall, Problem
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.compile.machine_code import MachineCode
 from tilekern.tuning.predict.cost_model import (
     COMPOSITE,

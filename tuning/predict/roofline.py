@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilekern.kernels import spec_named
 from tilekern.spec import KernelSpec, Problem
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 MEMORY, ARITHMETIC = "memory", "arithmetic"
 # What starting a launch takes, however little it does.

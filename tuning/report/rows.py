@@ -8,10 +8,10 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tilekern.cubin import Resources
+from tilekern.compile.cubin import Resources
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, Config, Problem
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.measure.stage import identity
 from tilekern.tuning.predict.ranking import Prediction, ranking, resident_blocks
 from tilekern.tuning.predict.roofline import roofline

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tilekern import __version__
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.serve.history import now
 from tilekern.tuning.serve.watched import MEASURED, STATES, Item
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tilekern.cache import Record
-from tilekern.cubin import Resources, code_of
+from tilekern.compile.cubin import Resources, code_of
 from tilekern.errors import InputError
 from tilekern.spec import ALIGNED, Config, Problem
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 from tilekern.tuning.compile.machine_code import read_machine_code
 from tilekern.tuning.predict.ranking import Prediction, predict, ranking
 from tilekern.tuning.predict.roofline import launch_s

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tilekern.cache.folders import files_inside, unlink_below
-from tilekern.toolchain import require_toolkit
+from tilekern.compile.toolchain import require_toolkit
 from tilekern.tuning.compile.stage import TIMEOUT_S, compile_all
 from tilekern.tuning.executors.local import LocalExecutor
 from tilekern.tuning.measure.stage import measure_all

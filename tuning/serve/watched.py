@@ -23,9 +23,9 @@ from tilekern.cache import (
 from tilekern.cache.folders import opened
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
-from tilekern.source import source_digest
 from tilekern.spec import KernelSpec, Problem
-from tilekern.targets import Target
+from tilekern.spec.source import source_digest
+from tilekern.spec.targets import Target
 from tilekern.tuning.serve.cost import Lost, lost
 from tilekern.tuning.serve.history import Failures, History
 from tilekern.tuning.sweep.folder import Sweep, folder_in

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tilekern.compile.toolchain import assumptions, launch_of
 from tilekern.kernels import spec_named
-from tilekern.source import source_digest
 from tilekern.spec import (
     ALIGNED,
     GENERIC,
@@ -21,8 +21,8 @@ from tilekern.spec import (
     Problem,
     name_of,
 )
-from tilekern.targets import Target
-from tilekern.toolchain import assumptions, launch_of
+from tilekern.spec.source import source_digest
+from tilekern.spec.targets import Target
 
 # Stands for the journal's line of an artifact where a library runs a candidate.
 LIBRARY_LINE: dict[str, Any] = {"status": "ok"}

@@ -37,10 +37,10 @@ from tilekern.cache.folders import files_inside, is_linked, unlink_below
 from tilekern.cache.records import LARGEST_BLOB
 from tilekern.cache.trust.policy import must_be_signed
 from tilekern.cache.trust.signing import SigningKey
-from tilekern.cute_compiler import compiler
+from tilekern.compile.cute_compiler import compiler
 from tilekern.errors import InputError
 from tilekern.spec import Problem
-from tilekern.targets import Target, from_description
+from tilekern.spec.targets import Target, from_description
 from tilekern.tuning.sweep.candidates import ARTIFACT_DIGITS, Candidate, candidates
 from tilekern.tuning.sweep.holding import Holder, Run, written
 from tilekern.tuning.sweep.journal import Journal, Line

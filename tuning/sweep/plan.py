@@ -12,9 +12,9 @@ from tilekern.cache import CacheError
 from tilekern.cache.files import read_whole, write_whole
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
+from tilekern.runtime.recorder import FORMAT, Named, document
 from tilekern.spec import Config, Problem
-from tilekern.targets import Target
-from tilekern.tracing.recorder import FORMAT, Named, document
+from tilekern.spec.targets import Target
 
 # The plan's file.
 PLAN = "sweep.json"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tilekern.targets import Target
+    from tilekern.spec.targets import Target
     from tilekern.tuning.publishing import Winner
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilekern.kernels.attention.problem import depth_of
 from tilekern.spec import ITEM_BYTES, Config, Constraint, Problem, Space, Value
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 
 def config_of(tile_m: int, tile_n: int, warps: int, schedule: str = "block") -> Config:

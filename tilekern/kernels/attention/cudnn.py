@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from tilekern.spec import Constraint, LibraryCall, Problem
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 FORWARD_INPUTS = (
     "q", "k", "v", "sink_logits", "query_starts", "key_starts", "most_queries", "scale", "softcap", "window",

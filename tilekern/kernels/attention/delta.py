@@ -5,7 +5,7 @@ from __future__ import annotations
 import cuda.tile as ct
 
 from tilekern.kernels.attention import problem as shared
-from tilekern.kernels.common.tables import spec
+from tilekern.kernels.families.tables import spec
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, load
 from tilekern.spec import Array, Config, Constraint, Dimension, Problem, Space, Value, cdiv
 

@@ -49,7 +49,7 @@ from tilekern.spec import (
     Value,
     cdiv,
 )
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 
 def _scores(q_tile, k_tile, slope, capped, precise):

@@ -14,18 +14,6 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common import cute_losses
-from tilekern.kernels.common.vocabulary import (
-    STEPS_MATCH,
-    each_step,
-    generic_steps,
-    implement_by_both,
-    of_rows,
-    spec,
-    step_axes,
-    step_config,
-    step_shapes,
-)
 from tilekern.kernels.cross_entropy.problem import (
     DLOGITS,
     FLAGS,
@@ -44,6 +32,18 @@ from tilekern.kernels.cross_entropy.tiles import (
     store_loss,
     store_row,
     store_zeros,
+)
+from tilekern.kernels.families import cute_losses
+from tilekern.kernels.families.vocabulary import (
+    STEPS_MATCH,
+    each_step,
+    generic_steps,
+    implement_by_both,
+    of_rows,
+    spec,
+    step_axes,
+    step_config,
+    step_shapes,
 )
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt
 from tilekern.spec import Constraint, Problem, Space, Value

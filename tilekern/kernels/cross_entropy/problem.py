@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tilekern.kernels.common.placeholders import placeholder
-from tilekern.kernels.common.vocabulary import COLUMNS, LOGITS, ROWS
+from tilekern.kernels.families.placeholders import placeholder
+from tilekern.kernels.families.vocabulary import COLUMNS, LOGITS, ROWS
 from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, Value
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 FLAGS = ("weighted", "smoothed", "capped")
 PLAIN: dict[str, Value] = dict.fromkeys(FLAGS, False)

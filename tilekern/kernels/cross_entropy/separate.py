@@ -13,23 +13,6 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.vocabulary import (
-    STEPS_MATCH,
-    by_parts,
-    each_step,
-    generic_steps,
-    in_tile,
-    load_number,
-    of_rows,
-    place_of,
-    spec,
-    step_axes,
-    step_config,
-    step_shapes,
-    tile_axes,
-    tile_config,
-    tiles_full,
-)
 from tilekern.kernels.cross_entropy.problem import (
     DLOGITS,
     FLAGS,
@@ -52,9 +35,26 @@ from tilekern.kernels.cross_entropy.tiles import (
     store_zeros,
     target_weight,
 )
+from tilekern.kernels.families.vocabulary import (
+    STEPS_MATCH,
+    by_parts,
+    each_step,
+    generic_steps,
+    in_tile,
+    load_number,
+    of_rows,
+    place_of,
+    spec,
+    step_axes,
+    step_config,
+    step_shapes,
+    tile_axes,
+    tile_config,
+    tiles_full,
+)
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt
 from tilekern.spec import Config, Constraint, Problem, Space, Value
-from tilekern.targets import Target
+from tilekern.spec.targets import Target
 
 __all__ = ["BACKWARD", "FORWARD", "SPECS", "option_arguments"]
 

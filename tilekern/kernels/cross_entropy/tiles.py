@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.vocabulary import each_part
+from tilekern.kernels.families.vocabulary import each_part
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453

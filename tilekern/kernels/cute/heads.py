@@ -1,4 +1,4 @@
-"""Gradients of normed and rotated heads (:mod:`tilekern.kernels.common.normed_rotations`) in CuTe DSL.
+"""Gradients of normed and rotated heads (:mod:`tilekern.kernels.families.normed_rotations`) in CuTe DSL.
 
 The kernel's own formula is compiled, with another loop around it. Some threads of a warp share a head, each with the
 same 16 bytes of both halves, so that numbers which turn together are in one thread. The heads of all tokens are rows,
@@ -15,11 +15,11 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 
-from tilekern.kernels.common import normed_rotations as family
-from tilekern.kernels.common.rotations import write_halves
 from tilekern.kernels.cute.arguments import Argument
 from tilekern.kernels.cute.sharing import WARP, Program, Share, wide
 from tilekern.kernels.cute.words import Part
+from tilekern.kernels.families import normed_rotations as family
+from tilekern.kernels.families.rotations import write_halves
 from tilekern.spec import ArrayParameter, ScalarParameter
 
 

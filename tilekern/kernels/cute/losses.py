@@ -18,6 +18,7 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute
 
+from tilekern.compile.rebinding import Rebinder
 from tilekern.kernels.cross_entropy import fused as family
 from tilekern.kernels.cross_entropy import tiles
 from tilekern.kernels.cross_entropy.problem import PLAIN
@@ -25,7 +26,6 @@ from tilekern.kernels.cute.arguments import Argument
 from tilekern.kernels.cute.long_rows import LongRows, LongShare, number_of
 from tilekern.kernels.cute.sharing import WARP, store_remote
 from tilekern.kernels.cute.words import Part, Words, bare
-from tilekern.rebinding import Rebinder
 from tilekern.spec import ArrayParameter, ScalarParameter
 
 

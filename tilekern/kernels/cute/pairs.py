@@ -1,4 +1,4 @@
-"""The kernels of :mod:`tilekern.kernels.common.losses` in CuTe DSL: their own formulas, and another loop over a row.
+"""The kernels of :mod:`tilekern.kernels.families.losses` in CuTe DSL: their own formulas, and another loop over a row.
 
 A row is spread over all threads of a cluster of blocks. A thread goes over its vectors of both matrices in steps, and
 loads all vectors of a step before it computes with one: so many loads are on their way at once. It adds up what its
@@ -16,12 +16,12 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
-from tilekern.kernels.common import losses as family
+from tilekern.compile.rebinding import Rebinder
 from tilekern.kernels.cute.arguments import NUMERIC
 from tilekern.kernels.cute.long_rows import LongRows, LongShare, number_of
 from tilekern.kernels.cute.sharing import WARP, store_remote
 from tilekern.kernels.cute.words import Part, Words, bare
-from tilekern.rebinding import Rebinder
+from tilekern.kernels.families import losses as family
 from tilekern.spec import ArrayParameter, ScalarParameter, python_of
 
 # Elements of a vector that a thread computes with together: two are rounded to 16 bits by one instruction, and the

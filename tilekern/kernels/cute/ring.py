@@ -14,10 +14,10 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
-from tilekern.kernels.common.cute_ring import row_bytes
 from tilekern.kernels.cute.arguments import ALIGNED_BYTES
 from tilekern.kernels.cute.rows import Rows
 from tilekern.kernels.cute.sharing import wide
+from tilekern.kernels.families.cute_ring import row_bytes
 from tilekern.spec import ArrayParameter, ScalarParameter
 
 

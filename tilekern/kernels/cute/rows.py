@@ -1,4 +1,4 @@
-"""The kernels of :mod:`tilekern.kernels.common.rows` in CuTe DSL: their own functions, with other loops around them.
+"""The kernels of :mod:`tilekern.kernels.families.rows` in CuTe DSL: their own functions, with other loops around them.
 
 ``threads`` threads share a row, and a block has ``rows`` rows at work; a thread holds ``chunks`` vectors of 16 bytes of
 each array in registers. With a ``cluster`` a row is spread over its blocks. Sums over rows stay in registers to the
@@ -15,9 +15,9 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute
 
-from tilekern.kernels.common import rows as family
 from tilekern.kernels.cute.sharing import Program, Share, wide
 from tilekern.kernels.cute.words import Part
+from tilekern.kernels.families import rows as family
 from tilekern.spec import ArrayParameter, ScalarParameter
 
 

@@ -14,9 +14,9 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
+from tilekern.compile.rebinding import Rebinder
 from tilekern.kernels.cute.arguments import ALIGNED_BYTES, Argument, samples
 from tilekern.kernels.cute.words import Part, Words
-from tilekern.rebinding import Rebinder
 from tilekern.spec import ArrayParameter, ScalarParameter, python_of
 
 WARP = 32

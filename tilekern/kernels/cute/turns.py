@@ -13,9 +13,9 @@ from typing import Any
 import cutlass
 from cutlass import Int32, const_expr, cute
 
-from tilekern.kernels.common import rotations as family
 from tilekern.kernels.cute.arguments import Argument
 from tilekern.kernels.cute.sharing import Program, Share, wide
+from tilekern.kernels.families import rotations as family
 from tilekern.spec import ArrayParameter, ScalarParameter
 
 

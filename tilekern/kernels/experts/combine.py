@@ -10,9 +10,9 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import ROWS
-from tilekern.kernels.common.tables import spec
 from tilekern.kernels.experts.rows import EXPERTS, SPACE, bias_of, constants, default, generic, routing, sizes
+from tilekern.kernels.families.arrays import ROWS
+from tilekern.kernels.families.tables import spec
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load
 from tilekern.spec import Array, Config, Dimension, Problem, ScalarParameter
 

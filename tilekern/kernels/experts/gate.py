@@ -19,9 +19,9 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import ROWS, Arrays, gradients
-from tilekern.kernels.common.tables import MATRIX, Table, spec
 from tilekern.kernels.experts.rows import EXPERTS, bias_of, expert_of, routing, sizes, widths
+from tilekern.kernels.families.arrays import ROWS, Arrays, gradients
+from tilekern.kernels.families.tables import MATRIX, Table, spec
 from tilekern.kernels.geglu import by_tanh
 from tilekern.kernels.swiglu import sigmoid
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load

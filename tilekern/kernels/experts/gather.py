@@ -10,9 +10,9 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import ROWS, Arrays
-from tilekern.kernels.common.tables import MATRIX, spec
 from tilekern.kernels.experts.rows import SPACE, bias_of, constants, default, expert_of, generic, routing, sizes
+from tilekern.kernels.families.arrays import ROWS, Arrays
+from tilekern.kernels.families.tables import MATRIX, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load
 from tilekern.spec import ITEM_BYTES, Array, Dimension, Problem, ScalarParameter, cdiv
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import Arrays
-from tilekern.kernels.common.tables import spec
+from tilekern.kernels.families.arrays import Arrays
+from tilekern.kernels.families.tables import spec
 from tilekern.kernels.grouped.routing import drawn_experts
 from tilekern.kernels.tiles import ConstInt, power_of_two
 from tilekern.spec import Array, Config, Constraint, Dimension, KernelSpec, Problem, ScalarParameter, Space, Value, cdiv

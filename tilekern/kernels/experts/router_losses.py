@@ -17,9 +17,9 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import Arrays
-from tilekern.kernels.common.tables import Table, spec
 from tilekern.kernels.experts.router import choices_of, largest
+from tilekern.kernels.families.arrays import Arrays
+from tilekern.kernels.families.tables import Table, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load, power_of_two, row_tiles
 from tilekern.spec import Array, Config, Dimension, KernelSpec, Problem, ScalarParameter, Space, Value, cdiv
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from tilekern.kernels.common.arrays import Arrays, tensors
-from tilekern.kernels.common.tables import Table, names_of, spec
+from tilekern.kernels.families.arrays import Arrays, tensors
+from tilekern.kernels.families.tables import Table, names_of, spec
 from tilekern.kernels.grouped.routing import SLOTS, balanced, shuffled
 from tilekern.kernels.grouped.space import SPACE, default, generic, grid, hints
 from tilekern.kernels.matmul.space import is_tile

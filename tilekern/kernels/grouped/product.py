@@ -18,7 +18,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import ROWS, Arrays
+from tilekern.kernels.families.arrays import ROWS, Arrays
 from tilekern.kernels.grouped.declaration import OFFSETS, ORDER, dimensions, grouped_spec, rows_in, values
 from tilekern.kernels.grouped.routing import VARIATIONS, expert_rows
 from tilekern.kernels.grouped.space import groups_of, readable

@@ -22,7 +22,7 @@ from tilekern.kernels.matmul.space import (
     unit_of,
 )
 from tilekern.spec import ITEM_BYTES, Config, Constraint, Problem, Space, Value, cdiv
-from tilekern.targets import INTERPRETED, Target
+from tilekern.spec.targets import INTERPRETED, Target
 
 # What torch's grouped product asks of strides and addresses.
 _LIBRARY_BYTES = 16

@@ -12,8 +12,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import ROWS, Arrays
-from tilekern.kernels.common.tables import spec
+from tilekern.kernels.families.arrays import ROWS, Arrays
+from tilekern.kernels.families.tables import spec
 from tilekern.kernels.grouped.routing import OF_SUMS, balanced, expert_rows, shuffled
 from tilekern.kernels.grouped.tiles import rows_of
 from tilekern.kernels.tiles import ConstInt, grid_of, load, power_of_two

@@ -15,7 +15,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.common.arrays import Arrays
+from tilekern.kernels.families.arrays import Arrays
 from tilekern.kernels.grouped.declaration import OFFSETS, ORDER, dimensions, grouped_spec, rows_in, values
 from tilekern.kernels.grouped.routing import OF_SUMS
 from tilekern.kernels.grouped.space import readable

@@ -14,7 +14,7 @@ from typing import Literal
 
 from tilekern.kernels.tiles import power_of_two
 from tilekern.spec import ITEM_BYTES, Config, Constraint, Problem, Space, Value, cdiv
-from tilekern.targets import INTERPRETED, Target
+from tilekern.spec.targets import INTERPRETED, Target
 
 Unit = Literal["mma", "wgmma", "tcgen05"]
 # The most sums in a thread that left registers for the rest; beyond it the compiler's code spilled.

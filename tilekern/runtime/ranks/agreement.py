@@ -6,12 +6,12 @@ import time
 from dataclasses import dataclass, field, replace
 
 from tilekern.cache import Hit
+from tilekern.compile.toolchain import require_toolkit
 from tilekern.errors import CompileInterrupted, CompileTimeout, RanksDiffer
 from tilekern.runtime.defaults import default_in_cache, made_default
 from tilekern.runtime.ranks.snapshot import Snapshot
 from tilekern.spec import KernelSpec, Problem
-from tilekern.targets import Target
-from tilekern.toolchain import require_toolkit
+from tilekern.spec.targets import Target
 
 # Between two tries at a compile that failed for what passes, in seconds.
 _PAUSES_S = (1.0, 5.0, 20.0)

@@ -14,8 +14,8 @@ from tilekern.cache.keys import Value
 from tilekern.cache.trust.policy import must_be_signed
 from tilekern.kernels import all_specs
 from tilekern.runtime.ranks.held import Held, Place, packed
-from tilekern.source import source_digest
 from tilekern.spec import KernelSpec, Problem
+from tilekern.spec.source import source_digest
 
 
 class Snapshot:

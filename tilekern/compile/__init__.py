@@ -1,0 +1,1 @@
+"""Compiling: device functions become cubins, for any GPU that the compilers know."""

@@ -1,0 +1,127 @@
+"""Compiles kernels of CuTe DSL (nvidia-cutlass-dsl) to cubins for any GPU that it knows, with no GPU at hand.
+
+The DSL compiles inside this process, and hands a cubin over through a file whose name holds neither sizes nor config:
+each compile has a folder of its own. A cubin takes its arguments as cuTile's launcher passes them, which is looked at
+after each compile, so that it runs on a machine without the DSL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata, util
+from typing import Any
+
+from tilekern.compile.cubin import parameter_bytes
+from tilekern.compile.garbage import search_put_off
+from tilekern.errors import CompileFailed, ToolchainMissing, compile_failure
+from tilekern.spec import ArrayParameter, CuteKernel
+from tilekern.spec.targets import Target
+
+_PACKAGE = "nvidia-cutlass-dsl"
+_ADDRESS_BYTES, _NUMBER_BYTES = 8, 4
+# Those of the DSL, and those by which it would take the parts of another CUDA toolkit.
+_VARIABLES = ("CUTE_DSL_", "CUTE_EXPERIMENTAL_", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDA_TOOLKIT_PATH")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@functools.cache
+def compiler() -> str | None:
+    """The compiler's name and version, as artifacts name it; None where it is not installed."""
+    if util.find_spec("cutlass") is None:
+        return None
+    try:
+        return f"{_PACKAGE} {metadata.version(_PACKAGE)}"
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def preload() -> None:
+    """Import the DSL where it is installed, which takes more than a second."""
+    if compiler() is not None:
+        with _as_if_nothing_were_set():
+            importlib.import_module("cutlass.cute")
+
+
+@contextlib.contextmanager
+def _as_if_nothing_were_set() -> Iterator[None]:
+    """Hide what people set for kernels of their own, as ``CUTE_DSL_LINEINFO``: it would change the cubin.
+
+    The DSL has one object a process that read its variables when it was imported, so that is exchanged meanwhile. Where
+    this import is the first one, it is made anew of what is set, for the kernels of whoever set it.
+    """
+    was_here = "cutlass" in sys.modules
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(_VARIABLES)}
+    try:
+        dsl = importlib.import_module("cutlass.cutlass_dsl").CuTeDSL._get_dsl()
+        before, dsl.envar = dsl.envar, _read_anew(dsl)
+        try:
+            yield
+        finally:
+            os.environ.update(hidden)
+            anew = _read_anew(dsl)
+            dsl.envar = before if was_here else anew
+    finally:
+        os.environ.update(hidden)
+
+
+def _read_anew(dsl: Any) -> Any:
+    """The DSL's settings, of the variables as they are now; its readers keep what they read first."""
+    for reader in vars(importlib.import_module("cutlass.base_dsl.env_manager")).values():
+        if hasattr(reader, "cache_clear"):
+            reader.cache_clear()
+    return type(dsl.envar)(dsl.name)
+
+
+@search_put_off()
+def compile_kernel(kernel: CuteKernel, target: Target) -> tuple[bytes, str]:
+    """The cubin and its entry symbol; it is an aligned variant.
+
+    Args:
+        kernel: the kernel of a candidate.
+        target: the GPU.
+
+    Raises:
+        ToolchainMissing: nvidia-cutlass-dsl is not installed.
+        CompileFailed: the DSL rejected the kernel, or made one with other parameters.
+        CompileInterrupted: it could not work, for a reason that passes.
+    """
+    if compiler() is None:
+        raise ToolchainMissing(f"{_PACKAGE} is not installed; install it with: pip install 'tilekern[cute]'")
+    module, _, name = kernel.kernel.partition(":")
+    try:
+        with _as_if_nothing_were_set(), tempfile.TemporaryDirectory(prefix="tilekern-") as folder:
+            cute = importlib.import_module("cutlass.cute")
+            program = getattr(importlib.import_module(module), name)(
+                kernel.function, kernel.parameters, capability=target.capability, block=kernel.block,
+                cluster=kernel.cluster, **dict(kernel.constants),
+            )  # fmt: skip
+            made = cute.compile(
+                program, program.sample, options=f"--gpu-arch {target.arch} --keep-cubin --dump-dir {folder}"
+            )
+            cubin = bytes(made.artifacts.CUBIN)
+    except Exception as error:  # the DSL raises many kinds; all mean that this candidate cannot be compiled
+        raise compile_failure(error)(f"{type(error).__name__}: {_reason(error)}") from error
+    [symbol] = map(str, made.kernel_info)
+    if (found := parameter_bytes(cubin, symbol)) != (passed := passed_bytes(kernel)):
+        raise CompileFailed(f"{name} has parameters of {found} bytes, where the launcher passes {passed}")
+    return cubin, symbol
+
+
+def passed_bytes(kernel: CuteKernel) -> list[int]:
+    """The size of each value that cuTile's launcher passes: of an array its address, its sizes and its strides."""
+    ranks = [parameter.ndim if isinstance(parameter, ArrayParameter) else 0 for parameter in kernel.parameters]
+    values = ([_ADDRESS_BYTES, *[_NUMBER_BYTES] * 2 * rank] if rank else [_NUMBER_BYTES] for rank in ranks)
+    return [value for of_one in values for value in of_one]
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error that says something."""
+    lines: list[Any] = [line.strip() for line in _COLOUR.sub("", str(error)).splitlines() if line.strip()]
+    return lines[0][:300] if lines else "no message"

@@ -1,0 +1,6 @@
+"""The module that Liger-Kernel takes functions from where ``LIGER_KERNEL_IMPL=tilekern``: its names replace Liger's."""
+
+from tilekern.integrations.liger.binding import replacements
+
+globals().update(replacements())
+__all__ = sorted(replacements())  # noqa: PLE0605 (a list of the table's names)

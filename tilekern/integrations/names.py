@@ -1,0 +1,48 @@
+"""``attn_implementation="tilekern"`` and ``experts_implementation="tilekern"``, known from ``import tilekern`` on.
+
+The code behind them is imported when it is first called, and takes their place where :func:`tilekern.apply` is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from tilekern.runtime.awaiting import Arrivals, is_imported
+
+_MODELS = "transformers.modeling_utils"
+
+
+def register_later() -> None:
+    """Make the names known once transformers can make models, which an older release cannot with them."""
+    if is_imported(_MODELS):
+        _register()
+    else:
+        Arrivals(_MODELS.__eq__, _register).watch()
+
+
+def _register(_: str = _MODELS) -> None:
+    from tilekern.patch.implementation import register, register_experts
+
+    with contextlib.suppress(ImportError):
+        register(_attend, _mask)
+    register_experts(_experts)
+
+
+# An import is a statement that torch.compile traces.
+def _attend(deterministic: bool, *args: Any, **kwargs: Any) -> Any:
+    from tilekern.patch.attention import attend
+
+    return attend(deterministic, *args, **kwargs)
+
+
+def _mask(**kwargs: Any) -> Any:
+    from tilekern.patch.masking import mask
+
+    return mask(**kwargs)
+
+
+def _experts(*args: Any, **kwargs: Any) -> Any:
+    from tilekern.patch.experts import run_experts
+
+    return run_experts(*args, **kwargs)

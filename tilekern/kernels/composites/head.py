@@ -1,0 +1,264 @@
+"""Composites over a language model's head, whose logits ``hidden @ weight.T`` never exist as a whole.
+
+For each chunk of rows: logits by a matrix product, a kernel over them that may leave their gradient in their place,
+then ``dhidden = dlogits @ weight`` and ``dweight += dlogits.T @ hidden``. The memory above inputs and gradients is one
+chunk of logits. Small chunks make ``dweight`` be read and written more often, large ones need more memory, so the
+number of rows in a chunk is for the tuner to choose; so is whether cuBLAS runs the products or what won each of them
+(:mod:`tilekern.kernels.matmul.product`).
+
+:class:`Head` is what a chunk goes through; :func:`spec_of_head` makes the spec of a composite over one head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tilekern.kernels.matmul import product
+from tilekern.spec import (
+    ITEM_BYTES,
+    Config,
+    Constraint,
+    Dimension,
+    KernelSpec,
+    LibraryCall,
+    Problem,
+    Space,
+    Value,
+    cdiv,
+)
+from tilekern.spec.targets import Target
+
+PlanFor = Callable[..., Any]
+# The products, as the flags of the spec ``matmul``.
+_LOGITS, _DHIDDEN, _DWEIGHT, _MORE_DWEIGHT = ("b_transposed",), (), ("a_transposed",), ("a_transposed", "accumulated")
+_MOST_CHUNK_BYTES = 700 << 20
+_PITCH = 16
+# Chunks are whole tiles of the products.
+STEP = 128
+_GENERIC_CHUNK = 256
+
+
+class Head:
+    """One head, the memory of a chunk of its logits, and its gradients as far as chunks have made them.
+
+    Memory is allocated when it is first needed.
+
+    Args:
+        plan_for: gives the plans of the products.
+        config: ``products`` says who multiplies.
+        hidden: [rows, hidden].
+        weight: [vocabulary, hidden], of the same dtype.
+        most_rows: of a chunk.
+        bias: [vocabulary], of that dtype too, or None; added to the logits.
+        graded: whether dhidden, dweight and the float32 dbias are wanted.
+        wide_sums: add dweight up in float32.
+        wide_logits: keep logits in float32, as products add them up, where the head's own dtype would round them.
+        memory: of a head before, if it has as many rows; else one's own.
+
+    Attributes:
+        gradients: dhidden, dweight and dbias, None where it is not wanted.
+    """
+
+    def __init__(
+        self, plan_for: PlanFor, config: Config, hidden: Any, weight: Any, most_rows: int, *, bias: Any = None,
+        graded: tuple[bool, bool, bool] = (False, False, False), wide_sums: bool = False, wide_logits: bool = False,
+        memory: Any = None,
+    ) -> None:  # fmt: skip
+        import torch
+
+        tuned = functools.partial(product.by_winner, plan_for)
+        self._product = tuned if config["products"] == "tuned" else product.by_cublas
+        self._hidden, self._weight, self._bias, self._most_rows = hidden, weight, bias, most_rows
+        self._graded, self._wide_sums, self._wide_logits = graded, wide_sums, wide_logits
+        dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if graded[0] else None
+        self.gradients: tuple[Any, Any, Any] = (dhidden, None, None)
+        self._given = memory if memory is not None and len(memory) >= most_rows else None
+
+    def logits(self, part: slice) -> Any:
+        """Those of some rows, in memory that the next chunk's take."""
+        multiplied = _wide_logits if self._wide_logits else self._product
+        logits = multiplied(self._hidden[part], self._weight, self.room(part), _LOGITS)
+        return logits if self._bias is None else logits.add_(self._bias)
+
+    def room(self, part: slice) -> Any:
+        """That memory, as it is."""
+        return self.memory[: part.stop - part.start]
+
+    @functools.cached_property
+    def memory(self) -> Any:
+        """That of a chunk of logits."""
+        import torch
+
+        if self._given is not None:
+            return self._given
+        dtype = torch.float32 if self._wide_logits else self._hidden.dtype
+        return room_for_logits(self._most_rows, self._weight.shape[0], dtype, self._hidden.device)
+
+    def take(self, part: slice) -> None:
+        """Add what the gradient of a chunk's logits, which is in their place, makes of the head's gradients."""
+        import torch
+
+        (dhidden, dweight, dbias), dlogits = self.gradients, self.room(part)
+        if dhidden is not None:
+            self._product(dlogits, self._weight, dhidden[part], _DHIDDEN)
+        if self._graded[1]:
+            dweight = self._added(dweight, dlogits, self._hidden[part])
+        if self._graded[2]:
+            added = dlogits.sum(0, dtype=torch.float32)
+            dbias = added if dbias is None else dbias.add_(added)
+        self.gradients = (dhidden, dweight, dbias)
+
+    def _added(self, dweight: Any, dlogits: Any, x: Any) -> Any:
+        """``dweight + dlogits.T @ x``; a new tensor for the first chunk."""
+        import torch
+
+        first = dweight is None
+        if not self._wide_sums or x.dtype == torch.float32:
+            dweight = torch.empty(self._weight.shape, dtype=x.dtype, device=x.device) if first else dweight
+            return self._product(dlogits, x, dweight, _DWEIGHT if first else _MORE_DWEIGHT)
+        if not x.is_cuda:
+            added = torch.mm(dlogits.t().float(), x.float())
+            return added if first else dweight.add_(added)
+        if first:
+            return torch.mm(dlogits.t(), x, out_dtype=torch.float32)
+        return torch.addmm(dweight, dlogits.t(), x, out_dtype=torch.float32)
+
+
+def _wide_logits(hidden: Any, weight: Any, out: Any, _: tuple[str, ...]) -> Any:
+    import torch
+
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
+    return torch.mm(hidden.float(), weight.float().t(), out=out)
+
+
+def room_for_logits(rows: int, vocabulary: int, dtype: Any, device: Any) -> Any:
+    """Room for a chunk of logits, whose rows begin at multiples of 16 elements for any vocabulary."""
+    import torch
+
+    # oneDNN's bfloat16 products on AMX read what lies behind a row, and NaN there would spread.
+    make = torch.zeros if device.type == "cpu" else torch.empty
+    return make((rows, cdiv(vocabulary, _PITCH) * _PITCH), dtype=dtype, device=device)[:, :vocabulary]
+
+
+def split(rows: int, chunk: int) -> list[slice]:
+    """As few parts of at most ``chunk`` rows as there can be, of the same size but for the last."""
+    size = min(chunk, whole(cdiv(rows, cdiv(rows, chunk))))
+    return [slice(first, min(rows, first + size)) for first in range(0, rows, size)]
+
+
+def whole(rows: int) -> int:
+    """Rows in whole tiles of the products."""
+    return cdiv(rows, STEP) * STEP
+
+
+def chunk_plans(
+    plan_for: PlanFor, specs: Sequence[KernelSpec | None], chunk: int, device: Any, rows: int, *sizes: Any
+) -> list[tuple[Any, ...]] | None:
+    """The rows of each chunk with its plan of each spec, None in the place of no spec; None where a spec has no plan.
+
+    ``sizes`` are the values of the specs' dimensions behind their rows.
+    """
+    parts = split(rows, chunk)
+    plans = [[spec and plan_for(spec, device, part.stop - part.start, *sizes) for part in parts] for spec in specs]
+    if any(spec and None in of_parts for spec, of_parts in zip(specs, plans, strict=True)):
+        return None
+    return list(zip(parts, *plans, strict=True))
+
+
+def rows_that_fit(problem: Problem) -> int:
+    """Rows whose logits take no more than a chunk's may, in whole tiles; one tile where not even that fits."""
+    row_bytes = problem["vocabulary"] * ITEM_BYTES[problem["dtype"]]
+    return int(max(_MOST_CHUNK_BYTES // row_bytes // STEP, 1) * STEP)
+
+
+def chunks(problem: Problem) -> list[int]:
+    """All rows, or a part of them: the fewest parts that fit, and parts by powers of two and three times those."""
+    rows = problem["rows"]
+    halvings = [1 << n for n in range(rows.bit_length())]
+    parts = {cdiv(rows, rows_that_fit(problem)), *halvings, *(3 * n for n in halvings)}
+    return sorted({whole(cdiv(rows, n)) for n in parts}, reverse=True)
+
+
+def _largest(problem: Problem) -> int:
+    return next(chunk for chunk in chunks(problem) if chunk <= rows_that_fit(problem))
+
+
+_FEW_BYTES = Constraint(
+    "a chunk of logits takes more than 700 MiB",
+    lambda problem, config, target: config["chunk"] <= rows_that_fit(problem),
+)
+_FEW_CHUNKS = Constraint(
+    "with half the rows that fit, the weight's gradient is read and written twice as often: 1 to 4 % more time on H200",
+    lambda problem, config, target: 2 * config["chunk"] > _largest(problem),
+)
+
+
+def axes(problem: Problem) -> dict[str, list[Value]]:
+    """The rows of a chunk, and who multiplies."""
+    return {"chunk": [*chunks(problem)], "products": ["cublas", "tuned"]}
+
+
+def default(problem: Problem, target: Target) -> Config:
+    """The largest chunk, since each one more rounds the weight's gradient once more; cuBLAS needs no record."""
+    return Config(chunk=_largest(problem), products="cublas")
+
+
+def generic(problem: Problem) -> Config:
+    """A small chunk for any machine."""
+    return Config(chunk=_GENERIC_CHUNK, products="cublas")
+
+
+def implemented_by(run: Callable[..., Any], reads: tuple[str, ...]) -> Callable[[Problem, Config], LibraryCall]:
+    """How a spec launches ``run(plan_for, config, *inputs)``; ``reads`` are the inputs' names."""
+    return lambda problem, config: LibraryCall(
+        lambda plan_for, *inputs: run(plan_for, config, *inputs), reads, composite=True
+    )
+
+
+def spec_of_head(run: Callable[..., Any], reads: tuple[str, ...], **fields: Any) -> KernelSpec:
+    """The spec of a composite over one head, with ``run`` and ``reads`` as above; ``fields`` are its own."""
+    return KernelSpec(
+        dimensions=(
+            Dimension("rows", "bucketed"),
+            Dimension("hidden", "exact"),
+            Dimension("vocabulary", "exact"),
+            Dimension("dtype", "dtype"),
+        ),
+        space=Space(axes, (_FEW_BYTES, _FEW_CHUNKS)),
+        implement=implemented_by(run, reads),
+        default=default,
+        generic=generic,
+        result_dtype=lambda problem: problem["dtype"],
+        roundings=2,
+        **fields,
+    )
+
+
+def matrices(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """Random hidden states and a weight of which logits are about as large as these."""
+    import torch
+
+    rows, width, vocabulary = problem["rows"], problem["hidden"], problem["vocabulary"]
+    dtype = getattr(torch, problem["dtype"])
+    hidden = torch.randn((rows, width), generator=generator, device=device).to(dtype)
+    weight = torch.randn((vocabulary, width), generator=generator, device=device).div_(width**0.5).to(dtype)
+    return {"hidden": hidden, "weight": weight}
+
+
+def gradients_of(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The gradients of these, as outputs of a spec."""
+    width, dtype = problem["hidden"], problem["dtype"]
+    return {"dhidden": ((problem["rows"], width), dtype), "dweight": ((problem["vocabulary"], width), dtype)}
+
+
+def matrix_bytes(problem: Problem) -> int:
+    """Bytes of hidden and weight."""
+    return int(problem["hidden"] * (problem["rows"] + problem["vocabulary"]) * ITEM_BYTES[problem["dtype"]])
+
+
+def product_flops(problem: Problem) -> int:
+    """Of one of the products."""
+    return int(2 * problem["rows"] * problem["hidden"] * problem["vocabulary"])

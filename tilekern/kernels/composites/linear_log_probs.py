@@ -1,0 +1,216 @@
+"""Log-probabilities and entropies of a language model's head, and their gradients, chunk by chunk of its rows.
+
+A chunk goes through :mod:`tilekern.kernels.composites.head` and the kernels of :mod:`tilekern.kernels.log_probs`. The
+backward begins with the last chunk, whose logits a forward leaves in a :class:`Room`, and makes those of the others once
+more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from tilekern.kernels import log_probs
+from tilekern.kernels.composites.head import (
+    Head,
+    PlanFor,
+    chunk_plans,
+    gradients_of,
+    matrices,
+    matrix_bytes,
+    product_flops,
+    spec_of_head,
+)
+from tilekern.spec import Config, Problem
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients are wanted; ``wide_sums`` adds that of the weight up in float32."""
+
+    hidden: bool = True
+    weight: bool = True
+    bias: bool = False
+    wide_sums: bool = False
+
+
+class Room:
+    """The memory of a chunk of logits on its way from a forward to its backward, with the last chunk's logits in it.
+
+    One of a process holds any at a time: where several forwards come before the first backward, the others keep none.
+    """
+
+    _holding: weakref.ref[Room] | None = None
+
+    def __init__(self) -> None:
+        self._part: slice | None = None
+        self._memory: Any = None
+
+    def keep(self, part: slice, memory: Any) -> None:
+        """Take the memory of a forward that has the logits of these rows in it, unless another room holds some."""
+        other = Room._holding() if Room._holding else None
+        if other is None or other is self or other._memory is None:
+            self._part, self._memory, Room._holding = part, memory, weakref.ref(self)
+
+    def give(self) -> tuple[slice | None, Any]:
+        """The rows and the memory, once: a backward leaves gradients there. None each where there are none."""
+        part, memory = self._part, self._memory
+        self._part = self._memory = None
+        return part, memory
+
+
+def results(
+    plan_for: PlanFor, config: Config, hidden: Any, weight: Any, ids: Any, bias: Any, options: log_probs.Options,
+    room: Room | None,
+) -> tuple[Any, Any, Any] | None:  # fmt: skip
+    """Log-probability, entropy and lse of each row.
+
+    Args:
+        plan_for: gives the plan of the kernel over rows, and of the products.
+        config: ``chunk`` rows have their logits at a time; ``products`` says who multiplies.
+        hidden: [rows, hidden].
+        weight: [vocabulary, hidden], of the same dtype.
+        ids: int32 [rows].
+        bias: [vocabulary], of that dtype too, or None.
+        options: temperature, cap, and the id of rows that do not count.
+        room: where the backward finds the last chunk's logits; None where no backward follows.
+
+    Returns:
+        Float32 [rows] each; None where no kernel serves the problem.
+    """
+    import torch
+
+    sizes = (len(hidden), weight.shape[0], hidden.dtype, *options.flags(bias))
+    plans = chunk_plans(plan_for, (log_probs.FORWARD,), config["chunk"], hidden.device, *sizes)
+    if plans is None:
+        return None
+    head = Head(plan_for, config, hidden, weight, plans[0][0].stop)
+    log_prob, entropy, lse = (torch.empty(len(ids), dtype=torch.float32, device=hidden.device) for _ in range(3))
+    for part, plan in plans:
+        of_rows = (x[part] for x in (log_prob, entropy, lse))
+        plan.launch(
+            hidden.get_device(), *log_probs.before_ids(head.logits(part), bias), ids[part], *options.scalars, *of_rows
+        )
+    if room is not None:
+        room.keep(plans[-1][0], head.memory)
+    return log_prob, entropy, lse
+
+
+def gradients(
+    plan_for: PlanFor, config: Config, hidden: Any, weight: Any, ids: Any, bias: Any, lse: Any, entropy: Any,
+    dlog_probs: Any, dentropy: Any, dlse: Any, options: log_probs.Options, wanted: Wanted, room: Room | None,
+) -> tuple[Any, Any, Any] | None:  # fmt: skip
+    """dhidden, dweight and dbias of the results that :func:`results` gave, whose arguments mean the same.
+
+    Sums over chunks begin with the last one, whether its logits are in the room or not, and so have the same bits. The
+    slopes are float32 [rows]. A gradient that is not wanted is None, as all are where no kernel serves the problem;
+    dbias is float32, and dweight where its sums are wide.
+    """
+    sizes = (len(hidden), weight.shape[0], hidden.dtype, *options.flags(bias))
+    plans = chunk_plans(plan_for, (log_probs.BACKWARD,), config["chunk"], hidden.device, *sizes)
+    if plans is None:
+        return None
+    graded = (wanted.hidden, wanted.weight, wanted.bias)
+    kept, memory = (None, None) if room is None else room.give()
+    head = Head(
+        plan_for, config, hidden, weight, plans[0][0].stop, graded=graded, wide_sums=wanted.wide_sums, memory=memory
+    )
+    for part, plan in (plans[-1], *plans[:-1]):
+        logits = head.room(part) if part == kept and head.memory is memory else head.logits(part)
+        of_rows = (x[part] for x in (ids, lse, entropy, dlog_probs, dentropy, dlse))
+        plan.launch(hidden.get_device(), *log_probs.before_ids(logits, bias), *of_rows, *options.scalars, logits)
+        head.take(part)
+    return head.gradients
+
+
+def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    inputs = matrices(problem, generator, device)
+    ids = log_probs.drawn_ids(problem, generator, device)
+    return inputs | {"ids": ids, "bias": None, "options": log_probs.Options(), "room": None}
+
+
+_PART_ROWS = 1024
+
+
+def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    import torch
+
+    inputs = _inputs(problem, generator, device)
+    weight, ids, options = inputs["weight"].float(), inputs["ids"], inputs["options"]
+    # In parts, since all logits at once may not fit; of logits as they are held, else a certain row's gradient, which
+    # is a small difference, would be that of the rounding.
+    parts = zip(inputs["hidden"].split(_PART_ROWS), ids.split(_PART_ROWS), strict=True)
+    held = (((x.float() @ weight.t()).to(x.dtype).float(), of_part) for x, of_part in parts)
+    known = [log_probs.row_results(logits, of_part, options.ignore_index) for logits, of_part in held]
+    saved = {name: torch.cat([part[name] for part in known]) for name in ("lse", "entropy")}
+    # Of such slopes few gradients have another sign than the others, so that no sum is a small difference.
+    least = {"dlog_probs": 0.0, "dentropy": 0.0, "dlse": 1.5}
+    slopes = {name: x + torch.rand(len(ids), generator=generator, device=device) for name, x in least.items()}
+    for slope in slopes.values():
+        slope[5::11] = 0
+    return inputs | saved | slopes | {"wanted": Wanted(bias=True)}
+
+
+def reference_forward(
+    hidden: Any, weight: Any, ids: Any, bias: Any, options: log_probs.Options, room: Room | None
+) -> dict[str, Any]:
+    """The results through the logits in float64, for plain options."""
+    assert (bias, options, room) == (None, log_probs.Options(), None), "the reference knows plain logits only"
+    return log_probs.row_results(hidden.double() @ weight.double().t(), ids, options.ignore_index)
+
+
+def reference_backward(
+    hidden: Any, weight: Any, ids: Any, bias: Any, lse: Any, entropy: Any, dlog_probs: Any, dentropy: Any, dlse: Any,
+    options: log_probs.Options, wanted: Wanted, room: Room | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The gradients in float64 through logits and their gradient as they are held, for plain options.
+
+    Where many columns are alike, all that is left of their sums may be what the rounding of each has made.
+    """
+    assert (bias, options, room) == (None, log_probs.Options(), None), "the reference knows plain logits only"
+    x, w = hidden.double(), weight.double()
+    of_rows = (ids, lse, entropy, dlog_probs, dentropy, dlse)
+    dlogits = log_probs.score_gradient((x @ w.t()).to(hidden.dtype).double(), *of_rows, options.ignore_index)
+    dlogits = dlogits.to(hidden.dtype).double()
+    return {"dhidden": dlogits @ w, "dweight": dlogits.t() @ x, "dbias": dlogits.sum(0)}
+
+
+FORWARD = spec_of_head(
+    results,
+    ("hidden", "weight", "ids", "bias", "options", "room"),
+    name="linear_log_probs_forward",
+    summary="log-probabilities and entropies of hidden @ weight.T, without the logits",
+    module=__name__,
+    inputs=_inputs,
+    outputs=lambda problem, blocks: dict.fromkeys(("log_probs", "entropy", "lse"), ((problem["rows"],), "float32")),
+    reference=reference_forward,
+    bytes_moved=matrix_bytes,
+    flops=product_flops,
+)
+BACKWARD = spec_of_head(
+    gradients,
+    (
+        "hidden",
+        "weight",
+        "ids",
+        "bias",
+        "lse",
+        "entropy",
+        "dlog_probs",
+        "dentropy",
+        "dlse",
+        "options",
+        "wanted",
+        "room",
+    ),
+    name="linear_log_probs_backward",
+    summary="gradients of the log-probabilities and entropies of hidden @ weight.T, without the logits",
+    module=__name__,
+    inputs=_backward_inputs,
+    outputs=lambda problem, blocks: gradients_of(problem) | {"dbias": ((problem["vocabulary"],), "float32")},
+    reference=reference_backward,
+    bytes_moved=lambda problem: 2 * matrix_bytes(problem),
+    flops=lambda problem: 3 * product_flops(problem),
+)
+SPECS = (FORWARD, BACKWARD)

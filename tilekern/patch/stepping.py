@@ -1,0 +1,185 @@
+"""A model's training step on meta tensors: forward, loss, backward and optimizer, with nothing computed.
+
+Run inside :func:`tilekern.trace`, it shows what a job of the model asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilekern.errors import InputError
+from tilekern.ops.adamw import AdamW
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The inputs of a step: ``sequences`` of ``length`` tokens each.
+
+    ``packed`` ones stand one after the other in a batch of one, with ``cu_seq_lens_q`` and the like, as transformers'
+    ``DataCollatorWithFlattening`` makes them. ``padded`` ones have a mask that says more than causality.
+    """
+
+    sequences: int
+    length: int
+    packed: bool = False
+    padded: bool = False
+
+    def inputs(self) -> dict[str, Any]:
+        """The arguments of a language model's forward, on meta."""
+        shape = (1, self.sequences * self.length) if self.packed else (self.sequences, self.length)
+        ids = torch.zeros(shape, dtype=torch.long, device=_META)
+        found: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
+        if self.packed:
+            starts = torch.zeros(self.sequences + 1, dtype=torch.int32, device=_META)
+            found |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "position_ids": ids}
+            found |= {"max_length_q": self.length, "max_length_k": self.length}
+        if self.padded:
+            # What transformers makes of a mask that is not all ones; which values it has does not matter.
+            mask = torch.ones((shape[0], 1, shape[1], shape[1]), dtype=torch.bool, device=_META)
+            found["attention_mask"] = mask
+        return found
+
+
+def model_of(config: Any, dtype: str, attention: str | None) -> Any:
+    """A causal language model, or whatever else of transformers has such a configuration, on meta and in training mode.
+
+    Args:
+        config: the configuration, which stays as it is.
+        dtype: of its parameters.
+        attention: transformers' name of the attention implementation; its own choice where None.
+
+    Raises:
+        InputError: transformers has no model that is trained on tokens with such a configuration.
+    """
+    named = {} if attention is None else {"attn_implementation": attention}
+    with _META:
+        return auto_class(config).from_config(copy.deepcopy(config), dtype=getattr(torch, dtype), **named).train()
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that makes the language model of a configuration.
+
+    Raises:
+        InputError: transformers has no model that is trained on tokens with such a configuration.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+
+    for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            return auto
+    raise InputError(f"{type(config).__name__}: transformers has no language model with such a configuration")
+
+
+def step(model: Any, batch: Batch, *, adamw: bool = True) -> None:
+    """Take a training step of a model on meta, with or without that of ``tilekern.AdamW``."""
+    with torch.enable_grad():
+        loss = model(**batch.inputs()).loss
+        if loss is None:
+            raise InputError("the model gives no loss for labels")
+        loss.backward()
+    if adamw:
+        AdamW([x for x in model.parameters() if x.grad is not None]).step()
+    model.zero_grad()
+
+
+def step_as_it_is(model: torch.nn.Module, batch: Batch) -> None:
+    """Take a training step of a model on any device, patched or not, on meta tensors in the place of its own.
+
+    The model is as it was afterwards. Wrappers (torch.compile, DistributedDataParallel) are left out. One whose
+    parameters are sharded (FSDP) is made anew from its configuration.
+
+    Raises:
+        InputError: it has no configuration, or its step cannot be taken on meta tensors.
+    """
+    core = core_of(model)
+    try:
+        if any(map(_is_shard, core.parameters())):
+            step(_made_again(core), batch)
+        else:
+            _step_in_place(core, batch)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{type(core).__name__} cannot be stepped on meta tensors: {one_line(error)}; run its step inside "
+            "tilekern.trace() yourself"
+        ) from error
+
+
+def core_of(model: torch.nn.Module) -> Any:
+    """The outermost module of a model that has a configuration, as transformers' models and PEFT's do.
+
+    Raises:
+        InputError: there is none.
+    """
+    whole = getattr(model, "_orig_mod", model)
+    for module in whole.modules():
+        if hasattr(getattr(module, "config", None), "to_dict"):
+            return getattr(module, "_orig_mod", module)
+    raise InputError(
+        f"{type(whole).__name__} has no configuration, so what its step is given is not known; run the step inside "
+        "tilekern.trace()"
+    )
+
+
+def one_line(error: Exception) -> str:
+    """The first line of what an error says."""
+    said = str(error).strip().splitlines()
+    return (said or [type(error).__name__])[0][:200]
+
+
+def _step_in_place(model: torch.nn.Module, batch: Batch) -> None:
+    whole = _Step(model)
+    named = (*whole.named_parameters(), *whole.named_buffers())
+    tensors = {name: torch.empty(x.shape, dtype=x.dtype, device=_META) for name, x in named}
+    for name, x in whole.named_parameters():
+        tensors[name].requires_grad_(x.requires_grad)
+    with _training(model):
+        torch.func.functional_call(whole, tensors, (batch,))
+
+
+class _Step(torch.nn.Module):
+    """A step as one call, so that its backward, which may run a forward again, has the same parameters."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> None:
+        step(self.model, batch)
+
+
+def _is_shard(parameter: Any) -> bool:
+    return hasattr(parameter, "placements") or type(parameter).__name__ == "FlatParameter"
+
+
+def _made_again(model: Any) -> Any:
+    """The model that a configuration makes, which runs what the model's classes are patched with."""
+    from tilekern.patch.bound_method import Bound
+
+    if any(isinstance(own, Bound) for module in model.modules() for own in vars(module).values()):
+        raise InputError(
+            f"{type(model).__name__} was patched by itself and then sharded; call this before it is sharded"
+        )
+    dtype = next(x.dtype for x in model.parameters() if x.is_floating_point())
+    return model_of(model.config, str(dtype).removeprefix("torch."), model.config._attn_implementation)
+
+
+@contextlib.contextmanager
+def _training(model: torch.nn.Module) -> Iterator[None]:
+    """The model and all its modules in training mode."""
+    modes = {module: module.training for module in model.modules()}
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,0 +1,72 @@
+"""The ops that ``tilekern.apply`` patches, by name, and how a text chooses among them; nothing heavy is imported."""
+
+from __future__ import annotations
+
+from tilekern.errors import InputError
+
+# In the order in which they are applied.
+OPS = (
+    "rms_norm", "layer_norm", "swiglu", "mlp", "qk_norm_rope", "rope", "fused_add_rms_norm",
+    "fused_linear_cross_entropy",
+)  # fmt: skip
+# The op that a model's configuration chooses: its attention.
+ATTENTION = "attention"
+# The op that runs only where it is asked for: layers of experts, with their routers.
+EXPERTS = "experts"
+# The optimizer, which takes the place of torch's.
+ADAMW = "adamw"
+# The name by which a model's configuration asks for our code, and the attentions that it may ask for: for each, whether
+# gradients are the same bits in every run.
+IMPLEMENTATION = "tilekern"
+ATTENTIONS = {IMPLEMENTATION: True, "tilekern_nondeterministic": False}
+# Off unless they are asked for.
+EXTRAS = (EXPERTS, ATTENTION, ADAMW)
+# Which families: those whose tests pass here, or all whose code has a form that is known.
+FORMS = ("tested", "any")
+_ALL = "1"
+
+
+def switches_of(text: str) -> dict[str, bool]:
+    """The arguments of ``tilekern.apply`` that a text asks for.
+
+    Args:
+        text: words with commas between. ``1`` is all of :data:`OPS`; names of :data:`EXTRAS` behind it are on too, and
+            ``-OP`` leaves an op out. Names without ``1`` are those ops alone; ``-OP`` without it is all but those.
+
+    Raises:
+        InputError: a word is unknown or empty, is named and left out, or names are mixed with ``-OP`` without ``1``.
+    """
+    words = [word.strip() for word in text.split(",")]
+    names = [word.removeprefix("-") for word in words if word != _ALL]
+    for name in names:
+        if name not in (*OPS, *EXTRAS):
+            raise InputError(
+                f"{name!r} is not an op{_meant(name)}; give 1 for all ops, some of {', '.join((*OPS, *EXTRAS))}, "
+                "1,OP for all and one that is off by default, or -OP for all but one"
+            )
+    left_out = {word[1:] for word in words if word.startswith("-")}
+    asked = {word for word in words if word != _ALL and not word.startswith("-")}
+    if both := sorted(left_out & asked):
+        raise InputError(f"{text!r} both names {both[0]} and leaves it out; keep one of the two")
+    if left_out and asked and _ALL not in words:
+        raise InputError(
+            f"{text!r} names ops and leaves out others; give the names alone, 1 before them for all ops, or -OP for all"
+            " but one"
+        )
+    if _ALL in words or left_out:
+        return dict.fromkeys(left_out, False) | dict.fromkeys(asked.intersection(EXTRAS), True)
+    return {op: op in asked for op in (*OPS, *EXTRAS)}
+
+
+def text_of(switches: dict[str, bool]) -> str:
+    """The text that asks for some switches; ops that are not among them are as ``apply`` has them by default."""
+    left_out = [f"-{op}" for op in OPS if not switches.get(op, True)]
+    asked = [op for op in EXTRAS if switches.get(op)]
+    return ",".join([*([] if left_out and not asked else [_ALL]), *left_out, *asked])
+
+
+def _meant(name: str) -> str:
+    import difflib
+
+    nearest = difflib.get_close_matches(name.strip().lower().replace("-", "_"), (*OPS, *EXTRAS), n=1)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""

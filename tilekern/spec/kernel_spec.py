@@ -1,0 +1,408 @@
+"""Kernels declared as data: what the tuner, the compiler, dispatch, the interpreter and the benchmarks all read.
+
+A :class:`KernelSpec` names a kernel's problem dimensions, its search space, how a (problem, config) pair is
+launched, what it must equal and what it must move. Nothing here imports torch or touches a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Literal
+
+from tilekern.spec.points import Config, Problem, Value
+from tilekern.spec.space import Space
+
+if TYPE_CHECKING:
+    from tilekern.spec.targets import Target
+
+DTYPES = ("bfloat16", "float16", "float32")
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
+ALIGNED, GENERIC = "aligned", "generic"
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One dimension of a problem.
+
+    ``exact`` values are part of the key as they are; ``bucketed`` ones are rounded up to a power of two;
+    ``dtype`` is one of :data:`DTYPES`; ``flag`` is a bool.
+    """
+
+    name: str
+    kind: Literal["exact", "bucketed", "dtype", "flag"]
+
+
+def bucket(size: int) -> int:
+    """The bucket of a bucketed dimension: the least power of two that is not below ``size`` (1 for 0)."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    """Division rounded up."""
+    return -(-numerator // denominator)
+
+
+@dataclass(frozen=True)
+class ArrayParameter:
+    """An array that a device function takes: its name, dtype, rank, and whether it is read or written.
+
+    ``extent`` is the size of the last axis where the problem fixes it: the compiler makes wide loads only where it
+    knows that no vector reaches over the end of a row. An array that is not ``aligned`` may have any base and strides,
+    but a last one of 1, in the aligned variant too: one whose rows are as long as an odd sequence, say.
+    """
+
+    name: str
+    dtype: str
+    ndim: int
+    extent: int | None = None
+    role: Literal["input", "output"] = "input"
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class ScalarParameter:
+    """A scalar given at launch time; ``dtype`` is ``float32`` or ``int32``.
+
+    ``sample`` is the value to check and time the kernel with, where its family draws the inputs.
+    """
+
+    name: str
+    dtype: str
+    sample: float | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array that a kernel takes, stated once for all of its problems.
+
+    Attributes:
+        name: the parameter of the device function.
+        dtype: the dimension that says it, two with ``*`` between (what torch promotes them to), or a dtype.
+        shape: a size for each axis: a number, a dimension, or ``blocks`` for the number of blocks, with a factor before
+            it (``2*columns``) or a divisor behind it (``head_dim/2``) where it has one. No size is one element.
+        role: ``scratch`` is written for another kernel to read, and is not a result.
+        aligned: as that of :class:`ArrayParameter`.
+        nonnegative: the kernel gives NaN for a negative number, as for a probability; tests and the tuner draw none.
+        flag: the dimension that says whether there is such an array. Without one the kernel takes one element in its
+            place, in as many axes, and does not read it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[str, ...]
+    role: Literal["input", "output", "scratch"] = "input"
+    aligned: bool = True
+    nonnegative: bool = False
+    flag: str | None = None
+
+    def is_in(self, problem: Problem) -> bool:
+        """Whether a problem has the array."""
+        return self.flag is None or bool(problem[self.flag])
+
+    def dtype_in(self, problem: Problem) -> str:
+        """Its dtype in a problem."""
+        dtypes = {problem.get(part, part) for part in self.dtype.split("*")}
+        return str(dtypes.pop()) if len(dtypes) == 1 else "float32"
+
+    def shape_in(self, problem: Problem, blocks: int = 1) -> tuple[int, ...]:
+        """Its shape in a problem that runs on a number of blocks."""
+        if not self.is_in(problem):
+            return (1,) * len(self.shape)
+        sizes = {**problem, "blocks": blocks}
+        return tuple(times * int(sizes.get(name, name)) // by for name, times, by in map(size_of, self.shape))
+
+
+def outputs_of(
+    arrays: Iterable[Array | ScalarParameter],
+) -> Callable[[Problem, int], dict[str, tuple[tuple[int, ...], str]]]:
+    """The :attr:`KernelSpec.outputs` of some arrays."""
+    written = [array for array in arrays if isinstance(array, Array) and array.role != "input"]
+    return lambda problem, blocks: {a.name: (a.shape_in(problem, blocks), a.dtype_in(problem)) for a in written}
+
+
+def parameters_of(
+    arrays: Iterable[Array | ScalarParameter], dimensions: Iterable[Dimension], problem: Problem
+) -> tuple[ArrayParameter | ScalarParameter, ...]:
+    """The :attr:`Implementation.parameters` of some arrays."""
+    exact = {dimension.name for dimension in dimensions if dimension.kind == "exact"}
+
+    def parameter(array: Array) -> ArrayParameter:
+        last, is_there = size_of(array.shape[-1])[0] if array.shape else "", array.is_in(problem)
+        extent = array.shape_in(problem)[-1] if is_there and (last in exact or last.isdigit()) else None
+        role: Literal["input", "output"] = "input" if array.role == "input" else "output"
+        # Nothing divides the stride of rows of one element.
+        aligned = array.aligned and (is_there or len(array.shape) < 2)
+        return ArrayParameter(array.name, array.dtype_in(problem), len(array.shape) or 1, extent, role, aligned)
+
+    return tuple(array if isinstance(array, ScalarParameter) else parameter(array) for array in arrays)
+
+
+def python_of(function: Any) -> Any:
+    """The Python function inside a device function; any other function itself."""
+    return getattr(function, "_pyfunc", function)
+
+
+def name_of(function: Any) -> str:
+    """The name of a device function, by which :mod:`tilekern.spec.source` reads a spec's."""
+    return str(python_of(function).__name__)
+
+
+def module_of(function: Any) -> str:
+    """The dotted name of the module that holds a device function."""
+    return str(python_of(function).__module__)
+
+
+def size_of(text: str) -> tuple[str, int, int]:
+    """The dimension, the factor and the divisor of a size of :class:`Array`."""
+    whole, _, by = text.partition("/")
+    times, star, name = whole.rpartition("*")
+    return name, int(times) if star else 1, int(by or 1)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """How one config of a spec runs: the device function, its parameters, its constants and compiler hints.
+
+    ``parameters`` are the arrays and scalars by the device function's own names and in its order; its compile-time
+    constants come after them, as ``constants`` has them. ``grid`` gives the number of blocks for real sizes and a
+    number of SMs. The implementation of a spec's generic config must be right on any one-dimensional grid (a loop over
+    its work in steps of the grid), since it is launched on the aligned one's. ``dependent`` says that the device
+    function waits for its predecessor by itself (``grid_dependency_control_wait``), so that it may be launched before
+    that has ended (programmatic dependent launch, sm_90 and newer).
+    """
+
+    function: Any
+    parameters: tuple[ArrayParameter | ScalarParameter, ...]
+    constants: tuple[tuple[str, int | float | bool], ...]
+    grid: Callable[[Problem, int], int]
+    hints: Mapping[str, int | None] = field(default_factory=dict)
+    dependent: bool = False
+
+    def __post_init__(self) -> None:
+        """Hold the names of parameters and constants to those of the function's own parameters (1 us).
+
+        Raises:
+            TypeError: they are others, or in another order.
+        """
+        code = getattr(python_of(self.function), "__code__", None)
+        if code is None:
+            return
+        given = (*(parameter.name for parameter in self.parameters), *(name for name, _ in self.constants))
+        taken = code.co_varnames[: code.co_argcount]
+        if given != taken:
+            place = next(n for n, (one, other) in enumerate(zip_longest(given, taken)) if one != other)
+            at = [repr(names[place]) if place < len(names) else "nothing more" for names in (taken, given)]
+            raise TypeError(
+                f"{code.co_name}: parameter {place + 1} of the kernel is {at[0]}, its implementation gives {at[1]}; "
+                "name the arrays and scalars, then the constants, as the kernel does and in its order"
+            )
+
+
+@dataclass(frozen=True)
+class CuteKernel:
+    """How one config of a spec runs as a kernel of CuTe DSL; the generic variant beside it is cuTile's.
+
+    Attributes:
+        function: the device function in cuTile whose arrays and scalars it takes, and whose formulas it may compile.
+        kernel: its class as ``module:Class``, which is imported to compile alone. It is called with ``function``,
+            ``parameters``, and by their names the GPU's ``capability``, ``block``, ``cluster`` and the ``constants``.
+        parameters: the arrays and scalars, as those of :class:`Implementation`.
+        constants: what the config decides.
+        grid: gives the number of blocks for real sizes and a number of SMs: whole clusters.
+        block: threads of a block.
+        cluster: blocks of a cluster; 1 for none.
+        cooperative: whether all blocks must be resident at once.
+        dependent: as that of :class:`Implementation`.
+        shared_bytes: dynamic shared memory of a block, beside what its cubin says.
+    """
+
+    function: Any
+    kernel: str
+    parameters: tuple[ArrayParameter | ScalarParameter, ...]
+    constants: tuple[tuple[str, int | float | bool], ...]
+    grid: Callable[[Problem, int], int]
+    block: int
+    cluster: int = 1
+    cooperative: bool = False
+    dependent: bool = False
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LibraryCall:
+    """One config of a spec that a library runs (cuBLAS, cuDNN, a sequence of such calls); it makes no artifact.
+
+    Which library it needs is told by the config's ``implementation`` (:mod:`tilekern.runtime.libraries`).
+
+    ``call`` takes the inputs of the names ``inputs``, in their order, and gives a tuple of new tensors in the order of
+    the spec's outputs. A ``composite`` one launches kernels of other specs between the library's: before its inputs it
+    takes a function like :func:`tilekern.runtime.dispatch.plan_for`. One that ``updates`` an input puts its result
+    there and gives that back.
+    """
+
+    call: Callable[..., tuple[Any, ...]]
+    inputs: tuple[str, ...]
+    composite: bool = False
+    updates: str | None = None
+
+    def bound(self, plan_for: Callable[..., Any], *, in_place: bool = False) -> Callable[..., tuple[Any, ...]]:
+        """The function of the inputs alone; unless ``in_place``, it leaves them as they are."""
+        call = functools.partial(self.call, plan_for) if self.composite else self.call
+        if in_place or self.updates is None:
+            return call
+        place = self.inputs.index(self.updates)
+        return lambda *given: call(*given[:place], given[place].clone(), *given[place + 1 :])
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Allowed error: ``relative`` of the norm of the whole output, ``elementwise`` of each element."""
+
+    relative: float
+    elementwise: float
+
+    def times(self, factor: float) -> Tolerance:
+        """The tolerance, wider by a factor."""
+        return Tolerance(self.relative * factor, self.elementwise * factor)
+
+
+# Bounds on ||out - ref|| / ||ref|| and on max|out - ref| / (max|ref| + tiny): a few units in the last place of the
+# dtype that is stored; float32 allows for the order of a sum over some ten thousand terms.
+TOLERANCES = {
+    "bfloat16": Tolerance(relative=4e-3, elementwise=1.6e-2),
+    "float16": Tolerance(relative=6e-4, elementwise=2e-3),
+    "float32": Tolerance(relative=2e-6, elementwise=1e-5),
+}
+
+
+@dataclass(frozen=True)
+class Follower:
+    """A kernel that ops launch right behind another, to make something of what that has left for it.
+
+    Candidates are timed together with it: how many rows they leave, and how soon it can begin, is theirs to choose.
+
+    Attributes:
+        kernel: the name of its spec, which has one input.
+        array: the output of the other that it reads.
+        dimensions: (problem of the other, its number of blocks) -> its own dimensions by name, with real sizes.
+    """
+
+    kernel: str
+    array: str
+    dimensions: Callable[[Problem, int], dict[str, Value]]
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """A kernel as the whole of tilekern knows it.
+
+    Attributes:
+        name: unique name, part of the cache's paths.
+        summary: one line for people.
+        module: dotted name of the module that holds the device code; its source is digested.
+        dimensions: the problem's dimensions, in the order of its key.
+        space: the search space.
+        implement: (problem, config) -> how it runs; the problem may hold real or bucketed sizes.
+        default: (problem, target) -> the heuristic config, always inside the space's constraints.
+        generic: problem -> the config of the generic variant, chosen to compile fast and run anywhere.
+        inputs: (problem, torch generator, device) -> arguments by name for every input array and scalar; imports torch,
+            and draws by ``torch.randn`` and ``torch.rand`` alone, which the tuner's checks change.
+        outputs: (problem, number of blocks) -> (shape, dtype) by name for every output array.
+        reference: arguments by name -> expected results by name in float64; imports torch.
+        results: outputs by name -> results comparable with the reference (identity unless partial sums are stored).
+        bytes_moved: problem -> bytes that must move through device memory (each input read and output written once).
+        flops: problem -> floating-point operations.
+        result_dtype: problem -> dtype that sets the tolerance.
+        roundings: how many times values are rounded to that dtype on the way to a result; widens the tolerance.
+        inputs_in_l2: whether it runs right after the kernel that wrote its inputs, and is timed with them in L2.
+        follower: the kernel that every op launches right behind it; None where there is none.
+        arrays: the device function's arrays and scalars, in its order.
+        variations: other inputs of the same problem by name, for what belongs to no problem but changes the time, as
+            how evenly rows are spread over experts: as ``inputs``, but only those that differ. All are checked.
+        timed: the variations on which candidates are timed beside ``inputs``; they are ranked by the worst of their
+            losses against the fastest on each.
+    """
+
+    name: str
+    summary: str
+    module: str
+    dimensions: tuple[Dimension, ...]
+    space: Space
+    implement: Callable[[Problem, Config], Implementation | CuteKernel | LibraryCall]
+    default: Callable[[Problem, Target], Config]
+    generic: Callable[[Problem], Config]
+    inputs: Callable[[Problem, Any, str], dict[str, Any]]
+    outputs: Callable[[Problem, int], dict[str, tuple[tuple[int, ...], str]]]
+    reference: Callable[..., dict[str, Any]]
+    bytes_moved: Callable[[Problem], int]
+    flops: Callable[[Problem], int]
+    result_dtype: Callable[[Problem], str]
+    results: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    roundings: int = 1
+    inputs_in_l2: bool = False
+    follower: Follower | None = None
+    arrays: tuple[Array | ScalarParameter, ...] = ()
+    variations: Mapping[str, Callable[[Problem, Any, str], dict[str, Any]]] = field(default_factory=dict, hash=False)
+    timed: tuple[str, ...] = ()
+
+    def problem(self, **values: Value) -> Problem:
+        """A problem with real sizes, checked against the dimensions.
+
+        Raises:
+            ValueError: a dimension is missing, unknown, or has a value that its kind does not allow.
+        """
+        names = [dimension.name for dimension in self.dimensions]
+        if set(values) != set(names):
+            raise ValueError(f"{self.name}: expected the dimensions {', '.join(names)}, got {', '.join(values)}")
+        for dimension in self.dimensions:
+            _check(self.name, dimension, values[dimension.name])
+        return Problem({name: values[name] for name in names})
+
+    def problem_of(self, values: Mapping[str, Value]) -> Problem | None:
+        """A record's problem as the spec has it today, or None where its dimensions were others."""
+        try:
+            return self.problem(**values)
+        except (TypeError, ValueError):
+            return None
+
+    def device(self, problem: Problem, config: Config) -> Implementation | CuteKernel:
+        """The implementation of a config that runs a device function.
+
+        Raises:
+            TypeError: a library runs the config.
+        """
+        found = self.implement(problem, config)
+        if isinstance(found, LibraryCall):
+            raise TypeError(f"{self.name} {config.key} is a library's call, which has no device function")
+        return found
+
+    def parameters(self, problem: Problem) -> tuple[ArrayParameter | ScalarParameter, ...]:
+        """The parameters of the device function, by :attr:`arrays`."""
+        return parameters_of(self.arrays, self.dimensions, problem)
+
+    def is_library(self, problem: Problem, config: Config) -> bool:
+        """Whether a library runs the config, so that there is nothing to compile."""
+        return isinstance(self.implement(problem, config), LibraryCall)
+
+    def tolerance(self, problem: Problem) -> Tolerance:
+        """The error that a result of the problem may have."""
+        return TOLERANCES[self.result_dtype(problem)].times(self.roundings)
+
+    def bucketed(self, problem: Problem) -> Problem:
+        """The problem whose record serves ``problem``: bucketed dimensions rounded to their bucket."""
+        changes = {d.name: bucket(problem[d.name]) for d in self.dimensions if d.kind == "bucketed"}
+        return problem.but(**changes)
+
+
+def _check(kernel: str, dimension: Dimension, value: Value) -> None:
+    if dimension.kind == "dtype":
+        if value not in DTYPES:
+            raise ValueError(f"{kernel}: {dimension.name} must be one of {', '.join(DTYPES)}, got {value!r}")
+    elif dimension.kind == "flag":
+        if not isinstance(value, bool):
+            raise ValueError(f"{kernel}: {dimension.name} must be True or False, got {value!r}")
+    elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{kernel}: {dimension.name} must be a whole number of at least 1, got {value!r}")

@@ -1,1 +1,0 @@
-"""Which problems a step asks for, found by running it on meta tensors."""
