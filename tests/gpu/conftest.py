@@ -15,7 +15,7 @@ sys.path += [str(HERE.parent / name) for name in ("kernels", "ops", "liger")]
 
 import gpu_samples  # noqa: E402 (found through the path above)
 
-from tilekern import toolchain  # noqa: E402
+from tilekern.compile import toolchain  # noqa: E402
 from tilekern.errors import CacheMiss  # noqa: E402
 from tilekern.runtime import dispatch  # noqa: E402
 

@@ -220,7 +220,7 @@ def test_ligers_own_variable_is_enough(variable, tmp_path):
         "import torch, sys; assert 'tilekern.integrations.liger' not in sys.modules\n"
         "from liger_kernel.functional import rms_norm\n"
         "import liger_kernel.transformers\n"
-        "from tilekern import liger\n"
+        "from tilekern.integrations import liger\n"
         "rms_norm(torch.ones(2, 8), torch.ones(8))\n"
         "print(liger.calls()['LigerRMSNormFunction']['served'])\n"
         "print('original' in vars(liger_kernel.ops.LigerSiLUMulFunction))\n"

@@ -12,7 +12,7 @@ for name in list(os.environ):
     if name.startswith(("CUDA_TILE_", "EXPERIMENTAL_CUDA_TILE_", "CUTE_DSL_")):
         del os.environ[name]
 
-from tilekern import cute_compiler, frontend  # noqa: E402
+from tilekern.compile import cute_compiler, frontend  # noqa: E402
 from tilekern.kernels import all_specs  # noqa: E402
 from tilekern.tuning.compile import stage as compiling  # noqa: E402, F401 (holds what a worker runs)
 

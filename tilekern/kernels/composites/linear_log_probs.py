@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of a language model's head, and their gradients, chunk by chunk of its rows.
 
 A chunk goes through :mod:`tilekern.kernels.composites.head` and the kernels of :mod:`tilekern.kernels.log_probs`. The
-backward begins with the last chunk, whose logits a forward leaves in a :class:`Room`, and makes those of the others once
-more.
+backward begins with the last chunk, whose logits a forward leaves in a :class:`Room`, and makes those of the others
+once more.
 """
 
 from __future__ import annotations
