@@ -279,7 +279,6 @@ def test_a_cache_that_is_a_file_is_wrong(capsys, tmp_path):
         ("TILEKERN_ON_MISS", "foo", "TILEKERN_ON_MISS: must be one of compile, fallback, error, got 'foo'"),
         ("TILEKERN_INTERPRET", "yes", "TILEKERN_INTERPRET: must be one of nothing, 0, 1, got 'yes'"),
         ("TILEKERN_LOOKUP_AGAIN_S", "soon", "TILEKERN_LOOKUP_AGAIN_S must be a number of seconds"),
-        ("TILEKERN_LAUNCHER", "cuda", "TILEKERN_LAUNCHER: must be one of cuda-tile, driver, got 'cuda'"),
     ],
 )
 def test_a_setting_that_is_not_known_is_wrong(capsys, monkeypatch, name, value, message):

@@ -1,4 +1,4 @@
-"""Launches that say their block and cluster, by cuda-tile's own launcher and by the driver alone, on a stub of it."""
+"""Launches that say their block and cluster, by cuda-tile's own launcher, on a stub of the driver."""
 
 import json
 import os
@@ -9,9 +9,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
-from tilekern.errors import InputError
-from tilekern.runtime.driver import launcher
 
 pytestmark = [
     pytest.mark.processes,
@@ -68,9 +65,9 @@ def stub(tmp_path_factory):
     return folder
 
 
-def run(stub, launcher, calls, **more):
+def run(stub, calls, **more):
     """The addresses of both matrices, the launches of a job, and what it printed behind them."""
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(stub), "TILEKERN_LAUNCHER": launcher, **more}
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(stub), **more}
     job = subprocess.run(
         [sys.executable, "-c", JOB + textwrap.dedent(calls)],
         env=environment,
@@ -102,10 +99,8 @@ CALLS = """
 """
 
 
-@pytest.mark.parametrize("launcher", ["cuda-tile", "driver"])
-@pytest.mark.share(2)
-def test_launches_are_as_the_record_says_and_what_its_cubin_does_not_allow_runs_the_generic_variant(stub, launcher):
-    (whole, moved), launches, printed = run(stub, launcher, CALLS)
+def test_launches_are_as_the_record_says_and_what_its_cubin_does_not_allow_runs_the_generic_variant(stub):
+    (whole, moved), launches, printed = run(stub, CALLS)
     assert [one["block"] for one in launches[:3]] == [[256, 1, 1], [128, 2, 1], [64, 1, 1]]
     assert [one["attributes"] for one in launches[:3]] == [{}, {CLUSTER: 2, DEPENDENT: 1}, {COOPERATIVE: 1}]
     assert [one["shared"] for one in launches] == [0, 0, 0, 98304, 0, 0]
@@ -118,9 +113,7 @@ def test_launches_are_as_the_record_says_and_what_its_cubin_does_not_allow_runs_
     assert printed == ["2", "NoVariant"]
 
 
-@pytest.mark.parametrize("launcher", ["cuda-tile", "driver"])
-@pytest.mark.share(2)
-def test_a_launch_makes_sure_of_its_context(stub, launcher):
+def test_a_launch_makes_sure_of_its_context(stub):
     """Autograd's threads have none before they allocate, under expandable segments also after it."""
     calls = """
         from tilekern.runtime.plans import DependentPlan, Plan
@@ -132,7 +125,7 @@ def test_a_launch_makes_sure_of_its_context(stub, launcher):
             import ctypes
             ctypes.CDLL("libcuda.so.1").cuCtxSetCurrent(None)
     """
-    _, launches, printed = run(stub, launcher, calls, STUB_WITHOUT_CONTEXT="1")
+    _, launches, printed = run(stub, calls, STUB_WITHOUT_CONTEXT="1")
     assert [one["cubin"] for one in launches] == ["own", "own", "aligned"]
     assert printed == ["1", "1", "1"]
 
@@ -161,12 +154,6 @@ def test_a_launch_is_on_the_device_of_its_tensors(stub):
         both.launch(0, whole, weight, whole, 1e-6)
         print(*seen, current[0], both.launches)
     """
-    _, launches, printed = run(stub, "cuda-tile", calls)
+    _, launches, printed = run(stub, calls)
     assert len(launches) == 2
     assert printed == ["(1, 1) (0, 0) 0 2"]
-
-
-def test_a_launcher_that_is_not_known_is_named(monkeypatch):
-    monkeypatch.setenv("TILEKERN_LAUNCHER", "torch")
-    with pytest.raises(InputError, match="TILEKERN_LAUNCHER must be cuda-tile or driver, got 'torch'"):
-        launcher()

@@ -46,7 +46,6 @@ SETTINGS: dict[str, Callable[[str], object] | None] = {
     "TILEKERN_CACHE_DIR": None,
     "TILEKERN_CACHE_PATH": None,
     "TILEKERN_INTERPRET": _one_of(*_YES_NO),
-    "TILEKERN_LAUNCHER": _one_of("cuda-tile", "driver"),
     "TILEKERN_LOOKUP_AGAIN_S": _look_again,
     "TILEKERN_ON_MISS": _one_of("compile", "fallback", "error"),
     "TILEKERN_SERVE_TOKEN": None,

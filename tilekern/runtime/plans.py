@@ -290,11 +290,9 @@ def _extended_launch(*arguments: Any, **options: Any) -> None:
 
 def _load_launchers() -> None:
     global _ct_launch, _extended_launch
-    from cuda.tile._cext import launch
+    from cuda.tile._cext import launch, launch_extended
 
-    from tilekern.runtime.driver import launcher
-
-    _ct_launch, _extended_launch = launch, launcher()
+    _ct_launch, _extended_launch = launch, launch_extended
 
 
 def _raw_stream(device: int) -> int:

@@ -19,7 +19,6 @@ _SWITCH = ("0", "1")
 CHOICES: dict[str, tuple[str, ...]] = {
     "TILEKERN_ON_MISS": ("compile", "fallback", "error"),
     "TILEKERN_TRUST": ("any", "signed"),
-    "TILEKERN_LAUNCHER": ("cuda-tile", "driver"),
     "TILEKERN_TRUST_SHARED": _SWITCH,
     "TILEKERN_WIDE_SUMS": _SWITCH,
     "TILEKERN_INTERPRET": _SWITCH,
