@@ -141,6 +141,11 @@ def test_a_gpu_is_named_by_its_figures():
     assert (found.arch, found.sm_count, found.name) == ("sm_90", 78, "H20 of mine")
     assert (found.memory_gbs, found.l2_bytes, found.shared_bytes) == (4000, 30 << 20, 100 << 10)
     assert from_description(found.describe_whole()) == found
+    whole = "registers=32768,threads=1024,blocks=16,half=300,scalar=40"
+    limits = resolve(f"sm_90:78,{whole}")
+    assert (limits.registers, limits.threads, limits.blocks) == (32768, 1024, 16)
+    assert (limits.half_tflops, limits.scalar_tflops) == (300, 40)
+    assert from_description(limits.describe_whole()) == limits
     assert resolve("sm_90:40").memory_gbs == resolve("sm_90:20").memory_gbs * 2
     assert resolve("sm_90:132").memory_gbs == resolve("sm_90").memory_gbs
 

@@ -24,6 +24,7 @@ _WHERE = {
     "agree": "tilekern.patch.comparing",
     "cache_digest": "tilekern.patch.comparing",
     "trace": "tilekern.runtime.recorder",
+    "tune": "tilekern",
     "preflight": "tilekern.tuning.preflight",
     "stats": "tilekern.runtime.counting",
     "check_labels": "tilekern.ops.labels",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from tilekern.patch.warmup import warmup_all_kernels as warmup_all_kernels
     from tilekern.runtime.counting import stats as stats
     from tilekern.runtime.recorder import trace as trace
+    from tilekern.tune import tune as tune
     from tilekern.tuning.preflight import preflight as preflight
 
 
@@ -57,6 +59,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tilekern' has no attribute {name!r}")
     import importlib
 
+    # A module of its own (tune) is that name: importing it would set the attribute anyhow, and it can be called.
+    if _WHERE[name] == __name__:
+        return importlib.import_module(f"{__name__}.{name}")
     return getattr(importlib.import_module(_WHERE[name]), name)
 
 

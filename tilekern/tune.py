@@ -1,8 +1,104 @@
-"""The door to tuning: ``python -m tilekern.tune MODEL``. Everything behind it lives in ``tilekern.tuning``."""
+"""``tilekern.tune(model)``, and the entry point of ``python -m tilekern.tune``; the code is in ``tilekern.tuning``.
+
+A submodule becomes an attribute of its package when it is imported, and would take the place of a function of the same
+name. So ``tilekern.tune`` is always this module, and calling it calls :func:`tune`.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilekern.tuning.pipeline import Result, Tell
+
+
+def tune(
+    model: Any, tokens: int | Sequence[int] = (2048, 8192), *, gpu: str = "auto", budget_s: float | None = None,
+    sequence: int | Sequence[int] = (), dtype: Any = ("bfloat16",), ops: str | Sequence[str] | None = None,
+    attention: str | Sequence[str] = ("tilekern",), tp: int = 1, packed: bool = False, padded: bool = False,
+    checkpointing: bool = False, optimizer: str = "adamw", experts: bool = False, strategy: str = "race",
+    executor: str = "local", jobs: int | None = None, gpus: int | None = None, timeout_s: float = 60.0,
+    cache_dir: str | Path | None = None, sweep: str | Path | None = None, tell: Tell | None = None,
+) -> Result:  # fmt: skip
+    """Tune the kernels that a model's training steps ask for, and fill the cache::
+
+        result = tilekern.tune(model, tokens=8192, budget_s=600)
+        for winner in result.winners:
+            print(winner.kernel, winner.problem.key, winner.record.provenance, winner.time_us)
+
+    Winners are ``measured`` where the GPU is here, else ``predicted``. A run that was stopped, or whose budget was
+    spent, goes on where it was when it is called again. Call it from a script below ``if __name__ == "__main__":``,
+    since compilers and measuring run in processes of their own.
+
+    Args:
+        model: a preset's name, the path of a config.json, a hub id, a configuration of transformers or its dictionary,
+            all of which are patched for this; a model, which is stepped as it is; or a traced plan
+            (:func:`tilekern.trace`) or its file, to which the arguments from ``tokens`` to ``experts`` but ``gpu`` and
+            ``budget_s`` do not apply.
+        tokens: tokens of a step, batch times sequence; one number or several, as ``sequence``, ``dtype``, ``ops`` and
+            ``attention`` are one or several.
+        gpu: the GPU to tune for: ``auto`` (the one here), a name, an arch, a key, or figures
+            (:func:`tilekern.spec.targets.resolve`).
+        budget_s: wall seconds, the planning included, after which no more work is begun. The problems that gain most
+            per second come first; those that were not reached are in ``result.left_out``. None for no limit.
+        sequence: tokens of a sequence; a step is one sequence where none is given.
+        dtype: the dtypes to train in, by name or as torch's own.
+        ops: the ops that are patched; all but experts where None.
+        attention: the names of ``attn_implementation``.
+        tp: the tensor-parallel degree.
+        packed: whether sequences are packed into a batch of one.
+        padded: whether they are padded to one length, with a mask.
+        checkpointing: whether activations are computed again in the backward.
+        optimizer: ``adamw`` or ``none``.
+        experts: whether layers of experts run tilekern's.
+        strategy: how candidates are timed: ``race`` or ``exhaustive``.
+        executor: where to compile and measure: ``local``, ``ray`` or ``ray://HOST:PORT``.
+        jobs: compile workers; one for each core where None.
+        gpus: how many GPUs to measure on at most; all that are alike where None.
+        timeout_s: wall seconds that one compile may take.
+        cache_dir: the cache to fill; the user's where None.
+        sweep: the sweep folder; one in the cache where None.
+        tell: called with the stage at work (``compile``, ``measure``, ``publish``), the finished and all of its parts.
+
+    Returns:
+        The winners by problem, what the budget left out and what serves that meanwhile, and the time spent.
+
+    Raises:
+        InputError: anything that was named is not known, a step cannot be traced, or no problem has a winner.
+        ToolchainMissing: no compiler is installed.
+        tilekern.cache.CacheError: the cache cannot be written.
+    """
+    from tilekern.cache import Store, user_root
+    from tilekern.runtime.recorder import Trace
+    from tilekern.runtime.settings import check_settings
+    from tilekern.spec.targets import resolve
+    from tilekern.tuning.pipeline import Options, Pipeline
+    from tilekern.tuning.plan.choosing import plan_of_anything
+    from tilekern.tuning.plan.steps import Steps, as_list
+
+    check_settings()
+    options = Options(
+        strategy=strategy, executor=executor, jobs=jobs, gpus=gpus, timeout_s=timeout_s, budget_s=budget_s
+    )  # fmt: skip
+    steps = Steps(
+        as_list(tokens), as_list(sequence), as_list(dtype), None if ops is None else as_list(ops), as_list(attention),
+        tp, packed, padded, checkpointing, optimizer, experts,
+    )  # fmt: skip
+    target = model.target if isinstance(model, Trace) and gpu == "auto" else resolve(gpu)
+    store = Store(cache_dir or user_root())
+    planned = plan_of_anything(model, steps, target, store.root)
+    return Pipeline.of(planned, target, store, options, tell, folder=None if sweep is None else Path(sweep)).run()
+
+
+class _CallableModule(ModuleType):
+    """A module that can be called, as the function of its name."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
+        return tune(*args, **kwargs)
 
 
 def main() -> int:
@@ -14,3 +110,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+sys.modules[__name__].__class__ = _CallableModule
+# What help() and inspect.signature() show of a callable.
+__wrapped__ = tune

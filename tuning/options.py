@@ -19,46 +19,6 @@ from tilekern.tuning.plan.configs import require_model_name
 from tilekern.tuning.plan.presets import PRESETS
 from tilekern.tuning.plan.steps import OPTIMIZERS, Steps
 
-STAGES = ("plan", "compile", "measure")
-LOCAL, RAY = "local", "ray"
-
-
-@dataclass(frozen=True)
-class Request:
-    """A run as it was asked for; the fields are the options, lists taken apart."""
-
-    plan: PlanRequest
-    gpu: str
-    stages: Sequence[str]
-    jobs: int | None
-    timeout_s: float
-    strategy: str
-    executor: str
-    gpus: int | None
-    sweep: Path | None
-    sign: Path | None
-    packs: Path | None
-    cache_dir: Path | None
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Request:
-        """From the options as click gives them.
-
-        Raises:
-            InputError: a list is empty or holds what its option does not know.
-        """
-        stages = words(given["stages"], "--stages")
-        for stage in stages:
-            if stage not in STAGES:
-                raise InputError(f"unknown stage {stage!r}; known: {', '.join(STAGES)}")
-        executor = given["executor"]
-        if executor not in (LOCAL, RAY) and not executor.startswith("ray://"):
-            raise InputError(f"unknown executor {executor!r}; known: local, ray, ray://HOST:PORT")
-        if given["packs"] and not {"plan", "measure"} <= set(stages):
-            raise InputError("--packs needs a run that plans and measures; of another one take its results.pack")
-        rest = {name: value for name, value in given.items() if name not in PLAN_OPTIONS}
-        return cls(**{**rest, "plan": PlanRequest.of(given), "stages": stages})
-
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -192,8 +152,13 @@ def is_grouped(text: str) -> bool:
     return any(part.startswith("0") for part in text.split(",")) or int(text.replace(",", "")) % _ROUND == 0
 
 
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
 class Seconds(click.FloatRange):
-    """A time in seconds, up to a day: the system's clocks and waits take no infinite ones, and no NaN.
+    """A time in seconds, or with a unit (``90s``, ``10m``, ``1.5h``), up to a day.
+
+    The system's clocks and waits take no infinite ones, and no NaN.
 
     Args:
         least: the shortest that is allowed.
@@ -204,6 +169,9 @@ class Seconds(click.FloatRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The number; fails as click's own types do."""
+        unit = _UNITS_S.get(value.strip()[-1:]) if isinstance(value, str) else None
+        if unit is not None and re.fullmatch(r"\d*\.?\d+", number := value.strip()[:-1]):
+            value = unit * float(number)
         found = float(super().convert(value, param, ctx))
         if math.isnan(found):
             self.fail(f"{value} is not a time in seconds; pass a number such as 30.", param, ctx)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,23 +32,20 @@ from tilekern.compile.toolchain import Toolkit, require_toolkit
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.runtime.dispatch import find
-from tilekern.runtime.recorder import Named, Trace
+from tilekern.runtime.recorder import Named
 from tilekern.runtime.settings import check_settings
 from tilekern.spec import Problem
 from tilekern.spec.source import source_digest
 from tilekern.spec.targets import Target, here, resolve
-from tilekern.tuning.options import PlanRequest
 from tilekern.tuning.plan.steps import TOKENS, Planned, Steps, as_list
 
 if TYPE_CHECKING:
-    from tilekern.tuning.serve.tuner import How
+    from tilekern.tuning.pipeline import Options, Tell
 
 EXACT, NEAREST, OTHER_GPU, MISSING = STATES = ("exact", "nearest", "other_gpu", "missing")
 # What is asked of a problem's record: that any serves; that it is of the very bucket and GPU; that it was measured.
 SERVED, OWN, MEASURED = DEMANDS = ("served", "exact", "measured")
 TUNE, COMPILE = WAYS = ("tune", "compile")
-# Told how many of how many problems are done.
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -193,18 +190,9 @@ def preflight(
         tp, packed, padded, checkpointing, optimizer, experts,
     )  # fmt: skip
     target = resolve(gpu)
-    if isinstance(config, Trace):
-        if config.target.key != target.key:
-            raise InputError(f"the step was traced for {config.target.name}, not {target.name}; trace it for that GPU")
-        planned = Planned("traced step", tuple(config.problems))
-    elif isinstance(config, str | Path):
-        from tilekern.tuning.plan.choosing import plan_of
+    from tilekern.tuning.plan.choosing import plan_of_anything
 
-        planned = plan_of(PlanRequest((str(config),), (), (), steps, None), target, user_root())
-    else:
-        from tilekern.tuning.plan.models import plan_of_model
-
-        planned = plan_of_model(config, steps, target)
+    planned = plan_of_anything(config, steps, target, user_root())
     return preflight_of(planned, target, need, cache_dir)
 
 
@@ -225,7 +213,7 @@ def preflight_of(
 
 def fix(
     found: Preflight, by: str = TUNE, *, cache_dir: str | Path | None = None, jobs: int | None = None,
-    gpus: int | None = None, timeout_s: float | None = None, progress: Progress | None = None,
+    gpus: int | None = None, timeout_s: float | None = None, tell: Tell = lambda *_: None,
 ) -> Preflight:  # fmt: skip
     """Make the missing records, put them into the cache, and look again.
 
@@ -237,7 +225,7 @@ def fix(
         jobs: compile workers; one for each core where None.
         gpus: how many GPUs to measure on at most.
         timeout_s: seconds that one compile may take; as the tuner's where None.
-        progress: told how far the stage at work is.
+        tell: told the stage at work, and how much of how many is done in it.
 
     Raises:
         InputError: the demand cannot be met in this way or here, the cache cannot be written or is held by a tuner.
@@ -249,17 +237,17 @@ def fix(
     tools = require_fixable(found, by)
     named = [(need.kernel, need.problem) for need in found.missing]
     root = Path(cache_dir or user_root())
-    from tilekern.tuning.compile.stage import TIMEOUT_S, jobs_of
-    from tilekern.tuning.serve.tuner import How, tune
+    from tilekern.tuning.pipeline import TIMEOUT_S, Options
+    from tilekern.tuning.serve.tuner import tune
     from tilekern.tuning.serve.watched import PREDICTED, WatchedCache
 
-    how, tell = How(jobs_of(jobs), gpus, timeout_s or TIMEOUT_S), progress or (lambda *_: None)
+    options = Options(jobs=jobs, gpus=gpus, timeout_s=timeout_s or TIMEOUT_S)
     if by == COMPILE:
-        failed = _compile(named, found.target, root, how, tell)
+        failed = _compile(named, found.target, root, options, tell)
     else:
         cache = WatchedCache(root, found.target, tools.key, MEASURED if found.is_here else PREDICTED)
         with cache.held():
-            done = tune(cache, named, how, lambda _, at, of: tell(at, of))
+            done = tune(cache, named, options, tell)
         failed = {pair: result for pair, result in done.items() if isinstance(result, str)}
     layers = _layers(cache_dir)
     again = tuple(_need(need.kernel, need.problem, found.target, layers, failed) for need in found.needs)
@@ -285,22 +273,24 @@ def _is_here(target: Target) -> bool:
     return at_hand is not None and at_hand.key == target.key
 
 
-def _compile(named: Sequence[Named], target: Target, root: Path, how: How, tell: Progress) -> dict[Named, str]:
+def _compile(
+    named: Sequence[Named], target: Target, root: Path, options: Options, tell: Tell
+) -> dict[Named, str]:  # fmt: skip
     """Put the default config of each problem into a cache; why it could not be, where it could not."""
-    from tilekern.tuning.compile.stage import compile_all
-    from tilekern.tuning.publishing import why_not, winners
+    from tilekern.tuning.pipeline import Pipeline
+    from tilekern.tuning.publishing import why_not
     from tilekern.tuning.sweep.folder import Sweep, folder_in
 
-    tools = require_toolkit()
-    sweep, store = Sweep(folder_in(root, f"preflight-{target.key}-{tools.key}")), Store(root)
+    sweep = Sweep(folder_in(root, f"preflight-{target.key}-{require_toolkit().key}"))
     defaults = {(kernel, problem): [spec_named(kernel).default(problem, target)] for kernel, problem in named}
     sweep.begin(target, "preflight", named, defaults)
-    compile_all(sweep, how.jobs, how.timeout_s, tell)
-    made = set()
-    for winner, blobs in winners(sweep, tools.describe()):
-        # Nothing was chosen: the only candidate is the heuristic's.
-        store.write(msgspec.structs.replace(winner.record, provenance="default", prediction=None, runners_up=[]), blobs)
-        made.add((winner.kernel, winner.problem))
+    pipeline = Pipeline(sweep, Store(root), dataclasses.replace(options, stages=("compile",)), tell)
+    pipeline.work()
+    # Nothing was chosen: the only candidate is the heuristic's.
+    chosen: dict[str, Any] = {"provenance": "default", "prediction": None, "runners_up": []}
+    for winner, blobs in (found := pipeline.winners()):
+        pipeline.store.write(msgspec.structs.replace(winner.record, **chosen), blobs)
+    made = {(winner.kernel, winner.problem) for winner, _ in found}
     return {pair: why_not(sweep, *pair) for pair in named if pair not in made}
 
 

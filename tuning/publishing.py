@@ -48,6 +48,22 @@ class Winner:
         """The part of the roofline that it reaches: the roofline's time over ``time_us``."""
         return 1e6 * self.roofline.seconds / self.time_us
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the winner as ``--json`` prints it."""
+        record = self.record
+        return {
+            "kernel": self.kernel,
+            "problem": record.problem,
+            "config": record.config,
+            "provenance": record.provenance,
+            "candidates": record.candidates,
+            "failed": record.failed,
+            "time_us": round(self.time_us, 3),
+            "share_of_roofline": round(self.share, 4),
+            "bound": self.roofline.bound,
+            "gain_over_default": round(self.gain, 4),
+        }
+
 
 def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dict[str, bytes]]]:
     """The winner of each problem for which anything compiled and passed, with the bytes of its artifacts.
@@ -289,8 +305,9 @@ def keep_winners(sweep: Sweep) -> None:
 
 
 def publish(
-    found: list[tuple[Winner, dict[str, bytes]]], pack: Path, store: Store, *, own: bool, key: SigningKey | None = None
-) -> None:
+    found: Sequence[tuple[Winner, dict[str, bytes]]], pack: Path, store: Store, *, own: bool,
+    key: SigningKey | None = None,
+) -> None:  # fmt: skip
     """Write the winners' pack and take it into a cache.
 
     Args:

@@ -23,7 +23,7 @@ from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.spec.source import source_digest
 from tilekern.spec.targets import Target
 from tilekern.tuning.measure.stage import is_composite
-from tilekern.tuning.publishing import Known, Winner, publish, winners
+from tilekern.tuning.publishing import Known, Winner
 from tilekern.tuning.sweep.folder import CONTENTS, RESULTS, Sweep
 from tilekern.tuning.sweep.holding import LOCK, written
 from tilekern.tuning.sweep.plan import PLAN
@@ -269,17 +269,9 @@ class Refresh:
             with contextlib.suppress(CacheError):  # the layer reports a bad one; its composite runs another
                 store.write(record, {digest: layer.read_blob(digest) for digest in record.digests})
 
-    def publish(self, store: Store, toolkit: dict[str, str]) -> list[Change]:
-        """Put the measured winners into a cache and into ``results.pack``; what changed, in the plan's order.
-
-        Records of another toolkit stay beside the new ones; those of the same toolkit and another driver make room.
-
-        Raises:
-            tilekern.cache.CacheError: the pack or the cache cannot be written.
-        """
-        found = [pair for pair in winners(self.sweep, toolkit) if pair[0].record.provenance == "measured"]
-        publish(found, self.sweep.folder / RESULTS, store, own=self.sweep.is_own)
-        changes = list(self._changes(winner for winner, _ in found))
+    def finish(self, found: Sequence[Winner]) -> list[Change]:
+        """Note that the measured winners are published; return what changed, in the plan's order."""
+        changes = list(self._changes(found))
         self._write(self._read() | {"finished": True, "changes": [change.as_json() for change in changes]})
         return changes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from tilekern.tuning.carrying import Carried, carry_over, held_in_cache, held_in
 from tilekern.tuning.compile.pool import Answer, Lost
 from tilekern.tuning.compile.stage import jobs_of
 from tilekern.tuning.terminal.console import sizes_of
-from tilekern.tuning.terminal.progress import progress_bar
+from tilekern.tuning.terminal.progress import progress_bars
 from tilekern.warning import tell
 
 
@@ -54,7 +55,8 @@ def run(
     caches = [cache_dir or user_root()] if cache_dir or not packs else []
     for path in [*packs, *caches]:
         held = held_in_pack(path) if path in packs else held_in_cache(path)
-        with progress_bar("compile", quiet=as_json) as progress:
+        with progress_bars(quiet=as_json) as tell_stage:
+            progress = functools.partial(tell_stage, "compile")
             found = carry_over(held, tools.key, jobs_of(jobs), same_calls=same_calls, progress=progress, memo=memo)
         unsigned = 0
         if found.carried and path in packs:

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from tuning_samples import SMALL
+from recorded import RecordedExecutor
+from tuning_samples import SMALL, THREE, WIDE
 
 from tilekern.spec.targets import Target, resolve
 from tilekern.tuning.compile.stage import compile_all
+from tilekern.tuning.measure.stage import measure_all
+from tilekern.tuning.publishing import keep_winners
 from tilekern.tuning.sweep.candidates import candidates
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.plan import Limits
@@ -61,3 +64,14 @@ def sweep(compiled_sweep: Sweep, tmp_path: Path) -> Sweep:
     """A copy that a test may add measurements to."""
     shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")
     return Sweep(tmp_path / "sweep")
+
+
+@pytest.fixture(scope="session")
+def both(tmp_path_factory: pytest.TempPathFactory, h200: Target) -> Sweep:
+    """Four problems of two shapes, four configs each, compiled by one stage and then measured by the other."""
+    sweep = Sweep(tmp_path_factory.mktemp("apart"))
+    limits = {named: [item.config for item in candidates(*named, h200)][:4] for named in (*THREE, WIDE)}
+    sweep.begin(h200, "test", [*THREE, WIDE], limits)
+    assert compile_all(sweep, jobs=2).failed == 0
+    measure_all(sweep, RecordedExecutor(), keep_winners)
+    return sweep

@@ -9,9 +9,12 @@ from pathlib import Path
 
 from tilekern.spec import Config, Problem
 from tilekern.spec.targets import Target
+from tilekern.tuning.compile.order import Order
+from tilekern.tuning.compile.pool import Answer
 from tilekern.tuning.executors import FINISHED
 from tilekern.tuning.measure.process import Noted
 from tilekern.tuning.measure.tasks import Entrant, Task
+from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.lines import copy_key
 
 GPU = {"gpu": "NVIDIA H200", "driver": "580.159.03", "torch": "2.11.0"}
@@ -56,6 +59,9 @@ class RecordedExecutor:
     def describe_gpu(self, target: Target) -> dict[str, str]:  # noqa: ARG002
         return dict(self._gpu)
 
+    def width(self, target: Target) -> int:  # noqa: ARG002
+        return 1
+
     def run(self, tasks: Sequence[Task]) -> Iterator[Noted]:
         for task in tasks:
             self.tasks.append(task)
@@ -92,3 +98,25 @@ class RecordedExecutor:
 
 def timing(median_us: float, samples: int = 85) -> dict:
     return {"timing": {"median_us": round(median_us, 3), "spread_us": 0.1, "samples": samples}}
+
+
+class Known:
+    """A pool that answers with what an earlier sweep compiled, one artifact at a time.
+
+    Args:
+        sweep: the earlier sweep.
+        before: called with each candidate before its answer is given.
+    """
+
+    def __init__(self, sweep: Sweep, before=lambda _: None) -> None:
+        self._sweep, self._lines, self._before = sweep, sweep.compiled(), before
+        self.compiled: list[str] = []
+
+    def __call__(self, order: Order, compile_one, jobs, limit_s, memory_bytes):  # noqa: ARG002
+        item = None
+        while (item := order.take(item)) is not None and not order.is_over.is_set():
+            self._before(item)
+            line = self._lines[item.artifact]
+            self.compiled.append(item.artifact)
+            yield Answer({name: line[name] for name in line if name not in ("seal", "toolkit")},
+                         self._sweep.cubin(line["sha256"]))  # fmt: skip

@@ -1,5 +1,6 @@
 """A sweep on a real Ray cluster, of a head and two nodes on this host that say to have an H200 each."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from cluster_samples import LackingNode, RecordedNode, broken, dying, dying_at_first, noting, of_two_drivers, waiting
 from environments import environment, python_path
 from recorded import COPY_US, GPU, RecordedExecutor
-from tuning_samples import SMALL
+from tuning_samples import SMALL, THREE, WIDE
 
 from tilekern.compile.toolchain import Toolkit, toolkit
 from tilekern.errors import InputError
@@ -25,6 +26,7 @@ from tilekern.tuning.compile.stage import Compiling, compile_all
 from tilekern.tuning.executors import FINISHED
 from tilekern.tuning.measure.process import TOOK
 from tilekern.tuning.measure.stage import measure_all, tasks
+from tilekern.tuning.pipeline import NO_TOOLKIT
 from tilekern.tuning.publishing import keep_winners, winners
 from tilekern.tuning.sweep.candidates import candidates
 from tilekern.tuning.sweep.folder import Sweep
@@ -43,8 +45,6 @@ PATIENCE_S = 120
 H200 = {"num_cpus": 1, "num_gpus": 1, "resources": {"accelerator_type:H200": 1}, "object_store_memory": STORE_BYTES}
 NOTICES_DEATH_SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000}
 NOTICES_DEATH_SOON |= {"health_check_failure_threshold": 3}
-TOOLKIT = {"key": "none", "tileiras": "none", "cuda_tile": "none"}
-THREE = [("column_sum", SMALL[1].but(rows=rows)) for rows in (256, 512, 1024)]
 
 
 def processes_of(folder):
@@ -161,7 +161,7 @@ def test_a_sweep_is_compiled_and_measured_as_on_one_host(executor, compiled_swee
     alone = Sweep(Path(shutil.copytree(compiled_sweep.folder, tmp_path / "alone")))
     alone.begin(h200, "test", THREE, few)
     measure_all(alone, RecordedExecutor(), keep_winners)
-    configs = [[winner.record.config for winner, _ in winners(one, TOOLKIT)] for one in (sweep, alone)]
+    configs = [[winner.record.config for winner, _ in winners(one, NO_TOOLKIT)] for one in (sweep, alone)]
     assert configs[0] == configs[1]
     assert sweep.gpu() == GPU
     # Both nodes had work, and the largest problem was among the first two, which are noted in either order.
@@ -175,14 +175,11 @@ def test_a_cluster_measures_what_it_has_compiled_while_it_compiles_the_rest(exec
     few = {one: [item.config for item in candidates(*one, h200)][:2] for one in (*THREE, WIDE)}
     sweep.begin(h200, "test", list(few), few)
     assert (on_cluster.spare_cores(h200), executor(noting(tmp_path)).spare_cores(h200)) == (1, 0)
-    with Compiling(lambda it: compile_all(sweep, 1, pool=on_cluster.compile_in_order, beside=it)) as compiling:
+    with Compiling(functools.partial(compile_all, sweep, 1, pool=on_cluster.compile_in_order)) as compiling:
         measure_all(sweep, on_cluster, keep_winners, coming=compiling.problems())
         assert compiling.summary().failed == 0
-    won = {(winner.problem, winner.record.provenance) for winner, _ in winners(sweep, TOOLKIT)}
+    won = {(winner.problem, winner.record.provenance) for winner, _ in winners(sweep, NO_TOOLKIT)}
     assert won == {(problem, "measured") for _, problem in [*THREE, WIDE]}
-
-
-WIDE = ("column_sum", SMALL[1].but(columns=4096))
 
 
 def test_lines_come_in_the_order_of_their_task_and_composites_find_the_winners(executor, sweep, three):

@@ -13,7 +13,7 @@ from tilekern.kernels import spec_named
 from tilekern.runtime.launcher import prebuilt
 from tilekern.runtime.plans import ExtendedPlan, plan_of
 from tilekern.spec import ALIGNED, GENERIC, Config
-from tilekern.tuning.commands.tune import _without_cute
+from tilekern.tuning import pipeline
 from tilekern.tuning.compile.stage import compile_all, settled
 from tilekern.tuning.measure import process
 from tilekern.tuning.measure.stage import measure_all
@@ -49,9 +49,9 @@ def test_without_the_dsl_cutile_s_are_swept_alone_which_is_said(h200, tmp_path, 
     sweep.begin(h200, "test", named)
     assert not of_cute(sweep)
     assert sweep.candidates(*NAMED)[-1].variant == GENERIC
-    [said] = _without_cute(sweep, named)
+    [said] = pipeline.without_cute(sweep, named)
     assert said.startswith("nvidia-cutlass-dsl is not installed: 1 of 2 kernels are swept in cuTile alone")
-    assert not list(_without_cute(sweep, named[1:]))
+    assert not list(pipeline.without_cute(sweep, named[1:]))
 
 
 @pytest.fixture(scope="module")

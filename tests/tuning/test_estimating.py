@@ -16,8 +16,7 @@ from tilekern.errors import InputError
 from tilekern.kernels import all_specs, spec_named
 from tilekern.spec import Problem
 from tilekern.spec.targets import Target
-from tilekern.tuning import cli
-from tilekern.tuning.commands import tune
+from tilekern.tuning import cli, pipeline
 from tilekern.tuning.commands.status import standing
 from tilekern.tuning.compile.stage import compile_all, default_jobs, jobs_of, wanted
 from tilekern.tuning.plan.models import plan_of_model
@@ -283,7 +282,7 @@ def test_a_dry_run_refuses_what_the_run_would(compiled_sweep: Sweep, capsys):
 
 
 def test_a_dry_run_counts_on_the_gpus_of_this_host_where_they_are_the_target(monkeypatch, tmp_path: Path, capsys, h200):
-    monkeypatch.setattr(tune, "here", lambda: h200)
+    monkeypatch.setattr(pipeline, "here", lambda: h200)
     monkeypatch.setattr("tilekern.tuning.measure.gpu.devices", lambda: ["0", "1", "2"])
     small = ("qwen3-0.6b", "--gpu", "H200", "--ops", "swiglu", "--cache-dir", str(tmp_path))
     assert "over 3 GPUs" in dry_run(capsys, *small)

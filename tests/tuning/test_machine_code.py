@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 from environments import without_kept_cubins
+from tuning_samples import needs_compiler
 
 from tilekern.compile.cubin import code_of
-from tilekern.compile.toolchain import compile_candidate, toolkit
+from tilekern.compile.toolchain import compile_candidate
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, GENERIC
 from tilekern.spec.targets import resolve
 from tilekern.tuning.compile.machine_code import BRANCH, OPCODES, Counts, MachineCode, branch_target, read_machine_code
 
-needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 LDG, FADD, BRA, NOP = 0x981, 0x221, 0x947, 0x918
 

@@ -13,6 +13,7 @@ from tilekern.spec.targets import KNOWN, resolve
 from tilekern.tuning import cli
 from tilekern.tuning.commands import preflight as preflight_command
 from tilekern.tuning.options import counts
+from tilekern.tuning.pipeline import Result
 from tilekern.tuning.plan.given import plan_of_problem
 from tilekern.tuning.plan.presets import PRESETS
 from tilekern.tuning.plan.steps import Steps, as_list, dtype_named
@@ -20,7 +21,6 @@ from tilekern.tuning.preflight import EXACT, MISSING, NEAREST, Need, Preflight
 from tilekern.tuning.sweep import folder as sweeps
 from tilekern.tuning.sweep.candidates import candidates
 from tilekern.tuning.terminal.console import sizes_of
-from tilekern.tuning.terminal.outcome import Outcome
 from tilekern.tuning.terminal.printing import _details
 from tilekern.tuning.terminal.progress import progress_bars
 
@@ -101,7 +101,7 @@ def test_reasons_stand_beside_what_failed(h200):
         "reasons": {"exceeded 60 s": 2},
     }
     measure = {"timed": 5, "wrong": 1, "quarantined": 1, "seconds": 1.0, "reasons": {"y: too far": 1, "it hung": 1}}
-    done = Outcome("a model", h200, {}, {"compile": 2.0, "measure": 3.0}, compile=compile, measure=measure)
+    done = Result("a model", h200, {}, {"compile": 2.0, "measure": 3.0}, compile=compile, measure=measure)
     assert "2 failed: exceeded 60 s, 50 %" in _details(done, "compile")
     assert _details(done, "measure").endswith("1 wrong, 1 in quarantine: 1 x y: too far; 1 x it hung)")
     done.compile |= {"failed": 0, "reasons": {}}

@@ -1,5 +1,6 @@
 """Problems are measured while others are compiled: what comes of it, what ends it, and who waits for whom; no GPU."""
 
+import functools
 import multiprocessing
 import os
 import shutil
@@ -10,10 +11,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from recorded import RecordedExecutor
-from tuning_samples import SMALL
+from recorded import Known, RecordedExecutor
+from tuning_samples import SMALL, WIDE, needs_compiler
 
-from tilekern.compile.toolchain import toolkit
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.tuning.compile import stage
@@ -21,55 +21,19 @@ from tilekern.tuning.compile.order import Order, turns_of
 from tilekern.tuning.compile.pool import Answer
 from tilekern.tuning.compile.stage import Compiling, Readiness, compile_all
 from tilekern.tuning.measure.stage import measure_all
+from tilekern.tuning.pipeline import NO_TOOLKIT
 from tilekern.tuning.publishing import keep_winners, winners
 from tilekern.tuning.sweep.candidates import candidates
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.journal import Journal
 
 SCALE = ("scale", spec_named("scale").problem(rows=8192, columns=4096, dtype="bfloat16"))
-THREE = [("column_sum", SMALL[1].but(rows=rows)) for rows in (256, 512, 1024)]
-WIDE = ("column_sum", SMALL[1].but(columns=4096))
-TOOLKIT = {"key": "none", "tileiras": "none", "cuda_tile": "none"}
-needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
-
-
-class Known:
-    """A pool that answers with what an earlier sweep compiled, one artifact at a time.
-
-    Args:
-        sweep: the earlier sweep.
-        before: called with each candidate before its answer is given.
-    """
-
-    def __init__(self, sweep: Sweep, before=lambda _: None) -> None:
-        self._sweep, self._lines, self._before = sweep, sweep.compiled(), before
-        self.compiled: list[str] = []
-
-    def __call__(self, order: Order, compile_one, jobs, limit_s, memory_bytes):  # noqa: ARG002
-        item = None
-        while (item := order.take(item)) is not None and not order.is_over.is_set():
-            self._before(item)
-            line = self._lines[item.artifact]
-            self.compiled.append(item.artifact)
-            yield Answer({name: line[name] for name in line if name not in ("seal", "toolkit")},
-                         self._sweep.cubin(line["sha256"]))  # fmt: skip
 
 
 def overlapped(sweep: Sweep, pool, executor, **options):
-    with Compiling(lambda beside: compile_all(sweep, 1, pool=pool, beside=beside)) as compiling:
+    with Compiling(functools.partial(compile_all, sweep, 1, pool=pool)) as compiling:
         found = measure_all(sweep, executor, keep_winners, coming=compiling.problems(), **options)
         return found, compiling.summary()
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory, h200):
-    """Problems of two shapes, compiled by one stage and then measured by the other."""
-    sweep = Sweep(tmp_path_factory.mktemp("apart"))
-    limits = {named: [item.config for item in candidates(*named, h200)][:4] for named in (*THREE, WIDE)}
-    sweep.begin(h200, "test", [*THREE, WIDE], limits)
-    assert compile_all(sweep, jobs=2).failed == 0
-    measure_all(sweep, RecordedExecutor(), keep_winners)
-    return sweep
 
 
 @pytest.fixture
@@ -78,7 +42,7 @@ def sweep(both, tmp_path):
 
 
 def configs(sweep: Sweep):
-    return {(winner.kernel, winner.problem.key): winner.record.config for winner, _ in winners(sweep, TOOLKIT)}
+    return {(winner.kernel, winner.problem.key): winner.record.config for winner, _ in winners(sweep, NO_TOOLKIT)}
 
 
 pytestmark = needs_compiler
@@ -218,13 +182,13 @@ def test_a_problem_is_ready_when_the_last_of_its_artifacts_was_tried():
 
 def test_kernels_that_are_soon_compiled_come_first_and_all_of_one_before_the_next(h200):
     turns = turns_of([WIDE, SCALE])
-    assert turns == {"scale": 0, "column_sum": 1}
+    assert turns == {SCALE: 0, WIDE: 1}
     order = Order([*candidates(*WIDE, h200), *candidates(*SCALE, h200)], turns)
     order.take_in()
     taken = []
     while (item := order.take(None)) is not None:
         taken.append(item.kernel)
-    assert taken == sorted(taken, key=turns.get)
+    assert taken == sorted(taken, reverse=True)
 
 
 def test_compilers_beside_the_measure_stage_give_way(both, h200):

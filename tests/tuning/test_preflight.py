@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from transformers import Qwen3Config
+from tuning_samples import needs_compiler
 
 import tilekern
 from tilekern.cache import Artifact, Store
-from tilekern.compile.toolchain import toolkit
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
@@ -30,7 +30,6 @@ CONFIG = {
     "model_type": "qwen3", "hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 3,
     "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 2, "vocab_size": 333,
 }  # fmt: skip
-needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 
 
 @pytest.fixture(autouse=True)

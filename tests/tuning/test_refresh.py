@@ -1,5 +1,6 @@
 """Old winners timed again: a real cache's records of another toolkit or driver, compiled anew, timed from a record."""
 
+import itertools
 import json
 import os
 import shlex
@@ -11,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from recorded import GPU, RecordedExecutor, times
-from tuning_samples import SMALL
+from tuning_samples import H200, SMALL, THREE, needs_compiler
 
 from tilekern.cache import BestKernel, FolderLayer, PackLayer, Record, Store, write_pack
 from tilekern.compile.toolchain import toolkit
@@ -19,8 +20,7 @@ from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.runtime.records import record_of
 from tilekern.spec import Config
-from tilekern.spec.targets import resolve
-from tilekern.tuning import cli
+from tilekern.tuning import cli, pipeline
 from tilekern.tuning.commands import refresh as command
 from tilekern.tuning.measure.stage import measure_all
 from tilekern.tuning.publishing import keep_winners, winners
@@ -29,11 +29,8 @@ from tilekern.tuning.sweep.candidates import candidates
 from tilekern.tuning.sweep.folder import Sweep
 
 HERE = Path(__file__).parent
-H200 = resolve("H200")
 KERNEL = SMALL[0]
-THREE = [(KERNEL, SMALL[1].but(rows=rows)) for rows in (256, 512, 1024)]
 OLD = {"key": "tileiras-13.1.1-cuda_tile-1.5.0", "tileiras": "13.1.1", "cuda_tile": "1.5.0"}
-needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 pytestmark = [pytest.mark.processes, needs_compiler]
 
 
@@ -66,9 +63,10 @@ def tune(monkeypatch, tmp_path, capsys):
     """Runs ``refresh --json`` on a machine with a GPU that answers from the record, or with none."""
 
     def run(*arguments: str, executor: RecordedExecutor | None = None, cache: str = "cache", code: int = 0):
-        monkeypatch.setattr(command, "here", lambda: H200 if executor else None)
+        for module in (command, pipeline):
+            monkeypatch.setattr(module, "here", lambda: H200 if executor else None)
         monkeypatch.setattr(command, "describe_gpu", lambda: executor.describe_gpu(H200))
-        monkeypatch.setattr(command, "LocalExecutor", lambda _: executor)
+        monkeypatch.setattr("tilekern.tuning.executors.local.LocalExecutor", lambda *_: executor)
         given = ["refresh", "--gpu", "H200", "--cache-dir", str(tmp_path / cache), "--jobs", "2", *arguments]
         assert cli.main([*given, "--json"]) == code
         said = capsys.readouterr()
@@ -244,7 +242,7 @@ def test_without_the_gpu_the_folder_is_carried_to_it(fill, tune, tmp_path):
 def test_a_refresh_that_was_stopped_goes_on(fill, tune, tmp_path):
     class Stopped(RecordedExecutor):
         def run(self, tasks):
-            yield from super().run(tasks[:1])
+            yield from super().run(itertools.islice(tasks, 1))
             raise KeyboardInterrupt
 
     fill(toolkit=OLD)

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 from recorded import COPY_US, GPU, RIGHT, RecordedExecutor, timing
-from tuning_samples import SMALL
+from tuning_samples import THREE
 
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, Config
 from tilekern.tuning.compile.stage import wanted
 from tilekern.tuning.measure.stage import measure_all, tasks
+from tilekern.tuning.pipeline import NO_TOOLKIT
 from tilekern.tuning.publishing import keep_winners, winners
 from tilekern.tuning.sweep.candidates import candidates
 from tilekern.tuning.sweep.folder import Sweep
@@ -25,9 +26,7 @@ from tilekern.tuning.sweep.folder import Sweep
 pytestmark = pytest.mark.processes
 
 FORK = multiprocessing.get_context("fork")
-TOOLKIT = {"key": "none", "tileiras": "none", "cuda_tile": "none"}
 # What they compile to is what SMALL does: the number of rows is no part of it.
-THREE = [("column_sum", SMALL[1].but(rows=rows)) for rows in (256, 512, 1024)]
 
 
 def copied(compiled_sweep: Sweep, folder: Path) -> Sweep:
@@ -48,7 +47,7 @@ def measure(sweep: Sweep, executor: RecordedExecutor, strategy: str = "race"):
 
 def outcome(sweep: Sweep) -> list:
     """All that the winners' records say but for when they were made, and the digest that comes of it."""
-    found = [json.loads(winner.record.to_json()) for winner, _ in winners(sweep, TOOLKIT)]
+    found = [json.loads(winner.record.to_json()) for winner, _ in winners(sweep, NO_TOOLKIT)]
     return [{name: value for name, value in record.items() if name not in ("created", "sha256")} for record in found]
 
 
@@ -331,6 +330,6 @@ def test_journals_are_read_once_a_stage(sweep: Sweep, monkeypatch):
         monkeypatch.setattr(Sweep, name, lambda self, name=name, read=read: counts.update([name]) or read(self))
     started = time.perf_counter()
     measure(sweep, RecordedExecutor())
-    list(winners(sweep, TOOLKIT))
+    list(winners(sweep, NO_TOOLKIT))
     assert time.perf_counter() - started < 20
     assert max(counts.values()) <= 8

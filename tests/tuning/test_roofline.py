@@ -1,12 +1,12 @@
 """The roofline: the longer of a copy of the bytes and of the operations, and which of the two it is."""
 
 import pytest
+from tuning_samples import H200
 
 from tilekern.kernels import spec_named
 from tilekern.spec.targets import resolve
 from tilekern.tuning.predict.roofline import ARITHMETIC, LAUNCH_S, MEMORY, launch_s, roofline
 
-H200 = resolve("H200")
 MATMUL = ("matmul", {"rows": 8192, "columns": 4096, "inner": 4096})
 SWIGLU = ("swiglu_forward", {"rows": 8192, "columns": 12288})
 

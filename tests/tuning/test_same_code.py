@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tuning_samples import SMALL
+from tuning_samples import H200, SMALL
 
 from tilekern.cache import BestKernel, FolderLayer, Record, Store, freshness, write_pack
 from tilekern.compile.toolchain import compile_candidate, toolkit
@@ -17,14 +17,12 @@ from tilekern.kernels import spec_named
 from tilekern.runtime.records import artifact_of, record_of
 from tilekern.spec import ALIGNED, GENERIC, Config, Problem
 from tilekern.spec.source import source_digest
-from tilekern.spec.targets import resolve
 from tilekern.tuning import carrying, cli
 from tilekern.tuning.carrying import HISTORY, carry_over, held_in_cache, held_in_pack
 from tilekern.tuning.plan.given import with_parts
 from tilekern.tuning.sweep.candidates import candidates
 
 ROOT = Path(__file__).parents[2]
-H200 = resolve("H200")
 ANOTHER = "0" * 64
 SCALE = ("scale", spec_named("scale").problem(rows=8192, columns=4096, dtype="bfloat16"))
 MEASUREMENT = {

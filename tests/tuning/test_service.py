@@ -9,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from recorded import Known, RecordedExecutor
 from service_samples import OTHER, REASON, Running, status, until, want
-from tuning_samples import SMALL
+from tuning_samples import H200, SMALL, needs_compiler
 
 from tilekern.cache import (
     Artifact,
@@ -27,20 +28,19 @@ from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
 from tilekern.runtime.records import record_of
 from tilekern.spec.targets import resolve
-from tilekern.tuning import cli
+from tilekern.tuning import cli, pipeline
+from tilekern.tuning.pipeline import Options
 from tilekern.tuning.predict.roofline import launch_s
 from tilekern.tuning.serve import history, loop
 from tilekern.tuning.serve.board import Board
 from tilekern.tuning.serve.cost import OWN_OP, lost
 from tilekern.tuning.serve.history import Failures, History
 from tilekern.tuning.serve.loop import Service
-from tilekern.tuning.serve.tuner import How, tune
-from tilekern.tuning.serve.watched import PREDICTED, WatchedCache
+from tilekern.tuning.serve.tuner import tune
+from tilekern.tuning.serve.watched import MEASURED, PREDICTED, WatchedCache
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.plan import Named
 
-H200 = resolve("H200")
-needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 pytestmark = [pytest.mark.processes, needs_compiler]
 
 
@@ -54,9 +54,9 @@ def cache_at(root: Path) -> WatchedCache:
     return WatchedCache(root, H200, toolkit().key, PREDICTED)
 
 
-def service_on(*caches: WatchedCache, how: How | None = None, batch: int = 8) -> Service:
+def service_on(*caches: WatchedCache, how: Options | None = None, batch: int = 8) -> Service:
     board = Board(H200, toolkit().describe(), PREDICTED, 1.0)
-    return Service(caches, how or How(jobs=2), batch, board, lambda _: None)
+    return Service(caches, how or Options(jobs=2), batch, board, lambda _: None)
 
 
 def name_of(named: Named, gpu: str = "H200") -> str:
@@ -118,7 +118,7 @@ def test_the_parts_of_a_composite_are_tuned_with_it_unless_the_cache_has_them(tm
     spec, cache = spec_named("fused_linear_cross_entropy"), cache_at(tmp_path)
     loss = spec.name, spec.problem(rows=64, hidden=64, vocabulary=512, dtype="bfloat16")
     with pytest.raises(StoppedError):
-        tune(cache, [loss, SMALL], How(jobs=1), stop)
+        tune(cache, [loss, SMALL], Options(jobs=1), stop)
     planned = cache.sweep.problems()
     assert planned[:2] == [loss, SMALL]
     assert {kernel for kernel, _ in planned[2:]} == {"cross_entropy_fused", "matmul"}
@@ -126,8 +126,26 @@ def test_the_parts_of_a_composite_are_tuned_with_it_unless_the_cache_has_them(tm
     record, blobs = record_of_default(*part)
     cache.store.write(msgspec.structs.replace(record, provenance="predicted"), blobs)
     with pytest.raises(StoppedError):
-        tune(cache, [loss], How(jobs=1), stop)
+        tune(cache, [loss], Options(jobs=1), stop)
     assert set(cache.sweep.problems()) == {loss, *planned[2:]} - {part}
+
+
+def test_what_was_to_be_measured_and_was_predicted_has_failed(compiled_sweep: Sweep, tmp_path: Path, monkeypatch):
+    class Skipping(RecordedExecutor):
+        def _measure(self, task):
+            reason = "its inputs do not fit"
+            yield "skipped", {"kernel": task.kernel, "problem": task.problem.key, "reason": reason}
+
+    monkeypatch.setattr(pipeline, "here", lambda: H200)
+    monkeypatch.setattr(pipeline, "compile_in_order", Known(compiled_sweep))
+    cache = WatchedCache(tmp_path, H200, toolkit().key, MEASURED)
+    told = []
+    for executor, outcome in ((Skipping(), "its inputs do not fit"), (RecordedExecutor(), None)):
+        monkeypatch.setattr("tilekern.tuning.executors.local.LocalExecutor", lambda *_, it=executor: it)
+        found = tune(cache, [SMALL], Options(jobs=1), lambda stage, *_: told.append(stage))[SMALL]
+        assert (found if outcome else found.record.provenance) == (outcome or MEASURED)
+        assert provenances(tmp_path) == {SMALL[0]: "predicted" if outcome else MEASURED}
+    assert list(dict.fromkeys(told)) == ["compile", "measure", "publish"]
 
 
 def test_what_costs_more_comes_first(tmp_path: Path):
@@ -209,7 +227,7 @@ def test_each_cache_gets_what_it_wants_and_no_more(tmp_path: Path):
 def test_what_fails_stays_wanted_with_its_reason_until_it_is_asked_for_again(tmp_path: Path):
     want(tmp_path)
     cache = cache_at(tmp_path)
-    hasty = service_on(cache, how=How(jobs=2, timeout_s=0.001))
+    hasty = service_on(cache, how=Options(jobs=2, timeout_s=0.001))
     hasty.work_off()
     [failed] = hasty.failed
     if "had the processor for" in failed["reason"]:

@@ -11,11 +11,10 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 from service_samples import OTHER, get, status, until, want
-from tuning_samples import SMALL
+from tuning_samples import H200, SMALL
 
 from tilekern import __version__
 from tilekern.errors import InputError
-from tilekern.spec.targets import resolve
 from tilekern.tuning.serve.access import COOKIE, Access, access_for
 from tilekern.tuning.serve.board import Board
 from tilekern.tuning.serve.server import MOST_CONNECTIONS, StatusServer, listen
@@ -23,7 +22,6 @@ from tilekern.tuning.serve.watched import PREDICTED, WatchedCache
 
 pytestmark = pytest.mark.processes
 
-H200 = resolve("H200")
 TOOLKIT = {"key": "tileiras-1-cuda_tile-2", "tileiras": "1", "cuda_tile": "2"}
 TOKEN = "correct-horse-battery-staple"
 PATHS = ("", "status", "healthz", "nowhere")

@@ -1,5 +1,6 @@
 """The measure stage from plan to winners with its real worker, on a GPU that is simulated by the CPU."""
 
+import functools
 from multiprocessing import get_context
 
 import pytest
@@ -105,16 +106,18 @@ def test_every_problem_has_a_confirmed_winner(simulated, compiled):
 
 
 def test_what_is_measured_while_others_are_compiled_has_confirmed_winners_too(simulated, compiled, h200, tmp_path):
-    """Compilers, measuring processes and journals all at once, in the executor that starts its workers beforehand."""
+    """Compilers, measuring processes and journals at once, in an executor that starts its workers before; in turns."""
     sweep, named = Sweep(tmp_path / "sweep"), compiled.problems()[:3]
     sweep.begin(h200, "test", named)
+    turns = {pair: turn for turn, pair in enumerate(reversed(named))}
     with (
         SimulatedExecutor(sweep.cache) as executor,
-        Compiling(lambda beside: compile_all(sweep, jobs=2, beside=beside)) as compiling,
+        Compiling(functools.partial(compile_all, sweep, jobs=2, turns=turns)) as compiling,
     ):
-        summary = measure_all(sweep, executor, keep_winners, coming=compiling.problems())
+        summary = measure_all(sweep, executor, keep_winners, coming=compiling.problems(), turns=turns)
         assert compiling.summary().compiled == len(sweep.compiled())
     assert (summary.wrong, summary.quarantined) == (0, 0)
+    assert [race["kernel"] for race in sweep.races().values()] == [kernel for kernel, _ in reversed(named)]
     found = [winner for winner, _ in winners(sweep, {"key": "none"})]
     assert [(winner.kernel, winner.problem) for winner in found] == named
     assert all(winner.record.provenance == "measured" and winner.record.check["passed"] for winner in found)

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 from recorded import GPU, RecordedExecutor
-from tuning_samples import SMALL
+from tuning_samples import THREE
 
 from tilekern.tuning import cli
 from tilekern.tuning.measure.stage import measure_all
 from tilekern.tuning.publishing import keep_winners
 from tilekern.tuning.sweep.candidates import candidates
 from tilekern.tuning.sweep.folder import Sweep
-
-THREE = [("column_sum", SMALL[1].but(rows=rows)) for rows in (256, 512, 1024)]
 
 
 @pytest.fixture

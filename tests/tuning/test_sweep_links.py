@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from service_samples import OTHER, want
-from tuning_samples import SMALL
+from tuning_samples import H200, SMALL
 
 from tilekern.errors import InputError
-from tilekern.spec.targets import resolve
 from tilekern.tuning import cli
 from tilekern.tuning.refreshing import Refresh, Survey
 from tilekern.tuning.serve import tuner
@@ -24,7 +23,6 @@ from tilekern.tuning.sweep.lines import is_whole
 from tilekern.tuning.sweep.plan import PlanFile
 from tilekern.tuning.sweep.quarantine import shared
 
-H200 = resolve("H200")
 pytestmark = pytest.mark.timeout(120)
 
 

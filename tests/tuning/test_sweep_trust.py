@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from recorded import RecordedExecutor
 from service_samples import OTHER, want
-from tuning_samples import SMALL
+from tuning_samples import H200, SMALL, needs_compiler
 
 from tilekern.cache import FolderLayer, Pack, Store, checked_contents, lookup
 from tilekern.cache.trust.signing import SigningKey, generate_key
@@ -21,9 +21,9 @@ from tilekern.kernels import spec_named
 from tilekern.spec.source import source_digest
 from tilekern.tuning import cli
 from tilekern.tuning import preflight as checks
-from tilekern.tuning.commands.tune import whose_artifacts
 from tilekern.tuning.compile.stage import compile_all, wanted
 from tilekern.tuning.measure.stage import measure_all
+from tilekern.tuning.pipeline import Options, whose_artifacts
 from tilekern.tuning.publishing import keep_winners, publish, winners
 from tilekern.tuning.serve import tuner
 from tilekern.tuning.serve.watched import PREDICTED, WatchedCache
@@ -35,7 +35,7 @@ CONFIG = {
     "model_type": "qwen3", "hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 3,
     "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 2, "vocab_size": 333,
 }  # fmt: skip
-pytestmark = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+pytestmark = needs_compiler
 policies = pytest.mark.parametrize("policy", ["any", "signed"])
 
 
@@ -267,24 +267,43 @@ def _lines(path):
     return path.read_text().splitlines()
 
 
+def tuned(root, folder):
+    model = folder / "config.json"
+    model.write_text(json.dumps(CONFIG))
+    what = ["--gpu", "H200", "--ops", "swiglu", "--tokens", "64", "--dtype", "bfloat16"]
+    assert cli.main([str(model), *what, "--cache-dir", str(root)]) == 0
+
+
+def served(root, _folder):
+    cache = WatchedCache(root, H200, toolkit().key, PREDICTED)
+    want(root, OTHER)
+    assert not isinstance(tuner.tune(cache, [OTHER], Options(jobs=2), lambda *_: None)[OTHER], str)
+    assert found_in(root, OTHER, H200)
+
+
+def fixed(root, _folder):
+    found = checks.preflight(CONFIG, [64], gpu="H200", ops=["swiglu"], cache_dir=root)
+    assert not checks.fix(found, by="compile", cache_dir=root).missing
+
+
 @pytest.mark.slow
 @policies
-@pytest.mark.parametrize("settings", ["victim's own", "attacker's"])
+@pytest.mark.parametrize(
+    ("run", "settings"), [(tuned, "victim"), (tuned, "attacker"), (served, "attacker"), (fixed, "attacker")]
+)
 @pytest.mark.share(4)
-def test_what_is_planted_at_the_default_place_is_not_taken(tmp_path, users, monkeypatch, policy, settings, h200):
+def test_what_is_planted_at_a_default_place_is_not_taken(tmp_path, users, monkeypatch, policy, run, settings):
     """In the cache's ``sweeps/``, which a folder with the sticky bit lets anybody fill."""
     monkeypatch.setenv("TILEKERN_TRUST", policy)
-    model = tmp_path / "config.json"
-    model.write_text(json.dumps(CONFIG))
-    users("victim" if settings == "victim's own" else "attacker")
-    arguments = [str(model), "--gpu", "H200", "--ops", "swiglu", "--tokens", "64", "--dtype", "bfloat16"]
     limit_to_defaults(monkeypatch)
-    assert cli.main([*arguments, "--cache-dir", str(tmp_path / "theirs")]) == 0
+    users(settings)
+    run(tmp_path / "theirs", tmp_path)
     (tmp_path / "cache").mkdir()
     copy_of(tmp_path / "theirs" / "sweeps", tmp_path / "cache" / "sweeps")
-    altered = forge(tmp_path / "cache" / "sweeps" / h200.key)
+    [folder] = (tmp_path / "cache" / "sweeps").iterdir()
+    altered = forge(folder)
     users("victim")
-    assert cli.main([*arguments, "--cache-dir", str(tmp_path / "cache")]) == 0
+    run(tmp_path / "cache", tmp_path)
     made = blobs_of(tmp_path / "cache")
     assert made
     assert not made & altered
@@ -294,51 +313,11 @@ def limit_to_defaults(monkeypatch):
     """Plan the default config of each problem alone: a whole space takes its time."""
     begin = Sweep.begin
 
-    def short(self, target, model, problems, limits=None):
+    def short(self, target, model, problems, limits=None, launches=None):
         defaults = {(kernel, problem): [spec_named(kernel).default(problem, target)] for kernel, problem in problems}
-        begin(self, target, model, problems, limits or defaults)
+        begin(self, target, model, problems, limits or defaults, launches)
 
     monkeypatch.setattr(Sweep, "begin", short)
-
-
-@policies
-def test_what_is_planted_as_the_services_folder_is_not_taken(tmp_path, users, monkeypatch, policy, h200):
-    monkeypatch.setenv("TILEKERN_TRUST", policy)
-    limit_to_defaults(monkeypatch)
-    users("attacker")
-    theirs = WatchedCache(tmp_path / "theirs", h200, toolkit().key, PREDICTED)
-    how = tuner.How(jobs=2)
-    assert not isinstance(tuner.tune(theirs, [OTHER], how, lambda *_: None)[OTHER], str)
-    cache = WatchedCache(tmp_path / "cache", h200, toolkit().key, PREDICTED)
-    copy_of(theirs.sweep.folder, cache.sweep.folder)
-    altered = forge(cache.sweep.folder)
-    users("victim")
-    want(cache.root, OTHER)
-    tuner.tune(cache, [OTHER], how, lambda *_: None)
-    made = blobs_of(tmp_path / "cache")
-    assert made
-    assert not made & altered
-    assert found_in(tmp_path / "cache", OTHER, h200)
-
-
-@policies
-def test_what_is_planted_as_preflights_folder_is_not_taken(tmp_path, users, monkeypatch, policy, h200):
-    monkeypatch.setenv("TILEKERN_TRUST", policy)
-    name = f"sweeps/preflight-{h200.key}-{toolkit().key}"
-
-    def fix(root):
-        found = checks.preflight(CONFIG, [64], gpu="H200", ops=["swiglu"], cache_dir=root)
-        return checks.fix(found, by="compile", cache_dir=root)
-
-    users("attacker")
-    fix(tmp_path / "theirs")
-    copy_of(tmp_path / "theirs" / name, tmp_path / "cache" / name)
-    altered = forge(tmp_path / "cache" / name)
-    users("victim")
-    assert not fix(tmp_path / "cache").missing
-    made = blobs_of(tmp_path / "cache")
-    assert made
-    assert not made & altered
 
 
 def test_a_forged_measurement_does_not_count(compiled_sweep, tmp_path, users):

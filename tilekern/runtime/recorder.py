@@ -13,7 +13,7 @@ import json
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -95,6 +95,8 @@ class Trace:
         others: those that they would ask for if other configs won.
         fallbacks: calls that took torch's own operations, by kernel; of steps on meta tensors alone.
         patches: the code of functions that stand in for a model's, with the ops of their patches.
+        launches: how often each problem was launched by steps on meta tensors. A layer that stands for others like it
+            counts as often as there are of them (:meth:`repeated`).
         askers: by whom each problem was asked for: the patch whose code called, or else the op that was called. A plan
             that dispatch gives again has the first one alone.
     """
@@ -104,9 +106,11 @@ class Trace:
         self.asked: dict[Named, None] = {}
         self.others: dict[Named, None] = {}
         self.fallbacks: Counter[str] = Counter()
+        self.launches: Counter[Named] = Counter()
         self.patches: dict[CodeType, str] = {}
         self.askers: defaultdict[Named, set[str]] = defaultdict(set)
         self._into = self.asked
+        self._times = 1
         self._grids: dict[Named, frozenset[int]] = {}
         self._composites: dict[Named, list[Config]] = {}
 
@@ -114,6 +118,20 @@ class Trace:
     def problems(self) -> list[Named]:
         """All of them, each once."""
         return list(self.asked | self.others)
+
+    @property
+    def times(self) -> int:
+        """How many launches one launch stands for; 0 for problems that count only if another config wins."""
+        return 0 if self._into is self.others else self._times
+
+    @contextlib.contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """Count each launch inside, and of the backward of it, so many times."""
+        before, self._times = self._times, times
+        try:
+            yield
+        finally:
+            self._times = before
 
     def plan(self, spec: KernelSpec, problem: Problem | None) -> TracedPlan | None:
         """Note a problem of real sizes, and give the plan that stands for its own; None for what is not a problem."""
@@ -170,7 +188,8 @@ class Trace:
                 "tensors (or on a GPU, with real=True)"
             )
         try:
-            write_whole(path, json.dumps(document(self.target, "traced step", self.problems), indent=1).encode())
+            plan = document(self.target, "traced step", self.problems, self.launches)
+            write_whole(path, json.dumps(plan, indent=1).encode())
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror}") from None
 
@@ -235,18 +254,21 @@ class Blocks(int):
 class TracedPlan(Plan):
     """The plan of the default config, which launches nothing; of a composite it runs every config for its parts."""
 
-    __slots__ = ("_problem", "_spec", "_trace")
+    __slots__ = ("_problem", "_spec", "_times", "_trace")
 
     def __init__(self, trace: Trace, spec: KernelSpec, problem: Problem) -> None:
         self._trace, self._spec, self._problem = trace, spec, problem
+        # A backward is launched when the layer that asked for its plan is left.
+        self._times = trace.times
         self.config, self.launches, self.blocks = spec.default(spec.bucketed(problem), trace.target), 0, 1
         implementation = spec.implement(problem, self.config)
         if not isinstance(implementation, LibraryCall):
             self.blocks = trace.blocks(spec, problem, implementation.grid(problem, trace.target.sm_count))
         self.grid = (self.blocks,)
 
-    def launch(self, device: int, *arguments: Any) -> None:
-        """Nothing."""
+    def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
+        """Count the launch, and do nothing."""
+        self._trace.launches[self._spec.name, self._spec.bucketed(self._problem)] += self._times
 
     def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:  # noqa: ARG002
         """The outputs for the default config, of which nothing is computed; the other composites run too."""
@@ -257,11 +279,13 @@ class TracedPlan(Plan):
                 return allocate()
             return _call_of(self._spec, self._problem, config).bound(dispatch.plan_for)(*inputs)
 
+        self._trace.launches[self._spec.name, self._spec.bucketed(self._problem)] += self._times
         with self._trace.aside():
             for config in self._trace.composites(self._spec, self._problem):
                 if config != self.config:
                     results(config)
-        return results(self.config)
+        with self._trace.repeated(self._times):
+            return results(self.config)
 
 
 def _call_of(spec: KernelSpec, problem: Problem, config: Config) -> LibraryCall:
@@ -270,9 +294,16 @@ def _call_of(spec: KernelSpec, problem: Problem, config: Config) -> LibraryCall:
     return way
 
 
-def document(target: Target, model: str, problems: Sequence[Named]) -> dict[str, Any]:
-    """A plan as JSON: of which model, for which GPU, which problems."""
-    items = [{"kernel": kernel, "problem": dict(problem)} for kernel, problem in problems]
+def document(
+    target: Target, model: str, problems: Sequence[Named], launches: Mapping[Named, int] | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """Return a plan as JSON: the model, the GPU, the problems, and how often a step launches each, as far as known."""
+    counts = launches or {}
+    items = [
+        {"kernel": kernel, "problem": dict(problem)}
+        | ({"launches": counts[kernel, problem]} if (kernel, problem) in counts else {})
+        for kernel, problem in problems
+    ]
     return {"format": FORMAT, "target": target.describe_whole(), "model": model, "problems": items}
 
 

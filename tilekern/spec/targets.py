@@ -230,7 +230,11 @@ INTERPRETED = Target("interpreter", "sm_90", 3, 100, _MIB, 228 * _KIB, 2048, 1, 
 
 _KEY = re.compile(r"(sm_\d{2,3})-([a-z0-9][a-z0-9_]*)-([1-9]\d{0,2})")
 _FIGURES = re.compile(r"(sm_\d{2,3}):([1-9]\d{0,2})((?:,[^,=]+=[^,=]+)*)", re.IGNORECASE)
-_OPTIONS = {"memory": ("memory_gbs", 1), "l2": ("l2_bytes", _MIB), "shared": ("shared_bytes", _KIB)}
+_OPTIONS = {
+    "memory": ("memory_gbs", 1), "l2": ("l2_bytes", _MIB), "shared": ("shared_bytes", _KIB),
+    "registers": ("registers", 1), "threads": ("threads", 1), "blocks": ("blocks", 1),
+    "half": ("half_tflops", 1), "scalar": ("scalar_tflops", 1),
+}  # fmt: skip
 _LONGEST_NAME = 60
 FORM = "sm_90:78,memory=4000,l2=60,shared=228,name=H20"
 # A slice of a GPU as the driver names it: "H100 80GB HBM3 MIG 1g.10gb".
@@ -258,7 +262,9 @@ def resolve(name: str) -> Target:
             - an arch (``sm_90``), for the GPU that stands for it
             - a target key (``sm_90-h20_3e-78``)
             - an arch, SMs and what else is known (``sm_90:78,memory=4000,l2=60,shared=228,name=H20``): bandwidth in
-              1e9 bytes a second, MiB of L2, KiB of shared memory of an SM, and the driver's name, which the key has
+              1e9 bytes a second, MiB of L2; of an SM, KiB of ``shared`` memory, ``registers``, ``threads`` and
+              ``blocks``; ``half`` and ``scalar``, the rates in 1e12 operations a second; and the driver's name, which
+              the key has
 
     Raises:
         InputError: no such target is known, or ``auto`` finds no GPU.

@@ -12,7 +12,7 @@ from tilekern.cache import user_root
 from tilekern.spec.targets import resolve
 from tilekern.tuning import preflight as checks
 from tilekern.tuning.options import NAMES, Folder, PlanRequest, Seconds, plan_options, tuner_command
-from tilekern.tuning.terminal.progress import progress_bar
+from tilekern.tuning.terminal.progress import progress_bars
 from tilekern.warning import tell
 
 EXIT_MISSING = 3
@@ -60,9 +60,9 @@ def command(
     found = checks.preflight_of(plan_of(request, target, cache_dir or user_root()), target, need, cache_dir)
     if fix and found.missing:
         checks.require_fixable(found, by)
-        with progress_bar("fix", quiet=as_json) as progress:
+        with progress_bars(quiet=as_json) as tell_stage:
             found = checks.fix(
-                found, by, cache_dir=cache_dir, jobs=jobs, gpus=gpus, timeout_s=timeout_s, progress=progress
+                found, by, cache_dir=cache_dir, jobs=jobs, gpus=gpus, timeout_s=timeout_s, tell=tell_stage
             )
     tell(*(json.dumps(found.as_json(), indent=1).splitlines() if as_json else _told(found)))
     if found.missing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import shlex
@@ -18,25 +17,21 @@ from tilekern.cache.packs.pack import Pack
 from tilekern.compile.toolchain import toolkit
 from tilekern.errors import InputError
 from tilekern.spec.targets import Target, here, resolve
-from tilekern.tuning.compile.stage import TIMEOUT_S, compile_all, jobs_of, wanted
-from tilekern.tuning.executors.local import LocalExecutor
+from tilekern.tuning.compile.stage import wanted
 from tilekern.tuning.measure.gpu import describe_gpu
-from tilekern.tuning.measure.stage import measure_all
 from tilekern.tuning.options import Folder, tuner_command
-from tilekern.tuning.publishing import keep_winners
+from tilekern.tuning.pipeline import COMPILE, MEASURE, Options, Pipeline
 from tilekern.tuning.refreshing import Change, Refresh, Survey, stale_json, survey
 from tilekern.tuning.same_code import run as run_same_code
 from tilekern.tuning.sweep.folder import folder_in
-from tilekern.tuning.sweep.quarantine import shared
 from tilekern.tuning.terminal.console import out, sizes_of, table_console, table_for
-from tilekern.tuning.terminal.progress import progress_bar
+from tilekern.tuning.terminal.progress import progress_bars
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
 _FOLDER = Folder()
-NO_TOOLKIT = {"key": "none", "tileiras": "none", "cuda_tile": "none"}
 
 
 @dataclass
@@ -180,20 +175,17 @@ def _run(refresh: Refresh, outcome: Outcome, store: Store, jobs: int | None, *, 
             f"{sweep.folder} was begun with {refresh.toolkit_key}, and {outcome.toolkit} is installed here; "
             "give another folder"
         )
-    with progress_bar("compile", quiet=quiet) as progress:
-        outcome.compile = dataclasses.asdict(compile_all(sweep, jobs_of(jobs), TIMEOUT_S, progress))
+    stages = (COMPILE,) if outcome.driver is None else (COMPILE, MEASURE)
+    with progress_bars(quiet=quiet) as tell_stage:
+        done = Pipeline(sweep, store, Options(stages, jobs, only_measured=True), tell_stage).run()
+    outcome.compile, outcome.measure = done.compile, done.measure
     if outcome.driver is None:
         outcome.notes.append(
             f"no {outcome.target.name} here: carry {sweep.folder} to one "
             f"and run python -m tilekern.tune refresh --sweep {sweep.folder.name}"
         )
         return
-    bar, local = progress_bar("measure", quiet=quiet), LocalExecutor(sweep.cache)
-    with bar as progress, shared(sweep, store.root), local as executor:
-        measured = measure_all(sweep, executor, keep_winners, progress=progress)
-        outcome.measure = dataclasses.asdict(measured)
-    tools = toolkit()
-    outcome.changes = refresh.publish(store, tools.describe() if tools else NO_TOOLKIT)
+    outcome.changes = refresh.finish(done.winners)
     outcome.cache = str(store.root)
 
 

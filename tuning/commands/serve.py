@@ -16,11 +16,10 @@ from tilekern.cache import user_root
 from tilekern.compile.toolchain import require_toolkit
 from tilekern.errors import InputError
 from tilekern.spec.targets import Target, here, resolve
-from tilekern.tuning.compile.stage import jobs_of
 from tilekern.tuning.options import Folder, Seconds, tuner_command
+from tilekern.tuning.pipeline import Options
 from tilekern.tuning.serve.board import STOPPING, Board
 from tilekern.tuning.serve.loop import Service
-from tilekern.tuning.serve.tuner import How
 from tilekern.tuning.serve.watched import MEASURED, PREDICTED, WAITING, WatchedCache
 from tilekern.warning import tell
 
@@ -70,7 +69,7 @@ def command(
     caches = [WatchedCache(root, target, toolkit.key, goal) for root in folders]
     board = Board(target, toolkit.describe(), goal, poll_s)
     say: Callable[[str], None] = (lambda _: None) if as_json else tell
-    service = Service(caches, How(jobs_of(jobs), gpus), batch, board, say)
+    service = Service(caches, Options(jobs=jobs, gpus=gpus), batch, board, say)
     stopped: Stopped | None = None
     with contextlib.ExitStack() as held:
         for cache in caches:

@@ -7,8 +7,9 @@ workers, since the last one at work decides when the stage ends.
 
 Candidates may be listed while others are compiled: thousands take a second to list, in which no core need wait.
 
-Where problems are measured while others are compiled, kernels have turns: those whose candidates are soon compiled come
-first, so that the GPU has something to do, and the longest is last, with its longest candidates at its start.
+Problems may have turns. Where some are measured while others are compiled, those of one kernel share one: kernels whose
+candidates are soon compiled come first, so that the GPU has something to do, and the longest is last, with its longest
+candidates at its start. Under a budget of time each problem has its own (:mod:`tilekern.tuning.budget`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tilekern.kernels import spec_named
@@ -64,13 +65,16 @@ class Order:
 
     Args:
         todo: the candidates; none of them is a library's call.
-        turns: the turn of each kernel; those of lower ones are all taken first. Kernels that are not named have turn 0.
-
+        turns: the turn of each problem; candidates of lower turns are all taken first. Problems that are not named have
+            turn 0.
         is_over: set when no more candidates are to be compiled; what is at work is given up.
     """
 
     def __init__(
-        self, todo: Iterable[Candidate], turns: Mapping[str, int] | None = None, is_over: threading.Event | None = None
+        self,
+        todo: Iterable[Candidate],
+        turns: Mapping[Named, int] | None = None,
+        is_over: threading.Event | None = None,
     ) -> None:
         self._coming, self._turns = iter(todo), turns or {}
         self.is_over = is_over or threading.Event()
@@ -86,8 +90,8 @@ class Order:
         before = len(self)
         for item in itertools.islice(self._coming, most):
             function, _, constants = key = lowered_as(item)
-            turn = self._turns.get(item.kernel, 0)
-            batch = self._batches.setdefault(key, Batch(function, constants, _tile_elements(item.config), turn))
+            turn = self._turns.get((item.kernel, item.problem), 0)
+            batch = self._batches.setdefault((turn, key), Batch(function, constants, _tile_elements(item.config), turn))
             batch.left.insert(0, item)
             self._of[item.artifact] = batch
         return len(self) - before
@@ -128,8 +132,8 @@ class Order:
                 batch.learn(math.inf if batch is known else same, seconds)
 
 
-def turns_of(problems: Iterable[Named]) -> dict[str, int]:
-    """The turn of each kernel, from the one whose candidates take the least to compile to the one that takes longest.
+def turns_of(problems: Sequence[Named]) -> dict[Named, int]:
+    """Return the turn of each problem: kernels whose candidates take the least to compile first, the longest last.
 
     Those that follow others come first: the others are timed with them. Nothing is listed for it: a kernel's time is
     taken as that of all points of its problems' spaces.
@@ -140,7 +144,7 @@ def turns_of(problems: Iterable[Named]) -> dict[str, int]:
         seconds[kernel] += points * COMPILE_S.get(kernel, OTHER_S)  # type: ignore[assignment]
     follow = {follower.kernel for kernel in seconds if (follower := spec_named(kernel).follower)}
     kernels = sorted(seconds, key=lambda kernel: (kernel not in follow, seconds[kernel]))
-    return {kernel: turn for turn, kernel in enumerate(kernels)}
+    return {named: kernels.index(named[0]) for named in problems}
 
 
 def lowered_as(item: Candidate) -> tuple[object, Hashable, tuple[object, ...]]:

@@ -118,14 +118,6 @@ class Readiness:
                 self._tell(named)
 
 
-@dataclass(frozen=True)
-class Beside:
-    """How the compile stage runs beside the measure stage: whom it tells what is ready, and what ends it early."""
-
-    readiness: Readiness
-    is_over: threading.Event
-
-
 def wanted(
     sweep: Sweep, timeout_s: float = TIMEOUT_S, named: Sequence[Named] | None = None,
     listed: Callable[[Named, set[str]], None] = lambda _named, _lacking: None,
@@ -179,7 +171,7 @@ def _made_by(line: dict[str, Any], toolkit_key: str) -> bool:
 def compile_all(
     sweep: Sweep, jobs: int, timeout_s: float = TIMEOUT_S, progress: Callable[[int, int], None] | None = None,
     memory_bytes: int = MEMORY_BYTES, pool: Pool = compile_in_order, only: Collection[str] | None = None,
-    beside: Beside | None = None,
+    beside: Readiness | None = None, turns: Mapping[Named, int] | None = None, is_over: threading.Event | None = None,
 ) -> CompileSummary:  # fmt: skip
     """Compile what is missing from the sweep; each result is journalled as it comes.
 
@@ -191,16 +183,18 @@ def compile_all(
         memory_bytes: address space that the compiler may have for one.
         pool: where they are compiled: on this host, or by an executor's pool elsewhere.
         only: keys of the artifacts to keep to; None means all.
-        beside: the measure stage that runs at the same time, if one does.
+        beside: told which artifacts were tried, for the measure stage that runs at the same time; None where none does.
+        turns: the turn of each problem; where None, kernels have turns if a measure stage runs at the same time.
+        is_over: set when no more is to be compiled; what is at work is given up.
 
     Raises:
         ToolchainMissing: artifacts are missing and no compiler is installed.
     """
-    order = _order(sweep, timeout_s, only, beside)
+    order = _order(sweep, timeout_s, only, beside, turns, is_over)
     started = time.perf_counter()
     tileiras_s = busy_s = 0.0
     reasons: Counter[str] = Counter()
-    left_open = 0
+    left_open = finished = 0
     if order.take_in(1):
         tools = require_toolkit().describe()
         compiles = functools.partial(
@@ -219,24 +213,26 @@ def compile_all(
             busy_s += work_s(line)
             sweep.note("compiled", line | {"toolkit": tools})
             if beside:
-                beside.readiness.tried(line["key"])
+                beside.tried(line["key"])
             if progress:
                 progress(finished, len(order))
     seconds = time.perf_counter() - started
     held = seconds * max(1, min(jobs, len(order)))
     shares = tileiras_s / held, busy_s / held
-    return CompileSummary(
-        len(sweep.compiled()), len(order), reasons.total(), left_open, seconds, *shares, dict(reasons)
-    )
+    return CompileSummary(len(sweep.compiled()), finished, reasons.total(), left_open, seconds, *shares, dict(reasons))
 
 
-def _order(sweep: Sweep, timeout_s: float, only: Collection[str] | None, beside: Beside | None) -> Order:
+def _order(
+    sweep: Sweep, timeout_s: float, only: Collection[str] | None, beside: Readiness | None,
+    turns: Mapping[Named, int] | None, is_over: threading.Event | None,
+) -> Order:  # fmt: skip
     """The candidates to be compiled, as they are listed."""
-    if beside is None:
-        return Order(item for item in wanted(sweep, timeout_s) if only is None or item.artifact in only)
-    turns = turns_of(sweep.problems())
-    named = sorted(sweep.problems(), key=lambda pair: turns[pair[0]])
-    return Order(wanted(sweep, timeout_s, named, beside.readiness.list), turns, beside.is_over)
+    named = sweep.problems()
+    if turns is None:
+        turns = turns_of(named) if beside else {}
+    listed = beside.list if beside else lambda _named, _lacking: None
+    coming = wanted(sweep, timeout_s, sorted(named, key=lambda pair: turns.get(pair, 0)), listed)
+    return Order((item for item in coming if only is None or item.artifact in only), turns, is_over)
 
 
 class Compiling:
@@ -246,11 +242,12 @@ class Compiling:
     have made by then is in the journal.
 
     Args:
-        compile_beside: runs :func:`compile_all` beside the measure stage.
+        compile: :func:`compile_all` with its sweep and all else but ``beside`` and ``is_over``.
+        is_over: set when no more is to be compiled, by this too.
     """
 
-    def __init__(self, compile_beside: Callable[[Beside], CompileSummary]) -> None:
-        self._compile_beside, self._is_over = compile_beside, threading.Event()
+    def __init__(self, compile: Callable[..., CompileSummary], is_over: threading.Event | None = None) -> None:
+        self._compile, self._is_over = compile, is_over or threading.Event()
         # Problems that are ready, and None at the end.
         self._ready: queue.SimpleQueue[Named | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -269,7 +266,7 @@ class Compiling:
 
     def _run(self) -> None:
         try:
-            self._summary = self._compile_beside(Beside(Readiness(self._ready.put), self._is_over))
+            self._summary = self._compile(beside=Readiness(self._ready.put), is_over=self._is_over)
         except BaseException as error:  # noqa: BLE001 (raised again where problems are taken)
             self._error = error
         finally:

@@ -24,6 +24,9 @@ class Executor(Protocol):
             InputError: no GPU of the target can be had.
         """
 
+    def width(self, target: Target) -> int:
+        """Return how many tasks are measured at once: the number of GPUs of the target."""
+
     def run(self, tasks: Iterable[Task]) -> Iterator[Noted]:
         """Measure the tasks, in any order; lines for the journals as they come, and ``FINISHED`` after each task.
 

@@ -67,8 +67,16 @@ class ClusterExecutor:
         Raises:
             InputError: no node has a GPU of the target's type.
         """
+        return self.cores - self.width(target)
+
+    def width(self, target: Target) -> int:
+        """Return how many GPUs of the cluster measure at once.
+
+        Raises:
+            InputError: no node has a GPU of the target's type.
+        """
         _, count = gpus_like(target)
-        return self.cores - min(count, self._most or count)
+        return min(count, self._most or count)
 
     def require_gpu(self, target: Target) -> None:
         """See to it that some node has a GPU of the target's type, free or not; no node is asked.
@@ -116,8 +124,7 @@ class ClusterExecutor:
         if first is None:
             return
         target = first.target
-        _, count = gpus_like(target)
-        at_most = self._most or count
+        at_most = self.width(target)
         if isinstance(tasks, Sequence):
             at_most = min(len(tasks), at_most)
         else:
@@ -126,7 +133,7 @@ class ClusterExecutor:
         measuring = Measuring(
             tasks, target, gpu, self._pack(), lambda: start_actor(self._node, target, self._launch_timeout_s)
         )  # fmt: skip
-        yield from measuring.lines(min(at_most, count))
+        yield from measuring.lines(at_most)
 
     def compile_in_order(
         self, order: Order, compile_one: Compile, jobs: int, limit_s: float, memory_bytes: int

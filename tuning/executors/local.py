@@ -56,6 +56,10 @@ class LocalExecutor:
         check_gpu(target)
         return describe_gpu() | versions()
 
+    def width(self, target: Target) -> int:  # noqa: ARG002
+        """Return how many GPUs measure at once."""
+        return len(devices()[: self._most])
+
     def run(self, tasks: Iterable[Task]) -> Iterator[Noted]:
         """Measure the tasks, of those that are there the longest first; a GPU that fails leaves the rest to the others.
 

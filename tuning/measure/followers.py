@@ -7,7 +7,7 @@ plan of problems knows, so it is taken from the nearest problem; candidates of a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tilekern.kernels import spec_named
@@ -34,16 +34,17 @@ def followers(settled: Settled, racing: Sequence[Entrant]) -> dict[int, Entrant]
     kernel, sm_count = spec_named(follower.kernel), settled.target.sm_count
     for blocks in {entrant.candidate.blocks(sm_count) for entrant in racing if entrant.is_aligned} - {0}:
         wanted = kernel.bucketed(kernel.problem(**follower.dimensions(first.problem, blocks)))
-        one = next(filter(None, (_best(settled, kernel.name, near) for near in _near(settled, kernel, wanted))), None)
+        near = nearest(settled.problems(kernel.name), kernel, wanted)
+        one = next(filter(None, (_best(settled, kernel.name, problem) for problem in near)), None)
         if one is not None:
             found[blocks] = one
     return found
 
 
-def _near(settled: Settled, spec: KernelSpec, wanted: Problem) -> list[Problem]:
-    """The sweep's problems that differ from the one that is wanted in bucketed sizes alone, the nearest first."""
+def nearest(problems: Iterable[Problem], spec: KernelSpec, wanted: Problem) -> list[Problem]:
+    """Return the problems that differ from the one that is wanted in bucketed sizes alone, the nearest first."""
     sizes = [d.name for d in spec.dimensions if d.kind == "bucketed"]
-    same = [one for one in settled.problems(spec.name) if one.but(**{name: wanted[name] for name in sizes}) == wanted]
+    same = [one for one in problems if one.but(**{name: wanted[name] for name in sizes}) == wanted]
     return sorted(same, key=lambda one: sum(abs(math.log2(one[name] / wanted[name])) for name in sizes))
 
 

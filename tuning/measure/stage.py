@@ -50,6 +50,7 @@ class MeasureSummary:
 def measure_all(
     sweep: Sweep, executor: Executor, keep_winners: Callable[[Sweep], None], strategy: str = "race",
     progress: Callable[[int, int], None] | None = None, coming: Iterable[Sequence[Named]] | None = None,
+    turns: Mapping[Named, int] | None = None, is_over: threading.Event | None = None,
 ) -> MeasureSummary:  # fmt: skip
     """Check and time what is missing from the sweep; each check is journalled as it comes, a race when it is over.
 
@@ -62,6 +63,9 @@ def measure_all(
         strategy: how candidates are timed.
         progress: called with the number of problems that are done and of all.
         coming: the problems of the plan as they are compiled, some at a time; all are where None.
+        turns: the turn of each problem. Where given, a problem is begun when a GPU is free for it, lower turns first;
+            where None, the executor chooses the order.
+        is_over: set when no more problems are to be begun; those at work are measured to their end. Needs ``turns``.
 
     Raises:
         InputError: the executor has no GPU that is the sweep's target, or another run holds the sweep.
@@ -72,21 +76,26 @@ def measure_all(
         sweep.note("gpu", gpu)
         named, target = sweep.problems(), sweep.target
         composites = [pair for pair in named if is_composite(*pair, target)]
-        work = _Work(sweep, strategy, gpu, run)
+        width = None if turns is None else executor.width(target)
+        work = _Work(sweep, strategy, gpu, run, turns or {}, width, is_over or threading.Event())
 
         def tell() -> None:
             if progress:
                 progress(work.done, len(named))
 
-        if coming is None:
-            for some in _followers_first([pair for pair in named if pair not in composites]):
-                _measure(executor, work, list(work.coming([some])), tell)
-        else:
+        singles = [pair for pair in named if pair not in composites]
+        if coming is not None:
             parts = ([pair for pair in some if pair not in composites] for some in coming)
             _measure(executor, work, work.coming(parts), tell)
-        if composites:
+        elif turns is not None:
+            _measure(executor, work, work.coming([singles]), tell)
+        else:
+            for some in _followers_first(singles):
+                _measure(executor, work, list(work.coming([some])), tell)
+        if composites and not work.is_over.is_set():
             keep_winners(sweep)
-            _measure(executor, work, list(work.coming([composites])), tell)
+            todo = work.coming([composites])
+            _measure(executor, work, list(todo) if turns is None else todo, tell)
     measured = sweep.measured()
     return MeasureSummary(
         timed=sum("timing" in line for key, line in measured.items() if not is_copy(key)),
@@ -103,9 +112,13 @@ def _followers_first(problems: Sequence[Named]) -> list[list[Named]]:
 
 
 def _measure(executor: Executor, work: _Work, todo: Iterable[Task], tell: Callable[[], None]) -> None:
-    for line in executor.run(todo):
-        if work.take(*line):
-            tell()
+    try:
+        for line in executor.run(todo):
+            if work.take(*line):
+                tell()
+    except BaseException:
+        work.give_up()
+        raise
 
 
 class _Work:
@@ -116,15 +129,22 @@ class _Work:
         strategy: how candidates are timed.
         gpu: the GPU, as records keep it.
         run: of the stage; it pauses while all that came is measured and more may come.
+        turns: the turn of each problem.
+        width: how many tasks may be at work at once; None where the executor takes them all and chooses among them.
+        is_over: set when no more tasks are to be begun.
     """
 
-    def __init__(self, sweep: Sweep, strategy: str, gpu: Mapping[str, str], run: Run) -> None:
+    def __init__(
+        self, sweep: Sweep, strategy: str, gpu: Mapping[str, str], run: Run, turns: Mapping[Named, int],
+        width: int | None, is_over: threading.Event,
+    ) -> None:  # fmt: skip
         self._sweep, self._strategy, self._gpu, self._run = sweep, strategy, gpu, run
+        self._turns, self._width, self.is_over = turns, width, is_over
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._owners: dict[str, _Entry] = {}
         # A thread of the executor's may go through the tasks.
-        self._lock = threading.Lock()
-        self._at_work, self._comes = 0, False
+        self._changed = threading.Condition()
+        self._at_work, self._comes, self._given_up = 0, False, False
         # How many problems have nothing left to measure.
         self.done = 0
 
@@ -132,16 +152,38 @@ class _Work:
         """The tasks of problems, which come some at a time."""
         self._count(comes=True)
         for some in problems:
-            todo = list(tasks(self._sweep, some, self._strategy))
-            self._count(done=len(some) - len(todo), begun=len(todo))
+            if self._width is None:
+                todo = list(tasks(self._sweep, some, self._strategy))
+                self._count(done=len(some) - len(todo), begun=len(todo))
+                for task in todo:
+                    self._begin(task)
+                    yield task
+            else:
+                yield from self._in_turn(some, self._width)
+        self._count(comes=False)
+
+    def _in_turn(self, problems: Sequence[Named], width: int) -> Iterator[Task]:
+        """The tasks of problems, lower turns first, each when a GPU is free for it, until no more are to be begun."""
+        for named in sorted(problems, key=lambda pair: self._turns.get(pair, 0)):
+            todo = [] if self.is_over.is_set() else list(tasks(self._sweep, [named], self._strategy))
+            with self._changed:
+                self._changed.wait_for(lambda: self._given_up or self._at_work < width)
+            if self._given_up or self.is_over.is_set():
+                return
+            self._count(done=1 - len(todo), begun=len(todo))
             for task in todo:
                 self._begin(task)
                 yield task
-        self._count(comes=False)
+
+    def give_up(self) -> None:
+        """Hand out no more tasks: those at work came to no end."""
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
 
     def _count(self, done: int = 0, begun: int = 0, *, comes: bool | None = None) -> None:
         """Take in that problems are done or tasks begun (ended, where negative), and whether more come."""
-        with self._lock:
+        with self._changed:
             self.done += done
             self._at_work += begun
             self._comes = self._comes if comes is None else comes
@@ -149,6 +191,7 @@ class _Work:
                 self._run.pause()
             else:
                 self._run.go_on()
+            self._changed.notify_all()
 
     def _begin(self, task: Task) -> None:
         entry = _Entry(task, self._gpu)

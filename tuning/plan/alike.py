@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tilekern.runtime.recorder import Trace
 from tilekern.tuning.plan.sharding import OwnForward
 
 # A layer's place among the others, which does not make it another kind.
@@ -23,12 +24,13 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
-def thin_out(model: torch.nn.Module) -> None:
-    """Have each list of layers in a model on meta run the distinct ones alone."""
+def thin_out(model: torch.nn.Module, trace: Trace) -> None:
+    """Have each list of layers in a model on meta run the distinct ones alone, counted as all of their kind."""
     for parent in _outermost(model):
         seen: dict[Hashable, dict[Hashable, Any]] = {}
-        for place, layer in enumerate(parent):
-            parent[place] = _Once(layer, seen.setdefault(_kind(layer), {}))
+        kinds = [_kind(layer) for layer in parent]
+        for place, (layer, kind) in enumerate(zip(parent, kinds, strict=True)):
+            parent[place] = _Once(layer, seen.setdefault(kind, {}), trace, kinds.count(kind))
 
 
 def _outermost(module: torch.nn.Module) -> list[torch.nn.ModuleList]:
@@ -42,12 +44,13 @@ def _outermost(module: torch.nn.Module) -> list[torch.nn.ModuleList]:
 class _Once(torch.nn.Module):
     """Stands in a list for a layer.
 
-    ``seen`` is shared among the layers of one kind: by how they were called, what such a call gives.
+    ``seen`` is shared among the layers of one kind, which are ``times`` in number: by how they were called, what such a
+    call gives.
     """
 
-    def __init__(self, layer: torch.nn.Module, seen: dict[Hashable, Any]) -> None:
+    def __init__(self, layer: torch.nn.Module, seen: dict[Hashable, Any], trace: Trace, times: int) -> None:
         super().__init__()
-        self.layer, self.seen = layer, seen
+        self.layer, self.seen, self.trace, self.times = layer, seen, trace, times
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -61,7 +64,8 @@ class _Once(torch.nn.Module):
         given = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if given is not None and call in self.seen:
             return _handed_on(given, *self.seen[call][:2])
-        result = self.layer(*args, **kwargs)
+        with self.trace.repeated(self.times):
+            result = self.layer(*args, **kwargs)
         found, shape = tree_flatten(result)
         if given is not None and any(_form(leaf) == _form(given) for leaf in found):
             # What was given stays alive, so that nothing else has its id.

@@ -28,14 +28,15 @@ def plan_of_file(path: Path, target: Target) -> Planned:
         InputError: the file is missing or is not such a plan, or it was traced for another GPU.
     """
     file = PlanFile(path.parent, path.name)
-    problems, made_for = file.problems(), file.read().target
+    problems, plan = file.problems(), file.read()
+    made_for = plan.target
     if made_for["key"] != target.key:
         own = from_description(made_for)
         raise InputError(
             f"{path} was traced for {own.name}, not {target.name}; pass --gpu {own.option}, or trace the "
             f"step with gpu={target.option!r}"
         )
-    return Planned(str(path), tuple(problems))
+    return Planned(str(path), tuple(problems), launches=plan.launches)
 
 
 def plan_of_wanted(root: Path, target: Target) -> Planned:

@@ -66,7 +66,7 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
     if not found.problems:
         asked = "" if steps.ops is None else f" of --ops {','.join(ops)}"
         raise InputError("; ".join([f"a step of {name} asks for no kernel{asked}", *notes]))
-    return Planned(name, tuple(found.problems), tuple(dict.fromkeys(notes)))
+    return Planned(name, tuple(found.problems), tuple(dict.fromkeys(notes)), launches=found.launches)
 
 
 def _config(model: Any) -> tuple[str, Any]:
@@ -148,7 +148,7 @@ def _step(model: Any, steps: Steps, ops: Collection[str], found: Trace, *, is_sp
             give_own_forwards(model)
         # Logits of all layers are one problem of the routers' loss.
         if not (EXPERTS in ops and getattr(model.config.get_text_config(), "output_router_logits", False)):
-            thin_out(model)
+            thin_out(model, found)
         for batch in _batches(steps):
             step(model, batch, adamw=ADAMW in ops and steps.optimizer == ADAMW)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tilekern.errors import InputError
@@ -19,13 +19,15 @@ TOKENS = (2048, 8192)
 class Planned:
     """The problems of a plan, each once, with a name for people and what they should know of it.
 
-    ``models`` are the plans of the models in it, each by itself, where it is of several things.
+    ``models`` are the plans of the models in it, each by itself, where it is of several things. ``launches`` says how
+    often a step launches a problem, where that is known.
     """
 
     name: str
     problems: tuple[Named, ...]
     notes: tuple[str, ...] = ()
     models: tuple[Planned, ...] = ()
+    launches: Mapping[Named, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,7 @@ def estimate_compile(counts: Sequence[Count], jobs: int, sweeps: Sequence[Sweep]
 
     On this host they share its cores with what else runs; elsewhere each is taken to have a core of its own.
     """
-    rates = _compile_rates(sweeps)
+    rates = compile_rates(sweeps)
     todo = Counter[str]()
     for item in counts:
         todo[item.kernel] += item.artifacts - item.compiled
@@ -267,8 +267,14 @@ def estimate_together(compiles: Estimate, measures: Estimate) -> Estimate:
     return Estimate(seconds, f"problems are measured while others are compiled, and {longer} takes longer")
 
 
-def _compile_rates(sweeps: Sequence[Sweep]) -> dict[str, tuple[float, int]]:
-    """Mean seconds of an artifact and how many it is of, by kernel."""
+def artifact_s(kernel: str, rates: Mapping[str, tuple[float, int]]) -> float:
+    """Return the core-seconds of an artifact of a kernel, by :func:`compile_rates` where these have enough of it."""
+    mean, count = rates.get(kernel, (0.0, 0))
+    return mean if count >= _ENOUGH else COMPILE_S.get(kernel, OTHER_S)
+
+
+def compile_rates(sweeps: Sequence[Sweep]) -> dict[str, tuple[float, int]]:
+    """Return the mean core-seconds of an artifact and how many were compiled, by kernel."""
     seconds: dict[str, list[float]] = {}
     for line in (line for sweep in sweeps for line in sweep.compiled().values()):
         if {"kernel", "tileiras_s"} <= line.keys():
@@ -284,7 +290,7 @@ def estimate_measure(
     if not todo:
         return Estimate(0.0, "nothing is left to measure")
     said = f"{sum(item.to_measure for item in todo)} candidates of {len(todo)} problems"
-    work_s = sum(_problem_s(item.kernel, item.problem, item.to_measure, target) for item in todo)
+    work_s = sum(problem_s(item.kernel, item.problem, item.to_measure, target) for item in todo)
     took, work = _measured_before(target, sweeps, strategy)
     if work:
         return Estimate(
@@ -304,7 +310,7 @@ def _rounds_s(item: Count, target: Target) -> float:
     return min(ROUNDS, max(LEAST_ROUNDS, affordable)) * round_s
 
 
-def _problem_s(kernel: str, problem: Problem, candidates: int, target: Target) -> float:
+def problem_s(kernel: str, problem: Problem, candidates: int, target: Target) -> float:
     """The time to measure a problem, by that of the shipped sweep."""
     launches = PROBLEM_ROOFLINES + CANDIDATE_ROOFLINES * candidates
     return PROBLEM_S + CANDIDATE_S * candidates + launches * launch_s(kernel, problem, target)
@@ -326,7 +332,7 @@ def _measured_before(target: Target, sweeps: Sequence[Sweep], strategy: str) -> 
         if seconds and candidates_of:
             took += seconds
             work += MEASURE_START_S + sum(
-                _problem_s(kernel, problem, candidates_of[f"{kernel}|{problem.key}"], target)
+                problem_s(kernel, problem, candidates_of[f"{kernel}|{problem.key}"], target)
                 for kernel, problem in sweep.problems()
                 if f"{kernel}|{problem.key}" in candidates_of
             )

@@ -8,9 +8,10 @@ from typing import Any
 
 from tilekern.cache import CacheError
 from tilekern.errors import TilekernError
+from tilekern.tuning.pipeline import Options
 from tilekern.tuning.publishing import Winner, is_open
 from tilekern.tuning.serve.board import IDLE, MOST_SHOWN, TUNING, Board
-from tilekern.tuning.serve.tuner import How, tune
+from tilekern.tuning.serve.tuner import tune
 from tilekern.tuning.serve.watched import WAITING, Item, WatchedCache
 from tilekern.tuning.sweep.plan import Named
 from tilekern.tuning.terminal.console import sizes_of
@@ -24,16 +25,16 @@ class Service:
 
     Args:
         caches: the caches, each held already.
-        how: how to tune.
+        options: how to tune.
         batch: how many problems to tune at once; after each batch the queue is looked at anew.
         board: where to say what is done.
         say: takes a line for people.
     """
 
     def __init__(
-        self, caches: Sequence[WatchedCache], how: How, batch: int, board: Board, say: Callable[[str], None]
+        self, caches: Sequence[WatchedCache], options: Options, batch: int, board: Board, say: Callable[[str], None]
     ) -> None:
-        self._caches, self._how, self._batch, self._board, self._say = list(caches), how, batch, board, say
+        self._caches, self._options, self._batch, self._board, self._say = list(caches), options, batch, board, say
         # What the pass at work has come to: lines of the history, what is still wanted, caches that are in trouble.
         self.published: list[dict[str, Any]] = []
         self.failed: list[dict[str, Any]] = []
@@ -89,7 +90,7 @@ class Service:
         shown = [{"kernel": item.kernel, "problem": dict(item.problem)} for item in items]
         self._board.put(batch={"cache": str(cache.root), "items": shown, "stage": "plan", "done": 0, "of": 0})
         try:
-            found = tune(cache, [item.named for item in items], self._how, self._board.tell)
+            found = tune(cache, [item.named for item in items], self._options, self._board.tell)
         except OSError as error:
             self._trouble(cache, error)
         except Exception as error:  # noqa: BLE001 (whatever an item does must not end the service)

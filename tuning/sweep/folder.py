@@ -119,7 +119,10 @@ class Sweep:
         """Refuse a folder that others can write (:func:`tilekern.tuning.sweep.sealing.require_own_folder`)."""
         require_own_folder(self.folder, CONTENTS)
 
-    def begin(self, target: Target, model: str, problems: Sequence[Named], limits: Limits | None = None) -> None:
+    def begin(
+        self, target: Target, model: str, problems: Sequence[Named], limits: Limits | None = None,
+        launches: Mapping[Named, int] | None = None,
+    ) -> None:  # fmt: skip
         """Write the plan, in place of one for the same target; what its journals know stays known.
 
         Args:
@@ -127,6 +130,7 @@ class Sweep:
             model: what the problems are of, for people.
             problems: the problems by kernel.
             limits: the configs to try of a problem; the whole space of one that is not named.
+            launches: how often a step launches a problem, where that is known.
 
         Raises:
             InputError: the folder holds another target's sweep, is held by another run, cannot be written, or can be
@@ -138,7 +142,7 @@ class Sweep:
                 raise InputError(f"{self.folder} holds a sweep for {before['name']}, not {target.name}; give another")
             make_folder(self.folder / _ARTIFACTS)
             with self.holder.locked():
-                self._plan.write(target, model, problems, limits or {})
+                self._plan.write(target, model, problems, limits or {}, launches)
 
     def again(self, folder: Path) -> Sweep:
         """A sweep of the same plan in another folder, of which nothing is done.
@@ -147,7 +151,7 @@ class Sweep:
             InputError: as of :meth:`begin`.
         """
         sweep = Sweep(folder)
-        sweep.begin(self.target, self.model, self.problems(), self.limits)
+        sweep.begin(self.target, self.model, self.problems(), self.limits, self.launches)
         return sweep
 
     @property
@@ -173,6 +177,11 @@ class Sweep:
     def limits(self) -> Limits:
         """The configs to try of the problems that the plan limits."""
         return self._plan.read().limits
+
+    @property
+    def launches(self) -> Mapping[Named, int]:
+        """How often a step launches the problems of which that is known."""
+        return self._plan.read().launches
 
     def candidates(self, kernel: str, problem: Problem) -> list[Candidate]:
         """The candidates of a problem, as the plan limits them; each stage asks for them anew."""

@@ -26,12 +26,16 @@ _LARGEST_PLAN = 2**26
 
 @dataclass(frozen=True)
 class Plan:
-    """The problems to be tuned; ``target`` has a ``key`` and a ``name``, ``problems`` are named by their kernels."""
+    """The problems to be tuned; ``target`` has a ``key`` and a ``name``, ``problems`` are named by their kernels.
+
+    ``launches`` says how often a step launches a problem, where that is known.
+    """
 
     target: Mapping[str, Any]
     model: str
     problems: tuple[Named, ...]
     limits: Limits
+    launches: Mapping[Named, int]
 
 
 class PlanFile:
@@ -45,13 +49,16 @@ class PlanFile:
         """Whether the folder has a plan."""
         return self._path.exists()
 
-    def write(self, target: Target, model: str, problems: Sequence[Named], limits: Limits) -> None:
+    def write(
+        self, target: Target, model: str, problems: Sequence[Named], limits: Limits,
+        launches: Mapping[Named, int] | None = None,
+    ) -> None:  # fmt: skip
         """Put the plan in place in one step.
 
         Raises:
             OSError: the folder cannot be written.
         """
-        plan = document(target, model, problems)
+        plan = document(target, model, problems, launches)
         for item, named in zip(plan["problems"], problems, strict=True):
             if named in limits:
                 item["configs"] = [dict(config) for config in limits[named]]
@@ -103,12 +110,16 @@ class PlanFile:
         if not isinstance(plan, dict) or plan.get("format") != FORMAT:
             raise InputError(f"{self._path} is not a plan of this version of tilekern; plan it again")
         try:
-            items = [(str(item["kernel"]), Problem(item["problem"]), item.get("configs")) for item in plan["problems"]]
+            items = [
+                (str(item["kernel"]), Problem(item["problem"]), item.get("configs"), item.get("launches"))
+                for item in plan["problems"]
+            ]
             return Plan(
                 {**plan["target"], "key": plan["target"]["key"], "name": plan["target"]["name"]},
                 str(plan["model"]),
-                tuple((kernel, problem) for kernel, problem, _ in items),
-                {(k, p): tuple(Config(config) for config in configs) for k, p, configs in items if configs is not None},
+                tuple((kernel, problem) for kernel, problem, _, _ in items),
+                {(k, p): tuple(map(Config, configs)) for k, p, configs, _ in items if configs is not None},
+                {(k, p): int(number) for k, p, _, number in items if number is not None},
             )
-        except (KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             raise InputError(f"{self._path} is damaged; remove it and plan again") from None

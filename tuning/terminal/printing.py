@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tilekern.tuning.terminal.console import out, sizes_of, table_console, table_for
-from tilekern.tuning.terminal.outcome import Outcome
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from tilekern.tuning.pipeline import Result
     from tilekern.tuning.predict.estimating import Count, PlanReport
     from tilekern.tuning.publishing import Winner
 
 
-def print_report(done: Outcome | PlanReport) -> None:
-    """Print what a run did, or what a dry run found."""
-    if isinstance(done, Outcome):
-        _print_outcome(done)
-    else:
-        _print_plan(done)
+# How many problems that a budget left out are named; --json has all.
+_LEFT_OUT = 8
 
 
-def _print_outcome(outcome: Outcome) -> None:
-    """The table of winners, where there are any, then one line for each stage and where the results lie.
+def print_result(outcome: Result) -> None:
+    """Print the table of winners, where there are any, then one line for each stage and where the results lie.
 
     Lines hold paths and commands, which are never wrapped.
     """
@@ -36,6 +32,8 @@ def _print_outcome(outcome: Outcome) -> None:
         out(console, f"{stage}: {seconds:.1f} s{_details(outcome, stage)}")
     for note in outcome.notes:
         out(console, note)
+    for line in _about_budget(outcome):
+        out(console, line)
     if outcome.results:
         out(
             console,
@@ -45,8 +43,28 @@ def _print_outcome(outcome: Outcome) -> None:
         out(console, f"{records} records in {pack}")
 
 
-def _print_plan(report: PlanReport) -> None:
-    """The table of problems, then what rules points out, then one line for each stage's time."""
+def _about_budget(outcome: Result) -> Iterator[str]:
+    """Lines on what a budget left out, and what serves it; the most valuable problems first."""
+    if not outcome.budget_s:
+        return
+    spent = f"budget: {outcome.spent_s:.0f} s of {outcome.budget_s:g} s spent"
+    left = outcome.left_out
+    if not left:
+        yield f"{spent}; nothing is left out"
+        return
+    finishing_s = sum(problem.seconds for problem in left)
+    yield (
+        f"{spent}; {len(left)} problems are left out, about {_duration(finishing_s)} more; the same command goes on "
+        "with them"
+    )
+    for problem in left[:_LEFT_OUT]:
+        yield f"left out: {problem.kernel} {problem.problem.key}: {problem.reason}, {problem.provenance} serves"
+    if len(left) > _LEFT_OUT:
+        yield f"left out: {len(left) - _LEFT_OUT} more; --json names all"
+
+
+def print_plan(report: PlanReport) -> None:
+    """Print the table of problems, then what rules points out, then one line for each stage's time."""
     console = table_console()
     console.print(_plan_table(report, console))
     if report.ruled_out():
@@ -90,7 +108,7 @@ def _reasons(report: PlanReport, console: Console) -> Table:
     return table_for(console, "ruled out", [["kernel"], ["points"], ["because"]], rows, ["points"])
 
 
-def _table(outcome: Outcome, console: Console) -> Table:
+def _table(outcome: Result, console: Console) -> Table:
     title = f"{outcome.model} on {outcome.target.name} ({outcome.target.arch}), {outcome.toolkit['key']}"
     columns = [_PROBLEM, ["config"], ["time, us", "of roofline"], ["gain", "how"]]
     return table_for(console, title, columns, map(_row, outcome.winners), ["time, us", "of roofline", "gain"])
@@ -109,7 +127,7 @@ def _row(winner: Winner) -> list[str]:
     ]
 
 
-def _details(outcome: Outcome, stage: str) -> str:
+def _details(outcome: Result, stage: str) -> str:
     if stage == "compile" and outcome.compile:
         found = outcome.compile
         left = f", {found['open']} open" if found["open"] else ""

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, Task
+    from rich.progress import Task
 
-# Told how much of how many is done; None where quiet is asked for.
-Tell = Callable[[int, int], None] | None
+    from tilekern.tuning.pipeline import Tell
+
+PUBLISH = "publish"
 _SPEED_OF_S = 600.0
 
 
 @contextlib.contextmanager
-def progress_bar(stage: str, *, quiet: bool) -> Iterator[Tell]:
-    """A bar on the terminal's error stream."""
-    with progress_bars([stage], quiet=quiet) as (tell,):
-        yield tell
-
-
-@contextlib.contextmanager
-def progress_bars(stages: Sequence[str], *, quiet: bool) -> Iterator[list[Tell]]:
-    """Bars on the terminal's error stream, of stages that are at work at the same time."""
+def progress_bars(*, quiet: bool) -> Iterator[Tell]:
+    """A bar for each stage that is told of, on the terminal's error stream; stages may be at work at the same time."""
     if quiet:
-        yield [None] * len(stages)
+        yield lambda _stage, _done, _total: None
         return
     from rich.console import Console
     from rich.progress import (
@@ -53,10 +48,22 @@ def progress_bars(stages: Sequence[str], *, quiet: bool) -> Iterator[list[Tell]]
         Left(),
     )  # fmt: skip
     # A single candidate may take a minute, so the speed is that of a longer time than rich takes by default.
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=_SPEED_OF_S) as progress:
-        yield [_told(progress, stage) for stage in stages]
+    progress = Progress(*columns, console=Console(stderr=True), speed_estimate_period=_SPEED_OF_S)
+    bars: dict[str, Any] = {}
+    lock = threading.Lock()
 
+    def tell(stage: str, done: int, total: int) -> None:
+        if stage == PUBLISH:  # which takes no time
+            return
+        with lock:  # stages that run at once tell from threads of their own
+            if not bars:
+                progress.start()  # not before: what fails first prints its one line alone
+            if stage not in bars:
+                bars[stage] = progress.add_task(stage, total=None)
+        progress.update(bars[stage], completed=done, total=total or None)
 
-def _told(progress: Progress, stage: str) -> Tell:
-    task = progress.add_task(stage, total=None)
-    return lambda done, total: progress.update(task, completed=done, total=total)
+    try:
+        yield tell
+    finally:
+        if bars:
+            progress.stop()
