@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmark_samples import is_one_line
 
 import tilekern
 from benchmarks import several_gpus, whole_tune
@@ -21,12 +22,11 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens
 
 
 @no_gpu
-@pytest.mark.parametrize("command", ["kernels", "experts", "host", "startup", "tune", "gpus --sweep nowhere"])
+@pytest.mark.parametrize(
+    "command", ["kernels", "experts", "host", "startup", "tune", "gpus --sweep nowhere", "races --sweep nowhere"]
+)
 def test_without_a_gpu_one_line_says_so(command, tmp_path, capsys):
-    assert main([*command.split(), "--out", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "needs a CUDA GPU" in said
+    is_one_line(capsys, [*command.split(), "--out", str(tmp_path)], "needs a CUDA GPU")
 
 
 def test_help_and_version(capsys):
@@ -39,24 +39,12 @@ def test_help_and_version(capsys):
     assert capsys.readouterr().out == f"tilekern {tilekern.__version__}\n"
 
 
-def test_bad_input_is_one_line(tmp_path, capsys):
-    assert main(["nothing"]) == 2
-    assert main(["compile", "--gpu", "H9000", "--out", str(tmp_path)]) == 2
-    (tmp_path / "bad.json").write_text("{")
-    assert main(["report", "--results", str(tmp_path), "--out", str(tmp_path / "RESULTS.md")]) == 2
-    assert not (tmp_path / "RESULTS.md").exists()
-    assert capsys.readouterr().err.count("error: ") == 3
-
-
 @pytest.mark.parametrize("command", ["train qwen3-8b --device cpu", "cache-scale", "compile --gpu H200"])
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("benchmarks.cli.write_results", lambda *_: pytest.fail("something was measured"))
     (tmp_path / "file").touch()
-    assert main([*command.split(), "--out", str(tmp_path / "file" / "deeper")]) == 2
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1
-    assert f"{tmp_path / 'file'} is not a folder that this user can write to" in said.err
-    assert said.out == ""
+    says = f"{tmp_path / 'file'} is not a folder that this user can write to"
+    is_one_line(capsys, [*command.split(), "--out", str(tmp_path / "file" / "deeper")], says)
 
 
 def test_a_whole_tune_takes_no_sweep_that_is_there(tmp_path):
@@ -80,15 +68,6 @@ def test_several_gpus_take_no_sweep_that_is_there(tmp_path, monkeypatch):
 def test_several_gpus_are_set_against_one():
     found = {row.metric: row.value for row in several_gpus.rows("a model", {1: 100.0, 2: 53.0})}
     assert found == {"measure_on_one": 100.0, "measure_on_several": 53.0, "gpus": 2, "share_of_one": 0.53}
-
-
-def test_a_report_that_cannot_be_made_leaves_the_old_one(tmp_path, capsys):
-    old = tmp_path / "RESULTS.md"
-    old.write_text("old")
-    assert main(["report", "--results", str(tmp_path / "nowhere"), "--out", str(old)]) == 2
-    assert main(["report", "--results", str(tmp_path), "--out", str(tmp_path / "nowhere" / "RESULTS.md")]) == 2
-    assert capsys.readouterr().err.count("error: ") == 2
-    assert old.read_text() == "old"
 
 
 def test_a_report_of_nothing_is_written(tmp_path):
@@ -135,23 +114,54 @@ def test_each_round_of_a_race_has_another_order():
     assert len({order[order.index("a") - 1] for order in rounds}) == 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--ops", "nothing"], "unknown op 'nothing'"),
-        (["--providers", "nobody"], "unknown provider 'nobody'"),
-        (["--samples", "0"], "--samples"),
-        (["--model", "llama-3-8b"], "--sweep"),
-        (["--sweep", "tokens"], "--model"),
-        (["--sweep", "heads", "--model", "llama-3-8b"], "heads"),
-        (["--sweep", "tokens", "--model", "llama-3-8b", "--tokens", "many"], "'many'"),
-    ],
-)
-def test_bad_sizes_and_names_of_kernels_are_one_line(arguments, said, capsys):
-    assert main(["kernels", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert said in error
+REFUSED = [
+    ("kernels --ops nothing", "unknown op 'nothing'"),
+    ("kernels --providers nobody", "unknown provider 'nobody'"),
+    ("kernels --samples 0", "--samples"),
+    ("kernels --model llama-3-8b", "--sweep"),
+    ("kernels --sweep tokens", "--model"),
+    ("kernels --sweep heads --model llama-3-8b", "heads"),
+    ("kernels --sweep tokens --model llama-3-8b --tokens many", "'many'"),
+    ("train no-such-model --device cpu --out x", "unknown model"),
+    ("train qwen3-8b --device cpu", "--out"),
+    ("train qwen3-8b --device cpu --out x --tokens 12,-3", "'-3'"),
+    ("train qwen3-8b --device cpu --out x --providers nobody", "nobody"),
+    ("train qwen3-8b --device cpu --out x --steps 0", "--steps"),
+    ("train qwen3-8b --device cpu --out x --sequence 1000", "--sequence 1000"),
+    ("train no-such-model --device tpu --out x", "'tpu'"),
+    ("train no-such-model --device cpu --out x --profile", "--profile"),
+    ("families --models bert", "bert"),
+    ("families --providers nobody", "nobody"),
+    ("families --steps 0", "--steps"),
+    ("experts --device cpu --kinds all", "unknown kind 'all'"),
+    ("experts --device cpu --providers nobody", "unknown provider 'nobody'"),
+    ("experts --device cpu --tokens few", "'few'"),
+    ("experts --device cpu --models bert-large --plan p", "bert-large"),
+    ("experts --device cpu --models llama-3-8b --plan p", "no experts"),
+    ("experts --device cpu", "--out"),
+    ("parallel --ways pp --device cpu --out x", "'pp'"),
+    ("parallel --device cpu", "--out"),
+    ("parallel --gpus 1", "--gpus"),
+    ("parallel --models no-such-model --device cpu --out x", "unknown model"),
+    ("nothing", "nothing"),
+    ("compile --gpu H9000 --out x", "H9000"),
+    ("report --results . --out RESULTS.md", "bad.json"),
+    ("report --results nowhere --out RESULTS.md", "nowhere"),
+    ("report --results empty --out nowhere/RESULTS.md", "nowhere"),
+]
+
+
+@pytest.mark.parametrize(("command", "said"), REFUSED)
+def test_bad_input_is_one_line_and_changes_nothing(command, said, tmp_path, monkeypatch, capsys):
+    if command.startswith("families"):
+        monkeypatch.setattr("benchmarks.cli.require_gpu", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for name, text in (("bad.json", "{"), ("RESULTS.md", "old")):
+        (tmp_path / name).write_text(text)
+    is_one_line(capsys, command.split(), said)
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "bad.json", "RESULTS.md"}
+    assert (tmp_path / "RESULTS.md").read_text() == "old"
 
 
 @pytest.mark.gpu

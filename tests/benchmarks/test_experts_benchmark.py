@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from benchmark_samples import RUN, Standing, answering
 
 from benchmarks import experts, experts_cases
 from benchmarks.__main__ import main
@@ -23,10 +24,6 @@ from tilekern.tuning.plan.presets import PRESETS
 SIZES = {
     "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 48, "num_experts": 8, "num_local_experts": 8,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "num_hidden_layers": 2,
-}  # fmt: skip
-RUN = {
-    "date": "2026-08-01T12:00:00+00:00", "gpu": "H200", "driver": "580.1", "toolkit": "none", "torch": "2.13.0",
-    "commit": "abc123", "notes": [],
 }  # fmt: skip
 pytestmark = [
     pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning"),
@@ -95,27 +92,14 @@ def test_routing_is_balanced_or_skewed_and_no_token_has_an_expert_twice():
     assert counts[0] > 5 * counts[-1] > 0
 
 
-class InPlace:
-    """Does in this process what a job's process does."""
-
-    def __init__(self, job, path):
-        self.job, self.path = job, path
-
-    def wait_until_ready(self):
-        pass
-
-    def done(self):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "stdin", io.StringIO("go\n"))
-            experts.main(self.job.written(), str(self.path))
-        return "", [json.loads(line) for line in self.path.read_text().splitlines()]
-
-    def end(self):
-        pass
-
-
 def test_the_command_measures_a_tiny_layer_on_the_cpu(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(experts, "_start", lambda job: InPlace(job, tmp_path / "lines"))
+    def in_place(job):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", io.StringIO("go\n"))
+            experts.main(job.written(), str(tmp_path / "lines"))
+        return map(json.loads, (tmp_path / "lines").read_text().splitlines())
+
+    monkeypatch.setattr(experts, "_start", lambda job: Standing(job, in_place))
     arguments = ["--device", "cpu", "--models", tiny["gpt-oss-20b"], "--tokens", "24", "--samples", "2"]
     arguments += ["--kinds", "balanced,zipf", "--providers", "tilekern,transformers,liger-triton"]
     assert main(["experts", "--out", str(tmp_path), *arguments]) == 0
@@ -155,27 +139,6 @@ def test_liger_serves_no_layer_with_another_gate(tiny):
         MAKERS["liger-triton"].make(experts_cases.experts_of(tiny["gpt-oss-20b"]))
 
 
-def answering(monkeypatch, *answers):
-    """Jobs are done by processes that answer with these (trouble, lines); gives the jobs that were started."""
-    jobs, left = [], iter(answers)
-
-    class Answering:
-        def __init__(self, job):
-            jobs.append((job.kinds, job.providers))
-
-        def wait_until_ready(self):
-            pass
-
-        def done(self):
-            return next(left)
-
-        def end(self):
-            pass
-
-    monkeypatch.setattr(experts, "_start", Answering)
-    return jobs
-
-
 def at(kind, who=""):
     return {"kind": "at", "case": label("gpt-oss-20b", 8, kind), "provider": who}
 
@@ -200,9 +163,10 @@ def measured(names=("tilekern", "transformers")):
 def test_a_process_that_dies_at_a_provider_goes_on_without_it(monkeypatch):
     first = [at(BALANCED, "tilekern")]
     second = [at(BALANCED), *done(BALANCED, row(BALANCED, "transformers 5")), at(ZIPF), *done(ZIPF)]
-    jobs = answering(monkeypatch, ("ended with an illegal memory access", first), ("", second))
+    jobs = answering(monkeypatch, experts, ("ended with an illegal memory access", first), ("", second))
     results = measured()
-    assert jobs == [((BALANCED, ZIPF), ("tilekern", "transformers")), ((BALANCED, ZIPF), ("transformers",))]
+    assert [job.providers for job in jobs] == [("tilekern", "transformers"), ("transformers",)]
+    assert [job.kinds for job in jobs] == [(BALANCED, ZIPF)] * 2
     said = "gpt-oss-20b 8 tokens, balanced: tilekern left out: ended with an illegal memory access"
     assert experts.failures(results) == [said]
     assert [one.provider for one in results.rows] == ["transformers 5"]
@@ -213,9 +177,9 @@ def test_a_process_that_dies_at_a_provider_goes_on_without_it(monkeypatch):
 def test_a_process_that_dies_in_a_race_goes_on_with_the_next_case(monkeypatch):
     first = [at(BALANCED, "tilekern"), at(BALANCED, "transformers"), at(BALANCED)]
     second = [at(ZIPF), *done(ZIPF, row(ZIPF, "tilekern"))]
-    jobs = answering(monkeypatch, ("not done after 90 s", first), ("", second))
+    jobs = answering(monkeypatch, experts, ("not done after 90 s", first), ("", second))
     results = measured()
-    assert [kinds for kinds, _ in jobs] == [(BALANCED, ZIPF), (ZIPF,)]
+    assert [job.kinds for job in jobs] == [(BALANCED, ZIPF), (ZIPF,)]
     assert experts.failures(results) == [
         "gpt-oss-20b 8 tokens, balanced: tilekern, transformers left out: not done after 90 s"
     ]
@@ -225,25 +189,23 @@ def test_who_is_known_to_die_has_a_process_of_its_own_and_products_count_once(mo
     beside = [row(BALANCED, "tilekern"), row(BALANCED, "products alone", value=900.0)]
     apart = [row(BALANCED, "odd 1"), row(BALANCED, "products alone", value=950.0)]
     monkeypatch.setitem(MAKERS, "odd", experts_cases.Maker(lambda _: None, "torch", apart=True))
-    jobs = answering(
-        monkeypatch, ("", [at(BALANCED), *done(BALANCED, *beside)]), ("", [at(BALANCED), *done(BALANCED, *apart)])
-    )
+    jobs = answering(monkeypatch, experts, *(("", [at(BALANCED), *done(BALANCED, *rows)]) for rows in (beside, apart)))
     results = measured(("odd", "tilekern"))
-    assert [providers for _, providers in jobs] == [("tilekern",), ("odd",)]
+    assert [job.providers for job in jobs] == [("tilekern",), ("odd",)]
     assert [(one.provider, one.value) for one in results.rows] == [
         ("tilekern", 1000.0), ("products alone", 900.0), ("odd 1", 1000.0),
     ]  # fmt: skip
 
 
 def test_where_nothing_is_left_that_is_an_error(monkeypatch):
-    answering(monkeypatch, ("ended with x", [at(BALANCED, "tilekern")]))
+    answering(monkeypatch, experts, ("ended with x", [at(BALANCED, "tilekern")]))
     with pytest.raises(InputError, match=r"nothing was measured.*tilekern left out: ended with x"):
         measured(("tilekern",))
 
 
 def test_tilekern_s_failure_is_said_when_all_is_written(monkeypatch, tmp_path, capsys):
     lines = [at(BALANCED), *done(BALANCED, row(BALANCED, "transformers 5"))]
-    answering(monkeypatch, ("ended with y", [at(BALANCED, "tilekern")]), ("", lines))
+    answering(monkeypatch, experts, ("ended with y", [at(BALANCED, "tilekern")]), ("", lines))
     arguments = ["--models", "gpt-oss-20b", "--tokens", "8", "--kinds", "balanced", "--device", "cpu"]
     assert main(["experts", *arguments, "--providers", "tilekern,transformers", "--out", str(tmp_path)]) == 2
     assert "tilekern failed: gpt-oss-20b 8 tokens, balanced: tilekern left out: ended" in capsys.readouterr().err
@@ -319,18 +281,3 @@ def test_what_was_not_measured_is_listed_with_its_target():
     }
     for title, target in wanted.items():
         assert f"{title} ({target})" in listed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--kinds", "all"], "unknown kind 'all'"), (["--providers", "nobody"], "unknown provider 'nobody'"),
-        (["--tokens", "few"], "'few'"), (["--models", "bert-large", "--plan", "p"], "bert-large"),
-        (["--models", "llama-3-8b", "--plan", "p"], "no experts"), ([], "--out"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_line(arguments, said, capsys):
-    assert main(["experts", "--device", "cpu", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert said in error

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from benchmarks import parallel, sharing
-from benchmarks.__main__ import main
 from benchmarks.environment import facts
 from benchmarks.models import make_model
 from benchmarks.results import Results, Row
@@ -90,20 +89,3 @@ def test_each_figure_stands_beside_that_of_one_gpu(tiny):
 def test_experts_are_shared_where_a_model_has_some():
     assert parallel._possible("qwen3-8b", ["fsdp", "tp", "ep"]) == ["fsdp", "tp"]
     assert parallel._possible("qwen3-30b-a3b", ["fsdp", "ep"]) == ["fsdp", "ep"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--ways", "pp", "--device", "cpu", "--out", "x"], "'pp'"),
-        (["--device", "cpu"], "--out"),
-        (["--gpus", "1"], "--gpus"),
-        (["--models", "no-such-model", "--device", "cpu", "--out", "x"], "unknown model"),
-    ],
-)
-def test_bad_input_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["parallel", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert said in error

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from benchmark_samples import RUN
 
 from benchmarks import plots
 from benchmarks.__main__ import main
 from benchmarks.results import Results, Row, write_results
 
-RUN = {
-    "date": "2026-08-01T12:00:00+00:00", "gpu": "H200", "driver": "580.1", "toolkit": "none", "torch": "2.11.0",
-    "commit": "abc", "notes": [], "model": "qwen3-8b",
-}  # fmt: skip
+OF_A_MODEL = RUN | {"model": "qwen3-8b"}
 
 
 def train_results(lengths=(2048, 8192)):
@@ -20,7 +18,7 @@ def train_results(lengths=(2048, 8192)):
         for provider, factor in (("tilekern", 1.0), ("liger-triton 0.8.5", 1.2)):
             for metric, value in (("tokens_per_s", 1e4 / factor), ("peak_gib", 80.0), ("step_s", tokens * factor)):
                 rows.append(Row("train", f"qwen3-8b {tokens} tokens", provider, metric, value, "x"))
-    return Results(RUN, rows)
+    return Results(OF_A_MODEL, rows)
 
 
 def sweep_results():
@@ -31,7 +29,7 @@ def sweep_results():
         for provider in ("tilekern", "torch 2.11.0", "copy")
         for metric, unit in (("forward_backward", "us"), ("forward_backward_rate", "TB/s"), ("extra_peak", "MiB"))
     ]
-    return Results(RUN, rows)
+    return Results(OF_A_MODEL, rows)
 
 
 def test_training_has_a_row_of_panels_with_a_line_for_each_provider():
@@ -54,7 +52,7 @@ def test_a_sweep_has_a_row_of_panels_for_each_op_in_rising_order_of_tokens():
 def test_one_length_and_other_benchmarks_have_no_plot(tmp_path):
     assert plots.panels_of(train_results((8192,))) == []
     path = tmp_path / "kernels.json"
-    write_results(path, Results(RUN, [Row("kernels", "rms_norm 8x16", "tilekern", "forward", 1.0, "us")]))
+    write_results(path, Results(OF_A_MODEL, [Row("kernels", "rms_norm 8x16", "tilekern", "forward", 1.0, "us")]))
     assert plots.draw(path) is None
 
 

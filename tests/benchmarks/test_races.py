@@ -3,10 +3,8 @@
 import itertools
 
 import pytest
-import torch
 from replay_runner import ReplayRunner
 
-from benchmarks.__main__ import main
 from benchmarks.races import ALL, Effort, judged, summary
 from benchmarks.results import Row
 from tilekern.tuning.strategies import Lineup
@@ -78,9 +76,3 @@ def test_the_summary_counts_what_is_near_and_divides_the_times():
 def test_without_a_library_s_rival_there_is_a_summary_all_the_same():
     _, rows = rows_of()
     assert {row.metric for row in summary(rows)} == {"share_near_best", "share_repeated"}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_without_a_gpu_one_line_says_so(tmp_path, capsys):
-    assert main(["races", "--sweep", str(tmp_path), "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

@@ -5,19 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from benchmark_samples import RUN
 
 from benchmarks.results import Results, Row, print_table, read_folder, read_results, shown, write_results
 from tilekern.errors import InputError
 
-RUN = {
-    "date": "2026-08-01T12:00:00+00:00",
-    "gpu": "H200",
-    "driver": "580.1",
-    "toolkit": "none",
-    "torch": "2.11.0",
-    "commit": "abc",
-    "notes": ["quack left out: ImportError: no"],
-}
 ROW = Row("kernels", "rms_norm 8x16", "tilekern", "forward", 12.5, "us", 0.25)
 
 

@@ -7,10 +7,10 @@ import os
 import sys
 
 import pytest
+from benchmark_samples import RUN, Standing, answering
 
 from benchmarks import train
 from benchmarks.__main__ import main
-from benchmarks.environment import facts
 from benchmarks.results import Results, Row, read_results
 from benchmarks.trainers import TRAINERS, USUAL, full_name, trainer_named
 from benchmarks.training import Job
@@ -71,27 +71,6 @@ def test_where_every_provider_fails_that_is_an_error_and_nothing_is_written(tiny
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["no-such-model", "--device", "cpu", "--out", "x"], "unknown model"),
-        (["qwen3-8b", "--device", "cpu"], "--out"),
-        (["qwen3-8b", "--device", "cpu", "--out", "x", "--tokens", "12,-3"], "'-3'"),
-        (["qwen3-8b", "--device", "cpu", "--out", "x", "--providers", "nobody"], "nobody"),
-        (["qwen3-8b", "--device", "cpu", "--out", "x", "--steps", "0"], "--steps"),
-        (["qwen3-8b", "--device", "cpu", "--out", "x", "--sequence", "1000"], "--sequence 1000"),
-        (["no-such-model", "--device", "tpu", "--out", "x"], "'tpu'"),
-        (["no-such-model", "--device", "cpu", "--out", "x", "--profile"], "--profile"),
-    ],
-)
-def test_bad_input_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert said in error
-
-
 def test_the_longest_of_several_lengths_gets_fewer_steps():
     assert train.timed_steps([2048, 4096, 16384], 5) == (5, 5, 3)
     assert train.timed_steps([8192], 5) == (5,)
@@ -118,34 +97,26 @@ def test_rows_of_a_length():
     assert train.label(Job("", "gpt2", 0, (8192,), (5,), sequence=1024), 8192) == "gpt2 8 x 1024 tokens"
 
 
-def run_with(monkeypatch, answers):
-    """The lines and notes of a provider whose processes answer with these (trouble, lines), one after the other."""
-    jobs, notes, left = [], [], iter(answers)
-
-    class Answering:
-        def __init__(self, job):
-            jobs.append(job.tokens)
-
-        def done(self):
-            return next(left)
-
-    monkeypatch.setattr(train, "_start", Answering)
-    return list(train._lines(JOB, notes, Answering(JOB))), jobs, notes
+def run_with(monkeypatch, *answers):
+    """The lines and notes of a provider whose processes answer so, one after the other, and the lengths of each."""
+    jobs, notes = answering(monkeypatch, train, *answers), []
+    lines = list(train._lines(JOB, notes, train._start(JOB)))
+    return lines, [job.tokens for job in jobs], notes
 
 
 def test_a_length_that_does_not_fit_is_tried_once_more_in_a_fresh_process(monkeypatch):
     full = {"kind": "out_of_memory", "tokens": 8192}
     answers = [("", [length(2048), length(4096), full]), ("", [length(8192)])]
-    lines, jobs, notes = run_with(monkeypatch, answers)
+    lines, jobs, notes = run_with(monkeypatch, *answers)
     assert [line["tokens"] for line in lines if line["kind"] == "length"] == [2048, 4096, 8192]
     assert (jobs, notes) == ([(2048, 4096, 8192), (8192,)], [])
-    lines, jobs, notes = run_with(monkeypatch, [answers[0], ("", [full])])
+    lines, jobs, notes = run_with(monkeypatch, answers[0], ("", [full]))
     assert len(jobs) == 2
     assert notes == ["qwen3-8b 8192 tokens:  is out of memory, so longer ones were not tried"]
 
 
 def test_a_process_that_ends_early_leaves_its_lines_and_a_note(monkeypatch):
-    lines, jobs, notes = run_with(monkeypatch, [("not done after 150 s", [length(2048)])])
+    lines, jobs, notes = run_with(monkeypatch, ("not done after 150 s", [length(2048)]))
     assert len(lines) == len(jobs) == 1
     assert notes == [": not done after 150 s; not measured: 4096, 8192"]
 
@@ -174,7 +145,7 @@ def test_nobody_has_a_turn_while_another_gets_ready(monkeypatch):
     monkeypatch.setattr(train, "READY_TOGETHER", 2)
     live, ready = set(), set()
 
-    class Standing:
+    class Watched(Standing):
         def __init__(self, job):
             self.job = job
             live.add(job)
@@ -186,12 +157,12 @@ def test_nobody_has_a_turn_while_another_gets_ready(monkeypatch):
             live.discard(self.job)
 
     done = []
-    with train.in_turns(["a", "b", "c"], Standing) as started:
+    with train.in_turns(["a", "b", "c"], Watched) as started:
         for job, process in started:
             done.append((job, set(live), set(ready)))
             process.end()
     assert done == [("a", {"a", "b"}, {"a", "b"}), ("b", {"b"}, {"a", "b"}), ("c", {"c"}, {"a", "b", "c"})]
-    with train.in_turns(["a", "b", "c"], Standing) as started:
+    with train.in_turns(["a", "b", "c"], Watched) as started:
         next(started)
         assert live == {"a", "b"}
     assert not live, "a run that ends early leaves no process behind"
@@ -214,7 +185,7 @@ def test_a_process_is_ready_when_it_says_so_or_has_ended():
 
 def test_a_loss_that_only_one_has_is_noted():
     rows = [Row("train", "a", name, "loss", value, "nat") for name, value in (("x", 12.0), ("y", 12.1), ("z", 3.0))]
-    notes = list(train.odd_losses(Results(facts(), rows)))
+    notes = list(train.odd_losses(Results(RUN, rows)))
     assert len(notes) == 1
     assert "z has a loss of 3 where the median is 12" in notes[0]
 

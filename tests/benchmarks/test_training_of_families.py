@@ -7,10 +7,10 @@ import json
 
 import pytest
 import torch
+from benchmark_samples import Standing
 
 import tilekern
 from benchmarks import families, train, trainers
-from benchmarks.__main__ import main
 from benchmarks.families import FAMILIES
 from benchmarks.models import layers_of, make_model
 from benchmarks.training import Job, begin, prepare, run
@@ -71,27 +71,15 @@ def test_each_family_has_the_same_loss_by_tilekern_as_unpatched(name, tmp_path):
     assert "fused_linear_cross_entropy" in patched
 
 
-class InPlace:
-    """Does in this process what a job's process does."""
-
-    def __init__(self, job):
-        self.job = job
-
-    def wait_until_ready(self):
-        pass
-
-    def done(self):
-        prepare(self.job)
-        lines = list(run(self.job))
-        tilekern.reset()
-        return "", lines
-
-    def end(self):
-        pass
+def in_place(job):
+    """What a job's process says, by this one."""
+    prepare(job)
+    yield from run(job)
+    tilekern.reset()
 
 
 def test_all_models_go_into_one_file_by_those_of_their_providers_that_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "_start", InPlace)
+    monkeypatch.setattr(train, "_start", lambda job: Standing(job, in_place))
     chosen = [tiny(FAMILIES[name], tmp_path) for name in ("gemma-2-9b", "gpt2")]
     said, kept = [], []
     named = ["hf-eager", "hf-flash", "tilekern"]
@@ -134,15 +122,3 @@ def test_every_provider_of_a_family_is_known_and_tilekern_is_the_first():
     for family in FAMILIES.values():
         assert family.providers[0] == "tilekern"
         assert set(family.providers) <= set(trainers.TRAINERS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [(["--models", "bert"], "bert"), (["--providers", "nobody"], "nobody"), (["--steps", "0"], "--steps")],
-)
-def test_bad_input_is_one_line(arguments, said, monkeypatch, capsys):
-    monkeypatch.setattr("benchmarks.cli.require_gpu", lambda: None)
-    assert main(["families", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert said in error

@@ -7,14 +7,17 @@ import hashlib
 import json
 import os
 import random
+import stat
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import SkipTest
 
 from msgspec.structs import replace
 
-from tilekern.cache import SCHEMA, Artifact, CacheError, Record, Store, lookup
+from tilekern.cache import SCHEMA, Artifact, CacheError, FolderLayer, Record, Store, lookup, write_pack
+from tilekern.cache.trust.signing import SigningKey, generate_key
 from tilekern.spec.source import source_digest
 
 SOURCE = hashlib.sha256(b"source").hexdigest()
@@ -93,6 +96,27 @@ def put(root: Path, *contents: bytes, **changes: Any) -> Path:
     return Store(root).write(*make(*contents, **changes))
 
 
+def digest_of(record: Record) -> str:
+    """The sha256 of a record's bytes, by which signatures and lists name it."""
+    return hashlib.sha256(record.to_json().encode()).hexdigest()
+
+
+def new_key(path: Path) -> SigningKey:
+    """A private key in a new file."""
+    generate_key(path)
+    return SigningKey(path)
+
+
+def signed_pack(path: Path, *keys: SigningKey, records: list[Any] | None = None) -> Path:
+    """A pack of records, each of which all keys have signed."""
+    records = records or [make()]
+    signatures = {
+        digest_of(one): {key.public_key: key.sign(one.to_json().encode()) for key in keys} for one, _ in records
+    }
+    write_pack(path, records, signatures)
+    return path
+
+
 def blob_file(root: Path, data: bytes) -> Path:
     digest = hashlib.sha256(data).hexdigest()
     return root / "v1" / "blobs" / digest[:2] / digest
@@ -125,6 +149,40 @@ def find(layers: list[Any], problem: dict[str, Any] | None = None, **changes: An
         "source": SOURCE,
     }
     return lookup("rms_norm", problem or PROBLEM, **{**given, **changes}, layers=layers)
+
+
+def changing(root: Path, change: Callable[[], Any]) -> FolderLayer:
+    """A layer in which something happens once, between the reading of a record and that of its blobs."""
+
+    class Changing(FolderLayer):
+        done = False
+
+        def read_blob(self, sha256: str) -> bytes:
+            if not self.done:
+                self.done = True
+                change()
+            return super().read_blob(sha256)
+
+    return Changing(root, "user")
+
+
+def put_odd(path: Path, kind: str) -> None:
+    """Put something else in the place of a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    elif kind == "folder":
+        (path / "more").mkdir(parents=True)
+    elif kind == "device":
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
+        except PermissionError:
+            raise SkipTest("only root makes devices") from None
+    else:
+        path.symlink_to("/dev/zero" if kind == "a link to a device" else path.name)
 
 
 def fill(root: Path, records: int) -> None:

@@ -4,18 +4,23 @@ import hashlib
 import io
 import json
 import os
+import random
 import resource
 import stat
 import struct
+import uuid
 import warnings
 import zipfile
 import zlib
 
 import pytest
-from cache_samples import find, make
+from cache_samples import digest_of, find, make, outcome, quietly
+from examples import examples
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tilekern.cache import CacheError, Corrupt, PackLayer, Store, install_pack, write_pack
+from tilekern.cache import CacheError, Corrupt, PackLayer, Store, UnknownSchema, install_pack, write_pack
 from tilekern.cache.packs import archives
 
 RECORD, BLOBS = make()
@@ -27,7 +32,8 @@ def members(*records):
     """What belongs into a pack of records, by path."""
     found = {}
     for record, blobs in records or [(RECORD, BLOBS)]:
-        found |= {f"v1/blobs/{digest[:2]}/{digest}": data for digest, data in blobs.items()}
+        for data in blobs.values():
+            found |= blob(data)
         found[str(record.address.path)] = record.to_json().encode()
     return found
 
@@ -45,6 +51,12 @@ def pack(path, contents, *, schema=1, manifest=None, infos=None, method=zipfile.
         for name, data in [("manifest.json", manifest), *contents.items()]:
             archive.writestr((infos or {}).get(name, name), data)
     return path
+
+
+def blob(data):
+    """A blob among a pack's contents."""
+    digest = hashlib.sha256(data).hexdigest()
+    return {f"v1/blobs/{digest[:2]}/{digest}": data}
 
 
 def refused(path, tmp_path, *words, kind=Corrupt, as_layer=True):
@@ -117,6 +129,13 @@ def test_the_pack_that_the_crafted_ones_are_made_from_is_sound(tmp_path):
         ".sig",
         ".json",
         "rows=1.json",
+        "readme.txt",
+        "v2/sm_90/t/k/rows=1.json",
+        "v1/sm_90/t/k/rows=1.txt",
+        "v1/",
+        "v1/blobs/00/" + "0" * 64,
+        "v1/blobs/zz/zz",
+        "manifest.json/x",
     ],
 )
 @pytest.mark.parametrize("schema", [1, 2])
@@ -167,6 +186,54 @@ def test_folders_that_differ_in_case_alone_are_refused(tmp_path):
     refused(pack(tmp_path / "a.pack", members(one, other)), tmp_path, "upper and lower case")
 
 
+def test_a_member_that_is_not_in_the_manifest_is_refused(tmp_path):
+    path = pack(tmp_path / "a.pack", members() | {"../escape": b"x"}, manifest=manifest_of(members()))
+    refused(path, tmp_path, "not in both")
+
+
+def test_a_blob_that_is_missing_or_nobodys_is_refused(tmp_path):
+    whole, (first, *_) = members(), sorted(RECORD.digests)
+    missing = {name: data for name, data in whole.items() if first not in name}
+    for number, contents in enumerate((missing, whole | blob(b"stray"))):
+        (tmp_path / str(number)).mkdir()
+        refused(pack(tmp_path / str(number) / "a.pack", contents), tmp_path / str(number), "refer", as_layer=False)
+
+
+def test_a_record_under_another_records_name_is_refused(tmp_path):
+    contents = members()
+    contents[str(replace(RECORD, kernel="swiglu").address.path)] = contents.pop(RECORD_PATH)
+    path = pack(tmp_path / "a.pack", contents)
+    refused(path, tmp_path, "its contents belong at", as_layer=False)
+    with pytest.raises(Corrupt, match="its contents belong at"), pytest.warns(RuntimeWarning, match="is bad"):
+        PackLayer(path).read_record(RECORD.target["key"], RECORD.toolkit["key"], "swiglu", RECORD.problem)
+
+
+def test_another_schema_is_named(tmp_path):
+    manifest = b'{"format": "tilekern-pack", "schema": 3}'
+    refused(pack(tmp_path / "a.pack", {}, manifest=manifest), tmp_path, "schema 3", kind=UnknownSchema, as_layer=False)
+
+
+@pytest.mark.parametrize("manifest", [b"", b"[]", b"{}", b'{"format": "tilekern-pack", "schema": 1}', b"\xff"])
+def test_a_bad_manifest_is_named(tmp_path, manifest):
+    refused(pack(tmp_path / "a.pack", {}, manifest=manifest), tmp_path)
+
+
+@examples(200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32), changes=st.integers(1, 8), cut=st.booleans())
+def test_changed_bytes_give_an_error_or_a_whole_cache(tmp_path, seed, changes, cut):
+    chance, path = random.Random(seed), pack(tmp_path / "a.pack", members())
+    data = bytearray(path.read_bytes())
+    for _ in range(changes):
+        data[chance.randrange(len(data))] = chance.randrange(256)
+    path.write_bytes(data[: chance.randrange(len(data))] if cut else data)
+    store = Store(tmp_path / uuid.uuid4().hex)
+    _, error = outcome(lambda: install_pack(path, store))
+    assert all(entry.problem is None for entry in store.entries())
+    assert error is None or ("\n" not in error and not store.root.exists())
+    hit = quietly([PackLayer(path)])
+    assert hit is None or hit.record.kernel == "rms_norm"
+
+
 def test_names_that_are_one_after_unicode_normalisation_are_refused(tmp_path):
     names = {f"v1/sm_90/t/k{e}/rows=1.json": b"x" for e in ("\u00e9", "e\u0301")}
     refused(pack(tmp_path / "a.pack", members() | names), tmp_path)
@@ -203,27 +270,10 @@ def test_bytes_around_the_zip_are_refused(tmp_path, damage):
     refused(path, tmp_path)
 
 
-def bomb(path, size, contents=None):
-    """A blob of zeros, written without holding it."""
-    chunk, digest = bytes(2**20), hashlib.sha256()
-    for _ in range(size // len(chunk)):
-        digest.update(chunk)
-    name = f"v1/blobs/{digest.hexdigest()[:2]}/{digest.hexdigest()}"
-    manifest = json.loads(manifest_of(contents or members()))
-    manifest["members"][name] = {"sha256": digest.hexdigest(), "size": size}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("manifest.json", json.dumps(manifest))
-        for member, data in (contents or members()).items():
-            archive.writestr(member, data)
-        with archive.open(name, "w") as file:
-            for _ in range(size // len(chunk)):
-                file.write(chunk)
-    return path
-
-
 def test_a_bomb_of_zeros_is_refused_before_it_is_inflated(tmp_path, monkeypatch):
+    path = pack(tmp_path / "a.pack", members() | blob(bytes(72 * 2**20)))
     monkeypatch.setattr(zlib, "decompressobj", lambda *_: pytest.fail("it was inflated"))
-    refused(bomb(tmp_path / "a.pack", 128 * 2**20), tmp_path, "times as many")
+    refused(path, tmp_path, "times as many")
 
 
 def test_a_member_larger_than_it_says_is_read_no_further_than_that(tmp_path):
@@ -232,7 +282,8 @@ def test_a_member_larger_than_it_says_is_read_no_further_than_that(tmp_path):
     path = pack(tmp_path / "a.pack", contents)
     digest = next(iter(BLOBS))
     stream = zlib.compressobj(9, wbits=-15)
-    deflated = b"".join(stream.compress(bytes(2**20)) for _ in range(512)) + stream.flush()
+    once = stream.compress(bytes(2**20)) + stream.flush(zlib.Z_FULL_FLUSH)
+    deflated = once * 512 + stream.flush()
     with zipfile.ZipFile(path) as archive:
         infos = {info.filename: info for info in archive.infolist()}
     file, directory = io.BytesIO(), b""
@@ -287,7 +338,7 @@ def test_a_manifest_that_inflates_without_end_is_refused(tmp_path):
     refused(pack(tmp_path / "a.pack", {}, manifest=b" " * (65 * 2**20)), tmp_path)
 
 
-@pytest.mark.parametrize("size", [-1, 2**40, 1.5, "1", True, None])
+@pytest.mark.parametrize("size", [-1, 16 * 2**20 + 1, 2**40, 1.5, "1", True, None])
 def test_a_size_that_is_none_is_refused(tmp_path, size):
     manifest = json.loads(manifest_of(members()))
     manifest["members"][RECORD_PATH]["size"] = size
@@ -317,7 +368,7 @@ def signature(digest, key=KEY, text=b"0" * 128 + b"\n"):
 
 
 def test_signatures_belong_to_records_and_to_version_2(tmp_path):
-    digest = hashlib.sha256(RECORD.to_json().encode()).hexdigest()
+    digest = digest_of(RECORD)
     assert install_pack(pack(tmp_path / "a.pack", members() | signature(digest), schema=2), Store(tmp_path / "c")) == 1
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
@@ -328,7 +379,7 @@ def test_signatures_belong_to_records_and_to_version_2(tmp_path):
 
 @pytest.mark.parametrize("text", [b"", b"0" * 128, b"0" * 129, b"G" * 128 + b"\n", b"0" * 500])
 def test_a_signature_of_another_form_is_refused(tmp_path, text):
-    digest = hashlib.sha256(RECORD.to_json().encode()).hexdigest()
+    digest = digest_of(RECORD)
     path = pack(tmp_path / "a.pack", members() | signature(digest, text=text), schema=2)
     with pytest.raises(Corrupt):
         install_pack(path, Store(tmp_path / "there"))

@@ -1,37 +1,17 @@
 """What others put in the place of a file that is read: pipes, devices, sockets, folders, huge files."""
 
 import os
-import stat
 import sys
 import tracemalloc
 
 import pytest
-from cache_samples import blob_file, make, put, quietly
+from cache_samples import blob_file, make, put, put_odd, quietly
 
 from tilekern.cache import Corrupt, FolderLayer, Pack, PackLayer, Store, note_wanted, read_misses, read_wanted
 from tilekern.cache.files import open_to_append, read_whole
 
 KINDS = ["pipe", "socket", "folder", "device", "a link to a device", "a link to itself"]
 pytestmark = pytest.mark.timeout(60)
-
-
-def put_odd(path, kind):
-    """Put something else in the place of a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "socket":
-        os.mknod(path, stat.S_IFSOCK | 0o600)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "device":
-        try:
-            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
-        except PermissionError:
-            pytest.skip("only root makes devices")
-    else:
-        path.symlink_to("/dev/zero" if kind == "a link to a device" else path.name)
 
 
 @pytest.mark.parametrize("kind", KINDS)

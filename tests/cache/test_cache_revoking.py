@@ -1,13 +1,11 @@
 """Old records of good signers: what a newer one keeps out, and what a list of a trust root takes back."""
 
-import hashlib
 import json
 import os
 import warnings
 
 import pytest
-from cache_samples import PROBLEM, find, make, outcome, put, quietly
-from test_cache_trust import another_key, key, roots, settings, signed_pack  # noqa: F401
+from cache_samples import PROBLEM, digest_of, find, make, new_key, outcome, put, quietly, signed_pack
 
 from tilekern.cache import CacheError, FolderLayer, PackLayer, Store, Untrusted, install_pack, write_pack
 from tilekern.cache.trust import revoking
@@ -15,15 +13,10 @@ from tilekern.cache.trust.policy import Signers, require_trusted
 from tilekern.cache.trust.revoking import read_revoked, write_revoked
 from tilekern.runtime.ranks.held import Held
 
-
-def digest_of(record):
-    return hashlib.sha256(record.to_json().encode()).hexdigest()
-
-
 OLD, NEW = (make(created=f"2026-{month}-01T12:00:00Z", created_by=month) for month in ("01", "11"))
 
 
-def test_an_old_signed_record_takes_nothing_back(tmp_path, key, roots):  # noqa: F811
+def test_an_old_signed_record_takes_nothing_back(tmp_path, key, roots):
     store = Store(tmp_path / "cache")
     for name, one in (("new", NEW), ("old", OLD)):
         installed = install_pack(signed_pack(tmp_path / f"{name}.pack", key, records=[one]), store)
@@ -32,9 +25,9 @@ def test_an_old_signed_record_takes_nothing_back(tmp_path, key, roots):  # noqa:
 
 
 @pytest.mark.parametrize("vouched", ["unsigned", "another key"])
-def test_a_record_that_nobody_loads_keeps_no_signed_one_out(tmp_path, key, roots, monkeypatch, vouched):  # noqa: F811
+def test_a_record_that_nobody_loads_keeps_no_signed_one_out(tmp_path, key, roots, monkeypatch, vouched):
     store = Store(tmp_path / "cache")
-    keys = [another_key(tmp_path / "other")] if vouched == "another key" else []
+    keys = [new_key(tmp_path / "other")] if vouched == "another key" else []
     with monkeypatch.context() as any_policy:
         any_policy.setenv("TILEKERN_TRUST", "any")
         install_pack(signed_pack(tmp_path / "new.pack", *keys, records=[NEW]), store)
@@ -42,8 +35,8 @@ def test_a_record_that_nobody_loads_keeps_no_signed_one_out(tmp_path, key, roots
     assert find([FolderLayer(store.root, "user")]).record.created_by == "01"
 
 
-def test_what_a_trust_root_has_revoked_is_loaded_by_nobody(tmp_path, key, roots, monkeypatch):  # noqa: F811
-    pack = signed_pack(tmp_path / "a.pack", key, another_key(tmp_path / "other"), records=[OLD])
+def test_what_a_trust_root_has_revoked_is_loaded_by_nobody(tmp_path, key, roots, monkeypatch):
+    pack = signed_pack(tmp_path / "a.pack", key, new_key(tmp_path / "other"), records=[OLD])
     store = Store(tmp_path / "cache")
     install_pack(pack, store)
     put(tmp_path / "sealed", b"mine", created_by="sealed")
@@ -62,14 +55,14 @@ def test_what_a_trust_root_has_revoked_is_loaded_by_nobody(tmp_path, key, roots,
     assert find([places[0]])
 
 
-def test_other_records_are_loaded_as_before(tmp_path, key, roots):  # noqa: F811
+def test_other_records_are_loaded_as_before(tmp_path, key, roots):
     pack = signed_pack(tmp_path / "a.pack", key, records=[NEW, make(b"x", problem={**PROBLEM, "rows": 1})])
     write_revoked(tmp_path / "team.revoked", [digest_of(OLD[0])], key)
     assert find([PackLayer(pack)]).exact_bucket
     assert find([PackLayer(pack)], {**PROBLEM, "rows": 1}).exact_bucket
 
 
-def test_the_users_own_lists_lie_beside_the_users_own_roots(tmp_path, key, roots, settings, monkeypatch):  # noqa: F811
+def test_the_users_own_lists_lie_beside_the_users_own_roots(tmp_path, key, roots, settings, monkeypatch):
     pack = signed_pack(tmp_path / "a.pack", key, records=[OLD])
     settings.mkdir(parents=True)
     (settings / "trust-roots").write_text(roots.read_text())
@@ -79,16 +72,16 @@ def test_the_users_own_lists_lie_beside_the_users_own_roots(tmp_path, key, roots
     assert quietly([PackLayer(pack)]) is None
 
 
-def test_the_list_of_another_key_says_nothing_and_is_warned_about(tmp_path, key, roots):  # noqa: F811
+def test_the_list_of_another_key_says_nothing_and_is_warned_about(tmp_path, key, roots):
     pack = signed_pack(tmp_path / "a.pack", key, records=[OLD])
-    write_revoked(tmp_path / "stranger.revoked", [digest_of(OLD[0])], another_key(tmp_path / "other"))
+    write_revoked(tmp_path / "stranger.revoked", [digest_of(OLD[0])], new_key(tmp_path / "other"))
     with pytest.warns(RuntimeWarning, match=r"stranger\.revoked revokes nothing: the key that signed it"):
         assert find([PackLayer(pack)])
 
 
-def test_a_key_that_is_no_root_any_more_neither_signs_nor_revokes(tmp_path, key, roots):  # noqa: F811
+def test_a_key_that_is_no_root_any_more_neither_signs_nor_revokes(tmp_path, key, roots):
     """It was stolen: its line is removed from the trust roots."""
-    other = another_key(tmp_path / "stolen")
+    other = new_key(tmp_path / "stolen")
     store, ours = Store(tmp_path / "cache"), make(b"ours", problem={**PROBLEM, "rows": 1})
     roots.write_text(f"{roots.read_text()}ed25519 {other.public_key} stolen\n")
     install_pack(signed_pack(tmp_path / "theirs.pack", other, records=[NEW]), store)
@@ -111,7 +104,7 @@ def test_a_key_that_is_no_root_any_more_neither_signs_nor_revokes(tmp_path, key,
     ["a record more", "a record less", "no signature", "another's signature", "a list for another purpose", "empty",
      "a pipe", "huge", "others may write it"],
 )  # fmt: skip
-def test_a_damaged_list_stops_all_loading_and_is_named(tmp_path, key, roots, damage):  # noqa: F811
+def test_a_damaged_list_stops_all_loading_and_is_named(tmp_path, key, roots, damage):
     """Else whoever flips a bit of it would have what it revokes loaded again."""
     pack, path = signed_pack(tmp_path / "a.pack", key, records=[NEW]), tmp_path / "team.revoked"
     write_revoked(path, ["0" * 64, "1" * 64], key)
@@ -123,7 +116,7 @@ def test_a_damaged_list_stops_all_loading_and_is_named(tmp_path, key, roots, dam
     elif damage == "no signature":
         path.write_bytes(line)
     elif damage == "another's signature":
-        other = another_key(tmp_path / "other")
+        other = new_key(tmp_path / "other")
         path.write_bytes(line + f"{key.public_key} ".encode() + other.sign(line[:-1], revoking._PURPOSE))
     elif damage == "a list for another purpose":
         path.write_bytes(line + f"{key.public_key} ".encode() + key.sign(line[:-1]))
@@ -141,7 +134,7 @@ def test_a_damaged_list_stops_all_loading_and_is_named(tmp_path, key, roots, dam
     assert quietly([PackLayer(pack)]) is None
 
 
-def test_a_list_grows_and_is_its_signer_s_alone(tmp_path, key):  # noqa: F811
+def test_a_list_grows_and_is_its_signer_s_alone(tmp_path, key):
     path = tmp_path / "team.revoked"
     write_revoked(path, ["1" * 64], key)
     assert write_revoked(path, ["0" * 64, "1" * 64], key) == {"0" * 64, "1" * 64}
@@ -156,18 +149,18 @@ def test_a_list_grows_and_is_its_signer_s_alone(tmp_path, key):  # noqa: F811
     ):
         assert words in outcome(lambda again=again, name=name: write_revoked(tmp_path / name, again, key))[1]
     with pytest.raises(CacheError, match="is the list of another key"):
-        write_revoked(path, [], another_key(tmp_path / "other"))
+        write_revoked(path, [], new_key(tmp_path / "other"))
     assert path.read_bytes() == before
 
 
-def test_without_lists_nothing_is_read_for_them(tmp_path, key, roots, monkeypatch):  # noqa: F811
+def test_without_lists_nothing_is_read_for_them(tmp_path, key, roots, monkeypatch):
     monkeypatch.setattr(revoking, "read_revoked", None)
     (tmp_path / "notes.txt").write_text("")
     assert not Signers().is_revoked(b"record")
     assert find([PackLayer(signed_pack(tmp_path / "a.pack", key))])
 
 
-def test_a_schema_of_a_later_version_is_no_list_of_this_one(tmp_path, key, roots):  # noqa: F811
+def test_a_schema_of_a_later_version_is_no_list_of_this_one(tmp_path, key, roots):
     line = json.dumps({"schema": 2, "records": []}).encode()
     data = line + f"\n{key.public_key} ".encode() + key.sign(line, revoking._PURPOSE)
     (tmp_path / "later.revoked").write_bytes(data)

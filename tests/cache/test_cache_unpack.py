@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -163,47 +162,6 @@ def test_on_a_disk_that_is_full_at_any_step_it_is_all_or_nothing(cache, pack, tm
     assert outcomes.index(True) > 5
 
 
-SMALL_DISK = """
-import shutil, subprocess, sys
-from pathlib import Path
-from cache_samples import outcome
-from test_cache_unpack import NEW, OLD, files, seen_by_jobs
-from tilekern.cache import Store, install_pack
-cache, pack, disk = map(Path, sys.argv[1:])
-outcomes = []
-for pages in range(4, 80, 4):
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={pages * 4}k,mode=755", "tmpfs", str(disk)], check=True)
-    root = disk / "cache"
-    try:
-        shutil.copytree(cache, root)
-    except shutil.Error:
-        continue
-    before = files(root)
-    _, error = outcome(lambda: install_pack(pack, Store(root)))
-    assert error in (None, f"cannot write to the cache folder {root}: No space left on device"), error
-    assert error is None or files(root) == before, files(root)
-    assert seen_by_jobs(root) == (NEW if error is None else OLD)
-    outcomes.append(error is None)
-assert outcomes == sorted(outcomes) and set(outcomes) == {False, True}, outcomes
-"""
-
-
-def may_mount():
-    return bool(shutil.which("unshare")) and not subprocess.call(
-        ["unshare", "--mount", "true"], stderr=subprocess.DEVNULL
-    )
-
-
-@pytest.mark.skipif(not may_mount(), reason="a small disk takes the right to mount one")
-def test_on_small_disks_it_is_all_or_nothing(cache, pack, tmp_path):
-    (tmp_path / "disk").mkdir()
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(here), str(here.parents[1])))}
-    command = ["unshare", "--mount", sys.executable, "-c", SMALL_DISK, cache, pack, tmp_path / "disk"]
-    done = subprocess.run([str(one) for one in command], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_record_of_another_schema_stops_it_before_the_first_write(cache, pack):
     path = cache / make()[0].address.path
     path.write_text('{"schema": 99}')
@@ -211,12 +169,6 @@ def test_a_record_of_another_schema_stops_it_before_the_first_write(cache, pack)
     with pytest.raises(UnknownSchema, match="left alone"):
         install_pack(pack, Store(cache))
     assert files(cache) == before
-
-
-def test_a_cache_that_cannot_be_written_is_one_line(pack, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CacheError, match=r"cannot write to the cache folder .*file/cache: Not a directory"):
-        install_pack(pack, Store(tmp_path / "file" / "cache"))
 
 
 def test_the_bytes_of_a_record_arrive_as_they_were(pack, tmp_path):

@@ -1,5 +1,4 @@
 import os
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,6 +20,12 @@ from tilekern.cache import (
 ONE, OTHER = "0123456789abcdef", "fedcba9876543210"
 
 
+def listed(root):
+    """The name of a problem that is on the list from now on."""
+    note_wanted(root, "rms_norm", PROBLEM, H200, "no record")
+    return wanted_name("rms_norm", PROBLEM, H200)
+
+
 def test_a_problem_is_written_down_once(tmp_path):
     assert note_wanted(tmp_path, "rms_norm", PROBLEM, H200, "no record")
     assert not note_wanted(tmp_path, "rms_norm", PROBLEM, H200, "another reason")
@@ -33,6 +38,8 @@ def test_a_problem_is_written_down_once(tmp_path):
         "no record",
     )
     assert list(first["problem"]) == list(PROBLEM)
+    name = wanted_name(first["kernel"], first["problem"], first["target"])
+    assert (tmp_path / "v1" / "wanted" / f"{name}.json").exists()
     assert second["problem"]["rows"] == 1
 
 
@@ -44,7 +51,7 @@ def test_a_root_that_cannot_be_written_is_no_error(tmp_path):
 
 
 def test_bad_files_are_left_out(tmp_path):
-    note_wanted(tmp_path, "rms_norm", PROBLEM, H200, "no record")
+    listed(tmp_path)
     folder = tmp_path / "v1" / "wanted"
     for name, content in {"a": b"", "b": b"\xff", "c": b"{}", "d": b'{"schema": 1, "kernel": 3}', "e": b"[1]"}.items():
         (folder / f"{name}.json").write_bytes(content)
@@ -59,21 +66,14 @@ def test_a_problem_without_a_key_is_refused(tmp_path):
 
 
 def test_many_at_once_leave_one_file(tmp_path):
-    def note():
-        note_wanted(tmp_path, "rms_norm", PROBLEM, H200, "no record")
-
-    threads = [threading.Thread(target=note) for _ in range(32)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(32) as threads:
+        list(threads.map(listed, [tmp_path] * 32))
     assert len(list((tmp_path / "v1" / "wanted").iterdir())) == 1
 
 
 def test_misses_of_all_processes_add_up_and_a_process_replaces_its_own(tmp_path):
     assert not note_misses(tmp_path, ONE, {}), "there is no list yet"
-    note_wanted(tmp_path, "rms_norm", PROBLEM, H200, "no record")
-    name = wanted_name("rms_norm", PROBLEM, H200)
+    name = listed(tmp_path)
     assert read_misses(tmp_path) == {}
     assert note_misses(tmp_path, ONE, {name: 3})
     assert note_misses(tmp_path, OTHER, {name: 10, "f" * 64: 1})
@@ -83,23 +83,14 @@ def test_misses_of_all_processes_add_up_and_a_process_replaces_its_own(tmp_path)
 
 
 def test_a_count_that_no_process_can_reach_counts_for_nothing(tmp_path):
-    note_wanted(tmp_path, "rms_norm", PROBLEM, H200, "no record")
-    name = wanted_name("rms_norm", PROBLEM, H200)
+    name = listed(tmp_path)
     note_misses(tmp_path, ONE, {name: 10**400})
     note_misses(tmp_path, OTHER, {name: 7})
     assert read_misses(tmp_path) == {name: 7}
 
 
-def test_the_name_is_that_of_the_file_and_of_what_is_read_back(tmp_path):
-    note_wanted(tmp_path, "rms_norm", PROBLEM, H200, "no record")
-    [item] = read_wanted(tmp_path)
-    name = wanted_name(item["kernel"], item["problem"], item["target"])
-    assert (tmp_path / "v1" / "wanted" / f"{name}.json").exists()
-
-
 def test_bad_counts_are_no_counts(tmp_path):
-    note_wanted(tmp_path, "rms_norm", PROBLEM, H200, "no record")
-    name = wanted_name("rms_norm", PROBLEM, H200)
+    name = listed(tmp_path)
     folder = tmp_path / "v1" / "wanted"
     bad = (b"", b"\xff", b"[]", b'{"schema": 99, "misses": {"%s": 1}}', b'{"schema": 1, "misses": 3}')
     bad += (b'{"schema": 1, "misses": {"%s": -4}}', b'{"schema": 1, "misses": {"%s": true}}')
@@ -110,7 +101,7 @@ def test_bad_counts_are_no_counts(tmp_path):
 
 
 def test_counts_cannot_name_other_files(tmp_path):
-    note_wanted(tmp_path, "rms_norm", PROBLEM, H200, "no record")
+    listed(tmp_path)
     for process in ("", "../../../etc", "UPPERCASE", "0" * 65):
         with pytest.raises(CacheError):
             note_misses(tmp_path, process, {})
@@ -140,12 +131,6 @@ def test_counts_in_a_folder_that_cannot_be_written_are_no_error(tmp_path):
     assert not note_misses(tmp_path, ONE, {})
     assert read_misses(tmp_path) == {}
     assert remove_wanted(tmp_path, []) == 0
-
-
-def listed(root):
-    """The name of a problem that is on the list from now on."""
-    note_wanted(root, "rms_norm", PROBLEM, H200, "no record")
-    return wanted_name("rms_norm", PROBLEM, H200)
 
 
 def counts_of(root):

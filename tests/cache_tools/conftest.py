@@ -1,4 +1,3 @@
-import json
 import sys
 from pathlib import Path
 
@@ -6,13 +5,23 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cache"))
 from cache_samples import B200, PROBLEM, put, toolkit
+from command_line import Commands
+from ship_samples import make_pack
 
-from tilekern.cache_tools.__main__ import main
+
+@pytest.fixture(autouse=True)
+def settings(tmp_path, monkeypatch):
+    """A cache, settings and a width of each test's own, and no policy of whoever runs the tests."""
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    monkeypatch.setenv("COLUMNS", "120")
+    for name in ("TILEKERN_TRUST", "TILEKERN_TRUST_ROOTS", "TILEKERN_CACHE_PATH"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def root(tmp_path):
-    """The cache that `cli` works on; it is not there yet."""
+    """The cache that commands work on; it is not there yet."""
     return tmp_path / "cache"
 
 
@@ -26,24 +35,18 @@ def cache(root):
 
 
 @pytest.fixture
-def cli(root, capsys, monkeypatch):
-    """Run a command on the cache, 120 columns wide: its exit code, standard output and standard error."""
-    monkeypatch.setenv("COLUMNS", "120")
-
-    def run(*arguments, root=root):
-        code = main([*arguments, "--cache-dir", str(root)])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return code, captured.out, captured.err
-
-    return run
+def pack(tmp_path):
+    """A pack of two records, one of them for a B200."""
+    return make_pack(tmp_path)
 
 
 @pytest.fixture
-def as_json(cli):
-    def run(*arguments, code=0, **options):
-        found, out, err = cli(*arguments, "--json", **options)
-        assert (found, err) == (code, "")
-        return json.loads(out)
+def key(tmp_path, cli):
+    """The file of a private key; its public half lies beside it."""
+    cli.said("keygen", tmp_path / "team.key", "--name", "build team")
+    return tmp_path / "team.key"
 
-    return run
+
+@pytest.fixture
+def cli(capsys):
+    return Commands(capsys)

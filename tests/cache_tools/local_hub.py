@@ -33,31 +33,21 @@ def handler_of(hub):
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self):
-            self._serve("GET")
-
-        def do_HEAD(self):
-            self._serve("HEAD")
-
-        def do_POST(self):
-            self._serve("POST")
-
-        def do_PUT(self):
-            self._serve("PUT")
-
         def log_message(self, *_):
             pass
 
-        def _serve(self, method):
+        def _serve(self):
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             path = unquote(urlsplit(self.path).path)
             if self.headers.get("Authorization") != f"Bearer {TOKEN}" and not path.startswith("/storage/"):
                 return self._fail(401, "RepoNotFound")
             for known, pattern, answer in routes:
                 found = re.fullmatch(pattern, path)
-                if known == method and found:
+                if known == self.command and found:
                     return answer(self, body, *found.groups())
             return self._fail(404, "RepoNotFound")
+
+        do_GET = do_HEAD = do_POST = do_PUT = _serve  # noqa: N815
 
         def _repository(self, _, revision="main"):
             commit = hub.commit(revision or "main")

@@ -6,18 +6,13 @@ import os
 import tracemalloc
 
 import pytest
-from ship_samples import Commands, make_pack, served
+from ship_samples import served
 
 from tilekern.cache_tools.remotes import oci
 from tilekern.cache_tools.remotes.oci import LARGEST_MANIFEST
 
 MOST = 32 << 20
 CHUNK = b"A" * (1 << 16)
-
-
-@pytest.fixture
-def cli(capsys):
-    return Commands(capsys)
 
 
 @contextlib.contextmanager
@@ -131,14 +126,14 @@ def test_no_more_of_a_registry_s_pack_is_taken_than_its_manifest_says(cli, tmp_p
 
 
 @pytest.mark.parametrize("what", ["pack", "digest"])
-def test_no_more_of_a_web_server_s_pack_is_taken_than_it_says(cli, tmp_path, monkeypatch, what):
+def test_no_more_of_a_web_server_s_pack_is_taken_than_it_says(cli, pack, tmp_path, monkeypatch, what):
     """It says 1000 bytes when it is asked, and sends others."""
-    pack = make_pack(tmp_path).read_bytes()
+    sent = pack.read_bytes()
 
     def answer(path):
         if path.endswith(".sha256"):
             return (404, {}, b"") if what == "pack" else (200, {}, None)
-        return (200, {}, None) if what == "pack" else (200, {}, pack)
+        return (200, {}, None) if what == "pack" else (200, {}, sent)
 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with answering(answer) as (url, taken):

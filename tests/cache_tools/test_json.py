@@ -1,34 +1,23 @@
-"""Every document that a command prints is one that its schema in docs/cache-json describes."""
+"""Every document that a command prints is one that its schema in docs/cache-json describes.
 
-import hashlib
-import json
+All tests of commands hold this of the documents that they read (``command_line.Commands.json``); these are about what
+no other reads, and about the schemas.
+"""
+
 import re
 
 import jsonschema
 import pytest
 from cache_samples import B200, H100, PROBLEM, blob_file, made_today, make, put, toolkit
-from command_line import KEY, ROOT
+from command_line import KEY, PREBUILT, ROOT, SCHEMAS
 
 from tilekern.cache import Store, note_misses, note_wanted, wanted_name, write_pack
-from tilekern.cache.keys import signature_path
-from tilekern.cache.trust.signing import SigningKey, generate_key
-from tilekern.cache_tools.__main__ import main
+from tilekern.cache.trust.signing import generate_key
 from tilekern.cache_tools.cli import app
 
 pytestmark = pytest.mark.processes
 
-FOLDER = ROOT / "docs" / "cache-json"
-SCHEMAS = {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
-PREBUILT = ROOT / "tilekern" / "prebuilt"
 SWIGLU = "rows=5000,columns=12288,dtype=bfloat16"
-
-
-@pytest.fixture(autouse=True)
-def settings(tmp_path, monkeypatch):
-    """No trust roots, seals or policy of whoever runs the tests."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
-    for name in ("TILEKERN_TRUST", "TILEKERN_TRUST_ROOTS"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -38,7 +27,6 @@ def varied(cache, tmp_path, monkeypatch):
     Beside it stand a key, a pack, a file that is no pack, and a cache with one record of Qwen3 8B's sizes and an
     unreadable one.
     """
-    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(cache))
     today = made_today()
     put(cache, b"today" * 9, **today, toolkit=toolkit("13.5.0"))
     put(cache, kernel="foreign", module="no_such_module.at_all", target=B200, prediction=None)
@@ -122,99 +110,40 @@ COMMANDS = [
     (["sign", "MORE", "--key", "KEY"], 0),
     (["sign", "SOUND", "--key", "KEY"], 0),
     (["revoke", "MORE", "SOUND", "0" * 64, "--key", "KEY", "--out", "LIST"], 0),
+    (["diff", "CACHE", "MORE"], 0),
+    (["diff", "MORE", "CACHE"], 0),
+    (["diff", "CACHE", "CACHE"], 0),
+    (["diff", str(PREBUILT / "qwen3-8b-h200.pack"), "CACHE"], 0),
 ]
-DIFFS = [["CACHE", "MORE"], ["MORE", "CACHE"], ["CACHE", "CACHE"], [str(PREBUILT / "qwen3-8b-h200.pack"), "CACHE"]]
-
-
-def schema_of(command):
-    """The name of a command's schema, which is one for all names of the command."""
-    return app.commands[command].name
-
-
-def checked(capsys, command, code):
-    assert main([*command, "--json"]) == code
-    document = json.loads(capsys.readouterr().out)
-    jsonschema.validate(document, SCHEMAS[schema_of(command[0])], cls=jsonschema.Draft202012Validator)
-    return document
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("command", "code"), COMMANDS, ids=lambda value: " ".join(map(str, value))[:60] if isinstance(value, list) else ""
 )
-def test_what_a_command_prints_is_what_its_schema_says(capsys, named, command, code):
-    checked(capsys, named(command), code)
+def test_what_a_command_prints_is_what_its_schema_says(cli, named, command, code):
+    document = cli.json(*named(command), code=code)
+    assert command[0] != "diff" or document["same"] or document["new"] or document["gone"]
 
 
-@pytest.mark.parametrize("sides", DIFFS)
-def test_what_diff_prints_is_what_its_schema_says(capsys, named, sides):
-    document = checked(capsys, ["diff", *named(sides)], 0)
-    assert document["same"] or document["new"] or document["gone"]
-
-
-@pytest.mark.filterwarnings("error")
-def test_what_is_there_already_prints_the_same_form(capsys, named):
-    pushed = [checked(capsys, named(["push", "MORE", "TO"]), 0)["pushed"] for _ in range(2)]
-    pulled = [checked(capsys, named(["pull", "TO"]), 0) for _ in range(2)]
-    kept = [checked(capsys, named(["pull", "TO", "--out", "OUT"]), 0)["downloaded"] for _ in range(2)]
-    assert pushed == kept == [True, False]
-    assert [(document["downloaded"], document["installed"]) for document in pulled] == [(True, 1), (False, 0)]
-
-
-def test_what_is_not_trusted_prints_the_same_form(capsys, named, monkeypatch):
+def test_what_is_not_trusted_prints_the_same_form(cli, named, monkeypatch):
     monkeypatch.setenv("TILEKERN_TRUST", "signed")
-    places = checked(capsys, named(["show", "rms_norm", KEY, "--target", "H200"]), 0)["places"]
+    places = cli.json("show", "rms_norm", KEY, "--target", "H200", may_warn=True)["places"]
     monkeypatch.setenv("TILEKERN_CACHE_PATH", str(PREBUILT / "qwen3-8b-h200.pack"))
-    steps = checked(capsys, ["why", "swiglu_forward", SWIGLU, "--target", "H200"], 0)["steps"]
+    steps = cli.json("why", "swiglu_forward", SWIGLU, "--target", "H200", may_warn=True)["steps"]
     for tried in (places, steps):
         assert "untrusted" in [one["outcome"] for one in tried]
-    checked(capsys, named(["verify", "MORE"]), 1)
+    cli.json(*named(["verify", "MORE"]), code=1)
 
 
-@pytest.mark.filterwarnings("error")
-def test_what_verify_says_of_signatures_is_what_its_schema_says(capsys, named, tmp_path, monkeypatch):
-    def signatures(path, code):
-        return checked(capsys, named(["verify", path]), code)["signatures"]
-
-    (sound,) = [entry for entry in Store(tmp_path / "sound").entries() if entry.record]
-    public_key = checked(capsys, named(["keygen", "NEWKEY", "--name", "the team"]), 0)["public_key"]
-    for path in ("MORE", "SOUND"):
-        checked(capsys, named(["sign", path, "--key", "KEY"]), 0)
-    assert (signatures("MORE", 0)["other_key"], signatures("SOUND", 1)["other_key"]) == (1, 1)
-    place = tmp_path / "sound" / signature_path(hashlib.sha256(sound.path.read_bytes()).hexdigest(), public_key)
-    place.write_bytes(SigningKey(tmp_path / "new.key").sign(b"another record"))
-    assert len(signatures("SOUND", 1)["bad"]) == 1
-    for path in ("MORE", "SOUND"):
-        checked(capsys, named(["sign", path, "--key", "NEWKEY"]), 0)
-    roots = tmp_path / "new.key.pub"
-    monkeypatch.setenv("TILEKERN_TRUST_ROOTS", str(roots))
-    assert (signatures("MORE", 0)["by"], signatures("SOUND", 1)["by"]) == ({"the team": 1}, {"the team": 1})
-    roots.write_text("no key")
-    assert str(roots) in signatures("MORE", 0)["unchecked"]
-
-
-def test_a_cache_that_is_not_there_prints_the_same_form(capsys, tmp_path, monkeypatch):
-    for command in (
-        ["ls"],
-        ["stats"],
-        ["wanted"],
-        ["prune", "--stale", "--yes"],
-        ["clear", "--all", "--yes"],
-    ):
-        checked(capsys, [*command, "--cache-dir", str(tmp_path / "none")], 0)
-    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path / "none"))
-    checked(capsys, ["verify"], 0)
-
-
-def test_the_documents_of_the_tests_have_something_in_every_list(capsys, varied):
-    document = checked(capsys, ["ls", "--cache-dir", str(varied)], 0)
-    assert document["records"]
-    assert len(document["unreadable"]) == 2
+def test_the_documents_of_the_tests_have_something_in_every_list(cli, varied):
+    document = cli.json("ls")
     assert {record["time_us"] is None for record in document["records"]} == {True, False}
+    assert len(document["unreadable"]) == 2
     varied.chmod(0o777)
-    assert checked(capsys, ["verify", "--cache-dir", str(varied)], 1)["exposed"]
+    assert cli.json("verify", code=1)["exposed"]
     varied.chmod(0o755)
-    found = checked(capsys, ["verify", "--cache-dir", str(varied)], 1)
+    found = cli.json("verify", code=1)
     assert not found["exposed"]
     assert all(found[name] for name in ("broken", "stale", "unknown_source", "unknown_schema", "orphans", "leftovers"))
     assert len(list(Store(varied).entries())) == 8
@@ -222,7 +151,7 @@ def test_the_documents_of_the_tests_have_something_in_every_list(capsys, varied)
 
 @pytest.mark.parametrize("name", sorted(app.commands))
 def test_every_command_has_a_schema_that_the_page_and_its_help_name(name):
-    schema = schema_of(name)
+    schema = app.commands[name].name
     jsonschema.Draft202012Validator.check_schema(SCHEMAS[schema])
     (row,) = re.findall(rf"^\| `{name}`.*$", (ROOT / "docs" / "cache-json.md").read_text(), re.MULTILINE)
     assert f"[{schema}.json](cache-json/{schema}.json)" in row
@@ -230,8 +159,7 @@ def test_every_command_has_a_schema_that_the_page_and_its_help_name(name):
     assert "JSON" in words
     for field in SCHEMAS[schema]["properties"]:
         assert field in words, field
-    tested = {command[0] for command, _ in COMMANDS} | {"diff"}
-    assert name in tested
+    assert name in {command[0] for command, _ in COMMANDS}
 
 
 def fields(schema):

@@ -1,15 +1,15 @@
 """What prune and clear delete, what they say before, and what they leave to the jobs that run."""
 
 import os
-import subprocess
-import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cache_samples import B200, H200, PROBLEM, blob_file, files_of, find, made_today, put, toolkit
-from command_line import KEY, ROOT, refused
+from cache_samples import B200, H200, PROBLEM, blob_file, changing, files_of, find, made_today, put, toolkit
+from command_line import KEY
 
 from tilekern.cache import FolderLayer, Store
 from tilekern.cache.folders import unlink_seen
@@ -20,16 +20,15 @@ pytestmark = pytest.mark.processes
 
 TODAY = made_today()
 DAY_S = 86400
-JOB = Path(__file__).with_name("reading_job.py")
 notes_access = pytest.mark.skipif(
     bool(os.statvfs("/tmp").f_flag & getattr(os, "ST_NOATIME", 0)), reason="the file system notes no access times"
 )
 
 
 @pytest.fixture
-def rows_left(as_json):
+def rows_left(cli):
     def left():
-        return sorted(record["problem"]["rows"] for record in as_json("ls", "--kernel", "rms_norm")["records"])
+        return sorted(record["problem"]["rows"] for record in cli.json("ls", "--kernel", "rms_norm")["records"])
 
     return left
 
@@ -55,21 +54,21 @@ def of_rows(rows, **changes):
         ["--stale", "--unused-for", "1w", "--max-size", "20K"],
     ],
 )
-def test_a_dry_run_says_what_the_run_then_does(as_json, cache, limits):
+def test_a_dry_run_says_what_the_run_then_does(cli, cache, limits):
     put(cache, b"one" * 100, b"shared" * 500, **of_rows(1))
     put(cache, b"shared" * 500, **of_rows(2, toolkit=toolkit("13.9.0")))
     used_before(put(cache, b"old" * 100, **of_rows(2)), 60)
-    before, size = files_of(cache), as_json("stats")["bytes"]
-    planned = as_json("prune", *limits, "--dry-run")
+    before, size = files_of(cache), cli.json("stats")["bytes"]
+    planned = cli.json("prune", *limits, "--dry-run")
     assert files_of(cache) == before
-    done = as_json("prune", *limits, "--yes")
+    done = cli.json("prune", *limits, "--yes")
     assert planned["removed"] > 0
     for name in ("records", "removed", "blobs", "bytes", "bytes_left", "left_alone"):
         assert done[name] == planned[name]
-    assert done["bytes_left"] == as_json("stats")["bytes"] == size - done["bytes"]
-    assert as_json("verify")["broken"] == []
-    assert as_json("stats")["orphans"]["count"] == 0
-    assert as_json("prune", *limits, "--dry-run")["removed"] == 0
+    assert done["bytes_left"] == cli.json("stats")["bytes"] == size - done["bytes"]
+    assert cli.json("verify")["broken"] == []
+    assert cli.json("stats")["orphans"]["count"] == 0
+    assert cli.json("prune", *limits, "--dry-run")["removed"] == 0
 
 
 def test_prune_says_what_goes_and_why(cli, cache):
@@ -86,15 +85,15 @@ def test_prune_says_what_goes_and_why(cli, cache):
     assert cli("prune", "--stale", "--yes")[1].splitlines()[-1].startswith("removed 4 records and 4 blobs, ")
 
 
-def test_stale_records_go_and_those_that_cannot_be_judged_stay(as_json, root):
+def test_stale_records_go_and_those_that_cannot_be_judged_stay(cli, root):
     put(root, **of_rows(1))
     put(root, **of_rows(2, source_digest="0" * 64))
     put(root, **of_rows(4, module="no_such_module.at_all"))
-    as_json("prune", "--stale", "--yes")
-    assert [r["problem"]["rows"] for r in as_json("ls")["records"]] == [1, 4]
+    cli.json("prune", "--stale", "--yes")
+    assert [r["problem"]["rows"] for r in cli.json("ls")["records"]] == [1, 4]
 
 
-def test_toolkits_are_kept_in_the_order_of_a_lookup(as_json, root):
+def test_toolkits_are_kept_in_the_order_of_a_lookup(cli, root):
     here = installed().describe()
     for tools, changes in (
         (toolkit("99.1.0"), {}),
@@ -105,8 +104,8 @@ def test_toolkits_are_kept_in_the_order_of_a_lookup(as_json, root):
         put(root, tools["key"].encode(), **of_rows(1, toolkit=tools, **changes))
     put(root, **of_rows(2, toolkit=toolkit("1.0.0")))
     put(root, **of_rows(1, toolkit=toolkit("1.0.0"), target=B200))
-    as_json("prune", "--keep-toolkits", "2", "--yes")
-    left = {(r["target"], r["problem"]["rows"], r["toolkit"]) for r in as_json("ls")["records"]}
+    cli.json("prune", "--keep-toolkits", "2", "--yes")
+    left = {(r["target"], r["problem"]["rows"], r["toolkit"]) for r in cli.json("ls")["records"]}
     assert left == {
         (H200["key"], 1, here["key"]),
         (H200["key"], 1, "tileiras-99.10.0"),
@@ -115,30 +114,30 @@ def test_toolkits_are_kept_in_the_order_of_a_lookup(as_json, root):
     }
 
 
-def test_the_least_used_go_first_until_the_cache_is_small_enough(as_json, rows_left, root):
+def test_the_least_used_go_first_until_the_cache_is_small_enough(cli, rows_left, root):
     for rows, days in ((1, 3), (2, 30), (4, 1), (8, 20)):
         used_before(put(root, b"%d" % rows * 5000, **of_rows(rows)), days)
-    size = as_json("stats")["bytes"]
-    document = as_json("prune", "--max-size", str(size - 7000), "--yes")
+    size = cli.json("stats")["bytes"]
+    document = cli.json("prune", "--max-size", str(size - 7000), "--yes")
     assert rows_left() == [1, 4]
     assert [record["reasons"] for record in document["records"]] == [["least used"]] * 2
     assert document["bytes_left"] <= size - 7000
 
 
-def test_an_artifact_that_another_record_needs_frees_nothing(as_json, rows_left, root):
+def test_an_artifact_that_another_record_needs_frees_nothing(cli, rows_left, root):
     for rows, days in ((1, 3), (2, 30)):
         used_before(put(root, b"shared" * 5000, **of_rows(rows)), days)
-    document = as_json("prune", "--unused-for", "10d", "--yes")
+    document = cli.json("prune", "--unused-for", "10d", "--yes")
     assert (document["removed"], document["blobs"], rows_left()) == (1, 0, [1])
     assert document["bytes"] < 6000
     assert find([FolderLayer(root, "user")], {**PROBLEM, "rows": 1}, source=TODAY["source_digest"]) is not None
 
 
-def test_what_cannot_be_read_is_left_alone(as_json, cache):
+def test_what_cannot_be_read_is_left_alone(cli, cache):
     paths = [entry.path for entry in Store(cache).entries()]
     paths[0].write_text("{")
     paths[1].write_text('{"schema": 99}')
-    document = as_json("prune", "--max-size", "0", "--yes")
+    document = cli.json("prune", "--max-size", "0", "--yes")
     assert (document["removed"], document["blobs"], document["left_alone"]) == (1, 0, 2)
     assert "may refer to any blob" in document["kept"]
     assert paths[0].exists()
@@ -146,7 +145,7 @@ def test_what_cannot_be_read_is_left_alone(as_json, cache):
 
 
 @notes_access
-def test_looking_at_a_cache_is_no_use_of_it_and_a_lookup_is(cli, as_json, tmp_path, rows_left, root):
+def test_looking_at_a_cache_is_no_use_of_it_and_a_lookup_is(cli, tmp_path, rows_left, root):
     for rows in (1, 8192):
         used_before(put(root, **of_rows(rows)), 30)
     for command in (
@@ -159,89 +158,75 @@ def test_looking_at_a_cache_is_no_use_of_it_and_a_lookup_is(cli, as_json, tmp_pa
         ["prune", "--stale", "--dry-run"],
     ):
         assert cli(*command)[0] == 0
-    planned = as_json("prune", "--unused-for", "1d", "--dry-run")
+    planned = cli.json("prune", "--unused-for", "1d", "--dry-run")
     assert (planned["removed"], planned["evidence"]) == (2, "access_time")
     before = files_of(root)
     assert find([FolderLayer(root, "user")], source=TODAY["source_digest"]) is not None
     assert files_of(root) == before
-    as_json("prune", "--unused-for", "1d", "--yes")
+    cli.json("prune", "--unused-for", "1d", "--yes")
     assert rows_left() == [8192]
 
 
 @pytest.fixture
-def job(root):
-    """Start a job that reads the cache and stops on its way."""
-    started = []
+def job(root, recwarn):
+    """Start a lookup that stops between a record and its artifacts; it goes on in silence when it is told to."""
+    stopped, told = threading.Event(), threading.Event()
 
-    def start(where):
-        command = [sys.executable, str(JOB), str(root), where]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        running = subprocess.Popen(command, cwd=ROOT, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, **pipes)
-        started.append(running)
-        assert running.stdout.readline() == "stopped\n", running.stderr.read()
-        return running
+    def stop():
+        stopped.set()
+        assert told.wait(60)
 
-    yield start
-    for running in started:
-        running.kill()
-        running.communicate()
+    with ThreadPoolExecutor(1) as thread:
 
+        def start():
+            looking = thread.submit(find, [changing(root, stop)])
+            assert stopped.wait(60)
 
-def goes_on(running):
-    """What the job prints in the end, and on standard error."""
-    out, err = running.communicate("\n", timeout=60)
-    assert running.returncode == 0, err
-    return out.strip(), err
+            def goes_on():
+                told.set()
+                hit = looking.result(60)
+                assert not recwarn.list
+                return hit and hit.load("aligned")
+
+            return goes_on
+
+        yield start
+        told.set()
 
 
 @pytest.mark.parametrize("command", [["prune", "--max-size", "0"], ["clear", "--all"]])
-def test_a_job_keeps_what_it_has_loaded(as_json, job, command, root):
+def test_a_job_keeps_what_it_has_loaded(cli, command, root):
     put(root, b"machine code")
-    running = job("after")
-    assert as_json(*command, "--yes")["removed"] == 1
+    hit = find([FolderLayer(root, "user")])
+    assert cli.json(*command, "--yes")["removed"] == 1
     assert not blob_file(root, b"machine code").exists()
-    assert goes_on(running) == ("machine code", "")
+    assert hit.load("aligned") == b"machine code"
 
 
 @pytest.mark.parametrize("command", [["prune", "--max-size", "0"], ["clear", "--all"]])
-def test_a_job_that_has_read_a_record_still_finds_its_artifacts(as_json, job, command, monkeypatch, root):
+def test_a_job_that_has_read_a_record_still_finds_its_artifacts(cli, job, command, monkeypatch, root):
     path = put(root, b"machine code")
-    running, ended = job("inside"), []
+    goes_on, ended = job(), []
 
     def sleep(seconds):
         """The job goes on in the moment between the deletion of records and that of artifacts."""
         assert seconds == removing.READING_S
         assert not path.exists()
-        ended.append(goes_on(running))
+        ended.append(goes_on())
 
     monkeypatch.setattr(removing, "time", SimpleNamespace(sleep=sleep))
-    assert as_json(*command, "--yes")["blobs"] == 1
-    assert ended == [("machine code", "")]
+    assert cli.json(*command, "--yes")["blobs"] == 1
+    assert ended == [b"machine code"]
 
 
-def test_a_job_that_stops_for_longer_than_that_has_a_plain_miss(as_json, job, root):
+@pytest.mark.parametrize("newer", [None, b"newer code"])
+def test_a_job_that_stops_for_longer_has_a_plain_miss_or_what_was_written_meanwhile(cli, job, root, newer):
     put(root, b"machine code")
-    running = job("inside")
-    as_json("prune", "--max-size", "0", "--yes")
-    assert goes_on(running) == ("miss", "")
-
-
-def test_a_job_that_stops_for_longer_finds_what_was_written_meanwhile(as_json, job, root):
-    put(root, b"machine code")
-    running = job("inside")
-    as_json("prune", "--max-size", "0", "--yes")
-    put(root, b"newer code")
-    assert goes_on(running) == ("newer code", "")
-
-
-def test_a_record_that_was_written_anew_since_it_was_listed_stays(tmp_path):
-    path = put(tmp_path, b"old")
-    store = Store(tmp_path)
-    entries = list(map(removing.kept_of, store.entries()))
-    put(tmp_path, b"new")
-    assert removing.remove(store, entries).records == 0
-    assert path.exists()
-    assert find([FolderLayer(tmp_path, "user")]).load("aligned") == b"new"
+    goes_on = job()
+    cli.json("prune", "--max-size", "0", "--yes")
+    if newer:
+        put(root, newer)
+    assert goes_on() == newer
 
 
 def test_a_file_that_is_replaced_during_its_deletion_is_put_back(tmp_path, monkeypatch):
@@ -265,35 +250,3 @@ def test_a_file_that_is_replaced_during_its_deletion_is_put_back(tmp_path, monke
     status = os.stat(path)
     assert unlink_seen(path.parent, Path(path.name), (status.st_ino, status.st_mtime_ns, status.st_size)) is True
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], ["--stale", "--max-size"]),
-        (["--max-size", "2X"], ["2X", "2G"]),
-        (["--max-size", "-1"], ["-1", "2G"]),
-        (["--keep-toolkits", "0"], ["keep-toolkits", "0"]),
-        (["--unused-for", "soon"], ["--unused-for", "soon", "30d"]),
-        (["--stale", "--json"], ["--yes", "--dry-run"]),
-    ],
-)
-def test_limits_that_make_no_sense_are_one_line(cli, arguments, words):
-    refused(cli("prune", *arguments), *words)
-
-
-def test_prune_asks_first(cache):
-    for answer, left in (("n\n", 3), ("y\n", 0)):
-        done = subprocess.run(
-            [sys.executable, "-m", "tilekern.cache_tools", "prune", "--stale", "--cache-dir", str(cache)],
-            cwd=ROOT, input=answer, capture_output=True, text=True, check=False, timeout=60,
-        )  # fmt: skip
-        assert "Remove 3 records" in done.stdout
-        assert done.returncode == (2 if left else 0)
-        assert len(list(Store(cache).entries())) == left
-
-
-def test_a_cache_that_is_not_there_is_pruned_of_nothing(as_json, tmp_path, root):
-    document = as_json("prune", "--max-size", "1G", "--yes", root=tmp_path / "none")
-    assert (document["removed"], document["bytes_left"]) == (0, 0)
-    assert not (tmp_path / "none").exists()

@@ -6,17 +6,14 @@ newer ones talk to, cannot be had on this side.
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from command_line import is_refusal, process
 from local_hub import TOKEN, Hub, handler_of
 from ship_samples import has_both, make_pack, served, sha256
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).parents[2]
 URL = "hf://team/kernels/packs/b200.pack"
 
 
@@ -40,12 +37,9 @@ def run(hub, tmp_path):
                 "TMPDIR": str(tmp_path / "temporary"),
             }
             env.pop("HF_HUB_OFFLINE", None)
-            ran = subprocess.run(
-                [sys.executable, "-m", "tilekern.cache_tools", *map(str, arguments)],
-                cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=120,
-            )  # fmt: skip
+            ran = process(*arguments, env=env)
             assert list((tmp_path / "temporary").iterdir()) == []
-            return ran
+            return ran.returncode, ran.stdout, ran.stderr
 
         yield command
 
@@ -53,18 +47,11 @@ def run(hub, tmp_path):
 @pytest.fixture
 def as_json(run):
     def command(*arguments):
-        ran = run(*arguments, "--json")
-        assert (ran.returncode, ran.stderr) == (0, "")
-        return json.loads(ran.stdout)
+        code, out, err = run(*arguments, "--json")
+        assert (code, err) == (0, "")
+        return json.loads(out)
 
     return command
-
-
-def refused(ran, *says):
-    assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr.startswith("tilekern: ")
-    assert ran.stderr.count("\n") == 1
-    assert all(words in ran.stderr for words in says), ran.stderr
 
 
 def test_a_repository_carries_a_pack(as_json, hub, tmp_path):
@@ -97,16 +84,16 @@ def test_a_file_that_was_changed_in_the_hub_is_refused(run, as_json, hub, tmp_pa
     data = bytearray(pack.read_bytes())
     data[len(data) // 2] ^= 1
     hub.contents[sha256(pack)] = bytes(data)
-    refused(run("pull", URL, "--cache-dir", tmp_path / "pulled"), URL)
+    is_refusal(*run("pull", URL, "--cache-dir", tmp_path / "pulled"), URL)
     assert not (tmp_path / "pulled").exists()
 
 
 def test_what_is_not_there_and_what_is_no_place_are_one_line(run, tmp_path):
     pack, cache = make_pack(tmp_path), tmp_path / "pulled"
-    refused(run("pull", URL, "--cache-dir", cache), f"there is no {URL}")
-    refused(run("pull", "hf://team/none/b200.pack", "--cache-dir", cache), "hf://team/none/b200.pack")
-    refused(run("push", pack, "hf://team/none/b200.pack"), "hf://team/none/b200.pack")
-    refused(run("push", pack, "hf://team/kernels@none/b200.pack"), "none")
-    refused(run("push", pack, "hf://team/kernels"), ".pack")
-    refused(run("pull", URL, "--cache-dir", cache, token="hf_a_wrong_one"), URL)
+    is_refusal(*run("pull", URL, "--cache-dir", cache), f"there is no {URL}")
+    is_refusal(*run("pull", "hf://team/none/b200.pack", "--cache-dir", cache), "hf://team/none/b200.pack")
+    is_refusal(*run("push", pack, "hf://team/none/b200.pack"), "hf://team/none/b200.pack")
+    is_refusal(*run("push", pack, "hf://team/kernels@none/b200.pack"), "none")
+    is_refusal(*run("push", pack, "hf://team/kernels"), ".pack")
+    is_refusal(*run("pull", URL, "--cache-dir", cache, token="hf_a_wrong_one"), URL)
     assert not cache.exists()

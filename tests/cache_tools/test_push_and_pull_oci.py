@@ -8,18 +8,13 @@ import time
 import oras.client
 import pytest
 from real_registry import NEEDS_REGISTRY, PASSWORD, USER, by_password, running
-from ship_samples import Commands, has_both, make_pack, sha256
+from ship_samples import has_both, make_pack, sha256
 from token_service import by_token
 
 from tilekern.cache import Corrupt
 from tilekern.cache_tools.remotes.oci import ARTIFACT_TYPE, _pack_layer
 
 pytestmark = NEEDS_REGISTRY
-
-
-@pytest.fixture
-def cli(capsys):
-    return Commands(capsys)
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +39,6 @@ def no_login(tmp_path, monkeypatch):
     monkeypatch.delenv("DOCKER_CONFIG", raising=False)
 
 
-@pytest.fixture
-def pack(tmp_path):
-    return make_pack(tmp_path)
-
-
-@pytest.fixture
-def cache(tmp_path):
-    return tmp_path / "pulled"
-
-
 def log_in(folder, registry, password=PASSWORD):
     """What `docker login` writes."""
     folder.mkdir()
@@ -61,14 +46,14 @@ def log_in(folder, registry, password=PASSWORD):
     (folder / "config.json").write_text(json.dumps({"auths": {registry.host: {"auth": auth}}}))
 
 
-def test_a_registry_carries_a_pack(cli, registry, pack, cache):
+def test_a_registry_carries_a_pack(cli, registry, pack, root):
     url = f"oci://{registry.host}/team/kernels:carried"
     pushed = cli.json("push", pack, url)
     assert (pushed["pushed"], pushed["sha256"], pushed["records"]) == (True, sha256(pack), 2)
-    pulled = cli.json("pull", url, "--cache-dir", cache)
+    pulled = cli.json("pull", url)
     assert (pulled["downloaded"], pulled["installed"], pulled["sha256"]) == (True, 2, sha256(pack))
-    assert has_both(cache)
-    assert cli.json("verify", "--cache-dir", cache)["broken"] == []
+    assert has_both(root)
+    assert cli.json("verify")["broken"] == []
 
 
 def test_the_artifact_says_what_it_is(cli, registry, pack):
@@ -94,15 +79,15 @@ def test_other_clients_fetch_it(cli, registry, pack, tmp_path):
     assert path.endswith("kernels.pack")
 
 
-def test_the_same_pack_is_neither_pushed_nor_pulled_twice(cli, registry, pack, cache, tmp_path):
+def test_the_same_pack_is_neither_pushed_nor_pulled_twice(cli, registry, pack, tmp_path):
     url = f"oci://{registry.host}/twice/kernels:b200"
     first = cli.json("push", pack, url)
-    cli.json("pull", url, "--cache-dir", cache)
+    cli.json("pull", url)
     assert cli.json("pull", url, "--out", tmp_path / "kept.pack")["downloaded"] is True
     # Without its blob the registry could neither give nor compare the pack.
     blob = registry.blob(sha256(pack))
     aside = blob.rename(blob.with_name("aside"))
-    assert cli.json("pull", url, "--cache-dir", cache)["downloaded"] is False
+    assert cli.json("pull", url)["downloaded"] is False
     assert cli.json("pull", url, "--out", tmp_path / "kept.pack")["downloaded"] is False
     assert cli.json("push", pack, url)["pushed"] is False
     cli.refused("pull", url, "--cache-dir", tmp_path / "other", says=url)
@@ -111,19 +96,19 @@ def test_the_same_pack_is_neither_pushed_nor_pulled_twice(cli, registry, pack, c
     assert cli.json("pull", first["place"], "--cache-dir", tmp_path / "other")["installed"] == 2
 
 
-def test_a_digest_names_one_push_for_ever(cli, registry, pack, cache, tmp_path):
+def test_a_digest_names_one_push_for_ever(cli, registry, pack, tmp_path):
     url = f"oci://{registry.host}/moved/kernels:b200"
     place = cli.json("push", pack, url)["place"]
     assert place.startswith(f"oci://{registry.host}/moved/kernels@sha256:")
     newer = make_pack(tmp_path, b"newer" * 50, name="newer.pack")
     assert cli.json("push", newer, url)["pushed"] is True
-    assert cli.json("pull", url, "--cache-dir", cache)["sha256"] == sha256(newer)
-    assert cli.json("pull", place, "--cache-dir", cache)["sha256"] == sha256(pack)
+    assert cli.json("pull", url)["sha256"] == sha256(newer)
+    assert cli.json("pull", place)["sha256"] == sha256(pack)
     cli.refused("push", newer, place, says="names a digest")
 
 
 @pytest.mark.parametrize("how", ["flipped", "longer", "shorter"])
-def test_a_blob_that_was_changed_in_the_registry_is_refused(cli, registry, cache, tmp_path, how):
+def test_a_blob_that_was_changed_in_the_registry_is_refused(cli, registry, root, tmp_path, how):
     pack = make_pack(tmp_path, how.encode() * 100)
     url = f"oci://{registry.host}/changed/kernels:{how}"
     cli.json("push", pack, url)
@@ -131,17 +116,15 @@ def test_a_blob_that_was_changed_in_the_registry_is_refused(cli, registry, cache
     data[len(data) // 2] ^= 1
     changed = {"flipped": data, "longer": data + b"more", "shorter": data[:-4]}[how]
     registry.blob(sha256(pack)).write_bytes(changed)
-    cli.refused("pull", url, "--cache-dir", cache, says=url)
-    assert not cache.exists()
+    cli.refused("pull", url, says=url)
+    assert not root.exists()
 
 
-def test_what_is_no_pack_is_refused(cli, registry, cache, tmp_path):
+def test_what_is_no_pack_is_refused(cli, registry, tmp_path):
     (tmp_path / "file.txt").write_text("an artifact of another type")
     client = oras.client.OrasClient(insecure=True)
     client.push(f"{registry.host}/other/thing:1", files=[str(tmp_path / "file.txt")], disable_path_validation=True)
-    cli.refused(
-        "pull", f"oci://{registry.host}/other/thing:1", "--cache-dir", cache, says=("is not a pack", ARTIFACT_TYPE)
-    )
+    cli.refused("pull", f"oci://{registry.host}/other/thing:1", says=("is not a pack", ARTIFACT_TYPE))
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "\xff", '{"artifactType": "%s", "layers": [{"digest": 3}]}'])
@@ -151,29 +134,29 @@ def test_a_damaged_manifest_is_none_of_a_pack(text):
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_not_there_is_said_to_be_missing(cli, registry, cache):
+def test_what_is_not_there_is_said_to_be_missing(cli, registry, root):
     for place in ("team/kernels:none", "none/at/all", f"team/kernels@sha256:{'0' * 64}"):
         url = f"oci://{registry.host}/{place}"
-        cli.refused("pull", url, "--cache-dir", cache, says=f"there is no {url}")
-    assert not cache.exists()
+        cli.refused("pull", url, says=f"there is no {url}")
+    assert not root.exists()
 
 
-def test_docker_s_login_is_used(cli, closed, pack, cache, tmp_path, monkeypatch):
+def test_docker_s_login_is_used(cli, closed, pack, tmp_path, monkeypatch):
     url = f"oci://{closed.host}/team/kernels:b200"
     log_in(tmp_path / ".docker", closed)
     assert cli.json("push", pack, url)["pushed"] is True
     (tmp_path / ".docker" / "config.json").unlink()
     log_in(tmp_path / "elsewhere", closed)
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "elsewhere"))
-    assert cli.json("pull", url, "--cache-dir", cache)["installed"] == 2
+    assert cli.json("pull", url)["installed"] == 2
 
 
-def test_no_login_and_a_wrong_one_are_one_line_and_soon(cli, closed, pack, cache, tmp_path):
+def test_no_login_and_a_wrong_one_are_one_line_and_soon(cli, closed, pack, tmp_path):
     url = f"oci://{closed.host}/team/kernels:b200"
     started = time.monotonic()
-    cli.refused("pull", url, "--cache-dir", cache, says=("docker login", closed.host))
+    cli.refused("pull", url, says=("docker login", closed.host))
     cli.refused("push", pack, url, says=("docker login", closed.host))
     log_in(tmp_path / ".docker", closed, "wrong")
-    cli.refused("pull", url, "--cache-dir", cache, says=("docker login", closed.host))
+    cli.refused("pull", url, says=("docker login", closed.host))
     cli.refused("push", pack, url, says=("docker login", closed.host))
     assert time.monotonic() - started < 30

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from cache_samples import B200, put, toolkit
-from command_line import ROOT, process
+from command_line import PREBUILT, ROOT
 from terminal import printed_in_a_terminal
 
 from tilekern.cache import Store, install_pack, note_wanted
@@ -14,7 +14,6 @@ from tilekern.cache_tools.shared.tables import natural, print_table
 
 pytestmark = pytest.mark.processes
 
-PREBUILT = ROOT / "tilekern" / "prebuilt"
 HEADINGS = ["sm_90-h200-132, tileiras-13.4.92-cuda_tile-1.7.0", "sm_100-b200-148, tileiras-13.4.92-cuda_tile-1.7.0"]
 
 
@@ -27,11 +26,17 @@ def filled(tmp_path_factory):
     return root
 
 
-def printed(*arguments, **env):
-    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | env
-    done = process(*arguments, env=env)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+@pytest.fixture
+def printed(cli, monkeypatch):
+    """What a command prints where it is not in a terminal, and ``COLUMNS`` may say a width."""
+
+    def run(*arguments, columns=None):
+        monkeypatch.delenv("COLUMNS", raising=False)
+        if columns:
+            monkeypatch.setenv("COLUMNS", columns)
+        return cli.said(*arguments)
+
+    return run
 
 
 def in_a_terminal(columns, *arguments):
@@ -44,17 +49,17 @@ def widest(text):
     return max(map(len, text.splitlines()))
 
 
-def test_ls_fits_the_terminal_and_120_columns_in_a_pipe(filled):
+def test_ls_fits_the_terminal_and_120_columns_in_a_pipe(printed, filled):
     ls = ("ls", "--cache-dir", str(filled))
     assert widest(in_a_terminal(80, *ls)) <= 80
     assert widest(printed(*ls)) <= 120
-    assert widest(printed(*ls, COLUMNS="80")) <= 80
-    assert 120 < widest(printed(*ls, COLUMNS="200")) <= 200
+    assert widest(printed(*ls, columns="80")) <= 80
+    assert 120 < widest(printed(*ls, columns="200")) <= 200
 
 
 @pytest.mark.parametrize("columns", ["80", "120", "200", "400"])
-def test_ls_says_each_record_with_its_whole_key_and_each_gpu_and_toolkit_once(filled, columns):
-    text = printed("ls", "--cache-dir", str(filled), COLUMNS=columns)
+def test_ls_says_each_record_with_its_whole_key_and_each_gpu_and_toolkit_once(printed, filled, columns):
+    text = printed("ls", "--cache-dir", str(filled), columns=columns)
     assert [line for line in text.splitlines() if "tileiras" in line] == HEADINGS
     joined = re.sub(r",\n  ", ",", text)
     entries = list(Store(filled).entries())
@@ -64,15 +69,16 @@ def test_ls_says_each_record_with_its_whole_key_and_each_gpu_and_toolkit_once(fi
     assert len(re.findall(r"\b(?:default|predicted|measured)\b", text)) == len(entries)
 
 
-def test_a_key_that_does_not_fit_stands_unbroken_below_its_row_where_it_can(filled):
-    lines = printed("ls", "--kernel", "attention_delta", "--target", "H200", COLUMNS="80", **cache(filled)).splitlines()
+def test_a_key_that_does_not_fit_stands_unbroken_below_its_row_where_it_can(printed, filled):
+    text = printed("ls", "--kernel", "attention_delta", "--target", "H200", "--cache-dir", filled, columns="80")
+    lines = text.splitlines()
     assert lines[1].split() == ["KERNEL", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE"]
     assert lines[2].startswith("attention_delta  measured ")
     assert lines[3] == "  batch=1,queries=2048,heads=32,head_dim=128,dtype=bfloat16"
 
 
-def test_ls_sorts_numbers_as_numbers(filled):
-    text = printed("ls", "--kernel", "swiglu_forward", **cache(filled))
+def test_ls_sorts_numbers_as_numbers(printed, filled):
+    text = printed("ls", "--kernel", "swiglu_forward", "--cache-dir", filled)
     targets = re.findall("^sm_[0-9]+", text, re.M)
     assert targets == ["sm_90", "sm_100"]
     rows = [list(map(int, re.findall("rows=([0-9]+)", part))) for part in text.split("sm_100")]
@@ -82,11 +88,7 @@ def test_ls_sorts_numbers_as_numbers(filled):
     assert [sorted(texts, key=natural) for texts in parts] == [texts[::-1] for texts in parts]
 
 
-def cache(root):
-    return {"TILEKERN_CACHE_DIR": str(root)}
-
-
-def test_ls_shows_the_gain_that_tune_showed(root, cli, as_json):
+def test_ls_shows_the_gain_that_tune_showed(root, cli):
     put(root, b"one")
     put(
         root,
@@ -100,27 +102,27 @@ def test_ls_shows_the_gain_that_tune_showed(root, cli, as_json):
     rows = [re.split(r"\s{2,}", line.strip()) for line in cli("ls")[1].splitlines()[2:]]
     gains = {row[0]: row[4] for row in rows}
     assert gains == {"rms_norm": "3.28x", "rope": "~1.25x", "scale": "-"}
-    found = {record["kernel"]: (record["gain"], record["predicted_gain"]) for record in as_json("ls")["records"]}
+    found = {record["kernel"]: (record["gain"], record["predicted_gain"]) for record in cli.json("ls")["records"]}
     assert found == {"rms_norm": (pytest.approx(124 / 37.8), None), "rope": (None, 1.25), "scale": (None, None)}
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])
-def test_the_other_lists_fit_too(filled, tmp_path, columns):
+def test_the_other_lists_fit_too(printed, filled, tmp_path, columns):
     long = next(entry.record for entry in Store(filled).entries() if entry.record.kernel == "attention_backward")
     for rows in (8192, 512):
         note_wanted(tmp_path, "attention_backward", {**long.problem, "queries": rows}, B200, "not in any cache " * 9)
     put(tmp_path, b"x", target=B200, toolkit=toolkit("13.5.0"))
     for command in (
         ["wanted", "--cache-dir", str(tmp_path)],
-        ["diff", str(tmp_path), str(filled)],
+        ["diff", str(tmp_path), filled],
         ["prune", "--cache-dir", str(filled), "--max-size", "1M", "--dry-run"],
     ):
-        text = printed(*command, COLUMNS=columns)
+        text = printed(*command, columns=columns)
         paths = {str(filled), str(tmp_path)}
         assert all(len(line) <= int(columns) or paths & set(line.split()) for line in text.splitlines()), text
         if command[0] != "prune":
             assert re.search("queries=[0-9]+", text)
-    wanted = printed("wanted", "--cache-dir", str(tmp_path), COLUMNS=columns)
+    wanted = printed("wanted", "--cache-dir", str(tmp_path), columns=columns)
     assert re.findall("queries=([0-9]+)", wanted) == ["512", "8192"]
 
 

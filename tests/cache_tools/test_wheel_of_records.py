@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from cache_samples import H200, PROBLEM, SOURCE, put
-from ship_samples import Commands, make_pack, sha256
+from command_line import ROOT
+from ship_samples import sha256
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).parents[2]
 FIND = f"""
 import sys
 from tilekern.cache import default_layers, lookup
@@ -26,11 +26,6 @@ hit = lookup("rms_norm", {{**{PROBLEM!r}, "rows": int(sys.argv[1])}}, bucketed=[
              arch="sm_90", toolkit_key="tileiras-13.4.92", source={SOURCE!r}, layers=layers)
 print(hit and (hit.layer.name, hit.load("aligned")[:4]))
 """
-
-
-@pytest.fixture
-def cli(capsys):
-    return Commands(capsys)
 
 
 @pytest.fixture
@@ -99,8 +94,7 @@ def test_the_same_records_give_the_same_bytes(make, tmp_path, monkeypatch):
     assert make("acme", version="1.1").read_bytes() != first
 
 
-def test_what_the_wheel_says_of_itself_is_so(make, cli, cache, tmp_path):
-    pack = make_pack(tmp_path)
+def test_what_the_wheel_says_of_itself_is_so(cli, pack, tmp_path):
     document = cli.json("wheel", tmp_path / "d", "--name", "Acme_Kernels", "--version", "v1.0", "--pack", pack)
     assert Path(document["wheel"]) == tmp_path / "d" / "acme_kernels-1.0-py3-none-any.whl"
     assert (document["name"], document["version"]) == ("acme-kernels", "1.0")
@@ -125,41 +119,7 @@ def test_what_the_wheel_says_of_itself_is_so(make, cli, cache, tmp_path):
         assert (digest, size) == (("", "") if is_its_own else (f"sha256={found}", str(len(data))))
 
 
-def test_filters_choose_what_goes_in(make, cli, cache, tmp_path):
-    assert "with 2 records" in cli("wheel", tmp_path, "--name", "a", "--version", "1", "--cache-dir", cache)[1]
-    options = ("--name", "a", "--version", "1", "--cache-dir", cache)
-    cli.refused("wheel", tmp_path, *options, "--target", "B200", says="no record in")
-    cli.refused("wheel", tmp_path, *options, "--target", "H200", "--pack", "x.pack", says=("--pack", "filters"))
-
-
-@pytest.mark.parametrize("name", ["", "-acme", "acme-", "acme kernels", "acme/kernels", "äcme", "a\nb", "../acme", "."])
-def test_a_name_that_pip_refuses_is_one_line(cli, tmp_path, name):
-    cli.refused("wheel", tmp_path / "dist", f"--name={name}", "--version", "1.0", says="--name must be")
-    assert not (tmp_path / "dist").exists()
-
-
-@pytest.mark.parametrize("version", ["", "new", "1.0-", "1..0", "1.0 beta x", "../1", "1.0\n2"])
-def test_a_version_that_pip_refuses_is_one_line(cli, tmp_path, version):
-    cli.refused("wheel", tmp_path / "dist", "--name", "acme", f"--version={version}", says="--version must be")
-    assert not (tmp_path / "dist").exists()
-
-
-@pytest.mark.parametrize("name", ["tilekern", "TileKern"])
-def test_no_package_takes_the_place_of_tilekern(cli, tmp_path, name):
-    cli.refused("wheel", tmp_path, "--name", name, "--version", "1", says="the place of tilekern itself")
-
-
-def test_a_bad_pack_makes_no_wheel(cli, tmp_path):
-    pack = make_pack(tmp_path)
+def test_a_bad_pack_makes_no_wheel(cli, pack, tmp_path):
     pack.write_bytes(pack.read_bytes()[:-100])
     cli.refused("wheel", tmp_path / "d", "--name", "acme", "--version", "1", "--pack", pack, says=str(pack))
-    nothing = tmp_path / "nothing.pack"
-    cli.refused("wheel", tmp_path / "d", "--name", "acme", "--version", "1", "--pack", nothing, says=str(nothing))
     assert not (tmp_path / "d").exists()
-
-
-def test_a_file_in_the_place_of_the_folder_is_one_line(cli, cache, tmp_path):
-    (tmp_path / "file").touch()
-    arguments = ("--name", "acme", "--version", "1", "--cache-dir", cache)
-    cli.refused("wheel", tmp_path / "file", *arguments, says="file")
-    cli.refused("wheel", tmp_path / "file" / "below", *arguments, says="file")

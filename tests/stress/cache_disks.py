@@ -1,6 +1,7 @@
 """Scenes on a small disk of their own, in a process that may mount one: ``python cache_disks.py SCENE ROOT``."""
 
 import contextlib
+import shutil
 import subprocess
 import sys
 import warnings
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from cache_samples import PROBLEM, find, make, outcome, put
 
-from tilekern.cache import FolderLayer, Store, note_wanted
+from tilekern.cache import FolderLayer, Store, install_pack, note_wanted, write_pack
 
 
 def mount(root, options):
@@ -58,7 +59,33 @@ def a_disk_that_becomes_read_only(root):
     assert error.endswith("Read-only file system"), error
 
 
+def an_unpack_that_disks_have_room_for_or_not(root):
+    """Whatever the size of the disk, it is all or nothing."""
+    disk, cache, outcomes = root / "disk", root / "cache", []
+    disk.mkdir()
+    put(cache, b"old", b"shared", created_by="old")
+    records = [make(b"new %d" % rows * 50, b"shared", problem={**PROBLEM, "rows": rows}) for rows in (1, 64, 8192)]
+    write_pack(root / "new.pack", records)
+    for pages in range(4, 80, 4):
+        mount(disk, f"size={pages * 4}k,mode=755")
+        try:
+            shutil.copytree(cache, disk / "cache")
+        except shutil.Error:
+            continue
+        before = sorted((disk / "cache").rglob("*"))
+        _, error = outcome(lambda: install_pack(root / "new.pack", Store(disk / "cache")))
+        assert error in (None, f"cannot write to the cache folder {disk / 'cache'}: No space left on device"), error
+        assert error is None or sorted((disk / "cache").rglob("*")) == before
+        for record, blobs in records:
+            hit = find([FolderLayer(disk / "cache", "user")], record.problem)
+            expected = blobs[record.artifacts["aligned"].sha256] if error is None else b"old"
+            assert (hit.load("aligned"), hit.exact_bucket or bool(error)) == (expected, True)
+        outcomes.append(error is None)
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {False, True}
+
+
+SCENES = (a_disk_that_fills_up, a_disk_that_becomes_read_only, an_unpack_that_disks_have_room_for_or_not)
+
 if __name__ == "__main__":
-    {scene.__name__: scene for scene in (a_disk_that_fills_up, a_disk_that_becomes_read_only)}[sys.argv[1]](
-        Path(sys.argv[2])
-    )
+    {scene.__name__: scene for scene in SCENES}[sys.argv[1]](Path(sys.argv[2]))

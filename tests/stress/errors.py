@@ -156,10 +156,5 @@ def _what_is_wrong(root: Path, work: Work) -> Iterator[str]:
             yield f"{entry.path} is left bad: {entry.problem}"
 
 
-def main(folder: str, every: str) -> None:
-    """The program."""
-    print(json.dumps(run(Path(folder), int(every))))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps(run(Path(sys.argv[1]), int(sys.argv[2]))))

@@ -141,10 +141,5 @@ _WORK: dict[str, Callable[[Store, random.Random], None]] = {
 }
 
 
-def main(root: str, kills: str, *options: str) -> None:
-    """The program; the option ``lying-sync`` takes fsync's effect away."""
-    print(json.dumps(run(Path(root), int(kills), lying_sync="lying-sync" in options)))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps(run(Path(sys.argv[1]), int(sys.argv[2]), lying_sync="lying-sync" in sys.argv)))

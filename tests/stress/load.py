@@ -137,14 +137,9 @@ def _what_is_left(root: Path) -> tuple[int, list[str]]:
     return len(entries), faults
 
 
-def main(root: str, seconds: str, processes: str) -> None:
-    """The program."""
+if __name__ == "__main__":
     if "LD_PRELOAD" in os.environ:
         from faults import Faults
 
         Faults().let_locks_lie()
-    print(json.dumps(run(Path(root), float(seconds), int(processes))))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps(run(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))))
