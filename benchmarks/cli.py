@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import plots
 from benchmarks.environment import RESULTS, require_gpu
-from benchmarks.report import render, with_training
+from benchmarks.pages import PAGES, files_of, write_files
+from benchmarks.pages.readme import with_training
 from benchmarks.results import Results, print_table, read_folder, write_results
 from tilekern import __version__
 from tilekern.errors import InputError
@@ -412,27 +412,23 @@ def cache_scale(
 @app.command()
 def report(
     results: Annotated[Path, typer.Option(help="Folder with the JSON files.")] = RESULTS,
-    out: Annotated[Path, typer.Option("--out", help="The Markdown file.")] = RESULTS.parent / "RESULTS.md",
+    out: Annotated[Path, typer.Option("--out", help="Folder for the pages and plots.")] = PAGES,
     readme: Annotated[Path | None, typer.Option(help="A README whose training table is written anew.")] = None,
 ) -> None:
-    """Make RESULTS.md, the README's table and the plots from all JSON files."""
+    """Make the result pages, their plots and the README's table from all JSON files."""
     if not results.is_dir():
         raise InputError(f"--results {results} is not a folder; pass the one with the JSON files")
     everything = read_folder(results)
-    written = {out: render(everything)}
+    files = files_of(everything)
     if readme is not None:
         try:
-            written[readme] = with_training(readme.read_text(encoding="utf-8"), everything)
+            text = with_training(readme.read_text(encoding="utf-8"), everything)
+            readme.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise InputError(f"cannot read {readme}: {error.strerror}") from None
-    for path, text in written.items():
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot write {path}: {error.strerror}") from None
-        print(f"wrote {path}")
-    for path in sorted(results.rglob("*.json")):
-        _plot(path)
+            raise InputError(f"cannot read or write {readme}: {error.strerror}") from None
+        print(f"wrote {readme}")
+    write_files(out, files)
+    print(f"wrote {len(files)} files into {out}")
 
 
 def _needs_gpu_or_out(device: Device, out: Path | None) -> None:
@@ -495,15 +491,3 @@ def _keep(results: Results, out: Path | None, name: str) -> None:
     for note in results.run["notes"]:
         print(f"note: {note}")
     print(f"wrote {path}")
-    _plot(path)
-
-
-def _plot(path: Path) -> None:
-    """Draw the figure of a results file beside it, where it has one."""
-    try:
-        drawn = plots.draw(path)
-    except ImportError:
-        print("no plot: matplotlib is not installed; pip install 'tilekern[bench]'")
-        return
-    if drawn:
-        print(f"wrote {drawn}")

@@ -31,6 +31,7 @@ from benchmarks.kernels import Effort, backward, check, clone, forward, memory_r
 from benchmarks.providers import OURS, Provider, one_line
 from benchmarks.results import Results, Row
 from benchmarks.served import doubts
+from benchmarks.sources import kernels_used, with_sources
 from benchmarks.train import GIB, Process, in_turns, name_of
 from benchmarks.training import has_a_turn
 from tilekern.errors import InputError
@@ -234,21 +235,26 @@ def _run_case(case: Case, providers: Sequence[Provider], clock: Any, job: Job) -
     expected = case.expected(tensors)
     right: list[Provider] = []
     notes: list[str] = []
-    for one in providers:
-        yield _at(case, one.name.split(" ")[0])
-        try:
-            check(case, tensors, expected, one)
-            right.append(one)
-        except Exception as error:  # noqa: BLE001 (whatever a peer's kernels raise, the others go on)
-            yield _note(f"{case.label}: {one.name} left out: {one_line(error)}")
-            _settle(job.device)  # an error that the GPU keeps ends the process here
-    del expected
-    _settle(job.device)
-    yield _at(case)
-    yield from _rows(timed_rows(clock, case, tensors, right, Effort(job.samples, job.seconds), notes) if right else [])
+    rows: list[Row] = []
+    with kernels_used() as used:
+        for one in providers:
+            yield _at(case, one.name.split(" ")[0])
+            try:
+                check(case, tensors, expected, one)
+                right.append(one)
+            except Exception as error:  # noqa: BLE001 (whatever a peer's kernels raise, the others go on)
+                yield _note(f"{case.label}: {one.name} left out: {one_line(error)}")
+                _settle(job.device)  # an error that the GPU keeps ends the process here
+        del expected
+        _settle(job.device)
+        yield _at(case)
+        if right:
+            rows += timed_rows(clock, case, tensors, right, Effort(job.samples, job.seconds), notes)
+    yield from _rows(with_sources(rows, used))
     for one in right if job.device == "cuda" else []:
         yield _at(case, one.name.split(" ")[0])
-        yield from _rows([memory_row(case, tensors, one), kept_row(case, tensors, one), waits_row(case, tensors, one)])
+        memory = [memory_row(case, tensors, one), kept_row(case, tensors, one), waits_row(case, tensors, one)]
+        yield from _rows(with_sources(memory, used))
     yield from map(_note, notes)
 
 

@@ -109,9 +109,8 @@ def _kernel_verdict(results: Results, case: str, metric: str, least_share: float
 
 
 def _peers(results: Results, case: str, metric: str) -> list[Row]:
-    found = [row for row in results.rows if (row.case, row.metric) == (case, metric)]
-    peers = [row for row in found if row.provider not in (COPY, PRODUCTS) and not row.provider.startswith(OURS)]
-    return sorted(peers, key=lambda row: row.value)
+    others = [row for row in results.figures(case, metric) if row.provider not in (COPY, PRODUCTS)]
+    return sorted((row for row in others if not row.provider.startswith(OURS)), key=lambda row: row.value)
 
 
 def _listed(rows: Sequence[Row]) -> str:

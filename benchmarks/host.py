@@ -17,6 +17,7 @@ from benchmarks.kernels import Keep, backward, clone, forward, right_ones
 from benchmarks.prebuilt import launcher_of
 from benchmarks.providers import OURS, Provider, load
 from benchmarks.results import Results, Row
+from benchmarks.sources import kernels_used, with_sources
 from tilekern.spec.targets import Target
 from tilekern.tuning.measure.timing import Timing
 
@@ -42,12 +43,15 @@ def measure(names: Sequence[str], keep: Keep, calls: int = CALLS, batches: int =
     providers = load(names, results.run["notes"])
     for case in small_cases():
         tensors = case.tensors("cuda")
-        todo = _ours_alone(case.forward, target) | _allocation(tensors)
-        for provider in right_ones(case, tensors, providers, results.run["notes"]):
-            todo |= _calls(case, tensors, provider)
-        for (name, metric), timing in host_times(todo, calls, batches).items():
-            time_us, spread_us = round(timing.median_us, 3), round(timing.spread_us, 3)
-            results.rows.append(Row("host", case.label, name, metric, time_us, "us", spread_us))
+        rows = []
+        with kernels_used() as used:
+            todo = _ours_alone(case.forward, target) | _allocation(tensors)
+            for provider in right_ones(case, tensors, providers, results.run["notes"]):
+                todo |= _calls(case, tensors, provider)
+            for (name, metric), timing in host_times(todo, calls, batches).items():
+                time_us, spread_us = round(timing.median_us, 3), round(timing.spread_us, 3)
+                rows.append(Row("host", case.label, name, metric, time_us, "us", spread_us))
+        results.rows.extend(with_sources(rows, used))
         keep(case.label, results)
     return results
 

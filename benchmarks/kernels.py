@@ -14,6 +14,7 @@ from benchmarks.environment import facts, require_gpu
 from benchmarks.providers import OURS, Provider, load, one_line
 from benchmarks.results import Results, Row
 from benchmarks.served import doubts
+from benchmarks.sources import kernels_used, with_sources
 from benchmarks.suites import sweep_cases
 from tilekern.errors import InputError
 from tilekern.spec import TOLERANCES
@@ -108,12 +109,13 @@ def _measure_case(race: Race, case: Case, providers: Sequence[Provider], effort:
 
     torch._dynamo.reset()  # a function is compiled anew for at most eight sizes, then no more
     tensors = case.tensors("cuda")
-    right = right_ones(case, tensors, providers, notes)
-    torch.cuda.empty_cache()  # of the references
-    rows = timed_rows(race, case, tensors, right, effort, notes)
-    rows.extend(memory_row(case, tensors, provider) for provider in right)
+    with kernels_used() as used:
+        right = right_ones(case, tensors, providers, notes)
+        torch.cuda.empty_cache()  # of the references
+        rows = timed_rows(race, case, tensors, right, effort, notes)
+        rows.extend(memory_row(case, tensors, provider) for provider in right)
     torch.cuda.empty_cache()
-    return rows
+    return with_sources(rows, used)
 
 
 def timed_rows(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,13 @@ _TEXTS = ("benchmark", "case", "provider", "metric", "unit")
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. ``spread`` is half the distance between the quartiles, in ``unit``; 0 where there is one sample."""
+    """One figure of a provider in a case.
+
+    Attributes:
+        spread: half the distance between the quartiles, in ``unit``; 0 if there is one sample.
+        sources: the kernels of tilekern that ran, each with the digest of its source; empty for peers, and in files
+            that were written before digests were recorded.
+    """
 
     benchmark: str
     case: str
@@ -28,14 +34,23 @@ class Row:
     value: float
     unit: str
     spread: float = 0.0
+    sources: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Results:
-    """The rows of one run, and what it ran on; ``run["notes"]`` says what was left out and why."""
+    """The rows of one run, and what it ran on.
+
+    Attributes:
+        run: date, GPU, versions and commit; ``run["notes"]`` says what was left out and why.
+        rows: the figures; they are added and removed, and never exchanged for others.
+        file: path of the JSON file below the folder of all results; empty for results that were not read from one.
+    """
 
     run: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
+    file: str = field(default="", compare=False)
+    _groups: dict[tuple[str, str], list[Row]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def benchmark(self) -> str:
@@ -44,10 +59,16 @@ class Results:
 
     def row(self, case: str, provider: str, metric: str) -> Row | None:
         """The row of a case, provider and metric; a provider is named with or without its version."""
-        for row in self.rows:
-            if (row.case, row.metric) == (case, metric) and provider in (row.provider, row.provider.split(" ")[0]):
-                return row
-        return None
+        found = self.figures(case, metric)
+        return next((row for row in found if provider in (row.provider, row.provider.split(" ")[0])), None)
+
+    def figures(self, case: str, metric: str) -> list[Row]:
+        """The rows of a case and metric, one for each provider."""
+        if sum(map(len, self._groups.values())) != len(self.rows):
+            self._groups.clear()
+            for row in self.rows:
+                self._groups.setdefault((row.case, row.metric), []).append(row)
+        return list(self._groups.get((case, metric), ()))
 
     def cases(self) -> list[str]:
         """The cases in the order of the rows."""
@@ -60,7 +81,7 @@ def write_results(path: Path, results: Results) -> None:
     Raises:
         InputError: they are not in the form, or the file cannot be written.
     """
-    document = {"run": results.run, "rows": [asdict(row) for row in results.rows]}
+    document = {"run": results.run, "rows": [_written(row) for row in results.rows]}
     _check(document, str(path))
     lines = ",\n".join("  " + json.dumps(row) for row in document["rows"])
     run = json.dumps(results.run, indent=1).replace("\n", "\n ")
@@ -69,6 +90,11 @@ def write_results(path: Path, results: Results) -> None:
         path.write_text(f'{{\n "run": {run},\n "rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _written(row: Row) -> dict[str, Any]:
+    """The fields of a row; ``sources`` only if there are any."""
+    return {name: value for name, value in asdict(row).items() if name != "sources" or value}
 
 
 def read_results(path: Path) -> Results:
@@ -86,8 +112,9 @@ def read_results(path: Path) -> Results:
 
 
 def read_folder(folder: Path) -> list[Results]:
-    """All results below a folder, in the order of their paths."""
-    return [read_results(path) for path in sorted(folder.rglob("*.json"))]
+    """Return all results below a folder, in the order of their paths."""
+    paths = sorted(folder.rglob("*.json"))
+    return [replace(read_results(path), file=path.relative_to(folder).as_posix()) for path in paths]
 
 
 def _check(document: Any, where: str) -> None:
@@ -105,11 +132,14 @@ def _check(document: Any, where: str) -> None:
 
 def _check_row(row: Any, where: str) -> None:
     names = [one.name for one in fields(Row)]
-    if not isinstance(row, dict) or set(row) != set(names):
+    if not isinstance(row, dict) or set(row) | {"sources"} != set(names):
         raise InputError(f"{where} must have exactly {', '.join(names)}, got {row!r:.200}")
     for name in _TEXTS:
         if not isinstance(row[name], str) or not row[name]:
             raise InputError(f"{where}: {name} must be text, got {row[name]!r}")
+    sources = row.get("sources", {})
+    if not isinstance(sources, dict) or not all(isinstance(text, str) for pair in sources.items() for text in pair):
+        raise InputError(f"{where}: sources must map kernels to digests, got {sources!r:.200}")
     for name in ("value", "spread"):
         number = row[name]
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
@@ -137,7 +167,9 @@ def _by_line(rows: Sequence[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:
 
 
 def shown(row: Row | None) -> str:
-    """A figure as people read it: four digits, and its spread."""
+    """Return a figure as people read it: at least four digits, and its spread."""
     if row is None:
         return "-"
-    return f"{row.value:.4g}" + (f" ± {row.spread:.2g}" if row.spread else "")
+    value = f"{row.value:,.0f}" if abs(row.value) >= 10_000 else f"{row.value:.4g}"
+    spread = f"{row.spread:,.0f}" if row.spread >= 100 else f"{row.spread:.2g}"
+    return f"{value} ± {spread}" if row.spread else value

@@ -29,6 +29,7 @@ from benchmarks.profiling import TOTAL
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
 from benchmarks.sharing import WAYS
+from benchmarks.sources import with_sources
 from benchmarks.trainers import NO_PATCHES, full_name, trainer_named
 from benchmarks.training import READY, Job, Line
 from tilekern.errors import InputError
@@ -184,10 +185,11 @@ def rows_of(line: Line, name: str, job: Job) -> list[Row]:
         draw = line["draw"]
         values += [("power_w", draw["watts"], "W", 0.0), ("power_limit_w", draw["limit_watts"], "W", 0.0)]
         values.append(("sm_clock_mhz", draw["sm_mhz"], "MHz", 0.0))
-    return [
+    rows = [
         Row("train", case, name, metric, round(value, 5), unit, round(spread, 5))
         for metric, value, unit, spread in values
     ]
+    return with_sources(rows, line.get("kernels", ()))
 
 
 def profile_rows(lines: Sequence[Line], name: str, job: Job) -> list[Row]:
@@ -196,7 +198,8 @@ def profile_rows(lines: Sequence[Line], name: str, job: Job) -> list[Row]:
     The floor is the sum of all matmuls as fast as each is alone, and of attention and the optimizer as measured.
     """
     floors = {line["tokens"]: line["matmuls_ms"] for line in lines if line["kind"] == "floor"}
-    rows = []
+    kernels = {line["tokens"]: line.get("kernels", ()) for line in lines if line["kind"] == "length"}
+    rows: list[Row] = []
     for line in lines:
         if line["kind"] != "profile" or TOTAL not in line["parts_ms"]:
             continue
@@ -208,7 +211,8 @@ def profile_rows(lines: Sequence[Line], name: str, job: Job) -> list[Row]:
             floor = floors[line["tokens"]] + rest
             values += [("matmuls alone ms", floors[line["tokens"]], "ms"), ("floor ms", floor, "ms")]
             values.append(("floor tokens_per_s", 1000 * line["tokens"] / floor, "tok/s"))
-        rows += [Row("train_profile", case, name, metric, round(value, 4), unit) for metric, value, unit in values]
+        found = [Row("train_profile", case, name, metric, round(value, 4), unit) for metric, value, unit in values]
+        rows += with_sources(found, kernels.get(line["tokens"], ()))
     return rows
 
 

@@ -4,8 +4,8 @@ python -m benchmarks.training JOB LINES
 
 JOB is a :class:`Job` as JSON. The process loads its modules and patches, says that it is ready, and waits for a line on
 its standard input. Where several share a model it starts the others, which write no lines. Each line of LINES is an
-object with a ``kind``: ``ready``, ``length`` (the times of a length's steps, peak memory, loss, power and clock),
-``begun``, ``profile``, ``floor``, ``note``, or ``out_of_memory``, the last length's.
+object with a ``kind``: ``ready``, ``length`` (the kernels that ran, the times of a length's steps, peak memory, loss,
+power and clock), ``begun``, ``profile``, ``floor``, ``note``, or ``out_of_memory``, the last length's.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from benchmarks import profiling, sharing
 from benchmarks.models import make_model
 from benchmarks.power import PowerMeter
 from benchmarks.served import doubts
+from benchmarks.sources import kernels_used
 from benchmarks.trainers import Trainer, trainer_named
 from tilekern.patch.stepping import auto_class
 from tilekern.tuning.plan.configs import config_named
@@ -133,7 +134,9 @@ def run(job: Job) -> Iterator[Line]:
     for tokens, timed in zip(job.tokens, job.timed, strict=True):
         try:
             ids = loop.tokens(tokens, job.sequence)
-            yield {"kind": "length", "tokens": tokens, **train(loop, ids, job.warm_up, timed)}
+            with kernels_used() as used:
+                trained = train(loop, ids, job.warm_up, timed)
+            yield {"kind": "length", "tokens": tokens, "kernels": used, **trained}
             done.append(tokens)
             if job.profile:
                 yield {"kind": "profile", "tokens": tokens, "parts_ms": _profile(loop, ids)}

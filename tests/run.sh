@@ -54,7 +54,7 @@ from packaging.requirements import Requirement
 
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-needed = map(Requirement, [*project["dependencies"], *extras["compile"], *extras["cute"], *extras["inspect"], *extras["test"]])
+needed = map(Requirement, [*project["dependencies"], *extras["compile"], *extras["cute"], *extras["docs"], *extras["inspect"], *extras["test"]])
 missing = [str(need) for need in needed if version(need.name) not in need.specifier]
 if missing:
     raise SystemExit(f"missing: {', '.join(missing)}")

@@ -39,6 +39,15 @@ def test_help_and_version(capsys):
     assert capsys.readouterr().out == f"tilekern {tilekern.__version__}\n"
 
 
+def test_bad_input_is_one_line(tmp_path, capsys):
+    assert main(["nothing"]) == 2
+    assert main(["compile", "--gpu", "H9000", "--out", str(tmp_path)]) == 2
+    (tmp_path / "bad.json").write_text("{")
+    assert main(["report", "--results", str(tmp_path), "--out", str(tmp_path / "pages")]) == 2
+    assert not (tmp_path / "pages").exists()
+    assert capsys.readouterr().err.count("error: ") == 3
+
+
 @pytest.mark.parametrize("command", ["train qwen3-8b --device cpu", "cache-scale", "compile --gpu H200"])
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("benchmarks.cli.write_results", lambda *_: pytest.fail("something was measured"))
@@ -70,9 +79,26 @@ def test_several_gpus_are_set_against_one():
     assert found == {"measure_on_one": 100.0, "measure_on_several": 53.0, "gpus": 2, "share_of_one": 0.53}
 
 
-def test_a_report_of_nothing_is_written(tmp_path):
-    assert main(["report", "--results", str(tmp_path), "--out", str(tmp_path / "RESULTS.md")]) == 0
-    assert (tmp_path / "RESULTS.md").read_text().startswith("# Results")
+def test_a_report_that_cannot_be_made_leaves_the_old_one(tmp_path, capsys):
+    old = tmp_path / "pages" / "models.md"
+    old.parent.mkdir()
+    old.write_text("old")
+    assert main(["report", "--results", str(tmp_path / "nowhere"), "--out", str(old.parent)]) == 2
+    assert main(["report", "--results", str(tmp_path), "--out", str(old)]) == 2
+    readme = tmp_path / "README.md"
+    readme.write_text("no lines for the table")
+    assert main(["report", "--results", str(tmp_path), "--out", str(old.parent), "--readme", str(readme)]) == 2
+    assert capsys.readouterr().err.count("error: ") == 3
+    assert old.read_text() == "old"
+
+
+def test_a_report_of_nothing_is_four_pages(tmp_path):
+    plots = tmp_path / "pages" / "plots"
+    plots.mkdir(parents=True)
+    (plots / "of-an-earlier-report.svg").touch()
+    assert main(["report", "--results", str(tmp_path), "--out", str(tmp_path / "pages")]) == 0
+    found = sorted(path.relative_to(tmp_path / "pages").as_posix() for path in tmp_path.rglob("pages/**/*.*"))
+    assert found == ["maintainers.md", "models.md", "ops.md", "platform.md"]
 
 
 def test_facts_are_complete_and_take_the_commit_from_the_environment(monkeypatch):
@@ -147,7 +173,6 @@ REFUSED = [
     ("compile --gpu H9000 --out x", "H9000"),
     ("report --results . --out RESULTS.md", "bad.json"),
     ("report --results nowhere --out RESULTS.md", "nowhere"),
-    ("report --results empty --out nowhere/RESULTS.md", "nowhere"),
 ]
 
 

@@ -16,7 +16,7 @@ from benchmarks import experts, experts_cases
 from benchmarks.__main__ import main
 from benchmarks.experts_cases import BALANCED, FROZEN, KINDS, LORA, MAKERS, MODELS, ZIPF, cases, label, provider, routed
 from benchmarks.kernels import check
-from benchmarks.report import render
+from benchmarks.pages import maintainers, ops
 from benchmarks.results import Results, Row, read_results
 from tilekern.errors import InputError
 from tilekern.tuning.plan.presets import PRESETS
@@ -171,7 +171,7 @@ def test_a_process_that_dies_at_a_provider_goes_on_without_it(monkeypatch):
     assert experts.failures(results) == [said]
     assert [one.provider for one in results.rows] == ["transformers 5"]
     results.run["gpu"] = "H200"
-    assert "| gpt-oss-20b 8 tokens, balanced | ended with an illegal memory access | 1 | - |" in render([results])
+    assert "| gpt-oss-20b 8 tokens, balanced | ended with an illegal memory access |" in ops.page([results])[ops.NAME]
 
 
 def test_a_process_that_dies_in_a_race_goes_on_with_the_next_case(monkeypatch):
@@ -260,17 +260,20 @@ def figures():
     return rows
 
 
+def targets(rows):
+    return maintainers.page([Results(RUN, rows)])[maintainers.NAME]
+
+
 def test_the_targets_are_those_of_the_table():
-    text = render([Results(RUN, figures())])
-    assert "### Targets: 21 of 21 figures meet theirs" in text
+    assert "## H200: 21 of 21 figures meet their targets" in targets(figures())
     worse = [vars(one) | {"value": one.value * 1.01 + (one.unit == "1")} for one in figures() if one.provider != "a 1"]
     worse += [vars(one) for one in figures() if one.provider == "a 1"]
     # Zipf routing is as many times the balanced time as before.
-    assert "### Targets: 4 of 21 figures meet theirs" in render([Results(RUN, [Row(**one) for one in worse])])
+    assert "## H200: 4 of 21 figures meet their targets" in targets([Row(**one) for one in worse])
 
 
 def test_what_was_not_measured_is_listed_with_its_target():
-    text = render([Results(RUN, [Row("kernels", "a", "tilekern", "forward", 1.0, "us")])])
+    text = targets([Row("kernels", "a", "tilekern", "forward", 1.0, "us")])
     listed = next(line for line in text.splitlines() if line.startswith("Not measured here: "))
     wanted = {
         "layer of experts, gpt-oss-20b 8192 tokens": "≤ 9.8 ms",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from benchmark_samples import RUN
@@ -19,10 +20,13 @@ def document(**changes):
 
 
 def test_what_is_written_reads_back(tmp_path):
-    results = Results(RUN, [ROW, Row("kernels", "rms_norm 8x16", "quack 0.6.5", "forward", 13, "us")])
+    ours = replace(ROW, sources={"rms_norm_forward": "0123456789ab"})
+    results = Results(RUN, [ours, Row("kernels", "rms_norm 8x16", "quack 0.6.5", "forward", 13, "us")])
     write_results(tmp_path / "deep" / "kernels.json", results)
     assert read_results(tmp_path / "deep" / "kernels.json") == results
-    assert read_folder(tmp_path) == [results]
+    (read,) = read_folder(tmp_path)
+    assert read == results
+    assert read.file == "deep/kernels.json"
     assert set(json.loads((tmp_path / "deep" / "kernels.json").read_text())) == {"run", "rows"}
 
 
@@ -42,6 +46,8 @@ def test_a_row_is_found_with_and_without_the_providers_version():
         {"unit": ""},
         {"case": 3},
         {"more": 1},
+        {"sources": ["rms_norm_forward"]},
+        {"sources": {"rms_norm_forward": 1}},
     ],
 )
 def test_a_row_out_of_form_is_refused(tmp_path, change):

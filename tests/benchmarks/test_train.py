@@ -92,6 +92,8 @@ def test_rows_of_a_length():
         "tokens_per_s": (4096.0, "tok/s"), "step_s": (0.5, "s"), "first_step_s": (3.0, "s"),
         "first_step_lag_s": (1.75, "s"), "peak_gib": (3.0, "GiB"), "reserved_gib": (4.0, "GiB"), "loss": (12.0, "nat"),
     }  # fmt: skip
+    rows = train.rows_of(line | {"kernels": ["swiglu_forward"]}, "tilekern", JOB)
+    assert all(list(row.sources) == ["swiglu_forward"] for row in rows)
     job = Job("", "qwen3-8b", 2, (32768,), (5,), checkpointing=True)
     assert train.label(job, 32768) == "qwen3-8b 32768 tokens, 2 layers, checkpointing"
     assert train.label(Job("", "gpt2", 0, (8192,), (5,), sequence=1024), 8192) == "gpt2 8 x 1024 tokens"

@@ -17,74 +17,79 @@ HEADS = re.compile(r"self\.(q_norm|q_layernorm|query_layernorm)\(")
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = """# Models
 
-The families that `tilekern.apply()` patches, by `model_type`. The test of each makes a small model of it and holds the
-patched one to the unpatched one: loss, logits, all gradients, and the tokens that are generated with a cache; and that
-every op with a "yes" ran. This page is made by those tests (`python tests/patch/models_page.py`).
+The families that `tilekern.apply()` patches, by `model_type`. The test of each family makes a small model and compares
+the patched with the unpatched one: loss, logits, all gradients, and the tokens generated with a cache. It also checks
+that every op with a "yes" ran. The tests write this page (`python tests/patch/models_page.py`).
 
-What is patched is found by the form of the code, whatever the family: `forms="any"` patches other families of
-transformers, too, wherever their code has a form that is known. `python -m tilekern.patch` says what it is here.
-`attn_implementation="tilekern"` is a door of its own, which all families that ask for an attention function have, and
-`experts_implementation="tilekern"` one that families with experts have ([gates](reference.md#experts)); the experts of
-`llama4` have none, and are patched by the same switch, `experts=True`, which patches the
-[routers](reference.md#routers) of these families, too.
+Patches recognise the form of the code, not the family: `forms="any"` also patches other families of transformers if
+their code has a known form. `python -m tilekern.patch` lists the patches for the installed transformers.
+`attn_implementation="tilekern"` is a separate switch, for all families that ask for an attention function, and
+`experts_implementation="tilekern"` is one for families with experts ([gates](reference.md#experts)). `experts=True`
+sets the latter for all models; it also patches the experts of `llama4`, which have no such choice, and the
+[routers](reference.md#routers) of these families.
 
-- "images": what sees alone has such code, the tower or what brings its results to the text, and the op serves it.
-  Towers that are families of their own have rows: `clip`, `pixtral` and `siglip`.
-- `rms_norm` runs norms with a gate, those of linear attention in Qwen3-Next and Qwen3.5, too, with `swiglu` behind it;
-  those of Mamba's layers, of a part of a row each, keep their own code.
-- `layer_norm` in an attention or an indexer whose rotation is patched (Persimmon's, Phi's, DeepSeek V3.2's) runs with
-  `apply`, and torch's class with `apply_to_model`.
-- `swiglu` is any MLP with a gate, by silu or gelu; experts are not among them: they have a column of their own.
-- `mlp` is any MLP without a gate, by gelu, silu, relu or its square, with biases or without; of BLOOM's the activation
-  alone is exchanged.
-- `rope` serves the rotations of towers, too: those of Pixtral, Llama 4, Qwen-VL from 2 on, GLM-V, ERNIE-VL and
-  PaddleOCR-VL and, with `apply`, of Gemma 4. The norms of heads in Gemma 4's tower run `rms_norm`.
-- `experts` run the op by `experts_implementation="tilekern"` or `apply(experts=True)`, or by neither for the reason
-  that is given.
-- "of its text": the text model is of another family, which has a row of its own.
+Columns:
+
+- `rms_norm` includes norms with a gate, such as those of linear attention in Qwen3-Next and Qwen3.5, with `swiglu`
+  after the norm. Norms of Mamba's layers, each over a part of a row, keep their own code.
+- `layer_norm` in an attention or an indexer with a patched rotation (Persimmon, Phi, DeepSeek V3.2) runs with `apply`;
+  with `apply_to_model`, torch's class runs.
+- `swiglu` is any MLP with a gate, by silu or gelu, except experts, which have their own column.
+- `mlp` is any MLP without a gate, by gelu, silu, relu or its square, with or without biases; in BLOOM only the
+  activation is replaced.
+- `rope` includes the rotations of vision encoders: those of Pixtral, Llama 4, Qwen-VL from 2 on, GLM-V, ERNIE-VL and
+  PaddleOCR-VL and, with `apply`, Gemma 4. The norms of heads in Gemma 4's vision encoder run `rms_norm`.
+- `fused_add_rms_norm` is a sum with its norm, with the norm of the sublayer's result, or with both.
+- `experts` run the op by `experts_implementation="tilekern"` or `apply(experts=True)`, or not at all for the reason
+  given.
+
+Cells:
+
+- "images": only the vision encoder, or the part that passes its results to the text, has such code, and the op serves
+  it. Vision encoders that are families of their own have rows: `clip`, `pixtral` and `siglip`.
+- "of its text": the text model is of another family, which has its own row.
 - "-": the family has no such code.
-- `fused_add_rms_norm` is a sum with the norm of it, with that of the sublayer's result, or with both.
-- "norm of all heads": the norms of q and k are of whole rows; `rms_norm` serves them.
-- "another norm": that of q and k is a layer norm, which `layer_norm` serves.
-- "norm after": that of q and k follows a rotation whose two halves have angles of their own; `rope` and `rms_norm`
+- "norm of all heads": the norms of q and k are over whole rows; `rms_norm` serves them.
+- "another norm": the norm of q and k is a layer norm, which `layer_norm` serves.
+- "norm after": the norm of q and k follows a rotation whose two halves have different angles; `rope` and `rms_norm`
   serve them.
 - "another gate": squared ReLU.
-- "another activation": its own has no op.
-- "another form": it has such code, and what of it an op could compute stands in statements that are not known.
+- "another activation": no op computes its activation.
+- "another form": it has such code, but in statements that no patch knows.
 
 """
 
 ATTENTION = """
 ## Attention
 
-Which attention `attn_implementation="tilekern"` gives each family of transformers 5.24:
+The attention of each family of transformers 5.24 with `attn_implementation="tilekern"`:
 
 | families | attention |
 |---|---|
-| all that ask transformers for an attention function, but for those below | the kernels, and SDPA for [what \
-they do not compute](reference.md#attention) |
-| `doge`, `qwen4_exp` | SDPA, by the mask of chosen keys that their own code makes; of Doge's layers without \
-one the kernels |
-| `qwen2_moe` before transformers 5.24, `phimoe` | SDPA in layers with a window, which is in the mask alone |
+| all that ask transformers for an attention function, except those below | the kernels, and SDPA for [the \
+rest](reference.md#attention) |
+| `doge`, `qwen4_exp` | SDPA, with the mask of chosen keys from their own code; the kernels in Doge's layers \
+without such a mask |
+| `qwen2_moe` before transformers 5.24, `phimoe` | SDPA in layers with a window, which only the mask contains |
 | `nllb-moe`, `bigbird_pegasus`, `splinter` and others for which transformers has neither SDPA nor flash \
 attention | SDPA, by an additive mask |
-| `deepseek_v4` | refused: its code adds compressed keys, and a bias for them, behind those of its mask |
+| `deepseek_v4` | refused: its code appends compressed keys, and a bias for them, that its mask does not cover |
 | `axk2`, `deepseek_v32`, `dots3_note`, `glm_moe_dsa`, `hy_v4`, `hy_v4_vl`, `mistral_large4` | refused: an \
 indexer chooses the keys of each query |
 | `minimax_m3_vl` | refused: an indexer chooses blocks of keys in its sparse layers |
-| `inkling2`, `inkling2_loop` | refused: each query has a sink of its own |
-| `bloom`, `mpt`, `trocr`, the text part of `blip` and others that compute their attention by themselves | \
-refused, or not asked for |
+| `inkling2`, `inkling2_loop` | refused: each query has its own sink |
+| `bloom`, `mpt`, `trocr`, the text part of `blip` and others that compute their attention themselves | \
+refused, or the choice has no effect |
 | `falcon`, `gpt_neo`, `gptj` before transformers 5.24 | transformers' `KeyError: 'tilekern'`: they have a \
 class for each attention |
 
-What is refused is refused by the first forward, and by `apply_to_model` of a model that has this attention, in a line
-that names the model. Attention leaves out no key of which a mask has not told it.
+A refused model raises an error in its first forward, and in `apply_to_model` if it already has this attention; the
+error names the model. Attention never drops a key that the mask does not exclude.
 
-One row may hold several sequences, told apart by `position_ids` that begin again in each, as a flattening collator
-gives them: they are kept apart in all of these families, with and without a cache or a mask of ones. In `falcon_h1`,
-`jamba`, `lfm2_moe`, `minimax`, `qwen3_5`, `qwen3_5_moe`, `qwen3_next` and others with convolutions or recurrent layers
-these run over the row as one sequence, which is said once.
+One row may hold several sequences if `position_ids` restart in each, as a flattening collator makes them. All of these
+families keep the sequences apart, with and without a cache or a mask of ones. In `falcon_h1`, `jamba`, `lfm2_moe`,
+`minimax`, `qwen3_5`, `qwen3_5_moe`, `qwen3_next` and others with convolutions or recurrent layers, those layers process
+the row as one sequence; a warning says so once.
 """
 
 

@@ -1,0 +1,201 @@
+"""The page for users: how fast whole models train, beside their peers, on each GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from benchmarks.families import BENCHMARK as FAMILIES
+from benchmarks.pages.charts import Panel, bars
+from benchmarks.pages.markdown import by_gpu, head, link, plot, slug, table
+from benchmarks.parallel import BENCHMARK as PARALLEL
+from benchmarks.parallel import LOSS_ON_ONE
+from benchmarks.providers import OURS
+from benchmarks.results import Results, Row
+from benchmarks.sources import described
+
+NAME = "models.md"
+SPEED, MEMORY, LAG = "tokens_per_s", "peak_gib", "first_step_lag_s"
+_TRAINING = ("train", FAMILIES, PARALLEL)
+_PANELS = ((SPEED, "throughput", "tokens/s"), (MEMORY, "peak memory", "GiB"), (LAG, "first step over the second", "s"))
+_TEXT = """
+Training steps of whole models: forward, backward and optimizer step in bfloat16, on random weights and tokens, batch 1
+unless the tokens say `8 x 1024`. Each trainer has a process of its own, and the attention that is fastest for it on
+this GPU.
+
+- **speed-up**: tilekern's tokens per second over those of the fastest peer. Figures are medians of the timed steps.
+- **peak memory**: the most that torch had allocated during the steps.
+- **first step**: seconds by which the first step takes longer than the second: compiling, autotuning and loading. A
+  process goes through the token counts of one file in rising order, so only the lowest is its first step. Peers that
+  keep compiled code on disk may have it from an earlier run.
+- **source**: the digest of the source of the kernels that ran. *Stale* means that this source has changed since.
+
+`tilekern` has gradients that are the same, bit for bit, in every run; `tilekern-nondeterministic` has not.
+"""
+_TWO_LAYERS = """
+These models have two layers at real width. Embedding and head are as large as in the whole model, so they are a far
+larger part of the step. The figures compare kernels; they do not say how fast the whole model trains.
+"""
+
+
+def page(everything: Sequence[Results]) -> dict[str, str]:
+    """Return the page and its plots, by file name."""
+    parts, files = [head("Is it faster for me?", _TEXT)], {}
+    for gpu, results in by_gpu(everything).items():
+        training = [run for run in results if run.benchmark in _TRAINING]
+        whole, some_layers = _of_models(training)
+        if not (whole or some_layers):
+            continue
+        parts.append(f"## {gpu}\n")
+        if whole:
+            parts.append(_overview(whole))
+        else:
+            parts.append("No whole model has been measured on this GPU.\n")
+        for model, steps in whole.items():
+            name = f"{slug(gpu, model)}.svg"
+            files[name] = _chart(f"Training {model} on one {gpu}", steps)
+            parts += [f"### {model} on {gpu}\n", plot(name, f"Training {model}"), _details(steps)]
+        if some_layers:
+            parts += [f"### Two layers only, on {gpu}\n", _TWO_LAYERS.strip() + "\n", _two_layers(some_layers)]
+    return {NAME: "\n".join(parts), **files}
+
+
+class Step:
+    """The rows of one training step: a model, the tokens of a step, and the run that measured it."""
+
+    def __init__(self, run: Results, case: str) -> None:
+        self.run, self.case = run, case
+        self.model, _, self.rest = case.partition(" ")
+        self.tokens = self.rest.replace(" tokens", "", 1)
+        self.peers = sorted(
+            {row.provider for row in run.rows if row.case == case and not row.provider.startswith(OURS)}
+        )
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Steps of a model in the order of their tokens."""
+        return max(map(int, re.findall(r"\d+", self.rest.partition(" tokens")[0]))), self.rest
+
+    def row(self, provider: str, metric: str) -> Row | None:
+        """The figure of a trainer."""
+        return self.run.row(self.case, provider, metric)
+
+    def trainers(self) -> list[str]:
+        """All trainers, the fastest first."""
+        return [row.provider for row in sorted(self.run.figures(self.case, SPEED), key=lambda row: -row.value)]
+
+    def fastest_peer(self) -> str | None:
+        """The fastest trainer that is not tilekern."""
+        return next((name for name in self.trainers() if name in self.peers), None)
+
+
+def _of_models(training: Iterable[Results]) -> tuple[dict[str, list[Step]], list[Step]]:
+    """Steps of whole models by model, and steps of models with few layers.
+
+    Runs without a peer say nothing here. The newest run of a step counts.
+    """
+    newest: dict[str, Step] = {}
+    for run in sorted(training, key=lambda run: str(run.run["date"])):
+        newest.update((case, step) for case in run.cases() if (step := Step(run, case)).peers)
+    whole: dict[str, list[Step]] = {}
+    few = []
+    for step in sorted(newest.values(), key=lambda step: (step.model, step.order)):
+        if " layers" in step.rest:
+            few.append(step)
+        else:
+            whole.setdefault(step.model, []).append(step)
+    return whole, few
+
+
+def _overview(whole: dict[str, list[Step]]) -> str:
+    columns = (
+        "model", "tokens of a step", "tilekern, tokens/s", "fastest peer, tokens/s", "speed-up",
+        "peak memory, GiB: tilekern, peer", "first step, s: tilekern, peer", "source",
+    )  # fmt: skip
+    return table(columns, [_overview_line(step) for steps in whole.values() for step in steps])
+
+
+def _overview_line(step: Step) -> tuple[str, ...]:
+    peer = step.fastest_peer()
+    speeds = _pair(step, peer, SPEED)
+    cell = f"{_whole(speeds[1])} ({peer})" if peer else "-"
+    return (
+        step.model, step.tokens, _whole(speeds[0]), cell, _ratio(*speeds),
+        ", ".join(_figure(row, ".1f") for row in _pair(step, peer, MEMORY)),
+        ", ".join(_figure(row, ".2f") for row in _pair(step, peer, LAG)),
+        described(step.run, step.case),
+    )  # fmt: skip
+
+
+def _pair(step: Step, peer: str | None, metric: str) -> tuple[Row | None, Row | None]:
+    return step.row(OURS, metric), step.row(peer, metric) if peer else None
+
+
+def _details(steps: Sequence[Step]) -> str:
+    """A line for each step and trainer."""
+    lines = []
+    for step in steps:
+        for name in step.trainers():
+            source = described(step.run, step.case) if name.startswith(OURS) else "-"
+            figures = (_whole(step.row(name, SPEED)), _figure(step.row(name, MEMORY), ".1f"))
+            lines.append((step.tokens, name, *figures, _figure(step.row(name, LAG), ".2f"), source, link(step.run)))
+        lines += [(step.tokens, name, "out of memory", "-", "-", "-", link(step.run)) for name in _without_room(step)]
+    columns = ("tokens of a step", "trainer", "tokens/s", "peak memory, GiB", "first step, s", "source", "data")
+    return table(columns, lines)
+
+
+def _without_room(step: Step) -> list[str]:
+    """The trainers that ran out of memory at this step, as the run's notes say."""
+    begin = f"{step.case}: "
+    notes = [note for note in step.run.run.get("notes", []) if note.startswith(begin) and "out of memory" in note]
+    return [note.removeprefix(begin).split(" ")[0] for note in notes]
+
+
+def _chart(title: str, steps: Sequence[Step]) -> str:
+    """Throughput, memory and first step: a bar for each trainer at each number of tokens."""
+    labels = [step.tokens.replace(", ", "\n") for step in steps]
+    trainers = list(dict.fromkeys(name for step in steps for name in step.trainers()))
+    panels = [
+        Panel(what, unit, labels, {name: [_value(step.row(name, metric)) for step in steps] for name in trainers})
+        for metric, what, unit in _PANELS
+    ]
+    return bars(title, panels)
+
+
+def _two_layers(steps: Sequence[Step]) -> str:
+    """A line for each step; of models that several GPUs share, with the loss beside that of one GPU."""
+    columns = (
+        "model", "tilekern, tokens/s", "fastest peer, tokens/s", "speed-up", "peak memory, GiB: tilekern, peer",
+        "first step, s: tilekern, peer", "loss, and on one GPU", "source", "data",
+    )  # fmt: skip
+    lines = []
+    for step in steps:
+        _, _, *rest, source = _overview_line(step)
+        losses = [step.row(OURS, metric) for metric in ("loss", LOSS_ON_ONE)]
+        loss = ", ".join(f"{row.value:.4f}" for row in losses if row) if losses[1] else "-"
+        lines.append((step.case.replace(", 2 layers", ""), *rest, loss, source, link(step.run)))
+    return table(columns, lines)
+
+
+def fastest(run: Results, case: str | None, family: str) -> Row | None:
+    """Return the row of a trainer's fastest variant; for tilekern that of its default: variants are other choices."""
+    rows = [row for row in run.rows if row.metric == SPEED and case in (None, row.case)]
+    variants = () if family == OURS else (f"{family}-",)
+    mine = [row for row in rows if row.provider.split(" ")[0] == family or row.provider.startswith(variants)]
+    return max(mine, key=lambda row: row.value, default=None)
+
+
+def _ratio(ours: Row | None, peer: Row | None) -> str:
+    return f"{ours.value / peer.value:.2f} x" if ours and peer else "-"
+
+
+def _whole(row: Row | None) -> str:
+    return f"{round(row.value):,}" if row else "-"
+
+
+def _figure(row: Row | None, form: str) -> str:
+    return format(row.value, form) if row else "-"
+
+
+def _value(row: Row | None) -> float | None:
+    return row.value if row else None

@@ -1,0 +1,54 @@
+"""The README's table: training one model, with the fastest variant of each trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.pages.markdown import table
+from benchmarks.pages.models import MEMORY, fastest
+from benchmarks.results import Results
+from tilekern.errors import InputError
+
+_LINES = (
+    "<!-- training: `python -m benchmarks report --readme README.md` writes this table -->",
+    "<!-- training ends -->",
+)
+_MODEL = "qwen3-8b"
+_TRAINERS = {"tilekern": "tilekern", "hf": "Hugging Face", "liger": "Liger", "torch.compile": "torch.compile by layer"}
+
+
+def with_training(text: str, everything: Sequence[Results]) -> str:
+    """Return a Markdown text with the table of the model's newest training run that has all of these peers.
+
+    Raises:
+        InputError: the text has no lines for the table, or there is no such run.
+    """
+    begin, end = _LINES
+    head, begins, rest = text.partition(begin)
+    _, ends, tail = rest.partition(end)
+    if not (begins and ends):
+        raise InputError(f"the line {begin if not begins else end} is missing; put it where the training table belongs")
+    trained = [run for run in everything if run.benchmark == "train" and run.run["model"] == _MODEL]
+    runs = [run for run in trained if all(fastest(run, None, family) for family in _TRAINERS)]
+    if not runs:
+        wanted = f"no results of train {_MODEL} have {', '.join(_TRAINERS.values())}"
+        raise InputError(f"{wanted}; run python -m benchmarks train {_MODEL}")
+    newest = max(runs, key=lambda run: str(run.run["date"]))
+    return f"{head}{begin}\n\n{_training(newest)}\n{end}{tail}"
+
+
+def _training(run: Results) -> str:
+    best = {name: fastest(run, None, name) for name in _TRAINERS}
+    versions = {name: row.provider.partition(" ")[2] for name, row in best.items() if row is not None}
+    columns = [f"{title} {versions[name]}".rstrip() for name, title in _TRAINERS.items()]
+    lines = [(case.split(" ")[1], *(_speed_and_memory(run, case, name) for name in _TRAINERS)) for case in run.cases()]
+    return table(("tokens of a step", *columns), lines)
+
+
+def _speed_and_memory(run: Results, case: str, family: str) -> str:
+    row = fastest(run, case, family)
+    if row is None:
+        notes = [note for note in run.run.get("notes", []) if note.startswith(f"{case}: {family}")]
+        return "out of memory" if any("out of memory" in note for note in notes) else "-"
+    peak = run.row(case, row.provider, MEMORY)
+    return f"{round(row.value):,} tokens/s" + (f", {peak.value:.1f} GiB" if peak else "")

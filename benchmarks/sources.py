@@ -1,0 +1,77 @@
+"""The kernels behind a figure, each with the digest of its source: noted by every run, compared by the report."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from benchmarks.providers import OURS
+from benchmarks.results import Results, Row
+from tilekern.errors import InputError
+from tilekern.kernels import spec_named
+from tilekern.spec.source import source_digest
+
+# Benchmarks whose figures of tilekern are times of its kernels; those of the others are of its Python code.
+OF_KERNELS = ("kernels", "kernels_sweep", "experts", "train", "train_families", "train_profile", "parallel", "host")
+# Counters that rise when a call is served by a kernel's record and not by torch's own operations.
+_SERVED = ("hits", "nearest", "compiled", "launches")
+_DIGITS = 8
+
+
+@functools.cache
+def digest_today(kernel: str) -> str | None:
+    """Return the digest of a kernel's source as it stands now, or None if there is no such kernel."""
+    try:
+        return source_digest(spec_named(kernel).module)[:12]
+    except InputError:
+        return None
+
+
+def digests(kernels: Iterable[str]) -> dict[str, str]:
+    """Return today's digest of each of these kernels that exists, in the order of their names."""
+    found = {kernel: digest_today(kernel) for kernel in sorted(set(kernels))}
+    return {kernel: digest for kernel, digest in found.items() if digest is not None}
+
+
+@contextlib.contextmanager
+def kernels_used() -> Iterator[list[str]]:
+    """Give a list that holds, once the block has ended, the names of the kernels that served calls in it."""
+    from tilekern.runtime import dispatch
+
+    before = dispatch.stats()
+    used: list[str] = []
+    try:
+        yield used
+    finally:
+        for kernel, counts in dispatch.stats().items():
+            earlier = before.get(kernel, {})
+            if any(counts[name] > earlier.get(name, 0) for name in _SERVED):
+                used.append(kernel)
+
+
+def with_sources(rows: Sequence[Row], kernels: Iterable[str]) -> list[Row]:
+    """Return the rows, of which tilekern's carry the digests of these kernels."""
+    found = digests(kernels)
+    return [replace(row, sources=found) if row.provider.startswith(OURS) else row for row in rows]
+
+
+def described(results: Results, case: str) -> str:
+    """Say which source tilekern's rows of a case measured, and whether it is still today's."""
+    rows = [row for row in results.rows if row.case == case and row.provider.startswith(OURS)]
+    sources = next((row.sources for row in rows if row.sources), {})
+    commit = str(results.run["commit"])[:7]
+    if sources:
+        changed = [kernel for kernel, digest in sources.items() if digest_today(kernel) != digest]
+        return _joined(sources) + (f", **stale**: {', '.join(changed)} changed" if changed else "")
+    return f"digest not recorded (commit {commit})" if results.benchmark in OF_KERNELS else f"commit {commit}"
+
+
+def _joined(sources: Mapping[str, str]) -> str:
+    """The first digits of one kernel's digest, or of a digest over those of several."""
+    if len(sources) == 1:
+        return f"`{next(iter(sources.values()))[:_DIGITS]}`"
+    text = "".join(f"{kernel}={digest}\n" for kernel, digest in sorted(sources.items()))
+    return f"`{hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}`"
