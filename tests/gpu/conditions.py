@@ -8,20 +8,24 @@ wide; ``wide`` has the widths of Qwen3-8B, for which records are shipped.
 from __future__ import annotations
 
 import copy
-import functools
+import gc
 import io
 import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
+from gpu_tolerances import OF_GRADIENT_NORMS, OF_LOSSES
+from torch.profiler import ProfilerActivity, profile
+
 STEPS = 3
-# Of the loss, and of the norm of each gradient: both are bfloat16's, whose sums are taken in other orders.
-LOSS, GRADIENT = 2e-2, 3e-2
 SMALL = {
     "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
@@ -33,11 +37,14 @@ WIDE = SMALL | {
 }  # fmt: skip
 
 Step = Callable[[Any, int], Any]
+Prepare = Callable[[Any], Any]
+Around = Callable[[], AbstractContextManager[Any]]
+SIZE = "small"
 
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition: the process's environment, how many GPUs it needs, and the function that runs it."""
+    """One condition: the function that runs it, the process's environment, and how many GPUs it needs."""
 
     run: Callable[[], str]
     environment: dict[str, str] = field(default_factory=dict)
@@ -45,7 +52,6 @@ class Condition:
 
 
 CONDITIONS: dict[str, Condition] = {}
-SIZE = "small"
 
 
 def condition(environment: dict[str, str] | None = None, gpus: int = 1) -> Callable[[Callable[[], str]], None]:
@@ -55,12 +61,14 @@ def condition(environment: dict[str, str] | None = None, gpus: int = 1) -> Calla
     return known
 
 
-def make(*, patched: bool, dtype: str = "bfloat16", device: str = "cuda:0", **sizes: Any) -> Any:
+# A model and its steps.
+
+
+def make(*, patched: bool, dtype: str = "bfloat16", device: str = "cuda:0") -> Any:
     """The model, always with the same weights."""
-    import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    config = Qwen3Config(**((WIDE if SIZE == "wide" else SMALL) | sizes), use_cache=False)
+    config = Qwen3Config(**(WIDE if SIZE == "wide" else SMALL), use_cache=False)
     config._attn_implementation = "tilekern" if patched else "sdpa"
     torch.manual_seed(0)
     # Drawing the wide model's numbers takes the host a quarter of a minute.
@@ -71,8 +79,6 @@ def make(*, patched: bool, dtype: str = "bfloat16", device: str = "cuda:0", **si
 
 def batch(device: Any = "cuda:0", rows: int | None = None, tokens: int | None = None, seed: int = 1) -> Any:
     """Ids [rows, tokens] of the size's usual shape, or of another."""
-    import torch
-
     usual, vocabulary = ((1, 4096), 151936) if SIZE == "wide" else ((2, 256), 2048)
     shape = (rows or usual[0], tokens or usual[1])
     with torch.device("cpu"):
@@ -80,12 +86,38 @@ def batch(device: Any = "cuda:0", rows: int | None = None, tokens: int | None = 
     return ids.to(device)
 
 
-def plain(model: Any, number: int) -> Any:
+class Batches(torch.utils.data.Dataset):
+    """Rows of 256 ids, each with what ``as_item`` makes of it."""
+
+    def __init__(self, length: int, as_item: Callable[[Any], Any] = lambda ids: ids) -> None:
+        self._length, self._as_item = length, as_item
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, number: int) -> Any:
+        return self._as_item(batch("cpu", 1, 256, number)[0])
+
+
+def learn(model: Any, ids: Any, **more: Any) -> Any:
     """One forward and backward."""
-    ids = batch(next(model.parameters()).device)
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = model(**{"input_ids": ids, "labels": ids, **more}).loss.mean()
     loss.backward()
     return loss.detach()
+
+
+def plain(model: Any, number: int) -> Any:
+    return learn(model, batch(next(model.parameters()).device))
+
+
+def within(around: Around) -> Step:
+    """A step inside a context that is made anew for each."""
+
+    def step(model: Any, number: int) -> Any:
+        with around():
+            return plain(model, number)
+
+    return step
 
 
 @dataclass(frozen=True)
@@ -96,27 +128,28 @@ class Run:
 
 def run(step: Step, model: Any, steps: int = STEPS) -> Run:
     """The losses of some steps, and the norms of the last one's gradients."""
-    import torch
-
     losses = []
     for number in range(steps):
         model.zero_grad(set_to_none=True)
         losses.append(float(step(model, number)))
     torch.cuda.synchronize()
-    grads = {name: p.grad.float().norm().item() for name, p in model.named_parameters() if p.grad is not None}
-    return Run(losses, grads)
+    return Run(losses, norms_of(model))
+
+
+def norms_of(model: Any) -> dict[str, float]:
+    return {name: p.grad.float().norm().item() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def alike(mine: Run, theirs: Run) -> str:
     """Refuse two runs that differ by more than rounding."""
     pairs = list(zip(mine.losses, theirs.losses, strict=True))
-    assert all(abs(a - b) < LOSS * max(1.0, abs(b)) for a, b in pairs), f"losses {mine.losses}, {theirs.losses}"
+    assert all(abs(a - b) < OF_LOSSES * max(1.0, abs(b)) for a, b in pairs), f"losses {mine.losses}, {theirs.losses}"
     names = set(mine.gradients) ^ set(theirs.gradients)
     assert not names, f"gradients of {sorted(names)[:4]} are there on one side alone"
     far = {
         name: (mine.gradients[name], norm)
         for name, norm in theirs.gradients.items()
-        if not abs(mine.gradients[name] - norm) <= GRADIENT * norm + 1e-4
+        if not abs(mine.gradients[name] - norm) <= OF_GRADIENT_NORMS * norm + 1e-4
     }
     assert not far, f"{len(far)} of {len(theirs.gradients)} gradients differ: {list(far.items())[:2]}"
     return f"losses {mine.losses[:2]}, {theirs.losses[:2]}"
@@ -136,42 +169,41 @@ def served(*may_fall_back: str) -> None:
     assert launches.get("attention_forward") or "attention_forward" in fallbacks, f"attention did not run: {launches}"
 
 
-def except_for(*names: str) -> Callable[[], None]:
-    """A check that lets calls of some kernels fall back."""
-    return functools.partial(served, *names)
-
-
 # Sums of two dtypes are added by torch, in front of the norm's kernel.
-UNDER_AUTOCAST = except_for("fused_add_rms_norm_forward")
+UNDER_AUTOCAST = partial(served, "fused_add_rms_norm_forward")
 # accelerate's hooks around each module must run, so that nothing is fused across modules.
-UNDER_HOOKS = except_for("fused_add_rms_norm_forward", "fused_linear_cross_entropy", "qk_norm_rope_forward")
+UNDER_HOOKS = partial(served, "fused_add_rms_norm_forward", "fused_linear_cross_entropy", "qk_norm_rope_forward")
+# Attention leaves padded batches to SDPA.
+PADDED = partial(served, "attention_forward")
 
 
 class FailsAsItIs(Exception):  # noqa: N818 (the name says the state)
     """The model as it is fails under the condition."""
 
 
-def attention_fell_back() -> None:
-    """Refuse a run in which anything but attention fell back, which leaves padded batches to SDPA."""
+@contextmanager
+def as_it_is() -> Iterator[None]:
+    """Say of an error inside that it is not of the patches."""
+    try:
+        yield
+    except Exception as error:
+        raise FailsAsItIs(f"{type(error).__name__} {str(error)[:160]}") from error
+
+
+def patch() -> None:
     import tilekern
 
-    fallbacks = {name: each["fallbacks"] for name, each in tilekern.stats().items() if each["fallbacks"]}
-    assert set(fallbacks) == {"attention_forward"}, f"calls fell back: {fallbacks}"
+    tilekern.apply()
 
 
 def both(
-    step: Step = plain, prepare: Callable[[Any], Any] = lambda model: model, *,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext, check: Callable[[], None] = served, **options: Any,
+    step: Step = plain, prepare: Prepare = lambda model: model, *, around: Around = nullcontext,
+    check: Callable[[], None] = served, **options: Any,
 ) -> str:  # fmt: skip
     """Run a model as it is and patched, and compare."""
-    import tilekern
-
-    try:
-        with around():
-            theirs = run(step, prepare(make(patched=False, **options)))
-    except Exception as error:
-        raise FailsAsItIs(f"{type(error).__name__} {str(error)[:160]}") from error
-    tilekern.apply()
+    with as_it_is(), around():
+        theirs = run(step, prepare(make(patched=False, **options)))
+    patch()
     with around():
         mine = run(step, prepare(make(patched=True, **options)))
     said = alike(mine, theirs)
@@ -179,63 +211,49 @@ def both(
     return said
 
 
+def either(train: Callable[[bool], Run]) -> str:
+    """Train as it is and patched, and compare."""
+    theirs = train(False)
+    patch()
+    said = alike(train(True), theirs)
+    served()
+    return said
+
+
+def known(name: str, step: Step = plain, environment: dict[str, str] | None = None, gpus: int = 1, **how: Any) -> None:
+    """Note a condition that is nothing but a step, or how :func:`both` runs it."""
+    CONDITIONS[name] = Condition(partial(both, step, **how), environment or {}, gpus)
+
+
 # Allocators and the process's environment.
 
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 ALL_OPTIONS = "garbage_collection_threshold:0.6,max_split_size_mb:64,roundup_power2_divisions:4"
-# What is nothing but another environment.
-ENVIRONMENTS = {
-    "as_usual": {},
-    "expandable_segments": EXPANDABLE,
-    "malloc_async": {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
-    "no_caching": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-    "allocator_with_all_options": {"PYTORCH_CUDA_ALLOC_CONF": ALL_OPTIONS},
-    "launch_blocking": {"CUDA_LAUNCH_BLOCKING": "1"},
-    "eager_loading": {"CUDA_MODULE_LOADING": "EAGER"},
-    "nvml_based_check": {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
-    "one_connection": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-}
-CONDITIONS |= {name: Condition(both, environment) for name, environment in ENVIRONMENTS.items()}
-
-
-@condition(EXPANDABLE)
-def expandable_segments_checkpointed() -> str:
-    return both(prepare=checkpointed(reentrant=False))
-
-
-@condition({"CUDA_VISIBLE_DEVICES": "1"}, gpus=2)
-def only_the_second_gpu_is_visible() -> str:
-    return both()
-
-
-@condition()
-def mem_pool() -> str:
-    import torch
-
-    def step(model: Any, number: int) -> Any:
-        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
-            return plain(model, number)
-
-    return both(step)
+known("as_usual")
+known("expandable_segments", environment=EXPANDABLE)
+known("malloc_async", environment={"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"})
+known("no_caching", environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+known("allocator_with_all_options", environment={"PYTORCH_CUDA_ALLOC_CONF": ALL_OPTIONS})
+known("launch_blocking", environment={"CUDA_LAUNCH_BLOCKING": "1"})
+known("eager_loading", environment={"CUDA_MODULE_LOADING": "EAGER"})
+known("nvml_based_check", environment={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+known("one_connection", environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+known("only_the_second_gpu_is_visible", environment={"CUDA_VISIBLE_DEVICES": "1"}, gpus=2)
+known("mem_pool", within(lambda: torch.cuda.use_mem_pool(torch.cuda.MemPool())))
 
 
 @condition()
 def out_of_memory_and_on() -> str:
     """What a step that ran out of memory leaves behind does not disturb the next one."""
-    import torch
-
-    import tilekern
-
     theirs = run(plain, make(patched=False))
-    tilekern.apply()
+    patch()
     model = make(patched=True)
     first = run(plain, model)
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**28) / total)
     try:
-        ids = batch(rows=64, tokens=4096)
-        model(input_ids=ids, labels=ids).loss.backward()
+        learn(model, batch(rows=64, tokens=4096))
     except torch.OutOfMemoryError as error:
         said = str(error)[:40]
     else:
@@ -250,9 +268,7 @@ def out_of_memory_and_on() -> str:
 
 
 @contextmanager
-def default_dtype(name: str) -> Any:
-    import torch
-
+def default_dtype(name: str) -> Iterator[None]:
     torch.set_default_dtype(getattr(torch, name))
     try:
         yield
@@ -260,62 +276,32 @@ def default_dtype(name: str) -> Any:
         torch.set_default_dtype(torch.float32)
 
 
-@condition()
-def default_dtype_bfloat16() -> str:
-    return both(around=lambda: default_dtype("bfloat16"))
+def evaluated_before(model: Any) -> Any:
+    """The first calls are an evaluation in inference mode; training follows."""
+    with torch.inference_mode():
+        ids = batch()
+        model(input_ids=ids, labels=ids)
+        model.eval()(input_ids=ids, labels=ids)
+    return model.train()
 
 
-@condition()
-def default_dtype_float64() -> str:
-    return both(around=lambda: default_dtype("float64"))
+known("default_dtype_bfloat16", around=partial(default_dtype, "bfloat16"))
+known("default_dtype_float64", around=partial(default_dtype, "float64"))
+known("default_device_context", around=partial(torch.device, "cuda:0"))
+# One that has nothing to do with the model, as scripts leave behind that made it on meta.
+known("default_device_meta_in_steps", within(partial(torch.device, "meta")))
+known("inference_mode_before", prepare=evaluated_before)
+known("float16", dtype="float16")
 
 
 @condition()
 def default_device_cuda() -> str:
-    import torch
-
     torch.set_default_device("cuda")
     return both()
 
 
-@condition()
-def default_device_context() -> str:
-    import torch
-
-    return both(around=lambda: torch.device("cuda:0"))
-
-
-@condition()
-def default_device_meta_in_steps() -> str:
-    """A default device that has nothing to do with the model, as scripts leave one behind that made it on meta."""
-    import torch
-
-    def step(model: Any, number: int) -> Any:
-        with torch.device("meta"):
-            return plain(model, number)
-
-    return both(step)
-
-
-@condition()
-def inference_mode_before() -> str:
-    """The first calls are an evaluation in inference mode; training follows."""
-    import torch
-
-    def prepare(model: Any) -> Any:
-        with torch.inference_mode():
-            ids = batch()
-            model(input_ids=ids, labels=ids)
-            model.eval()(input_ids=ids, labels=ids)
-        return model.train()
-
-    return both(prepare=prepare)
-
-
 @condition({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
 def deterministic_algorithms() -> str:
-    import torch
-
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     return both()
@@ -323,8 +309,6 @@ def deterministic_algorithms() -> str:
 
 @condition()
 def switches_of_precision() -> str:
-    import torch
-
     torch.set_float32_matmul_precision("medium")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cudnn.allow_tf32 = True
@@ -332,11 +316,13 @@ def switches_of_precision() -> str:
 
 
 @condition()
+def float32_with_tf32() -> str:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return both(dtype="float32")
+
+
+@condition()
 def warnings_are_errors() -> str:
-    import warnings
-
-    import torch
-
     torch.set_warn_always(True)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module="tilekern")
@@ -345,32 +331,15 @@ def warnings_are_errors() -> str:
 
 @condition()
 def cudnn_is_off() -> str:
-    import torch
-
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
     return both()
-
-
-@condition()
-def float16() -> str:
-    return both(dtype="float16")
-
-
-@condition()
-def float32_with_tf32() -> str:
-    import torch
-
-    torch.backends.cuda.matmul.allow_tf32 = True
-    return both(dtype="float32")
 
 
 def autocast(dtype: str, scaled: bool = False, inside: bool = False) -> Step:
     """A step under autocast; ``scaled`` by a GradScaler, with the backward ``inside`` too."""
 
     def step(model: Any, number: int) -> Any:
-        import torch
-
         scaler, ids = torch.amp.GradScaler("cuda", init_scale=1024.0, enabled=scaled), batch()
         with torch.autocast("cuda", getattr(torch, dtype)):
             loss = model(input_ids=ids, labels=ids).loss
@@ -385,37 +354,21 @@ def autocast(dtype: str, scaled: bool = False, inside: bool = False) -> Step:
     return step
 
 
-@condition()
-def autocast_bfloat16() -> str:
-    return both(autocast("bfloat16"), check=UNDER_AUTOCAST, dtype="float32")
-
-
-@condition()
-def autocast_float16_scaled() -> str:
-    return both(autocast("float16", scaled=True), check=UNDER_AUTOCAST, dtype="float32")
-
-
-@condition()
-def backward_in_autocast() -> str:
-    return both(autocast("bfloat16", inside=True), check=UNDER_AUTOCAST, dtype="float32")
+known("autocast_bfloat16", autocast("bfloat16"), check=UNDER_AUTOCAST, dtype="float32")
+known("autocast_float16_scaled", autocast("float16", scaled=True), check=UNDER_AUTOCAST, dtype="float32")
+known("backward_in_autocast", autocast("bfloat16", inside=True), check=UNDER_AUTOCAST, dtype="float32")
 
 
 # Threads, streams and processes.
 
 
-@condition()
-def side_stream() -> str:
-    import torch
-
-    def step(model: Any, number: int) -> Any:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            loss = plain(model, number)
-        torch.cuda.current_stream().wait_stream(stream)
-        return loss
-
-    return both(step)
+def on_a_side_stream(model: Any, number: int) -> Any:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        loss = plain(model, number)
+    torch.cuda.current_stream().wait_stream(stream)
+    return loss
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
@@ -437,159 +390,82 @@ def in_thread(work: Callable[[], Any]) -> Any:
     return results[0]
 
 
-@condition()
-def each_step_in_a_new_thread() -> str:
-    return both(lambda model, number: in_thread(lambda: plain(model, number)))
+def backward_in_thread(model: Any, number: int) -> Any:
+    ids = batch()
+    loss = model(input_ids=ids, labels=ids).loss
+    in_thread(loss.backward)
+    return loss.detach()
 
 
-@condition(EXPANDABLE)
-def backward_in_a_new_thread() -> str:
-    def step(model: Any, number: int) -> Any:
-        ids = batch()
-        loss = model(input_ids=ids, labels=ids).loss
-        in_thread(loss.backward)
-        return loss.detach()
-
-    return both(step)
+def loaded_by_workers(model: Any, number: int) -> Any:
+    for ids in torch.utils.data.DataLoader(Batches(4), batch_size=2, num_workers=2, pin_memory=True):
+        on_gpu = ids.cuda(non_blocking=True)
+        loss = learn(model, on_gpu, labels=ids.cuda(non_blocking=True))
+    return loss
 
 
-@condition()
-def no_threads_of_autograd() -> str:
-    import torch
-
-    def step(model: Any, number: int) -> Any:
-        with torch.autograd.set_multithreading_enabled(False):
-            return plain(model, number)
-
-    return both(step)
+known("side_stream", on_a_side_stream)
+known("each_step_in_a_new_thread", lambda model, number: in_thread(partial(plain, model, number)))
+known("backward_in_a_new_thread", backward_in_thread, EXPANDABLE)
+known("no_threads_of_autograd", within(partial(torch.autograd.set_multithreading_enabled, False)))
+known("workers_of_a_data_loader", loaded_by_workers)
 
 
-@condition()
-def workers_of_a_data_loader() -> str:
-    import torch
-
-    class Data(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, number: int) -> Any:
-            return batch("cpu", 1, 256, number)[0]
-
-    def step(model: Any, number: int) -> Any:
-        for ids in torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=2, pin_memory=True):
-            loss = model(input_ids=ids.cuda(non_blocking=True), labels=ids.cuda(non_blocking=True)).loss
-            loss.backward()
-        return loss.detach()
-
-    return both(step)
+# What is put around a model, and how it is called.
 
 
-# What is put around a model.
+def checkpointed(model: Any, *, reentrant: bool) -> Any:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    return model
 
 
-def checkpointed(*, reentrant: bool) -> Callable[[Any], Any]:
-    def prepare(model: Any) -> Any:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        if reentrant:
-            model.enable_input_require_grads()
-        return model
-
-    return prepare
+def padded(model: Any, number: int) -> Any:
+    ids = batch(rows=2)
+    mask = torch.ones_like(ids)
+    mask[0, 200:] = 0
+    return learn(model, ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
 
 
-@condition()
-def checkpoints_reentrant() -> str:
-    return both(prepare=checkpointed(reentrant=True))
+def packed(model: Any, number: int) -> Any:
+    positions = torch.cat([torch.arange(100), torch.arange(200)])[None].cuda()
+    return learn(model, batch(rows=1, tokens=300), position_ids=positions)
 
 
-@condition()
-def checkpoints_nonreentrant() -> str:
-    return both(prepare=checkpointed(reentrant=False))
-
-
-@condition()
-def saved_tensors_on_the_cpu() -> str:
-    import torch
-
-    return both(around=lambda: torch.autograd.graph.save_on_cpu(pin_memory=True))
-
-
-@condition()
-def padded() -> str:
-    def step(model: Any, number: int) -> Any:
-        import torch
-
-        ids = batch(rows=2)
-        mask = torch.ones_like(ids)
-        mask[0, 200:] = 0
-        loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
-        loss.backward()
-        return loss.detach()
-
-    return both(step, check=except_for("attention_forward"))
-
-
-@condition()
-def packed_by_position_ids() -> str:
-    def step(model: Any, number: int) -> Any:
-        import torch
-
-        ids = batch(rows=1, tokens=300)
-        positions = torch.cat([torch.arange(100), torch.arange(200)])[None].cuda()
-        loss = model(input_ids=ids, position_ids=positions, labels=ids).loss
-        loss.backward()
-        return loss.detach()
-
-    return both(step)
-
-
-@condition()
-def odd_lengths() -> str:
-    def step(model: Any, number: int) -> Any:
-        ids = batch(rows=1, tokens=97 + 31 * number)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        return loss.detach()
-
-    return both(step)
-
-
-@condition()
-def items_of_a_batch_as_trainer_counts_them() -> str:
+def with_items(model: Any, number: int) -> Any:
     """``num_items_in_batch`` as a number, on the CPU and on the GPU."""
-
-    def step(model: Any, number: int) -> Any:
-        import torch
-
-        ids = batch()
-        items = [ids.numel(), torch.tensor(ids.numel()), torch.tensor(ids.numel(), device="cuda")][number]
-        loss = model(input_ids=ids, labels=ids, num_items_in_batch=items).loss
-        loss.backward()
-        return loss.detach()
-
-    return both(step)
+    ids = batch()
+    items = [ids.numel(), torch.tensor(ids.numel()), torch.tensor(ids.numel(), device="cuda")][number]
+    return learn(model, ids, num_items_in_batch=items)
 
 
-@condition()
-def adapters() -> str:
+def with_adapters(model: Any) -> Any:
     import peft
-    import torch
 
-    def prepare(model: Any) -> Any:
-        torch.manual_seed(3)
-        where = ["q_proj", "v_proj", "up_proj", "down_proj"]
-        return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=where, init_lora_weights=False))
+    torch.manual_seed(3)
+    where = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=where, init_lora_weights=False))
 
-    return both(prepare=prepare)
+
+NONREENTRANT = partial(checkpointed, reentrant=False)
+PROFILE = partial(profile, activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+known("expandable_segments_checkpointed", environment=EXPANDABLE, prepare=NONREENTRANT)
+known("checkpoints_reentrant", prepare=partial(checkpointed, reentrant=True))
+known("checkpoints_nonreentrant", prepare=NONREENTRANT)
+known("saved_tensors_on_the_cpu", around=partial(torch.autograd.graph.save_on_cpu, pin_memory=True))
+known("padded", padded, check=PADDED)
+known("packed_by_position_ids", packed)
+known("odd_lengths", lambda model, number: learn(model, batch(rows=1, tokens=97 + 31 * number)))
+known("items_of_a_batch_as_trainer_counts_them", with_items)
+known("adapters", prepare=with_adapters)
+known("profiled", within(PROFILE))
+known("anomalies_are_looked_for", around=partial(torch.autograd.detect_anomaly, check_nan=True))
 
 
 @condition()
 def copies_and_pickles() -> str:
-    import torch
-
-    import tilekern
-
-    tilekern.apply()
+    patch()
     model = make(patched=True)
     memory = io.BytesIO()
     torch.save(model, memory)
@@ -600,34 +476,12 @@ def copies_and_pickles() -> str:
 
 
 @condition()
-def profiled() -> str:
-    from torch.profiler import ProfilerActivity, profile
-
-    def step(model: Any, number: int) -> Any:
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]):
-            return plain(model, number)
-
-    return both(step)
-
-
-@condition()
-def anomalies_are_looked_for() -> str:
-    import torch
-
-    return both(around=lambda: torch.autograd.detect_anomaly(check_nan=True))
-
-
-@condition()
 def generates() -> str:
-    import torch
-
-    import tilekern
-
     ids = batch(rows=2, tokens=17)
     options = {"max_new_tokens": 24, "do_sample": False, "use_cache": True, "pad_token_id": 0}
     with torch.no_grad():
         theirs = make(patched=False, dtype="float32").eval().generate(ids, **options)
-        tilekern.apply()
+        patch()
         model = make(patched=True, dtype="float32").eval()
         shares = [
             (theirs == model.generate(ids, **options, **more)).float().mean().item()
@@ -640,18 +494,7 @@ def generates() -> str:
 # On two GPUs Trainer takes DataParallel, whose checkpoints torch recomputes with another attention, patched or not.
 @condition({"CUDA_VISIBLE_DEVICES": "0"})
 def trainer() -> str:
-    import torch
     from transformers import Trainer, TrainingArguments
-
-    import tilekern
-
-    class Data(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return 32
-
-        def __getitem__(self, number: int) -> dict[str, Any]:
-            ids = batch("cpu", 1, 256, number)[0]
-            return {"input_ids": ids, "labels": ids}
 
     def train(patched: bool) -> Run:
         arguments = TrainingArguments(
@@ -659,82 +502,46 @@ def trainer() -> str:
             logging_steps=1, report_to=[], bf16=True, save_strategy="no", disable_tqdm=True, seed=0,
             gradient_checkpointing=True, torch_empty_cache_steps=2,
         )  # fmt: skip
-        trained = Trainer(make(patched=patched), arguments, train_dataset=Data())
+        data = Batches(32, lambda ids: {"input_ids": ids, "labels": ids})
+        trained = Trainer(make(patched=patched), arguments, train_dataset=data)
         trained.train()
         log = trained.state.log_history
         return Run([line["loss"] for line in log if "loss" in line], {"norm": log[0]["grad_norm"]})
 
-    theirs = train(patched=False)
-    tilekern.apply()
-    said = alike(train(patched=True), theirs)
-    served()
-    return said
+    return either(train)
 
 
 # torch.compile and CUDA graphs.
 
 
-def compiled(**options: Any) -> Callable[[Any], Any]:
-    """Layers compiled one by one."""
-
-    def prepare(model: Any) -> Any:
-        for layer in model.model.layers:
-            layer.compile(**options)
-        return model
-
-    return prepare
-
-
-@condition()
-def layers_compiled() -> str:
-    return both(prepare=compiled())
-
-
-@condition()
-def layers_compiled_to_reduce_overhead() -> str:
-    return both(marked, prepare=compiled(mode="reduce-overhead"))
-
-
-@condition()
-def layers_compiled_without_autotune() -> str:
-    return both(prepare=compiled(mode="max-autotune-no-cudagraphs"))
-
-
-@condition()
-def layers_compiled_for_any_length() -> str:
-    return both(prepare=compiled(dynamic=True))
-
-
 def marked(model: Any, number: int) -> Any:
     """A step that says to graphs of torch.compile that it begins, and reads its gradients before the next one."""
-    import torch
-
     torch.compiler.cudagraph_mark_step_begin()
     return plain(model, number)
 
 
-def whole(**options: Any) -> Callable[[Any], Any]:
+def compiled(*, whole: bool = False, **options: Any) -> Prepare:
+    """The model compiled, or its layers one by one."""
+
     def prepare(model: Any) -> Any:
-        model.compile(**options)
+        for module in [model] if whole else model.model.layers:
+            module.compile(**options)
         return model
 
     return prepare
 
 
-@condition()
-def whole_compiled() -> str:
-    return both(prepare=whole())
-
-
-@condition()
-def whole_compiled_to_reduce_overhead() -> str:
-    return both(marked, prepare=whole(mode="reduce-overhead"))
+REDUCED = "reduce-overhead"
+known("layers_compiled", prepare=compiled())
+known("layers_compiled_to_reduce_overhead", marked, prepare=compiled(mode=REDUCED))
+known("layers_compiled_without_autotune", prepare=compiled(mode="max-autotune-no-cudagraphs"))
+known("layers_compiled_for_any_length", prepare=compiled(dynamic=True))
+known("whole_compiled", prepare=compiled(whole=True))
+known("whole_compiled_to_reduce_overhead", marked, prepare=compiled(whole=True, mode=REDUCED))
 
 
 def captured(model: Any, ids: Any, **arguments: Any) -> tuple[Any, Any]:
     """A graph of a forward and backward, and its loss."""
-    import torch
-
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -751,10 +558,6 @@ def captured(model: Any, ids: Any, **arguments: Any) -> tuple[Any, Any]:
 
 def replayed(between: Callable[[], object] = lambda: None, **arguments: Any) -> str:
     """A captured step, replayed with other ids, against the eager step of the model as it is."""
-    import torch
-
-    import tilekern
-
     others = batch(seed=7)
 
     def step(model: Any) -> Run:
@@ -764,94 +567,69 @@ def replayed(between: Callable[[], object] = lambda: None, **arguments: Any) -> 
         static.copy_(others)
         graph.replay()
         torch.cuda.synchronize()
-        grads = {name: p.grad.float().norm().item() for name, p in model.named_parameters()}
-        return Run([float(loss)], grads)
+        return Run([float(loss)], norms_of(model))
 
-    def eager(model: Any, number: int) -> Any:
-        loss = model(input_ids=others, labels=others, **arguments).loss
-        loss.backward()
-        return loss.detach()
-
-    theirs = run(eager, make(patched=False), 1)
-    try:
+    theirs = run(lambda model, _: learn(model, others, **arguments), make(patched=False), 1)
+    with as_it_is():
         step(make(patched=False))
-    except Exception as error:
-        raise FailsAsItIs(f"{type(error).__name__} {str(error)[:160]}") from error
-    tilekern.apply()
+    patch()
     said = alike(step(make(patched=True)), theirs)
     served()
     return said
 
 
-@condition()
-def whole_step_captured() -> str:
-    return replayed()
-
-
-@condition(EXPANDABLE)
-def whole_step_captured_in_expandable_segments() -> str:
-    return replayed()
-
-
-@condition()
-def replayed_after_plans_were_dropped() -> str:
+def drop_plans() -> None:
     """What a graph launches stays loaded, whatever the process looks up anew."""
-    import gc
-
-    import torch
-
     import tilekern
 
-    def drop() -> None:
-        tilekern.clear_autotune_cache()
-        gc.collect()
-        torch.cuda.empty_cache()
-
-    return replayed(drop)
+    tilekern.clear_autotune_cache()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
-@condition()
-def step_captured_with_items_of_a_batch() -> str:
-    return replayed(num_items_in_batch=512)
+def with_graphed_mlps(model: Any) -> Any:
+    width = model.config.hidden_size
+    sample = torch.randn(*batch().shape, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for layer in model.model.layers:
+        layer.mlp = torch.cuda.make_graphed_callables(layer.mlp, (sample,))
+    return model
 
 
-@condition()
-def layers_graphed() -> str:
-    import torch
-
-    def prepare(model: Any) -> Any:
-        width = model.config.hidden_size
-        sample = torch.randn(*batch().shape, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for layer in model.model.layers:
-            layer.mlp = torch.cuda.make_graphed_callables(layer.mlp, (sample,))
-        return model
-
-    return both(prepare=prepare)
+CONDITIONS |= {
+    "whole_step_captured": Condition(replayed),
+    "whole_step_captured_in_expandable_segments": Condition(replayed, EXPANDABLE),
+    "replayed_after_plans_were_dropped": Condition(partial(replayed, drop_plans)),
+    "step_captured_with_items_of_a_batch": Condition(partial(replayed, num_items_in_batch=512)),
+}
+known("layers_graphed", prepare=with_graphed_mlps)
 
 
 # Several GPUs.
 
 
-@condition(gpus=2)
-def second_gpu_while_the_first_is_current() -> str:
-    return both(device="cuda:1")
+def learn_four_rows(model: Any, _: int) -> Any:
+    return learn(model, batch(rows=4))
+
+
+def use_the_first_gpu() -> None:
+    torch.randn(1000, 1000, device="cuda:0").sum().item()
+
+
+known("second_gpu_while_the_first_is_current", device="cuda:1", gpus=2)
+known("replicas_of_data_parallel", learn_four_rows, prepare=partial(torch.nn.DataParallel, device_ids=[0, 1]), gpus=2)
 
 
 @condition(gpus=2)
 def second_gpu_after_the_first_was_used() -> str:
-    import torch
-
-    torch.randn(1000, 1000, device="cuda:0").sum().item()
+    use_the_first_gpu()
     return both(device="cuda:1")
 
 
 @condition(gpus=2)
 def second_gpu_stepped_by_our_optimizer() -> str:
-    import torch
-
     import tilekern
 
-    torch.randn(1000, 1000, device="cuda:0").sum().item()
+    use_the_first_gpu()
 
     def train(patched: bool) -> Run:
         model = make(patched=patched, device="cuda:1")
@@ -864,11 +642,7 @@ def second_gpu_stepped_by_our_optimizer() -> str:
 
         return run(step, model)
 
-    theirs = train(patched=False)
-    tilekern.apply()
-    said = alike(train(patched=True), theirs)
-    served()
-    return said
+    return either(train)
 
 
 @condition(gpus=2)
@@ -879,25 +653,14 @@ def layers_on_two_gpus() -> str:
         "model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "model.rotary_emb": 0,
         "lm_head": 1,
     }  # fmt: skip
-
-    def step(model: Any, number: int) -> Any:
-        ids = batch()
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        return loss.detach()
-
-    def prepare(model: Any) -> Any:
-        return accelerate.dispatch_model(model, places)
-
-    return both(step, prepare, check=UNDER_HOOKS, device="cpu")
+    spread = partial(accelerate.dispatch_model, device_map=places)
+    return both(lambda model, _: learn(model, batch()), spread, check=UNDER_HOOKS, device="cpu")
 
 
 @condition(gpus=2)
 def two_models_in_two_threads() -> str:
-    import tilekern
-
     theirs = [run(plain, make(patched=False, device=f"cuda:{number}"), 20) for number in (0, 1)]
-    tilekern.apply()
+    patch()
     models = [make(patched=True, device=f"cuda:{number}") for number in (0, 1)]
     results: list[Any] = [None, None]
 
@@ -913,19 +676,6 @@ def two_models_in_two_threads() -> str:
     said = " ".join(alike(mine, one) for mine, one in zip(results, theirs, strict=True))
     served()
     return said
-
-
-@condition(gpus=2)
-def replicas_of_data_parallel() -> str:
-    import torch
-
-    def step(model: Any, number: int) -> Any:
-        ids = batch(rows=4)
-        loss = model(input_ids=ids, labels=ids).loss.mean()
-        loss.backward()
-        return loss.detach()
-
-    return both(step, prepare=lambda model: torch.nn.DataParallel(model, [0, 1]))
 
 
 def main() -> None:

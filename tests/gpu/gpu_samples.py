@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from tilekern.spec.targets import Target, resolve
 from tilekern.tuning.plan.given import plan_of_problem
 from tilekern.tuning.plan.models import plan_of_model
 from tilekern.tuning.plan.steps import Steps
-from tilekern.tuning.verify.check import Check, compare, expected_results, make_outputs
+from tilekern.tuning.verify.check import Check, arguments_of, compare, expected_results, make_outputs
 
 ROWS = (1, 13, 1009)
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
@@ -41,8 +43,6 @@ ROPES = (
     (5, 5, 16, False, BF16, BF16), (5, 5, 16, False, FP32, FP32), (16, 1, 64, False, BF16, FP32),
     (4, 2, 10, True, FP16, FP16), (4, 2, 64, False, FP32, FP32), (4, 2, 64, False, BF16, BF16),
 )  # fmt: skip
-
-
 # heads, kv_heads, head_dim, flags, dtype: grouped heads, sizes of heads that are no powers of two, every flag.
 ATTENTIONS = (
     (8, 2, 128, ("causal",), BF16), (6, 3, 64, (), BF16), (5, 5, 80, ("causal", "windowed"), BF16),
@@ -95,72 +95,47 @@ DECLARED = ((SIXTEENS, BF16, False), (SIXTEENS, BF16, True), (TAILS, FP16, True)
 Case = tuple[str, dict[str, Any]]
 
 
-def _flags(spec: KernelSpec, chosen: tuple[str, ...]) -> dict[str, bool]:
-    return {d.name: d.name in chosen for d in spec.dimensions if d.kind == "flag"}
+def _named(name: str, *kinds: str) -> list[str]:
+    return [f"{name}_{kind}" for kind in kinds]
 
 
-def _row_cases() -> Iterator[Case]:
-    for columns, dtype, weight in NORMS:
-        sizes = {"columns": columns, "dtype": dtype, "weight_dtype": weight}
-        # The sum's generic variant takes a minute to compile for longer rows.
-        for name in ("rms_norm", "fused_add_rms_norm") if columns <= 8192 else ("rms_norm",):
-            yield from ((f"{name}_{direction}", sizes) for direction in ("forward", "backward"))
-        yield "column_sum", {"columns": columns, "dtype": weight}
-    for columns, dtype in GATES:
-        for name in ("swiglu_forward", "swiglu_backward", "swiglu_backward_remake", "scale"):
-            yield name, {"columns": columns, "dtype": dtype}
-    for columns, dtype in STEPS:
-        yield "adamw", {"columns": columns, "dtype": dtype}
+def _listed() -> Iterator[tuple[list[str], str, Iterable[tuple[Any, ...]]]]:
+    """Kernels, the names of some of their dimensions, and values of these; \"flags\" are those that are on."""
+    ways = ("forward", "backward")
+    norm = "columns dtype weight_dtype"
+    yield _named("rms_norm", *ways), norm, NORMS
+    # The sum's generic variant takes a minute to compile for longer rows.
+    yield _named("fused_add_rms_norm", *ways), norm, [line for line in NORMS if line[0] <= 8192]
+    yield ["column_sum"], "columns - dtype", NORMS
+    yield [*_named("swiglu", *ways, "backward_remake"), "scale"], "columns dtype", GATES
+    yield ["adamw"], "columns dtype", STEPS
+    heads = "heads kv_heads head_dim"
+    for inverse in (False, True):
+        yield ["rope"], f"{heads} full dtype angle_dtype inverse", [(*line, inverse) for line in ROPES]
+    dtypes = "dtype weight_dtype angle_dtype"
+    yield _named("qk_norm_rope", *ways), f"{heads} {dtypes}", TURNS
+    yield _named("qk_norm_rope_general", *ways), f"{heads} pairs norm_last interleaved {dtypes}", PARTS
+    # The backward launches the three before it.
+    attentions = [(*sizes, (*flags, "deterministic"), dtype) for *sizes, flags, dtype in ATTENTIONS]
+    yield _named("attention", "forward", "delta", "dkdv", "dq", "backward"), f"{heads} flags dtype", attentions
+    yield _named("cross_entropy", *ways, "fused"), "vocabulary flags dtype", VOCABULARIES
+    yield ["matmul"], "inner columns flags dtype", PRODUCTS
+    yield ["grouped_linear"], "inner columns experts flags dtype", EXPERTS
+    gradients = [(*sizes, ("b_gathered",) if "gathered" in flags else (), dtype) for *sizes, flags, dtype in EXPERTS]
+    yield ["grouped_weight_gradient"], "inner columns experts flags dtype", gradients
+    sums = [(columns, experts, dtype, dtype) for _, columns, experts, _, dtype in EXPERTS]
+    for weighted in (False, True):
+        yield ["grouped_sum"], "columns experts dtype weight_dtype weighted", [(*line, weighted) for line in sums]
+    # It launches the one after it.
+    yield ["fused_linear_cross_entropy", "cross_entropy_fused"], "hidden vocabulary dtype", [(*h, BF16) for h in HEADS]
 
 
-def _rotation_cases() -> Iterator[Case]:
-    for heads, kv_heads, head_dim, full, dtype, angle_dtype in ROPES:
-        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "full": full}
-        for inverse in (False, True):
-            yield "rope", sizes | {"inverse": inverse, "dtype": dtype, "angle_dtype": angle_dtype}
-    for heads, kv_heads, head_dim, dtype, weight_dtype, angle_dtype in TURNS:
-        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-        dtypes = {"dtype": dtype, "weight_dtype": weight_dtype, "angle_dtype": angle_dtype}
-        yield from ((f"qk_norm_rope_{direction}", sizes | dtypes) for direction in ("forward", "backward"))
-    general = spec_named("qk_norm_rope_general_forward")
-    names = [d.name for d in general.dimensions if d.kind != "bucketed"]
-    for values in PARTS:
-        case = dict(zip(names, values, strict=True))
-        yield from ((f"qk_norm_rope_general_{direction}", case) for direction in ("forward", "backward"))
-
-
-def _attention_cases() -> Iterator[Case]:
-    for heads, kv_heads, head_dim, chosen, dtype in ATTENTIONS:
-        sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
-        # The backward launches the three before it.
-        for name in ("forward", "delta", "dkdv", "dq", "backward"):
-            spec = spec_named(f"attention_{name}")
-            names = {d.name for d in spec.dimensions}
-            given = {key: value for key, value in sizes.items() if key in names}
-            yield spec.name, given | _flags(spec, (*chosen, "deterministic"))
-
-
-def _product_cases() -> Iterator[Case]:
-    for vocabulary, chosen, dtype in VOCABULARIES:
-        for name in ("forward", "backward", "fused"):
-            spec = spec_named(f"cross_entropy_{name}")
-            yield spec.name, {"vocabulary": vocabulary, "dtype": dtype, **_flags(spec, chosen)}
-    for inner, columns, chosen, dtype in PRODUCTS:
-        flags = _flags(spec_named("matmul"), chosen)
-        yield "matmul", {"inner": inner, "columns": columns, "dtype": dtype, **flags}
-    for inner, columns, experts, chosen, dtype in EXPERTS:
-        sizes = {"inner": inner, "columns": columns, "experts": experts, "dtype": dtype}
-        yield "grouped_linear", sizes | _flags(spec_named("grouped_linear"), chosen)
-        sides = ("b_gathered",) if "gathered" in chosen else ()
-        yield "grouped_weight_gradient", sizes | _flags(spec_named("grouped_weight_gradient"), sides)
-        for weighted in (False, True):
-            summed = {"columns": columns, "experts": experts, "dtype": dtype, "weight_dtype": dtype}
-            yield "grouped_sum", summed | {"weighted": weighted}
-    fused = spec_named("cross_entropy_fused")
-    for hidden, vocabulary in HEADS:
-        # It launches the one after it.
-        yield "fused_linear_cross_entropy", {"hidden": hidden, "vocabulary": vocabulary, "dtype": BF16}
-        yield fused.name, {"vocabulary": vocabulary, "dtype": BF16, **_flags(fused, ())}
+def _listed_cases() -> Iterator[Case]:
+    for kernels, names, lines in _listed():
+        for kernel, line in itertools.product(kernels, lines):
+            values = dict(zip(names.split(), line, strict=True))
+            kept = [d.name for d in spec_named(kernel).dimensions if d.kind != "bucketed"]
+            yield kernel, {name: values.get(name, name in values.get("flags", ())) for name in kept}
 
 
 BY_HAND = (
@@ -195,11 +170,8 @@ def _declared_cases(named: set[str]) -> Iterator[Case]:
 
 def cases() -> list[Case]:
     """(kernel, values of its dimensions but the bucketed ones), in the order of those dimensions."""
-    listed = [*_row_cases(), *_rotation_cases(), *_attention_cases(), *_product_cases(), *_model_cases()]
-    found: list[Case] = []
-    for name, values in (*listed, *_declared_cases({name for name, _ in listed})):
-        order = [d.name for d in spec_named(name).dimensions]
-        found.append((name, dict(sorted(values.items(), key=lambda item: order.index(item[0])))))
+    listed = [*_listed_cases(), *_model_cases()]
+    found = [*listed, *_declared_cases({name for name, _ in listed})]
     return [case for number, case in enumerate(found) if case not in found[:number]]
 
 
@@ -255,6 +227,16 @@ def inputs_on_gpu(spec: KernelSpec, problem: Problem) -> dict[str, Any]:
     return inputs_of(spec, problem, device="cuda")
 
 
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Any wait of the host for the GPU is an error inside."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def watch_variants(monkeypatch: Any) -> list[str]:
     """Note the name of every variant that the launcher asks for from here on."""
     seen: list[str] = []
@@ -269,9 +251,18 @@ def watch_variants(monkeypatch: Any) -> list[str]:
     return seen
 
 
-def compiled_plan(spec: KernelSpec, problem: Problem, config: Config, target: Target) -> plans.Plan:
-    """How the aligned variant of a config, compiled here, is launched."""
+def compiled(
+    spec: KernelSpec, problem: Problem, config: Config, target: Target
+) -> Callable[[dict[str, Any], dict[str, Any] | None], dict[str, Any]]:
+    """The aligned variant of a config, compiled here: a function of inputs and outputs, or of outputs of its own."""
     made, implementation = compile_candidate(spec, problem, config, target, ALIGNED), spec.device(problem, config)
     variant = Variant(ALIGNED, made.symbol, made.assumptions, lambda: made.cubin, launch_in(made.launch))
     kernel = PrebuiltKernel(implementation.function, [variant])
-    return plans.plan_of(kernel, implementation, config, problem, target)
+    plan = plans.plan_of(kernel, implementation, config, problem, target)
+
+    def launch(inputs: dict[str, Any], outputs: dict[str, Any] | None = None) -> dict[str, Any]:
+        outputs = outputs or make_outputs(spec, problem, plan.blocks, "cuda")
+        plan.launch(torch.cuda.current_device(), *arguments_of(implementation, inputs, outputs))
+        return outputs
+
+    return launch

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 TEXT = Path(__file__).parent / "data" / "harbour.txt"
 SIZES = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 2,
@@ -54,7 +56,6 @@ def program(gpus: int = 1, ranks: int = 1, **more: Any) -> Callable[[Callable[[b
 
 
 def make(patched: bool, device: str | None = "cuda", **more: Any) -> Any:
-    import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     import tilekern
@@ -71,7 +72,6 @@ def make(patched: bool, device: str | None = "cuda", **more: Any) -> Any:
 
 def loaded(patched: bool, device_map: Any = "cuda:0", **more: Any) -> Any:
     """The model as ``from_pretrained`` gives it, which knows the folder that it came from."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     folder, attention = tempfile.mkdtemp(), "tilekern" if patched else "sdpa"
@@ -145,14 +145,10 @@ def flattened(patched: bool) -> list[float]:
 
     ids = [tokenizer()(text)["input_ids"] for text in passages(64)]
     how = arguments(TrainingArguments, per_device_train_batch_size=4)
-    made = make(patched) if patched else _flash_or_eager()
+    # SDPA mixes the sequences of a row that position ids alone tell apart, unless there is no cache and no mask.
+    made = make(patched) if patched else make(False, use_cache=False)
     collator = DataCollatorWithFlattening()
     return losses_of(Trainer(made, how, train_dataset=datasets(input_ids=ids), data_collator=collator))
-
-
-def _flash_or_eager() -> Any:
-    """SDPA mixes the sequences of a row that position ids alone tell apart, unless there is no cache and no mask."""
-    return make(False, use_cache=False)
 
 
 @program()
@@ -214,7 +210,6 @@ def grpo(patched: bool) -> list[float]:
 @program(may_fall_back=MIXED)
 def adapter_on_four_bits(patched: bool) -> list[float]:
     """LoRA on a base of four bits."""
-    import torch
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
 
@@ -243,8 +238,6 @@ def adapter(patched: bool) -> list[float]:
 
 def stepped(model: Any, optimizer: Any, first: int = 0, apart: int = 1) -> list[float]:
     """A loop of one's own over the rows of this rank."""
-    import torch
-
     rows = torch.tensor(blocks()["input_ids"])
     losses = []
     for number in range(STEPS):
@@ -260,8 +253,6 @@ def stepped(model: Any, optimizer: Any, first: int = 0, apart: int = 1) -> list[
 @program(gpus=2, may_fall_back=HOOKED)
 def device_map(patched: bool) -> list[float]:
     """accelerate spreads the layers over two GPUs."""
-    import torch
-
     places = {
         "model.embed_tokens": 0, "model.layers.0": 0, "model.rotary_emb": 0, "model.layers.1": 1, "model.norm": 1,
         "lm_head": 1,
@@ -272,7 +263,6 @@ def device_map(patched: bool) -> list[float]:
 
 def joined() -> int:
     """This process's place among the ranks."""
-    import torch
     import torch.distributed as dist
 
     number = int(os.environ["LOCAL_RANK"])
@@ -281,27 +271,30 @@ def joined() -> int:
     return number
 
 
+def stepped_by_ranks(wrap: Callable[[Any, int], Any], patched: bool) -> list[float]:
+    """The same loop in each rank of a model that is wrapped for them."""
+    number = joined()
+    model = wrap(make(patched), number)
+    return stepped(model, torch.optim.AdamW(model.parameters(), lr=1e-5), first=2 * number, apart=2)
+
+
 @program(gpus=2, ranks=2)
 def ddp(patched: bool) -> list[float]:
-    import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    number = joined()
-    model = DistributedDataParallel(make(patched), device_ids=[number])
-    return stepped(model, torch.optim.AdamW(model.parameters(), lr=1e-5), first=2 * number, apart=2)
+    return stepped_by_ranks(lambda model, number: DistributedDataParallel(model, device_ids=[number]), patched)
 
 
 @program(gpus=2, ranks=2)
 def fsdp2(patched: bool) -> list[float]:
-    import torch
     from torch.distributed.fsdp import fully_shard
 
-    number = joined()
-    model = make(patched)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    return stepped(model, torch.optim.AdamW(model.parameters(), lr=1e-5), first=2 * number, apart=2)
+    def shard(model: Any, _: int) -> Any:
+        for part in (*model.model.layers, model):
+            fully_shard(part)
+        return model
+
+    return stepped_by_ranks(shard, patched)
 
 
 @program(gpus=2, ranks=2)

@@ -4,14 +4,12 @@
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from gpu_processes import ended
 
 STEPS, TOKENS = 20, 4096
 # Two processes of one kind differ by a percent or two.
@@ -49,17 +47,9 @@ def train(preset, layers):
 
 
 def in_process(preset, layers, **environment):
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, preset, str(layers)],
-        env={**os.environ, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return json.loads(ended.stdout.splitlines()[-1])
+    run = ended(__file__, preset, str(layers), **environment)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("preset", MODELS)

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from conditions import CONDITIONS
+from gpu_processes import ended
 
 WORKER = Path(__file__).with_name("conditions.py")
-ROOT = WORKER.parents[2]
-LIMIT_S = 300
 # What fails without our patches too is no failure of theirs. These may; anything else must run.
 MAY_FAIL_AS_IT_IS = {"replicas_of_data_parallel", "default_device_meta_in_steps", "warnings_are_errors"}
 # Conditions whose kernels depend on the width, or which were seen to fail at real widths alone.
@@ -37,22 +36,17 @@ def train(name, size, kernels):
     condition = CONDITIONS[name]
     if torch.cuda.device_count() < condition.gpus:
         pytest.skip(f"needs {condition.gpus} GPUs")
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "TILEKERN_CACHE_DIR": kernels, **condition.environment}
-    command = [sys.executable, "-W", "ignore", str(WORKER), name, size]
     try:
-        ended = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"{name} did not end within {LIMIT_S} s")
-    lines = [line for line in ended.stdout.splitlines() if line.startswith(("OK ", "SKIP ", "FAIL "))]
-    assert lines, f"the process ended with {ended.returncode}: {ended.stderr[-2000:]}"
+        run = ended(WORKER, name, size, **{"TILEKERN_CACHE_DIR": kernels, **condition.environment})
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"{name} did not end within {error.timeout} s")
+    lines = [line for line in run.stdout.splitlines() if line.startswith(("OK ", "SKIP ", "FAIL "))]
+    assert lines, f"the process ended with {run.returncode}: {run.stderr[-2000:]}"
     said = lines[-1]
     sys.stdout.write(f"{name}, {size}: {said}\n")
     if said.startswith("SKIP") and name in MAY_FAIL_AS_IT_IS:
         pytest.skip(said[5:])
-    assert said.startswith("OK"), f"{said}\n{ended.stderr[-2000:]}"
+    assert said.startswith("OK"), f"{said}\n{run.stderr[-2000:]}"
 
 
 @pytest.mark.parametrize("name", CONDITIONS)

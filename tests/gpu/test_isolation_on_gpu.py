@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tuner_process import ROOT, clean_environment
+from gpu_processes import ROOT, clean_environment
 
 from tilekern.compile.toolchain import toolkit
 

@@ -10,6 +10,7 @@ pytest.importorskip("liger_kernel", reason="Liger-Kernel is not installed")
 
 import liger_kernel.functional
 import liger_kernel.ops
+from gpu_tolerances import OF_OPS
 from liger_samples import CALLS, LIGERS_TOLERANCE, Sizes, in_float64, results_and_gradients
 from op_samples import assert_near
 
@@ -18,8 +19,6 @@ from tilekern.integrations.liger.table import TABLE
 from tilekern.runtime import dispatch
 
 SIZES = Sizes(rows=254, columns=1000, tokens=61, heads=8, head_dim=64, vocabulary=4099)
-# Allowed ||error|| / ||reference||, as of the ops themselves.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +38,7 @@ def ligers_own(call, arguments):
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.id)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", OF_OPS, ids=str)
 def test_ligers_functions_run_kernels_and_are_right(call, dtype):
     torch.manual_seed(0)
     arguments = call.arguments(SIZES, dtype, "cuda")
@@ -53,7 +52,7 @@ def test_ligers_functions_run_kernels_and_are_right(call, dtype):
     forward, backward = LIGERS_TOLERANCE[dtype]
     graded = sum(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments)
     for number, (got, wide) in enumerate(zip(found, reference, strict=True)):
-        assert_near(got, wide, TOLERANCE[dtype])
+        assert_near(got, wide, OF_OPS[dtype])
         atol, rtol = forward if number < len(found) - graded else backward
         error = (got.double() - wide).abs()
         if bool((error > atol + rtol * wide.abs()).any()):

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from gpu_tolerances import OF_OPS
 from op_samples import assert_near
 from test_activation_op import REFERENCES
 
 from tilekern.ops import mlp
 from tilekern.ops.activation import CURVES
 from tilekern.runtime import dispatch
-
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 
 
 def leaves(dtype, rows=1009, hidden=96, columns=1000):
@@ -31,7 +30,7 @@ def theirs(x, up, up_bias, down, down_bias, kind):
 
 
 @pytest.mark.parametrize("kind", CURVES)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", OF_OPS, ids=str)
 def test_results_and_gradients_match_float64(dtype, kind, full_float32):
     inputs = leaves(dtype)
     wide = [x.detach().double().requires_grad_() for x in inputs]
@@ -41,7 +40,7 @@ def test_results_and_gradients_match_float64(dtype, kind, full_float32):
     for got, right in zip(
         (y, *gradients), (expected, *torch.autograd.grad(expected, wide, slope.double())), strict=True
     ):
-        assert_near(got, right, 2 * TOLERANCE[dtype])
+        assert_near(got, right, 2 * OF_OPS[dtype])
     assert [g.stride() for g in gradients] == [x.stride() for x in inputs]
     again = torch.autograd.grad(ours(*inputs, kind), inputs, slope)
     assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True)), "sums have a fixed order"

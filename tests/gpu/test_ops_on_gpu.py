@@ -4,13 +4,13 @@ import time
 
 import pytest
 import torch
+from gpu_tolerances import OF_OPS
 from op_samples import OPS, assert_near, expected, inputs_of, laid_out
 
 from tilekern.ops import attention, fused_linear_cross_entropy, rms_norm, swiglu
 from tilekern.runtime import dispatch
 
 EPS = 1e-6
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 SHAPES = {"rms_norm": (3, 61, 80), "swiglu": (3, 61, 208), "rope": (2, 4, 61, 64)}
 every_op = pytest.mark.parametrize("op", [OPS[name] for name in SHAPES], ids=SHAPES)
 
@@ -39,7 +39,7 @@ def needs_memory(gigabytes):
 
 
 @every_op
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", OF_OPS, ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
 def test_results_and_gradients(op, dtype, layout):
     inputs = on_gpu(inputs_of(op, SHAPES[op.name], [dtype], [layout]))
@@ -49,7 +49,7 @@ def test_results_and_gradients(op, dtype, layout):
     gradients = torch.autograd.grad(results, leaves, slopes)
     references, wide = expected(op, inputs, slopes)
     for got, reference in zip((*results, *gradients), (*references, *wide), strict=True):
-        assert_near(got, reference, TOLERANCE[dtype])
+        assert_near(got, reference, OF_OPS[dtype])
     assert dispatch.counters(op.kernel).launches > 0
     assert dispatch.counters(op.kernel).fallbacks == 0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tuner_process import clean_environment
+from gpu_processes import clean_environment
 
 from tilekern.cache import Store
 from tilekern.compile.toolchain import toolkit

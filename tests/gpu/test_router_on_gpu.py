@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpu_samples import nothing_waits
 
 import tilekern
 from tilekern import ops
@@ -45,11 +46,8 @@ def test_nothing_waits_for_the_gpu_and_two_runs_give_the_same_bits(name):
     # In bfloat16 many are equal.
     logits = torch.randn(1000, experts, device="cuda", dtype=torch.bfloat16)
     first = step(logits, choices, **how)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         second = step(logits, choices, **how)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
     expected = ops.router(logits.cpu().double(), choices, **how).ids
     if name != "deepseek_v3":
@@ -66,12 +64,9 @@ def test_losses_and_their_gradient():
         return torch.stack(found).detach(), torch.autograd.grad(found.balance + found.z, leaf)[0]
 
     losses("cuda", torch.float32)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         leaf = torch.zeros(4, 6, device="cuda", requires_grad=True)
         sum(ops.router_losses(leaf, torch.zeros(4, 2, device="cuda", dtype=torch.int64))).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for found, again, right in zip(
         losses("cuda", torch.float32), losses("cuda", torch.float32), losses("cpu", torch.float64), strict=True
     ):

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tuner_process import clean_environment
+from gpu_processes import clean_environment
 
 from tilekern.cache import Store, read_wanted
 from tilekern.compile.toolchain import toolkit

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from curve_spread import rank_of_division
+from gpu_tolerances import TOLD_APART
 from gpu_training import CONFIG, ORDERS, ROWS, TOKENS, batches, curve, gradients, patched
 from gradient_errors import bound, relative_error
 
@@ -20,8 +21,6 @@ from tilekern.tuning.plan.models import plan_of_model
 from tilekern.tuning.plan.steps import Steps
 
 STEPS, WINDOW = 200, 10
-# Groups that the rank of a division tells apart by chance once in 462 times.
-TOLD_APART = 1 / 400
 BATCHES = 8
 # Launches of each kernel in a step; those of the norms and of the sums of weights' gradients belong to several ops.
 LAYERS = CONFIG["num_hidden_layers"]

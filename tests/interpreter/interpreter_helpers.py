@@ -6,10 +6,6 @@ from cuda.tile import maximum
 LIMIT = 0.0
 
 
-def mean_square(tile, columns):
-    return ct.sum(tile * tile, axis=1, keepdims=True) / columns
-
-
 def rectify(tile):
     return maximum(tile, LIMIT)
 

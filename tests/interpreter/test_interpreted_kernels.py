@@ -1,15 +1,12 @@
-"""Whole kernels, each against the same computation in torch, on shapes with tails."""
+"""Whole kernels in forms that those of the library do not have, each against the same computation in torch."""
 
 import cuda.tile as ct
 import interpreter_helpers
 import pytest
 import torch
-from cuda.tile import PaddingMode
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from interpreter_helpers import mean_square
-from torch.nn import functional as F  # noqa: N812 (the name everybody uses)
 
 from tilekern.interpreter import launch
 
@@ -25,59 +22,6 @@ def power_of_two(n):
 def close(got, expected):
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[got.dtype]
     torch.testing.assert_close(got, expected.to(got.dtype), rtol=tolerance, atol=tolerance)
-
-
-@ct.kernel
-def rms_norm(x, weight, y, eps, columns: ct.Constant[int], tile: ct.Constant[int]):
-    row = ct.bid(0)
-    values = ct.load(x, (row, 0), shape=(1, tile), padding_mode=PaddingMode.ZERO).astype(ct.float32)
-    weights = ct.load(weight, (0,), shape=(tile,), padding_mode=PaddingMode.ZERO).astype(ct.float32)
-    scale = ct.rsqrt(mean_square(values, columns) + eps)
-    ct.store(y, (row, 0), (values * scale * weights).astype(y.dtype))
-
-
-@ct.kernel(occupancy=4)
-def rms_norm_persistent(x, weight, y, eps, tile_m: ct.Constant[int], tile: ct.Constant[int]):
-    weights = ct.load(weight, 0, tile, padding_mode=ct.PaddingMode.ZERO).astype(ct.float32)
-    for step in range(ct.bid(0), ct.cdiv(x.shape[0], tile_m), ct.num_blocks(0)):
-        values = ct.load(x, (step, 0), (tile_m, tile), padding_mode=ct.PaddingMode.ZERO, latency=3)
-        values = ct.astype(values, ct.float32)
-        scale = ct.rsqrt(ct.sum(values * values, 1, keepdims=True) * (1.0 / x.shape[1]) + eps)
-        ct.store(y, (step, 0), ct.astype(values * scale * weights, y.dtype), allow_tma=False)
-
-
-@ct.kernel
-def rms_norm_chunked(x, weight, y, eps, columns: ct.Constant[int], tile: ct.Constant[int], chunks: ct.Constant[int]):
-    row = ct.bid(0)
-    total = ct.zeros((1, tile), dtype=ct.float32)
-    parts = ()
-    for i in ct.static_iter(range(chunks)):
-        part = ct.load(x, (row, i), shape=(1, tile), padding_mode=ct.PaddingMode.ZERO).astype(ct.float32)
-        parts = parts + (part,)  # noqa: RUF005 (the form that the compiler takes)
-        total += part * part
-    scale = ct.rsqrt(ct.sum(total, axis=1, keepdims=True) / columns + eps)
-    for i in ct.static_iter(range(chunks)):
-        weights = ct.load(weight, (i,), shape=(tile,), padding_mode=ct.PaddingMode.ZERO)
-        ct.store(y, (row, i), (parts[i] * scale * weights.astype(ct.float32)).astype(y.dtype))
-
-
-@FEW
-@given(rows=SIZES, columns=SIZES, dtype=DTYPES, seed=st.integers(0, 9))
-def test_rms_norms_equal_torch(rows, columns, dtype, seed):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, columns, generator=generator).to(dtype)
-    weight = torch.randn(columns, generator=generator).to(dtype)
-    expected = F.rms_norm(x.float(), (columns,), weight.float(), 1e-5)
-    tile = power_of_two(columns)
-    chunk = max(1, tile // 4)
-    for kernel, grid, constants in (
-        (rms_norm, rows, (columns, tile)),
-        (rms_norm_persistent, min(rows, 3), (4, tile)),
-        (rms_norm_chunked, rows, (columns, chunk, -(-columns // chunk))),
-    ):
-        y = torch.full_like(x, torch.nan)
-        launch(kernel, (grid,), (x, weight, y, 1e-5, *constants))
-        close(y, expected)
 
 
 @ct.kernel
@@ -116,30 +60,6 @@ def test_matmul_equals_torch(rows, columns, inner, dtype):
     c = torch.empty(rows, columns, dtype=dtype)
     launch(matmul, (ct.cdiv(rows, 16), ct.cdiv(columns, 32)), (a, b, c, 16, 32, 8))
     close(c / inner**0.5, (a.float() @ b.float().T) / inner**0.5)
-
-
-@ct.kernel
-def rope(x, cos, sin, y, half: ct.Constant[int], size: ct.Constant[int], tile: ct.Constant[int]):
-    token, head = ct.bid(0), ct.bid(1)
-    zero = ct.PaddingMode.ZERO
-    c = ct.load(cos, (token, 0), shape=(1, tile), padding_mode=zero).reshape((1, 1, tile))
-    s = ct.load(sin, (token, 0), shape=(1, tile), padding_mode=zero).reshape((1, 1, tile))
-    first = ct.load(x.slice(2, 0, half), (token, head, 0), shape=(1, 1, tile), padding_mode=zero)
-    second = ct.load(x.slice(axis=-1, start=half, stop=size), (token, head, 0), shape=(1, 1, tile), padding_mode=zero)
-    ct.store(y.slice(2, 0, half), (token, head, 0), (first * c - second * s).astype(y.dtype))
-    ct.store(y.slice(2, half, size), (token, head, 0), (second * c + first * s).astype(y.dtype))
-
-
-@FEW
-@given(tokens=st.integers(1, 9), heads=st.integers(1, 5), half=st.integers(1, 20))
-def test_rope_in_place_by_slices(tokens, heads, half):
-    x = torch.randn(tokens, heads, 2 * half)
-    angles = torch.randn(tokens, half)
-    first, second = x.split(half, -1)
-    c, s = angles.cos()[:, None], angles.sin()[:, None]
-    expected = torch.cat([first * c - second * s, second * c + first * s], -1)
-    launch(rope, (tokens, heads), (x, angles.cos(), angles.sin(), x, half, 2 * half, power_of_two(half)))
-    close(x, expected)
 
 
 @ct.kernel

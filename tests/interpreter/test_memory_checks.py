@@ -234,26 +234,28 @@ def test_other_errors_say_in_which_block_they_were():
     assert caught.value.__notes__ == ["in kernel broken, block (0, 1) of grid (1, 2)"]
 
 
-@pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize("stores", [True, False])
-def test_a_dependent_launch_waits_before_it_touches_memory(waits, stores):
-    @ct.kernel
-    def early(x, y, waits: ct.Constant[bool], stores: ct.Constant[bool]):
-        if waits or not stores:
-            ct.grid_dependency_control_wait()
-        tile = ct.zeros((1,), ct.float32) if stores else ct.load(x, (ct.bid(0),), (1,))
-        ct.store(y, (ct.bid(0),), tile)
-
-    @ct.kernel
-    def reads_early(x, y, waits: ct.Constant[bool], stores: ct.Constant[bool]):
-        tile = ct.load(x, (ct.bid(0),), (1,))
+@ct.kernel
+def loads_and_stores(x, y, when: ct.Constant[str]):
+    """Waits first, between, or in the blocks that are told to."""
+    if when == "first" or when == str(ct.bid(0)):
         ct.grid_dependency_control_wait()
-        ct.store(y, (ct.bid(0),), tile)
+    tile = ct.load(x, (ct.bid(0),), (1,))
+    if when == "between":
+        ct.grid_dependency_control_wait()
+    ct.store(y, (ct.bid(0),), tile)
 
-    kernel = early if waits or stores else reads_early
-    given = kernel, (2,), (torch.ones(2), torch.ones(2), waits, stores)
+
+@ct.kernel
+def only_stores(x, y, when: ct.Constant[str]):
+    ct.store(y, (ct.bid(0),), ct.zeros((1,), ct.float32))
+
+
+@pytest.mark.parametrize("when", ["first", "between", "0", "1", "never"])
+@pytest.mark.parametrize("kernel", [loads_and_stores, only_stores], ids=lambda kernel: kernel._pyfunc.__name__)
+def test_a_dependent_launch_waits_in_each_block_before_it_touches_memory(kernel, when):
+    given = kernel, (2,), (torch.ones(2), torch.ones(2), when)
     launch(*given)
-    if waits:
+    if when == "first" and kernel is loads_and_stores:
         launch(*given, dependent=True)
         return
     with pytest.raises(InterpreterError, match=r"touches array '[xy]' \((load|store)\) before ct.grid_dep"):

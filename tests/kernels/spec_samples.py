@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 from examples import profile
 from hypothesis import strategies as st
@@ -58,6 +59,21 @@ SAME = {"groups": "tokens", "queries": "tokens", "keys": "tokens"}
 def compiled() -> list[KernelSpec]:
     """The specs that make artifacts; the others are composites of them and of library calls."""
     return [spec for spec in SPECS if not spec.is_library(sized(spec), spec.generic(sized(spec)))]
+
+
+def each(specs: Iterable[KernelSpec]) -> Any:
+    """Let a test take each of some specs, as ``spec``."""
+    return pytest.mark.parametrize("spec", list(specs), ids=lambda spec: spec.name)
+
+
+def id_of(value: Any) -> str:
+    """A parameter in the name of a test, which must be the same in every process: a spec's name, a problem's key."""
+    return getattr(value, "name", None) or getattr(value, "key", None) or str(value)
+
+
+def is_float(value: Any) -> bool:
+    """Whether an input is a tensor of numbers that are not whole."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def draws_of(spec: KernelSpec) -> Random:
@@ -153,6 +169,11 @@ def inputs_of(spec: KernelSpec, problem: Problem, seed: int = 0, device: str = "
     return tame | {name: tame[name] / 4 for name in ("x",) if "dy" in tame and name in tame}
 
 
+def plain_inputs(spec: KernelSpec, problem: Problem, seed: int = 0) -> dict[str, Any]:
+    """The spec's inputs as the tuner draws them."""
+    return spec.inputs(problem, torch.Generator().manual_seed(seed), "cpu")
+
+
 def seen_as(x: torch.Tensor, view: str) -> torch.Tensor:
     """The values of ``x`` in memory of another layout."""
     shape = x.shape
@@ -211,12 +232,30 @@ def interpret(
     return compare(spec, problem, outputs, expected_results(spec, problem, inputs))
 
 
+def launched_in_place(
+    spec: KernelSpec, problem: Problem, config: Config, inputs: dict[str, Any], places: dict[str, str],
+    blocks: int | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """The outputs of one config, of which some are the memory of (copies of) inputs; ``places`` says of which."""
+    inputs = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    grid = blocks or spec.device(problem, config).grid(problem, INTERPRETED.sm_count)
+    outputs = make_outputs(spec, problem, grid, "cpu") | {name: inputs[place] for name, place in places.items()}
+    return launched(spec, problem, config, inputs, grid, outputs)
+
+
+def both_defaults(spec: KernelSpec, problem: Problem) -> list[Config]:
+    """The default and the generic config."""
+    return configs(spec, problem)[:2]
+
+
 def assert_right(
-    spec: KernelSpec, problem: Problem, found: Iterable[Config], inputs: dict[str, Any], blocks: int | None = None
-) -> None:
-    """Hold some configs, of which there must be one, to the reference."""
+    spec: KernelSpec, problem: Problem, found: Iterable[Config], inputs: dict[str, Any], blocks: int | None = None,
+    most: float | None = None,
+) -> None:  # fmt: skip
+    """Hold some configs, of which there must be one, to the reference, and to a relative error below ``most``."""
     tried, expected = list(found), expected_results(spec, problem, inputs)
     assert tried
     for config in tried:
         check = compare(spec, problem, launched(spec, problem, config, inputs, blocks), expected)
-        assert check.passed, (config, check.reason)
+        assert check.passed or most is not None, (config, check.reason)
+        assert most is None or check.relative_error < most, (config, check.reason)

@@ -1,4 +1,6 @@
-"""Every spec's kernels, run on the CPU, against the spec's reference in float64."""
+"""The contract of every spec: its kernels, run on the CPU, against its reference in float64, and its count of bytes."""
+
+import math
 
 import pytest
 import torch
@@ -12,26 +14,39 @@ from spec_samples import (
     assert_right,
     compiled,
     configs,
+    each,
+    id_of,
     inputs_of,
     interpret,
+    is_float,
+    launched,
+    launched_in_place,
     one_of_each,
     one_of_each_code,
+    plain_inputs,
     problems,
     seen_as,
     sized,
 )
 
-from tilekern import interpreter
+from tilekern.compile.toolchain import assumptions
 from tilekern.kernels import spec_named
-from tilekern.spec import DTYPES, LibraryCall
-from tilekern.spec.targets import INTERPRETED
-from tilekern.tuning.verify.check import launch_arguments
+from tilekern.spec import ALIGNED, DTYPES, ITEM_BYTES, ArrayParameter, LibraryCall
+from tilekern.spec.targets import resolve
+from tilekern.tuning.verify.check import compare, expected_results, odd_problem
 
 every_spec = pytest.mark.parametrize("spec", SPECS, ids=NAMES)
+every_flag = pytest.mark.parametrize("flags", [False, True])
+# How a config goes over rows.
+WAYS = ("schedule", "passes", "tile_m", "tile_n", "unroll")
+# The families whose tiles are of rows and columns, and what is like them.
+FAMILIES = tuple(f"tilekern.kernels.families.{name}" for name in ("elements", "losses", "rows", "vocabulary"))
+OF_ROWS = [s for s in SPECS if s.bytes_moved.__module__ in FAMILIES or s.name.startswith("poly_norm")]
+WITH_SUMS = [spec for spec in OF_ROWS if "partial" in spec.outputs(sized(spec), 1)]
 
 
-@pytest.mark.parametrize("flags", [False, True])
-@pytest.mark.parametrize("spec", compiled(), ids=lambda spec: spec.name)
+@every_flag
+@each(compiled())
 def test_every_config_gives_its_device_function_what_that_takes(spec, flags):
     """Which the implementation of a config checks as it is made."""
     problem = sized(spec, flags=flags)
@@ -76,8 +91,23 @@ def test_every_function_is_right_on_any_grid(spec, blocks, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_config_of_one_odd_problem_is_right(spec, dtype):
     problem = sized(spec, dtype, rows=5, columns=83, tokens=3, heads=3, kv_heads=2)
-    inputs = inputs_of(spec, problem)
-    assert_right(spec, problem, one_of_each_code(spec, problem), inputs)
+    assert_right(spec, problem, one_of_each_code(spec, problem), inputs_of(spec, problem))
+
+
+LONG = [
+    (spec, rows, columns)
+    for spec in OF_ROWS
+    for rows, columns in ((1, 4096), (3, 20000), (3, 5121), (2, 9000))[: 2 if "vocabulary" in sized(spec) else 4]
+]
+
+
+@pytest.mark.parametrize(("spec", "rows", "columns"), LONG, ids=id_of)
+def test_long_rows(spec, rows, columns):
+    """Rows of several tiles, and rows so long that they are read twice, by a config of each way to go over them."""
+    flags = "vocabulary" in sized(spec) and rows == 3
+    problem = sized(spec, "bfloat16", rows=rows, columns=columns, vocabulary=columns, flags=flags)
+    ways = one_of_each(spec, problem, *(way for way in WAYS if way != "tile_m"))
+    assert_right(spec, problem, ways, inputs_of(spec, problem))
 
 
 @pytest.mark.parametrize(("kernel", "rows", "columns"), [("column_sum", 300, 1030), ("scale", 3, 5121)])
@@ -85,75 +115,133 @@ def test_many_chunks(kernel, rows, columns):
     """By a config of each tile; resident blocks are a single one, which takes all rows one after the other."""
     spec = spec_named(kernel)
     problem = sized(spec, "bfloat16", rows=rows, columns=columns)
-    inputs = inputs_of(spec, problem)
     for config in one_of_each(spec, problem, "tile_n"):
-        check = interpret(spec, problem, config, inputs, 1 if config["schedule"] == "persistent" else None)
+        blocks = 1 if config["schedule"] == "persistent" else None
+        assert_right(spec, problem, [config], inputs_of(spec, problem), blocks)
+
+
+@each([spec for spec in WITH_SUMS if "eps" in plain_inputs(spec, sized(spec))])
+@pytest.mark.parametrize("rows", [3, 5])
+def test_rows_beyond_the_last_add_nothing_to_the_sums_though_their_rstd_is_infinite(spec, rows):
+    problem = sized(spec, rows=rows, columns=83)
+    inputs = inputs_of(spec, problem) | {"eps": 0.0}
+    assert all(x.isfinite().all() for x in spec.reference(**inputs, **dict.fromkeys(flags_of(spec), False)).values())
+    several = [config for config in configs(spec, problem) if config["tile_m"] > 1]
+    assert_right(spec, problem, several[:4], inputs)
+
+
+def flags_of(spec):
+    return [d.name for d in spec.dimensions if d.kind == "flag"]
+
+
+# Where a row does not count: by what, and its value there, which may be that of another input.
+LEFT_OUT = {
+    **dict.fromkeys(("cross_entropy_forward", "cross_entropy_backward", "cross_entropy_fused"), ("target", -100)),
+    **dict.fromkeys(("log_probs_forward", "log_probs_backward"), ("ids", -100)),
+    **dict.fromkeys(("jsd", "tvd", "logits_jsd_forward", "logits_jsd_backward"), ("slope", 0)),
+    **dict.fromkeys(("tvd_elements_forward", "tvd_elements_backward"), ("counted", 0)),
+    **dict.fromkeys(("router_losses_forward", "router_losses_backward"), ("shares", 0)),
+    **dict.fromkeys(("experts_gate", "experts_gate_backward", "experts_combine"), ("experts", "total")),
+}
+
+
+@every_flag
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_rows_that_do_not_count_add_nothing_whatever_they_hold(name, flags):
+    spec, (by, value) = spec_named(name), LEFT_OUT[name]
+    # Without its flag, router_losses has no shares to leave rows out by.
+    flags = flags or by == "shares"
+    problem = sized(spec, rows=7, columns=83, flags=flags)
+    inputs = plain_inputs(spec, problem)
+    inputs[by][[1, 3]] = inputs.get(value, value)
+    expected = expected_results(spec, problem, inputs)
+    # Weights and shares of experts are of slots.
+    others = {by, "weights", "shares"}
+    for key in [key for key, x in inputs.items() if is_float(x) and len(x) == len(inputs[by]) and key not in others]:
+        inputs[key][1], inputs[key][3] = math.nan, math.inf
+    for config in one_of_each(spec, problem, *WAYS):
+        check = compare(spec, problem, launched(spec, problem, config, inputs), expected)
         assert check.passed, (config, check.reason)
 
 
-@pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize("full", [False, True])
-def test_rope_shares_the_angles_of_a_single_batch_entry(full, inverse):
-    spec = spec_named("rope")
-    problem = sized(spec, batch=3).but(full=full, inverse=inverse)
-    inputs = inputs_of(spec, problem)
-    shared = {name: inputs[name][:1] for name in ("cos", "sin")}
-    for config in configs(spec, problem)[:6]:
-        assert interpret(spec, problem, config, {**inputs, **shared}).passed
-        expanded = {name: value.expand(3, -1, -1) for name, value in shared.items()}
-        assert interpret(spec, problem, config, {**inputs, **expanded}).passed
+# Results in the memory of inputs, as ops launch them; the tuner and the other tests give them memory of their own.
+IN_PLACE = {
+    "adamw": {"new_param": "param", "new_exp_avg": "exp_avg", "new_exp_avg_sq": "exp_avg_sq"},
+    "cross_entropy_backward": {"dlogits": "logits"},
+    "cross_entropy_fused": {"dlogits": "logits"},
+    "log_probs_backward": {"dlogits": "logits"},
+    "logits_jsd_backward": {"gradient": "student"},
+    "matmul": {"c": "addend"},
+    "scale": {"y": "x"},
+}
 
 
-def test_rope_reads_only_the_first_half_of_angles_that_are_stored_twice():
-    spec = spec_named("rope")
-    problem = sized(spec)
-    inputs = inputs_of(spec, problem)
-    for name in ("cos", "sin"):
-        poison = torch.full_like(inputs[name], torch.nan)
-        twice = torch.cat((inputs[name], poison), -1)
-        inputs[name] = twice[..., : inputs[name].shape[-1]]
-        assert inputs[name].stride(1) == twice.shape[-1]
-    assert interpret(spec, problem, spec.default(problem, None), inputs).passed
+@pytest.mark.parametrize("name", IN_PLACE)
+@examples(30)
+@given(data=st.data())
+def test_in_place_gives_the_same_bits(name, data):
+    spec = spec_named(name)
+    problem = data.draw(problems(spec), label="problem")
+    problem = problem.but(accumulated=True) if name == "matmul" else problem
+    if "vocabulary" in problem and data.draw(st.integers(0, 7), label="long") == 7:
+        problem = problem.but(rows=3, vocabulary=data.draw(st.sampled_from([700, 8193]), label="vocabulary"))
+    kernels = [config for config in configs(spec, problem) if not spec.is_library(problem, config)]
+    config, blocks = data.draw(st.sampled_from(kernels), label="config"), None
+    if config["schedule"] == "persistent":
+        blocks = data.draw(st.sampled_from([None, 1, 3, 50]), label="blocks")
+    inputs = plain_inputs(spec, problem)
+    apart = launched(spec, problem, config, inputs, blocks)
+    together = launched_in_place(spec, problem, config, inputs, IN_PLACE[name], blocks)
+    for output, expected in apart.items():
+        assert torch.equal(together[output], expected), output
 
 
-def test_rope_rounds_nothing_but_its_results():
-    """Products that nearly cancel: what is left of them would be lost if they were rounded."""
-    spec = spec_named("rope")
-    problem = sized(spec, "bfloat16").but(full=True)
-    inputs = inputs_of(spec, problem)
-    half = problem["head_dim"] // 2
-    for name in ("q", "k"):
-        inputs[name][..., half:] = inputs[name][..., :half]
-    inputs["cos"].fill_(1)
-    inputs["sin"][..., :half], inputs["sin"][..., half:] = 1 - 2**-8, 2**-8 - 1
-    check = interpret(spec, problem, spec.default(problem, INTERPRETED), inputs)
-    assert check.passed, check.reason
+# Those that move other bytes than those of their arrays: what is shared, gathered or packed; counted by hand elsewhere.
+OTHER_BYTES = (
+    "attention_forward", "attention_backward", "attention_dkdv", "attention_dq", "fused_linear_", "gather_",
+    "group_norm_backward",
+    "grouped_sum", "labels", "linear_log_probs", "llama4_rope", "qk_norm", "qwen2vl", "rope", "router_losses",
+)  # fmt: skip
 
 
-def test_rope_of_more_heads_than_are_written_out():
-    spec = spec_named("rope")
-    problem = sized(spec, "bfloat16", tokens=2, batch=1, heads=33, kv_heads=9, head_dim=128)
-    inputs, seen = inputs_of(spec, problem), one_of_each_code(spec, problem)
-    assert {dict(spec.device(problem, config).constants)["unrolled"] for config in seen} == {False, True}
-    assert_right(spec, problem, seen, inputs)
+@each([spec for spec in SPECS if not spec.name.startswith(OTHER_BYTES)])
+@every_flag
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bytes_are_those_of_all_inputs_and_outputs(spec, dtype, flags):
+    problem = sized(spec, dtype, rows=7, columns=84, flags=flags)
+    read = [x.nbytes for x in plain_inputs(spec, problem).values() if isinstance(x, torch.Tensor) and x.numel() > 1]
+    written = [math.prod(shape) * ITEM_BYTES[kind] for shape, kind in spec.outputs(problem, 1).values()]
+    # One element is a parameter, or stands for an array that a problem does not have.
+    ones = [x.nbytes for x in plain_inputs(spec, problem).values() if isinstance(x, torch.Tensor) and x.numel() == 1]
+    assert spec.bytes_moved(problem) - sum(read) - sum(written) in (0, sum(ones))
 
 
-@pytest.mark.parametrize("factor", [0.0, 1.0])
-def test_scale_in_place_by_factors_that_leave_or_clear_everything(factor):
-    spec = spec_named("scale")
-    problem = sized(spec)
-    inputs = inputs_of(spec, problem) | {"factor": torch.tensor([factor])}
-    implementation = spec.device(problem, spec.default(problem, INTERPRETED))
-    expected, given = inputs["x"] * factor, launch_arguments(implementation, inputs, {"y": inputs["x"]})
-    interpreter.launch(implementation.function, (4,), given)
-    assert torch.equal(inputs["x"], expected)
+SIZES = {
+    "columns": 1024, "vocabulary": 1024, "hidden": 256, "inner": 256, "heads": 16, "kv_heads": 8, "head_dim": 128,
+    "pairs": 64, "experts": 16, "expert_groups": 2,
+}  # fmt: skip
 
 
-def test_rope_backward_undoes_the_forward():
-    spec = spec_named("rope")
-    forward = sized(spec).but(full=False, inverse=False)
-    inputs = inputs_of(spec, forward)
-    turned = spec.reference(**inputs, inverse=False)
-    back = spec.reference(q=turned["q_out"], k=turned["k_out"], cos=inputs["cos"], sin=inputs["sin"], inverse=True)
-    torch.testing.assert_close(back["q_out"], inputs["q"].double(), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(back["k_out"], inputs["k"].double(), rtol=1e-6, atol=1e-6)
+def meets(tensor, assumed):
+    """Whether a tensor at an aligned address is what a variant assumes."""
+    strides = tensor.stride()
+    if assumed["last_stride_one"] and strides[-1] != 1 and tensor.shape[-1] != 1:
+        return False
+    if any(stride % assumed["stride_elements"] for stride in strides[:-1]):
+        return False
+    return tensor.shape[-1] % assumed["extent_elements"] == 0
+
+
+@each(compiled())
+def test_odd_numbers_of_rows_are_aligned(spec):
+    """The aligned variant is what training runs: ordinary tensors of any number of rows must meet what it assumes."""
+    problem = odd_problem(spec, sized(spec, "bfloat16", rows=64, tokens=64, queries=64, keys=64, batch=2, **SIZES), 61)
+    config = spec.default(problem, resolve("H200"))
+    config = spec.generic(problem) if spec.is_library(problem, config) else config
+    implementation = spec.device(problem, config)
+    arrays = plain_inputs(spec, problem)
+    for name, (shape, dtype) in spec.outputs(problem, implementation.grid(problem, 132)).items():
+        arrays[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+    for parameter, assumed in zip(implementation.parameters, assumptions(implementation, ALIGNED), strict=False):
+        if isinstance(parameter, ArrayParameter):
+            assert meets(arrays[parameter.name], assumed), (parameter, arrays[parameter.name].stride(), assumed)

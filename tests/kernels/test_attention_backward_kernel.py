@@ -1,38 +1,42 @@
-"""Attention's backward: the formula against autograd, and the kernels on what is special to them."""
+"""Attention's backward: the formula against autograd, the kernels, and all of them in a row or cuDNN as one spec."""
 
 import itertools
 
 import pytest
 import torch
-from spec_samples import interpret, launched, sized
+from spec_samples import assert_right, each, launched, plain_inputs, sized
 
-from tilekern.compile.cubin import read_resources
-from tilekern.compile.toolchain import compile_candidate, toolkit
+from tilekern.kernels import spec_named
 from tilekern.kernels.attention import backward_problem as attention_backward_problem
+from tilekern.kernels.attention import cudnn as attention_cudnn
 from tilekern.kernels.attention import problem as attention_problem
 from tilekern.kernels.attention.backward import DELTA, DKDV, DQ
-from tilekern.spec import ALIGNED
-from tilekern.spec.targets import INTERPRETED, resolve
+from tilekern.kernels.attention.gradients import SPEC as GRADIENTS
+from tilekern.runtime.dispatch import counters, plan_for
+from tilekern.spec import Config, LibraryCall
+from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
 
 SIZES = {"batch": 2, "queries": 100, "keys": 100, "heads": 2, "kv_heads": 1, "head_dim": 20}
 FLAGS = ("causal", "windowed", "capped", "packed")
 every_flag = pytest.mark.parametrize(
     "flags", [dict(zip(FLAGS, values, strict=True)) for values in itertools.product((False, True), repeat=4)], ids=str
 )
-both = pytest.mark.parametrize("spec", [DKDV, DQ], ids=lambda spec: spec.name)
+FORWARD = spec_named("attention_forward")
+both = each([DKDV, DQ])
+all_three = each([FORWARD, DKDV, DQ])
 
 
 def problem_of(spec, dtype="float32", flags=None, **sizes):
     return sized(spec, dtype, **SIZES | sizes).but(**(flags or {}))
 
 
-def inputs_of(spec, problem, seed=0):
-    return spec.inputs(problem, torch.Generator().manual_seed(seed), "cpu")
-
-
 def small(spec, problem, **changes):
     """A config with tiles of 32 rows, so that a few hundred rows are many tiles."""
     return spec.generic(problem).but(tile_m=32, tile_n=32, **changes)
+
+
+def small_is_right(spec, problem, inputs=None, **changes):
+    assert_right(spec, problem, [small(spec, problem, **changes)], inputs or plain_inputs(spec, problem))
 
 
 def outputs_of(spec, problem, inputs):
@@ -42,7 +46,7 @@ def outputs_of(spec, problem, inputs):
 
 
 @every_flag
-@pytest.mark.parametrize(("queries", "keys"), [(7, 7), (4, 9), (9, 4)])
+@pytest.mark.parametrize(("queries", "keys"), [(4, 9), (9, 4)])
 def test_the_formula_is_what_autograd_says_of_the_forward(flags, queries, keys):
     problem = problem_of(DKDV, flags=flags, queries=queries, keys=keys)
     given = attention_problem.inputs(problem.but(sinks=False), torch.Generator().manual_seed(1), "cpu")
@@ -66,8 +70,7 @@ def test_the_formula_is_what_autograd_says_of_the_forward(flags, queries, keys):
 @every_flag
 def test_every_flag_over_many_tiles_and_tails(spec, flags):
     problem = problem_of(spec, "bfloat16", flags)
-    check = interpret(spec, problem, small(spec, problem), inputs_of(spec, problem))
-    assert check.passed, check.reason
+    small_is_right(spec, problem)
 
 
 @both
@@ -75,8 +78,7 @@ def test_every_flag_over_many_tiles_and_tails(spec, flags):
 def test_queries_and_keys_that_differ_in_number(spec, flags):
     for queries, keys in ((1, 70), (33, 100), (100, 33), (70, 1)):
         problem = problem_of(spec, "float32", flags, batch=1 + flags["packed"], queries=queries, keys=keys)
-        check = interpret(spec, problem, small(spec, problem), inputs_of(spec, problem))
-        assert check.passed, (queries, keys, check.reason)
+        small_is_right(spec, problem)
 
 
 @both
@@ -84,16 +86,14 @@ def test_queries_and_keys_that_differ_in_number(spec, flags):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (3, 3), (4, 2)])
 def test_groups_of_heads(spec, schedule, heads, kv_heads):
     problem = problem_of(spec, heads=heads, kv_heads=kv_heads, flags={"causal": True})
-    check = interpret(spec, problem, small(spec, problem, schedule=schedule), inputs_of(spec, problem))
-    assert check.passed, check.reason
+    small_is_right(spec, problem, schedule=schedule)
 
 
 @both
 @pytest.mark.parametrize("head_dim", [16, 96, 128, 256])
 def test_heads_of_any_size_by_the_default_config(spec, head_dim):
     problem = problem_of(spec, "bfloat16", {"causal": True}, batch=1, queries=200, keys=200, head_dim=head_dim)
-    check = interpret(spec, problem, spec.default(problem, INTERPRETED), inputs_of(spec, problem))
-    assert check.passed, check.reason
+    assert_right(spec, problem, [spec.default(problem, INTERPRETED)], plain_inputs(spec, problem))
 
 
 @both
@@ -101,10 +101,7 @@ def test_heads_of_any_size_by_the_default_config(spec, head_dim):
 @pytest.mark.parametrize("causal", [False, True])
 def test_windows_around_the_size_of_a_tile(spec, window, causal):
     problem = problem_of(spec, flags={"causal": causal, "windowed": True})
-    inputs = inputs_of(spec, problem)
-    inputs = _consistent(problem, inputs | {"window": window})
-    check = interpret(spec, problem, small(spec, problem), inputs)
-    assert check.passed, check.reason
+    small_is_right(spec, problem, _consistent(problem, plain_inputs(spec, problem) | {"window": window}))
 
 
 def _consistent(problem, inputs):
@@ -117,7 +114,7 @@ def _consistent(problem, inputs):
 
 def test_queries_that_see_no_key_get_and_give_nothing():
     problem = problem_of(DQ, flags={"causal": True}, queries=100, keys=60)
-    inputs = inputs_of(DQ, problem)
+    inputs = plain_inputs(DQ, problem)
     blind = slice(0, 40)
     assert inputs["lse"][:, :, blind].isneginf().all()
     assert (outputs_of(DQ, problem, inputs)["dq"][:, blind] == 0).all()
@@ -127,34 +124,35 @@ def test_queries_that_see_no_key_get_and_give_nothing():
     assert all(torch.equal(full[name], again[name]) for name in ("dk", "dv"))
 
 
-@both
+@all_three
 def test_sums_over_many_tiles_are_kept_in_float32(spec):
     """Of terms of one sign, whose sums rounded to bfloat16 after each tile would be off by percents."""
-    sizes = {"queries": 16, "keys": 4096} if spec is DQ else {"queries": 4096, "keys": 16}
+    sizes = {"queries": 4096, "keys": 16} if spec is DKDV else {"queries": 16, "keys": 4096}
     problem = problem_of(spec, "bfloat16", batch=1, heads=1, kv_heads=1, head_dim=16, **sizes)
-    inputs = inputs_of(spec, problem)
-    inputs |= {name: inputs[name].abs() for name in ("q", "k", "v", "dout")}
-    inputs = _consistent(problem, inputs | {"delta": torch.zeros_like(inputs["delta"])})
-    check = interpret(spec, problem, small(spec, problem), inputs)
-    assert check.passed, check.reason
+    inputs = plain_inputs(spec, problem)
+    if spec is FORWARD:
+        inputs["v"] = inputs["v"].abs()
+    else:
+        inputs |= {name: inputs[name].abs() for name in ("q", "k", "v", "dout")}
+        inputs = _consistent(problem, inputs | {"delta": torch.zeros_like(inputs["delta"])})
+    small_is_right(spec, problem, inputs)
 
 
-@both
+@all_three
 def test_a_packed_sequence_is_not_touched_by_the_nan_of_the_next(spec):
     problem = problem_of(spec, flags={"packed": True}, batch=3)
-    inputs = inputs_of(spec, problem)
+    inputs = plain_inputs(spec, problem)
     last = inputs["query_starts"][-2]
-    for name in ("q", "k", "v", "dout"):
+    for name in inputs.keys() & {"q", "k", "v", "dout"}:
         inputs[name][:, last:] = torch.nan
-    for name in ("lse", "delta"):
+    for name in inputs.keys() & {"lse", "delta"}:
         inputs[name][..., last:] = torch.nan
-    check = interpret(spec, problem, small(spec, problem), inputs)
-    assert check.passed, check.reason
+    small_is_right(spec, problem, inputs)
 
 
 def test_keys_that_no_query_sees_get_zeros():
     problem = problem_of(DKDV, flags={"causal": True, "windowed": True}, queries=10, keys=150)
-    inputs = inputs_of(DKDV, problem)
+    inputs = plain_inputs(DKDV, problem)
     outputs = outputs_of(DKDV, problem, inputs)
     unseen = 150 - 10 - inputs["window"] + 1
     assert all((outputs[name][:, :unseen] == 0).all() for name in ("dk", "dv"))
@@ -180,23 +178,95 @@ def test_the_three_kernels_in_a_row_give_the_gradients_of_the_forward(sinks, pac
         torch.testing.assert_close(got[name].double(), gradient, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
-@both
+# As one spec.
+
+KERNELS, CUDNN = Config(implementation="kernels"), Config(implementation="cudnn")
+LARGE = {"batch": 1, "queries": 4096, "keys": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128}
+SMALL = {"batch": 2, "queries": 37, "keys": 37, "heads": 2, "kv_heads": 1, "head_dim": 20}
+
+
+def whole(dtype="bfloat16", sizes=None, **flags):
+    given = {"causal": True, "deterministic": False} | flags
+    return sized(GRADIENTS, dtype, **LARGE | (sizes or {})).but(**given)
+
+
+def candidates(problem, target="H200"):
+    return list(GRADIENTS.space.candidates(problem, resolve(target)))
+
+
+@pytest.mark.parametrize("target", ["H200", "B200", "A100", "RTX5090"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_both_candidates_where_dq_need_not_repeat(target, causal):
+    assert candidates(whole(causal=causal), target) == [KERNELS, CUDNN]
+
+
+@pytest.mark.parametrize("target", [target.name for target in KNOWN])
+def test_what_must_repeat_is_never_cudnn_s(target):
+    problem = whole(deterministic=True)
+    assert candidates(problem, target) == [KERNELS]
+    assert "changes from run to run" in GRADIENTS.space.violated(problem, CUDNN, resolve(target))
+
+
 @pytest.mark.parametrize(
-    ("arch", "changes"),
+    "problem",
     [
-        ("sm_90", {"head_dim": 64}),
-        ("sm_90", {"head_dim": 256}),
-        ("sm_90", {"packed": True}),
-        ("sm_100", {"packed": True}),
+        whole("float32"),
+        whole(windowed=True),
+        whole(capped=True),
+        whole(packed=True),
+        whole(sizes={"keys": 4097}),
+        whole(sizes={"head_dim": 100}),
+        whole(sizes={"head_dim": 512}),
+        whole(sizes={"kv_heads": 5}),
     ],
-    ids=str,
+    ids=lambda problem: problem.key,
 )
-@pytest.mark.share(8)
-def test_default_configs_of_other_heads_and_packed_sequences_spill_nothing(spec, arch, changes):
-    target = resolve(arch)
-    sizes = {"batch": 1, "queries": 8192, "keys": 8192, "heads": 32, "kv_heads": 8, "head_dim": 128}
-    problem = spec.bucketed(sized(spec, "bfloat16", **sizes).but(**{"causal": True, **changes}))
-    made = compile_candidate(spec, problem, spec.default(problem, target), target, ALIGNED)
-    assert read_resources(made.cubin, made.symbol).stack_bytes == 0
+def test_what_cudnn_does_not_compute_is_the_kernels(problem):
+    assert candidates(problem) == [KERNELS]
+    assert GRADIENTS.space.violated(problem, CUDNN, resolve("H200")).startswith("cuDNN's attention takes half types")
+
+
+def test_queries_and_keys_may_differ_for_cudnn_where_no_query_is_later_than_another():
+    assert candidates(whole(sizes={"keys": 5000}, causal=False)) == [KERNELS, CUDNN]
+
+
+def test_large_heads_need_a_newer_gpu():
+    problem = whole(sizes={"head_dim": 256})
+    assert candidates(problem, "H200") == [KERNELS, CUDNN]
+    assert candidates(problem, "A100") == [KERNELS]
+
+
+def test_the_interpreter_and_the_defaults_take_the_kernels():
+    problem = whole()
+    assert list(GRADIENTS.space.candidates(problem, INTERPRETED)) == [KERNELS]
+    assert GRADIENTS.default(problem, resolve("H200")) == GRADIENTS.generic(problem) == KERNELS
+
+
+def test_both_are_calls_without_an_artifact_that_take_the_same_inputs():
+    made = [GRADIENTS.implement(whole(), config) for config in (KERNELS, CUDNN)]
+    assert all(isinstance(found, LibraryCall) and found.inputs == attention_cudnn.BACKWARD_INPUTS for found in made)
+    assert [found.composite for found in made] == [True, False]
+
+
+@every_flag
+def test_the_kernels_in_a_row_with_every_flag(flags):
+    problem = whole("float32", SMALL, **flags)
+    names = ("attention_delta", "attention_dkdv", "attention_dq")
+    before = [counters(name).launches for name in names]
+    assert_right(GRADIENTS, problem, [KERNELS], plain_inputs(GRADIENTS, problem))
+    assert [counters(name).launches for name in names] == [n + 1 for n in before]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 70), (70, 1), (33, 100), (100, 33), (129, 129)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernels_in_a_row_on_odd_lengths(queries, keys, dtype):
+    problem = whole(dtype, SMALL | {"queries": queries, "keys": keys})
+    assert_right(GRADIENTS, problem, [KERNELS], plain_inputs(GRADIENTS, problem))
+
+
+def test_the_kernels_in_a_row_repeat_bit_by_bit():
+    problem = whole("bfloat16", SMALL, deterministic=True)
+    inputs = plain_inputs(GRADIENTS, problem)
+    call = GRADIENTS.implement(problem, KERNELS)
+    runs = [call.bound(plan_for)(*(inputs[name] for name in call.inputs)) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

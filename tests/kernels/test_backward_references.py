@@ -1,10 +1,11 @@
 """References of gradients are what autograd says of the forward's reference in float64, whoever wrote them."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
-from spec_samples import SPECS, inputs_of, sized
+from spec_samples import SPECS, inputs_of, is_float, sized
 
 import tilekern.ops  # noqa: F401  (declares the ops)
 from tilekern.kernels import all_specs, spec_named
@@ -52,13 +53,9 @@ AT_ONCE = [spec.name for spec in SPECS if {"loss", "gradient"} <= {*_outputs_of(
 TURNED_BACK = {op.name: op for op in SHIPPED if op.backward_flags}
 
 
-def _is_float(value):
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
 def _leaves(spec, problem):
     """The inputs of a spec, with gradients to come where they are numbers."""
-    return {k: v.double().requires_grad_() if _is_float(v) else v for k, v in inputs_of(spec, problem).items()}
+    return {k: v.double().requires_grad_() if is_float(v) else v for k, v in inputs_of(spec, problem).items()}
 
 
 def _results(spec, problem, given):
@@ -69,7 +66,7 @@ def _results(spec, problem, given):
 
 def _gradients(results, slopes, given):
     """By ``d<input>``, of those that the results depend on."""
-    leaves = {name: x for name, x in given.items() if _is_float(x)}
+    leaves = {name: x for name, x in given.items() if is_float(x)}
     asked = [results[name] for name in slopes]
     found = torch.autograd.grad(asked, list(leaves.values()), list(slopes.values()), allow_unused=True)
     return {f"d{name}": x for name, x in zip(leaves, found, strict=True) if x is not None}
@@ -97,7 +94,7 @@ def _slopes(results, given, own):
     graded = [name for name, x in results.items() if x.requires_grad]
     called = {name: f"d{name}" for name in graded if f"d{name}" in own}
     others = {*given, *results, *called.values()}
-    rest = [name for name, x in own.items() if _is_float(x) and name not in others]
+    rest = [name for name, x in own.items() if is_float(x) and name not in others]
     assert len(rest) <= 1, f"nothing says what {rest} are"
     return called | dict(zip([name for name in graded if name not in called], rest, strict=False))
 
@@ -108,12 +105,23 @@ def _made_between(forward, names):
     return {name: spec for spec in beside for name in names & {*_outputs_of(spec)}}
 
 
-@pytest.mark.parametrize("flags", [False, True])
+def _every_flag(*specs):
+    """Problems of some specs, for all combinations of their flags."""
+    names = list(dict.fromkeys(d.name for spec in specs for d in spec.dimensions if d.kind == "flag"))
+    for values in itertools.product((False, True), repeat=len(names)):
+        flags = dict(zip(names, values, strict=True))
+        plain = [sized(spec) for spec in specs]
+        yield [problem.but(**{name: flags[name] for name in names if name in problem}) for problem in plain]
+
+
 @pytest.mark.parametrize(("forward", "backward"), PAIRS)
-def test_a_backward_s_reference_is_what_autograd_says(forward, backward, flags):
-    torch.manual_seed(0)
+def test_a_backward_s_reference_is_what_autograd_says(forward, backward):
     forward, backward = spec_named(forward), spec_named(backward)
-    problem, of_backward = sized(forward, flags=flags), sized(backward, flags=flags)
+    for problem, of_backward in _every_flag(forward, backward):
+        _assert_backward(forward, backward, problem, of_backward)
+
+
+def _assert_backward(forward, backward, problem, of_backward):
     given, own = _leaves(forward, problem), inputs_of(backward, of_backward)
     results = _results(forward, problem, given)
     between = _made_between(forward.name, own.keys() - given.keys() - results.keys())
@@ -125,21 +133,19 @@ def test_a_backward_s_reference_is_what_autograd_says(forward, backward, flags):
     for name, x in own.items():
         if isinstance(x, torch.Tensor):
             # Whole numbers as such, and groups of experts one after the other.
-            handed[name] = handed[name].to(handed[name].dtype if _is_float(x) else x.dtype).reshape(x.shape)
+            handed[name] = handed[name].to(handed[name].dtype if is_float(x) else x.dtype).reshape(x.shape)
     _assert_like(_results(backward, dict(of_backward) | dict(problem), handed), gradients, _detached(results))
 
 
-@pytest.mark.parametrize("flags", [False, True])
 @pytest.mark.parametrize("name", AT_ONCE)
-def test_gradients_that_come_with_a_loss_are_what_autograd_says(name, flags):
+def test_gradients_that_come_with_a_loss_are_what_autograd_says(name):
     spec = spec_named(name)
-    problem = sized(spec, flags=flags)
-    if "graded" in problem:
-        problem = problem.but(graded=True)
-    given = _leaves(spec, problem)
-    results = _results(spec, problem, given)
-    gradients = _gradients(results, {"loss": torch.ones_like(results["loss"])}, given)
-    _assert_like(_detached(results), gradients, {})
+    for (problem,) in _every_flag(spec):
+        if problem.get("graded", True):
+            given = _leaves(spec, problem)
+            results = _results(spec, problem, given)
+            gradients = _gradients(results, {"loss": torch.ones_like(results["loss"])}, given)
+            _assert_like(_detached(results), gradients, {})
 
 
 @pytest.mark.parametrize("flags", [False, True])

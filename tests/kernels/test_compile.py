@@ -1,12 +1,18 @@
 """Ahead-of-time compilation of every spec, for GPUs that are not here."""
 
+import dataclasses
+import itertools
+
 import pytest
 from environments import without_kept_cubins
-from spec_samples import compiled, config_of, resources_of, sized
+from spec_samples import compiled, config_of, id_of, resources_of, sized
 
 from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.errors import CompileFailed
 from tilekern.kernels import spec_named
+from tilekern.kernels.adamw import WIDTHS
+from tilekern.kernels.grouped.space import first_tile
+from tilekern.kernels.matmul import product as matmul
 from tilekern.spec import ALIGNED, GENERIC
 from tilekern.spec.targets import resolve
 
@@ -35,9 +41,10 @@ def test_other_generations_have_kernels_of_each_family(kernel, arch):
     judge(spec, spec.bucketed(sized(spec, "bfloat16", **QWEN3)), resolve(arch), ALIGNED)
 
 
-def judge(spec, problem, target, variant):
+def judge(spec, problem, target, variant, config=None):
     """What the cubin takes."""
-    made = compile_candidate(spec, problem, config_of(spec, problem, target, variant), target, variant)
+    config = config or config_of(spec, problem, target, variant)
+    made = compile_candidate(spec, problem, config, target, variant)
     return resources_of(spec, problem, made, target)
 
 
@@ -49,6 +56,106 @@ def test_the_default_config_spills_nothing_at_the_sizes_of_qwen3_8b(spec, arch):
     columns = 12288 if spec.name.startswith("swiglu") else 4096
     problem = spec.bucketed(sized(spec, "bfloat16", **QWEN3_8B | {"columns": columns}))
     assert judge(spec, problem, target, ALIGNED).stack_bytes == 0
+
+
+BOTH = ("sm_90", "sm_100")
+HEADS = {"batch": 4, "queries": 4096, "keys": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128}
+LONG = HEADS | {"batch": 1, "queries": 8192, "keys": 8192}
+PRODUCTS = [("b_transposed",), (), ("a_transposed",)]
+EPILOGUES = [(), ("biased", "gelu_tanh", "silu"), ("accumulated",)]
+
+
+def _attention(kernel, arch, most, sizes, **changes):
+    spec = spec_named(kernel)
+    flags = {"causal": True} | {name: value for name, value in changes.items() if value is True}
+    heads = {name: value for name, value in changes.items() if value is not True}
+    return arch, spec, sized(spec, "bfloat16", **sizes | heads).but(**flags), most, {}
+
+
+def _product(arch, product, epilogue, **changes):
+    spec = spec_named("matmul")
+    return arch, spec, spec.problem(**matmul.sizes(8192, 4096, 12288, "bfloat16", (*product, *epilogue))), 0, changes
+
+
+# The bytes that the default, or another config, may spill at real sizes: an architecture, a spec, a problem, the most,
+# and how the config is another.
+SPILLS = [
+    # A slot or two beside the loop costs nothing; a spilled accumulator takes hundreds of bytes. Each head on both GPUs
+    # of users, each flag on one of them.
+    *(_attention("attention_forward", arch, 16, HEADS, head_dim=n) for n in (64, 128, 256) for arch in BOTH),
+    *(
+        _attention("attention_forward", arch, 16, HEADS, **{flag: True})
+        for arch, flag in zip(itertools.cycle(BOTH), ("windowed", "capped", "sinks", "packed"), strict=False)
+    ),
+    *(
+        _attention(f"attention_{name}", arch, 0, LONG, **changes)
+        for name in ("dkdv", "dq")
+        for arch, changes in [
+            ("sm_90", {"head_dim": 64}), ("sm_90", {"head_dim": 256}), *((arch, {"packed": True}) for arch in BOTH),
+        ]
+    ),
+    # Each epilogue on each GPU, with each product on each GPU and each epilogue with each product once.
+    *(
+        _product(arch, PRODUCTS[(a + e) % 3], epilogue, **changes)
+        for a, arch in enumerate(("sm_80", "sm_90", "sm_100", "sm_120"))
+        for e, epilogue in enumerate(EPILOGUES)
+        for changes in ({}, {"sums_begin": "addend"})[: 1 + ("accumulated" in epilogue)]
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arch", "spec", "problem", "most", "changes"), SPILLS, ids=id_of)
+@pytest.mark.share(8)
+def test_defaults_of_real_sizes_spill_next_to_nothing(arch, spec, problem, most, changes):
+    target = resolve(arch)
+    config = spec.default(problem, target).but(**changes)
+    assert judge(spec, problem, target, ALIGNED, config).stack_bytes <= most
+
+
+QWEN3_EXPERTS = {"rows": 65536, "inner": 2048, "columns": 1536, "experts": 128}
+GPT_OSS_EXPERTS = {"rows": 32768, "inner": 2880, "columns": 5760, "experts": 32}
+
+
+@pytest.mark.parametrize(
+    ("arch", "kernel", "sizes", "on"),
+    [
+        ("sm_100", "grouped_linear", QWEN3_EXPERTS, ("inner_first", "gathered", "partial")),
+        ("sm_90", "grouped_linear", GPT_OSS_EXPERTS, ("gathered", "biased", "partial")),
+        ("sm_90", "grouped_weight_gradient", QWEN3_EXPERTS, ()),
+    ],
+)
+@pytest.mark.share(3)
+def test_first_tiles_of_large_layers_spill_nothing(arch, kernel, sizes, on):
+    spec, target = spec_named(kernel), resolve(arch)
+    problem = sized(spec, "bfloat16", **sizes).but(**dict.fromkeys(on, True))
+    assert judge(spec, problem, target, ALIGNED, first_tile(problem, target)).stack_bytes == 0
+
+
+@pytest.mark.parametrize("kernel", ["cross_entropy_forward", "cross_entropy_backward", "cross_entropy_fused"])
+@pytest.mark.parametrize("arch", BOTH)
+def test_generic_configs_spill_nothing_at_a_real_vocabulary(kernel, arch):
+    spec = spec_named(kernel)
+    problem = spec.bucketed(sized(spec, "bfloat16", rows=4096, vocabulary=128256))
+    assert judge(spec, problem, resolve(arch), GENERIC).stack_bytes == 0
+
+
+def test_the_generic_float32_product_compiles():
+    """It runs where a record's winner is a tile and an argument is not aligned; float32's is the library."""
+    spec = spec_named("matmul")
+    problem = spec.problem(**matmul.sizes(8192, 4096, 12288, "float32", ("b_transposed",)))
+    judge(spec, problem, resolve("sm_90"), GENERIC)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("dtype", "arch"), [("float32", "sm_90"), ("bfloat16", "sm_100")])
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_a_step_of_any_width_spills_nothing_and_exchanges_nothing_between_threads(dtype, arch, columns):
+    spec, target = spec_named("adamw"), resolve(arch)
+    problem = spec.problem(rows=4096, columns=columns, dtype=dtype)
+    for variant, config in ((ALIGNED, spec.default(problem, target)), (GENERIC, spec.generic(problem))):
+        resources = judge(spec, problem, target, variant, config)
+        assert resources.stack_bytes == 0
+        assert resources.shared_bytes == 0 or variant == GENERIC
 
 
 @pytest.mark.parametrize("kernel", ["rms_norm_forward", "rms_norm_backward"])
@@ -86,8 +193,6 @@ def test_a_config_that_cannot_be_lowered_fails_in_one_line():
 
 
 def test_a_gpu_that_the_compiler_does_not_know_fails_in_one_line():
-    import dataclasses
-
     spec, target = spec_named("swiglu_forward"), dataclasses.replace(resolve("sm_90"), arch="sm_79")
     problem = sized(spec, "bfloat16", **QWEN3)
     with pytest.raises(CompileFailed) as caught:

@@ -1,10 +1,10 @@
-"""Kernels of CuTe DSL compile for all GPUs, and take their arguments as cuTile's launcher passes them."""
+"""Kernels of CuTe DSL: what is left to cuTile, grids, cubins for all GPUs, and arguments as they are passed."""
 
 import importlib
 from types import SimpleNamespace
 
 import pytest
-from spec_samples import SPECS, sized
+from spec_samples import SPECS, each, id_of, sized
 
 from tilekern.compile import cute_compiler
 from tilekern.compile.cubin import code_of, parameter_bytes, read_resources
@@ -19,16 +19,21 @@ from tilekern.tuning.compile.machine_code import read_machine_code
 
 needs_cute = pytest.mark.skipif(compiler() is None, reason="nvidia-cutlass-dsl is not installed")
 ABLE = [spec for spec in SPECS if spec.space.beside]
-TURNS = [spec for spec in ABLE if any(d.name == "inverse" for d in spec.dimensions)]
-HEADS = [spec for spec in ABLE if spec not in TURNS and any(d.name == "heads" for d in spec.dimensions)]
-LOSSES = [spec for spec in ABLE if any(d.name == "vocabulary" for d in spec.dimensions)]
-PAIRS = [spec for spec in ABLE if any(d.name == "graded" for d in spec.dimensions)]
+
+
+def with_dimension(name, *others):
+    return [spec for spec in ABLE if spec not in others and any(d.name == name for d in spec.dimensions)]
+
+
+TURNS = with_dimension("inverse")
+HEADS = with_dimension("heads", *TURNS)
+LOSSES, PAIRS = with_dimension("vocabulary"), with_dimension("graded")
 SUMS = [spec for spec in ABLE if spec.name == "column_sum"]
 ROWS = [spec for spec in ABLE if spec not in (*TURNS, *HEADS, *LOSSES, *PAIRS, *SUMS)]
 RINGS = [spec for spec in ROWS if spec.follower]
 # Columns of rows that are long enough for several blocks.
 LONG = 65536
-H200, A100 = resolve("H200"), next(target for target in KNOWN if target.arch == "sm_80")
+H200, B200, A100 = (resolve(name) for name in ("H200", "B200", "A100"))
 # Of each architecture one GPU; some kernels are compiled for all of them, for each that is like an older one in turn.
 GPUS = list({target.arch: target for target in KNOWN}.values())
 LIKE_OTHERS = ("sm_86", "sm_89", "sm_103", "sm_121")
@@ -47,11 +52,9 @@ COMPILED = [
 ]  # fmt: skip
 
 
-def problem_of(
-    spec, columns=4096, dtype="bfloat16", rows=8192, heads=32, kv_heads=8, head_dim=128, vocabulary=32000
-):  # fmt: skip
-    heads = {"tokens": rows, "batch": 1, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    problem = sized(spec, dtype, rows=rows, columns=columns, vocabulary=vocabulary, **heads)
+def problem_of(spec, columns=4096, dtype="bfloat16", rows=8192, **sizes):
+    sizes = {"vocabulary": 32000, "batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128} | sizes
+    problem = sized(spec, dtype, rows=rows, tokens=rows, columns=columns, **sizes)
     return problem.but(graded=True) if spec in PAIRS else problem
 
 
@@ -63,36 +66,221 @@ def rings(spec, problem, target=H200):
     return [config for config in configs(spec, problem, target) if "stages" in config]
 
 
-def made_of(spec, columns=4096, target=H200, **axes):
+def values_of(axis, spec, problem, target=H200):
+    return {config[axis] for config in configs(spec, problem, target)}
+
+
+def made_of(spec, columns=None, target=H200, **axes):
     """The first config that has some values of axes, and the kernel of it."""
-    problem = problem_of(spec, columns)
+    problem = problem_of(spec, columns or (LONG if spec in PAIRS else 4096))
     config = next(c for c in configs(spec, problem, target) if axes.items() <= c.items())
     return problem, config, spec.device(problem, config)
 
 
-def test_kernels_over_rows_are_compiled_by_both():
+def matrices_read(kernel):
+    return [p for p in kernel.parameters if getattr(p, "ndim", 0) == 2 and p.role == "input"]
+
+
+def test_kernels_that_are_compiled_by_both():
     names = {spec.name.removesuffix("_forward").removesuffix("_backward") for spec in ROWS}
     assert {"rms_norm", "fused_add_rms_norm", "layer_norm", "softmax"} <= names
+    others = [[spec.name for spec in specs] for specs in (HEADS, TURNS, LOSSES, PAIRS, SUMS)]
+    assert others == [
+        ["qk_norm_rope_backward"], ["qwen2vl_mrope", "rope"], ["cross_entropy_fused"], ["jsd", "tvd"], ["column_sum"],
+    ]  # fmt: skip
 
 
-def test_so_are_gradients_of_heads():
-    assert [spec.name for spec in HEADS] == ["qk_norm_rope_backward"]
+# What is left to cuTile: vectors that are not whole, rows too short to keep a block busy, options.
+LEFT, TAKEN = (
+    {
+        "rms_norm_forward": ({"columns": 4100},),
+        "qk_norm_rope_backward": tuple({"head_dim": n} for n in (80, 96, 10, 8, 1024)),
+        **dict.fromkeys(("rope", "qwen2vl_mrope"), tuple({"head_dim": n} for n in (10, 8, 72))),
+        "cross_entropy_fused": tuple({"vocabulary": n} for n in (50257, 32004, 2048, 8)),
+        **dict.fromkeys(("jsd", "tvd"), tuple({"columns": n} for n in (50257, 32004, 8192, 4096, 8))),
+        "column_sum": tuple(
+            {"columns": n, "rows": 264, "dtype": dtype} for n in (12, 130, 4097) for dtype in ("bfloat16", "float32")
+        ),
+    },
+    {
+        "rms_norm_forward": ({}, {"columns": 4100, "dtype": "float32"}),
+        "qk_norm_rope_backward": ({}, {"dtype": "float32", "head_dim": 8}),
+        **dict.fromkeys(("rope", "qwen2vl_mrope"), ({}, {"head_dim": 80}, {"dtype": "float32", "head_dim": 8})),
+        "cross_entropy_fused": ({}, {"dtype": "float32", "vocabulary": 32004}),
+        **dict.fromkeys(("jsd", "tvd"), ({"columns": 32004, "dtype": "float32"}, {"columns": 16384})),
+        "column_sum": tuple({"columns": 132, "rows": 264, "dtype": dtype} for dtype in ("bfloat16", "float32")),
+    },
+)
 
 
-def test_so_are_rotations():
-    assert {spec.name for spec in TURNS} == {"rope", "qwen2vl_mrope"}
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_no_whole_vectors_or_too_short_is_left_to_cutile(name):
+    spec = spec_named(name)
+    for sizes in LEFT[name]:
+        assert not configs(spec, problem_of(spec, **sizes)), sizes
+    for sizes in TAKEN[name]:
+        assert configs(spec, problem_of(spec, **sizes)), sizes
+        assert not configs(spec, problem_of(spec, **sizes), INTERPRETED), sizes
 
 
-def test_so_is_the_loss_with_its_gradient():
-    assert [spec.name for spec in LOSSES] == ["cross_entropy_fused"]
+def test_losses_with_options_are_left_to_cutile_and_those_without_a_gradient_are_not():
+    for spec in LOSSES:
+        for flag in ("weighted", "smoothed", "capped"):
+            assert not configs(spec, problem_of(spec).but(**{flag: True}))
+    for spec in PAIRS:
+        assert configs(spec, problem_of(spec, 16384).but(graded=False))
 
 
-def test_so_are_losses_of_two_matrices():
-    assert [spec.name for spec in PAIRS] == ["jsd", "tvd"]
+def test_heads_that_threads_take_together_are_all_of_a_token():
+    (heads,) = HEADS
+    assert values_of("together", heads, problem_of(heads)) == {1, 2}
+    assert values_of("together", heads, problem_of(heads, heads=12, kv_heads=4)) == {1}
+    for spec in TURNS:
+        assert values_of("together", spec, problem_of(spec)) == {1, 2, 4, 8}
+        assert values_of("together", spec, problem_of(spec, heads=14, kv_heads=2)) == {1, 2}
+        # The threads of a block hold a head at least.
+        assert values_of("threads", spec, problem_of(spec, dtype="float32", head_dim=1024)) == {128, 256, 512}
 
 
-def test_so_are_sums_down_columns():
-    assert [spec.name for spec in SUMS] == ["column_sum"]
+def test_no_clusters_before_sm_90():
+    softmax, loss, pairs, sums = map(spec_named, ("softmax_forward", "cross_entropy_fused", "jsd", "column_sum"))
+    for spec, problem, clusters in (
+        (softmax, problem_of(softmax, LONG), {2, 4, 8}), (loss, problem_of(loss), {1, 2, 4}),
+        (pairs, problem_of(pairs, LONG), {1, 2, 4, 8}), (sums, problem_of(sums, 128, rows=264), {1, 2, 4}),
+        (sums, problem_of(sums), {1}),
+    ):  # fmt: skip
+        assert values_of("cluster", spec, problem) == clusters
+        assert values_of("cluster", spec, problem, A100) <= {1}
+
+
+# Grids.
+
+
+def assert_resident(kernel, problem, config):
+    """Clusters are whole: one for each row, or as many as are resident, of which the others leave no SM idle."""
+    for rows in (1, 7, 8192, 100_000):
+        clusters, rest = divmod(kernel.grid(problem.but(rows=rows), 132), config["cluster"])
+        resident = 132 // config["cluster"] * config["occupancy"]
+        assert (clusters, rest) == (rows if config["schedule"] == "block" else min(rows, resident), 0)
+
+
+@each(LOSSES)
+@pytest.mark.parametrize("vocabulary", [32000, 50304, 128256, 262144])
+def test_clusters_of_losses_are_whole_and_hold_a_row(spec, vocabulary):
+    problem = problem_of(spec, vocabulary=vocabulary)
+    for config in configs(spec, problem):
+        assert_resident(spec.device(problem, config), problem, config)
+        assert config["threads"] * config["cluster"] * 20 * 8 >= vocabulary
+
+
+@each(PAIRS)
+@pytest.mark.parametrize("columns", [16384, 32000, 128256])
+def test_clusters_of_pairs_are_whole_and_leave_no_sm_idle(spec, columns):
+    problem = problem_of(spec, columns)
+    found = configs(spec, problem)
+    assert 6 <= len(found) <= 30
+    for config in found:
+        kernel = spec.device(problem, config)
+        assert_resident(kernel, problem, config)
+        if config["schedule"] == "persistent":
+            assert kernel.grid(problem.but(rows=100_000), 132) == 132 * config["occupancy"]
+
+
+@each(HEADS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (5, 3), (64, 1)])
+def test_blocks_are_for_q_and_for_k_and_fill_the_gpu(spec, heads, kv_heads):
+    problem = problem_of(spec, heads=heads, kv_heads=kv_heads)
+    for config in configs(spec, problem):
+        kernel = spec.device(problem, config)
+        assert kernel.grid(problem.but(tokens=1), 132) >= 2
+        assert kernel.grid(problem.but(tokens=3), 132) <= 3 * (heads + kv_heads)
+        assert kernel.grid(problem.but(tokens=100_000), 132) == 132 * config["occupancy"]
+
+
+@each(TURNS)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (5, 3, 64), (64, 1, 80), (12, 2, 256)])
+def test_blocks_reach_all_heads_of_all_tokens_and_no_more(spec, heads, kv_heads, head_dim):
+    problem = problem_of(spec, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    found = configs(spec, problem)
+    assert 10 <= len(found) <= 32 or heads == 5
+    for config in found:
+        kernel = spec.device(problem, config)
+        at_once, constants = kernel.block // (head_dim // 16), dict(kernel.constants)
+        steps = [heads // constants["together"], kv_heads // constants["kv_together"]]
+        assert [heads, kv_heads] == [steps[0] * constants["together"], steps[1] * constants["kv_together"]]
+        for tokens in (1, 7, 100_000):
+            blocks = kernel.grid(problem.but(tokens=tokens, batch=2), 132)
+            assert blocks == sum(-(-2 * tokens * each // at_once) for each in steps)
+
+
+@each(ROWS)
+@pytest.mark.parametrize("columns", [64, 1000, 4096, 16384])
+def test_grids_are_whole_clusters_that_reach_all_rows(spec, columns):
+    problem = problem_of(spec, columns)
+    for config in (config for config in configs(spec, problem) if "stages" not in config):
+        kernel = spec.device(problem, config)
+        for rows in (1, 7, 8192, 100_000):
+            clusters, rest = divmod(kernel.grid(problem.but(rows=rows), 132), config["cluster"])
+            steps = -(-rows // config["rows"])
+            assert rest == 0
+            assert 1 <= clusters <= steps
+            assert clusters == steps or config["schedule"] == "persistent"
+        assert config["threads"] * config["cluster"] * 8 * 8 >= columns  # held in registers, eight vectors at most
+
+
+@each(SUMS)
+@pytest.mark.parametrize("columns", [16, 100, 128, 2048, 4096, 14336, 28672])
+@pytest.mark.parametrize("rows", [1, 132, 528, 100_000])
+def test_grids_reach_all_columns(spec, columns, rows):
+    problem = problem_of(spec, columns, rows=rows)
+    found = configs(spec, problem)
+    assert found
+    for config in found:
+        clusters, rest = divmod(spec.device(problem, config).grid(problem, 132), config["cluster"])
+        assert rest == 0
+        assert (clusters - 1) * config["width"] < columns <= clusters * config["width"]
+        # A vector for each lane, and a thread for each column.
+        assert config["width"] <= min(4 * 32, config["threads"])
+
+
+@each(RINGS)
+@pytest.mark.parametrize("target", [H200, B200, resolve("sm_120")], ids=lambda target: target.arch)
+def test_rings_fit_beside_one_another(spec, target):
+    for columns, dtype in ((1024, "bfloat16"), (4096, "bfloat16"), (2880, "float16"), (4096, "float32")):
+        problem = problem_of(spec, columns, dtype)
+        for config in rings(spec, problem, target):
+            kernel = spec.device(problem, config)
+            stage = columns * sum(ITEM_BYTES[parameter.dtype] for parameter in matrices_read(kernel))
+            assert kernel.shared_bytes == config["stages"] * stage
+            assert config["occupancy"] * (kernel.shared_bytes + 3072) <= target.shared_bytes
+            assert kernel.block == config["threads"] >= 64
+            for rows in (1, 7, 8192):
+                resident = config["occupancy"] * target.sm_count
+                assert kernel.grid(problem.but(rows=rows), target.sm_count) == min(rows, resident)
+
+
+@each(RINGS)
+def test_short_and_long_rows_and_older_gpus_have_no_ring(spec):
+    assert rings(spec, problem_of(spec))
+    assert not rings(spec, problem_of(spec), A100)
+    for columns in (128, 32768, 4097):
+        assert not rings(spec, problem_of(spec, columns))
+
+
+# Cubins.
+
+
+def compiled(spec, problem, config, target=H200):
+    """A cubin, and what it takes, which an SM must have for as many blocks as the config says."""
+    made = compile_candidate(spec, problem, config, target, ALIGNED)
+    resources, kernel = read_resources(made.cubin, made.symbol), spec.device(problem, config)
+    assert resources.registers * kernel.block * max(1, config.get("occupancy", 1)) <= target.registers
+    assert made.launch["cluster"] == kernel.cluster
+    return made, resources
+
+
+def counts_of(made, target=H200):
+    return read_machine_code(code_of(made.cubin, made.symbol), target.capability).whole
 
 
 def vectors_of(kernel, config):
@@ -107,8 +295,7 @@ def vectors_of(kernel, config):
         return 2 * config["together"] + 2
     if "rows" not in config:
         return -(-32000 // (8 * config["threads"] * config["cluster"]))
-    matrices = [p for p in kernel.parameters if getattr(p, "ndim", 0) == 2 and p.role == "input"]
-    return len(matrices) * -(-4096 // (8 * config["threads"]))
+    return len(matrices_read(kernel)) * -(-4096 // (8 * config["threads"]))
 
 
 @pytest.mark.slow
@@ -116,8 +303,7 @@ def vectors_of(kernel, config):
 @pytest.mark.parametrize(("spec", "target"), COMPILED)
 @pytest.mark.share(16)
 def test_they_compile_for_each_gpu_with_the_parameters_that_are_passed(spec, target):
-    axes = {"columns": LONG, "cluster": 1} if spec in PAIRS else {}
-    problem, config, kernel = made_of(spec, target=target, **axes)
+    problem, config, kernel = made_of(spec, target=target, **({"cluster": 1} if spec in PAIRS else {}))
     made = compile_candidate(spec, problem, config, target, ALIGNED)
     assert parameter_bytes(made.cubin, made.symbol) == passed_bytes(kernel)
     assert read_resources(made.cubin, made.symbol).threads == kernel.block
@@ -126,9 +312,8 @@ def test_they_compile_for_each_gpu_with_the_parameters_that_are_passed(spec, tar
     assert made.resources() == read_resources(made.cubin, made.symbol)
     assert made.compiler == compiler()
     assert made.assumptions == assumptions(kernel, ALIGNED)
-    counts = read_machine_code(code_of(made.cubin, made.symbol), target.capability).whole
     # What a thread holds of each array comes by loads of 16 bytes.
-    vectors = vectors_of(kernel, config)
+    counts, vectors = counts_of(made, target), vectors_of(kernel, config)
     assert counts.global_loads >= vectors
     assert counts.load_bytes >= 16 * vectors
 
@@ -154,64 +339,51 @@ def test_they_compile_with_tails_several_rows_and_clusters(columns, dtype, axes)
     assert made.launch["block"] == [config["threads"] * config["rows"], 1, 1]
 
 
+# The configs that take the most registers, by the values of some axes; of sums one candidate for each of their values.
+TIGHT_LOSSES = {(512, 8, 3), (512, 4, 2), (1024, 4, 1), (256, 2, 4), (512, 1, 2)}
+TIGHT_PAIRS = {(256, 8, 4), (256, 4, 4), (256, 4, 2), (512, 2, 8), (1024, 1, 2), (128, 8, 8)}
+HEAVY = [
+    *((spec, {"vocabulary": n}, True) for spec in LOSSES for n in (32000, 128256, 151936)),
+    *(
+        (spec, {"columns": 128256, "dtype": dtype}, graded)
+        for spec in PAIRS
+        for dtype, graded in (("bfloat16", True), ("float32", True), ("bfloat16", False))
+    ),
+    *(
+        (spec, {"columns": columns, "rows": rows}, True)
+        for spec in SUMS
+        for rows, columns in ((512, 128), (1024, 4096), (1024, 28672))
+    ),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.share(8)
 @needs_cute
-@pytest.mark.parametrize("spec", LOSSES, ids=lambda spec: spec.name)
-@pytest.mark.parametrize("vocabulary", [32000, 128256, 151936])
-def test_a_row_of_logits_stays_in_registers(spec, vocabulary):
-    """A block with one row spills nothing; one that goes on spills addresses that it needs for each row, at most."""
-    problem = problem_of(spec, vocabulary=vocabulary)
-    tight = {(512, 8, 3), (512, 4, 2), (1024, 4, 1), (256, 2, 4), (512, 1, 2)}
-    found = [c for c in configs(spec, problem) if (c["threads"], c["cluster"], c["occupancy"]) in tight]
-    assert {config["schedule"] for config in found} == {"block", "persistent"}
+@pytest.mark.parametrize(("spec", "sizes", "graded"), HEAVY, ids=id_of)
+def test_what_threads_hold_stays_in_registers(spec, sizes, graded):
+    """A block with one row of logits, and sums, spill nothing; others addresses that each row needs, at most."""
+    problem = problem_of(spec, **sizes)
+    problem = problem.but(graded=graded) if spec in PAIRS else problem
+    last = "occupancy" if spec in LOSSES else "unroll" if spec in PAIRS else "loads"
+    found = {}
+    for config in configs(spec, problem):
+        found.setdefault((config["threads"], config["cluster"], config[last]), []).append(config)
+    if spec in SUMS:
+        found = [alike[-1] for alike in found.values()]
+    else:
+        tight = TIGHT_LOSSES if spec in LOSSES else TIGHT_PAIRS
+        found = [config for key in tight & found.keys() for config in found[key]]
+        assert {config["schedule"] for config in found} == {"block", "persistent"}
     for config in found:
-        made = compile_candidate(spec, problem, config, H200, ALIGNED)
-        resources = read_resources(made.cubin, made.symbol)
-        assert resources.registers * config["threads"] * config["occupancy"] <= H200.registers
-        assert resources.stack_bytes <= (64 if config["schedule"] == "persistent" else 0), config
-        assert made.launch["cluster"] == config["cluster"]
+        may_spill = spec in PAIRS or (spec in LOSSES and config["schedule"] == "persistent")
+        assert compiled(spec, problem, config)[1].stack_bytes <= 64 * may_spill, config
 
 
 @pytest.mark.slow
 @pytest.mark.share(8)
 @needs_cute
-@pytest.mark.parametrize("spec", PAIRS, ids=lambda spec: spec.name)
-@pytest.mark.parametrize(("dtype", "graded"), [("bfloat16", True), ("float32", True), ("bfloat16", False)])
-def test_steps_over_pairs_stay_in_registers(spec, dtype, graded):
-    """A few addresses are spilled at most, which rows need more often than steps."""
-    problem = problem_of(spec, 128256, dtype).but(graded=graded)
-    tight = {(256, 8, 4), (256, 4, 4), (256, 4, 2), (512, 2, 8), (1024, 1, 2), (128, 8, 8)}
-    found = [c for c in configs(spec, problem) if (c["threads"], c["cluster"], c["unroll"]) in tight]
-    assert {config["schedule"] for config in found} == {"block", "persistent"}
-    for config in found:
-        made = compile_candidate(spec, problem, config, H200, ALIGNED)
-        resources = read_resources(made.cubin, made.symbol)
-        assert resources.registers * config["threads"] * config["occupancy"] <= H200.registers
-        assert resources.stack_bytes <= 64, config
-        assert made.launch["cluster"] == config["cluster"]
-
-
-@pytest.mark.slow
-@pytest.mark.share(8)
-@needs_cute
-@pytest.mark.parametrize("spec", SUMS, ids=lambda spec: spec.name)
-@pytest.mark.parametrize(("rows", "columns"), [(512, 128), (1024, 4096), (1024, 28672)])
-def test_sums_spill_nothing(spec, rows, columns):
-    """Of each number of threads, cluster and loads one candidate."""
-    problem = problem_of(spec, columns, rows=rows)
-    for config in {(c["threads"], c["cluster"], c["loads"]): c for c in configs(spec, problem)}.values():
-        made = compile_candidate(spec, problem, config, H200, ALIGNED)
-        resources = read_resources(made.cubin, made.symbol)
-        assert resources.stack_bytes == 0, config
-        assert resources.registers * config["threads"] <= H200.registers
-        assert made.launch["cluster"] == config["cluster"]
-
-
-@pytest.mark.slow
-@pytest.mark.share(8)
-@needs_cute
-@pytest.mark.parametrize("spec", TURNS, ids=lambda spec: spec.name)
+@each(TURNS)
 @pytest.mark.parametrize("is_inverse", [False, True])
 def test_heads_that_are_turned_stay_in_registers(spec, is_inverse):
     """Also with angles that take the most registers; of those that take the fewest, each vector is loaded once."""
@@ -222,14 +394,29 @@ def test_heads_that_are_turned_stay_in_registers(spec, is_inverse):
     alone = 2 * 7 if spec.name == "qwen2vl_mrope" else 0
     for problem, axes in ((heavy, {"threads": 256, "together": 8}), (light, {"threads": 128, "occupancy": 1})):
         for config in (c for c in configs(spec, problem) if axes.items() <= c.items()):
-            kernel, made = spec.device(problem, config), compile_candidate(spec, problem, config, H200, ALIGNED)
-            resources = read_resources(made.cubin, made.symbol)
+            made, resources = compiled(spec, problem, config)
             assert resources.stack_bytes == 0, (problem, config)
-            assert resources.registers * kernel.block <= H200.registers
-            counts = read_machine_code(code_of(made.cubin, made.symbol), H200.capability).whole
             if problem is light:
                 # In code for q and in code for k.
-                assert counts.global_loads == 2 * (vectors_of(kernel, config) + alone), config
+                vectors = vectors_of(spec.device(problem, config), config)
+                assert counts_of(made).global_loads == 2 * (vectors + alone), config
+
+
+@pytest.mark.slow
+@pytest.mark.share(8)
+@needs_cute
+@each(RINGS)
+@pytest.mark.parametrize("target", [H200, B200], ids=lambda target: target.arch)
+def test_rings_are_copied_in_bulk_and_stay_in_registers(spec, target):
+    """Of two blocks of 256 threads in place of one, an SM may have too few registers: some addresses spill."""
+    problem = problem_of(spec)
+    for config in rings(spec, problem, target):
+        made, found = compiled(spec, problem, config, target)
+        kernel, resources = spec.device(problem, config), made.resources()
+        assert made.launch["shared_bytes"] == kernel.shared_bytes == resources.shared_bytes - found.shared_bytes
+        assert resources.stack_bytes <= (64 if config["occupancy"] > 1 else 0), config
+        # Each stage is filled once before the loop, and then in it.
+        assert counts_of(made, target).bulk_loads == len(matrices_read(kernel)) * (config["stages"] + 1)
 
 
 @needs_cute
@@ -242,227 +429,8 @@ def test_two_configs_compiled_one_after_the_other_are_each_its_own():
     assert cubins[0].cubin == cubins[2].cubin
 
 
-def test_rows_that_are_no_whole_vectors_are_left_to_cutile():
-    spec = spec_named("rms_norm_forward")
-    assert not configs(spec, problem_of(spec, 4100))
-    assert configs(spec, problem_of(spec, 4100, "float32"))
-    assert not configs(spec, problem_of(spec), INTERPRETED)
-
-
-@pytest.mark.parametrize("spec", HEADS, ids=lambda spec: spec.name)
-def test_heads_that_no_power_of_two_of_vectors_makes_are_left_to_cutile(spec):
-    assert {config["together"] for config in configs(spec, problem_of(spec))} == {1, 2}
-    for head_dim in (80, 96, 10, 8, 1024):
-        assert not configs(spec, problem_of(spec, head_dim=head_dim)), head_dim
-    assert configs(spec, problem_of(spec, dtype="float32", head_dim=8))
-    assert {config["together"] for config in configs(spec, problem_of(spec, heads=12, kv_heads=4))} == {1}
-    assert not configs(spec, problem_of(spec), INTERPRETED)
-
-
-@pytest.mark.parametrize("spec", HEADS, ids=lambda spec: spec.name)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (5, 3), (64, 1)])
-def test_their_blocks_are_for_q_and_for_k_and_fill_the_gpu(spec, heads, kv_heads):
-    problem = problem_of(spec, heads=heads, kv_heads=kv_heads)
-    for config in configs(spec, problem):
-        kernel = spec.device(problem, config)
-        assert kernel.grid(problem.but(tokens=1), 132) >= 2
-        assert kernel.grid(problem.but(tokens=3), 132) <= 3 * (heads + kv_heads)
-        assert kernel.grid(problem.but(tokens=100_000), 132) == 132 * config["occupancy"]
-
-
-@pytest.mark.parametrize("spec", TURNS, ids=lambda spec: spec.name)
-def test_turned_heads_of_no_whole_vectors_are_left_to_cutile(spec):
-    assert {config["together"] for config in configs(spec, problem_of(spec))} == {1, 2, 4, 8}
-    for head_dim in (10, 8, 72):
-        assert not configs(spec, problem_of(spec, head_dim=head_dim)), head_dim
-    assert configs(spec, problem_of(spec, head_dim=80))
-    assert configs(spec, problem_of(spec, dtype="float32", head_dim=8))
-    assert {config["together"] for config in configs(spec, problem_of(spec, heads=14, kv_heads=2))} == {1, 2}
-    # The threads of a block hold a head at least.
-    long = problem_of(spec, dtype="float32", head_dim=1024)
-    assert {config["threads"] for config in configs(spec, long)} == {128, 256, 512}
-    assert not configs(spec, problem_of(spec), INTERPRETED)
-
-
-@pytest.mark.parametrize("spec", TURNS, ids=lambda spec: spec.name)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (5, 3, 64), (64, 1, 80), (12, 2, 256)])
-def test_their_blocks_reach_all_heads_of_all_tokens_and_no_more(spec, heads, kv_heads, head_dim):
-    problem = problem_of(spec, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    found = configs(spec, problem)
-    assert 10 <= len(found) <= 32 or heads == 5
-    for config in found:
-        kernel = spec.device(problem, config)
-        at_once = kernel.block // (head_dim // 16)
-        constants = dict(kernel.constants)
-        steps = [heads // constants["together"], kv_heads // constants["kv_together"]]
-        assert heads == steps[0] * constants["together"]
-        assert kv_heads == steps[1] * constants["kv_together"]
-        for tokens in (1, 7, 100_000):
-            blocks = kernel.grid(problem.but(tokens=tokens, batch=2), 132)
-            assert blocks == sum(-(-2 * tokens * each // at_once) for each in steps)
-
-
-@pytest.mark.parametrize("spec", ROWS, ids=lambda spec: spec.name)
-@pytest.mark.parametrize("columns", [64, 1000, 4096, 16384])
-def test_their_grids_are_whole_clusters_that_reach_all_rows(spec, columns):
-    problem = problem_of(spec, columns)
-    for config in configs(spec, problem):
-        if "stages" in config:
-            continue
-        kernel = spec.device(problem, config)
-        for rows in (1, 7, 8192, 100_000):
-            blocks = kernel.grid(problem.but(rows=rows), 132)
-            steps = -(-rows // config["rows"])
-            assert blocks % config["cluster"] == 0
-            assert 1 <= blocks // config["cluster"] <= steps
-            if config["schedule"] == "block":
-                assert blocks == steps * config["cluster"]
-        assert config["threads"] * config["cluster"] * 8 * 8 >= columns  # held in registers, eight vectors at most
-
-
-@pytest.mark.parametrize("spec", RINGS, ids=lambda spec: spec.name)
-@pytest.mark.parametrize("target", [H200, resolve("B200"), resolve("sm_120")], ids=lambda target: target.arch)
-def test_their_rings_fit_beside_one_another(spec, target):
-    for columns, dtype in ((1024, "bfloat16"), (4096, "bfloat16"), (2880, "float16"), (4096, "float32")):
-        problem = problem_of(spec, columns, dtype)
-        for config in rings(spec, problem, target):
-            kernel = spec.device(problem, config)
-            read = [p for p in kernel.parameters if getattr(p, "ndim", 0) == 2 and p.role == "input"]
-            stage = columns * sum(ITEM_BYTES[parameter.dtype] for parameter in read)
-            assert kernel.shared_bytes == config["stages"] * stage
-            assert config["occupancy"] * (kernel.shared_bytes + 3072) <= target.shared_bytes
-            assert kernel.block == config["threads"] >= 64
-            for rows in (1, 7, 8192):
-                resident = config["occupancy"] * target.sm_count
-                assert kernel.grid(problem.but(rows=rows), target.sm_count) == min(rows, resident)
-
-
-@pytest.mark.parametrize("spec", RINGS, ids=lambda spec: spec.name)
-def test_short_and_long_rows_and_older_gpus_have_no_ring(spec):
-    assert rings(spec, problem_of(spec))
-    assert not rings(spec, problem_of(spec), A100)
-    assert not rings(spec, problem_of(spec, 128))
-    assert not rings(spec, problem_of(spec, 32768))
-    assert not rings(spec, problem_of(spec, 4097))
-
-
-@pytest.mark.slow
-@pytest.mark.share(8)
-@needs_cute
-@pytest.mark.parametrize("spec", RINGS, ids=lambda spec: spec.name)
-@pytest.mark.parametrize("target", [H200, resolve("B200")], ids=lambda target: target.arch)
-def test_rings_are_copied_in_bulk_and_stay_in_registers(spec, target):
-    """Of two blocks of 256 threads in place of one, an SM may have too few registers: some addresses spill."""
-    problem = problem_of(spec)
-    for config in rings(spec, problem, target):
-        made = compile_candidate(spec, problem, config, target, ALIGNED)
-        kernel = spec.device(problem, config)
-        found, resources = read_resources(made.cubin, made.symbol), made.resources()
-        assert made.launch["shared_bytes"] == kernel.shared_bytes == resources.shared_bytes - found.shared_bytes
-        assert resources.registers * config["threads"] * config["occupancy"] <= target.registers
-        assert resources.stack_bytes <= (64 if config["occupancy"] > 1 else 0), config
-        counts = read_machine_code(code_of(made.cubin, made.symbol), target.capability).whole
-        # Each stage is filled once before the loop, and then in it.
-        read = [p for p in kernel.parameters if getattr(p, "ndim", 0) == 2 and p.role == "input"]
-        assert counts.bulk_loads == len(read) * (config["stages"] + 1)
-
-
-@pytest.mark.parametrize("spec", LOSSES, ids=lambda spec: spec.name)
-@pytest.mark.parametrize("vocabulary", [32000, 50304, 128256, 262144])
-def test_their_clusters_are_whole_and_hold_a_row(spec, vocabulary):
-    problem = problem_of(spec, vocabulary=vocabulary)
-    for config in configs(spec, problem):
-        kernel = spec.device(problem, config)
-        for rows in (1, 7, 8192, 100_000):
-            clusters, rest = divmod(kernel.grid(problem.but(rows=rows), 132), config["cluster"])
-            resident = 132 // config["cluster"] * config["occupancy"]
-            assert (clusters, rest) == (rows if config["schedule"] == "block" else min(rows, resident), 0)
-        vectors = config["threads"] * config["cluster"] * 20
-        assert vectors * 8 >= vocabulary
-
-
-@pytest.mark.parametrize("spec", LOSSES, ids=lambda spec: spec.name)
-def test_other_losses_are_left_to_cutile(spec):
-    """Those with options, and of rows that are no whole vectors, or too short to keep a block busy."""
-    plain = problem_of(spec)
-    assert configs(spec, plain)
-    for flag in ("weighted", "smoothed", "capped"):
-        assert not configs(spec, plain.but(**{flag: True}))
-    for vocabulary in (50257, 32004, 2048, 8):
-        assert not configs(spec, problem_of(spec, vocabulary=vocabulary)), vocabulary
-    assert configs(spec, problem_of(spec, dtype="float32", vocabulary=32004))
-    assert not configs(spec, plain, INTERPRETED)
-
-
-@pytest.mark.parametrize("spec", PAIRS, ids=lambda spec: spec.name)
-@pytest.mark.parametrize("columns", [16384, 32000, 128256])
-def test_clusters_of_pairs_are_whole_and_leave_no_sm_idle(spec, columns):
-    problem = problem_of(spec, columns)
-    found = configs(spec, problem)
-    assert 6 <= len(found) <= 30
-    for config in found:
-        kernel, cluster = spec.device(problem, config), config["cluster"]
-        for rows in (1, 7, 8192, 100_000):
-            clusters, rest = divmod(kernel.grid(problem.but(rows=rows), 132), cluster)
-            resident = 132 // cluster * config["occupancy"]
-            assert (clusters, rest) == (rows if config["schedule"] == "block" else min(rows, resident), 0)
-        if config["schedule"] == "persistent":
-            assert kernel.grid(problem.but(rows=100_000), 132) == 132 * config["occupancy"]
-
-
-@pytest.mark.parametrize("spec", PAIRS, ids=lambda spec: spec.name)
-def test_short_pairs_and_those_of_no_whole_vectors_are_left_to_cutile(spec):
-    for columns in (50257, 32004, 8192, 4096, 8):
-        assert not configs(spec, problem_of(spec, columns)), columns
-    assert configs(spec, problem_of(spec, 32004, "float32"))
-    assert configs(spec, problem_of(spec, 16384).but(graded=False))
-    assert not configs(spec, problem_of(spec, LONG), INTERPRETED)
-
-
-@pytest.mark.parametrize("spec", SUMS, ids=lambda spec: spec.name)
-@pytest.mark.parametrize("columns", [16, 100, 128, 2048, 4096, 14336, 28672])
-@pytest.mark.parametrize("rows", [1, 132, 528, 100_000])
-def test_their_grids_reach_all_columns(spec, columns, rows):
-    problem = problem_of(spec, columns, rows=rows)
-    found = configs(spec, problem)
-    assert found
-    for config in found:
-        clusters, rest = divmod(spec.device(problem, config).grid(problem, 132), config["cluster"])
-        assert rest == 0
-        assert (clusters - 1) * config["width"] < columns <= clusters * config["width"]
-        # A vector for each lane, and a thread for each column.
-        assert config["width"] <= min(4 * 32, config["threads"])
-
-
-@pytest.mark.parametrize("spec", SUMS, ids=lambda spec: spec.name)
-def test_columns_that_are_no_whole_vectors_are_left_to_cutile(spec):
-    """Those and so few that no block is full."""
-    for dtype in ("bfloat16", "float32"):
-        assert configs(spec, problem_of(spec, 132, dtype, rows=264))
-        for columns in (12, 130, 4097):
-            assert not configs(spec, problem_of(spec, columns, dtype, rows=264)), columns
-    assert not configs(spec, problem_of(spec), INTERPRETED)
-
-
-def test_no_clusters_before_sm_90():
-    spec, loss, pairs = (spec_named(name) for name in ("softmax_forward", "cross_entropy_fused", "jsd"))
-    problem, short = problem_of(spec, 65536), problem_of(loss)
-    assert {config["cluster"] for config in configs(spec, problem)} == {2, 4, 8}
-    assert {config["cluster"] for config in configs(spec, problem, A100)} <= {1}
-    assert {config["cluster"] for config in configs(loss, short)} == {1, 2, 4}
-    assert {config["cluster"] for config in configs(loss, short, A100)} == {1}
-    assert {config["cluster"] for config in configs(pairs, problem_of(pairs, LONG))} == {1, 2, 4, 8}
-    assert {config["cluster"] for config in configs(pairs, problem_of(pairs, LONG), A100)} == {1}
-    sums = spec_named("column_sum")
-    narrow = problem_of(sums, 128, rows=264)
-    assert {config["cluster"] for config in configs(sums, narrow)} == {1, 2, 4}
-    assert {config["cluster"] for config in configs(sums, narrow, A100)} == {1}
-    assert {config["cluster"] for config in configs(sums, problem_of(sums))} == {1}
-
-
 def test_the_class_of_each_kernel_is_there():
-    named = {made_of(spec, LONG if spec in PAIRS else 4096)[2].kernel for spec in ABLE}
-    named |= {made_of(spec, stages=6)[2].kernel for spec in RINGS[-1:]}
+    named = {made_of(spec)[2].kernel for spec in ABLE} | {made_of(spec, stages=6)[2].kernel for spec in RINGS[-1:]}
     for name in named:
         module, _, attribute = name.partition(":")
         assert module.startswith("tilekern.kernels.cute.")
@@ -472,15 +440,14 @@ def test_the_class_of_each_kernel_is_there():
 
 def test_the_source_of_each_kernel_counts_in_the_digest_of_its_spec():
     for spec in ABLE:
-        module, _, _ = made_of(spec, LONG if spec in PAIRS else 4096)[2].kernel.partition(":")
+        module, _, _ = made_of(spec)[2].kernel.partition(":")
         assert module in files_of(spec.module), spec.name
 
 
 def test_without_the_dsl_the_way_to_get_it_is_said(monkeypatch):
     monkeypatch.setattr(cute_compiler, "compiler", lambda: None)
-    spec = spec_named("rms_norm_forward")
     with pytest.raises(ToolchainMissing, match=r"pip install 'tilekern\[cute\]'"):
-        compile_kernel(made_of(spec)[2], H200)
+        compile_kernel(made_of(spec_named("rms_norm_forward"))[2], H200)
 
 
 @needs_cute
@@ -488,17 +455,10 @@ def test_a_word_that_formulas_do_not_have_yet_fails_the_candidate_and_is_named()
     spec = spec_named("poly_norm_backward")  # whose own loops are cuTile's
     problem = problem_of(spec)
     generic = spec.device(problem, spec.generic(problem))
-    sizes = {
-        "columns": 4096,
-        "threads": 256,
-        "rows": 1,
-        "vector": 8,
-        "persistent": True,
-        "ahead": False,
-        "occupancy": 1,
-    }
+    sizes = {"columns": 4096, "threads": 256, "rows": 1, "vector": 8, "persistent": True, "ahead": False}
+    constants = (*sizes.items(), ("occupancy", 1))
     kernel = CuteKernel(
-        generic.function, "tilekern.kernels.cute.rows:Rows", generic.parameters, tuple(sizes.items()), generic.grid, 256
+        generic.function, "tilekern.kernels.cute.rows:Rows", generic.parameters, constants, generic.grid, 256
     )
     with pytest.raises(CompileFailed, match=r"do not know ct\.\w+; add it to tilekern\.kernels\.cute\.words"):
         compile_kernel(kernel, H200)
@@ -514,8 +474,7 @@ def test_a_cubin_with_other_parameters_than_are_passed_is_refused(monkeypatch):
 def test_the_record_s_launch_says_how_a_plan_launches():
     from tilekern.runtime.plans import ExtendedPlan, plan_of
 
-    spec = spec_named("softmax_forward")
-    problem, config, kernel = made_of(spec, 16384, cluster=2)
+    problem, config, kernel = made_of(spec_named("softmax_forward"), 16384, cluster=2)
     launch = SimpleNamespace(block=(kernel.block, 1, 1), cluster=2, cooperative=False)
     plan = plan_of(SimpleNamespace(attributes=launch), kernel, config, problem, H200)
     assert isinstance(plan, ExtendedPlan)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from spec_samples import configs, inputs_of, interpret, one_of_each, sized
+from spec_samples import assert_right, configs, inputs_of, interpret, one_of_each, plain_inputs, sized
 
 from tilekern.kernels import spec_named
 from tilekern.kernels.dyt import groups_of, stripe_of, stripes_of
@@ -12,7 +12,7 @@ FORWARD, BACKWARD, SUMS = (spec_named(f"dyt_{name}") for name in ("forward", "ba
 def test_numbers_near_0_keep_their_digits():
     """1 - exp(-2 u) has one digit of a u of 1e-6; the series has all, and they meet at 1/4."""
     problem = sized(FORWARD, rows=2, columns=2000, flags=False)
-    inputs = FORWARD.inputs(problem, torch.Generator().manual_seed(0), "cpu")
+    inputs = plain_inputs(FORWARD, problem)
     tiny = torch.logspace(-30, -6, 1000)
     inputs |= {"alpha": torch.ones(1), "gamma": torch.cat((1 / tiny, torch.ones(1000)))}
     inputs["x"] = torch.cat((tiny, torch.linspace(-0.5, 0.5, 1000))).repeat(2, 1)
@@ -28,8 +28,7 @@ def test_rows_of_several_stripes(columns, flags):
     inputs = inputs_of(BACKWARD, problem)
     ways = one_of_each(BACKWARD, problem, "tile_m", "tile_n")
     for config, blocks in zip(ways, [None, 1, 3, None, 40, *[None] * len(ways)], strict=False):
-        check = interpret(BACKWARD, problem, config, inputs, blocks)
-        assert check.passed, (config, blocks, check.reason)
+        assert_right(BACKWARD, problem, [config], inputs, blocks)
 
 
 def test_stripes_waste_little_and_partial_sums_are_few():
@@ -46,7 +45,7 @@ def test_stripes_waste_little_and_partial_sums_are_few():
 def test_numbers_near_0_are_rounded_once_in_16_bits():
     """Below 2^-8 tanh is taken for a straight line; gamma makes all results about 1."""
     problem = sized(FORWARD, "bfloat16", rows=2, columns=2000, flags=False)
-    inputs = FORWARD.inputs(problem, torch.Generator().manual_seed(0), "cpu")
+    inputs = plain_inputs(FORWARD, problem)
     x = torch.cat((torch.logspace(-30, 1, 1000), -torch.logspace(-3, -2, 1000))).bfloat16()
     inputs |= {"x": x.repeat(2, 1), "alpha": torch.ones(1).bfloat16(), "gamma": (1 / x.float()).bfloat16()}
     check = interpret(FORWARD, problem, FORWARD.generic(problem), inputs)
@@ -59,8 +58,7 @@ def test_all_sums_are_added_up_by_any_number_of_blocks(rows, columns, flags):
     problem = sized(SUMS, "bfloat16", rows=rows, columns=columns, flags=flags)
     inputs = inputs_of(SUMS, problem)
     for config, blocks in zip(configs(SUMS, problem)[::5], [None, 1, 3, 200, None], strict=False):
-        check = interpret(SUMS, problem, config, inputs, blocks)
-        assert check.passed, (config, blocks, check.reason)
+        assert_right(SUMS, problem, [config], inputs, blocks)
 
 
 def test_a_few_rows_take_few_blocks():

@@ -7,11 +7,9 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_samples import configs, inputs_of, interpret, launched
+from spec_samples import assert_right, both_defaults, configs, each, inputs_of, launched
 
 from tilekern import interpreter
-from tilekern.compile.cubin import read_resources
-from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.kernels.grouped import product, weight_gradient
 from tilekern.kernels.grouped.routing import OF_SUMS, VARIATIONS, held
@@ -19,8 +17,8 @@ from tilekern.kernels.grouped.space import first_tile, readable
 from tilekern.kernels.grouped.tiles import group_at, rows_of
 from tilekern.kernels.matmul.space import is_tile
 from tilekern.kernels.tiles import ConstInt
-from tilekern.spec import ALIGNED, DTYPES
-from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
+from tilekern.spec import DTYPES
+from tilekern.spec.targets import KNOWN, resolve
 from tilekern.tuning.verify.check import compare, expected_results
 
 LINEAR, GRADIENT, SUM = map(spec_named, ("grouped_linear", "grouped_weight_gradient", "grouped_sum"))
@@ -66,7 +64,7 @@ def test_torchs_product_reads_whole_16_bytes(given):
     assert (read is given) == (given is MATRIX or given.stride(0) == 1)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@each(SPECS)
 @examples(40)
 @given(data=st.data())
 def test_any_routing(spec, data):
@@ -80,12 +78,10 @@ def test_any_routing(spec, data):
     sizes = (rows, data.draw(st.integers(1, 100)), data.draw(st.integers(1, 100)), len(counts))
     problem = problem_of(spec, *sizes, *flags, dtype=data.draw(st.sampled_from(DTYPES)))
     config = data.draw(st.sampled_from(configs(spec, problem)))
-    inputs = inputs_of(spec, problem) | offsets_of(counts)
-    check = interpret(spec, problem, config, inputs)
-    assert check.passed, check.reason
+    assert_right(spec, problem, [config], inputs_of(spec, problem) | offsets_of(counts))
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@each(SPECS)
 def test_rows_of_others_never_reach_a_result_even_if_they_are_nan(spec):
     """Each expert's rows, and those of nobody, stand beside rows of the others in the same tiles."""
     counts, flags = [5, 0, 66, 3], ("partial", "inner_first", "biased")
@@ -100,7 +96,7 @@ def test_rows_of_others_never_reach_a_result_even_if_they_are_nan(spec):
             for name, value in plain.items()
         }
         expected = expected_results(spec, problem, plain)
-        for config in (spec.default(problem, INTERPRETED), spec.generic(problem)):
+        for config in both_defaults(spec, problem):
             outputs = launched(spec, problem, config, inputs)
             (result,), (right,) = spec.results(outputs).values(), expected.values()
             own = torch.zeros(len(result), dtype=torch.bool)
@@ -230,41 +226,10 @@ def test_sizes_that_torch_does_not_take_have_kernels_alone():
     assert not is_tile(LINEAR.default(problem_of(LINEAR, 64, 8, 64, 4), target))
 
 
-def test_bytes_and_operations_counted_by_hand():
-    flags = ("gathered", "biased")
-    problem = problem_of(LINEAR, 8, 3, 5, 2, *flags, dtype="bfloat16")
-    assert LINEAR.bytes_moved(problem) == 2 * (2 * 3 + 8 * 5 + 2 * 5 * 3 + 2 * 5) + 4 * (2 + 8)
-    assert LINEAR.flops(problem) == 2 * 8 * 3 * 5
-    problem = problem_of(GRADIENT, 8, 3, 5, 2, "b_gathered", dtype="bfloat16")
-    assert GRADIENT.bytes_moved(problem) == 2 * (8 * 3 + 2 * 5 + 2 * 3 * 5) + 4 * (2 + 8)
-    assert SUM.bytes_moved(problem_of(SUM, 8, 0, 5, 2, dtype="bfloat16")) == 2 * 8 * 5 + 4 * 2 * 5
-    assert SUM.bytes_moved(problem_of(SUM, 8, 0, 5, 2, "weighted", dtype="bfloat16")) == 2 * 8 * 6 + 4 * (8 + 2 * 5)
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@each(SPECS)
 def test_two_runs_and_two_grids_give_the_same_bits(spec):
     """Each element is summed by one block in one order, so neither the grid nor the order of blocks matters."""
     problem = problem_of(spec, 300, 70, 90, 3, dtype="bfloat16")
     inputs = inputs_of(spec, problem) | VARIATIONS["zipf"](problem, torch.Generator(), "cpu")
     first, *others = (launched(spec, problem, spec.generic(problem), inputs, blocks) for blocks in (1, 7, 7, 100))
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
-@pytest.mark.parametrize(
-    ("arch", "spec", "sizes", "on"),
-    [
-        ("sm_100", LINEAR, QWEN3, ("inner_first", "gathered", "partial")),
-        ("sm_90", LINEAR, GPT_OSS, ("gathered", "biased", "partial")),
-        ("sm_90", GRADIENT, QWEN3, ()),
-    ],
-)
-@pytest.mark.share(3)
-def test_first_tiles_of_large_layers_spill_nothing(arch, spec, sizes, on):
-    *sizes, dtype = sizes
-    target, problem = resolve(arch), problem_of(spec, *sizes, *on, dtype=dtype)
-    made = compile_candidate(spec, problem, first_tile(problem, target), target, ALIGNED)
-    resources = read_resources(made.cubin, made.symbol)
-    assert resources.stack_bytes == 0
-    assert resources.shared_bytes <= target.shared_bytes

@@ -1,3 +1,5 @@
+"""Softmax and sparsemax: large numbers, numbers that are not finite, ties, and what lies beyond the end of a row."""
+
 import math
 
 import pytest
@@ -5,55 +7,97 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_samples import assert_right, configs, interpret, one_of_each, sized
+from spec_samples import assert_right, configs, each, one_of_each, plain_inputs, sized
 
 from tilekern.kernels import spec_named
+from tilekern.kernels.sparsemax import by_sorting
 
-FORWARD, BACKWARD = spec_named("softmax_forward"), spec_named("softmax_backward")
-# How rows are held, and the width of tiles.
-WAYS = ("passes", "tile_n")
+SOFTMAX, SOFTMAX_BACKWARD = spec_named("softmax_forward"), spec_named("softmax_backward")
+SPARSEMAX, SPARSEMAX_BACKWARD = spec_named("sparsemax_forward"), spec_named("sparsemax_backward")
+both = each([SOFTMAX, SPARSEMAX])
+lengths = pytest.mark.parametrize("columns", [83, 1500, 20000])
 
 
-@pytest.mark.parametrize("columns", [83, 1500, 20000])
+def ways(spec, problem):
+    """A config of each way to hold rows, and of each width of tiles."""
+    return one_of_each(spec, problem, "passes", "tile_n")
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@both
+@lengths
 @pytest.mark.parametrize("level", [-1000.0, 1000.0])
-def test_exponentials_neither_overflow_nor_take_in_what_is_beyond_the_end_of_a_row(columns, level):
-    """Without the maximum all are 0 or infinite; zeros beyond the end would be the maximum of negative rows."""
-    problem = sized(FORWARD, rows=3, columns=columns)
-    x = torch.randn(3, columns, generator=torch.Generator().manual_seed(0)) + level
-    for config in one_of_each(FORWARD, problem, *WAYS):
-        check = interpret(FORWARD, problem, config, {"x": x})
-        assert check.relative_error < 1e-6, (config, check.reason)
+def test_large_numbers_of_one_sign_cost_no_digits_and_nothing_comes_in_from_beyond_the_end_of_a_row(
+    spec, columns, level
+):
+    """Without the maximum exponentials are 0 or infinite; zeros beyond would be the maximum of negative rows."""
+    problem = sized(spec, rows=3, columns=columns)
+    assert_right(spec, problem, ways(spec, problem), {"x": normal(3, columns) + level}, most=1e-6)
 
 
+@both
 @examples(20)
 @given(st.data())
-def test_numbers_that_are_not_finite_give_what_torch_gives(data):
-    numbers = st.sampled_from([-math.inf, -math.inf, -3e38, -1.0, 0.0, 2.0, 3e38, math.inf, math.nan])
+def test_ties_and_numbers_that_are_not_finite_give_what_the_reference_gives(spec, data):
+    numbers = st.sampled_from([-math.inf, -3e38, -1.0, -0.5, 0.0, 0.0, 0.5, 1.0, 2.0, 3e38, math.inf, math.nan])
     columns = data.draw(st.integers(1, 5))
     x = torch.tensor(data.draw(st.lists(st.lists(numbers, min_size=columns, max_size=columns), min_size=3, max_size=3)))
-    problem = sized(FORWARD, rows=3, columns=columns)
-    config = data.draw(st.sampled_from(configs(FORWARD, problem)))
-    check = interpret(FORWARD, problem, config, {"x": x})
-    assert check.passed, check.reason
+    problem = sized(spec, rows=3, columns=columns)
+    assert_right(spec, problem, [data.draw(st.sampled_from(configs(spec, problem)))], {"x": x})
 
 
 @pytest.mark.parametrize("x", [[-math.inf, -math.inf], [math.nan, 0.0], [math.inf, 0.0]])
 @pytest.mark.parametrize("columns", [2, 20000])
 def test_a_row_without_a_result_is_nan_and_the_others_are_not(x, columns):
     rows = torch.zeros(2, columns)
-    rows[0] = x[1]
-    rows[0, 0] = x[0]
-    problem = sized(FORWARD, rows=2, columns=columns)
-    assert_right(FORWARD, problem, one_of_each(FORWARD, problem, *WAYS), {"x": rows})
+    rows[0], rows[0, 0] = x[1], x[0]
+    problem = sized(SOFTMAX, rows=2, columns=columns)
+    assert_right(SOFTMAX, problem, ways(SOFTMAX, problem), {"x": rows})
 
 
-@pytest.mark.parametrize("columns", [83, 1500, 20000])
+@lengths
 def test_a_level_of_the_slopes_makes_no_difference(columns):
     """The gradient is of what sums to 1 whatever x is, so its own sum is 0."""
-    problem = sized(BACKWARD, rows=3, columns=columns)
-    generator = torch.Generator().manual_seed(0)
-    y = torch.randn(3, columns, generator=generator).double().softmax(-1).float()
-    dy = torch.randn(3, columns, generator=generator) + 16
-    for config in one_of_each(BACKWARD, problem, *WAYS):
-        check = interpret(BACKWARD, problem, config, {"dy": dy, "y": y})
-        assert check.relative_error < 1e-5, (config, check.reason)
+    problem = sized(SOFTMAX_BACKWARD, rows=3, columns=columns)
+    inputs = {"dy": normal(3, columns, seed=1) + 16, "y": normal(3, columns).double().softmax(-1).float()}
+    assert_right(SOFTMAX_BACKWARD, problem, ways(SOFTMAX_BACKWARD, problem), inputs, most=1e-5)
+
+
+def stairs(columns, ratio, height):
+    """A row of groups of equal numbers, each group ``ratio`` times as large as the one above and as much nearer."""
+    found, count, level = [0.0], 1, height
+    while len(found) < columns:
+        count, level = math.ceil(count * ratio), level / ratio
+        found += [-height + level] * count
+    return torch.tensor(found[:columns])
+
+
+@lengths
+def test_the_steps_reach_the_threshold_of_rows_that_take_many(columns):
+    rows = [stairs(columns, ratio, height) for ratio in (1.3, 2, 4) for height in (0.3, 0.9)]
+    rows += [-torch.logspace(-7, 0, columns), torch.linspace(-1, 0, columns), torch.zeros(columns)]
+    x = torch.stack([*rows, 100 - torch.arange(columns) * 1e-6])
+    problem = sized(SPARSEMAX, rows=len(x), columns=columns)
+    assert_right(SPARSEMAX, problem, ways(SPARSEMAX, problem), {"x": x})
+
+
+def test_the_reference_is_the_nearest_distribution():
+    """It is one, and what it leaves of x is one number on the support and no more than that elsewhere."""
+    x = normal(50, 20).double()
+    y = by_sorting(x)
+    torch.testing.assert_close(y.sum(-1), torch.ones(50).double())
+    left = x - y
+    tau = left.where(y > 0, -math.inf).amax(-1, keepdim=True)
+    assert ((left - tau).abs().where(y > 0, 0) < 1e-12).all()
+    assert (left <= tau + 1e-12).all()
+
+
+@pytest.mark.parametrize("columns", [83, 20000])
+def test_outside_the_support_there_is_no_gradient_whatever_the_slope(columns):
+    problem = sized(SPARSEMAX_BACKWARD, rows=3, columns=columns)
+    inputs = plain_inputs(SPARSEMAX_BACKWARD, problem)
+    inputs["dy"][inputs["y"] <= 0] = math.nan
+    assert_right(SPARSEMAX_BACKWARD, problem, ways(SPARSEMAX_BACKWARD, problem), inputs, most=1e-6)

@@ -1,13 +1,18 @@
-"""Search spaces, defaults, byte and operation counts, and the problems that specs accept."""
+"""Search spaces, defaults, byte and operation counts, the problems that specs accept, and their registry."""
 
+import dataclasses
 import itertools
 from random import Random
 
 import pytest
+import torch
 from spec_samples import NAMES, SPECS, sized
 
+import tilekern
 from tilekern.errors import InputError
-from tilekern.kernels import all_specs, spec_named
+from tilekern.kernels import all_specs, by_name, spec_named
+from tilekern.kernels.adamw import WIDTHS
+from tilekern.runtime import dispatch
 from tilekern.spec import DTYPES, Config, CuteKernel
 from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
 from tilekern.tuning.plan.presets import PRESETS
@@ -124,7 +129,37 @@ def test_every_config_has_a_grid_for_any_rows(spec):
                 assert 1 <= spec.device(problem, config).grid(problem, target.sm_count) < 1 << 31
 
 
+# Few enough for a sweep, enough to choose from: sizes of a problem, and how many candidates there are.
+SMALL = [
+    *(("adamw", {"columns": columns}, range(10, 31)) for columns in WIDTHS),
+    *(("attention_forward", {"head_dim": n, "batch": 4}, range(4, 26)) for n in (64, 96, 128, 256)),
+    *((f"cross_entropy_{name}", {"vocabulary": 151936}, range(10, 61)) for name in ("forward", "backward", "fused")),
+]
+
+
+@pytest.mark.parametrize(("kernel", "sizes", "counts"), SMALL, ids=str)
+@pytest.mark.parametrize("target", KNOWN, ids=lambda target: target.key)
+def test_spaces_are_small_but_real(kernel, sizes, counts, target):
+    spec, large = spec_named(kernel), {"rows": 4096, "queries": 4096, "keys": 4096, "heads": 32, "kv_heads": 8}
+    found = list(spec.space.candidates(sized(spec, "bfloat16", **large | sizes), target))
+    assert len(found) in counts
+    if kernel == "adamw":
+        assert {config["schedule"] for config in found} == {"persistent", "block"}
+        assert {config["tile_m"] * config["tile_n"] for config in found} == {1024, 2048, 4096}
+
+
+def test_kernels_that_hold_more_run_fewer_blocks_on_an_sm():
+    spec = spec_named("layer_norm_forward")
+    problem, target = sized(spec, "bfloat16", rows=4096, columns=4096), resolve("H200")
+    full = spec.default(problem, target)
+    assert spec.space.violated(problem, full, target) is None
+    assert "2 live values" in spec.space.violated(problem, full.but(tile_m=2), target)
+
+
 MATRIX = {"rows": 10, "columns": 100}
+TURNED = {"tokens": 4, "batch": 2, "heads": 3, "kv_heads": 1, "head_dim": 10, "pairs": 3}
+PRODUCT = {"rows": 10, "inner": 3, "columns": 5, "dtype": "bfloat16", "weight_dtype": "bfloat16"}
+HALF = dict.fromkeys(("dtype", "weight_dtype", "angle_dtype"), "bfloat16")
 LOSS = {"rows": 10, "vocabulary": 100, "dtype": "bfloat16", "smoothed": False, "capped": False}
 
 
@@ -141,27 +176,37 @@ LOSS = {"rows": 10, "vocabulary": 100, "dtype": "bfloat16", "smoothed": False, "
         ("cross_entropy_forward", {**LOSS, "weighted": False}, 2000 + 120, 5000),
         ("cross_entropy_backward", {**LOSS, "weighted": True}, 2 * 2000 + 120 + 404, 6000),
         ("cross_entropy_fused", {**LOSS, "weighted": False}, 2 * 2000 + 160, 11000),
-        (
-            "rope",
-            {"tokens": 4, "batch": 2, "heads": 3, "kv_heads": 1, "head_dim": 10, "full": True, "inverse": False}
-            | {"dtype": "bfloat16", "angle_dtype": "bfloat16"},
-            2 * 2 * 320 + 2 * 4 * 10 * 2,
-            3 * 320,
-        ),
-        (
-            "rope",
-            {"tokens": 4, "batch": 2, "heads": 3, "kv_heads": 1, "head_dim": 10, "full": False, "inverse": True}
-            | {"dtype": "bfloat16", "angle_dtype": "float32"},
-            (2 + 4) * 320 + 2 * 4 * 5 * 4,
-            3 * 320,
+        ("adamw", {**MATRIX, "dtype": "bfloat16"}, 7 * 2000, 15000),
+        ("matmul", PRODUCT | {"b_transposed": True}, 2 * (30 + 15 + 50), 300),
+        ("matmul", PRODUCT | {"accumulated": True, "biased": True}, 2 * (30 + 15 + 50 + 50 + 5), 300),
+        ("grouped_linear", PRODUCT | {"experts": 2}, 2 * (30 + 2 * 15 + 50) + 4 * 2, 300),
+        ("grouped_sum", PRODUCT | {"experts": 2}, 2 * 50 + 4 * 2 * 5, None),
+        ("grouped_sum", PRODUCT | {"experts": 2, "weighted": True}, 2 * (50 + 10) + 4 * (10 + 2 * 5), None),
+        ("rope", TURNED | HALF | {"full": True}, 2 * 2 * 320 + 2 * 4 * 10 * 2, 3 * 320),
+        ("rope", TURNED | HALF | {"inverse": True, "angle_dtype": "float32"}, (2 + 4) * 320 + 2 * 4 * 5 * 4, 3 * 320),
+        ("llama4_rope", TURNED | HALF | {"angle_dtype": "float32"}, 2 * 320 * 2 + 4 * 10 * 4, 3 * 320),
+        # Those of rope, whatever the positions.
+        ("qwen2vl_mrope", TURNED | HALF, 2 * 2 * 320 + 2 * 4 * 5 * 2, 3 * 320),
+        ("qwen2vl_mrope", TURNED | HALF | {"angle_dtype": "float32"}, (2 + 4) * 320 + 2 * 4 * 5 * 4, 3 * 320),
+        *(
+            (f"qk_norm_rope_{name}", TURNED | HALF | dtypes, moved, None)
+            for name, dtypes, moved in [
+                ("forward", {}, 320 * 4 + 4 * 10 * 2 + 2 * 10 * 2),
+                ("forward", {"weight_dtype": "float32"}, 320 * 6 + 4 * 10 * 2 + 2 * 10 * 4),
+                ("backward", {}, 320 * 6 + 4 * 10 * 2 + 2 * 2 * 10 * 2),
+                ("backward", {"angle_dtype": "float32"}, 320 * 8 + 4 * 10 * 4 + 2 * 2 * 10 * 2),
+                ("general_forward", {}, 320 * 4 + 4 * 6 * 2 + 2 * 10 * 2),
+                ("general_forward", {"weight_dtype": "float32"}, 320 * 6 + 4 * 6 * 2 + 2 * 10 * 4),
+                ("general_backward", {"angle_dtype": "float32"}, 320 * 6 + 4 * 6 * 4 + 2 * 2 * 10 * 2),
+            ]
         ),
     ],
 )
 def test_bytes_and_operations_of_cases_counted_by_hand(kernel, values, moved, flops):
     spec = spec_named(kernel)
-    problem = spec.problem(**values)
+    problem = spec.problem(**{d.name: values.get(d.name, False) for d in spec.dimensions})
     assert spec.bytes_moved(problem) == moved
-    assert spec.flops(problem) == flops
+    assert flops is None or spec.flops(problem) == flops
 
 
 @every_spec
@@ -193,6 +238,7 @@ def test_a_missing_or_unknown_dimension_is_refused(spec):
 
 def test_specs_have_a_name_a_summary_and_a_module_of_their_own():
     for name, spec in all_specs().items():
+        assert spec_named(name) is spec
         assert spec.name == name
         assert spec.summary
         assert spec.module.startswith(("tilekern.kernels.", "tilekern.kernels.composites."))
@@ -202,3 +248,25 @@ def test_specs_have_a_name_a_summary_and_a_module_of_their_own():
 def test_an_unknown_kernel_is_named_with_the_known_ones():
     with pytest.raises(InputError, match=r"unknown kernel 'rmsnorm'; known: .*rms_norm_forward"):
         spec_named("rmsnorm")
+
+
+def test_a_name_that_occurs_twice_is_refused_with_both_places():
+    first = spec_named("swiglu_forward")
+    second = dataclasses.replace(first, module="tilekern.kernels.other")
+    with pytest.raises(ValueError, match=r"is also in tilekern.kernels.swiglu; rename"):
+        by_name([first, second])
+
+
+def test_stats_have_every_kernel_from_the_start(monkeypatch):
+    monkeypatch.setattr(dispatch._state, "counters", {})
+    assert list(tilekern.stats()) == sorted(all_specs())
+    assert {count for counts in tilekern.stats().values() for count in counts.values()} == {0}
+    dispatch.counters("swiglu_forward").misses += 1
+    assert tilekern.stats()["swiglu_forward"]["misses"] == 1
+
+
+def test_sums_are_added_up_and_taken_apart_by_name():
+    found = spec_named("layer_norm_backward").results({"dx": torch.ones(1), "partial": torch.arange(12.0).view(2, 6)})
+    assert {name: x.tolist() for name, x in found.items()} == {
+        "dx": [1.0], "dweight": [6.0, 8.0, 10.0], "dbias": [12.0, 14.0, 16.0],
+    }  # fmt: skip

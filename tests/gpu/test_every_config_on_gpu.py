@@ -1,0 +1,129 @@
+"""Every config of kernels that have a way of their own, compiled here: right, and with the same bits again."""
+
+import pytest
+import torch
+from gpu_samples import compiled
+from spec_samples import id_of
+
+from tilekern.compile.cute_compiler import compiler
+from tilekern.compile.toolchain import toolkit
+from tilekern.kernels import all_specs, spec_named
+from tilekern.kernels.families.cute_configs import is_cute
+from tilekern.kernels.grouped import product, weight_gradient
+from tilekern.kernels.grouped.routing import VARIATIONS
+from tilekern.kernels.matmul.product import sizes
+from tilekern.kernels.matmul.space import is_tile
+from tilekern.runtime import driver, plans
+from tilekern.spec.targets import here
+from tilekern.tuning.verify.check import compare, expected_results
+
+needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+needs_cute = pytest.mark.skipif(compiler() is None, reason="nvidia-cutlass-dsl is not installed")
+
+
+def drawn(spec, problem):
+    return spec.inputs(problem, torch.Generator("cuda").manual_seed(0), "cuda")
+
+
+def each_config(spec, problem, is_chosen):
+    """Each config of the space that is chosen, and how it is launched."""
+    for config in filter(is_chosen, spec.space.candidates(spec.bucketed(problem), here())):
+        yield config, compiled(spec, problem, config, here())
+
+
+def assert_right(spec, problem, outputs, expected, *where):
+    check = compare(spec, problem, outputs, expected)
+    assert check.passed, (*where, check.reason)
+
+
+def assert_same_bits(one, other, config):
+    assert all(torch.equal(one[name], other[name]) for name in one), config
+
+
+RINGS = [spec for spec in all_specs().values() if spec.follower and len(spec.space.beside) > 1]
+# Rows, columns, dtypes of rows and of weights: fewer rows than blocks, a ring's last round in part, tails.
+ROWS = (
+    (8192, 4096, "bfloat16", "bfloat16"), (100, 4096, "float16", "float32"), (1009, 2880, "bfloat16", "bfloat16"),
+    (3001, 1000, "float32", "bfloat16"), (517, 8184, "bfloat16", "float32"),
+)  # fmt: skip
+
+
+@needs_cute
+@pytest.mark.parametrize("spec", RINGS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize(("rows", "columns", "dtype", "weight_dtype"), ROWS)
+def test_rings_in_shared_memory_by_both_launchers(spec, rows, columns, dtype, weight_dtype, monkeypatch):
+    values = {"rows": rows, "columns": columns, "dtype": dtype, "weight_dtype": weight_dtype}
+    problem = spec.problem(**{d.name: values.get(d.name, False) for d in spec.dimensions})
+    inputs = drawn(spec, problem)
+    expected = expected_results(spec, problem, inputs)
+    for config, launch in each_config(spec, problem, lambda config: "stages" in config):
+        found = [launch(inputs)]
+        with monkeypatch.context() as patch:
+            patch.setattr(plans, "_extended_launch", driver.launch)
+            found.append(launch(inputs))
+        for outputs in found:
+            assert_right(spec, problem, outputs, expected, config)
+        assert_same_bits(*found, config)
+
+
+HEADS = {"tokens": 1009, "batch": 2, "heads": 28, "kv_heads": 4, "head_dim": 128, "full": False, "dtype": "bfloat16"}
+# Frequencies of time and of height: those of models, then such that end inside of a thread's vector, once or twice.
+SECTIONS = ((16, 24), (64, 0), (0, 0), (10, 27), (12, 2), (1, 62))
+
+
+def with_any_sections(spec, problem):
+    """Inputs of a problem with several sections where it has some; then with the angles of one batch entry alone."""
+    given = drawn(spec, problem)
+    sections = SECTIONS if "time" in given else ()
+    found = [given, *(given | {"time": time, "height": height} for time, height in sections)]
+    return [*found, *(each | {name: each[name][..., :1, :, :] for name in ("cos", "sin")} for each in found)]
+
+
+@needs_cute
+@pytest.mark.parametrize("name", ["rope", "qwen2vl_mrope"])
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("angle_dtype", ["bfloat16", "float32"])
+def test_turned_heads_by_cute_dsl(name, inverse, angle_dtype):
+    """With angles of one batch entry and sections of any sizes."""
+    spec, values = spec_named(name), HEADS | {"inverse": inverse, "angle_dtype": angle_dtype}
+    problem = spec.problem(**{d.name: values[d.name] for d in spec.dimensions})
+    given = [(inputs, expected_results(spec, problem, inputs)) for inputs in with_any_sections(spec, problem)]
+    for config, launch in each_config(spec, problem, is_cute):
+        for inputs, right in given:
+            assert_right(spec, problem, launch(inputs), right, config, inputs.get("time"), inputs.get("height"))
+
+
+LINEAR, GRADIENT, MATMUL = map(spec_named, ("grouped_linear", "grouped_weight_gradient", "matmul"))
+LAYER = (4093, 1024, 1536, 8, "bfloat16")
+GROUPED = [
+    (LINEAR, LINEAR.problem(**product.sizes(*LAYER, on)))
+    for on in ((), ("inner_first", "biased", "partial"), ("gathered",), ("gathered", "biased", "partial"))
+] + [(GRADIENT, GRADIENT.problem(**weight_gradient.sizes(*LAYER, on))) for on in ((), ("b_gathered",), ("a_gathered",))]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("spec", "problem"), GROUPED, ids=id_of)
+def test_grouped_products_of_every_routing(spec, problem):
+    generator = torch.Generator("cuda").manual_seed(0)
+    plain = spec.inputs(problem, generator, "cuda")
+    routings = [plain, *(plain | vary(problem, generator, "cuda") for vary in VARIATIONS.values())]
+    expected = [expected_results(spec, problem, inputs) for inputs in routings]
+    for config, launch in each_config(spec, problem, is_tile):
+        for inputs, right in zip(routings, expected, strict=True):
+            first, again = launch(inputs), launch(inputs)
+            assert_right(spec, problem, first, right, config)
+            assert_same_bits(first, again, config)
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1009, 2048])
+@pytest.mark.parametrize("on", [("a_transposed", "accumulated"), ("accumulated",), ("b_transposed", "accumulated")])
+def test_products_add_in_place_what_they_add_elsewhere(on, rows):
+    """The addend's memory is the result's, which the cubins were not told: ten times over."""
+    problem = MATMUL.problem(**sizes(rows, 8192, 4096, "bfloat16", on))
+    inputs = drawn(MATMUL, problem)
+    for config, launch in each_config(MATMUL, problem, is_tile):
+        elsewhere = launch(inputs, {"c": torch.full_like(inputs["addend"], torch.nan)})
+        for _ in range(10):
+            same = inputs["addend"].clone()
+            assert_same_bits(elsewhere, launch(inputs | {"addend": same}, {"c": same}), config)

@@ -1,0 +1,808 @@
+"""Kernels of CuTe DSL, run by the interpreter of PTX and held to float64; broken ones must be found."""
+
+import functools
+import importlib
+import itertools
+import math
+import re
+import tempfile
+
+import pytest
+import torch
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from ptx_machine import PtxError, run
+from spec_samples import draws_of, inputs_of
+
+from tilekern.kernels import spec_named
+from tilekern.kernels.families.cute_configs import is_cute
+from tilekern.spec import DTYPES, ITEM_BYTES, Config, cdiv
+from tilekern.spec.targets import resolve
+from tilekern.tuning.verify.check import arguments_of, compare, expected_results, make_outputs
+
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+
+INFINITY, NAN = math.inf, math.nan
+
+ROWS = (
+    "rms_norm_forward", "rms_norm_backward", "layer_norm_forward", "layer_norm_backward", "softmax_forward",
+    "softmax_backward", "fused_add_rms_norm_forward", "fused_add_rms_norm_backward",
+    "fused_rms_norm_add_rms_norm_forward", "fused_rms_norm_add_rms_norm_backward",
+)  # fmt: skip
+# Kernels that also have configs whose rows come into a ring in shared memory.
+RINGS = (
+    "rms_norm_backward", "layer_norm_backward", "fused_add_rms_norm_backward", "fused_rms_norm_add_rms_norm_backward",
+)  # fmt: skip
+HEADS, TURNS, POSITIONS, LOSS, SUM = (
+    "qk_norm_rope_backward", "rope", "qwen2vl_mrope", "cross_entropy_fused", "column_sum",
+)  # fmt: skip
+PAIRS = ("jsd", "tvd")
+EVERY = (*ROWS, HEADS, TURNS, POSITIONS, LOSS, *PAIRS, SUM)
+
+# Dimensions of a problem where a test says nothing.
+SIZES = {
+    "rows": 7, "columns": 1000, "vocabulary": 1000, "tokens": 5, "batch": 2, "heads": 8, "kv_heads": 4, "head_dim": 128,
+    "dtype": "bfloat16", "weight_dtype": "bfloat16", "angle_dtype": "bfloat16", "cast": True, "graded": True,
+}  # fmt: skip
+# Axes of a config where a test says nothing.
+_OF_ROWS = {"schedule": "persistent", "rows": 1, "cluster": 1, "ahead": False, "occupancy": 1}
+_OF_TURNS = {"schedule": "block", "threads": 64, "together": 1, "occupancy": 1}
+_OF_LOSSES = {"schedule": "persistent", "threads": 64, "cluster": 1, "occupancy": 1}
+_OF_PAIRS = _OF_LOSSES | {"unroll": 2}
+AXES = dict.fromkeys(ROWS, _OF_ROWS) | dict.fromkeys(PAIRS, _OF_PAIRS) | {
+    HEADS: {"schedule": "persistent", "warps": 4, "together": 1, "ahead": 1, "occupancy": 1},
+    TURNS: _OF_TURNS,
+    POSITIONS: _OF_TURNS,
+    LOSS: _OF_LOSSES,
+    SUM: {"schedule": "block", "threads": 128, "width": 32, "cluster": 1, "loads": 4},
+}  # fmt: skip
+RING_AXES = {"schedule": "persistent", "threads": 64, "stages": 2, "early": False, "occupancy": 1}
+
+
+def problem_of(name, **values):
+    spec = spec_named(name)
+    known = dict.fromkeys((d.name for d in spec.dimensions), False) | SIZES
+    known |= {"weight_dtype": "float32"} if name in ROWS else {}
+    return spec.problem(**{d.name: (known | values)[d.name] for d in spec.dimensions})
+
+
+def kernel_of(name, problem, **axes):
+    """The kernel of a config, whether the search space has it or not."""
+    axes = (RING_AXES if "stages" in axes else AXES[name]) | axes
+    return spec_named(name).implement(problem, Config(implementation="cute", **axes))
+
+
+def ptx_of(kernel, arch="sm_90"):
+    """What CuTe DSL makes of a kernel, as :func:`tilekern.compile.cute_compiler.compile_kernel` has it compiled."""
+    parameters, constants = tuple(kernel.parameters), tuple(kernel.constants)
+    return made_of(kernel.kernel, kernel.function, parameters, kernel.block, kernel.cluster, constants, arch)
+
+
+@functools.lru_cache(maxsize=64)
+def made_of(where, function, parameters, block, cluster, constants, arch):
+    cute = pytest.importorskip("cutlass.cute", reason="nvidia-cutlass-dsl is not installed")
+    module, _, name = where.partition(":")
+    program = getattr(importlib.import_module(module), name)(
+        function, parameters, capability=int(arch.removeprefix("sm_")), block=block, cluster=cluster, **dict(constants)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        made = cute.compile(program, program.sample, options=f"--gpu-arch {arch} --keep-ptx --dump-dir {folder}")
+        text = made.artifacts.PTX
+    return text if isinstance(text, str) else text.decode()
+
+
+def drawn(name, problem, **changes):
+    """The inputs of a spec; angles that are not those of a frequency's position, and repeated ones, are NaN."""
+    inputs = inputs_of(spec_named(name), problem) | changes
+    if name != POSITIONS:
+        return inputs
+    edges = (0, inputs["time"], inputs["time"] + inputs["height"], problem["head_dim"] // 2)
+    for angles in ("cos", "sin"):
+        chosen = torch.full_like(inputs[angles], NAN)
+        for position, part in enumerate(itertools.starmap(slice, itertools.pairwise(edges))):
+            chosen[position, ..., part] = inputs[angles][position, ..., part]
+        inputs[angles] = chosen
+    return inputs
+
+
+def with_gaps(x, gap):
+    """A tensor with NaN between its rows, of whole 16 bytes; a weight and a number as they are."""
+    if not isinstance(x, torch.Tensor) or x.dim() < 2 or gap == 0:
+        return x
+    *leading, size = x.shape
+    return x.new_full((*leading, size + gap * 16 // x.element_size()), NAN)[..., :size].copy_(x)
+
+
+def launched(name, problem, kernel, inputs, clusters=None, *, gap=0, seed=0, arch="sm_90", text=None, outputs=None):
+    """The outputs of a kernel on some clusters, as many as its problem takes or others, its rows apart."""
+    spec, clusters = spec_named(name), clusters or kernel.grid(problem, 64) // kernel.cluster
+    inputs = {key: with_gaps(x, gap) for key, x in inputs.items()}
+    made = make_outputs(spec, problem, clusters, "cpu")
+    made = {key: x if key == "partial" else with_gaps(x, gap) for key, x in made.items()} | (outputs or {})
+    run(
+        text or ptx_of(kernel, arch), clusters * kernel.cluster, arguments_of(kernel, inputs, made),
+        cluster=kernel.cluster, shared_bytes=kernel.shared_bytes, seed=seed,
+    )  # fmt: skip
+    return made
+
+
+def assert_right(name, problem, kernel, clusters=None, inputs=None, *, expected=None, **how):
+    """Hold a kernel to the reference in float64."""
+    spec, inputs = spec_named(name), inputs or drawn(name, problem)
+    outputs = launched(name, problem, kernel, inputs, clusters, **how)
+    check = compare(spec, problem, outputs, expected or expected_results(spec, problem, inputs))
+    assert check.passed, check.reason
+
+
+# Launches that a list names.
+
+
+def each(names, *cases, clusters=None, **how):
+    """Of each spec the cases, which are sizes and flags of a problem and axes of a config."""
+    names = (names,) if isinstance(names, str) else names
+    return [(name, sizes, axes, clusters, how) for name in names for sizes, axes in cases]
+
+
+def named(text, *values):
+    """Dictionaries with one list of names."""
+    return [dict(zip(text.split(), line, strict=True)) for line in values]
+
+
+BOTH_WAYS = [{"inverse": False}, {"inverse": True}]
+# With last blocks that have too few heads, and with fewer heads of k together than of q.
+GROUPS = named(
+    "heads kv_heads together threads", (8, 4, 1, 64), (8, 4, 2, 128), (16, 2, 8, 64), (5, 3, 1, 32), (1, 1, 1, 256),
+    (6, 3, 2, 64), (12, 4, 4, 32),
+)  # fmt: skip
+# Also where the threads of a block are no multiple of those of a head.
+TURN_DTYPES = named(
+    "dtype head_dim angle_dtype threads", ("bfloat16", 16, "float32", 64), ("bfloat16", 80, "bfloat16", 64),
+    ("float16", 96, "float32", 128), ("float16", 512, "float16", 64), ("float32", 8, "float32", 64),
+    ("float32", 128, "bfloat16", 128),
+)  # fmt: skip
+SECTIONS = [
+    (16, 24), (64, 0), (0, 64), (0, 0),  # whole vectors
+    (10, 27), (1, 62), (7, 1), (63, 1), (0, 1),  # ends inside of vectors
+    (12, 2), (9, 5), (8, 5), (11, 0), (33, 6),  # two ends in a vector, or one at its start or its end
+]  # fmt: skip
+SHARES = named("threads cluster", (32, 1), (64, 1), (256, 1), (32, 2), (64, 4), (256, 2), (128, 8))
+
+
+def split(case, *axes):
+    """The sizes and the axes of a line that has both."""
+    return {k: v for k, v in case.items() if k not in axes}, {k: v for k, v in case.items() if k in axes}
+
+
+def _row_cases():
+    # Rows that leave threads idle, short rows of which four share a warp and the last block has one, rows of a cluster,
+    # and blocks without a row, which read nothing. Kernels with sums over rows have one row a block.
+    backward = [name for name in ROWS if "backward" in name]
+    forward = [name for name in ROWS if name not in backward]
+    yield from each(ROWS, *(({}, {"threads": 128, "ahead": ahead}) for ahead in (False, True)), clusters=3, gap=1)
+    short = {"rows": 9, "columns": 64, "dtype": "float16", "weight_dtype": "float16"}
+    yield from each(forward, (short, {"threads": 8, "rows": 4, "schedule": "block"}), gap=2)
+    yield from each(backward, (short, {"threads": 8}), gap=2)
+    shared = {"rows": 5, "columns": 1992, "dtype": "float32", "weight_dtype": "bfloat16", "cast": False}
+    pairs = named("cluster threads", (2, 256), (4, 64))
+    yield from each(ROWS, *((shared, axes) for axes in pairs), clusters=2, gap=1)
+    yield from each(ROWS, ({"rows": 3, "columns": 520}, {"threads": 64, "ahead": True}), clusters=5)
+    # With blocks that have no row, rows for less than a round of the ring, one round, and several and a part.
+    for rows, blocks in ((2, 3), (6, 2), (11, 1)):
+        axes = {"stages": 3, "early": rows > 2}
+        yield from each(RINGS, ({"rows": rows, "columns": 520}, axes), clusters=blocks, gap=1)
+        wide = {"rows": rows, "columns": 264, "dtype": "float32", "weight_dtype": "float16"}
+        yield from each(RINGS, (wide, axes), clusters=blocks, gap=1, arch="sm_100")
+
+
+def _head_cases():
+    # Warps whose heads are of several tokens or fewer than they have room for, and some whose steps are cut short.
+    lines = named(
+        "heads kv_heads together ahead", (8, 4, 1, 1), (8, 4, 2, 3), (16, 8, 2, 1), (16, 8, 2, 2), (5, 3, 1, 1),
+        (5, 3, 1, 2), (1, 1, 2, 1), (6, 6, 4, 2),
+    )  # fmt: skip
+    yield from each(HEADS, *(split(line, "together", "ahead") for line in lines), clusters=3, gap=1)
+    dtypes = named(
+        "dtype head_dim weight_dtype angle_dtype", ("bfloat16", 16, "bfloat16", "float32"),
+        ("bfloat16", 256, "float32", "bfloat16"), ("float16", 512, "float16", "float16"),
+        ("float32", 8, "float32", "float32"), ("float32", 128, "bfloat16", "float16"),
+    )  # fmt: skip
+    few = {"tokens": 3, "heads": 4, "kv_heads": 2}
+    yield from each(HEADS, *((few | line, {"warps": 2, "ahead": 2}) for line in dtypes), clusters=2, gap=2)
+    alone = {"tokens": 1, "batch": 1, "heads": 5, "kv_heads": 1}
+    yield from each(HEADS, (alone, {"ahead": 2}), clusters=2)
+    yield from each(HEADS, (alone, {"ahead": 2}), clusters=40)
+    groups = [split(line, "together", "threads") for line in GROUPS]
+    for way, full in itertools.product(BOTH_WAYS, (False, True)):
+        yield from each(TURNS, *((sizes | way | {"full": full}, axes) for sizes, axes in groups), gap=1)
+    for line, way in itertools.product(TURN_DTYPES, BOTH_WAYS):
+        sizes, axes = split(line | few | way, "threads")
+        full = {"full": sizes["head_dim"] % 32 == 0}
+        yield from each(TURNS, (sizes | full, axes | {"together": 2}), gap=2)
+        half = sizes["head_dim"] // 2
+        for place in ((half // 2, half // 4), (1, half // 2)) if sizes["head_dim"] < 512 else ():
+            yield from each(POSITIONS, (sizes, axes | {"together": 2}), gap=2, place=place)
+    # The last threads of a block are too few for a head, and the next block takes what they would.
+    yield from each(TURNS, ({"head_dim": 80}, {}), gap=1)
+    yield from each(POSITIONS, ({"head_dim": 80}, {}), gap=1, place=(16, 8))
+    for way in BOTH_WAYS:
+        yield from each(POSITIONS, *((sizes | way, axes) for sizes, axes in groups), gap=1, place=(16, 24))
+        for place in SECTIONS:
+            yield from each(POSITIONS, ({"tokens": 3} | way, {"together": 2}), gap=1, place=place)
+
+
+def _loss_cases():
+    # With threads that have no vector, with one or several of them, and with a last one that some do not have.
+    for axes, (schedule, clusters) in itertools.product(SHARES, (("persistent", 2), ("block", None))):
+        yield from each(LOSS, ({}, axes | {"schedule": schedule}), clusters=clusters, gap=1)
+    small = (("float16", 512), ("float32", 1020), ("float32", 4))
+    for dtype, columns in (*small, ("bfloat16", 8)):
+        sizes = {"rows": 5, "vocabulary": columns, "dtype": dtype}
+        yield from each(LOSS, (sizes, {"cluster": 2}), clusters=7, gap=2)
+    # With whole steps and a rest, with one of both alone, and with threads that have no vector.
+    steps = named("threads cluster unroll", (32, 1, 2), (64, 1, 1), (32, 2, 2), (256, 1, 8), (64, 4, 2))
+    for axes, (schedule, clusters) in itertools.product(steps, (("persistent", 2), ("block", None))):
+        yield from each(PAIRS, ({}, axes | {"schedule": schedule}), clusters=clusters, gap=1)
+    for (dtype, columns), graded in itertools.product((*small, ("float32", 2048), ("bfloat16", 2056)), (False, True)):
+        sizes = {"rows": 5, "columns": columns, "dtype": dtype, "graded": graded}
+        yield from each(PAIRS, (sizes, {"cluster": 2}), clusters=7, gap=2)
+
+
+def _sum_cases():
+    # With threads that have no row, one or several of them; the last block has fewer columns than others.
+    for wide, many in itertools.product(
+        named("threads width", (128, 16), (128, 128), (256, 32), (512, 64), (1024, 16)),
+        named("cluster loads", (1, 1), (1, 8), (2, 4), (4, 2)),
+    ):
+        yield from each(SUM, ({"rows": 133, "columns": 180}, wide | many), gap=1)
+    for dtype, (rows, columns) in itertools.product(DTYPES, [(1, 16), (3, 20), (65, 64), (300, 4)]):
+        sizes = {"rows": rows, "columns": columns, "dtype": dtype}
+        yield from each(SUM, (sizes, {"width": 16, "cluster": 2}), gap=2)
+
+
+CASES = [*_row_cases(), *_head_cases(), *_loss_cases(), *_sum_cases()]
+
+
+@pytest.mark.parametrize(("name", "sizes", "axes", "clusters", "how"), CASES, ids=str)
+def test_listed_launches_are_right(name, sizes, axes, clusters, how):
+    problem, how = problem_of(name, **sizes), dict(how)
+    place = dict(zip(("time", "height"), how.pop("place", ()), strict=False))
+    assert_right(name, problem, kernel_of(name, problem, **axes), clusters, drawn(name, problem, **place), **how)
+
+
+# Any launch.
+
+
+def _of_vectors(draw, most, dtype):
+    """A number of columns: so many whole vectors, or fewer."""
+    return 16 // ITEM_BYTES[dtype] * draw(st.one_of(st.just(most), st.integers(1, most)))
+
+
+def _any_rows(draw):
+    name, dtype = draw(st.sampled_from(ROWS)), draw(st.sampled_from(DTYPES))
+    is_backward = "backward" in name
+    threads, cluster = draw(st.sampled_from([8, 16, 32, 64, 128, 256])), draw(st.sampled_from([1, 1, 2, 4]))
+    rows = 1 if is_backward else draw(st.sampled_from([1, 2, 4]))
+    persistent = is_backward or draw(st.booleans())
+    columns = _of_vectors(draw, threads * cluster * draw(st.integers(1, 3)), dtype)
+    sizes = {"rows": draw(st.integers(1, 9)), "columns": columns, "dtype": dtype, "cast": draw(st.booleans())}
+    steps = cdiv(sizes["rows"], rows)
+    axes = {"threads": threads, "rows": rows, "cluster": cluster, "ahead": persistent and draw(st.booleans())}
+    axes |= {"schedule": "persistent" if persistent else "block"}
+    weight = {"weight_dtype": draw(st.sampled_from(DTYPES))}
+    return name, sizes | weight, axes, draw(st.integers(1, steps + 2)) if persistent else steps
+
+
+def _any_ring(draw):
+    dtype, weight_dtype = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
+    threads = draw(st.sampled_from([64, 128, 256, 512]))
+    columns = _of_vectors(draw, threads * draw(st.integers(1, 2)), dtype)
+    sizes = {"rows": draw(st.integers(1, 12)), "columns": columns, "dtype": dtype, "weight_dtype": weight_dtype}
+    axes = {"threads": threads, "stages": draw(st.integers(1, 6)), "early": draw(st.booleans())}
+    return draw(st.sampled_from(RINGS)), sizes | {"cast": draw(st.booleans())}, axes, draw(st.integers(1, 4))
+
+
+def _any_tokens(draw, threads):
+    """Sizes of heads that so many threads share, and any dtypes."""
+    dtype = draw(st.sampled_from(DTYPES))
+    return {
+        "tokens": draw(st.integers(1, 5)), "batch": draw(st.integers(1, 3)), "heads": draw(st.integers(1, 17)),
+        "kv_heads": draw(st.integers(1, 9)), "head_dim": 2 * draw(st.sampled_from(threads)) * 16 // ITEM_BYTES[dtype],
+        "dtype": dtype, "weight_dtype": draw(st.sampled_from(DTYPES)), "angle_dtype": draw(st.sampled_from(DTYPES)),
+    }  # fmt: skip
+
+
+def _any_heads(draw):
+    axes = {"warps": draw(st.sampled_from([1, 2, 4, 8])), "together": draw(st.sampled_from([1, 2, 4]))}
+    sizes = _any_tokens(draw, [1, 2, 4, 8, 16, 32])
+    return HEADS, sizes, axes | {"ahead": draw(st.integers(1, 3))}, draw(st.integers(2, 9))
+
+
+def _any_turns(draw):
+    sizes = _any_tokens(draw, [1, 2, 3, 4, 5, 8, 16, 32]) | {
+        "full": draw(st.booleans()),
+        "inverse": draw(st.booleans()),
+    }
+    together = draw(st.sampled_from([n for n in (1, 2, 4, 8) if sizes["heads"] % n == 0]))
+    axes = {"threads": draw(st.sampled_from([32, 64, 128])), "together": together, "occupancy": draw(st.integers(0, 1))}
+    return TURNS, sizes, axes, None
+
+
+def _any_losses(draw):
+    dtype, cluster = draw(st.sampled_from(DTYPES)), draw(st.sampled_from([1, 1, 2, 4]))
+    schedule, rows = draw(st.sampled_from(["persistent", "block"])), draw(st.integers(1, 9))
+    sizes = {"rows": rows, "vocabulary": 16 // ITEM_BYTES[dtype] * draw(st.integers(1, 400)), "dtype": dtype}
+    axes = {"threads": draw(st.sampled_from([32, 64, 128, 256])), "cluster": cluster, "schedule": schedule}
+    return LOSS, sizes, axes, draw(st.integers(1, 9)) if schedule == "persistent" else rows
+
+
+def _any_pairs(draw):
+    _, sizes, axes, clusters = _any_losses(draw)
+    sizes |= {"columns": max(sizes["vocabulary"], 64 // ITEM_BYTES[sizes["dtype"]]), "graded": draw(st.booleans())}
+    return draw(st.sampled_from(PAIRS)), sizes, axes | {"unroll": draw(st.sampled_from([1, 2, 4]))}, clusters
+
+
+def _any_sums(draw):
+    sizes = {"rows": draw(st.integers(1, 300)), "columns": 4 * draw(st.integers(1, 80))}
+    axes = {"threads": draw(st.sampled_from([128, 256, 512])), "width": draw(st.sampled_from([16, 32, 64, 128]))}
+    axes |= {"cluster": draw(st.sampled_from([1, 1, 2, 4])), "loads": draw(st.sampled_from([1, 2, 4, 8]))}
+    return SUM, sizes | {"dtype": draw(st.sampled_from(DTYPES))}, axes, None
+
+
+# There are no clusters before Hopper, and no copies in bulk.
+ANY = {
+    "rows": _any_rows, "rings": _any_ring, "heads": _any_heads, "turns": _any_turns, "losses": _any_losses,
+    "pairs": _any_pairs, "sums": _any_sums,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ANY)
+@examples(12)
+@given(data=st.data())
+def test_any_launch_is_right(family, data):
+    name, sizes, axes, clusters = data.draw(st.composite(ANY[family])(), label="launch")
+    gpus = ["sm_80", "sm_90", "sm_100"][axes.get("cluster", 1) > 1 or "stages" in axes :]
+    how = {"arch": data.draw(st.sampled_from(gpus), label="GPU"), "gap": data.draw(st.integers(0, 2), label="gap")}
+    problem = problem_of(name, **sizes)
+    assert_right(name, problem, kernel_of(name, problem, **axes), clusters, **how)
+    if name == TURNS:
+        problem = problem_of(POSITIONS, **sizes)
+        time = data.draw(st.integers(0, sizes["head_dim"] // 2), label="time")
+        height = data.draw(st.integers(0, sizes["head_dim"] // 2 - time), label="height")
+        inputs = drawn(POSITIONS, problem, time=time, height=height)
+        assert_right(POSITIONS, problem, kernel_of(POSITIONS, problem, **axes), None, inputs, **how)
+
+
+def _sizes_for_candidates(name, random):
+    """Sizes for which the search space has configs, small enough to run them."""
+    if name in ROWS:
+        return {"rows": random.randint(1, 9), "columns": random.choice([520, 1000]), "dtype": random.choice(DTYPES)}
+    if name == SUM:
+        return {"rows": random.randint(100, 300), "columns": random.choice([128, 260]), "dtype": random.choice(DTYPES)}
+    if name in (LOSS, *PAIRS):
+        return {"rows": 5, "vocabulary": 8192, "columns": 16400, "dtype": "float32"}
+    heads = random.choice(named("heads kv_heads", (16, 8), (8, 1), (5, 3)))
+    return heads | {"tokens": random.choice([5, 9]), "dtype": random.choice(DTYPES), "full": random.random() < 0.5}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_candidates_of_the_search_space_are_right(name):
+    spec = spec_named(name)
+    random = draws_of(spec)
+    problem = problem_of(name, **_sizes_for_candidates(name, random))
+    candidates = [config for config in spec.space.candidates(problem, resolve("H200")) if is_cute(config)]
+    for config in random.sample(candidates, 2):
+        kernel = spec.implement(problem, config)
+        few = None if name in (TURNS, POSITIONS, SUM) else kernel.grid(problem, 16) // kernel.cluster
+        time = random.randint(0, 64)
+        place = {"time": time, "height": random.randint(0, 64 - time)} if name == POSITIONS else {}
+        assert_right(name, problem, kernel, few, drawn(name, problem, **place))
+
+
+# Numbers that are not finite, and rows that do not count.
+
+
+@pytest.mark.parametrize(
+    "options", [{"threads": 128, "ahead": True}, {"threads": 32, "cluster": 2, "rows": 2}], ids=str
+)
+@pytest.mark.parametrize("level", [-1000.0, 0.0])
+def test_softmax_of_numbers_that_are_not_finite_is_torchs(options, level):
+    """Zeros beyond the end of a row must not be the maximum of a row of negative numbers."""
+    name = "softmax_forward"
+    x = torch.randn(6, 1000, generator=torch.Generator().manual_seed(0)) + level
+    x[1, 999], x[2, 0], x[3, 500], x[4] = INFINITY, NAN, -INFINITY, -INFINITY
+    problem = problem_of(name, rows=6, dtype="float32")
+    assert_right(name, problem, kernel_of(name, problem, **options), clusters=2, inputs={"x": x})
+
+
+@pytest.mark.parametrize(("x", "y"), [("q", "k"), ("dq_out", "dk_out")])
+def test_a_number_that_is_not_finite_stays_in_its_head(x, y):
+    problem = problem_of(HEADS, tokens=3, batch=1, heads=5, kv_heads=3)
+    inputs = drawn(HEADS, problem)
+    inputs[x][0, 2, 4, 3], inputs[y][0, 0, 0, 127] = NAN, NAN
+    assert_right(HEADS, problem, kernel_of(HEADS, problem, ahead=2), 3, inputs)
+
+
+def test_a_number_that_is_not_finite_stays_in_its_pair():
+    problem = problem_of(TURNS, tokens=3, batch=1, heads=5, kv_heads=3)
+    inputs = drawn(TURNS, problem)
+    inputs["q"][0, 4, 2, 3], inputs["k"][0, 0, 0, 127] = NAN, INFINITY
+    found = launched(TURNS, problem, kernel_of(TURNS, problem), inputs)
+    for key, place in (("q_out", (0, 4, 2, 3)), ("k_out", (0, 0, 0, 63))):
+        *head, number = place
+        assert not found[key][tuple(head)][[number, number + 64]].isfinite().any()
+        assert (~found[key].isfinite()).sum() == 2
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_a_number_that_is_not_finite_stays_in_its_column(cluster):
+    problem = problem_of(SUM, rows=70, columns=96, dtype="float32")
+    inputs = drawn(SUM, problem)
+    inputs["x"][69, 41], inputs["x"][3, 7] = INFINITY, NAN
+    found = launched(SUM, problem, kernel_of(SUM, problem, cluster=cluster), inputs)["y"]
+    assert found[41] == INFINITY
+    assert (~found.isfinite()).nonzero().flatten().tolist() == [7, 41]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_pair_that_is_not_a_number_stays_in_its_row(name, side):
+    problem = problem_of(name, rows=3, columns=1032)
+    inputs = drawn(name, problem)
+    inputs[list(inputs)[side]][1, 777] = NAN
+    found = launched(name, problem, kernel_of(name, problem), inputs, 2)
+    assert found["loss"].isnan().tolist() == [False, True, False]
+    assert found["gradient"].isnan().sum(1).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("value", [NAN, INFINITY])
+def test_a_logit_that_is_not_finite_makes_its_row_nan(value):
+    problem = problem_of(LOSS, rows=3, dtype="float32")
+    inputs = drawn(LOSS, problem)
+    inputs["logits"][1, 777] = value
+    inputs["target"][:] = torch.tensor([777, 5, 777])
+    found = launched(LOSS, problem, kernel_of(LOSS, problem, cluster=2), inputs, 2)
+    assert found["loss"].isnan().tolist() == [False, True, False]
+    assert found["dlogits"].isnan().all(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_a_slope_that_is_not_finite_makes_its_row_nan_and_no_other(cluster):
+    """It takes its turn in the exchange."""
+    problem = problem_of("tvd", rows=5)
+    inputs = drawn("tvd", problem, slope=torch.tensor([1.0, NAN, 2.0, 0.0, 3.0]))
+    found = launched("tvd", problem, kernel_of("tvd", problem, cluster=cluster), inputs, 1)
+    assert found["loss"].isnan().tolist() == [False, True, False, False, False]
+    assert found["gradient"].isnan().all(1).tolist() == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("name", [LOSS, *PAIRS])
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_rows_that_do_not_count_are_not_read(name, cluster, graded):
+    problem = problem_of(name, rows=9, graded=graded)
+    inputs, ignored = drawn(name, problem), [0, 2, 3, 8]
+    by, value = ("target", -100) if name == LOSS else ("slope", 0)
+    inputs[by][ignored] = value
+    expected = expected_results(spec_named(name), problem, inputs)
+    for key, bad in zip(inputs, (NAN, INFINITY if name in PAIRS else NAN), strict=False):
+        if inputs[key].dim() == 2:
+            inputs[key][inputs[by] == value] = bad
+    kernel = kernel_of(name, problem, cluster=cluster)
+    assert_right(name, problem, kernel, 2, inputs, expected=expected)
+    found = launched(name, problem, kernel, inputs, 2)
+    assert not any(x[ignored].any() for x in found.values())
+    assert all(x.isfinite().all() for x in found.values())
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("label", [-1, 1000, 1 << 30, -(1 << 31)])
+def test_a_label_that_is_no_class_gives_nan(label, cluster):
+    problem = problem_of(LOSS, rows=3)
+    inputs = drawn(LOSS, problem)
+    inputs["target"][:] = torch.tensor([7, label, 999])
+    found = launched(LOSS, problem, kernel_of(LOSS, problem, cluster=cluster), inputs, 2)
+    for key in ("loss", "dlogits"):
+        assert found[key][1].isnan().all()
+        assert found[key][[0, 2]].isfinite().all()
+    assert found["lse"].isfinite().all()
+
+
+@pytest.mark.parametrize("level", [-3e38, -1000.0, 1000.0, 3e38])
+def test_losses_of_large_logits_are_those_of_their_differences(level):
+    """Nothing behind the end of a row is its maximum; a class that cannot be adds nothing."""
+    problem = problem_of(LOSS, rows=4, dtype="float32")
+    inputs = drawn(LOSS, problem, z_loss=0.0)
+    inputs["target"][:] = torch.tensor([0, 999, 500, 3])
+    inputs["logits"][:] = level
+    inputs["logits"][:, 10:20] = -INFINITY
+    found = launched(LOSS, problem, kernel_of(LOSS, problem, cluster=4), inputs, 2)
+    torch.testing.assert_close(found["loss"], torch.full((4,), math.log(990)))
+    expected = torch.full((4, 1000), 1 / 990)
+    expected[:, 10:20] = 0
+    expected[range(4), inputs["target"]] -= 1
+    torch.testing.assert_close(found["dlogits"], expected * inputs["scale"][:, None])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
+def test_divergences_of_impossible_classes_are_finite(beta, dtype):
+    """Of the input, of the target, of both, and those that only float32 takes for 0."""
+    problem = problem_of("jsd", rows=4, columns=1032, dtype=dtype, pure=beta in (0, 1))
+    inputs = drawn("jsd", problem, beta=beta)
+    # One of both alone is an infinite divergence of the other at an end.
+    inputs["input"][0, 3] = -INFINITY if beta != 0 else -5.0
+    inputs["target"][1, 4] = -INFINITY if beta != 1 else -5.0
+    inputs["input"][2, 5] = inputs["target"][2, 5] = -INFINITY
+    inputs["input"][3, 1031], inputs["target"][3, 1031] = -200.0, -300.0
+    assert all(x.isfinite().all() for x in expected_results(spec_named("jsd"), problem, inputs).values())
+    assert_right("jsd", problem, kernel_of("jsd", problem, cluster=2), 2, inputs)
+
+
+def test_equal_elements_have_no_distance_and_no_gradient():
+    problem = problem_of("tvd", rows=3, dtype="float32")
+    inputs = drawn("tvd", problem)
+    inputs["p"][:] = inputs["q"]
+    assert not any(x.any() for x in launched("tvd", problem, kernel_of("tvd", problem, cluster=2), inputs, 2).values())
+
+
+# Layouts of heads, and angles.
+
+
+def test_no_heads_give_sums_of_zero():
+    problem = problem_of(HEADS, tokens=1, batch=1, heads=5, kv_heads=1).but(tokens=0)
+    inputs = {key: x[:, :0] if getattr(x, "ndim", 0) > 2 else x for key, x in drawn(HEADS, problem_of(HEADS)).items()}
+    for blocks in (2, 40):
+        assert not launched(HEADS, problem, kernel_of(HEADS, problem), inputs, blocks)["partial"].any()
+
+
+@pytest.mark.parametrize("columns", [128, 64])
+@pytest.mark.parametrize(("name", "batch"), [(HEADS, 3), (TURNS, 1), (TURNS, 3), (POSITIONS, 1), (POSITIONS, 3)])
+def test_heads_share_the_angles_of_one_batch_entry(name, batch, columns):
+    """Of angles that are stored twice the first ones alone are read."""
+    problem = problem_of(name, batch=batch)
+    inputs, axes = drawn(name, problem), {"ahead": 2} if name == HEADS else {"together": 2}
+    inputs |= {key: inputs[key][..., :1, :, :64] for key in ("cos", "sin")}
+    expected = expected_results(spec_named(name), problem, inputs)
+    for key in ("cos", "sin"):
+        angles = inputs[key]
+        inputs[key] = angles.new_full((*angles.shape[:-1], columns), NAN)
+        inputs[key][..., :64] = angles
+    clusters = 5 if name == HEADS else None
+    assert_right(name, problem, kernel_of(name, problem, **axes), clusters, inputs, expected=expected)
+
+
+@pytest.mark.parametrize("time", [16, 10])
+def test_sections_of_shared_angles_end_anywhere(time):
+    problem = problem_of(POSITIONS, batch=3)
+    inputs = drawn(POSITIONS, problem, time=time)
+    inputs |= {key: inputs[key][:, :1] for key in ("cos", "sin")}
+    assert_right(POSITIONS, problem, kernel_of(POSITIONS, problem, together=2), None, inputs)
+
+
+def _projection(order):
+    """q, k and v of 16 heads [3 tokens, 2 batch entries], which change places."""
+    both = torch.randn(3, 2, 8 + 4 + 4, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return both.permute(order)
+
+
+def test_heads_may_be_parts_of_one_projection():
+    """Tokens are further apart than their heads are, and batch entries and tokens change places."""
+    problem, both = problem_of(HEADS, tokens=3), _projection((1, 0, 2, 3))
+    inputs = drawn(HEADS, problem, q=both[:, :, :8], k=both[:, :, 8:12])
+    assert_right(HEADS, problem, kernel_of(HEADS, problem, together=2), 4, inputs)
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+def test_turned_heads_may_be_parts_of_one_projection(inverse):
+    """Results as well."""
+    problem, both = problem_of(TURNS, tokens=3, inverse=inverse), _projection((1, 2, 0, 3))
+    inputs, turned = drawn(TURNS, problem, q=both[:, :8], k=both[:, 8:12]), torch.full_like(both, NAN)
+    outputs = {"q_out": turned[:, :8], "k_out": turned[:, 12:]}
+    assert_right(TURNS, problem, kernel_of(TURNS, problem, together=2), None, inputs, outputs=outputs)
+    assert turned[:, 8:12].isnan().all()
+
+
+# The same bits.
+
+
+@pytest.mark.parametrize("axes", SHARES, ids=str)
+@pytest.mark.parametrize(("schedule", "clusters"), [("persistent", 2), ("block", 7)])
+def test_a_gradient_in_place_has_the_same_bits(axes, schedule, clusters):
+    """No block reads what another one stores, whatever their order, not even the target's logit."""
+    problem = problem_of(LOSS)
+    kernel, inputs = kernel_of(LOSS, problem, schedule=schedule, **axes), drawn(LOSS, problem)
+    expected = launched(LOSS, problem, kernel, inputs, clusters)
+    found = launched(LOSS, problem, kernel, inputs, clusters, outputs={"dlogits": inputs["logits"]})
+    assert all(found[key].equal(x) for key, x in expected.items())
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("cluster", [1, 4])
+def test_pairs_have_the_same_bits_whatever_cluster_takes_a_row(name, cluster):
+    problem = problem_of(name, rows=6)
+    inputs, kinds = drawn(name, problem), {1: "persistent", 4: "persistent", 6: "block"}
+    kernels = {n: kernel_of(name, problem, cluster=cluster, schedule=kind) for n, kind in kinds.items()}
+    first, *others = (launched(name, problem, kernel, inputs, n) for n, kernel in kernels.items())
+    assert all(x.equal(first[key]) for other in others for key, x in other.items())
+
+
+def test_sums_over_rows_of_a_ring_have_a_fixed_order():
+    name = "rms_norm_backward"
+    problem = problem_of(name, rows=11, columns=520)
+    kernel, inputs = kernel_of(name, problem, stages=3), drawn(name, problem)
+    one, other = (launched(name, problem, kernel, inputs, 4, seed=seed) for seed in (0, 1))
+    assert all(one[key].equal(other[key]) for key in one)
+
+
+@pytest.mark.parametrize("cluster", [1, 4])
+def test_sums_have_a_fixed_order_and_the_same_bits_in_each_column(cluster):
+    """Columns of equal numbers, which lie in different lanes, vectors and blocks, have equal sums."""
+    problem = problem_of(SUM, rows=264, columns=128, dtype="float32")
+    kernel, inputs = kernel_of(SUM, problem, threads=256, cluster=cluster), drawn(SUM, problem)
+    inputs["x"][:] = inputs["x"][:, :1]
+    found, again = (launched(SUM, problem, kernel, inputs)["y"] for _ in range(2))
+    assert found.equal(found[0].expand(128))
+    assert found.equal(again)
+
+
+# The text of kernels.
+
+
+def text_of(name, axes, **sizes):
+    return ptx_of(kernel_of(name, problem_of(name, **sizes), **axes))
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [(HEADS, {}), (LOSS, {"cluster": 2}), (SUM, {}), (SUM, {"cluster": 4}), *((name, {"unroll": 4}) for name in PAIRS)],
+)
+def test_no_thread_adds_to_what_another_has_stored_in_global_memory(name, axes):
+    assert not re.search(r"\b(atom|red)\b", text_of(name, axes))
+
+
+@pytest.mark.parametrize(("full", "angles"), [(False, 2), (True, 4)])
+@pytest.mark.parametrize("together", [1, 4])
+def test_a_thread_loads_the_angles_once_and_all_before_it_stores(together, full, angles):
+    """In code for q and in code for k."""
+    accesses = re.findall(r"(ld|st)\.global\.(\S+)", text_of(TURNS, {"together": together}, full=full))
+    assert {kind for _, kind in accesses} == {"v4.b32"}
+    one = ["ld"] * (2 * together + angles) + ["st"] * 2 * together
+    assert [access for access, _ in accesses] == 2 * one
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_a_thread_loads_the_angles_of_its_position_as_vectors_behind_its_heads(together):
+    """In code for q and in code for k; a vector in which a section ends is loaded again by elements."""
+    accesses = re.findall(r"(ld|st)\.global\.(\S+)", text_of(POSITIONS, {"together": together}))
+    elements = 2 * [("ld", "v4.b32"), *[("ld", "b16")] * 7]  # the first one is the vector's
+    one = [("ld", "v4.b32")] * 2 * together + elements + [("st", "v4.b32")] * 2 * together
+    assert accesses == 2 * one
+
+
+def test_a_row_of_logits_is_read_once_in_vectors_and_written_once():
+    """In each of two branches the gradient: of rows that are ignored and of others; and the target's logit alone."""
+    text = text_of(LOSS, {"threads": 256, "cluster": 2, "schedule": "block"}, vocabulary=4096)
+    counts = {"ld.global.v4.b32": 1, "st.global.v4.b32": 2, "ld.global.b16": 1, "ld.global.nc": 0}
+    assert {word: text.count(word) for word in counts} == counts
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("graded", [False, True])
+def test_all_loads_of_a_step_come_before_its_arithmetic(name, graded):
+    """Of a row of whole steps, which one loop takes."""
+    text = text_of(name, {"unroll": 4, "schedule": "block"}, columns=8 * 64 * 4 * 3, graded=graded)
+    before, _, _ = text.partition("cvt.f32.bf16")
+    assert before.count("ld.global.v4.b32") == text.count("ld.global.v4.b32") == 8
+    assert ("st.global.v4.b32" in text) == graded
+
+
+def test_a_matrix_is_read_in_vectors_which_are_on_their_way_at_once():
+    text = text_of(SUM, {"threads": 256, "loads": 8}, rows=264, columns=4096)
+    lines = [line for line in text.splitlines() if re.search(r"ld\.global|add(\.rn)?\.f32", line)]
+    assert "ld.global.nc" not in text
+    assert [("ld.global.v4" in line) for line in lines[:9]] == [True] * 8 + [False]
+
+
+@pytest.mark.parametrize("name", [*(name for name in ROWS if name.startswith("fused")), HEADS, SUM])
+def test_a_dependent_kernel_waits_before_it_touches_memory(name):
+    problem = problem_of(name, rows=9, columns=64)
+    kernel = kernel_of(name, problem, **({"threads": 16} if name in ROWS else {}))
+    assert kernel.dependent
+    before, _, after = ptx_of(kernel).partition("griddepcontrol.wait")
+    assert "ld.global" not in before
+    assert "ld.global" in after
+
+
+# Kernels that somebody has broken: the interpreter finds it.
+
+BARRIERS = {1: ["bar.sync"], 2: ["barrier.cluster.arrive", "barrier.cluster.wait"]}
+
+
+def without_last(cluster):
+    """A change that takes the last barrier out of a text."""
+
+    def change(text):
+        lines = text.splitlines()
+        last = [max(n for n, line in enumerate(lines) if word in line) for word in BARRIERS[cluster]]
+        return "\n".join(line for n, line in enumerate(lines) if n not in last)
+
+    return change
+
+
+def without(pattern, instead=""):
+    return lambda text: re.sub(pattern, instead, text)
+
+
+def forgets_heads(text):
+    # The first comparison tells blocks of q from those of k.
+    for line in re.findall(r"setp\.ge\.s32.*", text)[1:]:
+        text = text.replace(line, line.replace("ge.s32", "ne.s32"))
+    return text
+
+
+RACE, OUTSIDE = "race|nobody has written", "outside of all tensors"
+RING = ("rms_norm_backward", {"rows": 5, "columns": 520}, {"stages": 2})
+NORM = ("rms_norm_forward", {"rows": 4}, {"threads": 64})
+ODD_HEADS = (HEADS, {"heads": 5, "kv_heads": 3}, {})
+# Some row does not count.
+LOSSES, DIVERGENCES = (LOSS, {"rows": 5}, {}), ("jsd", {"rows": 5}, {})
+ONE_PLACE = without(r"xor.b32.*;")
+# A row that does not count has no exchange: a fast warp would store for the next row where a slow one still reads.
+TAKES_A_TURN = without(r"selp.b32(\s+%r\d+), 1, 0, %p\d+;(\s+xor)", r"mov.b32\1, 1;\2")
+SOME_SUMS = (SUM, {"rows": 70, "columns": 100}, {"loads": 2})
+BROKEN = {
+    # The turn changes with each row: a fast warp may be at the next one.
+    "norm in one place": (NORM, ONE_PLACE, "race"),
+    "losses in one place": (LOSSES, ONE_PLACE, "race"),
+    "losses of ignored rows": (LOSSES, TAKES_A_TURN, "race"),
+    "divergences in one place": (DIVERGENCES, ONE_PLACE, "race"),
+    "divergences of ignored rows": (DIVERGENCES, TAKES_A_TURN, "race"),
+    "sums beyond the last column": (SOME_SUMS, without(r", (99|100);", ", 999;"), OUTSIDE),
+}
+BROKEN = {f"{name}, {n} blocks": (*what, {"cluster": n}) for name, what in BROKEN.items() for n in BARRIERS}
+BROKEN |= {
+    f"{case[0]} without its barrier, {n} blocks": (case, without_last(n), RACE, {"cluster": n})
+    for case in (NORM, LOSSES, DIVERGENCES, SOME_SUMS)
+    for n in BARRIERS
+}
+BROKEN |= {
+    # Thread 125 would read the gap behind column 1000.
+    "norm beyond the end of a row": (NORM, without(", 124;", ", 999;"), OUTSIDE, {"threads": 128}),
+    "heads without their barrier": (ODD_HEADS, without("bar.sync", "// bar.sync"), RACE, {}),
+    "heads beyond the last": (ODD_HEADS, without("setp.lt.s32", "setp.ne.s32"), OUTSIDE, {}),
+    "turns beyond the last head": (
+        (TURNS, {"tokens": 3, "batch": 1, "heads": 5, "kv_heads": 3}, {}), forgets_heads, OUTSIDE, {},
+    ),
+    "ring that does not wait": (
+        RING, without(r"@P1 bra.uni DONE;\s+bra.uni\s+LAB_WAIT;"), "has not seen the end", {},
+    ),
+    "ring that waits for one phase": (RING, without(r"xor.b32[^;]*%r\d+;"), "has not seen the end|deadlock", {}),
+    "ring without a fence": (RING, without("fence.mbarrier_init", "// fence"), "no fence.mbarrier_init", {}),
+    "ring of late barriers": (RING, lambda text: text.replace("bar.sync", "// bar.sync", 1), "init by another", {}),
+    "ring beyond the last row": (
+        RING, without(r"(or\.pred\s+%p\d+, )(%p\d+), %p\d+", r"\1\2, \2"), "elements of one tensor|outside of all", {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", BROKEN)
+def test_a_broken_kernel_fails_and_the_whole_one_does_not(which):
+    (name, sizes, axes), change, what, more = BROKEN[which]
+    problem = problem_of(name, **sizes)
+    kernel, inputs = kernel_of(name, problem, **axes | more), drawn(name, problem)
+    if name in (LOSS, *PAIRS):
+        inputs["target" if name == LOSS else "slope"][1] = -100 if name == LOSS else 0
+    clusters = {HEADS: 3, TURNS: None, SUM: None}.get(name, 1)
+    gap = int(name in (SUM, *ROWS))
+    assert_right(name, problem, kernel, clusters, inputs, gap=gap)
+    text = ptx_of(kernel)
+    assert change(text) != text
+    with pytest.raises(PtxError, match=what):
+        launched(name, problem, kernel, inputs, clusters, gap=gap, text=change(text))
+
+
+def test_a_ring_of_one_warp_is_refused():
+    """Its sums need no barrier, so that none is between reads of a stage and the copy that fills it again."""
+    with pytest.raises(AssertionError, match="a single warp meet at no barrier"):
+        text_of("rms_norm_backward", {"threads": 32, "stages": 2}, rows=5, columns=256)
