@@ -274,7 +274,7 @@ def test_diff(cli, tmp_path):
     assert document["same"] == 1
     assert document["faster"][0]["ratio"] == 1.25
     assert (document["faster"][0]["a"]["time_us"], document["faster"][0]["b"]["spread_us"]) == (50.0, 0.5)
-    assert document["changed"][0]["because"] == "other provenance, machine code, the kernel's source, search space"
+    assert document["changed"][0]["because"] == "other provenance, machine code, the kernel's source"
     out = cli.said("diff", a, b)
     assert "1 new, 1 gone, 1 faster, 1 slower, 1 changed, 1 stale, 1 the same" in out
     assert "1.25x" in out
