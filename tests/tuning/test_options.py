@@ -125,10 +125,15 @@ def test_preflight_counts_each_problem_once(h200):
 
 def test_bars_have_the_time_that_is_left(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    with progress_bars(["compile"], quiet=False) as (tell,):
+    with progress_bars(quiet=False) as tell:
+        tell("publish", 0, 0)
+        assert capsys.readouterr().err == ""
         for done in (1, 2, 3):
-            tell(done, 4)
-    assert "so far, about" in capsys.readouterr().err
+            for stage in ("compile", "measure"):
+                tell(stage, done, 4)
+    said = capsys.readouterr().err
+    assert all(part in said for part in ("compile", "measure", "3/4", "so far, about"))
+    assert "publish" not in said
 
 
 @pytest.mark.parametrize("ended", [True, False])
