@@ -73,3 +73,18 @@ def compiled(tmp_path_factory):
         patch.setenv("TILEKERN_CACHE_DIR", str(root))
         dispatch.compile_default(SPEC, PROBLEM, H200)
     return root
+
+
+@pytest.fixture
+def unpatched():
+    """A test that starts and ends with nothing patched and no plan remembered."""
+    import tilekern
+    from tilekern.runtime import dispatch
+
+    torch.set_num_threads(1)
+    tilekern.reset()
+    dispatch.forget()
+    yield
+    tilekern.reset()
+    dispatch.set_miss_policy(None)
+    dispatch.forget()

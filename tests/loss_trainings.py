@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import loss_formulas as formulas
 import torch
 import torch.nn.functional as F  # noqa: N812
+from loss_formulas import IGNORED
 from transformers import LlamaConfig, LlamaModel
 
 from tilekern import ops
 from tilekern.integrations import losses
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -56,25 +56,11 @@ class Step:
         """Of the labels, 0 where a row does not count."""
         if fused:
             return ops.linear_log_probs(self.hidden, self.weight, self.labels)[0]
-        return chosen(self.logits, self.labels)
+        return formulas.chosen(self.logits.float(), self.labels)
 
     @property
     def reference_log_probs(self) -> torch.Tensor:
-        return chosen(self.teacher_logits, self.labels)
-
-
-def chosen(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The log-probability of each label, [sequences, tokens]; 0 where it does not count."""
-    every = logits.float().log_softmax(-1)
-    return every.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != IGNORED)
-
-
-def divergence(step: Step, beta: float) -> torch.Tensor:
-    """The Jensen-Shannon divergence of both models' probabilities, the mean over the rows that count."""
-    student, teacher = step.logits.float().softmax(-1), step.teacher_logits.float().softmax(-1)
-    mixed = beta * teacher + (1 - beta) * student
-    terms = beta * teacher * (teacher / mixed).log() + (1 - beta) * student * (student / mixed).log()
-    return terms.sum(-1)[step.counted].mean()
+        return formulas.chosen(self.teacher_logits.float(), self.labels)
 
 
 def rows(step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,121 +75,50 @@ def _rewards(step: Step) -> torch.Tensor:
     return step.labels.clamp(min=0).sum(1) % 8 / 3.5 - 1
 
 
-def _halves(each: torch.Tensor) -> torch.Tensor:
-    """What the chosen sequences have more than the rejected ones."""
-    better, worse = each.chunk(2)
-    return better - worse
-
-
-def _preference(
-    fused: Callable[[Step, torch.Tensor], torch.Tensor], formula: Callable[[Step, torch.Tensor], torch.Tensor]
-) -> tuple[Callable[[Step, bool], torch.Tensor], str]:
-    """A loss by its function in tilekern and by its formula, both of a step and its log-probabilities."""
-
-    def loss(step: Step, by_op: bool) -> torch.Tensor:
-        return (fused if by_op else formula)(step, step.log_probs(by_op))
-
-    return loss, "linear_log_probs_forward"
-
-
-def _means(step: Step, log_probs: torch.Tensor) -> torch.Tensor:
-    return log_probs.sum(1) / step.counted.sum(1)
-
-
-def _nll(step: Step, log_probs: torch.Tensor) -> torch.Tensor:
-    """Of the chosen sequences."""
-    half = len(log_probs) // 2
-    return -log_probs[:half][step.counted[:half]].mean()
-
-
 def _good(step: Step) -> torch.Tensor:
     return torch.arange(len(step.labels), device=step.labels.device) < len(step.labels) // 2
 
 
-def _kto(step: Step, p: torch.Tensor) -> torch.Tensor:
-    lead = (p - step.reference_log_probs).sum(1)
-    margin = 0.02 * (lead - lead.mean().detach().clamp(min=0))
-    return torch.where(_good(step), torch.sigmoid(-margin), 0.7 * torch.sigmoid(margin)).mean()
+def _of_log_probs(loss: Callable[[Any, Step, torch.Tensor], torch.Tensor]) -> tuple[Any, str]:
+    """A loss of a step and its log-probabilities, by :mod:`tilekern.integrations.losses` or by the formulas."""
+
+    def of_step(step: Step, fused: bool) -> torch.Tensor:
+        return loss(losses if fused else formulas, step, step.log_probs(fused))
+
+    return of_step, "linear_log_probs_forward"
 
 
-def _log_odds(step: Step, p: torch.Tensor) -> torch.Tensor:
-    means = _means(step, p)
-    return means - torch.log(1 - means.exp())
+def _kto(by: Any, step: Step, p: torch.Tensor) -> torch.Tensor:
+    ref = step.reference_log_probs
+    return by.kto(p, ref, _good(step), by.kto_baseline(p, ref), beta=0.02, undesirable_weight=0.7)
 
 
 PREFERENCES = {
-    "dpo": _preference(
-        lambda step, p: losses.dpo(p, step.reference_log_probs, beta=0.02),
-        lambda step, p: F.softplus(-0.02 * _halves((p - step.reference_log_probs).sum(1))).mean(),
-    ),
-    "ipo": _preference(
-        lambda step, p: losses.ipo(p, step.reference_log_probs, step.counted, beta=1.0),
-        lambda step, p: (_halves(_means(step, p - step.reference_log_probs)) - 0.5).square().mean(),
-    ),
-    "kto": _preference(
-        lambda step, p: losses.kto(
-            p, step.reference_log_probs, _good(step), losses.kto_baseline(p, step.reference_log_probs), beta=0.02,
-            undesirable_weight=0.7,
-        ),
-        _kto,
-    ),
-    "orpo": _preference(
-        lambda step, p: losses.orpo(p, step.counted, beta=0.2),
-        lambda step, p: _nll(step, p) + 0.2 * F.softplus(-_halves(_log_odds(step, p))).mean(),
-    ),
-    "cpo": _preference(
-        lambda step, p: losses.cpo(p, step.counted, beta=0.02),
-        lambda step, p: _nll(step, p) + F.softplus(-0.02 * _halves(p.sum(1))).mean(),
-    ),
-    "simpo": _preference(
-        lambda step, p: losses.simpo(p, step.counted),
-        lambda step, p: F.softplus(0.5 - 2 * _halves(_means(step, p))).mean(),
-    ),
-}  # fmt: skip
+    "dpo": _of_log_probs(lambda by, step, p: by.dpo(p, step.reference_log_probs, beta=0.02)),
+    "ipo": _of_log_probs(lambda by, step, p: by.ipo(p, step.reference_log_probs, step.counted, beta=1.0)),
+    "kto": _of_log_probs(_kto),
+    "orpo": _of_log_probs(lambda by, step, p: by.orpo(p, step.counted, beta=0.2)),
+    "cpo": _of_log_probs(lambda by, step, p: by.cpo(p, step.counted, beta=0.02)),
+    "simpo": _of_log_probs(lambda by, step, p: by.simpo(p, step.counted)),
+}
 
 
-def _terms(kind: str, p: torch.Tensor, ratio: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    """The policy's loss of each token, [sequences, tokens] or [sequences, 1]."""
-    if kind == "cispo":
-        return -weight.detach().clamp(max=1.1) * gain * p
-    if kind == "sapo":
-        heat = torch.where(gain > 0, 1.0, 1.05)
-        return -4 / heat * torch.sigmoid(heat * (weight - 1)) * gain
-    if kind == "vespo":
-        whole = ratio.sum(1, keepdim=True).exp().detach()
-        shape = torch.where(gain >= 0, whole**2 * (3 - 3 * whole).exp(), whole**3 * (2 - 2 * whole).exp())
-        return -shape * gain * p
-    return -torch.minimum(weight * gain, weight.clamp(0.8, 1.2) * gain)
-
-
-def _group(kind: str, level: str = "token") -> tuple[Callable[[Step, bool], torch.Tensor], str]:
+def _group(kind: str, level: str = "token") -> tuple[Any, str]:
     """GRPO with a divergence, of completions that a policy made which lay a little nearer to the reference."""
+    bound = {"epsilon_high": 1.1} if kind == "cispo" else {}
 
-    def near(step: Step, p: torch.Tensor) -> torch.Tensor:
+    def loss(by: Any, step: Step, p: torch.Tensor) -> torch.Tensor:
         # VESPO's factor, of a product over all tokens, would be 0 further away.
-        return torch.lerp(p.detach(), step.reference_log_probs, 0.02 if kind == "vespo" else 0.2)
-
-    def fused(step: Step, p: torch.Tensor) -> torch.Tensor:
+        near = torch.lerp(p.detach(), step.reference_log_probs, 0.02 if kind == "vespo" else 0.2)
         tokens = step.labels.shape[1]
-        loss = losses.grpo(
-            p, _rewards(step), step.counted, old_log_probs=near(step, p), ref_log_probs=step.reference_log_probs,
-            loss_type=kind, level=level, beta=0.05, epsilon_high=1.1 if kind == "cispo" else None,
-            max_completion_length=tokens,
+        found = by.grpo(
+            p, _rewards(step), step.counted, old_log_probs=near, ref_log_probs=step.reference_log_probs,
+            loss_type=kind, level=level, beta=0.05, max_completion_length=tokens, **bound,
         )  # fmt: skip
-        return loss / tokens if kind == "luspo" else loss
-
-    def formula(step: Step, p: torch.Tensor) -> torch.Tensor:
-        counted, ratio, lead = step.counted.to(p.dtype), p - near(step, p), step.reference_log_probs - p
-        lengths = counted.sum(1)
-        weight = ratio.exp() if level == "token" else (ratio.sum(1) / lengths).exp()[:, None]
-        terms = _terms(kind, p, ratio, weight, _rewards(step)[:, None]) + 0.05 * (lead.exp() - lead - 1)
-        sums = (terms * counted).sum(1)
-        if kind in ("grpo", "sapo"):
-            return (sums / lengths).mean()
         # Sums of whole sequences have gradients that are too large for the rate of the others.
-        return sums.sum() / (counted.numel() if kind in ("dr_grpo", "luspo") else counted.sum())
+        return found / tokens if kind == "luspo" else found
 
-    return _preference(fused, formula)
+    return _of_log_probs(loss)
 
 
 GROUPS = {name: _group(name) for name in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")} | {
@@ -213,14 +128,14 @@ GROUPS = {name: _group(name) for name in ("grpo", "bnpo", "dr_grpo", "dapo", "ci
 
 def _top_k(step: Step, fused: bool) -> torch.Tensor:
     """Distillation of the teacher's four likeliest ids and of all others as one."""
-    every = step.teacher_logits.float().log_softmax(-1)
-    taught, ids = every.topk(4)
-    if fused:
-        found = losses.top_k_log_probs(step.hidden, step.weight, ids)
-        return losses.top_k_distillation(found, taught, step.counted)
-    known = step.logits.float().log_softmax(-1).gather(-1, ids).exp()
-    one, other = (torch.cat((x, 1 - x.sum(-1, keepdim=True)), -1) for x in (taught.exp(), known))
-    return (one * (one / other).log()).sum(-1)[step.counted].mean()
+    by = losses if fused else formulas
+    taught, ids = step.teacher_logits.float().log_softmax(-1).topk(4)
+    return by.top_k_distillation(by.top_k_log_probs(step.hidden, step.weight, ids), taught, step.counted)
+
+
+def _jsd(step: Step, fused: bool) -> torch.Tensor:
+    heads = (step.hidden, step.weight, step.teacher_hidden, step.teacher_weight)
+    return (losses if fused else formulas).jsd(*heads, step.counted, beta=0.25)
 
 
 def _by_probabilities(op: Callable[..., Any], formula: Callable[..., Any]) -> Callable[[Step, bool], Any]:
@@ -264,29 +179,16 @@ LOSSES: dict[str, tuple[Callable[[Step, bool], torch.Tensor], str]] = (
         "jsd": (
             _by_probabilities(
                 lambda student, teacher: ops.jsd(student, teacher, beta=0.25),
-                lambda student, teacher: _mixed(student, teacher, 0.25),
+                lambda student, teacher: formulas.divergence(student, teacher, 0.25).mean(),
             ),
             "jsd",
         ),
-        "fused_linear_jsd": (
-            lambda step, fused: (
-                losses.jsd(step.hidden, step.weight, step.teacher_hidden, step.teacher_weight, step.counted, beta=0.25)
-                if fused
-                else divergence(step, 0.25)
-            ),
-            "fused_linear_jsd",
-        ),
+        "fused_linear_jsd": (_jsd, "fused_linear_jsd"),
         "top_k_distillation": (_top_k, "linear_log_probs_forward"),
     }
     | PREFERENCES
     | GROUPS
 )
-
-
-def _mixed(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
-    mixed = (beta * teacher.exp() + (1 - beta) * student.exp()).log()
-    terms = beta * teacher.exp() * (teacher - mixed) + (1 - beta) * student.exp() * (student - mixed)
-    return terms.sum(1).mean()
 
 
 def _llama(sizes: Sizes, seed: int) -> tuple[Any, torch.nn.Linear]:

@@ -9,13 +9,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from environments import environment
+from environments import ROOT, environment
 from msgspec.structs import replace
 from one_record import H200, PROBLEM, SPEC
 
 from tilekern import cache
 
-ROOT = Path(__file__).parents[1]
 PATIENCE_S = 300
 DEFAULT, OTHER = SPEC.default(PROBLEM, H200), SPEC.generic(PROBLEM)
 
@@ -70,7 +69,7 @@ def go_through(home, situations, ranks, timeout_s, meet=None):
     """The outcome of each situation by rank; one job goes through all of them."""
     path = home / "situations.json"
     path.write_text(json.dumps(situations))
-    ended = finish(start(home, ROOT / "tests" / "rank_worker.py", ranks, timeout_s, path, meet=meet))
+    ended = finish(start(home, ROOT / "tests" / "runtime" / "rank_worker.py", ranks, timeout_s, path, meet=meet))
     lines = [[json.loads(line) for line in out.splitlines()] for out, _, _ in ended]
     assert len(lines[0]) == len(situations), ended[0][1]
     return {given["name"]: [line[at] for line in lines if at < len(line)] for at, given in enumerate(situations)}

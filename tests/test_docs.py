@@ -15,8 +15,10 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+import environments
 import pytest
 import torch
+from marks import needs_compiler
 from warm_python import warm_python
 
 import tilekern
@@ -24,7 +26,6 @@ from benchmarks.pages.readme import with_training
 from benchmarks.results import read_folder
 from tilekern import ops
 from tilekern.cache import PROVENANCES, Record
-from tilekern.compile.toolchain import toolkit
 from tilekern.spec.targets import LISTED, resolve
 from tilekern.tuning.plan.presets import PRESETS
 
@@ -39,7 +40,6 @@ ARCHITECTURE = DOCS / "architecture.md"
 SMALLER = " --ops swiglu --tokens 64"
 SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q torch==2.13.0 -e '.[compile]' && "
 MARKERS = ("", "test: smaller", "test: set-up", "test: needs a GPU", "test: has results", "run")
-needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -70,10 +70,8 @@ def runs_here(block):
 
 def environment(tree=ROOT, **more):
     """What a user has, and neither pytest's nor anybody's tilekern settings; Python finds a tree first."""
-    more["PYTHONPATH"] = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TILEKERN_", "PYTEST_"))}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return kept | {"PATH": path, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""} | more
+    return environments.environment(tree, without=("TILEKERN_", "PYTEST_"), PATH=path, HF_HUB_OFFLINE="1", **more)
 
 
 def bash(code, folder, env):

@@ -9,150 +9,112 @@ import pytest
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "trust.md"
-LINKS, TRUST, SWEEPS, RANKS = (
-    "cache/test_cache_links.py", "cache/test_cache_trust.py", "tuning/test_sweep_trust.py", "test_ranks_trust.py"
-)  # fmt: skip
-# The beginnings of a row's first two cells, and the tests of its attack by file; none where nothing stops it.
-ATTACKS = {
-    ("a stranger who can write your cache folder", "put a record"): {
-        "cache/test_cache_exposure.py": [
-            "test_a_folder_that_others_can_write_is_not_loaded_unless_that_is_allowed",
-            "test_what_belongs_to_another_user_is_not_loaded",
-        ],
-        TRUST: ["test_a_shared_folder_with_signatures_beside_is_safe_to_allow"],
-    },
-    ("whoever hands you a pack", "put any cubin"): {
-        TRUST: ["test_a_key_that_is_no_trust_root_is_not_enough", "test_a_change_of_one_byte_is_never_loaded"],
-    },
-    ("the same, or who runs the registry", "hand you an older pack"): {
-        "cache/test_cache_packs.py": ["test_the_better_record_stays"],
-        "cache/test_cache_revoking.py": [
-            "test_an_old_signed_record_takes_nothing_back",
-            "test_what_a_trust_root_has_revoked_is_loaded_by_nobody",
-        ],
-    },
-    ("whoever runs the registry", "give you another pack"): {
-        "cache_tools/test_push_and_pull.py": [
-            "test_another_pack_than_the_one_that_is_wanted_is_refused",
-            "test_what_nobody_signed_is_not_pulled_where_it_must_be",
-        ],
-    },
-    ("the same", "answer without end"): {
-        "cache_tools/test_endless_servers.py": [
-            "test_no_answer_of_a_registry_is_read_without_bound",
-            "test_no_more_of_a_registry_s_pack_is_taken_than_its_manifest_says",
-            "test_no_more_of_a_web_server_s_pack_is_taken_than_it_says",
-        ],
-    },
-    ("whoever hands you a cache folder", "put links"): {
-        LINKS: [
-            "test_nothing_is_changed_through_a_link_whatever_is_done_to_the_cache",
-            "test_a_link_that_takes_a_folders_place_at_the_last_moment_is_not_followed",
-        ],
-        "tuning/test_sweep_links.py": [
-            "test_nothing_is_written_or_deleted_through_a_link_in_a_sweep_folder",
-            "test_the_default_place_of_a_sweep_is_not_behind_a_link",
-            "test_a_service_appends_to_no_link",
-        ],
-    },
-    ("the same", "leave an unfinished unpack"): {
-        LINKS: [
-            "test_what_no_cache_has_stays_in_incoming_and_is_no_error",
-            "test_what_another_user_left_in_incoming_is_theirs_to_finish",
-        ],
-        "cache/test_cache_unpack.py": ["test_a_look_at_an_unfinished_unpack_writes_nothing_and_says_it"],
-    },
-    ("the same", "put a pipe"): {
-        "cache/test_cache_odd_files.py": [
-            "test_what_is_not_a_regular_file_is_refused_at_once",
-            "test_a_huge_file_takes_no_memory",
-        ],
-        "tuning/test_sweep_links.py": ["test_odd_files_in_shared_places_hold_nobody_up"],
-    },
-    ("the same, or whoever hands you a sweep folder", "put escape sequences"): {
-        "cache_tools/test_terminal.py": ["test_no_command_prints_what_a_terminal_would_obey"],
-        "tuning/test_status.py": ["test_escape_sequences_of_a_folder_are_not_obeyed"],
-    },
-    ("the author of another package", "bring cubins"): {
-        TRUST: [
-            "test_the_wheels_own_packs_are_as_trusted_as_its_code_and_those_of_other_packages_are_not",
-        ],
-    },
-    ("a stranger who plants a sweep folder", "have the tuner"): {
-        SWEEPS: [
-            "test_a_folder_of_another_user_is_refused",
-            "test_what_is_planted_at_the_default_place_is_not_taken",
-            "test_what_is_planted_as_the_services_folder_is_not_taken",
-            "test_what_is_planted_as_preflights_folder_is_not_taken",
-        ],
-    },
-    ("whoever hands you a sweep folder", "the same"): {SWEEPS: ["test_what_was_altered_is_compiled_anew"]},
-    ("whoever hands you a sweep folder", "run a cubin"): {
-        SWEEPS: [
-            "test_under_signed_nothing_is_measured_that_nobody_vouches_for",
-            "test_a_carried_folder_is_measured_and_its_records_are_nobodys",
-        ],
-    },
-    ("the same", "have you sign it"): {SWEEPS: ["test_what_another_compiled_is_not_signed_by_who_measures_it"]},
-    ("the same", "name a file of yours"): {
-        "tuning/test_sweep_links.py": ["test_an_artifact_is_named_by_a_digest_alone"],
-    },
-    ("the same", "make a slow or wrong kernel win"): {SWEEPS: ["test_a_forged_measurement_does_not_count"]},
-    ("whoever can read your `seal.key`", "seal records"): {
-        TRUST: ["test_a_secret_that_others_can_read_or_replace_is_not_used"],
-    },
-    ("whoever can change your trust roots", "add a key"): {
-        TRUST: ["test_roots_that_others_can_replace_trust_nobody", "test_roots_of_another_user_trust_nobody"],
-    },
-    ("a trust root whose key was stolen", "sign any cubin"): {
-        "cache/test_cache_revoking.py": ["test_a_key_that_is_no_root_any_more_neither_signs_nor_revokes"],
-    },
-    ("a stranger who can write the cache's `quarantine/`", "keep candidates"): {
-        "tuning/test_quarantine.py": ["test_candidates_of_other_problems_and_torn_files_are_left_out"],
-    },
-    ("whoever can reach the tuning service's status", "read it"): {
-        "tuning/test_service_http.py": ["test_without_the_token_nothing_is_said", "test_any_other_host_needs_one"],
-    },
-    ("a node of a Ray cluster", "give back"): {},
-    ("whoever can write the folder that you stand in", "have"): {
-        "cache_tools/test_terminal.py": ["test_the_installed_command_runs_nothing_of_the_folder_that_it_is_run_in"],
-    },
-    ("whoever can change tilekern", "anything"): {},
-    # Ranks of one job.
-    ("a process that is no rank", "name a leader"): {
-        RANKS: [
-            "test_a_process_that_is_no_rank_cannot_swap_records",
-            "test_a_process_that_is_no_rank_cannot_have_ranks_go_on_alone",
-        ],
-    },
-    ("the same, before the ranks have connected", "give them"): {
-        RANKS: ["test_a_process_that_is_no_rank_cannot_make_one_run_what_it_does_not_trust"],
-    },
-    ("a rank that lies", "hand out altered"): {
-        RANKS: ["test_what_one_rank_does_not_trust_is_a_miss_on_all_and_said_once"],
-    },
-    ("", "hand out one record"): {RANKS: ["test_a_record_stands_where_it_says_and_no_two_stand_at_one_place"]},
-    ("", "hand out an older record"): {
-        "cache/test_cache_revoking.py": ["test_what_a_trust_root_has_revoked_is_loaded_by_nobody"],
-    },
-    ("", "have a rank compile"): {"test_ranks.py": ["test_the_miss_policy_is_the_strictest"]},
-    ("", "say that its GPU"): {RANKS: ["test_whatever_a_rank_says_ends_all_alike_in_one_line"]},
-    ("", "send what is malformed"): {
-        RANKS: [
-            "test_whatever_a_rank_says_ends_all_alike_in_one_line",
-            "test_bytes_that_were_changed_give_whole_records_or_an_error",
-            "test_a_head_without_end_is_refused_before_it_is_parsed",
-        ],
-    },
-    ("a rank that trusts less", "make records misses"): {
-        RANKS: ["test_what_one_rank_does_not_trust_is_a_miss_on_all_and_said_once"],
-    },
-    ("another user or host", "hand out records"): {RANKS: ["test_a_seal_counts_where_its_user_s_settings_are"]},
-    ("who listens", "read records"): {
-        TRUST: ["test_a_seal_is_worth_nothing_to_another_user_or_for_another_record"],
-    },
-    ("a fault on the way", "leave ranks"): {RANKS: ["test_ranks_that_hold_other_records_in_the_end_stop"]},
-}
+# The beginnings of a row's first two cells, and the tests of its attack; none where nothing stops it.
+ATTACKS = """
+a stranger who can write your cache folder | put a record
+    test_a_folder_that_others_can_write_is_not_loaded_unless_that_is_allowed
+    test_what_belongs_to_another_user_is_not_loaded
+    test_a_shared_folder_with_signatures_beside_is_safe_to_allow
+whoever hands you a pack | put any cubin
+    test_a_key_that_is_no_trust_root_is_not_enough
+    test_a_change_of_one_byte_is_never_loaded
+the same, or who runs the registry | hand you an older pack
+    test_the_better_record_stays
+    test_an_old_signed_record_takes_nothing_back
+    test_what_a_trust_root_has_revoked_is_loaded_by_nobody
+whoever runs the registry | give you another pack
+    test_another_pack_than_the_one_that_is_wanted_is_refused
+    test_what_nobody_signed_is_not_pulled_where_it_must_be
+the same | answer without end
+    test_no_answer_of_a_registry_is_read_without_bound
+    test_no_more_of_a_registry_s_pack_is_taken_than_its_manifest_says
+    test_no_more_of_a_web_server_s_pack_is_taken_than_it_says
+whoever hands you a cache folder | put links
+    test_nothing_is_changed_through_a_link_whatever_is_done_to_the_cache
+    test_a_link_that_takes_a_folders_place_at_the_last_moment_is_not_followed
+    test_nothing_is_written_or_deleted_through_a_link_in_a_sweep_folder
+    test_the_default_place_of_a_sweep_is_not_behind_a_link
+    test_a_service_appends_to_no_link
+the same | leave an unfinished unpack
+    test_what_no_cache_has_stays_in_incoming_and_is_no_error
+    test_what_another_user_left_in_incoming_is_theirs_to_finish
+    test_a_look_at_an_unfinished_unpack_writes_nothing_and_says_it
+the same | put a pipe
+    test_what_is_not_a_regular_file_is_refused_at_once
+    test_a_huge_file_takes_no_memory
+    test_odd_files_in_shared_places_hold_nobody_up
+the same, or whoever hands you a sweep folder | put escape sequences
+    test_no_command_prints_what_a_terminal_would_obey
+    test_escape_sequences_of_a_folder_are_not_obeyed
+the author of another package | bring cubins
+    test_the_wheels_own_packs_are_as_trusted_as_its_code_and_those_of_other_packages_are_not
+a stranger who plants a sweep folder | have the tuner
+    test_a_folder_of_another_user_is_refused
+    test_what_is_planted_at_a_default_place_is_not_taken
+whoever hands you a sweep folder | the same
+    test_what_was_altered_is_compiled_anew
+whoever hands you a sweep folder | run a cubin
+    test_under_signed_nothing_is_measured_that_nobody_vouches_for
+    test_a_carried_folder_is_measured_and_its_records_are_nobodys
+the same | have you sign it
+    test_what_another_compiled_is_not_signed_by_who_measures_it
+the same | name a file of yours
+    test_an_artifact_is_named_by_a_digest_alone
+the same | make a slow or wrong kernel win
+    test_a_forged_measurement_does_not_count
+whoever can read your `seal.key` | seal records
+    test_a_secret_that_others_can_read_or_replace_is_not_used
+whoever can change your trust roots | add a key
+    test_roots_that_others_can_replace_trust_nobody
+    test_roots_of_another_user_trust_nobody
+a trust root whose key was stolen | sign any cubin
+    test_a_key_that_is_no_root_any_more_neither_signs_nor_revokes
+a stranger who can write the cache's `quarantine/` | keep candidates
+    test_candidates_of_other_problems_and_torn_files_are_left_out
+whoever can reach the tuning service's status | read it
+    test_without_the_token_nothing_is_said
+    test_any_other_host_needs_one
+a node of a Ray cluster | give back
+whoever can write the folder that you stand in | have
+    test_the_installed_command_runs_nothing_of_the_folder_that_it_is_run_in
+whoever can change tilekern | anything
+a process that is no rank | name a leader
+    test_a_process_that_is_no_rank_cannot_swap_records
+    test_a_process_that_is_no_rank_cannot_have_ranks_go_on_alone
+the same, before the ranks have connected | give them
+    test_a_process_that_is_no_rank_cannot_make_one_run_what_it_does_not_trust
+a rank that lies | hand out altered
+    test_what_one_rank_does_not_trust_is_a_miss_on_all_and_said_once
+ | hand out one record
+    test_a_record_stands_where_it_says_and_no_two_stand_at_one_place
+ | hand out an older record
+    test_what_a_trust_root_has_revoked_is_loaded_by_nobody
+ | have a rank compile
+    test_the_miss_policy_is_the_strictest
+ | say that its GPU
+    test_whatever_a_rank_says_ends_all_alike_in_one_line
+ | send what is malformed
+    test_whatever_a_rank_says_ends_all_alike_in_one_line
+    test_bytes_that_were_changed_give_whole_records_or_an_error
+    test_a_head_without_end_is_refused_before_it_is_parsed
+a rank that trusts less | make records misses
+    test_what_one_rank_does_not_trust_is_a_miss_on_all_and_said_once
+another user or host | hand out records
+    test_what_each_rank_trusts_is_taken_over_and_all_else_is_a_miss_on_all
+who listens | read records
+    test_a_seal_is_worth_nothing_to_another_user_or_for_another_record
+a fault on the way | leave ranks
+    test_ranks_that_hold_other_records_in_the_end_stop
+"""
+
+
+def attacks():
+    """The rows of the list with their tests, in its order."""
+    found = {}
+    for block in re.split(r"\n(?!    )", ATTACKS.strip("\n")):
+        row, *names = block.splitlines()
+        found[tuple(row.split(" | "))] = [name.strip() for name in names]
+    return found
 
 
 def rows():
@@ -170,22 +132,23 @@ def rows():
 
 
 @functools.cache
-def functions_of(file):
-    return {node.name for node in ast.walk(ast.parse((TESTS / file).read_text())) if isinstance(node, ast.FunctionDef)}
+def functions():
+    """The names of all functions of the tests."""
+    trees = [ast.parse(path.read_text()) for path in TESTS.rglob("test_*.py")]
+    return {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 def test_each_row_has_its_attack_and_each_attack_its_row():
     matched = [
-        [key for key in ATTACKS if who.startswith(key[0]) and could.startswith(key[1]) and bool(who) == bool(key[0])]
+        [key for key in attacks() if who.startswith(key[0]) and could.startswith(key[1]) and bool(who) == bool(key[0])]
         for who, could in rows()
     ]
     assert all(len(keys) == 1 for keys in matched), [
         row for row, keys in zip(rows(), matched, strict=True) if len(keys) != 1
     ]
-    assert [keys[0] for keys in matched] == list(ATTACKS)
+    assert [keys[0] for keys in matched] == list(attacks())
 
 
-@pytest.mark.parametrize("row", list(ATTACKS), ids=lambda row: row[1])
+@pytest.mark.parametrize("row", attacks(), ids=lambda row: row[1])
 def test_the_attack_is_there(row):
-    for file, names in ATTACKS[row].items():
-        assert set(names) <= functions_of(file)
+    assert set(attacks()[row]) <= functions()

@@ -63,13 +63,6 @@ def test_soft_caps_and_sinks_run_the_kernels_while_decoding_too(queries):
     assert worst([found], [softmax(q, k, v, seen, 2.0, sinks)]) < 1e-5
 
 
-@pytest.mark.parametrize("given", [{"dropout": 0.1}, {"attention_mask": torch.zeros(1, 1, 7, 7)}], ids=str)
-@pytest.mark.parametrize("special", [{"softcap": 2.0}, {"s_aux": torch.zeros(4)}], ids=str)
-def test_soft_caps_and_sinks_with_dropout_or_an_additive_mask_are_refused(given, special):
-    with pytest.raises(InputError, match="without dropout and with a boolean mask or none"):
-        implementation.attend(True, Layer(), *heads(), **{"attention_mask": None} | given, **special)
-
-
 @pytest.mark.parametrize(("softcap", "sinks"), [(2.0, None), (None, True), (2.0, True)])
 @pytest.mark.parametrize("queries", [7, 1])
 def test_soft_caps_and_sinks_with_a_mask_of_padding(queries, softcap, sinks):
@@ -107,17 +100,32 @@ def test_a_position_bias_is_added_to_the_scores(more, room):
     assert worst([found, slopes[0]], [wanted, slopes[1]]) < 1e-5
 
 
-@pytest.mark.parametrize("special", [{"softcap": 2.0}, {"s_aux": torch.zeros(4)}], ids=str)
-def test_soft_caps_and_sinks_with_a_position_bias_are_refused(special):
-    with pytest.raises(InputError, match="adds no position_bias to them"):
-        implementation.attend(True, Layer(), *heads(), None, position_bias=torch.zeros(1, 4, 7, 7), **special)
+DROPPED, ADDED = {"dropout": 0.1}, {"attention_mask": torch.zeros(1, 1, 7, 7)}
+BIASED = {"position_bias": torch.zeros(1, 4, 7, 7)}
+REFUSED = [
+    *(
+        (given | special, message)
+        for special in ({"softcap": 2.0}, {"s_aux": torch.zeros(4)})
+        for given, message in (
+            (DROPPED, "without dropout and with a boolean mask or none"),
+            (ADDED, "without dropout and with a boolean mask or none"),
+            (BIASED, "adds no position_bias to them"),
+        )
+    ),
+    *(
+        ({name: torch.zeros(1)}, f'does not compute what {name} asks for; use "eager"')
+        for name in ("indices", "block_indices", "sinks", "cache")
+    ),
+]
 
 
-@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "cache"])
-def test_what_neither_the_kernels_nor_sdpa_compute_is_refused(name):
-    implementation.attend(True, Layer(), *heads(), None, **{name: None})
-    with pytest.raises(InputError, match=f'does not compute what {name} asks for; use "eager"'):
-        implementation.attend(True, Layer(), *heads(), None, **{name: torch.zeros(1)})
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_what_neither_the_kernels_nor_sdpa_compute_is_refused_and_not_counted(given, message, monkeypatch):
+    monkeypatch.setattr(dispatch._state, "counters", {})
+    with pytest.raises(InputError, match=message):
+        implementation.attend(True, Layer(), *heads(), **{"attention_mask": None} | given)
+    assert not any(tilekern.stats().get("attention_forward", {}).values())
+    implementation.attend(True, Layer(), *heads(), None, **dict.fromkeys(given.keys() - {"dropout", "attention_mask"}))
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -294,13 +302,6 @@ def test_what_runs_without_the_kernels_is_counted_among_the_fallbacks(more, monk
     assert (count["fallbacks"], count["launches"]) == (1, 0)
     implementation.attend(True, Layer(), *heads(), None)
     assert tilekern.stats()["attention_forward"]["fallbacks"] == 1
-
-
-def test_what_is_refused_is_not_counted(monkeypatch):
-    monkeypatch.setattr(dispatch._state, "counters", {})
-    with pytest.raises(InputError):
-        implementation.attend(True, Layer(), *heads(), None, dropout=0.1, softcap=2.0)
-    assert not any(tilekern.stats()["attention_forward"].values())
 
 
 def test_a_tensor_of_another_class_goes_to_sdpa():

@@ -6,17 +6,17 @@ import warnings
 
 import pytest
 import torch
+from contract import as_exact, in_one_graph, only
 from tiny_qwen3 import IDS, apply, launches, make, same, step, worst
 from transformers import DynamicCache, StaticCache
 
 import tilekern
 from tilekern.patch import attention as implementation
-from tilekern.patch import registry
 from tilekern.patch.told import ToldMask
 from tilekern.runtime.switches import ATTENTIONS as NAMES
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-NONE = dict.fromkeys(registry.known_ops(), False)
+NONE = only()
 WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 GENERATE = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 PACKED = torch.tensor([0, 3, 4, 7], dtype=torch.int32)
@@ -147,28 +147,26 @@ def test_generation_with_padding_on_the_left(windowed):
     assert torch.equal(found, wanted)
 
 
+CACHES = {
+    "full cache": lambda _: DynamicCache(),
+    "model's cache": lambda config: DynamicCache(config=config),
+    "longer than the prompt": lambda config: StaticCache(config=config, max_cache_len=16),
+}
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("windowed", [False, True])
-@pytest.mark.parametrize("parts", [(4, 3), (6, 1), (1, 6), (1, 1, 5)], ids=str)
-@pytest.mark.parametrize("own", [False, True], ids=["full cache", "model's cache"])
-def test_a_prompt_in_parts_with_and_without_gradients(parts, windowed, grad, own):
+@pytest.mark.parametrize(
+    ("parts", "cache"),
+    [*itertools.product([(4, 3), (6, 1), (1, 6), (1, 1, 5)], list(CACHES)[:2]), ((7,), "longer than the prompt")],
+    ids=str,
+)
+def test_a_prompt_at_once_or_in_parts_with_and_without_gradients(parts, cache, windowed, grad):
     def run(model):
-        cache = DynamicCache(config=model.config) if own else DynamicCache()
+        held = CACHES[cache](model.config)
         with torch.set_grad_enabled(grad):
             pieces = IDS.split(list(parts), 1)
-            return [model(input_ids=ids, past_key_values=cache, use_cache=True).logits for ids in pieces]
-
-    ours, theirs = pair(**(WINDOW if windowed else {}))
-    assert worst(run(ours), run(theirs)) < 1e-5
-
-
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("windowed", [False, True])
-def test_a_static_cache_that_is_longer_than_the_prompt(windowed, grad):
-    def run(model):
-        cache = StaticCache(config=model.config, max_cache_len=16)
-        with torch.set_grad_enabled(grad):
-            return [model(input_ids=IDS, past_key_values=cache, use_cache=True).logits]
+            return [model(input_ids=ids, past_key_values=held, use_cache=True).logits for ids in pieces]
 
     ours, theirs = pair(**(WINDOW if windowed else {}))
     assert worst(run(ours), run(theirs)) < 1e-5
@@ -185,9 +183,11 @@ def positions(starts=PACKED):
     return torch.cat([torch.arange(n) for n in starts.diff().tolist()])[None]
 
 
-def packed(model, **more):
-    settings = {"cu_seq_lens_q": PACKED, "cu_seq_lens_k": PACKED, "max_length_q": 3, "max_length_k": 3} | more
-    return model(input_ids=IDS[:1], position_ids=positions(), **settings).logits
+STARTS = {"cu_seq_lens_q": PACKED, "cu_seq_lens_k": PACKED, "max_length_k": 3}
+
+
+def packed(model, told=STARTS | {"max_length_q": 3}, **more):
+    return model(input_ids=IDS[:1], position_ids=positions(), **told, **more).logits
 
 
 def stepped(model, call, slope):
@@ -198,14 +198,21 @@ def stepped(model, call, slope):
     return [out.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
+# How the sequences of a row are told: by the longest of them, or by positions alone.
+TOLD = [
+    *(STARTS | {"use_cache": cache, "max_length_q": longest}
+      for cache in (False, True) for longest in (3, None, PACKED.diff().max())),
+    {"use_cache": False}, {}, {"attention_mask": torch.ones_like(IDS[:1])},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("windowed", [False, True])
-@pytest.mark.parametrize("use_cache", [False, True])
-@pytest.mark.parametrize("longest", [3, None, PACKED.diff().max()], ids=["number", "none", "tensor"])
-def test_packed_sequences_are_the_same_as_separate_ones(windowed, use_cache, longest):
+@pytest.mark.parametrize("told", TOLD)
+def test_packed_sequences_are_the_same_as_separate_ones(windowed, told):
     ours, theirs = pair(**(WINDOW | {"sliding_window": 2} if windowed else {}))
     slope = torch.randn(1, 7, 331)
     before = forwards()
-    found = stepped(ours, functools.partial(packed, use_cache=use_cache, max_length_q=longest), slope)
+    found = stepped(ours, functools.partial(packed, told=told), slope)
     assert forwards() == before + 2
     assert worst(found, stepped(theirs, separate, slope)) < 1e-5
 
@@ -256,17 +263,6 @@ def test_a_mask_that_says_more_than_where_sequences_begin_is_kept():
 
 
 @pytest.mark.parametrize("windowed", [False, True])
-@pytest.mark.parametrize("more", [{"use_cache": False}, {}, {"attention_mask": torch.ones_like(IDS[:1])}], ids=str)
-def test_sequences_packed_by_their_positions_alone_run_the_kernels(more, windowed):
-    ours, theirs = pair(**(WINDOW | {"sliding_window": 2} if windowed else {}))
-    slope = torch.randn(1, 7, 331)
-    before = forwards()
-    found = stepped(ours, lambda model: model(input_ids=IDS[:1], position_ids=positions(), **more).logits, slope)
-    assert forwards() == before + 2
-    assert worst(found, stepped(theirs, separate, slope)) < 1e-5
-
-
-@pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("packing", [False, True])
 def test_dropout_goes_to_sdpa_with_the_mask_that_the_kernels_need_not(packing, windowed, monkeypatch):
     changes = WINDOW | {"sliding_window": 2} if windowed else {}
@@ -310,7 +306,7 @@ def test_apply_to_model_makes_the_names_known_too():
         for name in NAMES:
             del interface._global_mapping[name]
     model = make(attention="sdpa").train()
-    tilekern.apply_to_model(model, **NONE | {"rms_norm": True})
+    tilekern.apply_to_model(model, **only("rms_norm"))
     reference, before = step(model), forwards()
     model.set_attn_implementation("tilekern_nondeterministic")
     assert worst(step(model), reference) < 1e-5
@@ -328,25 +324,17 @@ def test_the_names_promise_what_they_say(monkeypatch):
 
 
 @pytest.mark.parametrize("windowed", [False, True])
-def test_autocast_runs_the_kernels_in_the_dtype_of_sdpa(windowed):
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+def test_two_bytes_are_as_exact_as_sdpa(windowed, autocast):
     ours, theirs = pair("sdpa", **(WINDOW if windowed else {}))
     exact = step(theirs)
-    with torch.autocast("cpu", torch.bfloat16):
+    if not autocast:
+        ours, theirs = ours.bfloat16(), theirs.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         plain, before = step(theirs), forwards()
         found = step(ours)
     assert forwards() == before + 2
-    for mine, torchs, reference in zip(found, plain, exact, strict=True):
-        assert worst([mine], [reference]) <= 1.25 * worst([torchs], [reference]) + 4e-3
-
-
-def test_bfloat16_is_as_exact_as_sdpa():
-    exact = step(make(attention="sdpa"))
-    plain = step(make(attention="sdpa").bfloat16())
-    before = forwards()
-    found = step(make(attention="tilekern").bfloat16())
-    assert forwards() == before + 2
-    for mine, torchs, reference in zip(found, plain, exact, strict=True):
-        assert worst([mine], [reference]) <= 1.25 * worst([torchs], [reference]) + 4e-3
+    as_exact(found, plain, exact)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -361,20 +349,12 @@ def test_gradient_checkpointing(reentrant):
 
 
 @pytest.mark.slow
-def test_compiled_in_one_graph():
-    torch._dynamo.reset()
+@pytest.mark.parametrize("packing", [False, True])
+def test_compiled_in_one_graph(packing):
     ours, theirs = pair(layers=1)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    check(step, compiled, theirs, 1)
-
-
-@pytest.mark.slow
-def test_packed_sequences_compiled_in_one_graph():
-    torch._dynamo.reset()
-    ours, theirs = pair(layers=1)
-    reference, before = separate(theirs), forwards()
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    assert worst([packed(compiled, use_cache=False)], [reference]) < 1e-5
+    compiled, wanted = in_one_graph(ours), [separate(theirs)] if packing else step(theirs)
+    before = forwards()
+    assert worst([packed(compiled, use_cache=False)] if packing else step(compiled), wanted) < 1e-5
     assert forwards() == before + 1
 
 

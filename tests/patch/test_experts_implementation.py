@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from contract import alike, trained
 from peft import LoraConfig, get_peft_model
 from tiny_families import IDS, make
 from transformers import AutoModelForCausalLM
@@ -22,6 +23,7 @@ from tilekern.runtime.switches import OPS
 FAMILIES = (
     "gpt_oss", "qwen3_moe", "mixtral", "granitemoe", "olmoe", "deepseek_v3", "qwen2_moe", "glm4_moe"
 )  # fmt: skip
+NONE = dict.fromkeys(OPS, False)
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 
@@ -31,15 +33,10 @@ def registered():
 
 
 def step(model, name=None):
-    """The loss, the logits, and every gradient, by transformers' or our experts, or by those that there are."""
+    """A step by transformers' or our experts, or by those that there are."""
     if name is not None:
         model.set_experts_implementation(name)
-    model.train().zero_grad()
-    out = model(input_ids=IDS, labels=IDS)
-    out.loss.backward()
-    return {"loss": out.loss.detach(), "logits": out.logits.detach()} | {
-        path: x.grad.clone() for path, x in model.named_parameters() if x.grad is not None
-    }
+    return trained(model, IDS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -49,13 +46,7 @@ def test_loss_logits_and_gradients_are_those_of_the_model_as_it_is(family):
     found = step(model, "tilekern")
     layers = sum(hasattr(type(module), "_apply_gate") for module in model.modules())
     assert counters("experts_gate").launches == before + layers > before
-    assert_alike(found, expected)
-
-
-def assert_alike(found, expected):
-    assert found.keys() == expected.keys()
-    for name, x in expected.items():
-        assert torch.allclose(found[name], x, rtol=1e-4, atol=1e-6 + 1e-5 * float(x.norm())), name
+    alike(found, expected)
 
 
 def module_of(**changes):
@@ -178,9 +169,9 @@ def test_llama_4_computes_the_chosen_experts_alone(monkeypatch):
     monkeypatch.setattr(ops, "experts", lambda x, *more, **how: rows.append(len(x)) or run(x, *more, **how))
     expected = step(model)
     assert said(model) == {"it is not patched; tilekern.apply(experts=True) does so"}
-    assert tilekern.apply_to_model(model, experts=True, **dict.fromkeys(OPS, False)) == ["experts"]
+    assert tilekern.apply_to_model(model, experts=True, **NONE) == ["experts"]
     assert said(model) == {""}
-    assert_alike(step(model), expected)
+    alike(step(model), expected)
     assert rows == [IDS.numel() * model.config.num_experts_per_tok]
     assert tilekern.reset("experts") == ["experts"]
     assert all(torch.equal(x, expected[name]) for name, x in step(model).items())
@@ -196,14 +187,14 @@ def test_llama_4_computes_the_chosen_experts_alone(monkeypatch):
 )
 def test_llama_4_s_own_code_runs_where_the_op_would_compute_something_else(change, reason):
     model = make("llama4")[0]
-    tilekern.apply(experts=True, model_type="llama4", **dict.fromkeys(OPS, False))
+    tilekern.apply(experts=True, model_type="llama4", **NONE)
     change(next(x for x in model.modules() if type(x) is Llama4TextExperts))
     before = counters("experts_gate").launches
     found = step(model)
     assert [line.partition(reason)[:2] for line in said(model)] == [("", reason)]
     assert counters("experts_gate").launches == before
     tilekern.reset()
-    assert_alike(found, step(model))
+    alike(found, step(model))
 
 
 def test_apply_patches_llama_4_where_experts_are_asked_for():
@@ -232,7 +223,7 @@ def test_torch_compile_traces_a_layer_of_experts_whole(family):
     torch._dynamo.reset()
     model = make(family)[0]
     if family == "llama4":
-        tilekern.apply_to_model(model, experts=True, **dict.fromkeys(OPS, False))
+        tilekern.apply_to_model(model, experts=True, **NONE)
         module = model.model.layers[1].feed_forward
     else:
         # Without the routers' patch: a traced router is the model's own, and has other bits.
@@ -265,8 +256,8 @@ def test_adapters_of_the_weights_of_experts_count(family):
     targets = ["experts.gate_up_proj", "experts.down_proj"]
     _, with_adapters = adapted(family, target_modules=[], target_parameters=targets)
     expected, before = step(with_adapters), counters("experts_gate").launches
-    tilekern.apply_to_model(with_adapters, experts=True, **dict.fromkeys(OPS, False))
-    assert_alike(step(with_adapters), expected)
+    tilekern.apply_to_model(with_adapters, experts=True, **NONE)
+    alike(step(with_adapters), expected)
     of_another_forward = "its experts are called by hooks or by another forward than their own"
     assert said(with_adapters) == {of_another_forward if family == "llama4" else ""}
     assert (counters("experts_gate").launches > before) == (family != "llama4")

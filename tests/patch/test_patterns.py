@@ -21,9 +21,16 @@ def layer(*lines):
     return "def forward(self, x, r):\n" + "".join(f"    {line}\n" for line in lines) + "    return x"
 
 
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
+PATTERNS = {
+    "add_norm": (patterns.add_norm, {"norm"}),
+    "sums_and_norms": (patterns.sums_and_norms, {"norm", "other"}),
+    "normed": (patterns.normed, ["norm", "other"]),
+    "mlp": (patterns.mlp, ["up", "down"], ["act"]),
+}
+# By pattern: statements and what is made of them. A sum and the norm of it, around a branch too; a norm and the sum
+# with it; calls of layer norms; an MLP without a gate.
+CHANGED = {
+    "add_norm": [
         (["x = r + x", "r = x", "x = self.norm(x)"], ["r, x = tilekern_add_norm(r, x, self.norm)"]),
         (["x = r + x", "r = x", "x = self.norm(r)"], ["r, x = tilekern_add_norm(r, x, self.norm)"]),
         (["r = r + x", "x = self.norm(r)"], ["r, x = tilekern_add_norm(r, x, self.norm)"]),
@@ -36,35 +43,48 @@ def layer(*lines):
         (["x = r + x", "r = x", "x, y = self.mlp(x=self.norm(r), r=r)"],
          ["r, tilekern_normal = tilekern_add_norm(r, x, self.norm)", "x = r",
           "x, y = self.mlp(x=tilekern_normal, r=r)"]),
+        (["x = r + x", "if y is not None:", "    x = self.more(x, y)", "r = x", "x = self.norm(x)"],
+         ["if y is not None:", "x = r + x", "x = self.more(x, y)", "r = x", "x = self.norm(x)", "else:",
+          "r, x = tilekern_add_norm(r, x, self.norm)"]),
     ],
-)  # fmt: skip
-def test_a_sum_and_the_norm_of_it(lines, expected):
-    number, body = changed(layer("x = self.attention(x)", *lines), patterns.add_norm, {"norm"})
-    assert number == 1
-    assert body == ["x = self.attention(x)", *expected, "return x"]
-
-
-def test_a_sum_and_the_norm_of_it_around_a_branch():
-    lines = ["x = r + x", "if y is not None:", "    x = self.more(x, y)", "r = x", "x = self.norm(x)"]
-    expected = [
-        "if y is not None:", "x = r + x", "x = self.more(x, y)", "r = x", "x = self.norm(x)", "else:",
-        "r, x = tilekern_add_norm(r, x, self.norm)", "return x",
-    ]  # fmt: skip
-    assert changed(layer(*lines), patterns.add_norm, {"norm"}) == (1, expected)
-
-
-@pytest.mark.parametrize(
-    ("test", "more"),
-    [("x is not None", []), ("r is not None", []), ("self.asks()", []), ("y", ["else:", "    r = y"])],
-)
-def test_a_branch_that_may_see_the_sum_keeps_it(test, more):
-    lines = ["x = r + x", f"if {test}:", "    y = x", *more, "r = x", "x = self.norm(x)"]
-    assert changed(layer(*lines), patterns.add_norm, {"norm"}) == (0, [*(line.strip() for line in lines), "return x"])
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
+    "sums_and_norms": [
+        (["x = self.norm(x)", "x = r + x"], ["x = tilekern_norm_add(r, x, self.norm)"]),
+        (["x = self.norm(self.mlp(x))", "x = x + r"], ["x = tilekern_norm_add(r, self.mlp(x), self.norm)"]),
+        (["y = self.norm(x)", "r = r + y", "x = r"], ["r = tilekern_norm_add(r, x, self.norm)", "x = r"]),
+        (["x = self.norm(x)", "y = r + x", "x = y"], ["y = tilekern_norm_add(r, x, self.norm)", "x = y"]),
+        (["x = self.norm(x)", "x = r + x", "r = x", "x = self.other(x)"],
+         ["r, x = tilekern_norm_add_norm(r, x, self.norm, self.other)"]),
+        (["x = self.norm(x)", "x = r + x", "r = x", "y = self.other(x)"],
+         ["r, y = tilekern_norm_add_norm(r, x, self.norm, self.other)", "x = r"]),
+        (["x = self.norm(x)", "x = r + x", "x = x + self.mlp(self.other(x))"],
+         ["x, tilekern_normal = tilekern_norm_add_norm(r, x, self.norm, self.other)",
+          "x = x + self.mlp(tilekern_normal)"]),
+    ],
+    "normed": [
+        (["x = self.norm(x)"], ["x = tilekern_normed(self.norm, x)"]),
+        (["x = self.mlp(self.norm(x + r))"], ["x = self.mlp(tilekern_normed(self.norm, x + r))"]),
+        (["x = self.norm(self.other(x)) if r else x"],
+         ["x = tilekern_normed(self.norm, tilekern_normed(self.other, x)) if r else x"]),
+    ],
+    "mlp": [
+        (["x = self.down(self.act(self.up(x)))"], ["x = tilekern_mlp(self.up, self.act, self.down, x)"]),
+        (["x = self.up(x)", "x = self.act(x)", "x = self.down(x)", "x = self.drop(x)"],
+         ["x = tilekern_mlp(self.up, self.act, self.down, x)", "x = self.drop(x)"]),
+        (["h = self.act(self.up(x + r))", "x = self.down(h)"],
+         ["x = tilekern_mlp(self.up, self.act, self.down, x + r)"]),
+        (["h = self.up(x)", "x = self.down(self.act(h))"], ["x = tilekern_mlp(self.up, self.act, self.down, x)"]),
+        (["x = r + self.down(self.act(self.up(x)))"], ["x = r + tilekern_mlp(self.up, self.act, self.down, x)"]),
+    ],
+}  # fmt: skip
+# And statements of other forms: a branch may see the sum, a norm's argument or a variable is used elsewhere.
+LEFT = {
+    "add_norm": [
+        *(
+            ["x = r + x", f"if {test}:", "    y = x", *more, "r = x", "x = self.norm(x)"]
+            for test, more in (
+                ("x is not None", []), ("r is not None", []), ("self.asks()", []), ("y", ["else:", "    r = y"]),
+            )
+        ),
         ["x = r - x", "x = self.norm(x)"],
         ["x = r + x", "x = self.other(x)"],
         ["x = r + x", "x = self.norm(r)"],
@@ -78,36 +98,7 @@ def test_a_branch_that_may_see_the_sum_keeps_it(test, more):
         ["x = r + x", "x = [self.norm(x) for _ in r]"],
         ["x = r + x"],
     ],
-)
-def test_what_is_no_sum_and_norm_of_it_is_left(lines):
-    assert changed(layer(*lines), patterns.add_norm, {"norm"}) == (0, [*lines, "return x"])
-
-
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        (["x = self.norm(x)", "x = r + x"], ["x = tilekern_norm_add(r, x, self.norm)"]),
-        (["x = self.norm(self.mlp(x))", "x = x + r"], ["x = tilekern_norm_add(r, self.mlp(x), self.norm)"]),
-        (["y = self.norm(x)", "r = r + y", "x = r"], ["r = tilekern_norm_add(r, x, self.norm)", "x = r"]),
-        (["x = self.norm(x)", "y = r + x", "x = y"], ["y = tilekern_norm_add(r, x, self.norm)", "x = y"]),
-        (["x = self.norm(x)", "x = r + x", "r = x", "x = self.other(x)"],
-         ["r, x = tilekern_norm_add_norm(r, x, self.norm, self.other)"]),
-        (["x = self.norm(x)", "x = r + x", "r = x", "y = self.other(x)"],
-         ["r, y = tilekern_norm_add_norm(r, x, self.norm, self.other)", "x = r"]),
-        (["x = self.norm(x)", "x = r + x", "x = x + self.mlp(self.other(x))"],
-         ["x, tilekern_normal = tilekern_norm_add_norm(r, x, self.norm, self.other)",
-          "x = x + self.mlp(tilekern_normal)"]),
-    ],
-)  # fmt: skip
-def test_a_norm_and_the_sum_with_it(lines, expected):
-    number, body = changed(layer(*lines), patterns.sums_and_norms, {"norm", "other"})
-    assert number
-    assert body == [*expected, "return x"]
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
+    "sums_and_norms": [
         ["x = self.norm(x)", "x = r - x"],
         ["x = self.third(x)", "x = r + x"],
         ["x = self.norm(x)", "x = r + self.mlp(x)"],
@@ -122,52 +113,14 @@ def test_a_norm_and_the_sum_with_it(lines, expected):
         ["y = self.norm(x)", "x = r + y", "x = x + y"],
         ["for _ in r:", "    x = self.mlp(y)", "    y = self.norm(x)", "    x = r + y"],
     ],
-)
-def test_norms_that_are_used_otherwise_are_left(lines):
-    expected = [line.strip() for line in lines]
-    assert changed(layer(*lines), patterns.sums_and_norms, {"norm", "other"}) == (0, [*expected, "return x"])
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("x = self.norm(x)", "x = tilekern_normed(self.norm, x)"),
-        ("x = self.mlp(self.norm(x + r))", "x = self.mlp(tilekern_normed(self.norm, x + r))"),
-        ("x = self.norm(self.other(x)) if r else x",
-         "x = tilekern_normed(self.norm, tilekern_normed(self.other, x)) if r else x"),
+    "normed": [
+        ["x = self.mlp(x)"],
+        ["x = self.norm(x, r)"],
+        ["x = self.norm(input=x)"],
+        ["x = self.norm(*x)"],
+        ["x = r.norm(x)"],
     ],
-)  # fmt: skip
-def test_calls_of_layer_norms(line, expected):
-    number, body = changed(layer(line), patterns.normed, ["norm", "other"])
-    assert (number, body) == (expected.count("tilekern"), [expected, "return x"])
-
-
-@pytest.mark.parametrize(
-    "line", ["x = self.mlp(x)", "x = self.norm(x, r)", "x = self.norm(input=x)", "x = self.norm(*x)", "x = r.norm(x)"]
-)
-def test_other_calls_are_left(line):
-    assert changed(layer(line), patterns.normed, ["norm"]) == (0, [line, "return x"])
-
-
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        (["x = self.down(self.act(self.up(x)))"], ["x = tilekern_mlp(self.up, self.act, self.down, x)"]),
-        (["x = self.up(x)", "x = self.act(x)", "x = self.down(x)", "x = self.drop(x)"],
-         ["x = tilekern_mlp(self.up, self.act, self.down, x)", "x = self.drop(x)"]),
-        (["h = self.act(self.up(x + r))", "x = self.down(h)"],
-         ["x = tilekern_mlp(self.up, self.act, self.down, x + r)"]),
-        (["h = self.up(x)", "x = self.down(self.act(h))"], ["x = tilekern_mlp(self.up, self.act, self.down, x)"]),
-        (["x = r + self.down(self.act(self.up(x)))"], ["x = r + tilekern_mlp(self.up, self.act, self.down, x)"]),
-    ],
-)  # fmt: skip
-def test_an_mlp_without_a_gate(lines, expected):
-    assert changed(layer(*lines), patterns.mlp, ["up", "down"], ["act"]) == (1, [*expected, "return x"])
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
+    "mlp": [
         ["x = self.down(self.act(self.gate(x)) * self.up(x))"],
         ["x = self.down(self.drop(self.act(self.up(x))))"],
         ["x = self.act(self.up(x))", "x = self.drop(x)", "x = self.down(x)"],
@@ -178,9 +131,24 @@ def test_an_mlp_without_a_gate(lines, expected):
         ["x = self.act(self.up(x))"],
         ["x = self.down(self.up(self.act(x)))"],
     ],
-)
-def test_what_is_no_mlp_without_a_gate_is_left(lines):
-    assert changed(layer(*lines), patterns.mlp, ["up", "down"], ["act"]) == (0, [*lines, "return x"])
+}  # fmt: skip
+
+
+def rows(table):
+    return [(name, *(row if isinstance(row, tuple) else (row,))) for name, rows in table.items() for row in rows]
+
+
+@pytest.mark.parametrize(("name", "lines", "expected"), rows(CHANGED))
+def test_what_an_op_computes_is_exchanged(name, lines, expected):
+    number, body = changed(layer("x = self.attention(x)", *lines), *PATTERNS[name])
+    exchanged = {"add_norm": 1, "mlp": 1, "normed": "".join(expected).count("tilekern")}
+    assert number == exchanged.get(name, number) > 0
+    assert body == ["x = self.attention(x)", *expected, "return x"]
+
+
+@pytest.mark.parametrize(("name", "lines"), rows(LEFT))
+def test_what_is_of_another_form_is_left(name, lines):
+    assert changed(layer(*lines), *PATTERNS[name]) == (0, [*(line.strip() for line in lines), "return x"])
 
 
 HEAD = """

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from contract import alike, only, trained
 from tiny_families import IDS, make
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.qwen3_moe import modeling_qwen3_moe
@@ -9,10 +10,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter,
 
 import tilekern
 from tilekern.patch import routers
-from tilekern.patch.registry import known_ops
 from tilekern.runtime.dispatch import counters
 
-ALONE = {op: op == "experts" for op in known_ops()}
+ALONE = only("experts")
 SOFTMAX, SIGMOID, LOSS = "router_softmax_forward", "router_sigmoid_forward", "router_losses_forward"
 # A family of each form.
 FORMS = {
@@ -29,30 +29,16 @@ def routers_of(model):
 
 
 def step(model):
-    """What each router chose in order of ids, then the loss, the logits and all gradients."""
+    """What each router chose in order of ids, then what a training step gives."""
     chosen, found = [], {}
     hooks = [x.register_forward_hook(lambda _, __, out: chosen.append(out[1:])) for x in routers_of(model)]
-    torch.manual_seed(0)
-    model.train().zero_grad()
-    out = model(input_ids=IDS, labels=IDS)
-    out.loss.backward()
+    made = trained(model, IDS)
     for hook in hooks:
         hook.remove()
     for n, (weights, ids) in enumerate(chosen):
         order = ids.argsort(1)
         found |= {f"{n} ids": ids.gather(1, order), f"{n} weights": weights.detach().gather(1, order)}
-    found |= {"loss": out.loss.detach(), "logits": out.logits.detach()}
-    return found | {path: x.grad.clone() for path, x in model.named_parameters() if x.grad is not None}
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, x in expected.items():
-        if x.is_floating_point():
-            assert found[name].dtype == x.dtype
-            assert torch.allclose(found[name], x, rtol=1e-4, atol=1e-6 + 1e-5 * float(x.norm())), name
-        else:
-            assert torch.equal(found[name], x), name
+    return found | made
 
 
 # Some always normalise, whatever the attribute says, or never.
@@ -73,7 +59,7 @@ def test_a_model_chooses_and_computes_what_it_does_as_it_is(family, normalized):
     expected = step(model)
     assert "experts" in tilekern.apply(**ALONE)
     before, losses = counters(FORMS[family]).fallbacks, counters(LOSS).fallbacks
-    assert_same(step(model), expected)
+    alike(step(model), expected)
     has_loss = counters(LOSS).fallbacks - losses
     assert counters(FORMS[family]).fallbacks - before == len(routers_of(model)) + has_loss
     assert has_loss == (family != "deepseek_v3")
@@ -102,7 +88,7 @@ def test_by_kernels_too(monkeypatch):
     expected = step(model)
     tilekern.apply(**ALONE)
     before = {name: counters(name).launches for name in (SOFTMAX, LOSS, "router_softmax_backward")}
-    assert_same(step(model), expected)
+    alike(step(model), expected)
     assert {name: counters(name).launches - n for name, n in before.items()} == {
         SOFTMAX: 2, LOSS: 1, "router_softmax_backward": 1
     }  # fmt: skip
@@ -145,7 +131,7 @@ def test_one_model_is_patched_beside_its_head_and_no_other():
         assert said(model) == said(other) == served()
     tilekern.apply_to_model(model, experts=True)
     found = step(model)
-    assert_same({**found, "logits": expected["logits"]}, expected)
+    alike({**found, "logits": expected["logits"]}, expected)
     tilekern.reset("experts")
     assert said(model)["Qwen3MoeTopKRouter"] is False
     assert model.get_experts_implementation()[""] == "grouped_mm"

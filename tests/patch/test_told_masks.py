@@ -7,6 +7,7 @@ import torch
 from tiny_qwen3 import IDS, launches, make, worst
 from transformers import Qwen3Config
 from transformers import masking_utils as makers
+from transformers.models.qwen3 import modeling_qwen3
 
 import tilekern
 from tilekern import warning
@@ -280,3 +281,24 @@ def test_layers_that_are_compiled_by_themselves_run_the_kernels_on_packed_rows()
     assert worst([model(input_ids=ROW, position_ids=PLACES).logits], [wanted]) < 1e-5
     assert worst([model(input_ids=IDS).logits], [make(attention="eager").eval()(input_ids=IDS).logits]) < 1e-5
     assert counts() == (before[0] + 4, before[1])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.share(2)
+@pytest.mark.parametrize(("positions", "ran"), [({}, (1, 0)), ({"position_ids": PLACES}, (0, 1))])
+def test_a_graph_that_is_broken_before_the_mask_asks_the_frames_that_run_as_python(monkeypatch, positions, ran):
+    make_mask = modeling_qwen3.create_causal_mask
+
+    def behind_a_break(*arguments, **options):
+        torch._dynamo.graph_break()
+        return make_mask(*arguments, **options)
+
+    call = {"input_ids": ROW, "labels": ROW, "use_cache": False, **positions}
+    wanted, before = make(attention="sdpa", layers=1).train()(**call).loss, counts()
+    monkeypatch.setattr(modeling_qwen3, "create_causal_mask", behind_a_break)
+    torch._dynamo.reset()
+    model = make(attention="tilekern", layers=1).train()
+    model.compile(backend="aot_eager")
+    assert worst([model(**call).loss], [wanted]) < 1e-4
+    assert counts() == (before[0] + ran[0], before[1] + ran[1])

@@ -36,13 +36,17 @@ def make(kv_heads=1, attention="eager", layers=2, **changes):
     return Qwen3ForCausalLM(config)
 
 
-def step(model, **more):
-    """The loss and every parameter's gradient, in one list."""
+def step(model, ids=IDS, labels=None, factor=1.0, **more):
+    """The loss and the gradient of every parameter that has one, in one list."""
     model.zero_grad()
-    loss = model(input_ids=IDS, labels=IDS, **more).loss
-    loss.backward()
+    loss = model(input_ids=ids, labels=ids if labels is None else labels, **more).loss
+    (loss * factor).backward()
     core = getattr(model, "_orig_mod", model)
-    return [loss.detach(), *(p.grad.clone() for p in core.parameters())]
+    return [loss.detach(), *(_whole(p.grad).clone() for p in core.parameters() if p.grad is not None)]
+
+
+def _whole(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def launches():
