@@ -1,4 +1,4 @@
-"""The formulas of post-training losses (:mod:`tilekern.integrations.losses`), in float64."""
+"""The formulas of post-training losses (:mod:`tilekern.integrations.losses`), in float64, over whole rows.
 
 Those of TRL's trainers are held to ``tilekern.integrations.losses`` apart, in ``integrations/test_trl.py``.
 """
