@@ -368,7 +368,7 @@ def test_the_worked_example_works_as_it_is_written(tmp_path):
         path = tmp_path / block.marker.removeprefix("file: ")
         assert path.read_text() == block.code, f"{path.name} is not what the page shows"
         path.unlink()
-    assert len(files) == 4
+    assert len(files) == 3
     # What stands on the example.
     for path in list(tmp_path.rglob("*fused_add_layer_norm*")):
         path.unlink()

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import formulas
 import torch
-from torch.nn import functional
 
 # What Liger's registry of implementations allows its own kernels: (absolute, relative) forward, and backward.
 LIGERS_TOLERANCE = {
@@ -85,79 +85,17 @@ def _heads(s: Sizes, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     return [normal(shape, dtype, device, graded=False).transpose(1, 2).requires_grad_() for shape in shapes]
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0, *_: Any) -> torch.Tensor:
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return normed if weight is None else normed * (offset + weight)
-
-
-def _add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *rest: Any) -> Any:
-    return _rms_norm(x + residual, weight, eps, *rest), x + residual
-
-
-def _swiglu(a: torch.Tensor, b: torch.Tensor, gate: float = 1.0, down: float = 1.0) -> torch.Tensor:
-    return down * functional.silu(gate * a) * b
-
-
-def _mlp(
-    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *multipliers: float
-) -> torch.Tensor:
-    return _swiglu(x @ gate.T, x @ up.T, *multipliers) @ down.T
-
-
-def _poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, _: bool) -> torch.Tensor:
-    powers = [x**power for power in (3, 2, 1)]
-    normed = [u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) for u in powers]
-    return sum(w * u for w, u in zip(weight, normed, strict=True)) + bias
-
-
-def _neighborhood(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, size: int, dilation: int) -> torch.Tensor:
-    at = torch.arange(q.shape[2], device=q.device)
-    apart = at[:, None] - at
-    seen = (apart % dilation == 0) & (apart.abs() <= size // 2 * dilation)
-    scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
-    return scores.softmax(-1) @ v
-
-
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The halves of ``x`` as pairs, turned."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
+def _add_norm(x: torch.Tensor, residual: torch.Tensor, *rest: Any) -> Any:
+    return formulas.fused_add_rms_norm(x, residual, *rest)[::-1]
 
 
 def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any) -> Any:
-    if cos.dim() == 3:
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    if cos.shape[-1] < q.shape[-1]:
-        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-    return turned(q, cos, sin), turned(k, cos, sin)
-
-
-def _mrope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sections: list[int]) -> Any:
-    def chosen(angles: torch.Tensor) -> torch.Tensor:
-        parts = angles.split(sections * 2, -1)
-        return torch.cat([part[number % 3] for number, part in enumerate(parts)], -1)
-
-    return _rope(q, k, chosen(cos), chosen(sin))
-
-
-def _part(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-    size = cos.shape[-1]
-    turned_part = _rope(q[..., :size], k[..., :size], cos, sin)
-    return tuple(torch.cat((x, rest[..., size:]), -1) for x, rest in zip(turned_part, (q, k), strict=True))
-
-
-def _odd(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-    """The last number of a head stays, and so does the last angle of each half of cos and sin unread."""
+    """Of as many numbers of a head as there are angles; the last one of an odd head stays, and their last is unread."""
     half = q.shape[-1] // 2
-    return _part(q, k, *(torch.cat((x[..., :half], x[..., :half]), -1) for x in (cos, sin)))
-
-
-def _complex_rope(q: torch.Tensor, k: torch.Tensor, freqs: torch.Tensor) -> Any:
-    def rotated(x: torch.Tensor) -> torch.Tensor:
-        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-        return torch.view_as_real(pairs * freqs[:, :, None]).flatten(-2)
-
-    return rotated(q), rotated(k)
+    if q.shape[-1] % 2:
+        cos, sin = cos[..., :half], sin[..., :half]
+    size = 2 * half if cos.shape[-1] == half and (q.shape[-1] % 2 or _) else cos.shape[-1]
+    return formulas.rope(q, k, cos, sin, rotary_dim=size)
 
 
 def _llama4_arguments(s: Sizes, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
@@ -166,36 +104,15 @@ def _llama4_arguments(s: Sizes, dtype: torch.dtype, device: str) -> tuple[Any, .
     return q, k, torch.polar(torch.ones_like(angles), angles).to(device)
 
 
-def _cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int = IGNORED,
-    z_loss: float = 0.0, smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
-    with_z_loss: bool = False, scaled: bool = False,
-) -> Any:  # fmt: skip
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    loss = functional.cross_entropy(
-        logits, target, weight, ignore_index=ignore_index, reduction="none", label_smoothing=smoothing
-    )
-    counts = target != ignore_index
-    z = (z_loss * logits.logsumexp(-1).square()).where(counts, 0)
-    if scaled:
-        loss = loss * logits.detach().softmax(-1).gather(-1, target.clamp(min=0)[:, None])[:, 0]
-    if reduction != "none":
-        rows = counts.sum().clamp(min=1) if reduction == "mean" else 1
-        weighed = weight is not None and reduction == "mean"
-        loss, z = loss.sum() / ((weight[target.clamp(min=0)] * counts).sum() if weighed else rows), z.sum() / rows
-    return (loss + z, z.detach()) if with_z_loss else loss + z
+def _cross_entropy(*given: Any) -> Any:
+    """Liger divides the z-loss by the rows that count, and by 1 where none does; it gives it beside the loss."""
+    found = formulas.cross_entropy(*given[:8], scaled=given[9:] == (True,), z_by_rows=True, least=1)
+    return (found[0], found[1].detach()) if given[8:9] == (True,) else found[0]
 
 
-def _linear_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None,
-    class_weight: torch.Tensor | None, ignored: int = IGNORED, z_loss: float = 0.0, smoothing: float = 0.0,
-    reduction: str = "mean", softcap: float | None = None, with_z_loss: bool = False, _: Any = None,
-    scaled: bool = False,
-) -> Any:  # fmt: skip
-    logits = functional.linear(x, weight, bias)
-    options = (ignored, z_loss, smoothing, reduction, softcap, with_z_loss, scaled)
-    return _cross_entropy(logits, target, class_weight, *options)
+def _linear_cross_entropy(x: Any, weight: Any, target: Any, bias: Any, class_weight: Any, *options: Any) -> Any:
+    logits = torch.nn.functional.linear(x, weight, bias)
+    return _cross_entropy(logits, target, class_weight, *options[:6], *options[7:8])
 
 
 def _head(s: Sizes, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
@@ -208,82 +125,26 @@ def _linear(shape: tuple[int, int], dtype: torch.dtype, device: str) -> torch.Te
     return normal(shape, dtype, device, graded=False).mul_(shape[1] ** -0.5).requires_grad_()
 
 
-def _scaled(
-    x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, temperature: float = 1.0, ignored: int = IGNORED,
-    *_: Any,
-) -> Any:  # fmt: skip
-    log = (x @ weight.T / temperature).log_softmax(-1)
-    counts = target != ignored
-    nll = -log.gather(-1, target.clamp(min=0)[:, None])[:, 0]
-    return nll.where(counts, 0), (-(log.exp() * log).sum(-1)).where(counts, 0)
+def _scaled(x: Any, weight: Any, target: Any, temperature: float = 1.0, ignored: int = IGNORED, *_: Any) -> Any:
+    log, entropy = formulas.log_probs(x, weight, target, temperature=temperature, ignore_index=ignored)
+    return -log, entropy
 
 
 def _class_weight(s: Sizes, device: str) -> torch.Tensor:
     return torch.rand(s.vocabulary).add(0.5).to(device)
 
 
-def _of_rows(loss: torch.Tensor, labels: torch.Tensor | None, ignore_index: int) -> tuple[torch.Tensor, Any]:
-    counts = torch.ones_like(loss[:, 0], dtype=torch.bool) if labels is None else labels != ignore_index
-    return loss.where(counts[:, None], 0), counts.sum().clamp(min=1)
-
-
-def _jsd(
-    x: torch.Tensor, y: torch.Tensor, labels: torch.Tensor | None = None, beta: float = 0.5, ignored: int = IGNORED
-) -> torch.Tensor:
-    q, p = x.exp(), y.exp()
-    if beta in (0, 1):
-        loss = q * (x - y) if beta else p * (y - x)
-    else:
-        m = (beta * p + (1 - beta) * q).log()
-        loss = beta * p * (y - m) + (1 - beta) * q * (x - m)
-    loss, rows = _of_rows(loss, labels, ignored)
-    return loss.sum() / rows
-
-
-def _linear_jsd(
-    x: torch.Tensor, weight: torch.Tensor, teacher: torch.Tensor, teacher_weight: torch.Tensor, labels: Any,
-    beta: float, ignored: int, temperature: float, _: Any,
-) -> torch.Tensor:  # fmt: skip
-    heads = ((x, weight), (teacher, teacher_weight))
-    return _jsd(*((x @ w.T / temperature).log_softmax(-1) for x, w in heads), labels, beta, ignored)
-
-
-def _tvd(
-    p: torch.Tensor, q: torch.Tensor, labels: torch.Tensor | None = None, reduction: str = "batchmean",
-    ignored: int = IGNORED,
-) -> torch.Tensor:  # fmt: skip
-    loss, rows = _of_rows(0.5 * (p - q).abs(), labels, ignored)
-    return {"none": loss, "sum": loss.sum(), "batchmean": loss.sum() / rows, "mean": loss.mean(-1).sum() / rows}[
-        reduction
-    ]
-
-
-def _kl_div(x: torch.Tensor, y: torch.Tensor, reduction: str = "batchmean", log_target: bool = False, *_: Any) -> Any:
-    return functional.kl_div(x, y, reduction=reduction, log_target=log_target)
-
-
-def _threshold(x: torch.Tensor, dim: int) -> torch.Tensor:
-    values = x.movedim(dim, -1).sort(-1, descending=True).values
-    sums, counts = values.cumsum(-1), torch.arange(1, values.shape[-1] + 1, device=x.device)
-    size = (1 + counts * values > sums).sum(-1, keepdim=True)
-    return ((sums.gather(-1, size - 1) - 1) / size).movedim(-1, dim)
-
-
-def _sparsemax(x: torch.Tensor, dim: int) -> torch.Tensor:
-    return (x - _threshold(x, dim)).clamp(min=0)
-
-
-def _without_ties(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Numbers of 16 bits often lie on the threshold itself, where sparsemax has no one gradient; these are moved."""
-    tied = (x - _threshold(x.detach().double(), dim)).abs() < 1e-4
-    return torch.where(tied, -4.0, x.detach()).requires_grad_()
-
-
 CALLS = [
-    Call("LigerRMSNormFunction", lambda *s: (_matrix(*s), _vector(*s), EPS), _rms_norm),
-    Call("LigerRMSNormFunction", lambda *s: (_matrix(*s), _vector(*s), EPS, 1.0, "gemma"), _rms_norm, "Gemma's"),
-    Call("LigerRMSNormFunction", lambda *s: (_matrix(*s), _vector(*s), EPS, 0.0, "none"), _rms_norm, "without casts"),
-    Call("LigerRMSNormFunction", lambda *s: (_matrix(*s), None, EPS), _rms_norm, "without a weight"),
+    Call("LigerRMSNormFunction", lambda *s: (_matrix(*s), _vector(*s), EPS), formulas.rms_norm),
+    Call(
+        "LigerRMSNormFunction", lambda *s: (_matrix(*s), _vector(*s), EPS, 1.0, "gemma"),
+        formulas.rms_norm, "Gemma's",
+    ),
+    Call(
+        "LigerRMSNormFunction", lambda *s: (_matrix(*s), _vector(*s), EPS, 0.0, "none"),
+        formulas.rms_norm, "without casts",
+    ),
+    Call("LigerRMSNormFunction", lambda *s: (_matrix(*s), None, EPS), formulas.rms_norm, "without a weight"),
     Call(
         "LigerFusedAddRMSNormFunction", lambda *s: (_matrix(*s), _matrix(*s), _vector(*s), EPS, 1.0, "gemma"),
         _add_norm, "Gemma's",
@@ -294,54 +155,57 @@ CALLS = [
     ),
     Call(
         "LigerLayerNormFunction", lambda *s: (_matrix(*s), _vector(*s), _vector(*s), EPS),
-        lambda x, weight, bias, eps: functional.layer_norm(x, x.shape[-1:], weight, bias, eps),
+        formulas.layer_norm,
     ),
     Call(
         "LigerGroupNormFunction",
         lambda s, *r: (normal((2, 6, s.columns // 4, 4), *r), normal((6,), *r), normal((6,), *r), 6, 3, EPS),
-        lambda x, weight, bias, _, groups, eps: functional.group_norm(x, groups, weight, bias, eps),
+        formulas.group_norm,
     ),
     Call(
-        "LigerPolyNormFunction", lambda s, *r: (_matrix(s, *r), normal((3,), *r), normal((), *r), EPS, True), _poly_norm
+        "LigerPolyNormFunction", lambda s, *r: (_matrix(s, *r), normal((3,), *r), normal((), *r), EPS, True),
+        formulas.poly_norm
     ),
     Call(
         "LigerDyTFunction", lambda s, *r: (_matrix(s, *r), normal((1,), *r), _vector(s, *r), _vector(s, *r)),
-        lambda x, alpha, gamma, beta: gamma * torch.tanh(alpha * x) + beta,
+        formulas.dyt,
     ),
     Call(
         "LigerDyTFunction", lambda s, *r: (_matrix(s, *r), normal((1,), *r), _vector(s, *r), None),
-        lambda x, alpha, gamma, _: gamma * torch.tanh(alpha * x), "without beta",
+        formulas.dyt, "without beta",
     ),
-    Call("LigerSiLUMulFunction", lambda *s: (_matrix(*s), _matrix(*s)), _swiglu),
-    Call("LigerSiLUMulFunction", lambda *s: (_matrix(*s), _matrix(*s), 0.5, 2.0), _swiglu, "with multipliers"),
+    Call("LigerSiLUMulFunction", lambda *s: (_matrix(*s), _matrix(*s)), formulas.swiglu),
+    Call("LigerSiLUMulFunction", lambda *s: (_matrix(*s), _matrix(*s), 0.5, 2.0), formulas.swiglu, "with multipliers"),
     Call(
         "LigerFusedGateUpSiLUMulFunction", lambda s, *r: (normal((s.rows, 2 * s.columns), *r),),
-        lambda y: functional.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1],
+        lambda y: formulas.swiglu(*y.chunk(2, -1)),
     ),
     Call(
         "LigerMLPFunction",
         lambda s, *r: (_matrix(s, *r), *(_linear(n, *r) for n in [(32, s.columns)] * 2 + [(s.columns, 32)])),
-        _mlp,
+        formulas.gated_mlp,
     ),
     Call(
         "LigerMLPFunction",
         lambda s, *r: (
             _matrix(s, *r), *(_linear(n, *r) for n in [(32, s.columns)] * 2 + [(s.columns, 32)]), 1.7, 0.85,
         ),
-        _mlp, "with multipliers",
+        formulas.gated_mlp, "with multipliers",
     ),
     Call(
         "LigerGELUMulFunction", lambda *s: (_matrix(*s), _matrix(*s)),
-        lambda a, b: functional.gelu(a, approximate="tanh") * b,
+        formulas.geglu,
     ),
     Call("LigerSoftmaxFunction", lambda *s: (_matrix(*s),), lambda x: x.softmax(-1)),
-    Call("LigerSparsemaxFunction", lambda *s: (_without_ties(_matrix(*s), -1), -1), _sparsemax),
+    Call("LigerSparsemaxFunction", lambda *s: (formulas.without_ties(_matrix(*s), -1), -1), formulas.sparsemax),
     Call(
-        "LigerSparsemaxFunction", lambda *s: (_without_ties(_matrix(*s), 1), 1), _sparsemax, "of another dimension",
+        "LigerSparsemaxFunction", lambda *s: (formulas.without_ties(_matrix(*s), 1), 1),
+        formulas.sparsemax, "of another dimension",
     ),
     Call(
         "LigerFusedNeighborhoodAttentionFunction",
-        lambda s, *r: (*(normal((2, s.heads, s.tokens, s.head_dim), *r) for _ in range(3)), 3, 2), _neighborhood,
+        lambda s, *r: (*(normal((2, s.heads, s.tokens, s.head_dim), *r) for _ in range(3)), 3, 2),
+        formulas.neighborhood,
     ),
     Call("LigerRopeFunction", lambda *s: (*_heads(*s), *_angles(*s)), _rope),
     Call("LigerRopeFunction", lambda *s: (*_heads(*s), *_angles(*s, (2, 1))), _rope, "with a dimension for heads"),
@@ -352,20 +216,20 @@ CALLS = [
     ),
     Call(
         "LigerRopeFunction",
-        lambda s, *r: (*_heads(s, *r), *_angles(replace(s, head_dim=s.head_dim // 2), *r)), _part, "of half a head",
+        lambda s, *r: (*_heads(s, *r), *_angles(replace(s, head_dim=s.head_dim // 2), *r)), _rope, "of half a head",
     ),
     Call(
         "LigerRopeFunction",
-        lambda s, *r: (*_heads(replace(s, head_dim=s.head_dim - 1), *r), *_angles(s, *r)), _odd, "of an odd head",
+        lambda s, *r: (*_heads(replace(s, head_dim=s.head_dim - 1), *r), *_angles(s, *r)), _rope, "of an odd head",
     ),
-    Call("LigerLlama4RopeFunction", _llama4_arguments, _complex_rope),
+    Call("LigerLlama4RopeFunction", _llama4_arguments, formulas.llama4_rope),
     Call(
         "LigerQwen2VLMRopeFunction",
         lambda s, *r: (
             *_heads(s, *r), *_angles(s, *r, (3, 2)),
             [s.head_dim // 8, s.head_dim // 8, s.head_dim // 4],
         ),
-        _mrope,
+        formulas.qwen2vl_mrope,
     ),
     Call(
         "LigerCrossEntropyFunction", lambda s, *r: (normal((s.rows, s.vocabulary), *r), _labels(s, r[1]), None),
@@ -437,7 +301,7 @@ CALLS = [
             lambda s, *r, beta=beta: (
                 _log_probabilities(s, *r, graded=True), _log_probabilities(s, *r, graded=False), _labels(s, r[1]), beta,
             ),
-            _jsd, f"with beta {beta}",
+            formulas.jsd, f"with beta {beta}",
         )
         for beta in (0.0, 0.3, 1.0)
     ],
@@ -447,7 +311,7 @@ CALLS = [
             lambda s, *r, beta=beta, dtype=dtype: (
                 *_head(s, *r)[:2], *(x.detach() for x in _head(s, *r)[:2]), _labels(s, r[1]), beta, IGNORED, 2.0, dtype,
             ),
-            _linear_jsd, f"with beta {beta}",
+            formulas.linear_jsd, f"with beta {beta}",
         )
         for beta, dtype in ((0.0, None), (0.5, torch.float32))
     ],
@@ -458,7 +322,7 @@ CALLS = [
                 _log_probabilities(s, *r, graded=True),
                 (_log_probabilities if log_target else _probabilities)(s, *r, graded=False), reduction, log_target,
             ),
-            _kl_div, f"{reduction}{' of logarithms' * log_target}",
+            formulas.kl_div, f"{reduction}{' of logarithms' * log_target}",
         )
         for reduction, log_target in (("batchmean", False), ("mean", True), ("sum", False), ("none", True))
     ],
@@ -468,7 +332,7 @@ CALLS = [
             lambda s, *r, reduction=reduction: (
                 _probabilities(s, *r, graded=True), _probabilities(s, *r, graded=False), _labels(s, r[1]), reduction,
             ),
-            _tvd, reduction,
+            formulas.tvd, reduction,
         )
         for reduction in ("batchmean", "mean", "sum", "none")
     ],

@@ -8,14 +8,13 @@ import pytest
 import torch
 from liger_samples import CALLS, LIGERS_TOLERANCE, Sizes, in_float64, results_and_gradients
 from op_samples import assert_near
+from tolerances import TOLERANCE
 
 from tilekern.integrations import liger
 from tilekern.integrations.liger import binding
 from tilekern.integrations.liger.__main__ import main
 from tilekern.integrations.liger.table import TABLE, NotServed
 
-# Allowed ||error|| / ||reference||, as of the ops themselves.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 X, WEIGHT = torch.randn(3, 8), torch.randn(8)
 LABELS = torch.tensor([0, 2, 1])
 Q, K = torch.randn(1, 2, 4, 8), torch.randn(1, 1, 4, 8)
@@ -40,7 +39,7 @@ NOT_SERVED = [
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.id)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", LIGERS_TOLERANCE, ids=str)
 def test_a_row_computes_what_ligers_function_does(call, dtype):
     torch.manual_seed(0)
     arguments = call.arguments(Sizes(), dtype, "cpu")

@@ -2,15 +2,14 @@ import sys
 
 import pytest
 import torch
-from experts_samples import GATES, by_loop, layer, results, wide
+from contract import CASES, check
+from experts_samples import GATES, layer, results
 from op_samples import launched_by
+from tolerances import TOLERANCE
 
-import tilekern
 from tilekern import ops
 from tilekern.ops.experts import _find
 from tilekern.runtime import dispatch
-
-TOLERANCES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def made_by(function):
@@ -25,51 +24,27 @@ def only(given, wanted):
     return given | {name: given[name].detach().requires_grad_(name in wanted) for name in given if name != "ids"}
 
 
-def differences(given, **how):
-    """The relative error of the result and of each gradient."""
-    slope = torch.randn(given["x"].shape, generator=torch.Generator().manual_seed(1))
-    found = results(ops.experts, given, slope, **how)
-    expected = results(by_loop, wide(given), slope, **how)
-    assert found.keys() == expected.keys()
-    for name, x in found.items():
-        assert x.shape == expected[name].shape
-        assert x.dtype == (given[name] if name in given else given["x"]).dtype
-    return {
-        name: float((found[name].double() - x).norm() / (x.norm() if float(x.norm()) else 1.0))
-        for name, x in expected.items()
-    }
-
-
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("biased", [False, True])
-def test_result_and_gradients_are_those_of_a_loop_in_float64(gate, biased):
-    given = layer(11, 3, 5, 7, 9, biased=biased, transposed=biased)
-    errors = {}
-    launched = launched_by(lambda: errors.update(differences(given, **GATES[gate])))
-    assert max(errors.values()) < TOLERANCES[torch.float32], errors
-    assert launched["experts_gate"] == 1
-
-
 @pytest.mark.parametrize(
-    "sizes", [(1, 1, 1, 8, 16), (3, 8, 256, 20, 12), (40, 2, 3, 90, 45), (7, 4, 32, 45, 90), (5, 5, 4, 33, 31)]
+    "sizes",
+    [
+        (1, 1, 1, 8, 16),
+        (3, 8, 256, 20, 12),
+        (40, 2, 3, 90, 45),
+        (7, 4, 32, 45, 90),
+        (5, 5, 4, 33, 31),
+        (0, 2, 3, 8, 16),
+    ],
+    ids=str,
 )
 def test_any_number_of_choices_and_experts_and_sizes_that_divide_nothing(sizes):
-    errors = differences(layer(*sizes))
-    assert max(errors.values()) < TOLERANCES[torch.float32], errors
+    check(CASES["experts"], layer(*sizes))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 def test_halves_of_precision_with_weights_of_another_dtype(dtype, weight_dtype):
     given = layer(13, 4, 6, 16, 24, dtype=dtype, weight_dtype=weight_dtype, biased=True, transposed=True)
-    errors = differences(given, **GATES["gpt_oss"])
-    assert max(errors.values()) < TOLERANCES[dtype], errors
-
-
-def test_no_token_at_all_gives_gradients_of_zeros():
-    given = layer(0, 2, 3, 8, 16)
-    errors = differences(given)
-    assert max(errors.values()) == 0
+    check(CASES["experts"], given | GATES["gpt_oss"], table=TOLERANCE | {torch.float32: TOLERANCE[dtype]})
 
 
 def test_slots_of_no_expert_alone_give_zeros():
@@ -81,8 +56,7 @@ def test_slots_of_no_expert_alone_give_zeros():
 def test_one_expert_may_have_all_tokens():
     given = layer(20, 1, 4, 8, 16, biased=True)
     given["ids"].fill_(2)
-    errors = differences(given, **GATES["gpt_oss"])
-    assert max(errors.values()) < TOLERANCES[torch.float32], errors
+    check(CASES["experts"], given | GATES["gpt_oss"])
 
 
 def test_two_runs_give_the_same_bits():
@@ -159,48 +133,3 @@ def test_torch_compile_traces_it_whole_with_the_same_launches_and_bits(wanted):
     assert again == launched
     assert found.keys() == {"y", *wanted}
     assert all(torch.equal(x, expected[name]) for name, x in found.items())
-
-
-def test_autocast_casts_what_goes_into_products():
-    given = layer(6, 2, 3, 8, 16, biased=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = ops.experts(**given)
-    cast = {name: x.bfloat16() if name not in ("ids", "weights") else x for name, x in given.items()}
-    assert torch.equal(y, ops.experts(**cast).float())
-    y.sum().backward()
-    assert given["gate_up"].grad.dtype == torch.float32
-
-
-@pytest.mark.filterwarnings("ignore:.*TILEKERN_INTERPRET=1")
-@pytest.mark.parametrize("gate", ["silu", "gpt_oss"])
-def test_torch_s_own_operations_compute_the_same(gate, monkeypatch):
-    monkeypatch.setenv("TILEKERN_INTERPRET", "0")
-    given = layer(11, 3, 5, 7, 9, biased=True)
-    before = tilekern.stats()["experts_gate"]["fallbacks"]
-    errors = differences(given, **GATES[gate])
-    assert max(errors.values()) < TOLERANCES[torch.float32], errors
-    assert tilekern.stats()["experts_gate"]["fallbacks"] == before + 1
-
-
-def test_it_cannot_be_differentiated_twice():
-    given = layer(4, 2, 3, 8, 16)
-    (dx,) = torch.autograd.grad(ops.experts(**given).sum(), given["x"], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        dx.sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"x": torch.randn(4, 9)}, r"x must have the shape \[tokens, 8\], got \[4, 9\]"),
-        ({"ids": torch.zeros(5, 2, dtype=torch.long)}, r"ids and weights must have the shape \[4, choices\]"),
-        ({"gate_up": torch.randn(3, 31, 8)}, r"gate_up must be \[experts, 2 \* inner, hidden\]"),
-        ({"down": torch.randn(3, 8, 15)}, r"down must have the shape \[3, 8, 16\], got \[3, 8, 15\]"),
-        ({"down": torch.randn(3, 8, 16).half()}, r"down must be torch.float32 as gate_up is"),
-        ({"activation": "relu"}, "activation must be one of silu, gelu_tanh, got 'relu'"),
-        ({"limit": 0.0}, "limit must be positive, or None for no limit, got 0.0"),
-    ],
-)
-def test_what_does_not_fit_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        ops.experts(**layer(4, 2, 3, 8, 16) | changes)

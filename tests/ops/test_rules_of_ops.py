@@ -20,9 +20,6 @@ every_op = pytest.mark.parametrize("op", SHIPPED.values(), ids=SHIPPED)
 # A layer of experts calls other ops between its launches; its own tests say what it launches.
 ALONE = {name: op for name, op in SHIPPED.items() if name != "experts"}
 every_op_alone = pytest.mark.parametrize("op", ALONE.values(), ids=ALONE)
-every_graded_tensor = pytest.mark.parametrize(
-    ("op", "name"), [pytest.param(op, name, id=f"{op.name} {name}") for op in SHIPPED.values() for name in op.gradients]
-)
 
 
 class Recorded:
@@ -258,13 +255,3 @@ def gradients(op, given):
     loss = sum(y.float().square().sum() for y in (results if isinstance(results, tuple) else (results,)))
     names = [name for name, x in given.items() if x.requires_grad]
     return dict(zip(names, torch.autograd.grad(loss, [given[name] for name in names]), strict=True))
-
-
-@every_graded_tensor
-def test_gradients_are_the_same_whichever_are_asked_for(op, name):
-    given = tensors_of(op)
-    everything = gradients(op, graded(op, given))
-    for asked in filter(None, ({name}, op.gradients.keys() - {name})):
-        found = gradients(op, graded(op, given, *op.gradients.keys() - asked))
-        assert found.keys() == asked
-        assert all(torch.equal(x, everything[name]) for name, x in found.items())

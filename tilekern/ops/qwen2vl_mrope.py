@@ -39,7 +39,7 @@ def qwen2vl_mrope(
         or cos.shape[0] != 3
         or sin.shape != cos.shape
         or 2 * sum(mrope_section) != cos.shape[-1]
-        or min(mrope_section, default=0) < 0
+        or any(section < 0 for section in mrope_section)
     ):
         raise ValueError(
             f"qwen2vl_mrope: cos {list(cos.shape)} and sin {list(sin.shape)} must be [3, batch, tokens, head_dim], and "
