@@ -1,5 +1,6 @@
 """linear_log_probs as users call it: its options by float64, both slopes, chunks, autocast, graphs, errors."""
 
+import gc
 import importlib
 
 import pytest
@@ -45,6 +46,7 @@ def test_several_chunks_with_a_tail(rows):
 @pytest.fixture
 def made(monkeypatch, chunks_of_four):
     """The rows whose logits products have made, in their order, in chunks of four."""
+    gc.collect()  # a graph of another test, in the traceback of an error that it expects, may hold its own
     found = []
 
     def logits(self, part):
