@@ -23,7 +23,7 @@ FACTORIES = {
 }  # fmt: skip
 # Rooms whose code runs in a job. Kernels and composites draw the tuner's inputs by defaults; the calls above run them.
 # The parameters of a module class are those of its user's defaults, as torch's are.
-ROOMS = ("interpreter", "liger", "ops", "patch", "runtime", "tracing", "losses.py", "trl.py", "layers.py")
+ROOMS = ("interpreter", "ops", "patch", "runtime", "integrations")
 
 
 def made_by_defaults():

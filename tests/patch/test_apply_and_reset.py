@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from contract import both_ways, counted, held, is_put_back, only, reasons
+from model_contract import both_ways, counted, held, is_put_back, only, reasons
 from tiny_qwen3 import OPS, SINGLE, apply, make, same, step, worst
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from contract import as_exact, in_one_graph, only
+from model_contract import as_exact, in_one_graph, only
 from tiny_qwen3 import IDS, apply, launches, make, same, step, worst
 from transformers import DynamicCache, StaticCache
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from contract import alike, trained
+from model_contract import alike, trained
 from peft import LoraConfig, get_peft_model
 from tiny_families import IDS, make
 from transformers import AutoModelForCausalLM
@@ -15,8 +15,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import tilekern
 from tilekern import ops
+from tilekern.integrations import names
 from tilekern.kernels import experts as kernels
-from tilekern.patch import experts, implementation
+from tilekern.patch import experts
 from tilekern.runtime.dispatch import counters
 from tilekern.runtime.switches import OPS
 
@@ -143,7 +144,7 @@ def test_apply_to_model_and_reset_choose_the_experts_of_one_model():
 
 def test_after_import_tilekern_alone_the_name_is_known():
     moe.ALL_EXPERTS_FUNCTIONS._global_mapping.pop("tilekern")
-    implementation.register_later()
+    names.register_later()
     module = module_of()
     given = routed(module)
     found = moe.ALL_EXPERTS_FUNCTIONS["tilekern"](module, *given)

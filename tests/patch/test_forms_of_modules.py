@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from contract import WAYS, both_ways, counted, held, only, reasons
+from model_contract import WAYS, both_ways, counted, held, only, reasons
 from tiny_families import IDS, OWN, make
 from tiny_qwen3 import same, worst
 from tiny_qwen3 import step as any_step

@@ -9,7 +9,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from contract import as_exact, both_ways, counted, held, in_one_graph, only
+from model_contract import as_exact, both_ways, counted, held, in_one_graph, only
 from tiny_qwen3 import IDS, apply, same, step, worst
 from tiny_qwen3 import make as make_tiny
 from torch.nn.parallel.scatter_gather import gather

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from contract import as_exact, both_ways, counted, held, in_one_graph, only
 from gradient_errors import bound, relative_error
+from model_contract import as_exact, both_ways, counted, held, in_one_graph, only
 from tiny_qwen3 import FORWARD, IDS, KERNELS, SINGLE, apply, launches, make, same, step, worst
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules

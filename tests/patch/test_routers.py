@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from contract import alike, only, trained
+from model_contract import alike, only, trained
 from tiny_families import IDS, make
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.qwen3_moe import modeling_qwen3_moe

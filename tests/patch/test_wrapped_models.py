@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accelerate.state import AcceleratorState
 from accelerate.utils import compile_regions
-from contract import counted, is_put_back, reasons
+from model_contract import counted, is_put_back, reasons
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny_qwen3 import IDS, OPS, apply, make, same, step, worst
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -96,7 +96,7 @@ ASKED_OF_GROUPED = tuple(getattr(torch, v) if v == "bfloat16" else v for v in GR
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    for module in ("toolchain", "runtime.records"):
+    for module in ("compile.toolchain", "runtime.records"):
         monkeypatch.setattr(f"tilekern.{module}.require_toolkit", toolkit_is_missing)
 
 

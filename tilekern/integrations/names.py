@@ -22,7 +22,7 @@ def register_later() -> None:
 
 
 def _register(_: str = _MODELS) -> None:
-    from tilekern.patch.implementation import register, register_experts
+    from tilekern.runtime.implementation import register, register_experts
 
     with contextlib.suppress(ImportError):
         register(_attend, _mask)

@@ -17,12 +17,12 @@ from tilekern.kernels.attention.forward import SPEC
 from tilekern.ops.attention import Call, attention, formula, shown
 from tilekern.ops.packing import can_read, is_capturing
 from tilekern.ops.registration import is_autocast
-from tilekern.patch import implementation
 from tilekern.patch.constant import constant_in_graphs
 from tilekern.patch.guards import SUBCLASS
 from tilekern.patch.masking import lacks_sequences, mask, says_packing_alone
 from tilekern.patch.positions import are_given_in_graph, number_of_sequences
 from tilekern.patch.told import ToldMask
+from tilekern.runtime import implementation
 from tilekern.runtime.dispatch import count_fallback
 from tilekern.warning import warn_once
 

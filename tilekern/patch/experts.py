@@ -22,11 +22,12 @@ import torch
 
 from tilekern import ops
 from tilekern.kernels.experts.gate import FORWARD
-from tilekern.patch import implementation, parallel
+from tilekern.patch import parallel
 from tilekern.patch.constant import constant_in_graphs
 from tilekern.patch.guards import SUBCLASS, count_own, forward_of, has_hooks, is_from, is_plain
 from tilekern.patch.rewriting import named_as
 from tilekern.patch.shapes import shape_of
+from tilekern.runtime import implementation
 from tilekern.runtime.dispatch import count_fallback
 from tilekern.runtime.switches import IMPLEMENTATION
 from tilekern.warning import warn_once
