@@ -349,13 +349,12 @@ def compile_unless_same(
     Returns:
         The answer of :func:`compile_one`, or one whose status is ``same``.
     """
-    with contextlib.suppress(Exception):  # compiling it says what is wrong
-        implementation = item.spec.device(item.problem, item.config)
-        bytecode = known.get(item.artifact)
-        if not isinstance(implementation, Implementation):
-            return compile_one(item, target, timeout_s, memory_bytes)
-        if bytecode is not None and bytecode == lowered_digest(implementation, target, item.variant):
-            return Answer({**_line(item), "status": "same"})
+    bytecode = known.get(item.artifact)
+    if bytecode is not None:
+        with contextlib.suppress(Exception):  # compiling it says what is wrong
+            made = item.spec.device(item.problem, item.config)
+            if isinstance(made, Implementation) and lowered_digest(made, target, item.variant) == bytecode:
+                return Answer({**_line(item), "status": "same"})
     return compile_one(item, target, timeout_s, memory_bytes)
 
 
