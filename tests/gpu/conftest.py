@@ -59,5 +59,9 @@ def full_float32():
 
 @pytest.fixture
 def variants(monkeypatch):
-    """The names of the variants that the launcher has asked for, in order."""
+    """The names of the variants that the launcher asks for, in order.
+
+    It asks once for each signature of a kernel object, so those of earlier tests are put aside.
+    """
+    monkeypatch.setattr(dispatch._state, "kernels", {})
     return gpu_samples.watch_variants(monkeypatch)

@@ -174,7 +174,8 @@ def compare_shared(reference, family, settings, rank, device, first):
     for name, counts in tilekern.stats().items():
         launches, fallbacks = before.get(name, (0, 0))
         lacking -= {name} if counts["launches"] > launches else set()
-        assert counts["fallbacks"] == fallbacks, f"{where}: {name} fell back"
+        may_fall_back = hooked and name == "qk_norm_rope_forward"
+        assert may_fall_back or counts["fallbacks"] == fallbacks, f"{where}: {name} fell back"
     assert not lacking, f"{where}: {lacking} did not run"
     odd = {(row.op, row.reason) for row in tilekern.report(model).rows if row.reason and row.kind != NO_MLP}
     expected = {("qk_norm_rope", "hooks on q_norm, k_norm have the steps run one by one")} if hooked else set()
