@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ import tilekern
 from benchmarks.pages.readme import with_training
 from benchmarks.results import read_folder
 from tilekern import ops
-from tilekern.cache import PROVENANCES, Record
+from tilekern.cache import PROVENANCES, Record, Store
 from tilekern.spec.targets import LISTED, resolve
 from tilekern.tuning.plan.presets import PRESETS
 
@@ -127,15 +128,21 @@ def test_the_readme_is_four_screens_long():
     assert len(README.read_text().splitlines()) <= 200
 
 
-README_SAYS = ("qwen3-0.6b on B200", "predicted", "packed ", "unpacked ")
-
-
 @needs_compiler
-def test_the_commands_of_the_readme_run(tmp_path):
-    with warm_python(environment(TILEKERN_CACHE_DIR=str(tmp_path / "cache"))) as env:
+def test_the_commands_of_the_readme_run_and_each_problem_that_they_tune_has_a_winner(tmp_path):
+    cache = tmp_path / "cache"
+    with warm_python(environment(TILEKERN_CACHE_DIR=str(cache))) as env:
         output = run_the_pages([README], tmp_path, env)
-    for part in README_SAYS:
+    for part in ("qwen3-0.6b on B200", "predicted", "packed ", "unpacked "):
         assert part in output, output
+    planned = {(problem["kernel"], json.dumps(problem["problem"])) for plan in cache.glob("sweeps/*/sweep.json")
+               for problem in json.loads(plan.read_text())["problems"]}  # fmt: skip
+    records = [entry.record for entry in Store(cache).entries()]
+    assert planned == {(record.kernel, json.dumps(record.problem)) for record in records}
+    assert len(planned) >= 2
+    for record in records:
+        assert record.config
+        assert (record.target["name"], record.provenance) == ("B200", "predicted")
 
 
 @needs_compiler
@@ -158,7 +165,7 @@ def run_the_pages(pages, folder, env):
         code, marker = block.code, block.marker
         if marker == "test: set-up":
             assert code.startswith(SET_UP)
-            # tests/run.sh tunes so; `smaller` ones show here what is written.
+            # Attention alone compiles for three minutes; a smaller command tunes below.
             code = code.removeprefix(SET_UP).replace(".venv/bin/", "").replace(" && ", " --dry-run\n", 1)
         if marker == "test: smaller":
             code = smaller(code)
@@ -281,9 +288,11 @@ def test_the_pages_name_every_preset_op_public_name_and_command():
     assert not missing
 
 
-def test_the_signatures_of_the_reference_are_those_of_the_code():
-    ran = bash("python docs/signatures.py --check", ROOT, environment())
-    assert ran.returncode == 0, ran.stderr
+def test_the_signatures_of_the_reference_are_those_of_the_code(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["signatures.py", "--check"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(DOCS / "signatures.py"), run_name="__main__")
+    assert not ended.value.code, capsys.readouterr().err
 
 
 def test_the_readme_has_the_table_that_the_results_make():
