@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from examples import load_profile
+from rooms import changed_since, is_reached, reached
 
 load_profile()
 # What takes long goes first, so that no worker is left alone with it at the end.
@@ -21,6 +22,10 @@ SHARES = {"few": (6, 10), "some": (8, 4)}
 
 
 def pytest_collection_modifyitems(config, items):
+    if commit := os.environ.get("TEST_CHANGES_SINCE", ""):
+        tests = config.rootpath / "tests"
+        rooms = reached(changed_since(commit, config.rootpath))
+        leave(config, items, {item for item in items if is_reached(item.path.relative_to(tests).parts[0], rooms)})
     if share := SHARES.get(os.environ.get("TEST_PARAMETERS", "")):
         keep_a_share(config, items, *share)
     items.sort(key=lambda item: next((at for at, mark in enumerate(LONG) if item.get_closest_marker(mark)), len(LONG)))
@@ -50,7 +55,8 @@ def leave(config, items, kept):
 def settings_of_these_tests(tmp_path_factory):
     """Settings of their own: sweeps are sealed with a secret that lies there; tests that a test runs are all run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TEST_PARAMETERS", raising=False)
+        for name in ("TEST_PARAMETERS", "TEST_CHANGES_SINCE"):
+            patch.delenv(name, raising=False)
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("settings")))
         yield
 

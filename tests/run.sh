@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Lint, types and tests that need no GPU.
 #
-#   bash tests/run.sh          what a change must pass, with a share of the parameters; the README's commands, a whole
-#                              tuning run among them, are one of the tests
+#   bash tests/run.sh          what a change must pass: on a branch the tests that its changes since origin/main can
+#                              reach (tests/rooms.py), else all, with a share of the parameters; the README's commands,
+#                              a whole tuning run among them, are one of the tests
 #   bash tests/run.sh quick    those that start no processes and are not slow, with few examples and parameters: for
 #                              while one works
 #   bash tests/run.sh nightly  every test with all parameters, and examples drawn anew: PTX as it runs, browsers, Ray,
@@ -114,7 +115,10 @@ step "pytest"
 if [ "$tier" = nightly ]; then
     HYPOTHESIS_PROFILE=thorough in_workers -m "not gpu" --timeout 7200
 else
-    TEST_PARAMETERS=some in_workers -m "not gpu and not nightly"
+    # A branch's tests are those that its changes can reach; on the main branch, or without one, all are.
+    main=$(git merge-base HEAD origin/main 2>/dev/null || true)
+    [ "$main" != "$(git rev-parse HEAD 2>/dev/null)" ] || main=
+    TEST_CHANGES_SINCE=$main TEST_PARAMETERS=some in_workers -m "not gpu and not nightly"
 fi
 
 printf '\n== all passed in %d s\n' "$SECONDS"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rooms import HEIGHT
 
 import tilekern
 
@@ -16,22 +17,6 @@ ROOT = Path(__file__).parents[1]
 CLOSED = ("tuning", "cache_tools")
 ROOMS_APART = [f"tilekern.{folder}" for folder in CLOSED]
 FILES = sorted(path for folder in ("tilekern", *CLOSED) for path in (ROOT / folder).rglob("*.py"))
-# The rooms, the lowest first: a module imports of tilekern its own room and those below. Rooms on one line do not
-# import each other.
-ROOMS = (
-    ("errors",),
-    ("warning",),
-    ("spec",),
-    ("compile", "cache"),
-    ("kernels", "interpreter"),
-    ("runtime",),
-    ("ops",),
-    ("patch",),
-    ("integrations", "tuning", "cache_tools"),
-    # `python -m tilekern.NAME`
-    ("doctor", "run", "tune"),
-)
-HEIGHT = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
 # Doors that show what a whole program of tilekern's makes of a job, and the command that does so for one lookup.
 SEES_TUNING = ("tilekern.tune", "tilekern.doctor")
 TOOLS = "tilekern.cache_tools"
