@@ -11,8 +11,8 @@
 #
 # Needs Python 3.11 or newer and a package index; no GPU. Works in .venv, or in the environment that TILEKERN_VENV
 # names; one that has everything is used as it is. Writes to the clone and to one temporary folder, nowhere else.
-# What the tests compile is kept by the digest of what it is made from, so that nothing is compiled twice: by the quick
-# ones in .cubins for their next run, and Python's bytecode in .bytecode; by all of them in the temporary folder.
+# Cubins are kept in .cubins by the digest of what they are made from until no run has used them for a month; CI keeps
+# that folder from run to run if it can. The quick tests keep Python's bytecode as well, in .bytecode.
 set -euo pipefail
 tier=${1:-all}
 case $tier in all | quick | nightly) ;; *) echo "tests/run.sh: $tier is not a tier; give quick, nightly or nothing" >&2; exit 2 ;; esac
@@ -37,12 +37,14 @@ step() { printf '\n== %s (%d s so far)\n' "$1" "$SECONDS"; }
 venv=${TILEKERN_VENV:-.venv}
 python=$venv/bin/python
 
-# The compiler that the tests find keeps its cubins, in a folder. Variables do not reach a compiler, so it is told here.
+# The compiler that the tests find keeps its cubins. Variables do not reach a compiler, so they stand in its script.
 keep_cubins() {
-    local kept=$scratch/compiler/nvidia/cu13/bin/tileiras tileiras
+    local kept=$scratch/compiler/nvidia/cu13/bin/tileiras cubins=$PWD/.cubins tileiras
     tileiras=$("$python" -c 'from tilekern.compile.toolchain import require_toolkit; print(require_toolkit().path)')
-    mkdir -p "$1" "${kept%/*}"
-    printf '#!/usr/bin/env bash\nCUBINS=%q TILEIRAS=%q exec bash %q "$@"\n' "$1" "$tileiras" "$PWD/tests/kept_cubins.sh" >"$kept"
+    mkdir -p "$cubins" "${kept%/*}"
+    find "$cubins" -type f -mtime +30 -delete
+    printf '#!/usr/bin/env bash\nCUBINS=%q TILEIRAS=%q RELEASE=%q exec bash %q "$@"\n' \
+        "$cubins" "$tileiras" "$("$tileiras" --version | tail -n 1)" "$PWD/tests/kept_cubins.sh" >"$kept"
     chmod +x "$kept"
     export PYTHONPATH="$scratch/compiler:$PYTHONPATH"
 }
@@ -95,7 +97,7 @@ if [ "$tier" = quick ]; then
     step "mypy"
     "$python" -m mypy
     step "pytest, the quick ones"
-    keep_cubins "$PWD/.cubins"
+    keep_cubins
     workers=2
     HYPOTHESIS_PROFILE=quick TEST_PARAMETERS=few in_workers -m "not gpu and not nightly and not processes and not slow and not stress"
     printf '\n== all passed in %d s\n' "$SECONDS"
@@ -105,7 +107,7 @@ fi
 # Types are checked beside one collection of the tests: each worker would compile their bytecode, and that of what they
 # import, by itself.
 step "mypy"
-keep_cubins "$scratch/cubins"
+keep_cubins
 pytest --collect-only -q -m "not gpu" >/dev/null 2>&1 &
 collected=$!
 "$python" -m mypy
