@@ -14,7 +14,7 @@ from environments import ROOT
 from marks import needs_compiler
 from spec_samples import alike, compiled, draws_of, sized
 
-from tilekern.compile import cute_compiler, frontend, toolchain
+from tilekern.compile import cute_compiler, cutile, frontend
 from tilekern.compile.toolchain import assumptions, compile_candidate, lowered_digest, require_toolkit, toolkit
 from tilekern.errors import CompileFailed, CompileInterrupted, ToolchainMissing
 from tilekern.kernels import spec_named
@@ -44,12 +44,12 @@ def compiler(folder: Path, script: str, monkeypatch) -> Path:
     version = 'if [ "$1" = --version ]; then echo "Cuda compilation tools, V13.4.92"; exit; fi'
     path.write_text(f"#!/bin/sh\n{version}\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(toolchain, "_tileiras", lambda: path)
+    monkeypatch.setattr(cutile, "_tileiras", lambda: path)
     return path
 
 
 def test_a_missing_compiler_is_said_with_the_way_to_get_it(fresh, monkeypatch):
-    monkeypatch.setattr(toolchain, "_tileiras", lambda: None)
+    monkeypatch.setattr(cutile, "_tileiras", lambda: None)
     assert toolkit() is None
     for ask in (require_toolkit, lambda: compile_candidate(*candidate(), H200, GENERIC)):
         with pytest.raises(ToolchainMissing, match=r"pip install 'tilekern\[compile\]'"):
@@ -157,7 +157,7 @@ def test_a_variable_of_cuda_tile_s_own_tests_compiles_nothing(monkeypatch):
 @pytest.mark.skipif(cute_compiler.compiler() is None, reason="CuTe DSL is not installed")
 def test_what_people_set_for_cute_kernels_of_their_own_is_hidden_while_tilekern_compiles(monkeypatch):
     """With line numbers a cubin is twice as large, and has paths of the machine that compiled it."""
-    cute_compiler.preload()
+    cute_compiler.CuteDsl().preload()
     dsl = importlib.import_module("cutlass.cutlass_dsl").CuTeDSL._get_dsl()
     monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
     monkeypatch.setattr(dsl, "envar", cute_compiler._read_anew(dsl))
@@ -226,7 +226,7 @@ def test_the_front_end_gives_the_bytecode_of_cuda_tile_s_public_function(spec):
 
     problem = sized(spec, "bfloat16", rows=64, columns=64, heads=8, kv_heads=8, head_dim=64, pairs=32)
     implementation = spec.device(problem, spec.generic(problem))
-    constraints = tuple(toolchain.constraint(assumed) for assumed in assumptions(implementation, ALIGNED))
+    constraints = tuple(cutile.constraint(assumed) for assumed in assumptions(implementation, ALIGNED))
     # What is kept is the code of a function, whichever it is: one shows that hints find their way into it.
     for hints in HINTS if spec.name == "swiglu_forward" else [draws_of(spec).choice(HINTS)]:
         kernel = ct.kernel(implementation.function._pyfunc, **hints)

@@ -207,7 +207,7 @@ def test_a_hub_id_with_no_hub_in_reach_fails_fast_and_says_what_to_pass(here):
 
 def test_a_missing_compiler_has_an_exit_code_of_its_own(lines):
     code = (
-        "import sys, tilekern.compile.toolchain as toolchain\n"
+        "import sys, tilekern.compile.cutile as toolchain\n"
         "toolchain.toolkit = lambda: None\n"
         "sys.modules['elftools'] = None\n"
         "from tilekern.tuning.cli import main\n"

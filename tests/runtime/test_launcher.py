@@ -8,7 +8,8 @@ import pytest
 from cuda.tile.compilation import ArrayConstraint, ConstantConstraint, ScalarConstraint
 from spec_samples import alike, compiled
 
-from tilekern.compile.toolchain import assumptions, constraint
+from tilekern.compile.cutile import constraint
+from tilekern.compile.toolchain import assumptions
 from tilekern.errors import NoVariant, TilekernError
 from tilekern.kernels import rms_norm, spec_named
 from tilekern.runtime import plans

@@ -8,10 +8,10 @@ from marks import needs_compiler
 from one_record import GPU, H200
 
 from tilekern import cache
-from tilekern.compile import toolchain
+from tilekern.compile import library, toolchain
 from tilekern.errors import CacheMiss, TilekernWarning, ToolchainMissing
 from tilekern.kernels import spec_named
-from tilekern.runtime import dispatch, libraries
+from tilekern.runtime import dispatch
 from tilekern.runtime.plans import LibraryPlan
 from tilekern.runtime.records import artifact_of, record_of
 from tilekern.spec import ALIGNED, GENERIC, Config
@@ -39,7 +39,7 @@ def here(monkeypatch):
     """Say which libraries are here."""
 
     def say(**which):
-        monkeypatch.setattr(libraries, "_IS_HERE", {n: lambda n=n: which[n] for n in which})
+        monkeypatch.setattr(library.Library, "libraries", {n: lambda n=n: which[n] for n in which})
 
     return say
 
@@ -96,7 +96,7 @@ ASKED_OF_GROUPED = tuple(getattr(torch, v) if v == "bfloat16" else v for v in GR
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    for module in ("compile.toolchain", "runtime.records"):
+    for module in ("compile.cutile", "runtime.records"):
         monkeypatch.setattr(f"tilekern.{module}.require_toolkit", toolkit_is_missing)
 
 
@@ -140,7 +140,7 @@ def test_cudnn_is_here_where_torch_has_it_and_it_is_not_switched_off(monkeypatch
         monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda available=available: available)
         for enabled in (True, False):
             with torch.backends.cudnn.flags(enabled=enabled):
-                assert ("cudnn" in libraries.libraries_here()) == (available and enabled)
+                assert ("cudnn" in library.libraries_here()) == (available and enabled)
 
 
 def test_the_libraries_are_those_that_configs_name():
@@ -149,13 +149,13 @@ def test_the_libraries_are_those_that_configs_name():
         for spec in (MATMUL, spec_named("attention_forward"), spec_named("attention_backward"))
         for value in spec.space.axes(problem_of(spec))["implementation"]
     }
-    assert {name for name in named if libraries.library_of(Config(implementation=name))} == {"cublas", "cudnn"}
+    assert {name for name in named if library.library_of(Config(implementation=name))} == {"cublas", "cudnn"}
     for spec in (MATMUL, spec_named("attention_forward"), spec_named("attention_backward")):
         problem = problem_of(spec)
         for value in spec.space.axes(problem)["implementation"]:
             config = spec.default(problem, H200).but(implementation=value)
             runs = spec.is_library(problem, config) and not spec.implement(problem, config).composite
-            assert runs == (libraries.library_of(config) is not None), value
+            assert runs == (library.library_of(config) is not None), value
 
 
 def problem_of(spec):

@@ -9,7 +9,6 @@ from itertools import groupby
 from tilekern.doctor.devices import NO_DEVICE, Devices
 from tilekern.doctor.report import Report
 from tilekern.runtime.requirements import (
-    CUTE,
     NEEDS,
     asked_by,
     cuda_text,
@@ -126,25 +125,27 @@ def tell_of_torch(report: Report, listed: Devices) -> None:
 
 
 def tell_of_compilers(report: Report) -> None:
-    """Tell whether cuTile's compiler and CuTe DSL's are here."""
-    tileiras, cute = installed(_COMPILER), installed(next(iter(CUTE)))
-    found = None
-    if installed("cuda-tile"):
-        from tilekern.compile.toolchain import toolkit
+    """Tell which compilers are installed."""
+    from tilekern.compile.backend import backends
+    from tilekern.compile.toolchain import toolkit
 
-        found = toolkit()
-    tile = (
+    found = toolkit() if installed("cuda-tile") else None
+    lines = [
         f"tileiras {found.tileiras}"
         if found
         else "none, so a miss runs the model's own op (tilekern[compile] brings it)"
-    )
-    report.say("compiler", f"{tile}; CuTe DSL {cute or 'not here'}")
-    report.document["compilers"] = {"tileiras": found.tileiras if found else tileiras, "nvidia-cutlass-dsl": cute}
+    ]
+    versions = {"tileiras": found.tileiras if found else installed(_COMPILER)}
+    for backend in backends():
+        for name, needs in backend.needs.items():
+            versions[name] = installed(name)
+            lines.append(f"{backend.title} {versions[name] or 'is not installed'}")
+            if versions[name] and (wrong := package_unmet(name, needs)):
+                report.complain(wrong)
+    report.say("compiler", "; ".join(lines))
+    report.document["compilers"] = versions
     wanted = asked_by("cuda-tile", "tileiras").get("cuda-toolkit")
     if found and wanted and not fits(found.tileiras, wanted):
         report.complain(
             f"tileiras {found.tileiras} is here, and cuda-tile needs {wanted}: pip install 'tilekern[compile]'"
         )
-    for name, needs in CUTE.items():
-        if cute and (wrong := package_unmet(name, needs)):
-            report.complain(wrong)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from tilekern.compile.library import libraries_here, library_of
 from tilekern.errors import (
     CacheMiss,
     CannotRun,
@@ -23,7 +24,6 @@ from tilekern.errors import (
     TilekernError,
     ToolchainMissing,
 )
-from tilekern.runtime.libraries import libraries_here, library_of, runnable
 from tilekern.runtime.locks import ForkLock
 from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
@@ -332,7 +332,7 @@ def _interpreted(spec: KernelSpec, problem: Problem) -> Plan:
     implementation = spec.implement(problem, config)
     if isinstance(implementation, LibraryCall):
         return LibraryPlan(implementation.bound(plan_for), config)
-    assert isinstance(implementation, Implementation), "the interpreter runs cuTile's kernels alone"
+    assert isinstance(implementation, Implementation), "the interpreter only runs cuTile's kernels"
     blocks = implementation.grid(problem, INTERPRETED.sm_count)
     return InterpretedPlan(implementation, config, blocks)
 
@@ -349,11 +349,12 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, 
     if found is None:
         count.misses += 1
         found = _on_miss(spec, wanted, target)
-        plan = (
-            _by_library(spec, problem, wanted, target)
-            if found is None
-            else _plan_or_own(spec, problem, target, key[1], found)
-        )
+        if found is not None:
+            plan = _plan_or_own(spec, problem, target, key[1], found)
+        elif config := _library_default(spec, wanted, target):
+            call = spec.implement(problem, config)
+            assert isinstance(call, LibraryCall)
+            plan = LibraryPlan(call.bound(plan_for), config)
     else:
         count.hits += 1
         count.nearest += not found.exact_bucket
@@ -404,16 +405,6 @@ def _say_own_op(spec: KernelSpec, reason: str) -> None:
     warn_once(f"{reason}; the model's own op runs", about=f"{spec.name} {reason}")
 
 
-def _by_library(spec: KernelSpec, problem: Problem, wanted: Problem, target: Target) -> Plan | None:
-    """The plan of :func:`_library_default`."""
-    config = _library_default(spec, wanted, target)
-    if config is None:
-        return None
-    implementation = spec.implement(problem, config)
-    assert isinstance(implementation, LibraryCall)
-    return LibraryPlan(implementation.bound(plan_for), config)
-
-
 def _library_default(spec: KernelSpec, wanted: Problem, target: Target) -> Config | None:
     """The default of a problem where a library that is here runs it, which needs no compiler; else None.
 
@@ -436,9 +427,18 @@ def _plan_or_own(spec: KernelSpec, problem: Problem, target: Target, device: int
 
 
 def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan:
-    config = runnable(found.record)
-    if config != Config(found.record.config):
-        warn_once(f"{found.record.config['implementation']} is not here; {spec.name} runs its best kernel")
+    """Return the plan of a record's winner, or of its best kernel if the winner's library is missing or switched off.
+
+    Raises:
+        CannotRun: the record has no best kernel, or the driver refuses the artifact.
+    """
+    config, library = Config(found.record.config), library_of(found.record.config)
+    if library is not None and library not in libraries_here():
+        if found.record.best_kernel is None:
+            what = f"{spec.name} {found.record.address.problem_key}"
+            raise CannotRun(f"{library}, which won {what}, is not here, and its record holds no kernel; tune it again")
+        config = Config(found.record.best_kernel.config)
+        warn_once(f"{library} is not here; {spec.name} runs its best kernel")
     implementation = spec.implement(problem, config)
     if isinstance(implementation, LibraryCall):
         return LibraryPlan(implementation.bound(plan_for), config)
@@ -542,10 +542,10 @@ def _misfit(spec: KernelSpec, problem: Problem, target: Target, record: Record) 
     try:
         for config in (record.config, *([record.best_kernel.config] if record.best_kernel else [])):
             implementation = spec.implement(problem, Config(config))
-            if not isinstance(implementation, LibraryCall):
-                implementation.grid(problem, target.sm_count)
-                if missing := {ALIGNED, GENERIC} - record.artifacts.keys():
-                    return f"it has no {' and no '.join(sorted(missing))} artifact"
+            implementation.grid(problem, target.sm_count)
+            missing = {ALIGNED, GENERIC} - record.artifacts.keys()
+            if missing and implementation.makes_artifact:
+                return f"it has no {' and no '.join(sorted(missing))} artifact"
     except Exception as error:  # noqa: BLE001 (a config of other fields may raise anything)
         return f"its config does not fit the kernel, {type(error).__name__}: {error}"
     return None

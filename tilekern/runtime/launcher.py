@@ -55,8 +55,8 @@ class SharedMemory:
 class PrebuiltKernel(TileDispatcher):
     """What ``ct.launch`` takes for a kernel, and never compiles: it hands ``ct.launch`` stored cubins.
 
-    It is launched with the arrays and scalars of its function, in their order, and without the constants. cuTile's
-    cubins say their block and cluster themselves; those of CuTe DSL are launched with the ``attributes``.
+    It is launched with the arrays and scalars of its function, in their order, and without the constants. A cubin that
+    does not state its block and cluster is launched with the ``attributes``.
 
     The generic variant may have been compiled for other constants than the config has: every implementation is right
     on any grid.

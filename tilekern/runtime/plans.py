@@ -8,7 +8,7 @@ from typing import Any
 from weakref import ref
 
 from tilekern.errors import CannotRun, NoVariant
-from tilekern.spec import Config, CuteKernel, Implementation, Problem, name_of
+from tilekern.spec import Config, DeviceKernel, Implementation, Problem, name_of
 from tilekern.spec.targets import Target
 
 # The compute capability from which programmatic dependent launch exists.
@@ -97,7 +97,7 @@ class DependentPlan(Plan):
 
 
 class ExtendedPlan(Plan):
-    """A plan whose launch says the block, and the cluster where there is one: that of a kernel of CuTe DSL.
+    """A plan whose launch states the block, and the cluster if there is one, as artifacts with a ``launch`` need.
 
     Arguments that its cubin does not allow run the kernel's other variant, on the same grid.
 
@@ -143,9 +143,7 @@ class ExtendedPlan(Plan):
             _ct_launch(stream, self.grid, self._kernel.otherwise, arguments)
 
 
-def plan_of(
-    kernel: Any, implementation: Implementation | CuteKernel, config: Config, problem: Problem, target: Target
-) -> Plan:
+def plan_of(kernel: Any, implementation: DeviceKernel, config: Config, problem: Problem, target: Target) -> Plan:
     """How a kernel object is launched on a GPU: by jobs, by the tuner that times it, and by benchmarks."""
     blocks, dependent = implementation.grid(problem, target.sm_count), may_depend(implementation, target)
     if kernel.attributes is not None:
@@ -153,7 +151,7 @@ def plan_of(
     return (DependentPlan if dependent else Plan)(kernel, config, blocks)
 
 
-def may_depend(implementation: Implementation | CuteKernel, target: Target) -> bool:
+def may_depend(implementation: DeviceKernel, target: Target) -> bool:
     """Whether an implementation is launched before its predecessor has ended on this target."""
     return implementation.dependent and target.capability >= _DEPENDENT_LAUNCH
 

@@ -150,7 +150,8 @@ class Trace:
     def take_apart(self, spec: KernelSpec, problem: Problem) -> None:
         """Note the parts of a problem in each of its configs that is a composite, on inputs that the spec makes."""
         for config in self.composites(spec, problem):
-            call, inputs = _call_of(spec, problem, config), spec.inputs(problem, None, "meta")
+            call, inputs = spec.implement(problem, config), spec.inputs(problem, None, "meta")
+            assert isinstance(call, LibraryCall)
             with self.aside():
                 call.bound(dispatch.plan_for)(*(inputs[name] for name in call.inputs))
 
@@ -159,7 +160,7 @@ class Trace:
         wanted = spec.bucketed(problem)
         if (spec.name, wanted) not in self._composites:
             ways = ((config, spec.implement(problem, config)) for config in spec.space.candidates(wanted, self.target))
-            found = [config for config, way in ways if isinstance(way, LibraryCall) and way.composite]
+            found = [config for config, way in ways if way.composite]
             self._composites[spec.name, wanted] = found
         return self._composites[spec.name, wanted]
 
@@ -218,7 +219,7 @@ class Trace:
         named = spec.name, problem
         if named not in self._grids:
             ways = (spec.implement(problem, c) for c in spec.space.candidates(spec.bucketed(problem), self.target))
-            grids = (way.grid(problem, self.target.sm_count) for way in ways if not isinstance(way, LibraryCall))
+            grids = (way.grid(problem, self.target.sm_count) for way in ways if way.makes_artifact)
             self._grids[named] = frozenset(grids)
         return self._grids[named]
 
@@ -262,7 +263,7 @@ class TracedPlan(Plan):
         self._times = trace.times
         self.config, self.launches, self.blocks = spec.default(spec.bucketed(problem), trace.target), 0, 1
         implementation = spec.implement(problem, self.config)
-        if not isinstance(implementation, LibraryCall):
+        if implementation.makes_artifact:
             self.blocks = trace.blocks(spec, problem, implementation.grid(problem, trace.target.sm_count))
         self.grid = (self.blocks,)
 
@@ -274,10 +275,10 @@ class TracedPlan(Plan):
         """The outputs for the default config, of which nothing is computed; the other composites run too."""
 
         def results(config: Config) -> tuple[Any, ...]:
-            is_library = self._spec.is_library(self._problem, config)
-            if not is_library:
-                return allocate()
-            return _call_of(self._spec, self._problem, config).bound(dispatch.plan_for)(*inputs)
+            implementation = self._spec.implement(self._problem, config)
+            if isinstance(implementation, LibraryCall):
+                return implementation.bound(dispatch.plan_for)(*inputs)
+            return allocate()
 
         self._trace.launches[self._spec.name, self._spec.bucketed(self._problem)] += self._times
         with self._trace.aside():
@@ -286,12 +287,6 @@ class TracedPlan(Plan):
                     results(config)
         with self._trace.repeated(self._times):
             return results(self.config)
-
-
-def _call_of(spec: KernelSpec, problem: Problem, config: Config) -> LibraryCall:
-    way = spec.implement(problem, config)
-    assert isinstance(way, LibraryCall)
-    return way
 
 
 def document(

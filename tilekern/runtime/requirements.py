@@ -28,8 +28,6 @@ NEEDS = {
     "rich": ">=13",
 }
 PYTHON = ">=3.11"
-# The extra that compiles kernels of CuTe DSL.
-CUTE = {"nvidia-cutlass-dsl": ">=4.8.1,<4.9"}
 # cuda-tile launches by functions of CUDA 13.0, which drivers have from r580 on.
 LEAST_CUDA, LEAST_DRIVER = 13000, "r580"
 _NUMBER = re.compile(r"\d+")

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tilekern.spec.points import Config, Problem, Value
 from tilekern.spec.space import Space
@@ -163,23 +163,42 @@ def size_of(text: str) -> tuple[str, int, int]:
 
 
 @dataclass(frozen=True)
-class Implementation:
-    """How one config of a spec runs: the device function, its parameters, its constants and compiler hints.
+class DeviceKernel:
+    """How one config of a spec runs as a kernel: what every backend needs that compiles one.
 
-    ``parameters`` are the arrays and scalars by the device function's own names and in its order; its compile-time
-    constants come after them, as ``constants`` has them. ``grid`` gives the number of blocks for real sizes and a
-    number of SMs. The implementation of a spec's generic config must be right on any one-dimensional grid (a loop over
-    its work in steps of the grid), since it is launched on the aligned one's. ``dependent`` says that the device
-    function waits for its predecessor by itself (``grid_dependency_control_wait``), so that it may be launched before
-    that has ended (programmatic dependent launch, sm_90 and newer).
+    Attributes:
+        function: the device function in cuTile that takes the arrays and scalars.
+        parameters: the arrays and scalars by the device function's own names and in its order.
+        constants: compile-time constants by name.
+        grid: returns the number of blocks for real sizes and a number of SMs.
+        dependent: whether it waits for its predecessor by itself (``grid_dependency_control_wait``), so that it may be
+            launched before that has ended (programmatic dependent launch).
     """
+
+    # The backend that compiles it (:mod:`tilekern.compile.backend`), and whether it launches kernels of other specs.
+    backend: ClassVar[str]
+    makes_artifact: ClassVar[bool] = True
+    composite: ClassVar[bool] = False
 
     function: Any
     parameters: tuple[ArrayParameter | ScalarParameter, ...]
     constants: tuple[tuple[str, int | float | bool], ...]
     grid: Callable[[Problem, int], int]
+    dependent: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Implementation(DeviceKernel):
+    """How one config of a spec runs in cuTile: fields of :class:`DeviceKernel`, and compiler hints.
+
+    The constants come after the parameters in the device function's signature, in their order. The implementation of a
+    spec's generic config must be right on any one-dimensional grid (a loop over its work in steps of the grid), since
+    it is launched on the aligned one's.
+    """
+
+    backend: ClassVar[str] = "cutile"
+
     hints: Mapping[str, int | None] = field(default_factory=dict)
-    dependent: bool = False
 
     def __post_init__(self) -> None:
         """Hold the names of parameters and constants to those of the function's own parameters (1 us).
@@ -202,32 +221,26 @@ class Implementation:
 
 
 @dataclass(frozen=True)
-class CuteKernel:
+class CuteKernel(DeviceKernel):
     """How one config of a spec runs as a kernel of CuTe DSL; the generic variant beside it is cuTile's.
 
-    Attributes:
-        function: the device function in cuTile whose arrays and scalars it takes, and whose formulas it may compile.
-        kernel: its class as ``module:Class``, which is imported to compile alone. It is called with ``function``,
-            ``parameters``, and by their names the GPU's ``capability``, ``block``, ``cluster`` and the ``constants``.
-        parameters: the arrays and scalars, as those of :class:`Implementation`.
-        constants: what the config decides.
-        grid: gives the number of blocks for real sizes and a number of SMs: whole clusters.
+    It may compile the formulas of ``function``, and its grid is whole clusters.
+
+    Attributes beside those of :class:`DeviceKernel`:
+        kernel: its class as ``module:Class``, imported only to compile. It is called with ``function``, ``parameters``,
+            and by their names the GPU's ``capability``, ``block``, ``cluster`` and the ``constants``.
         block: threads of a block.
         cluster: blocks of a cluster; 1 for none.
         cooperative: whether all blocks must be resident at once.
-        dependent: as that of :class:`Implementation`.
         shared_bytes: dynamic shared memory of a block, beside what its cubin says.
     """
 
-    function: Any
+    backend: ClassVar[str] = "cute"
+
     kernel: str
-    parameters: tuple[ArrayParameter | ScalarParameter, ...]
-    constants: tuple[tuple[str, int | float | bool], ...]
-    grid: Callable[[Problem, int], int]
     block: int
     cluster: int = 1
     cooperative: bool = False
-    dependent: bool = False
     shared_bytes: int = 0
 
 
@@ -235,18 +248,27 @@ class CuteKernel:
 class LibraryCall:
     """One config of a spec that a library runs (cuBLAS, cuDNN, a sequence of such calls); it makes no artifact.
 
-    Which library it needs is told by the config's ``implementation`` (:mod:`tilekern.runtime.libraries`).
+    The config's ``implementation`` names the library (:mod:`tilekern.compile.library`).
 
-    ``call`` takes the inputs of the names ``inputs``, in their order, and gives a tuple of new tensors in the order of
-    the spec's outputs. A ``composite`` one launches kernels of other specs between the library's: before its inputs it
-    takes a function like :func:`tilekern.runtime.dispatch.plan_for`. One that ``updates`` an input puts its result
-    there and gives that back.
+    Attributes:
+        call: takes the inputs and returns a tuple of new tensors in the order of the spec's outputs.
+        inputs: the names of the inputs, in the order of the call's arguments.
+        composite: whether it launches kernels of other specs too; then ``call`` takes a function like
+            :func:`tilekern.runtime.dispatch.plan_for` before its inputs.
+        updates: the input that the call overwrites with its result and returns.
     """
+
+    backend: ClassVar[str] = "library"
+    makes_artifact: ClassVar[bool] = False
 
     call: Callable[..., tuple[Any, ...]]
     inputs: tuple[str, ...]
     composite: bool = False
     updates: str | None = None
+
+    def grid(self, problem: Problem, sm_count: int) -> int:  # noqa: ARG002
+        """Return 0: the library chooses its own grids."""
+        return 0
 
     def bound(self, plan_for: Callable[..., Any], *, in_place: bool = False) -> Callable[..., tuple[Any, ...]]:
         """The function of the inputs alone; unless ``in_place``, it leaves them as they are."""
@@ -331,7 +353,7 @@ class KernelSpec:
     module: str
     dimensions: tuple[Dimension, ...]
     space: Space
-    implement: Callable[[Problem, Config], Implementation | CuteKernel | LibraryCall]
+    implement: Callable[[Problem, Config], DeviceKernel | LibraryCall]
     default: Callable[[Problem, Target], Config]
     generic: Callable[[Problem], Config]
     inputs: Callable[[Problem, Any, str], dict[str, Any]]
@@ -368,24 +390,24 @@ class KernelSpec:
         except (TypeError, ValueError):
             return None
 
-    def device(self, problem: Problem, config: Config) -> Implementation | CuteKernel:
-        """The implementation of a config that runs a device function.
+    def device(self, problem: Problem, config: Config) -> DeviceKernel:
+        """Return the implementation of a config that runs a device function.
 
         Raises:
             TypeError: a library runs the config.
         """
-        found = self.implement(problem, config)
-        if isinstance(found, LibraryCall):
+        implementation = self.implement(problem, config)
+        if isinstance(implementation, LibraryCall):
             raise TypeError(f"{self.name} {config.key} is a library's call, which has no device function")
-        return found
+        return implementation
 
     def parameters(self, problem: Problem) -> tuple[ArrayParameter | ScalarParameter, ...]:
         """The parameters of the device function, by :attr:`arrays`."""
         return parameters_of(self.arrays, self.dimensions, problem)
 
     def is_library(self, problem: Problem, config: Config) -> bool:
-        """Whether a library runs the config, so that there is nothing to compile."""
-        return isinstance(self.implement(problem, config), LibraryCall)
+        """Whether the config makes no artifact, so that there is nothing to compile."""
+        return not self.implement(problem, config).makes_artifact
 
     def tolerance(self, problem: Problem) -> Tolerance:
         """The error that a result of the problem may have."""

@@ -100,7 +100,7 @@ def _launch(candidate: Candidate, resources: Resources, target: Target) -> _Laun
     resident = resident_blocks(resources, target)
     busy = min(resident, cdiv(blocks * ctas, target.sm_count))
     places = max(1, min(blocks, busy * target.sm_count // ctas))
-    specialised = not candidate.is_cute and resources.threads > _WARP * _warps(config)
+    specialised = candidate.backend.adds_warps and resources.threads > _WARP * _warps(config)
     workers = resources.threads - (_PRODUCER_THREADS if specialised else 0)
     return _Launch(resident, busy, places, blocks, steps, workers, specialised)
 

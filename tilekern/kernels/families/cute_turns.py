@@ -16,6 +16,7 @@ from tilekern.spec import (
     Config,
     Constraint,
     CuteKernel,
+    DeviceKernel,
     Implementation,
     KernelSpec,
     LibraryCall,
@@ -70,7 +71,7 @@ SPACE = Space(
 )
 
 
-def implement(spec: KernelSpec, problem: Problem, config: Config) -> Implementation | CuteKernel | LibraryCall:
+def implement(spec: KernelSpec, problem: Problem, config: Config) -> DeviceKernel | LibraryCall:
     """How a config of the space runs; any other one as ``spec``, which has cuTile's alone, says."""
     if not is_cute(config):
         return spec.implement(problem, config)
