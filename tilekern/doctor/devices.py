@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-from tilekern.spec.targets import Target, bandwidth, seen
+from tilekern.spec.targets import Target, bandwidth, cuda_driver, seen
 
 # Of CUdevice_attribute.
 _SMS, _MAJOR, _MINOR, _CLOCK, _BUS, _L2, _THREADS, _SHARED, _REGISTERS = 16, 75, 76, 36, 37, 38, 39, 81, 82
@@ -30,7 +30,7 @@ class Devices:
 def devices() -> Devices:
     """Ask the driver; no context is made."""
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
+        cuda = cuda_driver()
     except OSError:
         return Devices(False)
     try:

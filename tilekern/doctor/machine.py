@@ -19,12 +19,11 @@ from tilekern.runtime.requirements import (
     installed,
     package_unmet,
 )
-from tilekern.spec.targets import Target, here, resolve
+from tilekern.spec.targets import HAS, Target, here, resolve
 
 # Shown where they are installed: what runs tilekern's ops, or is run beside them.
 _FRIENDS = ("liger-kernel", "trl", "peft", "accelerate", "kernels")
 _COMPILER = "nvidia-cuda-tileiras"
-_LEAST_CAPABILITY = 80
 
 
 def tell_of_gpus(report: Report, listed: Devices, gpu: str) -> Target | None:
@@ -47,8 +46,8 @@ def tell_of_gpus(report: Report, listed: Devices, gpu: str) -> Target | None:
         which = f"{number}" if last == number else f"{number} to {last}"
         figures = f"{target.arch}, {target.sm_count} SMs, {target.memory_gbs:,.0f} GB/s"
         report.say("" if number else "GPU", f"{which}: {target.name} ({figures}), key {target.key}")
-        if target.capability < _LEAST_CAPABILITY:
-            report.complain(f"GPU {which} is of {target.arch}, and kernels run on sm_{_LEAST_CAPABILITY} and newer")
+        if target.capability not in HAS["kernels"]:
+            report.complain(f"GPU {which} is of {target.arch}, and kernels run on sm_{HAS['kernels'].start} and newer")
         number = last + 1
     if not gpus:
         report.say("GPU", "none here" if listed.error is None else f"none: the driver says {listed.error}")

@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 from tilekern.errors import CannotRun
+from tilekern.spec.targets import cuda_driver
 
 
 def enter_context(device: int) -> bool:
@@ -41,19 +42,13 @@ def check_accepts(cubin: bytes) -> None:
     Raises:
         CannotRun: the driver refuses it: it is older than the compiler that made the cubin, for example.
     """
-    if not _is_here():
+    try:
+        _driver()
+    except CannotRun:
         return
     library = ctypes.c_void_p()
     _call("cuLibraryLoadData", ctypes.byref(library), cubin, None, None, 0, None, None, 0)
     _call("cuLibraryUnload", library)
-
-
-def _is_here() -> bool:
-    try:
-        _driver()
-    except CannotRun:
-        return False
-    return True
 
 
 def _call(name: str, *arguments: Any) -> None:
@@ -75,6 +70,6 @@ def _words(error: int) -> str:
 @functools.cache
 def _driver() -> ctypes.CDLL:
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        return cuda_driver()
     except OSError as error:
         raise CannotRun(f"the CUDA driver is missing: {error}") from None

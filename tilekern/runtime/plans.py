@@ -11,9 +11,6 @@ from tilekern.errors import CannotRun, NoVariant
 from tilekern.spec import Config, DeviceKernel, Implementation, Problem, name_of
 from tilekern.spec.targets import Target
 
-# The compute capability from which programmatic dependent launch exists.
-_DEPENDENT_LAUNCH = 90
-
 
 class Plan:
     """How one problem runs: the kernel object, which has its constants, and the grid of ``blocks`` blocks."""
@@ -153,7 +150,7 @@ def plan_of(kernel: Any, implementation: DeviceKernel, config: Config, problem: 
 
 def may_depend(implementation: DeviceKernel, target: Target) -> bool:
     """Whether an implementation is launched before its predecessor has ended on this target."""
-    return implementation.dependent and target.capability >= _DEPENDENT_LAUNCH
+    return implementation.dependent and target.has_dependent_launch
 
 
 class InterpretedPlan(Plan):

@@ -13,6 +13,7 @@ import re
 from importlib import metadata
 from pathlib import Path
 
+from tilekern.spec.targets import cuda_driver
 from tilekern.warning import warn_once
 
 # The dependencies of pyproject.toml, which a test compares; a job needs them.
@@ -87,7 +88,7 @@ def driver_cuda() -> int | None:
     """The CUDA version that the driver serves, 13000 for 13.0; None where there is no driver, or it does not say."""
     with contextlib.suppress(OSError, AttributeError):
         number = ctypes.c_int()
-        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) == 0 and number.value > 0:
+        if cuda_driver().cuDriverGetVersion(ctypes.byref(number)) == 0 and number.value > 0:
             return number.value
     return None
 

@@ -20,6 +20,18 @@ from typing import Any
 
 from tilekern.errors import InputError
 
+# The compute capabilities that have each feature: the only thresholds in tilekern. 90 is Hopper, 100 to 110 the data
+# centre's Blackwell, 120 and 121 the consumer's.
+HAS = {
+    "kernels": range(80, 1000),
+    "tma": range(90, 1000),
+    "clusters": range(90, 1000),
+    "dependent_launch": range(90, 1000),
+    "wide_branches": range(90, 1000),
+    "wgmma": range(90, 91),
+    "tensor_memory": range(100, 120),
+}
+
 
 @dataclass(frozen=True)
 class Target:
@@ -60,6 +72,31 @@ class Target:
         return int(self.arch.removeprefix("sm_"))
 
     @property
+    def has_tma(self) -> bool:
+        """Whether it has the tensor memory accelerator, which copies tiles and bulk data asynchronously."""
+        return self.capability in HAS["tma"]
+
+    @property
+    def has_clusters(self) -> bool:
+        """Whether blocks can form clusters and read each other's shared memory."""
+        return self.capability in HAS["clusters"]
+
+    @property
+    def has_dependent_launch(self) -> bool:
+        """Whether a kernel can be launched before its predecessor has ended (programmatic dependent launch)."""
+        return self.capability in HAS["dependent_launch"]
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether its matrix units are Hopper's, which keep their sums in registers."""
+        return self.capability in HAS["wgmma"]
+
+    @property
+    def has_tensor_memory(self) -> bool:
+        """Whether its matrix units are tcgen05, which keep their sums in tensor memory."""
+        return self.capability in HAS["tensor_memory"]
+
+    @property
     def copy_gbs(self) -> float:
         """Bandwidth that a large copy reaches, in 1e9 bytes a second."""
         return 0.865 * self.memory_gbs
@@ -87,8 +124,8 @@ class Target:
         return {"key": self.key, "name": self.name, "arch": self.arch, "sm_count": self.sm_count}
 
     def describe_whole(self) -> dict[str, Any]:
-        """The target as a plan keeps it: with ``figures`` where it is not listed, since its key does not tell them."""
-        if self.key in _BY_KEY:
+        """Return the target as a plan keeps it: with its ``figures``, unless it is a listed GPU as the table has it."""
+        if _BY_KEY.get(self.key) == self:
             return self.describe()
         return {**self.describe(), "figures": {name: getattr(self, name) for name in _FIGURE_NAMES}}
 
@@ -343,11 +380,14 @@ def _by_figures(text: str) -> Target | None:
         what, _, value = (part.strip() for part in option.partition("="))
         if what == "name" and re.search("[a-z0-9]", value.lower()) and len(value) <= _LONGEST_NAME:
             name = value.removeprefix("NVIDIA ")
-        elif what in _OPTIONS and re.fullmatch(r"[1-9]\d{0,5}", value):
+        elif what not in (*_OPTIONS, "name"):
+            raise InputError(f"--gpu {text}: {option!r} is unknown; use {', '.join(_OPTIONS)} or name, as in {FORM}")
+        elif what != "name" and re.fullmatch(r"[1-9]\d{0,5}", value):
             field, unit = _OPTIONS[what]
             figures[field] = int(value) * unit
         else:
-            raise InputError(f"--gpu {text}: {option!r} is not an option; one GPU is written as {FORM}")
+            allowed = f"text of at most {_LONGEST_NAME} characters" if what == "name" else "a whole number up to 999999"
+            raise InputError(f"--gpu {text}: {option!r} is wrong; {what} must be {allowed}, as in {FORM}")
     return described(name, found[1].lower(), int(found[2]), **figures)
 
 
@@ -387,7 +427,7 @@ def _most_like(name: str, arch: str, sm_count: int) -> tuple[Target, float | Non
 
 
 def from_description(said: Mapping[str, Any]) -> Target:
-    """The target that :meth:`Target.describe_whole` told of.
+    """Return the target that :meth:`Target.describe_whole` described.
 
     Raises:
         InputError: it is not the description of a GPU.
@@ -395,9 +435,9 @@ def from_description(said: Mapping[str, Any]) -> Target:
     target = of_key(str(said.get("key")))
     if target is None:
         raise InputError(f"{said.get('key')!r:.100} is not the key of a GPU")
-    if target.key in _BY_KEY:
-        return target
     figures = said.get("figures", {})
+    if target.key in _BY_KEY and not figures:
+        return target
     if not isinstance(figures, Mapping) or not all(
         name in _FIGURE_NAMES and type(value) in (int, float) and 0 < value < math.inf
         for name, value in figures.items()
@@ -411,9 +451,13 @@ def from_description(said: Mapping[str, Any]) -> Target:
 
 def here(device: int | None = None) -> Target | None:
     """The GPU of this machine (of ``device``, else torch's current one), or None where there is none."""
-    # Loading torch takes more than a second, and without the driver it finds no GPU.
-    if "torch" not in sys.modules and not _has_driver():
-        return None
+    # Loading torch takes more than a second, and without the driver it finds no GPU. If the driver's kernel module is
+    # loaded, torch may find its library elsewhere.
+    if "torch" not in sys.modules and not os.path.exists("/proc/driver/nvidia"):
+        try:
+            cuda_driver()
+        except OSError:
+            return None
     import torch
 
     if not torch.cuda.is_available():
@@ -450,12 +494,10 @@ def bandwidth(clock_khz: int, bus_bits: int) -> float:
     return 2 * clock_khz * 1e3 * bus_bits / 8 / 1e9
 
 
-def _has_driver() -> bool:
-    """Whether a process may find CUDA's driver: where its kernel's part runs, the other may lie where torch looks."""
-    if os.path.exists("/proc/driver/nvidia"):
-        return True
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
+def cuda_driver() -> ctypes.CDLL:
+    """Open the CUDA driver's library.
+
+    Raises:
+        OSError: there is none.
+    """
+    return ctypes.CDLL("libcuda.so.1")

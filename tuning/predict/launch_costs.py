@@ -181,7 +181,7 @@ def product_costs(candidate: Candidate, resources: Resources, code: MachineCode,
     loops = [loop for loop in code.loops if loop.products]
     steps = flops / (2 * tile_m * tile_n * _TILE_DEPTH)
     spilled = sum(loop.local_accesses for loop in loops) * warps * _WARP * 4 / _LOCAL_BYTES_A_CYCLE
-    wgmma = target.capability == 90
+    wgmma = target.has_wgmma
     instructions, products = (sum(getattr(loop, name) for loop in loops) for name in ("instructions", "products"))
     density = max(0.0, math.log2(instructions / products / _PLAIN_DENSITY)) if wgmma and products else 0.0
     terms = {

@@ -85,8 +85,9 @@ def _is_large(problem: Problem, target: Target) -> bool:
 
 
 def _stands_for_library(problem: Problem, config: Config, target: Target) -> bool:
-    first = {name: values[0] for name, values in _axes(problem).items() if name != "implementation"}
-    return is_tile(config) or all(config[name] == first[name] for name in first)
+    return is_tile(config) or all(
+        config[name] == values[0] for name, values in _axes(problem).items() if name != "implementation"
+    )
 
 
 def _is_exact(problem: Problem, config: Config, target: Target) -> bool:
