@@ -62,34 +62,36 @@ def module_name(path):
 MODULES = {module_name(path): path for path in FILES}
 
 
-@functools.cache
 def imports(path, *, everywhere=True):
     """Dotted names that a file imports; those at the top level alone where not ``everywhere``."""
-    return list(imported(path, everywhere))
+    return [name for name, is_inside in imported(path) if everywhere or not is_inside]
 
 
-def imported(path, everywhere):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for inner in ast.walk(node)
-    }
-    inside = set()
-    if not everywhere:
-        functions = (
-            node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        )
-        inside = {id(inner) for node in functions for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        if id(node) in typing_only or id(node) in inside:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            yield from (named(node.module, alias.name) for alias in node.names)
+@functools.cache
+def imported(path):
+    """The names that a file imports, but for types, each with whether that is inside of a function."""
+    text, found = path.read_text(encoding="utf-8"), []
+
+    def look(statements, is_inside):
+        for node in statements:
+            if isinstance(node, ast.Import):
+                found.extend((alias.name, is_inside) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path}: relative import"
+                found.extend((named(node.module, alias.name), is_inside) for alias in node.names)
+            elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+                is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+                    look(getattr(node, field, ()), is_inside or is_function)
+
+    if "import" in text:
+        look(parsed(path).body, False)
+    return found
+
+
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def named(module, name):
@@ -124,12 +126,16 @@ def room_of(name):
     return name.split(".")[1] if "." in name else ""
 
 
+@functools.cache
 def by_name(path):
     """The modules that a file imports by a name that stands in its text."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            named = ast.unparse(node.args[0])
-            yield from (name for name in MODULES if re.search(rf"\b{re.escape(name)}(?![\w.])", named))
+    if not re.search("import_module|__import__", path.read_text(encoding="utf-8")):
+        return []
+    calls = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call))
+    texts = [
+        ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func).endswith(("import_module", "__import__"))
+    ]
+    return [name for name in MODULES for text in texts if re.search(rf"\b{re.escape(name)}(?![\w.])", text)]
 
 
 def test_imports_run_downwards():
@@ -237,7 +243,7 @@ def test_one_package_compiles_and_one_file_knows_the_launcher():
 
 
 def test_every_module_says_what_it_is_for():
-    assert not [module for module, path in MODULES.items() if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not [module for module, path in MODULES.items() if not ast.get_docstring(parsed(path))]
 
 
 def run(code, *flags):

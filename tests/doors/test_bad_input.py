@@ -15,6 +15,7 @@ from marks import needs_compiler
 
 import tilekern.tuning.cli
 from tilekern.cache_tools.__main__ import main as cache_tools
+from tilekern.compile import cutile
 from tilekern.tuning.sweep.folder import Sweep
 
 pytestmark = pytest.mark.processes
@@ -75,9 +76,6 @@ class CommandLines:
 
     def tools(self, *arguments, **env):
         return self.run("-m", "tilekern.cache_tools", *arguments, **env)
-
-    def files(self):
-        return sorted(str(path.relative_to(self.cache)) for path in self.cache.rglob("*") if path.is_file())
 
 
 @pytest.fixture
@@ -205,19 +203,14 @@ def test_a_hub_id_with_no_hub_in_reach_fails_fast_and_says_what_to_pass(here):
     assert not here.cache.exists()
 
 
-def test_a_missing_compiler_has_an_exit_code_of_its_own(lines):
-    code = (
-        "import sys, tilekern.compile.cutile as toolchain\n"
-        "toolchain.toolkit = lambda: None\n"
-        "sys.modules['elftools'] = None\n"
-        "from tilekern.tuning.cli import main\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    text = said(lines.run("-c", code, *FEW, "--json"), 4)
-    assert "pip install 'tilekern[compile]'" in text
-    # The plan is whole and serves the next run; beyond it there is nothing.
-    assert lines.files() == [f"sweeps/sm_100-b200-148/{name}" for name in ("run.lock", "runs.jsonl", "sweep.json")]
-    assert Sweep(lines.cache / "sweeps/sm_100-b200-148").problems()
+def test_a_missing_compiler_has_an_exit_code_of_its_own(here, monkeypatch):
+    monkeypatch.setattr(cutile, "toolkit", lambda: None)
+    monkeypatch.setitem(sys.modules, "elftools", None)
+    assert "pip install 'tilekern[compile]'" in said(here.tune(*FEW, "--json"), 4)
+    # The plan is complete and serves the next run; nothing else was written.
+    files = sorted(str(path.relative_to(here.cache)) for path in here.cache.rglob("*") if path.is_file())
+    assert files == [f"sweeps/sm_100-b200-148/{name}" for name in ("run.lock", "runs.jsonl", "sweep.json")]
+    assert Sweep(here.cache / "sweeps/sm_100-b200-148").problems()
 
 
 def test_a_sweep_folder_of_another_target_is_left_as_it_is(here):
