@@ -14,7 +14,7 @@ from environments import ROOT
 from marks import needs_compiler
 from spec_samples import alike, compiled, draws_of, sized
 
-from tilekern.compile import cute_compiler, cutile, frontend
+from tilekern.compile import cute_compiler, cutile
 from tilekern.compile.toolchain import assumptions, compile_candidate, lowered_digest, require_toolkit, toolkit
 from tilekern.errors import CompileFailed, CompileInterrupted, ToolchainMissing
 from tilekern.kernels import spec_named
@@ -149,7 +149,7 @@ def test_what_surrounds_a_compiler_is_told_from_what_it_rejects(fresh, tmp_path,
 @needs_compiler
 def test_a_variable_of_cuda_tile_s_own_tests_compiles_nothing(monkeypatch):
     monkeypatch.setattr("cuda.tile._debug.CUDA_TILE_TESTING_DISABLE_TOKEN_ORDER", True)
-    frontend._lowered.cache_clear()
+    cutile._lowered.cache_clear()
     with pytest.raises(CompileInterrupted, match=r"CUDA_TILE_TESTING_DISABLE_TOKEN_ORDER is set, .*; unset it"):
         compile_candidate(*candidate(), H200, GENERIC)
 
@@ -222,8 +222,6 @@ def test_the_front_end_gives_the_bytecode_of_cuda_tile_s_public_function(spec):
     import cuda.tile as ct
     from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
 
-    from tilekern.compile.frontend import lower
-
     problem = sized(spec, "bfloat16", rows=64, columns=64, heads=8, kv_heads=8, head_dim=64, pairs=32)
     implementation = spec.device(problem, spec.generic(problem))
     constraints = tuple(cutile.constraint(assumed) for assumed in assumptions(implementation, ALIGNED))
@@ -235,7 +233,7 @@ def test_the_front_end_gives_the_bytecode_of_cuda_tile_s_public_function(spec):
         expected = io.BytesIO()
         options = {"gpu_code": "sm_100", "output_format": "tileir_bytecode", "bytecode_version": "13.4"}
         export_kernel(kernel, [signature], expected, **options)
-        lowered = lower(implementation.function, constraints, hints, "sm_100", "13.4")
+        lowered = cutile.lower(implementation.function, constraints, hints, "sm_100", "13.4")
         assert lowered.symbol == signature.symbol
         assert lowered.bytecode == expected.getvalue()
 

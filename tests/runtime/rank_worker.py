@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 from one_record import GPU, SPEC
+from rank_jobs import fill
 
 import tilekern
 from tilekern import cache, warning
@@ -78,6 +79,29 @@ def vanishes_after(root):
         done = agree()
         shutil.rmtree(root)
         return done
+
+    return swapped(ranks, "agree", then)
+
+
+def never_agrees(_):
+    return swapped(ranks, "agree", lambda: None)
+
+
+def publishes_when_agreed(root, compiled):
+    """Rank 0 publishes a record after the ranks agreed; it counts when they agree again, and not before."""
+    agree = ranks.agree
+
+    def then():
+        agree()
+        assert run_by((50, 48)) is None
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            fill(Path(root), Path(compiled), 48)
+        torch.distributed.barrier()
+        assert dispatch.look_again() == 0
+        time.sleep(0.5)
+        assert run_by((50, 48)) is None, "found by a thread of one rank alone"
+        return agree()
 
     return swapped(ranks, "agree", then)
 

@@ -1,14 +1,16 @@
 """The backend of cuTile: device function to Tile IR bytecode to cubin, with no GPU at hand.
 
-cuda-tile's Python front end lowers the device function (:mod:`tilekern.compile.frontend`); the ``tileiras`` compiler
-turns that into a cubin for any GPU that it knows. tilekern runs ``tileiras`` itself, so that it owns the time limit,
-and asks for no line tables: they triple a cubin's size and hold the paths of the machine that compiled it.
+cuda-tile's Python front end lowers the device function, by steps that are private to cuda-tile 1.7 (a contract test
+compares the bytes with its public function); the ``tileiras`` compiler turns that into a cubin for any GPU that it
+knows. tilekern runs ``tileiras`` itself, so that it owns the time limit, and asks for no line tables: they triple a
+cubin's size and hold the paths of the machine that compiled it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import re
 import shutil
@@ -19,16 +21,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilekern.compile.backend import Backend, Compiled, register
+from tilekern.compile.garbage import search_put_off
 from tilekern.errors import CompileInterrupted, CompileTimeout, ToolchainMissing, compile_failure
 from tilekern.spec import Implementation
 from tilekern.spec.targets import Target
 
-if TYPE_CHECKING:
-    from tilekern.compile.frontend import Lowered
-
+# Functions whose lowered form is kept; a worker compiles the candidates of one function after another.
+_KEPT = 4
+# Variables of cuda-tile's own tests that change its bytecode.
+_CHANGE_CODE = ("CUDA_TILE_TESTING_DISABLE_DIV", "CUDA_TILE_TESTING_DISABLE_TOKEN_ORDER")
 # The variables that the compiler sees: where programs and libraries are. Others could change its output, for example
 # those that select parts of another CUDA toolkit.
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH")
@@ -56,6 +60,19 @@ class Toolkit:
     def describe(self) -> dict[str, str]:
         """The toolkit as a record keeps it."""
         return {"key": self.key, "tileiras": self.tileiras, "cuda_tile": self.cuda_tile}
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """Tile IR bytecode with its entry symbol.
+
+    ``digest`` is the sha256 of the bytecode without source files and lines: under one toolkit equal digests compile to
+    the same machine code.
+    """
+
+    bytecode: bytes
+    symbol: str
+    digest: str
 
 
 @functools.cache
@@ -113,9 +130,7 @@ class CuTile(Backend):
 
     def preload(self) -> None:
         """Import cuda-tile's front end."""
-        from tilekern.compile.frontend import preload
-
-        preload()
+        import cuda.tile._compile  # noqa: F401
 
     def compile(self, kernel: Implementation, target: Target, variant: str, timeout_s: float) -> Compiled:
         """Lower the device function, and run tileiras on its bytecode."""
@@ -140,8 +155,6 @@ register(CuTile())
 
 
 def _lower(kernel: Implementation, assumed: list[dict[str, Any]], target: Target, tools: Toolkit) -> Lowered:
-    from tilekern.compile.frontend import lower
-
     constraints = tuple(map(constraint, assumed))
     try:
         return lower(kernel.function, constraints, kernel.hints, target.arch, _bytecode_version(tools))
@@ -149,6 +162,88 @@ def _lower(kernel: Implementation, assumed: list[dict[str, Any]], target: Target
         raise
     except Exception as error:  # the front end raises many kinds; all mean that this candidate cannot be lowered
         raise compile_failure(error)(f"{type(error).__name__}: {_first_line(str(error))}") from error
+
+
+def lower(
+    function: Any, assumed: tuple[Any, ...], hints: Mapping[str, int | None], arch: str, bytecode_version: str | None
+) -> Lowered:
+    """Lower a kernel for one signature.
+
+    Candidates that differ only in hints share everything before the bytecode, and the front end takes as long as a fast
+    compile. Its public ``export_kernel`` starts over for each; this calls the two steps behind it.
+
+    Args:
+        function: the ``ct.kernel`` object; its own hints are ignored.
+        assumed: cuda-tile's constraint of each parameter.
+        hints: ``occupancy``, ``num_ctas``, ``num_worker_warps``.
+        arch: GPU code, ``sm_90``.
+        bytecode_version: such as ``13.4``; None has cuda-tile probe the compiler.
+
+    Raises:
+        Exception: the front end rejected the code.
+        CompileInterrupted: a variable of cuda-tile's own tests is set.
+    """
+    from cuda.tile._compile import _get_bytecode
+    from cuda.tile._compiler_options import CompilerOptions
+
+    keeper, options = _lowered(function, _Constraints(assumed), arch, bytecode_version), CompilerOptions(**dict(hints))
+    bytecode, without_places = (
+        bytes(_get_bytecode(keeper, options, anonymize_debug_info=anonymous).bytecode) for anonymous in (False, True)
+    )
+    symbol = keeper.signatures[0].symbol
+    assert symbol is not None
+    return Lowered(bytecode, symbol, hashlib.sha256(without_places).hexdigest())
+
+
+class _Constraints:
+    """Constraints as a dictionary's key: some of cuda-tile's cannot be hashed."""
+
+    def __init__(self, parameters: tuple[Any, ...]) -> None:
+        self.parameters = parameters
+        self._text = repr(parameters)
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Constraints) and self._text == other._text
+
+
+@functools.lru_cache(maxsize=_KEPT)
+@search_put_off()
+def _lowered(function: Any, constraints: _Constraints, arch: str, bytecode_version: str | None) -> Any:
+    """Return the front end's result for one signature, with all its passes run."""
+    from cuda.tile import _debug
+    from cuda.tile._compile import (
+        _get_max_supported_bytecode_version,
+        _IrKeeper,
+        get_function_hir,
+        parse_bytecode_version,
+    )
+    from cuda.tile._context import init_context_config_from_env
+    from cuda.tile._passes.ast2hir import HirMode
+    from cuda.tile.compilation import CallingConvention, KernelSignature
+
+    for name in _CHANGE_CODE:
+        if getattr(_debug, name, False):  # read when cuda.tile was imported
+            raise CompileInterrupted(f"{name} is set, which changes what is compiled; unset it")
+    if bytecode_version is None:
+        version = _get_max_supported_bytecode_version(init_context_config_from_env().temp_dir)
+    else:
+        version = parse_bytecode_version(bytecode_version)
+    signature = KernelSignature(list(constraints.parameters), CallingConvention.cutile_python_v1())
+    signature = signature.with_mangled_symbol(function._pyfunc.__name__)
+    keeper = _IrKeeper(
+        ann_func=function._annotated_function,
+        func_hir=get_function_hir(function._pyfunc, mode=HirMode.ENTRY_POINT),
+        signatures=[signature],
+        bytecode_version=version,
+        sm_arch=arch,
+        log_cutile_ir=False,
+        keep_all=True,
+    )
+    keeper.get_final_ir(0)
+    return keeper
 
 
 def constraint(assumed: Mapping[str, Any]) -> Any:
