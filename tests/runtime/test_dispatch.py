@@ -339,7 +339,7 @@ def test_where_the_driver_refuses_all_records_the_model_s_own_op_runs(refused):
 
 def test_a_compiler_without_the_reader_of_cubins_ends_no_step(root, monkeypatch):
     monkeypatch.setitem(sys.modules, "elftools.elf.elffile", None)
-    with pytest.warns(RuntimeWarning, match="pyelftools is not installed.*; the model's own op runs"):
+    with pytest.warns(RuntimeWarning, match="pyelftools.* is not installed.*; the model's own op runs"):
         assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
 
 
