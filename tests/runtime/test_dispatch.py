@@ -137,14 +137,12 @@ def test_what_ranks_agreed_on_is_not_taken_for_another_arch(filled, no_compiler,
     dispatch.agree_on(Agreement(snapshot, H200, "compile"))
     try:
         assert dispatch.plan_for(SPEC, torch.device("cuda", 0), *SIZES) is not None
-        with pytest.warns(
-            TilekernWarning, match="agreed on kernels for a H200, none of which runs on a B200; the model"
-        ):
+        with pytest.warns(TilekernWarning, match="agreed on kernels for a H200, which do not run on a B200; the model"):
             assert dispatch.plan_for(SPEC, torch.device("cuda", 1), *SIZES) is None
         assert dispatch.stats()[SPEC.name] == numbers(hits=1, misses=1)
         dispatch.set_miss_policy("error")
         dispatch.forget()
-        with pytest.raises(CacheMiss, match="none of which runs on a B200; give each rank GPUs of one architecture"):
+        with pytest.raises(CacheMiss, match="which do not run on a B200; give each rank GPUs of one architecture"):
             dispatch.plan_for(SPEC, torch.device("cuda", 1), *SIZES)
     finally:
         dispatch.agree_on(None)

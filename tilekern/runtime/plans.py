@@ -1,4 +1,4 @@
-"""The result of a lookup: a kernel object with its grid, ready to be launched."""
+"""Plans: the results of lookups, ready to be launched, and their counters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilekern.spec.targets import Target
 
 
 class Plan:
-    """How one problem runs: the kernel object, which has its constants, and the grid of ``blocks`` blocks."""
+    """How one problem runs: a kernel object, which has its constants, and a grid of ``blocks`` blocks."""
 
     __slots__ = ("__weakref__", "_forward_ad", "_kernel", "blocks", "config", "counters", "grid", "launches")
 
@@ -27,7 +27,7 @@ class Plan:
         self._forward_ad = _forward_ad()
 
     def __del__(self) -> None:
-        # Whoever let go of it last, be that a memo, an op or an autograd graph, its launches go on counting.
+        # Its launches still count after the last owner (a memo, an op, an autograd graph) has dropped it.
         if counters := getattr(self, "counters", None):
             counters.end(self)
 
@@ -60,7 +60,7 @@ class Plan:
             self.launch(device, *arguments)
 
     def _launch_in_context(self, device: int, arguments: tuple[Any, ...], error: Exception) -> None:
-        """Launch again where the thread had no context, as autograd's have none before they allocate; else raise."""
+        """Launch again if the thread had no context, as autograd's threads before they allocate; else raise."""
         from tilekern.runtime.driver import enter_context
 
         if not enter_context(device):
@@ -68,14 +68,14 @@ class Plan:
         self.launch(device, *arguments)
 
     def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """The outputs for ``inputs``: the kernel fills those of ``allocate``, a library gives its own."""
+        """Return the outputs: the kernel fills those of ``allocate``, a library returns its own."""
         outputs = allocate()
         self.launch(device, *inputs, *outputs)
         return outputs
 
 
 class DependentPlan(Plan):
-    """A plan whose kernel waits for its predecessor by itself, so that its launch overlaps that one's end."""
+    """A plan whose kernel waits for its predecessor by itself, so that its launch may overlap the predecessor's end."""
 
     __slots__ = ()
 
@@ -96,7 +96,7 @@ class DependentPlan(Plan):
 class ExtendedPlan(Plan):
     """A plan whose launch states the block, and the cluster if there is one, as artifacts with a ``launch`` need.
 
-    Arguments that its cubin does not allow run the kernel's other variant, on the same grid.
+    For arguments that its cubin does not allow the kernel's other variant runs, on the same grid.
 
     Args:
         kernel: the kernel object.
@@ -141,7 +141,7 @@ class ExtendedPlan(Plan):
 
 
 def plan_of(kernel: Any, implementation: DeviceKernel, config: Config, problem: Problem, target: Target) -> Plan:
-    """How a kernel object is launched on a GPU: by jobs, by the tuner that times it, and by benchmarks."""
+    """Return the plan of a kernel object on a GPU; jobs, the tuner and benchmarks launch by it."""
     blocks, dependent = implementation.grid(problem, target.sm_count), may_depend(implementation, target)
     if kernel.attributes is not None:
         return ExtendedPlan(kernel, config, blocks, dependent=dependent)
@@ -149,12 +149,12 @@ def plan_of(kernel: Any, implementation: DeviceKernel, config: Config, problem: 
 
 
 def may_depend(implementation: DeviceKernel, target: Target) -> bool:
-    """Whether an implementation is launched before its predecessor has ended on this target."""
+    """Return whether an implementation may be launched before its predecessor has ended on this target."""
     return implementation.dependent and target.has_dependent_launch
 
 
 class InterpretedPlan(Plan):
-    """A plan whose kernel runs on the CPU, block by block, and is given its constants behind the arguments."""
+    """A plan whose kernel is interpreted on the CPU, block by block."""
 
     __slots__ = ("_constants", "_dependent", "_parameters")
 
@@ -183,9 +183,9 @@ class InterpretedPlan(Plan):
 
 
 class LibraryPlan(Plan):
-    """A plan that a library runs, on any device that the library serves; it launches no kernel of ours.
+    """A plan that a library runs, on any device that it supports; it launches no kernel of tilekern.
 
-    Tangents of forward-mode AD are the library's: torch's operations carry them on or refuse them.
+    Torch's operations handle tangents of forward-mode AD, or refuse them.
     """
 
     __slots__ = ("_call",)
@@ -195,11 +195,7 @@ class LibraryPlan(Plan):
         self._kernel, self.blocks, self.grid = None, 1, (1,)
 
     def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
-        """Not for a library.
-
-        Raises:
-            TypeError: always.
-        """
+        """Raise TypeError: a library has no launch."""
         raise TypeError(f"{self.config.key} is a library's call; use run")
 
     def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:  # noqa: ARG002
