@@ -20,8 +20,8 @@ from tilekern.compile import toolchain
 from tilekern.doctor import machine
 from tilekern.doctor.__main__ import main
 from tilekern.doctor.devices import Devices
-from tilekern.doctor.settings import SETTINGS
 from tilekern.runtime import requirements
+from tilekern.runtime.settings import SETTINGS
 from tilekern.spec.targets import resolve
 from tilekern.tuning.sweep.plan import PlanFile
 
@@ -151,7 +151,7 @@ def test_a_part_that_cannot_be_imported_leaves_the_others(capsys, monkeypatch, g
         assert "TILEKERN_LOOKUP_AGAIN_S=5" in run(capsys, code=0)
         return
     told = run(capsys, code=1)
-    assert "cannot be looked at: ModuleNotFoundError" in told
+    assert "cannot be inspected: ModuleNotFoundError" in told
     assert "settings  TILEKERN_CACHE_DIR=" in told
 
 
@@ -273,10 +273,10 @@ def test_a_cache_that_is_a_file_is_wrong(capsys, tmp_path):
     ("name", "value", "message"),
     [
         ("TILEKERN_APLY", "1", "TILEKERN_APLY is not a setting of tilekern; did you mean TILEKERN_APPLY?"),
-        ("TILEKERN_XYZ", "", "TILEKERN_XYZ is not a setting of tilekern; docs/reference.md has those that are"),
+        ("TILEKERN_XYZ", "", "TILEKERN_XYZ is not a setting of tilekern; docs/reference.md lists the settings"),
         ("TILEKERN_APPLY", "rmsnorm", "TILEKERN_APPLY: 'rmsnorm' is not an op"),
-        ("TILEKERN_ON_MISS", "foo", "TILEKERN_ON_MISS: must be one of compile, fallback, error, got 'foo'"),
-        ("TILEKERN_INTERPRET", "yes", "TILEKERN_INTERPRET: must be one of nothing, 0, 1, got 'yes'"),
+        ("TILEKERN_ON_MISS", "foo", "TILEKERN_ON_MISS: unknown value 'foo'; known: compile, fallback, error"),
+        ("TILEKERN_INTERPRET", "yes", "TILEKERN_INTERPRET: unknown value 'yes'; known: 0, 1"),
         ("TILEKERN_LOOKUP_AGAIN_S", "soon", "TILEKERN_LOOKUP_AGAIN_S must be a number of seconds"),
     ],
 )
@@ -347,7 +347,7 @@ def test_what_would_serve_a_model_is_what_a_preflight_finds(capsys, monkeypatch,
     (text,) = wrong(capsys, plan, "--gpu", "H200")
     assert "1 of 3 problems" in text
     assert f"python -m tilekern.tune {plan} --gpu H200" in text
-    assert "not looked at without a GPU; name the job's by --gpu" in run(capsys, plan, code=0)
+    assert "not checked without a GPU; name the job's GPU by --gpu" in run(capsys, plan, code=0)
 
 
 @pytest.mark.processes

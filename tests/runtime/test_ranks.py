@@ -185,7 +185,7 @@ def test_the_lowest_rank_with_a_gpu_leads(situations):
 def test_the_miss_policy_is_the_strictest(situations, name):
     for one in situations[name]:
         assert one["error"].startswith("CacheMiss:")
-        assert any("the ranks on sm_90 have other miss policies" in said for said in one["said"])
+        assert any("the ranks on sm_90 have different miss policies" in said for said in one["said"])
 
 
 # How all end at once, or where one dies within the group's time.

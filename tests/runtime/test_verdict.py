@@ -40,7 +40,7 @@ def test_what_one_rank_forbids_is_done_on_none_of_its_arch(strictest, rank):
     statuses = [status(policy=strictest if at == rank else "compile") for at in range(3)]
     verdict = verdict_on([*statuses, status(gpu="B200")])
     assert [verdict.groups[arch].policy for arch in ("sm_90", "sm_100")] == [strictest, "compile"]
-    assert any("have other miss policies" in note for note in verdict.notes)
+    assert any("have different miss policies" in note for note in verdict.notes)
 
 
 def test_ranks_that_trust_others_run_nothing_together():

@@ -1,7 +1,7 @@
-"""``python -m tilekern.doctor [MODEL]``: list what is installed and read and what would serve a model, and check it.
+"""``python -m tilekern.doctor [MODEL]``: report what is installed, which caches are read, and what would serve a model.
 
-One screen to paste into a bug report. It runs where torch, the GPU, the network or any of tilekern's dependencies are
-missing: each part is looked at by itself, and a part that cannot be looked at is one of the things that are wrong.
+The report is one screen to paste into a bug report. It works without torch, a GPU, the network or any of tilekern's
+dependencies: each part is inspected separately, and a part that fails is reported as wrong.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ import platform
 from tilekern import __version__
 from tilekern.doctor.caches import tell_of_caches
 from tilekern.doctor.devices import devices
-from tilekern.doctor.machine import tell_of_compilers, tell_of_gpus, tell_of_packages, tell_of_torch
+from tilekern.doctor.machine import (
+    tell_of_compilers,
+    tell_of_gpus,
+    tell_of_packages,
+    tell_of_settings,
+    tell_of_torch,
+)
 from tilekern.doctor.report import Report
 from tilekern.doctor.serving import require_model, tell_of_model
-from tilekern.doctor.settings import tell_of_settings
 from tilekern.runtime.requirements import PYTHON, fits
 
 
 def examine(model: str | None = None, gpu: str = "auto") -> Report:
-    """Look at all parts of this machine, and look up what would serve a model.
+    """Inspect this machine, and look up what would serve a model.
 
     Args:
         model: a preset, the path of a config.json or of a folder with one, or a hub id.
-        gpu: the GPU that is meant where it is not the first one here, as ``--gpu``.
+        gpu: the GPU, as for ``--gpu``; ``auto`` is the first one here.
 
     Raises:
         InputError: the model or the GPU is not known.

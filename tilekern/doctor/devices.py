@@ -1,4 +1,4 @@
-"""The GPUs that the CUDA driver lists, asked without torch: what the doctor shows where torch is missing or broken."""
+"""Asks the CUDA driver for its GPUs without torch, so that the doctor shows them if torch is missing or broken."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ NO_DEVICE = 100
 
 @dataclass(frozen=True)
 class Devices:
-    """The GPUs of this process, in CUDA's order; ``error`` says why the driver gives none, ``code`` by its number.
+    """The GPUs of this process in CUDA's order; or why the driver gives none, with the error's number in ``code``.
 
-    ``found`` is False where there is no driver at all.
+    ``found`` is False without a driver.
     """
 
     found: bool
@@ -28,7 +28,7 @@ class Devices:
 
 
 def devices() -> Devices:
-    """Ask the driver; no context is made."""
+    """Ask the driver, without making a context."""
     try:
         cuda = cuda_driver()
     except OSError:

@@ -1,13 +1,15 @@
-"""GPUs, driver, packages and compilers of this machine, and which of them are missing or out of range."""
+"""GPUs, driver, packages, compilers and settings of this machine, and which are missing or out of range."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 from itertools import groupby
 
 from tilekern.doctor.devices import NO_DEVICE, Devices
 from tilekern.doctor.report import Report
+from tilekern.errors import InputError
 from tilekern.runtime.requirements import (
     NEEDS,
     asked_by,
@@ -19,18 +21,26 @@ from tilekern.runtime.requirements import (
     installed,
     package_unmet,
 )
+from tilekern.runtime.settings import SETTINGS, check_setting
 from tilekern.spec.targets import HAS, Target, here, resolve
 
-# Shown where they are installed: what runs tilekern's ops, or is run beside them.
+# Packages that run tilekern's ops or run beside them; shown if installed.
 _FRIENDS = ("liger-kernel", "trl", "peft", "accelerate", "kernels")
 _COMPILER = "nvidia-cuda-tileiras"
+# Variables of other programs that change what runs.
+_OTHER_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "LIGER_KERNEL_IMPL", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD", "HF_HUB_OFFLINE",
+)  # fmt: skip
+# The values of variables with such names are hidden.
+_SECRETS = ("TOKEN", "SECRET", "PASSWORD")
 
 
 def tell_of_gpus(report: Report, listed: Devices, gpu: str) -> Target | None:
-    """Tell of the GPUs and their driver.
+    """Report the GPUs and their driver.
 
     Returns:
-        the GPU that is meant: the one that ``gpu`` names, else the first one here; None where there is none.
+        The GPU that ``gpu`` names, else the first one here; None if there is none.
 
     Raises:
         InputError: no GPU of that name is known.
@@ -66,7 +76,7 @@ def tell_of_gpus(report: Report, listed: Devices, gpu: str) -> Target | None:
 
 
 def _complain_of_gpus(report: Report, listed: Devices) -> None:
-    """Complain where a GPU is not to be had, unless it was hidden by intention."""
+    """Complain about a GPU that cannot be used, unless it was hidden on purpose."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
     named = [] if visible == "-1" else [name for name in visible.split(",") if name.strip()]
     has_kernel_driver = os.path.exists("/proc/driver/nvidia")
@@ -88,7 +98,7 @@ def _complain_of_gpus(report: Report, listed: Devices) -> None:
 
 
 def tell_of_packages(report: Report) -> None:
-    """Tell of the packages that tilekern needs, and of those that run beside it."""
+    """Report the packages that tilekern needs, and those that run beside it."""
     versions = {name: installed(name) for name in (*NEEDS, *_FRIENDS)}
     report.document["packages"] = {
         name: {"version": version, "needs": NEEDS.get(name)} for name, version in versions.items()
@@ -108,7 +118,7 @@ def tell_of_packages(report: Report) -> None:
 
 
 def tell_of_torch(report: Report, listed: Devices) -> None:
-    """Tell what torch says of the GPUs; where there is none it is not imported, which takes seconds."""
+    """Report what torch says of the GPUs; without a GPU torch is not imported, since that takes seconds."""
     report.document["torch_cuda"] = None
     if not listed.gpus or installed("torch") is None:
         return
@@ -124,7 +134,7 @@ def tell_of_torch(report: Report, listed: Devices) -> None:
 
 
 def tell_of_compilers(report: Report) -> None:
-    """Tell which compilers are installed."""
+    """Report which compilers are installed."""
     from tilekern.compile.backend import backends
     from tilekern.compile.toolchain import toolkit
 
@@ -148,3 +158,21 @@ def tell_of_compilers(report: Report) -> None:
         report.complain(
             f"tileiras {found.tileiras} is here, and cuda-tile needs {wanted}: pip install 'tilekern[compile]'"
         )
+
+
+def tell_of_settings(report: Report) -> None:
+    """Report the environment variables that are set: tilekern's own, each checked, and others that change what runs."""
+    names = sorted(name for name in os.environ if name.startswith("TILEKERN_") or name in _OTHER_VARIABLES)
+    values = {name: "..." if any(word in name for word in _SECRETS) else os.environ[name] for name in names}
+    report.document["settings"] = values
+    report.say("settings", ", ".join(f"{name}={value}" for name, value in values.items()) or "none")
+    for name in (name for name in names if name.startswith("TILEKERN_")):
+        if name not in SETTINGS:
+            nearest = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.8)
+            meant = f"did you mean {nearest[0]}?" if nearest else "docs/reference.md lists the settings"
+            report.complain(f"{name} is not a setting of tilekern; {meant}")
+        else:
+            try:
+                check_setting(name)
+            except InputError as error:
+                report.complain(str(error))

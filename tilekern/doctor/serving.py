@@ -1,4 +1,4 @@
-"""The records that would serve a model's training step, as a preflight finds them, and those that are missing."""
+"""Reports the records that would serve a model's training step, as a preflight finds them, and missing ones."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 
 def require_model(name: str) -> None:
-    """Refuse a name that no model has, before seconds are spent.
+    """Refuse the name of an unknown model before anything slow runs.
 
     Raises:
-        InputError: it is neither a preset nor a path nor the form of a hub id.
+        InputError: it is neither a preset, nor a path, nor formed like a hub id.
     """
-    with contextlib.suppress(ImportError):  # which is told of with the packages
+    with contextlib.suppress(ImportError):  # reported with the packages
         from tilekern.tuning.plan.configs import require_model_name
 
         require_model_name(name)
 
 
 def tell_of_model(report: Report, model: str, target: Target | None) -> None:
-    """Tell what would serve a model's training step on a GPU.
+    """Report what would serve a model's training step on a GPU.
 
     Raises:
-        InputError: no such model is known.
+        InputError: the model is not known.
     """
     if target is None:
-        report.say("model", f"{model}: not looked at without a GPU; name the job's by --gpu")
+        report.say("model", f"{model}: not checked without a GPU; name the job's GPU by --gpu")
         return
     try:
         found = _preflight(report, model, target)
@@ -49,7 +49,7 @@ def tell_of_model(report: Report, model: str, target: Target | None) -> None:
     for need in found.needs:
         state = f"{need.state.replace('_', ' ')}{', stale' if need.is_stale else ''}"
         by_kernel.setdefault(need.kernel, Counter())[state] += 1
-    # Those that are served by their own records are in the counts.
+    # Kernels with exact records only are in the counts above.
     rest = {kernel: states for kernel, states in by_kernel.items() if set(states) != {"exact"}}
     told = [f"{kernel} {', '.join(f'{n} {state}' for state, n in states.items())}" for kernel, states in rest.items()]
     if told:
@@ -57,13 +57,13 @@ def tell_of_model(report: Report, model: str, target: Target | None) -> None:
     if found.missing and report.document.get("compilers", {}).get("tileiras") is None:
         report.complain(
             f"{len(found.missing)} of {len(found.needs)} problems of {found.model} have no record, and no compiler is "
-            "here, so that the model's own ops run: where tilekern[compile] is installed, run "
+            "installed, so the model's own ops run; on a machine with tilekern[compile] run "
             f"python -m tilekern.tune {model} --gpu {target.option}"
         )
 
 
 def _preflight(report: Report, model: str, target: Target) -> Preflight | None:
-    """The model's needs, as a preflight with its default lengths finds them."""
+    """Return the model's needs, as a preflight with its default lengths finds them."""
     from tilekern.cache import user_root
     from tilekern.tuning.options import PlanRequest
     from tilekern.tuning.plan.choosing import plan_of

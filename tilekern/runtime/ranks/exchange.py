@@ -1,4 +1,4 @@
-"""Taking over the records of the rank that leads, step by step with all ranks, and comparing what came of it."""
+"""Takes over the records of the leading rank, step by step with all ranks, and compares the results."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Taken(NamedTuple):
     """The records that a rank has taken over.
 
     Attributes:
-        snapshot: the leader's records less those that a rank does not trust.
-        received: how many records came from the leader.
-        untrusted: how many of the leader's records are left out.
-        note: which these are, for the user; empty where it is none.
+        snapshot: the leader's records, without those that a rank does not trust.
+        received: the number of records that came from the leader.
+        untrusted: the number of the leader's records that are left out.
+        note: which these are, for the user; empty if there are none.
     """
 
     snapshot: Snapshot
@@ -42,11 +42,11 @@ def take_over(peers: Peers, leader: int, own: Snapshot | None) -> Taken:
 
     Args:
         peers: all ranks.
-        leader: whose records.
-        own: what this rank holds; None where its GPU is of another arch, so that it listens and does nothing else.
+        leader: the rank with the records.
+        own: the records of this rank; None if its GPU is of another arch, so that it only listens.
 
     Raises:
-        RanksDiffer: on all ranks, where one of them cannot take them over.
+        RanksDiffer: on all ranks, if one of them cannot take them over.
     """
     leads, held = peers.rank == leader, Snapshot(()) if own is None else own
     index = _parsed(peers.broadcast(_joined(held.identities) if leads else b"", leader, _MOST_RECORDS * _DIGEST_BYTES))
@@ -73,15 +73,15 @@ def take_over(peers: Peers, leader: int, own: Snapshot | None) -> Taken:
 
 
 def compare(peers: Peers, groups: Collection[Collection[int]], agreement: Agreement | None) -> None:
-    """Make sure that all ranks of a group agreed on the same; every rank must call it.
+    """Check that all ranks of a group agreed on the same; every rank must call it.
 
     Args:
         peers: all ranks.
-        groups: the ranks that must.
-        agreement: of this rank; None where it is in no group.
+        groups: the ranks of each group.
+        agreement: that of this rank; None if it is in no group.
 
     Raises:
-        RanksDiffer: on all ranks, where two of a group did not.
+        RanksDiffer: on all ranks, if two of a group differ.
     """
     said = bytes(_DIGEST_BYTES)
     if agreement is not None:
@@ -112,10 +112,10 @@ def _parsed(index: bytes) -> list[str]:
 def _chosen_by_any(
     peers: Peers, what: str, index: Sequence[str], chosen: Collection[str] | Exception
 ) -> dict[str, int]:
-    """The records of the index that some rank chose, each with the lowest such rank.
+    """Return the records of the index that some rank chose, each with the lowest such rank.
 
     Raises:
-        RanksDiffer: on all ranks, where one of them has an error in place of a choice, or sends no valid choice.
+        RanksDiffer: on all ranks, if one of them has an error, or sends no valid choice.
     """
     size = -(-len(index) // 8)
     flags = chosen if isinstance(chosen, Exception) else _flags(index, chosen, size)
@@ -130,7 +130,7 @@ def _chosen_by_any(
 
 
 def _flags(index: Sequence[str], chosen: Collection[str], size: int) -> bytes:
-    """One bit for each record of the index."""
+    """Return one bit for each record of the index."""
     flags = bytearray(size)
     for at, name in enumerate(index):
         if name in chosen:
@@ -139,9 +139,10 @@ def _flags(index: Sequence[str], chosen: Collection[str], size: int) -> bytes:
 
 
 def _reasons(received: Collection[Held]) -> dict[str, str]:
-    """Why this rank does not trust records, by their identities; one that it has itself it found trusted in a cache.
+    """Return why this rank does not trust received records, by their identities.
 
-    That the leader's copy of such a one may have no signature does not matter: an identity is of all that a GPU runs.
+    Records of equal identity in its own caches were trusted there, and are not received: an identity covers all that a
+    GPU runs.
     """
     found = {}
     for one in received if must_be_signed() else ():
