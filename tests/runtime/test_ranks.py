@@ -37,9 +37,7 @@ def situations(compiled, tmp_path_factory):
     listed = []
 
     def give(name, roots, asks=((50, 48), (50, 64)), **more):
-        # The first one reads the wheel's packs too, which takes a second each time.
-        given = {"name": name, "roots": roots, "asks": more.pop("each", [asks] * RANKS), "alone": bool(listed)}
-        listed.append(given | more)
+        listed.append({"name": name, "roots": roots, "asks": more.pop("each", [asks] * RANKS)} | more)
 
     def alike(name, *columns):
         return [fill(home / name / str(rank), compiled, *columns) for rank in range(RANKS)]
@@ -217,7 +215,7 @@ def test_rank_0_dying_with_the_store_that_ranks_meet_at_ends_the_others(compiled
         meet = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     roots = [fill(tmp_path / "0", compiled, 48), fill(tmp_path / "1", compiled, 48)]
     path = tmp_path / "situations.json"
-    given = {"name": "dies", "roots": roots, "asks": [[], []], "do": {"0": ["dies"]}, "alone": True}
+    given = {"name": "dies", "roots": roots, "asks": [[], []], "do": {"0": ["dies"]}}
     path.write_text(json.dumps([given]))
     worker = Path(__file__).with_name("rank_worker.py")
     _, (said, errors, _) = finish(start(tmp_path, worker, 2, TIMEOUT_S, path, meet=meet))

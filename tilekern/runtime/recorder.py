@@ -1,9 +1,9 @@
-"""Which problems a step asks for, found by running it on meta tensors: ``tilekern.trace()``.
+"""Records the problems that a step asks for, by running it on meta tensors: ``tilekern.trace()``.
 
-While a trace runs it answers in the place of dispatch: it notes the spec and the sizes that an op asks for, and gives a
-plan that has the default config's grid and launches nothing. So what is traced is what a job asks for, whoever wrote
-its step. Two things that follow from which config wins are traced for all of them: the parts of a composite, and the
-sums of a gradient whose rows are as many as the grid has blocks.
+A running trace answers instead of dispatch: it notes the spec and the sizes that an op asks for, and returns a plan that
+has the default config's grid and launches nothing. So a trace has what a job asks for, with any step. Two things depend
+on which config wins, and are traced for all of them: the parts of a composite, and the sums of a gradient with one row
+for each block of a grid.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _only = threading.Lock()
 
 @contextlib.contextmanager
 def trace(path: str | Path | None = None, *, gpu: str = "auto", real: bool = False) -> Iterator[Trace]:
-    """Note which problems the steps inside ask for, so that they can be tuned before a job runs them::
+    """Record the problems that the steps inside ask for, so that they can be tuned before a job runs them::
 
         with tilekern.trace("plan.json", gpu="H200"):
             model(input_ids=ids, labels=ids).loss.backward()
 
-    On meta tensors (``torch.device("meta")``) kernels launch nothing, and no GPU is needed. What code asks of their
-    values is answered as for an ordinary batch: ``all()`` and comparisons are true, ``any()`` is not.
+    On meta tensors (``torch.device("meta")``) nothing is launched and no GPU is needed. Code that branches on their
+    values gets the answers of an ordinary batch: ``all()`` and comparisons are true, ``any()`` is false.
 
     Args:
-        path: where the plan is written at the end, as JSON with the target and the problems.
-        gpu: the GPU that the job will run on: ``auto`` (the one here), a name, an arch or a key.
-        real: note what tensors on devices ask for, too. Their steps run as ever, by the plans that the caches have; an
-            op that has none runs torch's operations, and its backward is not traced.
+        path: the file for the plan, as JSON with the target and the problems; written at the end.
+        gpu: the GPU of the job: ``auto`` (the one here), a name, an arch, a key or figures.
+        real: also record what tensors on devices ask for. Their steps run as usual, by the plans in the caches; an op
+            without a plan runs torch's operations, and its backward is not traced.
 
     Yields:
         The trace, whose ``problems`` grow.
@@ -65,16 +65,16 @@ def trace(path: str | Path | None = None, *, gpu: str = "auto", real: bool = Fal
 
 @contextlib.contextmanager
 def tracing(found: Trace) -> Iterator[Trace]:
-    """Have a trace answer in the place of dispatch.
+    """Let a trace answer instead of dispatch.
 
     Raises:
-        InputError: another one does.
+        InputError: another trace runs.
     """
     if not _only.acquire(blocking=False):
         raise InputError("a trace runs already in this process; end it before another one begins")
     try:
         if found.real:
-            dispatch.forget()  # a plan that is found in a dictionary is not seen
+            dispatch.forget()  # plans in dictionaries would not be seen
         dispatch.trace_by(found)
         with contextlib.nullcontext() if found.real else ordinary_values():
             yield found
@@ -87,18 +87,18 @@ class Trace:
     """The problems that were asked for so far.
 
     Args:
-        target: the GPU whose defaults and grids are taken.
-        real: whether tensors on devices are of interest.
+        target: the GPU with the defaults and grids to use.
+        real: whether tensors on devices are traced too.
 
     Attributes:
-        asked: problems that the steps asked for, at their buckets, in order.
-        others: those that they would ask for if other configs won.
-        fallbacks: calls that took torch's own operations, by kernel; of steps on meta tensors alone.
-        patches: the code of functions that stand in for a model's, with the ops of their patches.
-        launches: how often each problem was launched by steps on meta tensors. A layer that stands for others like it
-            counts as often as there are of them (:meth:`repeated`).
-        askers: by whom each problem was asked for: the patch whose code called, or else the op that was called. A plan
-            that dispatch gives again has the first one alone.
+        asked: the problems that the steps asked for, at their buckets, in order.
+        others: the problems that they would ask for if other configs won.
+        fallbacks: calls that took torch's own operations, by kernel; only of steps on meta tensors.
+        patches: the code of functions that replace a model's, with the ops of their patches.
+        launches: launches of each problem by steps on meta tensors. A layer that stands for others like it counts once
+            for each of them (:meth:`repeated`).
+        askers: the patches whose code asked for each problem, or else the ops. A plan that dispatch returns again has
+            only the first.
     """
 
     def __init__(self, target: Target, *, real: bool = False) -> None:
@@ -116,7 +116,7 @@ class Trace:
 
     @property
     def problems(self) -> list[Named]:
-        """All of them, each once."""
+        """All problems, each once."""
         return list(self.asked | self.others)
 
     @property

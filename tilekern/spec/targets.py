@@ -28,7 +28,10 @@ HAS = {
     "dependent_launch": range(90, 1000),
     "wide_branches": range(90, 1000),
     "wgmma": range(90, 91),
+    "blackwell": range(100, 1000),
     "tensor_memory": range(100, 120),
+    "cudnn_attention": range(80, 1000),
+    "cudnn_wide_heads": range(90, 1000),
 }
 
 
@@ -94,6 +97,11 @@ class Target:
     def has_tensor_memory(self) -> bool:
         """Whether its matrix units are tcgen05, which keep their sums in tensor memory."""
         return self.capability in HAS["tensor_memory"]
+
+    @property
+    def is_blackwell(self) -> bool:
+        """Whether it is of the Blackwell generation, of a data centre or not."""
+        return self.capability in HAS["blackwell"]
 
     @property
     def copy_gbs(self) -> float:
