@@ -227,7 +227,7 @@ def test_a_step_that_fails_leaves_no_file(tmp_path):
 
 def test_an_empty_plan_is_not_written(tmp_path):
     with (
-        pytest.raises(InputError, match="is not written, since no problem was asked for: patch the model"),
+        pytest.raises(InputError, match="is not written, since no problem was asked for; patch the model"),
         tilekern.trace(tmp_path / "plan.json", gpu="H200"),
     ):
         pass

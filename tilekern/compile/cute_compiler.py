@@ -29,7 +29,7 @@ from tilekern.spec.targets import Target
 _PACKAGE = "nvidia-cutlass-dsl"
 _INSTALL = "pip install 'tilekern[cute]'"
 _ADDRESS_BYTES, _NUMBER_BYTES = 8, 4
-# Those of the DSL, and those by which it would take the parts of another CUDA toolkit.
+# Variables of the DSL, and variables that make it use another CUDA toolkit.
 _VARIABLES = ("CUTE_DSL_", "CUTE_EXPERIMENTAL_", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDA_TOOLKIT_PATH")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -95,10 +95,10 @@ register(CuteDsl())
 
 @contextlib.contextmanager
 def _as_if_nothing_were_set() -> Iterator[None]:
-    """Hide what people set for kernels of their own, as ``CUTE_DSL_LINEINFO``: it would change the cubin.
+    """Hide variables that users set for their own kernels, such as ``CUTE_DSL_LINEINFO``: they would change the cubin.
 
-    The DSL has one object a process that read its variables when it was imported, so that is exchanged meanwhile. Where
-    this import is the first one, it is made anew of what is set, for the kernels of whoever set it.
+    The DSL reads its variables at import into one object of the process, which is replaced meanwhile. If this is the
+    first import, the object is made again from the variables afterwards, for the users' kernels.
     """
     was_here = "cutlass" in sys.modules
     hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(_VARIABLES)}
@@ -116,7 +116,7 @@ def _as_if_nothing_were_set() -> Iterator[None]:
 
 
 def _read_anew(dsl: Any) -> Any:
-    """The DSL's settings, of the variables as they are now; its readers keep what they read first."""
+    """Return the DSL's settings from the variables as they are now, with the caches of its readers cleared."""
     for reader in vars(importlib.import_module("cutlass.base_dsl.env_manager")).values():
         if hasattr(reader, "cache_clear"):
             reader.cache_clear()
@@ -125,15 +125,11 @@ def _read_anew(dsl: Any) -> Any:
 
 @search_put_off()
 def compile_kernel(kernel: CuteKernel, target: Target) -> tuple[bytes, str]:
-    """The cubin and its entry symbol; it is an aligned variant.
-
-    Args:
-        kernel: the kernel of a candidate.
-        target: the GPU.
+    """Compile the aligned variant of a kernel; return the cubin and its entry symbol.
 
     Raises:
         ToolchainMissing: nvidia-cutlass-dsl is not installed.
-        CompileFailed: the DSL rejected the kernel, or made one with other parameters.
+        CompileFailed: the DSL rejected the kernel, or compiled one with other parameters.
         CompileInterrupted: it could not work, for a reason that passes.
     """
     if compiler() is None:
@@ -159,13 +155,13 @@ def compile_kernel(kernel: CuteKernel, target: Target) -> tuple[bytes, str]:
 
 
 def passed_bytes(kernel: CuteKernel) -> list[int]:
-    """The size of each value that cuTile's launcher passes: of an array its address, its sizes and its strides."""
+    """Return the size of each value that cuTile's launcher passes: of an array its address, sizes and strides."""
     ranks = [parameter.ndim if isinstance(parameter, ArrayParameter) else 0 for parameter in kernel.parameters]
     values = ([_ADDRESS_BYTES, *[_NUMBER_BYTES] * 2 * rank] if rank else [_NUMBER_BYTES] for rank in ranks)
     return [value for of_one in values for value in of_one]
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error that says something."""
+    """Return the first line of an error that is not empty."""
     lines: list[Any] = [line.strip() for line in _COLOUR.sub("", str(error)).splitlines() if line.strip()]
     return lines[0][:300] if lines else "no message"

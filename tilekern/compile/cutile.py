@@ -273,7 +273,7 @@ def constraint(assumed: Mapping[str, Any]) -> Any:
 
 
 def _bytecode_version(tools: Toolkit) -> str | None:
-    """The toolkit's own bytecode version; None lets cuda-tile probe a compiler whose version it does not know."""
+    """Return the toolkit's bytecode version; None lets cuda-tile probe a compiler of unknown version."""
     from cuda.tile._compile import parse_bytecode_version
 
     version = ".".join(tools.tileiras.split(".")[:2])
@@ -289,7 +289,7 @@ def _assemble(bytecode: bytes, target: Target, tools: Toolkit, timeout_s: float)
         source, out = Path(folder, "kernel.tileirbc"), Path(folder, "kernel.cubin")
         source.write_bytes(bytecode)
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        # The compiler's own temporary files go with the folder, also those of one that was killed.
+        # The compiler's temporary files are deleted with the folder, even if it was killed.
         environment["TMPDIR"] = folder
         command = [str(part) for part in (tools.path, source, "-o", out, "--gpu-name", target.arch, "-O3")]
         code, said = _run(command, environment, timeout_s)
@@ -301,7 +301,7 @@ def _assemble(bytecode: bytes, target: Target, tools: Toolkit, timeout_s: float)
 
 
 def _run(command: list[str], environment: dict[str, str], timeout_s: float) -> tuple[int, str]:
-    """Run the compiler; its exit code and what it said. It runs ptxas, which is killed with it."""
+    """Run the compiler; return its exit code and its errors. It runs ptxas, which is killed with it."""
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         text=True, errors="replace", process_group=0,
@@ -322,16 +322,16 @@ def _run(command: list[str], environment: dict[str, str], timeout_s: float) -> t
 
 
 def processor_s(group: int) -> float | None:
-    """The time that a process group had the processor for while it wanted more of it, in seconds.
+    """Return the processor time of a process group that is still runnable, in seconds.
 
-    None where it wants none now, since it waits for something else, and where it cannot be told (off Linux).
+    None if it now waits for something else than the processor, or if that is unknown (not on Linux).
     """
     ticks, wants = 0, False
     with contextlib.suppress(OSError):
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
-                # After the name, which may hold anything: state, parent, process group, and from the eleventh on the
-                # ticks of the process and of the children that it waited for.
+                # After the name: state, parent, process group, and from the eleventh on the ticks of the process and
+                # of the children that it waited for.
                 fields = _stat(Path("/proc", name))
                 if int(fields[2]) == group:
                     ticks += sum(map(int, fields[11:15]))
@@ -344,7 +344,7 @@ def _stat(process: Path) -> list[str]:
 
 
 def is_starved(worked_s: float | None, limit_s: float) -> bool:
-    """Whether a process that exceeded its time got too little of the processor for that to be its own doing."""
+    """Return whether a process exceeded its time limit because it got too little of the processor."""
     return worked_s is not None and worked_s < _STARVED * limit_s
 
 

@@ -1,9 +1,9 @@
 """Records the problems that a step asks for, by running it on meta tensors: ``tilekern.trace()``.
 
-A running trace answers instead of dispatch: it notes the spec and the sizes that an op asks for, and returns a plan that
-has the default config's grid and launches nothing. So a trace has what a job asks for, with any step. Two things depend
-on which config wins, and are traced for all of them: the parts of a composite, and the sums of a gradient with one row
-for each block of a grid.
+A running trace answers instead of dispatch: it notes the spec and the sizes that an op asks for, and returns a plan
+that has the default config's grid and launches nothing. So a trace has what a job asks for, with any step. Two things
+depend on which config wins, and are traced for all of them: the parts of a composite, and the sums of a gradient with
+one row for each block of a grid.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ class Trace:
 
     @property
     def times(self) -> int:
-        """How many launches one launch stands for; 0 for problems that count only if another config wins."""
+        """How often a launch counts; 0 for problems that count only if another config wins."""
         return 0 if self._into is self.others else self._times
 
     @contextlib.contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """Count each launch inside, and of the backward of it, so many times."""
+        """Count each launch inside, and in its backward, ``times`` times."""
         before, self._times = self._times, times
         try:
             yield
@@ -134,21 +134,21 @@ class Trace:
             self._times = before
 
     def plan(self, spec: KernelSpec, problem: Problem | None) -> TracedPlan | None:
-        """Note a problem of real sizes, and give the plan that stands for its own; None for what is not a problem."""
+        """Note a problem of real sizes and return its traced plan; None if it is not a problem."""
         if problem is None:
             return None
         self._note(spec, problem)
         return TracedPlan(self, spec, problem)
 
     def see(self, spec: KernelSpec, problem: Problem, plan: Plan | None) -> None:
-        """Note a problem that dispatch has given a plan, or none."""
+        """Note a problem with its plan from dispatch, if any."""
         self._note(spec, problem)
         self.take_apart(spec, problem)
         if plan is not None:
             plan.blocks = self.blocks(spec, problem, plan.blocks)
 
     def take_apart(self, spec: KernelSpec, problem: Problem) -> None:
-        """Note the parts of a problem in each of its configs that is a composite, on inputs that the spec makes."""
+        """Note the parts of a problem in each composite config, on inputs that the spec makes."""
         for config in self.composites(spec, problem):
             call, inputs = spec.implement(problem, config), spec.inputs(problem, None, "meta")
             assert isinstance(call, LibraryCall)
@@ -156,7 +156,7 @@ class Trace:
                 call.bound(dispatch.plan_for)(*(inputs[name] for name in call.inputs))
 
     def composites(self, spec: KernelSpec, problem: Problem) -> list[Config]:
-        """The configs of a problem that are composites."""
+        """Return the configs of a problem that are composites."""
         wanted = spec.bucketed(problem)
         if (spec.name, wanted) not in self._composites:
             ways = ((config, spec.implement(problem, config)) for config in spec.space.candidates(wanted, self.target))
@@ -165,12 +165,12 @@ class Trace:
         return self._composites[spec.name, wanted]
 
     def blocks(self, spec: KernelSpec, problem: Problem, count: int) -> int:
-        """The size of a grid, which knows those of other configs wherever it is asked for as a size."""
+        """Return the size of a grid; it knows the sizes under other configs if a problem uses it."""
         return Blocks(count, lambda: self._other_grids(spec, problem))
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Problems that are asked for inside count only if another config wins."""
+        """Note problems that are asked for inside as needed only if another config wins."""
         before, self._into = self._into, self.others
         try:
             yield
@@ -178,14 +178,14 @@ class Trace:
             self._into = before
 
     def write(self, path: Path) -> None:
-        """Put the plan into a file.
+        """Write the plan to a file.
 
         Raises:
             InputError: nothing was asked for, or the file cannot be written.
         """
         if not self.asked:
             raise InputError(
-                f"{path} is not written, since no problem was asked for: patch the model, and run its step on meta "
+                f"{path} is not written, since no problem was asked for; patch the model, and run its step on meta "
                 "tensors (or on a GPU, with real=True)"
             )
         try:
@@ -205,7 +205,7 @@ class Trace:
                     self.others.setdefault((spec.name, spec.bucketed(problem.but(**{name: other}))))
 
     def _asker(self) -> str | None:
-        """The op of the innermost patch that is being called, else the outermost op; None where neither is."""
+        """Return the op of the innermost patch on the stack, else the outermost op, else None."""
         frame: FrameType | None = sys._getframe(1)
         op = None
         while frame is not None:
@@ -225,7 +225,7 @@ class Trace:
 
 
 def _op_of(frame: FrameType) -> str | None:
-    """The op that a frame's code is of: made of its declaration (:mod:`tilekern.ops.operation`), or of its module."""
+    """Return the op that a frame's code belongs to, by its declaration (:mod:`tilekern.ops.operation`) or module."""
     if (made := frame.f_globals.get("__op__")) is not None:
         return str(made)
     package, _, module = str(frame.f_globals.get("__name__")).rpartition(".")
@@ -233,33 +233,33 @@ def _op_of(frame: FrameType) -> str | None:
 
 
 class Blocks(int):
-    """The number of blocks of a grid; ``others()`` are the numbers that it might be too."""
+    """The number of blocks of a grid; ``others()`` returns the numbers under other configs."""
 
     others: Callable[[], frozenset[int]]
 
     def __new__(cls, count: int, others: Callable[[], frozenset[int]]) -> Blocks:
-        """A count with its others."""
+        """Make a count with its others."""
         made = super().__new__(cls, count)
         made.others = others
         return made
 
     def __neg__(self) -> Blocks:
-        """Less than nothing, on the way to a quotient that is rounded up."""
+        """Return the negative, as in a quotient that is rounded up."""
         return Blocks(-int(self), lambda: frozenset(-count for count in self.others()))
 
     def __floordiv__(self, by: int) -> Blocks:
-        """A share of the blocks, of those that it might be too."""
+        """Return a share of the blocks, also under other configs."""
         return Blocks(int(self) // by, lambda: frozenset(count // by for count in self.others()))
 
 
 class TracedPlan(Plan):
-    """The plan of the default config, which launches nothing; of a composite it runs every config for its parts."""
+    """The plan of the default config, which launches nothing; for a composite it runs every config for its parts."""
 
     __slots__ = ("_problem", "_spec", "_times", "_trace")
 
     def __init__(self, trace: Trace, spec: KernelSpec, problem: Problem) -> None:
         self._trace, self._spec, self._problem = trace, spec, problem
-        # A backward is launched when the layer that asked for its plan is left.
+        # A backward is launched after the layer that asked for its plan has ended.
         self._times = trace.times
         self.config, self.launches, self.blocks = spec.default(spec.bucketed(problem), trace.target), 0, 1
         implementation = spec.implement(problem, self.config)
@@ -272,7 +272,7 @@ class TracedPlan(Plan):
         self._trace.launches[self._spec.name, self._spec.bucketed(self._problem)] += self._times
 
     def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:  # noqa: ARG002
-        """The outputs for the default config, of which nothing is computed; the other composites run too."""
+        """Return the outputs of the default config without values; run the other composites too."""
 
         def results(config: Config) -> tuple[Any, ...]:
             implementation = self._spec.implement(self._problem, config)
