@@ -52,7 +52,10 @@ def read_resources(cubin: bytes, symbol: str) -> Resources:
     text = elf.get_section_by_name(f".text.{symbol}")
     if text is None:
         raise ValueError(f"the cubin holds no kernel {symbol}")
-    index = _symbol_index(elf, symbol)
+    symbols = enumerate(elf.get_section_by_name(".symtab").iter_symbols())
+    index = next((at for at, one in symbols if one.name == symbol and one["st_info"]["type"] == "STT_FUNC"), None)
+    if index is None:
+        raise ValueError(f"the cubin's symbol table has no function {symbol}")
     whole = _attributes(elf.get_section_by_name(".nv.info"))
     own = _attributes(elf.get_section_by_name(f".nv.info.{symbol}"))
     shared = elf.get_section_by_name(f".nv.shared.{symbol}")
@@ -102,13 +105,6 @@ def parameter_bytes(cubin: bytes, symbol: str) -> list[int]:
             _, ordinal, _, flags = struct.unpack("<IHHI", value)
             found[ordinal] = flags >> 18
     return [found[ordinal] for ordinal in sorted(found)]
-
-
-def _symbol_index(elf: Any, symbol: str) -> int:
-    for index, entry in enumerate(elf.get_section_by_name(".symtab").iter_symbols()):
-        if entry.name == symbol and entry["st_info"]["type"] == "STT_FUNC":
-            return index
-    raise ValueError(f"the cubin's symbol table has no function {symbol}")
 
 
 def _attributes(section: Any) -> list[tuple[int, bytes]]:

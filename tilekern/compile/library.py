@@ -8,22 +8,10 @@ from typing import Any
 from tilekern.compile.backend import Backend, backends, register
 
 
-def _has_cublas() -> bool:
+def _torch() -> Any:
     import torch
 
-    return bool(torch.backends.cuda.is_built())
-
-
-def _has_cudnn() -> bool:
-    import torch
-
-    return bool(torch.backends.cudnn.is_available() and torch.backends.cudnn.enabled)
-
-
-def _has_grouped_mm() -> bool:
-    import torch
-
-    return hasattr(torch, "_grouped_mm")
+    return torch
 
 
 class Library(Backend):
@@ -31,7 +19,11 @@ class Library(Backend):
 
     name, title = "library", "a library"
     is_optional, is_predicted = False, True
-    libraries = {"cublas": _has_cublas, "cudnn": _has_cudnn, "torch": _has_grouped_mm}  # noqa: RUF012 (never changed)
+    libraries = {  # noqa: RUF012 (never changed)
+        "cublas": lambda: bool(_torch().backends.cuda.is_built()),
+        "cudnn": lambda: _torch().backends.cudnn.is_available() and _torch().backends.cudnn.enabled,
+        "torch": lambda: hasattr(_torch(), "_grouped_mm"),
+    }
 
 
 register(Library())

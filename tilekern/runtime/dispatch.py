@@ -298,7 +298,14 @@ def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any
     if problem is None:
         return None
     if interpreting():
-        return _keep(spec, _interpreted(spec, problem), problem)
+        config = spec.default(problem, INTERPRETED)
+        way = spec.implement(problem, config)
+        assert isinstance(way, Implementation | LibraryCall), "the interpreter only runs cuTile's kernels"
+        if isinstance(way, LibraryCall):
+            plan: Plan | None = LibraryPlan(way.bound(plan_for), config)
+        else:
+            plan = InterpretedPlan(way, config, way.grid(problem, INTERPRETED.sm_count))
+        return _keep(spec, plan, problem)
     if device.type != "cuda":
         warn_once(
             f"{spec.name} was called on {device.type}; kernels run on CUDA devices (or anywhere under "
@@ -331,16 +338,6 @@ def _keep(spec: KernelSpec, plan: Plan | None, problem: Problem) -> Plan | None:
     if _state.trace is not None and _state.trace.real:
         _state.trace.see(spec, problem, plan)
     return plan
-
-
-def _interpreted(spec: KernelSpec, problem: Problem) -> Plan:
-    config = spec.default(problem, INTERPRETED)
-    implementation = spec.implement(problem, config)
-    if isinstance(implementation, LibraryCall):
-        return LibraryPlan(implementation.bound(plan_for), config)
-    assert isinstance(implementation, Implementation), "the interpreter only runs cuTile's kernels"
-    blocks = implementation.grid(problem, INTERPRETED.sm_count)
-    return InterpretedPlan(implementation, config, blocks)
 
 
 def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...]) -> Plan | None:

@@ -156,10 +156,6 @@ def _allows_array(parameter: Any, assumed: Mapping[str, Any]) -> bool:
         return False
     if parameter.shape_divisible_by[-1] % assumed["extent_elements"]:
         return False
-    return all(_stride_divides(parameter, axis, assumed["stride_elements"]) for axis in range(ndim - 1))
-
-
-def _stride_divides(parameter: Any, axis: int, by: int) -> bool:
-    constant = parameter.stride_constant[axis]
-    known = parameter.stride_divisible_by[axis] if constant is None else constant
-    return known % by == 0
+    strides = zip(parameter.stride_constant[:-1], parameter.stride_divisible_by, strict=False)
+    known = (divisor if constant is None else constant for constant, divisor in strides)
+    return all(divisor % assumed["stride_elements"] == 0 for divisor in known)

@@ -40,8 +40,12 @@ def switches_of(text: str) -> dict[str, bool]:
     names = [word.removeprefix("-") for word in words if word != _ALL]
     for name in names:
         if name not in (*OPS, *EXTRAS):
+            import difflib
+
+            nearest = difflib.get_close_matches(name.strip().lower().replace("-", "_"), (*OPS, *EXTRAS), n=1)
+            meant = f" (did you mean {nearest[0]}?)" if nearest else ""
             raise InputError(
-                f"{name!r} is not an op{_meant(name)}; give 1 for all ops, some of {', '.join((*OPS, *EXTRAS))}, "
+                f"{name!r} is not an op{meant}; give 1 for all ops, some of {', '.join((*OPS, *EXTRAS))}, "
                 "1,OP for all and one that is off by default, or -OP for all but one"
             )
     left_out = {word[1:] for word in words if word.startswith("-")}
@@ -63,10 +67,3 @@ def text_of(switches: dict[str, bool]) -> str:
     left_out = [f"-{op}" for op in OPS if not switches.get(op, True)]
     asked = [op for op in EXTRAS if switches.get(op)]
     return ",".join([*([] if left_out and not asked else [_ALL]), *left_out, *asked])
-
-
-def _meant(name: str) -> str:
-    import difflib
-
-    nearest = difflib.get_close_matches(name.strip().lower().replace("-", "_"), (*OPS, *EXTRAS), n=1)
-    return f" (did you mean {nearest[0]}?)" if nearest else ""

@@ -49,7 +49,8 @@ def take_over(peers: Peers, leader: int, own: Snapshot | None) -> Taken:
         RanksDiffer: on all ranks, if one of them cannot take them over.
     """
     leads, held = peers.rank == leader, Snapshot(()) if own is None else own
-    index = _parsed(peers.broadcast(_joined(held.identities) if leads else b"", leader, _MOST_RECORDS * _DIGEST_BYTES))
+    own_index = b"".join(map(bytes.fromhex, held.identities)) if leads else b""
+    index = _parsed(peers.broadcast(own_index, leader, _MOST_RECORDS * _DIGEST_BYTES))
     lacked = set(index) - set(held.identities) if own is not None else set()
     wanted = _chosen_by_any(peers, "say which records it lacks", index, lacked)
     contents = peers.broadcast(held.contents(wanted) if leads else b"", leader, _LARGEST_CONTENTS)
@@ -98,10 +99,6 @@ def compare(peers: Peers, groups: Collection[Collection[int]], agreement: Agreem
                 )
 
 
-def _joined(identities: Sequence[str]) -> bytes:
-    return b"".join(map(bytes.fromhex, identities))
-
-
 def _parsed(index: bytes) -> list[str]:
     found = [index[at : at + _DIGEST_BYTES].hex() for at in range(0, len(index), _DIGEST_BYTES)]
     if len(index) % _DIGEST_BYTES or len(set(found)) != len(found):
@@ -118,24 +115,18 @@ def _chosen_by_any(
         RanksDiffer: on all ranks, if one of them has an error, or sends no valid choice.
     """
     size = -(-len(index) // 8)
-    flags = chosen if isinstance(chosen, Exception) else _flags(index, chosen, size)
+    flags = bytearray(size)  # one bit for each record of the index
+    if not isinstance(chosen, Exception):
+        for at, name in enumerate(index):
+            flags[at // 8] |= (name in chosen) << at % 8
     found: dict[str, int] = {}
-    for rank, said in enumerate(peers.gather(what, flags, size)):
+    for rank, said in enumerate(peers.gather(what, chosen if isinstance(chosen, Exception) else bytes(flags), size)):
         if len(said) != size:
             raise RanksDiffer(f"rank {rank} cannot {what}: {len(said)} bytes must be {size}")
         for at, name in enumerate(index) if any(said) else ():
             if said[at // 8] >> at % 8 & 1:
                 found.setdefault(name, rank)
     return found
-
-
-def _flags(index: Sequence[str], chosen: Collection[str], size: int) -> bytes:
-    """Return one bit for each record of the index."""
-    flags = bytearray(size)
-    for at, name in enumerate(index):
-        if name in chosen:
-            flags[at // 8] |= 1 << at % 8
-    return bytes(flags)
 
 
 def _reasons(received: Collection[Held]) -> dict[str, str]:

@@ -61,13 +61,13 @@ class Held:
         Raises:
             Untrusted: neither did, or that cannot be determined.
         """
-        require_trusted(self.record.data, self._signature)
 
-    def _signature(self, path: PurePosixPath) -> bytes:
-        try:
+        def signature(path: PurePosixPath) -> bytes:
+            if path.name not in self.signatures:
+                raise Missing(f"there is no {path}")
             return self.signatures[path.name]
-        except KeyError:
-            raise Missing(f"there is no {path}") from None
+
+        require_trusted(self.record.data, signature)
 
 
 def identity(record: Record) -> str:
