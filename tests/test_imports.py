@@ -243,6 +243,12 @@ def test_one_package_compiles_and_one_file_knows_the_launcher():
             assert "def _compile(self, signature" not in text, f"{module} has the launcher's hook"
 
 
+def test_thresholds_of_capabilities_stand_in_one_table():
+    compared = re.compile(r"capability *[<>=]=|capability *[<>] *\d|\d *<=? *(target\.|self\._)?capability")
+    wrong = [name for name, path in MODULES.items() if compared.search(path.read_text(encoding="utf-8"))]
+    assert wrong == ["tilekern.spec.targets"]
+
+
 def test_every_module_says_what_it_is_for():
     assert not [module for module, path in MODULES.items() if not ast.get_docstring(parsed(path))]
 

@@ -25,9 +25,9 @@ _SIDES = (64, 128, 256)
 
 def unit_of(target: Target) -> Unit:
     """The kind of matrix unit that the compiler uses on a target."""
-    if target.capability == 90:
+    if target.has_wgmma:
         return "wgmma"
-    return "tcgen05" if 100 <= target.capability < 120 else "mma"
+    return "tcgen05" if target.has_tensor_memory else "mma"
 
 
 def sizes_of(problem: Problem) -> tuple[int, int, int]:
