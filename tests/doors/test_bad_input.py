@@ -57,32 +57,6 @@ def here(tmp_path, monkeypatch, capfd):
     return Here(tmp_path, monkeypatch, capfd)
 
 
-class CommandLines:
-    """Runs the command lines in a process of their own, with a cache that does not exist yet."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.cache = folder / "cache"
-        self.env = environment(TILEKERN_CACHE_DIR=str(self.cache))
-
-    def run(self, *command, **env):
-        return subprocess.run(
-            [sys.executable, *map(str, command)],
-            cwd=self.folder, env=self.env | env, capture_output=True, text=True, timeout=400, check=False,
-        )  # fmt: skip
-
-    def tune(self, *arguments, **env):
-        return self.run("-m", "tilekern.tune", *arguments, **env)
-
-    def tools(self, *arguments, **env):
-        return self.run("-m", "tilekern.cache_tools", *arguments, **env)
-
-
-@pytest.fixture
-def lines(tmp_path):
-    return CommandLines(tmp_path)
-
-
 def said(ran, code):
     """The one line of an error."""
     assert ran.returncode == code, ran.stderr
@@ -281,13 +255,14 @@ def first_line(path, process, timeout_s=300):
 
 @needs_compiler
 @pytest.mark.nightly
-def test_ctrl_c_keeps_what_was_finished_and_the_next_run_does_the_rest(lines):
-    command = [sys.executable, "-m", "tilekern.tune", *FEW, "--jobs", "1"]
+def test_ctrl_c_keeps_what_was_finished_and_the_next_run_does_the_rest(here):
     process = subprocess.Popen(
-        command, cwd=lines.folder, env=lines.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, preexec_fn=hear_interrupts,  # noqa: PLW1509 (one call, no lock)
+        [sys.executable, "-m", "tilekern.tune", *FEW, "--jobs", "1"],
+        cwd=here.folder, env=environment(TILEKERN_CACHE_DIR=str(here.cache)), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=hear_interrupts,  # noqa: PLW1509 (one call, no lock)
     )  # fmt: skip
-    sweep = Sweep(lines.cache / "sweeps" / "sm_100-b200-148")
+    sweep = Sweep(here.cache / "sweeps" / "sm_100-b200-148")
     first_line(sweep.folder / "compiled.jsonl", process)
     # As a terminal does: to the whole group, the compile workers included.
     os.killpg(process.pid, signal.SIGINT)
@@ -301,9 +276,9 @@ def test_ctrl_c_keeps_what_was_finished_and_the_next_run_does_the_rest(lines):
     assert sweep.compiled().keys() == set(before)
     for line in sweep.compiled().values():
         assert sweep.cubin(line["sha256"])
-    assert not (lines.cache / "v1").exists()
+    assert not (here.cache / "v1").exists()
 
-    ran = lines.tune(*FEW, "--json")
+    ran = here.tune(*FEW, "--json")
     assert ran.returncode == 0, ran.stderr
     outcome = json.loads(ran.stdout)
     assert outcome.keys() >= {"target", "toolkit", "problems", "seconds"}
@@ -313,4 +288,4 @@ def test_ctrl_c_keeps_what_was_finished_and_the_next_run_does_the_rest(lines):
     assert 0 < outcome["compile"]["compiled"] == outcome["compile"]["distinct"] - len(before)
     assert {problem["kernel"] for problem in outcome["problems"]} == {"swiglu_forward", "swiglu_backward"}
     assert all(problem["candidates"] > problem["failed"] for problem in outcome["problems"])
-    assert lines.tools("verify").returncode == 0
+    assert here.tools("verify").returncode == 0
