@@ -199,7 +199,7 @@ def test_nothing_imports_the_rooms_at_the_top_by_their_folders():
 @pytest.mark.parametrize(
     "module", ["tilekern.tuning.options", "tilekern.tuning.preflight", "tilekern.tuning.serve.tuner"]
 )
-def test_what_may_plan_loads_no_torch_before_it_does(module):
+def test_modules_that_may_plan_do_not_load_torch(module):
     assert "torch" not in run(f"import sys, {module}; print(*sys.modules)")
 
 
@@ -264,7 +264,7 @@ def run(code, *flags):
     ["tilekern", "tilekern.cache", "tilekern.spec", "tilekern.spec.targets", "tilekern.errors", "tilekern.spec.source",
      "tilekern.doctor"],
 )  # fmt: skip
-def test_what_only_looks_loads_nothing_heavy(module):
+def test_light_modules_load_nothing_heavy(module):
     loaded = run(f"import sys, {module}; print(*sys.modules)")
     assert module in loaded
     for heavy in ("torch", "cuda.tile", "transformers", "numpy", "rich", "click"):

@@ -159,7 +159,7 @@ def test_a_third_backend_is_compiled_recorded_and_planned_for_launch(sweep, tmp_
     assert kernel.otherwise.variants[0].name == GENERIC
 
 
-def test_its_title_and_what_it_does_not_say_have_answers():
+def test_a_backend_has_defaults():
     assert implementation_of(SimpleNamespace(config=TOYS[0])) == "the toy"
     assert library_of(TOYS[0]) is None
     kernel = SPEC.device(PROBLEM, TOYS[0])

@@ -48,7 +48,7 @@ def compiler(folder: Path, script: str, monkeypatch) -> Path:
     return path
 
 
-def test_a_missing_compiler_is_said_with_the_way_to_get_it(fresh, monkeypatch):
+def test_a_missing_compiler_is_reported_with_its_install_command(fresh, monkeypatch):
     monkeypatch.setattr(cutile, "_tileiras", lambda: None)
     assert toolkit() is None
     for ask in (require_toolkit, lambda: compile_candidate(*candidate(), H200, GENERIC)):
@@ -108,7 +108,7 @@ def test_a_compiler_that_cannot_say_its_version_is_none(fresh, tmp_path, monkeyp
     ],
     ids=["rejects", "crashes", "writes nothing", "hangs"],
 )
-def test_what_a_compiler_does_wrong_is_one_line(fresh, tmp_path, monkeypatch, script, message):
+def test_a_compiler_failure_is_reported_in_one_line(fresh, tmp_path, monkeypatch, script, message):
     compiler(tmp_path, script, monkeypatch)
     with pytest.raises(CompileFailed) as caught:
         compile_candidate(*candidate(), H200, GENERIC, timeout_s=0.3)
@@ -139,7 +139,7 @@ def test_the_compiler_sees_where_programs_lie_and_nothing_that_others_have_set(f
         ("echo 'error: no such op' >&2; exit 3", CompileFailed),
     ],
 )
-def test_what_surrounds_a_compiler_is_told_from_what_it_rejects(fresh, tmp_path, monkeypatch, script, kind):
+def test_passing_conditions_are_told_from_rejected_candidates(fresh, tmp_path, monkeypatch, script, kind):
     compiler(tmp_path, script, monkeypatch)
     with pytest.raises(CompileFailed) as caught:
         compile_candidate(*candidate(), H200, GENERIC)
@@ -155,7 +155,7 @@ def test_a_variable_of_cuda_tile_s_own_tests_compiles_nothing(monkeypatch):
 
 
 @pytest.mark.skipif(cute_compiler.compiler() is None, reason="CuTe DSL is not installed")
-def test_what_people_set_for_cute_kernels_of_their_own_is_hidden_while_tilekern_compiles(monkeypatch):
+def test_variables_for_users_cute_kernels_are_hidden_while_tilekern_compiles(monkeypatch):
     """With line numbers a cubin is twice as large, and has paths of the machine that compiled it."""
     cute_compiler.CuteDsl().preload()
     dsl = importlib.import_module("cutlass.cutlass_dsl").CuTeDSL._get_dsl()

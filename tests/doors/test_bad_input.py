@@ -104,7 +104,7 @@ def said(ran, code):
     ],
     ids=lambda value: "-".join(value)[:40].replace("\n", "~") if isinstance(value, list) else None,
 )
-def test_what_the_tuner_does_not_know_is_named_with_what_would_be_right(here, arguments, parts):
+def test_unknown_arguments_of_the_tuner_are_named_with_the_known_ones(here, arguments, parts):
     text = said(here.tune(*arguments), 2)
     for part in parts:
         assert part in text

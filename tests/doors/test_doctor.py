@@ -80,7 +80,7 @@ def wrong(capsys, *arguments):
     return document["wrong"]
 
 
-def test_where_nothing_is_wrong_it_says_so_and_ends_with_0(capsys):
+def test_a_sound_machine_exits_with_0(capsys):
     told = run(capsys, code=0)
     labels = [line.split()[0] for line in told.splitlines()]
     assert labels == ["tilekern", "GPU", "driver", "packages", "compiler", "caches", "settings", "nothing"]
@@ -171,7 +171,7 @@ def test_a_part_that_cannot_be_imported_leaves_the_others(capsys, monkeypatch, g
         (None, Devices(True, error="libcuda.so.1 is not a CUDA driver: x"), "the driver gives no GPU, libcuda.so.1 is"),
     ],
 )
-def test_a_gpu_that_is_not_to_be_had_is_wrong_unless_it_was_hidden(capsys, monkeypatch, visible, listed, message):
+def test_an_unusable_gpu_is_wrong_unless_it_was_hidden(capsys, monkeypatch, visible, listed, message):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     _with(monkeypatch, listed, 13000)
@@ -224,7 +224,7 @@ def test_a_cache_full_of_junk_is_counted_and_left_as_it_is(capsys, monkeypatch, 
 
 
 @needs_compiler
-def test_what_is_not_trusted_is_counted_and_said_once_with_its_reason(capsys, monkeypatch, compiled, tmp_path):
+def test_untrusted_records_are_counted_and_explained_once(capsys, monkeypatch, compiled, tmp_path):
     shutil.copytree(compiled, tmp_path / "cache")
     assert "1 record for H200 (1 default)" in run(capsys, "--gpu", "H200", code=0)
 
@@ -325,7 +325,7 @@ def test_bad_input_is_one_line_and_2(capsys, arguments, message):
 
 
 @needs_compiler
-def test_what_would_serve_a_model_is_what_a_preflight_finds(capsys, monkeypatch, compiled, tmp_path):
+def test_the_report_on_a_model_is_that_of_a_preflight(capsys, monkeypatch, compiled, tmp_path):
     shutil.copytree(compiled, tmp_path / "cache")
     problems = [
         (SPEC.name, PROBLEM.but(rows=rows, columns=columns)) for rows, columns in ((64, 48), (128, 48), (64, 56))

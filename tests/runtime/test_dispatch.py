@@ -40,7 +40,7 @@ def signed(monkeypatch, tmp_path):
     monkeypatch.setattr("tilekern.warning._said", set())
 
 
-def test_what_nobody_signed_is_not_launched_and_said_once(filled, no_compiler, signed):
+def test_an_unsigned_record_is_not_launched_and_warned_about_once(filled, no_compiler, signed):
     with pytest.warns(RuntimeWarning, match="no such record of user is loaded: no trust root signed it") as caught:
         plans = [dispatch.plan_for(SPEC, GPU, rows, *SIZES[1:]) for rows in (50, 51, 52)]
     assert plans == [None] * 3
@@ -48,7 +48,7 @@ def test_what_nobody_signed_is_not_launched_and_said_once(filled, no_compiler, s
     assert dispatch.stats()[SPEC.name]["misses"] == 3
 
 
-def test_what_this_user_compiled_is_launched_where_all_must_be_signed(root, signed):
+def test_a_user_s_own_artifacts_are_trusted_under_signed(root, signed):
     dispatch.compile_default(SPEC, PROBLEM, H200)
     assert isinstance(dispatch.plan_for(SPEC, GPU, *SIZES)._kernel, PrebuiltKernel)
 
@@ -129,7 +129,7 @@ def test_of_other_gpus_of_the_arch_the_likest_serves(filled, no_compiler):
         assert (hit.record.target["name"], hit.exact_target) == (served, False)
 
 
-def test_what_ranks_agreed_on_is_not_taken_for_another_arch(filled, no_compiler, monkeypatch):
+def test_an_agreement_does_not_serve_another_arch(filled, no_compiler, monkeypatch):
     """A process with GPUs of two archs has agreed for one of them, though its caches have kernels for both."""
     gpus = {0: H200, 1: B200}
     monkeypatch.setattr(dispatch, "here", gpus.get)
@@ -309,7 +309,7 @@ def add_record_of_older_toolkit(root):
     cache.Store(root).write(msgspec.structs.replace(found.record, toolkit=toolkit, artifacts=artifacts), blobs)
 
 
-def test_where_the_driver_refuses_a_record_the_next_one_serves(filled, refused):
+def test_the_next_record_serves_if_the_driver_refuses_one(filled, refused):
     add_record_of_older_toolkit(filled)
     dispatch.forget()
     with pytest.warns(RuntimeWarning, match="this machine cannot run swiglu_forward .*another record serves"):
@@ -318,7 +318,7 @@ def test_where_the_driver_refuses_a_record_the_next_one_serves(filled, refused):
     assert dispatch.resolved()[SPEC.name, PROBLEM].toolkit["key"] == "tileiras-13.3.0"
 
 
-def test_where_the_driver_refuses_all_records_the_model_s_own_op_runs(refused):
+def test_the_model_s_own_op_runs_if_the_driver_refuses_all_records(refused):
     with pytest.warns(RuntimeWarning, match="this machine cannot run swiglu_forward .*the model's own op runs"):
         assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
     dispatch.set_miss_policy("error")

@@ -54,7 +54,7 @@ def won_by(config, artifacts, blobs, best_kernel, root, spec=MATMUL, problem=PRO
     return record
 
 
-def test_where_the_library_is_its_call_runs(kernel, root, here):
+def test_a_library_s_call_runs_if_the_library_is_here(kernel, root, here):
     won_by(CUBLAS, *kernel, cache.BestKernel(dict(TILE), {"median_us": 11.0}, None), root)
     here(cublas=True)
     with warnings.catch_warnings(action="error"):
@@ -63,7 +63,7 @@ def test_where_the_library_is_its_call_runs(kernel, root, here):
     assert plan.config == CUBLAS
 
 
-def test_where_the_library_is_not_its_record_s_best_kernel_runs(kernel, root, here):
+def test_the_best_kernel_runs_if_the_library_is_missing(kernel, root, here):
     record = won_by(CUBLAS, *kernel, cache.BestKernel(dict(TILE), {"median_us": 11.0}, None), root)
     here(cublas=False)
     with pytest.warns(TilekernWarning, match="cublas is not here; matmul runs its best kernel"):
@@ -115,14 +115,14 @@ def test_a_default_that_a_library_runs_needs_no_compiler(no_compiler, root, here
 
 
 @pytest.mark.parametrize("policy", ["fallback", "compile"])
-def test_the_model_s_own_op_runs_where_the_policy_or_the_library_says_so(policy, no_compiler, here):
+def test_the_model_s_own_op_runs_by_policy_or_without_the_library(policy, no_compiler, here):
     here(torch=policy == "fallback")
     dispatch.set_miss_policy(policy)
     with pytest.warns(TilekernWarning, match="the model's own op runs"):
         assert dispatch.plan_for(GROUPED, GPU, *ASKED_OF_GROUPED) is None
 
 
-def test_a_composite_of_kernels_runs_where_the_library_is_not(root, here):
+def test_a_composite_of_kernels_runs_without_the_library(root, here):
     spec = spec_named("attention_backward")
     sizes = {d.name: {"dtype": "bfloat16", "flag": False}.get(d.kind, 64) for d in spec.dimensions}
     problem = spec.problem(**sizes)
@@ -135,7 +135,7 @@ def test_a_composite_of_kernels_runs_where_the_library_is_not(root, here):
     assert plan.config == Config(implementation="kernels")
 
 
-def test_cudnn_is_here_where_torch_has_it_and_it_is_not_switched_off(monkeypatch):
+def test_cudnn_counts_as_here_unless_it_is_switched_off(monkeypatch):
     for available in (True, False):
         monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda available=available: available)
         for enabled in (True, False):
@@ -143,7 +143,7 @@ def test_cudnn_is_here_where_torch_has_it_and_it_is_not_switched_off(monkeypatch
                 assert ("cudnn" in library.libraries_here()) == (available and enabled)
 
 
-def test_the_libraries_are_those_that_configs_name():
+def test_configs_name_known_libraries():
     named = {
         value
         for spec in (MATMUL, spec_named("attention_forward"), spec_named("attention_backward"))

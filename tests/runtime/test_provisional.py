@@ -175,7 +175,7 @@ def test_a_job_of_its_own_optimizer_looks_again_by_a_call(root, compiled, monkey
     assert dispatch.look_again() == 0
 
 
-def test_what_ops_remember_is_renewed_too(root, compiled):
+def test_memos_of_ops_are_renewed_too(root, compiled):
     remembered = dispatch.memo()
     with torch.no_grad():
         dispatch.keep(remembered, "call", plan())

@@ -195,7 +195,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_what_no_rank_can_take_over_ends_all_at_once(situations, name):
+def test_a_rank_that_cannot_agree_ends_all_ranks(situations, name):
     dies = name == "one dies"
     assert len(situations[name]) == RANKS - dies
     for one in situations[name]:
@@ -280,7 +280,7 @@ judge()
 
 
 @pytest.mark.nightly
-def test_apply_sees_to_it_before_and_after_torch_distributed_is_up(compiled, tmp_path):
+def test_apply_agrees_before_and_after_torch_distributed_is_up(compiled, tmp_path):
     roots = [fill(tmp_path / "0", compiled, 48), fill(tmp_path / "1", compiled, 48, config=OTHER)]
     ended = finish(start(tmp_path, RANK + APPLY, 2, *roots, modules="torch,transformers"))
     assert [code for _, _, code in ended] == [0, 0], ended
@@ -332,7 +332,7 @@ def test_a_snapshot_answers_as_the_layers_that_it_was_taken_from(compiled, tmp_p
     assert len(snapshot) == 3
 
 
-def test_what_runs_is_what_an_identity_is_of(compiled):
+def test_an_identity_covers_what_runs_and_nothing_else(compiled):
     made, _ = record(compiled)
     assert identity(record(compiled, created="2026-08-01T12:00:00+00:00")[0]) == identity(made)
     assert identity(record(compiled, config=OTHER)[0]) != identity(made)

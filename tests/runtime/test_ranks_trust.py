@@ -219,7 +219,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_each_rank_trusts_is_taken_over_and_all_else_is_a_miss_on_all(situations, name):
+def test_only_records_that_each_rank_trusts_are_taken_over(situations, name):
     found, (expected, received, untrusted) = situations[name], TAKEN[name]
     for one in found:
         assert one["runs"] == found[0]["runs"]
@@ -238,7 +238,7 @@ def test_what_each_rank_trusts_is_taken_over_and_all_else_is_a_miss_on_all(situa
 @pytest.mark.parametrize(
     ("name", "rank"), [("one trusts nobody", 2), ("sealed by the user of some", 2), ("altered by the leader", 1)]
 )
-def test_what_one_rank_does_not_trust_is_a_miss_on_all_and_said_once(situations, name, rank):
+def test_a_record_that_one_rank_does_not_trust_is_a_miss_on_all(situations, name, rank):
     found = situations[name]
     for one in found:
         assert "records of rank 0 run on no rank, swiglu_forward for rows=64,columns=48" in str(one["said"])
@@ -255,7 +255,7 @@ def is_refused_alike(found, words):
     assert max(one["seconds"] for one in found) < TIMEOUT_S
 
 
-def test_whatever_a_rank_says_ends_all_alike_in_one_line(situations, lies):
+def test_a_malformed_message_ends_all_ranks_with_one_line(situations, lies):
     for name, (*_, words) in lies.items():
         is_refused_alike(situations[name], words)
     # 2^62 bytes, and as many as the real status or index has.

@@ -130,7 +130,7 @@ def test_the_next_record_serves_where_the_best_one_fits_nothing(filled, compiled
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
 @pytest.mark.parametrize("policy", ["fallback", "error", "compile"])
-def test_what_the_system_refuses_a_lookup_ends_no_step(root, monkeypatch, policy, number):
+def test_system_errors_of_a_lookup_end_no_step(root, monkeypatch, policy, number):
     def fail(*_, **__):
         raise OSError(number, os.strerror(number))
 
@@ -153,7 +153,7 @@ def test_what_the_system_refuses_a_lookup_ends_no_step(root, monkeypatch, policy
         ("no processes", "Resource temporarily unavailable"),
     ],
 )
-def test_what_the_system_refuses_a_compiler_ends_no_step(root, monkeypatch, tmp_path, fault, reason):
+def test_system_errors_of_a_compiler_end_no_step(root, monkeypatch, tmp_path, fault, reason):
     if fault == "not a program":
         (tmp_path / "tileiras").write_bytes(b"\x7fELF damaged")
         (tmp_path / "tileiras").chmod(0o755)
@@ -188,7 +188,7 @@ def test_without_a_home_what_is_compiled_runs(root, monkeypatch):
     assert dispatch.stats()[SPEC.name] == numbers(misses=1, compiled=1, hits=1)
 
 
-def test_processes_that_miss_the_same_at_once_leave_it_to_one(root, tmp_path, monkeypatch):
+def test_one_of_several_processes_compiles_a_miss(root, tmp_path, monkeypatch):
     """Each child writes a byte where it compiles; those that waited read what the first one wrote."""
     true = defaults.compiled_default
 
@@ -272,7 +272,7 @@ def test_a_rank_tries_again_after_what_passes(agreed, monkeypatch):
     assert dispatch.stats()[SPEC.name] == numbers(misses=1, compiled=1)
 
 
-def test_what_the_compiler_rejects_it_rejects_on_all_ranks(agreed, monkeypatch):
+def test_a_rejected_default_is_rejected_on_all_ranks(agreed, monkeypatch):
     def reject(*_):
         raise CompileFailed("tileiras ended with exit code 1: no such op")
 

@@ -66,7 +66,7 @@ def test_a_command_line_shows_a_plain_line(command, tmp_path):
 
 
 @pytest.mark.parametrize("category", [TilekernWarning, UserWarning, RuntimeWarning])
-def test_it_is_caught_by_its_class_and_by_both_that_it_is_one_of(category):
+def test_a_warning_is_caught_by_its_class_and_both_bases(category):
     with pytest.warns(category, match="the cache is full") as caught:
         warn(TEXT)
     assert [(w.filename, w.lineno, w.category) for w in caught] == [("tilekern", 0, TilekernWarning)]
@@ -87,7 +87,7 @@ def test_filters_find_it(how):
     assert not caught
 
 
-def test_what_was_said_once_is_not_said_again():
+def test_warn_once_warns_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for text in (TEXT, TEXT, "another"):
@@ -102,7 +102,7 @@ def test_logging_takes_it_as_one_line():
     assert python(["-c", code]).stderr.split("\n")[0] == f"WARNING:py.warnings:tilekern:0: TilekernWarning: {TEXT}"
 
 
-def test_what_others_warn_of_is_shown_as_before(tmp_path):
+def test_warnings_of_others_are_shown_as_before(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(
         "import warnings, tilekern.warning\nbefore = warnings.showwarning\n"

@@ -244,7 +244,7 @@ def test_the_figures_are_those_of_a_gpu(target):
 
 
 @pytest.mark.parametrize("driver", ["in the kernel", "a library", None])
-def test_where_there_is_no_driver_torch_is_not_asked(monkeypatch, driver):
+def test_torch_is_not_asked_without_a_driver(monkeypatch, driver):
     def load(name):
         if driver != "a library":
             raise OSError(name)

@@ -17,7 +17,6 @@ from tilekern.spec import (
     Constraint,
     CuteKernel,
     DeviceKernel,
-    Implementation,
     KernelSpec,
     LibraryCall,
     Problem,
@@ -109,7 +108,7 @@ def implement(spec: KernelSpec, problem: Problem, config: Config) -> DeviceKerne
 
 def implement_positions(
     spec: KernelSpec, problem: Problem, config: Config
-) -> Implementation | CuteKernel | LibraryCall:  # fmt: skip
+) -> DeviceKernel | LibraryCall:  # fmt: skip
     """As :func:`implement`, for angles of three positions, which both halves of a head share."""
     made = implement(spec, problem.but(full=False), config)
     return dataclasses.replace(made, kernel=_OF_POSITIONS) if isinstance(made, CuteKernel) else made
