@@ -19,7 +19,7 @@ from tilekern.cache.layers import FolderLayer
 from tilekern.compile import toolchain
 from tilekern.doctor import machine
 from tilekern.doctor.__main__ import main
-from tilekern.doctor.devices import Devices
+from tilekern.doctor.machine import Devices
 from tilekern.runtime import requirements
 from tilekern.runtime.settings import SETTINGS
 from tilekern.spec.targets import resolve

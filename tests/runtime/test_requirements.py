@@ -13,7 +13,7 @@ from environments import ROOT
 from one_record import GPU, SIZES, SPEC
 
 from tilekern.compile.cute_compiler import CuteDsl
-from tilekern.doctor.devices import devices
+from tilekern.doctor.machine import devices
 from tilekern.errors import CacheMiss, InputError, TilekernWarning
 from tilekern.runtime import dispatch, requirements
 from tilekern.runtime.requirements import LEAST_DRIVER, NEEDS, PYTHON, asked_by, driver_unmet, fits, unmet

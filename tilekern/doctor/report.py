@@ -34,12 +34,14 @@ class Report:
             self.wrong.append(text)
 
     @contextlib.contextmanager
-    def looking_at(self, what: str) -> Iterator[None]:
-        """Report errors and warnings of the block as wrong."""
+    def looking_at(self, what: str, raising: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Report errors, but for those to be raised, and warnings of the block as wrong."""
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
                 yield
+            except raising:
+                raise
             except Exception as error:  # noqa: BLE001 (the rest of the report is still useful)
                 self.complain(f"{what} cannot be inspected: {type(error).__name__}: {error}")
         messages = [str(one.message) for one in said if isinstance(one.message, TilekernWarning)]
