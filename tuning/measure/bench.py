@@ -87,7 +87,7 @@ class Bench:
         """
         item, odd = entrant.candidate, odd_problem(self._spec, self._problem)
         implementation = self._spec.implement(odd, item.config)
-        if not isinstance(implementation, LibraryCall):
+        if implementation.makes_artifact:
             return (item.kernel, odd.key, item.config.key, item.variant, entrant.compiled["sha256"])
         return None if implementation.composite else (item.kernel, odd.key, item.config.key)
 
