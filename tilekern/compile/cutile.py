@@ -172,12 +172,8 @@ def lower(
     Candidates that differ only in hints share everything before the bytecode, and the front end takes as long as a fast
     compile. Its public ``export_kernel`` starts over for each; this calls the two steps behind it.
 
-    Args:
-        function: the ``ct.kernel`` object; its own hints are ignored.
-        assumed: cuda-tile's constraint of each parameter.
-        hints: ``occupancy``, ``num_ctas``, ``num_worker_warps``.
-        arch: GPU code, ``sm_90``.
-        bytecode_version: such as ``13.4``; None has cuda-tile probe the compiler.
+    ``assumed`` has cuda-tile's constraint of each parameter. The function's own hints are ignored. Without a version of
+    the bytecode cuda-tile probes the compiler.
 
     Raises:
         Exception: the front end rejected the code.

@@ -33,10 +33,7 @@ class _Module:
 class Rebinder:
     """Copies functions, each once, so that helpers may be recursive.
 
-    Args:
-        namespace: replaces the module ``cuda.tile``.
-        instead: helpers that are not copied, with the functions that replace them.
-        builtin: the built-ins of the copies.
+    ``namespace`` replaces the module ``cuda.tile``, ``instead`` some helpers, ``builtin`` the built-ins.
     """
 
     def __init__(

@@ -35,17 +35,10 @@ def made_default(
     spec: KernelSpec, problem: Problem, target: Target, find: Callable[[], Hit | None],
     misfits: Collection[Address] = (),
 ) -> tuple[Hit, bool]:  # fmt: skip
-    """Return the default of a problem, and store it in the user's cache unless a better record is there.
+    """Return the default of a problem at its buckets, and whether it was compiled here.
 
-    Args:
-        spec: the kernel.
-        problem: the problem at its buckets.
-        target: the GPU.
-        find: looks it up again after another process may have compiled it.
-        misfits: addresses of records that it replaces even if they claim to be better.
-
-    Returns:
-        The default, and whether it was compiled here.
+    It is stored in the user's cache unless a better record is there whose address is not in ``misfits``. ``find`` looks
+    it up again after another process may have compiled it.
 
     Raises:
         ToolchainMissing: no compiler is installed.

@@ -477,14 +477,8 @@ def find(
 ) -> Hit | None:
     """Return the cache's record for a problem at its buckets, with checked artifacts, or None.
 
-    If ranks agreed, their agreement and its target are used.
-
-    Args:
-        spec: the kernel.
-        bucketed: the problem.
-        target: the GPU, which need not be here.
-        layers: where to look instead of the agreement and the layers of this process.
-        trace: a list that takes the lookup's steps.
+    It is looked up in ``layers``, else in what the ranks agreed on, else in the layers of this process; ``trace`` takes
+    the steps of the lookup. The GPU need not be here.
     """
     return next(_hits(spec, bucketed, target, layers=layers, trace=trace), None)
 

@@ -91,13 +91,7 @@ class PrebuiltKernel(TileDispatcher):
 
 
 def prebuilt(function: Any, artifacts: Mapping[str, Any], load: Callable[[str], bytes]) -> PrebuiltKernel:
-    """Return the kernel of a record's artifacts.
-
-    Args:
-        function: the device function.
-        artifacts: the artifacts of :class:`tilekern.cache.Record`, by variant.
-        load: returns the cubin of a variant.
-    """
+    """Return the kernel of a record's artifacts (by variant); ``load`` returns the cubin of a variant."""
     aligned, generic = (
         Variant(name, artifact.symbol, artifact.assumptions, functools.partial(load, name), artifact.launch)
         for name, artifact in ((name, artifacts[name]) for name in (ALIGNED, GENERIC))

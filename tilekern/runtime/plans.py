@@ -94,15 +94,10 @@ class DependentPlan(Plan):
 
 
 class ExtendedPlan(Plan):
-    """A plan whose launch states the block, and the cluster if there is one, as artifacts with a ``launch`` need.
+    """A plan whose launch states block and cluster, for artifacts with a ``launch``.
 
-    For arguments that its cubin does not allow the kernel's other variant runs, on the same grid.
-
-    Args:
-        kernel: the kernel object.
-        config: its config.
-        blocks: blocks of the grid.
-        dependent: whether its launch overlaps the end of its predecessor.
+    For arguments that its cubin does not allow the kernel's other variant runs, on the same grid. A ``dependent`` launch
+    may overlap the end of its predecessor.
     """
 
     __slots__ = ("_block", "_options")

@@ -127,17 +127,9 @@ class Watch:
         self, kernel: str, problem: Problem, target: Target, look: Callable[[], Hit | None], found: Hit | None,
         plan: Plan | None, key: Hashable, take: Callable[[Hit], Plan | None],
     ) -> None:  # fmt: skip
-        """Watch a plan.
+        """Watch a plan of a problem at its buckets; ``found`` and ``plan`` are None for the model's own op.
 
-        Args:
-            kernel: the spec's name.
-            problem: at its buckets.
-            target: the GPU.
-            look: looks the problem up.
-            found: the record of the plan; None for the model's own op.
-            plan: the plan in use; None for the model's own op.
-            key: names the plan.
-            take: replaces the plan by that of a later record and returns it.
+        ``look`` looks the problem up; ``take`` replaces the plan ``key`` by that of a later record and returns it.
 
         Raises:
             InputError: ``TILEKERN_LOOKUP_AGAIN_S`` is not a number.

@@ -38,12 +38,7 @@ class Taken(NamedTuple):
 
 
 def take_over(peers: Peers, leader: int, own: Snapshot | None) -> Taken:
-    """Take over the leader's records; every rank must call it.
-
-    Args:
-        peers: all ranks.
-        leader: the rank with the records.
-        own: the records of this rank; None if its GPU is of another arch, so that it only listens.
+    """Take over the leader's records; every rank must call it, without ``own`` records if its GPU is of another arch.
 
     Raises:
         RanksDiffer: on all ranks, if one of them cannot take them over.
@@ -75,11 +70,6 @@ def take_over(peers: Peers, leader: int, own: Snapshot | None) -> Taken:
 
 def compare(peers: Peers, groups: Collection[Collection[int]], agreement: Agreement | None) -> None:
     """Check that all ranks of a group agreed on the same; every rank must call it.
-
-    Args:
-        peers: all ranks.
-        groups: the ranks of each group.
-        agreement: that of this rank; None if it is in no group.
 
     Raises:
         RanksDiffer: on all ranks, if two of a group differ.

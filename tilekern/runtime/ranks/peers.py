@@ -64,15 +64,10 @@ class Peers:
             dist.destroy_process_group(self._made)
 
     def gather(self, what: str, said: bytes | Exception, largest: int) -> list[bytes]:
-        """Collect a message from each rank, in the order of the ranks.
-
-        Args:
-            what: what a rank with an error cannot do, for the message.
-            said: the message of this rank, or its error.
-            largest: the most bytes that a message may have.
+        """Collect a message, or an error, from each rank; ``what`` says what a rank with an error cannot do.
 
         Raises:
-            RanksDiffer: on all ranks, if one of them sent an error or too much.
+            RanksDiffer: on all ranks, if one of them sent an error or more than ``largest`` bytes.
         """
         own = _ILL + one_line(str(said)).encode() if isinstance(said, Exception) else _WELL + said
         sizes = self._sizes(len(own))
@@ -88,15 +83,10 @@ class Peers:
         return [data[1:] for data in found]
 
     def broadcast(self, said: bytes | None, source: int, largest: int) -> bytes:
-        """Send the message of one rank to all.
-
-        Args:
-            said: the message; ignored on other ranks than the source.
-            source: the sending rank.
-            largest: the most bytes that it may have.
+        """Send the message of the rank ``source`` to all; that of other ranks is ignored.
 
         Raises:
-            RanksDiffer: on all ranks, if it has more.
+            RanksDiffer: on all ranks, if it has more than ``largest`` bytes.
         """
         import torch
         import torch.distributed as dist

@@ -50,11 +50,7 @@ class Snapshot:
     ) -> Snapshot:  # fmt: skip
         """Return the records that lookups for GPUs of an arch would find now, without bad and stale ones.
 
-        Args:
-            arch: the GPUs' arch, ``sm_90``.
-            layers: where to look, first to last.
-            toolkit_key: the toolkit installed here, or None.
-            wanted: says which problems to take; None takes all.
+        ``wanted`` says which problems to take; None takes all.
         """
         held = []
         for place, spec, problem in dict.fromkeys(_places(arch, layers)):
