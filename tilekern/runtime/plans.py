@@ -96,7 +96,7 @@ class DependentPlan(Plan):
 class ExtendedPlan(Plan):
     """A plan whose launch states block and cluster, for artifacts with a ``launch``.
 
-    For arguments that its cubin does not allow the kernel's other variant runs, on the same grid. A ``dependent`` launch
+    The kernel's other variant runs on the same grid for arguments that its cubin does not allow. A ``dependent`` launch
     may overlap the end of its predecessor.
     """
 
