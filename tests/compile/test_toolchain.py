@@ -15,7 +15,7 @@ from marks import needs_compiler
 from spec_samples import alike, compiled, draws_of, sized
 
 from tilekern.compile import cute_compiler, cutile
-from tilekern.compile.toolchain import assumptions, compile_candidate, lowered_digest, require_toolkit, toolkit
+from tilekern.compile.toolchain import assumptions, compile_candidate, require_toolkit, toolkit
 from tilekern.errors import CompileFailed, CompileInterrupted, ToolchainMissing
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, GENERIC, ITEM_BYTES, ArrayParameter, name_of
@@ -252,8 +252,9 @@ def test_the_digest_of_bytecode_is_that_of_code_and_of_no_place(tmp_path):
         module = importlib.util.module_from_spec(found)
         found.loader.exec_module(module)
         function = getattr(module, name_of(implementation.function))
-        return lowered_digest(dataclasses.replace(implementation, function=function), resolve("B200"), GENERIC)
+        moved = dataclasses.replace(implementation, function=function)
+        return cutile.CuTile().lowered_digest(moved, resolve("B200"), GENERIC)
 
-    here = lowered_digest(implementation, resolve("B200"), GENERIC)
+    here = cutile.CuTile().lowered_digest(implementation, resolve("B200"), GENERIC)
     assert digest("# A line.\n" + text) == here
     assert digest(text.replace(" * by\n", " * by * 1.5\n")) != here

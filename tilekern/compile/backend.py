@@ -123,7 +123,12 @@ class Backend:
         return kernel.function
 
     def lowered_digest(self, kernel: Any, target: Target, variant: str) -> str | None:  # noqa: ARG002
-        """Return :attr:`Compiled.bytecode` without compiling; None if the backend has no such intermediate form."""
+        """Return :attr:`Compiled.bytecode` without compiling; None if the backend has no bytecode.
+
+        Raises:
+            ToolchainMissing: no compiler is installed.
+            CompileFailed: the front end rejected the config, or could not work.
+        """
         return None
 
 

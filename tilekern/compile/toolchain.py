@@ -17,7 +17,6 @@ __all__ = [
     "backend_of",
     "backends",
     "compile_candidate",
-    "lowered_digest",
     "require_toolkit",
     "toolkit",
 ]
@@ -47,17 +46,6 @@ def compile_candidate(
     """
     kernel = spec.device(problem, config)
     return backend_of(kernel).compile(kernel, target, variant, timeout_s)
-
-
-def lowered_digest(kernel: DeviceKernel, target: Target, variant: str) -> str | None:
-    """Return :attr:`Compiled.bytecode` of a kernel without compiling it; None if its backend has no bytecode.
-
-    Raises:
-        ToolchainMissing: no compiler is installed.
-        CompileFailed: the front end rejected the config.
-        CompileInterrupted: the front end could not work, for a reason that passes.
-    """
-    return backend_of(kernel).lowered_digest(kernel, target, variant)
 
 
 def assumptions(kernel: DeviceKernel, variant: str) -> list[dict[str, Any]]:

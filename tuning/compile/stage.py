@@ -27,7 +27,6 @@ from tilekern.compile.toolchain import (
     Compiled,
     backends,
     compile_candidate,
-    lowered_digest,
     require_toolkit,
     toolkit,
 )
@@ -359,7 +358,7 @@ def compile_unless_same(
     if bytecode is not None:
         with contextlib.suppress(Exception):  # compiling it says what is wrong
             made = item.spec.device(item.problem, item.config)
-            if lowered_digest(made, target, item.variant) == bytecode:
+            if item.backend.lowered_digest(made, target, item.variant) == bytecode:
                 return Answer({**_line(item), "status": "same"})
     return compile_one(item, target, timeout_s, memory_bytes)
 
