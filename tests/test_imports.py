@@ -31,6 +31,8 @@ LEAVES = {"tilekern.spec", "tilekern.errors", "tilekern.warning"}
 # `from tilekern import __version__` and the like are attributes of the package, not files of a room.
 ATTRIBUTES = {"tilekern.__version__"}
 COMPILING = re.compile(r"\bexport_kernel\(|cuda\.tile\._compile|--gpu-name|\bcute\.compile\(")
+# The compiler beside cuTile's; the rest of tilekern knows backends, whichever they are.
+COMPILER = re.compile(r"CuteKernel|cute_compiler|CuTe DSL|cutlass|\"cute\"")
 CACHE_NEEDS = {"filelock", "msgspec", "platformdirs", "tilekern"}
 # What one file of the cache imports inside functions, from an extra.
 CACHE_EXTRAS = {"tilekern.cache.trust.signing": {"cryptography"}}
@@ -45,34 +47,36 @@ def module_name(path):
 MODULES = {module_name(path): path for path in FILES}
 
 
-@functools.cache
 def imports(path, *, everywhere=True):
     """Dotted names that a file imports; those at the top level alone where not ``everywhere``."""
-    return list(imported(path, everywhere))
+    return [name for name, is_inside in imported(path) if everywhere or not is_inside]
 
 
-def imported(path, everywhere):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for inner in ast.walk(node)
-    }
-    inside = set()
-    if not everywhere:
-        functions = (
-            node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        )
-        inside = {id(inner) for node in functions for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        if id(node) in typing_only or id(node) in inside:
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            yield from (named(node.module, alias.name) for alias in node.names)
+@functools.cache
+def imported(path):
+    """The names that a file imports, but for types, each with whether that is inside of a function."""
+    text, found = path.read_text(encoding="utf-8"), []
+
+    def look(statements, is_inside):
+        for node in statements:
+            if isinstance(node, ast.Import):
+                found.extend((alias.name, is_inside) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path}: relative import"
+                found.extend((named(node.module, alias.name), is_inside) for alias in node.names)
+            elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+                is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+                    look(getattr(node, field, ()), is_inside or is_function)
+
+    if "import" in text:
+        look(parsed(path).body, False)
+    return found
+
+
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def named(module, name):
@@ -107,12 +111,16 @@ def room_of(name):
     return name.split(".")[1] if "." in name else ""
 
 
+@functools.cache
 def by_name(path):
     """The modules that a file imports by a name that stands in its text."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            named = ast.unparse(node.args[0])
-            yield from (name for name in MODULES if re.search(rf"\b{re.escape(name)}(?![\w.])", named))
+    if not re.search("import_module|__import__", path.read_text(encoding="utf-8")):
+        return []
+    calls = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Call))
+    texts = [
+        ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func).endswith(("import_module", "__import__"))
+    ]
+    return [name for name in MODULES for text in texts if re.search(rf"\b{re.escape(name)}(?![\w.])", text)]
 
 
 def test_imports_run_downwards():
@@ -169,13 +177,14 @@ def test_rooms_are_closed_to_others(rooms, closed):
 def test_nothing_imports_the_rooms_at_the_top_by_their_folders():
     """In a checkout that would be another module with other classes, and elsewhere a user's own ``tuning``."""
     here = [*FILES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
-    assert not [f"{path} imports {name}" for path in here for name in imports(path) if under(name, CLOSED)]
+    named = [path for path in here if re.search(rf"(import|from) +({'|'.join(CLOSED)})\b", path.read_text())]
+    assert not [f"{path} imports {name}" for path in named for name in imports(path) if under(name, CLOSED)]
 
 
 @pytest.mark.parametrize(
     "module", ["tilekern.tuning.options", "tilekern.tuning.preflight", "tilekern.tuning.serve.tuner"]
 )
-def test_what_may_plan_loads_no_torch_before_it_does(module):
+def test_modules_that_may_plan_do_not_load_torch(module):
     assert "torch" not in run(f"import sys, {module}; print(*sys.modules)")
 
 
@@ -208,17 +217,25 @@ def test_the_lowest_files_need_the_standard_library_alone():
     assert not list(strangers(within(*LEAVES), {"tilekern"}, everywhere=False))
 
 
-def test_one_file_compiles_and_one_knows_the_launcher():
+def test_one_package_compiles_and_one_file_knows_the_launcher():
     for module, path in MODULES.items():
         text = path.read_text(encoding="utf-8")
-        if module not in ("tilekern.compile.toolchain", "tilekern.compile.frontend", "tilekern.compile.cute_compiler"):
-            assert not COMPILING.search(text), f"{module} compiles; tilekern.compile.toolchain does"
+        if not under(module, ["tilekern.compile"]):
+            assert not COMPILING.search(text), f"{module} compiles; tilekern.compile does"
+        if not under(module, ["tilekern.compile", "tilekern.kernels", "tilekern.spec"]):
+            assert not COMPILER.search(text), f"{module} names a compiler; ask its backend (tilekern.compile.backend)"
         if module != "tilekern.runtime.launcher":
             assert "def _compile(self, signature" not in text, f"{module} has the launcher's hook"
 
 
+def test_thresholds_of_capabilities_stand_in_one_table():
+    compared = re.compile(r"capability *[<>=]=|capability *[<>] *\d|\d *<=? *(target\.|self\._)?capability")
+    wrong = [name for name, path in MODULES.items() if compared.search(path.read_text(encoding="utf-8"))]
+    assert wrong == ["tilekern.spec.targets"]
+
+
 def test_every_module_says_what_it_is_for():
-    assert not [module for module, path in MODULES.items() if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not [module for module, path in MODULES.items() if not ast.get_docstring(parsed(path))]
 
 
 def run(code, *flags):
@@ -232,7 +249,7 @@ def run(code, *flags):
     ["tilekern", "tilekern.cache", "tilekern.spec", "tilekern.spec.targets", "tilekern.errors", "tilekern.spec.source",
      "tilekern.doctor"],
 )  # fmt: skip
-def test_what_only_looks_loads_nothing_heavy(module):
+def test_light_modules_load_nothing_heavy(module):
     loaded = run(f"import sys, {module}; print(*sys.modules)")
     assert module in loaded
     for heavy in ("torch", "cuda.tile", "transformers", "numpy", "rich", "click"):

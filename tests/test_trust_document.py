@@ -84,7 +84,7 @@ a process that is no rank | name a leader
 the same, before the ranks have connected | give them
     test_a_process_that_is_no_rank_cannot_make_one_run_what_it_does_not_trust
 a rank that lies | hand out altered
-    test_what_one_rank_does_not_trust_is_a_miss_on_all_and_said_once
+    test_a_record_that_one_rank_does_not_trust_is_a_miss_on_all
  | hand out one record
     test_a_record_stands_where_it_says_and_no_two_stand_at_one_place
  | hand out an older record
@@ -92,15 +92,15 @@ a rank that lies | hand out altered
  | have a rank compile
     test_the_miss_policy_is_the_strictest
  | say that its GPU
-    test_whatever_a_rank_says_ends_all_alike_in_one_line
+    test_a_malformed_message_ends_all_ranks_with_one_line
  | send what is malformed
-    test_whatever_a_rank_says_ends_all_alike_in_one_line
+    test_a_malformed_message_ends_all_ranks_with_one_line
     test_bytes_that_were_changed_give_whole_records_or_an_error
     test_a_head_without_end_is_refused_before_it_is_parsed
 a rank that trusts less | make records misses
-    test_what_one_rank_does_not_trust_is_a_miss_on_all_and_said_once
+    test_a_record_that_one_rank_does_not_trust_is_a_miss_on_all
 another user or host | hand out records
-    test_what_each_rank_trusts_is_taken_over_and_all_else_is_a_miss_on_all
+    test_only_records_that_each_rank_trusts_are_taken_over
 who listens | read records
     test_a_seal_is_worth_nothing_to_another_user_or_for_another_record
 a fault on the way | leave ranks

@@ -1,8 +1,8 @@
-"""The errors that tilekern raises on purpose, and its warning; each message is a line that says what would be right."""
+"""The errors that tilekern raises on purpose, and its warning; each message is one line that says what to do."""
 
 import re
 
-# What passes, in the words of the compilers, of ptxas and of Python.
+# Messages of compilers, ptxas and Python about conditions that pass.
 _PASSING = re.compile(
     r"no space left|quota exceeded|too many open files|cannot allocate memory|resource temporarily unavailable|"
     r"out of memory|bad_alloc|memory allocation fail|MemoryError|input/output error|stale file handle|"
@@ -12,54 +12,54 @@ _PASSING = re.compile(
 
 
 class TilekernError(Exception):
-    """Base of every error of tilekern's own."""
+    """Base of all errors that tilekern raises on purpose."""
 
 
 class InputError(TilekernError):
-    """Something that the caller named or gave is wrong: command lines exit with 2."""
+    """The caller's input is wrong; command lines exit with 2."""
 
 
 class ToolchainMissing(TilekernError):  # noqa: N818 (the name says the state)
-    """The tile compiler is needed and is not installed: command lines exit with 4."""
+    """A compiler is needed and not installed; command lines exit with 4."""
 
 
 class CompileFailed(TilekernError):  # noqa: N818
-    """The compiler rejected a candidate, crashed, or exceeded its time."""
+    """The compiler rejected a candidate, crashed, or exceeded its time limit."""
 
 
 class CompileTimeout(CompileFailed):
-    """The compiler exceeded its time: with more it may succeed."""
+    """The compiler exceeded its time limit; with more time it may succeed."""
 
 
 class CompileInterrupted(CompileFailed):
-    """The compiler could not work for a reason that passes: memory, disk, processes, a signal; it may succeed later."""
+    """The compiler failed for a reason that passes (memory, disk, processes, a signal); it may succeed later."""
 
 
 def compile_failure(error: Exception | str) -> type[CompileFailed]:
-    """The kind of a compiler's error, or of what it said: was the candidate rejected, or what surrounds it at fault?"""
+    """Return whether a compiler's error, or its text, means a rejected candidate or a condition that passes."""
     is_passing = isinstance(error, OSError | MemoryError) or _PASSING.search(str(error))
     return CompileInterrupted if is_passing else CompileFailed
 
 
 class CacheMiss(TilekernError):  # noqa: N818
-    """Raised under the miss policy ``error`` for a problem that no cache holds."""
+    """No cache has a record of a problem, and the miss policy is ``error``."""
 
 
 class CannotRun(TilekernError):  # noqa: N818
-    """A record serves, and this machine cannot run it: its library is missing, or the driver refuses it."""
+    """This machine cannot run the record that serves: its library is missing, or the driver refuses its artifact."""
 
 
 class NoVariant(TilekernError):  # noqa: N818
-    """No stored variant of a kernel allows the arguments that it was launched with."""
+    """No stored variant of a kernel allows the arguments of a launch."""
 
 
 class RanksDiffer(TilekernError):  # noqa: N818
-    """The ranks of a job cannot be brought to run the same kernels, or one of them did not answer in time."""
+    """The ranks of a job cannot run the same kernels, or one of them did not answer in time."""
 
 
 class LogitsSkipped(InputError, AttributeError):  # noqa: N818
-    """Logits are used that a patched model's forward did not make; as an attribute that is missing to ``hasattr``."""
+    """The caller uses logits that a patched model's forward did not compute; ``hasattr`` sees a missing attribute."""
 
 
 class TilekernWarning(UserWarning, RuntimeWarning):
-    """Every warning of tilekern's own (:mod:`tilekern.warning`); filters for either of its bases hold for it, too."""
+    """The class of all warnings of tilekern (:mod:`tilekern.warning`); filters for either base match it too."""

@@ -1,8 +1,8 @@
-"""``python -m tilekern.run SCRIPT ARGS``: run a trainer whose code one does not edit, with its models patched.
+"""``python -m tilekern.run SCRIPT ARGS``: run a trainer with its models patched, without editing its code.
 
-The program finds what it would find under ``python SCRIPT ARGS`` or ``python -m MODULE ARGS``: its arguments, its
-import path, and neither torch nor transformers imported in advance. ``tilekern.apply`` is called as soon as the program
-has imported what transformers makes models with.
+The program sees the same as under ``python SCRIPT ARGS`` or ``python -m MODULE ARGS``: its arguments, its import path,
+and neither torch nor transformers imported in advance. ``tilekern.apply`` is called as soon as the program has imported
+what transformers makes models with.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from tilekern.runtime.settings import APPLY, check_settings
 from tilekern.runtime.switches import ADAMW, ATTENTION, EXPERTS, FORMS, OPS, text_of
 from tilekern.warning import tell
 
-# What is off unless it is asked for.
+# Ops that are off by default.
 _ASKED = {
-    EXPERTS: "Layers of experts and their routers run tilekern's, too.",
-    ATTENTION: 'Models that name no attn_implementation get "tilekern".',
-    ADAMW: "torch.optim.AdamW makes tilekern's.",
+    EXPERTS: "Run layers of experts and their routers by tilekern too.",
+    ATTENTION: 'Give models without an attn_implementation "tilekern".',
+    ADAMW: "Replace torch.optim.AdamW by tilekern's.",
 }
 
 
 class Program(NamedTuple):
-    """The program to run: a script's path or, where ``is_module``, a module's name; with its arguments."""
+    """The program to run, a script's path or with ``is_module`` a module's name, and its arguments."""
 
     name: str
     arguments: tuple[str, ...]
     is_module: bool
 
     def run(self) -> None:
-        """Run it as ``__main__``; what it raises is raised."""
+        """Run it as ``__main__``."""
         sys.argv = [self.name, *self.arguments]
         if self.is_module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
             return
         if not sys.flags.safe_path:
-            # For `python -m tilekern.run` python has put the current folder there.
+            # `python -m tilekern.run` has put the current folder there.
             sys.path[0] = self.name if os.path.isdir(self.name) else os.path.dirname(os.path.realpath(self.name))
-        # It becomes the program's __file__, which a change of the folder must not spoil.
+        # The absolute path becomes the program's __file__, which must stay right if it changes the folder.
         runpy.run_path(os.path.abspath(self.name), run_name="__main__")
 
 
 def _with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A flag for each op: one leaves out what is on by default, one asks for what is off."""
+    """Add a flag for each op: ``--no-OP`` for ops that are on by default, ``--OP`` for others."""
     for op, what in reversed(_ASKED.items()):
         command = click.option(f"--{op}", op, is_flag=True, help=what)(command)
     for op in reversed(OPS):
@@ -67,11 +67,11 @@ def _with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
         "token_normalize_func": lambda name: name.replace("_", "-"),
     }
 )  # fmt: skip
-@click.option("-m", "is_module", is_flag=True, help="Run a module, as python -m does, in the place of a script.")
+@click.option("-m", "is_module", is_flag=True, help="Run a module instead of a script, as python -m does.")
 @_with_flags
 @click.option(
     "--forms", type=click.Choice(FORMS), default=FORMS[0], show_default=True,
-    help="Patch the families whose tests pass in tilekern, or any whose code has a form that is known.",
+    help="Patch the model families that tilekern tests, or any whose code has a known form.",
 )  # fmt: skip
 @click.argument("program", metavar="SCRIPT|MODULE")
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
@@ -79,9 +79,9 @@ def _with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 def command(program: str, arguments: tuple[str, ...], is_module: bool, forms: str, **given: bool) -> Program:
     """Run a script, or with -m a module, with tilekern.apply called for its models.
 
-    Options stand before SCRIPT; all that follows is the program's. Its exit code and its tracebacks are its own.
-    Processes that it starts with Python are patched with the same ops, of tested families, where tilekern is
-    installed: TILEKERN_APPLY is set for them. Under torchrun: torchrun ... -m tilekern.run SCRIPT.
+    Options go before SCRIPT; everything after it belongs to the program, as do the exit code and tracebacks. Python
+    processes that it starts are patched with the same ops, for tested families, if tilekern is installed:
+    TILEKERN_APPLY is set for them. With torchrun: torchrun ... -m tilekern.run SCRIPT.
     """
     check_settings()
     switches = {op: is_set if op in _ASKED else not is_set for op, is_set in given.items()}
@@ -91,7 +91,7 @@ def command(program: str, arguments: tuple[str, ...], is_module: bool, forms: st
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the exit code, 2 for bad input. The program's errors are raised."""
+    """Run the command line and return the exit code, 2 for bad input; raise the program's errors."""
     try:
         program = command.main(args=arguments, prog_name="python -m tilekern.run", standalone_mode=False)
     except click.ClickException as error:
@@ -114,13 +114,13 @@ def main(arguments: list[str] | None = None) -> int:
 def _show(
     hook: Callable[..., object], kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Show an error as where python had run the program by itself."""
+    """Show an error as if python had run the program itself."""
     own = _of_the_program(traceback)
     hook(kind, error.with_traceback(own), own)
 
 
 def _of_the_program(traceback: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that is in the program; None where it never began."""
+    """Return the part of a traceback inside the program; None if the program never started."""
     around = {function.__code__.co_filename for function in (main, runpy.run_path)}
     while traceback is not None and traceback.tb_frame.f_code.co_filename in around:
         traceback = traceback.tb_next

@@ -1,7 +1,7 @@
 """``tilekern.tune(model)``, and the entry point of ``python -m tilekern.tune``; the code is in ``tilekern.tuning``.
 
-A submodule becomes an attribute of its package when it is imported, and would take the place of a function of the same
-name. So ``tilekern.tune`` is always this module, and calling it calls :func:`tune`.
+Importing a submodule sets it as an attribute of its package and would replace a function of the same name. So
+``tilekern.tune`` is always this module, and calling the module calls :func:`tune`.
 """
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ def tune(
         for winner in result.winners:
             print(winner.kernel, winner.problem.key, winner.record.provenance, winner.time_us)
 
-    Winners are ``measured`` where the GPU is here, else ``predicted``. A run that was stopped, or whose budget was
-    spent, goes on where it was when it is called again. Call it from a script below ``if __name__ == "__main__":``,
-    since compilers and measuring run in processes of their own.
+    Winners are ``measured`` if the GPU is here, else ``predicted``. A run that was stopped, or whose budget was spent,
+    continues when it is called again. Call it from a script below ``if __name__ == "__main__":``, since compilers and
+    measuring run in other processes.
 
     Args:
-        model: a preset's name, the path of a config.json, a hub id, a configuration of transformers or its dictionary,
-            all of which are patched for this; a model, which is stepped as it is; or a traced plan
-            (:func:`tilekern.trace`) or its file, to which the arguments from ``tokens`` to ``experts`` but ``gpu`` and
-            ``budget_s`` do not apply.
-        tokens: tokens of a step, batch times sequence; one number or several, as ``sequence``, ``dtype``, ``ops`` and
-            ``attention`` are one or several.
+        model: a preset's name, the path of a config.json, a hub id, or a configuration of transformers or its
+            dictionary, whose model is patched; a model, whose step is traced as it is; or a traced plan
+            (:func:`tilekern.trace`) or its file, to which the arguments from ``tokens`` to ``experts`` do not apply,
+            except ``gpu`` and ``budget_s``.
+        tokens: tokens of a step, batch times sequence. This, ``sequence``, ``dtype``, ``ops`` and ``attention`` take
+            one value or several.
         gpu: the GPU to tune for: ``auto`` (the one here), a name, an arch, a key, or figures
             (:func:`tilekern.spec.targets.resolve`).
-        budget_s: wall seconds, the planning included, after which no more work is begun. The problems that gain most
-            per second come first; those that were not reached are in ``result.left_out``. None for no limit.
-        sequence: tokens of a sequence; a step is one sequence where none is given.
+        budget_s: wall seconds, planning included, after which no more work is started. The problems that gain most per
+            second come first; problems not reached are in ``result.left_out``. None for no limit.
+        sequence: tokens of a sequence; by default a step is one sequence.
         dtype: the dtypes to train in, by name or as torch's own.
-        ops: the ops that are patched; all but experts where None.
+        ops: the ops to patch; None is all but experts.
         attention: the names of ``attn_implementation``.
         tp: the tensor-parallel degree.
         packed: whether sequences are packed into a batch of one.
-        padded: whether they are padded to one length, with a mask.
-        checkpointing: whether activations are computed again in the backward.
+        padded: whether sequences are padded to one length, with a mask.
+        checkpointing: whether activations are recomputed in the backward.
         optimizer: ``adamw`` or ``none``.
-        experts: whether layers of experts run tilekern's.
+        experts: whether tilekern runs layers of experts.
         strategy: how candidates are timed: ``race`` or ``exhaustive``.
         executor: where to compile and measure: ``local``, ``ray`` or ``ray://HOST:PORT``.
-        jobs: compile workers; one for each core where None.
-        gpus: how many GPUs to measure on at most; all that are alike where None.
+        jobs: compile workers; None is one for each core.
+        gpus: the most GPUs to measure on; None is all identical ones.
         timeout_s: wall seconds that one compile may take.
-        cache_dir: the cache to fill; the user's where None.
-        sweep: the sweep folder; one in the cache where None.
-        tell: called with the stage at work (``compile``, ``measure``, ``publish``), the finished and all of its parts.
+        cache_dir: the cache to fill; None is the user's.
+        sweep: the sweep folder; None is one in the cache.
+        tell: called with the current stage (``compile``, ``measure``, ``publish``), its finished parts and all parts.
 
     Returns:
-        The winners by problem, what the budget left out and what serves that meanwhile, and the time spent.
+        The winners by problem, the problems that the budget left out and what serves them, and the time spent.
 
     Raises:
-        InputError: anything that was named is not known, a step cannot be traced, or no problem has a winner.
+        InputError: an argument is unknown, a step cannot be traced, or no problem has a winner.
         ToolchainMissing: no compiler is installed.
         tilekern.cache.CacheError: the cache cannot be written.
     """
@@ -95,14 +95,14 @@ def tune(
 
 
 class _CallableModule(ModuleType):
-    """A module that can be called, as the function of its name."""
+    """A module that can be called like the function of its name."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         return tune(*args, **kwargs)
 
 
 def main() -> int:
-    """Run the tuner's command line; the exit code."""
+    """Run the tuner's command line and return the exit code."""
     from tilekern.tuning.cli import main as run
 
     return run()
@@ -111,5 +111,5 @@ def main() -> int:
 if __name__ == "__main__":
     sys.exit(main())
 sys.modules[__name__].__class__ = _CallableModule
-# What help() and inspect.signature() show of a callable.
+# Shown by help() and inspect.signature().
 __wrapped__ = tune

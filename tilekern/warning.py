@@ -1,11 +1,10 @@
-"""Warnings of the library: one line each, with no line of source, filtered and caught like any other.
+"""The library's warnings: one line each, without a line of source, and filtered and caught like any other.
 
-They are about a cache, a machine or a model, and not about the line of code that happened to run. So each has the
-library's name in the place of a file, and Python prints ``tilekern:0: TilekernWarning: MESSAGE`` and nothing else.
-Filters find it by its class, its message or the module ``tilekern``; pytest, ``logging.captureWarnings`` and whoever
-has replaced ``warnings.showwarning`` get it as they get others. That function is the application's, so the library
-leaves it alone; the command lines, which are applications, replace it while they run (:func:`shown_plainly`). What
-they print has nothing in it that a terminal would obey (:func:`tell`).
+They are about a cache, a machine or a model, not about the line of code that happened to run. So each has the library's
+name instead of a file, and Python prints only ``tilekern:0: TilekernWarning: MESSAGE``. Filters match its class, its
+message or the module ``tilekern``; pytest and ``logging.captureWarnings`` get it like others. The library leaves
+``warnings.showwarning`` to the application; the command lines replace it while they run (:func:`shown_plainly`). What
+they print contains no terminal control characters (:func:`tell`).
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from tilekern.errors import TilekernWarning
 
 _PLACE = "tilekern"
 _said: set[str] = set()
-# By which the filter `default` shows a message once, as it does for a place in the code.
+# Makes the filter `default` show a message once, as it does for a line of code.
 _registry: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
 def printable(text: str) -> str:
-    """A text as a terminal may have it, on one line: whatever it would obey, or could not show, is escaped.
+    """Return a text on one line with control and unprintable characters escaped.
 
-    Names, reasons and errors may come from a file that others wrote, so all that is printed goes through this.
+    Names, reasons and errors may come from a file that others wrote, so everything that is printed passes here.
     """
     if text.isprintable():
         return text
@@ -36,7 +35,7 @@ def printable(text: str) -> str:
 
 
 def tell(*lines: str, err: bool = False) -> None:
-    """Print lines of a command line, each as :func:`printable` has it; ``err`` means the standard error."""
+    """Print lines of a command line, each made :func:`printable`; ``err`` selects the standard error."""
     print("\n".join(map(printable, lines)), file=sys.stderr if err else sys.stdout, flush=True)
 
 
@@ -49,8 +48,8 @@ def warn_once(message: str, about: object = None) -> None:
     """Warn, but only the first time in this process.
 
     Args:
-        message: as of :func:`warn`.
-        about: what has been warned about afterwards, a file for example; the message itself where None.
+        message: as for :func:`warn`.
+        about: identifies what is warned about, such as a file; the message itself if None.
     """
     name = message if about is None else str(about)
     if name not in _said:
@@ -60,10 +59,10 @@ def warn_once(message: str, about: object = None) -> None:
 
 @contextlib.contextmanager
 def warned_after(seconds: float, message: str) -> Iterator[None]:
-    """Warn while a block is at work that takes longer than so many seconds."""
+    """Warn while the block runs if it takes longer than ``seconds``."""
     timer = threading.Timer(seconds, _warn_from_a_thread, [message])
     timer.daemon = True  # a process that ends does not wait for it
-    with contextlib.suppress(RuntimeError):  # where no thread can be started the work goes on unexplained
+    with contextlib.suppress(RuntimeError):  # if no thread can be started, there is no warning
         timer.start()
     try:
         yield
@@ -72,7 +71,7 @@ def warned_after(seconds: float, message: str) -> Iterator[None]:
 
 
 def _warn_from_a_thread(message: str) -> None:
-    # Where warnings are errors there is nobody in a timer's thread to catch this one.
+    # If warnings are errors, nothing in a timer's thread would catch this one.
     with contextlib.suppress(TilekernWarning):
         warn(message)
 

@@ -24,6 +24,8 @@ import contextlib
 import datetime
 import functools
 import hashlib
+import itertools
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +51,7 @@ from tilekern.cache.packs.pack import Pack
 from tilekern.compile.cubin import code_of, constants_of, read_resources
 from tilekern.kernels import all_specs
 from tilekern.runtime.records import launch_in
-from tilekern.spec import Config, KernelSpec, LibraryCall, Problem
+from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.spec.source import source_digest
 from tilekern.spec.targets import Target, of_key
 from tilekern.tuning.compile.order import Order
@@ -262,8 +264,7 @@ def _runs(cubin: bytes, symbol: str) -> dict[str, Any]:
 
 
 def _is_composite(plan: _Plan) -> bool:
-    found = plan.spec.implement(plan.problem, Config(plan.record.config))
-    return isinstance(found, LibraryCall) and found.composite
+    return plan.spec.implement(plan.problem, Config(plan.record.config)).composite
 
 
 def _missing_part(plan: _Plan, held: Iterable[Held], found: Carried) -> str | None:
@@ -348,11 +349,16 @@ def _with_history(record: Record, reason: str) -> dict[str, Any]:
 def _is_same_space(record: Record, spec: KernelSpec, problem: Problem, target: Target) -> bool:
     """Whether today's space has as many candidates as were tried, and all configs that the record names.
 
-    A tune without CuTe DSL tries none of its candidates.
+    A tune without an optional backend tries none of its candidates.
     """
     found = candidates(spec.name, problem, target)
     known = {item.config for item in found}
-    tried = {len(found), sum(not item.is_cute for item in found)}
+    optional = Counter(item.backend.name for item in found if item.backend.is_optional)
+    tried = {
+        len(found) - sum(left_out)
+        for count in range(len(optional) + 1)
+        for left_out in itertools.combinations(optional.values(), count)
+    }
     try:
         return record.candidates in tried and known.issuperset(_named_configs(record))
     except TypeError:  # values that no config can have

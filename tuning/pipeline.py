@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tilekern.cache import Hit, Store, default_layers
 from tilekern.cache.trust.policy import must_be_signed, own_seal
 from tilekern.cache.trust.signing import SigningKey
-from tilekern.compile.toolchain import toolkit
+from tilekern.compile.toolchain import backends, toolkit
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.spec.targets import Target, here
@@ -240,7 +240,7 @@ class Pipeline:
     def work(self) -> None:
         """Compile and measure; both at once where there is room for both."""
         self.sweep.require_own()
-        notes = without_cute(self.sweep, self.sweep.problems()) if self._compiles else whose_artifacts(self.sweep)
+        notes = without_backends(self.sweep, self.sweep.problems()) if self._compiles else whose_artifacts(self.sweep)
         self.result.notes += notes
         _require_writable(self.store, self.sweep)
         if self._compiles and self.options.executor == LOCAL:
@@ -488,15 +488,20 @@ def whose_artifacts(sweep: Sweep) -> Iterator[str]:
         yield f"{whose}: they are left out" if sweep.is_own else f"{whose}: their records are not signed either"
 
 
-def without_cute(sweep: Sweep, problems: Iterable[Named]) -> Iterator[str]:
-    """Say that kernels of CuTe DSL are left out, where there are some."""
-    names = dict.fromkeys(kernel for kernel, _ in problems)
-    able = sum(bool(spec_named(name).space.beside) for name in names)
-    if able and not sweep.has_cute:
-        yield (
-            f"nvidia-cutlass-dsl is not installed: {able} of {len(names)} kernels are swept in cuTile alone "
-            "(pip install 'tilekern[cute]')"
+def without_backends(sweep: Sweep, problems: Iterable[Named]) -> Iterator[str]:
+    """Say which kernels are swept without the configs of a backend that is not installed."""
+    named = dict(problems)
+    for backend in (backend for backend in backends() if backend.name in sweep.missing_backends):
+        able = sum(
+            not set(backend.implementations).isdisjoint(space.axes(problem).get("implementation", ()))
+            for kernel, problem in named.items()
+            for space in spec_named(kernel).space.beside[:1]
         )
+        if able:
+            yield (
+                f"{', '.join(backend.needs)} is not installed: {able} of {len(named)} kernels are swept without "
+                f"{backend.title} ({backend.install})"
+            )
 
 
 def _why_none(sweep: Sweep) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 from tilekern.cache import Artifact, BestKernel, Record, Store, install_pack, write_pack
 from tilekern.cache.trust.signing import SigningKey
+from tilekern.compile.library import library_of
 from tilekern.errors import InputError
-from tilekern.runtime.libraries import library_of
 from tilekern.runtime.records import launch_in, record_of
 from tilekern.spec import ALIGNED, GENERIC, Problem
 from tilekern.spec.targets import Target

@@ -17,8 +17,8 @@ pytestmark = needs_compiler
 
 @pytest.fixture(scope="module")
 def made():
-    spec = spec_named("rms_norm_forward")
-    problem = spec.problem(rows=64, columns=1000, dtype="bfloat16", weight_dtype="bfloat16")
+    spec = spec_named("swiglu_forward")
+    problem = spec.problem(rows=64, columns=64, dtype="bfloat16")
     return compile_candidate(spec, problem, spec.generic(problem), resolve("sm_90"), GENERIC)
 
 
@@ -37,13 +37,6 @@ def test_bytes_that_are_no_cubin_are_refused(content):
 
 def test_resources_are_those_of_one_kernel(made):
     found = read_resources(made.cubin, made.symbol)
-    assert found.as_dict() == {
-        "registers": found.registers,
-        "stack_bytes": found.stack_bytes,
-        "shared_bytes": found.shared_bytes,
-        "threads": found.threads,
-        "code_bytes": found.code_bytes,
-    }
     assert 16 <= found.registers <= 255
     assert found.threads % 32 == 0
     assert len(code_of(made.cubin, made.symbol)) == found.code_bytes

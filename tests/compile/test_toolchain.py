@@ -14,8 +14,8 @@ from environments import ROOT
 from marks import needs_compiler
 from spec_samples import alike, compiled, draws_of, sized
 
-from tilekern.compile import cute_compiler, frontend, toolchain
-from tilekern.compile.toolchain import assumptions, compile_candidate, lowered_digest, require_toolkit, toolkit
+from tilekern.compile import cute_compiler, cutile
+from tilekern.compile.toolchain import assumptions, compile_candidate, require_toolkit, toolkit
 from tilekern.errors import CompileFailed, CompileInterrupted, ToolchainMissing
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, GENERIC, ITEM_BYTES, ArrayParameter, name_of
@@ -44,12 +44,12 @@ def compiler(folder: Path, script: str, monkeypatch) -> Path:
     version = 'if [ "$1" = --version ]; then echo "Cuda compilation tools, V13.4.92"; exit; fi'
     path.write_text(f"#!/bin/sh\n{version}\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(toolchain, "_tileiras", lambda: path)
+    monkeypatch.setattr(cutile, "_tileiras", lambda: path)
     return path
 
 
-def test_a_missing_compiler_is_said_with_the_way_to_get_it(fresh, monkeypatch):
-    monkeypatch.setattr(toolchain, "_tileiras", lambda: None)
+def test_a_missing_compiler_is_reported_with_its_install_command(fresh, monkeypatch):
+    monkeypatch.setattr(cutile, "_tileiras", lambda: None)
     assert toolkit() is None
     for ask in (require_toolkit, lambda: compile_candidate(*candidate(), H200, GENERIC)):
         with pytest.raises(ToolchainMissing, match=r"pip install 'tilekern\[compile\]'"):
@@ -108,7 +108,7 @@ def test_a_compiler_that_cannot_say_its_version_is_none(fresh, tmp_path, monkeyp
     ],
     ids=["rejects", "crashes", "writes nothing", "hangs"],
 )
-def test_what_a_compiler_does_wrong_is_one_line(fresh, tmp_path, monkeypatch, script, message):
+def test_a_compiler_failure_is_reported_in_one_line(fresh, tmp_path, monkeypatch, script, message):
     compiler(tmp_path, script, monkeypatch)
     with pytest.raises(CompileFailed) as caught:
         compile_candidate(*candidate(), H200, GENERIC, timeout_s=0.3)
@@ -139,7 +139,7 @@ def test_the_compiler_sees_where_programs_lie_and_nothing_that_others_have_set(f
         ("echo 'error: no such op' >&2; exit 3", CompileFailed),
     ],
 )
-def test_what_surrounds_a_compiler_is_told_from_what_it_rejects(fresh, tmp_path, monkeypatch, script, kind):
+def test_passing_conditions_are_told_from_rejected_candidates(fresh, tmp_path, monkeypatch, script, kind):
     compiler(tmp_path, script, monkeypatch)
     with pytest.raises(CompileFailed) as caught:
         compile_candidate(*candidate(), H200, GENERIC)
@@ -149,15 +149,15 @@ def test_what_surrounds_a_compiler_is_told_from_what_it_rejects(fresh, tmp_path,
 @needs_compiler
 def test_a_variable_of_cuda_tile_s_own_tests_compiles_nothing(monkeypatch):
     monkeypatch.setattr("cuda.tile._debug.CUDA_TILE_TESTING_DISABLE_TOKEN_ORDER", True)
-    frontend._lowered.cache_clear()
+    cutile._lowered.cache_clear()
     with pytest.raises(CompileInterrupted, match=r"CUDA_TILE_TESTING_DISABLE_TOKEN_ORDER is set, .*; unset it"):
         compile_candidate(*candidate(), H200, GENERIC)
 
 
 @pytest.mark.skipif(cute_compiler.compiler() is None, reason="CuTe DSL is not installed")
-def test_what_people_set_for_cute_kernels_of_their_own_is_hidden_while_tilekern_compiles(monkeypatch):
+def test_variables_for_users_cute_kernels_are_hidden_while_tilekern_compiles(monkeypatch):
     """With line numbers a cubin is twice as large, and has paths of the machine that compiled it."""
-    cute_compiler.preload()
+    cute_compiler.CuteDsl().preload()
     dsl = importlib.import_module("cutlass.cutlass_dsl").CuTeDSL._get_dsl()
     monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
     monkeypatch.setattr(dsl, "envar", cute_compiler._read_anew(dsl))
@@ -222,11 +222,9 @@ def test_the_front_end_gives_the_bytecode_of_cuda_tile_s_public_function(spec):
     import cuda.tile as ct
     from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
 
-    from tilekern.compile.frontend import lower
-
     problem = sized(spec, "bfloat16", rows=64, columns=64, heads=8, kv_heads=8, head_dim=64, pairs=32)
     implementation = spec.device(problem, spec.generic(problem))
-    constraints = tuple(toolchain.constraint(assumed) for assumed in assumptions(implementation, ALIGNED))
+    constraints = tuple(cutile.constraint(assumed) for assumed in assumptions(implementation, ALIGNED))
     # What is kept is the code of a function, whichever it is: one shows that hints find their way into it.
     for hints in HINTS if spec.name == "swiglu_forward" else [draws_of(spec).choice(HINTS)]:
         kernel = ct.kernel(implementation.function._pyfunc, **hints)
@@ -235,7 +233,7 @@ def test_the_front_end_gives_the_bytecode_of_cuda_tile_s_public_function(spec):
         expected = io.BytesIO()
         options = {"gpu_code": "sm_100", "output_format": "tileir_bytecode", "bytecode_version": "13.4"}
         export_kernel(kernel, [signature], expected, **options)
-        lowered = lower(implementation.function, constraints, hints, "sm_100", "13.4")
+        lowered = cutile.lower(implementation.function, constraints, hints, "sm_100", "13.4")
         assert lowered.symbol == signature.symbol
         assert lowered.bytecode == expected.getvalue()
 
@@ -254,8 +252,9 @@ def test_the_digest_of_bytecode_is_that_of_code_and_of_no_place(tmp_path):
         module = importlib.util.module_from_spec(found)
         found.loader.exec_module(module)
         function = getattr(module, name_of(implementation.function))
-        return lowered_digest(dataclasses.replace(implementation, function=function), resolve("B200"), GENERIC)
+        moved = dataclasses.replace(implementation, function=function)
+        return cutile.CuTile().lowered_digest(moved, resolve("B200"), GENERIC)
 
-    here = lowered_digest(implementation, resolve("B200"), GENERIC)
+    here = cutile.CuTile().lowered_digest(implementation, resolve("B200"), GENERIC)
     assert digest("# A line.\n" + text) == here
     assert digest(text.replace(" * by\n", " * by * 1.5\n")) != here

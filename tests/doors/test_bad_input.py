@@ -15,6 +15,7 @@ from marks import needs_compiler
 
 import tilekern.tuning.cli
 from tilekern.cache_tools.__main__ import main as cache_tools
+from tilekern.compile import cutile
 from tilekern.tuning.sweep.folder import Sweep
 
 pytestmark = pytest.mark.processes
@@ -54,35 +55,6 @@ class Here:
 @pytest.fixture
 def here(tmp_path, monkeypatch, capfd):
     return Here(tmp_path, monkeypatch, capfd)
-
-
-class CommandLines:
-    """Runs the command lines in a process of their own, with a cache that does not exist yet."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.cache = folder / "cache"
-        self.env = environment(TILEKERN_CACHE_DIR=str(self.cache))
-
-    def run(self, *command, **env):
-        return subprocess.run(
-            [sys.executable, *map(str, command)],
-            cwd=self.folder, env=self.env | env, capture_output=True, text=True, timeout=400, check=False,
-        )  # fmt: skip
-
-    def tune(self, *arguments, **env):
-        return self.run("-m", "tilekern.tune", *arguments, **env)
-
-    def tools(self, *arguments, **env):
-        return self.run("-m", "tilekern.cache_tools", *arguments, **env)
-
-    def files(self):
-        return sorted(str(path.relative_to(self.cache)) for path in self.cache.rglob("*") if path.is_file())
-
-
-@pytest.fixture
-def lines(tmp_path):
-    return CommandLines(tmp_path)
 
 
 def said(ran, code):
@@ -132,7 +104,7 @@ def said(ran, code):
     ],
     ids=lambda value: "-".join(value)[:40].replace("\n", "~") if isinstance(value, list) else None,
 )
-def test_what_the_tuner_does_not_know_is_named_with_what_would_be_right(here, arguments, parts):
+def test_unknown_arguments_of_the_tuner_are_named_with_the_known_ones(here, arguments, parts):
     text = said(here.tune(*arguments), 2)
     for part in parts:
         assert part in text
@@ -205,19 +177,14 @@ def test_a_hub_id_with_no_hub_in_reach_fails_fast_and_says_what_to_pass(here):
     assert not here.cache.exists()
 
 
-def test_a_missing_compiler_has_an_exit_code_of_its_own(lines):
-    code = (
-        "import sys, tilekern.compile.toolchain as toolchain\n"
-        "toolchain.toolkit = lambda: None\n"
-        "sys.modules['elftools'] = None\n"
-        "from tilekern.tuning.cli import main\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    text = said(lines.run("-c", code, *FEW, "--json"), 4)
-    assert "pip install 'tilekern[compile]'" in text
-    # The plan is whole and serves the next run; beyond it there is nothing.
-    assert lines.files() == [f"sweeps/sm_100-b200-148/{name}" for name in ("run.lock", "runs.jsonl", "sweep.json")]
-    assert Sweep(lines.cache / "sweeps/sm_100-b200-148").problems()
+def test_a_missing_compiler_has_an_exit_code_of_its_own(here, monkeypatch):
+    monkeypatch.setattr(cutile, "toolkit", lambda: None)
+    monkeypatch.setitem(sys.modules, "elftools", None)
+    assert "pip install 'tilekern[compile]'" in said(here.tune(*FEW, "--json"), 4)
+    # The plan is complete and serves the next run; nothing else was written.
+    files = sorted(str(path.relative_to(here.cache)) for path in here.cache.rglob("*") if path.is_file())
+    assert files == [f"sweeps/sm_100-b200-148/{name}" for name in ("run.lock", "runs.jsonl", "sweep.json")]
+    assert Sweep(here.cache / "sweeps/sm_100-b200-148").problems()
 
 
 def test_a_sweep_folder_of_another_target_is_left_as_it_is(here):
@@ -288,13 +255,14 @@ def first_line(path, process, timeout_s=300):
 
 @needs_compiler
 @pytest.mark.nightly
-def test_ctrl_c_keeps_what_was_finished_and_the_next_run_does_the_rest(lines):
-    command = [sys.executable, "-m", "tilekern.tune", *FEW, "--jobs", "1"]
+def test_ctrl_c_keeps_what_was_finished_and_the_next_run_does_the_rest(here):
     process = subprocess.Popen(
-        command, cwd=lines.folder, env=lines.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, preexec_fn=hear_interrupts,  # noqa: PLW1509 (one call, no lock)
+        [sys.executable, "-m", "tilekern.tune", *FEW, "--jobs", "1"],
+        cwd=here.folder, env=environment(TILEKERN_CACHE_DIR=str(here.cache)), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=hear_interrupts,  # noqa: PLW1509 (one call, no lock)
     )  # fmt: skip
-    sweep = Sweep(lines.cache / "sweeps" / "sm_100-b200-148")
+    sweep = Sweep(here.cache / "sweeps" / "sm_100-b200-148")
     first_line(sweep.folder / "compiled.jsonl", process)
     # As a terminal does: to the whole group, the compile workers included.
     os.killpg(process.pid, signal.SIGINT)
@@ -308,9 +276,9 @@ def test_ctrl_c_keeps_what_was_finished_and_the_next_run_does_the_rest(lines):
     assert sweep.compiled().keys() == set(before)
     for line in sweep.compiled().values():
         assert sweep.cubin(line["sha256"])
-    assert not (lines.cache / "v1").exists()
+    assert not (here.cache / "v1").exists()
 
-    ran = lines.tune(*FEW, "--json")
+    ran = here.tune(*FEW, "--json")
     assert ran.returncode == 0, ran.stderr
     outcome = json.loads(ran.stdout)
     assert outcome.keys() >= {"target", "toolkit", "problems", "seconds"}
@@ -320,4 +288,4 @@ def test_ctrl_c_keeps_what_was_finished_and_the_next_run_does_the_rest(lines):
     assert 0 < outcome["compile"]["compiled"] == outcome["compile"]["distinct"] - len(before)
     assert {problem["kernel"] for problem in outcome["problems"]} == {"swiglu_forward", "swiglu_backward"}
     assert all(problem["candidates"] > problem["failed"] for problem in outcome["problems"])
-    assert lines.tools("verify").returncode == 0
+    assert here.tools("verify").returncode == 0

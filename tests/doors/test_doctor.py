@@ -19,9 +19,9 @@ from tilekern.cache.layers import FolderLayer
 from tilekern.compile import toolchain
 from tilekern.doctor import machine
 from tilekern.doctor.__main__ import main
-from tilekern.doctor.devices import Devices
-from tilekern.doctor.settings import SETTINGS
+from tilekern.doctor.machine import Devices
 from tilekern.runtime import requirements
+from tilekern.runtime.settings import SETTINGS
 from tilekern.spec.targets import resolve
 from tilekern.tuning.sweep.plan import PlanFile
 
@@ -80,7 +80,7 @@ def wrong(capsys, *arguments):
     return document["wrong"]
 
 
-def test_where_nothing_is_wrong_it_says_so_and_ends_with_0(capsys):
+def test_a_sound_machine_exits_with_0(capsys):
     told = run(capsys, code=0)
     labels = [line.split()[0] for line in told.splitlines()]
     assert labels == ["tilekern", "GPU", "driver", "packages", "compiler", "caches", "settings", "nothing"]
@@ -151,7 +151,7 @@ def test_a_part_that_cannot_be_imported_leaves_the_others(capsys, monkeypatch, g
         assert "TILEKERN_LOOKUP_AGAIN_S=5" in run(capsys, code=0)
         return
     told = run(capsys, code=1)
-    assert "cannot be looked at: ModuleNotFoundError" in told
+    assert "cannot be inspected: ModuleNotFoundError" in told
     assert "settings  TILEKERN_CACHE_DIR=" in told
 
 
@@ -171,7 +171,7 @@ def test_a_part_that_cannot_be_imported_leaves_the_others(capsys, monkeypatch, g
         (None, Devices(True, error="libcuda.so.1 is not a CUDA driver: x"), "the driver gives no GPU, libcuda.so.1 is"),
     ],
 )
-def test_a_gpu_that_is_not_to_be_had_is_wrong_unless_it_was_hidden(capsys, monkeypatch, visible, listed, message):
+def test_an_unusable_gpu_is_wrong_unless_it_was_hidden(capsys, monkeypatch, visible, listed, message):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     _with(monkeypatch, listed, 13000)
@@ -221,16 +221,16 @@ def test_a_cache_full_of_junk_is_counted_and_left_as_it_is(capsys, monkeypatch, 
     assert "9 records for H200 (2 other files, 9 bad)" in run(capsys, "--gpu", "H200", code=1)
 
 
-def test_a_bad_pack_and_a_path_that_is_nothing_are_named(capsys, monkeypatch, tmp_path):
+def test_a_bad_pack_and_a_missing_path_are_named(capsys, monkeypatch, tmp_path):
     (tmp_path / "bad.pack").write_bytes(os.urandom(999))
     monkeypatch.setenv("TILEKERN_CACHE_PATH", os.pathsep.join((str(tmp_path / "bad.pack"), str(tmp_path / "no"))))
-    bad, nothing = sorted(wrong(capsys), key=lambda text: "bad.pack" not in text)
+    bad, missing = sorted(wrong(capsys), key=lambda text: "bad.pack" not in text)
     assert "bad.pack is not a pack" in bad
-    assert nothing.startswith("TILEKERN_CACHE_PATH names")
+    assert missing.startswith("TILEKERN_CACHE_PATH names")
 
 
 @needs_compiler
-def test_what_is_not_trusted_is_counted_and_said_once_with_its_reason(capsys, monkeypatch, compiled, tmp_path):
+def test_untrusted_records_are_counted_and_explained_once(capsys, monkeypatch, compiled, tmp_path):
     shutil.copytree(compiled, tmp_path / "cache")
     assert "1 record for H200 (1 default)" in run(capsys, "--gpu", "H200", code=0)
 
@@ -273,10 +273,10 @@ def test_a_cache_that_is_a_file_is_wrong(capsys, tmp_path):
     ("name", "value", "message"),
     [
         ("TILEKERN_APLY", "1", "TILEKERN_APLY is not a setting of tilekern; did you mean TILEKERN_APPLY?"),
-        ("TILEKERN_XYZ", "", "TILEKERN_XYZ is not a setting of tilekern; docs/reference.md has those that are"),
+        ("TILEKERN_XYZ", "", "TILEKERN_XYZ is not a setting of tilekern; docs/reference.md lists the settings"),
         ("TILEKERN_APPLY", "rmsnorm", "TILEKERN_APPLY: 'rmsnorm' is not an op"),
-        ("TILEKERN_ON_MISS", "foo", "TILEKERN_ON_MISS: must be one of compile, fallback, error, got 'foo'"),
-        ("TILEKERN_INTERPRET", "yes", "TILEKERN_INTERPRET: must be one of nothing, 0, 1, got 'yes'"),
+        ("TILEKERN_ON_MISS", "foo", "TILEKERN_ON_MISS: unknown value 'foo'; known: compile, fallback, error"),
+        ("TILEKERN_INTERPRET", "yes", "TILEKERN_INTERPRET: unknown value 'yes'; known: 0, 1"),
         ("TILEKERN_LOOKUP_AGAIN_S", "soon", "TILEKERN_LOOKUP_AGAIN_S must be a number of seconds"),
     ],
 )
@@ -331,7 +331,7 @@ def test_bad_input_is_one_line_and_2(capsys, arguments, message):
 
 
 @needs_compiler
-def test_what_would_serve_a_model_is_what_a_preflight_finds(capsys, monkeypatch, compiled, tmp_path):
+def test_the_report_on_a_model_is_that_of_a_preflight(capsys, monkeypatch, compiled, tmp_path):
     shutil.copytree(compiled, tmp_path / "cache")
     problems = [
         (SPEC.name, PROBLEM.but(rows=rows, columns=columns)) for rows, columns in ((64, 48), (128, 48), (64, 56))
@@ -347,7 +347,7 @@ def test_what_would_serve_a_model_is_what_a_preflight_finds(capsys, monkeypatch,
     (text,) = wrong(capsys, plan, "--gpu", "H200")
     assert "1 of 3 problems" in text
     assert f"python -m tilekern.tune {plan} --gpu H200" in text
-    assert "not looked at without a GPU; name the job's by --gpu" in run(capsys, plan, code=0)
+    assert "not checked without a GPU; name the job's GPU by --gpu" in run(capsys, plan, code=0)
 
 
 @pytest.mark.processes

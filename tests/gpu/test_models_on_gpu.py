@@ -5,7 +5,7 @@ import torch
 
 import tilekern
 from tilekern import cache
-from tilekern.compile import toolchain
+from tilekern.compile import cutile
 from tilekern.errors import CacheMiss
 from tilekern.kernels import spec_named
 from tilekern.patch.warmup import sizes_of
@@ -75,8 +75,8 @@ def test_a_patched_model_in_float32_gives_the_same_gradients(patched, full_float
 def test_the_prebuilt_packs_serve_qwen3_8b_with_no_compiler_and_an_empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path / "empty"))
     monkeypatch.delenv("TILEKERN_CACHE_PATH", raising=False)
-    monkeypatch.setattr(toolchain, "_tileiras", lambda: None)
-    toolchain.toolkit.cache_clear()
+    monkeypatch.setattr(cutile, "_tileiras", lambda: None)
+    cutile.toolkit.cache_clear()
     target = here()
     try:
         if not any(target.key in layer.targets() for layer in cache.default_layers()):
@@ -97,4 +97,4 @@ def test_the_prebuilt_packs_serve_qwen3_8b_with_no_compiler_and_an_empty_cache(t
         torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
         assert not (tmp_path / "empty").exists()
     finally:
-        toolchain.toolkit.cache_clear()
+        cutile.toolkit.cache_clear()

@@ -458,7 +458,7 @@ def test_a_word_that_formulas_do_not_have_yet_fails_the_candidate_and_is_named()
     sizes = {"columns": 4096, "threads": 256, "rows": 1, "vector": 8, "persistent": True, "ahead": False}
     constants = (*sizes.items(), ("occupancy", 1))
     kernel = CuteKernel(
-        generic.function, "tilekern.kernels.cute.rows:Rows", generic.parameters, constants, generic.grid, 256
+        generic.function, generic.parameters, constants, generic.grid, "tilekern.kernels.cute.rows:Rows", 256
     )
     with pytest.raises(CompileFailed, match=r"do not know ct\.\w+; add it to tilekern\.kernels\.cute\.words"):
         compile_kernel(kernel, H200)

@@ -3,7 +3,7 @@ import shutil
 import pytest
 from one_record import asked_for_nothing
 
-from tilekern.compile import toolchain
+from tilekern.compile import cutile
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def filled(root, compiled):
 @pytest.fixture
 def no_compiler(monkeypatch):
     """A machine with a filled cache needs no compiler."""
-    toolchain.toolkit.cache_clear()
-    monkeypatch.setattr(toolchain, "_tileiras", lambda: None)
+    cutile.toolkit.cache_clear()
+    monkeypatch.setattr(cutile, "_tileiras", lambda: None)
     yield
-    toolchain.toolkit.cache_clear()
+    cutile.toolkit.cache_clear()

@@ -4,9 +4,8 @@
 
 MEET is where they meet, as torch.distributed has it, or ``store://HOST:PORT`` of a store that is up already. SITUATIONS
 is a JSON file with a list; each has a ``name``, the cache ``roots`` of the ranks, and perhaps ``env`` for all ranks, or
-``env_of`` and ``do`` for single ones. Where it is ``kept``, what the one before agreed on is in force until they agree;
-where it is ``alone``, the wheel's packs are not there, since all that is in them takes a second to read. One JSON line
-comes out for each.
+``env_of`` and ``do`` for single ones. If it is ``kept``, the agreement before stays in force until they agree. The
+wheel's packs are hidden, since reading them takes seconds. One JSON line comes out for each situation.
 """
 
 import datetime
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 from one_record import GPU, SPEC
+from rank_jobs import fill
 
 import tilekern
 from tilekern import cache, warning
@@ -78,6 +78,29 @@ def vanishes_after(root):
         done = agree()
         shutil.rmtree(root)
         return done
+
+    return swapped(ranks, "agree", then)
+
+
+def never_agrees(_):
+    return swapped(ranks, "agree", lambda: None)
+
+
+def publishes_when_agreed(root, compiled):
+    """Rank 0 publishes a record after the ranks agreed; it counts when they agree again, and not before."""
+    agree = ranks.agree
+
+    def then():
+        agree()
+        assert run_by((50, 48)) is None
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            fill(Path(root), Path(compiled), 48)
+        torch.distributed.barrier()
+        assert dispatch.look_again() == 0
+        time.sleep(0.5)
+        assert run_by((50, 48)) is None, "found by a thread of one rank alone"
+        return agree()
 
     return swapped(ranks, "agree", then)
 
@@ -185,8 +208,6 @@ def situation(given, rank):
     if not given.get("kept"):
         dispatch.agree_on(None)
     warning._said.clear()
-    if given.get("alone"):
-        ranks.default_layers = lambda: [one for one in cache.default_layers() if not one.name.startswith("prebuilt:")]
     name, *arguments = given.get("do", {}).get(str(rank), ["is_honest"])
     undo = globals()[name](root, *arguments)
     with warnings.catch_warnings(record=True) as said:
@@ -200,7 +221,6 @@ def situation(given, rank):
             found = {"error": f"{type(error).__name__}: {error}"}
         found["seconds"] = time.monotonic() - started
     undo()
-    ranks.default_layers = cache.default_layers
     for name in env:
         del os.environ[name]
     found["groups"] = len(torch.distributed.distributed_c10d._world.pg_map)
@@ -210,6 +230,7 @@ def situation(given, rank):
 def main():
     meet, rank, count, timeout_s, path = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
     dispatch.here = lambda _device=None: resolve("H200")
+    ranks.default_layers = lambda: [one for one in cache.default_layers() if not one.name.startswith("prebuilt:")]
     timeout = datetime.timedelta(seconds=timeout_s)
     where = {"init_method": meet}
     if meet.startswith("store://"):

@@ -50,39 +50,44 @@ torch._C._cuda_getCurrentRawStream = torch._C._cuda_getDevice = lambda *device: 
 memory = torch.zeros(64 * 96 + 1, dtype=torch.float16)
 whole, moved = (OnGpu(memory[at : at + 64 * 96].view(64, 96)[:, :64]) for at in (0, 1))
 weight = OnGpu(torch.zeros(64, dtype=torch.float16))
-print(whole.data_ptr(), moved.data_ptr())
 
 def plan(launch, dependent=False, otherwise=None):
     return ExtendedPlan(kernel("aligned", launch, otherwise), Config(), 8, dependent=dependent)
+
+import os, sys
+for number, calls in enumerate(sys.argv[2:]):
+    if not os.fork():
+        for descriptor, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{sys.argv[1]}/{name}.{number}", os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
+        print(whole.data_ptr(), moved.data_ptr())
+        exec(calls)
+        sys.exit()
+    assert os.wait()[1] == 0, open(f"{sys.argv[1]}/err.{number}").read()
 """
 
 
 @pytest.fixture(scope="module")
-def stub(tmp_path_factory):
+def ran(tmp_path_factory):
+    """By calls: the addresses of both matrices, the launches, and what was printed; each in a fork of one process."""
     folder = tmp_path_factory.mktemp("driver")
     source = Path(__file__).with_name("driver_stub.c")
     subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", folder / "libcuda.so.1", source], check=True)
-    return folder
-
-
-def run(stub, calls, **more):
-    """The addresses of both matrices, the launches of a job, and what it printed behind them."""
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(stub), **more}
-    job = subprocess.run(
-        [sys.executable, "-c", JOB + textwrap.dedent(calls)],
-        env=environment,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+    every = [ATTRIBUTES, CONTEXT, DEVICE]
+    command = [sys.executable, "-c", JOB, folder, *map(textwrap.dedent, every)]
+    job = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=120)
     assert job.returncode == 0, job.stderr
-    addresses, *printed = job.stdout.splitlines()
-    launches = [json.loads(line) for line in job.stderr.splitlines() if line.startswith("{")]
-    return [int(one) for one in addresses.split()], launches, printed
+
+    def outcome(number):
+        addresses, *printed = (folder / f"out.{number}").read_text().splitlines()
+        lines = (folder / f"err.{number}").read_text().splitlines()
+        launches = [json.loads(line) for line in lines if line.startswith("{")]
+        return [int(one) for one in addresses.split()], launches, printed
+
+    return {calls: outcome(number) for number, calls in enumerate(every)}
 
 
-CALLS = """
+ATTRIBUTES = """
     launch = Launch((128, 2, 1), 2, False, 0)
     plan(Launch((256, 1, 1), 1, False, 0)).launch(0, whole, weight, whole, 1e-6)
     plan(launch, dependent=True).launch(0, whole, weight, whole, 1e-6)
@@ -99,8 +104,43 @@ CALLS = """
 """
 
 
-def test_launches_are_as_the_record_says_and_what_its_cubin_does_not_allow_runs_the_generic_variant(stub):
-    (whole, moved), launches, printed = run(stub, CALLS)
+CONTEXT = """
+    from tilekern.runtime.plans import DependentPlan, Plan
+
+    os.environ["STUB_WITHOUT_CONTEXT"] = "1"
+    own = kernel("own")
+    for made in (Plan(own, Config(), 8), DependentPlan(own, Config(), 8), plan(Launch((256, 1, 1), 1, False, 0))):
+        made.launch(0, whole, weight, whole, 1e-6)
+        print(made.launches)
+        import ctypes
+        ctypes.CDLL("libcuda.so.1").cuCtxSetCurrent(None)
+"""
+DEVICE = """
+    current = [0]
+    torch._C._cuda_getDevice = lambda: current[0]
+    seen = []
+    torch._C._cuda_getCurrentRawStream = lambda device: seen.append((current[0], device)) or 0
+
+    class Device:
+        def __init__(self, number):
+            self.number = number
+
+        def __enter__(self):
+            self.before, current[0] = current[0], self.number
+
+        def __exit__(self, *_):
+            current[0] = self.before
+
+    torch.cuda.device = Device
+    both = plan(Launch((256, 1, 1), 1, False, 0))
+    both.launch(1, whole, weight, whole, 1e-6)
+    both.launch(0, whole, weight, whole, 1e-6)
+    print(*seen, current[0], both.launches)
+"""
+
+
+def test_launches_are_as_the_record_says_and_what_its_cubin_does_not_allow_runs_the_generic_variant(ran):
+    (whole, moved), launches, printed = ran[ATTRIBUTES]
     assert [one["block"] for one in launches[:3]] == [[256, 1, 1], [128, 2, 1], [64, 1, 1]]
     assert [one["attributes"] for one in launches[:3]] == [{}, {CLUSTER: 2, DEPENDENT: 1}, {COOPERATIVE: 1}]
     assert [one["shared"] for one in launches] == [0, 0, 0, 98304, 0, 0]
@@ -113,47 +153,15 @@ def test_launches_are_as_the_record_says_and_what_its_cubin_does_not_allow_runs_
     assert printed == ["2", "NoVariant"]
 
 
-def test_a_launch_makes_sure_of_its_context(stub):
+def test_a_launch_makes_sure_of_its_context(ran):
     """Autograd's threads have none before they allocate, under expandable segments also after it."""
-    calls = """
-        from tilekern.runtime.plans import DependentPlan, Plan
-
-        own = kernel("own")
-        for made in (Plan(own, Config(), 8), DependentPlan(own, Config(), 8), plan(Launch((256, 1, 1), 1, False, 0))):
-            made.launch(0, whole, weight, whole, 1e-6)
-            print(made.launches)
-            import ctypes
-            ctypes.CDLL("libcuda.so.1").cuCtxSetCurrent(None)
-    """
-    _, launches, printed = run(stub, calls, STUB_WITHOUT_CONTEXT="1")
+    _, launches, printed = ran[CONTEXT]
     assert [one["cubin"] for one in launches] == ["own", "own", "aligned"]
     assert printed == ["1", "1", "1"]
 
 
-def test_a_launch_is_on_the_device_of_its_tensors(stub):
+def test_a_launch_is_on_the_device_of_its_tensors(ran):
     """The number of a default stream is 0 on every device: it names one of the current context."""
-    calls = """
-        current = [0]
-        torch._C._cuda_getDevice = lambda: current[0]
-        seen = []
-        torch._C._cuda_getCurrentRawStream = lambda device: seen.append((current[0], device)) or 0
-
-        class Device:
-            def __init__(self, number):
-                self.number = number
-
-            def __enter__(self):
-                self.before, current[0] = current[0], self.number
-
-            def __exit__(self, *_):
-                current[0] = self.before
-
-        torch.cuda.device = Device
-        both = plan(Launch((256, 1, 1), 1, False, 0))
-        both.launch(1, whole, weight, whole, 1e-6)
-        both.launch(0, whole, weight, whole, 1e-6)
-        print(*seen, current[0], both.launches)
-    """
-    _, launches, printed = run(stub, calls)
+    _, launches, printed = ran[DEVICE]
     assert len(launches) == 2
     assert printed == ["(1, 1) (0, 0) 0 2"]

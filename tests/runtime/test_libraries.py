@@ -8,10 +8,10 @@ from marks import needs_compiler
 from one_record import GPU, H200
 
 from tilekern import cache
-from tilekern.compile import toolchain
+from tilekern.compile import library, toolchain
 from tilekern.errors import CacheMiss, TilekernWarning, ToolchainMissing
 from tilekern.kernels import spec_named
-from tilekern.runtime import dispatch, libraries
+from tilekern.runtime import dispatch
 from tilekern.runtime.plans import LibraryPlan
 from tilekern.runtime.records import artifact_of, record_of
 from tilekern.spec import ALIGNED, GENERIC, Config
@@ -39,7 +39,7 @@ def here(monkeypatch):
     """Say which libraries are here."""
 
     def say(**which):
-        monkeypatch.setattr(libraries, "_IS_HERE", {n: lambda n=n: which[n] for n in which})
+        monkeypatch.setattr(library.Library, "libraries", {n: lambda n=n: which[n] for n in which})
 
     return say
 
@@ -54,7 +54,7 @@ def won_by(config, artifacts, blobs, best_kernel, root, spec=MATMUL, problem=PRO
     return record
 
 
-def test_where_the_library_is_its_call_runs(kernel, root, here):
+def test_a_library_s_call_runs_if_the_library_is_here(kernel, root, here):
     won_by(CUBLAS, *kernel, cache.BestKernel(dict(TILE), {"median_us": 11.0}, None), root)
     here(cublas=True)
     with warnings.catch_warnings(action="error"):
@@ -63,7 +63,7 @@ def test_where_the_library_is_its_call_runs(kernel, root, here):
     assert plan.config == CUBLAS
 
 
-def test_where_the_library_is_not_its_record_s_best_kernel_runs(kernel, root, here):
+def test_the_best_kernel_runs_if_the_library_is_missing(kernel, root, here):
     record = won_by(CUBLAS, *kernel, cache.BestKernel(dict(TILE), {"median_us": 11.0}, None), root)
     here(cublas=False)
     with pytest.warns(TilekernWarning, match="cublas is not here; matmul runs its best kernel"):
@@ -96,7 +96,7 @@ ASKED_OF_GROUPED = tuple(getattr(torch, v) if v == "bfloat16" else v for v in GR
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    for module in ("compile.toolchain", "runtime.records"):
+    for module in ("compile.cutile", "runtime.records"):
         monkeypatch.setattr(f"tilekern.{module}.require_toolkit", toolkit_is_missing)
 
 
@@ -115,14 +115,14 @@ def test_a_default_that_a_library_runs_needs_no_compiler(no_compiler, root, here
 
 
 @pytest.mark.parametrize("policy", ["fallback", "compile"])
-def test_the_model_s_own_op_runs_where_the_policy_or_the_library_says_so(policy, no_compiler, here):
+def test_the_model_s_own_op_runs_by_policy_or_without_the_library(policy, no_compiler, here):
     here(torch=policy == "fallback")
     dispatch.set_miss_policy(policy)
     with pytest.warns(TilekernWarning, match="the model's own op runs"):
         assert dispatch.plan_for(GROUPED, GPU, *ASKED_OF_GROUPED) is None
 
 
-def test_a_composite_of_kernels_runs_where_the_library_is_not(root, here):
+def test_a_composite_of_kernels_runs_without_the_library(root, here):
     spec = spec_named("attention_backward")
     sizes = {d.name: {"dtype": "bfloat16", "flag": False}.get(d.kind, 64) for d in spec.dimensions}
     problem = spec.problem(**sizes)
@@ -135,27 +135,27 @@ def test_a_composite_of_kernels_runs_where_the_library_is_not(root, here):
     assert plan.config == Config(implementation="kernels")
 
 
-def test_cudnn_is_here_where_torch_has_it_and_it_is_not_switched_off(monkeypatch):
+def test_cudnn_counts_as_here_unless_it_is_switched_off(monkeypatch):
     for available in (True, False):
         monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda available=available: available)
         for enabled in (True, False):
             with torch.backends.cudnn.flags(enabled=enabled):
-                assert ("cudnn" in libraries.libraries_here()) == (available and enabled)
+                assert ("cudnn" in library.libraries_here()) == (available and enabled)
 
 
-def test_the_libraries_are_those_that_configs_name():
+def test_configs_name_known_libraries():
     named = {
         value
         for spec in (MATMUL, spec_named("attention_forward"), spec_named("attention_backward"))
         for value in spec.space.axes(problem_of(spec))["implementation"]
     }
-    assert {name for name in named if libraries.library_of(Config(implementation=name))} == {"cublas", "cudnn"}
+    assert {name for name in named if library.library_of(Config(implementation=name))} == {"cublas", "cudnn"}
     for spec in (MATMUL, spec_named("attention_forward"), spec_named("attention_backward")):
         problem = problem_of(spec)
         for value in spec.space.axes(problem)["implementation"]:
             config = spec.default(problem, H200).but(implementation=value)
             runs = spec.is_library(problem, config) and not spec.implement(problem, config).composite
-            assert runs == (libraries.library_of(config) is not None), value
+            assert runs == (library.library_of(config) is not None), value
 
 
 def problem_of(spec):

@@ -60,7 +60,7 @@ def test_the_thread_that_forks_goes_on_with_what_it_holds():
 
 
 @pytest.mark.parametrize("path", ["tilekern.runtime.dispatch:_state.lock", "tilekern.runtime.dispatch:_watch._lock"])
-def test_the_locks_of_lookups_are_such(path):
+def test_lookups_use_fork_locks(path):
     module, _, names = path.partition(":")
     found = __import__(module, fromlist=["_"])
     for name in names.split("."):

@@ -175,7 +175,7 @@ def test_a_job_of_its_own_optimizer_looks_again_by_a_call(root, compiled, monkey
     assert dispatch.look_again() == 0
 
 
-def test_what_ops_remember_is_renewed_too(root, compiled):
+def test_memos_of_ops_are_renewed_too(root, compiled):
     remembered = dispatch.memo()
     with torch.no_grad():
         dispatch.keep(remembered, "call", plan())
@@ -355,50 +355,23 @@ for _ in range(122): op()
     assert cache.read_misses(root) == {name: 123}
 
 
-RANK = """
-provisional.INTERVAL_S = 0.05
-torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
-with torch.no_grad():
-    assert op() is None
-    torch.distributed.barrier()
-    print("ready", flush=True)
-    sys.stdin.readline()
-    end = time.monotonic() + float(sys.argv[3])
-    while op() is None and time.monotonic() < end:
-        time.sleep(0.01)
-    print(op() is not None, flush=True)
-    torch.distributed.barrier()
-"""
-
-
 @pytest.mark.parametrize("asked", [False, True])
-@pytest.mark.share(2)
-def test_ranks_of_a_job_look_nothing_up_unless_they_are_told_to(root, compiled, tmp_path, asked):
-    env = environment(TILEKERN_CACHE_DIR=str(root), TILEKERN_ON_MISS="fallback")
-    env |= {"TILEKERN_LOOKUP_AGAIN_S": EVERY_S} if asked else {}
-    arguments = [str(tmp_path / "meet"), str(PATIENCE_S if asked else 1)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOB + RANK, arguments[0], str(rank), arguments[1]],
-            env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        for rank in ranks:
-            assert rank.stdout.readline() == "ready\n"
+def test_ranks_of_a_job_look_nothing_up_unless_they_are_told_to(root, compiled, monkeypatch, asked):
+    monkeypatch.setattr(provisional, "of_several_ranks", lambda: True)
+    monkeypatch.setattr(provisional, "INTERVAL_S", float(EVERY_S))
+    if not asked:
+        monkeypatch.delenv("TILEKERN_LOOKUP_AGAIN_S")
+    with torch.no_grad():
+        assert plan() is None
         publish(compiled, root)
-        for rank in ranks:
-            rank.stdin.write("go\n")
-            rank.stdin.flush()
-        said = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
-        assert said == [f"{asked}\n"] * 2
-    finally:
-        for rank in ranks:
-            rank.kill()
+        if asked:
+            until(plan)
+        else:
+            time.sleep(10 * float(EVERY_S))
+            assert plan() is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_running_job_takes_what_the_service_publishes(root, tmp_path):
     """Three real processes: the job misses and goes on, the service tunes, the job's next lookup has it."""
     code = """

@@ -2,13 +2,15 @@
 
 import json
 import socket
-import time
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch.distributed as dist
 from marks import needs_compiler
 from one_record import H200, PROBLEM, SPEC
-from rank_jobs import DEFAULT, OTHER, PATIENCE_S, fill, finish, go_through, record, start
+from rank_jobs import DEFAULT, OTHER, fill, finish, go_through, record, start
 
 from tilekern import cache
 from tilekern.patch import comparing as ranks
@@ -35,9 +37,7 @@ def situations(compiled, tmp_path_factory):
     listed = []
 
     def give(name, roots, asks=((50, 48), (50, 64)), **more):
-        # The first one reads the wheel's packs too, which takes a second each time.
-        given = {"name": name, "roots": roots, "asks": more.pop("each", [asks] * RANKS), "alone": bool(listed)}
-        listed.append(given | more)
+        listed.append({"name": name, "roots": roots, "asks": more.pop("each", [asks] * RANKS)} | more)
 
     def alike(name, *columns):
         return [fill(home / name / str(rank), compiled, *columns) for rank in range(RANKS)]
@@ -86,6 +86,10 @@ def situations(compiled, tmp_path_factory):
          for r in range(RANKS)], each=[[], [(50, 48)], [(50, 48)]], do={"0": ["has_gpu", None]})  # fmt: skip
     give("a bad policy", alike("bad", 48), policies=["fallback", "panic", "fallback"])
     give("other sources", alike("sources", 48), do={"2": ["has_other_sources"]})
+    give("never agreed", alike("never", 48), do={str(rank): ["never_agrees"] for rank in range(RANKS)})
+    shared = fill(home / "published", compiled)
+    give("agree again", [shared] * RANKS, [(50, 48)], env={"TILEKERN_LOOKUP_AGAIN_S": "0.05"},
+         do={str(rank): ["publishes_when_agreed", str(compiled)] for rank in range(RANKS)})  # fmt: skip
     give("one dies", alike("dies", 48), do={"1": ["dies"]})
     return go_through(home, listed, RANKS, TIMEOUT_S)
 
@@ -116,6 +120,8 @@ AGREED = {
     # A policy that others forced is not taken for one's own.
     "one forbids to compile": ([None], None),
     "none forbids it any more": ([D], None),
+    # The worker makes sure that nothing is taken in between.
+    "agree again": ([D], None),
 }
 WANTED = {"partly filled": 1, "differ": 0, "vanishes while it is read": 0, "vanish when agreed": 0, "damaged": 0}
 SAID = {"one has no compiler": "not all ranks on sm_90 have the same compiler"}
@@ -177,7 +183,7 @@ def test_the_lowest_rank_with_a_gpu_leads(situations):
 def test_the_miss_policy_is_the_strictest(situations, name):
     for one in situations[name]:
         assert one["error"].startswith("CacheMiss:")
-        assert any("the ranks on sm_90 have other miss policies" in said for said in one["said"])
+        assert any("the ranks on sm_90 have different miss policies" in said for said in one["said"])
 
 
 # How all end at once, or where one dies within the group's time.
@@ -189,7 +195,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_what_no_rank_can_take_over_ends_all_at_once(situations, name):
+def test_a_rank_that_cannot_agree_ends_all_ranks(situations, name):
     dies = name == "one dies"
     assert len(situations[name]) == RANKS - dies
     for one in situations[name]:
@@ -197,13 +203,19 @@ def test_what_no_rank_can_take_over_ends_all_at_once(situations, name):
         assert one["seconds"] < TIMEOUT_S + LATE_S * dies
 
 
+def test_ranks_that_never_agreed_are_told_so(situations):
+    for one in situations["never agreed"]:
+        assert "call tilekern.agree() on every rank when torch.distributed is up" in str(one["said"])
+
+
+@pytest.mark.nightly
 def test_rank_0_dying_with_the_store_that_ranks_meet_at_ends_the_others(compiled, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meet = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     roots = [fill(tmp_path / "0", compiled, 48), fill(tmp_path / "1", compiled, 48)]
     path = tmp_path / "situations.json"
-    given = {"name": "dies", "roots": roots, "asks": [[], []], "do": {"0": ["dies"]}, "alone": True}
+    given = {"name": "dies", "roots": roots, "asks": [[], []], "do": {"0": ["dies"]}}
     path.write_text(json.dumps([given]))
     worker = Path(__file__).with_name("rank_worker.py")
     _, (said, errors, _) = finish(start(tmp_path, worker, 2, TIMEOUT_S, path, meet=meet))
@@ -215,8 +227,7 @@ def test_rank_0_dying_with_the_store_that_ranks_meet_at_ends_the_others(compiled
 
 # A rank without the wheel's packs, on an H200 that is not there.
 RANK = """
-import os, sys, time, torch, tilekern
-from pathlib import Path
+import os, sys, torch, tilekern
 from torch.distributed import init_process_group
 from tilekern import cache
 from tilekern.kernels import spec_named
@@ -268,7 +279,8 @@ judge()
 """
 
 
-def test_apply_sees_to_it_before_and_after_torch_distributed_is_up(compiled, tmp_path):
+@pytest.mark.nightly
+def test_apply_agrees_before_and_after_torch_distributed_is_up(compiled, tmp_path):
     roots = [fill(tmp_path / "0", compiled, 48), fill(tmp_path / "1", compiled, 48, config=OTHER)]
     ended = finish(start(tmp_path, RANK + APPLY, 2, *roots, modules="torch,transformers"))
     assert [code for _, _, code in ended] == [0, 0], ended
@@ -278,49 +290,21 @@ def test_apply_sees_to_it_before_and_after_torch_distributed_is_up(compiled, tmp
     assert before.startswith(DEFAULT.key)
 
 
-RUNNING = """
-os.environ["TILEKERN_CACHE_DIR"] = sys.argv[4]
-torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=count)
-
-if sys.argv[5] == "now":
-    plan()
-tilekern.agree()
-assert plan() is None
-torch.distributed.barrier()
-published = Path(sys.argv[5])
-published.with_name(f"ready.{rank}").touch()
-while not published.exists():
-    time.sleep(0.05)
-assert dispatch.look_again() == 0 and plan() is None
-time.sleep(0.5)
-assert plan() is None, "found by a thread of one rank alone"
-tilekern.agree()
-print(plan() is not None, flush=True)
-"""
-
-
-def test_ranks_that_agreed_take_what_is_published_when_they_agree_again(compiled, tmp_path):
-    root = fill(tmp_path / "cache", compiled)
-    published, env = tmp_path / "published", {"TILEKERN_LOOKUP_AGAIN_S": "0.05", "TILEKERN_ON_MISS": "fallback"}
-    job = start(tmp_path, RANK + RUNNING, 2, root, published, **env)
-    until = time.monotonic() + PATIENCE_S
-    while not all((tmp_path / f"ready.{rank}").exists() for rank in range(2)):
-        if job[0].poll() is not None or time.monotonic() > until:
-            pytest.fail(str(finish(job)))
-        time.sleep(0.05)
-    fill(Path(root), compiled, 48)
-    published.touch()
-    ended = finish(job)
-    assert [out for out, _, _ in ended] == ["True\n"] * 2, ended
-
-
-def test_ranks_that_never_agreed_are_told_so(compiled, tmp_path):
-    code = RANK + RUNNING.split("tilekern.agree()", maxsplit=1)[0]
-    roots = [fill(tmp_path / "cache", compiled, 48), "now"]
-    code += "torch.distributed.barrier()\n"  # who leaves before the other is up would fail it
-    for _, said, code_of_exit in finish(start(tmp_path, code, 2, *roots)):
-        assert code_of_exit == 0, said
-        assert "call tilekern.agree() on every rank when torch.distributed is up" in said
+def test_ranks_agree_when_torch_distributed_comes_up_by_whichever_name_it_is_called(tmp_path, monkeypatch):
+    rounds, script, known = [], ModuleType("script"), dist.init_process_group
+    script.init_process_group = known
+    monkeypatch.setitem(sys.modules, "script", script)
+    monkeypatch.setattr(ranks, "agree", lambda: rounds.append(dist.is_initialized()))
+    try:
+        ranks.agree_when_up()
+        assert not rounds
+        script.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+        ranks.agree_when_up()
+        assert rounds == [True, True]
+    finally:
+        ranks.unarm()
+        dist.destroy_process_group()
+    assert dist.init_process_group is script.init_process_group is known
 
 
 def test_without_torch_distributed_nothing_is_done():
@@ -348,7 +332,7 @@ def test_a_snapshot_answers_as_the_layers_that_it_was_taken_from(compiled, tmp_p
     assert len(snapshot) == 3
 
 
-def test_what_runs_is_what_an_identity_is_of(compiled):
+def test_an_identity_covers_what_runs_and_nothing_else(compiled):
     made, _ = record(compiled)
     assert identity(record(compiled, created="2026-08-01T12:00:00+00:00")[0]) == identity(made)
     assert identity(record(compiled, config=OTHER)[0]) != identity(made)

@@ -12,10 +12,11 @@ import torch
 from environments import ROOT
 from one_record import GPU, SIZES, SPEC
 
-from tilekern.doctor.devices import devices
+from tilekern.compile.cute_compiler import CuteDsl
+from tilekern.doctor.machine import devices
 from tilekern.errors import CacheMiss, InputError, TilekernWarning
 from tilekern.runtime import dispatch, requirements
-from tilekern.runtime.requirements import CUTE, LEAST_DRIVER, NEEDS, PYTHON, asked_by, driver_unmet, fits, unmet
+from tilekern.runtime.requirements import LEAST_DRIVER, NEEDS, PYTHON, asked_by, driver_unmet, fits, unmet
 from tilekern.spec.targets import resolve
 from tilekern.tuning.measure import gpu
 
@@ -62,14 +63,14 @@ def test_the_ranges_are_those_of_the_project():
     asked = dict(re.fullmatch(r"([\w-]+)(.*)", line).groups() for line in project()["dependencies"])
     assert asked == NEEDS
     assert project()["requires-python"] == PYTHON
-    assert project()["optional-dependencies"]["cute"] == [f"{name}{wanted}" for name, wanted in CUTE.items()]
+    assert project()["optional-dependencies"]["cute"] == [f"{name}{wanted}" for name, wanted in CuteDsl.needs.items()]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/reference.md"])
 def test_the_tables_of_requirements_have_the_ranges(page):
     rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|", (ROOT / page).read_text(), re.M))
     assert rows["NVIDIA driver"].startswith(f"{LEAST_DRIVER} or newer")
-    told = {"Python": PYTHON, **{name: NEEDS[name] for name in ("torch", "cuda-tile", "transformers")}, **CUTE}
+    told = {"Python": PYTHON, **{name: NEEDS[name] for name in ("torch", "cuda-tile", "transformers")}, **CuteDsl.needs}
     if page != "README.md":
         told |= NEEDS
     assert {name: rows[name].split(";")[0].strip(" `") for name in told} == told

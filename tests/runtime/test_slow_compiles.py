@@ -23,10 +23,10 @@ JOB = """
 import os, sys
 from pathlib import Path
 from one_record import H200, PROBLEM, SPEC
-from tilekern.compile import toolchain
+from tilekern.compile import cutile
 from tilekern.runtime import dispatch
 
-toolchain._tileiras = lambda: Path(sys.argv[1])
+cutile._tileiras = lambda: Path(sys.argv[1])
 try:
     dispatch.compile_default(SPEC, PROBLEM, H200)
 except KeyboardInterrupt:

@@ -19,7 +19,7 @@ from marks import needs_compiler
 from one_record import GPU, H200, PROBLEM, SIZES, SPEC, numbers, record_of
 
 from tilekern import cache
-from tilekern.compile import toolchain
+from tilekern.compile import cutile
 from tilekern.errors import CacheMiss, CompileFailed, CompileInterrupted, RanksDiffer
 from tilekern.runtime import defaults, dispatch
 from tilekern.runtime.ranks import agreement
@@ -55,7 +55,7 @@ def test_a_default_that_cannot_be_compiled_is_tried_once(root, monkeypatch):
     def refuse(*_):
         raise CompileFailed("it does not like it")
 
-    monkeypatch.setattr(toolchain, "_assemble", refuse)
+    monkeypatch.setattr(cutile, "_assemble", refuse)
     compiled = counted(monkeypatch, defaults, "compiled_default")
     with pytest.warns(UserWarning, match="could not be compiled .it does not like it.; the model's own op runs"):
         assert [dispatch.plan_for(SPEC, GPU, rows, *SIZES[1:]) for rows in (50, 51, 52)] == [None] * 3
@@ -130,7 +130,7 @@ def test_the_next_record_serves_where_the_best_one_fits_nothing(filled, compiled
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
 @pytest.mark.parametrize("policy", ["fallback", "error", "compile"])
-def test_what_the_system_refuses_a_lookup_ends_no_step(root, monkeypatch, policy, number):
+def test_system_errors_of_a_lookup_end_no_step(root, monkeypatch, policy, number):
     def fail(*_, **__):
         raise OSError(number, os.strerror(number))
 
@@ -153,12 +153,12 @@ def test_what_the_system_refuses_a_lookup_ends_no_step(root, monkeypatch, policy
         ("no processes", "Resource temporarily unavailable"),
     ],
 )
-def test_what_the_system_refuses_a_compiler_ends_no_step(root, monkeypatch, tmp_path, fault, reason):
+def test_system_errors_of_a_compiler_end_no_step(root, monkeypatch, tmp_path, fault, reason):
     if fault == "not a program":
         (tmp_path / "tileiras").write_bytes(b"\x7fELF damaged")
         (tmp_path / "tileiras").chmod(0o755)
-        tools = dataclasses.replace(toolchain.toolkit(), path=tmp_path / "tileiras")
-        monkeypatch.setattr(toolchain, "toolkit", lambda: tools)
+        tools = dataclasses.replace(cutile.toolkit(), path=tmp_path / "tileiras")
+        monkeypatch.setattr(cutile, "toolkit", lambda: tools)
     elif fault == "no room":
         monkeypatch.setattr(tempfile, "tempdir", None)
         monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "nowhere")])
@@ -188,7 +188,7 @@ def test_without_a_home_what_is_compiled_runs(root, monkeypatch):
     assert dispatch.stats()[SPEC.name] == numbers(misses=1, compiled=1, hits=1)
 
 
-def test_processes_that_miss_the_same_at_once_leave_it_to_one(root, tmp_path, monkeypatch):
+def test_one_of_several_processes_compiles_a_miss(root, tmp_path, monkeypatch):
     """Each child writes a byte where it compiles; those that waited read what the first one wrote."""
     true = defaults.compiled_default
 
@@ -254,29 +254,29 @@ def agreed(root, monkeypatch):
 
 def test_a_rank_that_cannot_compile_what_others_may_have_compiled_does_not_go_its_own_way(agreed, monkeypatch):
     tries = []
-    monkeypatch.setattr(toolchain, "_assemble", lambda *given: passing(tries.append(given)))
+    monkeypatch.setattr(cutile, "_assemble", lambda *given: passing(tries.append(given)))
     with pytest.raises(RanksDiffer, match=r"this rank cannot compile swiglu_forward .*signal 9"):
         dispatch.plan_for(SPEC, GPU, *SIZES)
     assert len(tries) == 3
 
 
 def test_a_rank_tries_again_after_what_passes(agreed, monkeypatch):
-    true, tries = toolchain._assemble, []
+    true, tries = cutile._assemble, []
 
     def second(*given):
         tries.append(given)
         return passing(given) if len(tries) == 1 else true(*given)
 
-    monkeypatch.setattr(toolchain, "_assemble", second)
+    monkeypatch.setattr(cutile, "_assemble", second)
     assert dispatch.plan_for(SPEC, GPU, *SIZES).config == SPEC.default(PROBLEM, H200)
     assert dispatch.stats()[SPEC.name] == numbers(misses=1, compiled=1)
 
 
-def test_what_the_compiler_rejects_it_rejects_on_all_ranks(agreed, monkeypatch):
+def test_a_rejected_default_is_rejected_on_all_ranks(agreed, monkeypatch):
     def reject(*_):
         raise CompileFailed("tileiras ended with exit code 1: no such op")
 
-    monkeypatch.setattr(toolchain, "_assemble", reject)
+    monkeypatch.setattr(cutile, "_assemble", reject)
     with pytest.warns(UserWarning, match="no such op.*; the model's own op runs"):
         assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
 

@@ -55,7 +55,7 @@ def test_an_op_on_meta_is_noted_at_its_bucket_and_launches_nothing():
     assert tilekern.stats() == before
 
 
-def test_who_asked_is_noted_the_innermost_patch_or_else_the_outermost_op():
+def test_the_innermost_patch_or_the_outermost_op_is_noted_as_asker():
     """An op asks for the kernels of others: ``gated_mlp`` for SwiGLU's, which stand in for an MLP here."""
 
     def stand_in(x):
@@ -185,7 +185,7 @@ def test_grouped_products_have_a_shape_in_every_dtype(dtype):
         assert torch._grouped_mm(x.t(), slope, offs=offsets).dtype == dtype
 
 
-def test_yes_or_no_about_values_is_answered_as_for_an_ordinary_batch():
+def test_questions_about_values_are_answered_as_for_an_ordinary_batch():
     mask = torch.ones(2, 3, device="meta", dtype=torch.bool)
     with tilekern.trace(gpu="H200"):
         assert mask.all()
@@ -227,7 +227,7 @@ def test_a_step_that_fails_leaves_no_file(tmp_path):
 
 def test_an_empty_plan_is_not_written(tmp_path):
     with (
-        pytest.raises(InputError, match="is not written, since no problem was asked for: patch the model"),
+        pytest.raises(InputError, match="is not written, since no problem was asked for; patch the model"),
         tilekern.trace(tmp_path / "plan.json", gpu="H200"),
     ):
         pass

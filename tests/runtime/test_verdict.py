@@ -36,11 +36,11 @@ def test_a_miss_compiles_where_all_have_the_same_compiler(toolkits):
 
 @pytest.mark.parametrize("strictest", ["error", "fallback"])
 @pytest.mark.parametrize("rank", range(3))
-def test_what_one_rank_forbids_is_done_on_none_of_its_arch(strictest, rank):
+def test_the_strictest_policy_counts_for_all_ranks_of_an_arch(strictest, rank):
     statuses = [status(policy=strictest if at == rank else "compile") for at in range(3)]
     verdict = verdict_on([*statuses, status(gpu="B200")])
     assert [verdict.groups[arch].policy for arch in ("sm_90", "sm_100")] == [strictest, "compile"]
-    assert any("have other miss policies" in note for note in verdict.notes)
+    assert any("have different miss policies" in note for note in verdict.notes)
 
 
 def test_ranks_that_trust_others_run_nothing_together():
@@ -106,7 +106,7 @@ def changed(**changes):
         *(b"", b"\xff", b"[]", b"{}", b"null", b"[" * 100_000, b'{"target":' * 5000),
     ],
 )
-def test_what_is_not_a_status_is_refused_in_one_line(said):
+def test_a_malformed_status_is_refused_in_one_line(said):
     with pytest.raises(CacheError) as caught:
         Status.from_bytes(said)
     assert "\n" not in str(caught.value)
@@ -117,7 +117,7 @@ JSON = st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st
 
 
 @given(name=st.sampled_from([*BAD, *BAD_TARGET]), value=JSON)
-def test_whatever_a_rank_says_is_a_status_or_refused(name, value):
+def test_any_bytes_are_a_status_or_refused(name, value):
     said = json.loads(status().to_bytes())
     (said if name in BAD else said["target"])[name] = value
     with contextlib.suppress(CacheError, RanksDiffer):

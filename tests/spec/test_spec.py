@@ -1,7 +1,6 @@
 """Problems, configs, buckets and search spaces as plain data."""
 
 import copy
-import itertools
 import pickle
 
 import pytest
@@ -92,49 +91,6 @@ def test_candidates_are_the_allowed_part_of_the_product_in_a_fixed_order():
     assert found == [{"a": 1, "b": 1}, {"a": 1, "b": 3}, {"a": 7, "b": 1}, {"a": 7, "b": 3}]
     assert space.violated(Problem(n=7), Config(a=1, b=2), H200) == "b must be odd"
     assert space.violated(Problem(n=7), Config(a=1, b=3), H200) is None
-
-
-@st.composite
-def spaces(draw):
-    """Axes of numbers, and conditions each of which looks at some of them in an order of its own, or at all."""
-    axes = draw(st.dictionaries(st.sampled_from("abcdef"), st.lists(st.integers(0, 3), max_size=3, unique=True)))
-    conditions = []
-    for _ in range(draw(st.integers(0, 4))):
-        names = draw(st.lists(st.sampled_from(sorted(axes)), max_size=3)) if axes else []
-        way, odd = draw(st.sampled_from(("one by one", "get", "all", "equal", "key"))), draw(st.integers(0, 3))
-
-        def holds(problem, config, target, names=names, way=way, odd=odd):
-            if way == "one by one":
-                return all(config[name] != odd for name in names)
-            if way == "get":
-                return sum(config.get(name, 0) for name in [*names, "absent"]) != odd
-            if way == "equal":
-                return config != Config(dict.fromkeys(axes, odd)) and hash(config) == hash(Config(config))
-            return str(odd) not in config.key if way == "key" else sum(config.values()) % 4 != odd
-
-        conditions.append(Constraint("it was drawn", holds))
-    return Space(lambda _: axes, tuple(conditions))
-
-
-@given(spaces())
-def test_what_is_skipped_is_what_would_be_turned_down(space):
-    problem = Problem(n=1)
-    axes = space.axes(problem)
-    points = [Config(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
-    expected = [point for point in points if space.violated(problem, point, H200) is None]
-    found = list(space.candidates(problem, H200))
-    assert found == expected
-    assert [list(point) for point in found] == [list(axes)] * len(found)
-    assert {type(point) for point in found} <= {Config}
-
-
-def test_points_that_a_condition_turned_down_already_are_not_looked_at():
-    looked_at = []
-    axes = {"a": range(10), "b": range(10), "c": range(10)}
-    noted, last = lambda *_: looked_at.append(0) or True, lambda _, config, __: config["a"] == 9
-    conditions = (Constraint("", noted), Constraint("", last))
-    assert len(list(Space(lambda _: axes, conditions).candidates(Problem(n=1), H200))) == 100
-    assert len(looked_at) == 9 + 100
 
 
 def test_dangerous_points_are_out_of_every_space():

@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from ctypes.util import find_library
 from types import SimpleNamespace
 
 import pytest
@@ -146,15 +147,46 @@ def test_a_gpu_is_named_by_its_figures():
     assert (limits.registers, limits.threads, limits.blocks) == (32768, 1024, 16)
     assert (limits.half_tflops, limits.scalar_tflops) == (300, 40)
     assert from_description(limits.describe_whole()) == limits
+    capped = resolve("sm_90:132,name=H200,half=700,memory=4000")
+    assert capped.key == resolve("H200").key
+    assert from_description(capped.describe_whole()) == capped, "a listed GPU keeps the limits that its user gave"
     assert resolve("sm_90:40").memory_gbs == resolve("sm_90:20").memory_gbs * 2
     assert resolve("sm_90:132").memory_gbs == resolve("sm_90").memory_gbs
 
 
-@pytest.mark.parametrize("option", ["speed=3", "memory=fast", "memory=0", "name=--", f"name={'x' * 70}"])
-def test_an_option_that_no_gpu_has_is_named_with_the_form(option):
-    with pytest.raises(InputError, match=r"is not an option; one GPU is written as sm_90:78,memory=") as caught:
+@pytest.mark.parametrize(
+    ("option", "wrong"),
+    [
+        (
+            "speed=3",
+            "is unknown; use memory, l2, shared, registers, threads, blocks, half, scalar or name, as in sm_90:",
+        ),
+        ("memory=fast", "is wrong; memory must be a whole number up to 999999, as in sm_90:78"),
+        ("memory=0", "is wrong; memory must be a whole number"),
+        ("name=--", "is wrong; name must be text of at most 60 characters"),
+        (f"name={'x' * 70}", "is wrong; name must be text of at most 60 characters"),
+    ],
+)
+def test_a_wrong_figure_is_named_with_what_is_allowed(option, wrong):
+    with pytest.raises(InputError) as caught:
         resolve(f"sm_90:78,{option}")
-    assert repr(option) in str(caught.value)
+    assert f"{option!r} {wrong}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "has"),
+    [
+        ("sm_80", set()),
+        ("sm_89", set()),
+        ("sm_90", {"tma", "clusters", "dependent_launch", "wgmma"}),
+        ("sm_100", {"tma", "clusters", "dependent_launch", "tensor_memory"}),
+        ("sm_103", {"tma", "clusters", "dependent_launch", "tensor_memory"}),
+        ("sm_120", {"tma", "clusters", "dependent_launch"}),
+    ],
+)
+def test_capabilities_have_names(name, has):
+    features = ("tma", "clusters", "dependent_launch", "wgmma", "tensor_memory")
+    assert {feature for feature in features if getattr(resolve(name), f"has_{feature}")} == has
 
 
 @pytest.mark.parametrize(
@@ -212,7 +244,7 @@ def test_the_figures_are_those_of_a_gpu(target):
 
 
 @pytest.mark.parametrize("driver", ["in the kernel", "a library", None])
-def test_where_there_is_no_driver_torch_is_not_asked(monkeypatch, driver):
+def test_torch_is_not_asked_without_a_driver(monkeypatch, driver):
     def load(name):
         if driver != "a library":
             raise OSError(name)
@@ -227,7 +259,7 @@ def test_where_there_is_no_driver_torch_is_not_asked(monkeypatch, driver):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.skipif(targets._has_driver(), reason="the CUDA driver is installed here")
+@pytest.mark.skipif(find_library("cuda") is not None, reason="the CUDA driver is installed here")
 def test_torch_is_not_loaded_to_find_no_gpu():
     code = "import sys; from tilekern.spec.targets import here; print(here(), 'torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)

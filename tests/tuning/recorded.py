@@ -93,7 +93,7 @@ class RecordedExecutor:
         item = entrant.candidate
         name = item.config.key
         factor = self._factors.get(name, self._factors.get((item.problem["rows"], name), 1.0))
-        return factor * (CUTE_US if item.is_cute else times()[item.kernel, item.problem, item.config])
+        return factor * (CUTE_US if item.backend.name == "cute" else times()[item.kernel, item.problem, item.config])
 
 
 def timing(median_us: float, samples: int = 85) -> dict:

@@ -15,7 +15,7 @@ import pytest
 from isolation_samples import compiler, die_at, hang_at, is_alive, note_at
 from tuning_samples import COMPILED, SMALL
 
-from tilekern.compile import toolchain
+from tilekern.compile import cutile
 from tilekern.compile.toolchain import Toolkit, toolkit
 from tilekern.errors import CompileFailed, CompileInterrupted, CompileTimeout
 from tilekern.spec import Config, Problem
@@ -135,9 +135,9 @@ def test_what_a_compiler_lacked_leaves_a_candidate_open_and_what_it_rejected_has
 @pytest.mark.parametrize(("fault", "status"), [("while true; do :; done", "open"), ("sleep 60", "failed")])
 def test_who_gets_no_processor_is_open_and_who_hangs_has_failed(tmp_path, monkeypatch, fault, status):
     """The share of the processor is looked up; here less than a whole one is as little as none."""
-    monkeypatch.setattr(toolchain, "_STARVED", 2.0)
+    monkeypatch.setattr(cutile, "_STARVED", 2.0)
     with pytest.raises(CompileFailed, match=r"exceeded 0\.5 s") as failed:
-        toolchain._run(["/bin/sh", "-c", fault], {}, 0.5)
+        cutile._run(["/bin/sh", "-c", fault], {}, 0.5)
     assert type(failed.value) is (CompileInterrupted if status == "open" else CompileTimeout)
 
 

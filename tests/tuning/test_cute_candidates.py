@@ -19,7 +19,6 @@ from tilekern.tuning.measure import process
 from tilekern.tuning.measure.stage import measure_all
 from tilekern.tuning.predict.ranking import predict_best, ranking
 from tilekern.tuning.publishing import keep_winners, winners
-from tilekern.tuning.sweep import folder
 from tilekern.tuning.sweep.folder import Sweep
 
 SPEC = spec_named("softmax_forward")
@@ -35,12 +34,11 @@ def in_cute(target, count):
 
 @pytest.fixture
 def without_cute(monkeypatch):
-    for module in (cute_compiler, folder):
-        monkeypatch.setattr(module, "compiler", lambda: None)
+    monkeypatch.setattr(cute_compiler, "compiler", lambda: None)
 
 
 def of_cute(sweep):
-    return [item for item in sweep.candidates(*NAMED) if item.is_cute]
+    return [item for item in sweep.candidates(*NAMED) if item.backend.name == "cute"]
 
 
 def test_without_the_dsl_cutile_s_are_swept_alone_which_is_said(h200, tmp_path, without_cute):
@@ -49,9 +47,9 @@ def test_without_the_dsl_cutile_s_are_swept_alone_which_is_said(h200, tmp_path, 
     sweep.begin(h200, "test", named)
     assert not of_cute(sweep)
     assert sweep.candidates(*NAMED)[-1].variant == GENERIC
-    [said] = pipeline.without_cute(sweep, named)
-    assert said.startswith("nvidia-cutlass-dsl is not installed: 1 of 2 kernels are swept in cuTile alone")
-    assert not list(pipeline.without_cute(sweep, named[1:]))
+    [said] = pipeline.without_backends(sweep, named)
+    assert said.startswith("nvidia-cutlass-dsl is not installed: 1 of 2 kernels are swept without CuTe DSL")
+    assert not list(pipeline.without_backends(sweep, named[1:]))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +82,7 @@ class TestASweepOfBoth:
         assert not any({"launch", "compiler"} & line.keys() for line in others)
 
     def test_the_predicted_winner_is_cutile_s(self, compiled, h200):
-        order = [item.is_cute for item, _ in ranking(compiled, *NAMED, h200)]
+        order = [item.backend.name == "cute" for item, _ in ranking(compiled, *NAMED, h200)]
         assert order == [False, True, True]
         assert predict_best(compiled, *NAMED, h200).config == SPEC.default(PROBLEM, h200)
 

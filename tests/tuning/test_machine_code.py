@@ -116,17 +116,17 @@ def test_products_and_their_loop_are_found_on_every_architecture(arch):
 
 @needs_compiler
 def test_the_compiler_s_remarks_say_the_same_of_tma(tmp_path, monkeypatch):
-    from tilekern.compile import toolchain
+    from tilekern.compile import cutile
 
     monkeypatch.setenv("PATH", without_kept_cubins())  # a cubin that was kept comes without remarks
-    run = toolchain._run
+    run = cutile._run
 
     def with_remarks(command, environment, timeout_s):
         options = ["--remark-format=yaml", "--remarks=all"]
         monkeypatch.chdir(tmp_path)
         return run([*command, *options], environment, timeout_s)
 
-    monkeypatch.setattr(toolchain, "_run", with_remarks)
+    monkeypatch.setattr(cutile, "_run", with_remarks)
     for tma in (True, False):
         found = made("rms_norm_forward", "sm_90", tma=tma)
         said = (tmp_path / "tileir_remarks.yaml").read_text()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tuning_samples import SMALL
 
+from tilekern.compile import cute_compiler
 from tilekern.errors import InputError
 from tilekern.runtime.switches import EXTRAS, OPS
 from tilekern.spec import Problem
@@ -142,7 +143,7 @@ def test_cute_that_is_installed_later_does_not_open_a_finished_sweep(tmp_path, m
         "rms_norm_forward",
         Problem({"rows": 64, "columns": 1024, "dtype": "bfloat16", "weight_dtype": "bfloat16"}),
     )
-    monkeypatch.setattr(sweeps, "compiler", lambda: None)
+    monkeypatch.setattr(cute_compiler, "compiler", lambda: None)
     sweep = sweeps.Sweep(tmp_path)
     sweep.begin(h200, "a model", [problem])
     with sweep.running("compile"):
@@ -151,8 +152,8 @@ def test_cute_that_is_installed_later_does_not_open_a_finished_sweep(tmp_path, m
         lines = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
         (tmp_path / "runs.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines if not x["ended"]))
     before = sweeps.Sweep(tmp_path, foreign=True).candidates(*problem)
-    monkeypatch.setattr(sweeps, "compiler", lambda: "a compiler")
+    monkeypatch.setattr(cute_compiler, "compiler", lambda: "a compiler")
     after = sweeps.Sweep(tmp_path, foreign=True).candidates(*problem)
     assert (after == before) == ended
     assert len(sweeps.Sweep(tmp_path).candidates(*problem)) > len(before), "a run compiles what it can"
-    assert len(candidates(*problem, h200, with_cute=True)) > len(before)
+    assert len(candidates(*problem, h200)) > len(before)

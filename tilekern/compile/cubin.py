@@ -1,4 +1,4 @@
-"""Facts of a cubin: registers, spills, shared memory and threads of a kernel, read from its ELF sections."""
+"""Reads a cubin's ELF sections: registers, spills, shared memory, threads and code of a kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Resources:
     Attributes:
         registers: 32-bit registers of a thread.
         stack_bytes: local memory of a thread; more than 0 means spills or indexed register arrays.
-        shared_bytes: shared memory of a block; a cubin says the static alone.
+        shared_bytes: shared memory of a block; a cubin only states the static part.
         threads: threads of a block.
         code_bytes: machine code.
     """
@@ -35,12 +35,12 @@ class Resources:
     code_bytes: int
 
     def as_dict(self) -> dict[str, int]:
-        """The facts as a record keeps them."""
+        """Return the resources as a record keeps them."""
         return dataclasses.asdict(self)
 
 
 def read_resources(cubin: bytes, symbol: str) -> Resources:
-    """The resources of kernel ``symbol`` in ``cubin``.
+    """Return the resources of kernel ``symbol`` in ``cubin``.
 
     Raises:
         ValueError: the cubin has no such kernel.
@@ -52,7 +52,10 @@ def read_resources(cubin: bytes, symbol: str) -> Resources:
     text = elf.get_section_by_name(f".text.{symbol}")
     if text is None:
         raise ValueError(f"the cubin holds no kernel {symbol}")
-    index = _symbol_index(elf, symbol)
+    symbols = enumerate(elf.get_section_by_name(".symtab").iter_symbols())
+    index = next((at for at, one in symbols if one.name == symbol and one["st_info"]["type"] == "STT_FUNC"), None)
+    if index is None:
+        raise ValueError(f"the cubin's symbol table has no function {symbol}")
     whole = _attributes(elf.get_section_by_name(".nv.info"))
     own = _attributes(elf.get_section_by_name(f".nv.info.{symbol}"))
     shared = elf.get_section_by_name(f".nv.shared.{symbol}")
@@ -66,14 +69,14 @@ def read_resources(cubin: bytes, symbol: str) -> Resources:
 
 
 def code_of(cubin: bytes, symbol: str) -> bytes:
-    """The machine code of kernel ``symbol``: equal code means an equal candidate."""
+    """Return the machine code of kernel ``symbol``."""
     from elftools.elf.elffile import ELFFile
 
     return bytes(ELFFile(io.BytesIO(cubin)).get_section_by_name(f".text.{symbol}").data())
 
 
 def constants_of(cubin: bytes, symbol: str) -> list[tuple[str, bytes]]:
-    """The data that kernel ``symbol`` reads beside its arguments: the sections of constants and of global variables."""
+    """Return the data that kernel ``symbol`` reads beside its arguments: constants and global variables, by section."""
     from elftools.elf.elffile import ELFFile
 
     sections = ((section.name, section) for section in ELFFile(io.BytesIO(cubin)).iter_sections())
@@ -85,7 +88,7 @@ def constants_of(cubin: bytes, symbol: str) -> list[tuple[str, bytes]]:
 
 
 def parameter_bytes(cubin: bytes, symbol: str) -> list[int]:
-    """The size of each parameter of kernel ``symbol``, in their order.
+    """Return the size of each parameter of kernel ``symbol``, in their order.
 
     Raises:
         ValueError: the cubin has no such kernel.
@@ -104,15 +107,8 @@ def parameter_bytes(cubin: bytes, symbol: str) -> list[int]:
     return [found[ordinal] for ordinal in sorted(found)]
 
 
-def _symbol_index(elf: Any, symbol: str) -> int:
-    for index, entry in enumerate(elf.get_section_by_name(".symtab").iter_symbols()):
-        if entry.name == symbol and entry["st_info"]["type"] == "STT_FUNC":
-            return index
-    raise ValueError(f"the cubin's symbol table has no function {symbol}")
-
-
 def _attributes(section: Any) -> list[tuple[int, bytes]]:
-    """(code, value) of each attribute with a sized value; the other formats hold nothing that is asked for."""
+    """Return (code, value) of each attribute with a sized value; the other formats have nothing of use here."""
     data = section.data() if section is not None else b""
     found, at = [], 0
     while at + 4 <= len(data):

@@ -1,4 +1,4 @@
-"""Python's search for garbage, put off while nothing but what stays is made: modules, or the form of one kernel."""
+"""Turns Python's garbage collection off while only lasting objects are made: modules, or a kernel's lowered form."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def search_put_off() -> Iterator[None]:
-    """Have no search for garbage inside; where there is none anyway, nothing is changed.
+    """Turn garbage collection off inside, unless it is off already.
 
-    It goes through all that was made since the last one after every 700 objects: that took 30 % of cuda-tile's front
-    end, and 7 % of the plan of a model, which loads torch and transformers.
+    It scans new objects after every 700 of them. That took 30 % of cuda-tile's front end, and 7 % of the plan of a
+    model, which loads torch and transformers.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,9 +1,9 @@
-"""Kernels' own Python functions, with ``ct`` and everything made from it bound to something else.
+"""Copies kernels' Python functions with ``ct`` and everything made from it bound to something else.
 
-A kernel's function is copied with new globals. The names that its code uses are looked up in its real globals: the
-module ``cuda.tile`` becomes a namespace of the caller's, a function of ``cuda.tile`` the namespace's function of that
-name, and another plain function (a helper, from whichever module) is copied in the same way, closures included. So the
-interpreter runs a kernel on the CPU, and CuTe DSL compiles the formulas of kernels that cuTile compiles.
+A function is copied with new globals. Of the names that its code uses, the module ``cuda.tile`` becomes a namespace of
+the caller, a function of ``cuda.tile`` becomes the namespace's function of that name, and any other function (a helper
+of any module) is copied in the same way, closures included. So the interpreter runs kernels on the CPU, and CuTe DSL
+compiles the formulas of cuTile kernels.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ class _Module:
 class Rebinder:
     """Copies functions, each once, so that helpers may be recursive.
 
-    Args:
-        namespace: takes the place of the module ``cuda.tile``.
-        instead: helpers that are not copied, by the function that stands in their place.
-        builtin: the built-ins that copies see.
+    ``namespace`` replaces the module ``cuda.tile``, ``instead`` some helpers, ``builtin`` the built-ins.
     """
 
     def __init__(
@@ -48,7 +45,7 @@ class Rebinder:
         self._copies: dict[int, FunctionType] = {}
 
     def function(self, original: FunctionType) -> FunctionType:
-        """The copy of a function."""
+        """Return the copy of a function."""
         if id(original) in self._copies:
             return self._copies[id(original)]
         names: dict[str, Any] = {"__builtins__": self._builtins, "__name__": original.__module__}
@@ -66,12 +63,12 @@ class Rebinder:
         return copy
 
     def value(self, value: Any) -> Any:
-        """The stand-in for a global's, closure's or module's value."""
+        """Return the replacement for the value of a global, closure or module."""
         if isinstance(value, FunctionType):
             return self._function_value(value)
         if isinstance(value, ModuleType):
             return self._module_value(value)
-        # A container stays the very same one, which code may fill, unless something in it is rebound.
+        # A container stays the same object, which code may fill, unless something in it is rebound.
         if type(value) in (tuple, list):
             items = [self.value(item) for item in value]
             return type(value)(items) if any(map(operator.is_not, items, value)) else value

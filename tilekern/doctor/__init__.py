@@ -1,35 +1,46 @@
-"""``python -m tilekern.doctor [MODEL]``: list what is installed and read and what would serve a model, and check it.
+"""``python -m tilekern.doctor [MODEL]``: report what is installed, which caches are read, and what would serve a model.
 
-One screen to paste into a bug report. It runs where torch, the GPU, the network or any of tilekern's dependencies are
-missing: each part is looked at by itself, and a part that cannot be looked at is one of the things that are wrong.
+The report is one screen to paste into a bug report. It works without torch, a GPU, the network or any of tilekern's
+dependencies: each part is inspected separately, and a part that fails is reported as wrong.
 """
 
 from __future__ import annotations
 
+import contextlib
 import platform
+from collections import Counter
 
 from tilekern import __version__
 from tilekern.doctor.caches import tell_of_caches
-from tilekern.doctor.devices import devices
-from tilekern.doctor.machine import tell_of_compilers, tell_of_gpus, tell_of_packages, tell_of_torch
+from tilekern.doctor.machine import (
+    devices,
+    tell_of_compilers,
+    tell_of_gpus,
+    tell_of_packages,
+    tell_of_settings,
+    tell_of_torch,
+)
 from tilekern.doctor.report import Report
-from tilekern.doctor.serving import require_model, tell_of_model
-from tilekern.doctor.settings import tell_of_settings
+from tilekern.errors import InputError
 from tilekern.runtime.requirements import PYTHON, fits
+from tilekern.spec.targets import Target
 
 
 def examine(model: str | None = None, gpu: str = "auto") -> Report:
-    """Look at all parts of this machine, and look up what would serve a model.
+    """Inspect this machine, and look up what would serve a model.
 
     Args:
         model: a preset, the path of a config.json or of a folder with one, or a hub id.
-        gpu: the GPU that is meant where it is not the first one here, as ``--gpu``.
+        gpu: the GPU, as for ``--gpu``; ``auto`` is the first one here.
 
     Raises:
         InputError: the model or the GPU is not known.
     """
     if model is not None:
-        require_model(model)
+        with contextlib.suppress(ImportError):  # reported with the packages
+            from tilekern.tuning.plan.configs import require_model_name
+
+            require_model_name(model)
     report = Report()
     python = platform.python_version()
     report.say(
@@ -56,3 +67,46 @@ def examine(model: str | None = None, gpu: str = "auto") -> Report:
         tell_of_model(report, model, target)
     report.document |= {"wrong": report.wrong, "ok": not report.wrong}
     return report
+
+
+def tell_of_model(report: Report, model: str, target: Target | None) -> None:
+    """Report what would serve a model's training step on a GPU.
+
+    Raises:
+        InputError: the model is not known.
+    """
+    if target is None:
+        report.say("model", f"{model}: not checked without a GPU; name the job's GPU by --gpu")
+        return
+    try:
+        from tilekern.cache import user_root
+        from tilekern.tuning.options import PlanRequest
+        from tilekern.tuning.plan.choosing import plan_of
+        from tilekern.tuning.plan.steps import Steps
+        from tilekern.tuning.preflight import preflight_of
+    except ImportError as error:
+        report.complain(f"{model} cannot be traced: {error}")
+        return
+    found = None
+    with report.looking_at(f"the model {model}", raising=(InputError,)):
+        found = preflight_of(plan_of(PlanRequest((model,), (), (), Steps(), None), target, user_root()), target)
+    if found is None:
+        return
+    report.document["model"] = found.as_json()
+    counts = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in found.counts().items() if number)
+    report.say("model", f"{found.model} on {target.name}: {len(found.needs)} problems: {counts}")
+    by_kernel: dict[str, Counter[str]] = {}
+    for need in found.needs:
+        state = f"{need.state.replace('_', ' ')}{', stale' if need.is_stale else ''}"
+        by_kernel.setdefault(need.kernel, Counter())[state] += 1
+    # Kernels with exact records only are in the counts above.
+    rest = {kernel: states for kernel, states in by_kernel.items() if set(states) != {"exact"}}
+    told = [f"{kernel} {', '.join(f'{n} {state}' for state, n in states.items())}" for kernel, states in rest.items()]
+    if told:
+        report.say("", "; ".join(told))
+    if found.missing and report.document.get("compilers", {}).get("tileiras") is None:
+        report.complain(
+            f"{len(found.missing)} of {len(found.needs)} problems of {found.model} have no record, and no compiler is "
+            "installed, so the model's own ops run; on a machine with tilekern[compile] run "
+            f"python -m tilekern.tune {model} --gpu {target.option}"
+        )

@@ -17,20 +17,20 @@ from tilekern.errors import InputError, TilekernError
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the command line, of which one line is printed."""
+        """Raise what is wrong with the command line, to be printed as one line."""
         raise InputError(message)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code: 0 nothing is wrong, 1 something is, 2 bad input."""
+    """Run the command line and return the exit code: 0 nothing is wrong, 1 something is, 2 bad input."""
     parser = _Parser(
         prog="python -m tilekern.doctor",
-        description="Say what is here (GPU, driver, torch, compilers), which caches are read, what would serve MODEL, "
-        "and what is wrong. Exit codes: 0 nothing is wrong, 1 something is, 2 bad input.",
+        description="Report what is installed (GPU, driver, torch, compilers), which caches are read, what would serve "
+        "MODEL, and what is wrong. Exit codes: 0 nothing is wrong, 1 something is, 2 bad input.",
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a preset, the path of a config.json, or a hub id")
-    parser.add_argument("--gpu", default="auto", help="the GPU that is meant: auto, B200, an arch, a key or sm_90:78")
-    parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document in place of lines")
+    parser.add_argument("--gpu", default="auto", help="the GPU: auto, B200, an architecture, a key or sm_90:78")
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document instead of lines")
     try:
         given = parser.parse_args(arguments)
         report = examine(given.model, given.gpu)
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a path may have letters that the terminal's encoding has not
+        sys.stdout.reconfigure(errors="replace")  # a path may have letters outside the terminal's encoding
     width = shutil.get_terminal_size((100, 24)).columns
     try:
         print(json.dumps(report.document, indent=1) if given.as_json else report.text(width))  # noqa: T201

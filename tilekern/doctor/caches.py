@@ -1,4 +1,4 @@
-"""The caches and packs that jobs read here, the records in them for the GPU, and those that cannot be used."""
+"""Reports the caches and packs that jobs read here, their records for the GPU, and records that cannot be used."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from tilekern.cache import Layer
 
 _SET = "set TILEKERN_CACHE_DIR to a folder of yours"
-# Of one cache; of a larger one the first are looked at.
+# Records read of one cache; of a larger one only the first are read.
 _MOST_RECORDS = 2000
 
 
 def tell_of_caches(report: Report, target: Target | None) -> None:
-    """Tell of all layers in the order of a lookup, with the records that they have for a GPU, or for any."""
+    """Report all layers in the order of a lookup, with their records for a GPU, or for any if it is None."""
     from tilekern.cache import CacheError, default_layers, user_root
     from tilekern.cache.trust.exposure import others_may_write
     from tilekern.cache.trust.policy import must_be_signed
@@ -56,7 +56,7 @@ def _records(number: int) -> str:
 
 
 def _user_cache(report: Report, root: Path) -> None:
-    """Complain of a user's cache that cannot be used."""
+    """Complain about a user's cache that cannot be used."""
     report.document["cache_dir"] = str(root)
     if root.parts[:1] == ("~",):
         report.complain(f"this user has no home, so that the cache is {root} in the current folder: {_SET}")
@@ -71,7 +71,7 @@ def _user_cache(report: Report, root: Path) -> None:
 
 
 def _group_of(layer: Layer, root: Path) -> str:
-    """How a layer is told of: the packs of the wheel, or of one package, together."""
+    """Return the name a layer is reported under; packs of the wheel, or of one package, share one."""
     origin = getattr(layer, "origin", None)
     if origin == "wheel":
         return "the wheel's packs"
@@ -82,7 +82,7 @@ def _group_of(layer: Layer, root: Path) -> str:
 
 
 def _counts(report: Report, layer: Layer, target: Target | None) -> Counter[str]:
-    """The records of a layer for the GPU (``own``), others of its arch (``near``) and others; its own by state, too."""
+    """Count a layer's records for the GPU (``own``), for its arch (``near``) and others; its own also by state."""
     from tilekern.cache import CacheError, PackLayer, UnknownSchema, Untrusted
     from tilekern.cache.keys import Address, parse_path, parse_problem_key
     from tilekern.cache.packs.pack import Pack
@@ -121,7 +121,7 @@ def _counts(report: Report, layer: Layer, target: Target | None) -> Counter[str]
 
 
 def _files_below(report: Report, root: Path) -> list[str]:
-    """The files that may be records in a folder, from its root on, with what cannot be listed complained of."""
+    """Return the files below a root that may be records; complain about what cannot be listed."""
     from tilekern.cache.keys import LAYOUT, OWN_FOLDERS
     from tilekern.cache.walking import cannot_list, files_below, is_gone
 
@@ -134,7 +134,7 @@ def _files_below(report: Report, root: Path) -> list[str]:
 
 
 def _told(counts: Counter[str], target: Target | None) -> str:
-    """The counts of a cache in words."""
+    """Return the counts of a cache in words."""
     records = sum(counts[kind] for kind in ("own", "near", "other"))
     if not records:
         told = "no records"

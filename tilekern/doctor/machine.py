@@ -1,15 +1,18 @@
-"""GPUs, driver, packages and compilers of this machine, and which of them are missing or out of range."""
+"""GPUs, driver, packages, compilers and settings of this machine, and which are missing or out of range."""
 
 from __future__ import annotations
 
+import ctypes
+import difflib
 import importlib
 import os
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
-from tilekern.doctor.devices import NO_DEVICE, Devices
 from tilekern.doctor.report import Report
+from tilekern.errors import InputError
 from tilekern.runtime.requirements import (
-    CUTE,
     NEEDS,
     asked_by,
     cuda_text,
@@ -20,19 +23,92 @@ from tilekern.runtime.requirements import (
     installed,
     package_unmet,
 )
-from tilekern.spec.targets import Target, here, resolve
+from tilekern.runtime.settings import SETTINGS, check_setting
+from tilekern.spec.targets import HAS, Target, bandwidth, cuda_driver, here, resolve, seen
 
-# Shown where they are installed: what runs tilekern's ops, or is run beside them.
+# Packages that run tilekern's ops or run beside them; shown if installed.
 _FRIENDS = ("liger-kernel", "trl", "peft", "accelerate", "kernels")
 _COMPILER = "nvidia-cuda-tileiras"
-_LEAST_CAPABILITY = 80
+# Variables of other programs that change what runs.
+_OTHER_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "LIGER_KERNEL_IMPL", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD", "HF_HUB_OFFLINE",
+)  # fmt: skip
+# The values of variables with such names are hidden.
+_SECRETS = ("TOKEN", "SECRET", "PASSWORD")
+# Of CUdevice_attribute.
+_SMS, _MAJOR, _MINOR, _CLOCK, _BUS, _L2, _THREADS, _SHARED, _REGISTERS = 16, 75, 76, 36, 37, 38, 39, 81, 82
+# cuInit: there is no device, which a variable may have hidden.
+NO_DEVICE = 100
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The GPUs of this process in CUDA's order; or why the driver gives none, with the error's number in ``code``.
+
+    ``found`` is False without a driver.
+    """
+
+    found: bool
+    gpus: tuple[Target, ...] = ()
+    error: str | None = None
+    code: int = 0
+
+
+def devices() -> Devices:
+    """Ask the driver, without making a context."""
+    try:
+        cuda = cuda_driver()
+    except OSError:
+        return Devices(False)
+    try:
+        return _asked(cuda)
+    except AttributeError as error:
+        return Devices(True, error=f"libcuda.so.1 is not a CUDA driver: {error}")
+
+
+def _asked(cuda: Any) -> Devices:
+    count = ctypes.c_int()
+    code = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
+    if code:
+        return Devices(True, error=_words(cuda, code), code=code)
+    return Devices(True, tuple(_target(cuda, number) for number in range(count.value)))
+
+
+def _target(cuda: Any, number: int) -> Target:
+    name, device = ctypes.create_string_buffer(256), ctypes.c_int()
+    cuda.cuDeviceGet(ctypes.byref(device), number)
+    cuda.cuDeviceGetName(name, len(name), device)
+
+    def figure(which: int) -> int:
+        value = ctypes.c_int()
+        return value.value if cuda.cuDeviceGetAttribute(ctypes.byref(value), which, device) == 0 else 0
+
+    said = {
+        "l2_bytes": figure(_L2),
+        "threads": figure(_THREADS),
+        "shared_bytes": figure(_SHARED),
+        "registers": figure(_REGISTERS),
+        "memory_gbs": bandwidth(figure(_CLOCK), figure(_BUS)),
+    }
+    text = name.value.decode(errors="replace").removeprefix("NVIDIA ").strip()
+    return seen(text or "GPU", f"sm_{figure(_MAJOR)}{figure(_MINOR)}", max(1, figure(_SMS)), said)
+
+
+def _words(cuda: Any, code: int) -> str:
+    name = ctypes.c_char_p()
+    try:
+        known = cuda.cuGetErrorName(code, ctypes.byref(name)) == 0 and name.value
+    except AttributeError:
+        known = None
+    return f"error {code} ({known.decode(errors='replace')})" if known else f"error {code}"
 
 
 def tell_of_gpus(report: Report, listed: Devices, gpu: str) -> Target | None:
-    """Tell of the GPUs and their driver.
+    """Report the GPUs and their driver.
 
     Returns:
-        the GPU that is meant: the one that ``gpu`` names, else the first one here; None where there is none.
+        The GPU that ``gpu`` names, else the first one here; None if there is none.
 
     Raises:
         InputError: no GPU of that name is known.
@@ -48,8 +124,8 @@ def tell_of_gpus(report: Report, listed: Devices, gpu: str) -> Target | None:
         which = f"{number}" if last == number else f"{number} to {last}"
         figures = f"{target.arch}, {target.sm_count} SMs, {target.memory_gbs:,.0f} GB/s"
         report.say("" if number else "GPU", f"{which}: {target.name} ({figures}), key {target.key}")
-        if target.capability < _LEAST_CAPABILITY:
-            report.complain(f"GPU {which} is of {target.arch}, and kernels run on sm_{_LEAST_CAPABILITY} and newer")
+        if target.capability not in HAS["kernels"]:
+            report.complain(f"GPU {which} is of {target.arch}, and kernels run on sm_{HAS['kernels'].start} and newer")
         number = last + 1
     if not gpus:
         report.say("GPU", "none here" if listed.error is None else f"none: the driver says {listed.error}")
@@ -68,7 +144,7 @@ def tell_of_gpus(report: Report, listed: Devices, gpu: str) -> Target | None:
 
 
 def _complain_of_gpus(report: Report, listed: Devices) -> None:
-    """Complain where a GPU is not to be had, unless it was hidden by intention."""
+    """Complain about a GPU that cannot be used, unless it was hidden on purpose."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
     named = [] if visible == "-1" else [name for name in visible.split(",") if name.strip()]
     has_kernel_driver = os.path.exists("/proc/driver/nvidia")
@@ -90,7 +166,7 @@ def _complain_of_gpus(report: Report, listed: Devices) -> None:
 
 
 def tell_of_packages(report: Report) -> None:
-    """Tell of the packages that tilekern needs, and of those that run beside it."""
+    """Report the packages that tilekern needs, and those that run beside it."""
     versions = {name: installed(name) for name in (*NEEDS, *_FRIENDS)}
     report.document["packages"] = {
         name: {"version": version, "needs": NEEDS.get(name)} for name, version in versions.items()
@@ -110,7 +186,7 @@ def tell_of_packages(report: Report) -> None:
 
 
 def tell_of_torch(report: Report, listed: Devices) -> None:
-    """Tell what torch says of the GPUs; where there is none it is not imported, which takes seconds."""
+    """Report what torch says of the GPUs; without a GPU torch is not imported, since that takes seconds."""
     report.document["torch_cuda"] = None
     if not listed.gpus or installed("torch") is None:
         return
@@ -126,25 +202,45 @@ def tell_of_torch(report: Report, listed: Devices) -> None:
 
 
 def tell_of_compilers(report: Report) -> None:
-    """Tell whether cuTile's compiler and CuTe DSL's are here."""
-    tileiras, cute = installed(_COMPILER), installed(next(iter(CUTE)))
-    found = None
-    if installed("cuda-tile"):
-        from tilekern.compile.toolchain import toolkit
+    """Report which compilers are installed."""
+    from tilekern.compile.backend import backends
+    from tilekern.compile.toolchain import toolkit
 
-        found = toolkit()
-    tile = (
+    found = toolkit() if installed("cuda-tile") else None
+    lines = [
         f"tileiras {found.tileiras}"
         if found
         else "none, so a miss runs the model's own op (tilekern[compile] brings it)"
-    )
-    report.say("compiler", f"{tile}; CuTe DSL {cute or 'not here'}")
-    report.document["compilers"] = {"tileiras": found.tileiras if found else tileiras, "nvidia-cutlass-dsl": cute}
+    ]
+    versions = {"tileiras": found.tileiras if found else installed(_COMPILER)}
+    for backend in backends():
+        for name, needs in backend.needs.items():
+            versions[name] = installed(name)
+            lines.append(f"{backend.title} {versions[name] or 'is not installed'}")
+            if versions[name] and (wrong := package_unmet(name, needs)):
+                report.complain(wrong)
+    report.say("compiler", "; ".join(lines))
+    report.document["compilers"] = versions
     wanted = asked_by("cuda-tile", "tileiras").get("cuda-toolkit")
     if found and wanted and not fits(found.tileiras, wanted):
         report.complain(
             f"tileiras {found.tileiras} is here, and cuda-tile needs {wanted}: pip install 'tilekern[compile]'"
         )
-    for name, needs in CUTE.items():
-        if cute and (wrong := package_unmet(name, needs)):
-            report.complain(wrong)
+
+
+def tell_of_settings(report: Report) -> None:
+    """Report the environment variables that are set: tilekern's own, each checked, and others that change what runs."""
+    names = sorted(name for name in os.environ if name.startswith("TILEKERN_") or name in _OTHER_VARIABLES)
+    values = {name: "..." if any(word in name for word in _SECRETS) else os.environ[name] for name in names}
+    report.document["settings"] = values
+    report.say("settings", ", ".join(f"{name}={value}" for name, value in values.items()) or "none")
+    for name in (name for name in names if name.startswith("TILEKERN_")):
+        if name not in SETTINGS:
+            nearest = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.8)
+            meant = f"did you mean {nearest[0]}?" if nearest else "docs/reference.md lists the settings"
+            report.complain(f"{name} is not a setting of tilekern; {meant}")
+        else:
+            try:
+                check_setting(name)
+            except InputError as error:
+                report.complain(str(error))

@@ -11,12 +11,12 @@ from typing import Any
 
 from tilekern.errors import TilekernWarning
 
-# Of one part: a cache may have hundreds of bad files.
+# Warnings reported for one part, since a cache may have hundreds of bad files.
 _MOST_WARNINGS = 5
 
 
 class Report:
-    """What the doctor found: ``lines`` of a label and text for people, ``document`` for programs, and ``wrong``."""
+    """The findings: ``lines`` of a label and text for people, ``document`` for programs, and what is ``wrong``."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
@@ -24,24 +24,26 @@ class Report:
         self.wrong: list[str] = []
 
     def say(self, label: str, text: str) -> None:
-        """Add a line; text that goes on under the same label leaves that empty."""
+        """Add a line; an empty label continues the one before."""
         self.lines.append((label, _printable(text)))
 
     def complain(self, text: str) -> None:
-        """Add what is wrong, with the way to mend it."""
+        """Add what is wrong and how to fix it."""
         text = _printable(" ".join(str(text).split()))
         if text not in self.wrong:
             self.wrong.append(text)
 
     @contextlib.contextmanager
-    def looking_at(self, what: str) -> Iterator[None]:
-        """Have a part that cannot be looked at be what is wrong, and its warnings too."""
+    def looking_at(self, what: str, raising: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Report errors, but for those to be raised, and warnings of the block as wrong."""
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
                 yield
-            except Exception as error:  # noqa: BLE001 (whatever is broken here, the rest is still worth a look)
-                self.complain(f"{what} cannot be looked at: {type(error).__name__}: {error}")
+            except raising:
+                raise
+            except Exception as error:  # noqa: BLE001 (the rest of the report is still useful)
+                self.complain(f"{what} cannot be inspected: {type(error).__name__}: {error}")
         messages = [str(one.message) for one in said if isinstance(one.message, TilekernWarning)]
         for message in messages[:_MOST_WARNINGS]:
             self.complain(message)
@@ -49,7 +51,7 @@ class Report:
             self.complain(f"{len(messages) - _MOST_WARNINGS} more like it")
 
     def text(self, width: int) -> str:
-        """The report for people, at most so many columns wide."""
+        """Return the report for people, at most ``width`` columns wide."""
         indent = max(len(label) for label, _ in self.lines) + 2
         lines = []
         for label, text in self.lines:
@@ -70,7 +72,7 @@ def _wrapped(text: str, first: str, further: str, width: int) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """A text that a terminal prints as it is, with ~ for the home, which has the user's name in it."""
+    """Return a text that is safe to print, with ~ for the home, whose path has the user's name."""
     with contextlib.suppress(RuntimeError, OSError, KeyError):
         home = str(Path.home())
         if len(home) > 1:

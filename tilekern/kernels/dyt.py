@@ -293,7 +293,7 @@ def _default(problem: Problem, target: Target) -> Config:
     width = min(stripe_of(problem["columns"]), 512 if problem["dtype"] == "float32" else 1024)
     return Config(
         schedule="persistent", tile_m=max(1, 2048 // width), tile_n=width, occupancy=2, num_worker_warps=0,
-        tma=target.capability >= 90,
+        tma=target.has_tma,
     )  # fmt: skip
 
 

@@ -145,7 +145,7 @@ def reference_backward(
 
 def _default_backward(problem: Problem, target: Target) -> Config:
     """One resident block of eight warps, two of short rows: more would spill, and so would chunks of 1024 columns."""
-    columns, hopper = problem["columns"], target.capability >= 90
+    columns, hopper = problem["columns"], target.has_tma
     width, held = power_of_two(columns), columns <= (4096 if problem["dtype"] == "float32" else HELD_BY_DEFAULT)
     return Config(
         schedule="persistent",

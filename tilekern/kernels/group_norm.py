@@ -332,7 +332,7 @@ def _default(problem: Problem, target: Target, live: int, schedule: str) -> Conf
     )
     if not whole:
         return config
-    return config.but(schedule=schedule, tma=schedule == "persistent" and target.capability >= 90)
+    return config.but(schedule=schedule, tma=schedule == "persistent" and target.has_tma)
 
 
 def _generic(problem: Problem) -> Config:

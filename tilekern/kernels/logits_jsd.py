@@ -298,7 +298,7 @@ FORWARD = spec(
     flags=("pure",),
     flops=40,
     space=Space(_forward_axes, (_THREADS_FULL, _ROW_IS_LONGER, STEPS_FIT, TMA_NEEDS_HOPPER, _NO_LOOP_AROUND_TMA)),
-    default=lambda problem, target: _forward_config(problem, "block", 1024, 4, tma=target.capability >= 90),
+    default=lambda problem, target: _forward_config(problem, "block", 1024, 4, tma=target.has_tma),
     generic=lambda problem: _forward_config(problem, "persistent", 256, 1, tma=False),
     inputs=_inputs,
 )

@@ -192,7 +192,7 @@ def _default_backward(problem: Problem, target: Target) -> Config:
         # Seven sums are many registers: short chunks leave some for another block.
         return Config(
             schedule="persistent", passes=1, tile_m=2048 // min(width, 2048), tile_n=1024, occupancy=3,
-            num_worker_warps=0, tma=target.capability >= 90,
+            num_worker_warps=0, tma=target.has_tma,
         )  # fmt: skip
     warps = 8 if 2048 < problem["columns"] <= HELD_BY_DEFAULT else 0
     return default_of_two_sums(4, problem, target).but(num_worker_warps=warps)

@@ -92,5 +92,5 @@ FEW_CHUNKS = Constraint(
     lambda problem, config, target: config["passes"] == 2 or cdiv(problem["columns"], config["tile_n"]) <= 16,
 )
 TMA_NEEDS_HOPPER = Constraint(
-    "TMA exists on sm_90 and newer", lambda problem, config, target: not config["tma"] or target.capability >= 90
+    "TMA exists on sm_90 and newer", lambda problem, config, target: not config["tma"] or target.has_tma
 )

@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING, Any
 from tilekern import __version__
 from tilekern.cache import CacheError, default_layers, problem_key
 from tilekern.cache.trust.policy import must_be_signed
+from tilekern.compile.library import libraries_here
 from tilekern.compile.toolchain import toolkit
 from tilekern.errors import InputError, RanksDiffer, TilekernError
 from tilekern.kernels import all_specs
 from tilekern.patch.warmup import asked_by, exact_part
 from tilekern.runtime import dispatch
-from tilekern.runtime.libraries import libraries_here
 from tilekern.runtime.provisional import of_several_ranks
 from tilekern.runtime.ranks.agreement import Agreement
 from tilekern.runtime.ranks.election import Status, verdict_on

@@ -1,6 +1,6 @@
-"""Modules of other packages that are imported later: what waits for one is told as soon as it is there.
+"""Calls back after another package's module was imported.
 
-Nothing here is of ``importlib.abc``, which imports a dozen modules: this is part of ``import torch``.
+This avoids ``importlib.abc``, which imports a dozen modules: it is part of ``import torch``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 
 class Arrivals:
-    """Calls ``arrived`` with the name of each module, of those that ``awaits`` says, after it was imported.
+    """Calls ``arrived`` with the name of each module that ``awaits`` selects, after its import.
 
-    A module that is being imported when the watch begins is one of them. Errors of ``arrived`` are raised by the
-    import.
+    This includes modules that are being imported when the watch begins. The import raises errors of ``arrived``.
     """
 
     def __init__(self, awaits: Callable[[str], bool], arrived: Callable[[str], object]) -> None:
@@ -31,15 +30,19 @@ class Arrivals:
         sys.meta_path.insert(0, self)
         for name, module in list(sys.modules.items()):
             if self._awaits(name) and is_being_imported(module):
-                _tell_at_the_end(module.__spec__, self._arrived)
+                spec: Any = module.__spec__
+                if not isinstance(spec, _Ending):
+                    spec.tells = []
+                    spec.__class__ = _Ending
+                spec.tells.append(self._arrived)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The specification of a module that is awaited, with a loader that tells of it; None of others."""
+        """Return the specification of an awaited module, with a loader that calls back; None for other modules."""
         if not self._awaits(name):
             return None
-        # Those before it have been asked, or ask it: another that awaits the same module.
+        # The finders before it were asked already, or are another one that awaits the same module.
         after = sys.meta_path[sys.meta_path.index(self) + 1 :]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in after)), None)
         if spec is None or spec.loader is None:
@@ -49,18 +52,18 @@ class Arrivals:
 
 
 def is_imported(name: str) -> bool:
-    """Whether a module is there as a whole."""
+    """Return whether a module was imported completely."""
     module = sys.modules.get(name)
     return module is not None and not is_being_imported(module)
 
 
 def is_being_imported(module: Any) -> bool:
-    """Whether a module of ``sys.modules`` is not whole yet."""
+    """Return whether the import of a module in ``sys.modules`` has not ended."""
     return getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
 class _Ending(importlib.machinery.ModuleSpec):
-    """The specification of a module that is being imported, on which importlib notes the end of that."""
+    """The specification of a module during its import; importlib notes the end of the import on it."""
 
     tells: list[Callable[[str], object]]
 
@@ -74,15 +77,8 @@ class _Ending(importlib.machinery.ModuleSpec):
                     tell(self.name)
 
 
-def _tell_at_the_end(spec: Any, arrived: Callable[[str], object]) -> None:
-    if not isinstance(spec, _Ending):
-        spec.tells = []
-        spec.__class__ = _Ending
-    spec.tells.append(arrived)
-
-
 class _Telling:
-    """Loads a module as the loader in it does, and tells that it is there; the module knows that one alone."""
+    """Loads a module by another loader, which the module sees as its own, then calls back."""
 
     def __init__(self, loader: importlib.abc.Loader, arrived: Callable[[str], object]) -> None:
         self._loader, self._arrived = loader, arrived

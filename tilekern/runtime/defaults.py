@@ -1,6 +1,6 @@
-"""The default of a problem that no cache holds: compiled once, by one of the processes that want it, and kept.
+"""Compiles the default of a problem without a record, in one of the processes that want it, and stores it.
 
-Where the cache cannot be written it runs from memory, and each process compiles it for itself.
+If the cache cannot be written, each process compiles it and runs it from memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tilekern.spec.source import source_digest
 from tilekern.spec.targets import Target
 from tilekern.warning import warn_once
 
-# Where a default stands that this process has compiled: no file is behind it.
+# The layer of defaults that this process has compiled; it has no files.
 MEMORY = FolderLayer(os.devnull, "memory")
 
 
@@ -35,17 +35,10 @@ def made_default(
     spec: KernelSpec, problem: Problem, target: Target, find: Callable[[], Hit | None],
     misfits: Collection[Address] = (),
 ) -> tuple[Hit, bool]:  # fmt: skip
-    """Have the default of a problem, and keep it in the user's cache unless a better record is there.
+    """Return the default of a problem at its buckets, and whether it was compiled here.
 
-    Args:
-        spec: the kernel.
-        problem: at its buckets.
-        target: the GPU.
-        find: looks it up once more, after another process may have made it.
-        misfits: addresses of records that it takes the place of, however much better they say that they are.
-
-    Returns:
-        The default, and whether it was compiled here.
+    It is stored in the user's cache unless a better record is there whose address is not in ``misfits``. ``find`` looks
+    it up again after another process may have compiled it.
 
     Raises:
         ToolchainMissing: no compiler is installed.
@@ -63,7 +56,7 @@ def made_default(
 
 
 def default_in_cache(spec: KernelSpec, problem: Problem, target: Target, toolkit_key: str) -> Hit | None:
-    """The default of today's source that the user's cache has, made by another process; None where it has none."""
+    """Return the default of today's source that another process stored in the user's cache, or None."""
     root = user_root_if_any()
     if root is None:
         return None

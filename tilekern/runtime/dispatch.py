@@ -1,8 +1,8 @@
-"""Call time: (spec, problem) -> plan, in microseconds; what happens on a miss; and the counters.
+"""Finds the plan of a call, (spec, problem) -> plan, in microseconds; handles misses and keeps the counters.
 
-A plan is looked up once for each combination of real sizes, then found in a dictionary. A lookup costs a few
-file reads the first time, and never needs a compiler, unless the miss policy ``compile`` has to fill in.
-The plan of a miss is looked up again now and then, off the calls' path (:mod:`tilekern.runtime.provisional`).
+A plan is looked up once for each combination of real sizes, then found in a dictionary. The first lookup reads a few
+files and needs no compiler, unless there is no record and the miss policy is ``compile``. The plan of a miss is looked
+up again periodically, outside the calls' path (:mod:`tilekern.runtime.provisional`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from tilekern.compile.library import libraries_here, library_of
 from tilekern.errors import (
     CacheMiss,
     CannotRun,
@@ -23,7 +24,6 @@ from tilekern.errors import (
     TilekernError,
     ToolchainMissing,
 )
-from tilekern.runtime.libraries import libraries_here, library_of, runnable
 from tilekern.runtime.locks import ForkLock
 from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
@@ -49,14 +49,20 @@ _Asked = tuple[str, Problem, str]
 class State:
     """The state that one process keeps of its calls.
 
-    ``plans`` are by real sizes, and ``refusals`` say why some are None; ``memos`` are what ops keep beside them.
-    ``resolved`` is what the problems that were asked for run by, at their buckets, where None is the model's own op, or
-    a library's default that no record could be kept of. ``unkept`` are defaults that were compiled here and that no
-    cache keeps, ``failed`` has why others could not be made, so that each is tried once. ``misfits`` are records that
-    are whole and fit nothing, by their addresses. ``layers`` are those of this process once they were looked up;
-    ``policy`` is None where the environment says it. ``kernels`` are by their artifacts, and stay: a captured graph may
-    launch what they have loaded. Where ranks agreed, ``agreement`` stands for the caches; a ``trace`` answers for meta
-    tensors.
+    Attributes:
+        plans: by real sizes; None for the model's own op.
+        refusals: why plans are None.
+        memos: dictionaries that ops keep beside the plans.
+        kernels: by their artifacts; they are never dropped, since a captured graph may launch the code they loaded.
+        resolved: the record that each problem, at its bucket, runs by; None for the model's own op, or for a library's
+            default without a record.
+        unkept: defaults that were compiled here and could not be stored in a cache.
+        failed: why defaults could not be compiled, so that each is tried once.
+        misfits: addresses of valid records that fit no kernel.
+        layers: the layers of this process, once they were looked up.
+        policy: the miss policy; None goes by the environment.
+        agreement: what the ranks agreed on, which replaces the caches.
+        trace: answers for meta tensors.
     """
 
     lock: ForkLock = field(default_factory=ForkLock)
@@ -76,9 +82,9 @@ class State:
 
 
 _state = State()
-# Why this thread was refused a plan last: who counts the fallback that comes of it need not know.
+# Why this thread was last refused a plan, for the fallback that is counted next.
 _refused = threading.local()
-# The reason where an op itself refused: plans were not asked for.
+# The reason if an op itself refused and no plan was asked for.
 UNTAKEN = "arguments that no kernel takes"
 
 
@@ -88,10 +94,10 @@ def interpreting() -> bool:
 
 
 def set_miss_policy(policy: str | None) -> None:
-    """Set what a lookup does that finds nothing; None goes by ``TILEKERN_ON_MISS``, else ``compile``.
+    """Set what happens when a lookup finds nothing; None goes by ``TILEKERN_ON_MISS``, else ``compile``.
 
     Raises:
-        InputError: no such policy.
+        InputError: the policy is unknown.
     """
     _state.policy = None if policy is None else _checked_policy(policy, "on_miss")
     if _state.agreement is not None:
@@ -99,7 +105,7 @@ def set_miss_policy(policy: str | None) -> None:
 
 
 def miss_policy(*, agreed: bool = True) -> MissPolicy:
-    """The policy in force; where not ``agreed``, the one that this process would have without other ranks."""
+    """Return the policy in force; without ``agreed`` the one that this process would have without other ranks."""
     if agreed and _state.agreement is not None:
         return _checked_policy(_state.agreement.policy, "the ranks' agreement")
     return _state.policy or _checked_policy(os.environ.get("TILEKERN_ON_MISS") or "compile", "TILEKERN_ON_MISS")
@@ -112,19 +118,19 @@ def _checked_policy(policy: str, where: str) -> MissPolicy:
 
 
 def counters(kernel: str) -> Counters:
-    """The counters of one kernel."""
+    """Return the counters of one kernel."""
     return _state.counters.setdefault(kernel, Counters())
 
 
 def stats() -> dict[str, dict[str, int]]:
-    """Counters of every kernel that was asked for, each with the names of :data:`COUNTED`."""
+    """Return the counters of every kernel that was asked for, each with the names of :data:`COUNTED`."""
     return {
         kernel: {name: getattr(found, name) for name in COUNTED} for kernel, found in sorted(_state.counters.items())
     }
 
 
 def reasons() -> dict[str, dict[str, int]]:
-    """Why calls of each kernel that has fallbacks ran the model's own op, with how often, the commonest first."""
+    """Return why and how often calls of each kernel ran the model's own op, the most frequent reason first."""
     return {
         kernel: dict(sorted(found.reasons.items(), key=lambda item: -item[1]))
         for kernel, found in sorted(_state.counters.items())
@@ -133,22 +139,22 @@ def reasons() -> dict[str, dict[str, int]]:
 
 
 def agree_on(agreement: Agreement | None) -> None:
-    """Drop all plans and look up from now on in what the ranks of a job agreed on; None: in the caches again."""
+    """Drop all plans, and from now on look up in what the ranks agreed on; None returns to the caches."""
     with _state.lock:
         _state.agreement = agreement
         forget()
 
 
 def resolved() -> dict[tuple[str, Problem], Record | None]:
-    """The record by which each problem that was asked for, at its bucket, runs, or None for the model's own op."""
+    """Return the record that each problem asked for, at its bucket, runs by; None for the model's own op."""
     with _state.lock:
         return dict(_state.resolved)
 
 
 def forget() -> None:
-    """Drop all plans of this process: the next calls look the cache up again. Counters stay.
+    """Drop all plans of this process, so that the next calls look in the cache again.
 
-    The agreement of ranks stays in force, and so does the code that graphs were captured with.
+    Counters, the agreement of ranks and the code of captured graphs stay.
     """
     with _state.lock:
         for kept in (
@@ -161,18 +167,18 @@ def forget() -> None:
 
 
 def look_again() -> int:
-    """Look up at once what is provisional, and run what was found from the next call on; how many plans changed.
+    """Look up provisional plans now, use better ones from the next call on, and return how many plans changed.
 
-    A thread does so by itself (:mod:`tilekern.runtime.provisional`). This is for a job that has no optimizer of
-    torch's: call it between two steps, never between a forward and its backward. Ranks that agreed on their kernels
-    find nothing new in this way; for them :func:`tilekern.agree` is what is called there.
+    A thread does this automatically (:mod:`tilekern.runtime.provisional`). Call this in a job without a torch
+    optimizer, between two steps, never between a forward and its backward. Ranks that agreed on their kernels find
+    nothing new this way; they call :func:`tilekern.agree` instead.
     """
     _watch.look()
     return _watch.take()
 
 
 def trace_by(trace: Trace | None) -> None:
-    """Have a trace answer for meta tensors, and see what others ask for if it wants to; None ends it."""
+    """Let a trace answer for meta tensors, and see other calls too if it is ``real``; None ends it."""
     _state.trace = trace
 
 
@@ -185,33 +191,33 @@ _watch = Watch(lambda kernel: counters(kernel).fallbacks, _empty_memos)
 
 
 def memo() -> dict[Any, Any]:
-    """A dictionary in which an op may keep what it found for a kind of call; :func:`forget` empties it."""
-    found: dict[Any, Any] = {}
-    _state.memos.append(found)
-    return found
+    """Return a dictionary in which an op keeps plans by the kind of call; :func:`forget` empties it."""
+    plans: dict[Any, Any] = {}
+    _state.memos.append(plans)
+    return plans
 
 
-def keep(found: dict[Any, Any], key: Any, value: Any) -> Any:
-    """Put a value into a memo of :func:`memo` unless it is full, and give it back.
+def keep(memo: dict[Any, Any], key: Any, value: Any) -> Any:
+    """Put a value into a dictionary of :func:`memo` unless that is full, and return the value.
 
-    None is not kept: the model's own op runs then, and who counts that needs to be told the reason.
+    None is not kept, since each fallback is counted with the reason of its own refusal.
     """
-    if value is not None and len(found) < MOST_PLANS:
-        found[key] = value
+    if value is not None and len(memo) < MOST_PLANS:
+        memo[key] = value
     return value
 
 
 def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
-    """The plan of a problem, or None where the model's own op must run.
+    """Return the plan of a problem, or None if the model's own op must run.
 
     Args:
         device: the tensors' torch device.
         sizes: values of the spec's dimensions in their order: numbers, bools and torch dtypes.
 
     Raises:
-        CacheMiss: nothing serves the problem, or this machine cannot run what does, and the miss policy is ``error``.
+        CacheMiss: no record serves the problem, or this machine cannot run it, and the miss policy is ``error``.
     """
-    if device.type == "meta":  # nothing is computed there, by whomever; a trace notes what would be
+    if device.type == "meta":  # nothing is computed there; a trace notes what would be
         if _state.trace is not None:
             return _state.trace.plan(spec, _problem(spec, sizes))
         _refuse("tensors without values, on meta")
@@ -241,16 +247,16 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
 
 
 def _refuse(reason: str) -> None:
-    """Note why there is no plan, for :func:`count_fallback`."""
+    """Note why there is no plan, for the next :func:`count_fallback`."""
     _refused.reason = reason
 
 
 def count_fallback(spec: KernelSpec | str, reason: str = "") -> None:
-    """Note that a call ran the model's own op.
+    """Count a call that ran the model's own op.
 
     Args:
         spec: the kernel that would have run, or its name.
-        reason: why, in few words and without sizes; where empty, why this thread was refused a plan just before.
+        reason: why, in few words and without sizes; if empty, why this thread was last refused a plan.
     """
     name = spec if isinstance(spec, str) else spec.name
     if _state.trace is not None and not _state.trace.real:
@@ -264,7 +270,7 @@ def count_fallback(spec: KernelSpec | str, reason: str = "") -> None:
 
 
 def refused(spec: KernelSpec, error: NoVariant) -> None:
-    """Say once that arguments were given that no artifact of a kernel allows, so that the model's own op runs.
+    """Warn once that no artifact of a kernel allows the arguments, so that the model's own op runs.
 
     Raises:
         CacheMiss: the miss policy is ``error``.
@@ -292,7 +298,14 @@ def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any
     if problem is None:
         return None
     if interpreting():
-        return _keep(spec, _interpreted(spec, problem), problem)
+        config = spec.default(problem, INTERPRETED)
+        way = spec.implement(problem, config)
+        assert isinstance(way, Implementation | LibraryCall), "the interpreter only runs cuTile's kernels"
+        if isinstance(way, LibraryCall):
+            plan: Plan | None = LibraryPlan(way.bound(plan_for), config)
+        else:
+            plan = InterpretedPlan(way, config, way.grid(problem, INTERPRETED.sm_count))
+        return _keep(spec, plan, problem)
     if device.type != "cuda":
         warn_once(
             f"{spec.name} was called on {device.type}; kernels run on CUDA devices (or anywhere under "
@@ -327,16 +340,6 @@ def _keep(spec: KernelSpec, plan: Plan | None, problem: Problem) -> Plan | None:
     return plan
 
 
-def _interpreted(spec: KernelSpec, problem: Problem) -> Plan:
-    config = spec.default(problem, INTERPRETED)
-    implementation = spec.implement(problem, config)
-    if isinstance(implementation, LibraryCall):
-        return LibraryPlan(implementation.bound(plan_for), config)
-    assert isinstance(implementation, Implementation), "the interpreter runs cuTile's kernels alone"
-    blocks = implementation.grid(problem, INTERPRETED.sm_count)
-    return InterpretedPlan(implementation, config, blocks)
-
-
 def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...]) -> Plan | None:
     if _state.agreement is None and of_several_ranks():
         warn_once(
@@ -349,11 +352,12 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, 
     if found is None:
         count.misses += 1
         found = _on_miss(spec, wanted, target)
-        plan = (
-            _by_library(spec, problem, wanted, target)
-            if found is None
-            else _plan_or_own(spec, problem, target, key[1], found)
-        )
+        if found is not None:
+            plan = _plan_or_own(spec, problem, target, key[1], found)
+        elif config := _library_default(spec, wanted, target):
+            call = spec.implement(problem, config)
+            assert isinstance(call, LibraryCall)
+            plan = LibraryPlan(call.bound(plan_for), config)
     else:
         count.hits += 1
         count.nearest += not found.exact_bucket
@@ -367,7 +371,7 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, 
 def _served(
     spec: KernelSpec, problem: Problem, wanted: Problem, target: Target, device: int
 ) -> tuple[Hit | None, Plan | None]:
-    """The best record that this machine can run, with its plan; where it can run none of them, the best without one."""
+    """Return the best record that this machine can run, with its plan; if it can run none, the best without a plan."""
     refused: tuple[Hit, str] | None = None
     for found in _hits(spec, wanted, target):
         hit = _own_default(spec, wanted, target, found)
@@ -377,7 +381,7 @@ def _served(
             refused = refused or (hit, _cannot_run(hit.record, error))
         except OSError:
             raise
-        except Exception as error:  # noqa: BLE001 (whatever a record holds, the next one may do)
+        except Exception as error:  # noqa: BLE001 (a bad record must not keep the next one from serving)
             _pass_over(hit, error)
         else:
             if refused is not None:
@@ -397,28 +401,17 @@ def _cannot_run(record: Record, error: CannotRun) -> str:
 
 
 def _say_own_op(spec: KernelSpec, reason: str) -> None:
-    """Say once that the model's own op runs, and why; raises CacheMiss where the miss policy is ``error``."""
+    """Warn once that the model's own op runs, and why; raise CacheMiss if the miss policy is ``error``."""
     if miss_policy() == "error":
         raise CacheMiss(f"{reason} ({_compiler_and_driver()})") from None
     _refuse("a record that this machine cannot run")
     warn_once(f"{reason}; the model's own op runs", about=f"{spec.name} {reason}")
 
 
-def _by_library(spec: KernelSpec, problem: Problem, wanted: Problem, target: Target) -> Plan | None:
-    """The plan of :func:`_library_default`."""
-    config = _library_default(spec, wanted, target)
-    if config is None:
-        return None
-    implementation = spec.implement(problem, config)
-    assert isinstance(implementation, LibraryCall)
-    return LibraryPlan(implementation.bound(plan_for), config)
-
-
 def _library_default(spec: KernelSpec, wanted: Problem, target: Target) -> Config | None:
-    """The default of a problem where a library that is here runs it, which needs no compiler; else None.
+    """Return the default config of a problem if an installed library runs it, which needs no compiler; else None.
 
-    It runs for this process alone, where no record of it could be kept: without a compiler there is no toolkit to keep
-    it under.
+    It runs in this process only: without a compiler there is no toolkit to store a record under.
     """
     if miss_policy() != "compile" or _state.agreement is not None:
         return None
@@ -427,7 +420,7 @@ def _library_default(spec: KernelSpec, wanted: Problem, target: Target) -> Confi
 
 
 def _plan_or_own(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan | None:
-    """The plan of a record that was just made, or None for the model's own op where this machine cannot run it."""
+    """Return the plan of a record that was just made; None for the model's own op if this machine cannot run it."""
     try:
         return _made(spec, problem, target, device, found)
     except CannotRun as error:
@@ -436,9 +429,18 @@ def _plan_or_own(spec: KernelSpec, problem: Problem, target: Target, device: int
 
 
 def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan:
-    config = runnable(found.record)
-    if config != Config(found.record.config):
-        warn_once(f"{found.record.config['implementation']} is not here; {spec.name} runs its best kernel")
+    """Return the plan of a record's winner, or of its best kernel if the winner's library is missing or switched off.
+
+    Raises:
+        CannotRun: the record has no best kernel, or the driver refuses the artifact.
+    """
+    config, library = Config(found.record.config), library_of(found.record.config)
+    if library is not None and library not in libraries_here():
+        if found.record.best_kernel is None:
+            what = f"{spec.name} {found.record.address.problem_key}"
+            raise CannotRun(f"{library}, which won {what}, is not here, and its record holds no kernel; tune it again")
+        config = Config(found.record.best_kernel.config)
+        warn_once(f"{library} is not here; {spec.name} runs its best kernel")
     implementation = spec.implement(problem, config)
     if isinstance(implementation, LibraryCall):
         return LibraryPlan(implementation.bound(plan_for), config)
@@ -453,14 +455,14 @@ def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found
 
 
 def _take(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...], found: Hit) -> Plan | None:
-    """Put what was found later in the place of a plan, unless that was dropped since, or ranks agreed on another."""
+    """Replace a plan by that of a later record, unless it was dropped since or ranks agreed on another."""
     with _state.lock:
         if key not in _state.plans or (_state.agreement is not None and found.layer is not _state.agreement.snapshot):
             return None
         plan = _keep(spec, _made(spec, problem, target, key[1], found), problem)
         _state.resolved[spec.name, spec.bucketed(problem)] = found.record
         counters(spec.name).hits += 1
-        # Last, as calls read it without the lock: who has the plan finds it counted.
+        # Last, since calls read it without the lock and the plan must be counted by then.
         _state.plans[key] = plan
         return plan
 
@@ -473,16 +475,10 @@ def find(
     layers: Sequence[Layer] | None = None,
     trace: list[Step] | None = None,
 ) -> Hit | None:
-    """The cache's record for a problem at its buckets, with artifacts that were checked, or None.
+    """Return the cache's record for a problem at its buckets, with checked artifacts, or None.
 
-    Where ranks agreed, it is looked up in what they agreed on, for the target that they agreed on.
-
-    Args:
-        spec: the kernel.
-        bucketed: the problem.
-        target: the GPU, which need not be here.
-        layers: where to look, in place of what ranks agreed on and of the layers that this process keeps.
-        trace: where given, takes the lookup's steps.
+    It is looked up in ``layers``, else in what the ranks agreed on, else in the layers of this process; ``trace`` takes
+    the steps of the lookup. The GPU need not be here.
     """
     return next(_hits(spec, bucketed, target, layers=layers, trace=trace), None)
 
@@ -495,7 +491,7 @@ def _hits(
     layers: Sequence[Layer] | None = None,
     trace: list[Step] | None = None,
 ) -> Iterator[Hit]:
-    """What :func:`find` looks for, the best first; records of which no launch can be made are passed over."""
+    """Yield the records that :func:`find` looks for, the best first, without those that fit no kernel."""
     from tilekern import cache
     from tilekern.compile.toolchain import toolkit
     from tilekern.spec.source import source_digest
@@ -538,31 +534,31 @@ def _hits(
 
 
 def _misfit(spec: KernelSpec, problem: Problem, target: Target, record: Record) -> str | None:
-    """Why no launch of a kernel can be made of a record, which is whole; None where one can."""
+    """Return why a valid record fits no kernel; None if it does."""
     try:
         for config in (record.config, *([record.best_kernel.config] if record.best_kernel else [])):
             implementation = spec.implement(problem, Config(config))
-            if not isinstance(implementation, LibraryCall):
-                implementation.grid(problem, target.sm_count)
-                if missing := {ALIGNED, GENERIC} - record.artifacts.keys():
-                    return f"it has no {' and no '.join(sorted(missing))} artifact"
+            implementation.grid(problem, target.sm_count)
+            missing = {ALIGNED, GENERIC} - record.artifacts.keys()
+            if missing and implementation.makes_artifact:
+                return f"it has no {' and no '.join(sorted(missing))} artifact"
     except Exception as error:  # noqa: BLE001 (a config of other fields may raise anything)
         return f"its config does not fit the kernel, {type(error).__name__}: {error}"
     return None
 
 
 def _pass_over(hit: Hit, reason: object) -> None:
-    """Note that nothing can be made of a record, and say so once."""
+    """Note that a record fits no kernel, and warn once."""
     _state.misfits.add(hit.record.address)
     where = f"{hit.layer.name}: {hit.record.address.path}"
     warn_once(f"{where} is passed over: {reason}; tune it again", about=f"misfit {where}")
 
 
 def _own_default(spec: KernelSpec, wanted: Problem, target: Target, found: Hit) -> Hit:
-    """The problem's own default in the place of another bucket's, where it takes no compiler's time; else ``found``.
+    """Return the problem's own default instead of a neighbouring bucket's if that needs no compiler; else ``found``.
 
-    A composite's default is made for its rows: that of few rows takes many in small chunks, each of which rounds the
-    weight's gradient once more.
+    A composite's default depends on its rows: the default for few rows splits many rows into small chunks, and each
+    chunk rounds the weight's gradient once more.
     """
     from tilekern import cache
 
@@ -583,8 +579,8 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
 
     policy = miss_policy()
     if _state.agreement is not None and not _state.agreement.covers(target):
-        # What the other ranks run on such a GPU is not known here, so a record of its own would be no agreement.
-        why = f"the ranks agreed on kernels for a {_state.agreement.target.name}, none of which runs on a {target.name}"
+        # It is unknown what the other ranks run on such a GPU, so a record of its own would break the agreement.
+        why = f"the ranks agreed on kernels for a {_state.agreement.target.name}, which do not run on a {target.name}"
         if policy == "error":
             raise CacheMiss(f"{why}; give each rank GPUs of one architecture")
         warn_once(f"{why}; the model's own op runs there")
@@ -619,7 +615,7 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
 
 
 def _compiled(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
-    """The default of a problem, compiled by this process or by another one meanwhile."""
+    """Return the default of a problem, compiled by this process or meanwhile by another."""
     if _state.agreement is None:
         is_ours = compile_default(spec, wanted, target)
     else:
@@ -629,7 +625,7 @@ def _compiled(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
 
 
 def _compiler_and_driver() -> str:
-    """The toolkit and the driver here, for an error."""
+    """Return the toolkit and the driver of this machine, for an error."""
     from tilekern.compile.toolchain import toolkit
 
     tools = toolkit()
@@ -637,12 +633,12 @@ def _compiler_and_driver() -> str:
 
 
 def compile_default(spec: KernelSpec, problem: Problem, target: Target) -> bool:
-    """Compile the default config of a problem, both variants, and keep it in the user's cache, unless better is there.
+    """Compile both variants of a problem's default config and store it in the user's cache unless it has a better one.
 
-    Where that cannot be written, this process keeps it. Processes that want the same at the same time leave it to one.
+    If the cache cannot be written, this process keeps it. Of several processes that want the same only one compiles.
 
     Returns:
-        Whether it was compiled here, and not by another process meanwhile.
+        Whether it was compiled here, and not meanwhile by another process.
 
     Raises:
         ToolchainMissing: no compiler is installed.

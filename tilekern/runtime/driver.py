@@ -1,4 +1,4 @@
-"""Ask the CUDA driver, by ctypes: make a context current, and tell whether it takes a cubin."""
+"""Calls the CUDA driver by ctypes: makes a context current, and checks that it accepts a cubin."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import functools
 from typing import Any
 
 from tilekern.errors import CannotRun
+from tilekern.spec.targets import cuda_driver
 
 
 def enter_context(device: int) -> bool:
-    """Make a device's primary context current in a thread that has no context; whether it had none.
+    """Make a device's primary context current in a thread without one; return whether it had none.
 
-    Autograd's threads begin without one. torch makes one current at the first allocation that asks the driver for
-    memory, and a thread whose first work is a launch has made none.
+    Autograd's threads start without a context. torch sets one at the first allocation from the driver, so a thread that
+    launches first has none.
     """
     try:
         context = ctypes.c_void_p()
@@ -28,7 +29,7 @@ def enter_context(device: int) -> bool:
 
 @functools.cache
 def _primary_context(device: int) -> ctypes.c_void_p:
-    """The context that torch uses on a device, retained for as long as the process lives."""
+    """Return the context that torch uses on a device, retained for the life of the process."""
     ordinal, context = ctypes.c_int(), ctypes.c_void_p()
     _call("cuDeviceGet", ctypes.byref(ordinal), device)
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
@@ -36,24 +37,18 @@ def _primary_context(device: int) -> ctypes.c_void_p:
 
 
 def check_accepts(cubin: bytes) -> None:
-    """Have the driver load a cubin and drop it again; nothing is asked where there is no driver.
+    """Have the driver load and unload a cubin; without a driver do nothing.
 
     Raises:
-        CannotRun: the driver refuses it: it is older than the compiler that made the cubin, for example.
+        CannotRun: the driver refuses it, for example because it is older than the compiler that made the cubin.
     """
-    if not _is_here():
+    try:
+        _driver()
+    except CannotRun:
         return
     library = ctypes.c_void_p()
     _call("cuLibraryLoadData", ctypes.byref(library), cubin, None, None, 0, None, None, 0)
     _call("cuLibraryUnload", library)
-
-
-def _is_here() -> bool:
-    try:
-        _driver()
-    except CannotRun:
-        return False
-    return True
 
 
 def _call(name: str, *arguments: Any) -> None:
@@ -65,7 +60,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def _words(error: int) -> str:
-    """The driver's own words for an error, behind a colon; nothing where it has none."""
+    """Return the driver's text for an error after a colon; empty if it has none."""
     words, function = ctypes.c_char_p(), getattr(_driver(), "cuGetErrorString", None)
     if function is None or function(error, ctypes.byref(words)) or not words.value:
         return ""
@@ -75,6 +70,6 @@ def _words(error: int) -> str:
 @functools.cache
 def _driver() -> ctypes.CDLL:
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        return cuda_driver()
     except OSError as error:
         raise CannotRun(f"the CUDA driver is missing: {error}") from None

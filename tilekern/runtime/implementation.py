@@ -1,4 +1,4 @@
-"""Make the names of our attention and experts known to transformers, with the code behind them."""
+"""Registers tilekern's attention and experts in transformers by their names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilekern.runtime.switches import ATTENTIONS, IMPLEMENTATION
 
 
 def register(attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Make the names known to transformers, with what computes attention, by ``deterministic`` first, and masks."""
+    """Register the attentions, which get ``deterministic`` as first argument, and their masks."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for name, deterministic in ATTENTIONS.items():
@@ -20,7 +20,7 @@ def register(attend: Callable[..., Any], mask: Callable[..., Any]) -> None:
 
 
 def register_experts(run: Callable[..., Any]) -> None:
-    """Make the name of experts known to transformers, with what computes them; without the door nothing is done."""
+    """Register the experts, if this transformers has such a registry."""
     with contextlib.suppress(ImportError):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

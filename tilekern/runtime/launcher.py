@@ -1,12 +1,11 @@
-"""The only file that knows cuda.tile's launcher hook: artifacts become something that ``ct.launch`` takes.
+"""Turns artifacts into kernels for ``ct.launch``; the only file that knows cuda.tile's launcher hook.
 
-``ct.launch`` asks its kernel object for a cubin whenever it meets a signature that it has not seen (the method
-``_compile``). :class:`PrebuiltKernel` answers with the strongest stored variant whose assumptions the signature
-implies, so that the choice is checked for every kind of tensor and costs nothing once it is made. The method, and the
-program in its answer that gives the size of dynamic shared memory, are private to cuda-tile 1.7 and guarded by contract
-tests.
+``ct.launch`` asks its kernel object for a cubin at each signature that is new to it (the method ``_compile``).
+:class:`PrebuiltKernel` answers with the strongest stored variant whose assumptions the signature implies; the choice is
+made once for each kind of arguments. The method, and the program in its answer that gives the size of dynamic shared
+memory, are private to cuda-tile 1.7 and guarded by contract tests.
 
-The constants of a kernel are in its cubin, so a launch passes none: ``ct.launch`` would look at each of them, every
+The constants of a kernel are in its cubin. A launch passes none, since ``ct.launch`` would inspect each of them every
 time.
 """
 
@@ -23,7 +22,7 @@ from cuda.tile._cext import TileDispatcher
 from tilekern.errors import NoVariant, TilekernError
 from tilekern.spec import ALIGNED, GENERIC, name_of
 
-# By the kind of an argument, the counts that are assumed of it.
+# The counts in an assumption, by the kind of argument.
 _COUNTS: Mapping[str, tuple[str, ...]] = {
     "constant": (),
     "scalar": (),
@@ -33,9 +32,9 @@ _COUNTS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A cubin that can be launched: its bytes, entry symbol and assumptions, the strongest variant first in a list.
+    """A cubin that can be launched: its bytes, entry symbol and assumptions.
 
-    ``launch`` says how, where that is not cuTile's own way (:class:`tilekern.cache.Launch`).
+    ``launch`` (:class:`tilekern.cache.Launch`) is None if the cubin states its block and cluster itself.
     """
 
     name: str
@@ -46,25 +45,25 @@ class Variant:
 
 
 class SharedMemory:
-    """The dynamic shared memory of a block, as a program that ``ct.launch`` runs at each launch: one constant."""
+    """The dynamic shared memory of a block, as the program of one constant that ``ct.launch`` runs at each launch."""
 
     def __init__(self, size: int) -> None:
         self.opcodes, self.op_attrs = ["Const"], [size]
 
 
 class PrebuiltKernel(TileDispatcher):
-    """What ``ct.launch`` takes for a kernel, and never compiles: it hands ``ct.launch`` stored cubins.
+    """A kernel object for ``ct.launch`` that returns stored cubins and never compiles.
 
-    It is launched with the arrays and scalars of its function, in their order, and without the constants. cuTile's
-    cubins say their block and cluster themselves; those of CuTe DSL are launched with the ``attributes``.
+    It is launched with the arrays and scalars of its function, in their order, and without the constants. A cubin that
+    does not state its block and cluster is launched with the ``attributes``.
 
-    The generic variant may have been compiled for other constants than the config has: every implementation is right
-    on any grid.
+    The generic variant may have been compiled for other constants than the config has, since every implementation is
+    correct on any grid.
 
     Args:
         function: the device function.
-        variants: the cubins, all launched in one way.
-        otherwise: takes the launches that none of the variants allows; None where they are refused.
+        variants: the cubins, the strongest first; all have the same ``launch``.
+        otherwise: launched with arguments that no variant allows; None refuses them.
     """
 
     def __init__(self, function: Any, variants: Sequence[Variant], otherwise: PrebuiltKernel | None = None) -> None:
@@ -92,13 +91,7 @@ class PrebuiltKernel(TileDispatcher):
 
 
 def prebuilt(function: Any, artifacts: Mapping[str, Any], load: Callable[[str], bytes]) -> PrebuiltKernel:
-    """The kernel of a record's artifacts.
-
-    Args:
-        function: the device function.
-        artifacts: by variant, as :class:`tilekern.cache.Record` has them.
-        load: gives the cubin of a variant.
-    """
+    """Return the kernel of a record's artifacts (by variant); ``load`` returns the cubin of a variant."""
     aligned, generic = (
         Variant(name, artifact.symbol, artifact.assumptions, functools.partial(load, name), artifact.launch)
         for name, artifact in ((name, artifacts[name]) for name in (ALIGNED, GENERIC))
@@ -109,10 +102,10 @@ def prebuilt(function: Any, artifacts: Mapping[str, Any], load: Callable[[str], 
 
 
 def without_constants(assumptions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """What a variant assumes of the arrays and scalars that it is launched with.
+    """Return a variant's assumptions about the arrays and scalars of a launch.
 
     Raises:
-        TilekernError: an assumption is not of a form that :func:`implies` can read.
+        TilekernError: :func:`implies` cannot read an assumption.
     """
     for assumed in assumptions:
         if not _has_form(assumed):
@@ -130,7 +123,7 @@ def _has_form(assumed: Any) -> bool:
 
 
 def implies(parameters: Sequence[Any], assumptions: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether what the launcher knows of the arguments implies what a variant assumes of them."""
+    """Return whether the launcher's knowledge of the arguments implies a variant's assumptions."""
     return len(parameters) == len(assumptions) and all(map(_allows, parameters, assumptions))
 
 
@@ -157,10 +150,6 @@ def _allows_array(parameter: Any, assumed: Mapping[str, Any]) -> bool:
         return False
     if parameter.shape_divisible_by[-1] % assumed["extent_elements"]:
         return False
-    return all(_stride_divides(parameter, axis, assumed["stride_elements"]) for axis in range(ndim - 1))
-
-
-def _stride_divides(parameter: Any, axis: int, by: int) -> bool:
-    constant = parameter.stride_constant[axis]
-    known = parameter.stride_divisible_by[axis] if constant is None else constant
-    return known % by == 0
+    strides = zip(parameter.stride_constant[:-1], parameter.stride_divisible_by, strict=False)
+    known = (divisor if constant is None else constant for constant, divisor in strides)
+    return all(divisor % assumed["stride_elements"] == 0 for divisor in known)

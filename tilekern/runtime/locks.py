@@ -1,4 +1,4 @@
-"""The lock of what a whole process shares; a forked child finds it free."""
+"""A lock for state of the whole process, which is free in a forked child."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import threading
 
 
 class ForkLock:
-    """A lock that its holder may take again, and that a forked child does not inherit from another thread.
+    """A reentrant lock that a forked child does not inherit from another thread.
 
-    A DataLoader forks its workers whenever it likes: while another thread is in a lookup, or compiles for seconds. The
-    child has no such thread, so nobody would ever release the lock there. What the lock guards must therefore make
-    sense at any moment: dictionaries that are filled key by key.
+    A DataLoader may fork its workers while another thread is in a lookup or compiles for seconds. The child does not
+    have that thread, so nothing would ever release the lock there. So the guarded state must be consistent at any
+    moment: dictionaries that are filled key by key.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Yes or no about values that nobody has: what code asks of a meta tensor, answered as for an ordinary batch."""
+"""Answers questions about the values of meta tensors as for an ordinary batch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _NO = (_aten.any, _aten.ne)
 
 
 class OrdinaryValues(TorchDispatchMode):
-    """Answers where a model's code branches on values: is a mask all ones, do positions all run on?
+    """Answers a model's branches on values, such as whether a mask is all ones.
 
-    What ``all`` and comparisons give is taken to be so, what ``any`` and ``!=`` give is not. Any other question of
-    values raises, as it does on meta tensors. Grouped products of other dtypes than bfloat16, which torch computes and
-    whose shape on meta tensors it refuses to say, are said here.
+    Results of ``all`` and comparisons are true, results of ``any`` and ``!=`` are false. Other questions raise, as
+    usual on meta tensors. This also gives the shapes of grouped products in other dtypes than bfloat16, which torch
+    computes but refuses on meta tensors.
     """
 
     def __torch_dispatch__(
@@ -36,5 +36,5 @@ class OrdinaryValues(TorchDispatchMode):
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """A product for each group of rows of a [rows, inner], or, where b is [inner, columns], of columns of a."""
+    """Multiply each group of rows of a [rows, inner], or if b is [inner, columns] each group of columns of a."""
     return a.new_empty((len(offs), len(a), b.shape[1]) if b.dim() == 2 else (len(a), b.shape[2]))

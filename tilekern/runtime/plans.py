@@ -1,4 +1,4 @@
-"""The result of a lookup: a kernel object with its grid, ready to be launched."""
+"""Plans: the results of lookups, ready to be launched, and their counters."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import Any
 from weakref import ref
 
 from tilekern.errors import CannotRun, NoVariant
-from tilekern.spec import Config, CuteKernel, Implementation, Problem, name_of
+from tilekern.spec import Config, DeviceKernel, Implementation, Problem, name_of
 from tilekern.spec.targets import Target
-
-# The compute capability from which programmatic dependent launch exists.
-_DEPENDENT_LAUNCH = 90
 
 
 class Plan:
-    """How one problem runs: the kernel object, which has its constants, and the grid of ``blocks`` blocks."""
+    """How one problem runs: a kernel object, which has its constants, and a grid of ``blocks`` blocks."""
 
     __slots__ = ("__weakref__", "_forward_ad", "_kernel", "blocks", "config", "counters", "grid", "launches")
 
@@ -30,7 +27,7 @@ class Plan:
         self._forward_ad = _forward_ad()
 
     def __del__(self) -> None:
-        # Whoever let go of it last, be that a memo, an op or an autograd graph, its launches go on counting.
+        # Its launches still count after the last owner (a memo, an op, an autograd graph) has dropped it.
         if counters := getattr(self, "counters", None):
             counters.end(self)
 
@@ -63,7 +60,7 @@ class Plan:
             self.launch(device, *arguments)
 
     def _launch_in_context(self, device: int, arguments: tuple[Any, ...], error: Exception) -> None:
-        """Launch again where the thread had no context, as autograd's have none before they allocate; else raise."""
+        """Launch again if the thread had no context, as autograd's threads before they allocate; else raise."""
         from tilekern.runtime.driver import enter_context
 
         if not enter_context(device):
@@ -71,14 +68,14 @@ class Plan:
         self.launch(device, *arguments)
 
     def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """The outputs for ``inputs``: the kernel fills those of ``allocate``, a library gives its own."""
+        """Return the outputs: the kernel fills those of ``allocate``, a library returns its own."""
         outputs = allocate()
         self.launch(device, *inputs, *outputs)
         return outputs
 
 
 class DependentPlan(Plan):
-    """A plan whose kernel waits for its predecessor by itself, so that its launch overlaps that one's end."""
+    """A plan whose kernel waits for its predecessor by itself, so that its launch may overlap the predecessor's end."""
 
     __slots__ = ()
 
@@ -97,15 +94,10 @@ class DependentPlan(Plan):
 
 
 class ExtendedPlan(Plan):
-    """A plan whose launch says the block, and the cluster where there is one: that of a kernel of CuTe DSL.
+    """A plan whose launch states block and cluster, for artifacts with a ``launch``.
 
-    Arguments that its cubin does not allow run the kernel's other variant, on the same grid.
-
-    Args:
-        kernel: the kernel object.
-        config: its config.
-        blocks: blocks of the grid.
-        dependent: whether its launch overlaps the end of its predecessor.
+    The kernel's other variant runs on the same grid for arguments that its cubin does not allow. A ``dependent`` launch
+    may overlap the end of its predecessor.
     """
 
     __slots__ = ("_block", "_options")
@@ -143,23 +135,21 @@ class ExtendedPlan(Plan):
             _ct_launch(stream, self.grid, self._kernel.otherwise, arguments)
 
 
-def plan_of(
-    kernel: Any, implementation: Implementation | CuteKernel, config: Config, problem: Problem, target: Target
-) -> Plan:
-    """How a kernel object is launched on a GPU: by jobs, by the tuner that times it, and by benchmarks."""
+def plan_of(kernel: Any, implementation: DeviceKernel, config: Config, problem: Problem, target: Target) -> Plan:
+    """Return the plan of a kernel object on a GPU; jobs, the tuner and benchmarks launch by it."""
     blocks, dependent = implementation.grid(problem, target.sm_count), may_depend(implementation, target)
     if kernel.attributes is not None:
         return ExtendedPlan(kernel, config, blocks, dependent=dependent)
     return (DependentPlan if dependent else Plan)(kernel, config, blocks)
 
 
-def may_depend(implementation: Implementation | CuteKernel, target: Target) -> bool:
-    """Whether an implementation is launched before its predecessor has ended on this target."""
-    return implementation.dependent and target.capability >= _DEPENDENT_LAUNCH
+def may_depend(implementation: DeviceKernel, target: Target) -> bool:
+    """Return whether an implementation may be launched before its predecessor has ended on this target."""
+    return implementation.dependent and target.has_dependent_launch
 
 
 class InterpretedPlan(Plan):
-    """A plan whose kernel runs on the CPU, block by block, and is given its constants behind the arguments."""
+    """A plan whose kernel is interpreted on the CPU, block by block."""
 
     __slots__ = ("_constants", "_dependent", "_parameters")
 
@@ -188,9 +178,9 @@ class InterpretedPlan(Plan):
 
 
 class LibraryPlan(Plan):
-    """A plan that a library runs, on any device that the library serves; it launches no kernel of ours.
+    """A plan that a library runs, on any device that it supports; it launches no kernel of tilekern.
 
-    Tangents of forward-mode AD are the library's: torch's operations carry them on or refuse them.
+    Torch's operations handle tangents of forward-mode AD, or refuse them.
     """
 
     __slots__ = ("_call",)
@@ -200,11 +190,7 @@ class LibraryPlan(Plan):
         self._kernel, self.blocks, self.grid = None, 1, (1,)
 
     def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
-        """Not for a library.
-
-        Raises:
-            TypeError: always.
-        """
+        """Raise TypeError: a library has no launch."""
         raise TypeError(f"{self.config.key} is a library's call; use run")
 
     def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:  # noqa: ARG002

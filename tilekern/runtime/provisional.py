@@ -1,20 +1,21 @@
-"""Plans of misses, until something better is there: looked up again now and then, off the calls' path.
+"""Looks provisional plans up again, outside the calls' path, and replaces them when a better record was published.
 
-A plan is settled where its record was measured on this very GPU for the problem's own bucket, and is fresh. Any other
-(the model's own op, a default, a prediction, a neighbour's record, one of another search space) is provisional. A
+A plan is settled if its record was measured on this very GPU for the problem's own bucket, and is fresh. Any other plan
+is provisional: the model's own op, a default, a prediction, a neighbour's record, a record of another search space. A
 thread looks these up again every ``TILEKERN_LOOKUP_AGAIN_S`` seconds (60; 0: never), so that a running job takes what
-was published since it started, and no call pays for it: what calls read are the same dictionaries as ever.
+was published since it started. Calls pay nothing for it.
 
-A plan is replaced between two steps, never inside one. Where gradients are in play that is when an optimizer of torch
-has made its step; of one that steps inside of the backward, at the end of that backward. In the middle of a step,
-activation checkpointing runs a forward for the second time and holds it against the first, and a backward that looks
-its own plans up must see what its forward saw. Without gradients nothing outlives a call, and the thread replaces the
-plan itself, once it has made sure that no tensor waits for a backward (a job may evaluate first, and train then; inside
-of a compiled graph gradients look switched off). Ranks of one job would not find a record at the same moment, so a job
-of several ranks looks nothing up again unless the variable is set; and ranks that agreed on their kernels
-(:mod:`tilekern.patch.comparing`) find nothing new even then, until they agree again.
+A plan is replaced between two steps, never inside one: activation checkpointing compares a second forward with the
+first, and a backward that looks up its plans must see what its forward saw. With gradients, the moment is after the
+step of a torch optimizer, or at the end of the backward if the optimizer steps inside it. Without gradients nothing
+outlives a call, and the thread replaces the plan itself, after it has checked that no tensor waits for a backward: a
+job may evaluate first and then train, and inside a compiled graph gradients look switched off.
 
-The same thread writes down, at most every minute, how often the problems that no cache held were run.
+Ranks of one job would not find a record at the same moment. So a job of several ranks looks nothing up again unless the
+variable is set; ranks that agreed on their kernels (:mod:`tilekern.patch.comparing`) find nothing new even then, until
+they agree again.
+
+The same thread writes down, at most once a minute, how often problems without a record were run.
 """
 
 from __future__ import annotations
@@ -45,24 +46,24 @@ if TYPE_CHECKING:
     from tilekern.cache import Hit
 
 INTERVAL_S = 60.0
-# How often a process writes down its misses at most.
+# A process writes down its misses at most this often.
 NOTE_EVERY_S = 60.0
-# The number of the backward that a thread is in, where it is in none.
+# torch's id of the current backward in a thread that is in no backward.
 _NO_BACKWARD = -1
 
 
 def interval_s() -> float:
-    """Seconds between two lookups of what is provisional, by ``TILEKERN_LOOKUP_AGAIN_S``; 0: none.
+    """Return the seconds between two lookups, by ``TILEKERN_LOOKUP_AGAIN_S``; 0 is never.
 
     Raises:
-        InputError: the variable is not such a number.
+        InputError: the variable is not a number of seconds.
     """
     seconds = seconds_of(os.environ.get(AGAIN, ""))
     return INTERVAL_S if seconds is None else seconds
 
 
 def is_settled(found: Hit | None) -> bool:
-    """Whether nothing better can be published for a problem than what was found for it."""
+    """Return whether nothing better than this record can be published for its problem."""
     if found is None or not found.fresh:
         return False
     return found.exact_target and found.exact_bucket and found.record.provenance == "measured"
@@ -70,11 +71,11 @@ def is_settled(found: Hit | None) -> bool:
 
 @dataclass
 class _Problem:
-    """A problem that is provisional.
+    """A problem with provisional plans.
 
-    ``found`` is what it runs by, None for the model's own op; ``takers`` put a record's plan in place, by the plan's
-    key; ``plans`` are those that run by ``found``, and ``past_launches`` those of plans that were let go of; ``better``
-    was found later and is not taken yet.
+    ``found`` is the record it runs by, None for the model's own op. ``takers`` put a record's plan in place, by the
+    plan's key. ``plans`` run by ``found``; ``past_launches`` are those of plans dropped since. ``better`` was found
+    later and is not in use yet.
     """
 
     kernel: str
@@ -89,12 +90,12 @@ class _Problem:
 
     @property
     def launches(self) -> int:
-        """Launches of what it runs by."""
+        """Launches of its current plans and of dropped ones."""
         return self.past_launches + sum(plan.launches for plan in self.plans)
 
     @property
     def is_missed(self) -> bool:
-        """Whether no cache held it: nothing was tuned for it, nor predicted."""
+        """Whether no cache had a tuned or predicted record of it."""
         return self.found is None or self.found.record.provenance == "default"
 
 
@@ -102,8 +103,8 @@ class Watch:
     """The provisional problems of this process.
 
     Args:
-        fallbacks: how many calls of a kernel ran the model's own op.
-        renewed: called when plans were replaced, so that none is remembered elsewhere.
+        fallbacks: returns how many calls of a kernel ran the model's own op.
+        renewed: called after plans were replaced, to drop copies elsewhere.
     """
 
     def __init__(self, fallbacks: Callable[[str], int], renewed: Callable[[], None]) -> None:
@@ -114,7 +115,7 @@ class Watch:
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        """Make anew what belongs to one process: a forked child does not have the thread."""
+        """Reset what belongs to one process: a forked child does not have the thread."""
         # Set to end the thread; None where there is none.
         self._end: threading.Event | None = None
         self._process = secrets.token_hex(8)
@@ -126,17 +127,9 @@ class Watch:
         self, kernel: str, problem: Problem, target: Target, look: Callable[[], Hit | None], found: Hit | None,
         plan: Plan | None, key: Hashable, take: Callable[[Hit], Plan | None],
     ) -> None:  # fmt: skip
-        """Watch a plan.
+        """Watch a plan of a problem at its buckets; ``found`` and ``plan`` are None for the model's own op.
 
-        Args:
-            kernel: the spec's name.
-            problem: at its buckets.
-            target: the GPU.
-            look: looks the problem up.
-            found: what the plan comes of; None for the model's own op.
-            plan: the plan that runs, None for the model's own op.
-            key: names the plan.
-            take: puts the plan of what is found later in its place, and gives it.
+        ``look`` looks the problem up; ``take`` replaces the plan ``key`` by that of a later record and returns it.
 
         Raises:
             InputError: ``TILEKERN_LOOKUP_AGAIN_S`` is not a number.
@@ -164,14 +157,14 @@ class Watch:
             self._end = end
 
     def let_go(self) -> None:
-        """Keep no plan, as what runs by them is looked up anew; what they launched so far counts."""
+        """Drop all plans, whose launches so far still count; their problems are looked up anew."""
         with self._lock:
             for watched in self._problems.values():
                 watched.past_launches = watched.launches
                 watched.plans, watched.takers = [], {}
 
     def forget(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching."""
         with self._lock:
             self._problems.clear()
             self._noted.clear()
@@ -180,7 +173,7 @@ class Watch:
                 self._end = None
 
     def look(self) -> None:
-        """Look each provisional problem up; what is better waits for :meth:`take`."""
+        """Look up each provisional problem; better records wait for :meth:`take`."""
         from tilekern.cache import CacheError
 
         for watched in self._listed():
@@ -190,7 +183,7 @@ class Watch:
                     watched.better = found
 
     def take(self) -> int:
-        """Replace the plans for which something better was found; how many."""
+        """Replace the plans for which a better record was found, and return how many."""
         taken = 0
         for name, watched in list(self._problems.items()):
             better, watched.better = watched.better, None
@@ -215,7 +208,7 @@ class Watch:
         return taken
 
     def note(self) -> None:
-        """Write down how often missed problems were run, in the cache that their wanted list is in."""
+        """Write down how often missed problems were run, in the cache with their wanted list."""
         from tilekern import cache
 
         for root, misses in self._misses().items():
@@ -224,8 +217,9 @@ class Watch:
         self._noted_at = time.monotonic()
 
     def _misses(self) -> dict[Path, dict[str, int]]:
-        """Launches of what runs in the place of each missed problem; fallbacks are told by the kernel alone, and each
-        of its problems that has no plan gets an even share.
+        """Return the runs of each missed problem.
+
+        Fallbacks are counted by kernel; each of its problems without a plan gets an even share.
         """
         missed = [watched for watched in self._listed() if watched.is_missed]
         lacking = [watched.kernel for watched in missed if watched.found is None]
@@ -242,7 +236,7 @@ class Watch:
         return list(self._problems.values())
 
     def _hook(self) -> None:
-        """Know of optimizers' steps and of the end of the process, from the first provisional plan on."""
+        """Hook into optimizers' steps and the end of the process, from the first provisional plan on."""
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -289,7 +283,7 @@ class Watch:
 
 
 def _awaits_backward() -> bool:
-    """Whether any tensor of this process remembers how it was made, as all do between a forward and its backward."""
+    """Return whether any tensor of this process has a gradient function, as between a forward and its backward."""
     import torch
 
     with torch._C.DisableTorchFunctionSubclass():
@@ -298,7 +292,7 @@ def _awaits_backward() -> bool:
 
 
 def of_several_ranks() -> bool:
-    """Whether this process is one rank of several, by torch.distributed."""
+    """Return whether this process is one of several ranks of torch.distributed."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is None or not distributed.is_available():
         return False
@@ -306,5 +300,5 @@ def of_several_ranks() -> bool:
 
 
 def _waits() -> bool:
-    """Whether this is one rank of several, and nobody has asked for lookups that may come at different moments."""
+    """Return whether this is one of several ranks, and lookups at different moments were not asked for."""
     return not os.environ.get(AGAIN) and of_several_ranks()

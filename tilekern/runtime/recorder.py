@@ -1,9 +1,9 @@
-"""Which problems a step asks for, found by running it on meta tensors: ``tilekern.trace()``.
+"""Records the problems that a step asks for, by running it on meta tensors: ``tilekern.trace()``.
 
-While a trace runs it answers in the place of dispatch: it notes the spec and the sizes that an op asks for, and gives a
-plan that has the default config's grid and launches nothing. So what is traced is what a job asks for, whoever wrote
-its step. Two things that follow from which config wins are traced for all of them: the parts of a composite, and the
-sums of a gradient whose rows are as many as the grid has blocks.
+A running trace answers instead of dispatch: it notes the spec and the sizes that an op asks for, and returns a plan
+that has the default config's grid and launches nothing. So a trace has what a job asks for, with any step. Two things
+depend on which config wins, and are traced for all of them: the parts of a composite, and the sums of a gradient with
+one row for each block of a grid.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _only = threading.Lock()
 
 @contextlib.contextmanager
 def trace(path: str | Path | None = None, *, gpu: str = "auto", real: bool = False) -> Iterator[Trace]:
-    """Note which problems the steps inside ask for, so that they can be tuned before a job runs them::
+    """Record the problems that the steps inside ask for, so that they can be tuned before a job runs them::
 
         with tilekern.trace("plan.json", gpu="H200"):
             model(input_ids=ids, labels=ids).loss.backward()
 
-    On meta tensors (``torch.device("meta")``) kernels launch nothing, and no GPU is needed. What code asks of their
-    values is answered as for an ordinary batch: ``all()`` and comparisons are true, ``any()`` is not.
+    On meta tensors (``torch.device("meta")``) nothing is launched and no GPU is needed. Code that branches on their
+    values gets the answers of an ordinary batch: ``all()`` and comparisons are true, ``any()`` is false.
 
     Args:
-        path: where the plan is written at the end, as JSON with the target and the problems.
-        gpu: the GPU that the job will run on: ``auto`` (the one here), a name, an arch or a key.
-        real: note what tensors on devices ask for, too. Their steps run as ever, by the plans that the caches have; an
-            op that has none runs torch's operations, and its backward is not traced.
+        path: the file for the plan, as JSON with the target and the problems; written at the end.
+        gpu: the GPU of the job: ``auto`` (the one here), a name, an arch, a key or figures.
+        real: also record what tensors on devices ask for. Their steps run as usual, by the plans in the caches; an op
+            without a plan runs torch's operations, and its backward is not traced.
 
     Yields:
         The trace, whose ``problems`` grow.
@@ -65,16 +65,16 @@ def trace(path: str | Path | None = None, *, gpu: str = "auto", real: bool = Fal
 
 @contextlib.contextmanager
 def tracing(found: Trace) -> Iterator[Trace]:
-    """Have a trace answer in the place of dispatch.
+    """Let a trace answer instead of dispatch.
 
     Raises:
-        InputError: another one does.
+        InputError: another trace runs.
     """
     if not _only.acquire(blocking=False):
         raise InputError("a trace runs already in this process; end it before another one begins")
     try:
         if found.real:
-            dispatch.forget()  # a plan that is found in a dictionary is not seen
+            dispatch.forget()  # plans in dictionaries would not be seen
         dispatch.trace_by(found)
         with contextlib.nullcontext() if found.real else ordinary_values():
             yield found
@@ -87,18 +87,18 @@ class Trace:
     """The problems that were asked for so far.
 
     Args:
-        target: the GPU whose defaults and grids are taken.
-        real: whether tensors on devices are of interest.
+        target: the GPU with the defaults and grids to use.
+        real: whether tensors on devices are traced too.
 
     Attributes:
-        asked: problems that the steps asked for, at their buckets, in order.
-        others: those that they would ask for if other configs won.
-        fallbacks: calls that took torch's own operations, by kernel; of steps on meta tensors alone.
-        patches: the code of functions that stand in for a model's, with the ops of their patches.
-        launches: how often each problem was launched by steps on meta tensors. A layer that stands for others like it
-            counts as often as there are of them (:meth:`repeated`).
-        askers: by whom each problem was asked for: the patch whose code called, or else the op that was called. A plan
-            that dispatch gives again has the first one alone.
+        asked: the problems that the steps asked for, at their buckets, in order.
+        others: the problems that they would ask for if other configs won.
+        fallbacks: calls that took torch's own operations, by kernel; only of steps on meta tensors.
+        patches: the code of functions that replace a model's, with the ops of their patches.
+        launches: launches of each problem by steps on meta tensors. A layer that stands for others like it counts once
+            for each of them (:meth:`repeated`).
+        askers: the patches whose code asked for each problem, or else the ops. A plan that dispatch returns again has
+            only the first.
     """
 
     def __init__(self, target: Target, *, real: bool = False) -> None:
@@ -116,17 +116,17 @@ class Trace:
 
     @property
     def problems(self) -> list[Named]:
-        """All of them, each once."""
+        """All problems, each once."""
         return list(self.asked | self.others)
 
     @property
     def times(self) -> int:
-        """How many launches one launch stands for; 0 for problems that count only if another config wins."""
+        """How often a launch counts; 0 for problems that count only if another config wins."""
         return 0 if self._into is self.others else self._times
 
     @contextlib.contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """Count each launch inside, and of the backward of it, so many times."""
+        """Count each launch inside, and in its backward, ``times`` times."""
         before, self._times = self._times, times
         try:
             yield
@@ -134,42 +134,43 @@ class Trace:
             self._times = before
 
     def plan(self, spec: KernelSpec, problem: Problem | None) -> TracedPlan | None:
-        """Note a problem of real sizes, and give the plan that stands for its own; None for what is not a problem."""
+        """Note a problem of real sizes and return its traced plan; None if it is not a problem."""
         if problem is None:
             return None
         self._note(spec, problem)
         return TracedPlan(self, spec, problem)
 
     def see(self, spec: KernelSpec, problem: Problem, plan: Plan | None) -> None:
-        """Note a problem that dispatch has given a plan, or none."""
+        """Note a problem with its plan from dispatch, if any."""
         self._note(spec, problem)
         self.take_apart(spec, problem)
         if plan is not None:
             plan.blocks = self.blocks(spec, problem, plan.blocks)
 
     def take_apart(self, spec: KernelSpec, problem: Problem) -> None:
-        """Note the parts of a problem in each of its configs that is a composite, on inputs that the spec makes."""
+        """Note the parts of a problem in each composite config, on inputs that the spec makes."""
         for config in self.composites(spec, problem):
-            call, inputs = _call_of(spec, problem, config), spec.inputs(problem, None, "meta")
+            call, inputs = spec.implement(problem, config), spec.inputs(problem, None, "meta")
+            assert isinstance(call, LibraryCall)
             with self.aside():
                 call.bound(dispatch.plan_for)(*(inputs[name] for name in call.inputs))
 
     def composites(self, spec: KernelSpec, problem: Problem) -> list[Config]:
-        """The configs of a problem that are composites."""
+        """Return the configs of a problem that are composites."""
         wanted = spec.bucketed(problem)
         if (spec.name, wanted) not in self._composites:
             ways = ((config, spec.implement(problem, config)) for config in spec.space.candidates(wanted, self.target))
-            found = [config for config, way in ways if isinstance(way, LibraryCall) and way.composite]
+            found = [config for config, way in ways if way.composite]
             self._composites[spec.name, wanted] = found
         return self._composites[spec.name, wanted]
 
     def blocks(self, spec: KernelSpec, problem: Problem, count: int) -> int:
-        """The size of a grid, which knows those of other configs wherever it is asked for as a size."""
+        """Return the size of a grid; it knows the sizes under other configs if a problem uses it."""
         return Blocks(count, lambda: self._other_grids(spec, problem))
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Problems that are asked for inside count only if another config wins."""
+        """Note problems that are asked for inside as needed only if another config wins."""
         before, self._into = self._into, self.others
         try:
             yield
@@ -177,14 +178,14 @@ class Trace:
             self._into = before
 
     def write(self, path: Path) -> None:
-        """Put the plan into a file.
+        """Write the plan to a file.
 
         Raises:
             InputError: nothing was asked for, or the file cannot be written.
         """
         if not self.asked:
             raise InputError(
-                f"{path} is not written, since no problem was asked for: patch the model, and run its step on meta "
+                f"{path} is not written, since no problem was asked for; patch the model, and run its step on meta "
                 "tensors (or on a GPU, with real=True)"
             )
         try:
@@ -204,7 +205,7 @@ class Trace:
                     self.others.setdefault((spec.name, spec.bucketed(problem.but(**{name: other}))))
 
     def _asker(self) -> str | None:
-        """The op of the innermost patch that is being called, else the outermost op; None where neither is."""
+        """Return the op of the innermost patch on the stack, else the outermost op, else None."""
         frame: FrameType | None = sys._getframe(1)
         op = None
         while frame is not None:
@@ -218,13 +219,13 @@ class Trace:
         named = spec.name, problem
         if named not in self._grids:
             ways = (spec.implement(problem, c) for c in spec.space.candidates(spec.bucketed(problem), self.target))
-            grids = (way.grid(problem, self.target.sm_count) for way in ways if not isinstance(way, LibraryCall))
+            grids = (way.grid(problem, self.target.sm_count) for way in ways if way.makes_artifact)
             self._grids[named] = frozenset(grids)
         return self._grids[named]
 
 
 def _op_of(frame: FrameType) -> str | None:
-    """The op that a frame's code is of: made of its declaration (:mod:`tilekern.ops.operation`), or of its module."""
+    """Return the op that a frame's code belongs to, by its declaration (:mod:`tilekern.ops.operation`) or module."""
     if (made := frame.f_globals.get("__op__")) is not None:
         return str(made)
     package, _, module = str(frame.f_globals.get("__name__")).rpartition(".")
@@ -232,37 +233,37 @@ def _op_of(frame: FrameType) -> str | None:
 
 
 class Blocks(int):
-    """The number of blocks of a grid; ``others()`` are the numbers that it might be too."""
+    """The number of blocks of a grid; ``others()`` returns the numbers under other configs."""
 
     others: Callable[[], frozenset[int]]
 
     def __new__(cls, count: int, others: Callable[[], frozenset[int]]) -> Blocks:
-        """A count with its others."""
+        """Make a count with its others."""
         made = super().__new__(cls, count)
         made.others = others
         return made
 
     def __neg__(self) -> Blocks:
-        """Less than nothing, on the way to a quotient that is rounded up."""
+        """Return the negative, as in a quotient that is rounded up."""
         return Blocks(-int(self), lambda: frozenset(-count for count in self.others()))
 
     def __floordiv__(self, by: int) -> Blocks:
-        """A share of the blocks, of those that it might be too."""
+        """Return a share of the blocks, also under other configs."""
         return Blocks(int(self) // by, lambda: frozenset(count // by for count in self.others()))
 
 
 class TracedPlan(Plan):
-    """The plan of the default config, which launches nothing; of a composite it runs every config for its parts."""
+    """The plan of the default config, which launches nothing; for a composite it runs every config for its parts."""
 
     __slots__ = ("_problem", "_spec", "_times", "_trace")
 
     def __init__(self, trace: Trace, spec: KernelSpec, problem: Problem) -> None:
         self._trace, self._spec, self._problem = trace, spec, problem
-        # A backward is launched when the layer that asked for its plan is left.
+        # A backward is launched after the layer that asked for its plan has ended.
         self._times = trace.times
         self.config, self.launches, self.blocks = spec.default(spec.bucketed(problem), trace.target), 0, 1
         implementation = spec.implement(problem, self.config)
-        if not isinstance(implementation, LibraryCall):
+        if implementation.makes_artifact:
             self.blocks = trace.blocks(spec, problem, implementation.grid(problem, trace.target.sm_count))
         self.grid = (self.blocks,)
 
@@ -271,13 +272,13 @@ class TracedPlan(Plan):
         self._trace.launches[self._spec.name, self._spec.bucketed(self._problem)] += self._times
 
     def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:  # noqa: ARG002
-        """The outputs for the default config, of which nothing is computed; the other composites run too."""
+        """Return the outputs of the default config without values; run the other composites too."""
 
         def results(config: Config) -> tuple[Any, ...]:
-            is_library = self._spec.is_library(self._problem, config)
-            if not is_library:
-                return allocate()
-            return _call_of(self._spec, self._problem, config).bound(dispatch.plan_for)(*inputs)
+            implementation = self._spec.implement(self._problem, config)
+            if isinstance(implementation, LibraryCall):
+                return implementation.bound(dispatch.plan_for)(*inputs)
+            return allocate()
 
         self._trace.launches[self._spec.name, self._spec.bucketed(self._problem)] += self._times
         with self._trace.aside():
@@ -286,12 +287,6 @@ class TracedPlan(Plan):
                     results(config)
         with self._trace.repeated(self._times):
             return results(self.config)
-
-
-def _call_of(spec: KernelSpec, problem: Problem, config: Config) -> LibraryCall:
-    way = spec.implement(problem, config)
-    assert isinstance(way, LibraryCall)
-    return way
 
 
 def document(

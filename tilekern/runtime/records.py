@@ -1,4 +1,4 @@
-"""From a compiled candidate to a record of the cache, and back from a record to something that can be launched."""
+"""Makes records of the cache from compiled candidates."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tilekern.spec.source import source_digest
 from tilekern.spec.targets import Target
 from tilekern.warning import warned_after
 
-# How long a job waits for a compile before it is told why.
+# Seconds that a job waits for a compile before it is told why.
 LONG_S = 2.0
 _WHY_LONG = "which no cache holds; Ctrl-C stops it, and a tune of the model before the job makes it unnecessary"
 
 
 def artifact_of(made: Compiled, config: Config) -> Artifact:
-    """The entry of a compiled candidate in a record."""
+    """Return the entry of a compiled candidate in a record."""
     return Artifact(
         sha256=hashlib.sha256(made.cubin).hexdigest(),
         size=len(made.cubin),
@@ -37,7 +37,7 @@ def artifact_of(made: Compiled, config: Config) -> Artifact:
 
 
 def launch_in(fields: Mapping[str, Any] | None) -> Launch | None:
-    """How an artifact is launched, from plain data; None for cuTile's own way."""
+    """Return how an artifact is launched, from plain data; None if its cubin states block and cluster itself."""
     return None if fields is None else Launch(**{**fields, "block": tuple(fields["block"])})
 
 
@@ -47,7 +47,7 @@ def record_of(
     prediction: dict[str, Any] | None = None, check: dict[str, Any] | None = None,
     runners_up: list[Any] | None = None, best_kernel: BestKernel | None = None, candidates: int = 1, failed: int = 0,
 ) -> Record:  # fmt: skip
-    """The record of a problem's winner, stamped with today's digest of the source and the time."""
+    """Return the record of a problem's winner, with today's digest of the source and the time."""
     digest = source_digest(spec.module)
     return Record(
         schema=SCHEMA,
@@ -74,14 +74,14 @@ def record_of(
 
 
 def tell_of_long(spec: KernelSpec, problem: Problem) -> contextlib.AbstractContextManager[None]:
-    """Tell a job that waits longer than some seconds for a problem's default why it does."""
+    """Warn a job that waits more than :data:`LONG_S` for a problem's default."""
     return warned_after(LONG_S, f"compiling {spec.name} for {problem.key}, {_WHY_LONG}")
 
 
 def compiled_default(spec: KernelSpec, problem: Problem, target: Target) -> tuple[Record, dict[str, bytes]]:
-    """Compile the default config of a problem, both variants: its record, and the artifacts by sha256.
+    """Compile both variants of a problem's default config; return the record, and the artifacts by sha256.
 
-    Ctrl-C ends it with its compiler, and leaves nothing.
+    Ctrl-C ends it together with its compiler, and nothing is left behind.
 
     Raises:
         ToolchainMissing: no compiler is installed.

@@ -1,7 +1,6 @@
-"""The versions of packages and of the NVIDIA driver that tilekern needs, and checks of those that are installed.
+"""The versions of packages and of the NVIDIA driver that tilekern needs, and checks of the installed ones.
 
-The doctor (:mod:`tilekern.doctor`) shows all of it; a process that is about to launch its first kernel asks
-:func:`unmet`, once. Neither needs more than the standard library.
+The doctor (:mod:`tilekern.doctor`) shows all of them; a process calls :func:`unmet` before its first launch.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import re
 from importlib import metadata
 from pathlib import Path
 
+from tilekern.spec.targets import cuda_driver
 from tilekern.warning import warn_once
 
 # The dependencies of pyproject.toml, which a test compares; a job needs them.
@@ -28,17 +28,15 @@ NEEDS = {
     "rich": ">=13",
 }
 PYTHON = ">=3.11"
-# The extra that compiles kernels of CuTe DSL.
-CUTE = {"nvidia-cutlass-dsl": ">=4.8.1,<4.9"}
-# cuda-tile launches by functions of CUDA 13.0, which drivers have from r580 on.
+# cuda-tile launches by functions of CUDA 13.0, which drivers have since r580.
 LEAST_CUDA, LEAST_DRIVER = 13000, "r580"
 _NUMBER = re.compile(r"\d+")
-# A name, the extras of it that are meant, and the range.
+# A name, its extras, and the range.
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^]]*\])?\s*\(?([^)]*)\)?\s*")
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed distribution, or None."""
+    """Return the version of an installed distribution, or None."""
     try:
         return metadata.version(name)
     except (metadata.PackageNotFoundError, ValueError, OSError):
@@ -46,7 +44,7 @@ def installed(name: str) -> str | None:
 
 
 def fits(version: str, wanted: str) -> bool:
-    """Whether a version is in a range such as ``>=1.7,<1.8``; one that has no number is taken to be."""
+    """Return whether a version is in a range such as ``>=1.7,<1.8``; a version without a number counts as inside."""
     found = _numbers(version)
     if not found:
         return True
@@ -68,13 +66,13 @@ def fits(version: str, wanted: str) -> bool:
 
 
 def _numbers(version: str) -> list[int]:
-    """The numbers of a release: 2.13.0 of 2.13.0a0+cu130."""
+    """Return the numbers of a release: 2.13.0 of 2.13.0a0+cu130."""
     release = re.search(r"\d+(?:\.\d+)*", version)
     return [int(number) for number in _NUMBER.findall(release[0])] if release else []
 
 
 def asked_by(name: str, extra: str) -> dict[str, str]:
-    """The ranges that an installed distribution asks for under one of its extras, by name."""
+    """Return the ranges that an installed distribution requires under one of its extras, by name."""
     found = {}
     with contextlib.suppress(metadata.PackageNotFoundError, OSError):
         for line in metadata.requires(name) or ():
@@ -86,16 +84,16 @@ def asked_by(name: str, extra: str) -> dict[str, str]:
 
 
 def driver_cuda() -> int | None:
-    """The CUDA version that the driver serves, 13000 for 13.0; None where there is no driver, or it does not say."""
+    """Return the CUDA version that the driver supports, 13000 for 13.0; None without a driver or if unknown."""
     with contextlib.suppress(OSError, AttributeError):
         number = ctypes.c_int()
-        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) == 0 and number.value > 0:
+        if cuda_driver().cuDriverGetVersion(ctypes.byref(number)) == 0 and number.value > 0:
             return number.value
     return None
 
 
 def driver_release(proc: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The driver's release, ``580.95.05``; None where it cannot be told."""
+    """Return the driver's release, ``580.95.05``; None if unknown."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", proc.read_text())
         if found:
@@ -104,12 +102,12 @@ def driver_release(proc: Path = Path("/proc/driver/nvidia/version")) -> str | No
 
 
 def cuda_text(version: int) -> str:
-    """A CUDA version as people say it: 13.0 for 13000."""
+    """Return a CUDA version for people: 13.0 for 13000."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def driver_unmet(cuda: int | None, release: str | None) -> str | None:
-    """Return what is wrong with a driver and which would do, or None where it will do or cannot be told."""
+    """Return what is wrong with a driver and how to fix it; None if it is new enough or unknown."""
     if cuda is None or cuda >= LEAST_CUDA:
         return None
     what = f"driver {release}" if release else "the driver"
@@ -120,7 +118,7 @@ def driver_unmet(cuda: int | None, release: str | None) -> str | None:
 
 
 def package_unmet(name: str, wanted: str) -> str | None:
-    """Return what is wrong with an installed package and how it is mended, or None where it will do."""
+    """Return what is wrong with an installed package and how to fix it; None if its version is right."""
     version = installed(name)
     if version is None:
         return f"{name} is not installed: pip install '{name}{wanted}'"
@@ -131,10 +129,10 @@ def package_unmet(name: str, wanted: str) -> str | None:
 
 @functools.cache
 def unmet() -> str | None:
-    """Return what keeps this machine from launching kernels, with the version that would do, or None.
+    """Return what keeps this machine from launching kernels, with the version that is needed, or None.
 
-    It is asked before the first launch of a process: a driver or a cuda-tile out of range would fail in the launch, by
-    a message that names neither. A torch or transformers out of range is warned about, and kernels run.
+    A driver or a cuda-tile out of range would fail in the launch with a message that names neither. A torch or
+    transformers out of range only causes a warning.
     """
     wrong = driver_unmet(driver_cuda(), driver_release())
     for name in ("cuda-tile", "torch", "transformers"):

@@ -1,6 +1,6 @@
-"""Check the environment variables with a closed list of values, before a job starts rather than in one of its steps.
+"""The environment variables, and checks of their values before a job starts rather than in one of its steps.
 
-Nothing heavy is imported: this runs at the end of ``import torch`` where ``TILEKERN_APPLY`` is set.
+Nothing heavy is imported: this runs at the end of ``import torch`` if ``TILEKERN_APPLY`` is set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tilekern.runtime.switches import switches_of
 APPLY = "TILEKERN_APPLY"
 AGAIN = "TILEKERN_LOOKUP_AGAIN_S"
 _SWITCH = ("0", "1")
-# The values that each variable may have; a variable that is empty counts as not set.
+# The allowed values of variables with a closed list; an empty variable counts as not set.
 CHOICES: dict[str, tuple[str, ...]] = {
     "TILEKERN_ON_MISS": ("compile", "fallback", "error"),
     "TILEKERN_TRUST": ("any", "signed"),
@@ -23,27 +23,40 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "TILEKERN_WIDE_SUMS": _SWITCH,
     "TILEKERN_INTERPRET": _SWITCH,
 }
+# All variables; those of the last line may have any value.
+SETTINGS = (
+    *CHOICES, AGAIN, APPLY,
+    "TILEKERN_CACHE_DIR", "TILEKERN_CACHE_PATH", "TILEKERN_SERVE_TOKEN", "TILEKERN_TRUST_ROOTS",
+)  # fmt: skip
 
 
 def check_settings() -> None:
-    """Refuse variables with unknown values.
+    """Check all variables; raise as :func:`check_setting` does."""
+    for name in SETTINGS:
+        check_setting(name)
+
+
+def check_setting(name: str) -> None:
+    """Refuse an unknown value of a variable.
 
     Raises:
         InputError: a variable of :data:`CHOICES` has another value, ``TILEKERN_LOOKUP_AGAIN_S`` is not a number of
             seconds, or ``TILEKERN_APPLY`` names unknown ops.
     """
-    for name, known in CHOICES.items():
-        value = os.environ.get(name, "")
-        if value and value not in known:
-            nearest = difflib.get_close_matches(value.strip().lower(), known, n=1)
-            meant = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise InputError(f"{name}: unknown value {value!r}; known: {', '.join(known)}{meant}")
-    seconds_of(os.environ.get(AGAIN, ""))
-    asked_for()
+    value = os.environ.get(name, "")
+    known = CHOICES.get(name, (value,))
+    if value and value not in known:
+        nearest = difflib.get_close_matches(value.strip().lower(), known, n=1)
+        meant = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise InputError(f"{name}: unknown value {value!r}; known: {', '.join(known)}{meant}")
+    if name == AGAIN:
+        seconds_of(value)
+    elif name == APPLY:
+        asked_for()
 
 
 def seconds_of(text: str) -> float | None:
-    """The value of ``TILEKERN_LOOKUP_AGAIN_S``; None where it is empty.
+    """Return the value of ``TILEKERN_LOOKUP_AGAIN_S``; None if it is empty.
 
     Raises:
         InputError: it is not a number of seconds.
@@ -60,10 +73,10 @@ def seconds_of(text: str) -> float | None:
 
 
 def asked_for() -> dict[str, bool] | None:
-    """The arguments of ``tilekern.apply`` that ``TILEKERN_APPLY`` asks for; None where it is not set, empty or 0.
+    """Return the arguments of ``tilekern.apply`` that ``TILEKERN_APPLY`` asks for; None if it is not set, empty or 0.
 
     Raises:
-        InputError: it names unknown ops, or its words do not go together.
+        InputError: it names unknown ops, or its words contradict each other.
     """
     text = os.environ.get(APPLY, "").strip()
     if text in ("", "0"):

@@ -1,4 +1,4 @@
-"""The ops that ``tilekern.apply`` patches, by name, and how a text chooses among them; nothing heavy is imported."""
+"""The names of the ops that ``tilekern.apply`` patches, and texts that choose among them; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ OPS = (
     "rms_norm", "layer_norm", "swiglu", "mlp", "qk_norm_rope", "rope", "fused_add_rms_norm",
     "fused_linear_cross_entropy",
 )  # fmt: skip
-# The op that a model's configuration chooses: its attention.
+# The op that a model's configuration selects: its attention.
 ATTENTION = "attention"
-# The op that runs only where it is asked for: layers of experts, with their routers.
+# The op that runs only if requested: layers of experts, with their routers.
 EXPERTS = "experts"
-# The optimizer, which takes the place of torch's.
+# The optimizer, which replaces torch's.
 ADAMW = "adamw"
-# The name by which a model's configuration asks for our code, and the attentions that it may ask for: for each, whether
-# gradients are the same bits in every run.
+# The name by which a model's configuration selects tilekern's code, and the attentions by name: whether gradients have
+# the same bits in every run.
 IMPLEMENTATION = "tilekern"
 ATTENTIONS = {IMPLEMENTATION: True, "tilekern_nondeterministic": False}
-# Off unless they are asked for.
+# Ops that are off by default.
 EXTRAS = (EXPERTS, ATTENTION, ADAMW)
-# Which families: those whose tests pass here, or all whose code has a form that is known.
+# The families to patch: those with tests in tilekern, or all whose code has a known form.
 FORMS = ("tested", "any")
 _ALL = "1"
 
 
 def switches_of(text: str) -> dict[str, bool]:
-    """The arguments of ``tilekern.apply`` that a text asks for.
+    """Return the arguments of ``tilekern.apply`` that a text requests.
 
     Args:
-        text: words with commas between. ``1`` is all of :data:`OPS`; names of :data:`EXTRAS` behind it are on too, and
-            ``-OP`` leaves an op out. Names without ``1`` are those ops alone; ``-OP`` without it is all but those.
+        text: words separated by commas. ``1`` is all of :data:`OPS`; names of :data:`EXTRAS` after it are on too, and
+            ``-OP`` leaves an op out. Names without ``1`` select only those ops; ``-OP`` without it selects all others.
 
     Raises:
         InputError: a word is unknown or empty, is named and left out, or names are mixed with ``-OP`` without ``1``.
@@ -40,8 +40,12 @@ def switches_of(text: str) -> dict[str, bool]:
     names = [word.removeprefix("-") for word in words if word != _ALL]
     for name in names:
         if name not in (*OPS, *EXTRAS):
+            import difflib
+
+            nearest = difflib.get_close_matches(name.strip().lower().replace("-", "_"), (*OPS, *EXTRAS), n=1)
+            meant = f" (did you mean {nearest[0]}?)" if nearest else ""
             raise InputError(
-                f"{name!r} is not an op{_meant(name)}; give 1 for all ops, some of {', '.join((*OPS, *EXTRAS))}, "
+                f"{name!r} is not an op{meant}; give 1 for all ops, some of {', '.join((*OPS, *EXTRAS))}, "
                 "1,OP for all and one that is off by default, or -OP for all but one"
             )
     left_out = {word[1:] for word in words if word.startswith("-")}
@@ -59,14 +63,7 @@ def switches_of(text: str) -> dict[str, bool]:
 
 
 def text_of(switches: dict[str, bool]) -> str:
-    """The text that asks for some switches; ops that are not among them are as ``apply`` has them by default."""
+    """Return the text that requests some switches; ops that are not named have ``apply``'s defaults."""
     left_out = [f"-{op}" for op in OPS if not switches.get(op, True)]
     asked = [op for op in EXTRAS if switches.get(op)]
     return ",".join([*([] if left_out and not asked else [_ALL]), *left_out, *asked])
-
-
-def _meant(name: str) -> str:
-    import difflib
-
-    nearest = difflib.get_close_matches(name.strip().lower().replace("-", "_"), (*OPS, *EXTRAS), n=1)
-    return f" (did you mean {nearest[0]}?)" if nearest else ""

@@ -1,7 +1,7 @@
-"""Kernels declared as data: what the tuner, the compiler, dispatch, the interpreter and the benchmarks all read.
+"""Kernels declared as data, read by the tuner, the compiler, dispatch, the interpreter and the benchmarks.
 
-A :class:`KernelSpec` names a kernel's problem dimensions, its search space, how a (problem, config) pair is
-launched, what it must equal and what it must move. Nothing here imports torch or touches a GPU.
+A :class:`KernelSpec` states a kernel's problem dimensions, its search space, how a (problem, config) pair is launched,
+its reference and the bytes it must move. Nothing here imports torch or touches a GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tilekern.spec.points import Config, Problem, Value
 from tilekern.spec.space import Space
@@ -36,12 +36,12 @@ class Dimension:
 
 
 def bucket(size: int) -> int:
-    """The bucket of a bucketed dimension: the least power of two that is not below ``size`` (1 for 0)."""
+    """Return the bucket of a size: the least power of two that is not below it (1 for 0)."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def cdiv(numerator: int, denominator: int) -> int:
-    """Division rounded up."""
+    """Return the quotient rounded up."""
     return -(-numerator // denominator)
 
 
@@ -49,9 +49,9 @@ def cdiv(numerator: int, denominator: int) -> int:
 class ArrayParameter:
     """An array that a device function takes: its name, dtype, rank, and whether it is read or written.
 
-    ``extent`` is the size of the last axis where the problem fixes it: the compiler makes wide loads only where it
-    knows that no vector reaches over the end of a row. An array that is not ``aligned`` may have any base and strides,
-    but a last one of 1, in the aligned variant too: one whose rows are as long as an odd sequence, say.
+    ``extent`` is the size of the last axis if the problem fixes it: the compiler uses wide loads only if it knows that
+    no vector crosses the end of a row. An array that is not ``aligned`` may have any base and any strides with a last
+    stride of 1, in the aligned variant too; for example, its rows are as long as an odd sequence.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ArrayParameter:
 class ScalarParameter:
     """A scalar given at launch time; ``dtype`` is ``float32`` or ``int32``.
 
-    ``sample`` is the value to check and time the kernel with, where its family draws the inputs.
+    ``sample`` is the value to check and time the kernel with if its family draws the inputs.
     """
 
     name: str
@@ -80,14 +80,15 @@ class Array:
 
     Attributes:
         name: the parameter of the device function.
-        dtype: the dimension that says it, two with ``*`` between (what torch promotes them to), or a dtype.
-        shape: a size for each axis: a number, a dimension, or ``blocks`` for the number of blocks, with a factor before
-            it (``2*columns``) or a divisor behind it (``head_dim/2``) where it has one. No size is one element.
+        dtype: a dtype, the dimension that has it, or two dimensions with ``*`` between (what torch promotes them to).
+        shape: a size for each axis: a number, a dimension, or ``blocks`` for the number of blocks, optionally with a
+            factor before it (``2*columns``) or a divisor after it (``head_dim/2``). No sizes is one element.
         role: ``scratch`` is written for another kernel to read, and is not a result.
         aligned: as that of :class:`ArrayParameter`.
-        nonnegative: the kernel gives NaN for a negative number, as for a probability; tests and the tuner draw none.
-        flag: the dimension that says whether there is such an array. Without one the kernel takes one element in its
-            place, in as many axes, and does not read it.
+        nonnegative: whether the kernel returns NaN for negative numbers, as for a probability; tests and the tuner draw
+            none.
+        flag: the dimension that says whether the array exists. If it does not, the kernel takes one element with as
+            many axes instead, and does not read it.
     """
 
     name: str
@@ -99,16 +100,16 @@ class Array:
     flag: str | None = None
 
     def is_in(self, problem: Problem) -> bool:
-        """Whether a problem has the array."""
+        """Return whether a problem has the array."""
         return self.flag is None or bool(problem[self.flag])
 
     def dtype_in(self, problem: Problem) -> str:
-        """Its dtype in a problem."""
+        """Return its dtype in a problem."""
         dtypes = {problem.get(part, part) for part in self.dtype.split("*")}
         return str(dtypes.pop()) if len(dtypes) == 1 else "float32"
 
     def shape_in(self, problem: Problem, blocks: int = 1) -> tuple[int, ...]:
-        """Its shape in a problem that runs on a number of blocks."""
+        """Return its shape in a problem that runs on a number of blocks."""
         if not self.is_in(problem):
             return (1,) * len(self.shape)
         sizes = {**problem, "blocks": blocks}
@@ -118,7 +119,7 @@ class Array:
 def outputs_of(
     arrays: Iterable[Array | ScalarParameter],
 ) -> Callable[[Problem, int], dict[str, tuple[tuple[int, ...], str]]]:
-    """The :attr:`KernelSpec.outputs` of some arrays."""
+    """Return the :attr:`KernelSpec.outputs` of some arrays."""
     written = [array for array in arrays if isinstance(array, Array) and array.role != "input"]
     return lambda problem, blocks: {a.name: (a.shape_in(problem, blocks), a.dtype_in(problem)) for a in written}
 
@@ -126,7 +127,7 @@ def outputs_of(
 def parameters_of(
     arrays: Iterable[Array | ScalarParameter], dimensions: Iterable[Dimension], problem: Problem
 ) -> tuple[ArrayParameter | ScalarParameter, ...]:
-    """The :attr:`Implementation.parameters` of some arrays."""
+    """Return the :attr:`DeviceKernel.parameters` of some arrays."""
     exact = {dimension.name for dimension in dimensions if dimension.kind == "exact"}
 
     def parameter(array: Array) -> ArrayParameter:
@@ -141,51 +142,70 @@ def parameters_of(
 
 
 def python_of(function: Any) -> Any:
-    """The Python function inside a device function; any other function itself."""
+    """Return the Python function inside a device function; any other function as it is."""
     return getattr(function, "_pyfunc", function)
 
 
 def name_of(function: Any) -> str:
-    """The name of a device function, by which :mod:`tilekern.spec.source` reads a spec's."""
+    """Return the name of a device function."""
     return str(python_of(function).__name__)
 
 
 def module_of(function: Any) -> str:
-    """The dotted name of the module that holds a device function."""
+    """Return the dotted name of a device function's module."""
     return str(python_of(function).__module__)
 
 
 def size_of(text: str) -> tuple[str, int, int]:
-    """The dimension, the factor and the divisor of a size of :class:`Array`."""
+    """Return the dimension, the factor and the divisor of a size of :class:`Array`."""
     whole, _, by = text.partition("/")
     times, star, name = whole.rpartition("*")
     return name, int(times) if star else 1, int(by or 1)
 
 
 @dataclass(frozen=True)
-class Implementation:
-    """How one config of a spec runs: the device function, its parameters, its constants and compiler hints.
+class DeviceKernel:
+    """How one config of a spec runs as a kernel: what every backend needs that compiles one.
 
-    ``parameters`` are the arrays and scalars by the device function's own names and in its order; its compile-time
-    constants come after them, as ``constants`` has them. ``grid`` gives the number of blocks for real sizes and a
-    number of SMs. The implementation of a spec's generic config must be right on any one-dimensional grid (a loop over
-    its work in steps of the grid), since it is launched on the aligned one's. ``dependent`` says that the device
-    function waits for its predecessor by itself (``grid_dependency_control_wait``), so that it may be launched before
-    that has ended (programmatic dependent launch, sm_90 and newer).
+    Attributes:
+        function: the device function in cuTile that takes the arrays and scalars.
+        parameters: the arrays and scalars by the device function's own names and in its order.
+        constants: compile-time constants by name.
+        grid: returns the number of blocks for real sizes and a number of SMs.
+        dependent: whether it waits for its predecessor by itself (``grid_dependency_control_wait``), so that it may be
+            launched before that has ended (programmatic dependent launch).
     """
+
+    # The backend that compiles it (:mod:`tilekern.compile.backend`), and whether it launches kernels of other specs.
+    backend: ClassVar[str]
+    makes_artifact: ClassVar[bool] = True
+    composite: ClassVar[bool] = False
 
     function: Any
     parameters: tuple[ArrayParameter | ScalarParameter, ...]
     constants: tuple[tuple[str, int | float | bool], ...]
     grid: Callable[[Problem, int], int]
+    dependent: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Implementation(DeviceKernel):
+    """How one config of a spec runs in cuTile: fields of :class:`DeviceKernel`, and compiler hints.
+
+    The constants come after the parameters in the device function's signature, in their order. The implementation of a
+    spec's generic config must be right on any one-dimensional grid (a loop over its work in steps of the grid), since
+    it is launched on the aligned one's.
+    """
+
+    backend: ClassVar[str] = "cutile"
+
     hints: Mapping[str, int | None] = field(default_factory=dict)
-    dependent: bool = False
 
     def __post_init__(self) -> None:
-        """Hold the names of parameters and constants to those of the function's own parameters (1 us).
+        """Compare the names of parameters and constants with the function's own parameters (1 us).
 
         Raises:
-            TypeError: they are others, or in another order.
+            TypeError: they differ, or their order does.
         """
         code = getattr(python_of(self.function), "__code__", None)
         if code is None:
@@ -202,32 +222,26 @@ class Implementation:
 
 
 @dataclass(frozen=True)
-class CuteKernel:
+class CuteKernel(DeviceKernel):
     """How one config of a spec runs as a kernel of CuTe DSL; the generic variant beside it is cuTile's.
 
-    Attributes:
-        function: the device function in cuTile whose arrays and scalars it takes, and whose formulas it may compile.
-        kernel: its class as ``module:Class``, which is imported to compile alone. It is called with ``function``,
-            ``parameters``, and by their names the GPU's ``capability``, ``block``, ``cluster`` and the ``constants``.
-        parameters: the arrays and scalars, as those of :class:`Implementation`.
-        constants: what the config decides.
-        grid: gives the number of blocks for real sizes and a number of SMs: whole clusters.
+    It may compile the formulas of ``function``, and its grid is whole clusters.
+
+    Attributes beside those of :class:`DeviceKernel`:
+        kernel: its class as ``module:Class``, imported only to compile. It is called with ``function``, ``parameters``,
+            and by their names the GPU's ``capability``, ``block``, ``cluster`` and the ``constants``.
         block: threads of a block.
         cluster: blocks of a cluster; 1 for none.
         cooperative: whether all blocks must be resident at once.
-        dependent: as that of :class:`Implementation`.
         shared_bytes: dynamic shared memory of a block, beside what its cubin says.
     """
 
-    function: Any
+    backend: ClassVar[str] = "cute"
+
     kernel: str
-    parameters: tuple[ArrayParameter | ScalarParameter, ...]
-    constants: tuple[tuple[str, int | float | bool], ...]
-    grid: Callable[[Problem, int], int]
     block: int
     cluster: int = 1
     cooperative: bool = False
-    dependent: bool = False
     shared_bytes: int = 0
 
 
@@ -235,21 +249,30 @@ class CuteKernel:
 class LibraryCall:
     """One config of a spec that a library runs (cuBLAS, cuDNN, a sequence of such calls); it makes no artifact.
 
-    Which library it needs is told by the config's ``implementation`` (:mod:`tilekern.runtime.libraries`).
+    The config's ``implementation`` names the library (:mod:`tilekern.compile.library`).
 
-    ``call`` takes the inputs of the names ``inputs``, in their order, and gives a tuple of new tensors in the order of
-    the spec's outputs. A ``composite`` one launches kernels of other specs between the library's: before its inputs it
-    takes a function like :func:`tilekern.runtime.dispatch.plan_for`. One that ``updates`` an input puts its result
-    there and gives that back.
+    Attributes:
+        call: takes the inputs and returns a tuple of new tensors in the order of the spec's outputs.
+        inputs: the names of the inputs, in the order of the call's arguments.
+        composite: whether it launches kernels of other specs too; then ``call`` takes a function like
+            :func:`tilekern.runtime.dispatch.plan_for` before its inputs.
+        updates: the input that the call overwrites with its result and returns.
     """
+
+    backend: ClassVar[str] = "library"
+    makes_artifact: ClassVar[bool] = False
 
     call: Callable[..., tuple[Any, ...]]
     inputs: tuple[str, ...]
     composite: bool = False
     updates: str | None = None
 
+    def grid(self, problem: Problem, sm_count: int) -> int:  # noqa: ARG002
+        """Return 0: the library chooses its own grids."""
+        return 0
+
     def bound(self, plan_for: Callable[..., Any], *, in_place: bool = False) -> Callable[..., tuple[Any, ...]]:
-        """The function of the inputs alone; unless ``in_place``, it leaves them as they are."""
+        """Return the function of only the inputs; unless ``in_place``, it does not change them."""
         call = functools.partial(self.call, plan_for) if self.composite else self.call
         if in_place or self.updates is None:
             return call
@@ -265,12 +288,12 @@ class Tolerance:
     elementwise: float
 
     def times(self, factor: float) -> Tolerance:
-        """The tolerance, wider by a factor."""
+        """Return the tolerance, wider by a factor."""
         return Tolerance(self.relative * factor, self.elementwise * factor)
 
 
 # Bounds on ||out - ref|| / ||ref|| and on max|out - ref| / (max|ref| + tiny): a few units in the last place of the
-# dtype that is stored; float32 allows for the order of a sum over some ten thousand terms.
+# stored dtype; float32 allows for the order of a sum over some ten thousand terms.
 TOLERANCES = {
     "bfloat16": Tolerance(relative=4e-3, elementwise=1.6e-2),
     "float16": Tolerance(relative=6e-4, elementwise=2e-3),
@@ -280,14 +303,14 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class Follower:
-    """A kernel that ops launch right behind another, to make something of what that has left for it.
+    """A kernel that ops always launch right after another, on an output of that.
 
-    Candidates are timed together with it: how many rows they leave, and how soon it can begin, is theirs to choose.
+    Candidates are timed together with it, since they decide how many rows they leave and how soon it can begin.
 
     Attributes:
         kernel: the name of its spec, which has one input.
-        array: the output of the other that it reads.
-        dimensions: (problem of the other, its number of blocks) -> its own dimensions by name, with real sizes.
+        array: the output of the other kernel that it reads.
+        dimensions: (problem of the other kernel, its number of blocks) -> its own dimensions by name, with real sizes.
     """
 
     kernel: str
@@ -297,33 +320,34 @@ class Follower:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """A kernel as the whole of tilekern knows it.
+    """A kernel: its dimensions, search space, implementations, inputs, reference and costs.
 
     Attributes:
         name: unique name, part of the cache's paths.
         summary: one line for people.
-        module: dotted name of the module that holds the device code; its source is digested.
+        module: dotted name of the module with the device code; its source is digested.
         dimensions: the problem's dimensions, in the order of its key.
         space: the search space.
-        implement: (problem, config) -> how it runs; the problem may hold real or bucketed sizes.
+        implement: (problem, config) -> how it runs; the problem may have real or bucketed sizes.
         default: (problem, target) -> the heuristic config, always inside the space's constraints.
         generic: problem -> the config of the generic variant, chosen to compile fast and run anywhere.
         inputs: (problem, torch generator, device) -> arguments by name for every input array and scalar; imports torch,
-            and draws by ``torch.randn`` and ``torch.rand`` alone, which the tuner's checks change.
+            and draws only by ``torch.randn`` and ``torch.rand``, which the tuner's checks replace.
         outputs: (problem, number of blocks) -> (shape, dtype) by name for every output array.
         reference: arguments by name -> expected results by name in float64; imports torch.
         results: outputs by name -> results comparable with the reference (identity unless partial sums are stored).
         bytes_moved: problem -> bytes that must move through device memory (each input read and output written once).
         flops: problem -> floating-point operations.
         result_dtype: problem -> dtype that sets the tolerance.
-        roundings: how many times values are rounded to that dtype on the way to a result; widens the tolerance.
+        roundings: how many times a result is rounded to that dtype on the way; widens the tolerance.
         inputs_in_l2: whether it runs right after the kernel that wrote its inputs, and is timed with them in L2.
-        follower: the kernel that every op launches right behind it; None where there is none.
+        follower: the kernel that every op launches right after it, if any.
         arrays: the device function's arrays and scalars, in its order.
-        variations: other inputs of the same problem by name, for what belongs to no problem but changes the time, as
-            how evenly rows are spread over experts: as ``inputs``, but only those that differ. All are checked.
-        timed: the variations on which candidates are timed beside ``inputs``; they are ranked by the worst of their
-            losses against the fastest on each.
+        variations: other inputs of the same problem by name, for what changes the time without being part of the
+            problem, such as how evenly rows are spread over experts. Like ``inputs``, but only those that differ. All
+            are checked.
+        timed: the variations on which candidates are timed beside ``inputs``; they are ranked by their worst loss
+            against the fastest on each.
     """
 
     name: str
@@ -331,7 +355,7 @@ class KernelSpec:
     module: str
     dimensions: tuple[Dimension, ...]
     space: Space
-    implement: Callable[[Problem, Config], Implementation | CuteKernel | LibraryCall]
+    implement: Callable[[Problem, Config], DeviceKernel | LibraryCall]
     default: Callable[[Problem, Target], Config]
     generic: Callable[[Problem], Config]
     inputs: Callable[[Problem, Any, str], dict[str, Any]]
@@ -349,10 +373,10 @@ class KernelSpec:
     timed: tuple[str, ...] = ()
 
     def problem(self, **values: Value) -> Problem:
-        """A problem with real sizes, checked against the dimensions.
+        """Return a problem with real sizes, checked against the dimensions.
 
         Raises:
-            ValueError: a dimension is missing, unknown, or has a value that its kind does not allow.
+            ValueError: a dimension is missing or unknown, or its kind does not allow the value.
         """
         names = [dimension.name for dimension in self.dimensions]
         if set(values) != set(names):
@@ -362,37 +386,37 @@ class KernelSpec:
         return Problem({name: values[name] for name in names})
 
     def problem_of(self, values: Mapping[str, Value]) -> Problem | None:
-        """A record's problem as the spec has it today, or None where its dimensions were others."""
+        """Return a record's problem by today's spec, or None if its dimensions were different."""
         try:
             return self.problem(**values)
         except (TypeError, ValueError):
             return None
 
-    def device(self, problem: Problem, config: Config) -> Implementation | CuteKernel:
-        """The implementation of a config that runs a device function.
+    def device(self, problem: Problem, config: Config) -> DeviceKernel:
+        """Return the implementation of a config that runs a device function.
 
         Raises:
             TypeError: a library runs the config.
         """
-        found = self.implement(problem, config)
-        if isinstance(found, LibraryCall):
+        implementation = self.implement(problem, config)
+        if isinstance(implementation, LibraryCall):
             raise TypeError(f"{self.name} {config.key} is a library's call, which has no device function")
-        return found
+        return implementation
 
     def parameters(self, problem: Problem) -> tuple[ArrayParameter | ScalarParameter, ...]:
-        """The parameters of the device function, by :attr:`arrays`."""
+        """Return the parameters of the device function, by :attr:`arrays`."""
         return parameters_of(self.arrays, self.dimensions, problem)
 
     def is_library(self, problem: Problem, config: Config) -> bool:
-        """Whether a library runs the config, so that there is nothing to compile."""
-        return isinstance(self.implement(problem, config), LibraryCall)
+        """Return whether the config makes no artifact, so that there is nothing to compile."""
+        return not self.implement(problem, config).makes_artifact
 
     def tolerance(self, problem: Problem) -> Tolerance:
-        """The error that a result of the problem may have."""
+        """Return the error that a result of the problem may have."""
         return TOLERANCES[self.result_dtype(problem)].times(self.roundings)
 
     def bucketed(self, problem: Problem) -> Problem:
-        """The problem whose record serves ``problem``: bucketed dimensions rounded to their bucket."""
+        """Return the problem whose record serves ``problem``: bucketed dimensions rounded to their bucket."""
         changes = {d.name: bucket(problem[d.name]) for d in self.dimensions if d.kind == "bucketed"}
         return problem.but(**changes)
 

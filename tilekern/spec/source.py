@@ -51,12 +51,12 @@ def files_of(module: str) -> list[str]:
         ModuleNotFoundError: as :func:`source_digest`.
     """
     path_of(module)
-    roots = (KERNELS, *([] if _top(module) == "tilekern" else [_top(module)]))
+    roots = (f"{KERNELS}.", *([] if _top(module) == "tilekern" else [f"{_top(module)}."]))
     found = {module, _SHARED}
     waiting = [*_parsed(module)[1]]
     while waiting:
         name = waiting.pop()
-        if name not in found and _is_within(name, roots) and _find(name) is not None:
+        if name not in found and f"{name}.".startswith(roots) and _find(name) is not None:
             found.add(name)
             waiting += _parsed(name)[1]
     return sorted(found)
@@ -113,10 +113,6 @@ def _find(module: str) -> Path | None:
     return None
 
 
-def _is_within(module: str, packages: Iterable[str]) -> bool:
-    return any(module == package or module.startswith(f"{package}.") for package in packages)
-
-
 def _digest(modules: Iterable[str]) -> str:
     # In the order of the texts: where a file is does not count.
     hashes = sorted(hashlib.sha256(_parsed(module)[0].encode()).hexdigest() for module in modules)
@@ -147,18 +143,18 @@ def _parsed(module: str) -> tuple[str, tuple[str, ...]]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             dropped.update(_lines_of(node))
             imports.append(_named(node, module))
-        elif _is_docstring(node):
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             dropped.update(_lines_of(node))
         elif isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno != node.lineno:
             strings.update(_lines_of(node))
     strings -= dropped
     lines = enumerate(text.splitlines(), 1)
-    counting = [line.rstrip() for number, line in lines if number in strings or _counts(number, line, dropped)]
+    counting = [
+        line.rstrip()
+        for number, line in lines
+        if number in strings or (number not in dropped and line.strip() and not line.lstrip().startswith("#"))
+    ]
     return "\n".join([*sorted(imports), *counting]), tuple(_imports(tree, module))
-
-
-def _counts(number: int, line: str, dropped: set[int]) -> bool:
-    return number not in dropped and bool(line.strip()) and not line.lstrip().startswith("#")
 
 
 def _named(node: ast.Import | ast.ImportFrom, module: str) -> str:
@@ -175,10 +171,6 @@ def _top(module: str) -> str:
 
 def _lines_of(node: Any) -> range:
     return range(node.lineno, node.end_lineno + 1)
-
-
-def _is_docstring(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _imports(tree: ast.Module, module: str) -> Iterator[str]:

@@ -1,8 +1,7 @@
-"""The GPUs that tilekern compiles for: a table of known ones, the GPU at hand, and the key of each.
+"""The GPUs that tilekern compiles for: a table of known ones, the GPU of this machine, and the key of each.
 
-A GPU that is not in the table is described by what is known of it (:func:`described`): the driver's figures where it is
-here, those that a person gives (``sm_90:78,memory=4000``), or its key alone; the rest is that of the listed GPU which
-it is most like.
+A GPU outside the table is described by what is known (:func:`described`): the driver's figures if it is here, those
+that a user gives (``sm_90:78,memory=4000``), or its key alone. The rest is taken from the most similar listed GPU.
 """
 
 from __future__ import annotations
@@ -20,13 +19,28 @@ from typing import Any
 
 from tilekern.errors import InputError
 
+# The compute capabilities that have each feature: the only thresholds in tilekern. 90 is Hopper, 100 to 110 the data
+# centre's Blackwell, 120 and 121 the consumer's.
+HAS = {
+    "kernels": range(80, 1000),
+    "tma": range(90, 1000),
+    "clusters": range(90, 1000),
+    "dependent_launch": range(90, 1000),
+    "wide_branches": range(90, 1000),
+    "wgmma": range(90, 91),
+    "blackwell": range(100, 1000),
+    "tensor_memory": range(100, 120),
+    "cudnn_attention": range(80, 1000),
+    "cudnn_wide_heads": range(90, 1000),
+}
+
 
 @dataclass(frozen=True)
 class Target:
     """A GPU to compile for.
 
     Attributes:
-        name: the vendor's short name, as ``NVIDIA H200`` without the vendor.
+        name: the driver's name without the vendor.
         arch: GPU code for the compiler, for example ``sm_90``.
         sm_count: streaming multiprocessors.
         memory_gbs: device memory bandwidth by datasheet, in 1e9 bytes a second.
@@ -56,19 +70,49 @@ class Target:
 
     @property
     def capability(self) -> int:
-        """Compute capability as one number: 90 for sm_90."""
+        """The compute capability as one number: 90 for sm_90."""
         return int(self.arch.removeprefix("sm_"))
 
     @property
+    def has_tma(self) -> bool:
+        """Whether it has the tensor memory accelerator, which copies tiles and bulk data asynchronously."""
+        return self.capability in HAS["tma"]
+
+    @property
+    def has_clusters(self) -> bool:
+        """Whether blocks can form clusters and read each other's shared memory."""
+        return self.capability in HAS["clusters"]
+
+    @property
+    def has_dependent_launch(self) -> bool:
+        """Whether a kernel can be launched before its predecessor has ended (programmatic dependent launch)."""
+        return self.capability in HAS["dependent_launch"]
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether its matrix units are Hopper's, which keep their sums in registers."""
+        return self.capability in HAS["wgmma"]
+
+    @property
+    def has_tensor_memory(self) -> bool:
+        """Whether its matrix units are tcgen05, which keep their sums in tensor memory."""
+        return self.capability in HAS["tensor_memory"]
+
+    @property
+    def is_blackwell(self) -> bool:
+        """Whether it is of the Blackwell generation, of a data centre or not."""
+        return self.capability in HAS["blackwell"]
+
+    @property
     def copy_gbs(self) -> float:
-        """Bandwidth that a large copy reaches, in 1e9 bytes a second."""
+        """The bandwidth that a large copy reaches, in 1e9 bytes a second."""
         return 0.865 * self.memory_gbs
 
     def product_tflops(self, dtype: str) -> float:
-        """The peak rate of products of matrices of a dtype, in 1e12 operations a second.
+        """Return the peak rate of matrix products of a dtype, in 1e12 operations a second.
 
-        A product of float32 keeps float32's digits, as kernels and torch's default do: by the scalar units, or by the
-        matrix units as three products of TF32, whichever is faster. One of TF32 alone would round the inputs.
+        A float32 product keeps float32's precision, as kernels and torch's default do: by the scalar units, or by the
+        matrix units as three TF32 products, whichever is faster. A single TF32 product would round the inputs.
         """
         return max(self.scalar_tflops, self.half_tflops / 2 / 3) if dtype == "float32" else self.half_tflops
 
@@ -79,23 +123,23 @@ class Target:
 
     @property
     def option(self) -> str:
-        """The target behind ``--gpu``, as one word: by name where it is listed, else by its key."""
+        """The target for ``--gpu`` as one word: its name if it is listed, else its key."""
         return self.name if self.key in _BY_KEY and " " not in self.name else self.key
 
     def describe(self) -> dict[str, str | int | float]:
-        """The target as a record keeps it."""
+        """Return the target as a record keeps it."""
         return {"key": self.key, "name": self.name, "arch": self.arch, "sm_count": self.sm_count}
 
     def describe_whole(self) -> dict[str, Any]:
-        """The target as a plan keeps it: with ``figures`` where it is not listed, since its key does not tell them."""
-        if self.key in _BY_KEY:
+        """Return the target as a plan keeps it: with its ``figures``, unless it is a listed GPU as the table has it."""
+        if _BY_KEY.get(self.key) == self:
             return self.describe()
         return {**self.describe(), "figures": {name: getattr(self, name) for name in _FIGURE_NAMES}}
 
     def unlikeness(self, key: str) -> tuple[float, str]:
-        """How much another GPU of the arch differs in what bounds a kernel, SMs and bandwidth; then its key.
+        """Return how much another GPU of the arch differs in SMs and bandwidth, and its key.
 
-        The GPUs of a cache in this order are those whose records are likely to be good on this one, the best first.
+        Sorted by this, the GPUs whose records are likely to be best on this one come first.
         """
         other = of_key(key)
         if other is None:
@@ -104,14 +148,14 @@ class Target:
         return sum(abs(math.log2(ratio)) for ratio in ratios), key
 
 
-# Those of its fields that a target's key does not have.
+# The fields that a target's key does not tell.
 _FIGURE_NAMES = [field.name for field in dataclasses.fields(Target) if field.name not in ("name", "arch", "sm_count")]
 _MIB = 1 << 20
 _KIB = 1 << 10
 # NVIDIA's datasheets (rates without sparsity; of the HGX B200 and B300 an eighth, of the GB200 NVL72 a 72nd), for the
 # GeForce and RTX the whitepapers of their generations, and the CUDA programming guide's table of technical
 # specifications by compute capability. GB10's rates are those of its 6144 cores at 2.5 GHz. Names are the driver's.
-# These stand for their kinds: what is tested for all GPUs is tested for them.
+# Tests for all GPUs run on these, one of each kind.
 KNOWN = (
     Target("A100-SXM4-80GB", "sm_80", 108, 2039, 40 * _MIB, 164 * _KIB, 2048, 312, 19.5),
     Target("A10", "sm_86", 72, 600, 6 * _MIB, 100 * _KIB, 1536, 125, 31.2, blocks=16),
@@ -131,7 +175,7 @@ KNOWN = (
 
 
 def _others(like: Target, *rows: tuple[str, int, float, int, float, float]) -> tuple[Target, ...]:
-    """Models of a listed one's arch: name, SMs, bandwidth, MiB of L2, rates of the matrix and of the scalar units."""
+    """Return models similar to a listed one: name, SMs, bandwidth, MiB of L2, rates of matrix and scalar units."""
     return tuple(
         dataclasses.replace(
             like, name=name, sm_count=count, memory_gbs=gbs, l2_bytes=l2 * _MIB, half_tflops=half, scalar_tflops=scalar
@@ -200,7 +244,7 @@ LISTED = (
 )
 _BY_NAME = {target.name: target for target in LISTED}
 _BY_KEY = {target.key: target for target in LISTED}
-# What people say of a model, less "NVIDIA", "GeForce", spaces and hyphens, where that is not the driver's name.
+# Names that people use, without "NVIDIA", "GeForce", spaces and hyphens, if they differ from the driver's name.
 _ALIASES = {
     "a100": "A100-SXM4-80GB",
     "a10080gb": "A100-SXM4-80GB",
@@ -222,10 +266,10 @@ _ALIASES = {
     "rtxpro6000maxq": "RTX PRO 6000 Blackwell Max-Q Workstation Edition",
     "dgxspark": "GB10",
 }
-# The GPU that stands for an architecture when only its code is named: the one most likely to train on.
+# The GPU that stands for an architecture if only its code is named: the one that most people train on.
 _STANDARD = {"sm_80": "A100-SXM4-80GB", "sm_86": "A10", "sm_89": "L40S", "sm_90": "H200", "sm_100": "B200"}
 _STANDARD |= {"sm_103": "B300 SXM6 AC", "sm_120": "GeForce RTX 5090", "sm_121": "GB10"}
-# Stands in where kernels are interpreted: few SMs, so that persistent loops take several steps.
+# The target of interpreted kernels: few SMs, so that persistent loops take several steps.
 INTERPRETED = Target("interpreter", "sm_90", 3, 100, _MIB, 228 * _KIB, 2048, 1, 1)
 
 _KEY = re.compile(r"(sm_\d{2,3})-([a-z0-9][a-z0-9_]*)-([1-9]\d{0,2})")
@@ -252,7 +296,7 @@ _DOUBLED = {"sm_80": (20, 14), "sm_90": (20, 26), "sm_100": (40, None)}
 
 
 def resolve(name: str) -> Target:
-    """The target that a person names.
+    """Return the target that a user names.
 
     Args:
         name: one of:
@@ -261,13 +305,13 @@ def resolve(name: str) -> Target:
             - a GPU, as the driver names it or shorter (``B200``, ``H100 PCIe``, ``rtx5090``), a MIG slice too
             - an arch (``sm_90``), for the GPU that stands for it
             - a target key (``sm_90-h20_3e-78``)
-            - an arch, SMs and what else is known (``sm_90:78,memory=4000,l2=60,shared=228,name=H20``): bandwidth in
-              1e9 bytes a second, MiB of L2; of an SM, KiB of ``shared`` memory, ``registers``, ``threads`` and
-              ``blocks``; ``half`` and ``scalar``, the rates in 1e12 operations a second; and the driver's name, which
-              the key has
+            - an arch, SMs and other limits (``sm_90:78,memory=4000,l2=60,shared=228,name=H20``): bandwidth in 1e9
+              bytes a second, MiB of L2; of an SM, KiB of ``shared`` memory, ``registers``, ``threads`` and ``blocks``;
+              ``half`` and ``scalar``, the rates in 1e12 operations a second at the GPU's clock; and the driver's name,
+              which is part of the key
 
     Raises:
-        InputError: no such target is known, or ``auto`` finds no GPU.
+        InputError: the target is unknown, a limit is unknown or wrong, or ``auto`` finds no GPU.
     """
     if name == "auto":
         found = here()
@@ -284,12 +328,12 @@ def resolve(name: str) -> Target:
 
 
 def _word(name: str) -> str:
-    """A model's name as it is compared: without the vendor, the brand and what people leave out."""
+    """Return a model's name for comparison: without the vendor, the brand and punctuation."""
     return re.sub("nvidia|geforce|[^a-z0-9]+", "", name.lower())
 
 
 def _listed(name: str) -> Target | None:
-    """The listed GPU of a name."""
+    """Return the listed GPU of a name."""
     word = _word(name)
     return _by_word().get(word) or _BY_NAME.get(_ALIASES.get(word, ""))
 
@@ -300,7 +344,7 @@ def _by_word() -> dict[str, Target]:
 
 
 def _slice(name: str) -> Target | None:
-    """The MIG slice of a listed GPU, where it is known how many SMs that has."""
+    """Return the MIG slice of a listed GPU if its number of SMs is known."""
     found = _SLICE.fullmatch(name.strip())
     whole = _listed(found[1]) if found else None
     if found is None or whole is None:
@@ -321,7 +365,7 @@ def _is_doubled(arch: str, parts: int, gigabytes: int) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def of_key(key: str) -> Target | None:
-    """The target of a key, of which no more is known where it is not listed; None where it is not a key."""
+    """Return the target of a key, described by the key alone if it is not listed; None if it is not a key."""
     if key in _BY_KEY:
         return _BY_KEY[key]
     found = _KEY.fullmatch(key)
@@ -329,10 +373,10 @@ def of_key(key: str) -> Target | None:
 
 
 def _by_figures(text: str) -> Target | None:
-    """The target of an arch, SMs and options; None where the text has another form.
+    """Return the target of an arch, SMs and options; None if the text has another form.
 
     Raises:
-        InputError: an option is not known, or its value is not a number.
+        InputError: an option is unknown, or its value is wrong.
     """
     found = _FIGURES.fullmatch(text.strip())
     if found is None:
@@ -343,25 +387,28 @@ def _by_figures(text: str) -> Target | None:
         what, _, value = (part.strip() for part in option.partition("="))
         if what == "name" and re.search("[a-z0-9]", value.lower()) and len(value) <= _LONGEST_NAME:
             name = value.removeprefix("NVIDIA ")
-        elif what in _OPTIONS and re.fullmatch(r"[1-9]\d{0,5}", value):
+        elif what not in (*_OPTIONS, "name"):
+            raise InputError(f"--gpu {text}: {option!r} is unknown; use {', '.join(_OPTIONS)} or name, as in {FORM}")
+        elif what != "name" and re.fullmatch(r"[1-9]\d{0,5}", value):
             field, unit = _OPTIONS[what]
             figures[field] = int(value) * unit
         else:
-            raise InputError(f"--gpu {text}: {option!r} is not an option; one GPU is written as {FORM}")
+            allowed = f"text of at most {_LONGEST_NAME} characters" if what == "name" else "a whole number up to 999999"
+            raise InputError(f"--gpu {text}: {option!r} is wrong; {what} must be {allowed}, as in {FORM}")
     return described(name, found[1].lower(), int(found[2]), **figures)
 
 
 def described(name: str, arch: str, sm_count: int, **figures: float) -> Target:
-    """A target by what is known of it; all else as of the listed GPU that it is most like, by its share of the SMs.
+    """Return a target by what is known; the rest is that of the most similar listed GPU, scaled by the SMs.
 
     Args:
         name: the driver's name without the vendor, or that part of a key.
-        arch: its arch; of one that no listed GPU has, the next lower stands for it.
+        arch: its arch; if no listed GPU has it, the next lower one is used.
         sm_count: its SMs.
         figures: further fields of :class:`Target`.
     """
     whole, share = _most_like(name, arch, sm_count)
-    # Of what is shared by all SMs a MIG slice has eighths; a GPU with fewer SMs is a smaller one throughout.
+    # A MIG slice has eighths of what all SMs share; a GPU with fewer SMs is smaller in everything.
     of_sms = sm_count / whole.sm_count
     scaled = {
         "memory_gbs": whole.memory_gbs * (share or of_sms), "l2_bytes": round(whole.l2_bytes * (share or 1)),
@@ -372,7 +419,7 @@ def described(name: str, arch: str, sm_count: int, **figures: float) -> Target:
 
 
 def _most_like(name: str, arch: str, sm_count: int) -> tuple[Target, float | None]:
-    """The listed GPU that an unlisted one is most like, and of a MIG slice the share of the memory that it has."""
+    """Return the listed GPU most similar to an unlisted one, and a MIG slice's share of the memory."""
     found = _SLICE.fullmatch(name)
     whole = _listed(found[1] if found else name)
     if whole is not None and whole.arch == arch:
@@ -387,7 +434,7 @@ def _most_like(name: str, arch: str, sm_count: int) -> tuple[Target, float | Non
 
 
 def from_description(said: Mapping[str, Any]) -> Target:
-    """The target that :meth:`Target.describe_whole` told of.
+    """Return the target that :meth:`Target.describe_whole` described.
 
     Raises:
         InputError: it is not the description of a GPU.
@@ -395,9 +442,9 @@ def from_description(said: Mapping[str, Any]) -> Target:
     target = of_key(str(said.get("key")))
     if target is None:
         raise InputError(f"{said.get('key')!r:.100} is not the key of a GPU")
-    if target.key in _BY_KEY:
-        return target
     figures = said.get("figures", {})
+    if target.key in _BY_KEY and not figures:
+        return target
     if not isinstance(figures, Mapping) or not all(
         name in _FIGURE_NAMES and type(value) in (int, float) and 0 < value < math.inf
         for name, value in figures.items()
@@ -410,10 +457,14 @@ def from_description(said: Mapping[str, Any]) -> Target:
 
 
 def here(device: int | None = None) -> Target | None:
-    """The GPU of this machine (of ``device``, else torch's current one), or None where there is none."""
-    # Loading torch takes more than a second, and without the driver it finds no GPU.
-    if "torch" not in sys.modules and not _has_driver():
-        return None
+    """Return the GPU of this machine (``device``, else torch's current one), or None."""
+    # Loading torch takes more than a second, and without the driver it finds no GPU. If the driver's kernel module is
+    # loaded, torch may find its library elsewhere.
+    if "torch" not in sys.modules and not os.path.exists("/proc/driver/nvidia"):
+        try:
+            cuda_driver()
+        except OSError:
+            return None
     import torch
 
     if not torch.cuda.is_available():
@@ -427,15 +478,15 @@ def here(device: int | None = None) -> Target | None:
         "threads": properties.max_threads_per_multi_processor,
         "shared_bytes": getattr(properties, "shared_memory_per_multiprocessor", 0),
         "registers": getattr(properties, "regs_per_multiprocessor", 0),
-        "memory_gbs": bandwidth(clock, bus),  # an older torch tells neither
+        "memory_gbs": bandwidth(clock, bus),  # an older torch gives neither
     }
     return seen(name, arch, count, said)
 
 
 def seen(name: str, arch: str, sm_count: int, said: Mapping[str, float]) -> Target:
-    """A GPU of this machine: as it is listed, else by what the driver says of it, where zeros are not known.
+    """Return a GPU of this machine: as listed, else by the driver's figures, of which zeros are unknown.
 
-    Of a MIG slice the bus is that of the whole GPU, so that its bandwidth is worked out.
+    The bus of a MIG slice is that of the whole GPU, so its bandwidth is computed instead.
     """
     listed = _BY_NAME.get(name)
     if listed is not None and (listed.arch, listed.sm_count) == (arch, sm_count):
@@ -446,16 +497,14 @@ def seen(name: str, arch: str, sm_count: int, said: Mapping[str, float]) -> Targ
 
 
 def bandwidth(clock_khz: int, bus_bits: int) -> float:
-    """The bandwidth of a memory that transfers twice a clock, in 1e9 bytes a second."""
+    """Return the bandwidth of a memory that transfers twice a clock, in 1e9 bytes a second."""
     return 2 * clock_khz * 1e3 * bus_bits / 8 / 1e9
 
 
-def _has_driver() -> bool:
-    """Whether a process may find CUDA's driver: where its kernel's part runs, the other may lie where torch looks."""
-    if os.path.exists("/proc/driver/nvidia"):
-        return True
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
+def cuda_driver() -> ctypes.CDLL:
+    """Open the CUDA driver's library.
+
+    Raises:
+        OSError: there is none.
+    """
+    return ctypes.CDLL("libcuda.so.1")

@@ -37,7 +37,7 @@ from tilekern.tuning.pipeline import (
     Pipeline,
     Result,
     absence,
-    without_cute,
+    without_backends,
 )
 from tilekern.tuning.strategies import STRATEGIES
 from tilekern.tuning.sweep.folder import Sweep, folder_in
@@ -188,7 +188,7 @@ def _dry_run(request: Request) -> PlanReport:
         sweep, notes = _given(request), []
         name, target, problems, limits = sweep.model, sweep.target, sweep.problems(), sweep.limits
     if COMPILE in options.stages:
-        notes = [*notes, *without_cute(sweep, problems)]
+        notes = [*notes, *without_backends(sweep, problems)]
     is_here = options.executor == LOCAL
     jobs = jobs_of(options.jobs) if is_here else options.jobs or default_jobs()
     absent = absence(target, options.stages) if is_here else None

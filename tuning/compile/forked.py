@@ -7,15 +7,17 @@ import os
 import sys
 
 sys.modules["torch"] = None  # type: ignore[assignment]
-# By some of these cuda-tile and CuTe DSL make other code, which they read when they are imported.
-for name in list(os.environ):
-    if name.startswith(("CUDA_TILE_", "EXPERIMENTAL_CUDA_TILE_", "CUTE_DSL_")):
-        del os.environ[name]
 
-from tilekern.compile import cute_compiler, frontend  # noqa: E402
-from tilekern.kernels import all_specs  # noqa: E402
+from tilekern.compile.toolchain import backends  # noqa: E402
 from tilekern.tuning.compile import stage as compiling  # noqa: E402, F401 (holds what a worker runs)
 
-frontend.preload()
-cute_compiler.preload()
+# Compilers read these variables when they are imported, and some change the code that they make.
+for name in list(os.environ):
+    if name.startswith(tuple(prefix for backend in backends() for prefix in backend.variables)):
+        del os.environ[name]
+
+from tilekern.kernels import all_specs  # noqa: E402
+
 all_specs()
+for backend in backends():
+    backend.preload()

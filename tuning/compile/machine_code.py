@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tilekern.spec.targets import HAS
+
 # The opcode without the three bits that tell registers, constants and immediates apart.
 _OPCODE = 0x1FF
 OPCODES = {
@@ -123,7 +125,7 @@ def branch_target(place: int, low: int, high: int, capability: int) -> int:
     if offset >> 47:
         offset -= 1 << 48
     # Since sm_90 the offset, in words of 4 bytes, goes on in bits 16 to 23.
-    words = (offset << 8) | (low >> 16 & 0xFF) if capability >= 90 else offset
+    words = (offset << 8) | (low >> 16 & 0xFF) if capability in HAS["wide_branches"] else offset
     return place + 1 + words // 4
 
 

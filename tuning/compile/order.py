@@ -22,7 +22,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tilekern.kernels import spec_named
-from tilekern.spec import Config, CuteKernel
+from tilekern.spec import Config
 from tilekern.tuning.compile.typical import COMPILE_S, OTHER_S
 from tilekern.tuning.sweep.candidates import Candidate
 from tilekern.tuning.sweep.plan import Named
@@ -149,9 +149,8 @@ def turns_of(problems: Sequence[Named]) -> dict[Named, int]:
 
 def lowered_as(item: Candidate) -> tuple[object, Hashable, tuple[object, ...]]:
     """The key of a candidate's lowering, the same for all of a batch: its device function, parameters and constants."""
-    made = item.spec.device(item.problem, item.config)
-    function = (made.function, made.kernel) if isinstance(made, CuteKernel) else made.function
-    return function, made.parameters, (*made.constants, item.variant)
+    kernel = item.spec.device(item.problem, item.config)
+    return item.backend.front_end_key(kernel), kernel.parameters, (*kernel.constants, item.variant)
 
 
 def _tile_elements(config: Config) -> int:

@@ -18,7 +18,7 @@ from multiprocessing import forkserver, get_context, resource_tracker, util
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tilekern.compile.toolchain import is_starved, processor_s
+from tilekern.compile.cutile import is_starved, processor_s
 from tilekern.errors import InputError
 from tilekern.tuning import disposable
 from tilekern.tuning.compile.order import Order

@@ -23,10 +23,14 @@ from types import TracebackType
 from typing import Any
 
 from tilekern.compile.cubin import code_of
-from tilekern.compile.cute_compiler import compiler
-from tilekern.compile.toolchain import Compiled, compile_candidate, lowered_digest, require_toolkit, toolkit
+from tilekern.compile.toolchain import (
+    Compiled,
+    backends,
+    compile_candidate,
+    require_toolkit,
+    toolkit,
+)
 from tilekern.errors import CompileFailed, CompileInterrupted, CompileTimeout, InputError
-from tilekern.spec import Implementation
 from tilekern.spec.targets import Target
 from tilekern.tuning.compile.machine_code import read_machine_code
 from tilekern.tuning.compile.order import Order, turns_of
@@ -163,7 +167,7 @@ def settled(sweep: Sweep, timeout_s: float = TIMEOUT_S) -> set[str]:
 def _made_by(line: dict[str, Any], toolkit_key: str) -> bool:
     """Whether the compiler of a line is the one that would compile it now."""
     if "compiler" in line:
-        return bool(line["compiler"] == compiler())
+        return line["compiler"] in {backend.compiler() for backend in backends()}
     return bool(line.get("toolkit", {}).get("key") == toolkit_key)
 
 
@@ -305,7 +309,8 @@ def work_s(line: Mapping[str, Any]) -> float:
 
 def _line(item: Candidate) -> dict[str, Any]:
     line = {"key": item.artifact, "kernel": item.kernel, "variant": item.variant, "config": dict(item.config)}
-    return line | {"compiler": compiler()} if item.is_cute else line
+    compiler = item.backend.compiler()
+    return line | {"compiler": compiler} if compiler else line
 
 
 def _lost_line(lost: Lost, timeout_s: float) -> dict[str, Any]:
@@ -353,7 +358,7 @@ def compile_unless_same(
     if bytecode is not None:
         with contextlib.suppress(Exception):  # compiling it says what is wrong
             made = item.spec.device(item.problem, item.config)
-            if isinstance(made, Implementation) and lowered_digest(made, target, item.variant) == bytecode:
+            if item.backend.lowered_digest(made, target, item.variant) == bytecode:
                 return Answer({**_line(item), "status": "same"})
     return compile_one(item, target, timeout_s, memory_bytes)
 

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tilekern.compile.library import library_of
 from tilekern.kernels import spec_named
 from tilekern.runtime.launcher import PrebuiltKernel, Variant
-from tilekern.runtime.libraries import library_of
 from tilekern.runtime.plans import plan_of
 from tilekern.runtime.records import launch_in
 from tilekern.spec import ArrayParameter, LibraryCall, Problem
@@ -87,7 +87,7 @@ class Bench:
         """
         item, odd = entrant.candidate, odd_problem(self._spec, self._problem)
         implementation = self._spec.implement(odd, item.config)
-        if not isinstance(implementation, LibraryCall):
+        if implementation.makes_artifact:
             return (item.kernel, odd.key, item.config.key, item.variant, entrant.compiled["sha256"])
         return None if implementation.composite else (item.kernel, odd.key, item.config.key)
 

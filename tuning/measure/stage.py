@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilekern.kernels import spec_named
-from tilekern.spec import LibraryCall, Problem
+from tilekern.spec import Problem
 from tilekern.spec.targets import Target
 from tilekern.tuning.executors import FINISHED, Executor
 from tilekern.tuning.measure.followers import followers
@@ -271,8 +271,7 @@ class _Entry:
 def is_composite(kernel: str, problem: Problem, target: Target) -> bool:
     """Whether a problem's default config launches kernels of other specs, whose winners must be known first."""
     spec = spec_named(kernel)
-    found = spec.implement(problem, spec.default(problem, target))
-    return isinstance(found, LibraryCall) and found.composite
+    return spec.implement(problem, spec.default(problem, target)).composite
 
 
 def tasks(sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str) -> Iterator[Task]:

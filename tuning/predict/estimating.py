@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tilekern.compile.toolchain import backends
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.spec import Config, KernelSpec, Problem
@@ -180,7 +181,7 @@ def count(
     found = []
     for kernel, problem in problems:
         spec, limit = spec_named(kernel), (limits or {}).get((kernel, problem))
-        items = candidates(kernel, problem, target, limit, with_cute=sweep.has_cute)
+        items = candidates(kernel, problem, target, limit, without=sweep.missing_backends)
         artifacts = {item.artifact for item in items if not item.is_library} - seen
         seen |= artifacts
         running = entrants(kernel, problem, target, compiled, quarantined, items)
@@ -211,10 +212,17 @@ def count(
 def _ruled_out(spec: KernelSpec, problem: Problem, target: Target, sweep: Sweep) -> Counter[str]:
     """How many points of a space each reason forbids; under the empty reason, how many are allowed."""
     found: Counter[str] = Counter()
-    for space in (spec.space, *(spec.space.beside if sweep.has_cute else ())):
+    missing = {
+        name for backend in backends() if backend.name in sweep.missing_backends for name in backend.implementations
+    }
+    for space in (spec.space, *spec.space.beside):
         axes = space.axes(problem)
         points = (Config(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values()))
-        found.update(space.violated(problem, config, target) or "" for config in points)
+        found.update(
+            space.violated(problem, config, target) or ""
+            for config in points
+            if config.get("implementation") not in missing
+        )
     return found
 
 

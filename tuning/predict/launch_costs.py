@@ -100,7 +100,7 @@ def _launch(candidate: Candidate, resources: Resources, target: Target) -> _Laun
     resident = resident_blocks(resources, target)
     busy = min(resident, cdiv(blocks * ctas, target.sm_count))
     places = max(1, min(blocks, busy * target.sm_count // ctas))
-    specialised = not candidate.is_cute and resources.threads > _WARP * _warps(config)
+    specialised = candidate.backend.adds_warps and resources.threads > _WARP * _warps(config)
     workers = resources.threads - (_PRODUCER_THREADS if specialised else 0)
     return _Launch(resident, busy, places, blocks, steps, workers, specialised)
 
@@ -181,7 +181,7 @@ def product_costs(candidate: Candidate, resources: Resources, code: MachineCode,
     loops = [loop for loop in code.loops if loop.products]
     steps = flops / (2 * tile_m * tile_n * _TILE_DEPTH)
     spilled = sum(loop.local_accesses for loop in loops) * warps * _WARP * 4 / _LOCAL_BYTES_A_CYCLE
-    wgmma = target.capability == 90
+    wgmma = target.has_wgmma
     instructions, products = (sum(getattr(loop, name) for loop in loops) for name in ("instructions", "products"))
     density = max(0.0, math.log2(instructions / products / _PLAIN_DENSITY)) if wgmma and products else 0.0
     terms = {

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilekern.compile.cubin import Resources
-from tilekern.runtime.libraries import library_of
-from tilekern.spec import ALIGNED, LibraryCall, Problem
+from tilekern.compile.library import library_of
+from tilekern.spec import ALIGNED, Problem
 from tilekern.spec.targets import Target
 from tilekern.tuning.compile.machine_code import MachineCode
 from tilekern.tuning.predict.cost_model import (
@@ -80,7 +80,7 @@ def predict_library(candidate: Candidate, target: Target) -> Prediction:
     """The roofline's time by what libraries reached of it where they were measured."""
     call = candidate.spec.implement(candidate.problem, candidate.config)
     factor = LIBRARIES.get(library_of(candidate.config) or "", LIBRARY)
-    factor = COMPOSITE if isinstance(call, LibraryCall) and call.composite else factor
+    factor = COMPOSITE if call.composite else factor
     seconds = LIBRARY_OVERHEAD_S + factor * roofline(candidate.kernel, candidate.problem, target).seconds
     bonus = DEFAULT_BONUS if candidate.config == candidate.spec.default(candidate.problem, target) else 0.0
     return Prediction(seconds, 1, 0.0, spills=False, bonus=bonus)
@@ -89,7 +89,7 @@ def predict_library(candidate: Candidate, target: Target) -> Prediction:
 def ranking(sweep: Sweep, kernel: str, problem: Problem, target: Target) -> list[tuple[Candidate, Prediction]]:
     """The compiled candidates of a problem, the best predicted first; only aligned variants can win.
 
-    The cost model was fitted to cuTile's kernels alone, so those of CuTe DSL stand behind them until they are timed.
+    Candidates that the cost model was not fitted to (``Backend.is_predicted``) come last until they are timed.
     """
     compiled = sweep.compiled()
     found = []
@@ -99,7 +99,7 @@ def ranking(sweep: Sweep, kernel: str, problem: Problem, target: Target) -> list
             found.append((item, predict_library(item, target)))
         elif item.variant == ALIGNED and line is not None and line["status"] == "ok":
             found.append((item, predict(item, Resources(**line["resources"]), target, code_in(line))))
-    return sorted(found, key=lambda pair: (pair[0].is_cute, pair[1].rank))
+    return sorted(found, key=lambda pair: (not pair[0].backend.is_predicted, pair[1].rank))
 
 
 def code_in(line: dict[str, Any]) -> MachineCode | None:

@@ -8,11 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tilekern.compile.toolchain import backends
 from tilekern.tuning.report.rows import Row
-
-CUTILE, CUTE = "cuTile", "CuTe DSL"
-# By what a config calls its implementation; a config of a spec that has but one calls it nothing.
-_NAMES: dict[object, str] = {None: CUTILE, "tile": CUTILE, "cute": CUTE}
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,7 @@ class Standing:
 
     Attributes:
         kernel: name of the spec.
-        implementation: ``cuTile``, ``CuTe DSL``, or the library's name as configs have it.
+        implementation: the backend's title, such as ``cuTile``, or the library's name as configs have it.
         raced: problems in which it and another implementation were timed in the last race.
         won: problems of these in which it was the fastest.
         ahead: median over those that it won of the best other implementation's time over its own; None where it won
@@ -69,6 +66,6 @@ def _best(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def implementation_of(row: Row) -> str:
-    """The implementation that runs a candidate."""
+    """Return the name for people of the implementation that runs a candidate."""
     name = row.config.get("implementation")
-    return _NAMES.get(name, str(name))
+    return next((backend.title for backend in backends() if name in backend.implementations), str(name))

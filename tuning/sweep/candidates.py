@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilekern.compile.toolchain import assumptions, launch_of
+from tilekern.compile.backend import Backend
+from tilekern.compile.toolchain import backend_of
 from tilekern.kernels import spec_named
 from tilekern.spec import (
     ALIGNED,
     GENERIC,
     Config,
-    CuteKernel,
-    Implementation,
+    DeviceKernel,
     KernelSpec,
     LibraryCall,
     Problem,
@@ -51,14 +51,13 @@ class Candidate:
         return self.spec.is_library(self.problem, self.config)
 
     @property
-    def is_cute(self) -> bool:
-        """Whether CuTe DSL compiles it."""
-        return isinstance(self.spec.implement(self.problem, self.config), CuteKernel)
+    def backend(self) -> Backend:
+        """The compiler or library that runs it."""
+        return backend_of(self.spec.implement(self.problem, self.config))
 
     def blocks(self, sm_count: int) -> int:
-        """The grid on a GPU of so many SMs; 0 where a library runs it."""
-        implementation = self.spec.implement(self.problem, self.config)
-        return 0 if isinstance(implementation, LibraryCall) else implementation.grid(self.problem, sm_count)
+        """Return the grid on a GPU of ``sm_count`` SMs; 0 if a library runs it."""
+        return self.spec.implement(self.problem, self.config).grid(self.problem, sm_count)
 
     @property
     def key(self) -> str:
@@ -66,25 +65,21 @@ class Candidate:
         return f"{self.kernel}|{self.problem.key}|{self.config.key}|{self.variant}|{self.artifact[:ARTIFACT_DIGITS]}"
 
 
-def artifact_key(
-    implementation: Implementation | CuteKernel | LibraryCall, variant: str, target: Target, source: str
-) -> str:
+def artifact_key(implementation: DeviceKernel | LibraryCall, variant: str, target: Target, source: str) -> str:
     """Name the compiled code: equal keys compile to the same cubin, whatever problem or config asks for it.
 
     A library's call is not compiled; its key only tells that the source is still the same.
     """
     if isinstance(implementation, LibraryCall):
         return hashlib.sha256(f"library {source}".encode()).hexdigest()
-    parts: dict[str, Any] = {
+    backend = backend_of(implementation)
+    parts = {
         "function": name_of(implementation.function),
-        "assumptions": assumptions(implementation, variant),
+        "assumptions": backend.assumptions(implementation, variant),
         "arch": target.arch,
         "source": source,
+        **backend.code_key(implementation),
     }
-    if isinstance(implementation, CuteKernel):
-        parts |= {"kernel": implementation.kernel, "launch": launch_of(implementation)}
-    else:
-        parts |= {"hints": dict(implementation.hints)}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -96,15 +91,20 @@ def candidate(kernel: str, problem: Problem, config: Config, variant: str, targe
 
 
 def candidates(
-    kernel: str, problem: Problem, target: Target, limit: Sequence[Config] | None = None, *, with_cute: bool = True
+    kernel: str,
+    problem: Problem,
+    target: Target,
+    limit: Sequence[Config] | None = None,
+    *,
+    without: Container[str] = (),
 ) -> list[Candidate]:
-    """The candidates of a problem, and last the generic variant that every record carries.
+    """Return the candidates of a problem, and last the generic variant that every record carries.
 
-    They are the space, the default config first, or those of ``limit`` in its order where that is given; with those
-    that CuTe DSL compiles, or without.
+    They are the configs of ``limit`` in its order, else the whole space, the default config first; those of the
+    backends named in ``without`` are left out.
     """
     spec = spec_named(kernel)
     space = [spec.default(problem, target), *spec.space.candidates(problem, target)] if limit is None else limit
     found = [candidate(kernel, problem, config, ALIGNED, target) for config in dict.fromkeys(space)]
-    found = found if with_cute else [item for item in found if not item.is_cute]
+    found = [item for item in found if not without or item.backend.name not in without]
     return [*found, candidate(kernel, problem, spec.generic(problem), GENERIC, target)]

@@ -37,7 +37,7 @@ from tilekern.cache.folders import files_inside, is_linked, unlink_below
 from tilekern.cache.records import LARGEST_BLOB
 from tilekern.cache.trust.policy import must_be_signed
 from tilekern.cache.trust.signing import SigningKey
-from tilekern.compile.cute_compiler import compiler
+from tilekern.compile.toolchain import backends
 from tilekern.errors import InputError
 from tilekern.spec import Problem
 from tilekern.spec.targets import Target, from_description
@@ -186,24 +186,27 @@ class Sweep:
     def candidates(self, kernel: str, problem: Problem) -> list[Candidate]:
         """The candidates of a problem, as the plan limits them; each stage asks for them anew."""
         plan = self._plan.read()
-        limit, with_cute = plan.limits.get((kernel, problem)), self.has_cute
-        asked = (kernel, problem, plan.target["key"], None if limit is None else tuple(limit), with_cute)
+        limit, without = plan.limits.get((kernel, problem)), self.missing_backends
+        asked = (kernel, problem, plan.target["key"], None if limit is None else tuple(limit), without)
         if asked not in self._candidates:
-            self._candidates[asked] = candidates(kernel, problem, self.target, limit, with_cute=with_cute)
+            self._candidates[asked] = candidates(kernel, problem, self.target, limit, without=without)
         return list(self._candidates[asked])
 
     @property
-    def has_cute(self) -> bool:
-        """Whether kernels of CuTe DSL are candidates: it is installed here, or was where artifacts were compiled.
+    def missing_backends(self) -> frozenset[str]:
+        """The optional backends whose configs are not candidates: neither installed here nor where it was compiled.
 
-        Who only looks at a folder whose compile stage has ended counts what that stage had: a package that is installed
-        later adds nothing to a sweep that is finished.
+        A reader of a folder whose compile stage has ended goes by what that stage had: a package that is installed
+        later adds nothing to a finished sweep.
         """
-        if compiler() is not None:
-            ended = [run for run in self.runs() if run["stage"] == "compile"][-1:]
-            if self.is_own or not (ended and ended[0].get("ended")):
-                return True
-        return any("compiler" in line for line in self.compiled().values())
+        optional = [backend for backend in backends() if backend.is_optional]
+        ended = [run for run in self.runs() if run["stage"] == "compile"][-1:]
+        if self.is_own or not (ended and ended[0].get("ended")):
+            optional = [backend for backend in optional if backend.compiler() is None]
+        if not optional:
+            return frozenset()
+        used = {line["compiler"].partition(" ")[0] for line in self.compiled().values() if "compiler" in line}
+        return frozenset(backend.name for backend in optional if used.isdisjoint(backend.needs))
 
     def compiled(self) -> dict[str, Line]:
         """The state of each artifact key: status ``ok`` or ``failed``, and facts or the reason."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilekern.spec import ArrayParameter, CuteKernel, Implementation, KernelSpec, Problem, Tolerance
+from tilekern.spec import ArrayParameter, DeviceKernel, Implementation, KernelSpec, Problem, Tolerance
 
 # Keeps the error of a result that should be zero finite, and larger than any tolerance unless it is zero.
 _TINY = 1e-30
@@ -94,9 +94,7 @@ def launch_arguments(
     return (*arguments_of(implementation, inputs, outputs), *(value for _, value in implementation.constants))
 
 
-def arguments_of(
-    implementation: Implementation | CuteKernel, inputs: dict[str, Any], outputs: dict[str, Any]
-) -> tuple[Any, ...]:
+def arguments_of(implementation: DeviceKernel, inputs: dict[str, Any], outputs: dict[str, Any]) -> tuple[Any, ...]:
     """A launch's arguments in the device function's order, but for the constants, which a cubin has in it."""
     return tuple(
         outputs[p.name] if isinstance(p, ArrayParameter) and p.role == "output" else inputs[p.name]

@@ -44,7 +44,7 @@ def _fits_registers(problem: Problem, config: Config, target: Target, side: str)
     sums = rows if side == "queries" else 2 * columns
     values = sums * depth_of(problem) + 2 * rows * columns
     # Blackwell's data-centre GPUs keep accumulators in tensor memory, which dk and dv of long heads do not fit.
-    if 100 <= target.capability < 120:
+    if target.has_tensor_memory:
         long = side == "keys" and depth_of(problem) > 128
         return bool(rows == columns == 32 if long else values <= 256 * 32 * config["num_worker_warps"])
     return bool(values <= 192 * 32 * config["num_worker_warps"])
@@ -87,7 +87,7 @@ def _small_side(problem: Problem) -> int:
 def _is_quick(problem: Problem, config: Config, target: Target) -> bool:
     """Whether a config compiles in 3 s: without large matrix units, products and packed rows are long code."""
     long = problem["dtype"] == "float32" or problem["packed"]
-    wide = config["tile_m"] >= 64 and (depth_of(problem) <= 128 or target.capability == 90)
+    wide = config["tile_m"] >= 64 and (depth_of(problem) <= 128 or target.has_wgmma)
     return bool(not long or wide or config["tile_m"] <= _small_side(problem))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from tilekern.spec import Constraint, LibraryCall, Problem
-from tilekern.spec.targets import Target
+from tilekern.spec.targets import HAS, Target
 
 FORWARD_INPUTS = (
     "q", "k", "v", "sink_logits", "query_starts", "key_starts", "most_queries", "scale", "softcap", "window",
@@ -23,10 +23,12 @@ BACKWARD_INPUTS = (
 
 def _serves(problem: Problem, target: Target) -> bool:
     plain = not any(problem.get(flag) for flag in ("windowed", "capped", "sinks", "packed"))
-    sized = problem["head_dim"] % 8 == 0 and problem["head_dim"] <= (256 if target.capability >= 90 else 128)
+    sized = problem["head_dim"] % 8 == 0 and problem["head_dim"] <= (
+        256 if target.capability in HAS["cudnn_wide_heads"] else 128
+    )
     square = not problem["causal"] or problem["queries"] == problem["keys"]
     grouped = problem["heads"] % problem["kv_heads"] == 0
-    real = target.capability >= 80 and target.name != "interpreter"
+    real = target.capability in HAS["cudnn_attention"] and target.name != "interpreter"
     return plain and sized and square and grouped and real and problem["dtype"] != "float32"
 
 

@@ -235,13 +235,9 @@ def _is_roomy(problem: Problem) -> bool:
     return problem["dtype"] != "float32" and shared.depth_of(problem) <= 256
 
 
-def _has_tensor_memory(target: Target) -> bool:
-    return 100 <= target.capability < 120
-
-
 def _fits(problem: Problem, config: Config, target: Target) -> bool:
     """Accumulators (scores, those of the next tile where they go ahead, output) in a worker's registers."""
-    if _has_tensor_memory(target) or not _is_roomy(problem):
+    if target.has_tensor_memory or not _is_roomy(problem):
         return True
     columns = config["tile_n"] * (1 + config["ahead"]) + shared.depth_of(problem)
     held = config["tile_m"] * columns // (32 * config["num_worker_warps"])
@@ -249,7 +245,7 @@ def _fits(problem: Problem, config: Config, target: Target) -> bool:
 
 
 def _fits_tensor_memory(problem: Problem, config: Config, target: Target) -> bool:
-    if not _has_tensor_memory(target) or not _is_roomy(problem):
+    if not target.has_tensor_memory or not _is_roomy(problem):
         return True
     columns = config["tile_m"] // 128 * (config["tile_n"] + shared.depth_of(problem))
     return config["tile_m"] >= 128 and not config["ahead"] and columns * config["occupancy"] <= 512
@@ -267,7 +263,7 @@ def _of_tiles(holds: Callable[[Problem, Config, Target], bool]) -> Callable[[Pro
 
 def _takes_stages(problem: Problem, config: Config, target: Target) -> bool:
     square = config["tile_m"] == config["tile_n"] == 128
-    return target.capability == 90 and square and 64 < shared.depth_of(problem) <= 128
+    return target.has_wgmma and square and 64 < shared.depth_of(problem) <= 128
 
 
 _CONSTRAINTS = (
@@ -284,7 +280,7 @@ _CONSTRAINTS = (
     ),
     Constraint(
         "tiles of 256 rows need tensor memory",
-        lambda problem, config, target: config["tile_m"] <= 128 or _has_tensor_memory(target),
+        lambda problem, config, target: config["tile_m"] <= 128 or target.has_tensor_memory,
     ),
     Constraint(
         "eight worker warps share 128 rows or more, or sums of float32, and leave no registers for another block",
@@ -327,7 +323,7 @@ def _default(problem: Problem, target: Target) -> Config:
         return _config(16, 16, 1, 8) if problem["dtype"] == "float32" else _config(32, 32, 1, 8)
     if not _is_roomy(problem):
         return _config(64 if 64 < depth <= 128 else 32, 64 if depth <= 64 else 32, 1, 8)
-    if _has_tensor_memory(target) or target.capability == 90:
+    if target.has_tensor_memory or target.has_wgmma:
         return _config(128, 64 if depth > 128 else 128, 1, 8)
     return _config(64, 64, 2, 4)
 

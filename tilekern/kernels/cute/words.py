@@ -11,9 +11,7 @@ import cuda.tile as ct
 from cutlass import Float32, cute
 
 from tilekern.kernels.cute.arguments import NUMERIC
-
-# The compute capability from which a kernel may be launched before its predecessor has ended.
-_DEPENDENT_LAUNCH = 90
+from tilekern.spec.targets import HAS
 
 
 def bare(value: Any) -> Any:
@@ -98,7 +96,7 @@ class Words:
 
     def grid_dependency_control_wait(self) -> None:
         """See ``ct.grid_dependency_control_wait``; GPUs before sm_90 launch nothing early."""
-        if self._capability >= _DEPENDENT_LAUNCH:
+        if self._capability in HAS["dependent_launch"]:
             cute.arch.griddepcontrol_wait()
 
     def __getattr__(self, name: str) -> Any:

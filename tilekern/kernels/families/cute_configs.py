@@ -13,7 +13,7 @@ NOT_INTERPRETED = Constraint(
 )
 CLUSTERS_NEED_HOPPER = Constraint(
     "clusters need sm_90 or newer",
-    lambda problem, config, target: config["cluster"] == 1 or target.capability >= 90,
+    lambda problem, config, target: config["cluster"] == 1 or target.has_clusters,
 )
 
 

@@ -67,7 +67,7 @@ def _fits_registers(problem: Problem, config: Config, target: Target, live: int)
 
 _CONSTRAINTS = (
     NOT_INTERPRETED,
-    Constraint("bulk copies need sm_90 or newer", lambda problem, config, target: target.capability >= 90),
+    Constraint("bulk copies need sm_90 or newer", lambda problem, config, target: target.has_tma),
     Constraint(
         f"a thread has at most {_MOST_CHUNKS} vectors of a row",
         lambda problem, config, target: _chunks(problem, config) <= _MOST_CHUNKS,

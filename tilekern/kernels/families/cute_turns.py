@@ -16,7 +16,7 @@ from tilekern.spec import (
     Config,
     Constraint,
     CuteKernel,
-    Implementation,
+    DeviceKernel,
     KernelSpec,
     LibraryCall,
     Problem,
@@ -70,7 +70,7 @@ SPACE = Space(
 )
 
 
-def implement(spec: KernelSpec, problem: Problem, config: Config) -> Implementation | CuteKernel | LibraryCall:
+def implement(spec: KernelSpec, problem: Problem, config: Config) -> DeviceKernel | LibraryCall:
     """How a config of the space runs; any other one as ``spec``, which has cuTile's alone, says."""
     if not is_cute(config):
         return spec.implement(problem, config)
@@ -108,7 +108,7 @@ def implement(spec: KernelSpec, problem: Problem, config: Config) -> Implementat
 
 def implement_positions(
     spec: KernelSpec, problem: Problem, config: Config
-) -> Implementation | CuteKernel | LibraryCall:  # fmt: skip
+) -> DeviceKernel | LibraryCall:  # fmt: skip
     """As :func:`implement`, for angles of three positions, which both halves of a head share."""
     made = implement(spec, problem.but(full=False), config)
     return dataclasses.replace(made, kernel=_OF_POSITIONS) if isinstance(made, CuteKernel) else made

@@ -123,8 +123,8 @@ def _arrays(inputs: tuple[str, str], scalars: tuple[ScalarParameter, ...], probl
 
 def _default(problem: Problem, target: Target) -> Config:
     # Long rows of 16 bits are bound by arithmetic, which eight blocks overlap best; on sm_100 they would spill.
-    many = problem["dtype"] != "float32" and problem["columns"] >= 1024 and target.capability < 100
-    return _config(problem, *((1024, 8) if many else (2048, 4)), tma=target.capability >= 90)
+    many = problem["dtype"] != "float32" and problem["columns"] >= 1024 and not target.is_blackwell
+    return _config(problem, *((1024, 8) if many else (2048, 4)), tma=target.has_tma)
 
 
 def _implement(

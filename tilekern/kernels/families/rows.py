@@ -403,7 +403,7 @@ def _implement(
 def _default(live: int, direction: str, problem: Problem, target: Target) -> Config:
     columns, backward = problem["columns"], direction == "backward"
     resident, width = columns <= HELD_BY_DEFAULT, power_of_two(columns)
-    hopper, wide, most = target.capability >= 90, problem["dtype"] == "float32", 2 if backward else 4
+    hopper, wide, most = target.has_tma, problem["dtype"] == "float32", 2 if backward else 4
     return Config(
         schedule="persistent",
         passes=1 if resident else 2,

@@ -25,9 +25,9 @@ _SIDES = (64, 128, 256)
 
 def unit_of(target: Target) -> Unit:
     """The kind of matrix unit that the compiler uses on a target."""
-    if target.capability == 90:
+    if target.has_wgmma:
         return "wgmma"
-    return "tcgen05" if 100 <= target.capability < 120 else "mma"
+    return "tcgen05" if target.has_tensor_memory else "mma"
 
 
 def sizes_of(problem: Problem) -> tuple[int, int, int]:
@@ -85,8 +85,9 @@ def _is_large(problem: Problem, target: Target) -> bool:
 
 
 def _stands_for_library(problem: Problem, config: Config, target: Target) -> bool:
-    first = {name: values[0] for name, values in _axes(problem).items() if name != "implementation"}
-    return is_tile(config) or all(config[name] == first[name] for name in first)
+    return is_tile(config) or all(
+        config[name] == values[0] for name, values in _axes(problem).items() if name != "implementation"
+    )
 
 
 def _is_exact(problem: Problem, config: Config, target: Target) -> bool:

@@ -19,14 +19,14 @@ _PAUSES_S = (1.0, 5.0, 20.0)
 
 @dataclass
 class Agreement:
-    """The rules that every lookup of this process goes by while they are in force.
+    """The rules for every lookup of this process while they are in force.
 
     Attributes:
-        snapshot: where records are looked up, and nowhere else.
-        target: the GPU that records are looked up for; a rank on another model of its arch uses it too.
-        policy: what a miss does.
-        compiled: defaults that a miss has compiled here. Each serves its own problem alone: as a neighbour it would
-            serve on the ranks that happened to need it.
+        snapshot: the only place where records are looked up.
+        target: the GPU that records are looked up for, also on a rank with another model of its arch.
+        policy: the miss policy.
+        compiled: defaults that misses compiled here. Each serves only its own problem; as a neighbour it would serve
+            only on the ranks that happened to need it.
     """
 
     snapshot: Snapshot
@@ -35,18 +35,19 @@ class Agreement:
     compiled: dict[tuple[str, Problem], Hit] = field(default_factory=dict)
 
     def covers(self, target: Target) -> bool:
-        """Whether its kernels run on a GPU: this process may have others than the one that it agreed for."""
+        """Return whether its kernels run on a GPU; this process may have several."""
         return target.arch == self.target.arch
 
     def compile(self, spec: KernelSpec, problem: Problem) -> bool:
-        """Compile a problem's default config, which all ranks can and which comes out alike on each.
+        """Compile a problem's default config, with the same result on each rank.
 
-        It is kept in the user's cache where that can be written and has no record of the problem; it runs in any case.
-        Ranks that share a cache leave it to one of them. What the compiler rejects it rejects on every rank. For what
-        passes (memory, a disk, a signal) other ranks may have been spared, so it is tried again, for half a minute.
+        It is stored in the user's cache if that can be written and has no record of the problem. Ranks that share a
+        cache leave the compile to one of them. What the compiler rejects it rejects on every rank. A failure for a
+        reason that passes (memory, a disk, a signal) may not have hit other ranks, so it is tried again for half a
+        minute.
 
         Returns:
-            Whether it was compiled by this rank.
+            Whether this rank compiled it.
 
         Raises:
             RanksDiffer: it could not be compiled here, for a reason that other ranks may not have met.

@@ -1,4 +1,4 @@
-"""The status of each rank, and the verdict that follows: every rank comes to the same verdict by itself."""
+"""The status of each rank, and the verdict that each rank draws from all of them by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilekern.cache.records import parse_object
 from tilekern.errors import RanksDiffer
 from tilekern.spec.targets import LISTED, Target
 
-# From the strictest to the laxest: what one rank's own setting forbids is done on none.
+# From the strictest to the laxest; the strictest of any rank counts for all.
 POLICIES = ("error", "fallback", "compile")
 _ARCH = re.compile(r"sm_[0-9]{2,3}")
 _LONGEST_NAME = 100
@@ -24,16 +24,16 @@ _LARGEST = 2**53
 
 @dataclass(frozen=True)
 class Status:
-    """One rank.
+    """The state of one rank.
 
     Attributes:
-        target: its GPU, None where it has none.
-        toolkit: the key of its compiler, None where it has none.
-        policy: what a miss does by its own setting.
-        signed: whether it loads signed records alone.
+        target: its GPU; None if it has none.
+        toolkit: the key of its compiler; None if it has none.
+        policy: its own miss policy.
+        signed: whether it loads only signed records.
         sources: the digest of its version of tilekern and of the kernels' sources.
-        libraries: those that may run a config in the place of a kernel.
-        digest: the digest of what its caches hold.
+        libraries: the libraries that may run a config instead of a kernel.
+        digest: the digest of the records in its caches.
     """
 
     target: Target | None
@@ -45,12 +45,12 @@ class Status:
     digest: str
 
     def to_bytes(self) -> bytes:
-        """The status for another rank."""
+        """Return the status as bytes for another rank."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Status:
-        """The status that another rank sent, with every field checked.
+        """Return the status that another rank sent, with every field checked.
 
         Raises:
             CacheError: it is not a status.
@@ -80,9 +80,9 @@ class Group:
 
     Attributes:
         members: the ranks, sorted.
-        leader: the lowest of them, whose records all of them run.
+        leader: the lowest of them; all run its records.
         target: the leader's GPU.
-        policy: what a miss does on all of them.
+        policy: the miss policy of all of them.
         differ: whether one has other records than the leader.
     """
 
@@ -107,7 +107,7 @@ class Verdict:
 
 
 def verdict_on(statuses: Sequence[Status]) -> Verdict:
-    """The verdict on the statuses of all ranks, given in their order.
+    """Return the verdict on the statuses of all ranks, in their order.
 
     Raises:
         RanksDiffer: they cannot run the same kernels.
@@ -141,7 +141,9 @@ def _group(arch: str, members: Mapping[int, Status], notes: list[str]) -> Group:
     policies = {status.policy for status in members.values()}
     policy = min(policies, key=POLICIES.index)
     if len(policies) > 1:
-        notes.append(f"the ranks on {arch} have other miss policies ({', '.join(sorted(policies))}): all use {policy}")
+        notes.append(
+            f"the ranks on {arch} have different miss policies ({', '.join(sorted(policies))}): all use {policy}"
+        )
     toolkits = {status.toolkit for status in members.values()}
     if policy == "compile" and (len(toolkits) > 1 or None in toolkits):
         policy = "fallback"
@@ -151,7 +153,7 @@ def _group(arch: str, members: Mapping[int, Status], notes: list[str]) -> Group:
 
 
 def _target(said: Any) -> Target:
-    """The GPU that another rank says it has; lookups, compiles and messages go by it."""
+    """Return the GPU that another rank says it has, checked, since lookups, compiles and messages use it."""
     fields = {field.name: field.type for field in dataclasses.fields(Target)}
     if not isinstance(said, dict) or said.keys() != fields.keys():
         raise Corrupt("its target does not have the fields of one")

@@ -1,4 +1,4 @@
-"""Taking over the records of the rank that leads, step by step with all ranks, and comparing what came of it."""
+"""Takes over the records of the leading rank, step by step with all ranks, and compares the results."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Taken(NamedTuple):
     """The records that a rank has taken over.
 
     Attributes:
-        snapshot: the leader's records less those that a rank does not trust.
-        received: how many records came from the leader.
-        untrusted: how many of the leader's records are left out.
-        note: which these are, for the user; empty where it is none.
+        snapshot: the leader's records, without those that a rank does not trust.
+        received: the number of records that came from the leader.
+        untrusted: the number of the leader's records that are left out.
+        note: which these are, for the user; empty if there are none.
     """
 
     snapshot: Snapshot
@@ -38,18 +38,14 @@ class Taken(NamedTuple):
 
 
 def take_over(peers: Peers, leader: int, own: Snapshot | None) -> Taken:
-    """Take over the leader's records; every rank must call it.
-
-    Args:
-        peers: all ranks.
-        leader: whose records.
-        own: what this rank holds; None where its GPU is of another arch, so that it listens and does nothing else.
+    """Take over the leader's records; every rank must call it, without ``own`` records if its GPU is of another arch.
 
     Raises:
-        RanksDiffer: on all ranks, where one of them cannot take them over.
+        RanksDiffer: on all ranks, if one of them cannot take them over.
     """
     leads, held = peers.rank == leader, Snapshot(()) if own is None else own
-    index = _parsed(peers.broadcast(_joined(held.identities) if leads else b"", leader, _MOST_RECORDS * _DIGEST_BYTES))
+    own_index = b"".join(map(bytes.fromhex, held.identities)) if leads else b""
+    index = _parsed(peers.broadcast(own_index, leader, _MOST_RECORDS * _DIGEST_BYTES))
     lacked = set(index) - set(held.identities) if own is not None else set()
     wanted = _chosen_by_any(peers, "say which records it lacks", index, lacked)
     contents = peers.broadcast(held.contents(wanted) if leads else b"", leader, _LARGEST_CONTENTS)
@@ -73,15 +69,10 @@ def take_over(peers: Peers, leader: int, own: Snapshot | None) -> Taken:
 
 
 def compare(peers: Peers, groups: Collection[Collection[int]], agreement: Agreement | None) -> None:
-    """Make sure that all ranks of a group agreed on the same; every rank must call it.
-
-    Args:
-        peers: all ranks.
-        groups: the ranks that must.
-        agreement: of this rank; None where it is in no group.
+    """Check that all ranks of a group agreed on the same; every rank must call it.
 
     Raises:
-        RanksDiffer: on all ranks, where two of a group did not.
+        RanksDiffer: on all ranks, if two of a group differ.
     """
     said = bytes(_DIGEST_BYTES)
     if agreement is not None:
@@ -98,10 +89,6 @@ def compare(peers: Peers, groups: Collection[Collection[int]], agreement: Agreem
                 )
 
 
-def _joined(identities: Sequence[str]) -> bytes:
-    return b"".join(map(bytes.fromhex, identities))
-
-
 def _parsed(index: bytes) -> list[str]:
     found = [index[at : at + _DIGEST_BYTES].hex() for at in range(0, len(index), _DIGEST_BYTES)]
     if len(index) % _DIGEST_BYTES or len(set(found)) != len(found):
@@ -112,15 +99,18 @@ def _parsed(index: bytes) -> list[str]:
 def _chosen_by_any(
     peers: Peers, what: str, index: Sequence[str], chosen: Collection[str] | Exception
 ) -> dict[str, int]:
-    """The records of the index that some rank chose, each with the lowest such rank.
+    """Return the records of the index that some rank chose, each with the lowest such rank.
 
     Raises:
-        RanksDiffer: on all ranks, where one of them has an error in place of a choice, or sends no valid choice.
+        RanksDiffer: on all ranks, if one of them has an error, or sends no valid choice.
     """
     size = -(-len(index) // 8)
-    flags = chosen if isinstance(chosen, Exception) else _flags(index, chosen, size)
+    flags = bytearray(size)  # one bit for each record of the index
+    if not isinstance(chosen, Exception):
+        for at, name in enumerate(index):
+            flags[at // 8] |= (name in chosen) << at % 8
     found: dict[str, int] = {}
-    for rank, said in enumerate(peers.gather(what, flags, size)):
+    for rank, said in enumerate(peers.gather(what, chosen if isinstance(chosen, Exception) else bytes(flags), size)):
         if len(said) != size:
             raise RanksDiffer(f"rank {rank} cannot {what}: {len(said)} bytes must be {size}")
         for at, name in enumerate(index) if any(said) else ():
@@ -129,19 +119,11 @@ def _chosen_by_any(
     return found
 
 
-def _flags(index: Sequence[str], chosen: Collection[str], size: int) -> bytes:
-    """One bit for each record of the index."""
-    flags = bytearray(size)
-    for at, name in enumerate(index):
-        if name in chosen:
-            flags[at // 8] |= 1 << at % 8
-    return bytes(flags)
-
-
 def _reasons(received: Collection[Held]) -> dict[str, str]:
-    """Why this rank does not trust records, by their identities; one that it has itself it found trusted in a cache.
+    """Return why this rank does not trust received records, by their identities.
 
-    That the leader's copy of such a one may have no signature does not matter: an identity is of all that a GPU runs.
+    Records of equal identity in its own caches were trusted there, and are not received: an identity covers all that a
+    GPU runs.
     """
     found = {}
     for one in received if must_be_signed() else ():

@@ -1,8 +1,7 @@
-"""One record with its artifacts and signatures in memory, and several of them as bytes for another rank.
+"""Records with their artifacts and signatures in memory, and as bytes for another rank.
 
-Records travel byte for byte as their files have them, since signatures are over bytes. Nothing is compressed: an
-artifact of some ten kilobytes is sent sooner than it is compressed, and what arrives takes the memory that its size
-says.
+Records travel byte for byte as in their files, since signatures cover bytes. Nothing is compressed: sending an artifact
+of some ten kilobytes takes less time than compressing it, and the stated size bounds the memory that the receiver uses.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from tilekern.cache import Corrupt, Missing, Record, problem_key
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, parse_object, record_of
 from tilekern.cache.trust.policy import require_trusted
 
-# The number of bytes of the head, which says how the rest is divided; and how many it may have, some hundred thousand
-# signed records.
+# Bytes of the head's own size, and the most bytes of the head, which has the sizes of the rest: enough for some hundred
+# thousand signed records.
 _HEAD, _LARGEST_HEAD = 8, 2**26
 
 
 class Place(NamedTuple):
-    """The purpose of a record: two records of one place never serve at once, whatever their toolkits are."""
+    """What a record is for; two records of one place never serve at once, even from different toolkits."""
 
     target_key: str
     kernel: str
@@ -40,9 +39,8 @@ class Held:
     Attributes:
         record: the record.
         blobs: its artifacts by sha256.
-        signatures: the signatures and seals that stood beside it, by the names of their files; empty where the policy
-            asks for none.
-        place: what it is for, by its own words.
+        signatures: its signatures and seals by the names of their files; empty if the policy asks for none.
+        place: what it is for, as it states itself.
         identity: the digest of what it makes a GPU run.
     """
 
@@ -58,22 +56,22 @@ class Held:
         object.__setattr__(self, "identity", identity(self.record))
 
     def require_trusted(self) -> None:
-        """Let it pass where a trust root of this rank signed it, or the user of this rank sealed it.
+        """Check that a trust root of this rank signed it, or the user of this rank sealed it.
 
         Raises:
-            Untrusted: neither did, or it cannot be told.
+            Untrusted: neither did, or that cannot be determined.
         """
-        require_trusted(self.record.data, self._signature)
 
-    def _signature(self, path: PurePosixPath) -> bytes:
-        try:
+        def signature(path: PurePosixPath) -> bytes:
+            if path.name not in self.signatures:
+                raise Missing(f"there is no {path}")
             return self.signatures[path.name]
-        except KeyError:
-            raise Missing(f"there is no {path}") from None
+
+        require_trusted(self.record.data, signature)
 
 
 def identity(record: Record) -> str:
-    """The digest of what a record makes a GPU run, in hexadecimal; times, checks and dates do not count."""
+    """Return the digest of what a record makes a GPU run, in hexadecimal; times, checks and dates do not count."""
     parts = {
         "kernel": record.kernel,
         "problem": record.problem,
@@ -90,7 +88,7 @@ def identity(record: Record) -> str:
 
 
 def packed(held: Iterable[Held]) -> bytes:
-    """Records, signatures and artifacts as bytes for :func:`unpacked`: a head that gives the sizes, then the bytes."""
+    """Return records, signatures and artifacts as bytes for :func:`unpacked`: a head with the sizes, then the bytes."""
     taken = list(held)
     blobs = {digest: data for one in taken for digest, data in one.blobs.items()}
     head = {
@@ -105,7 +103,7 @@ def packed(held: Iterable[Held]) -> bytes:
 
 
 def unpacked(data: bytes) -> list[Held]:
-    """Records and what came with them, whoever made the bytes: every field is checked.
+    """Return the records in bytes from another rank; every field is checked.
 
     Raises:
         Corrupt: the bytes are not what :func:`packed` makes, or an artifact that a record names is missing.

@@ -1,13 +1,13 @@
-"""The ranks of a job in step: each has come, and what each says reaches all of them.
+"""Lets the ranks of a job exchange bytes step by step, once all of them have come.
 
-Whether all have come is looked for in the store at which ranks meet, since that names who is missing. No value is
-taken from there: any process that reaches its port can write it. What ranks say goes through a collective instead, as
-bytes: torch's own exchange of objects would unpickle, and so run, what a peer sends.
+The ranks meet at the store of the process group, which can name the missing ones. No value is read from the store,
+since any process that reaches its port can write there. Messages go through a collective, as bytes: torch's exchange of
+objects would unpickle, and so execute, what a peer sends.
 
-The collective needs no device that a job has not chosen yet. It is one on the CPU where the process group has a backend
-for that. Else it is one on the device that ``init_process_group`` was given. Else a group of gloo is made for it, and
-taken down afterwards: to use NCCL on the current device would be wrong where the job calls ``set_device`` later, as all
-ranks of a host would share the first GPU.
+The collective must not need a device that the job has not chosen yet. It runs on the CPU if the process group has a
+backend for that, else on the device that ``init_process_group`` was given, else over a gloo group that is made for it
+and destroyed afterwards. NCCL on the current device would be wrong if the job calls ``set_device`` later: all ranks of
+a host would share the first GPU.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from tilekern.errors import RanksDiffer
 if TYPE_CHECKING:
     import torch
 
-# How much of the timeout others than rank 0 wait: it often holds the store, which they need to say who is missing.
+# The share of the timeout that ranks other than 0 wait: rank 0 often holds the store, which they need to name the
+# missing ones.
 _OTHERS = 0.8
 _LONGEST_TEXT = 300
 _WELL, _ILL = b"+", b"-"
 
 
 class Peers:
-    """The ranks of the default process group, within a ``with``. Each must make the same calls in the same order.
+    """The ranks of the default process group; a context manager. All must make the same calls in the same order.
 
     Args:
-        number: of the exchange; the same on all ranks, and another for each.
+        number: the number of the exchange, the same on all ranks.
 
     Attributes:
-        rank: of this process.
-        ranks: how many there are.
-        sent_bytes: how much this rank said.
-        received_bytes: how much the others said.
+        rank: the rank of this process.
+        ranks: the number of ranks.
+        sent_bytes: bytes that this rank sent.
+        received_bytes: bytes that it received.
 
     Raises:
         RanksDiffer: a rank did not come within the process group's timeout, or they cannot reach one another.
@@ -63,22 +64,17 @@ class Peers:
             dist.destroy_process_group(self._made)
 
     def gather(self, what: str, said: bytes | Exception, largest: int) -> list[bytes]:
-        """Collect what each rank says, by rank; an error where it has nothing else to say.
-
-        Args:
-            what: what a rank that says an error cannot do, for the message.
-            said: by this rank.
-            largest: how many bytes one may say.
+        """Collect a message, or an error, from each rank; ``what`` says what a rank with an error cannot do.
 
         Raises:
-            RanksDiffer: on all ranks, where one of them said an error or too much.
+            RanksDiffer: on all ranks, if one of them sent an error or more than ``largest`` bytes.
         """
         own = _ILL + one_line(str(said)).encode() if isinstance(said, Exception) else _WELL + said
         sizes = self._sizes(len(own))
         _check(enumerate(sizes), max(largest, 4 * _LONGEST_TEXT) + 1, what)
         padded = self._gathered(own.ljust(max(sizes), b"\0"))
         found = [data[:size] for data, size in zip(padded, sizes, strict=True)]
-        found[self.rank] = own  # which nobody else need tell it
+        found[self.rank] = own  # not what came back of it
         self.sent_bytes += len(own)
         self.received_bytes += sum(map(len, found)) - len(own)
         for rank, data in enumerate(found):
@@ -87,15 +83,10 @@ class Peers:
         return [data[1:] for data in found]
 
     def broadcast(self, said: bytes | None, source: int, largest: int) -> bytes:
-        """Send what one rank says to all.
-
-        Args:
-            said: by this rank; looked at on the source alone.
-            source: its rank.
-            largest: how many bytes it may say.
+        """Send the message of the rank ``source`` to all; that of other ranks is ignored.
 
         Raises:
-            RanksDiffer: on all ranks, where it says more.
+            RanksDiffer: on all ranks, if it has more than ``largest`` bytes.
         """
         import torch
         import torch.distributed as dist
@@ -120,7 +111,7 @@ class Peers:
         return [int.from_bytes(data, "big") for data in self._gathered(own.to_bytes(8, "big"))]
 
     def _gathered(self, own: bytes) -> list[bytes]:
-        """Bytes of all ranks, each of which gives as many, and at least one."""
+        """Gather bytes of all ranks; each gives the same number, at least one."""
         import torch
         import torch.distributed as dist
 
@@ -159,7 +150,7 @@ class Peers:
             return False
 
     def _collective(self) -> tuple[Any, torch.device]:
-        """The group and the device of its tensors."""
+        """Return the group and the device of its tensors."""
         import torch
         import torch.distributed as dist
 
@@ -186,6 +177,6 @@ def _check(sizes: Iterable[tuple[int, int]], largest: int, what: str) -> None:
 
 
 def one_line(text: str) -> str:
-    """A text that may be anything, as one line that can be printed."""
+    """Return any text as one printable line."""
     words = "".join(letter if letter.isprintable() else " " for letter in text).split()
     return " ".join(words)[:_LONGEST_TEXT]

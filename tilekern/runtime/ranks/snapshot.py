@@ -1,7 +1,7 @@
-"""The contents of one machine's caches for a GPU, read once and kept in memory: what ranks compare and take over.
+"""A snapshot in memory of one machine's caches for an arch, which ranks compare and take over.
 
-A snapshot answers lookups as the layers did that it was taken from, and goes on doing so when their files are gone. It
-holds, for each GPU of the arch, the one record of a problem that a lookup would have found, with its artifacts.
+A snapshot answers lookups as its layers did, also after their files are gone. For each GPU of the arch it has the one
+record of a problem that a lookup would have found, with its artifacts.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from tilekern.spec.source import source_digest
 
 
 class Snapshot:
-    """Records for the GPUs of one arch; a layer (:class:`tilekern.cache.Layer`) that no disk is behind.
+    """Records for the GPUs of one arch; a layer (:class:`tilekern.cache.Layer`) in memory.
 
-    Each record stands where it says itself that it belongs, and nowhere else.
+    Each record stands at the place that it states itself.
 
     Args:
         held: the records.
 
     Raises:
-        Corrupt: two of them belong at one place.
+        Corrupt: two of them have one place.
     """
 
     def __init__(self, held: Iterable[Held]) -> None:
@@ -48,13 +48,9 @@ class Snapshot:
         cls, arch: str, layers: Sequence[Layer], toolkit_key: str | None,
         wanted: Callable[[KernelSpec, Problem], bool] | None = None,
     ) -> Snapshot:  # fmt: skip
-        """The records that lookups for GPUs of an arch would find now, bad and stale records left out.
+        """Return the records that lookups for GPUs of an arch would find now, without bad and stale ones.
 
-        Args:
-            arch: the GPUs' arch, ``sm_90``.
-            layers: where to look, first to last.
-            toolkit_key: the toolkit installed here, or None.
-            wanted: which problems to take; all where it is None.
+        ``wanted`` says which problems to take; None takes all.
         """
         held = []
         for place, spec, problem in dict.fromkeys(_places(arch, layers)):
@@ -71,28 +67,28 @@ class Snapshot:
 
     @property
     def digest(self) -> str:
-        """The digest of all that it makes a GPU run, in hexadecimal; equal snapshots run the same everywhere."""
+        """The digest of all that it makes a GPU run, in hexadecimal."""
         return digest_of("/".join([*place, one.identity]) for place, one in self._held.items())
 
     @property
     def identities(self) -> list[str]:
-        """The identity of each record, in the order of their places."""
+        """The identity of each record, in the order of places."""
         return list(self._known)
 
     def place_of(self, identity: str) -> Place:
-        """The place of one of its records."""
+        """Return the place of one of its records."""
         return self._known[identity].place
 
     def contents(self, identities: Collection[str]) -> bytes:
-        """Records of it with all that belongs to them, as bytes for :func:`tilekern.runtime.ranks.held.unpacked`."""
+        """Return some of its records as bytes for :func:`tilekern.runtime.ranks.held.unpacked`."""
         return packed(one for name, one in self._known.items() if name in identities)
 
     def having(self, identities: Collection[str], others: Iterable[Held] = ()) -> Snapshot:
-        """The snapshot of just the given records, made of its own and of others.
+        """Return the snapshot of just the given records, from its own and others.
 
         Raises:
-            Missing: neither has one of them.
-            Corrupt: two of them belong at one place.
+            Missing: a record is in neither.
+            Corrupt: two of them have one place.
         """
         known = {one.identity: one for one in others} | self._known
         if lacking := set(identities) - known.keys():
@@ -100,23 +96,23 @@ class Snapshot:
         return Snapshot(known[name] for name in identities)
 
     def targets(self) -> list[str]:
-        """The target keys that it has, sorted."""
+        """Return its target keys, sorted."""
         return sorted({place.target_key for place in self._held})
 
     def toolkits(self, target_key: str) -> list[str]:
-        """The toolkit keys that it has for a target, sorted."""
+        """Return its toolkit keys for a target, sorted."""
         found = {one.record.toolkit["key"] for place, one in self._held.items() if place.target_key == target_key}
         return sorted(found)
 
     def problems(self, target_key: str, toolkit_key: str, kernel: str) -> list[dict[str, Value]]:
-        """The problems that it has a record of."""
+        """Return the problems with a record."""
         return [
             one.record.problem for place, one in self._held.items()
             if place[:2] == (target_key, kernel) and one.record.toolkit["key"] == toolkit_key
         ]  # fmt: skip
 
     def read_record(self, target_key: str, toolkit_key: str, kernel: str, problem: dict[str, Value]) -> Record:
-        """One record.
+        """Return one record.
 
         Raises:
             MissingRecord: it is not there.
@@ -127,7 +123,7 @@ class Snapshot:
         return one.record
 
     def read_blob(self, sha256: str) -> bytes:
-        """One blob, whose digest was checked when the snapshot was made.
+        """Return one blob, whose digest was checked when the snapshot was made.
 
         Raises:
             Missing: it is not there.
@@ -137,7 +133,7 @@ class Snapshot:
         return self._blobs[sha256]
 
     def signatures(self, record_sha256: str) -> dict[str, bytes]:
-        """The signatures and seals of a record, by the names of their files."""
+        """Return the signatures and seals of a record, by the names of their files."""
         return {
             name: text for one in self._held.values() for name, text in one.signatures.items()
             if name.startswith(f"{record_sha256}.")
@@ -145,17 +141,17 @@ class Snapshot:
 
 
 def digest_of(lines: Iterable[str]) -> str:
-    """The sha256 of lines in their order, in hexadecimal."""
+    """Return the sha256 of lines in their order, in hexadecimal."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _signatures(record: Record, layer: Layer) -> dict[str, bytes]:
-    """Signatures by which another rank trusts a record; no rank asks for it where the policy is not ``signed``."""
+    """Return the signatures by which another rank trusts a record; none unless the policy is ``signed``."""
     return layer.signatures(hashlib.sha256(record.data).hexdigest()) if must_be_signed() else {}
 
 
 def _places(arch: str, layers: Sequence[Layer]) -> Iterator[tuple[Place, KernelSpec, Problem]]:
-    """Every problem of today's specs that a layer names for a GPU of the arch, as often as it is there."""
+    """Yield every problem of today's specs that a layer has for a GPU of the arch, repeated if in several."""
     for layer in layers:
         for target in (key for key in layer.targets() if key.startswith(f"{arch}-")):
             for toolkit in layer.toolkits(target):
