@@ -1,10 +1,12 @@
 """Runs cuTile kernels on CPU tensors, block by block, with no GPU and no compiler, and checks their memory accesses.
 
-The very Python function of a kernel is executed with ``ct`` bound to this package, where a tile is a torch tensor. An
-access outside an array that the kernel neither masks nor pads raises :class:`OutOfBounds`. Blocks run in a shuffled
-order, the same at every launch, and two blocks that touch the same element raise :class:`InterpreterError` when one of
-them stores it: a kernel that needs an order of its blocks is wrong. So does a kernel that may be launched before its
-predecessor has ended, in a block that touches memory before it has waited.
+A kernel's own Python function is executed with ``ct`` bound to this package, where a tile is a torch tensor. Blocks run
+in a shuffled order, the same at every launch. Errors:
+
+- :class:`OutOfBounds`: an access outside an array that the kernel neither masks nor pads.
+- :class:`InterpreterError`: two blocks touch the same element and one of them stores it; a block of a dependent launch
+  touches memory before it has waited; or the kernel uses a part of ``ct`` that no kernel of tilekern uses (atomics,
+  ``scan``, ``matmul``, printing).
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ import cuda.tile as ct
 import torch
 
 from tilekern.compile.rebinding import Rebinder
+from tilekern.interpreter.arrays import Array
 from tilekern.interpreter.errors import InterpreterError, OutOfBounds
 from tilekern.interpreter.namespace import BUILTINS, Namespace
 from tilekern.interpreter.races import Launch
 from tilekern.interpreter.tiles import as_tile
-from tilekern.interpreter.views import KernelArray
 
 __all__ = ["InterpreterError", "OutOfBounds", "launch"]
 
@@ -33,10 +35,10 @@ __all__ = ["InterpreterError", "OutOfBounds", "launch"]
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, check_races: bool = True, dependent: bool = False
 ) -> None:  # fmt: skip
-    """Run a kernel (``ct.kernel`` or plain function) over a grid of one to three axes; tensors are written in place.
+    """Run a kernel (``ct.kernel`` or a plain function) over a grid of one to three axes; it writes tensors in place.
 
     Arguments stand in the kernel's order: CPU tensors of any strides, Python scalars and constants. A float that is
-    not annotated as ``ct.Constant`` is a float32 scalar tile in the kernel, as it is on the GPU. ``dependent`` is as of
+    not annotated as ``ct.Constant`` is a float32 scalar tile in the kernel, as it is on the GPU. For ``dependent`` see
     :class:`tilekern.spec.Implementation`.
     """
     function: FunctionType = getattr(kernel, "_pyfunc", kernel)
@@ -79,7 +81,7 @@ def _shuffled(blocks: int) -> tuple[int, ...]:
 
 def _argument(running: Launch, name: str, constant: bool, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return KernelArray(running, name, value)
+        return Array(running, name, value)
     if type(value) in (list, tuple):
         return type(value)(_argument(running, f"{name}[{i}]", constant, item) for i, item in enumerate(value))
     if isinstance(value, float) and not constant:

@@ -1,4 +1,4 @@
-"""What ``ct`` and the built-ins are while the interpreter runs a kernel."""
+"""The stand-ins for ``ct`` and for the built-ins while the interpreter runs a kernel."""
 
 from __future__ import annotations
 
@@ -9,28 +9,18 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.interpreter import functions, memory, reductions
+from tilekern.interpreter import functions, memory
 from tilekern.interpreter.arithmetic import arithmetic
-from tilekern.interpreter.arrays import Array
 from tilekern.interpreter.dtypes import CARRIERS
 from tilekern.interpreter.errors import InterpreterError
 from tilekern.interpreter.races import Launch
 from tilekern.interpreter.tiles import Tile
-from tilekern.interpreter.views import TiledView
 
-_AS_THEY_ARE = (
-    *(dtype.name for dtype in CARRIERS),
-    *("ArrayAnnotation", "ByTarget", "Constant", "ConstantAnnotation", "DType", "IndexedWithInt64", "ListAnnotation"),
-    *("MemoryOrder", "MemoryScope", "PaddingMode", "RoundingMode", "Scalar", "ScalarInt64", "function", "kernel"),
-)
+_AS_THEY_ARE = (*(dtype.name for dtype in CARRIERS), "Constant", "PaddingMode", "RoundingMode", "function", "kernel")
 OFFERED: dict[str, Any] = {
     **{name: getattr(ct, name) for name in _AS_THEY_ARE},
     **functions.FUNCTIONS,
-    **reductions.FUNCTIONS,
     **memory.FUNCTIONS,
-    "Array": Array,
-    "Tile": Tile,
-    "TiledView": TiledView,
 }
 LAUNCH_FUNCTIONS = ("bid", "num_blocks", "grid_dependency_control_wait")
 
