@@ -1,4 +1,4 @@
-"""Rows that threads share: the frame of a kernel, what a thread holds of a row, and what goes from thread to thread.
+"""Rows that threads share: the frame of a kernel, a thread's share of a row, and exchanges between threads.
 
 Sums over a row go through shuffles, then through shared memory, that of all blocks of a cluster.
 """
@@ -24,7 +24,7 @@ _BITS = 8 * ALIGNED_BYTES
 
 
 def parameter_in_kernel(parameter: Any, values: Any) -> Argument | Part:
-    """A parameter as the kernel's function takes it: an array, or a scalar that all threads have."""
+    """Return a parameter in the form that the kernel's function takes: an array, or a scalar of all threads."""
     return Argument(parameter, values) if isinstance(parameter, ArrayParameter) else Part(values)
 
 
@@ -37,11 +37,11 @@ class Program:
         capability: of the GPU, as one number: 90 for sm_90.
         block: threads of a block.
         cluster: blocks over which a row is spread.
-        threads: those that share a row in a block.
-        rows: rows that a block has at work at once.
+        threads: threads that share a row in a block.
+        rows: rows that a block computes at once.
         occupancy: blocks for which an SM must have registers; 0 for any number.
-        known: values of the function's constants, among others.
-        instead: the loops, by the functions of cuTile in whose place they stand.
+        known: values of the function's constants, and possibly others.
+        instead: the loops, by the functions of cuTile that they replace.
     """
 
     # Reductions of a row, and values of each, for which there is shared memory.

@@ -25,12 +25,7 @@ _VECTOR = 8 * ALIGNED_BYTES // Float32.width
 class ColumnSum(Program):
     """The device function of one config.
 
-    Args:
-        function: the kernel in cuTile.
-        parameters: its arrays.
-        capability: of the GPU, as one number: 90 for sm_90.
-        block: threads of a block.
-        cluster: blocks over which the rows are spread.
+    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
         columns: of the matrix; whole vectors.
         width: columns of a block; at most one for each of its threads, and a vector for each lane of a warp.
         loads: rows of which a thread has its loads on their way at once.
