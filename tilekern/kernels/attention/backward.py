@@ -17,13 +17,13 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.attention import backward_problem as shared
-from tilekern.kernels.attention.backward_space import default, generic, space_of
 from tilekern.kernels.attention.delta import SPEC as DELTA
-from tilekern.kernels.attention.problem import depth_of, is_one_loop, pairs, rows_bytes
+from tilekern.kernels.attention.problem import SCALARS, is_one_loop, pairs, sizes
 from tilekern.kernels.attention.tiles import (
     LOG2_E,
     cut,
     edge_tile,
+    factors_of,
     first_head_of,
     head_and_tile,
     heads_abreast,
@@ -37,17 +37,11 @@ from tilekern.kernels.attention.tiles import (
     soft_tanh,
     store_rows,
 )
-from tilekern.kernels.tiles import ConstBool, ConstInt, hints
-from tilekern.spec import ITEM_BYTES, Config, Implementation, KernelSpec, Problem, cdiv
+from tilekern.kernels.families.tables import spec
+from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of
+from tilekern.spec import Array, KernelSpec, ScalarParameter, cdiv
 
 __all__ = ["DELTA", "DKDV", "DQ", "SPECS"]
-
-
-def _factors(scale, softcap, capped):
-    """(slope, factor): exponents of base 2 are factor * tanh(slope * products) where capped, else factor * products."""
-    if ct.static_eval(capped):
-        return scale / softcap, softcap * LOG2_E
-    return scale, scale * LOG2_E
 
 
 def _score_gradients(products, pulled, lse, delta, shown, factors, capped, precise, masked):
@@ -107,7 +101,7 @@ def _keys_gradients(
     first_key, keys = sequence(key_starts, number, k.shape[1], packed)
     # One turn, or none beyond the end of a packed sequence: tileiras 13.4 rejects a branch in dq's kernel for sm_100.
     for _ in range(ct.where(tile * tile_n < keys, 1, 0) if ct.static_eval(packed) else 1):
-        arrays, span, factors = (q, dout, lse, delta), (queries, keys, window), _factors(scale, softcap, capped)
+        arrays, span, factors = (q, dout, lse, delta), (queries, keys, window), factors_of(scale, softcap, capped)
         key = tile * tile_n + ct.arange(tile_n, dtype=ct.int32)[:, None]
         k_tile = load_rows(k, number, first_key, tile, kv_head, tile_n, depth, packed, 0)
         v_tile = load_rows(v, number, first_key, tile, kv_head, tile_n, depth, packed, 0)
@@ -164,22 +158,9 @@ def attention_dkdv(
 
 
 def _add_keys(
-    arrays,
-    place,
-    owned,
-    dq_sum,
-    span,
-    factors,
-    tile_n,
-    depth,
-    latency,
-    causal,
-    windowed,
-    capped,
-    packed,
-    precise,
+    arrays, place, owned, dq_sum, span, factors, tile_n, depth, latency, causal, windowed, capped, packed, precise,
     masked,
-):
+):  # fmt: skip
     """dq of a tile of queries with one more tile of keys."""
     (k, v), (number, first, tile, kv_head), (q_tile, dout_tile, lse, delta, query) = arrays, place, owned
     queries, keys, window = span
@@ -211,7 +192,7 @@ def _queries_gradients(
     first_query, queries = sequence(query_starts, number, q.shape[1], packed)
     first_key, keys = sequence(key_starts, number, k.shape[1], packed)
     for _ in range(ct.where(tile * tile_m < queries, 1, 0) if ct.static_eval(packed) else 1):
-        arrays, span, factors = (k, v), (queries, keys, window), _factors(scale, softcap, capped)
+        arrays, span, factors = (k, v), (queries, keys, window), factors_of(scale, softcap, capped)
         query = tile * tile_m + ct.arange(tile_m, dtype=ct.int32)[:, None]
         q_tile = load_rows(q, number, first_query, tile, head, tile_m, depth, packed, 0)
         dout_tile = load_rows(dout, number, first_query, tile, head, tile_m, depth, packed, 0)
@@ -260,63 +241,38 @@ def attention_dq(
         _queries_gradients(ct.bid(0), *arguments)
 
 
-# Bytes that the blocks at work at one time should read again and again: they stay in any data-centre GPU's L2.
-_WAVE_BYTES = 16 << 20
-
-
-def _implementation(
-    problem: Problem, config: Config, function: Any, side: str, outputs: tuple[str, ...]
-) -> Implementation:
-    """A config of either spec, whose blocks own tiles of ``side`` (queries or keys)."""
-    heads = problem["heads" if side == "queries" else "kv_heads"]
-    rows = config["tile_m" if side == "queries" else "tile_n"]
-
-    def grid(sizes: Problem, sm_count: int) -> int:
-        items: int = sizes["batch"] * heads * cdiv(sizes[side], rows)
-        return min(items, sm_count * config["occupancy"]) if config["schedule"] == "persistent" else items
-
-    return Implementation(
-        function=function,
-        parameters=shared.parameters(problem, f"most_{side}", outputs),
-        constants=(
-            *((name, problem[name]) for name in ("heads", "kv_heads")),
-            ("depth", depth_of(problem)),
-            *((name, config[name]) for name in ("tile_m", "tile_n")),
-            ("budget", _WAVE_BYTES // ITEM_BYTES[problem["dtype"]]),
-            ("latency", config["latency"]),
-            ("persistent", config["schedule"] == "persistent"),
-            # Loads of packed rows are long code, which a second loop would have twice.
-            ("one_loop", problem["packed"] or is_one_loop(config)),
-            *((flag, problem[flag]) for flag in shared.FLAGS),
-            ("precise", problem["dtype"] == "float32"),
+def _spec(
+    name: str, summary: str, side: str, outputs: tuple[Array, ...], function: Any, products: int
+) -> KernelSpec:  # fmt: skip
+    """The spec of a kernel whose blocks own tiles of ``side``, queries or keys, and compute ``products`` products."""
+    space = shared.space_of(side)
+    arrays = (*shared.READ, ScalarParameter(f"most_{side}", "int32"), *SCALARS, *outputs)
+    heads, rows = ("heads", "tile_m") if side == "queries" else ("kv_heads", "tile_n")
+    return spec(
+        name,
+        summary,
+        shared.DIMENSIONS,
+        lambda problem: arrays,
+        shared.REFERENCES[side],
+        function=lambda problem, config: function,
+        sizes=sizes,
+        # Loads of packed rows are long code, which a second loop would have twice.
+        constants=lambda problem, config: {"one_loop": problem["packed"] or is_one_loop(config)},
+        grid=lambda sizes, config, sm_count: grid_of(
+            sizes["batch"] * sizes[heads] * cdiv(sizes[side], config[rows]), config, sm_count
         ),
-        grid=grid,
-        hints=hints(config),
-    )
-
-
-def _spec(name: str, summary: str, side: str, outputs: tuple[str, ...], function: Any, products: int) -> KernelSpec:
-    space = space_of(side)
-    return KernelSpec(
-        name=name,
-        summary=summary,
-        module=__name__,
-        dimensions=shared.DIMENSIONS,
         space=space,
-        implement=lambda problem, config: _implementation(problem, config, function, side, outputs),
-        default=lambda problem, target: default(problem, target, space, side),
-        generic=generic,
-        inputs=shared.inputs,
-        outputs=lambda problem, blocks: {output: shared.rows_shape(problem, side) for output in outputs},
-        reference=shared.REFERENCES[side],
-        bytes_moved=lambda problem: shared.read_bytes(problem) + len(outputs) * rows_bytes(problem, side),
+        default=lambda problem, target: shared.default(problem, target, space, side),
+        generic=shared.generic,
+        given=shared.inputs,
         flops=lambda problem: 2 * products * pairs(problem) * problem["head_dim"],
-        result_dtype=lambda problem: problem["dtype"],
         roundings=2,
     )
 
 
-DKDV = _spec("attention_dkdv", "dk and dv of attention, by tiles of keys", "keys", ("dk", "dv"), attention_dkdv, 4)
-DQ = _spec("attention_dq", "dq of attention, by tiles of queries", "queries", ("dq",), attention_dq, 3)
+DKDV = _spec(
+    "attention_dkdv", "dk and dv of attention, by tiles of keys", "keys", (shared.DK, shared.DV), attention_dkdv, 4
+)
+DQ = _spec("attention_dq", "dq of attention, by tiles of queries", "queries", (shared.DQ,), attention_dq, 3)
 
 SPECS = (DKDV, DQ)
