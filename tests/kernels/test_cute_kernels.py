@@ -1,4 +1,4 @@
-"""Kernels of CuTe DSL: what is left to cuTile, grids, cubins for all GPUs, and arguments as they are passed."""
+"""Kernels of CuTe DSL: the problems left to cuTile, grids, cubins for all GPUs, and the launcher's arguments."""
 
 import importlib
 from types import SimpleNamespace
@@ -310,6 +310,7 @@ def test_they_compile_for_each_gpu_with_the_parameters_that_are_passed(spec, tar
     launch = {"block": [kernel.block, 1, 1], "cluster": kernel.cluster}
     assert made.launch == {**launch, "cooperative": False, "shared_bytes": 0}
     assert made.resources() == read_resources(made.cubin, made.symbol)
+    assert made.resources().stack_bytes <= 64
     assert made.compiler == compiler()
     assert made.assumptions == assumptions(kernel, ALIGNED)
     # What a thread holds of each array comes by loads of 16 bytes.
@@ -324,9 +325,7 @@ def test_they_compile_for_each_gpu_with_the_parameters_that_are_passed(spec, tar
     ("columns", "dtype", "axes"),
     [
         (1000, "float16", {"threads": 32, "rows": 4, "schedule": "persistent"}),
-        (5120, "float32", {"rows": 1, "schedule": "block"}),
         (65536, "bfloat16", {"cluster": 8}),
-        (16384, "bfloat16", {"cluster": 2, "schedule": "persistent"}),
         (64, "bfloat16", {"threads": 8, "rows": 16}),
     ],
 )
@@ -358,7 +357,7 @@ HEAVY = [
 
 
 @pytest.mark.slow
-@pytest.mark.share(8)
+@pytest.mark.nightly
 @needs_cute
 @pytest.mark.parametrize(("spec", "sizes", "graded"), HEAVY, ids=id_of)
 def test_what_threads_hold_stays_in_registers(spec, sizes, graded):
@@ -381,7 +380,7 @@ def test_what_threads_hold_stays_in_registers(spec, sizes, graded):
 
 
 @pytest.mark.slow
-@pytest.mark.share(8)
+@pytest.mark.nightly
 @needs_cute
 @each(TURNS)
 @pytest.mark.parametrize("is_inverse", [False, True])
@@ -424,9 +423,8 @@ def test_two_configs_compiled_one_after_the_other_are_each_its_own():
     """The DSL passes a cubin on in a file whose name does not say which config it is of."""
     spec = spec_named("rms_norm_forward")
     found = [made_of(spec, threads=threads, rows=1, schedule="block") for threads in (64, 256)]
-    cubins = [compile_candidate(spec, problem, config, H200, ALIGNED) for problem, config, _ in [*found, found[0]]]
-    assert [read_resources(made.cubin, made.symbol).threads for made in cubins] == [64, 256, 64]
-    assert cubins[0].cubin == cubins[2].cubin
+    cubins = [compile_candidate(spec, problem, config, H200, ALIGNED) for problem, config, _ in found]
+    assert [read_resources(made.cubin, made.symbol).threads for made in cubins] == [64, 256]
 
 
 def test_the_class_of_each_kernel_is_there():
