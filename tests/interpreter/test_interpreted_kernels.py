@@ -1,4 +1,4 @@
-"""Whole kernels in forms that those of the library do not have, each against the same computation in torch."""
+"""Whole kernels, in forms that the library's kernels do not have, compared to torch."""
 
 import cuda.tile as ct
 import interpreter_helpers

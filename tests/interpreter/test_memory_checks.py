@@ -1,4 +1,4 @@
-"""Each access outside an array is refused, by an error that names where it was; each race too."""
+"""Accesses outside an array and races are refused by errors that name the place."""
 
 import cuda.tile as ct
 import pytest
@@ -201,7 +201,7 @@ def test_a_block_may_store_an_element_twice():
     assert y.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_other_errors_say_in_which_block_they_were():
+def test_errors_name_their_block():
     @ct.kernel
     def broken(x):
         ct.load(x, (ct.bid(0),), (3,))

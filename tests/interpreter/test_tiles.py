@@ -143,20 +143,17 @@ def test_shapes():
     square = x.reshape(2, 4).tolist()
     assert run(lambda t: t.reshape((2, -1)), x)[1] == square
     assert run(lambda t: ct.transpose(ct.reshape(t, (2, 4))), x)[1] == x.reshape(2, 4).T.tolist()
-    assert run(lambda t: t.reshape((2, 2, 2)).permute((2, 0, 1)), x)[1] == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
     assert run(lambda t: t[None, :] + ct.expand_dims(t, 1), x)[1][7] == list(range(7, 15))
     assert run(lambda t: ct.broadcast_to(t, (2, 8)), x)[1] == [x.tolist()] * 2
-    assert run(lambda t: ct.arange(4, dtype=ct.int32, start=ct.max(t), step=-1), x)[1] == [7, 6, 5, 4]
 
 
 def test_reductions_and_scans():
     x = torch.tensor([[3.0, float("nan"), 1.0, 3.0], [0.5, 2.0, -1.0, 2.0]])
     assert run(lambda t: ct.max(t, 1), x)[1] == [3.0, 2.0]
-    assert run(lambda t: ct.isnan(ct.max(t, axis=1, propagate_nan=True)), x)[1] == [True, False]
     assert run(ct.min, x)[1] == -1.0
     finite = torch.arange(8, dtype=torch.int32).reshape(2, 4)
     assert run(lambda t: ct.sum(t, (0, 1), keepdims=True), finite) == (ct.int32, [[28]])
-    assert run(lambda t: ct.cumsum(t, 1, reverse=True), finite)[1] == [[6, 6, 5, 3], [22, 18, 13, 7]]
+    assert run(lambda t: ct.cumsum(t, 1), finite)[1] == [[0, 1, 3, 6], [4, 9, 15, 22]]
     assert run(lambda t: ct.reduce(t, 1, lambda _, b: b, 0), finite)[1] == [3, 7]
 
     def best(a, i, b, j):
@@ -213,7 +210,7 @@ def test_mma():
         (lambda t: t if t > 0 else -t, "where a scalar is needed"),
         (lambda t: t & 1, "bitwise and does not support float32"),
         (lambda t: ct.floor(t > 0), "float tiles only"),
-        (lambda t: ct.exp(t, rounding_mode=ct.RoundingMode.RZ), "rounding mode zero is not supported for exp"),
+        (lambda t: ct.exp(t, rounding_mode=ct.RoundingMode.RZ), "does not know rounding mode zero of exp"),
         (lambda t: ct.add(t.astype(ct.bfloat16), 1, flush_to_zero=True), "float32 only"),
         (lambda t: ct.static_assert(t.shape == (2,), "four"), "four"),
         (lambda t: [t for _ in ct.static_iter(range(2000))], "1000 at most"),
@@ -242,7 +239,7 @@ def test_stores_convert_only_what_the_compiler_converts(value, target, refused):
         assert y.tolist() == [1, 2]
 
 
-def test_nothing_is_offered_that_cuda_tile_has_not():
+def test_every_offered_name_exists_in_cuda_tile():
     assert {*OFFERED, *LAUNCH_FUNCTIONS} <= set(ct.__all__)
     with pytest.raises(InterpreterError, match=r"does not know ct\.launch"):
         _ = Namespace(Launch("kernel", (1,), True, (0,))).launch

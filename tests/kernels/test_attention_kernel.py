@@ -83,9 +83,7 @@ def test_tiles_that_see_each_other_are_visited_and_only_edges_are_masked(
 
 @examples(100)
 @given(queries=sizes, keys=sizes, window=sizes, causal=st.booleans(), windowed=st.booleans())
-def test_the_mask_of_a_tile_and_the_count_of_operations_are_those_of_the_formula(
-    queries, keys, window, causal, windowed
-):
+def test_tile_mask_and_operation_count_match_the_formula(queries, keys, window, causal, windowed):
     found = torch.full((64, 64), -1, dtype=torch.int32)
     interpreter.launch(masks, (1,), (found, 64, queries, keys, window, causal, windowed))
     mask = attention_problem.mask(queries, keys, window, causal, windowed, "cpu")

@@ -53,18 +53,16 @@ def results(body, *arguments, threads=64, grid=1, dtype=torch.int32, **options):
     return out.view(dtype)
 
 
-def applied(opcode, *arguments, bits=32, result="%r9"):
+def applied(opcode, *arguments):
     """An instruction's results for the numbers of each thread, given by their bits."""
-    names = {16: "%rs", 32: "%r", 64: "%rd"}[bits]
     loads = ""
     for n in range(len(arguments)):
-        loads += f"ld.param.u64 %rd9, [p{3 * n + 3}]; mul.wide.u32 %rd8, %r1, {bits // 8}; add.s64 %rd9, %rd9, %rd8;"
-        loads += f"ld.global.b{bits} {names}{n + 3}, [%rd9];"
-    operands = ", ".join(f"{names}{n + 3}" for n in range(len(arguments)))
-    return results(f"{loads} {opcode} {result}, {operands}; {WIDENED.get(result, '')}", *arguments)
+        loads += f"ld.param.u64 %rd9, [p{3 * n + 3}]; mul.wide.u32 %rd8, %r1, 4; add.s64 %rd9, %rd9, %rd8;"
+        loads += f"ld.global.b32 %r{n + 3}, [%rd9];"
+    operands = ", ".join(f"%r{n + 3}" for n in range(len(arguments)))
+    return results(f"{loads} {opcode} %r9, {operands};", *arguments)
 
 
-WIDENED = {"%rs0": "cvt.u32.u16 %r9, %rs0;", "%p0": "selp.b32 %r9, 1, 0, %p0;", "%rd2": "cvt.u32.u64 %r9, %rd2;"}
 THREADS = torch.arange(64)
 LANES = THREADS % 32
 
@@ -203,17 +201,17 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_give_what_they_should(name):
+def test_programs_give_their_results(name):
     body, expected, options = PROGRAMS[name]
     assert results(body, **options).equal(expected.int())
 
 
-def test_a_shuffle_of_some_lanes_names_them():
+def test_a_shuffle_of_some_lanes():
     alone = results(f"{FEW} @%p0 shfl.sync.bfly.b32 %r9, %r0, 1, 31, 255;", threads=32)
     assert alone[:8].equal((THREADS[:8] ^ 1).int())
 
 
-def test_memory_that_the_launch_sizes_is_behind_the_rest():
+def test_dynamic_shared_memory_follows_static():
     begin = results("mov.b32 %r9, dynamic;", shared=200) - results("mov.b32 %r9, memory;", shared=200)
     assert begin.eq(256).all()
 
@@ -234,26 +232,6 @@ def test_threads_may_end_early_and_a_cluster_does_not_wait_for_them():
 
 # Arithmetic.
 
-COMPARISONS = {
-    "eq": torch.eq, "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "neu": torch.ne,
-    "ne": lambda x, y: (x != y) & ~(x.isnan() | y.isnan()),
-    "equ": lambda x, y: (x == y) | x.isnan() | y.isnan(),
-    "ltu": lambda x, y: ~(x >= y),
-    "leu": lambda x, y: ~(x > y),
-    "gtu": lambda x, y: ~(x <= y),
-    "geu": lambda x, y: ~(x < y),
-    "num": lambda x, y: ~(x.isnan() | y.isnan()),
-    "nan": lambda x, y: x.isnan() | y.isnan(),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", COMPARISONS)
-def test_floats_compare_as_ptx_says_of_nan(name):
-    x, y = numbers(0), numbers(1)
-    y = torch.where(THREADS % 4 == 0, x, y)
-    assert applied(f"setp.{name}.f32", x, y, result="%p0").equal(COMPARISONS[name](x, y).int())
-
-
 FLOATS = {
     "add.f32": torch.add,
     "sub.rn.f32": torch.sub,
@@ -264,11 +242,6 @@ FLOATS = {
     "max.NaN.f32": torch.maximum,
     "min.NaN.f32": torch.minimum,
 }
-FUNCTIONS = {
-    "sqrt.rn.f32": torch.sqrt, "rcp.rn.f32": torch.reciprocal, "rsqrt.approx.f32": torch.rsqrt,
-    "ex2.approx.f32": torch.exp2, "lg2.approx.f32": torch.log2, "tanh.approx.f32": torch.tanh,
-    "neg.f32": torch.neg, "abs.f32": torch.abs,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("opcode", FLOATS)
@@ -277,12 +250,6 @@ def test_floats_have_torchs_bits(opcode):
     # Torch does not say which of two zeros is the larger.
     y = torch.where((x == 0) & (y == 0), x, y)
     assert same(applied(opcode, x, y).view(torch.float32), FLOATS[opcode](x, y))
-
-
-@pytest.mark.parametrize("opcode", FUNCTIONS)
-def test_functions_are_exact(opcode):
-    x = numbers(4)
-    assert same(applied(opcode, x).view(torch.float32), FUNCTIONS[opcode](x.double()).float())
 
 
 def wrapped(value, signed=True):
@@ -372,7 +339,7 @@ def wait(parity):
         }}"""
 
 
-def test_bytes_of_a_copy_have_come_when_its_phase_has_ended():
+def test_copied_bytes_are_there_when_the_phase_ends():
     x = numbers(0).view(torch.int32)
     assert results(MAKE + FETCH + wait(0) + READ, x).equal(x[LANES])
     assert results(MAKE + FETCH + wait(0) + READ + "bar.sync 0;" + NEXT + wait(1) + READ, x).equal(x[32 + LANES])

@@ -32,17 +32,7 @@ from tilekern.interpreter.dtypes import (
 from tilekern.interpreter.errors import InterpreterError
 from tilekern.interpreter.tiles import Tile
 
-Rounding = ct.RoundingMode
-_DIRECTED = (Rounding.RN, Rounding.RZ, Rounding.RM, Rounding.RP)
-_ROUNDINGS: dict[str, tuple[Any, ...]] = {
-    "add": _DIRECTED,
-    "sub": _DIRECTED,
-    "mul": _DIRECTED,
-    "truediv": (*_DIRECTED, Rounding.FULL, Rounding.APPROX),
-    "sqrt": (*_DIRECTED, Rounding.APPROX),
-    "tanh": (Rounding.FULL, Rounding.APPROX),
-    "exp": (Rounding.FULL, Rounding.APPROX),
-}
+_APPROXIMATED = ("truediv", "sqrt", "tanh", "exp")
 
 
 _remembered = functools.lru_cache(maxsize=4096, typed=True)(filled)
@@ -64,15 +54,11 @@ def meet(left: Any, right: Any, force_float: bool = False) -> tuple[Any, torch.T
 
 
 def check_rounding(operation: str, dtype: Any, rounding_mode: Any, flush_to_zero: bool) -> None:
-    """Refuse the roundings that the compiler refuses; all others round to nearest here."""
-    if rounding_mode is not None:
-        only_float32 = rounding_mode in (Rounding.FULL, Rounding.APPROX)
-        if rounding_mode not in _ROUNDINGS.get(operation, ()) or dtype not in FLOATS:
-            raise InterpreterError(f"rounding mode {rounding_mode.value} is not supported for {operation} of {dtype}")
-        if only_float32 and dtype != ct.float32:
-            raise InterpreterError(f"rounding mode {rounding_mode.value} is for float32 only, got {dtype}")
-    if flush_to_zero and dtype != ct.float32:
-        raise InterpreterError(f"flush_to_zero is for float32 only, got {dtype}")
+    """Refuse roundings that the compiler refuses, or that the interpreter does not know."""
+    if rounding_mode is not None and (rounding_mode is not ct.RoundingMode.APPROX or operation not in _APPROXIMATED):
+        raise InterpreterError(f"the interpreter does not know rounding mode {rounding_mode.value} of {operation}")
+    if (rounding_mode is not None or flush_to_zero) and dtype != ct.float32:
+        raise InterpreterError(f"approximation and flush_to_zero are for float32 only, got {dtype}")
 
 
 _Binary = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -9,7 +9,7 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from tilekern.interpreter.arithmetic import UNARY, arithmetic, bitwise, check_rounding, compare, mma, unary
+from tilekern.interpreter.arithmetic import UNARY, arithmetic, bitwise, compare, mma, unary
 from tilekern.interpreter.dtypes import (
     HALVES,
     RESTRICTED_FLOATS,
@@ -19,7 +19,6 @@ from tilekern.interpreter.dtypes import (
     filled,
     from_memory,
     is_float,
-    is_scalar,
     normal_axis,
     promoted,
     shape_of,
@@ -30,15 +29,10 @@ from tilekern.interpreter.errors import InterpreterError
 from tilekern.interpreter.tiles import Tile, as_tile
 
 
-def arange(size: int, /, *, dtype: Any, start: Any = 0, step: Any = 1) -> Tile:
-    """See ``ct.arange``."""
+def arange(size: int, /, *, dtype: Any) -> Tile:
+    """See ``ct.arange``, from 0 in steps of 1."""
     check_shape((size,))
-    tile = Tile(cast(torch.arange(size, dtype=torch.int64, device="cpu"), ct.int64, dtype), dtype)
-    if not (is_scalar(step) and step == 1):
-        tile = arithmetic("mul", tile, as_tile(step, dtype))
-    if not (is_scalar(start) and start == 0):
-        tile = arithmetic("add", tile, as_tile(start, dtype))
-    return tile
+    return Tile(cast(torch.arange(size, dtype=torch.int64, device="cpu"), ct.int64, dtype), dtype)
 
 
 def full(shape: Any, fill_value: Any, dtype: Any) -> Tile:
@@ -126,12 +120,9 @@ def _reduced(data: torch.Tensor, tile: Tile, axes: tuple[int, ...], keepdims: bo
     return Tile(data.reshape(sizes), tile.dtype)
 
 
-def sum_of(
-    x: Tile, /, axis: Any = None, *, keepdims: bool = False, rounding_mode: Any = None, flush_to_zero: bool = False
-) -> Tile:
+def sum_of(x: Tile, /, axis: Any = None, *, keepdims: bool = False) -> Tile:
     """See ``ct.sum``."""
     tile = _summand(x, "sum")
-    check_rounding("add", tile.dtype, rounding_mode, flush_to_zero)
     axes = _axes(tile, axis)
     rest = [a for a in range(tile.ndim) if a not in axes]
     data = tile.data.permute(*rest, *axes).reshape(*(tile.shape[a] for a in rest), -1)
@@ -145,38 +136,24 @@ def sum_of(
 
 
 def _extremum(name: str, find: Callable[..., torch.Tensor], worst: float) -> Any:
-    def extremum(
-        x: Tile,
-        /,
-        axis: Any = None,
-        *,
-        keepdims: bool = False,
-        flush_to_zero: bool = False,
-        propagate_nan: bool = False,
-    ) -> Tile:
+    def extremum(x: Tile, /, axis: Any = None, *, keepdims: bool = False) -> Tile:
         tile = _summand(x, name)
-        check_rounding(name, tile.dtype, None, flush_to_zero)
         axes = _axes(tile, axis)
         data = find(tile.data, axes)
-        if is_float(tile.dtype) and not propagate_nan and bool(data.isnan().any()):
+        if is_float(tile.dtype) and bool(data.isnan().any()):
             data = find(tile.data.masked_fill(tile.data.isnan(), worst), axes)
         return _reduced(data, tile, axes, keepdims)
 
     return extremum
 
 
-def cumsum(
-    x: Tile, /, axis: int = 0, *, reverse: bool = False, rounding_mode: Any = None, flush_to_zero: bool = False
-) -> Tile:
+def cumsum(x: Tile, /, axis: int = 0) -> Tile:
     """See ``ct.cumsum``; half types, whose every addition rounds, are refused."""
     tile = _summand(x, "cumsum")
-    check_rounding("add", tile.dtype, rounding_mode, flush_to_zero)
     if tile.dtype in HALVES:
         raise InterpreterError(f"the interpreter does not know cumsum of {tile.dtype}: cast to float32 first")
-    at = normal_axis(axis, tile.ndim)
-    data = tile.data.flip(at) if reverse else tile.data
-    data = wrapped(data.cumsum(at, dtype=data.dtype), tile.dtype)
-    return Tile(data.flip(at) if reverse else data, tile.dtype)
+    data = tile.data.cumsum(normal_axis(axis, tile.ndim), dtype=tile.data.dtype)
+    return Tile(wrapped(data, tile.dtype), tile.dtype)
 
 
 def reduce(x: Any, /, axis: int, func: Callable[..., Any], identity: Any, *, keepdims: bool = False) -> Any:
@@ -233,7 +210,6 @@ FUNCTIONS: dict[str, Any] = {
     **{name: _unary(name) for name in UNARY},
     "zeros": lambda shape, dtype: full(shape, 0, dtype),
     "reshape": lambda x, /, shape: as_tile(x).reshape(shape),
-    "permute": lambda x, /, axes: x.permute(axes),
     "transpose": lambda x, /, axis0=None, axis1=None: x.transpose(axis0, axis1),
     "astype": lambda x, dtype, /, *, rounding_mode=None: as_tile(x).astype(dtype, rounding_mode=rounding_mode),
     "sum": sum_of,

@@ -11,29 +11,16 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from tilekern.interpreter.errors import InterpreterError
 
 if TYPE_CHECKING:
-    from tilekern.interpreter.arrays import Array
+    from tilekern.interpreter.arrays import Array, Box, Points
 
 FREE = torch.iinfo(torch.int32).max
-
-
-class Access(Protocol):
-    """The elements of a storage that one operation touches."""
-
-    def of(self, memory: torch.Tensor, scale: int = 1) -> torch.Tensor:
-        """Return the elements in a memory that has ``scale`` items, as a last axis, for each of them."""
-
-    def fill(self, memory: torch.Tensor, value: int, scale: int) -> None:
-        """Write one value to all elements."""
-
-    def element(self, position: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the index into the array of a position of the operation."""
 
 
 @dataclass
@@ -50,7 +37,7 @@ class Launch:
     waited: bool = False
     granules: dict[int, int] = field(default_factory=dict)
     owners: dict[int, torch.Tensor] = field(default_factory=dict)
-    loads: list[tuple[int, str, Array, Access]] = field(default_factory=list)
+    loads: list[tuple[int, str, Array, Box | Points]] = field(default_factory=list)
 
     def enter(self, number: int) -> None:
         """Make the block with this number in the order of execution the running one."""
@@ -90,13 +77,13 @@ class Launch:
         size = array.memory.element_size()
         self.granules[array.key] = min(size, self.granules.get(array.key, size))
 
-    def loaded(self, operation: str, array: Array, access: Access) -> None:
+    def loaded(self, operation: str, array: Array, access: Box | Points) -> None:
         """Note a load for :meth:`finish`."""
         self._touched(operation, array)
         if self.check_races:
             self.loads.append((self.number, operation, array, access))
 
-    def stored(self, operation: str, array: Array, access: Access) -> None:
+    def stored(self, operation: str, array: Array, access: Box | Points) -> None:
         """Make the running block the owner of the elements; refuse those that another block owns."""
         self._touched(operation, array)
         if not self.check_races:

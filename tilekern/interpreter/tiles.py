@@ -59,13 +59,6 @@ class Tile:
         check_shape(tuple(data.shape))
         return Tile(data, self.dtype)
 
-    def permute(self, axes: tuple[int, ...]) -> Tile:
-        """See ``ct.permute``."""
-        order = tuple(normal_axis(axis, self.ndim) for axis in axes)
-        if sorted(order) != list(range(self.ndim)):
-            raise InterpreterError(f"permute: {tuple(axes)} is not a permutation of {self.ndim} axes")
-        return Tile(self.data.permute(order), self.dtype)
-
     def transpose(self, axis0: int | None = None, axis1: int | None = None) -> Tile:
         """See ``ct.transpose``."""
         if axis0 is None and axis1 is None and self.ndim == 2:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilekern.kernels.attention import problem as shared
+from tilekern.kernels.matmul.space import unit_of
 from tilekern.spec import ITEM_BYTES, Array, Config, Constraint, Problem, Space, Value
 from tilekern.spec.targets import Target
 
@@ -175,7 +176,7 @@ def _fits_registers(problem: Problem, config: Config, target: Target, side: str)
     sums = rows if side == "queries" else 2 * columns
     values = sums * shared.depth_of(problem) + 2 * rows * columns
     # Blackwell's data-centre GPUs keep accumulators in tensor memory, which dk and dv of long heads do not fit.
-    if 100 <= target.capability < 120:
+    if unit_of(target) == "tcgen05":
         long = side == "keys" and shared.depth_of(problem) > 128
         return bool(rows == columns == 32 if long else values <= 256 * 32 * config["num_worker_warps"])
     return bool(values <= 192 * 32 * config["num_worker_warps"])

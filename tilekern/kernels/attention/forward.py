@@ -9,7 +9,6 @@ in :mod:`tilekern.kernels.attention.tiles`, the layout in :mod:`tilekern.kernels
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
@@ -36,6 +35,7 @@ from tilekern.kernels.attention.tiles import (
     store_rows,
 )
 from tilekern.kernels.families.tables import spec
+from tilekern.kernels.matmul.space import of_tiles, one_for_library, unit_of
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of
 from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, Space, Value, cdiv
 from tilekern.spec.targets import Target
@@ -170,13 +170,9 @@ def _is_roomy(problem: Problem) -> bool:
     return problem["dtype"] != "float32" and shared.depth_of(problem) <= 256
 
 
-def _has_tensor_memory(target: Target) -> bool:
-    return 100 <= target.capability < 120
-
-
 def _fits(problem: Problem, config: Config, target: Target) -> bool:
     """Accumulators (scores, those of the next tile where they go ahead, output) in a worker's registers."""
-    if _has_tensor_memory(target) or not _is_roomy(problem):
+    if unit_of(target) == "tcgen05" or not _is_roomy(problem):
         return True
     columns = config["tile_n"] * (1 + config["ahead"]) + shared.depth_of(problem)
     held = config["tile_m"] * columns // (32 * config["num_worker_warps"])
@@ -184,61 +180,15 @@ def _fits(problem: Problem, config: Config, target: Target) -> bool:
 
 
 def _fits_tensor_memory(problem: Problem, config: Config, target: Target) -> bool:
-    if not _has_tensor_memory(target) or not _is_roomy(problem):
+    if unit_of(target) != "tcgen05" or not _is_roomy(problem):
         return True
     columns = config["tile_m"] // 128 * (config["tile_n"] + shared.depth_of(problem))
     return config["tile_m"] >= 128 and not config["ahead"] and columns * config["occupancy"] <= 512
 
 
-def _is_plain(problem: Problem, config: Config, target: Target) -> bool:
-    axes = {name: values for name, values in _axes(problem).items() if name != "implementation"}
-    return config["implementation"] == "tile" or all(config[name] == values[0] for name, values in axes.items())
-
-
-def _of_tiles(holds: Callable[[Problem, Config, Target], bool]) -> Callable[[Problem, Config, Target], bool]:
-    """A condition on the tiles, which a library does not have."""
-    return lambda problem, config, target: config["implementation"] != "tile" or holds(problem, config, target)
-
-
 def _takes_stages(problem: Problem, config: Config, target: Target) -> bool:
     square = config["tile_m"] == config["tile_n"] == 128
     return target.capability == 90 and square and 64 < shared.depth_of(problem) <= 128
-
-
-_CONSTRAINTS = (
-    attention_cudnn.SERVES,
-    Constraint("a library chooses its tiles itself", _is_plain),
-    Constraint("the accumulators do not fit a thread's registers", _of_tiles(_fits)),
-    Constraint(
-        "tensor memory holds 512 columns of 128 rows, and its products run ahead by themselves",
-        _of_tiles(_fits_tensor_memory),
-    ),
-    Constraint(
-        "on sm_90 a low latency gives tiles of 128 x 128 more stages; it changes nothing good elsewhere",
-        lambda problem, config, target: config["latency"] == 0 or _takes_stages(problem, config, target),
-    ),
-    Constraint(
-        "tiles of 256 rows need tensor memory",
-        lambda problem, config, target: config["tile_m"] <= 128 or _has_tensor_memory(target),
-    ),
-    Constraint(
-        "eight worker warps share 128 rows or more, or sums of float32, and leave no registers for another block",
-        lambda problem, config, target: (
-            config["num_worker_warps"] < 8
-            or (config["occupancy"] == 1 and (config["tile_m"] >= 128 or not _is_roomy(problem)))
-        ),
-    ),
-    Constraint(
-        "a single block of a few small products leaves the matrix units idle",
-        lambda problem, config, target: (
-            config["implementation"] != "tile"
-            or not 64 <= shared.depth_of(problem) <= 256
-            or not _is_roomy(problem)
-            or config["occupancy"] > 1
-            or config["tile_m"] * config["tile_n"] * shared.depth_of(problem) >= 1 << 20
-        ),
-    ),
-)
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
@@ -256,13 +206,45 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
     }
 
 
+def _is_busy(problem: Problem, config: Config, target: Target) -> bool:
+    depth = shared.depth_of(problem)
+    few = 64 <= depth <= 256 and _is_roomy(problem) and config["occupancy"] == 1
+    return not few or bool(config["tile_m"] * config["tile_n"] * depth >= 1 << 20)
+
+
+_CONSTRAINTS = (
+    attention_cudnn.SERVES,
+    one_for_library(_axes),
+    of_tiles("the accumulators do not fit a thread's registers", _fits),
+    of_tiles(
+        "tensor memory holds 512 columns of 128 rows, and its products run ahead by themselves", _fits_tensor_memory
+    ),
+    Constraint(
+        "on sm_90 a low latency gives tiles of 128 x 128 more stages; it changes nothing good elsewhere",
+        lambda problem, config, target: config["latency"] == 0 or _takes_stages(problem, config, target),
+    ),
+    Constraint(
+        "tiles of 256 rows need tensor memory",
+        lambda problem, config, target: config["tile_m"] <= 128 or unit_of(target) == "tcgen05",
+    ),
+    Constraint(
+        "eight worker warps share 128 rows or more, or sums of float32, and leave no registers for another block",
+        lambda problem, config, target: (
+            config["num_worker_warps"] < 8
+            or (config["occupancy"] == 1 and (config["tile_m"] >= 128 or not _is_roomy(problem)))
+        ),
+    ),
+    of_tiles("a single block of a few small products leaves the matrix units idle", _is_busy),
+)
+
+
 def _default(problem: Problem, target: Target) -> Config:
     depth = shared.depth_of(problem)
     if depth > 256:
         return _config(16, 16, 1, 8) if problem["dtype"] == "float32" else _config(32, 32, 1, 8)
     if not _is_roomy(problem):
         return _config(64 if 64 < depth <= 128 else 32, 64 if depth <= 64 else 32, 1, 8)
-    if _has_tensor_memory(target) or target.capability == 90:
+    if unit_of(target) == "tcgen05" or target.capability == 90:
         return _config(128, 64 if depth > 128 else 128, 1, 8)
     return _config(64, 64, 2, 4)
 

@@ -70,11 +70,8 @@ class Heads(Program):
         )  # fmt: skip
         self.heads, self.kv_heads, self.half, self.together, self.ahead = heads, kv_heads, half, together, ahead
         self.in_warp, self.in_block, self.share = WARP // threads, block // WARP, Share(self, half, vector)
-
-    @property
-    def shape_of_sums(self) -> tuple[int, ...]:
-        """Of each warp's sums for a weight."""
-        return 2 * self.half, self.in_block
+        # Each warp's sums for a weight.
+        self.shape_of_sums = (2 * half, self.in_block)
 
     # The loop.
 

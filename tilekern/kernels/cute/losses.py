@@ -148,11 +148,8 @@ class FusedLoss(LongRows):
         formulas: Any = (tiles.exponential, tiles.store_loss, family.gradient_of_row, tiles.store_gradient)
         copies = map(Rebinder(WordsOfLosses(self, capability), instead).function, formulas)
         self._exponential, self._store_loss, self._gradient_of_row, self._store_gradient = copies
-
-    @property
-    def shape_of_sums(self) -> tuple[int, ...]:
-        """Of each warp's maximum and sum, twice."""
-        return self.slots, 2, 2
+        # Each warp's maximum and sum, twice.
+        self.shape_of_sums = (self.slots, 2, 2)
 
     # The loop.
 

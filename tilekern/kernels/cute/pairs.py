@@ -112,11 +112,8 @@ class PairLoss(LongRows):
         self.persistent, width = persistent, block * cluster * vector * unroll
         self.steps, rest = divmod(columns, width)
         self.step, self.rest = LongShare(self, width, vector), LongShare(self, rest, vector)
-
-    @property
-    def shape_of_sums(self) -> tuple[int, ...]:
-        """Of each warp's sum, twice."""
-        return self.slots, 2
+        # Each warp's sum, twice.
+        self.shape_of_sums = (self.slots, 2)
 
     # The loops.
 

@@ -56,17 +56,14 @@ class Program:
         self.occupancy = occupancy
         self.warps = max(1, threads // WARP)
         self.slots = self.warps * cluster
+        # Of the float32 values in shared memory; a subclass may set another one.
+        self.shape_of_sums: tuple[int, ...] = (self.slots, self.values, rows, self.reductions, 2)
         # Each block of a cluster gets a warp's sums from one of its threads.
         assert cluster <= min(WARP, threads), f"{threads} threads of a row cannot reach {cluster} blocks"
         taken = python_of(function).__code__
         names = taken.co_varnames[len(parameters) : taken.co_argcount]
         self._constants = {name: known[name] for name in names}
         self._body = Rebinder(Words(capability), instead).function(python_of(function))
-
-    @property
-    def shape_of_sums(self) -> tuple[int, ...]:
-        """Of the float32 values in shared memory."""
-        return self.slots, self.values, self.rows, self.reductions, 2
 
     @cute.jit
     def __call__(self, arguments: tuple):

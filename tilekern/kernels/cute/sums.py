@@ -43,11 +43,8 @@ class ColumnSum(Program):
             function, parameters, capability=capability, block=block, cluster=cluster, threads=threads,
             rows=block // threads, occupancy=0, known=known, instead={family.sum_columns: self._sum_columns},
         )  # fmt: skip
-
-    @property
-    def shape_of_sums(self) -> tuple[int, ...]:
-        """Of a block's columns, side by side, the sums of each warp of the cluster."""
-        return self.width, self.in_block * self.cluster
+        # For each column of a block the sums of each warp of the cluster.
+        self.shape_of_sums = (width, self.in_block * cluster)
 
     def _sum_columns(self, x, y, columns, tile_m, tile_n, latency, tma):
         self.run(x, y)

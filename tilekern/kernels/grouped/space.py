@@ -23,6 +23,7 @@ from tilekern.kernels.matmul.space import (
     is_square_enough,
     is_tile,
     of_tiles,
+    one_for_library,
     pipelines,
     sides,
     unit_of,
@@ -119,11 +120,6 @@ def _has_library(problem: Problem) -> bool:
     return all(problem[name] * item % _LIBRARY_BYTES == 0 for name in ("inner", "columns"))
 
 
-def _stands_for_library(problem: Problem, config: Config, target: Target) -> bool:
-    first = {name: values[0] for name, values in _axes(problem).items() if name != "implementation"}
-    return is_tile(config) or (_has_library(problem) and all(config[name] == first[name] for name in first))
-
-
 def _is_exact(problem: Problem, config: Config, target: Target) -> bool:
     return problem["dtype"] != "float32" or target == INTERPRETED or not _has_library(problem)
 
@@ -167,7 +163,11 @@ def _clusters(problem: Problem, config: Config, target: Target) -> bool:
 SPACE = Space(
     _axes,
     (
-        Constraint("torch takes no tile: one config stands for it, where rows are whole 16 bytes", _stands_for_library),
+        one_for_library(_axes),
+        Constraint(
+            "torch's grouped product takes rows of whole 16 bytes",
+            lambda problem, config, target: is_tile(config) or _has_library(problem),
+        ),
         of_tiles("float32 products run on a GPU's scalar units, since TF32 would round the inputs", _is_exact),
         of_tiles("the sums exceed the registers of the warps that add, or tensor memory", holds_sums),
         of_tiles("two stages of operands exceed shared memory", fits_shared),

@@ -41,6 +41,22 @@ def is_tile(config: Config) -> bool:
     return bool(config["implementation"] == "tile")
 
 
+def of_tiles(reason: str, holds: Callable[[Problem, Config, Target], bool]) -> Constraint:
+    """Make a constraint on configs that a device function runs."""
+    return Constraint(reason, lambda problem, config, target: not is_tile(config) or holds(problem, config, target))
+
+
+def one_for_library(axes: Callable[[Problem], dict[str, list[Value]]]) -> Constraint:
+    """Make a constraint that leaves a library, which takes no tile, one config: the first value of each axis."""
+    return Constraint(
+        "a library takes no tile: one config stands for it",
+        lambda problem, config, target: (
+            is_tile(config)
+            or all(config[name] == values[0] for name, values in axes(problem).items() if name != "implementation")
+        ),
+    )
+
+
 def tiles(problem: Problem, config: Config) -> int:
     """Count the tiles of the result."""
     m, n, _ = sizes_of(problem)
@@ -92,11 +108,6 @@ def _is_large(problem: Problem, target: Target) -> bool:
     """Whether tiles of 128 x 128 fill the GPU twice."""
     m, n, _ = sizes_of(problem)
     return min(m, n) >= 128 and cdiv(m, 128) * cdiv(n, 128) >= 2 * target.sm_count
-
-
-def _stands_for_library(problem: Problem, config: Config, target: Target) -> bool:
-    first = {name: values[0] for name, values in _axes(problem).items() if name != "implementation"}
-    return is_tile(config) or all(config[name] == first[name] for name in first)
 
 
 def _is_exact(problem: Problem, config: Config, target: Target) -> bool:
@@ -172,15 +183,10 @@ def pipelines(problem: Problem, config: Config, target: Target) -> bool:
     return not config["latency"] or deep
 
 
-def of_tiles(reason: str, holds: Callable[[Problem, Config, Target], bool]) -> Constraint:
-    """Make a constraint on configs that a device function runs."""
-    return Constraint(reason, lambda problem, config, target: not is_tile(config) or holds(problem, config, target))
-
-
 SPACE = Space(
     _axes,
     (
-        Constraint("cuBLAS takes no tile: one config stands for it", _stands_for_library),
+        one_for_library(_axes),
         of_tiles("float32 products run on a GPU's scalar units, since TF32 would round the inputs", _is_exact),
         of_tiles("the sums exceed the registers of the warps that add, or tensor memory", holds_sums),
         of_tiles("two stages of operands exceed shared memory", fits_shared),
