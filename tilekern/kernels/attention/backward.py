@@ -6,8 +6,9 @@ With P = exp(S - lse), S the scaled (and capped) scores, and delta = rowsum(out 
     dv = P^T dout,   dS = P * (dout v^T - delta),   dq = scale dS k,   dk = scale dS^T q,
 
 dS times 1 - tanh^2 where the scores are capped. P is computed anew from q, k and lse: once for dk and dv, by blocks
-that own a tile of keys (:data:`DKDV`), and once for dq, by blocks that own a tile of queries (:data:`DQ`). A gradient
-that lse itself receives is subtracted from delta. The layout stands in :mod:`tilekern.kernels.attention.problem`.
+that own a tile of keys (:data:`DKDV`), and once for dq, by blocks that own a tile of queries (:data:`DQ`); delta is
+computed before, by :data:`DELTA`. A gradient of lse itself is subtracted from delta. The layout is that of
+:mod:`tilekern.kernels.attention.problem`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.attention import backward_problem as shared
-from tilekern.kernels.attention.delta import SPEC as DELTA
-from tilekern.kernels.attention.problem import SCALARS, is_one_loop, pairs, sizes
+from tilekern.kernels.attention.problem import SCALARS, depth_of, is_one_loop, pairs, sizes
 from tilekern.kernels.attention.tiles import (
     LOG2_E,
     cut,
@@ -38,8 +38,19 @@ from tilekern.kernels.attention.tiles import (
     store_rows,
 )
 from tilekern.kernels.families.tables import spec
-from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of
-from tilekern.spec import Array, KernelSpec, ScalarParameter, cdiv
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, load
+from tilekern.spec import (
+    Array,
+    Config,
+    Constraint,
+    Dimension,
+    KernelSpec,
+    Problem,
+    ScalarParameter,
+    Space,
+    Value,
+    cdiv,
+)
 
 __all__ = ["DELTA", "DKDV", "DQ", "SPECS"]
 
@@ -241,6 +252,87 @@ def attention_dq(
         _queries_gradients(ct.bid(0), *arguments)
 
 
+# The first step: delta.
+
+
+@ct.kernel
+def attention_delta(
+    out, dout, delta, depth: ConstInt, tile_m: ConstInt, tile_h: ConstInt, bounded: ConstBool, tma: ConstBool
+):
+    """Blocks that loop over tiles of tokens and heads in steps of the grid.
+
+    out and dout [batch, queries, heads, head_dim], delta [batch, heads, queries].
+    """
+    across = ct.cdiv(out.shape[2], tile_h)
+    rows = ct.cdiv(out.shape[1], tile_m)
+    for item in range(ct.bid(0), out.shape[0] * rows * across, ct.num_blocks(0)):
+        batch, row, head = item // (rows * across), item // across % rows, item % across
+        index, shape = (batch, row, head, 0), (1, tile_m, tile_h, depth)
+        left = load(out, index, shape, bounded, 0, tma).astype(ct.float32)
+        right = load(dout, index, shape, bounded, 0, tma).astype(ct.float32)
+        sums = ct.reshape(ct.sum(left * right, axis=3), (tile_m, tile_h))
+        values = ct.reshape(ct.transpose(sums), (1, tile_h, tile_m))
+        ct.store(delta, (batch, head, row), values, check_bounds=bounded, allow_tma=False)
+
+
+def _delta_config(problem: Problem, schedule: str) -> Config:
+    tile_m = max(2, min(64, 2048 // depth_of(problem)))
+    return Config(schedule=schedule, tile_m=tile_m, tile_h=1, occupancy=4, num_worker_warps=0, tma=False)
+
+
+def _delta_axes(problem: Problem) -> dict[str, list[Value]]:
+    return {
+        "schedule": ["block"],
+        "tile_m": [2, 4, 8, 16, 32, 64],
+        "tile_h": [1, 4] if problem["heads"] % 4 == 0 else [1],
+        "occupancy": [4],
+        "num_worker_warps": [0],
+        "tma": [False, True],
+    }
+
+
+_DELTA_SIZED = Constraint(
+    "a tile of fewer than 1024 or more than 8192 elements starves or spills",
+    lambda problem, config, target: 1024 <= config["tile_m"] * config["tile_h"] * depth_of(problem) <= 8192,
+)
+_DELTA_ARRAYS = (
+    *(Array(name, "dtype", ("batch", "queries", "heads", "head_dim")) for name in ("out", "dout")),
+    Array("delta", "float32", ("batch", "heads", "queries"), "output", aligned=False),
+)
+
+DELTA = spec(
+    "attention_delta",
+    "delta = sum of out * dout over each head's channels, in float32",
+    (
+        *(Dimension(name, "bucketed") for name in ("batch", "queries")),
+        *(Dimension(name, "exact") for name in ("heads", "head_dim")),
+        Dimension("dtype", "dtype"),
+    ),
+    lambda problem: _DELTA_ARRAYS,
+    lambda out, dout: {"delta": (out.double() * dout.double()).sum(-1).transpose(1, 2)},
+    function=lambda problem, config: attention_delta,
+    sizes=lambda problem: {"depth": depth_of(problem)},
+    constants=lambda problem, config: {
+        "bounded": config["tile_m"] > 1
+        or problem["heads"] % config["tile_h"] != 0
+        or problem["head_dim"] != problem["depth"]
+    },
+    grid=lambda sizes, config, sm_count: grid_of(
+        sizes["batch"] * cdiv(sizes["queries"], config["tile_m"]) * cdiv(sizes["heads"], config["tile_h"]),
+        config,
+        sm_count,
+    ),
+    space=Space(_delta_axes, (TMA_NEEDS_HOPPER, _DELTA_SIZED)),
+    default=lambda problem, target: _delta_config(problem, "block"),
+    generic=lambda problem: _delta_config(problem, "persistent"),
+    flops=lambda problem: 2 * problem["batch"] * problem["queries"] * problem["heads"] * problem["head_dim"],
+    result_dtype=lambda problem: problem["dtype"],
+)
+
+
+# The specs of the gradients.
+
+
 def _spec(
     name: str, summary: str, side: str, outputs: tuple[Array, ...], function: Any, products: int
 ) -> KernelSpec:  # fmt: skip
@@ -275,4 +367,4 @@ DKDV = _spec(
 )
 DQ = _spec("attention_dq", "dq of attention, by tiles of queries", "queries", (shared.DQ,), attention_dq, 3)
 
-SPECS = (DKDV, DQ)
+SPECS = (DKDV, DQ, DELTA)

@@ -13,7 +13,6 @@ from typing import Any
 from tilekern.kernels.attention import backward as attention_backward
 from tilekern.kernels.attention import backward_problem as shared
 from tilekern.kernels.attention import cudnn as attention_cudnn
-from tilekern.kernels.attention import delta as attention_delta
 from tilekern.kernels.attention import problem as attention_problem
 from tilekern.kernels.families.tables import spec
 from tilekern.spec import Array, Config, Dimension, LibraryCall, Problem, ScalarParameter, Space
@@ -36,7 +35,7 @@ def _composite(problem: Problem) -> LibraryCall:
         batch = query_starts.shape[0] - 1 if problem["packed"] else q.shape[0]
         sizes = (batch, most_queries, most_keys, heads, kv_heads, head_dim, *flags, q.dtype)
         delta = torch.empty(lse.shape, dtype=torch.float32, device=device)
-        of_delta = plan_for(attention_delta.SPEC, device, q.shape[0], q.shape[1], heads, head_dim, q.dtype)
+        of_delta = plan_for(attention_backward.DELTA, device, q.shape[0], q.shape[1], heads, head_dim, q.dtype)
         of_delta.launch(number, out, dout, delta)
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
         given = (q, k, v, dout, lse, delta, query_starts, key_starts)
