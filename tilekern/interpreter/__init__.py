@@ -11,11 +11,13 @@ in a shuffled order, the same at every launch. Errors:
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
 import math
 import random
 import typing
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -23,13 +25,50 @@ import cuda.tile as ct
 import torch
 
 from tilekern.compile.rebinding import Rebinder
+from tilekern.interpreter.arithmetic import arithmetic
 from tilekern.interpreter.arrays import Array
+from tilekern.interpreter.dtypes import CARRIERS
 from tilekern.interpreter.errors import InterpreterError, OutOfBounds
-from tilekern.interpreter.namespace import BUILTINS, Namespace
+from tilekern.interpreter.functions import FUNCTIONS
+from tilekern.interpreter.memory import FUNCTIONS as MEMORY_FUNCTIONS
 from tilekern.interpreter.races import Launch
-from tilekern.interpreter.tiles import as_tile
+from tilekern.interpreter.tiles import Tile, as_tile
 
 __all__ = ["InterpreterError", "OutOfBounds", "launch"]
+
+# The stand-ins for ``ct`` and for the built-ins while a kernel runs.
+_AS_THEY_ARE = (*(dtype.name for dtype in CARRIERS), "Constant", "PaddingMode", "RoundingMode", "function", "kernel")
+OFFERED: dict[str, Any] = {
+    **{name: getattr(ct, name) for name in _AS_THEY_ARE},
+    **FUNCTIONS,
+    **MEMORY_FUNCTIONS,
+}
+
+
+class Namespace:
+    """Stand-in for the module ``cuda.tile`` while a launch runs."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.__dict__.update(OFFERED)
+        self.__dict__["bid"] = lambda axis: launch.block[axis]
+        self.__dict__["num_blocks"] = lambda axis: launch.sizes[axis]
+        self.__dict__["grid_dependency_control_wait"] = launch.wait
+
+    def __getattr__(self, name: str) -> Any:
+        raise InterpreterError(f"the interpreter does not know ct.{name}")
+
+
+def _elementwise(name: str, python: Callable[..., Any]) -> Callable[..., Any]:
+    def choose(*values: Any, **options: Any) -> Any:
+        if any(isinstance(value, Tile) for value in values):
+            return functools.reduce(functools.partial(arithmetic, name), values)
+        return python(*values, **options)
+
+    return choose
+
+
+# In kernels, the built-in min and max of tiles are elementwise; the other built-ins reach tiles by their operators.
+BUILTINS = {**vars(builtins), "min": _elementwise("minimum", min), "max": _elementwise("maximum", max)}
 
 
 def launch(
