@@ -1,4 +1,4 @@
-"""The interpreter takes what some variant of a cubin takes, and nothing else."""
+"""The interpreter takes the arguments that some variant of a cubin takes, and no others."""
 
 import cuda.tile as ct
 import pytest
@@ -47,7 +47,7 @@ def test_any_strides_are_taken(plan, x):
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_what_no_variant_takes_is_refused_by_its_name(plan, changes, words):
+def test_bad_arguments_are_refused_by_name(plan, changes, words):
     launches = plan.launches
     with pytest.raises(InterpreterError, match=f"^rms_norm_forward.* {words}"):
         plan.launch(0, *given(**changes))
@@ -56,7 +56,7 @@ def test_what_no_variant_takes_is_refused_by_its_name(plan, changes, words):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "int64"])
 @pytest.mark.parametrize("other", ["bfloat16", "float16", "float32", "float64", "int32", "int64", "bool"])
-def test_it_judges_dtypes_as_the_launcher_does(dtype, other):
+def test_dtypes_are_checked_as_by_the_launcher(dtype, other):
     from cuda.tile.compilation import ArrayConstraint
 
     seen = ArrayConstraint(

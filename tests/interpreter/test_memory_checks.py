@@ -1,4 +1,4 @@
-"""Each access outside an array is refused, by an error that names where it was; each race too."""
+"""Accesses outside an array and races are refused by errors that name the place."""
 
 import cuda.tile as ct
 import pytest
@@ -42,11 +42,6 @@ def slice_rows(x, y, start, stop):
 @ct.kernel
 def read_view(x, y, index, padding: ct.Constant):
     ct.store(y, 0, x.tiled_view(4, padding_mode=padding, traversal_steps=2).load(index))
-
-
-@ct.kernel
-def add_at(x, index, checks: ct.Constant[bool]):
-    ct.atomic_add(x, index, 1.0, check_bounds=checks)
 
 
 def refused(kernel, arguments, *words):
@@ -118,13 +113,6 @@ def test_scatter_outside():
     assert x[3].tolist() == X[3].tolist()
 
 
-def test_atomics_outside():
-    x = torch.zeros(3)
-    launch(add_at, (1,), (x, 3, True))
-    refused(add_at, (x, 3, False), "atomic_add of array 'x'", "element index (3,)")
-    assert x.tolist() == [0.0, 0.0, 0.0]
-
-
 def test_slice_outside():
     for start, stop in ((-1, 2), (2, 5), (4, 4), (3, 2)):
         refused(slice_rows, (X, torch.empty(1, 1), start, stop), "slice of array 'x'", f"from {start} to {stop}")
@@ -169,13 +157,6 @@ def gather_in_place(x, y):
     ct.store(y, (ct.bid(0),), ct.gather(x, (ct.bid(0) + 1,)))
 
 
-@ct.kernel
-def initialise_and_add(x):
-    if ct.bid(0) == 0:
-        ct.store(x, (0,), 0.0)
-    ct.atomic_add(x, 0, 1.0)
-
-
 def races(kernel, grid, arguments, pattern):
     with pytest.raises(InterpreterError, match=pattern):
         launch(kernel, grid, arguments)
@@ -209,10 +190,6 @@ def test_arrays_of_other_element_sizes_share_owners():
     races(shift_in_place, (2,), (halves[2:], words), r"block \(\d,\) reads element \(0,\) of array 'x'")
 
 
-def test_a_plain_store_races_with_atomics():
-    races(initialise_and_add, (4,), (torch.zeros(1),), r"reads element \(0,\) of array 'x' \(atomic_add\)")
-
-
 def test_a_block_may_store_an_element_twice():
     @ct.kernel
     def twice(y):
@@ -224,7 +201,7 @@ def test_a_block_may_store_an_element_twice():
     assert y.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_other_errors_say_in_which_block_they_were():
+def test_errors_name_their_block():
     @ct.kernel
     def broken(x):
         ct.load(x, (ct.bid(0),), (3,))

@@ -1,4 +1,4 @@
-"""Attention's backward: the formula against autograd, the kernels, and all of them in a row or cuDNN as one spec."""
+"""Attention's backward: the formula against autograd, each kernel, and the spec of all kernels or cuDNN."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from tilekern.kernels import spec_named
 from tilekern.kernels.attention import backward_problem as attention_backward_problem
 from tilekern.kernels.attention import cudnn as attention_cudnn
 from tilekern.kernels.attention import problem as attention_problem
-from tilekern.kernels.attention.backward import DELTA, DKDV, DQ
+from tilekern.kernels.attention.backward import DKDV, DQ
 from tilekern.kernels.attention.gradients import SPEC as GRADIENTS
 from tilekern.runtime.dispatch import counters, plan_for
 from tilekern.spec import Config, LibraryCall
@@ -40,19 +40,17 @@ def small_is_right(spec, problem, inputs=None, **changes):
 
 
 def outputs_of(spec, problem, inputs):
-    """The outputs of a spec's small config for inputs that may be another spec's outputs."""
-    config = spec.default(problem, INTERPRETED) if spec is DELTA else small(spec, problem)
-    return launched(spec, problem, config, inputs)
+    return launched(spec, problem, small(spec, problem), inputs)
 
 
 @every_flag
-@pytest.mark.parametrize(("queries", "keys"), [(4, 9), (9, 4)])
-def test_the_formula_is_what_autograd_says_of_the_forward(flags, queries, keys):
+@pytest.mark.parametrize(("queries", "keys", "sinks"), [(4, 9, False), (9, 4, False), (7, 7, True)])
+def test_gradient_formula_matches_autograd(flags, queries, keys, sinks):
     problem = problem_of(DKDV, flags=flags, queries=queries, keys=keys)
-    given = attention_problem.inputs(problem.but(sinks=False), torch.Generator().manual_seed(1), "cpu")
+    given = attention_problem.inputs(problem.but(sinks=sinks), torch.Generator().manual_seed(1), "cpu")
     leaves = [given[name].double().requires_grad_() for name in ("q", "k", "v")]
     given |= dict(zip(("q", "k", "v"), leaves, strict=True))
-    made = attention_problem.formula(**given, **flags, sinks=False)
+    made = attention_problem.formula(**given, **flags, sinks=sinks)
     blind = made["lse"].isneginf()
     dout, dlse = torch.randn_like(made["out"]), torch.randn_like(made["lse"]).masked_fill(blind, 0)
     expected = torch.autograd.grad((made["out"], made["lse"].masked_fill(blind, 0)), leaves, (dout, dlse))
@@ -112,7 +110,7 @@ def _consistent(problem, inputs):
     return inputs | {"lse": made["lse"].float()}
 
 
-def test_queries_that_see_no_key_get_and_give_nothing():
+def test_queries_without_keys_have_no_gradient():
     problem = problem_of(DQ, flags={"causal": True}, queries=100, keys=60)
     inputs = plain_inputs(DQ, problem)
     blind = slice(0, 40)
@@ -159,25 +157,6 @@ def test_keys_that_no_query_sees_get_zeros():
     assert outputs["dv"][:, unseen:].abs().amin(-1).gt(0).all()
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_three_kernels_in_a_row_give_the_gradients_of_the_forward(sinks, packed):
-    flags = {"causal": True, "windowed": False, "capped": True, "packed": packed}
-    problem = problem_of(DKDV, flags=flags, queries=77, keys=77)
-    given = attention_problem.inputs(problem.but(sinks=sinks), torch.Generator().manual_seed(2), "cpu")
-    leaves = [given[name].double().requires_grad_() for name in ("q", "k", "v")]
-    made = attention_problem.formula(**given | dict(zip(("q", "k", "v"), leaves, strict=True)), **flags, sinks=sinks)
-    dout = torch.randn(made["out"].shape)
-    expected = torch.autograd.grad(made["out"], leaves, dout.double())
-    out = made["out"].detach().float()
-    sizes = {"batch": out.shape[0], "queries": out.shape[1], "heads": SIZES["heads"], "head_dim": SIZES["head_dim"]}
-    delta = outputs_of(DELTA, DELTA.problem(**sizes, dtype="float32"), {"out": out, "dout": dout})["delta"]
-    inputs = given | {"dout": dout, "lse": made["lse"].detach().float(), "delta": delta}
-    got = outputs_of(DQ, problem, inputs) | outputs_of(DKDV, problem, inputs)
-    for name, gradient in zip(("dq", "dk", "dv"), expected, strict=True):
-        torch.testing.assert_close(got[name].double(), gradient, rtol=1e-4, atol=1e-5)
-
-
 # As one spec.
 
 KERNELS, CUDNN = Config(implementation="kernels"), Config(implementation="cudnn")
@@ -194,14 +173,21 @@ def candidates(problem, target="H200"):
     return list(GRADIENTS.space.candidates(problem, resolve(target)))
 
 
-@pytest.mark.parametrize("target", ["H200", "B200", "A100", "RTX5090"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_both_candidates_where_dq_need_not_repeat(target, causal):
-    assert candidates(whole(causal=causal), target) == [KERNELS, CUDNN]
+@pytest.mark.parametrize(
+    ("problem", "target"),
+    [
+        *((whole(causal=causal), name) for causal in (False, True) for name in ("H200", "B200", "A100", "RTX5090")),
+        (whole(sizes={"keys": 5000}, causal=False), "H200"),
+        (whole(sizes={"head_dim": 256}), "H200"),
+    ],
+    ids=str,
+)
+def test_cudnn_is_a_candidate_unless_deterministic(problem, target):
+    assert candidates(problem, target) == [KERNELS, CUDNN]
 
 
 @pytest.mark.parametrize("target", [target.name for target in KNOWN])
-def test_what_must_repeat_is_never_cudnn_s(target):
+def test_deterministic_problems_exclude_cudnn(target):
     problem = whole(deterministic=True)
     assert candidates(problem, target) == [KERNELS]
     assert "changes from run to run" in GRADIENTS.space.violated(problem, CUDNN, resolve(target))
@@ -221,19 +207,13 @@ def test_what_must_repeat_is_never_cudnn_s(target):
     ],
     ids=lambda problem: problem.key,
 )
-def test_what_cudnn_does_not_compute_is_the_kernels(problem):
+def test_problems_that_cudnn_does_not_take(problem):
     assert candidates(problem) == [KERNELS]
     assert GRADIENTS.space.violated(problem, CUDNN, resolve("H200")).startswith("cuDNN's attention takes half types")
 
 
-def test_queries_and_keys_may_differ_for_cudnn_where_no_query_is_later_than_another():
-    assert candidates(whole(sizes={"keys": 5000}, causal=False)) == [KERNELS, CUDNN]
-
-
 def test_large_heads_need_a_newer_gpu():
-    problem = whole(sizes={"head_dim": 256})
-    assert candidates(problem, "H200") == [KERNELS, CUDNN]
-    assert candidates(problem, "A100") == [KERNELS]
+    assert candidates(whole(sizes={"head_dim": 256}), "A100") == [KERNELS]
 
 
 def test_the_interpreter_and_the_defaults_take_the_kernels():

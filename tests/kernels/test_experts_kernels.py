@@ -1,4 +1,4 @@
-"""Routers and layers of experts: choices, losses, routes of slots, gates and what becomes of the rest."""
+"""Routers and layers of experts: choices, losses, routes of slots, gates."""
 
 import inspect
 import math
@@ -45,7 +45,7 @@ def test_a_gate_without_a_limit_is_silu():
         assert interpret(spec, problem, config, inputs).passed
 
 
-def test_more_choices_than_are_written_out():
+def test_more_choices_than_are_unrolled():
     spec = spec_named("experts_combine")
     problem = sized(spec, flags=True, tokens=3, choices=11, columns=40)
     constants = dict(spec.device(problem, spec.generic(problem)).constants)
@@ -54,7 +54,7 @@ def test_more_choices_than_are_written_out():
 
 
 @pytest.mark.parametrize("flags", [False, True])
-def test_the_gate_s_gradients_are_what_autograd_says(flags):
+def test_gate_gradients_match_autograd(flags):
     """Of its value times the routing weight of each row's slot, and of what the second product's bias adds to that."""
     forward, backward = spec_named("experts_gate"), spec_named("experts_gate_backward")
     problem = sized(backward, flags=flags, rows=9, columns=6)
@@ -117,7 +117,7 @@ def test_the_reference_keeps_the_groups_with_the_best_two(kept):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
 @pytest.mark.parametrize("name", FORWARD + BACKWARD)
-def test_what_is_no_number_stays_in_its_row(name, value):
+def test_nonfinite_values_stay_in_their_row(name, value):
     spec = spec_named(name)
     problem = sized(spec, flags=True, tokens=6, choices=3, experts=10, expert_groups=2)
     inputs = inputs_of(spec, problem)
@@ -161,7 +161,7 @@ def test_losses_of_large_logits_keep_their_digits():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_losses_gradient_is_what_autograd_says(masked):
+def test_loss_gradient_matches_autograd(masked):
     """Of sums of probabilities by their slopes, and of sums of squares by half the pull; counts have no gradient."""
     forward, backward = map(spec_named, LOSSES)
     problem = sized(backward, rows=9, experts=6).but(masked=masked)

@@ -1,4 +1,4 @@
-"""Grouped products: what is special to them beside the tests of all specs."""
+"""Grouped products, beside the tests of all specs."""
 
 import itertools
 
@@ -82,7 +82,7 @@ def test_any_routing(spec, data):
 
 
 @each(SPECS)
-def test_rows_of_others_never_reach_a_result_even_if_they_are_nan(spec):
+def test_nan_rows_of_other_experts_reach_no_result(spec):
     """Each expert's rows, and those of nobody, stand beside rows of the others in the same tiles."""
     counts, flags = [5, 0, 66, 3], ("partial", "inner_first", "biased")
     problem = problem_of(spec, sum(counts) + 7, 20, 24, 4, *(f for f in flags if spec is LINEAR))
@@ -176,7 +176,7 @@ def test_every_row_has_exactly_one_place(data):
 
 @pytest.mark.parametrize("name", OF_SUMS)
 @pytest.mark.parametrize("on", [(), ("partial",)])
-def test_variations_are_routings_of_all_rows_that_somebody_gets(name, on):
+def test_variations_route_every_owned_row(name, on):
     for rows, experts in ((1, 1), (3, 8), (1000, 7), (64, 64)):
         problem = problem_of(LINEAR, rows, 8, 8, experts, *on)
         offsets = OF_SUMS[name](problem, torch.Generator(), "cpu")["offsets"]
@@ -217,7 +217,7 @@ def test_persistent_blocks_take_as_many_sms_as_their_cluster():
         assert {(256, 256), (256, 128)} <= {(c["tile_m"], c["tile_n"]) for c in clusters}
 
 
-def test_sizes_that_torch_does_not_take_have_kernels_alone():
+def test_sizes_that_torch_refuses_have_kernels_only():
     target = resolve("H200")
     for dtype, inner in (("bfloat16", 20), ("float32", 6)):
         problem = problem_of(LINEAR, 64, inner, 64, 4, dtype=dtype)

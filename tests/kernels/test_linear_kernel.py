@@ -1,4 +1,4 @@
-"""Matrix products: what is special to them beside the tests of all specs."""
+"""Matrix products, beside the tests of all specs."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_one_record_serves_nearby_numbers_of_tokens_in_every_product():
 
 
 @pytest.mark.parametrize("begin", ["zero", "addend"])
-def test_what_is_added_and_the_sums_are_rounded_once(begin):
+def test_addend_and_sums_are_rounded_once(begin):
     """The product rounds up to 1 + 2^-7, which would leave 2^-7."""
     problem = problem_of(1, 3, 1, "accumulated")
     inputs = {
@@ -81,7 +81,7 @@ def test_sums_begin_at_the_addend_where_no_activation_is_between():
 
 @pytest.mark.parametrize("more", [(), ("biased",), ("silu",)])
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_the_library_updates_its_addend_where_asked_and_leaves_it_alone_elsewhere(product, more):
+def test_the_library_updates_its_addend_in_place_only(product, more):
     problem = problem_of(9, 24, 17, *product, *more, "accumulated", dtype="float32")
     (config,) = [c for c in SPEC.space.candidates(problem, INTERPRETED) if not is_tile(c)]
     library, inputs = SPEC.implement(problem, config), inputs_of(SPEC, problem)
@@ -97,7 +97,7 @@ def test_the_library_updates_its_addend_where_asked_and_leaves_it_alone_elsewher
 
 @examples(40)
 @given(data=st.data())
-def test_cublas_and_the_winner_write_where_they_are_told(data):
+def test_cublas_and_the_winner_write_into_out(data):
     """The winner that the interpreter has is the kernel; arrays that it reads one by one go to the library."""
     on = (*data.draw(st.sampled_from(PRODUCTS)), *data.draw(st.sampled_from([(), ("accumulated",)])))
     rows, inner, columns = (data.draw(st.integers(1, 70)) for _ in range(3))
@@ -178,7 +178,7 @@ def test_persistent_blocks_take_as_many_sms_as_their_cluster():
     assert SPEC.device(LARGE, config.but(schedule="block")).grid(LARGE, 132) == 64 * 56
 
 
-def test_units_are_told_apart_by_compute_capability():
+def test_matrix_units_by_compute_capability():
     named = {unit_of(target): target.arch for target in KNOWN}
     assert named.keys() == {"mma", "wgmma", "tcgen05"}
     found = [unit_of(resolve(arch)) for arch in ("sm_89", "sm_90", "sm_103", "sm_120")]

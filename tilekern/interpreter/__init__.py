@@ -1,19 +1,23 @@
 """Runs cuTile kernels on CPU tensors, block by block, with no GPU and no compiler, and checks their memory accesses.
 
-The very Python function of a kernel is executed with ``ct`` bound to this package, where a tile is a torch tensor. An
-access outside an array that the kernel neither masks nor pads raises :class:`OutOfBounds`. Blocks run in a shuffled
-order, the same at every launch, and two blocks that touch the same element raise :class:`InterpreterError` when one of
-them stores it: a kernel that needs an order of its blocks is wrong. So does a kernel that may be launched before its
-predecessor has ended, in a block that touches memory before it has waited.
+A kernel's own Python function is executed with ``ct`` bound to this package, where a tile is a torch tensor. Blocks run
+in a shuffled order, the same at every launch. Errors:
+
+- :class:`OutOfBounds`: an access outside an array that the kernel neither masks nor pads.
+- :class:`InterpreterError`: two blocks touch the same element and one of them stores it; a block of a dependent launch
+  touches memory before it has waited; or the kernel uses a part of ``ct`` that no kernel of tilekern uses (atomics,
+  ``scan``, ``matmul``, printing).
 """
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
 import math
 import random
 import typing
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -21,22 +25,59 @@ import cuda.tile as ct
 import torch
 
 from tilekern.compile.rebinding import Rebinder
+from tilekern.interpreter.arithmetic import arithmetic
+from tilekern.interpreter.arrays import Array
+from tilekern.interpreter.dtypes import CARRIERS
 from tilekern.interpreter.errors import InterpreterError, OutOfBounds
-from tilekern.interpreter.namespace import BUILTINS, Namespace
+from tilekern.interpreter.functions import FUNCTIONS
+from tilekern.interpreter.memory import FUNCTIONS as MEMORY_FUNCTIONS
 from tilekern.interpreter.races import Launch
-from tilekern.interpreter.tiles import as_tile
-from tilekern.interpreter.views import KernelArray
+from tilekern.interpreter.tiles import Tile, as_tile
 
 __all__ = ["InterpreterError", "OutOfBounds", "launch"]
+
+# The stand-ins for ``ct`` and for the built-ins while a kernel runs.
+_AS_THEY_ARE = (*(dtype.name for dtype in CARRIERS), "Constant", "PaddingMode", "RoundingMode", "function", "kernel")
+OFFERED: dict[str, Any] = {
+    **{name: getattr(ct, name) for name in _AS_THEY_ARE},
+    **FUNCTIONS,
+    **MEMORY_FUNCTIONS,
+}
+
+
+class Namespace:
+    """Stand-in for the module ``cuda.tile`` while a launch runs."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.__dict__.update(OFFERED)
+        self.__dict__["bid"] = lambda axis: launch.block[axis]
+        self.__dict__["num_blocks"] = lambda axis: launch.sizes[axis]
+        self.__dict__["grid_dependency_control_wait"] = launch.wait
+
+    def __getattr__(self, name: str) -> Any:
+        raise InterpreterError(f"the interpreter does not know ct.{name}")
+
+
+def _elementwise(name: str, python: Callable[..., Any]) -> Callable[..., Any]:
+    def choose(*values: Any, **options: Any) -> Any:
+        if any(isinstance(value, Tile) for value in values):
+            return functools.reduce(functools.partial(arithmetic, name), values)
+        return python(*values, **options)
+
+    return choose
+
+
+# In kernels, the built-in min and max of tiles are elementwise; the other built-ins reach tiles by their operators.
+BUILTINS = {**vars(builtins), "min": _elementwise("minimum", min), "max": _elementwise("maximum", max)}
 
 
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, check_races: bool = True, dependent: bool = False
 ) -> None:  # fmt: skip
-    """Run a kernel (``ct.kernel`` or plain function) over a grid of one to three axes; tensors are written in place.
+    """Run a kernel (``ct.kernel`` or a plain function) over a grid of one to three axes; it writes tensors in place.
 
     Arguments stand in the kernel's order: CPU tensors of any strides, Python scalars and constants. A float that is
-    not annotated as ``ct.Constant`` is a float32 scalar tile in the kernel, as it is on the GPU. ``dependent`` is as of
+    not annotated as ``ct.Constant`` is a float32 scalar tile in the kernel, as it is on the GPU. For ``dependent`` see
     :class:`tilekern.spec.Implementation`.
     """
     function: FunctionType = getattr(kernel, "_pyfunc", kernel)
@@ -79,7 +120,7 @@ def _shuffled(blocks: int) -> tuple[int, ...]:
 
 def _argument(running: Launch, name: str, constant: bool, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return KernelArray(running, name, value)
+        return Array(running, name, value)
     if type(value) in (list, tuple):
         return type(value)(_argument(running, f"{name}[{i}]", constant, item) for i, item in enumerate(value))
     if isinstance(value, float) and not constant:

@@ -1,4 +1,4 @@
-"""cuTile's dtypes on torch: which torch dtype carries which, how two of them promote, how one becomes another."""
+"""cuTile's dtypes on torch: carriers, promotion, casts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ IN_MEMORY: dict[Any, torch.dtype] = {
     ct.uint8: torch.uint8,
     ct.uint16: torch.uint16,
     ct.uint32: torch.uint32,
-    ct.uint64: torch.uint64,
     ct.int8: torch.int8,
     ct.int16: torch.int16,
     ct.int32: torch.int32,
@@ -32,62 +31,66 @@ IN_MEMORY: dict[Any, torch.dtype] = {
     ct.float8_e4m3fn: torch.float8_e4m3fn,
     ct.float8_e5m2: torch.float8_e5m2,
 }
-FROM_TORCH = {carrier: dtype for dtype, carrier in IN_MEMORY.items()}
+_FROM_TORCH = {carrier: dtype for dtype, carrier in IN_MEMORY.items()}
 # torch has next to no arithmetic for the wider unsigned integers, and no tfloat32 at all.
-WIDE_UNSIGNED = {ct.uint16: 0xFFFF, ct.uint32: 0xFFFF_FFFF, ct.uint64: None}
-CARRIERS = {**IN_MEMORY, **dict.fromkeys(WIDE_UNSIGNED, torch.int64), ct.tfloat32: torch.float32}
+_WIDE_UNSIGNED = {ct.uint16: 0xFFFF, ct.uint32: 0xFFFF_FFFF}
+CARRIERS = {**IN_MEMORY, **dict.fromkeys(_WIDE_UNSIGNED, torch.int64), ct.tfloat32: torch.float32}
 HALVES = (ct.float16, ct.bfloat16)
 FLOATS = (ct.float16, ct.bfloat16, ct.float32, ct.float64)
 RESTRICTED_FLOATS = (ct.tfloat32, ct.float8_e4m3fn, ct.float8_e5m2)
 SIGNED = (ct.int8, ct.int16, ct.int32, ct.int64)
-UNSIGNED = (ct.uint8, *WIDE_UNSIGNED)
+UNSIGNED = (ct.uint8, *_WIDE_UNSIGNED)
 INTEGERS = (*SIGNED, *UNSIGNED)
 
 
 def dtype_of(tensor: torch.Tensor) -> Any:
-    """The ct dtype of a tensor's elements."""
+    """Return the ct dtype of a tensor's elements."""
     try:
-        return FROM_TORCH[tensor.dtype]
+        return _FROM_TORCH[tensor.dtype]
     except KeyError:
         raise InterpreterError(f"the interpreter does not know arrays of {tensor.dtype}") from None
 
 
 def carrier_of(dtype: Any) -> torch.dtype:
-    """The torch dtype in which tiles of a ct dtype are computed."""
+    """Return the torch dtype in which tiles of a ct dtype are computed."""
     try:
         return CARRIERS[dtype]
     except (KeyError, TypeError):
         raise InterpreterError(f"the interpreter does not know tiles of {dtype}") from None
 
 
+def is_float(dtype: Any) -> bool:
+    """Tell whether a dtype is a float of any kind."""
+    return dtype in FLOATS or dtype in RESTRICTED_FLOATS
+
+
+def is_scalar(value: Any) -> bool:
+    """Tell whether a value is a Python scalar."""
+    return isinstance(value, (bool, int, float))
+
+
 def from_memory(data: torch.Tensor, dtype: Any) -> torch.Tensor:
-    """Elements as they lie in an array, in the form in which tiles compute; may share memory."""
-    if dtype not in WIDE_UNSIGNED:
-        return data
-    return data.view(torch.int64) if dtype == ct.uint64 else data.to(torch.int64)
+    """Convert elements of an array to their carrier; the result may share memory."""
+    return data.to(torch.int64) if dtype in _WIDE_UNSIGNED else data
 
 
 def to_memory(data: torch.Tensor, dtype: Any) -> torch.Tensor:
-    """The reverse of :func:`from_memory`."""
+    """Convert carrier data to elements of an array."""
     if dtype == ct.tfloat32:
         raise InterpreterError("tfloat32 has no form in memory: cast with astype first")
-    if dtype not in WIDE_UNSIGNED:
-        return data
-    return data.view(torch.uint64) if dtype == ct.uint64 else data.to(IN_MEMORY[dtype])
+    return data.to(IN_MEMORY[dtype]) if dtype in _WIDE_UNSIGNED else data
 
 
 def wrapped(data: torch.Tensor, dtype: Any) -> torch.Tensor:
-    """The result of integer arithmetic in a carrier, wrapped around as the dtype itself would."""
-    mask = WIDE_UNSIGNED.get(dtype)
+    """Wrap integer results in a carrier around as the dtype itself would."""
+    mask = _WIDE_UNSIGNED.get(dtype)
     return data if mask is None else data & mask
 
 
 def cast(data: torch.Tensor, source: Any, target: Any) -> torch.Tensor:
-    """Carrier data of one dtype as carrier data of another, rounded to nearest even."""
+    """Convert carrier data from one dtype to another, rounding to nearest even."""
     if source == target:
         return data
-    if source == ct.uint64 and target not in INTEGERS:
-        refuse_large_uint64(data, "conversion")
     if target == ct.bool_:
         return data != 0
     if target == ct.tfloat32:
@@ -95,62 +98,39 @@ def cast(data: torch.Tensor, source: Any, target: Any) -> torch.Tensor:
     return wrapped(data.to(carrier_of(target)), target)
 
 
-def refuse_large_uint64(data: torch.Tensor, operation: str) -> None:
-    """uint64 is carried by int64, which is right for wrap-around arithmetic only."""
-    if bool((data < 0).any()):
-        raise InterpreterError(f"the interpreter does not know {operation} of uint64 values of 2**63 and more")
-
-
 def _to_tfloat32(data: torch.Tensor) -> torch.Tensor:
-    """Float32 with 10 bits of mantissa, to nearest even; infinities and NaNs stay what they are."""
+    """Round float32 to 10 bits of mantissa, to nearest even; keep infinities and NaNs."""
     bits = data.view(torch.int32)
     rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
     return torch.where(data.isfinite(), rounded.view(torch.float32), data)
 
 
-@functools.cache
-def promoted(left: Any, right: Any, force_float: bool = False) -> Any:
-    """The dtype in which two tiles meet: the compiler's own rule."""
-    try:
-        return promote_dtypes(left, right, force_float)
-    except ct.TileError as error:
-        raise InterpreterError(first_line(error)) from None
-
-
 @functools.lru_cache(maxsize=4096, typed=True)
-def promoted_with_scalar(dtype: Any, value: Scalar, force_float: bool = False) -> Any:
-    """The dtype in which a tile and a Python scalar, which is weakly typed, meet: the compiler's own rule."""
+def promoted(dtype: Any, other: Any, force_float: bool = False) -> Any:
+    """Return the dtype in which a tile meets another dtype or a Python scalar, by the compiler's own rule."""
     try:
-        return promote_dtypes(dtype, LooselyTypedScalar(value), force_float)
+        return promote_dtypes(dtype, LooselyTypedScalar(other) if is_scalar(other) else other, force_float)
     except ct.TileError as error:
         raise InterpreterError(first_line(error)) from None
 
 
 def first_line(error: Exception) -> str:
-    """The text of a compiler's error, without its lines on a place in the source, which is not known here."""
+    """Return a compiler error's text without its lines about the source, which is not known here."""
     return str(error).partition("\n")[0]
 
 
-def check_stored(dtype: Any, target: Any, what: str) -> None:
-    """Refuse the implicit conversions that the compiler refuses when a tile is stored."""
-    if dtype != target:
-        _check_cast(TileTy(dtype, ()), target, what)
-
-
-def check_stored_scalar(value: Scalar, target: Any, what: str) -> None:
-    """The same for a Python scalar."""
-    _check_cast(LooselyTypedScalar(value), target, what)
-
-
-def _check_cast(source: Any, target: Any, what: str) -> None:
+def check_stored(value: Any, target: Any, what: str) -> None:
+    """Refuse the implicit conversions of a dtype or a Python scalar that the compiler refuses in a store."""
+    if value == target:
+        return
     try:
-        check_implicit_cast(source, target)
+        check_implicit_cast(LooselyTypedScalar(value) if is_scalar(value) else TileTy(value, ()), target)
     except ct.TileError as error:
         raise InterpreterError(f"{what}: {first_line(error)}") from None
 
 
 def filled(value: Scalar, dtype: Any, shape: tuple[int, ...] = ()) -> torch.Tensor:
-    """Carrier data with the same value everywhere."""
+    """Make carrier data with the same value everywhere."""
     if dtype == ct.tfloat32:
         return _to_tfloat32(torch.full(shape, value, dtype=torch.float32, device="cpu"))
     if dtype in INTEGERS:
@@ -159,26 +139,24 @@ def filled(value: Scalar, dtype: Any, shape: tuple[int, ...] = ()) -> torch.Tens
         value = int(value)
         if not lowest <= value < lowest + (1 << bits):
             raise InterpreterError(f"{value} is out of range of {dtype}")
-        if dtype == ct.uint64 and value >= 1 << 63:
-            value -= 1 << 64
     return torch.full(shape, value, dtype=carrier_of(dtype), device="cpu")
 
 
 @functools.lru_cache(maxsize=1024)
 def check_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A tile's shape, refused as the compiler would unless every dimension is a power of two."""
+    """Return a tile's shape; refuse, as the compiler does, a dimension that is not a power of two."""
     if any(type(size) is not int or size < 1 or size & (size - 1) for size in shape):
         raise InterpreterError(f"a tile's shape must be powers of two, got {shape}")
     return shape
 
 
 def shape_of(shape: Any) -> tuple[int, ...]:
-    """A shape as kernels write it: one int or a tuple of ints."""
+    """Return a shape that a kernel wrote as one int or a tuple of ints."""
     return check_shape((shape,) if isinstance(shape, int) else tuple(shape))
 
 
 def normal_axis(axis: int, rank: int) -> int:
-    """An axis counted from the front."""
+    """Return an axis counted from the front."""
     if not -rank <= axis < rank:
         raise InterpreterError(f"axis {axis} is out of range for rank {rank}")
     return axis % rank

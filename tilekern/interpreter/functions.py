@@ -1,49 +1,38 @@
-"""The functions of ``ct`` that make, change and print tiles."""
+"""The functions of ``ct`` that make, change and reduce tiles."""
 
 from __future__ import annotations
 
-import re
-import sys
+import math
 from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
 import torch
 
-from tilekern.interpreter.arithmetic import (
-    arithmetic,
-    bitwise,
-    compare,
-    matmul,
-    mma,
-    quotient_and_remainder,
-    unary,
-)
+from tilekern.interpreter.arithmetic import UNARY, arithmetic, bitwise, compare, mma, unary
 from tilekern.interpreter.dtypes import (
+    HALVES,
+    RESTRICTED_FLOATS,
     SIGNED,
     cast,
     check_shape,
     filled,
     from_memory,
+    is_float,
     normal_axis,
     promoted,
-    promoted_with_scalar,
     shape_of,
     to_memory,
+    wrapped,
 )
 from tilekern.interpreter.errors import InterpreterError
-from tilekern.interpreter.tiles import Tile, as_tile, is_scalar
+from tilekern.interpreter.tiles import Tile, as_tile
 
 
-def arange(size: int, /, *, dtype: Any, start: Any = 0, step: Any = 1) -> Tile:
-    """See ``ct.arange``."""
+def arange(size: int, /, *, dtype: Any) -> Tile:
+    """See ``ct.arange``, from 0 in steps of 1."""
     check_shape((size,))
-    tile = Tile(cast(torch.arange(size, dtype=torch.int64, device="cpu"), ct.int64, dtype), dtype)
-    if not (is_scalar(step) and step == 1):
-        tile = arithmetic("mul", tile, as_tile(step, dtype))
-    if not (is_scalar(start) and start == 0):
-        tile = arithmetic("add", tile, as_tile(start, dtype))
-    return tile
+    return Tile(cast(torch.arange(size, dtype=torch.int64, device="cpu"), ct.int64, dtype), dtype)
 
 
 def full(shape: Any, fill_value: Any, dtype: Any) -> Tile:
@@ -54,44 +43,10 @@ def full(shape: Any, fill_value: Any, dtype: Any) -> Tile:
     return Tile(filled(fill_value, dtype, sizes), dtype)
 
 
-def ones(shape: Any, dtype: Any) -> Tile:
-    """See ``ct.ones``."""
-    return full(shape, 1, dtype)
-
-
-def zeros(shape: Any, dtype: Any) -> Tile:
-    """See ``ct.zeros``."""
-    return full(shape, 0, dtype)
-
-
-def astile(value: Any, /, *, dtype: Any) -> Tile:
-    """See ``ct.astile``."""
-    if not isinstance(value, tuple):
-        return as_tile(value, dtype).item()
-    parts = [astile(part, dtype=dtype) for part in value]
-    if len({part.shape for part in parts}) != 1:
-        raise InterpreterError("astile: sibling tuples must have the same, non-zero length")
-    data = torch.stack([part.data for part in parts])
-    check_shape(tuple(data.shape))
-    return Tile(data, dtype)
-
-
 def expand_dims(x: Any, /, axis: int) -> Tile:
     """See ``ct.expand_dims``."""
     tile = as_tile(x)
     return Tile(tile.data.unsqueeze(normal_axis(axis, tile.ndim + 1)), tile.dtype)
-
-
-def cat(tiles: tuple[Tile, ...], /, axis: int) -> Tile:
-    """See ``ct.cat``: one or two tiles of one dtype."""
-    if not 1 <= len(tiles) <= 2 or len({tile.dtype for tile in tiles}) != 1:
-        raise InterpreterError("cat takes a tuple of at most two tiles of the same dtype")
-    try:
-        data = torch.cat([tile.data for tile in tiles], normal_axis(axis, tiles[0].ndim))
-    except RuntimeError:
-        raise InterpreterError(f"cat: shapes {[tile.shape for tile in tiles]} do not fit on axis {axis}") from None
-    check_shape(tuple(data.shape))
-    return Tile(data, tiles[0].dtype)
 
 
 def broadcast_to(x: Any, /, shape: Any) -> Tile:
@@ -103,36 +58,6 @@ def broadcast_to(x: Any, /, shape: Any) -> Tile:
         raise InterpreterError(f"a tile of shape {tile.shape} does not broadcast to {sizes}") from None
 
 
-def reshape(x: Any, /, shape: Any) -> Tile:
-    """See ``ct.reshape``."""
-    return as_tile(x).reshape(shape)
-
-
-def permute(x: Tile, /, axes: tuple[int, ...]) -> Tile:
-    """See ``ct.permute``."""
-    return x.permute(axes)
-
-
-def transpose(x: Tile, /, axis0: int | None = None, axis1: int | None = None) -> Tile:
-    """See ``ct.transpose``."""
-    return x.transpose(axis0, axis1)
-
-
-def extract(x: Tile, /, index: Any, shape: Any) -> Tile:
-    """See ``ct.extract``."""
-    return x.extract(index, shape)
-
-
-def insert(x: Tile, /, index: Any, value: Tile) -> Tile:
-    """See ``ct.insert``."""
-    return x.insert(index, value)
-
-
-def astype(x: Any, dtype: Any, /, *, rounding_mode: Any = None) -> Tile:
-    """See ``ct.astype``."""
-    return as_tile(x).astype(dtype, rounding_mode=rounding_mode)
-
-
 def bitcast(x: Any, /, dtype: Any) -> Tile:
     """See ``ct.bitcast``."""
     tile = as_tile(x)
@@ -142,61 +67,14 @@ def bitcast(x: Any, /, dtype: Any) -> Tile:
     return Tile(from_memory(raw.view(to_memory(filled(0, dtype), dtype).dtype), dtype), dtype)
 
 
-def pack_to_bytes(x: Any, /) -> Tile:
-    """See ``ct.pack_to_bytes``."""
-    tile = as_tile(x)
-    raw = to_memory(tile.data, tile.dtype).reshape(-1).contiguous()
-    return Tile(raw.view(torch.uint8), ct.uint8)
-
-
-def unpack_from_bytes(x: Tile, /, dtype: Any) -> Tile:
-    """See ``ct.unpack_from_bytes``."""
-    if x.dtype != ct.uint8 or x.ndim != 1:
-        raise InterpreterError(f"unpack_from_bytes takes a 1-D uint8 tile, got {x!r}")
-    raw = x.data.contiguous().view(to_memory(filled(0, dtype), dtype).dtype)
-    check_shape(tuple(raw.shape))
-    return Tile(from_memory(raw, dtype), dtype)
-
-
 def where(cond: Any, x: Any, y: Any, /) -> Tile:
     """See ``ct.where``."""
     condition = as_tile(cond).astype(ct.bool_)
-    left, right = (value if isinstance(value, Tile) else None for value in (x, y))
-    if left is not None and right is None:
-        dtype = promoted_with_scalar(left.dtype, y)
-    elif left is None and right is not None:
-        dtype = promoted_with_scalar(right.dtype, x)
+    if isinstance(x, Tile):
+        dtype = promoted(x.dtype, y.dtype if isinstance(y, Tile) else y)
     else:
-        dtype = promoted(as_tile(x).dtype, as_tile(y).dtype)
+        dtype = promoted(y.dtype, x) if isinstance(y, Tile) else promoted(as_tile(x).dtype, as_tile(y).dtype)
     return Tile(torch.where(condition.data, as_tile(x, dtype).data, as_tile(y, dtype).data), dtype)
-
-
-def _rounded_binary(name: str) -> Any:
-    def operation(x: Any, y: Any, /, *, rounding_mode: Any = None, flush_to_zero: bool = False) -> Any:
-        return arithmetic(name, x, y, rounding_mode, flush_to_zero)
-
-    return operation
-
-
-def _nan_binary(name: str) -> Any:
-    def operation(x: Any, y: Any, /, *, flush_to_zero: bool = False, propagate_nan: bool = False) -> Any:
-        return arithmetic(f"{name}_nan" if propagate_nan else name, x, y, None, flush_to_zero)
-
-    return operation
-
-
-def _binary(apply: Callable[..., Any], name: str) -> Any:
-    def operation(x: Any, y: Any, /) -> Any:
-        return apply(name, x, y)
-
-    return operation
-
-
-def _unary(name: str) -> Any:
-    def operation(x: Any, /, *, rounding_mode: Any = None, flush_to_zero: bool = False) -> Any:
-        return unary(name, x, rounding_mode, flush_to_zero)
-
-    return operation
 
 
 def cdiv(x: Any, y: Any, /) -> Any:
@@ -206,33 +84,10 @@ def cdiv(x: Any, y: Any, /) -> Any:
     return -((-x) // y)
 
 
-def assume_divisible_by(x: Any, divisor: int) -> Any:
-    """See ``ct.assume_divisible_by``; here the claim is checked."""
-    if divisor < 1 or int(x) % divisor:
-        raise InterpreterError(f"assume_divisible_by: {int(x)} is not divisible by {divisor}")
-    return x
-
-
-def ensure_constant(value: Any, /) -> Any:
-    """See ``ct.ensure_constant``."""
-    if isinstance(value, Tile):
-        raise InterpreterError("ensure_constant: a tile is not a constant")
-    return value
-
-
 def static_assert(condition: Any, message: Any = None, /) -> None:
     """See ``ct.static_assert``."""
     if not condition:
         raise InterpreterError(f"static_assert failed: {'' if message is None else message}")
-
-
-def assert_(cond: Tile, /, message: str | None = None) -> None:
-    """See ``ct.assert_``."""
-    tile = as_tile(cond)
-    if tile.dtype != ct.bool_:
-        raise InterpreterError(f"assert_ takes a bool tile, got {tile!r}")
-    if not bool(tile.data.all()):
-        raise InterpreterError(f"assert_ failed: {message or ''}")
 
 
 def static_iter(iterable: Any) -> list[Any]:
@@ -243,37 +98,107 @@ def static_iter(iterable: Any) -> list[Any]:
     return items
 
 
-def print_(*args: Any, sep: str = " ", end: str = "\n") -> None:
-    """See ``ct.print``."""
-    sys.stdout.write(sep.join(map(str, args)) + end)
+# Reductions and scans.
 
 
-_CONVERSION = re.compile(r"%(%|[-+ #0]*\d*(?:\.\d+)?(?:hh|h|ll|l)?([diuoxXeEfFgGaA]))")
+def _summand(x: Any, operation: str) -> Tile:
+    if not isinstance(x, Tile):
+        raise InterpreterError(f"{operation} takes a tile, got {type(x).__name__}")
+    if x.dtype in RESTRICTED_FLOATS:
+        raise InterpreterError(f"{operation} does not support {x.dtype}")
+    return x.astype(ct.int32) if x.dtype == ct.bool_ else x
 
 
-def printf(format: str, *args: Any) -> None:
-    """See ``ct.printf``."""
-    values = iter(args)
-
-    def convert(match: re.Match[str]) -> str:
-        return "%" if match[1] == "%" else _printed(re.sub("[hl]", "", match[0]), as_tile(next(values)).data.tolist())
-
-    sys.stdout.write(_CONVERSION.sub(convert, format))
+def _axes(tile: Tile, axis: Any) -> tuple[int, ...]:
+    if axis is None:
+        return tuple(range(tile.ndim))
+    return tuple(normal_axis(a, tile.ndim) for a in (axis if isinstance(axis, tuple) else (axis,)))
 
 
-def _printed(conversion: str, value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(_printed(conversion, part) for part in value) + "]"
-    return conversion.replace("u", "d") % value
+def _reduced(data: torch.Tensor, tile: Tile, axes: tuple[int, ...], keepdims: bool) -> Tile:
+    sizes = [1 if axis in axes else n for axis, n in enumerate(tile.shape) if keepdims or axis not in axes]
+    return Tile(data.reshape(sizes), tile.dtype)
 
 
-def _nothing() -> None:
-    """Launches here follow one another anyway."""
+def sum_of(x: Tile, /, axis: Any = None, *, keepdims: bool = False) -> Tile:
+    """See ``ct.sum``."""
+    tile = _summand(x, "sum")
+    axes = _axes(tile, axis)
+    rest = [a for a in range(tile.ndim) if a not in axes]
+    data = tile.data.permute(*rest, *axes).reshape(*(tile.shape[a] for a in rest), -1)
+    if tile.dtype in HALVES:
+        # The compiler reduces a half tile with half additions; torch would keep float32 until the end.
+        while data.shape[-1] > 1:
+            data = data[..., 0::2] + data[..., 1::2]
+    else:
+        data = wrapped(data.sum(-1, dtype=data.dtype), tile.dtype)
+    return _reduced(data, tile, axes, keepdims)
+
+
+def _extremum(name: str, find: Callable[..., torch.Tensor], worst: float) -> Any:
+    def extremum(x: Tile, /, axis: Any = None, *, keepdims: bool = False) -> Tile:
+        tile = _summand(x, name)
+        axes = _axes(tile, axis)
+        data = find(tile.data, axes)
+        if is_float(tile.dtype) and bool(data.isnan().any()):
+            data = find(tile.data.masked_fill(tile.data.isnan(), worst), axes)
+        return _reduced(data, tile, axes, keepdims)
+
+    return extremum
+
+
+def cumsum(x: Tile, /, axis: int = 0) -> Tile:
+    """See ``ct.cumsum``; half types, whose every addition rounds, are refused."""
+    tile = _summand(x, "cumsum")
+    if tile.dtype in HALVES:
+        raise InterpreterError(f"the interpreter does not know cumsum of {tile.dtype}: cast to float32 first")
+    data = tile.data.cumsum(normal_axis(axis, tile.ndim), dtype=tile.data.dtype)
+    return Tile(wrapped(data, tile.dtype), tile.dtype)
+
+
+def reduce(x: Any, /, axis: int, func: Callable[..., Any], identity: Any, *, keepdims: bool = False) -> Any:
+    """See ``ct.reduce``: neighbours are combined pairwise, so ``func`` must be associative."""
+    single = isinstance(x, Tile)
+    tiles = [x] if single else list(x)
+    if not single and len(identity) != len(tiles):
+        raise InterpreterError(f"{len(identity)} identities for {len(tiles)} tiles")
+    shape = torch.broadcast_shapes(*(tile.shape for tile in tiles))
+    tiles = [Tile(tile.data.broadcast_to(shape), tile.dtype) for tile in tiles]
+    at = normal_axis(axis, len(shape))
+    while tiles[0].shape[at] > 1:
+        halves = [Tile(t.data.unflatten(at, (-1, 2)).select(at + 1, i), t.dtype) for i in (0, 1) for t in tiles]
+        combined = [func(*halves)] if single else func(*halves)
+        tiles = [
+            Tile(as_tile(new, old.dtype).data.broadcast_to(old.shape), old.dtype)
+            for new, old in zip(combined, halves, strict=False)
+        ]
+    results = tuple(tile.reshape(shape[:at] + (1,) * keepdims + shape[at + 1 :]) for tile in tiles)
+    return results[0] if single else results
+
+
+def _rounded_binary(name: str) -> Any:
+    return lambda x, y, /, *, rounding_mode=None, flush_to_zero=False: arithmetic(
+        name, x, y, rounding_mode, flush_to_zero
+    )
+
+
+def _nan_binary(name: str) -> Any:
+    return lambda x, y, /, *, flush_to_zero=False, propagate_nan=False: arithmetic(
+        f"{name}_nan" if propagate_nan else name, x, y, None, flush_to_zero
+    )
+
+
+def _binary(apply: Callable[..., Any], name: str) -> Any:
+    return lambda x, y, /: apply(name, x, y)
+
+
+def _unary(name: str) -> Any:
+    return lambda x, /, *, rounding_mode=None, flush_to_zero=False: unary(name, x, rounding_mode, flush_to_zero)
 
 
 FUNCTIONS: dict[str, Any] = {
     **{name: _rounded_binary(name) for name in ("add", "sub", "mul", "truediv")},
-    **{name: _binary(arithmetic, name) for name in ("floordiv", "mod", "pow", "atan2")},
+    **{name: _binary(arithmetic, name) for name in ("floordiv", "mod", "pow")},
     **{name: _nan_binary(name) for name in ("minimum", "maximum")},
     **{f"bitwise_{name}": _binary(bitwise, name) for name in ("and", "or", "xor", "lshift", "rshift")},
     "equal": _binary(compare, "eq"),
@@ -282,44 +207,32 @@ FUNCTIONS: dict[str, Any] = {
     "less_equal": _binary(compare, "le"),
     "greater": _binary(compare, "gt"),
     "greater_equal": _binary(compare, "ge"),
-    **{name: _unary(name) for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "floor", "ceil", "isnan")},
-    **{name: _unary(name) for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh", "abs", "bitwise_not")},
-    "negative": _unary("neg"),
-    "divmod": quotient_and_remainder,
-    "print": print_,
+    **{name: _unary(name) for name in UNARY},
+    "zeros": lambda shape, dtype: full(shape, 0, dtype),
+    "reshape": lambda x, /, shape: as_tile(x).reshape(shape),
+    "transpose": lambda x, /, axis0=None, axis1=None: x.transpose(axis0, axis1),
+    "astype": lambda x, dtype, /, *, rounding_mode=None: as_tile(x).astype(dtype, rounding_mode=rounding_mode),
+    "sum": sum_of,
+    "max": _extremum("max", torch.amax, -math.inf),
+    "min": _extremum("min", torch.amin, math.inf),
     "static_eval": lambda expr, /: expr,
-    "static_exception": lambda exc, /: exc,
-    "grid_dependency_control_launch_dependents": _nothing,
+    # Launches here follow one another anyway.
+    "grid_dependency_control_launch_dependents": lambda: None,
     **{
         function.__name__: function
         for function in (
             arange,
-            assert_,
-            assume_divisible_by,
-            astile,
-            astype,
             bitcast,
             broadcast_to,
-            cat,
             cdiv,
-            ensure_constant,
+            cumsum,
             expand_dims,
-            extract,
             full,
-            insert,
-            matmul,
             mma,
-            ones,
-            pack_to_bytes,
-            permute,
-            printf,
-            reshape,
+            reduce,
             static_assert,
             static_iter,
-            transpose,
-            unpack_from_bytes,
             where,
-            zeros,
         )
     },
 }

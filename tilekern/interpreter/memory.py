@@ -1,133 +1,150 @@
-"""The functions of ``ct`` that touch arrays."""
+"""The functions of ``ct`` that touch arrays. There are no atomics: kernels whose results repeat use none."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import cuda.tile as ct
 import torch
 
-from tilekern.interpreter.arrays import Array, axis_order, padding_of, read_tile, tiles_along, write_tile
-from tilekern.interpreter.dtypes import INTEGERS, check_shape, filled, shape_of
-from tilekern.interpreter.errors import InterpreterError
-from tilekern.interpreter.points import (
-    Selection,
-    combine_points,
-    read_points,
-    stored_data,
-    swap_points,
-    write_points,
+from tilekern.interpreter.arrays import Array, Points, check_hints, padding_of, read_tile, write_tile
+from tilekern.interpreter.dtypes import (
+    INTEGERS,
+    cast,
+    check_shape,
+    check_stored,
+    filled,
+    from_memory,
+    is_scalar,
+    to_memory,
 )
+from tilekern.interpreter.errors import InterpreterError
 from tilekern.interpreter.tiles import Tile
-from tilekern.interpreter.views import check_hints
-
-_WEAK, _ACQ_REL = ct.MemoryOrder.WEAK, ct.MemoryOrder.ACQ_REL
-_NONE, _DEVICE = ct.MemoryScope.NONE, ct.MemoryScope.DEVICE
 
 
-def _check_order(operation: str, memory_order: Any, memory_scope: Any, allowed: tuple[str, ...]) -> None:
-    weak = memory_order is _WEAK
-    if memory_order.name not in allowed or weak != (memory_scope is _NONE):
-        raise InterpreterError(f"{operation}: memory order {memory_order.name} with scope {memory_scope.name}")
-
-
-def _check_array(operation: str, array: Any) -> None:
+def _check(operation: str, array: Any, latency: int | None = None, allow_tma: bool | None = None) -> None:
     if not isinstance(array, Array):
         raise InterpreterError(f"{operation}: expected an array, got {type(array).__name__}")
+    check_hints(latency, allow_tma)
 
 
-def num_tiles(array: Array, /, axis: int, shape: Any, order: Any = "C") -> int:
-    """See ``ct.num_tiles``."""
-    _check_array("num_tiles", array)
-    return tiles_along(array, axis, shape_of(shape), axis_order(order, array.ndim))
+def _stored_data(value: Any, dtype: Any, what: str) -> torch.Tensor:
+    """A tile's or scalar's data in an array's dtype, if the compiler converts it implicitly."""
+    if isinstance(value, Tile):
+        check_stored(value.dtype, dtype, what)
+        return cast(value.data, value.dtype, dtype)
+    if not is_scalar(value):
+        raise InterpreterError(f"{what}: expected a tile or a scalar, got {type(value).__name__}")
+    check_stored(value, dtype, what)
+    return filled(value, dtype)
 
 
 def load(
-    array: Array,
-    /,
-    index: Any,
-    shape: Any,
-    *,
-    order: Any = "C",
-    padding_mode: Any = ct.PaddingMode.UNDETERMINED,
-    check_bounds: bool = True,
-    latency: int | None = None,
-    allow_tma: bool | None = None,
-    memory_order: Any = _WEAK,
-    memory_scope: Any = _NONE,
-) -> Tile:
+    array: Array, /, index: Any, shape: Any, *, padding_mode: Any = ct.PaddingMode.UNDETERMINED,
+    check_bounds: bool = True, latency: int | None = None, allow_tma: bool | None = None,
+) -> Tile:  # fmt: skip
     """See ``ct.load``; a tile that reaches outside the array without padding is refused."""
-    _check_array("load", array)
-    check_hints(latency, allow_tma)
-    plain = memory_order is _WEAK
-    if not plain or memory_scope is not _NONE:
-        _check_order("load", memory_order, memory_scope, ("WEAK", "RELAXED", "ACQUIRE"))
-    axes = axis_order(order, array.ndim)
-    tile = read_tile("load", array, index, shape, axes, padding_mode, check_bounds, plain=plain)
-    if memory_order is ct.MemoryOrder.ACQUIRE:
-        array.launch.acquired = True
-    return tile
+    _check("load", array, latency, allow_tma)
+    return read_tile("load", array, index, shape, padding_mode, check_bounds)
 
 
 def store(
-    array: Array,
-    /,
-    index: Any,
-    tile: Any,
-    *,
-    order: Any = "C",
-    check_bounds: bool = True,
-    latency: int | None = None,
+    array: Array, /, index: Any, tile: Any, *, check_bounds: bool = True, latency: int | None = None,
     allow_tma: bool | None = None,
-    memory_order: Any = _WEAK,
-    memory_scope: Any = _NONE,
-) -> None:
+) -> None:  # fmt: skip
     """See ``ct.store``; what lies beyond the edge is left out, unless that is everything."""
-    _check_array("store", array)
-    check_hints(latency, allow_tma)
-    plain = memory_order is _WEAK
-    if not plain or memory_scope is not _NONE:
-        _check_order("store", memory_order, memory_scope, ("WEAK", "RELAXED", "RELEASE"))
-    data = stored_data(tile, array.dtype, f"store to array {array.name!r}")
-    write_tile("store", array, index, data, axis_order(order, array.ndim), check_bounds, plain=plain)
+    _check("store", array, latency, allow_tma)
+    write_tile(array, index, _stored_data(tile, array.dtype, f"store to array {array.name!r}"), check_bounds)
+
+
+class _Selection:
+    """The elements that broadcast indices select: which of them count, and where those lie."""
+
+    def __init__(self, operation: str, array: Array, indices: Any, mask: Any, check_bounds: bool) -> None:
+        entries = indices if isinstance(indices, tuple) else (indices,)
+        if len(entries) != array.ndim:
+            raise InterpreterError(f"{operation}: {len(entries)} indices for array {array.name!r} of rank {array.ndim}")
+        self._array, self._operation = array, operation
+        columns = torch.broadcast_tensors(*(_index_data(operation, entry) for entry in entries))
+        self.shape: tuple[int, ...] = tuple(columns[0].shape)
+        flat = [column.reshape(-1) for column in columns]
+        bounds = [(column >= 0) & (column < size) for column, size in zip(flat, array.shape, strict=True)]
+        inside = torch.stack(bounds).all(0)
+        valid = inside if mask is None else inside & _mask_data(operation, mask, self.shape)
+        if not check_bounds:
+            outside = ~inside if mask is None else _mask_data(operation, mask, self.shape) & ~inside
+            if bool(outside.any()):
+                first = int(outside.nonzero()[0, 0])
+                element = tuple(int(column[first]) for column in flat)
+                array.refuse(operation, f"element index {element}", "it is outside and check_bounds is False")
+        self._valid = None if bool(valid.all()) else valid
+        if self._valid is not None:
+            flat = [column[valid] for column in flat]
+        offsets = torch.full_like(flat[0], array.offset)
+        for column, stride in zip(flat, array.strides, strict=True):
+            offsets = offsets + column * stride
+        self._points = Points(offsets, flat)
+
+    def read(self, padding: torch.Tensor) -> Tile:
+        """Load the elements that count; ``padding`` stands in place of the others."""
+        array = self._array
+        array.launch.loaded(self._operation, array, self._points)
+        loaded = from_memory(self._points.of(array.memory), array.dtype)
+        if self._valid is None:
+            return Tile(loaded.reshape(self.shape), array.dtype)
+        result = padding.broadcast_to(self.shape).reshape(-1).clone()
+        result[self._valid] = loaded
+        return Tile(result.reshape(self.shape), array.dtype)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Store the values, broadcast to the selection's shape, of the elements that count."""
+        array = self._array
+        try:
+            flat = values.broadcast_to(self.shape).reshape(-1)
+        except RuntimeError:
+            raise InterpreterError(f"shape {tuple(values.shape)} does not broadcast to {self.shape}") from None
+        array.launch.stored(self._operation, array, self._points)
+        array.memory[self._points.offsets] = to_memory(flat if self._valid is None else flat[self._valid], array.dtype)
+
+
+def _index_data(operation: str, entry: Any) -> torch.Tensor:
+    if isinstance(entry, Tile):
+        if entry.dtype not in INTEGERS:
+            raise InterpreterError(f"{operation}: an index has dtype {entry.dtype}")
+        return entry.data.to(torch.int64)
+    if isinstance(entry, int):
+        return torch.full((), entry, dtype=torch.int64, device="cpu")
+    raise InterpreterError(f"{operation}: an index must be an integer or a tile, got {type(entry).__name__}")
+
+
+def _mask_data(operation: str, mask: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    if isinstance(mask, bool):
+        return torch.tensor(mask)
+    if not isinstance(mask, Tile) or mask.dtype != ct.bool_:
+        raise InterpreterError(f"{operation}: the mask must be a bool tile")
+    return mask.data.broadcast_to(shape).reshape(-1)
 
 
 def gather(
-    array: Array,
-    indices: Any,
-    /,
-    *,
-    mask: Any = None,
-    padding_value: Any = 0,
-    check_bounds: bool = True,
+    array: Array, indices: Any, /, *, mask: Any = None, padding_value: Any = 0, check_bounds: bool = True,
     latency: int | None = None,
-) -> Tile:
+) -> Tile:  # fmt: skip
     """See ``ct.gather``."""
-    _check_array("gather", array)
-    check_hints(latency, None)
-    selection = Selection("gather", array, indices, mask, check_bounds)
-    padding = stored_data(padding_value, array.dtype, "gather: padding_value")
-    return read_points("gather", array, selection, padding)
+    _check("gather", array, latency)
+    selection = _Selection("gather", array, indices, mask, check_bounds)
+    return selection.read(_stored_data(padding_value, array.dtype, "gather: padding_value"))
 
 
 def scatter(
-    array: Array,
-    indices: Any,
-    value: Any,
-    /,
-    *,
-    mask: Any = None,
-    check_bounds: bool = True,
+    array: Array, indices: Any, value: Any, /, *, mask: Any = None, check_bounds: bool = True,
     latency: int | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """See ``ct.scatter``."""
-    _check_array("scatter", array)
-    check_hints(latency, None)
-    selection = Selection("scatter", array, indices, mask, check_bounds)
-    write_points("scatter", array, selection, stored_data(value, array.dtype, f"scatter to array {array.name!r}"))
+    _check("scatter", array, latency)
+    selection = _Selection("scatter", array, indices, mask, check_bounds)
+    selection.write(_stored_data(value, array.dtype, f"scatter to array {array.name!r}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +155,13 @@ class Slice:
     length: int
 
 
-def _advanced(operation: str, array: Array, indices: Any) -> tuple[Selection, tuple[int, ...], bool]:
-    """The selection that slices and one tile of indices make, its shape, and whether all of it is inside."""
-    _check_array(operation, array)
+def load_advanced_indexing(
+    array: Array, indices: Any, /, *, padding_mode: Any = ct.PaddingMode.UNDETERMINED, latency: int | None = None,
+    allow_tma: bool | None = None,
+) -> Tile:  # fmt: skip
+    """See ``ct.load_advanced_indexing``."""
+    operation = "load_advanced_indexing"
+    _check(operation, array, latency, allow_tma)
     tiles = [entry for entry in indices if isinstance(entry, Tile)]
     slices = [entry for entry in indices if isinstance(entry, Slice)]
     fits = len(indices) == array.ndim > 1 and len(tiles) == 1 and len(tiles) + len(slices) == len(indices)
@@ -152,96 +173,26 @@ def _advanced(operation: str, array: Array, indices: Any) -> tuple[Selection, tu
         else torch.arange(entry.length, dtype=torch.int64, device="cpu") + operator.index(entry.start)
         for entry in indices
     ]
-    shape = check_shape(tuple(line.numel() for line in lines))
+    check_shape(tuple(line.numel() for line in lines))
     inside = [(line >= 0) & (line < size) for line, size in zip(lines, array.shape, strict=True)]
     if not all(bool(line.any()) for line in inside):
         array.refuse(operation, f"{indices}", "the tile lies entirely outside the array")
+    whole = all(bool(line.all()) for line in inside)
+    if not whole and padding_mode is ct.PaddingMode.UNDETERMINED:
+        array.refuse(operation, f"{indices}", "it reaches outside and padding_mode is UNDETERMINED")
     columns = tuple(
         Tile(line.reshape([-1 if i == axis else 1 for i in range(array.ndim)]), ct.int64)
         for axis, line in enumerate(lines)
     )
-    return Selection(operation, array, columns, None, True), shape, all(bool(line.all()) for line in inside)
-
-
-def load_advanced_indexing(
-    array: Array,
-    indices: Any,
-    /,
-    *,
-    padding_mode: Any = ct.PaddingMode.UNDETERMINED,
-    latency: int | None = None,
-    allow_tma: bool | None = None,
-) -> Tile:
-    """See ``ct.load_advanced_indexing``."""
-    check_hints(latency, allow_tma)
-    selection, _, whole = _advanced("load_advanced_indexing", array, indices)
-    if not whole and padding_mode is ct.PaddingMode.UNDETERMINED:
-        array.refuse("load_advanced_indexing", f"{indices}", "it reaches outside and padding_mode is UNDETERMINED")
     padding = filled(0 if whole else padding_of(array.dtype, padding_mode), array.dtype)
-    return read_points("load_advanced_indexing", array, selection, padding)
-
-
-def store_advanced_indexing(
-    array: Array, indices: Any, tile: Any, /, *, latency: int | None = None, allow_tma: bool | None = None
-) -> None:
-    """See ``ct.store_advanced_indexing``."""
-    check_hints(latency, allow_tma)
-    selection, shape, _ = _advanced("store_advanced_indexing", array, indices)
-    data = stored_data(tile, array.dtype, f"store to array {array.name!r}")
-    if tuple(data.shape) != shape:
-        raise InterpreterError(f"store_advanced_indexing: tile shape {tuple(data.shape)}, indices give {shape}")
-    write_points("store_advanced_indexing", array, selection, data)
-
-
-_ATOMIC_ORDERS = ("RELAXED", "ACQUIRE", "RELEASE", "ACQ_REL")
-
-
-def atomic_cas(
-    array: Array,
-    indices: Any,
-    expected: Any,
-    desired: Any,
-    /,
-    *,
-    check_bounds: bool = True,
-    memory_order: Any = _ACQ_REL,
-    memory_scope: Any = _DEVICE,
-) -> Tile:
-    """See ``ct.atomic_cas``."""
-    _check_array("atomic_cas", array)
-    _check_order("atomic_cas", memory_order, memory_scope, _ATOMIC_ORDERS)
-    selection = Selection("atomic_cas", array, indices, None, check_bounds)
-    return swap_points(array, selection, expected, desired, memory_order)
-
-
-def _atomic(name: str) -> Callable[..., Tile]:
-    def atomic(
-        array: Array,
-        indices: Any,
-        update: Any,
-        /,
-        *,
-        check_bounds: bool = True,
-        memory_order: Any = _ACQ_REL,
-        memory_scope: Any = _DEVICE,
-    ) -> Tile:
-        _check_array(f"atomic_{name}", array)
-        _check_order(f"atomic_{name}", memory_order, memory_scope, _ATOMIC_ORDERS)
-        selection = Selection(f"atomic_{name}", array, indices, None, check_bounds)
-        return combine_points(name, array, selection, update, memory_order)
-
-    return atomic
+    return _Selection(operation, array, columns, None, True).read(padding)
 
 
 FUNCTIONS: dict[str, Any] = {
     "Slice": Slice,
-    "num_tiles": num_tiles,
     "load": load,
     "store": store,
     "gather": gather,
     "scatter": scatter,
     "load_advanced_indexing": load_advanced_indexing,
-    "store_advanced_indexing": store_advanced_indexing,
-    "atomic_cas": atomic_cas,
-    **{f"atomic_{name}": _atomic(name) for name in ("add", "max", "min", "and", "or", "xor", "xchg")},
 }

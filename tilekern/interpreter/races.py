@@ -1,42 +1,26 @@
-"""The state of a launch while it runs, and the check that its blocks do not race, nor with the launch before.
+"""The state of a launch while it runs, and the check for races between its blocks and with the launch before.
 
-Blocks run one after another and are numbered in that order, so the running block has the greatest number yet. Each
+Blocks run one after another and are numbered in that order, so the running block has the greatest number so far. Each
 storage that is stored to gets one int32 "owner" for each element: the number of the block that stored it, or FREE,
-which is greater than any. So an element that another block has stored before is one that is smaller than the running
-block's number: one minimum over what is stored finds it. Loads are written down and looked up when the launch is
-over, when every owner is known: a load that came before the store of another block is a race as well.
-
-A block that has made an acquiring atomic access may have waited for the others in a way that this check cannot see,
-so what it does afterwards is not taken as a race.
+which is greater than any number. An owner smaller than the running block's number means that another block stored the
+element before, and one minimum over a store finds it. Loads are noted and checked at the end of the launch, when every
+owner is known: a load that came before the store of another block is a race as well.
 """
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from tilekern.interpreter.errors import InterpreterError
 
 if TYPE_CHECKING:
-    from tilekern.interpreter.arrays import Array
+    from tilekern.interpreter.arrays import Array, Box, Points
 
 FREE = torch.iinfo(torch.int32).max
-
-
-class Access(Protocol):
-    """The elements of a storage that one operation touches."""
-
-    def of(self, memory: torch.Tensor, scale: int = 1) -> torch.Tensor:
-        """Those elements; with a scale, of a memory that has so many items for each element."""
-
-    def fill(self, memory: torch.Tensor, value: int, scale: int) -> None:
-        """Write one value to all of them."""
-
-    def element(self, position: tuple[int, ...]) -> tuple[int, ...]:
-        """The index into the array of the element at a position of the operation."""
 
 
 @dataclass
@@ -50,20 +34,19 @@ class Launch:
     dependent: bool = False
     number: int = 0
     block: tuple[int, int, int] = (0, 0, 0)
-    acquired: bool = False
     waited: bool = False
     granules: dict[int, int] = field(default_factory=dict)
     owners: dict[int, torch.Tensor] = field(default_factory=dict)
-    loads: list[tuple[int, str, Array, Access]] = field(default_factory=list)
+    loads: list[tuple[int, str, Array, Box | Points]] = field(default_factory=list)
 
     def enter(self, number: int) -> None:
         """Make the block with this number in the order of execution the running one."""
         self.number = number
         self.block = self.block_of(number)
-        self.acquired = self.waited = False
+        self.waited = False
 
     def wait(self) -> None:
-        """Note that the running block has waited for the launch before; where none runs beside, there is no need."""
+        """Note that the running block has waited for the launch before."""
         self.waited = True
 
     def _touched(self, operation: str, array: Array) -> None:
@@ -74,7 +57,7 @@ class Launch:
             )
 
     def block_of(self, number: int) -> tuple[int, int, int]:
-        """The index of the block that runs as the so-manieth."""
+        """Return the index of the block at position ``number`` in execution order."""
         linear, (x, y, _) = self.order[number], self.sizes
         return linear % x, linear // x % y, linear // (x * y)
 
@@ -85,25 +68,25 @@ class Launch:
         return x, y, z
 
     def where(self, number: int | None = None) -> str:
-        """The running block (or another), as messages name it."""
+        """Name the running block, or another one, in a message."""
         block = self.block if number is None else self.block_of(number)
         return str(block[: len(self.grid)])
 
     def register(self, array: Array) -> None:
-        """Note an argument: arrays that share a storage have owners of the smallest of their element sizes."""
+        """Note an argument; arrays that share a storage have owners of their smallest element size."""
         size = array.memory.element_size()
         self.granules[array.key] = min(size, self.granules.get(array.key, size))
 
-    def loaded(self, operation: str, array: Array, access: Access) -> None:
-        """Write a load down, to be looked up in :meth:`finish`."""
+    def loaded(self, operation: str, array: Array, access: Box | Points) -> None:
+        """Note a load for :meth:`finish`."""
         self._touched(operation, array)
-        if self.check_races and not self.acquired:
+        if self.check_races:
             self.loads.append((self.number, operation, array, access))
 
-    def stored(self, operation: str, array: Array, access: Access) -> None:
-        """Make the running block the owner of what it stores, unless another one is."""
+    def stored(self, operation: str, array: Array, access: Box | Points) -> None:
+        """Make the running block the owner of the elements; refuse those that another block owns."""
         self._touched(operation, array)
-        if not self.check_races or self.acquired:
+        if not self.check_races:
             return
         scale = array.memory.element_size() // self.granules[array.key]
         owners = self.owners.get(array.key)
@@ -120,7 +103,7 @@ class Launch:
         access.fill(owners, self.number, scale)
 
     def finish(self) -> None:
-        """Look up every load, now that it is known which block stored what."""
+        """Check every noted load against the final owners."""
         for number, operation, array, access in self.loads:
             owners = self.owners.get(array.key)
             if owners is None:

@@ -1,5 +1,5 @@
 """Attention forward and backward, by kernels and by cuDNN."""
 
-from tilekern.kernels.attention import backward, delta, forward, gradients
+from tilekern.kernels.attention import backward, forward, gradients
 
-SPECS = (*forward.SPECS, *backward.SPECS, *delta.SPECS, *gradients.SPECS)
+SPECS = (*forward.SPECS, *backward.SPECS, *gradients.SPECS)

@@ -6,8 +6,9 @@ With P = exp(S - lse), S the scaled (and capped) scores, and delta = rowsum(out 
     dv = P^T dout,   dS = P * (dout v^T - delta),   dq = scale dS k,   dk = scale dS^T q,
 
 dS times 1 - tanh^2 where the scores are capped. P is computed anew from q, k and lse: once for dk and dv, by blocks
-that own a tile of keys (:data:`DKDV`), and once for dq, by blocks that own a tile of queries (:data:`DQ`). A gradient
-that lse itself receives is subtracted from delta. The layout stands in :mod:`tilekern.kernels.attention.problem`.
+that own a tile of keys (:data:`DKDV`), and once for dq, by blocks that own a tile of queries (:data:`DQ`); delta is
+computed before, by :data:`DELTA`. A gradient of lse itself is subtracted from delta. The layout is that of
+:mod:`tilekern.kernels.attention.problem`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.attention import backward_problem as shared
-from tilekern.kernels.attention.backward_space import default, generic, space_of
-from tilekern.kernels.attention.delta import SPEC as DELTA
-from tilekern.kernels.attention.problem import depth_of, is_one_loop, pairs, rows_bytes
+from tilekern.kernels.attention.problem import SCALARS, depth_of, is_one_loop, pairs, sizes
 from tilekern.kernels.attention.tiles import (
     LOG2_E,
     cut,
     edge_tile,
+    factors_of,
     first_head_of,
     head_and_tile,
     heads_abreast,
@@ -37,17 +37,22 @@ from tilekern.kernels.attention.tiles import (
     soft_tanh,
     store_rows,
 )
-from tilekern.kernels.tiles import ConstBool, ConstInt, hints
-from tilekern.spec import ITEM_BYTES, Config, Implementation, KernelSpec, Problem, cdiv
+from tilekern.kernels.families.tables import spec
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, load
+from tilekern.spec import (
+    Array,
+    Config,
+    Constraint,
+    Dimension,
+    KernelSpec,
+    Problem,
+    ScalarParameter,
+    Space,
+    Value,
+    cdiv,
+)
 
 __all__ = ["DELTA", "DKDV", "DQ", "SPECS"]
-
-
-def _factors(scale, softcap, capped):
-    """(slope, factor): exponents of base 2 are factor * tanh(slope * products) where capped, else factor * products."""
-    if ct.static_eval(capped):
-        return scale / softcap, softcap * LOG2_E
-    return scale, scale * LOG2_E
 
 
 def _score_gradients(products, pulled, lse, delta, shown, factors, capped, precise, masked):
@@ -107,7 +112,7 @@ def _keys_gradients(
     first_key, keys = sequence(key_starts, number, k.shape[1], packed)
     # One turn, or none beyond the end of a packed sequence: tileiras 13.4 rejects a branch in dq's kernel for sm_100.
     for _ in range(ct.where(tile * tile_n < keys, 1, 0) if ct.static_eval(packed) else 1):
-        arrays, span, factors = (q, dout, lse, delta), (queries, keys, window), _factors(scale, softcap, capped)
+        arrays, span, factors = (q, dout, lse, delta), (queries, keys, window), factors_of(scale, softcap, capped)
         key = tile * tile_n + ct.arange(tile_n, dtype=ct.int32)[:, None]
         k_tile = load_rows(k, number, first_key, tile, kv_head, tile_n, depth, packed, 0)
         v_tile = load_rows(v, number, first_key, tile, kv_head, tile_n, depth, packed, 0)
@@ -164,22 +169,9 @@ def attention_dkdv(
 
 
 def _add_keys(
-    arrays,
-    place,
-    owned,
-    dq_sum,
-    span,
-    factors,
-    tile_n,
-    depth,
-    latency,
-    causal,
-    windowed,
-    capped,
-    packed,
-    precise,
+    arrays, place, owned, dq_sum, span, factors, tile_n, depth, latency, causal, windowed, capped, packed, precise,
     masked,
-):
+):  # fmt: skip
     """dq of a tile of queries with one more tile of keys."""
     (k, v), (number, first, tile, kv_head), (q_tile, dout_tile, lse, delta, query) = arrays, place, owned
     queries, keys, window = span
@@ -211,7 +203,7 @@ def _queries_gradients(
     first_query, queries = sequence(query_starts, number, q.shape[1], packed)
     first_key, keys = sequence(key_starts, number, k.shape[1], packed)
     for _ in range(ct.where(tile * tile_m < queries, 1, 0) if ct.static_eval(packed) else 1):
-        arrays, span, factors = (k, v), (queries, keys, window), _factors(scale, softcap, capped)
+        arrays, span, factors = (k, v), (queries, keys, window), factors_of(scale, softcap, capped)
         query = tile * tile_m + ct.arange(tile_m, dtype=ct.int32)[:, None]
         q_tile = load_rows(q, number, first_query, tile, head, tile_m, depth, packed, 0)
         dout_tile = load_rows(dout, number, first_query, tile, head, tile_m, depth, packed, 0)
@@ -260,63 +252,119 @@ def attention_dq(
         _queries_gradients(ct.bid(0), *arguments)
 
 
-# Bytes that the blocks at work at one time should read again and again: they stay in any data-centre GPU's L2.
-_WAVE_BYTES = 16 << 20
+# The first step: delta.
 
 
-def _implementation(
-    problem: Problem, config: Config, function: Any, side: str, outputs: tuple[str, ...]
-) -> Implementation:
-    """A config of either spec, whose blocks own tiles of ``side`` (queries or keys)."""
-    heads = problem["heads" if side == "queries" else "kv_heads"]
-    rows = config["tile_m" if side == "queries" else "tile_n"]
+@ct.kernel
+def attention_delta(
+    out, dout, delta, depth: ConstInt, tile_m: ConstInt, tile_h: ConstInt, bounded: ConstBool, tma: ConstBool
+):
+    """Blocks that loop over tiles of tokens and heads in steps of the grid.
 
-    def grid(sizes: Problem, sm_count: int) -> int:
-        items: int = sizes["batch"] * heads * cdiv(sizes[side], rows)
-        return min(items, sm_count * config["occupancy"]) if config["schedule"] == "persistent" else items
+    out and dout [batch, queries, heads, head_dim], delta [batch, heads, queries].
+    """
+    across = ct.cdiv(out.shape[2], tile_h)
+    rows = ct.cdiv(out.shape[1], tile_m)
+    for item in range(ct.bid(0), out.shape[0] * rows * across, ct.num_blocks(0)):
+        batch, row, head = item // (rows * across), item // across % rows, item % across
+        index, shape = (batch, row, head, 0), (1, tile_m, tile_h, depth)
+        left = load(out, index, shape, bounded, 0, tma).astype(ct.float32)
+        right = load(dout, index, shape, bounded, 0, tma).astype(ct.float32)
+        sums = ct.reshape(ct.sum(left * right, axis=3), (tile_m, tile_h))
+        values = ct.reshape(ct.transpose(sums), (1, tile_h, tile_m))
+        ct.store(delta, (batch, head, row), values, check_bounds=bounded, allow_tma=False)
 
-    return Implementation(
-        function=function,
-        parameters=shared.parameters(problem, f"most_{side}", outputs),
-        constants=(
-            *((name, problem[name]) for name in ("heads", "kv_heads")),
-            ("depth", depth_of(problem)),
-            *((name, config[name]) for name in ("tile_m", "tile_n")),
-            ("budget", _WAVE_BYTES // ITEM_BYTES[problem["dtype"]]),
-            ("latency", config["latency"]),
-            ("persistent", config["schedule"] == "persistent"),
-            # Loads of packed rows are long code, which a second loop would have twice.
-            ("one_loop", problem["packed"] or is_one_loop(config)),
-            *((flag, problem[flag]) for flag in shared.FLAGS),
-            ("precise", problem["dtype"] == "float32"),
+
+def _delta_config(problem: Problem, schedule: str) -> Config:
+    tile_m = max(2, min(64, 2048 // depth_of(problem)))
+    return Config(schedule=schedule, tile_m=tile_m, tile_h=1, occupancy=4, num_worker_warps=0, tma=False)
+
+
+def _delta_axes(problem: Problem) -> dict[str, list[Value]]:
+    return {
+        "schedule": ["block"],
+        "tile_m": [2, 4, 8, 16, 32, 64],
+        "tile_h": [1, 4] if problem["heads"] % 4 == 0 else [1],
+        "occupancy": [4],
+        "num_worker_warps": [0],
+        "tma": [False, True],
+    }
+
+
+_DELTA_SIZED = Constraint(
+    "a tile of fewer than 1024 or more than 8192 elements starves or spills",
+    lambda problem, config, target: 1024 <= config["tile_m"] * config["tile_h"] * depth_of(problem) <= 8192,
+)
+_DELTA_ARRAYS = (
+    *(Array(name, "dtype", ("batch", "queries", "heads", "head_dim")) for name in ("out", "dout")),
+    Array("delta", "float32", ("batch", "heads", "queries"), "output", aligned=False),
+)
+
+DELTA = spec(
+    "attention_delta",
+    "delta = sum of out * dout over each head's channels, in float32",
+    (
+        *(Dimension(name, "bucketed") for name in ("batch", "queries")),
+        *(Dimension(name, "exact") for name in ("heads", "head_dim")),
+        Dimension("dtype", "dtype"),
+    ),
+    lambda problem: _DELTA_ARRAYS,
+    lambda out, dout: {"delta": (out.double() * dout.double()).sum(-1).transpose(1, 2)},
+    function=lambda problem, config: attention_delta,
+    sizes=lambda problem: {"depth": depth_of(problem)},
+    constants=lambda problem, config: {
+        "bounded": config["tile_m"] > 1
+        or problem["heads"] % config["tile_h"] != 0
+        or problem["head_dim"] != problem["depth"]
+    },
+    grid=lambda sizes, config, sm_count: grid_of(
+        sizes["batch"] * cdiv(sizes["queries"], config["tile_m"]) * cdiv(sizes["heads"], config["tile_h"]),
+        config,
+        sm_count,
+    ),
+    space=Space(_delta_axes, (TMA_NEEDS_HOPPER, _DELTA_SIZED)),
+    default=lambda problem, target: _delta_config(problem, "block"),
+    generic=lambda problem: _delta_config(problem, "persistent"),
+    flops=lambda problem: 2 * problem["batch"] * problem["queries"] * problem["heads"] * problem["head_dim"],
+    result_dtype=lambda problem: problem["dtype"],
+)
+
+
+# The specs of the gradients.
+
+
+def _spec(
+    name: str, summary: str, side: str, outputs: tuple[Array, ...], function: Any, products: int
+) -> KernelSpec:  # fmt: skip
+    """The spec of a kernel whose blocks own tiles of ``side``, queries or keys, and compute ``products`` products."""
+    space = shared.space_of(side)
+    arrays = (*shared.READ, ScalarParameter(f"most_{side}", "int32"), *SCALARS, *outputs)
+    heads, rows = ("heads", "tile_m") if side == "queries" else ("kv_heads", "tile_n")
+    return spec(
+        name,
+        summary,
+        shared.DIMENSIONS,
+        lambda problem: arrays,
+        shared.REFERENCES[side],
+        function=lambda problem, config: function,
+        sizes=sizes,
+        # Loads of packed rows are long code, which a second loop would have twice.
+        constants=lambda problem, config: {"one_loop": problem["packed"] or is_one_loop(config)},
+        grid=lambda sizes, config, sm_count: grid_of(
+            sizes["batch"] * sizes[heads] * cdiv(sizes[side], config[rows]), config, sm_count
         ),
-        grid=grid,
-        hints=hints(config),
-    )
-
-
-def _spec(name: str, summary: str, side: str, outputs: tuple[str, ...], function: Any, products: int) -> KernelSpec:
-    space = space_of(side)
-    return KernelSpec(
-        name=name,
-        summary=summary,
-        module=__name__,
-        dimensions=shared.DIMENSIONS,
         space=space,
-        implement=lambda problem, config: _implementation(problem, config, function, side, outputs),
-        default=lambda problem, target: default(problem, target, space, side),
-        generic=generic,
-        inputs=shared.inputs,
-        outputs=lambda problem, blocks: {output: shared.rows_shape(problem, side) for output in outputs},
-        reference=shared.REFERENCES[side],
-        bytes_moved=lambda problem: shared.read_bytes(problem) + len(outputs) * rows_bytes(problem, side),
+        default=lambda problem, target: shared.default(problem, target, space, side),
+        generic=shared.generic,
+        given=shared.inputs,
         flops=lambda problem: 2 * products * pairs(problem) * problem["head_dim"],
-        result_dtype=lambda problem: problem["dtype"],
         roundings=2,
     )
 
 
-DKDV = _spec("attention_dkdv", "dk and dv of attention, by tiles of keys", "keys", ("dk", "dv"), attention_dkdv, 4)
-DQ = _spec("attention_dq", "dq of attention, by tiles of queries", "queries", ("dq",), attention_dq, 3)
+DKDV = _spec(
+    "attention_dkdv", "dk and dv of attention, by tiles of keys", "keys", (shared.DK, shared.DV), attention_dkdv, 4
+)
+DQ = _spec("attention_dq", "dq of attention, by tiles of queries", "queries", (shared.DQ,), attention_dq, 3)
 
-SPECS = (DKDV, DQ)
+SPECS = (DKDV, DQ, DELTA)

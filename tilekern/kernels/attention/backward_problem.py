@@ -1,7 +1,7 @@
-"""Attention's backward as its specs declare it: dimensions, consistent inputs, the formula of the gradients.
+"""Attention's backward but for its kernels: dimensions, arrays, inputs, the formula of the gradients, search spaces.
 
-The layout and the meaning of the flags are those of :mod:`tilekern.kernels.attention.problem`. Sinks act through the
-log-sum-exp alone, so that no backward kernel knows of them.
+The layout and the flags are those of :mod:`tilekern.kernels.attention.problem`. Sinks act only through the log-sum-exp:
+no backward kernel takes them.
 """
 
 from __future__ import annotations
@@ -11,31 +11,32 @@ from collections.abc import Callable
 from typing import Any
 
 from tilekern.kernels.attention import problem as shared
-from tilekern.spec import ArrayParameter, Problem, ScalarParameter
+from tilekern.spec import ITEM_BYTES, Array, Config, Constraint, Problem, Space, Value
+from tilekern.spec.targets import Target
 
 DIMENSIONS = tuple(dimension for dimension in shared.DIMENSIONS if dimension.name != "sinks")
 FLAGS = ("causal", "windowed", "capped", "packed")
 
 
-def parameters(problem: Problem, most: str, outputs: tuple[str, ...]) -> tuple[ArrayParameter | ScalarParameter, ...]:
-    """The parameters of a backward kernel whose grid covers ``most``, before its constants."""
-    dtype, head_dim = problem["dtype"], problem["head_dim"]
-    return (
-        *(ArrayParameter(name, dtype, 4, head_dim) for name in ("q", "k", "v", "dout")),
-        *(ArrayParameter(name, "float32", 3, aligned=False) for name in ("lse", "delta")),
-        *(ArrayParameter(name, "int32", 1) for name in ("query_starts", "key_starts")),
-        ScalarParameter(most, "int32"),
-        *(ScalarParameter(name, "float32") for name in ("scale", "softcap")),
-        ScalarParameter("window", "int32"),
-        *(ArrayParameter(name, dtype, 4, head_dim, "output") for name in outputs),
-    )
+# Arrays that both backward kernels read.
+READ = (
+    shared.Q,
+    shared.K,
+    shared.V,
+    Array("dout", "dtype", shared.TOKENS["queries"]),
+    *(Array(name, "float32", shared.OF_QUERIES, aligned=False) for name in ("lse", "delta")),
+    *shared.STARTS,
+)
+DQ, DK, DV = (
+    Array(name, "dtype", shared.TOKENS["queries" if name == "dq" else "keys"], "output") for name in ("dq", "dk", "dv")
+)
 
 
 def inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """The forward's inputs, a normal dout, and the lse and delta that they give.
+    """Draw the forward's inputs and dout; compute their lse and delta.
 
-    lse receives a normal gradient too, which delta holds: without it a query that sees one key has dS = 0, of which a
-    rounded result can say nothing.
+    lse gets a normal gradient too, which delta holds: without it a query that sees one key has dS = 0, and a rounded
+    result cannot be compared.
     """
     import torch
 
@@ -48,12 +49,12 @@ def inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     return {**found, "lse": lse.float(), "delta": delta.float() - dlse}
 
 
-# Scores of one sequence that are worked out at a time.
+# Scores of one sequence that are computed at a time.
 _SCORES = 1 << 28
 
 
 def _by_head(problem: Problem, found: dict[str, Any]) -> tuple[Any, Any]:
-    """lse and delta in float64, some heads at a time: the scores of all heads at once need not fit in memory."""
+    """lse and delta in float64, some heads at a time: the scores of all heads may not fit in memory."""
     import torch
 
     flags = {flag: problem[flag] for flag in FLAGS} | {"sinks": False}
@@ -100,7 +101,7 @@ def gradients(
     q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any, query_starts: Any, key_starts: Any, most_queries: int,
     most_keys: int, scale: float, softcap: float, window: int, causal: bool, windowed: bool, capped: bool, packed: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """The formula in float64: dq, dk and dv for the given lse and delta."""
+    """Compute dq, dk and dv in float64 for the given lse and delta."""
     import torch
 
     del most_queries, most_keys
@@ -121,17 +122,6 @@ def gradients(
     return dict(zip(("dq", "dk", "dv"), joined, strict=True))
 
 
-def rows_shape(problem: Problem, side: str) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype of a gradient for ``side``, ``queries`` or ``keys``."""
-    heads = problem["heads" if side == "queries" else "kv_heads"]
-    return (*shared.token_shape(problem, side), heads, problem["head_dim"]), problem["dtype"]
-
-
-def read_bytes(problem: Problem) -> int:
-    """Bytes of what each of the two backward kernels reads: q and dout, k and v, lse and delta."""
-    return 2 * (shared.rows_bytes(problem, "queries") + shared.rows_bytes(problem, "keys") + shared.lse_bytes(problem))
-
-
 def _of(outputs: tuple[str, ...]) -> Callable[..., dict[str, Any]]:
     @functools.wraps(gradients)
     def reference(**given: Any) -> dict[str, Any]:
@@ -141,5 +131,105 @@ def _of(outputs: tuple[str, ...]) -> Callable[..., dict[str, Any]]:
     return reference
 
 
-# The part of the formula that the kernel owning tiles of queries or of keys computes.
+# The results of the kernel that owns tiles of queries, and of the one that owns tiles of keys.
 REFERENCES = {"queries": _of(("dq",)), "keys": _of(("dk", "dv"))}
+
+
+# Search spaces.
+
+
+def config_of(tile_m: int, tile_n: int, warps: int, schedule: str = "block") -> Config:
+    """Return a config of the tile kernels, at one block an SM."""
+    return Config(
+        implementation="tile", schedule=schedule, tile_m=tile_m, tile_n=tile_n, occupancy=1, num_worker_warps=warps,
+        latency=0,
+    )  # fmt: skip
+
+
+# Configs in the order in which the default tries them; the last one fits everywhere.
+_TRIED = {
+    "keys": ((64, 128, 8), (64, 64, 8), (64, 64, 4), (32, 32, 8), (16, 16, 8)),
+    "queries": ((128, 128, 8), (64, 64, 4), (32, 32, 8), (16, 16, 8)),
+}
+_SMALLEST = 16
+
+
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    # Products of float32 run on the ordinary units: few configs, since none is fast.
+    plain = problem["dtype"] == "float32"
+    small = plain or shared.depth_of(problem) > 256
+    tiles: list[Value] = [_SMALLEST, 32] if small else [64, 128] if shared.depth_of(problem) <= 128 else [32, 64]
+    return {
+        "implementation": ["tile"],
+        "schedule": ["block"],
+        "tile_m": tiles,
+        "tile_n": tiles,
+        "occupancy": [1] if plain else [1, 2],
+        "num_worker_warps": [4, 8],
+        "latency": [0],
+    }
+
+
+def _fits_registers(problem: Problem, config: Config, target: Target, side: str) -> bool:
+    rows, columns = (config[name] for name in ("tile_m", "tile_n"))
+    sums = rows if side == "queries" else 2 * columns
+    values = sums * shared.depth_of(problem) + 2 * rows * columns
+    # Blackwell's data-centre GPUs keep accumulators in tensor memory, which dk and dv of long heads do not fit.
+    if target.has_tensor_memory:
+        long = side == "keys" and shared.depth_of(problem) > 128
+        return bool(rows == columns == 32 if long else values <= 256 * 32 * config["num_worker_warps"])
+    return bool(values <= 192 * 32 * config["num_worker_warps"])
+
+
+def _fits_shared(problem: Problem, config: Config, target: Target, side: str) -> bool:
+    own, other = (config[name] for name in (("tile_m", "tile_n") if side == "queries" else ("tile_n", "tile_m")))
+    row = shared.depth_of(problem) * ITEM_BYTES[problem["dtype"]]
+    return bool((2 * own + 4 * other) * row * config["occupancy"] <= target.shared_bytes)
+
+
+def _least(config: Config) -> bool:
+    return bool(config["tile_m"] == config["tile_n"] == _SMALLEST and config["occupancy"] == 1)
+
+
+def space_of(side: str) -> Space:
+    """Return the space of the kernel whose blocks own tiles of ``side``."""
+    constraints = (
+        Constraint(
+            "a warp's share of the sums, P and dS exceeds its registers",
+            lambda problem, config, target: _least(config) or _fits_registers(problem, config, target, side),
+        ),
+        Constraint(
+            "a block's own tiles and two stages of the others exceed its share of the shared memory",
+            lambda problem, config, target: _least(config) or _fits_shared(problem, config, target, side),
+        ),
+        Constraint(
+            "two blocks of 8 worker warps leave 80 registers to a thread",
+            lambda problem, config, target: config["occupancy"] == 1 or config["num_worker_warps"] == 4,
+        ),
+    )
+    return Space(_axes, constraints)
+
+
+def _small_side(problem: Problem) -> int:
+    """The side of a small tile that compiles in 3 s with packed rows, a window and a cap; eight warps share it."""
+    return 32 if shared.depth_of(problem) <= (64 if problem["dtype"] == "float32" else 128) else _SMALLEST
+
+
+def _is_quick(problem: Problem, config: Config, target: Target) -> bool:
+    """Whether a config compiles in 3 s: without large matrix units, products and packed rows are long code."""
+    long = problem["dtype"] == "float32" or problem["packed"]
+    wide = config["tile_m"] >= 64 and (shared.depth_of(problem) <= 128 or target.has_wgmma)
+    return bool(not long or wide or config["tile_m"] <= _small_side(problem))
+
+
+def generic(problem: Problem) -> Config:
+    """Return small tiles that eight warps share, for any GPU and any layout."""
+    return config_of(_small_side(problem), _small_side(problem), 8, "persistent")
+
+
+def default(problem: Problem, target: Target, space: Space, side: str) -> Config:
+    """Return the first tried config that the space holds and that compiles in seconds."""
+    sizes = {*_axes(problem)["tile_m"], _SMALLEST}
+    tried = [config_of(m, n, warps) for m, n, warps in _TRIED[side] if {m, n} <= sizes]
+    quick = [config for config in tried[:-1] if _is_quick(problem, config, target)] + tried[-1:]
+    return next(config for config in quick if space.violated(problem, config, target) is None)

@@ -1,8 +1,8 @@
 """cuDNN's attention, through torch, as a point of the attention specs' spaces.
 
-torch hands tensors as [batch, heads, tokens, head_dim] of any strides to it, so the specs' layout goes in as a view.
-Its backward adds dq up atomically, whatever ``torch.use_deterministic_algorithms`` says (seen with cuDNN 9.19 through
-torch 2.11 on an H200: dk and dv repeat bit by bit, dq does not), so it may only serve where that is allowed.
+torch passes it tensors as [batch, heads, tokens, head_dim] of any strides, so the specs' layout goes in as a view. Its
+backward adds dq up atomically, whatever ``torch.use_deterministic_algorithms`` says (cuDNN 9.19 through torch 2.11 on
+an H200: dk and dv repeat bit by bit, dq does not), so it serves only where that is allowed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _heads_first(*tensors: Any) -> list[Any]:
 
 
 def forward(problem: Problem) -> LibraryCall:
-    """The forward: out and lse."""
+    """Return cuDNN's forward: out and lse."""
     causal = problem["causal"]
 
     def call(q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
@@ -63,7 +63,7 @@ def forward(problem: Problem) -> LibraryCall:
 
 
 def backward(problem: Problem) -> LibraryCall:
-    """The backward: dq, dk and dv."""
+    """Return cuDNN's backward: dq, dk and dv."""
     causal = problem["causal"]
 
     def call(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, *rest: Any) -> tuple[Any, ...]:
@@ -71,7 +71,7 @@ def backward(problem: Problem) -> LibraryCall:
 
         scale = dict(zip(BACKWARD_INPUTS[6:], rest, strict=True))["scale"]
         slopes = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-        # Its seed and offset are for dropout, which there is none of, but must be tensors.
+        # Seed and offset are for dropout and unused, but must be tensors.
         unused = torch.empty((), dtype=torch.int64, device=q.device)
         q, k, v, out, dout = _heads_first(q, k, v, out, dout)
         found = slopes(

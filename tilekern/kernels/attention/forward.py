@@ -9,7 +9,6 @@ in :mod:`tilekern.kernels.attention.tiles`, the layout in :mod:`tilekern.kernels
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
@@ -22,6 +21,7 @@ from tilekern.kernels.attention.tiles import (
     LOWEST,
     cut,
     edge_tile,
+    factors_of,
     head_and_tile,
     heads_abreast,
     key_tiles,
@@ -34,37 +34,19 @@ from tilekern.kernels.attention.tiles import (
     store_row_values,
     store_rows,
 )
-from tilekern.kernels.tiles import ConstBool, ConstInt, hints
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Constraint,
-    Implementation,
-    KernelSpec,
-    LibraryCall,
-    Problem,
-    ScalarParameter,
-    Space,
-    Value,
-    cdiv,
-)
+from tilekern.kernels.families.tables import spec
+from tilekern.kernels.matmul.space import of_tiles, one_for_library
+from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of
+from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, Space, Value, cdiv
 from tilekern.spec.targets import Target
 
 
 def _scores(q_tile, k_tile, slope, capped, precise):
-    """The scores of a tile in base 2, but for the factor of :func:`_factors`."""
+    """The scores of a tile in base 2, but for the factor of :func:`~tilekern.kernels.attention.tiles.factors_of`."""
     products = product(q_tile, ct.transpose(k_tile), ct.zeros((q_tile.shape[0], k_tile.shape[0]), ct.float32))
     if ct.static_eval(capped):
         products = soft_tanh(products * slope, precise)
     return products
-
-
-def _factors(scale, softcap, capped):
-    """(slope inside the cap, factor of what :func:`_scores` gives)."""
-    if ct.static_eval(capped):
-        return scale / softcap, softcap * LOG2_E
-    return scale, scale * LOG2_E
 
 
 def _add_keys(biggest, total, summed, products, v_tile, factor):
@@ -125,7 +107,7 @@ def _attend(item, q, k, v, sink_logits, query_starts, key_starts, numbers, out, 
     first_query, queries = sequence(query_starts, number, q.shape[1], packed)
     first_key, keys = sequence(key_starts, number, k.shape[1], packed)
     if tile * tile_m < queries:
-        slope, factor = _factors(scale, softcap, capped)
+        slope, factor = factors_of(scale, softcap, capped)
         q_tile = load_rows(q, number, first_query, tile, head, tile_m, depth, packed, 0)
         where = (number, first_key, kv_head_of(head, heads, kv_heads), tile_n, depth, packed, latency)
         first, full, edge, stop = key_tiles(tile * tile_m, tile_m, queries, keys, window, tile_n, causal, windowed)
@@ -176,53 +158,6 @@ def attention_forward(
         _attend(ct.bid(0), *arguments)
 
 
-# Bytes of keys and values that the blocks at work at one time should read: they stay in any data-centre GPU's L2.
-_WAVE_BYTES = 16 << 20
-
-
-def _implement(problem: Problem, config: Config) -> Implementation | LibraryCall:
-    if config["implementation"] == "cudnn":
-        return attention_cudnn.forward(problem)
-    tile_m, flags = config["tile_m"], ("causal", "windowed", "capped", "sinks", "packed")
-    head_dim, heads, dtype = problem["head_dim"], problem["heads"], problem["dtype"]
-    rows = [ArrayParameter(name, dtype, 4, head_dim) for name in ("q", "k", "v")]
-    scalars = [ScalarParameter(name, "float32") for name in ("scale", "softcap")]
-    return Implementation(
-        function=attention_forward,
-        parameters=(
-            *rows,
-            ArrayParameter("sink_logits", "float32", 1),
-            ArrayParameter("query_starts", "int32", 1),
-            ArrayParameter("key_starts", "int32", 1),
-            ScalarParameter("most_queries", "int32"),
-            *scalars,
-            ScalarParameter("window", "int32"),
-            ArrayParameter("out", dtype, 4, head_dim, "output"),
-            ArrayParameter("lse", "float32", 3, None, "output", aligned=False),
-        ),
-        constants=(
-            ("heads", heads),
-            ("kv_heads", problem["kv_heads"]),
-            ("depth", shared.depth_of(problem)),
-            ("tile_m", tile_m),
-            ("tile_n", config["tile_n"]),
-            ("budget", _WAVE_BYTES // ITEM_BYTES[dtype]),
-            ("latency", config["latency"]),
-            ("persistent", config["schedule"] == "persistent"),
-            ("one_loop", shared.is_one_loop(config)),
-            ("ahead", config["ahead"]),
-            *((flag, problem[flag]) for flag in flags),
-            ("precise", dtype == "float32"),
-        ),
-        grid=lambda sizes, sm_count: _grid(sizes["batch"] * heads * cdiv(sizes["queries"], tile_m), config, sm_count),
-        hints=hints(config),
-    )
-
-
-def _grid(items: int, config: Config, sm_count: int) -> int:
-    return min(items, sm_count * config["occupancy"]) if config["schedule"] == "persistent" else items
-
-
 def _config(tile_m: int, tile_n: int, occupancy: int, warps: int, schedule: str = "block") -> Config:
     return Config(
         implementation="tile", schedule=schedule, tile_m=tile_m, tile_n=tile_n, occupancy=occupancy,
@@ -251,28 +186,38 @@ def _fits_tensor_memory(problem: Problem, config: Config, target: Target) -> boo
     return config["tile_m"] >= 128 and not config["ahead"] and columns * config["occupancy"] <= 512
 
 
-def _is_plain(problem: Problem, config: Config, target: Target) -> bool:
-    axes = {name: values for name, values in _axes(problem).items() if name != "implementation"}
-    return config["implementation"] == "tile" or all(config[name] == values[0] for name, values in axes.items())
-
-
-def _of_tiles(holds: Callable[[Problem, Config, Target], bool]) -> Callable[[Problem, Config, Target], bool]:
-    """A condition on the tiles, which a library does not have."""
-    return lambda problem, config, target: config["implementation"] != "tile" or holds(problem, config, target)
-
-
 def _takes_stages(problem: Problem, config: Config, target: Target) -> bool:
     square = config["tile_m"] == config["tile_n"] == 128
     return target.has_wgmma and square and 64 < shared.depth_of(problem) <= 128
 
 
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    wide = _is_roomy(problem)
+    small: list[Value] = [16, 32] if shared.depth_of(problem) > 256 else [32, 64]
+    return {
+        "implementation": ["tile", "cudnn"],
+        "schedule": ["block", "persistent"],
+        "tile_m": [64, 128, 256] if wide else small,
+        "tile_n": [64, 128] if wide else small,
+        "occupancy": [1, 2],
+        "num_worker_warps": [4, 8],
+        "ahead": [False, True] if wide else [False],
+        "latency": [0, 1],
+    }
+
+
+def _is_busy(problem: Problem, config: Config, target: Target) -> bool:
+    depth = shared.depth_of(problem)
+    few = 64 <= depth <= 256 and _is_roomy(problem) and config["occupancy"] == 1
+    return not few or bool(config["tile_m"] * config["tile_n"] * depth >= 1 << 20)
+
+
 _CONSTRAINTS = (
     attention_cudnn.SERVES,
-    Constraint("a library chooses its tiles itself", _is_plain),
-    Constraint("the accumulators do not fit a thread's registers", _of_tiles(_fits)),
-    Constraint(
-        "tensor memory holds 512 columns of 128 rows, and its products run ahead by themselves",
-        _of_tiles(_fits_tensor_memory),
+    one_for_library(_axes),
+    of_tiles("the accumulators do not fit a thread's registers", _fits),
+    of_tiles(
+        "tensor memory holds 512 columns of 128 rows, and its products run ahead by themselves", _fits_tensor_memory
     ),
     Constraint(
         "on sm_90 a low latency gives tiles of 128 x 128 more stages; it changes nothing good elsewhere",
@@ -289,32 +234,8 @@ _CONSTRAINTS = (
             or (config["occupancy"] == 1 and (config["tile_m"] >= 128 or not _is_roomy(problem)))
         ),
     ),
-    Constraint(
-        "a single block of a few small products leaves the matrix units idle",
-        lambda problem, config, target: (
-            config["implementation"] != "tile"
-            or not 64 <= shared.depth_of(problem) <= 256
-            or not _is_roomy(problem)
-            or config["occupancy"] > 1
-            or config["tile_m"] * config["tile_n"] * shared.depth_of(problem) >= 1 << 20
-        ),
-    ),
+    of_tiles("a single block of a few small products leaves the matrix units idle", _is_busy),
 )
-
-
-def _axes(problem: Problem) -> dict[str, list[Value]]:
-    wide = _is_roomy(problem)
-    small: list[Value] = [16, 32] if shared.depth_of(problem) > 256 else [32, 64]
-    return {
-        "implementation": ["tile", "cudnn"],
-        "schedule": ["block", "persistent"],
-        "tile_m": [64, 128, 256] if wide else small,
-        "tile_n": [64, 128] if wide else small,
-        "occupancy": [1, 2],
-        "num_worker_warps": [4, 8],
-        "ahead": [False, True] if wide else [False],
-        "latency": [0, 1],
-    }
 
 
 def _default(problem: Problem, target: Target) -> Config:
@@ -336,28 +257,41 @@ def _generic(problem: Problem) -> Config:
 
 @functools.wraps(shared.formula)
 def reference(**given: Any) -> dict[str, Any]:
-    """The formula, so that log-sum-exps of minus infinity can be compared."""
+    """Compute the formula with comparable log-sum-exps."""
     return shared.results(shared.formula(**given))
 
 
-SPEC = KernelSpec(
-    name="attention_forward",
-    summary="out = softmax(scale q k^T) v and its log-sum-exp, masked, by tiles of queries and keys",
-    module=__name__,
-    dimensions=shared.DIMENSIONS,
+_ARRAYS = (
+    shared.Q,
+    shared.K,
+    shared.V,
+    Array("sink_logits", "float32", ("sink_logits",)),
+    *shared.STARTS,
+    ScalarParameter("most_queries", "int32"),
+    *shared.SCALARS,
+    Array("out", "dtype", shared.TOKENS["queries"], "output"),
+    Array("lse", "float32", shared.OF_QUERIES, "output", aligned=False),
+)
+
+SPEC = spec(
+    "attention_forward",
+    "out = softmax(scale q k^T) v and its log-sum-exp, masked, by tiles of queries and keys",
+    shared.DIMENSIONS,
+    lambda problem: _ARRAYS,
+    reference,
+    function=lambda problem, config: attention_forward,
+    library=lambda problem, config: attention_cudnn.forward(problem) if config["implementation"] == "cudnn" else None,
+    sizes=shared.sizes,
+    constants=lambda problem, config: {"one_loop": shared.is_one_loop(config)},
+    grid=lambda sizes, config, sm_count: grid_of(
+        sizes["batch"] * sizes["heads"] * cdiv(sizes["queries"], config["tile_m"]), config, sm_count
+    ),
     space=Space(_axes, _CONSTRAINTS),
-    implement=_implement,
     default=_default,
     generic=_generic,
-    inputs=shared.inputs,
-    outputs=shared.outputs,
-    reference=reference,
+    given=shared.inputs,
     results=shared.results,
-    bytes_moved=lambda problem: (
-        2 * (shared.rows_bytes(problem, "queries") + shared.rows_bytes(problem, "keys")) + shared.lse_bytes(problem)
-    ),
     flops=lambda problem: 4 * shared.pairs(problem) * problem["head_dim"],
-    result_dtype=lambda problem: problem["dtype"],
     roundings=2,
 )
 

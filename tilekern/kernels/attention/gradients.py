@@ -1,8 +1,8 @@
 """Attention's backward as one spec: by the kernels of this package, which repeat bit by bit, or by cuDNN.
 
-Where ``deterministic`` is asked for, three kernels run one after the other: delta, then dk and dv by tiles of keys,
-then dq by tiles of queries. They make the scores twice (seven matrix products against five), and no two blocks add to
-the same element.
+The kernels run one after the other: delta, then dk and dv by tiles of keys, then dq by tiles of queries. They compute
+the scores twice (seven matrix products against five), and no two blocks add to the same element. A ``deterministic``
+problem is left to them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from tilekern.kernels.attention import backward as attention_backward
 from tilekern.kernels.attention import backward_problem as shared
 from tilekern.kernels.attention import cudnn as attention_cudnn
-from tilekern.kernels.attention import delta as attention_delta
 from tilekern.kernels.attention import problem as attention_problem
-from tilekern.spec import Config, Dimension, KernelSpec, LibraryCall, Problem, Space
+from tilekern.kernels.families.tables import spec
+from tilekern.spec import Array, Config, Dimension, LibraryCall, Problem, ScalarParameter, Space
 
 PlanFor = Callable[..., Any]
 DIMENSIONS = (*shared.DIMENSIONS, Dimension("deterministic", "flag"))
@@ -35,7 +35,7 @@ def _composite(problem: Problem) -> LibraryCall:
         batch = query_starts.shape[0] - 1 if problem["packed"] else q.shape[0]
         sizes = (batch, most_queries, most_keys, heads, kv_heads, head_dim, *flags, q.dtype)
         delta = torch.empty(lse.shape, dtype=torch.float32, device=device)
-        of_delta = plan_for(attention_delta.SPEC, device, q.shape[0], q.shape[1], heads, head_dim, q.dtype)
+        of_delta = plan_for(attention_backward.DELTA, device, q.shape[0], q.shape[1], heads, head_dim, q.dtype)
         of_delta.launch(number, out, dout, delta)
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
         given = (q, k, v, dout, lse, delta, query_starts, key_starts)
@@ -46,12 +46,8 @@ def _composite(problem: Problem) -> LibraryCall:
     return LibraryCall(call, attention_cudnn.BACKWARD_INPUTS, composite=True)
 
 
-def _implement(problem: Problem, config: Config) -> LibraryCall:
-    return attention_cudnn.backward(problem) if config["implementation"] == "cudnn" else _composite(problem)
-
-
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """The forward's inputs and results, and a normal dout."""
+    """Draw the forward's inputs and dout; compute the forward's results."""
     import torch
 
     plain = problem.but(sinks=False)
@@ -59,7 +55,7 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     flags = {name: problem[name] for name in shared.FLAGS}
     if problem["queries"] * problem["keys"] <= _FEW:
         made = attention_problem.formula(**found, **flags, sinks=False)
-        # Not out itself: where a query sees one key its gradients vanish, of which a rounded result says nothing.
+        # Not out itself: the gradients of a query that sees one key would vanish, and could not be compared.
         noise = torch.randn(found["q"].shape, generator=generator, device=device)
         out, lse = (made["out"] + noise).to(found["q"].dtype), made["lse"].float()
     else:  # only timed, never checked
@@ -70,45 +66,50 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     return {**found, "out": out, "dout": dout, "lse": lse}
 
 
-# Pairs of queries and keys up to which the formula is worked out for the inputs.
+# Pairs of queries and keys up to which the forward is computed for the inputs.
 _FEW = 1 << 21
 
 
 def reference(
     out: Any, dout: Any, causal: bool, windowed: bool, capped: bool, packed: bool, **given: Any
 ) -> dict[str, Any]:
-    """The formula in float64: dq, dk and dv."""
+    """Compute dq, dk and dv in float64."""
     delta = (out.double() * dout.double()).sum(-1).transpose(1, 2)
     return shared.gradients(
         **given, dout=dout, delta=delta, causal=causal, windowed=windowed, capped=capped, packed=packed
     )
 
 
-SPEC = KernelSpec(
-    name="attention_backward",
-    summary="dq, dk and dv of attention, by kernels that repeat bit by bit or by cuDNN",
-    module=__name__,
-    dimensions=DIMENSIONS,
+_QUERIES = attention_problem.TOKENS["queries"]
+_ARRAYS = (
+    *(attention_problem.Q, attention_problem.K, attention_problem.V),
+    *(Array(name, "dtype", _QUERIES) for name in ("out", "dout")),
+    Array("lse", "float32", attention_problem.OF_QUERIES),
+    *attention_problem.STARTS,
+    *(ScalarParameter(name, "int32") for name in ("most_queries", "most_keys")),
+    *attention_problem.SCALARS,
+    *(shared.DQ, shared.DK, shared.DV),
+)
+
+SPEC = spec(
+    "attention_backward",
+    "dq, dk and dv of attention, by kernels that repeat bit by bit or by cuDNN",
+    DIMENSIONS,
+    lambda problem: _ARRAYS,
+    reference,
+    function=lambda problem, config: None,
+    library=lambda problem, config: (
+        attention_cudnn.backward(problem) if config["implementation"] == "cudnn" else _composite(problem)
+    ),
+    grid=lambda sizes, config, sm_count: 1,
+    sizes=attention_problem.sizes,
     space=Space(
         lambda problem: {"implementation": ["kernels", "cudnn"]}, (attention_cudnn.SERVES, attention_cudnn.REPEATS)
     ),
-    implement=_implement,
     default=lambda problem, target: Config(implementation="kernels"),
     generic=lambda problem: Config(implementation="kernels"),
-    inputs=_inputs,
-    outputs=lambda problem, blocks: {
-        "dq": shared.rows_shape(problem, "queries"),
-        "dk": shared.rows_shape(problem, "keys"),
-        "dv": shared.rows_shape(problem, "keys"),
-    },
-    reference=reference,
-    bytes_moved=lambda problem: (
-        shared.read_bytes(problem)
-        + 2 * attention_problem.rows_bytes(problem, "queries")
-        + 2 * attention_problem.rows_bytes(problem, "keys")
-    ),
+    given=_inputs,
     flops=lambda problem: 10 * attention_problem.pairs(problem) * problem["head_dim"],
-    result_dtype=lambda problem: problem["dtype"],
     roundings=3,
 )
 

@@ -1,9 +1,9 @@
-"""Attention as its specs declare it, forward and backward: dimensions, inputs, the formula, what it must cost.
+"""The parts of attention's specs that forward and backward share: dimensions, arrays, inputs, the formula, the cost.
 
 Layout: q [batch, queries, heads, head_dim], k and v [batch, keys, kv_heads, head_dim], out like q, lse (the natural
 log of the softmax's denominator) [batch, heads, queries] float32. Where ``packed``, the ``batch`` sequences stand one
 after the other in a batch of one, ``queries`` and ``keys`` are the lengths of the longest, and ``query_starts`` and
-``key_starts`` (int32, [batch + 1]) say where each begins. An array that a flag turns off is a placeholder of one
+``key_starts`` (int32, [batch + 1]) are their first rows. An array that a flag turns off is a placeholder of one
 element: ``sink_logits`` [heads] float32 without ``sinks``, the starts without ``packed``.
 """
 
@@ -13,82 +13,85 @@ from itertools import accumulate
 from typing import Any
 
 from tilekern.kernels.tiles import power_of_two
-from tilekern.spec import ITEM_BYTES, Config, Dimension, Problem
+from tilekern.spec import ITEM_BYTES, Array, Config, Dimension, Problem, ScalarParameter
 
 DIMENSIONS = (
-    Dimension("batch", "bucketed"),
-    Dimension("queries", "bucketed"),
-    Dimension("keys", "bucketed"),
-    Dimension("heads", "exact"),
-    Dimension("kv_heads", "exact"),
-    Dimension("head_dim", "exact"),
-    Dimension("causal", "flag"),
-    Dimension("windowed", "flag"),
-    Dimension("capped", "flag"),
-    Dimension("sinks", "flag"),
-    Dimension("packed", "flag"),
+    *(Dimension(name, "bucketed") for name in ("batch", "queries", "keys")),
+    *(Dimension(name, "exact") for name in ("heads", "kv_heads", "head_dim")),
+    *(Dimension(name, "flag") for name in ("causal", "windowed", "capped", "sinks", "packed")),
     Dimension("dtype", "dtype"),
 )
+# Shapes of arrays of tokens by their side, and of the log-sum-exp; their sizes are those of :func:`sizes`.
+TOKENS = {
+    "queries": ("entries", "query_tokens", "heads", "head_dim"),
+    "keys": ("entries", "key_tokens", "kv_heads", "head_dim"),
+}
+OF_QUERIES = ("entries", "heads", "query_tokens")
+Q, K, V = (Array(name, "dtype", TOKENS["queries" if name == "q" else "keys"]) for name in "qkv")
+STARTS = tuple(Array(name, "int32", ("starts",)) for name in ("query_starts", "key_starts"))
+SCALARS = (
+    *(ScalarParameter(name, "float32") for name in ("scale", "softcap")),
+    ScalarParameter("window", "int32"),
+)
+# Bytes that the blocks at work at one time should read again and again: they stay in any data-centre GPU's L2.
+_WAVE_BYTES = 16 << 20
 
 
 def depth_of(problem: Problem) -> int:
-    """The width of a tile that holds whole heads: a power of two, and enough for the matrix units."""
+    """Return the width of a tile that holds whole heads: a power of two, and enough for the matrix units."""
     return max(16, power_of_two(problem["head_dim"]))
 
 
 def lengths(batch: int, longest: int) -> list[int]:
-    """Lengths of the sequences that stand for a packed problem: from the longest down to half of it."""
+    """Return the lengths of a packed problem's sequences: from the longest down to half of it."""
     return [max(1, longest - number * longest // (2 * batch)) for number in range(batch)]
 
 
 def is_one_loop(config: Config) -> bool:
-    """Whether one loop goes over all tiles and masks each, in place of one over whole tiles and one over edges.
+    """Tell whether one loop masks all tiles, instead of one loop over whole tiles and one over those at edges.
 
-    A small tile's mask costs little, and the second loop's code takes as long to compile as the first's.
+    A small tile's mask costs little, and the second loop takes as long to compile as the first.
     """
     return bool(config["tile_m"] * config["tile_n"] < 64 * 64)
 
 
-def token_shape(problem: Problem, side: str) -> tuple[int, int]:
-    """(batch, tokens) of the arrays for ``side``, ``queries`` or ``keys``."""
-    if problem["packed"]:
-        return 1, sum(lengths(problem["batch"], problem[side]))
-    return problem["batch"], problem[side]
-
-
-def outputs(problem: Problem, blocks: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of out and lse."""
-    batch, tokens = token_shape(problem, "queries")
-    heads = problem["heads"]
+def sizes(problem: Problem) -> dict[str, int]:
+    """Return the sizes of arrays, and the kernel constants, that follow from a problem."""
+    packed, batch = problem["packed"], problem["batch"]
+    queries, keys = (sum(lengths(batch, problem[side])) if packed else problem[side] for side in ("queries", "keys"))
     return {
-        "out": ((batch, tokens, heads, problem["head_dim"]), problem["dtype"]),
-        "lse": ((batch, heads, tokens), "float32"),
+        "entries": 1 if packed else batch,
+        "query_tokens": queries,
+        "key_tokens": keys,
+        "starts": batch + 1 if packed else 1,
+        "sink_logits": problem["heads"] if problem.get("sinks") else 1,
+        "depth": depth_of(problem),
+        "budget": _WAVE_BYTES // ITEM_BYTES[problem["dtype"]],
+        "precise": problem["dtype"] == "float32",
     }
 
 
 def window_of(problem: Problem) -> int:
-    """The window with which a windowed problem is run and counted: a quarter of the keys."""
+    """Return the window with which a windowed problem is run and counted: a quarter of the keys."""
     return max(1, problem["keys"] // 4)
 
 
 def inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Normal q, k and v; the scores' scale, cap and window; sinks and starts."""
+    """Draw q, k, v and sinks; add starts, the scores' scale, cap and window."""
     import torch
 
-    def normal(*shape: int) -> Any:
+    known = problem.but(**sizes(problem))
+
+    def normal(shape: tuple[int, ...]) -> Any:
         return torch.randn(shape, generator=generator, device=device)
 
     def starts(side: str) -> Any:
-        found = accumulate(lengths(problem["batch"], problem[side]), initial=0) if problem["packed"] else [0]
-        return torch.tensor(list(found), dtype=torch.int32, device=device)
+        firsts = accumulate(lengths(problem["batch"], problem[side]), initial=0) if problem["packed"] else [0]
+        return torch.tensor(list(firsts), dtype=torch.int32, device=device)
 
-    dtype = getattr(torch, problem["dtype"])
-    keys = (*token_shape(problem, "keys"), problem["kv_heads"], problem["head_dim"])
     return {
-        "q": normal(*token_shape(problem, "queries"), problem["heads"], problem["head_dim"]).to(dtype),
-        "k": normal(*keys).to(dtype),
-        "v": normal(*keys).to(dtype),
-        "sink_logits": normal(problem["heads"] if problem["sinks"] else 1),
+        **{x.name: normal(x.shape_in(known)).to(getattr(torch, problem["dtype"])) for x in (Q, K, V)},
+        "sink_logits": normal((known["sink_logits"],)),
         "query_starts": starts("queries"),
         "key_starts": starts("keys"),
         "most_queries": problem["queries"],
@@ -100,7 +103,7 @@ def inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
 
 def mask(queries: int, keys: int, window: int, causal: bool, windowed: bool, device: Any) -> Any:
-    """Which keys each query sees, [queries, keys] bool."""
+    """Return which keys each query sees, [queries, keys] bool."""
     import torch
 
     position = torch.arange(queries, device=device)[:, None] + keys - queries
@@ -118,7 +121,10 @@ def formula(
     most_keys: int, scale: float, softcap: float, window: int, causal: bool, windowed: bool, capped: bool,
     sinks: bool, packed: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """The formula in float64: out and lse; a query that sees no key has out 0 and lse its sink, else -inf."""
+    """Compute out and lse in float64.
+
+    A query that sees no key has out 0; its lse is its sink, or else -inf.
+    """
     import torch
 
     del most_queries, most_keys
@@ -149,13 +155,13 @@ def formula(
 
 
 def results(found: dict[str, Any]) -> dict[str, Any]:
-    """Out and lse such that both can be compared: which queries see nothing stands apart from the finite values."""
+    """Make out and lse comparable: ``blind`` says which queries see nothing, and their lse is 0."""
     lse = found["lse"]
     return {**found, "lse": lse.masked_fill(lse.isneginf(), 0), "blind": lse.isneginf().double()}
 
 
 def _ramp(first: int, count: int, top: int) -> int:
-    """The sum of first, first + 1, ... (``count`` values), each held to 0 ... top."""
+    """Sum ``count`` values first, first + 1, ..., each clamped to 0 ... top."""
     count -= min(count, max(0, -first))
     first = max(first, 0)
     rising = min(count, max(0, top - first))
@@ -163,7 +169,7 @@ def _ramp(first: int, count: int, top: int) -> int:
 
 
 def visible(queries: int, keys: int, window: int, causal: bool, windowed: bool) -> int:
-    """How many (query, key) pairs of a sequence see each other."""
+    """Count the (query, key) pairs of a sequence that see each other."""
     offset = keys - queries
     reach = 1 if causal else window if windowed else keys + queries
     below = _ramp(offset - window + 1, queries, keys) if windowed else 0
@@ -171,22 +177,9 @@ def visible(queries: int, keys: int, window: int, causal: bool, windowed: bool) 
 
 
 def pairs(problem: Problem) -> int:
-    """The (query, key) pairs of all heads and sequences."""
+    """Count the visible (query, key) pairs of all heads and sequences."""
     flags = (window_of(problem), problem["causal"], problem["windowed"])
     if problem["packed"]:
         queries, keys = (lengths(problem["batch"], problem[side]) for side in ("queries", "keys"))
         return problem["heads"] * sum(visible(q, k, *flags) for q, k in zip(queries, keys, strict=True))
     return problem["heads"] * problem["batch"] * visible(problem["queries"], problem["keys"], *flags)
-
-
-def rows_bytes(problem: Problem, side: str) -> int:
-    """Bytes of an array [batch, tokens, heads, head_dim] for ``side``: q or out, k or v."""
-    batch, tokens = token_shape(problem, side)
-    heads = problem["heads" if side == "queries" else "kv_heads"]
-    return batch * tokens * heads * problem["head_dim"] * ITEM_BYTES[problem["dtype"]]
-
-
-def lse_bytes(problem: Problem) -> int:
-    """Bytes of an array [batch, heads, queries] in float32."""
-    batch, tokens = token_shape(problem, "queries")
-    return batch * tokens * problem["heads"] * 4

@@ -165,6 +165,13 @@ def soft_tanh(x, precise):
     return 1.0 - ct.truediv(2.0, grown, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
 
 
+def factors_of(scale, softcap, capped):
+    """(slope, factor): exponents of base 2 are factor * tanh(slope * products) if capped, else factor * products."""
+    if ct.static_eval(capped):
+        return scale / softcap, softcap * LOG2_E
+    return scale, scale * LOG2_E
+
+
 def head_and_tile(item, tiles, heads, abreast, longest_last):
     """(head, tile) of a work item: ``abreast`` heads at a time, whose keys the L2 cache holds, the longest rows first.
 

@@ -1,4 +1,4 @@
-"""The arguments of a kernel, as cuTile's launcher passes them.
+"""A kernel's arguments in the form in which cuTile's launcher passes them.
 
 An array of n axes is 1 + 2 n parameters of the cubin: its address, then its n sizes and its n strides in elements, all
 int32; a scalar is one. CuTe DSL makes a parameter of each value of a tuple, in its order.
@@ -27,7 +27,7 @@ NUMERIC = {
 
 
 class Argument:
-    """An array in a kernel: its parameter, and of the values that stand for it its address and sizes."""
+    """An array in a kernel, made of its parameter and the values passed for it: address, sizes and strides."""
 
     def __init__(self, parameter: ArrayParameter, values: Any) -> None:
         self.parameter, self.address = parameter, values[0]
@@ -35,16 +35,16 @@ class Argument:
 
     @property
     def dtype(self) -> Any:
-        """The dtype as cuTile has it."""
+        """The dtype of cuTile."""
         return getattr(ct, self.parameter.dtype)
 
     @property
     def numeric(self) -> Any:
-        """The dtype as CuTe DSL has it."""
+        """The dtype of CuTe DSL."""
         return NUMERIC[self.parameter.dtype]
 
     def row(self, place: tuple[Any, ...]) -> Any:
-        """Where a row begins: the elements before it. ``place`` has its index in each axis but the last."""
+        """Return the elements before a row; ``place`` is its index in each axis but the last."""
         # The variant's assumptions promise rows that begin at whole 16 bytes.
         divisor = 8 * ALIGNED_BYTES // self.numeric.width
         steps = [
@@ -55,7 +55,7 @@ class Argument:
 
 
 def samples(parameters: tuple[ArrayParameter | ScalarParameter, ...]) -> tuple[Any, ...]:
-    """What the compiler needs to know of the arguments of an aligned variant: dtypes, ranks and alignment."""
+    """Make sample arguments of an aligned variant: they tell the compiler dtypes, ranks and alignment."""
     return tuple(map(_sample, parameters))
 
 

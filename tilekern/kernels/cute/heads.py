@@ -1,10 +1,10 @@
 """Gradients of normed and rotated heads (:mod:`tilekern.kernels.families.normed_rotations`) in CuTe DSL.
 
-The kernel's own formula is compiled, with another loop around it. Some threads of a warp share a head, each with the
-same 16 bytes of both halves, so that numbers which turn together are in one thread. The heads of all tokens are rows,
-in their order in memory; all blocks go over them side by side, and while a thread is at one row the loads of its next
-ones are on their way. A block is for q or for k, in the ratio of their heads, so that a thread holds one weight and the
-sums for it. These stay in registers to the end, and are then added up in a fixed order.
+The kernel's own formula is compiled, with another loop around it. Several threads of a warp share a head; each has the
+same 16 bytes of both halves, so that numbers which turn together are in one thread. The heads of all tokens are rows in
+memory order. All blocks go over them side by side, and a thread loads its next rows while it computes one. A block
+works on q or on k, in the ratio of their heads, so that a thread holds one weight and its sums. The sums stay in
+registers to the end, and are then added up in a fixed order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tilekern.spec import ArrayParameter, ScalarParameter
 
 
 class Step:
-    """What a thread holds of a step that is still to come: the first head's place, angles, and heads as stored."""
+    """A thread's part of a step that is loaded ahead: the first head's place, angles, and heads as stored."""
 
     def __init__(self, share: Share, arrays: tuple[Argument, ...], turns: tuple[Argument, ...], together: int) -> None:
         self._place = cute.make_rmem_tensor((3,), Int32)
@@ -44,19 +44,13 @@ class Step:
 class Heads(Program):
     """The device function of one config.
 
-    Args:
-        function: the kernel in cuTile, whose formula is compiled.
-        parameters: its arrays and scalars.
-        capability: of the GPU, as one number: 90 for sm_90.
-        block: threads of a block.
-        cluster: 1.
+    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
         heads: of q.
         kv_heads: of k.
         half: elements of half a head: a power of two of vectors.
         vector: elements of a vector.
         together: heads of a token that a thread takes in one step, where q or k has as many.
         ahead: steps whose loads are on their way.
-        occupancy: blocks for which an SM must have registers.
     """
 
     def __init__(
@@ -76,11 +70,8 @@ class Heads(Program):
         )  # fmt: skip
         self.heads, self.kv_heads, self.half, self.together, self.ahead = heads, kv_heads, half, together, ahead
         self.in_warp, self.in_block, self.share = WARP // threads, block // WARP, Share(self, half, vector)
-
-    @property
-    def shape_of_sums(self) -> tuple[int, ...]:
-        """Of each warp's sums for a weight."""
-        return 2 * self.half, self.in_block
+        # Each warp's sums for a weight.
+        self.shape_of_sums = (2 * half, self.in_block)
 
     # The loop.
 

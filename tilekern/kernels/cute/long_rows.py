@@ -1,4 +1,4 @@
-"""Rows so long that all threads of a cluster of blocks share each of them; those that do not count are not read."""
+"""Long rows, each shared by all threads of a cluster of blocks; rows that do not count are not read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LongShare(Share):
     """A thread's share of a long row, whose vectors are at constant distances from one address."""
 
     def column(self, chunk: int) -> Any:
-        """As that of any share; in 64 bits, of which the compiler knows that no sum of them overflows."""
+        """Return the column in 64 bits, where the compiler knows that no sum overflows."""
         program = self._program
         return Int64(program.place * self.vector) + chunk * program.threads * program.cluster * self.vector
 
@@ -24,9 +24,9 @@ class LongShare(Share):
 class LongRows(Program):
     """A loop over rows, each with a number that says whether it counts.
 
-    A subclass says so by ``is_ignored(work, number)``, and what is done with a row by ``store_zeros(work, row)`` or
-    ``run_counted(work, row, number, turn)``. ``turn`` is 0 and 1 in turns: a fast thread may be at the next row while a
-    slow one reads what was exchanged for this one.
+    A subclass defines ``is_ignored(work, number)``, and for a row ``store_zeros(work, row)`` and
+    ``run_counted(work, row, number, turn)``. ``turn`` alternates between 0 and 1: a fast thread may be at the next row
+    while a slow one reads the values exchanged for this one.
     """
 
     # Whether clusters go on with further rows.
@@ -37,7 +37,7 @@ class LongRows(Program):
 
     @cute.jit
     def run(self, work, numbers):
-        """One row, or all that are this cluster's; ``numbers`` [rows] has that of each."""
+        """Run one row, or all rows of this cluster; ``numbers`` [rows] holds their numbers."""
         rows, turn = numbers.sizes[0], Int32(0)
         if const_expr(not self.persistent):
             self.run_row(work, self.first, number_of(numbers, self.first)[0], turn)
@@ -53,7 +53,7 @@ class LongRows(Program):
 
     @cute.jit
     def run_row(self, work, row, number, turn):
-        """The results of a row."""
+        """Store the results of a row."""
         if self.is_ignored(work, number):
             self.store_zeros(work, row)
         else:
@@ -61,5 +61,5 @@ class LongRows(Program):
 
 
 def number_of(array: Argument, place: Any) -> Any:
-    """The number that so many others are before, as a tensor of one element."""
+    """Return the element at a place of an array, as a tensor of one element."""
     return cute.make_tensor(array.address + place, cute.make_layout(1))

@@ -1,11 +1,11 @@
 """Cross entropy of rows of logits, loss and gradient in one launch, in CuTe DSL: cuTile's formulas, and other loops.
 
 A row is spread over all threads of a cluster of blocks, which hold it in registers as it is stored: it is read from
-memory once, and its gradient is made of the registers. A thread finds the maximum of its share and the sum of
-exponentials above it, then a warp those of its threads; what the warps of the cluster found goes to all of its blocks
-in one exchange, and each warp puts it together in the same order.
+memory once, and its gradient is computed from the registers. A thread finds the maximum of its share and the sum of
+exponentials relative to it; a warp combines those of its threads. The results of all warps go to all blocks of the
+cluster in one exchange, and each warp combines them in the same order.
 
-A thread reads no columns but its own, the target's logit among them, and reads all of them before it stores one: so
+A thread reads only its own columns, the target's logit included, and reads all of them before it stores one: so
 ``dlogits`` may be the memory of ``logits``.
 """
 
@@ -30,13 +30,13 @@ from tilekern.spec import ArrayParameter, ScalarParameter
 
 
 class Row:
-    """A row at work, as formulas are given it in the place of its number.
+    """A row being computed; formulas take it in place of the row's number.
 
     Attributes:
         number: of the row.
-        held: a thread's share of its logits, in whose place the gradient comes.
+        held: a thread's share of its logits, which the gradient overwrites.
         is_class: whether its label is a class.
-        is_mine: whether it is this thread that stores its loss: the one that has the target's logit, if there is one.
+        is_mine: whether this thread stores its loss: the thread with the target's logit, if there is one.
         turn: whose turn it is in the exchange, 0 or 1.
     """
 
@@ -44,7 +44,7 @@ class Row:
         self.number, self.held, self.is_class, self.is_mine, self.turn = number, held, is_class, is_mine, turn
 
     def forget(self) -> None:
-        """Have vectors widened anew: the compiler would keep them in float32, which takes twice the registers."""
+        """Make the compiler widen vectors again: kept in float32 they would take twice the registers."""
         if self.held.element_type.width == Float32.width:
             return
         # It does not know that grids have one axis, so that this is zero.
@@ -59,7 +59,7 @@ class Row:
 
 
 class Columns:
-    """The columns of a thread's vector, which are compared with a label."""
+    """The columns of a thread's vector, to compare with a label."""
 
     def __init__(self, first: Any, count: int) -> None:
         self._first, self._count = first, count
@@ -124,16 +124,10 @@ class WordsOfLosses(Words):
 class FusedLoss(LongRows):
     """The device function of one config.
 
-    Args:
-        function: the kernel in cuTile.
-        parameters: its arrays and scalars.
-        capability: of the GPU, as one number: 90 for sm_90.
-        block: threads of a block.
-        cluster: blocks over which a row is spread.
+    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
         columns: of a row; whole vectors.
         vector: elements of a vector.
         persistent: whether clusters go on with further rows.
-        occupancy: blocks for which an SM must have registers.
     """
 
     def __init__(
@@ -154,11 +148,8 @@ class FusedLoss(LongRows):
         formulas: Any = (tiles.exponential, tiles.store_loss, family.gradient_of_row, tiles.store_gradient)
         copies = map(Rebinder(WordsOfLosses(self, capability), instead).function, formulas)
         self._exponential, self._store_loss, self._gradient_of_row, self._store_gradient = copies
-
-    @property
-    def shape_of_sums(self) -> tuple[int, ...]:
-        """Of each warp's maximum and sum, twice."""
-        return self.slots, 2, 2
+        # Each warp's maximum and sum, twice.
+        self.shape_of_sums = (self.slots, 2, 2)
 
     # The loop.
 

@@ -87,17 +87,11 @@ def _vector_of(x: Any, like: Any) -> Any:
 class PairLoss(LongRows):
     """The device function of one config.
 
-    Args:
-        function: the kernel in cuTile, whose formula is compiled.
-        parameters: its arrays and scalars.
-        capability: of the GPU, as one number: 90 for sm_90.
-        block: threads of a block.
-        cluster: blocks over which a row is spread.
+    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
         columns: of a row; whole vectors.
         vector: elements of a vector.
         unroll: vectors of each matrix that a thread loads in a step.
         persistent: whether clusters go on with further rows.
-        occupancy: blocks for which an SM must have registers.
         flags: the kernel's constants of which the formula depends.
     """
 
@@ -118,11 +112,8 @@ class PairLoss(LongRows):
         self.persistent, width = persistent, block * cluster * vector * unroll
         self.steps, rest = divmod(columns, width)
         self.step, self.rest = LongShare(self, width, vector), LongShare(self, rest, vector)
-
-    @property
-    def shape_of_sums(self) -> tuple[int, ...]:
-        """Of each warp's sum, twice."""
-        return self.slots, 2
+        # Each warp's sum, twice.
+        self.shape_of_sums = (self.slots, 2)
 
     # The loops.
 

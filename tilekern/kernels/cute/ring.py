@@ -35,17 +35,11 @@ class StagedRow:
 class Ring(Rows):
     """The device function of one config.
 
-    Args:
-        function: the kernel in cuTile, whose formulas are compiled.
-        parameters: its arrays and scalars.
-        capability: of the GPU, as one number: 90 for sm_90 and newer.
-        block: threads of a block.
-        cluster: 1.
+    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
         columns: of a row; whole vectors.
         vector: elements of a vector.
         stages: rows of the ring.
         early: whether a stage is filled again before the outputs of its row are made, or after.
-        occupancy: blocks for which an SM must have registers.
         flags: the kernel's constants that are no sizes.
     """
 

@@ -22,7 +22,7 @@ from tilekern.spec import ArrayParameter, ScalarParameter
 
 
 class Step:
-    """A row at work: what formulas see of it, whose turn it is, and which of its reductions is the next."""
+    """A row being computed: its tiles and weights, its turn, and the number of its next reduction."""
 
     def __init__(self, tiles: tuple[Part, ...], weights: tuple[Part, ...], turn: Any) -> None:
         self.tiles, self.weights, self.turn, self.reduction = tiles, weights, turn, 0
@@ -31,19 +31,11 @@ class Step:
 class Rows(Program):
     """The device function of one config.
 
-    Args:
-        function: the kernel in cuTile, whose formulas are compiled.
-        parameters: its arrays and scalars.
-        capability: of the GPU, as one number: 90 for sm_90.
-        block: threads of a block.
-        cluster: blocks over which a row is spread.
+    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
         columns: of a row; whole vectors.
-        threads: those that share a row in a block.
-        rows: rows that a block has at work at once.
         vector: elements of a vector.
         persistent: whether blocks go on with further rows.
         ahead: whether those load the next rows while they are at these.
-        occupancy: blocks for which an SM must have registers; 0 for any number.
         flags: the kernel's constants that are no sizes.
     """
 

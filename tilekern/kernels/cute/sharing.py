@@ -1,4 +1,4 @@
-"""Rows that threads share: the frame of a kernel, what a thread holds of a row, and what goes from thread to thread.
+"""Rows that threads share: the frame of a kernel, a thread's share of a row, and exchanges between threads.
 
 Sums over a row go through shuffles, then through shared memory, that of all blocks of a cluster.
 """
@@ -24,7 +24,7 @@ _BITS = 8 * ALIGNED_BYTES
 
 
 def parameter_in_kernel(parameter: Any, values: Any) -> Argument | Part:
-    """A parameter as the kernel's function takes it: an array, or a scalar that all threads have."""
+    """Return a parameter in the form that the kernel's function takes: an array, or a scalar of all threads."""
     return Argument(parameter, values) if isinstance(parameter, ArrayParameter) else Part(values)
 
 
@@ -37,11 +37,11 @@ class Program:
         capability: of the GPU, as one number: 90 for sm_90.
         block: threads of a block.
         cluster: blocks over which a row is spread.
-        threads: those that share a row in a block.
-        rows: rows that a block has at work at once.
+        threads: threads that share a row in a block.
+        rows: rows that a block computes at once.
         occupancy: blocks for which an SM must have registers; 0 for any number.
-        known: values of the function's constants, among others.
-        instead: the loops, by the functions of cuTile in whose place they stand.
+        known: values of the function's constants, and possibly others.
+        instead: the loops, by the functions of cuTile that they replace.
     """
 
     # Reductions of a row, and values of each, for which there is shared memory.
@@ -56,17 +56,14 @@ class Program:
         self.occupancy = occupancy
         self.warps = max(1, threads // WARP)
         self.slots = self.warps * cluster
+        # Of the float32 values in shared memory; a subclass may set another one.
+        self.shape_of_sums: tuple[int, ...] = (self.slots, self.values, rows, self.reductions, 2)
         # Each block of a cluster gets a warp's sums from one of its threads.
         assert cluster <= min(WARP, threads), f"{threads} threads of a row cannot reach {cluster} blocks"
         taken = python_of(function).__code__
         names = taken.co_varnames[len(parameters) : taken.co_argcount]
         self._constants = {name: known[name] for name in names}
         self._body = Rebinder(Words(capability), instead).function(python_of(function))
-
-    @property
-    def shape_of_sums(self) -> tuple[int, ...]:
-        """Of the float32 values in shared memory."""
-        return self.slots, self.values, self.rows, self.reductions, 2
 
     @cute.jit
     def __call__(self, arguments: tuple):

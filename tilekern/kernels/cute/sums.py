@@ -25,12 +25,7 @@ _VECTOR = 8 * ALIGNED_BYTES // Float32.width
 class ColumnSum(Program):
     """The device function of one config.
 
-    Args:
-        function: the kernel in cuTile.
-        parameters: its arrays.
-        capability: of the GPU, as one number: 90 for sm_90.
-        block: threads of a block.
-        cluster: blocks over which the rows are spread.
+    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
         columns: of the matrix; whole vectors.
         width: columns of a block; at most one for each of its threads, and a vector for each lane of a warp.
         loads: rows of which a thread has its loads on their way at once.
@@ -48,11 +43,8 @@ class ColumnSum(Program):
             function, parameters, capability=capability, block=block, cluster=cluster, threads=threads,
             rows=block // threads, occupancy=0, known=known, instead={family.sum_columns: self._sum_columns},
         )  # fmt: skip
-
-    @property
-    def shape_of_sums(self) -> tuple[int, ...]:
-        """Of a block's columns, side by side, the sums of each warp of the cluster."""
-        return self.width, self.in_block * self.cluster
+        # For each column of a block the sums of each warp of the cluster.
+        self.shape_of_sums = (width, self.in_block * cluster)
 
     def _sum_columns(self, x, y, columns, tile_m, tile_n, latency, tma):
         self.run(x, y)

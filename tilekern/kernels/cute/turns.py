@@ -1,9 +1,9 @@
 """Heads turned by their tokens' angles (:mod:`tilekern.kernels.rope`) in CuTe DSL.
 
-The kernel's own formula is compiled, with other work for each thread around it. A thread has the same 16 bytes of both
+The kernel's own formula is compiled, with another division of work around it. A thread has the same 16 bytes of both
 halves of a few heads of one token, so that numbers which turn together are in one thread, and loads the token's angles
-once for all of them. It has one step and no loop: few instructions come before its first load, and all of its loads are
-on their way at once. The first blocks are for q, the others for k.
+once for all of them. It has one step and no loop: few instructions precede its first load, and all its loads are in
+flight at once. The first blocks compute q, the others k.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ from tilekern.spec import ArrayParameter, ScalarParameter
 class Turns(Program):
     """The device function of one config.
 
-    Args:
-        function: the kernel in cuTile, whose formula is compiled.
-        parameters: its arrays.
-        capability: of the GPU, as one number: 90 for sm_90.
-        block: threads of a block.
-        cluster: 1.
+    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
         heads: of q.
         kv_heads: of k.
         half: elements of half a head: whole vectors.

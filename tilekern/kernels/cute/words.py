@@ -1,4 +1,4 @@
-"""The words of cuTile that formulas use, as CuTe DSL says them: what ``ct`` is while a formula is compiled.
+"""The stand-in for ``ct`` while CuTe DSL compiles a formula: the functions of cuTile that formulas use.
 
 A tile is a :class:`Part`: the elements of it that one thread holds, or one value that all threads of a row have.
 """
@@ -15,7 +15,7 @@ from tilekern.spec.targets import HAS
 
 
 def bare(value: Any) -> Any:
-    """The value inside a part; any other value itself."""
+    """Return the value inside a part, or any other value itself."""
     return value.value if isinstance(value, Part) else value
 
 

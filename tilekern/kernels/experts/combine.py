@@ -1,7 +1,7 @@
-"""The rows of each token's experts added up: ``y[t] = sum_k weights[t, k] * (x[ranks[t, k]] + bias[expert])``.
+"""The sum of each token's expert rows: ``y[t] = sum_k weights[t, k] * (x[ranks[t, k]] + bias[expert])``.
 
-In float32, in the order of k, so in the same bits in every run, and rounded once. A slot of no expert adds nothing,
-whatever its row holds. Without weights it is the gradient of the copies that each of a token's experts got.
+It is summed in float32 in the order of k, with the same bits in every run, and rounded once. A slot of no expert adds
+nothing, whatever its row holds. Without weights it is the gradient of :mod:`tilekern.kernels.experts.gather`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tilekern.kernels.families.tables import spec
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load
 from tilekern.spec import Array, Config, Dimension, Problem, ScalarParameter
 
-# The rows of so many experts are all asked for before the first one is used.
+# Up to this many experts, all rows are loaded before the first one is used.
 _UNROLLED = 8
 
 
@@ -62,7 +62,7 @@ def experts_combine(
 
 _ARRAYS = (
     Array("x", "dtype", ROWS),
-    # Read one by one, so their rows may begin anywhere.
+    # Read element by element, so their rows may begin anywhere.
     Array("ranks", "int32", ("tokens", "choices"), aligned=False),
     Array("experts", "int32", ("rows",)),
     Array("weights", "weight_dtype", ("tokens", "choices"), aligned=False, flag="weighted"),
@@ -86,7 +86,7 @@ def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 def reference(
     x: Any, ranks: Any, experts: Any, weights: Any, bias: Any, total: int, biased: bool, weighted: bool
 ) -> dict[str, Any]:
-    """The sums of each token."""
+    """Compute the sums of each token."""
     rows, chosen = x.double()[ranks.long()], experts.long()[ranks.long()]
     if biased:
         rows = rows + bias.double()[chosen.clamp(max=total - 1)]

@@ -7,8 +7,8 @@ are GPT-OSS's (arXiv:2508.10925). The halves stand one behind the other, or are 
 
 The backward takes dy, the gradient of the weighted sum of rows multiplied by the down weight. With w the routing weight
 of a row: ``da = w * dy * (u + shift) * p'(g)`` where a is not above the limit, ``db = w * dy * p(g)`` where b is
-within it, and ``dw = sum(dy * y) + share``, the share being that of the down bias. It makes ``w * y`` again, which the
-gradient of the down weight needs, so that of both products nothing but a and b is kept. Rows of no expert get zeros.
+within it, and ``dw = sum(dy * y) + share``, where share comes from the down bias. It recomputes ``w * y`` for the
+gradient of the down weight, so that only a and b are kept of both products. Rows of no expert get zeros.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tilekern.spec import Array, Config, Constraint, Dimension, KernelSpec, Prob
 
 
 def _is_odd():
-    """Which of a pair is its second number."""
+    """Marks the second number of each pair."""
     return ct.reshape(ct.arange(2, dtype=ct.int32), (1, 1, 2)) == 1
 
 
@@ -38,7 +38,7 @@ def _halves(array, row, c, columns, shape, bounded, interleaved):
     if ct.static_eval(interleaved):
         tile = load(array, (row, c), (shape[0], 2 * shape[1]), bounded, 0, False).astype(ct.float32)
         pairs = ct.reshape(tile, (shape[0], shape[1], 2))
-        # Sums of which one term is 0: a thread that has loaded 16 bytes has whole pairs.
+        # Each sum has one term that is not 0: a thread that has loaded 16 bytes has whole pairs.
         return ct.sum(ct.where(_is_odd(), 0.0, pairs), axis=2), ct.sum(ct.where(_is_odd(), pairs, 0.0), axis=2)
     gate = load(array.slice(1, 0, columns), (row, c), shape, bounded, 0, False)
     up = load(array.slice(1, columns, 2 * columns), (row, c), shape, bounded, 0, False)
@@ -58,7 +58,7 @@ def _store_halves(array, row, c, columns, shape, bounded, interleaved, gate, up)
 
 
 def _read(pre, bias, experts, row, c, columns, shape, bounded, biased, interleaved):
-    """The halves of a tile with the bias of its expert, of which a tile with a bias has one."""
+    """The halves of a tile, with the bias of its only expert."""
     gate, up = _halves(pre, row, c, columns, shape, bounded, interleaved)
     if ct.static_eval(biased):
         more, above = _halves(bias, expert_of(experts, row, bias), c, columns, shape, bounded, interleaved)
@@ -102,7 +102,7 @@ def experts_gate_backward(
 ):  # fmt: skip
     """dy and y [rows, columns], pre and dpre [rows, 2 columns], experts, order and shares [rows].
 
-    weights and dweights [rows] are in the order of slots; of a row's number the slot is its ``order``.
+    weights and dweights [rows] are in the order of slots; ``order`` is the slot of each row.
     """
     shape = (tile_m, tile_n)
     for row in range(ct.bid(0), ct.cdiv(dy.shape[0], tile_m), ct.num_blocks(0)):
@@ -184,7 +184,7 @@ def _backward_arrays(problem: Problem) -> Arrays:
         Array("shares", "float32", ("rows",)),
         *_SCALARS,
         Array("dpre", "dtype", _WIDE, "output"),
-        # Not written where nobody asks for it.
+        # Not written unless ``remade``.
         Array("y", "dtype", ROWS, "output" if problem["remade"] else "input", flag="remade"),
         Array("dweights", "float32", ("rows",), "output"),
     )
@@ -205,7 +205,7 @@ def value_of(
     pre: Any, bias: Any, experts: Any, alpha: float, limit: float, shift: float, tanh: bool, interleaved: bool,
     biased: bool,
 ) -> Any:  # fmt: skip
-    """The gate in torch's own operations, in the dtype of ``pre``; of rows of no expert too."""
+    """Compute the gate by torch, in the dtype of ``pre``, also for rows of no expert."""
     import torch
 
     if biased:
@@ -221,7 +221,7 @@ def reference(
     pre: Any, bias: Any, experts: Any, total: int, alpha: float, limit: float, shift: float, tanh: bool,
     interleaved: bool, biased: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """The gate's value; 0 for rows of no expert."""
+    """Compute the gate's value; 0 for rows of no expert."""
     y = value_of(pre.double(), bias.double(), experts, alpha, limit, shift, tanh, interleaved, biased)
     return {"y": y.where((experts < total)[:, None], 0.0)}
 
@@ -230,7 +230,7 @@ def backward_reference(
     dy: Any, pre: Any, experts: Any, order: Any, weights: Any, shares: Any, total: int, tanh: bool, interleaved: bool,
     biased: bool, remade: bool, y: Any = None, **rest: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """The gradients of the pre-activation and of the routing weights, and the weighted value."""
+    """Compute the gradients of the pre-activation and of the routing weights, and the weighted value."""
     slot, counts = order.long(), (experts < total)[:, None]
     factor, flags = weights.double()[slot][:, None], {"tanh": tanh, "interleaved": interleaved, "biased": biased}
 
@@ -240,7 +240,7 @@ def backward_reference(
     y, found = forward(pre)["y"], gradients(forward, {"y": dy.double() * factor}, pre=pre)
     summed = (y * dy.double()).sum(1) + (shares.double() if biased else 0.0)
     dweights = summed.new_zeros(len(summed)).scatter_(0, slot, summed.where(counts[:, 0], 0.0))
-    # Of rows of no expert, which nobody reads, 0 times a weight that is not finite is NaN.
+    # In rows of no expert, which nobody reads, 0 times a weight that is not finite is NaN.
     made = {"y": y * factor} if remade else {}
     return {"dpre": found["dpre"].where(counts, 0.0), "dweights": dweights, **made}
 
@@ -249,7 +249,7 @@ def _spec(
     name: str, summary: str, dimensions: tuple[Dimension, ...], arrays: Table, of: Callable[..., dict[str, Any]],
     most: int, **more: Any,
 ) -> KernelSpec:  # fmt: skip
-    """Of the gate or its gradient, with tiles of at most so many elements."""
+    """The spec of the gate or its gradient, with tiles of at most ``most`` elements."""
     return spec(
         name, summary, dimensions, arrays, of,
         sizes=sizes,

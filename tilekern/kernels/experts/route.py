@@ -1,9 +1,9 @@
 """Routing: the slots of a layer of experts sorted by expert, those of one expert in their order, by two launches.
 
-The first counts, for each part of ``PART`` slots, those of each expert. The second adds up the counts of all parts,
-which are the ends of the experts' rows, and of the parts before its own, which are its first row of each expert, and
-places its slots behind them. Both take ``chunk`` slots at a time, as rows of a matrix [chunk, experts] of zeros and
-ones. Nothing comes to the host, and nothing is atomic: the order is the same in every run.
+The first counts each expert's slots in each part of ``PART`` slots. The second adds up the counts of all parts, which
+gives the ends of the experts' rows, and those of the parts before its own, which gives its first row of each expert,
+and places its slots from there. Both take ``chunk`` slots at a time, as rows of a matrix [chunk, experts] of zeros and
+ones. The host waits for nothing, and nothing is atomic: the order is the same in every run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tilekern.spec import Array, Config, Constraint, Dimension, KernelSpec, Prob
 
 # Slots of one block.
 PART = 512
-# Of more experts, a matrix of ones and zeros for 16 slots is long code.
+# For more experts, a matrix of ones and zeros for 16 slots is long code.
 MOST_EXPERTS = 256
 _MOST_ELEMENTS = 8192
 # Parts whose counts are read at once.
@@ -38,7 +38,7 @@ def _chosen(ids, step, chunk, width, experts):
 
 
 def _earlier(expert, chunk):
-    """For each slot how many before it in the tile chose its expert: pairs, as a scan of a matrix is long code."""
+    """For each slot, how many before it in the tile chose its expert; in pairs, as a scan of a matrix is long code."""
     number = ct.arange(chunk, dtype=ct.int32)
     is_before = ct.reshape(number, (1, chunk)) < ct.reshape(number, (chunk, 1))
     is_same = ct.reshape(expert, (1, chunk)) == ct.reshape(expert, (chunk, 1))
@@ -77,7 +77,7 @@ def route_place(ids, counts, experts, offsets, order, ranks, chosen, width: Cons
         if number == 0:
             ct.store(offsets, (0,), ct.reshape(ends, (width,)), allow_tma=False)
         first = ends - total + before
-        # Slots of no expert stand behind all others.
+        # Slots of no expert come after all others.
         behind = ct.sum(total) + number * part - ct.sum(before)
         for step in range(number * (part // chunk), ct.minimum((number + 1) * (part // chunk), steps)):
             ones, expert, is_slot = _chosen(ids, step, chunk, width, experts)
@@ -92,14 +92,14 @@ def route_place(ids, counts, experts, offsets, order, ranks, chosen, width: Cons
 
 
 def parts(rows: int) -> int:
-    """How many parts the slots are cut into."""
+    """Count the parts of the slots."""
     return cdiv(rows, PART)
 
 
 def width_of(experts: int) -> int:
-    """The columns of the matrix of ones and of the counts, those beyond the experts zeros.
+    """Return the columns of the matrix of ones and of the counts; those beyond the experts are zeros.
 
-    Narrower ones leave threads without an element, and are longer code; rows of counts are aligned so.
+    Fewer than 32 leave threads without an element and are longer code; with 32, rows of counts are aligned.
     """
     return max(32, power_of_two(experts))
 
@@ -124,7 +124,7 @@ def _sizes(problem: Problem) -> dict[str, Any]:
         "parts": parts(problem["rows"]),
         "width": width_of(problem["experts"]),
         "part": PART,
-        # Of no known extent for the compiler.
+        # Under this name the compiler does not know the extent.
         "ends": problem["experts"],
     }
 
@@ -137,7 +137,7 @@ def _count_inputs(problem: Problem, generator: Any, device: str) -> dict[str, An
 
 
 def counted(ids: Any, experts: int) -> Any:
-    """How many slots of each part chose each expert, [parts, width]."""
+    """Count by torch the slots of each part that chose each expert, [parts, width]."""
     import torch
 
     known = ids.long().where((ids >= 0) & (ids < experts), -1)
@@ -146,7 +146,7 @@ def counted(ids: Any, experts: int) -> Any:
 
 
 def routed(ids: Any, experts: int) -> tuple[Any, Any, Any, Any]:
-    """(offsets, order, ranks, experts of rows), int32, of slots, by torch's operations, none of which waits."""
+    """Return (offsets, order, ranks, experts of rows) of slots, int32, by torch without a wait of the host."""
     import torch
 
     ids = ids.reshape(-1).long()
@@ -190,7 +190,7 @@ def _spec(
     name: str, summary: str, function: Any, arrays: Arrays, reference: Callable[..., dict[str, Any]], given: Any,
     flops: int, **more: Any,
 ) -> KernelSpec:  # fmt: skip
-    """Of one of the two launches; ``flops`` for each slot and expert."""
+    """The spec of a launch, with ``flops`` operations for each slot and expert."""
     return spec(
         name, summary, _DIMENSIONS, lambda problem: arrays, reference,
         function=lambda problem, config: function,

@@ -1,4 +1,4 @@
-"""Routers: of each token's logits its K experts and their weights, in float32, and the gradient of the logits.
+"""Routers: each token's K experts and their weights, in float32, and the gradient of its logits.
 
 By softmax: the experts are those of the K largest logits. With p the softmax of all logits, ``weights[k] = scale *
 p[ids[k]]``; normalised, p is the softmax of the chosen logits alone, which is the same as p of all over its sum.
@@ -8,7 +8,7 @@ By sigmoid (DeepSeek-V3, arXiv:2412.19437): ``s = sigmoid(logits)``, and the exp
 in the groups that are kept, which are those with the largest sums of their two best. ``weights[k] = scale *
 s[ids[k]]``, normalised over ``sum_k s[ids[k]] + 1e-20``. The bias is for the choice alone and has no gradient.
 
-The largest are found one after the other, as the maximum of what is left. Among equals the lower id is first, and NaN
+The largest are found one after the other, each as the maximum of the rest. Among equals the lower id is first, and NaN
 counts as infinity, so ids are K different experts whatever the logits hold, and the same in every run.
 """
 
@@ -25,22 +25,22 @@ from tilekern.kernels.families.tables import Table, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load, power_of_two, row_tiles
 from tilekern.spec import Array, Config, Dimension, KernelSpec, Problem, ScalarParameter, Space, Value, cdiv
 
-# A row of more logits is more than a step holds.
+# A step cannot hold a row of more logits.
 MOST_EXPERTS = 256
 # Each group is compared with each.
 MOST_GROUPS = 32
 _LOG2_E = 1.4426950408889634
 _INFINITY = math.inf
-# The lane of what is not to be chosen: behind all experts.
+# The lane, behind all experts, of elements that may not be chosen.
 _NOWHERE = 1 << 20
-# Keeps a sum of sigmoids that are all 0 a divisor.
+# Added to a sum of sigmoids, so that it is never 0.
 _LEAST = 1e-20
 # Elements of the tiles of a step.
 _FEWEST, _MOST = 256, 4096
 
 
 def _better(value, lane, other, other_lane):
-    """Of two the larger one; of equals the one of the lower lane."""
+    """The larger of two; the lower lane of equals."""
     takes = (other > value) | ((other == value) & (other_lane < lane))
     return ct.where(takes, other, value), ct.where(takes, other_lane, lane)
 
@@ -51,7 +51,7 @@ def _best(keys, lanes):
 
 
 def _ordered(x):
-    """NaN is the largest of all."""
+    """NaN becomes the largest of all."""
     return ct.where(ct.isnan(x), _INFINITY, x)
 
 
@@ -206,12 +206,12 @@ def router_sigmoid_backward(
 
 
 def choices_of(problem: Problem) -> int:
-    """A token chooses no expert twice."""
+    """Return the choices of a token, which chooses no expert twice."""
     return min(problem["choices"], problem["experts"])
 
 
 def groups_of(problem: Problem) -> int:
-    """The number of groups; 1 where the experts cannot be cut into so many of at least two."""
+    """Return the number of groups, or 1 if the experts do not divide into that many of at least two each."""
     if "expert_groups" not in problem:
         return 1
     groups, experts = problem["expert_groups"], problem["experts"]
@@ -219,13 +219,13 @@ def groups_of(problem: Problem) -> int:
 
 
 def _widths(problem: Problem) -> tuple[int, int]:
-    """Of the tile's axes of groups and of experts of a group."""
+    """The sizes of the tile's axes of groups and of experts of a group."""
     groups = groups_of(problem)
     return power_of_two(groups), power_of_two(problem["experts"] // groups)
 
 
 def _elements(problem: Problem) -> int:
-    """The elements of a row: its experts, or pairs of groups where these are more."""
+    """The elements of a row: its experts, or the pairs of groups if there are more."""
     groups, size = _widths(problem)
     return max(groups * size, groups * groups)
 
@@ -259,7 +259,7 @@ def _sizes(problem: Problem) -> dict[str, Any]:
     }
 
 
-# Read and written one by one, so their rows may begin anywhere.
+# Read and written element by element, so their rows may begin anywhere.
 _WEIGHTS, _PICKED = ("weights", "weight_dtype", ("tokens", "picked")), ("ids", "int64", ("tokens", "picked"))
 _CHOICE = (Array(*_PICKED, "output", aligned=False), Array(*_WEIGHTS, "output", aligned=False))
 _NUMBER, _SCALE = ScalarParameter("choices", "int32"), ScalarParameter("scale", "float32", 1.5)
@@ -282,12 +282,12 @@ def _sigmoid_arrays(problem: Problem) -> Arrays:
 
 
 def largest(keys: Any, number: int) -> Any:
-    """The ids of the ``number`` largest of the last dimension, by torch: lower ids first among equals, NaN first."""
+    """Return by torch the ids of the ``number`` largest in the last axis: NaN first, lower ids first among equals."""
     return keys.masked_fill(keys.isnan(), math.inf).sort(dim=-1, descending=True, stable=True).indices[..., :number]
 
 
 def by_softmax(logits: Any, choices: int, scale: float, normalized: bool) -> tuple[Any, Any]:
-    """(ids, weights) by torch's operations, in the dtype of ``logits``."""
+    """Return (ids, weights) by torch, in the dtype of ``logits``."""
     ids = largest(logits.detach(), choices)
     if normalized:
         return ids, scale * logits.gather(-1, ids).softmax(-1)
@@ -295,14 +295,14 @@ def by_softmax(logits: Any, choices: int, scale: float, normalized: bool) -> tup
 
 
 def by_sigmoid(logits: Any, bias: Any, kept: int, choices: int, scale: float, normalized: bool) -> tuple[Any, Any]:
-    """(ids, weights) by torch's operations, in the dtype of ``logits`` [tokens, groups, size]; bias [groups, size]."""
+    """Return (ids, weights) by torch, in the dtype of ``logits`` [tokens, groups, size]; bias [groups, size]."""
     import torch
 
     keys = logits.detach().sigmoid() + bias
     if keys.shape[1] > 1:
         best = largest(keys.masked_fill(keys.isnan(), math.inf).topk(2).values.sum(-1), kept)
         is_left_out = torch.ones_like(keys[..., 0], dtype=torch.bool).scatter_(1, best, False)
-        # Behind all experts of the groups that are kept.
+        # Below all experts of the groups that are kept.
         keys = keys.clamp(min=torch.finfo(keys.dtype).min).masked_fill(is_left_out[..., None], -math.inf)
     ids = largest(keys.flatten(1), choices)
     weights = logits.flatten(1).gather(1, ids).sigmoid()
@@ -350,7 +350,7 @@ def _softmax_inputs(problem: Problem, generator: Any, device: str) -> dict[str, 
 
 
 def _sigmoid_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Sigmoids in 64 steps, and a bias that parts those of one step by more than float32 errs, sums of two too."""
+    """Sigmoids in 64 steps, and a bias that separates equal ones, and sums of two, by more than float32's error."""
     import torch
 
     tokens, experts, groups = problem["tokens"], problem["experts"], groups_of(problem)
@@ -366,7 +366,7 @@ def _sigmoid_inputs(problem: Problem, generator: Any, device: str) -> dict[str, 
 
 
 def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Logits near to each other and slopes of either sign: no result is a small difference of large terms."""
+    """Similar logits and slopes of both signs: no result is a small difference of large terms."""
     import torch
 
     shape, dtype = (problem["tokens"], problem["experts"]), getattr(torch, problem["dtype"])
@@ -382,7 +382,7 @@ def _spec(
     name: str, summary: str, function: Any, arrays: Table, reference: Callable[..., dict[str, Any]], given: Any,
     flops: int, of_kind: tuple[Dimension, ...],
 ) -> KernelSpec:  # fmt: skip
-    """Of a router or its gradient; ``flops`` for each logit, and one more for each choice."""
+    """The spec of a router or its gradient, with ``flops`` operations for each logit and one for each choice."""
     return spec(
         name, summary,
         (

@@ -1,12 +1,12 @@
-"""Losses of a router: how unevenly it spreads tokens, and how large its logits are; and the gradient of the logits.
+"""Losses of a router (uneven use of experts, large logits) and the gradient of its logits.
 
 With p the softmax of a row of logits, ``counts[e]`` the rows whose ids have expert e, and R rows, the balance is
 ``experts * sum_e (counts[e] / R) * (sum_rows p[e] / R)`` (Fedus, Zoph and Shazeer 2021, arXiv:2101.03961, equations 4
 to 6) and z is the mean of ``lse^2``, lse being the logarithm of the sum of exp(logits) (Zoph and others 2022,
-arXiv:2202.08906, equation 5). Each row counts as often as its share says, of which R is the sum then.
+arXiv:2202.08906, equation 5). Shares weight the rows; R is then their sum.
 
-The forward leaves sums of each block: of p, the counts, and of lse^2. For the gradient, ``slopes[e]`` is what the
-losses gain by p[e] and ``pull`` by lse^2 / 2: ``dlogits = share * p * (slopes - sum(p * slopes) + pull * lse)``.
+The forward stores each block's sums of p, counts and sum of lse^2. For the gradient, ``slopes[e]`` is the losses'
+derivative by p[e] and ``pull`` that by lse^2 / 2: ``dlogits = share * p * (slopes - sum(p * slopes) + pull * lse)``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _softmax(logits, step, lane, experts, tile_m, width):
 
 
 def _share(shares, step, tile_m, rows, masked):
-    """How often each row counts [tile_m, 1]; those beyond the last one do not."""
+    """The weight of each row [tile_m, 1]; 0 beyond the last one."""
     row = step * tile_m + ct.reshape(ct.arange(tile_m, dtype=ct.int32), (tile_m, 1))
     share = ct.where(row < rows, 1.0, 0.0)
     if ct.static_eval(masked):
@@ -110,7 +110,7 @@ _LOGITS, _SUMS = ("rows", "experts"), ("blocks", "experts")
 
 
 def _shares(problem: Problem) -> Array:
-    """Those of all rows, or one element that is not aligned."""
+    """The shares of all rows, or one element that is not aligned."""
     return Array("shares", "float32", ("rows",), aligned=problem["masked"], flag="masked")
 
 
@@ -118,7 +118,7 @@ def _arrays(problem: Problem) -> Arrays:
     choices = choices_of(problem)
     return (
         Array("logits", "dtype", _LOGITS),
-        # Read one by one, so their rows may begin anywhere.
+        # Read element by element, so their rows may begin anywhere.
         Array("ids", "int64", ("rows", f"{choices}"), aligned=False),
         _shares(problem),
         ScalarParameter("choices", "int32", choices),
@@ -138,7 +138,7 @@ def _backward_arrays(problem: Problem) -> Arrays:
 
 
 def sums(logits: Any, ids: Any, shares: Any) -> tuple[Any, Any, Any]:
-    """(sums of p, counts, sum of lse^2) by torch's operations, [experts], [experts] and [1]; shares None for ones."""
+    """Return (sums of p, counts, sum of lse^2) by torch, [experts], [experts], [1]; shares None stands for ones."""
     if shares is None:
         shares = logits.new_ones(len(logits))
     share = shares.to(logits.dtype)[:, None]
@@ -164,7 +164,7 @@ def _reference_backward(logits: Any, shares: Any, slopes: Any, pull: Any, masked
 
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Logits near to each other; with shares each third row does not count."""
+    """Similar logits; with shares each third row does not count."""
     import torch
 
     rows, dtype = problem["rows"], getattr(torch, problem["dtype"])
@@ -191,7 +191,7 @@ def _spec(
     name: str, summary: str, function: Any, arrays: Table, reference: Callable[..., dict[str, Any]], given: Any,
     flops: Callable[[Problem], int], exact: tuple[str, ...], **more: Any,
 ) -> KernelSpec:  # fmt: skip
-    """Of the sums or of the gradient; ``flops`` for each logit."""
+    """The spec of the sums or of the gradient, with ``flops`` operations for each logit."""
     return spec(
         name, summary,
         (

@@ -1,4 +1,4 @@
-"""Kernels that take one row of a layer of experts at a time: the row's expert, its bias, routing, and tiles."""
+"""Shared by kernels that take one row of a layer of experts at a time: its expert and bias, tiles, routing."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ EXPERTS = 5
 
 
 def expert_of(experts, row, weights):
-    """The expert of a row; the last one for a row of none, of which no number counts."""
+    """The expert of a row; the last expert for a row of none, whose numbers do not count."""
     return ct.minimum(ct.load(experts, (row,), ()), weights.shape[0] - 1)
 
 
 def bias_of(columns: str = "columns") -> Array:
-    """The bias of each expert, where there is one."""
+    """Return the array of the experts' biases, which the flag ``biased`` turns on."""
     return Array("bias", "dtype", ("experts", columns), flag="biased")
 
 
 def sizes(problem: Problem) -> dict[str, int]:
-    """The number of experts, which belongs to no problem."""
+    """Return the number of experts of the inputs; it is part of no problem."""
     return {"experts": EXPERTS}
 
 
 def widths(columns: int) -> list[int]:
-    """Widths of tiles, wide ones first, of which at most a third lies beyond the row's end."""
+    """Return widths of tiles, widest first, at most a third of which lies beyond the row's end."""
     fitting = [n for n in (4096, 2048, 1024, 512, 256) if n <= power_of_two(columns)]
     return [n for n in fitting if cdiv(columns, n) * n <= 1.5 * columns] or [min(256, power_of_two(columns))]
 
@@ -49,23 +49,23 @@ SPACE = Space(_axes)
 
 
 def default(problem: Problem, widest: int) -> Config:
-    """One block a row, with the widest tile that is not wider than ``widest``."""
+    """Return one block a row, with the widest tile up to ``widest``."""
     tile_n = next((n for n in widths(problem["columns"]) if n <= widest), widths(problem["columns"])[-1])
     return Config(schedule="block", tile_n=tile_n, occupancy=8 if tile_n < 2048 else 4, num_worker_warps=0)
 
 
 def generic(problem: Problem) -> Config:
-    """Narrow tiles: loads of single elements are long code."""
+    """Return narrow tiles: loads of single elements are long code."""
     tile_n = min(256, power_of_two(problem["columns"]))
     return Config(schedule="persistent", tile_n=tile_n, occupancy=1, num_worker_warps=0)
 
 
 def constants(problem: Problem, config: Config) -> dict[str, bool]:
-    """Whether a tile reaches over the end of a row."""
+    """Return whether a tile reaches over the end of a row, as ``bounded``."""
     return {"bounded": problem["columns"] % config["tile_n"] != 0}
 
 
 def routing(slots: int, generator: Any, device: str) -> dict[str, Any]:
-    """An uneven routing of slots: ``order``, ``ranks`` and ``experts``."""
+    """Draw an uneven routing of slots: ``order``, ``ranks`` and ``experts``."""
     _, order, ranks, experts = routed(drawn_experts(slots, EXPERTS, generator, device), EXPERTS)
     return {"order": order, "ranks": ranks, "experts": experts}

@@ -1,4 +1,4 @@
-"""Configs that CuTe DSL compiles: what the spaces of all families of kernels have in common."""
+"""Shared parts of the search spaces of configs that CuTe DSL compiles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tilekern.spec import ITEM_BYTES, Config, Constraint, Problem
 from tilekern.spec.targets import INTERPRETED
 
 _VECTOR_BYTES, WARP = 16, 32
-# Registers that a thread has at most.
+# The most registers of a thread.
 MOST_REGISTERS = 255
 NOT_INTERPRETED = Constraint(
     "the interpreter runs cuTile's kernels alone", lambda problem, config, target: target != INTERPRETED
@@ -18,10 +18,10 @@ CLUSTERS_NEED_HOPPER = Constraint(
 
 
 def is_cute(config: Config) -> bool:
-    """Whether CuTe DSL compiles a config."""
+    """Tell whether CuTe DSL compiles a config."""
     return config.get("implementation") == "cute"
 
 
 def vector_of(problem: Problem) -> int:
-    """Elements of a vector of 16 bytes."""
+    """Count the elements of a vector of 16 bytes."""
     return _VECTOR_BYTES // ITEM_BYTES[problem["dtype"]]

@@ -1,4 +1,4 @@
-"""Gradients of normed and rotated heads as CuTe DSL compiles them: their search space, and how a config is launched.
+"""Gradients of normed and rotated heads in CuTe DSL: search space and launches.
 
 The device code is :mod:`tilekern.kernels.cute.heads`: the threads of a warp share heads, a block has ``warps`` of them,
 a thread takes ``together`` heads of a token in one step, and ``ahead`` steps are loaded ahead.
@@ -25,7 +25,7 @@ from tilekern.spec import (
 from tilekern.spec.targets import Target
 
 _KERNEL = "tilekern.kernels.cute.heads:Heads"
-# Registers that a thread needs for addresses and the like.
+# Registers of a thread for addresses and the like.
 _OWN_REGISTERS = 24
 # Heads of which an SM's warps have loads on their way, each warp as many as it takes at once: with fewer the memory
 # waits, and more gain nothing.
@@ -94,7 +94,7 @@ def implement(
     function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], dependent: bool, problem: Problem,
     config: Config,
 ) -> CuteKernel:  # fmt: skip
-    """How a config of the space runs."""
+    """Return the kernel of a config of the space."""
     at_once = config["warps"] * (WARP // _threads(problem)) * config["together"]
 
     def grid(sizes: Problem, sm_count: int) -> int:

@@ -1,4 +1,4 @@
-"""Cross entropy with its gradient as CuTe DSL compiles it: its search space, and how a config of it is launched.
+"""Cross entropy with its gradient in CuTe DSL: search space and launches.
 
 The device code is :mod:`tilekern.kernels.cute.losses`, which holds a row in the registers of a ``cluster`` of blocks,
 each of ``threads`` threads.
@@ -87,7 +87,7 @@ def space(flags: tuple[str, ...]) -> Space:
 def implement(
     function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], problem: Problem, config: Config
 ) -> CuteKernel:
-    """How a config of the space runs."""
+    """Return the kernel of a config of the space."""
     cluster = config["cluster"]
     return CuteKernel(
         function=function,

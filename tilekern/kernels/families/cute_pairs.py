@@ -1,4 +1,4 @@
-"""Losses over rows of two matrices as CuTe DSL compiles them: their search space, and how a config of it is launched.
+"""Losses over rows of two matrices in CuTe DSL: search space and launches.
 
 The device code is :mod:`tilekern.kernels.cute.pairs`, which spreads a row over a ``cluster`` of blocks, each of
 ``threads`` threads, of which each loads ``unroll`` vectors of both matrices in a step.
@@ -93,7 +93,7 @@ def implement(
     function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], flags: tuple[str, ...], problem: Problem,
     config: Config,
 ) -> CuteKernel:  # fmt: skip
-    """How a config of the space runs."""
+    """Return the kernel of a config of the space."""
     cluster = config["cluster"]
     return CuteKernel(
         function=function,

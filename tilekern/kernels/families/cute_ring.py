@@ -1,4 +1,4 @@
-"""Sums over rows whose loads run far ahead, as CuTe DSL compiles them: their search space, and a config's launch.
+"""Sums over rows whose loads run far ahead, in CuTe DSL: search space and launches.
 
 The device code is :mod:`tilekern.kernels.cute.ring`: a block of ``threads`` threads takes one row at a time out of a
 ring of ``stages`` rows in shared memory, into which the GPU copies those that are next; ``early`` says that it does so
@@ -29,7 +29,7 @@ from tilekern.spec.targets import Target
 _KERNEL = "tilekern.kernels.cute.ring:Ring"
 # Vectors of each array that a thread has of a row.
 _MOST_CHUNKS = 2
-# Registers that a thread needs for addresses and the like.
+# Registers of a thread for addresses and the like.
 _OWN_REGISTERS = 24
 # Bytes of an SM's rings: on an H200 fewer leave the memory idle, and more gain nothing.
 _LEAST_BYTES, _MOST_BYTES = 80 << 10, 112 << 10
@@ -38,7 +38,7 @@ _OTHER_BYTES = 3 << 10
 
 
 def row_bytes(parameters: tuple[ArrayParameter | ScalarParameter, ...], columns: int) -> int:
-    """The bytes of a stage: of a row of each array whose rows a kernel reads."""
+    """Count the bytes of a stage: a row of each array whose rows a kernel reads."""
     read = (x for x in parameters if isinstance(x, ArrayParameter) and x.role == "input" and x.ndim == len(ROWS))
     return columns * sum(ITEM_BYTES[x.dtype] for x in read)
 
@@ -124,7 +124,7 @@ def implement(
     function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], flags: tuple[str, ...], dependent: bool,
     problem: Problem, config: Config,
 ) -> CuteKernel:  # fmt: skip
-    """How a config of the space runs."""
+    """Return the kernel of a config of the space."""
     columns = problem["columns"]
     return CuteKernel(
         function=function,

@@ -1,4 +1,4 @@
-"""Kernels over rows as CuTe DSL compiles them: their search space, and how a config of it is launched.
+"""Kernels over rows in CuTe DSL: search space and launches.
 
 The device code is :mod:`tilekern.kernels.cute.rows`, which holds a row in registers: ``threads`` threads share a row in
 a block, ``rows`` rows a block are at work at once, and a ``cluster`` of blocks shares a long row.
@@ -27,7 +27,7 @@ _KERNEL = "tilekern.kernels.cute.rows:Rows"
 _LARGEST_BLOCK = 1024
 # Vectors of each array that a thread may hold.
 _MOST_CHUNKS = 8
-# Registers that a thread needs for addresses and the like.
+# Registers of a thread for addresses and the like.
 _OWN_REGISTERS = 24
 # From so many columns on a row may be shared by several blocks.
 _LONG = 16384
@@ -123,7 +123,7 @@ def implement(
     function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], flags: tuple[str, ...], dependent: bool,
     problem: Problem, config: Config,
 ) -> CuteKernel:  # fmt: skip
-    """How a config of the space runs."""
+    """Return the kernel of a config of the space."""
     persistent, cluster, rows = config["schedule"] == "persistent", config["cluster"], config["rows"]
     return CuteKernel(
         function=function,

@@ -1,4 +1,4 @@
-"""Sums down columns as CuTe DSL compiles them: their search space, and how a config of it is launched.
+"""Sums down columns in CuTe DSL: search space and launches.
 
 The device code is :mod:`tilekern.kernels.cute.sums`: a block of ``threads`` threads has ``width`` columns, each thread
 has ``loads`` rows on their way at once, and a ``cluster`` of blocks shares the rows of few columns.
@@ -102,7 +102,7 @@ SPACE = Space(
 def implement(
     function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], problem: Problem, config: Config
 ) -> CuteKernel:
-    """How a config of the space runs."""
+    """Return the kernel of a config of the space."""
     return CuteKernel(
         function=function,
         kernel=_KERNEL,

@@ -1,4 +1,4 @@
-"""Rotations of heads as CuTe DSL compiles them: their search space, and how a config is launched.
+"""Rotations of heads in CuTe DSL: search space and launches.
 
 The device code is :mod:`tilekern.kernels.cute.turns`: a block has ``threads`` threads, each of which takes ``together``
 heads of one token. That of heads which turn by the angles of three positions, :mod:`tilekern.kernels.cute.positions`,

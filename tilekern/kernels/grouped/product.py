@@ -1,13 +1,13 @@
 """Grouped products: ``y[r] = x[r] @ weight[e(r)] + bias[e(r)]`` for rows sorted by expert, in float32, rounded once.
 
 The layout is that of ``torch._grouped_mm``: ``offsets`` [experts] (int32) are the ends of the experts' rows. Where a
-problem is ``gathered``, row r of the product reads row ``order[r] // slots`` of x, so that no rows are copied; for each
-sorted row ``order`` (int32) holds the slot ``token * slots + k`` that it is from. Where it is ``partial``, rows beyond
+problem is ``gathered``, row r of the product reads row ``order[r] // slots`` of x, and no rows are copied; for each
+sorted row ``order`` (int32) is its slot ``token * slots + k``. Where it is ``partial``, rows beyond
 the last offset belong to no expert (sentinels of expert parallel), and their results are zeros; where it is not, they
 are not written. Weights are stored [experts, columns, inner], as ``torch.nn.Linear`` stores one, or, ``inner_first``,
 [experts, inner, columns], as GPT-OSS does; the gradient of x is the product with the weight in its other role.
 
-A block finds the rows of its tiles by itself (:mod:`tilekern.kernels.grouped.tiles`): the host waits for no counts.
+A block finds the rows of its tiles itself (:mod:`tilekern.kernels.grouped.tiles`): the host waits for no counts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,17 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import ROWS, Arrays
-from tilekern.kernels.grouped.declaration import OFFSETS, ORDER, dimensions, grouped_spec, rows_in, values
 from tilekern.kernels.grouped.routing import VARIATIONS, expert_rows
-from tilekern.kernels.grouped.space import groups_of, readable
+from tilekern.kernels.grouped.space import (
+    OFFSETS,
+    ORDER,
+    dimensions,
+    grouped_spec,
+    groups_of,
+    readable,
+    rows_in,
+    values,
+)
 from tilekern.kernels.grouped.tiles import gathered, group_at, rows_of, sources, weight_tile
 from tilekern.kernels.matmul.product import place_and_column
 from tilekern.kernels.tiles import ConstBool, ConstInt, load
@@ -85,7 +93,7 @@ def grouped_plain(
     x, weight, offsets, y, persistent: ConstBool, experts: ConstInt, groups: ConstInt, turns: ConstInt,
     tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt, latency: ConstInt, inner_first: ConstBool,
 ):  # fmt: skip
-    """Of rows that are sorted already; x [rows, inner], weight [experts, columns, inner], offsets [experts].
+    """The product of sorted rows; x [rows, inner], weight [experts, columns, inner], offsets [experts].
 
     y [rows, columns]; the weight is [experts, inner, columns] where ``inner_first``.
     """
@@ -100,7 +108,7 @@ def grouped_biased(
     x, weight, offsets, bias, y, persistent: ConstBool, experts: ConstInt, groups: ConstInt, turns: ConstInt,
     tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt, latency: ConstInt, inner_first: ConstBool,
 ):  # fmt: skip
-    """With a bias of each expert [experts, columns]; others as in :func:`grouped_plain`."""
+    """The product with a bias of each expert [experts, columns]; others as in :func:`grouped_plain`."""
     _product(
         x, weight, offsets, None, None, bias, y, persistent, experts, groups, turns, tile_m, tile_n, tile_k, group_m,
         latency, inner_first,
@@ -112,7 +120,7 @@ def grouped_gathered(
     x, weight, offsets, order, slots, y, persistent: ConstBool, experts: ConstInt, groups: ConstInt, turns: ConstInt,
     tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt, latency: ConstInt, inner_first: ConstBool,
 ):  # fmt: skip
-    """Of rows that are read where they are: x [tokens, inner], order [rows]; others as in :func:`grouped_plain`."""
+    """The product of gathered rows: x [tokens, inner], order [rows]; others as in :func:`grouped_plain`."""
     _product(
         x, weight, offsets, order, slots, None, y, persistent, experts, groups, turns, tile_m, tile_n, tile_k, group_m,
         latency, inner_first,
@@ -125,7 +133,10 @@ def grouped_gathered_biased(
     turns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt, latency: ConstInt,
     inner_first: ConstBool,
 ):  # fmt: skip
-    """Both: x [tokens, inner], order [rows], bias [experts, columns]; others as in :func:`grouped_plain`."""
+    """The product of gathered rows with a bias: x [tokens, inner], order [rows], bias [experts, columns].
+
+    Others as in :func:`grouped_plain`.
+    """
     _product(
         x, weight, offsets, order, slots, bias, y, persistent, experts, groups, turns, tile_m, tile_n, tile_k, group_m,
         latency, inner_first,
@@ -180,7 +191,7 @@ def _constants(problem: Problem, config: Config) -> dict[str, int]:
 
 
 def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """The weight, of which rows keep their variance."""
+    """A weight that keeps the variance of rows."""
     import torch
 
     inner, columns, dtype = problem["inner"], problem["columns"], getattr(torch, problem["dtype"])
@@ -192,7 +203,7 @@ def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 def reference(
     x: Any, weight: Any, offsets: Any, order: Any = None, slots: int = 1, bias: Any = None, *, inner_first: bool
 ) -> dict[str, Any]:
-    """The formula in float64."""
+    """Compute the formula in float64."""
     import torch
 
     rows = x.double() if order is None else x.double()[order.long() // slots]

@@ -1,8 +1,8 @@
-"""How rows are spread over experts where kernels are timed and checked.
+"""The routings of rows to experts on which kernels are timed and checked.
 
-A tuned record serves any routing, so how uneven one is belongs to no problem. Candidates of grouped products are timed
-where each expert gets as many rows as the others and where their numbers fall as 1 / rank (Zipf), and checked on
-extremes beside. What the layer's other kernels do for a row hardly depends on its expert: they have one uneven routing.
+A tuned record serves any routing, so a routing is not part of a problem. Candidates of grouped products are timed on
+equal shares and on shares that fall as 1 / rank (Zipf), and checked on extremes as well. The layer's other kernels have
+one uneven routing: their work for a row hardly depends on its expert.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 
 from tilekern.spec import Problem
 
-# Slots of a token where rows are gathered: GPT-OSS has four experts for each token.
+# Slots of a token of gathered rows: GPT-OSS has four experts for each token.
 SLOTS = 4
 
 
 def held(problem: Problem) -> int:
-    """How many rows belong to an expert: seven eighths of them where the rest is nobody's."""
+    """Count the rows that belong to an expert: all, or seven eighths of a ``partial`` problem's."""
     rows = int(problem["rows"])
     return rows - rows // 8 if problem.get("partial", False) else rows
 
 
 def _ends(problem: Problem, device: str, shares: list[float]) -> Any:
-    """Offsets of experts that get these shares of all rows that belong to one."""
+    """Offsets of experts that get these shares of the rows that belong to one."""
     import torch
 
     total, rows, sums = sum(shares), held(problem), [sum(shares[: n + 1]) for n in range(len(shares))]
@@ -32,7 +32,7 @@ def _ends(problem: Problem, device: str, shares: list[float]) -> Any:
 
 
 def balanced(problem: Problem, device: str) -> Any:
-    """Offsets [experts] of equal shares."""
+    """Return offsets [experts] of equal shares."""
     return _ends(problem, device, [1.0] * problem["experts"])
 
 
@@ -46,7 +46,7 @@ def _one_each(problem: Problem) -> list[float]:
     return [float(n < rows) for n in range(others)] + [float(max(0, rows - others))]
 
 
-# By name: what stands in place of the balanced offsets.
+# Offsets that replace the balanced ones, by name.
 VARIATIONS = {
     "zipf": _varied(lambda problem: [1.0 / rank for rank in range(1, problem["experts"] + 1)]),
     "one expert gets all": _varied(
@@ -57,30 +57,30 @@ VARIATIONS = {
     ),
     "one row each": _varied(_one_each),
 }
-# Of sums over rows, to which those beyond the last offset add nothing.
+# Those for sums over rows: rows beyond the last offset add nothing.
 OF_SUMS = VARIATIONS | {
     "rows of nobody": lambda problem, generator, device: {"offsets": balanced(problem, device) * 7 // 8}
 }
 
 
 def shuffled(rows: int, generator: Any, device: str) -> Any:
-    """An order [rows] of all slots."""
+    """Draw an order [rows] of all slots."""
     import torch
 
     return torch.rand(rows, generator=generator, device=device).argsort(stable=True).int()
 
 
 def expert_rows(offsets: Any, rows: int) -> Any:
-    """The expert of each row [rows] (int64), the number of experts for rows beyond the last offset."""
+    """Return the expert of each row [rows] (int64), or the number of experts for rows beyond the last offset."""
     import torch
 
     return torch.searchsorted(offsets, torch.arange(rows, dtype=torch.int32, device=offsets.device), right=True)
 
 
 def drawn_experts(rows: int, experts: int, generator: Any, device: str) -> Any:
-    """The expert of each slot [rows] (int64): half of them have the same, one has none, and a quarter of them has none.
+    """Draw the expert of each slot [rows] (int64): half of the slots have the same, a quarter have none.
 
-    A slot without an expert has the number ``experts``.
+    Expert 0 has no slot; a slot without an expert has the number ``experts``.
     """
     import torch
 

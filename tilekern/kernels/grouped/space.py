@@ -1,4 +1,4 @@
-"""The search space of the grouped products: that of one matrix product for an expert's part of the rows.
+"""The spec of a grouped product; its search space is that of one matrix product for an expert's part of the rows.
 
 A tile's rows are stored through a view that ends with the expert's rows. On tcgen05 the compiler refuses to store such
 a view by four warps, so eight work there. Units and where they hold their sums are those of
@@ -7,21 +7,41 @@ a view by four warps, so eight work there. Units and where they hold their sums 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
+from tilekern.kernels.families.arrays import Arrays, tensors
+from tilekern.kernels.families.tables import Table, names_of, spec
+from tilekern.kernels.grouped.routing import SLOTS, balanced, shuffled
 from tilekern.kernels.matmul.space import (
     Unit,
+    blocks,
     elements,
     fits_shared,
+    hints,
     holds_sums,
     is_square_enough,
     is_tile,
     of_tiles,
+    one_for_library,
     pipelines,
     sides,
     unit_of,
 )
-from tilekern.spec import ITEM_BYTES, Config, Constraint, Problem, Space, Value, cdiv
+from tilekern.spec import (
+    ITEM_BYTES,
+    Array,
+    Config,
+    Constraint,
+    Dimension,
+    KernelSpec,
+    LibraryCall,
+    Problem,
+    ScalarParameter,
+    Space,
+    Value,
+    cdiv,
+)
 from tilekern.spec.targets import INTERPRETED, Target
 
 # What torch's grouped product asks of strides and addresses.
@@ -29,9 +49,9 @@ _LIBRARY_BYTES = 16
 
 
 def readable(x: Any) -> Any:
-    """A tensor as torch's grouped product reads it: one of its last two strides is 1, the others whole 16 bytes.
+    """Copy a tensor unless torch's grouped product reads it: one of its last two strides is 1, others whole 16 bytes.
 
-    What is not so is copied. A row of its last axis is whole 16 bytes, as the library's constraint has it.
+    A row of its last axis is whole 16 bytes, by the library's constraint.
     """
     strides = x.stride()
     unit = -1 if strides[-1] == 1 else -2
@@ -45,12 +65,12 @@ def readable(x: Any) -> Any:
 
 
 def groups_of(problem: Problem) -> int:
-    """The experts, and the group of rows that are nobody's where there may be some."""
+    """Count the experts, and the group of rows without an expert where there may be some."""
     return int(problem["experts"] + problem["partial"])
 
 
 def _is_gradient(problem: Problem) -> bool:
-    """Whether the sums run over rows, so that each expert has a whole matrix as its result."""
+    """Whether sums run over rows, and each expert's result is a whole matrix."""
     return "inner_first" not in problem
 
 
@@ -61,22 +81,11 @@ def _extents(problem: Problem) -> tuple[int, int, int]:
 
 
 def tiles(problem: Problem, config: Config) -> int:
-    """How many tiles a grid goes over, with places that may be empty."""
+    """Count the tiles of a grid, places that may be empty included."""
     tile_m, across = config["tile_m"], cdiv(problem["columns"], config["tile_n"])
     if _is_gradient(problem):
         return int(problem["experts"] * cdiv(problem["inner"], tile_m) * across)
     return int((problem["rows"] // tile_m + groups_of(problem)) * across)
-
-
-def grid(problem: Problem, config: Config, sm_count: int) -> int:
-    """Blocks to launch: one a tile, or as many as stay resident; each takes as many SMs as its cluster has."""
-    steps, resident = tiles(problem, config), sm_count * config["occupancy"] // config["num_ctas"]
-    return max(1, min(steps, resident)) if config["schedule"] == "persistent" else steps
-
-
-def hints(config: Config) -> dict[str, int | None]:
-    """The compiler hints of a config; 0 leaves a hint to the compiler."""
-    return {name: config[name] or None for name in ("occupancy", "num_ctas", "num_worker_warps")}
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
@@ -109,11 +118,6 @@ def _has_library(problem: Problem) -> bool:
     """Whether torch's grouped product takes matrices of these sizes."""
     item = ITEM_BYTES[problem["dtype"]]
     return all(problem[name] * item % _LIBRARY_BYTES == 0 for name in ("inner", "columns"))
-
-
-def _stands_for_library(problem: Problem, config: Config, target: Target) -> bool:
-    first = {name: values[0] for name, values in _axes(problem).items() if name != "implementation"}
-    return is_tile(config) or (_has_library(problem) and all(config[name] == first[name] for name in first))
 
 
 def _is_exact(problem: Problem, config: Config, target: Target) -> bool:
@@ -159,7 +163,11 @@ def _clusters(problem: Problem, config: Config, target: Target) -> bool:
 SPACE = Space(
     _axes,
     (
-        Constraint("torch takes no tile: one config stands for it, where rows are whole 16 bytes", _stands_for_library),
+        one_for_library(_axes),
+        Constraint(
+            "torch's grouped product takes rows of whole 16 bytes",
+            lambda problem, config, target: is_tile(config) or _has_library(problem),
+        ),
         of_tiles("float32 products run on a GPU's scalar units, since TF32 would round the inputs", _is_exact),
         of_tiles("the sums exceed the registers of the warps that add, or tensor memory", holds_sums),
         of_tiles("two stages of operands exceed shared memory", fits_shared),
@@ -194,18 +202,17 @@ _TILES: dict[Unit, tuple[tuple[int, int, int], ...]] = {
 
 
 def default(problem: Problem, target: Target) -> Config:
-    """torch where it can and the host does not wait for it; else :func:`first_tile`.
+    """Return torch if it takes the problem without a wait of the host, else :func:`first_tile`.
 
-    Torch's speed is known, on an H200 350 to 520 TFLOP/s in bfloat16; which tile is faster is for a race to say.
+    On an H200 torch reaches 350 to 520 TFLOP/s in bfloat16.
     """
-    waits = problem["dtype"] == "float16"
-    if target != INTERPRETED and _has_library(problem) and not waits:
+    if target != INTERPRETED and _has_library(problem) and problem["dtype"] != "float16":
         return Config({name: values[0] for name, values in _axes(problem).items()}).but(implementation="torch")
     return first_tile(problem, target)
 
 
 def first_tile(problem: Problem, target: Target) -> Config:
-    """The first tile of the unit's that gives each SM one, or the smallest."""
+    """Return the unit's first tile that gives each SM one, or its smallest."""
     m, n, _ = _extents(problem)
     unit = unit_of(target)
     fitting = [_config(*tile) for tile in _TILES[unit] if tile[0] in sides(m) and tile[1] in sides(n)]
@@ -217,5 +224,68 @@ def first_tile(problem: Problem, target: Target) -> Config:
 
 
 def generic(problem: Problem) -> Config:
-    """A small tile that any GPU holds, with loads of single elements, which eight warps share."""
+    """Return a small tile that any GPU holds; eight warps share its loads of single elements."""
     return _config(64, 64, 8).but(tile_k=32)
+
+
+# Specs by their arrays.
+
+OFFSETS = Array("offsets", "int32", ("experts",), aligned=False)
+# Of rows that are read where they are.
+ORDER = (Array("order", "int32", ("rows",), aligned=False), ScalarParameter("slots", "int32", SLOTS))
+
+
+def dimensions(*flags: str) -> tuple[Dimension, ...]:
+    """Return the dimensions: sizes, flags and the dtype."""
+    exact = (Dimension(name, "exact") for name in ("inner", "columns", "experts"))
+    of_flags = (Dimension(flag, "flag") for flag in flags)
+    return Dimension("rows", "bucketed"), *exact, *of_flags, Dimension("dtype", "dtype")
+
+
+def values(
+    dimensions: tuple[Dimension, ...], rows: int, inner: int, columns: int, experts: int, dtype: Any,
+    on: Collection[str],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the values of the dimensions in their order, with the flags in ``on`` set."""
+    flags = {d.name: d.name in on for d in dimensions if d.kind == "flag"}
+    return {"rows": rows, "inner": inner, "columns": columns, "experts": experts, **flags, "dtype": dtype}
+
+
+def rows_in(is_gathered: bool) -> str:
+    """Return the size of a matrix's rows; a gathered row serves :data:`SLOTS` slots."""
+    return "tokens" if is_gathered else "rows"
+
+
+def _given(more: Any, arrays: Arrays, problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """Equal shares, an order, and the kernel's own inputs."""
+    is_gathered = any(array.name == "order" for array in tensors(arrays))
+    order = {"order": shuffled(problem["rows"], generator, device)} if is_gathered else {}
+    return {"offsets": balanced(problem, device), **order, **more(problem, generator, device)}
+
+
+def grouped_spec(
+    name: str, summary: str, dimensions: tuple[Dimension, ...], arrays: Table, reference: Callable[..., dict[str, Any]],
+    *, function: Callable[[Problem, Config], Any], call: Callable[[Problem], Callable[..., tuple[Any, ...]]],
+    constants: Callable[[Problem, Config], dict[str, Any]] = lambda problem, config: {},
+    given: Callable[[Problem, Any, str], dict[str, Any]] = lambda problem, generator, device: {},
+    **more: Any,
+) -> KernelSpec:  # fmt: skip
+    """Make a spec from its arrays; ``call(problem)`` returns torch's grouped product, which takes the inputs."""
+    return spec(
+        name, summary, dimensions, arrays, reference,
+        function=function,
+        library=lambda problem, config: (
+            None if is_tile(config) else LibraryCall(call(problem), names_of(arrays(problem)))
+        ),
+        sizes=lambda problem: {"tokens": cdiv(problem["rows"], SLOTS)},
+        constants=constants,
+        grid=lambda sizes, config, sm_count: blocks(tiles(sizes, config), config, sm_count),
+        hints=hints,
+        space=SPACE,
+        default=default,
+        generic=generic,
+        given=lambda problem, generator, device: _given(given, arrays(problem), problem, generator, device),
+        flops=lambda problem: 2 * problem["rows"] * problem["inner"] * problem["columns"],
+        timed=("zipf",),
+        **more,
+    )  # fmt: skip

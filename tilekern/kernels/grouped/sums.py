@@ -1,9 +1,9 @@
-"""The rows of each expert added up, weighted or not: the gradients of the experts' biases.
+"""The sum of each expert's rows, weighted or not: the gradients of the experts' biases.
 
 ``partial[s, e] = sum of weights[order[r]] * x[r]`` over share s of the rows r of expert e, in float32 and in a fixed
-order; an expert without rows gets zeros, and rows beyond the last offset count for nobody. Tiles of rows are dealt out
-to ``SHARES`` blocks in turn, so that an expert that has most of the rows keeps as many blocks busy; ``column_sum`` adds
-the shares up.
+order; an expert without rows gets zeros, and rows beyond the last offset count for nobody. ``SHARES`` blocks take the
+tiles of an expert's rows in turn, so that an expert with most of the rows keeps several blocks busy; ``column_sum``
+adds the shares up.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def grouped_sum(x, offsets, partial, columns: ConstInt, shares: ConstInt, tile_m
 def grouped_sum_weighted(
     x, offsets, order, weights, partial, columns: ConstInt, shares: ConstInt, tile_m: ConstInt, tile_n: ConstInt
 ):
-    """With order [rows], and weights [rows] by slot."""
+    """The weighted sum; order [rows], weights [rows] by slot."""
     _sums(x, offsets, order, weights, partial, columns, shares, tile_m, tile_n)
 
 
@@ -88,7 +88,7 @@ def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
 
 def reference(x: Any, offsets: Any, order: Any = None, weights: Any = None, *, weighted: bool) -> dict[str, Any]:
-    """The sums of all shares in float64, [experts, columns]."""
+    """Compute the sums of all shares in float64, [experts, columns]."""
     rows = x.double()
     if weighted:
         rows = rows * weights.double()[order.long()][:, None]
@@ -98,7 +98,7 @@ def reference(x: Any, offsets: Any, order: Any = None, weights: Any = None, *, w
 
 
 def _bytes(problem: Problem) -> int:
-    """Of all shares together what their sum has."""
+    """Bytes of the rows and of one sum: all shares count as the sum that is made of them."""
     each = problem["columns"] * ITEM_BYTES[problem["dtype"]]
     numbers = 4 + ITEM_BYTES[problem["weight_dtype"]] if problem["weighted"] else 0
     return problem["rows"] * (each + numbers) + 4 * problem["experts"] * problem["columns"]

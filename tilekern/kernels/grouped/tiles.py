@@ -1,9 +1,9 @@
-"""Device code of the grouped products: which rows a tile has, and in which order tiles are taken.
+"""Device code of the grouped products: the rows of a tile, and the order of tiles.
 
 ``offsets`` [experts] (int32) says where the rows of each expert end; they begin where those of the one before it end.
-Rows beyond the last offset are the group number ``experts``, which belongs to nobody. How many tiles of rows each group
-has is known on the device alone, so each gets as many places as it may need: it has no more than
-``end // tile_m - begin // tile_m + 1`` tiles, so with the first at place ``begin // tile_m + group`` no two groups
+Rows beyond the last offset are the group number ``experts``, which belongs to nobody. The number of a group's tiles is
+known on the device alone, so each group gets as many places as it may need. It has at most
+``end // tile_m - begin // tile_m + 1`` tiles; with the first at place ``begin // tile_m + group`` no two groups
 overlap, and ``rows // tile_m + groups`` places are enough. A place behind a group's last tile stays empty.
 """
 
@@ -40,7 +40,7 @@ def rows_of(offsets, group, experts, rows):
 
 
 def sources(order, row, slots, tile):
-    """Which rows [tile] of a gathered array stand at ``row`` and behind it: each slot in ``order`` is of one token."""
+    """The rows [tile] of a gathered array from ``row`` on: each slot in ``order`` belongs to one token."""
     view = order.tiled_view((tile,), padding_mode=ct.PaddingMode.ZERO, traversal_steps=(1,))
     return view.load((row,)) // slots
 

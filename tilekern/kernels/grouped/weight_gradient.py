@@ -3,7 +3,7 @@
 With rows sorted by expert and dy [rows, columns], the gradient of a weight that is stored [experts, columns, inner] has
 a = dy and b = x, of one that is stored [experts, inner, columns] a = x and b = dy. Rows are added up in their order, so
 that every run gives the same bits; an expert without rows gets zeros; rows beyond the last offset count for nobody.
-x may be read where it is, through ``order``, as in :mod:`tilekern.kernels.grouped.product`.
+Rows may be gathered through ``order``, as in :mod:`tilekern.kernels.grouped.product`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import Arrays
-from tilekern.kernels.grouped.declaration import OFFSETS, ORDER, dimensions, grouped_spec, rows_in, values
 from tilekern.kernels.grouped.routing import OF_SUMS
-from tilekern.kernels.grouped.space import readable
+from tilekern.kernels.grouped.space import OFFSETS, ORDER, dimensions, grouped_spec, readable, rows_in, values
 from tilekern.kernels.grouped.tiles import gathered, rows_of, sources
 from tilekern.kernels.matmul.product import place_and_column
 from tilekern.kernels.tiles import ConstBool, ConstInt, load
@@ -90,7 +89,7 @@ def grouped_weight_gradient(
     a, b, offsets, c, persistent: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, group_m: ConstInt,
     latency: ConstInt, a_gathered: ConstBool, b_gathered: ConstBool,
 ):  # fmt: skip
-    """Of rows that are sorted already; a [rows, inner], b [rows, columns], offsets [experts].
+    """The gradient from sorted rows; a [rows, inner], b [rows, columns], offsets [experts].
 
     c [experts, inner, columns].
     """
@@ -104,7 +103,7 @@ def grouped_weight_gradient_gathered(
     a, b, offsets, order, slots, c, persistent: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt,
     group_m: ConstInt, latency: ConstInt, a_gathered: ConstBool, b_gathered: ConstBool,
 ):  # fmt: skip
-    """Of a, b or both as they lie, with a row for each token; order [rows].
+    """The gradient from gathered rows of a, b or both, which have a row for each token; order [rows].
 
     a [rows or tokens, inner], b [rows or tokens, columns], offsets [experts], c [experts, inner, columns].
     """
@@ -147,7 +146,7 @@ def _by_torch(problem: Problem) -> Callable[..., tuple[Any, ...]]:
 def reference(
     a: Any, b: Any, offsets: Any, order: Any = None, slots: int = 1, *, a_gathered: bool, b_gathered: bool
 ) -> dict[str, Any]:
-    """The formula in float64."""
+    """Compute the formula in float64."""
     import torch
 
     one, other = a.double(), b.double()

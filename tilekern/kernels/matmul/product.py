@@ -6,12 +6,12 @@ One spec serves a linear layer's three products. With x [tokens, in], weight [ou
     input gradient   dx = dy @ weight      a = dy, b = weight
     weight gradient  dweight = dy^T @ x    a = dy, b = x,      a_transposed
 
-``a`` is stored [rows, inner] in all of them, so that ``rows`` is the number of tokens whichever side it is of the
-product, and one bucketed dimension lets a record serve nearby token counts. Epilogues: gelu in the form with tanh
-(Hendrycks and Gimpel 2016, arXiv:1606.08415; cuTile has no erf) and silu; with both, silu follows gelu.
+``a`` is stored [rows, inner] in all of them: ``rows`` is always the number of tokens, and the one bucketed dimension.
+Epilogues: gelu in the form with tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415; cuTile has no erf) and silu; with
+both, silu follows gelu.
 
-Where a problem is ``accumulated``, ``c`` may be the memory of ``addend``, so that the product adds to what is there: a
-tile of ``c`` is stored by the block that read the same tile of ``addend``, after it did, and no other reads it.
+If a problem is ``accumulated``, ``c`` may be the memory of ``addend``: only the block that stores a tile of ``c`` reads
+this tile of ``addend``, and reads it first.
 """
 
 from __future__ import annotations
@@ -21,18 +21,11 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.matmul.space import SPACE, default, generic, is_tile, sizes_of, tiles
+from tilekern.kernels.families.arrays import Arrays, tensors
+from tilekern.kernels.families.tables import names_of, spec
+from tilekern.kernels.matmul.space import SPACE, blocks, default, generic, hints, is_tile, sizes_of, tiles
 from tilekern.kernels.tiles import ConstBool, ConstInt, load
-from tilekern.spec import (
-    ITEM_BYTES,
-    ArrayParameter,
-    Config,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    LibraryCall,
-    Problem,
-)
+from tilekern.spec import ITEM_BYTES, Array, Config, Dimension, LibraryCall, Problem
 
 _LOG2_E = 1.4426950408889634
 # sqrt(8 / pi), and the same times 0.044715: gelu's tanh as a sigmoid of a polynomial.
@@ -49,17 +42,13 @@ def _sigmoid(x):
     return ct.truediv(1.0, grown, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
 
 
-def _place(item, down, across, group):
-    """Row and column of a tile: bands of ``group`` rows of tiles, each column by column, so that L2 holds operands."""
+def place_and_column(item, down, across, group):
+    """Row and column of a tile: bands of ``group`` rows of tiles, column by column, so that operands stay in L2."""
     band = group * across
     first = item // band * group
     height = min(down - first, group)
     inside = item % band
     return first + inside % height, inside // height
-
-
-# A public name, for other kernels: renamed where it is written, the records of this one would be stale.
-place_and_column = _place
 
 
 def _operand(array, outer, step, tile_outer, tile_k, depth_first, latency):
@@ -92,7 +81,7 @@ def _tile(
     gelu_tanh, silu, whole_rows,
 ):  # fmt: skip
     """Tile number ``item`` of the result; its sums begin at the addend, or at zero."""
-    i, j = _place(item, ct.cdiv(c.shape[0], tile_m), ct.cdiv(c.shape[1], tile_n), group_m)
+    i, j = place_and_column(item, ct.cdiv(c.shape[0], tile_m), ct.cdiv(c.shape[1], tile_n), group_m)
     depth = ct.static_eval(0 if a_transposed else 1)
     if ct.static_eval(from_addend):
         total = load(addend, (i, j), (tile_m, tile_n), True, 0, True).astype(ct.float32)
@@ -163,7 +152,7 @@ def matmul_accumulated(
     latency: ConstInt, from_addend: ConstBool, a_transposed: ConstBool, b_transposed: ConstBool,
     gelu_tanh: ConstBool, silu: ConstBool, whole_rows: ConstBool,
 ):  # fmt: skip
-    """Added to what there is: the addend, of the shape of c; others as in :func:`matmul_plain`."""
+    """The product added to the addend, of the shape of c; others as in :func:`matmul_plain`."""
     _product(
         a, b, None, addend, c, persistent, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
         b_transposed, gelu_tanh, silu, whole_rows,
@@ -195,28 +184,22 @@ _ACTIVATIONS = ("gelu_tanh", "silu")
 
 DIMENSIONS = (
     Dimension("rows", "bucketed"),
-    Dimension("inner", "exact"),
-    Dimension("columns", "exact"),
-    Dimension("a_transposed", "flag"),
-    Dimension("b_transposed", "flag"),
-    Dimension("biased", "flag"),
-    Dimension("gelu_tanh", "flag"),
-    Dimension("silu", "flag"),
-    Dimension("accumulated", "flag"),
+    *(Dimension(name, "exact") for name in ("inner", "columns")),
+    *(Dimension(name, "flag") for name in (*_LAYOUT, "biased", *_ACTIVATIONS, "accumulated")),
     Dimension("dtype", "dtype"),
 )
 
 
 def sizes(rows: int, inner: int, columns: int, dtype: Any, on: Collection[str]) -> dict[str, Any]:
-    """The values of the dimensions in their order, with the flags that ``on`` names set."""
+    """Return the values of the dimensions in their order, with the flags in ``on`` set."""
     flags = {d.name: d.name in on for d in DIMENSIONS if d.kind == "flag"}
     return {"rows": rows, "inner": inner, "columns": columns, **flags, "dtype": dtype}
 
 
 def by_cublas(a: Any, b: Any, out: Any, on: Collection[str]) -> Any:
-    """``out = op(a) @ op(b)``, or ``out += op(a) @ op(b)`` where ``accumulated``; ``on`` names the flags that are set.
+    """Compute ``out = op(a) @ op(b)``, or ``out += op(a) @ op(b)`` if ``accumulated``, and return ``out``.
 
-    The arrays lie as in the problem of these flags; ``out`` is given back.
+    The flags in ``on`` are set; the arrays are laid out as in the problem with these flags.
     """
     import torch
 
@@ -225,9 +208,9 @@ def by_cublas(a: Any, b: Any, out: Any, on: Collection[str]) -> Any:
 
 
 def by_winner(plan_for: Callable[..., Any], a: Any, b: Any, out: Any, on: Collection[str]) -> Any:
-    """As :func:`by_cublas`, by what was found fastest for the problem: a kernel of this module or cuBLAS.
+    """Compute as :func:`by_cublas` by the problem's winner: a kernel of this module or cuBLAS.
 
-    cuBLAS too where ``plan_for`` gives nothing, and for arrays that no kernel reads in wide loads.
+    cuBLAS also runs if ``plan_for`` returns None, and for arrays that no kernel reads in wide loads.
     """
     (rows, inner), plan = a.shape, None
     if all(_is_wide(x) for x in (a, b, out)):
@@ -239,7 +222,7 @@ def by_winner(plan_for: Callable[..., Any], a: Any, b: Any, out: Any, on: Collec
 
 
 def _is_wide(x: Any) -> bool:
-    """Whether a matrix meets what the aligned variant assumes, and has no more elements than kernels can count."""
+    """Whether a matrix meets the aligned variant's assumptions, and has no more elements than kernels can index."""
     reach, step = x.stride()
     starts = x.data_ptr() % _ALIGNMENT_BYTES == 0 and reach * x.element_size() % _ALIGNMENT_BYTES == 0
     return bool(starts and step == 1 and x.shape[0] * reach <= MOST_ELEMENTS)
@@ -262,79 +245,45 @@ def _library(problem: Problem) -> LibraryCall:
             c = torch.nn.functional.silu(c)
         return (more[-1].add_(c) if problem["accumulated"] else c,)
 
-    return LibraryCall(call, tuple(_operand_shapes(problem)), updates="addend" if problem["accumulated"] else None)
+    return LibraryCall(call, names_of(_arrays(problem)), updates="addend" if problem["accumulated"] else None)
 
 
-def _grid(problem: Problem, config: Config, sm_count: int) -> int:
-    # A grid counts blocks; each takes as many SMs as its cluster has.
-    resident = sm_count * config["occupancy"] // config["num_ctas"]
-    steps = tiles(problem, config)
-    return max(1, min(steps, resident)) if config["schedule"] == "persistent" else steps
-
-
-def _implement(problem: Problem, config: Config) -> Implementation | LibraryCall:
-    if not is_tile(config):
-        return _library(problem)
-    dtype, inner, columns = problem["dtype"], problem["inner"], problem["columns"]
-    tokens_last = problem["a_transposed"] and problem["b_transposed"]
-    arrays = [
-        ArrayParameter("a", dtype, 2, inner),
-        ArrayParameter("b", dtype, 2, None if tokens_last else inner if problem["b_transposed"] else columns),
-        *([ArrayParameter("bias", dtype, 1, columns)] if problem["biased"] else []),
-        *([ArrayParameter("addend", dtype, 2, columns)] if problem["accumulated"] else []),
-        ArrayParameter("c", dtype, 2, columns, "output"),
-    ]
-    return Implementation(
-        function=_FUNCTIONS[problem["biased"], problem["accumulated"]],
-        parameters=tuple(arrays),
-        constants=(
-            ("persistent", config["schedule"] == "persistent"),
-            *((name, config[name]) for name in ("tile_m", "tile_n", "tile_k", "group_m", "latency")),
-            ("from_addend", config["sums_begin"] == "addend"),
-            *((name, problem[name]) for name in (*_LAYOUT, *_ACTIVATIONS)),
-            ("whole_rows", columns * ITEM_BYTES[dtype] % _ALIGNMENT_BYTES == 0),
-        ),
-        grid=lambda sizes, sm_count: _grid(sizes, config, sm_count),
-        hints={name: config[name] or None for name in ("occupancy", "num_ctas", "num_worker_warps")},
+def _arrays(problem: Problem) -> Arrays:
+    m, k = ("inner", "rows") if problem["a_transposed"] else ("rows", "inner")
+    return (
+        Array("a", "dtype", ("rows", "inner")),
+        Array("b", "dtype", ("columns", k) if problem["b_transposed"] else (k, "columns")),
+        *([Array("bias", "dtype", ("columns",))] if problem["biased"] else []),
+        *([Array("addend", "dtype", (m, "columns"))] if problem["accumulated"] else []),
+        Array("c", "dtype", (m, "columns"), "output"),
     )
 
 
-def _operand_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
-    m, n, k = sizes_of(problem)
-    shapes: dict[str, tuple[int, ...]] = {
-        "a": (problem["rows"], problem["inner"]),
-        "b": (n, k) if problem["b_transposed"] else (k, n),
-    }
-    if problem["biased"]:
-        shapes["bias"] = (n,)
-    return shapes | ({"addend": (m, n)} if problem["accumulated"] else {})
+def _constants(problem: Problem, config: Config) -> dict[str, bool]:
+    row_bytes = problem["columns"] * ITEM_BYTES[problem["dtype"]]
+    return {"from_addend": config["sums_begin"] == "addend", "whole_rows": row_bytes % _ALIGNMENT_BYTES == 0}
 
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     import torch
 
-    # Weights of the size that keeps the variance of a row: an epilogue then sees values near 0.
+    # Weights that keep the variance of a row: an epilogue then gets values near 0.
     scales = {"b": sizes_of(problem)[2] ** -0.5}
     # In the problem's dtype from the start: the head of a language model is a GiB without a float32 copy.
     dtype = getattr(torch, problem["dtype"])
     return {
-        name: torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(scales.get(name, 1.0))
-        for name, shape in _operand_shapes(problem).items()
+        x.name: torch.randn(x.shape_in(problem), generator=generator, device=device, dtype=dtype).mul_(
+            scales.get(x.name, 1.0)
+        )
+        for x in tensors(_arrays(problem), "input")
     }
 
 
 def reference(
-    a: Any,
-    b: Any,
-    bias: Any = None,
-    addend: Any = None,
-    *,
-    a_transposed: bool,
-    b_transposed: bool,
-    gelu_tanh: bool,
+    a: Any, b: Any, bias: Any = None, addend: Any = None, *, a_transposed: bool, b_transposed: bool, gelu_tanh: bool,
     silu: bool,
-) -> dict[str, Any]:
-    """The formula in float64."""
+) -> dict[str, Any]:  # fmt: skip
+    """Compute the formula in float64."""
     import torch
 
     left, right = a.double(), b.double()
@@ -348,32 +297,22 @@ def reference(
     return {"c": c if addend is None else c + addend.double()}
 
 
-def _bytes(problem: Problem) -> int:
-    m, n, k = sizes_of(problem)
-    elements = m * k + k * n + m * n * (1 + problem["accumulated"]) + n * problem["biased"]
-    return int(elements * ITEM_BYTES[problem["dtype"]])
-
-
-def _flops(problem: Problem) -> int:
-    m, n, k = sizes_of(problem)
-    return 2 * m * n * k
-
-
-SPEC = KernelSpec(
-    name="matmul",
-    summary="c = addend + epilogue(op(a) @ op(b) + bias), summed in float32",
-    module=__name__,
-    dimensions=DIMENSIONS,
+SPEC = spec(
+    "matmul",
+    "c = addend + epilogue(op(a) @ op(b) + bias), summed in float32",
+    DIMENSIONS,
+    _arrays,
+    reference,
+    function=lambda problem, config: _FUNCTIONS[problem["biased"], problem["accumulated"]],
+    library=lambda problem, config: None if is_tile(config) else _library(problem),
+    constants=_constants,
+    grid=lambda sizes, config, sm_count: blocks(tiles(sizes, config), config, sm_count),
+    hints=hints,
     space=SPACE,
-    implement=_implement,
     default=default,
     generic=generic,
-    inputs=_inputs,
-    outputs=lambda problem, blocks: {"c": (sizes_of(problem)[:2], problem["dtype"])},
-    reference=reference,
-    bytes_moved=_bytes,
-    flops=_flops,
-    result_dtype=lambda problem: problem["dtype"],
+    given=_inputs,
+    flops=lambda problem: 2 * problem["rows"] * problem["inner"] * problem["columns"],
 )
 
 SPECS = (SPEC,)
