@@ -218,7 +218,7 @@ def test_a_bad_manifest_is_named(tmp_path, manifest):
     refused(pack(tmp_path / "a.pack", {}, manifest=manifest), tmp_path)
 
 
-@examples(200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), changes=st.integers(1, 8), cut=st.booleans())
 def test_changed_bytes_give_an_error_or_a_whole_cache(tmp_path, seed, changes, cut):
     chance, path = random.Random(seed), pack(tmp_path / "a.pack", members())

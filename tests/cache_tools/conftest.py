@@ -13,7 +13,7 @@ from tilekern.cache_tools.shared import removing
 
 @pytest.fixture(autouse=True)
 def settings(tmp_path, monkeypatch):
-    """A cache, settings and a width of each test's own, and no policy of whoever runs the tests; what deletes waits for no job."""
+    """Give each test its own cache, settings and width, and no policy of the caller; nothing waits before deleting."""
     monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
     monkeypatch.setenv("COLUMNS", "120")

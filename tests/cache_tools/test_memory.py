@@ -7,7 +7,7 @@ from cache_samples import PROBLEM, made_today, put
 
 from tilekern.cache import Pack
 
-RECORDS = 40
+RECORDS = 20
 # A record of 400 runners-up takes some 300 kB, so that all of them are several times this.
 MOST_BYTES = 3_000_000
 

@@ -102,6 +102,7 @@ def close(results, references):
 
 
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_a_job_with_no_tilekern_of_its_own_runs_the_repository_s(made):
     """In a new process, offline, by version out of the hub's cache; the build for the CPU has no packs."""
     code = """
@@ -131,6 +132,7 @@ print(tilekern.__file__)
 
 
 @pytest.mark.slow
+@pytest.mark.share(3)
 @pytest.mark.parametrize("door", ["get_local_kernel", "get_kernel", "load_kernel"])
 def test_every_way_to_load_gives_the_layers(made, door, monkeypatch):
     if door == "get_local_kernel":
@@ -210,6 +212,7 @@ def test_a_kernelized_model_trains_to_the_same_numbers(kernelized, interpreted):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_kernelized_model_compiles_whole(kernelized, interpreted):
     torch.manual_seed(0)
     model = nn.Sequential(Qwen3RMSNorm(80), Qwen3MLP(CONFIG))

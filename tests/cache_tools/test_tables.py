@@ -57,7 +57,7 @@ def test_ls_fits_the_terminal_and_120_columns_in_a_pipe(printed, filled):
     assert 120 < widest(printed(*ls, columns="200")) <= 200
 
 
-@pytest.mark.parametrize("columns", ["80", "120", "200", "400"])
+@pytest.mark.parametrize("columns", ["80", "200"])
 def test_ls_says_each_record_with_its_whole_key_and_each_gpu_and_toolkit_once(printed, filled, columns):
     text = printed("ls", "--cache-dir", str(filled), columns=columns)
     assert [line for line in text.splitlines() if "tileiras" in line] == HEADINGS
@@ -106,7 +106,7 @@ def test_ls_shows_the_gain_that_tune_showed(root, cli):
     assert found == {"rms_norm": (pytest.approx(124 / 37.8), None), "rope": (None, 1.25), "scale": (None, None)}
 
 
-@pytest.mark.parametrize("columns", ["80", "120"])
+@pytest.mark.parametrize("columns", ["80"])
 def test_the_other_lists_fit_too(printed, filled, tmp_path, columns):
     long = next(entry.record for entry in Store(filled).entries() if entry.record.kernel == "attention_backward")
     for rows in (8192, 512):

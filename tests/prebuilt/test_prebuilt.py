@@ -67,6 +67,7 @@ def test_what_is_measured_says_where_and_passed_its_check(name: str):
         assert {"random", "bucket", "zeros", "repeat"} <= {case["case"] for case in record.check["cases"]}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_models_problems_are_all_there(name: str):
     target = resolve(PACKS[name][0])
