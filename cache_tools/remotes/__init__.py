@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol, TypeGuard
 
 from tilekern.cache import CacheError, Missing
-from tilekern.cache_tools.shared.contents import Contents
+from tilekern.cache_tools.shared.packs import Contents
 
 _EXAMPLES = "oci://registry.example.com/team/kernels:h200, hf://team/kernels/h200.pack or s3://bucket/h200.pack"
 

@@ -14,8 +14,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from tilekern.cache import PACK_SUFFIX, CacheError, Corrupt
 from tilekern.cache.files import write_whole
-from tilekern.cache_tools.remotes.progress import progress_bar
-from tilekern.cache_tools.shared.contents import Contents
+from tilekern.cache_tools.shared.packs import Contents
+from tilekern.cache_tools.shared.printing import progress_bar
 
 DIGEST_SUFFIX = ".sha256"
 _LARGEST_SUM = 2**12

@@ -16,7 +16,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars
 
 from tilekern.cache import PACK_SUFFIX, CacheError, Missing
-from tilekern.cache_tools.shared.contents import Contents
+from tilekern.cache_tools.shared.packs import Contents
 
 
 class HubFile:

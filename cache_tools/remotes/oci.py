@@ -26,8 +26,8 @@ from urllib3.util import Retry
 
 from tilekern.cache import CacheError, Corrupt, Missing
 from tilekern.cache.records import parse_object
-from tilekern.cache_tools.remotes.progress import progress_bar
-from tilekern.cache_tools.shared.contents import Contents
+from tilekern.cache_tools.shared.packs import Contents
+from tilekern.cache_tools.shared.printing import progress_bar
 
 ARTIFACT_TYPE = "application/vnd.tilekern.pack.v1"
 _EMPTY_TYPE = "application/vnd.oci.empty.v1+json"

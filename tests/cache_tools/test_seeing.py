@@ -7,7 +7,6 @@ from cache_samples import B200, H100, H200, PROBLEM, failing_folders, made_today
 from command_line import KEY, PREBUILT
 
 from tilekern.cache import FolderLayer, Store, Where, default_layers, note_misses, note_wanted, wanted_name, write_pack
-from tilekern.cache_tools.shared.sources import user_cache
 from tilekern.compile.toolchain import toolkit as installed
 from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
@@ -102,23 +101,14 @@ def test_what_a_filter_looks_at_is_named_step_by_step(cache):
     assert [names for names in asked if names[0] == B200["key"]] == [(B200["key"],)]
 
 
-def test_a_list_of_a_record_holds_none_of_its_bulk(tmp_path):
-    path = put(tmp_path)
-    (found,) = user_cache(Store(tmp_path)).outlines()
-    record, _ = make()
-    assert (found.path, found.address, found.problem) == (path, record.address, None)
-    assert not {"artifacts", "check", "runners_up"} & set(found.record._fields)
-    assert all(getattr(found.record, name) == getattr(record, name) for name in found.record._fields)
-
-
-@pytest.mark.parametrize("damage", [lambda text: text[:1500], lambda text: text.replace("0.001", "0.002")])
-def test_a_list_names_what_is_unreadable(tmp_path, damage):
-    path = put(tmp_path)
-    path.write_text(damage(path.read_text()))
-    (listed,), (entry,) = user_cache(Store(tmp_path)).outlines(), Store(tmp_path).entries()
-    assert listed.record is None
-    assert listed.problem == entry.problem
-    assert listed.problem
+def test_an_entry_without_bulk_is_still_judged_and_compared(tmp_path):
+    put(tmp_path)
+    (entry,) = Store(tmp_path).entries()
+    light, record = entry.without_bulk().record, entry.record
+    assert (light.address, light.digests, light.config) == (record.address, record.digests, record.config)
+    assert (light.source_digest, light.measurement) == (record.source_digest, record.measurement)
+    assert (light.runners_up, light.check, light.artifacts["aligned"].resources) == ([], None, {})
+    assert not light.__dict__.get("data")
 
 
 def test_show_names_the_layers_and_the_winner(cli, cache, layers):

@@ -10,7 +10,7 @@ from command_line import PREBUILT, ROOT
 from terminal import printed_in_a_terminal
 
 from tilekern.cache import Store, install_pack, note_wanted
-from tilekern.cache_tools.shared.tables import natural, print_table
+from tilekern.cache_tools.shared.printing import natural, print_table
 
 pytestmark = pytest.mark.processes
 

@@ -42,6 +42,20 @@ def test_keygen_writes_a_key_for_its_owner_and_a_line_for_others(cli, tmp_path):
     assert cli.json("keygen", tmp_path / "other")["public_key"] != document["public_key"]
 
 
+@pytest.mark.parametrize("half", ["private", "public"])
+def test_a_keygen_that_fails_leaves_nothing_behind(cli, tmp_path, monkeypatch, half):
+    (tmp_path / "kept").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+
+    def fail(path, *_):
+        raise OSError(28, "No space left on device", str(path))
+
+    place = {"private": "cache.files.write_in", "public": "cache_tools.commands.keygen.write_whole"}[half]
+    monkeypatch.setattr(f"tilekern.{place}", fail)
+    cli.refused("keygen", tmp_path / "kept/new/folders/team.key", says="No space left")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_signed_pack_verifies_and_stays_so_when_it_is_unpacked_and_packed_again(
     cli, key, pack, tmp_path, monkeypatch
 ):

@@ -124,7 +124,7 @@ def test_the_library_leaves_pythons_own_hooks_alone():
     code = (
         "import warnings; before = warnings.showwarning, warnings.formatwarning, list(warnings.filters)\n"
         "import tilekern.runtime.dispatch, tilekern.patch, tilekern.cache, tilekern.warning\n"
-        "import tilekern.tuning.cli, tilekern.cache_tools.cli\n"
+        "import tilekern.tuning.cli, tilekern.cache_tools.__main__\n"
         "assert before[:2] == (warnings.showwarning, warnings.formatwarning)\n"
     )
     ran = python(["-c", code])

@@ -4,9 +4,9 @@ Needs the standard library, msgspec and platformdirs alone, so that a cache can 
 compiler is.
 """
 
-from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Outline, Where
+from tilekern.cache.entries import BlobFile, Entry, Garbage, Where
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, NoHome, UnknownSchema, Untrusted
-from tilekern.cache.freshness import DATED, FRESH, NOT_FRESH, STALE, Freshness, Made, freshness
+from tilekern.cache.freshness import DATED, FRESH, NOT_FRESH, STALE, Freshness, freshness
 from tilekern.cache.keys import Address, parse_problem_key, problem_key
 from tilekern.cache.layers import FolderLayer, Layer
 from tilekern.cache.lookup import Hit, Step, by_preference, hits, lookup, skipped
@@ -49,12 +49,9 @@ __all__ = [
     "Hit",
     "Launch",
     "Layer",
-    "Listed",
-    "Made",
     "Missing",
     "MissingRecord",
     "NoHome",
-    "Outline",
     "Pack",
     "PackLayer",
     "Record",

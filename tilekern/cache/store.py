@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath, PurePosixPath
 
-from tilekern.cache.entries import BlobFile, Entry, Garbage, Where, entry_of, unreadable_entry
+from tilekern.cache.entries import BlobFile, Entry, Garbage, Where, entry_of
 from tilekern.cache.errors import CacheError, Corrupt, Missing, UnknownSchema
 from tilekern.cache.files import (
     BAD_SUFFIX,
     DROPPED_SUFFIX,
     TEMPORARY_SUFFIX,
+    identity_of,
     read_if_there,
     read_whole,
 )
@@ -303,7 +304,7 @@ class Store:
 
         def note(error: OSError) -> None:
             if not is_gone(error):
-                unlisted.append(unreadable_entry(error.filename, None, CacheError(cannot_list(error)), is_file=False))
+                unlisted.append(entry_of(error.filename, None, CacheError(cannot_list(error)), is_folder=True))
 
         return note
 
@@ -314,18 +315,33 @@ class Store:
 
     def _entry(self, path: str) -> tuple[Entry, bytes] | None:
         """The record's file at this path and its bytes; None where it was deleted since it was listed."""
+        status: os.stat_result | None = None
+        contents: Record | CacheError
         try:
             found = read_if_there(path, LARGEST_RECORD)
             if found is None:
                 return None
             data, status = found
-            record = decode_record(data, self._address(path))
+            contents = decode_record(data, self._address(path))
+            address: Address | None = contents.address
         except CacheError as error:
-            address = None
+            data, contents, address = b"", error, None
             with contextlib.suppress(CacheError):
                 address = parse_path(Path(path).relative_to(self.root).parts)
-            return unreadable_entry(path, address, error), b""
-        return entry_of(path, record, status), data
+            with contextlib.suppress(OSError):
+                status = status or os.stat(path)
+        if status is None:
+            return entry_of(path, address, contents), data
+        entry = entry_of(
+            path,
+            address,
+            contents,
+            file_bytes=status.st_size,
+            modified=status.st_mtime,
+            used=max(status.st_mtime, status.st_atime),
+            identity=identity_of(status),
+        )
+        return entry, data
 
     def _checked_blobs(self, record: Record, blobs: Mapping[str, bytes]) -> dict[str, bytes]:
         """The bytes of every blob of a record, by digest: those given, and else those that are there."""

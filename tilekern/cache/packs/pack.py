@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from tilekern.cache.entries import Entry, Where, entry_of
 from tilekern.cache.errors import CacheError, Corrupt, Missing, UnknownSchema
 from tilekern.cache.keys import (
     SIGNATURE_SUFFIX,
@@ -100,6 +101,20 @@ class Pack:
     def read_blob(self, sha256: str) -> bytes:
         """A blob; raises as :meth:`read` does."""
         return check_blob(self.read(str(blob_path(sha256))), sha256)
+
+    def entries(self, where: Where | None = None) -> Iterator[Entry]:
+        """Yield every record, sorted by address, as :meth:`tilekern.cache.Store.entries` does."""
+        modified = self.status.st_mtime
+        for address, name in sorted(self.records.items()):
+            if where and not all(where(address[:last]) for last in range(1, 5)):
+                continue
+            contents: Record | CacheError
+            try:
+                contents = self.read_record(address)
+            except CacheError as error:
+                contents = error
+            file_bytes = self.members[name].size
+            yield entry_of(self.path / name, address, contents, file_bytes=file_bytes, modified=modified)
 
     @cached_property
     def signature_names(self) -> dict[str, list[str]]:
