@@ -70,11 +70,11 @@ a stranger who can write the cache's `quarantine/` | keep candidates
 whoever can reach the tuning service's status | read it
     test_without_the_token_nothing_is_said
     test_any_other_host_needs_one
-a node of a Ray cluster | give back
-whoever can write the folder that you stand in | have
+a node of a Ray cluster | return
+whoever can write the current folder | have
     test_the_installed_command_runs_nothing_of_the_folder_that_it_is_run_in
 whoever can change tilekern | anything
-a process that is no rank | name a leader
+a process that is not a rank | name a leader
     test_a_process_that_is_no_rank_cannot_swap_records
     test_a_process_that_is_no_rank_cannot_have_ranks_go_on_alone
 the same, before the ranks have connected | give them
@@ -89,7 +89,7 @@ a rank that lies | hand out altered
     test_the_miss_policy_is_the_strictest
  | say that its GPU
     test_whatever_a_rank_says_ends_all_alike_in_one_line
- | send what is malformed
+ | send malformed data
     test_whatever_a_rank_says_ends_all_alike_in_one_line
     test_bytes_that_were_changed_give_whole_records_or_an_error
     test_a_head_without_end_is_refused_before_it_is_parsed
@@ -97,7 +97,7 @@ a rank that trusts less | make records misses
     test_what_one_rank_does_not_trust_is_a_miss_on_all_and_said_once
 another user or host | hand out records
     test_what_each_rank_trusts_is_taken_over_and_all_else_is_a_miss_on_all
-who listens | read records
+a listener | read records
     test_a_seal_is_worth_nothing_to_another_user_or_for_another_record
 a fault on the way | leave ranks
     test_ranks_that_hold_other_records_in_the_end_stop

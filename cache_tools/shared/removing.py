@@ -33,10 +33,10 @@ def remove(store: Store, entries: Sequence[Entry]) -> Removed:
     Raises:
         CacheError: a file cannot be deleted.
     """
-    removed = [entry for entry in entries if store.remove_one(entry.path, entry.identity)]
+    removed = store.remove(entries)
     if removed:
         time.sleep(READING_S)
-    garbage = store.collect_garbage(_digests_of(removed))
+    garbage = store.collect_garbage(removed)
     size_bytes = sum(entry.file_bytes for entry in removed) + garbage.size_bytes
     return Removed(len(removed), garbage.blobs, size_bytes, garbage.kept)
 
@@ -51,13 +51,9 @@ def plan_removal(store: Store, entries: Sequence[Entry]) -> Removed:
 def garbage_of(store: Store, entries: Sequence[Entry]) -> tuple[list[BlobFile], str | None]:
     """Return the blobs that can go with these records; or none, and why it cannot be told."""
     try:
-        return store.garbage(_digests_of(entries), without={entry.path for entry in entries}), None
+        return store.garbage(entries, without={entry.path for entry in entries}), None
     except CacheError as error:
         return [], f"no blob can be removed: {error}"
-
-
-def _digests_of(entries: Sequence[Entry]) -> frozenset[str]:
-    return frozenset(digest for entry in entries if entry.record for digest in entry.record.digests)
 
 
 def print_removed(removed: Removed, left_alone: int, dry_run: bool = False) -> None:

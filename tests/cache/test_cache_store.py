@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 from tilekern.cache import CacheError, FolderLayer, Missing, Store, UnknownSchema, install_pack, write_pack
 from tilekern.cache.files import read_whole, write_whole
-from tilekern.cache.folders import set_aside, write_below
-from tilekern.cache.walking import is_gone
+from tilekern.cache.folders import is_gone, set_aside, write_below
 
 
 def files(root):
@@ -284,7 +283,7 @@ def test_a_record_that_is_written_anew_after_it_was_listed_is_not_removed(tmp_pa
     age(path, 10)
     listed = list(Store(tmp_path).entries())
     put(tmp_path, b"new")
-    assert Store(tmp_path).remove(listed) == frozenset()
+    assert Store(tmp_path).remove(listed) == []
     assert find([FolderLayer(tmp_path, "user")]).load("aligned") == b"new"
 
 

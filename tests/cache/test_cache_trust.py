@@ -174,7 +174,7 @@ def test_a_seal_is_worth_nothing_to_another_user_or_for_another_record(tmp_path,
 @pytest.mark.parametrize(
     ("place", "mode", "words"),
     [
-        ("seal.key", 0o640, r"seal\.key must be yours and readable by you alone"),
+        ("seal.key", 0o640, r"seal\.key must be yours and readable only by you"),
         (".", 0o777, r"seal\.key is not used: .*can be written by others \(mode 0777\)"),
     ],
 )
@@ -336,7 +336,7 @@ def test_a_key_is_for_its_owner_alone_and_never_overwritten(tmp_path, key):
 def test_what_holds_no_private_key_is_refused(tmp_path, text):
     (tmp_path / "none").write_text(f"-----BEGIN PRIVATE KEY-----\n{text}")
     (tmp_path / "none").chmod(0o600)
-    with pytest.raises(CacheError, match="holds no Ed25519 private key"):
+    with pytest.raises(CacheError, match="is not an Ed25519 private key"):
         SigningKey(tmp_path / "none")
 
 

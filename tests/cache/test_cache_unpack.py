@@ -258,7 +258,7 @@ def test_a_look_at_an_unfinished_unpack_writes_nothing_and_says_it(cache):
     place = killed(cache, {make()[0].address.path: b"{}"})
     before = files(cache)
     assert find([FolderLayer(cache, "shared")]).record.created_by == "old"
-    with pytest.warns(RuntimeWarning, match="1 unpacked pack.* not all in place.*next command that writes"):
+    with pytest.warns(RuntimeWarning, match="1 pack.* whose unpacking was killed; the next command that writes"):
         assert find([FolderLayer(cache, "user", writable=True)]).record.created_by == "old"
     assert len(list(Store(cache).entries())) == 2
     assert list(Store(cache).leftovers()) == [place]

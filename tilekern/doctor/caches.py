@@ -122,8 +122,8 @@ def _counts(report: Report, layer: Layer, target: Target | None) -> Counter[str]
 
 def _files_below(report: Report, root: Path) -> list[str]:
     """The files that may be records in a folder, from its root on, with what cannot be listed complained of."""
+    from tilekern.cache.folders import cannot_list, files_below, is_gone
     from tilekern.cache.keys import LAYOUT, OWN_FOLDERS
-    from tilekern.cache.walking import cannot_list, files_below, is_gone
 
     def fail(error: OSError) -> None:
         if not is_gone(error):

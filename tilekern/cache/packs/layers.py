@@ -1,4 +1,4 @@
-"""A pack as a layer: records and blobs are read where the pack lies, with nothing unpacked."""
+"""A pack as a layer: records and blobs are read from the pack, without unpacking it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ Origin = Literal["file", "package", "wheel"]
 
 
 class PackLayer:
-    """A pack read in place, opened when it is first asked for something. A bad pack is reported once and is empty.
+    """A pack that is read in place and opened at its first use. A bad pack gives one warning and counts as empty.
 
-    ``origin`` says how it came here: as a ``file``, which must not be one that others can write; in an installed
-    ``package``, where whoever can write it can write code as well; or in tilekern's own ``wheel``, whose packs need no
-    signature either.
+    Args:
+        path: the pack.
+        name: the layer's name for people; default the file's name.
+        origin: where the pack comes from: a ``file``, which others must not be able to write; an installed
+            ``package``, which can only be changed by those who can change its code; or tilekern's own ``wheel``, whose
+            packs need no signature either.
     """
 
     def __init__(self, path: str | os.PathLike[str], name: str | None = None, origin: Origin = "file") -> None:
@@ -38,20 +41,20 @@ class PackLayer:
         return f"PackLayer({str(self.path)!r})"
 
     def targets(self) -> list[str]:
-        """The target keys that it has, sorted."""
+        """Return the keys of its targets, sorted."""
         return sorted({address.target_key for address in self._addresses()})
 
     def toolkits(self, target_key: str) -> list[str]:
-        """The toolkit keys that it has for a target, sorted."""
+        """Return the keys of its toolkits for a target, sorted."""
         return sorted({address.toolkit_key for address in self._addresses() if address.target_key == target_key})
 
     def problems(self, target_key: str, toolkit_key: str, kernel: str) -> list[dict[str, Value]]:
-        """The problems that it has a record of."""
+        """Return the problems that it has records of."""
         place = (target_key, toolkit_key, kernel)
         return problems_of(address.problem_key for address in self._addresses() if address[:3] == place)
 
     def read_record(self, target_key: str, toolkit_key: str, kernel: str, problem: dict[str, Value]) -> Record:
-        """One record, checked; raises as :meth:`tilekern.cache.layers.Layer.read_record` says."""
+        """Return one record, checked; raises as :meth:`tilekern.cache.layers.Layer.read_record` says."""
         address = Address(target_key, toolkit_key, kernel, problem_key(problem))
         pack = self._pack()
         if pack is None or address not in pack.records:
@@ -67,7 +70,7 @@ class PackLayer:
         return record
 
     def read_blob(self, sha256: str) -> bytes:
-        """One blob, its digest checked; raises as :meth:`tilekern.cache.layers.Layer.read_record` says."""
+        """Return one blob, its digest checked; raises as :meth:`tilekern.cache.layers.Layer.read_record` says."""
         pack = self._pack()
         if pack is None:
             raise Missing(f"{self.path} has no blob {sha256}")
@@ -78,36 +81,30 @@ class PackLayer:
             raise
 
     def signatures(self, record_sha256: str) -> dict[str, bytes]:
-        """The signatures of a record, by the names of their files; what cannot be read is left out."""
-        pack = self._pack()
-        found: dict[str, bytes] = {}
-        if pack is None:
-            return found
-        for name in pack.signature_names.get(record_sha256, ()):
-            with contextlib.suppress(CacheError):
-                found[name.rpartition("/")[2]] = pack.read(name)
-        return found
+        """Return the signatures of a record by the names of their files, without unreadable ones."""
+        signatures: dict[str, bytes] = {}
+        if pack := self._pack():
+            for name in pack.signature_names.get(record_sha256, ()):
+                with contextlib.suppress(CacheError):
+                    signatures[name.rpartition("/")[2]] = pack.read(name)
+        return signatures
 
     def _addresses(self) -> Iterable[Address]:
         pack = self._pack()
         return pack.records if pack else ()
 
     def _pack(self) -> Pack | None:
-        """The open pack; each process opens its own, since a forked child shares its parent's place in the file."""
-        # No lock: a child that is forked while another thread holds it would wait for ever, and two threads that open
-        # the pack at once lose a millisecond.
+        # Each process opens the pack itself, since a forked child shares its parent's position in the file. Without a
+        # lock: a child forked while another thread holds it would wait forever.
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
             try:
-                opened = (os.getpid(), self._open())
+                pack = Pack(self.path)
+                if self.origin == "file" and not others_may_write():
+                    require_unshared(self.path, pack.status)
+                opened = (os.getpid(), pack)
             except CacheError as error:
                 opened = (os.getpid(), None)
                 warn_once(f"{error}; it is left out", about=self.path)
             self._opened = opened
         return opened[1]
-
-    def _open(self) -> Pack:
-        pack = Pack(self.path)
-        if self.origin == "file" and not others_may_write():
-            require_unshared(self.path, pack.status)
-        return pack
