@@ -9,8 +9,7 @@ from pathlib import Path
 
 from tilekern.cache.absolute_paths import absolute, platform_folder
 from tilekern.cache.errors import NoHome
-from tilekern.cache.layers import FolderLayer, Layer
-from tilekern.cache.packs.layers import Origin, PackLayer
+from tilekern.cache.layers import FolderLayer, Layer, Origin, PackLayer
 from tilekern.cache.packs.pack import PACK_SUFFIX
 from tilekern.warning import warn, warn_once
 
