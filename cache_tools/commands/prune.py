@@ -7,6 +7,7 @@ files without updating it where they own them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import Counter, defaultdict
@@ -95,10 +96,14 @@ def prune(store: Store, dry_run: bool, confirmed: bool, as_json: bool, **options
     reasons = _reasons(store, entries, removable, limits)
     chosen = [entry for entry in entries if entry.path in reasons]
     going = plan_removal(store, chosen)
+    evidence = AGE
+    with contextlib.suppress(OSError):
+        if not os.statvfs(store.root).f_flag & getattr(os, "ST_NOATIME", 0):
+            evidence = ACCESS_TIME
     document: dict[str, Any] = {
         "cache_dir": str(store.root),
         "dry_run": dry_run,
-        "evidence": ACCESS_TIME if _notes_access(store.root) else AGE,
+        "evidence": evidence,
         "records": [_summary(entry, reasons[entry.path]) for entry in chosen],
         "removed": going.records,
         "blobs": going.blobs,
@@ -185,13 +190,6 @@ def _least_used(
             users[digest] -= 1
             total -= sizes.get(digest, 0) if not users[digest] and not kept else 0
     return chosen
-
-
-def _notes_access(root: Path) -> bool:
-    try:
-        return not os.statvfs(root).f_flag & getattr(os, "ST_NOATIME", 0)
-    except OSError:
-        return False
 
 
 def _size_of(store: Store, entries: Iterable[Entry]) -> int:

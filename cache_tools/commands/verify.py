@@ -9,7 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -18,7 +18,6 @@ from tilekern.cache import (
     STALE,
     CacheError,
     Corrupt,
-    Entry,
     Missing,
     Pack,
     Record,
@@ -92,11 +91,18 @@ def _of_cache(store: Store) -> dict[str, Any]:
     exposed: list[_Fault] = []
     # Per path: which file it was, and digest and size of each artifact. Little enough for 100,000 records.
     records: dict[str, tuple[tuple[int, int, int] | None, tuple[tuple[str, int], ...]]] = {}
-    folder_exposure = functools.cache(
-        lambda folder: _refusal(lambda: require_unshared_folders(store.root, Path(folder)))
-    )  # fmt: skip
+    survey, names = _Survey(), signature_names(store.root)
 
-    def note(entry: Entry) -> None:
+    @functools.cache
+    def folder_exposure(folder: str) -> str | None:
+        return _refusal(lambda: require_unshared_folders(store.root, Path(folder)))
+
+    def read(path: PurePosixPath) -> bytes:
+        if path.name not in names.get(path.name[:64], ()):
+            raise Missing(f"there is no {path}")
+        return read_whole(store.root / path, SIGNATURE_BYTES + 1)[0]
+
+    for entry, data in store.read_entries():
         path = str(entry.path)
         if entry.record is None and entry.unknown_schema:
             states["unknown_schema"].append(path)
@@ -108,10 +114,13 @@ def _of_cache(store: Store) -> dict[str, Any]:
             _note_state(states, path, entry.record)
             if not others_may_write():
                 problem = folder_exposure(os.path.dirname(path))
-                problem = problem or _refusal(lambda: require_unshared(path, os.stat(path)))
-                exposed.extend([_fault(path, problem)] if problem else [])
-
-    signatures = _survey(_records_of_store(store, note))
+                problem = problem or _refusal(lambda path=path: require_unshared(path, os.stat(path)))
+                exposed += [_fault(path, problem)] if problem else []
+            digest = hashlib.sha256(data).hexdigest()
+            if files := names.get(digest):
+                survey.add(path, data, signature_files(store.root, digest, files), read)
+            else:
+                survey.counted["unsigned"] += 1
     blobs = {blob.sha256: str(blob.path) for blob in store.blobs()}
     referred = {digest for _, artifacts in records.values() for digest, _ in artifacts}
     sizes = {digest: _size_or_problem(store, digest) for digest in sorted(referred | blobs.keys())}
@@ -132,11 +141,11 @@ def _of_cache(store: Store) -> dict[str, Any]:
         "cache_dir": str(store.root),
         "records": len(records),
         "blobs": len(blobs),
-        "broken": bad + signatures["bad"],
+        "broken": bad + survey.bad,
         **states,
         "orphans": len(orphans),
         "leftovers": [str(path) for path in store.leftovers()],
-        "signatures": signatures,
+        "signatures": survey.document(),
         "exposed": exposed,
     }
 
@@ -144,21 +153,27 @@ def _of_cache(store: Store) -> dict[str, Any]:
 def _of_pack(path: Path) -> dict[str, Any]:
     states: dict[str, list[str]] = {name: [] for name in _STATES.values()}
     document: dict[str, Any] = {"pack": str(path), "records": 0, "blobs": 0, "broken": [], **states}
-    document["signatures"] = _survey(())
+    survey = _Survey()
     try:
         pack = Pack(path)
         records = [record for record, _ in checked_contents(pack)]
-        document["signatures"] = signatures = _survey(_records_of_pack(pack))
+        signatures = pack.signatures()
+        for name in pack.records.values():
+            if its_own := signatures.get(pack.members[name].sha256):
+                survey.add(name, pack.read(name), its_own, lambda file: pack.read(str(file)))
+            else:
+                survey.counted["unsigned"] += 1
         document["records"] = len(records)
         document["blobs"] = len(frozenset().union(*(record.digests for record in records)))
-        document["broken"] = signatures["bad"]
+        document["broken"] = survey.bad
         for record in records:
             _note_state(states, str(record.address.path), record)
     except UnknownSchema:
         raise
     except Corrupt as error:
+        survey = _Survey()
         document["broken"] = [_fault(str(path), str(error))]
-    return document
+    return {**document, "signatures": survey.document()}
 
 
 def _note_state(states: Mapping[str, list[str]], path: str, record: Record) -> None:
@@ -199,67 +214,42 @@ def _size_or_problem(store: Store, digest: str) -> int | str:
         return str(error)
 
 
-class _Signed(NamedTuple):
-    """A record's file: its path and bytes, signatures by public key, and a reader of the files beside it.
+class _Survey:
+    """Numbers of trusted, foreign, unsigned and revoked records, and wrong signatures."""
 
-    ``has_files`` says whether there are any signatures or seals of the record.
-    """
+    def __init__(self) -> None:
+        self.counted = Counter({"trusted": 0, "other_key": 0, "unsigned": 0, "revoked": 0})
+        self.bad: list[_Fault] = []
+        self._by: Counter[str] = Counter()
+        self._unchecked: str | None = None
+        self._signers = Signers()
 
-    path: str
-    data: bytes
-    signatures: Mapping[str, bytes]
-    read: Reader
-    has_files: bool
+    def add(self, path: str, data: bytes, signatures: Mapping[str, bytes], read: Reader) -> None:
+        """Count a record that has signatures or seals.
 
-
-def _records_of_store(store: Store, note: Callable[[Entry], None]) -> Iterator[_Signed]:
-    """Yield the records of a cache; pass every entry to ``note``, readable or not."""
-    names = signature_names(store.root)
-
-    def read(path: PurePosixPath) -> bytes:
-        if path.name not in names.get(path.name[:64], ()):
-            raise Missing(f"there is no {path}")
-        return read_whole(store.root / path, SIGNATURE_BYTES + 1)[0]
-
-    for entry, data in store.read_entries():
-        note(entry)
-        if entry.record:
-            digest = hashlib.sha256(data).hexdigest()
-            files = names.get(digest, ())
-            yield _Signed(str(entry.path), data, signature_files(store.root, digest, files), read, bool(files))
-
-
-def _records_of_pack(pack: Pack) -> Iterator[_Signed]:
-    signatures = pack.signatures()
-    for name in pack.records.values():
-        its_own = signatures.get(pack.members[name].sha256, {})
-        yield _Signed(name, pack.read(name), its_own, lambda path: pack.read(str(path)), bool(its_own))
-
-
-def _survey(records: Iterable[_Signed]) -> dict[str, Any]:
-    """Count trusted, foreign, unsigned and revoked records, and collect wrong signatures, as in the document."""
-    counted: Counter[str] = Counter()
-    by: Counter[str] = Counter()
-    bad: list[_Fault] = []
-    unchecked, signers = None, Signers()
-    for record in records:
-        if not record.has_files:
-            counted["unsigned"] += 1
-            continue
+        Args:
+            path: the record's file.
+            data: its bytes.
+            signatures: contents of its signature files by public key.
+            read: reads a file beside it.
+        """
         try:
-            if signers.is_revoked(record.data):
-                counted["revoked"] += 1
-                continue
-            signer = signers.signer_of(record.data, record.read)
-            wrong = [key for key, text in record.signatures.items() if not is_signed(key, record.data, text)]
+            if self._signers.is_revoked(data):
+                self.counted["revoked"] += 1
+                return
+            signer = self._signers.signer_of(data, read)
+            wrong = [key for key, text in signatures.items() if not is_signed(key, data, text)]
         except CacheError as error:
-            unchecked, signer, wrong = str(error), None, []
-        bad += [_fault(record.path, f"the signature of key {key[:16]} is not its own") for key in wrong]
-        by.update([signer] if signer else [])
-        signed_by_others = len(record.signatures) > len(wrong)
-        counted["trusted" if signer else "other_key" if signed_by_others else "unsigned"] += 1
-    numbers = {name: counted[name] for name in ("trusted", "other_key", "unsigned", "revoked")}
-    return {**numbers, "by": dict(sorted(by.items())), "bad": bad, "unchecked": unchecked}
+            self._unchecked, signer, wrong = str(error), None, []
+        self.bad += [_fault(path, f"the signature of key {key[:16]} is not its own") for key in wrong]
+        self._by.update([signer] if signer else [])
+        signed_by_others = len(signatures) > len(wrong)
+        self.counted["trusted" if signer else "other_key" if signed_by_others else "unsigned"] += 1
+
+    def document(self) -> dict[str, Any]:
+        """Return the part of the document about signatures."""
+        by = dict(sorted(self._by.items()))
+        return {**self.counted, "by": by, "bad": self.bad, "unchecked": self._unchecked}
 
 
 def _print(document: dict[str, Any]) -> None:

@@ -1,5 +1,4 @@
 import errno
-import itertools
 import json
 import os
 import resource
@@ -285,26 +284,6 @@ def test_a_record_that_is_written_anew_after_it_was_listed_is_not_removed(tmp_pa
     put(tmp_path, b"new")
     assert Store(tmp_path).remove(listed) == []
     assert find([FolderLayer(tmp_path, "user")]).load("aligned") == b"new"
-
-
-@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05])
-def test_a_killed_writer_leaves_only_whole_records(tmp_path, delay_s):
-    put(tmp_path, b"first", candidates=0)
-    writer = os.fork()
-    if writer == 0:
-        try:
-            for number in itertools.count(1):
-                put(tmp_path, b"%d" % number * 5000, b"shared" * 1000, candidates=number)
-        finally:
-            os._exit(1)
-    time.sleep(delay_s)
-    os.kill(writer, signal.SIGKILL)
-    assert os.WIFSIGNALED(os.waitpid(writer, 0)[1])
-    assert all(entry.problem is None for entry in Store(tmp_path).entries())
-    hit = find([FolderLayer(tmp_path, "user")])
-    assert hit.load("aligned")
-    put(tmp_path, b"next")
-    assert find([FolderLayer(tmp_path, "user")]).load("aligned") == b"next"
 
 
 def test_a_folder_that_was_deleted_and_came_back_is_no_fault(tmp_path):

@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -235,26 +234,6 @@ def test_a_change_of_one_byte_is_never_loaded(tmp_path, key, roots, monkeypatch,
     assert quietly([layer]) is None
 
 
-def test_signed_loads_a_signed_pack_whose_signatures_move_to_a_cache_and_a_pack(tmp_path, key, roots):
-    first = signed_pack(tmp_path / "first.pack", key, records=[make(), make(b"x", problem={**PROBLEM, "rows": 1})])
-    store = Store(tmp_path / "cache")
-    assert install_pack(first, store) == 2
-    for layer in (PackLayer(first), FolderLayer(store.root, "user")):
-        assert find([layer]).load("aligned") == b"aligned" * 500
-    found = [(entry.record, {d: store.read_blob(d) for d in entry.record.digests}) for entry in store.entries()]
-    signatures = {digest: read_signatures(store.root, digest) for digest in (digest_of(record) for record, _ in found)}
-    write_pack(tmp_path / "second.pack", found, signatures)
-    assert (tmp_path / "second.pack").read_bytes() == first.read_bytes()
-
-
-def test_seals_stay_at_home(tmp_path, roots):
-    put(tmp_path / "cache")
-    store = Store(tmp_path / "cache")
-    [entry] = store.entries()
-    digest = hashlib.sha256(entry.path.read_bytes()).hexdigest()
-    assert read_signatures(store.root, digest) == {}
-
-
 def test_the_wheels_own_packs_are_as_trusted_as_its_code_and_those_of_other_packages_are_not(tmp_path, roots):
     write_pack(tmp_path / "a.pack", [make()])
     (tmp_path / "a.pack").chmod(0o666)
@@ -389,24 +368,6 @@ def test_a_lookup_writes_nothing_under_either_policy(tmp_path, key, roots, monke
     assert find([FolderLayer(tmp_path / "cache", "user", writable=True)], {**PROBLEM, "rows": 1})
     assert find([PackLayer(tmp_path / "a.pack")])
     assert files_of(tmp_path) == before
-
-
-def test_the_policy_costs_nothing_under_any_and_little_under_signed(tmp_path, key, roots, monkeypatch):
-    install_pack(signed_pack(tmp_path / "a.pack", key), Store(tmp_path / "cache"))
-    layer = FolderLayer(tmp_path / "cache", "user")
-    find([layer])
-
-    def best_us():
-        times = []
-        for _ in range(300):
-            start = time.perf_counter()
-            find([layer])
-            times.append(time.perf_counter() - start)
-        return min(times) * 1e6
-
-    signed = best_us()
-    monkeypatch.setenv("TILEKERN_TRUST", "any")
-    assert signed - best_us() < 2000
 
 
 def test_any_loads_no_cryptography(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cache_samples import PROBLEM, blob_file, find, make, put
 
-from tilekern.cache import CacheError, FolderLayer, Missing, Store, UnknownSchema, install_pack, write_pack
+from tilekern.cache import CacheError, FolderLayer, Store, UnknownSchema, install_pack, write_pack
 from tilekern.cache.keys import blob_path
 from tilekern.cache.packs.incoming import Incoming
 
@@ -263,11 +263,6 @@ def test_a_look_at_an_unfinished_unpack_writes_nothing_and_says_it(cache):
     assert len(list(Store(cache).entries())) == 2
     assert list(Store(cache).leftovers()) == [place]
     assert files(cache) == before
-
-
-def test_a_missing_pack_is_named(tmp_path):
-    with pytest.raises(Missing, match=r"nowhere\.pack"):
-        install_pack(tmp_path / "nowhere.pack", Store(tmp_path))
 
 
 @pytest.mark.parametrize("place", ["v1/blobs", "v1/sm_90-h200-132"])

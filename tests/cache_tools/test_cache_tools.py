@@ -1,4 +1,5 @@
 import functools
+import io
 import itertools
 import json
 import math
@@ -316,11 +317,11 @@ def test_clear_stale(cli, cache):
     ("command", "answer", "left"),
     [("clear --all", "y\n", 0), ("clear --all", "", 3), ("prune --stale", "y\n", 0), ("prune --stale", "n\n", 3)],
 )
-def test_what_deletes_asks_first(cache, command, answer, left):
-    done = process(*command.split(), input=answer)
-    assert "Remove 3 records" in done.stdout
-    assert done.returncode == (2 if left else 0)
-    assert "Traceback" not in done.stderr
+def test_what_deletes_asks_first(cli, cache, monkeypatch, command, answer, left):
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    code, out, _ = cli(*command.split())
+    assert "Remove 3 records" in out
+    assert code == (2 if left else 0)
     assert len(list(Store(cache).entries())) == left
 
 

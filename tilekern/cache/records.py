@@ -7,6 +7,7 @@ Records of schema 3 do not say which bytecode an artifact was assembled from.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -190,7 +191,8 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         try:
             record = _RECORD.decode(contents + b"}" if is_sealed else data)
         except _NOT_PARSED as error:
-            _check_schema(_schema_in(data), is_sealed)
+            with contextlib.suppress(*_NOT_PARSED):
+                _check_schema(_ONLY_SCHEMA.decode(data).schema, is_sealed)
             raise _not_parsed("record", error) from None
         _check_schema(record.schema, is_sealed)
         if is_sealed and ending != _ending(contents):
@@ -232,17 +234,8 @@ def _ending(contents: bytes) -> bytes:
 _ENDING_BYTES = len(_ending(b""))
 
 
-def _schema_in(data: bytes) -> int | None:
-    try:
-        return _ONLY_SCHEMA.decode(data).schema
-    except _NOT_PARSED:
-        return None
-
-
-def _check_schema(schema: int | None, is_sealed: bool) -> None:
+def _check_schema(schema: int, is_sealed: bool) -> None:
     """Raise UnknownSchema or Corrupt if the schema is unknown or wrong, or the digest at the end is missing."""
-    if schema is None:
-        return
     if schema < 1:
         raise Corrupt(f"schema must be {OLDEST_SCHEMA} or {SCHEMA}, got {schema!r:.60}")
     if not OLDEST_SCHEMA <= schema <= SCHEMA:

@@ -44,7 +44,18 @@ def turn(root: Path | None, what: str) -> Iterator[bool]:
         yield False
         return
     try:
-        yield _has_waited(descriptor)
+        began, has_waited = time.monotonic(), False
+        while time.monotonic() - began < LONGEST_S:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                has_waited = True
+                time.sleep(_POLL_S)
+            except OSError:  # this file system does not support locks
+                break
+            else:
+                break
+        yield has_waited
     finally:
         with contextlib.suppress(OSError):
             # A process that waits for this very file is next; a later one makes a new file and waits for nobody.
@@ -53,20 +64,3 @@ def turn(root: Path | None, what: str) -> Iterator[bool]:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
-
-
-def _has_waited(descriptor: int) -> bool:
-    """Lock a file, waiting a while if another process has locked it; return whether one had."""
-    began = time.monotonic()
-    waited = False
-    while time.monotonic() - began < LONGEST_S:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waited = True
-            time.sleep(_POLL_S)
-        except OSError:  # this file system does not support locks
-            break
-        else:
-            break
-    return waited

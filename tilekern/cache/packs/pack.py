@@ -14,7 +14,7 @@ import struct
 import weakref
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -179,7 +179,12 @@ class Pack:
         try:
             check_clashes(members)
             found = {name: _member(name, value) for name, value in members.items()}
-            _check_signatures(found, schema)
+            records = {member.sha256 for name, member in found.items() if _is_record(name)}
+            for name in filter(is_signature, found):
+                if schema == UNSIGNED:
+                    raise Corrupt(f"a pack of schema {UNSIGNED} has no signatures, got {name}")
+                if parse_signature_path(name.split("/"))[0] not in records:
+                    raise Corrupt(f"{name} is a signature, and the pack has no record for it")
         except CacheError as error:
             raise Corrupt(f"{self.path}: {error}") from None
         return found
@@ -207,16 +212,6 @@ def _is_record(name: str) -> bool:
 def is_signature(name: str) -> bool:
     """Return whether a member is a signature, by its name."""
     return name.endswith(SIGNATURE_SUFFIX)
-
-
-def _check_signatures(members: Mapping[str, Member], schema: int) -> None:
-    """Raise Corrupt unless all signatures belong to records of the pack, and its version has signatures."""
-    records = {member.sha256 for name, member in members.items() if _is_record(name)}
-    for name in filter(is_signature, members):
-        if schema == UNSIGNED:
-            raise Corrupt(f"a pack of schema {UNSIGNED} has no signatures, got {name}")
-        if parse_signature_path(name.split("/"))[0] not in records:
-            raise Corrupt(f"{name} is a signature, and the pack has no record for it")
 
 
 def _member(name: str, value: Any) -> Member:

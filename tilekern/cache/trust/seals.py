@@ -91,7 +91,17 @@ def secret(make: bool = False) -> bytes:
     except Missing:
         if not make:
             return b""
-        _make_secret(path)
+        ours = path.with_name(f".{os.urandom(12).hex()}.tmp")
+        try:
+            make_folder(path.parent)
+            write_whole(ours, f"{os.urandom(32).hex()}\n".encode(), mode=0o600)
+            with contextlib.suppress(FileExistsError):  # another process was first
+                os.link(ours, path)
+        except OSError as error:
+            raise NoSecret(f"cannot write the secret of your seals, {path}: {error.strerror}") from None
+        finally:
+            with contextlib.suppress(OSError):
+                ours.unlink(missing_ok=True)
         return secret()
     if status.st_mode & 0o077 or status.st_uid != os.geteuid():
         raise CacheError(f"{path} must be yours and readable only by you; run chmod 600 on it, or delete it")
@@ -99,21 +109,6 @@ def secret(make: bool = False) -> bytes:
     if not _SECRET.fullmatch(data):
         raise CacheError(f"{path} is damaged; delete it, and sign or tune again what it sealed")
     return data
-
-
-def _make_secret(path: Path) -> None:
-    # Another process may be first.
-    ours = path.with_name(f".{os.urandom(12).hex()}.tmp")
-    try:
-        make_folder(path.parent)
-        write_whole(ours, f"{os.urandom(32).hex()}\n".encode(), mode=0o600)
-        with contextlib.suppress(FileExistsError):
-            os.link(ours, path)
-    except OSError as error:
-        raise NoSecret(f"cannot write the secret of your seals, {path}: {error.strerror}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            ours.unlink(missing_ok=True)
 
 
 def settings_folder() -> Path:
