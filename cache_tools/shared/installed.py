@@ -1,4 +1,4 @@
-"""What is installed here: the GPU, the toolkit, and the kernels, beside whose source records are fresh or stale."""
+"""What is installed here: the GPU, the toolkit, and the source of the kernels, which makes records fresh or stale."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def check_may_ask(command: str, as_json: bool, confirmed: bool, dry_run: bool) -
 
 
 def ask_to_remove(store: Store, records: int) -> None:
-    """Ask whether to remove so many records; raise CacheError if the answer is not yes."""
+    """Ask whether to remove this many records; raise CacheError if the answer is not yes."""
     try:
         confirmed = click.confirm(printable(f"Remove {count(records, 'record')} from {store.root}?"))
     except click.Abort:

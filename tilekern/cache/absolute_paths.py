@@ -28,11 +28,7 @@ def absolute(text: str) -> Path:
 
 
 def platform_folder(folder_of: Callable[[str], Path], what: str) -> Path:
-    """Return the folder of tilekern according to a function of platformdirs.
-
-    Args:
-        folder_of: the function of platformdirs.
-        what: for the error: what the folder is for, and which variable names another.
+    """Return the folder of tilekern according to a function of platformdirs; ``what`` is for the error.
 
     Raises:
         NoHome: the user has no home: ``HOME`` is not set, and there is no entry in ``passwd``.

@@ -24,13 +24,9 @@ _LOOKS = 10
 def read_whole(path: str | os.PathLike[str], largest: int, *, as_use: bool = True) -> tuple[bytes, os.stat_result]:
     """Return the bytes of a regular file of at most ``largest`` bytes, and its status from before they were read.
 
-    Files in shared folders are read by this: a pipe or a device does not block, and a huge file takes no memory.
-
-    Args:
-        path: the file.
-        largest: the most bytes that it may have.
-        as_use: whether the access time is updated. False leaves it alone, on Linux and for the user's own files, so
-            that inspecting a cache does not count as its use.
+    Files in shared folders are read by this: a pipe or a device does not block, and a huge file takes no memory. If not
+    ``as_use``, the access time is not updated (on Linux, for the user's own files), so that inspecting a cache does not
+    count as its use.
 
     Raises:
         Missing: there is no such file.
@@ -155,12 +151,8 @@ def _open(path: str | os.PathLike[str], as_use: bool) -> int:
 def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Write a file in one step: a reader sees the old file or the new one, and a failure leaves the old one.
 
-    Only its owner may write the file, whatever the umask, because others could change what jobs load.
-
-    Args:
-        path: the file; missing folders are made.
-        data: the contents.
-        mode: mode of the new file, less the umask.
+    Missing folders are made. Only its owner may write the file, whatever the umask, because others could change what
+    jobs load. ``mode`` is that of the new file, less the umask.
 
     Raises:
         OSError: the folder cannot be made or written, or the disk is full.
@@ -182,16 +174,9 @@ def write_by(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o644)
 
 
 def write_in(folder: int | None, path: str, write: Callable[[BinaryIO], object], mode: int = 0o644) -> None:
-    """Write a file as :func:`write_by` does, with one attempt, into a folder that exists.
+    """Write a file as :func:`write_by` does, once, into a folder that exists.
 
-    Args:
-        folder: descriptor of the folder that ``path`` is relative to; None for the current one.
-        path: the file.
-        write: called with the open file.
-        mode: mode of the new file, less the umask.
-
-    Raises:
-        OSError: it cannot be written.
+    ``path`` is relative to the folder with the descriptor ``folder``, or to the current one. Raises OSError.
     """
     temporary = os.path.join(os.path.dirname(path), f".{os.urandom(12).hex()}{TEMPORARY_SUFFIX}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

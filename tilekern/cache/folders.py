@@ -26,12 +26,9 @@ _DEEPEST = 8
 
 @contextlib.contextmanager
 def opened(root: Path, *names: str, make: bool = False) -> Iterator[int]:
-    """Open a folder below ``root`` and yield its descriptor, for calls that take a ``dir_fd``.
+    """Open a folder below ``root``, by the names that lead there, and yield its descriptor for use as a ``dir_fd``.
 
-    Args:
-        root: the cache's root, which may be a link.
-        names: names of the folders that lead there.
-        make: whether missing folders are made, as :func:`tilekern.cache.files.make_folder` makes them.
+    With ``make``, missing folders are made as :func:`tilekern.cache.files.make_folder` makes them.
 
     Raises:
         OSError: one of them is a link (ELOOP, with a message that names it) or a file, is missing, or cannot be made.
@@ -92,10 +89,7 @@ def write_below(root: Path, path: PurePath, data: bytes) -> None:
 def set_aside(root: Path, path: PurePath, seen: os.stat_result) -> bool:
     """Rename a bad file to ``<name>.bad`` so that it is not read again, and return whether that was done.
 
-    Args:
-        root: the cache's root.
-        path: the file below it.
-        seen: the status of the file that was read. If a writer has replaced it since, it stays.
+    It stays if a writer has replaced it since it was ``seen``.
     """
     try:
         with opened(root, *path.parent.parts) as folder:
@@ -159,14 +153,7 @@ def remove_empty(root: Path, folder: PurePath) -> None:
 def files_inside(
     root: Path, *names: str, skip: Collection[str] = (), fail: Callable[[OSError], None] | None = None
 ) -> Iterator[PurePosixPath]:
-    """Yield the paths below ``root`` of all files in one of its folders and below; follow and list no link.
-
-    Args:
-        root: the cache's root.
-        names: names of the folders that lead to the folder.
-        skip: names of folders in it that are left out.
-        fail: called for each folder that cannot be listed; without it, such a folder counts as empty.
-    """
+    """Yield the paths below ``root`` of all files that :func:`folders_inside` finds."""
     for folder, files in folders_inside(root, *names, skip=skip, fail=fail):
         yield from (folder / name for name in files)
 
@@ -176,8 +163,13 @@ def folders_inside(
 ) -> Iterator[tuple[PurePosixPath, list[str]]]:
     """Yield a folder below ``root`` and those below it, from the top down, each with the names of its files.
 
-    No link is followed or listed, nor folders that are deeper than those of any cache. Arguments are those of
-    :func:`files_inside`.
+    No link is followed or listed, nor folders that are deeper than those of any cache.
+
+    Args:
+        root: the cache's root.
+        names: names of the folders that lead to the folder.
+        skip: names of folders in it that are left out.
+        fail: called for each folder that cannot be listed; without it, such a folder counts as empty.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -14,12 +14,7 @@ NOT_FRESH = "not known to be the best: the space has changed since"
 
 
 def freshness(record: Record, today: str) -> Freshness:
-    """Return whether a record is fresh, dated or stale.
-
-    Args:
-        record: the record.
-        today: the digest of its kernel's source today (:func:`tilekern.spec.source.source_digest`).
-    """
+    """Return whether a record is fresh, dated or stale beside the digest of its kernel's source today."""
     if record.source_digest != today:
         return "stale"
     return "fresh" if record.space_digest == today else "dated"

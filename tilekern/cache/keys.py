@@ -88,14 +88,10 @@ def blob_path(sha256: str) -> PurePosixPath:
 
 
 def signature_path(record_sha256: str, public_key: str) -> PurePosixPath:
-    """Return the path below the cache's root of the signature of a record by one key.
-
-    Args:
-        record_sha256: the digest of the record's bytes.
-        public_key: 32 bytes in hexadecimal.
+    """Return the path below the cache's root of a record's signature by one key.
 
     Raises:
-        CacheError: either is not 64 hexadecimal digits.
+        CacheError: the record's sha256 or the public key is not 64 hexadecimal digits.
     """
     check_digest("a record's sha256", record_sha256)
     check_digest("a public key", public_key)

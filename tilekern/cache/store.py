@@ -82,7 +82,7 @@ class Store:
             The record's file.
 
         Raises:
-            UnknownSchema: a record of another version of tilekern stands there; it is left alone.
+            UnknownSchema: a record of another version of tilekern is there; it is left alone.
             CacheError: the record or a blob is not valid, a blob is missing, or the folder cannot be written.
         """
         text = record.to_json()

@@ -24,11 +24,7 @@ _POLL_S = 0.05
 
 @contextlib.contextmanager
 def turn(root: Path | None, what: str) -> Iterator[bool]:
-    """Wait for the turn to make something, and hold it during the block.
-
-    Args:
-        root: the cache's root; None if there is no cache, and so nobody to wait for.
-        what: identifies what is made among all processes that share the cache.
+    """Wait for the turn to make ``what`` in the cache at ``root`` (if any), and hold it during the block.
 
     Yields:
         Whether another process had the turn before, and may have made it.

@@ -93,10 +93,7 @@ def read_wanted(root: Path) -> list[dict[str, Any]]:
 def note_misses(root: Path, process: str, misses: Mapping[str, int]) -> bool:
     """Write how often a process has run problems of the list so far, replacing its earlier counts.
 
-    Args:
-        root: the cache's root.
-        process: hexadecimal digits that identify the process among all that share the cache.
-        misses: runs by the problem's name (:func:`wanted_name`).
+    ``process`` is 8 to 64 hexadecimal digits that identify the process; ``misses`` are runs by :func:`wanted_name`.
 
     Returns:
         False if there is no list, or the folder cannot be written.

@@ -117,11 +117,9 @@ def cut_off(root: Path) -> list[Path]:
 
 
 def abandoned_incoming(root: Path, older_than: float) -> list[Path]:
-    """Return folders of writers that were killed before their files were complete, if last written before a time.
+    """Return folders of writers that were killed before their files were complete.
 
-    Args:
-        root: the cache's root.
-        older_than: seconds since 1970.
+    Only those that were last written before ``older_than``, in seconds since 1970.
     """
     growing = (name for name in _own_folders(root) if name.endswith(TEMPORARY_SUFFIX))
     return [root / _INCOMING / name for name in growing if _last_written(root, name) < older_than]

@@ -153,7 +153,7 @@ class Pack:
         members = self._read_manifest()
         if set(names) != {MANIFEST, *members}:
             odd = min(set(names) ^ {MANIFEST, *members})
-            raise Corrupt(f"{self.path}: {odd!r:.300} stands in the manifest or among the members, but not in both")
+            raise Corrupt(f"{self.path}: {odd!r:.300} is in the manifest or among the members, but not in both")
         for info in infos:
             kind = stat.S_IFMT(info.external_attr >> 16)
             if kind not in (0, stat.S_IFREG) or info.orig_filename != info.filename:

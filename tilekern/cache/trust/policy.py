@@ -106,9 +106,7 @@ class Signers:
     def signer_of(self, record: bytes, read: Reader) -> str | None:
         """Return the name of the trust root that signed a record, ``"this user"`` if it is sealed, or None.
 
-        Args:
-            record: the bytes of its file.
-            read: returns a file of the layer by its path, or raises Missing.
+        Arguments are those of :func:`require_trusted`.
 
         Raises:
             CacheError: the trust roots, the seal's secret or a signature cannot be read, or checking one needs
@@ -219,12 +217,9 @@ def read_signatures(root: Path, record_sha256: str) -> dict[str, bytes]:
 
 
 def signature_files(root: Path, record_sha256: str, names: Iterable[str]) -> dict[str, bytes]:
-    """Return the contents of a record's signature files by public key, even if they are not signatures.
+    """Return the contents of a record's signature files, out of ``names``, by public key.
 
-    Args:
-        root: the cache's root.
-        record_sha256: digest of the record's bytes.
-        names: names of files, the record's among them. A file that cannot be read counts as empty.
+    They need not be signatures; a file that cannot be read counts as empty.
     """
     files = {}
     folder = (LAYOUT, SIGNATURES, record_sha256[:2])
@@ -251,12 +246,9 @@ def signature_names(root: Path) -> dict[str, set[str]]:
 
 
 def remove_signatures(root: Path, kept: Collection[str], older_than: float) -> None:
-    """Delete old signatures and seals of records that are not there any more.
+    """Delete signatures and seals of records that are not among the sha256 in ``kept``.
 
-    Args:
-        root: the cache's root.
-        kept: the sha256 of every record's bytes.
-        older_than: seconds since 1970; a younger file may be waiting for its record.
+    Files that are younger than ``older_than``, in seconds since 1970, may be waiting for their record and stay.
     """
     for path in files_inside(root, LAYOUT, SIGNATURES):
         if is_signature_name(path.name) and path.name[:64] not in kept:

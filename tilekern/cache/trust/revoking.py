@@ -90,12 +90,7 @@ def _parsed(data: bytes) -> tuple[str, frozenset[str]]:
 
 
 def write_revoked(path: Path, records: Collection[str], key: SigningKey) -> frozenset[str]:
-    """Add records to a signed list, and return all records on it.
-
-    Args:
-        path: the file; its name ends in ``.revoked``.
-        records: the sha256 of each record's bytes.
-        key: the key of the trust root that revokes them.
+    """Add records, by their sha256, to a list ``*.revoked`` and sign it; return all records on it.
 
     Raises:
         CacheError: the file's name is wrong, it is not a list of this key, it would be too long, or cannot be written.
