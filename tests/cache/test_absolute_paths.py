@@ -1,4 +1,4 @@
-"""Places of caches where a job changes its folder, and where its user has no home."""
+"""Paths of caches when a job changes its folder, and when its user has no home."""
 
 import os
 import pwd
@@ -16,7 +16,7 @@ from tilekern.cache.trust.seals import secret
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """Nothing was asked for yet, or said."""
+    """Reset cached paths and warnings."""
     absolute.cache_clear()
     monkeypatch.setattr("tilekern.warning._said", set())
     for name in ("TILEKERN_CACHE_DIR", "TILEKERN_CACHE_PATH", "TILEKERN_TRUST_ROOTS"):

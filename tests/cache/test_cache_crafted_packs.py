@@ -29,7 +29,7 @@ KEY = "ab" * 32
 
 
 def members(*records):
-    """What belongs into a pack of records, by path."""
+    """Return the members of a pack of records by path."""
     found = {}
     for record, blobs in records or [(RECORD, BLOBS)]:
         for data in blobs.values():

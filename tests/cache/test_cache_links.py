@@ -185,7 +185,7 @@ def test_records_behind_a_link_stay_and_keep_their_blobs(tmp_path):
 
 
 def test_a_link_that_takes_a_folders_place_at_the_last_moment_is_not_followed(tmp_path, own, monkeypatch):
-    """Whoever may write a shared cache exchanges a folder between the look at it and its use."""
+    """Another user of a shared cache replaces a folder between the check and its use."""
     root = tmp_path / "cache"
     blob = root / blob_path(DIGEST)
     blob.parent.mkdir(parents=True)

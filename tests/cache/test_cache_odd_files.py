@@ -1,4 +1,4 @@
-"""What others put in the place of a file that is read: pipes, devices, sockets, folders, huge files."""
+"""Pipes, devices, sockets, folders and huge files that others put in the place of a file."""
 
 import os
 import sys
@@ -51,7 +51,7 @@ def test_a_pipe_that_takes_a_pack_s_place_while_it_is_opened_keeps_nobody_waitin
 
 
 def test_a_huge_file_takes_no_memory(tmp_path):
-    """A sparse one: a whole disk, of which nothing is there."""
+    """The file is sparse: the size of a disk, without contents."""
     record = put(tmp_path / "cache", b"one", b"two")
     for path in (record, blob_file(tmp_path / "cache", b"one")):
         os.truncate(path, 1 << 40)

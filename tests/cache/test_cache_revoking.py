@@ -105,7 +105,7 @@ def test_a_key_that_is_no_root_any_more_neither_signs_nor_revokes(tmp_path, key,
      "a pipe", "huge", "others may write it"],
 )  # fmt: skip
 def test_a_damaged_list_stops_all_loading_and_is_named(tmp_path, key, roots, damage):
-    """Else whoever flips a bit of it would have what it revokes loaded again."""
+    """Otherwise an attacker who flips a bit of it would have revoked records loaded again."""
     pack, path = signed_pack(tmp_path / "a.pack", key, records=[NEW]), tmp_path / "team.revoked"
     write_revoked(path, ["0" * 64, "1" * 64], key)
     line, signer = path.read_bytes().splitlines(keepends=True)

@@ -287,7 +287,7 @@ def test_a_record_that_is_written_anew_after_it_was_listed_is_not_removed(tmp_pa
 
 
 def test_a_folder_that_was_deleted_and_came_back_is_no_fault(tmp_path):
-    """Another process may make it anew between the listing that did not find it and the look at why."""
+    """Another process may create it between the failed listing and the check."""
     (tmp_path / "nothing").symlink_to(tmp_path / "gone")
     assert is_gone(FileNotFoundError(errno.ENOENT, "No such file or directory", str(tmp_path)))
     assert is_gone(NotADirectoryError(errno.ENOTDIR, "Not a directory", str(tmp_path / "file" / "below")))

@@ -1,4 +1,4 @@
-"""What is loaded, and what is not: the policy, trust roots, signatures and seals."""
+"""Which records are loaded: the policy, trust roots, signatures and seals."""
 
 import hashlib
 import os
@@ -320,7 +320,7 @@ def test_what_holds_no_private_key_is_refused(tmp_path, text):
 
 
 def test_a_signature_is_of_the_purpose_too(key):
-    """A signature of other bytes by the same key, made for something else, is none of a record."""
+    """A signature that the same key made for another purpose is not valid for a record."""
     assert is_signed(key.public_key, b"record", key.sign(b"record"))
     bare = key._key.sign(b"record").hex().encode() + b"\n"
     assert not is_signed(key.public_key, b"record", bare)
@@ -330,7 +330,7 @@ def test_a_signature_is_of_the_purpose_too(key):
 
 
 def test_hashes_are_checked_at_each_load_and_not_only_at_import(tmp_path):
-    """What has been found good once is found bad once it has changed, in a folder and in a pack that is open."""
+    """A file that was good and has changed since is bad, in a folder and in an open pack."""
     good = random.Random(0).randbytes(100_000)
     write_pack(tmp_path / "open.pack", [make(good)])
     install_pack(tmp_path / "open.pack", Store(tmp_path / "cache"))
@@ -347,7 +347,7 @@ def test_hashes_are_checked_at_each_load_and_not_only_at_import(tmp_path):
 
 
 def test_a_shared_folder_with_signatures_beside_is_safe_to_allow(tmp_path, key, roots, monkeypatch):
-    """What a colleague may write is loaded where a trust root signed it, and else never."""
+    """A record that a colleague can write is loaded only if a trust root signed it."""
     install_pack(signed_pack(tmp_path / "a.pack", key), Store(tmp_path / "team"))
     for path in ((tmp_path / "team"), *(tmp_path / "team").rglob("*")):
         path.chmod(0o777)

@@ -32,7 +32,7 @@ def needs_room(event, arguments):
 
 @pytest.fixture
 def pack(tmp_path):
-    """Three records that share a blob, the last of which the cache has in an older form."""
+    """Three records that share a blob; the cache has an older one in place of the last."""
     records = [make(b"new %d" % r * 50, b"shared", problem={**PROBLEM, "rows": r}, created_by="new") for r in ROWS]
     write_pack(tmp_path / "new.pack", records)
     return tmp_path / "new.pack"
@@ -55,7 +55,7 @@ def seen_by_tools(root):
 
 
 def seen_by_jobs(root):
-    """What lookups of a new process find, with the artifacts that belong to it."""
+    """Return what lookups of a new process find, with their artifacts checked."""
     layer, seen = FolderLayer(root, "user", writable=True), {}
     for rows in ROWS:
         hit = find([layer], {**PROBLEM, "rows": rows})
@@ -267,7 +267,7 @@ def test_a_look_at_an_unfinished_unpack_writes_nothing_and_says_it(cache):
 
 @pytest.mark.parametrize("place", ["v1/blobs", "v1/sm_90-h200-132"])
 def test_a_pack_is_refused_where_a_part_of_the_cache_is_a_link_to_another_disk(tmp_path, place):
-    """Nothing can be moved there: not by the unpack, nor by whoever came after it."""
+    """Nothing can be moved there, neither by the unpack nor by a later process."""
     others = [Path(path) for path in ("/dev/shm", "/run/shm", "/var/tmp") if os.access(path, os.W_OK)]
     other = next((path for path in others if path.stat().st_dev != tmp_path.stat().st_dev), None)
     if other is None:

@@ -60,7 +60,7 @@ def test_pack_does_not_hold_all_records(cli, large, tmp_path, monkeypatch):
 
 
 def measured(run):
-    """What a call gives, and the most bytes that it held at a time."""
+    """Return the result of a call, and the most bytes that it held at a time."""
     tracemalloc.start()
     try:
         return run(), tracemalloc.get_traced_memory()[1]

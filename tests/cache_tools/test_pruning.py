@@ -1,4 +1,4 @@
-"""What prune and clear delete, what they say before, and what they leave to the jobs that run."""
+"""The commands prune and clear: what they delete, announce, and leave for running jobs."""
 
 import os
 import threading

@@ -40,7 +40,7 @@ def no_login(tmp_path, monkeypatch):
 
 
 def log_in(folder, registry, password=PASSWORD):
-    """What `docker login` writes."""
+    """Write what `docker login` writes."""
     folder.mkdir()
     auth = base64.b64encode(f"{USER}:{password}".encode()).decode()
     (folder / "config.json").write_text(json.dumps({"auths": {registry.host: {"auth": auth}}}))

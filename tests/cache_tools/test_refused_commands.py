@@ -1,4 +1,4 @@
-"""What no command can do: one line on standard error that says why, exit code 2, and nothing is changed."""
+"""Bad input gives one line on standard error and exit code 2, and changes nothing."""
 
 import pytest
 from cache_samples import put

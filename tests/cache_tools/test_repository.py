@@ -46,7 +46,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """What a test loads and looks up is its own."""
+    """Isolate the kernels that a test loads and looks up."""
     monkeypatch.setattr(places, "_added", {})
     monkeypatch.setattr(kernels.importer, "_loaded_kernels", {})
     monkeypatch.setattr(kernels.layer.layer, "_CACHED_LAYER", {})
@@ -223,7 +223,7 @@ def test_a_kernelized_model_compiles_whole(kernelized, interpreted):
 
 
 def rotation(*sizes):
-    """As transformers has it where it knows the installed `kernels`: a module that has the function's arguments."""
+    """Return a module with the function's arguments, as transformers makes it if `kernels` is installed."""
     turns = torch.rand(*sizes, 8)
     angles = torch.cat((turns, turns), -1)
     q, k = torch.randn(2, 5, 7, 16), torch.randn(2, 1, 7, 16)

@@ -1,4 +1,4 @@
-"""What is in which layer: ls, show, stats, diff, why and wanted."""
+"""Commands that inspect layers: ls, show, stats, diff, why and wanted."""
 
 import json
 

@@ -28,7 +28,7 @@ def filled(tmp_path_factory):
 
 @pytest.fixture
 def printed(cli, monkeypatch):
-    """What a command prints where it is not in a terminal, and ``COLUMNS`` may say a width."""
+    """Return what a command prints outside a terminal, with or without ``COLUMNS``."""
 
     def run(*arguments, columns=None):
         monkeypatch.delenv("COLUMNS", raising=False)
@@ -40,7 +40,7 @@ def printed(cli, monkeypatch):
 
 
 def in_a_terminal(columns, *arguments):
-    """What a command prints in a terminal of that width."""
+    """Return what a command prints in a terminal of that width."""
     env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     return printed_in_a_terminal([sys.executable, "-m", "tilekern.cache_tools", *arguments], columns, cwd=ROOT, env=env)
 

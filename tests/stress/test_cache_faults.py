@@ -27,7 +27,7 @@ needs_layer = pytest.mark.skipif(faults.why_not() is not None, reason=faults.why
 
 @pytest.fixture(scope="module")
 def layer(tmp_path_factory):
-    """What the environment of a process holds that runs on top of the fault layer."""
+    """Return the environment of a process that runs on top of the fault layer."""
     return {**ENVIRONMENT, **faults.build(tmp_path_factory.mktemp("layer"))}
 
 
