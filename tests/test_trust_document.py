@@ -17,10 +17,10 @@ whoever hands you a pack | put any cubin
 the same, or who runs the registry | hand you an older pack
     test_the_better_record_stays
     test_an_old_signed_record_takes_nothing_back
-    test_what_a_trust_root_has_revoked_is_loaded_by_nobody
+    test_revoked_records_are_never_loaded
 whoever runs the registry | give you another pack
     test_another_pack_than_the_one_that_is_wanted_is_refused
-    test_what_nobody_signed_is_not_pulled_where_it_must_be
+    test_under_signed_unsigned_packs_are_not_pulled
 the same | answer without end
     test_no_answer_of_a_registry_is_read_without_bound
     test_no_more_of_a_registry_s_pack_is_taken_than_its_manifest_says
@@ -32,7 +32,7 @@ whoever hands you a cache folder | put links
     test_the_default_place_of_a_sweep_is_not_behind_a_link
     test_a_service_appends_to_no_link
 the same | leave an unfinished unpack
-    test_what_no_cache_has_stays_in_incoming_and_is_no_error
+    test_other_files_stay_in_incoming_without_an_error
     test_what_another_user_left_in_incoming_is_theirs_to_finish
     test_a_look_at_an_unfinished_unpack_writes_nothing_and_says_it
 the same | put a pipe
@@ -64,7 +64,7 @@ whoever can change your trust roots | add a key
     test_roots_that_others_can_replace_trust_nobody
     test_roots_of_another_user_trust_nobody
 a trust root whose key was stolen | sign any cubin
-    test_a_key_that_is_no_root_any_more_neither_signs_nor_revokes
+    test_a_removed_trust_root_neither_signs_nor_revokes
 a stranger who can write the cache's `quarantine/` | keep candidates
     test_candidates_of_other_problems_and_torn_files_are_left_out
 whoever can reach the tuning service's status | read it
@@ -84,7 +84,7 @@ a rank that lies | hand out altered
  | hand out one record
     test_a_record_stands_where_it_says_and_no_two_stand_at_one_place
  | hand out an older record
-    test_what_a_trust_root_has_revoked_is_loaded_by_nobody
+    test_revoked_records_are_never_loaded
  | have a rank compile
     test_the_miss_policy_is_the_strictest
  | say that its GPU

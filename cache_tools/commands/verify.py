@@ -97,6 +97,10 @@ def _of_cache(store: Store) -> dict[str, Any]:
     def folder_exposure(folder: str) -> str | None:
         return _refusal(lambda: require_unshared_folders(store.root, Path(folder)))
 
+    def exposure(path: str) -> str | None:
+        problem = folder_exposure(os.path.dirname(path))
+        return problem or _refusal(lambda: require_unshared(path, os.stat(path)))
+
     def read(path: PurePosixPath) -> bytes:
         if path.name not in names.get(path.name[:64], ()):
             raise Missing(f"there is no {path}")
@@ -109,13 +113,11 @@ def _of_cache(store: Store) -> dict[str, Any]:
         elif entry.record is None:
             bad.append(_fault(path, str(entry.problem)))
         else:
-            artifacts = {(artifact.sha256, artifact.size) for artifact in entry.record.artifacts.values()}
-            records[path] = entry.identity, tuple(sorted(artifacts))
+            pairs = {(artifact.sha256, artifact.size) for artifact in entry.record.artifacts.values()}
+            records[path] = entry.identity, tuple(sorted(pairs))
             _note_state(states, path, entry.record)
-            if not others_may_write():
-                problem = folder_exposure(os.path.dirname(path))
-                problem = problem or _refusal(lambda path=path: require_unshared(path, os.stat(path)))
-                exposed += [_fault(path, problem)] if problem else []
+            if not others_may_write() and (exposed_by := exposure(path)):
+                exposed.append(_fault(path, exposed_by))
             digest = hashlib.sha256(data).hexdigest()
             if files := names.get(digest):
                 survey.add(path, data, signature_files(store.root, digest, files), read)

@@ -86,7 +86,7 @@ def test_what_is_roots_is_loaded_by_other_users(tmp_path):
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_sticky_folder_is_nobody_elses(tmp_path):
+def test_a_sticky_folder_is_trusted(tmp_path):
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp").chmod(0o1777)
     put(tmp_path / "tmp")

@@ -86,7 +86,7 @@ def test_a_file_in_incoming_is_not_moved_through_a_link_on_its_way(tmp_path, own
      "v1/incoming/y/" + str(RECORD), "v1/t/k", "v1/t/k/rms_norm/rows.json", "v1/t/k/rms_norm/a\nb=1.json",
      "v1/signatures/00/" + "0" * 64, "sweeps/x", pytest.param("/".join(["d"] * 300), id="deep")],
 )  # fmt: skip
-def test_what_no_cache_has_stays_in_incoming_and_is_no_error(tmp_path, name):
+def test_other_files_stay_in_incoming_without_an_error(tmp_path, name):
     root = put(tmp_path / "cache").parents[4]
     place = killed(root, {Path(name): b"stray", blob_path(DIGEST): b"blob"})
     Store(root).finish()

@@ -12,7 +12,7 @@ def layer(root, name="user", writable=True):
     return FolderLayer(root, name, writable)
 
 
-def test_nothing_is_found_where_nothing_is(tmp_path):
+def test_a_lookup_in_empty_layers_is_a_miss(tmp_path):
     trace = []
     assert find([layer(tmp_path), layer(tmp_path / "none")], trace=trace) is None
     assert [(step.target_key, step.outcome) for step in trace] == [
@@ -120,7 +120,7 @@ def test_a_record_of_another_space_serves_until_a_fresh_one_is_there(tmp_path):
 
 
 @pytest.mark.parametrize(("provenance", "winner"), [("measured", "b"), ("predicted", "a"), ("default", "a")])
-def test_what_was_measured_gives_way_to_nothing_that_was_not(tmp_path, provenance, winner):
+def test_a_measured_record_is_preferred_to_a_fresh_unmeasured_one(tmp_path, provenance, winner):
     put(tmp_path / "a", **OTHER_SPACE)
     put(tmp_path / "b", provenance=provenance)
     trace = []
@@ -147,7 +147,7 @@ def test_the_others_come_after_the_best_and_nothing_is_read_before_it_is_asked_f
 
 
 @pytest.mark.parametrize("place", ["record", "blob", "folder"])
-def test_what_cannot_be_read_is_passed_over_and_said_once(tmp_path, monkeypatch, place):
+def test_unreadable_files_are_passed_over_with_one_warning(tmp_path, monkeypatch, place):
     """Links in a circle are what even root cannot read."""
     monkeypatch.setattr("tilekern.warning._said", set())
     record = put(tmp_path / "a", b"aligned")

@@ -40,7 +40,7 @@ def test_a_pack_is_a_regular_file(tmp_path, kind):
         Pack(tmp_path / "a.pack")
 
 
-def test_a_pipe_that_takes_a_pack_s_place_while_it_is_opened_keeps_nobody_waiting(tmp_path, monkeypatch):
+def test_a_pipe_that_replaces_a_pack_while_it_is_opened_does_not_block(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "a.pack")
     (tmp_path / "file").write_text("")
     regular = os.stat(tmp_path / "file")
@@ -100,7 +100,7 @@ def test_what_is_refused_leaves_no_descriptor_open(tmp_path):
 
 
 @pytest.mark.parametrize("depth", [1000, 200_000])
-def test_json_that_is_nested_without_end_is_no_record(tmp_path, depth):
+def test_endlessly_nested_json_is_not_a_record(tmp_path, depth):
     record = put(tmp_path / "cache")
     text = make()[0].to_json().replace('"runners_up": [', '"runners_up": [' + "[" * depth + "]" * depth + ", ", 1)
     record.write_text(text)

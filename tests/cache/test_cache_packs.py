@@ -49,7 +49,7 @@ def test_the_better_record_stays(tmp_path, present, offered, today, stays):
     assert (installed, entry.record.created_by) == ((0, "present") if stays else (1, "offered"))
 
 
-def test_what_was_made_just_now_is_newer_than_any_date(tmp_path):
+def test_a_record_made_just_now_is_newer_than_any_date(tmp_path):
     put(tmp_path / "cache", created_by="present", **AHEAD)
     made = make(created_by="tuned")
     write_pack(tmp_path / "a.pack", [made])
@@ -58,7 +58,7 @@ def test_what_was_made_just_now_is_newer_than_any_date(tmp_path):
     assert not has_better(Store(tmp_path / "cache"), made[0], made_now=True)
 
 
-def test_what_does_not_fit_together_is_not_packed(tmp_path):
+def test_inconsistent_contents_are_not_packed(tmp_path):
     record, blobs = make()
     for contents in ([(record, {})], [(record, blobs)] * 2, [(record, dict.fromkeys(blobs, b"bad"))]):
         with pytest.raises(CacheError):

@@ -63,7 +63,7 @@ def test_blobs_that_are_there_need_not_be_given(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["digest", "size", "unclaimed", "field"])
-def test_what_does_not_fit_together_is_not_written(tmp_path, damage):
+def test_inconsistent_contents_are_not_written(tmp_path, damage):
     record, blobs = make(b"one")
     artifact = record.artifacts["aligned"]
     if damage == "digest":
@@ -169,7 +169,7 @@ def test_a_good_file_that_was_put_there_meanwhile_is_not_set_aside(tmp_path):
     assert not list(Store(tmp_path).leftovers())
 
 
-def test_garbage_is_what_no_record_refers_to(tmp_path):
+def test_blobs_that_no_record_refers_to_are_garbage(tmp_path):
     store = Store(tmp_path)
     put(tmp_path, b"shared", b"first")
     put(tmp_path, b"shared", b"second", problem={**PROBLEM, "rows": 1})
@@ -263,7 +263,7 @@ def test_the_next_garbage_collection_finishes_that_of_a_killed_one(tmp_path):
     assert not list(Store(tmp_path).leftovers())
 
 
-def test_a_blob_that_was_not_given_is_written_again_where_it_vanishes_before_its_record(tmp_path, monkeypatch):
+def test_a_blob_that_vanishes_before_its_record_is_written_again(tmp_path, monkeypatch):
     record, blobs = make(b"one")
     Store(tmp_path).write(record, blobs)
 
@@ -277,7 +277,7 @@ def test_a_blob_that_was_not_given_is_written_again_where_it_vanishes_before_its
     assert (hit.record.candidates, hit.load("aligned")) == (99, b"one")
 
 
-def test_a_record_that_is_written_anew_after_it_was_listed_is_not_removed(tmp_path):
+def test_a_record_that_was_rewritten_after_it_was_listed_is_not_removed(tmp_path):
     path = put(tmp_path, b"old")
     age(path, 10)
     listed = list(Store(tmp_path).entries())
@@ -286,7 +286,7 @@ def test_a_record_that_is_written_anew_after_it_was_listed_is_not_removed(tmp_pa
     assert find([FolderLayer(tmp_path, "user")]).load("aligned") == b"new"
 
 
-def test_a_folder_that_was_deleted_and_came_back_is_no_fault(tmp_path):
+def test_a_folder_that_was_deleted_and_came_back_is_not_a_fault(tmp_path):
     """Another process may create it between the failed listing and the check."""
     (tmp_path / "nothing").symlink_to(tmp_path / "gone")
     assert is_gone(FileNotFoundError(errno.ENOENT, "No such file or directory", str(tmp_path)))

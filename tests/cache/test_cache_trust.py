@@ -40,7 +40,7 @@ from tilekern.cache.trust.policy import read_signatures, trust_roots
 from tilekern.cache.trust.signing import SigningKey, generate_key, is_signed
 
 
-def test_any_loads_what_is_unsigned_and_makes_no_secret(tmp_path, monkeypatch, settings):
+def test_any_loads_unsigned_records_and_makes_no_secret(tmp_path, monkeypatch, settings):
     for policy in ("", "any"):
         monkeypatch.setenv("TILEKERN_TRUST", policy)
         put(tmp_path / "cache")
@@ -50,14 +50,14 @@ def test_any_loads_what_is_unsigned_and_makes_no_secret(tmp_path, monkeypatch, s
 
 
 @pytest.mark.parametrize("policy", ["sigend", "SIGNED", "1"])
-def test_a_policy_that_is_none_stops_every_lookup(tmp_path, monkeypatch, policy):
+def test_an_unknown_policy_stops_every_lookup(tmp_path, monkeypatch, policy):
     put(tmp_path)
     monkeypatch.setenv("TILEKERN_TRUST", policy)
     with pytest.raises(CacheError, match="TILEKERN_TRUST must be one of any, signed"):
         find([FolderLayer(tmp_path, "user")])
 
 
-def test_signed_never_loads_what_is_unsigned_and_says_so_once_for_each_layer(tmp_path, roots, monkeypatch):
+def test_signed_never_loads_unsigned_records_and_warns_once_for_each_layer(tmp_path, roots, monkeypatch):
     write_pack(tmp_path / "unsigned.pack", [make()])
     with monkeypatch.context() as other:
         other.delenv("TILEKERN_TRUST")
@@ -72,7 +72,7 @@ def test_signed_never_loads_what_is_unsigned_and_says_so_once_for_each_layer(tmp
     assert "no trust root signed it" in str(trace[0])
 
 
-def test_the_record_of_a_later_layer_serves_where_the_first_is_not_trusted(tmp_path, key, roots):
+def test_a_later_layer_serves_if_the_first_is_not_trusted(tmp_path, key, roots):
     write_pack(tmp_path / "unsigned.pack", [make()])
     layers = [PackLayer(tmp_path / "unsigned.pack"), PackLayer(signed_pack(tmp_path / "signed.pack", key))]
     assert quietly(layers).layer.name == "signed.pack"
@@ -131,7 +131,7 @@ def test_one_unsigned_record_keeps_a_pack_out(tmp_path, key, roots):
         assert find([layer], {**PROBLEM, "rows": 1}).record.problem["rows"] == 8192
 
 
-def test_what_is_made_here_under_signed_is_sealed_and_loaded(tmp_path, roots, settings):
+def test_records_made_here_under_signed_are_sealed_and_loaded(tmp_path, roots, settings):
     put(tmp_path / "cache")
     assert find([FolderLayer(tmp_path / "cache", "user")])
     assert (settings / "seal.key").stat().st_mode & 0o777 == 0o600
@@ -189,7 +189,7 @@ def test_a_secret_that_others_can_read_or_replace_is_not_used(tmp_path, roots, s
     assert find([FolderLayer(tmp_path / "cache", f"exposed {place}")])
 
 
-def test_one_secret_is_made_where_many_write_at_once(tmp_path, roots, settings):
+def test_many_writers_make_one_secret(tmp_path, roots, settings):
     children = []
     for number in range(8):
         child = os.fork()
@@ -266,7 +266,7 @@ def test_without_cryptography_nothing_signed_is_loaded_and_the_extra_is_named(tm
     assert find([FolderLayer(tmp_path / "cache", "user")]), "a seal needs the standard library alone"
 
 
-def test_the_users_roots_count_where_the_environment_names_none(tmp_path, key, roots, settings, monkeypatch):
+def test_the_users_roots_count_if_the_environment_names_none(tmp_path, key, roots, settings, monkeypatch):
     pack = signed_pack(tmp_path / "a.pack", key)
     monkeypatch.delenv("TILEKERN_TRUST_ROOTS")
     assert trust_roots() == ()
@@ -288,7 +288,7 @@ def test_the_users_roots_count_where_the_environment_names_none(tmp_path, key, r
         ("", 0o646, "can be written by others"),
     ],
 )
-def test_trust_roots_that_are_none_trust_nobody(tmp_path, key, roots, text, mode, words):
+def test_invalid_trust_roots_trust_nobody(tmp_path, key, roots, text, mode, words):
     pack = signed_pack(tmp_path / "a.pack", key)
     roots.write_text(f"{text}\n{roots.read_text()}" if text else roots.read_text())
     roots.chmod(mode)
@@ -312,7 +312,7 @@ def test_a_key_is_for_its_owner_alone_and_never_overwritten(tmp_path, key):
 @pytest.mark.parametrize(
     "text", ["", "MC4CAQAwBQYDK2VvBCIEIJAVdRdVnJjiuTXgmZ/iwRdVnJjiuTwasdUrD5WxEM2K\n-----END PRIVATE KEY-----\n"]
 )
-def test_what_holds_no_private_key_is_refused(tmp_path, text):
+def test_a_file_that_is_not_a_private_key_is_refused(tmp_path, text):
     (tmp_path / "none").write_text(f"-----BEGIN PRIVATE KEY-----\n{text}")
     (tmp_path / "none").chmod(0o600)
     with pytest.raises(CacheError, match="is not an Ed25519 private key"):
@@ -381,7 +381,7 @@ def test_any_loads_no_cryptography(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(tmp_path), str(here)], cwd=here.parents[1], check=True)
 
 
-def test_signatures_in_a_cache_that_are_none_are_left_out(tmp_path, key):
+def test_invalid_signatures_in_a_cache_are_left_out(tmp_path, key):
     digest = "ab" * 32
     good, bad = (tmp_path / signature_path(digest, public) for public in (key.public_key, "cd" * 32))
     good.parent.mkdir(parents=True)

@@ -194,7 +194,7 @@ def killed(root, files, name="abc"):
     return place
 
 
-def test_whoever_writes_a_cache_goes_on_with_what_a_killed_unpack_had_made_whole(cache):
+def test_the_next_writer_finishes_a_killed_unpack(cache):
     record, blobs = make(b"killed", problem={**PROBLEM, "rows": 3})
     data = Store(cache.parent / "other").write(record, blobs).read_bytes()
     killed(cache, {record.address.path: data, **{blob_path(name): blob for name, blob in blobs.items()}})
@@ -205,7 +205,7 @@ def test_whoever_writes_a_cache_goes_on_with_what_a_killed_unpack_had_made_whole
     assert not any("incoming" in path for path in files(cache))
 
 
-def test_what_is_on_its_way_is_no_record_and_keeps_its_blobs(cache):
+def test_an_incoming_record_is_not_listed_and_keeps_its_blobs(cache):
     record, blobs = make(b"on its way", problem={**PROBLEM, "rows": 2})
     store = Store(cache)
     store.write(record, blobs)
@@ -223,7 +223,7 @@ def test_what_is_on_its_way_is_no_record_and_keeps_its_blobs(cache):
     assert find([FolderLayer(cache, "user")], record.problem).load("aligned") == b"on its way"
 
 
-def test_what_a_killed_unpack_left_goes_after_a_while(cache):
+def test_files_of_a_killed_unpack_are_deleted_after_a_while(cache):
     half = cache / "v1" / "incoming" / "abc.tmp" / "v1" / "t" / "k" / "half.json"
     half.parent.mkdir(parents=True)
     half.write_bytes(b"{")
@@ -266,7 +266,7 @@ def test_a_look_at_an_unfinished_unpack_writes_nothing_and_says_it(cache):
 
 
 @pytest.mark.parametrize("place", ["v1/blobs", "v1/sm_90-h200-132"])
-def test_a_pack_is_refused_where_a_part_of_the_cache_is_a_link_to_another_disk(tmp_path, place):
+def test_a_pack_is_refused_if_part_of_the_cache_is_on_another_disk(tmp_path, place):
     """Nothing can be moved there, neither by the unpack nor by a later process."""
     others = [Path(path) for path in ("/dev/shm", "/run/shm", "/var/tmp") if os.access(path, os.W_OK)]
     other = next((path for path in others if path.stat().st_dev != tmp_path.stat().st_dev), None)

@@ -66,7 +66,7 @@ def test_a_file_that_was_changed_in_the_hub_is_refused(cli, hub, tmp_path):
     assert not (tmp_path / "pulled").exists()
 
 
-def test_what_is_not_there_and_what_is_no_place_are_one_line(cli, hub, tmp_path, monkeypatch):
+def test_missing_packs_and_wrong_urls_are_refused_in_one_line(cli, hub, tmp_path, monkeypatch):
     pack, cache = make_pack(tmp_path), tmp_path / "pulled"
     cli.refused("pull", URL, "--cache-dir", cache, says=f"there is no {URL}")
     cli.refused("pull", "hf://team/none/b200.pack", "--cache-dir", cache, says="hf://team/none/b200.pack")

@@ -103,7 +103,7 @@ def close(results, references):
 
 @pytest.mark.processes
 @pytest.mark.nightly
-def test_a_job_with_no_tilekern_of_its_own_runs_the_repository_s(made):
+def test_a_job_without_tilekern_runs_the_repository_s(made):
     """In a new process, offline, by version out of the hub's cache; the build for the CPU has no packs."""
     code = """
 import sys, torch, kernels
@@ -171,7 +171,7 @@ def test_another_tilekern_in_the_process_is_refused(made, monkeypatch):
         kernels.get_local_kernel(made / "out")
 
 
-def test_what_it_says_of_itself_is_so(made):
+def test_the_metadata_of_a_repository_is_right(made):
     root = made / "out"
     cuda, cpu = (
         Metadata.read_from_file(root / "build" / name / "metadata.json") for name in ("torch-cuda", "torch-cpu")
@@ -275,9 +275,7 @@ OTHERS = {
         *((name, make, False) for name, make in OTHERS.items()),
     ],
 )
-def test_a_layer_computes_what_its_module_does_and_runs_it_where_the_op_would_not(
-    name, make, is_served, kernelized, interpreted
-):
+def test_a_layer_computes_the_same_as_its_module(name, make, is_served, kernelized, interpreted):
     torch.manual_seed(0)
     module, arguments = make()
     expected = tensors(module(*arguments))

@@ -74,7 +74,7 @@ def test_a_filter_keeps_what_it_refuses_from_being_read(cli, cache):
         (),
     ],
 )
-def test_a_folder_that_cannot_be_listed_is_named_where_it_may_hold_what_is_chosen(
+def test_a_folder_that_cannot_be_listed_is_named_if_it_may_hold_chosen_records(
     cli, cache, tmp_path, monkeypatch, filters
 ):
     (folder,) = {entry.path.parent for entry in Store(cache).entries() if entry.record.kernel == "swiglu"}
@@ -217,7 +217,7 @@ def test_show_disassembles_an_artifact(cli, tmp_path, monkeypatch):
     assert cli.json(*both, root=tmp_path / "none")["sass"] == {"aligned": "EXIT\n", "generic": "EXIT\n"}
 
 
-def test_show_refuses_to_disassemble_what_is_no_cubin(cli):
+def test_show_refuses_to_disassemble_other_bytes_than_a_cubin(cli):
     cli.refused("show", "rms_norm", KEY, "--sass", says="nvdisasm cannot read the artifact")
 
 
