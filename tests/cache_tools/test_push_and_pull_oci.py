@@ -7,9 +7,8 @@ import time
 
 import oras.client
 import pytest
-from real_registry import NEEDS_REGISTRY, PASSWORD, USER, by_password, running
+from real_registry import NEEDS_REGISTRY, PASSWORD, USER, by_password, by_token, running
 from ship_samples import has_both, make_pack, sha256
-from token_service import by_token
 
 from tilekern.cache import Corrupt
 from tilekern.cache_tools.remotes.oci import ARTIFACT_TYPE, _pack_layer

@@ -9,7 +9,7 @@ from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, N
 from tilekern.cache.freshness import DATED, FRESH, NOT_FRESH, STALE, Freshness, freshness
 from tilekern.cache.keys import Address, parse_problem_key, problem_key
 from tilekern.cache.layers import FolderLayer, Layer, PackLayer
-from tilekern.cache.lookup import Hit, Step, by_preference, hits, lookup, skipped
+from tilekern.cache.lookup import Hit, Step, by_preference, hits, lookup
 from tilekern.cache.packs.installing import has_better, install_pack
 from tilekern.cache.packs.pack import PACK_SUFFIX, Pack, checked_contents
 from tilekern.cache.packs.writing import write_pack
@@ -75,7 +75,6 @@ __all__ = [
     "read_misses",
     "read_wanted",
     "remove_wanted",
-    "skipped",
     "sum_up_misses",
     "user_root",
     "user_root_if_any",

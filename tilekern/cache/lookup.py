@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,8 +25,6 @@ from tilekern.cache.layers import Layer
 from tilekern.cache.records import PROVENANCES, Record
 from tilekern.cache.trust.policy import must_be_signed
 from tilekern.warning import warn_once
-
-_outcomes: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -102,25 +99,9 @@ class _Candidate:
         return Step(self.layer.name, self.target_key, self.toolkit_key, self.problem, outcome, detail)
 
 
-def lookup(
-    kernel: str,
-    problem: Mapping[str, Value],
-    *,
-    bucketed: Collection[str],
-    target_key: str,
-    arch: str,
-    toolkit_key: str | None,
-    source: str,
-    layers: Sequence[Layer],
-    trace: list[Step] | None = None,
-    unlikeness: Callable[[str], Any] = str,
-) -> Hit | None:
-    """Return the first of :func:`hits`, or None."""
-    serving = hits(
-        kernel, problem, bucketed=bucketed, target_key=target_key, arch=arch, toolkit_key=toolkit_key, source=source,
-        layers=layers, trace=trace, unlikeness=unlikeness,
-    )  # fmt: skip
-    return next(serving, None)
+def lookup(kernel: str, problem: Mapping[str, Value], **options: Any) -> Hit | None:
+    """Return the first of :func:`hits`, which takes the same arguments, or None."""
+    return next(hits(kernel, problem, **options), None)
 
 
 def hits(
@@ -172,11 +153,6 @@ def hits(
             for found in _in_order(kernel, of_a_problem, source, steps):
                 exact = target == target_key, found.candidate.problem is wanted
                 yield Hit(found.record, found.candidate.layer, *exact, found.blobs, found.freshness == FRESH)
-
-
-def skipped() -> dict[str, int]:
-    """Count the records that lookups of this process passed over as stale, unknown_schema, bad or untrusted."""
-    return {reason: _outcomes[reason] for reason in ("stale", "unknown_schema", "bad", "untrusted")}
 
 
 def _candidates(
@@ -303,7 +279,6 @@ def _read(kernel: str, candidate: _Candidate, source: str, steps: list[Step]) ->
         if not isinstance(error, Corrupt | Missing):  # a layer reports damage, and a missing file is a plain miss
             warn_once(f"a record of {kernel} is passed over: {detail}", about=detail)
     if found is None:
-        _outcomes[outcome] += 1
         steps.append(candidate.step(outcome, detail))
     return found
 

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from tilekern.cache.errors import CacheError, UnknownSchema, Untrusted
 from tilekern.cache.files import read_whole
+from tilekern.cache.folders import write_below
 from tilekern.cache.freshness import FRESH, STALE, freshness
 from tilekern.cache.keys import Address, blob_path, signature_path
 from tilekern.cache.packs.incoming import Incoming, finish_incoming, remove_abandoned
@@ -79,9 +80,7 @@ def install_pack(
         for address in chosen:
             for blob in pack.read_record(address).digests:
                 if not (store.root / blob_path(blob)).exists():
-                    with Incoming(store.root) as incoming:
-                        incoming.add({blob_path(blob): pack.read_blob(blob)})
-                        incoming.commit()
+                    write_below(store.root, blob_path(blob), pack.read_blob(blob))
     except OSError as error:
         raise CacheError(f"cannot write to the cache folder {store.root}: {error.strerror or error}") from None
     return len(chosen)
