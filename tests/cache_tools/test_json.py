@@ -76,7 +76,7 @@ COMMANDS = [
     (["show", "rms_norm", KEY], 0),
     (["show", "foreign", KEY], 0),
     (["show", "rms_norm", KEY.replace("8192", "2"), "--target", "H200"], 0),
-    (["show", "swiglu_forward", SWIGLU.replace("5000", "8192"), "--target", "H200", "--sass"], 0),
+    (["show", "swiglu_forward", SWIGLU.replace("5000", "8192"), "--gpu=H200", "--sass", "--variant=generic"], 0),
     (["stats"], 0),
     (["stats", "--layers"], 0),
     (["why", "swiglu_forward", SWIGLU, "--target", "H100"], 0),

@@ -127,6 +127,7 @@ def files_of_all(tmp_path_factory):
 def folder(files_of_all, monkeypatch):
     """The current folder, which no refused command changes."""
     monkeypatch.chdir(files_of_all)
+    monkeypatch.setattr("tilekern.cache_tools.remotes.oci._PAUSE_S", 0.01)
     monkeypatch.setenv("TILEKERN_CACHE_DIR", str(files_of_all / "cache"))
     return files_of_all
 
