@@ -351,7 +351,7 @@ class Store:
         left_out = set(map(str, without))
 
         def fail(error: OSError) -> None:
-            # A folder that is not real will never become a record.
+            # A link or a file in the place of a folder holds nothing that becomes a record.
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 raise CacheError(cannot_list(error))
 
