@@ -277,7 +277,7 @@ def test_the_list_of_gpus_is_complete():
 
 
 def test_the_pages_name_every_preset_op_public_name_and_command():
-    from tilekern.cache_tools.cli import app
+    from tilekern.cache_tools.__main__ import app
 
     reference, tuning = (DOCS / "reference.md").read_text(), (DOCS / "tuning.md").read_text()
     assert not [name for name in PRESETS if f"`{name}`" not in tuning]

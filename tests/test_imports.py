@@ -22,7 +22,7 @@ SEES_TUNING = ("tilekern.tune", "tilekern.doctor")
 TOOLS = "tilekern.cache_tools"
 # Of what lies above the cache, cache tools use what is named here: to explain a lookup, and to check variables.
 TOOLS_MAY = {
-    f"{TOOLS}.shared.here": {"tilekern.kernels", "tilekern.compile.toolchain", "tilekern.spec"},
+    f"{TOOLS}.shared.installed": {"tilekern.kernels", "tilekern.compile.toolchain", "tilekern.spec"},
     f"{TOOLS}.commands.why": {"tilekern.runtime.dispatch"},
     f"{TOOLS}.__main__": {"tilekern.runtime.settings"},
     TOOLS: {"tilekern.spec.source"},

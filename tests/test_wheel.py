@@ -88,10 +88,10 @@ def test_the_version_stands_in_one_form_everywhere():
 
 
 def test_it_is_what_is_imported(installed):
-    code = "import tilekern.tuning.cli, tilekern.cache_tools.cli as tools; print(tilekern.__file__, tools.__file__)"
+    code = "import tilekern.tuning.cli, tilekern.cache_tools as tools; print(tilekern.__file__, tools.__path__[0])"
     ran = installed(sys.executable, "-c", code)
     ours = installed.site / "tilekern"
-    assert ran.stdout.split() == [str(ours / "__init__.py"), str(ours / "cache_tools" / "cli.py")]
+    assert ran.stdout.split() == [str(ours / "__init__.py"), str(ours / "cache_tools")]
 
 
 def test_modules_of_users_that_are_called_as_our_folders_are_theirs(installed, tmp_path):

@@ -1,4 +1,4 @@
-"""The command ls: the records of the cache, or of every layer that a lookup reads."""
+"""The command ls: list the records of the cache, or of every layer that a lookup reads."""
 
 from __future__ import annotations
 
@@ -6,75 +6,64 @@ from typing import Any
 
 import click
 
-from tilekern.cache import DATED, FRESH, STALE, Listed, Outline, Store
-from tilekern.cache_tools.shared.options import all_layers, as_json, cache_dir, command, with_age_filters, with_filters
+from tilekern.cache import Entry, Record, Store
+from tilekern.cache_tools.shared.installed import is_fresh, is_stale
+from tilekern.cache_tools.shared.options import all_layers, as_json, cache_dir, command, with_filters
+from tilekern.cache_tools.shared.printing import (
+    age,
+    count,
+    gain_of,
+    natural,
+    predicted_gain_of,
+    print_json,
+    print_table,
+    size,
+    time_us_of,
+)
 from tilekern.cache_tools.shared.selection import Selection, age_s
-from tilekern.cache_tools.shared.sources import Source, sources_of
-from tilekern.cache_tools.shared.staleness import freshness_of, is_fresh, is_stale
-from tilekern.cache_tools.shared.tables import natural, print_table
-from tilekern.cache_tools.shared.text import age, count, gain_of, predicted_gain_of, print_json, size, time_us_of
+from tilekern.cache_tools.shared.sources import sources_of
 from tilekern.warning import tell
-
-_COLUMNS = ("TARGET", "TOOLKIT", "LAYER", "KERNEL", "PROBLEM", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE")
-# What stands beside a provenance.
-_MARKS = {FRESH: "", DATED: " (space changed)", STALE: " (stale)", None: ""}
 
 
 @command
-@with_filters
-@with_age_filters
+@with_filters()
 @all_layers
 @click.option("--layer", help="Only of the layer of this name (implies --layers).")
 @cache_dir
 @as_json
-def ls(store: Store, all_layers: bool, layer: str | None, as_json: bool, **filters: Any) -> None:
+def ls(store: Store, selection: Selection, all_layers: bool, layer: str | None, as_json: bool) -> None:
     """List the records of the cache, or of every layer that a lookup reads.
 
-    They stand by layer, GPU and toolkit, each as wide as the terminal or COLUMNS says. TIME and GAIN, which is how many
-    times faster than the default config, are measured; what is predicted has a ~.
+    Records are grouped by layer, GPU and toolkit, in tables as wide as the terminal or COLUMNS says. GAIN is how many
+    times faster than the default config a record is. TIME and GAIN are measured; a predicted one is marked with ~.
 
     JSON: cache_dir, exists, layers[] {name, path}, records[] {layer, path, kernel, problem, problem_key, target,
     toolkit, provenance, stale, fresh, time_us, gain, predicted_gain, size_bytes, created, age_s}, unreadable[] {layer,
     path, problem}; all in docs/cache-json.md.
     """
-    selection, sources = Selection(**filters), sources_of(store, all_layers, layer)
-    entries = [(s, entry) for s in sources for entry in s.outlines(selection.where) if selection.matches(entry)]
-    records = [(source, entry, entry.record) for source, entry in entries if entry.record]
-    unreadable = [(source, entry) for source, entry in entries if not entry.record]
+    sources = sources_of(store, all_layers, layer)
+    document: dict[str, Any] = {
+        "cache_dir": str(store.root),
+        "exists": store.root.is_dir(),
+        "layers": [{"name": source.name, "path": str(source.path)} for source in sources],
+        "records": [],
+        "unreadable": [],
+    }
+    for source in sources:
+        for entry in filter(selection.matches, source.place.entries(selection.where)):
+            item = {"layer": source.name, "path": str(entry.path)}
+            if entry.record:
+                document["records"].append(item | _summary(entry, entry.record))
+            else:
+                document["unreadable"].append(item | {"problem": entry.problem})
     if as_json:
-        print_json(
-            {
-                "cache_dir": str(store.root),
-                "exists": store.root.is_dir(),
-                "layers": [{"name": source.name, "path": str(source.path)} for source in sources],
-                "records": [_summary(*found) for found in records],
-                "unreadable": [
-                    {"layer": source.name, "path": str(entry.path), "problem": entry.problem}
-                    for source, entry in unreadable
-                ],
-            }
-        )
-        return
-    if records:
-        _print_records(records, several=len(sources) > 1)
-    elif not unreadable:
-        tell(_nothing(store, selection, len(sources)))
-    for _, entry in unreadable:
-        tell(f"unreadable: {entry.path}: {entry.problem}", err=True)
+        print_json(document)
+    else:
+        _print(document, selection)
 
 
-def _nothing(store: Store, selection: Selection, sources: int) -> str:
-    if sources > 1:
-        return f"no record in {count(sources, 'layer')} matches"
-    if not store.root.is_dir():
-        return f"there is no cache at {store.root} yet"
-    return f"the cache at {store.root} is empty" if selection.is_empty else f"no record in {store.root} matches"
-
-
-def _summary(source: Source, entry: Listed, record: Outline) -> dict[str, Any]:
+def _summary(entry: Entry, record: Record) -> dict[str, Any]:
     return {
-        "layer": source.name,
-        "path": str(entry.path),
         "kernel": record.address.kernel,
         "problem": record.problem,
         "problem_key": record.address.problem_key,
@@ -92,28 +81,40 @@ def _summary(source: Source, entry: Listed, record: Outline) -> dict[str, Any]:
     }
 
 
-def _print_records(found: list[tuple[Source, Listed, Outline]], *, several: bool) -> None:
-    layers = {source.name: at for at, source in enumerate(dict.fromkeys(source for source, _, _ in found))}
-    found.sort(key=lambda one: (layers[one[0].name], *map(natural, one[2].address)))
-    grouped = ("TARGET", "TOOLKIT", "LAYER") if several else ("TARGET", "TOOLKIT")
-    columns = [name for name in _COLUMNS if several or name != "LAYER"]
-    rows = [[cells[name] for name in columns] for one in found for cells in [_row(*one)]]
-    print_table(columns, rows, ("TIME", "GAIN", "SIZE", "AGE"), grouped=grouped, below=("PROBLEM",))
+def _print(document: dict[str, Any], selection: Selection) -> None:
+    layers = [layer["name"] for layer in document["layers"]]
+    names = ("target", "toolkit", "kernel", "problem_key")
+    records = sorted(
+        document["records"],
+        key=lambda record: (layers.index(record["layer"]), *(natural(record[name]) for name in names)),
+    )
+    if records:
+        grouped = ["TARGET", "TOOLKIT", "LAYER"][: 3 if len(layers) > 1 else 2]
+        header = [*grouped, "KERNEL", "PROBLEM", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE"]
+        rows = [[record[name.lower()] for name in grouped] + _row(record) for record in records]
+        print_table(header, rows, ("TIME", "GAIN", "SIZE", "AGE"), grouped=grouped, below=("PROBLEM",))
+    elif not document["unreadable"]:
+        root = document["cache_dir"]
+        if len(layers) > 1:
+            tell(f"no record in {count(len(layers), 'layer')} matches")
+        elif not document["exists"]:
+            tell(f"there is no cache at {root} yet")
+        else:
+            tell(f"the cache at {root} is empty" if selection.is_empty else f"no record in {root} matches")
+    for item in document["unreadable"]:
+        tell(f"unreadable: {item['path']}: {item['problem']}", err=True)
 
 
-def _row(source: Source, entry: Listed, record: Outline) -> dict[str, str]:
-    """A record's cells by column."""
-    time_us, gain = time_us_of(record), gain_of(record) if record.measurement else predicted_gain_of(record)
-    about = "" if record.measurement else "~"
-    return {
-        "TARGET": record.address.target_key,
-        "TOOLKIT": record.address.toolkit_key,
-        "LAYER": source.name,
-        "KERNEL": record.address.kernel,
-        "PROBLEM": record.address.problem_key,
-        "PROVENANCE": f"{record.provenance}{_MARKS[freshness_of(record)]}",
-        "TIME": "-" if time_us is None else f"{about}{time_us:.1f} us",
-        "GAIN": "-" if gain is None else f"{about}{gain:.2f}x",
-        "SIZE": size(entry.size_bytes),
-        "AGE": age(age_s(entry)),
-    }
+def _row(record: dict[str, Any]) -> list[str]:
+    is_measured = record["provenance"] == "measured"
+    about, gain = ("", record["gain"]) if is_measured else ("~", record["predicted_gain"])
+    mark = " (stale)" if record["stale"] else " (space changed)" if record["fresh"] is False else ""
+    return [
+        record["kernel"],
+        record["problem_key"],
+        f"{record['provenance']}{mark}",
+        "-" if record["time_us"] is None else f"{about}{record['time_us']:.1f} us",
+        "-" if gain is None else f"{about}{gain:.2f}x",
+        size(record["size_bytes"]),
+        age(record["age_s"]),
+    ]

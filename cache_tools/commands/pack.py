@@ -1,7 +1,7 @@
-"""The command pack: records into one file.
+"""The command pack: write records into one file.
 
-Which records a model needs is asked of the tuner, which plans and writes nothing. Its plan is made in a process of its
-own: it takes torch and the kernels, and a cache is looked after without.
+Which records a model needs is asked of the tuner's planner, in another process: it loads torch and the kernels, which
+the other commands here do without.
 """
 
 from __future__ import annotations
@@ -11,51 +11,46 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
 
 from tilekern.cache import CacheError, Record, Store
 from tilekern.cache.keys import Value
-from tilekern.cache_tools.shared.options import as_json, cache_dir, command, with_age_filters, with_filters
-from tilekern.cache_tools.shared.packing import write_selected
+from tilekern.cache_tools.shared.options import FILE, as_json, cache_dir, command, with_filters
+from tilekern.cache_tools.shared.packs import write_selected
+from tilekern.cache_tools.shared.printing import count, note_left_out, print_result, size
 from tilekern.cache_tools.shared.selection import Selection
-from tilekern.cache_tools.shared.text import count, print_json, size
-from tilekern.warning import tell
 
-_DTYPES = "bfloat16,float16,float32"
-_ATTENTION = "tilekern,tilekern_nondeterministic"
+# In whatever dtype and by whatever attention the model may be trained.
+_STEPS = ("--dtype", "bfloat16,float16,float32", "--attention", "tilekern,tilekern_nondeterministic", "--experts")
 
 
 @command
-@click.argument("out", metavar="OUT.pack", type=click.Path(path_type=Path))
-@with_filters
-@with_age_filters
+@click.argument("out", metavar="OUT.pack", type=FILE)
+@with_filters()
 @click.option("--model", help="Only what this model needs: a preset, the path of a config.json, or a hub id.")
-@click.option("--tp", type=click.IntRange(min=1), default=1, help="Tensor-parallel degree: ranks of the model.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, help="Tensor-parallel degree of the model.")
 @cache_dir
 @as_json
-def pack(out: Path, model: str | None, tp: int, store: Store, as_json: bool, **filters: Any) -> None:
+def pack(out: Path, model: str | None, tp: int, store: Store, selection: Selection, as_json: bool) -> None:
     """Write records, their artifacts and signatures into one file; the same records give the same bytes.
 
-    A model's records are those of its sizes, in any dtype and for steps of any length, and those of its layers of
-    experts.
+    The records of a model are those of its sizes, in any dtype and for steps of any length, with those of its experts.
 
     JSON: pack, records, bytes, left_out.
     """
     written, left_out = write_selected(
-        store, out, Selection(**filters), lambda record: not model or _is_needed(record, model, tp)
-    )
+        store, out, selection, lambda record: not model or _is_needed(record, model, tp)
+    )  # fmt: skip
     size_bytes = out.stat().st_size
-    if as_json:
-        print_json({"pack": str(out), "records": written, "bytes": size_bytes, "left_out": left_out})
-        return
-    note = f"; {count(left_out, 'unreadable record')} left out" if left_out else ""
-    tell(f"packed {count(written, 'record')} into {out}, {size(size_bytes)}{note}")
+    document = {"pack": str(out), "records": written, "bytes": size_bytes, "left_out": left_out}
+    text = f"packed {count(written, 'record')} into {out}, {size(size_bytes)}{note_left_out(left_out)}"
+    print_result(document, as_json, text)
 
 
 class _Needed(NamedTuple):
-    """The dimensions that the records of one kernel must have: all but the bucketed dimensions."""
+    """A kernel whose records are needed, its dimensions that must be exact, and the names of the others."""
 
     kernel: str
     exact: frozenset[tuple[str, Value]]
@@ -63,24 +58,17 @@ class _Needed(NamedTuple):
 
 
 def _is_needed(record: Record, model: str, tp: int) -> bool:
-    """Whether a model needs a record, whatever bucket it is for."""
     problem = record.problem.items()
     return any(
-        one.kernel == record.kernel and one.exact == {item for item in problem if item[0] not in one.bucketed}
-        for one in _needed_by(model, record.address.target_key, tp)
+        needed.kernel == record.kernel and needed.exact == {item for item in problem if item[0] not in needed.bucketed}
+        for needed in _needed_by(model, record.address.target_key, tp)
     )
 
 
 @functools.cache
 def _needed_by(model: str, target_key: str, tp: int) -> set[_Needed]:
-    """The records that a model needs on a target, in any dtype, for steps of any size.
-
-    Raises:
-        CacheError: the tuner cannot plan it; the error is its own.
-    """
-    steps = ["--tp", str(tp), "--dtype", _DTYPES, "--attention", _ATTENTION, "--experts"]
-    planning = [sys.executable, "-m", "tilekern.tune", model, "--gpu", target_key, *steps, "--dry-run", "--json"]
-    done = subprocess.run(planning, capture_output=True, text=True, check=False)
+    planning = [sys.executable, "-m", "tilekern.tune", model, "--gpu", target_key, "--tp", str(tp), *_STEPS]
+    done = subprocess.run([*planning, "--dry-run", "--json"], capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise CacheError(f"--model {model}: {lines[-1].removeprefix('tilekern: ')}")

@@ -1,4 +1,4 @@
-"""The command push: a pack to where other machines pull it from."""
+"""The command push: put a pack where other machines pull it from."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import click
 
 from tilekern.cache import Missing
 from tilekern.cache_tools.remotes import failures_of, open_remote
-from tilekern.cache_tools.shared.contents import read_contents
-from tilekern.cache_tools.shared.options import as_json, command, plain_http
-from tilekern.cache_tools.shared.text import count, print_json, size
-from tilekern.warning import tell
+from tilekern.cache_tools.shared.options import FILE, as_json, command, plain_http
+from tilekern.cache_tools.shared.packs import read_contents
+from tilekern.cache_tools.shared.printing import count, print_result, size
 
 
 @command
-@click.argument("file", metavar="FILE.pack", type=click.Path(path_type=Path))
+@click.argument("file", metavar="FILE.pack", type=FILE)
 @click.argument("url", metavar="URL")
 @plain_http
 @as_json
@@ -24,10 +23,10 @@ def push(file: Path, url: str, plain_http: bool, as_json: bool) -> None:
 
     URL is a tag of an OCI registry (oci://registry.example.com/team/kernels:h200), a file in a repository of the
     Hugging Face hub (hf://team/kernels@main/h200.pack), or a file of any filesystem that fsspec knows
-    (s3://bucket/h200.pack, file:///shared/h200.pack). Credentials are those of docker, of huggingface_hub, and of
-    fsspec's filesystem.
+    (s3://bucket/h200.pack, file:///shared/h200.pack). Credentials are those of docker, huggingface_hub, and fsspec's
+    filesystem.
 
-    JSON: url, place (the URL of exactly what was pushed, where there is one), pushed (false where it was there), pack,
+    JSON: url, place (the exact URL of what was pushed, if there is one), pushed (false if it was there already), pack,
     sha256, bytes, records, targets[], toolkits[].
     """
     contents = read_contents(file)
@@ -38,10 +37,6 @@ def push(file: Path, url: str, plain_http: bool, as_json: bool) -> None:
         except (Missing, FileNotFoundError):
             is_there = False
         place = url if is_there else remote.upload(contents)
-    if as_json:
-        pushed = {"url": url, "place": place, "pushed": not is_there, "pack": str(file)}
-        print_json(pushed | contents.document())
-    elif is_there:
-        tell(f"{url} has this pack already, sha256 {contents.sha256}")
-    else:
-        tell(f"pushed {count(len(contents.records), 'record')}, {size(contents.size_bytes)}, to {place}")
+    document = {"url": url, "place": place, "pushed": not is_there, "pack": str(file), **contents.document()}
+    text = f"pushed {count(len(contents.records), 'record')}, {size(contents.size_bytes)}, to {place}"
+    print_result(document, as_json, f"{url} has this pack already, sha256 {contents.sha256}" if is_there else text)

@@ -1,4 +1,4 @@
-"""The command sign: every record of a pack or of a cache, by one key."""
+"""The command sign: sign every record of a pack or of a cache with one key."""
 
 from __future__ import annotations
 
@@ -12,27 +12,24 @@ from tilekern.cache import CacheError, Missing, Pack, Record, Store, checked_con
 from tilekern.cache.folders import write_below
 from tilekern.cache.keys import signature_path
 from tilekern.cache.trust.signing import SigningKey
-from tilekern.cache_tools.shared.options import PlaceType, as_json, command
-from tilekern.cache_tools.shared.text import count, print_json
-from tilekern.warning import tell
+from tilekern.cache_tools.shared.options import PlaceType, as_json, command, key_file
+from tilekern.cache_tools.shared.printing import count, note_left_out, print_result
 
 
 @command
 @click.argument("path", metavar="PACK|CACHE", type=PlaceType())
-@click.option("--key", "key_file", required=True, type=click.Path(path_type=Path), help="The file that `keygen` made.")
+@key_file
 @as_json
 def sign(path: Path, key_file: Path, as_json: bool) -> None:
-    """Sign every record of a pack or of a cache's folder, after it and its artifacts were checked.
+    """Sign every record of a pack or of a cache's folder, after checking it and its artifacts.
 
     Signatures of other keys stay. JSON: path, public_key, signed, left_out (records that cannot be read).
     """
     key = SigningKey(key_file)
     signed, left_out = _sign_cache(Store(path), key) if path.is_dir() else (_sign_pack(path, key), 0)
-    if as_json:
-        print_json({"path": str(path), "public_key": key.public_key, "signed": signed, "left_out": left_out})
-        return
-    note = f"; {count(left_out, 'unreadable record')} left out" if left_out else ""
-    tell(f"signed {count(signed, 'record')} of {path} with key {key.public_key[:16]}{note}")
+    document = {"path": str(path), "public_key": key.public_key, "signed": signed, "left_out": left_out}
+    text = f"signed {count(signed, 'record')} of {path} with key {key.public_key[:16]}{note_left_out(left_out)}"
+    print_result(document, as_json, text)
 
 
 def _sign_pack(path: Path, key: SigningKey) -> int:
@@ -63,19 +60,17 @@ def _sign_cache(store: Store, key: SigningKey) -> tuple[int, int]:
         signatures[signature_path(hashlib.sha256(data).hexdigest(), key.public_key)] = key.sign(data)
         artifacts |= {(artifact.sha256, artifact.size) for artifact in entry.record.artifacts.values()}
     for digest, size_bytes in sorted(artifacts):
-        _check_artifact(store, digest, size_bytes)
+        try:
+            is_whole = len(store.read_blob(digest)) == size_bytes
+        except Missing:
+            raise CacheError(f"{store.root}: blob {digest} is missing; `verify` lists what is broken") from None
+        if not is_whole:
+            raise CacheError(
+                f"{store.root}: a record says another size of blob {digest}; `verify` lists what is broken"
+            )  # fmt: skip
     for path, signature in signatures.items():
         try:
             write_below(store.root, path, signature)
         except OSError as error:
             raise CacheError(f"cannot write {store.root / path}: {error.strerror}") from None
     return len(signatures), left_out
-
-
-def _check_artifact(store: Store, digest: str, size_bytes: int) -> None:
-    try:
-        found = len(store.read_blob(digest))
-    except Missing:
-        raise CacheError(f"{store.root}: blob {digest} is missing; `verify` lists what is broken") from None
-    if found != size_bytes:
-        raise CacheError(f"{store.root}: a record says another size of blob {digest}; `verify` lists what is broken")

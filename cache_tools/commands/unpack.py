@@ -1,4 +1,4 @@
-"""The command unpack: the records of a pack into the cache."""
+"""The command unpack: put the records of a pack into the cache."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from pathlib import Path
 import click
 
 from tilekern.cache import Store, install_pack
-from tilekern.cache_tools.shared.options import as_json, cache_dir, command
-from tilekern.cache_tools.shared.staleness import today_of
-from tilekern.cache_tools.shared.text import count, print_json
-from tilekern.warning import tell
+from tilekern.cache_tools.shared.installed import today_of
+from tilekern.cache_tools.shared.options import FILE, as_json, cache_dir, command
+from tilekern.cache_tools.shared.printing import count, print_result
 
 
 @command
-@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument("file", metavar="FILE", type=FILE)
 @cache_dir
 @as_json
 def unpack(file: Path, store: Store, as_json: bool) -> None:
@@ -23,7 +22,5 @@ def unpack(file: Path, store: Store, as_json: bool) -> None:
     JSON: pack, cache_dir, installed.
     """
     installed = install_pack(file, store, today=today_of)
-    if as_json:
-        print_json({"pack": str(file), "cache_dir": str(store.root), "installed": installed})
-    else:
-        tell(f"unpacked {count(installed, 'record')} into {store.root}")
+    document = {"pack": str(file), "cache_dir": str(store.root), "installed": installed}
+    print_result(document, as_json, f"unpacked {count(installed, 'record')} into {store.root}")

@@ -6,8 +6,7 @@ import click
 
 from tilekern.cache import Store, clear_wanted, problem_key, read_misses, read_wanted, wanted_name
 from tilekern.cache_tools.shared.options import as_json, cache_dir, command
-from tilekern.cache_tools.shared.tables import natural, print_table
-from tilekern.cache_tools.shared.text import count, plain, print_json
+from tilekern.cache_tools.shared.printing import count, natural, plain, print_json, print_table
 from tilekern.warning import tell
 
 
@@ -16,7 +15,7 @@ from tilekern.warning import tell
 @cache_dir
 @as_json
 def wanted(store: Store, empty: bool, as_json: bool) -> None:
-    """List what was asked for at run time and was not there.
+    """List the problems that jobs asked for and did not find.
 
     JSON: cache_dir, wanted[] {kernel, problem, target, reason, created, runs}, cleared; all in docs/cache-json.md.
     """
@@ -29,18 +28,12 @@ def wanted(store: Store, empty: bool, as_json: bool) -> None:
     if as_json:
         print_json({"cache_dir": str(store.root), "wanted": items, "cleared": cleared})
         return
-    if items:
-        rows = [
-            (
-                plain(item["target"].get("key", "")),
-                item["kernel"],
-                problem_key(item["problem"]),
-                str(item["runs"]),
-                plain(item["reason"]),
-            )
-            for item in items
-        ]
-        rows.sort(key=lambda row: [natural(text) for text in row])
+    rows = []
+    for item in items:
+        target, reason = plain(item["target"].get("key", "")), plain(item["reason"])
+        rows.append((target, item["kernel"], problem_key(item["problem"]), str(item["runs"]), reason))
+    rows.sort(key=lambda row: [natural(text) for text in row])
+    if rows:
         header = ("TARGET", "KERNEL", "PROBLEM", "RUNS", "REASON")
         print_table(header, rows, ("RUNS",), grouped=("TARGET",), below=("PROBLEM", "REASON"))
     else:

@@ -1,4 +1,4 @@
-"""The command why: a lookup, told step by step by the code that does it."""
+"""The command why: explain a lookup step by step, through the code that does it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from typing import Any
 import click
 
 from tilekern.cache import NOT_FRESH, CacheError, Hit, Step, Store, default_layers, parse_problem_key, problem_key
-from tilekern.cache_tools.shared.here import spec_named, target_named, toolkit_key
+from tilekern.cache_tools.shared.installed import digest_today, spec_named, target_named, toolkit_key
 from tilekern.cache_tools.shared.options import as_json, cache_dir, command
-from tilekern.cache_tools.shared.staleness import digest_today
-from tilekern.cache_tools.shared.text import plain, print_json, time_us_of
+from tilekern.cache_tools.shared.printing import plain, print_json, time_us_of
 from tilekern.warning import tell
 
 
 @command
 @click.argument("kernel", metavar="KERNEL")
 @click.argument("key", metavar="PROBLEM")
-@click.option("--gpu", "--target", "target_name", help="The GPU: its name, arch or key (else the one of this machine).")
+@click.option("--gpu", "--target", "target_name", help="The GPU: its name, arch or key; default that of this machine.")
 @cache_dir
 @as_json
 def why(kernel: str, key: str, target_name: str | None, store: Store, as_json: bool) -> None:
-    """Explain a lookup step by step; PROBLEM with real sizes, such as rows=5000,columns=4096,dtype=bfloat16.
+    """Explain a lookup step by step; PROBLEM has real sizes, such as rows=5000,columns=4096,dtype=bfloat16.
 
-    Looks the problem up as a job on that GPU would, through the same code, and says what was tried in which layer and
-    why it was passed over or taken.
+    Looks the problem up as a job on that GPU would, with the same code, and says for each record that it tries in
+    which layer it is and why it is passed over or taken.
 
     JSON: kernel, problem, problem_key, target, toolkit, source_digest, layers[], steps[] {layer, target,
     toolkit, problem_key, outcome, detail}, hit; all in docs/cache-json.md.
@@ -40,17 +39,26 @@ def why(kernel: str, key: str, target_name: str | None, store: Store, as_json: b
     trace: list[Step] = []
     layers = default_layers(store.root, looking=True)
     hit = find(spec, spec.bucketed(problem), target, layers=layers, trace=trace)
-    today = digest_today(spec.module)
     document = {
         "kernel": kernel,
         "problem": dict(problem),
         "problem_key": problem_key(dict(spec.bucketed(problem))),
         "target": target.key,
         "toolkit": toolkit_key(),
-        "source_digest": today,
+        "source_digest": digest_today(spec.module),
         "layers": [layer.name for layer in layers],
-        "steps": [_step(step) for step in trace],
-        "hit": hit and _hit(hit),
+        "steps": [
+            {
+                "layer": step.layer,
+                "target": step.target_key,
+                "toolkit": step.toolkit_key,
+                "problem_key": None if step.problem is None else problem_key(step.problem),
+                "outcome": step.outcome,
+                "detail": step.detail,
+            }
+            for step in trace
+        ],
+        "hit": hit and _summary(hit),
     }
     if as_json:
         print_json(document)
@@ -58,18 +66,7 @@ def why(kernel: str, key: str, target_name: str | None, store: Store, as_json: b
         _print(document, trace)
 
 
-def _step(step: Step) -> dict[str, Any]:
-    return {
-        "layer": step.layer,
-        "target": step.target_key,
-        "toolkit": step.toolkit_key,
-        "problem_key": None if step.problem is None else problem_key(step.problem),
-        "outcome": step.outcome,
-        "detail": step.detail,
-    }
-
-
-def _hit(hit: Hit) -> dict[str, Any]:
+def _summary(hit: Hit) -> dict[str, Any]:
     address = hit.record.address
     return {
         "layer": hit.layer.name,

@@ -1,4 +1,4 @@
-"""Places elsewhere that hold a pack: a registry's tag, a repository of the hub, a file of any filesystem of fsspec."""
+"""Remote places of packs: a registry's tag, a repository of the hub, a file of any filesystem of fsspec."""
 
 from __future__ import annotations
 
@@ -8,47 +8,39 @@ from pathlib import Path
 from typing import Protocol, TypeGuard
 
 from tilekern.cache import CacheError, Missing
-from tilekern.cache_tools.shared.contents import Contents
+from tilekern.cache_tools.shared.packs import Contents
 
 _EXAMPLES = "oci://registry.example.com/team/kernels:h200, hf://team/kernels/h200.pack or s3://bucket/h200.pack"
 
 
 class Remote(Protocol):
-    """One place that holds at most one pack. Its credentials come from where its own tools keep them.
+    """A place of at most one pack. Credentials are those that its own tools keep.
 
-    The methods raise what the libraries behind them raise; :func:`failures_of` makes one line of it.
+    Methods raise the errors of the libraries behind them (:func:`failures_of`), and Missing if there is no pack.
     """
 
     def digest(self) -> str | None:
-        """The sha256 that the place states of its pack, with nothing of it downloaded; None where it states none.
-
-        Raises:
-            Missing: there is no pack.
-        """
+        """Return the sha256 that the place states for its pack, without downloading it; None if it states none."""
         ...
 
     def download(self, path: Path) -> None:
-        """Write what is there into a new file.
-
-        Raises:
-            Missing: there is no pack.
-        """
+        """Write the pack into a new file."""
         ...
 
     def upload(self, pack: Contents) -> str:
-        """Put a pack there in place of what is there; where it can be found from now on, as exactly as can be said."""
+        """Upload a pack, replacing an older one; return its URL, as exact as possible."""
         ...
 
 
 def open_remote(url: str, plain_http: bool = False) -> Remote:
-    """The place that a URL names.
+    """Return the place that a URL names.
 
     Args:
         url: ``oci://``, ``hf://``, or any that fsspec knows.
-        plain_http: talk to the registry by HTTP; one on this machine always is.
+        plain_http: whether to use HTTP for a registry; always so for one on this machine.
 
     Raises:
-        CacheError: the URL is not that of a pack, or a package that its place needs is not installed.
+        CacheError: the URL is not that of a pack, or a package that it needs is not installed.
     """
     scheme, colon, rest = url.partition("://")
     if not (scheme and colon and rest):
@@ -71,12 +63,7 @@ def open_remote(url: str, plain_http: bool = False) -> Remote:
 
 @contextmanager
 def failures_of(url: str) -> Iterator[None]:
-    """Whatever a library raises while it talks to a place, as one line that names the place.
-
-    Raises:
-        Missing: there is nothing.
-        CacheError: anything else.
-    """
+    """Turn whatever a library raises in the block into a Missing or another CacheError, one line that names the URL."""
     try:
         yield
     except CacheError:
@@ -86,15 +73,15 @@ def failures_of(url: str) -> Iterator[None]:
             raise CacheError(f"cannot connect to {url}: {_one_line(error.__cause__)}") from None
         raise Missing(f"there is no {url} ({_one_line(error.__cause__ or error)})") from None
     except ImportError as error:
-        # fsspec's own words name what its other filesystems need, and no module.
+        # An error of fsspec names the package for its filesystem, and no module.
         install = "pip install 'tilekern[ship]'" if error.name else _one_line(error)
-        raise CacheError(f"{url} needs what is not installed here: {install}") from None
+        raise CacheError(f"{url} needs a package that is not installed: {install}") from None
     except Exception as error:  # noqa: BLE001 (each filesystem and each client has exceptions of its own)
         raise CacheError(f"{url}: {_one_line(error) or type(error).__name__}") from None
 
 
 def _is_unreachable(error: BaseException | None) -> TypeGuard[BaseException]:
-    """Whether the system's calls failed behind an error, and no server answered that there is nothing."""
+    """Return whether an error comes from a failed system call, and not from a server's answer."""
     if isinstance(error, TimeoutError):
         return True
     return isinstance(error, OSError) and error.errno is not None and not isinstance(error, FileNotFoundError)

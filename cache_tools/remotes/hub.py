@@ -16,7 +16,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import disable_progress_bars
 
 from tilekern.cache import PACK_SUFFIX, CacheError, Missing
-from tilekern.cache_tools.shared.contents import Contents
+from tilekern.cache_tools.shared.packs import Contents
 
 
 class HubFile:
@@ -35,11 +35,11 @@ class HubFile:
         self._api = HfApi()
         self._repository = {"repo_id": place.repo_id, "repo_type": place.repo_type}
         self._path, self._revision = path, place.revision
-        # What is downloaded is of the same commit as the digest that was asked for before.
+        # The download uses the same commit as the digest before it.
         self._commit = place.revision
 
     def digest(self) -> str | None:
-        """The sha256 that the hub keeps; raises as :meth:`tilekern.cache_tools.remotes.Remote.digest` says."""
+        """Return the sha256 that the hub keeps; raise Missing if there is no such file."""
         self._commit = self._api.repo_info(**self._repository, revision=self._revision).sha
         found = self._api.get_paths_info(**self._repository, paths=[self._path], revision=self._commit)
         if not found or not isinstance(found[0], RepoFile):
@@ -47,13 +47,13 @@ class HubFile:
         return found[0].lfs.sha256 if found[0].lfs else None
 
     def download(self, path: Path) -> None:
-        """Write the file to ``path``; raises as :meth:`tilekern.cache_tools.remotes.Remote.download` says."""
+        """Write the file to ``path``."""
         with TemporaryDirectory(dir=path.parent) as folder:
             options = {"revision": self._commit, "local_dir": folder}
             Path(hf_hub_download(**self._repository, filename=self._path, **options)).rename(path)
 
     def upload(self, pack: Contents) -> str:
-        """Commit the pack; the URL with the commit that has it."""
+        """Commit the pack; return the URL with that commit."""
         commit = self._api.upload_file(
             **self._repository,
             path_or_fileobj=str(pack.path),

@@ -1,6 +1,6 @@
 """A tag of an OCI registry, ``oci://HOST/REPOSITORY:TAG``, through oras.
 
-The pack is the one layer of an artifact whose type is our own; annotations say what is in it. Credentials are those of
+The pack is the only layer of an artifact of our own type, with annotations that describe it. Credentials are those of
 docker's configuration.
 """
 
@@ -26,8 +26,8 @@ from urllib3.util import Retry
 
 from tilekern.cache import CacheError, Corrupt, Missing
 from tilekern.cache.records import parse_object
-from tilekern.cache_tools.remotes.progress import progress_bar
-from tilekern.cache_tools.shared.contents import Contents
+from tilekern.cache_tools.shared.packs import Contents
+from tilekern.cache_tools.shared.printing import progress_bar
 
 ARTIFACT_TYPE = "application/vnd.tilekern.pack.v1"
 _EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
@@ -47,14 +47,14 @@ _HERE = re.compile(r"(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?")
 
 
 class _Layer(NamedTuple):
-    """The manifest's entry of the pack: sha256 in hexadecimal, size in bytes."""
+    """The manifest's entry for the pack: sha256 in hexadecimal, size in bytes."""
 
     sha256: str
     size: int
 
 
 class OciTag:
-    """One tag (or, for a pull, one digest) of a repository."""
+    """One tag (for a pull also one digest) of a repository."""
 
     def __init__(self, url: str, plain_http: bool = False) -> None:
         found = _REFERENCE.fullmatch(url)
@@ -64,7 +64,7 @@ class OciTag:
             )
         self.url = url
         self._host = found["host"]
-        # oras takes a first part without a dot or colon for a part of the repository.
+        # oras would treat a host without a dot or colon as part of the repository.
         self._container = oras.container.Container(
             url.removeprefix("oci://").removeprefix(f"{self._host}/"), self._host
         )
@@ -72,12 +72,12 @@ class OciTag:
         self._layer: _Layer | None = None
 
     def digest(self) -> str:
-        """The digest of the pack; raises as :meth:`tilekern.cache_tools.remotes.Remote.digest` says."""
+        """Return the digest of the pack."""
         self._layer = self._read_manifest()
         return self._layer.sha256
 
     def download(self, path: Path) -> None:
-        """Write the pack to ``path``; raises as :meth:`tilekern.cache_tools.remotes.Remote.download` says."""
+        """Write the pack to ``path``."""
         layer = self._layer or self._read_manifest()
         response = self._client.get_blob(self._container, f"sha256:{layer.sha256}", stream=True)
         written = 0
@@ -91,7 +91,7 @@ class OciTag:
                 moved(len(chunk))
 
     def upload(self, pack: Contents) -> str:
-        """Push the pack under the tag; the URL with the digest of what was pushed."""
+        """Push the pack under the tag; return the URL with the digest of its manifest."""
         if self._container.digest:
             raise CacheError(f"{self.url} names a digest, and a push makes a new one; give a tag")
         layer = {
@@ -148,23 +148,19 @@ class OciTag:
         raise CacheError(f"{self.url}: the registry answered {answer}")
 
 
-# As oras decorates it, it would wait for two minutes over a host that is not there or a password that is wrong.
+# Without the decorator of oras, which tries for two minutes if the host is missing or the password is wrong.
 _request = inspect.unwrap(oras.provider.Registry.do_request)
 
 
 class _Client(oras.provider.Registry):
-    """oras' client, which gets another token where the one that it has is not for this."""
+    """The client of oras, which also gets a new token if the one that it has is for something else."""
 
     def do_request(self, *arguments: Any, **options: Any) -> requests.Response:
-        """One request, with a login where one is asked for; an answer of any status.
-
-        Raises:
-            CacheError: a login is asked for, and there is none or it is wrong.
-        """
+        """Send a request, with a login if needed; raise CacheError if there is none or it is wrong."""
         try:
             response = _request(self, *arguments, **options)
             if response.status_code == 401 and getattr(self.auth, "token", None):
-                # A token to read is none to write.
+                # A token to read is not valid to write.
                 self.auth.token = None
                 response = _request(self, *arguments, **options)
             return response
@@ -175,21 +171,17 @@ class _Client(oras.provider.Registry):
 
 
 class _Patient(HTTPAdapter):
-    """Gives a read a second chance, no request forever, and no answer more memory than a manifest takes.
+    """Repeats reads of a busy server, limits the time of every request, and the memory of every answer.
 
-    What is left to requests and urllib3 is read whole, whatever the server sends: the body of an error, of a redirect,
-    of an answer before another try. So all are read here, but for those that a caller streams.
+    requests and urllib3 read bodies of errors, redirects and repeated requests whole, whatever the server sends. So all
+    bodies are read here, except those that a caller streams.
     """
 
     def __init__(self) -> None:
         super().__init__(max_retries=Retry(total=2, backoff_factor=_PAUSE_S, respect_retry_after_header=False))
 
     def send(self, request: Any, stream: bool = False, timeout: Any = None, **options: Any) -> requests.Response:
-        """Send a request, with a limit of time where none is given.
-
-        Raises:
-            CacheError: the answer is too large.
-        """
+        """Send a request, with a default time limit; raise CacheError if the answer is too large."""
         for pause_s in (_PAUSE_S, 2 * _PAUSE_S, None):
             response = super().send(request, stream=stream, timeout=timeout or (_CONNECT_S, _READ_S), **options)
             if pause_s is None or response.status_code not in _BUSY or request.method not in ("GET", "HEAD"):
@@ -202,19 +194,19 @@ class _Patient(HTTPAdapter):
 
 
 def _take_body(response: requests.Response) -> None:
-    """Read the body of an answer, of one that is an error or a redirect only the beginning."""
+    # Of an error or a redirect only the beginning.
     is_whole = response.ok and not response.is_redirect
     data = response.raw.read(LARGEST_MANIFEST + 1 if is_whole else _LARGEST_ERROR, decode_content=True)
     response.close()
     if len(data) > LARGEST_MANIFEST:
         raise CacheError(f"{response.url} answered with more than {LARGEST_MANIFEST} bytes")
-    # As requests itself keeps what it has read.
+    # As requests itself stores a body.
     response._content, response._content_consumed = data, True
 
 
 def _client(container: oras.container.Container, plain_http: bool) -> _Client:
-    """A client with the credentials that docker's configuration has for the registry, if any."""
-    # What goes wrong is said once, by the error.
+    """Return a client with docker's credentials for the registry, if any."""
+    # Failures are reported once, by the error.
     logging.getLogger(oras.logger.__name__).setLevel(logging.CRITICAL)
     scheme = "http" if plain_http else "https"
     with _patient(requests.Session()).get(f"{scheme}://{container.registry}/v2/", stream=True) as asked:
@@ -239,7 +231,6 @@ def _wants_login(host: str) -> str:
 
 
 def _pack_layer(url: str, data: bytes) -> _Layer:
-    """The layer of an artifact that is a pack."""
     try:
         manifest = parse_object(data.decode())
         kind = manifest.get("artifactType")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,11 @@ import click
 
 from tilekern import __version__
 from tilekern.cache import CacheError, Store, user_root
+from tilekern.cache_tools.shared.selection import Selection
 
 Work = Callable[..., Any]
-# How each command, which takes it over from the group, is asked for help.
+FILE = click.Path(path_type=Path)
+# For the group and each of its commands.
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 version = click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -25,7 +28,7 @@ class StoreType(click.ParamType):
     name = "directory"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Store:  # noqa: ARG002
-        """The store in a folder, which need not exist; a file is refused."""
+        """Return the store in a folder, which need not exist; refuse a file."""
         root = Path(_not_empty(value, param, "a folder"))
         if root.exists() and not root.is_dir():
             raise CacheError(f"{root} is a file; a cache is a folder")
@@ -39,12 +42,12 @@ class PlaceType(click.Path):
         super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path, which must be one."""
+        """Return the path, which must not be empty."""
         return super().convert(_not_empty(value, param, "a folder or a pack"), param, ctx)
 
 
 def _not_empty(value: Any, param: click.Parameter | None, what: str) -> Any:
-    """The value as it is; an empty one, as of a variable of the shell that is not set, would be this folder."""
+    # An empty value, as of an unset shell variable, would mean the current folder.
     if value == "":
         name = param.opts[0] if isinstance(param, click.Option) else param.human_readable_name if param else "it"
         raise CacheError(f"{name} must name {what}, and is empty")
@@ -57,12 +60,12 @@ class Duration(click.ParamType):
     name = "age"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ARG002
-        """The age in seconds."""
-        found = re.fullmatch(r"([0-9]{1,9})([smhdw])", value)
-        if not found:
+        """Return the age in seconds."""
+        match = re.fullmatch(r"([0-9]{1,9})([smhdw])", value)
+        if not match:
             option = param.opts[0] if param else "an age"
             raise CacheError(f"{option} must be a number with one of s, m, h, d, w, such as 30d or 12h, got {value!r}")
-        return float(int(found[1]) * _SECONDS[found[2]])
+        return float(int(match[1]) * _SECONDS[match[2]])
 
 
 cache_dir = click.option(
@@ -70,41 +73,45 @@ cache_dir = click.option(
     "store",
     type=StoreType(),
     default=lambda: str(user_root()),
-    help="The cache (else TILEKERN_CACHE_DIR, else the user's cache folder).",
+    help="The cache; default TILEKERN_CACHE_DIR, else the user's cache folder.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-target = click.option("--gpu", "--target", "target", help="Only of this GPU: its key, name or arch.")
-toolkit = click.option("--toolkit", help="Only of this toolkit's key.")
 all_layers = click.option(
     "--layers", "all_layers", is_flag=True, help="All layers of a lookup: the cache, TILEKERN_CACHE_PATH, packs."
 )
 plain_http = click.option(
-    "--plain-http", is_flag=True, help="Talk to an OCI registry by HTTP; one on this machine always is."
+    "--plain-http", is_flag=True, help="Use HTTP for an OCI registry; always so for one on this machine."
 )
-dry_run = click.option("--dry-run", is_flag=True, help="Say what would go and how much that frees, and change nothing.")
+key_file = click.option("--key", "key_file", required=True, type=FILE, help="The private key that `keygen` wrote.")
+dry_run = click.option("--dry-run", is_flag=True, help="Say what would be removed, and change nothing.")
 confirmed = click.option("--yes", "-y", "confirmed", is_flag=True, help="Do not ask.")
+_FILTERS = {
+    "kernel": click.option("--kernel", help="Only records of this kernel."),
+    "target": click.option("--gpu", "--target", "target", help="Only records of this GPU: its key, name or arch."),
+    "toolkit": click.option("--toolkit", help="Only records of the toolkit with this key."),
+    "problem": click.option("--problem", help="Only problems with these dimensions: rows=8192,dtype=bfloat16."),
+    "provenance": click.option("--provenance", help="Only measured, predicted or default records."),
+    "older_than_s": click.option("--older-than", "older_than_s", type=Duration(), help="Only older ones: 30d, 12h."),
+    "stale": click.option("--stale", is_flag=True, help="Only records whose kernel's source has changed since."),
+}
 
 
 def command(work: Work) -> click.Command:
-    """A command of the function's name that also says the version."""
+    """Make a command of the function's name, with --version."""
     return version(click.command()(work))
 
 
-def with_filters(work: Work) -> Work:
-    """Options that choose records by what they are of."""
-    for option in (
-        click.option("--provenance", help="Only measured, predicted or default ones."),
-        click.option("--problem", help="Only of problems with these dimensions: rows=8192,dtype=bfloat16."),
-        toolkit,
-        target,
-        click.option("--kernel", help="Only records of this kernel."),
-    ):
-        work = option(work)
-    return work
+def with_filters(*names: str) -> Callable[[Work], Work]:
+    """Add options that choose records, all of them by default; the command gets them as one ``selection``."""
+    names = names or tuple(_FILTERS)
 
+    def decorate(work: Work) -> Work:
+        @functools.wraps(work)
+        def run(**options: Any) -> Any:
+            return work(selection=Selection(**{name: options.pop(name) for name in names}), **options)
 
-def with_age_filters(work: Work) -> Work:
-    """Options that choose records by their age."""
-    stale = click.option("--stale", is_flag=True, help="Only those whose kernel's source has changed since.")
-    older_than = click.option("--older-than", "older_than_s", type=Duration(), help="Only older ones: 30d, 12h.")
-    return older_than(stale(work))
+        for name in reversed(names):
+            run = _FILTERS[name](run)
+        return run
+
+    return decorate

@@ -1,4 +1,4 @@
-"""Which records a command is about: the filters of the command line."""
+"""Filters of the command line, which choose the records that a command works on."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 
-from tilekern.cache import PROVENANCES, CacheError, Entry, Listed, parse_problem_key
-from tilekern.cache_tools.shared.staleness import is_stale
+from tilekern.cache import PROVENANCES, CacheError, Entry, parse_problem_key
+from tilekern.cache_tools.shared.installed import is_stale
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Filters that must all hold; one that is None (or False) holds for every record.
+    """Filters that must all hold; None (or False) holds for every record.
 
     Attributes:
         kernel: the kernel's name.
-        target: the target's key, or the arch or name that stands in it (``sm_90``, ``H200``), upper or lower case.
+        target: the target's key, or its arch or name (``sm_90``, ``H200``), in upper or lower case.
         toolkit: the toolkit's key.
-        problem: dimensions that a problem must have, as in its key: ``rows=8192,dtype=bfloat16``.
+        problem: dimensions that a problem must have: ``rows=8192,dtype=bfloat16``.
         provenance: ``measured``, ``predicted`` or ``default``.
-        older_than_s: least age in seconds.
-        stale: made from another version of the kernel's source than today's.
+        older_than_s: minimum age in seconds.
+        stale: whether the kernel's source must have changed since.
     """
 
     kernel: str | None = None
@@ -42,11 +42,11 @@ class Selection:
 
     @property
     def is_empty(self) -> bool:
-        """True where no filter was given."""
+        """Whether no filter was given."""
         return self == Selection()
 
     def where(self, names: tuple[str, ...]) -> bool:
-        """Whether records may be wanted at a place of a cache, as :meth:`tilekern.cache.Store.entries` asks."""
+        """Return whether a folder or file of a cache may hold a chosen record (see :meth:`Store.entries`)."""
         last, name = len(names), names[-1]
         if last == 1:
             return self.target is None or _is_target(name, self.target)
@@ -56,10 +56,10 @@ class Selection:
             return self.kernel in (None, name)
         return self.problem is None or set(self.problem.split(",")) <= set(name.split(","))
 
-    def matches(self, entry: Entry | Listed) -> bool:
-        """Whether all filters hold; an unreadable record goes by its path and age, and has no provenance.
+    def matches(self, entry: Entry) -> bool:
+        """Return whether all filters hold; an unreadable record is judged by its path and age.
 
-        A folder that :meth:`where` let pass and that cannot be listed may hold what is wanted.
+        A folder that cannot be listed always matches, since it may hold chosen records.
         """
         if entry.is_folder:
             return True
@@ -74,20 +74,20 @@ class Selection:
         )
 
 
-def age_s(entry: Entry | Listed) -> float:
-    """Seconds since the record was made, at least 0; since the file was written where the record is unreadable."""
+def age_s(entry: Entry) -> float:
+    """Return seconds since the record was made; since the file was written if it is unreadable."""
     made = datetime.fromisoformat(entry.record.created).timestamp() if entry.record else entry.modified
     return seconds_since(made)
 
 
 def seconds_since(moment: float) -> float:
-    """Seconds since a moment, given in seconds since 1970; at least 0."""
+    """Return the seconds since a moment, given in seconds since 1970; at least 0."""
     return max(0.0, time.time() - moment)
 
 
 @functools.lru_cache(maxsize=1024)
 def _is_target(key: str, wanted: str) -> bool:
-    """Whether a target's key (``sm_90-h100_80gb_hbm3-132``) is the one wanted, or has the arch or name wanted."""
+    # A key looks like sm_90-h100_80gb_hbm3-132.
     arch, _, rest = key.lower().partition("-")
     name = re.sub("[^a-z0-9]+", "_", wanted.lower()).strip("_")
     return wanted.lower() in (key.lower(), arch) or (name != "" and name == rest.rpartition("-")[0])

@@ -79,7 +79,7 @@ def make(*contents: bytes, **changes: Any) -> tuple[Record, dict[str, bytes]]:
 
 
 def sealed(text: str) -> str:
-    """The text of a record that was changed, with the digest at its end made anew."""
+    """Return the text of a changed record with a new digest at its end."""
     contents = text[: text.rindex('"sha256": ')].rstrip().removesuffix(",")
     return f'{contents},\n "sha256": "{hashlib.sha256(contents.encode()).hexdigest()}"\n}}\n'
 
@@ -108,7 +108,7 @@ def new_key(path: Path) -> SigningKey:
 
 
 def signed_pack(path: Path, *keys: SigningKey, records: list[Any] | None = None) -> Path:
-    """A pack of records, each of which all keys have signed."""
+    """Write a pack of records that are signed by all keys."""
     records = records or [make()]
     signatures = {
         digest_of(one): {key.public_key: key.sign(one.to_json().encode()) for key in keys} for one, _ in records
@@ -204,7 +204,7 @@ def fill(root: Path, records: int) -> None:
 
 
 def outcome(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What a call returns, or the message of the CacheError that it raises."""
+    """Return the result of a call, or the message of the CacheError that it raises."""
     try:
         return call(), None
     except CacheError as error:
@@ -217,7 +217,7 @@ def files_of(root: Path) -> dict[str, tuple[int, int]]:
 
 
 def quietly(layers: list[Any]) -> Any:
-    """What :func:`find` finds, without its warnings."""
+    """Return the result of :func:`find`, without its warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return find(layers)

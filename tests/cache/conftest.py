@@ -4,7 +4,7 @@ from cache_samples import new_key
 
 @pytest.fixture(autouse=True)
 def settings(tmp_path, monkeypatch):
-    """The folder of each test's own settings of tilekern, which is not there yet; no policy of whoever runs it."""
+    """Give each test its own folder of settings, which does not exist yet, and no policy of the caller."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
     for name in ("TILEKERN_TRUST", "TILEKERN_TRUST_ROOTS", "TILEKERN_TRUST_SHARED"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""Places of caches where a job changes its folder, and where its user has no home."""
+"""Paths of caches when a job changes its folder, and when its user has no home."""
 
 import os
 import pwd
@@ -16,7 +16,7 @@ from tilekern.cache.trust.seals import secret
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """Nothing was asked for yet, or said."""
+    """Reset cached paths and warnings."""
     absolute.cache_clear()
     monkeypatch.setattr("tilekern.warning._said", set())
     for name in ("TILEKERN_CACHE_DIR", "TILEKERN_CACHE_PATH", "TILEKERN_TRUST_ROOTS"):
@@ -39,7 +39,7 @@ def no_home(request, monkeypatch):
         monkeypatch.setenv("HOME", "")
 
 
-def test_a_relative_cache_stays_where_it_was_first_looked_for(tmp_path, monkeypatch):
+def test_a_relative_cache_keeps_its_first_folder(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "packs").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -51,7 +51,7 @@ def test_a_relative_cache_stays_where_it_was_first_looked_for(tmp_path, monkeypa
     assert [str(layer.root) for layer in default_layers()[:2]] == before == [f"{tmp_path}/cache", f"{tmp_path}/packs"]
 
 
-def test_a_folder_of_the_platform_that_is_relative_is_below_no_job_s_folder(tmp_path, monkeypatch):
+def test_a_relative_platform_folder_does_not_follow_the_job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
     before = user_root()
@@ -60,7 +60,7 @@ def test_a_folder_of_the_platform_that_is_relative_is_below_no_job_s_folder(tmp_
     assert user_root() == before
 
 
-def test_without_a_home_the_other_layers_are_read_and_it_is_said_once(no_home, tmp_path, monkeypatch):
+def test_without_a_home_the_other_layers_are_read_with_one_warning(no_home, tmp_path, monkeypatch):
     (tmp_path / "packs").mkdir()
     monkeypatch.setenv("TILEKERN_CACHE_PATH", os.pathsep.join([str(tmp_path / "packs"), "~/more"]))
     with pytest.warns(UserWarning, match="set TILEKERN_CACHE_DIR to a folder") as said:
@@ -73,7 +73,7 @@ def test_without_a_home_the_other_layers_are_read_and_it_is_said_once(no_home, t
         default_layers()
 
 
-def test_without_a_home_tools_say_what_to_set_and_nobody_is_trusted(no_home):
+def test_without_a_home_errors_say_what_to_set_and_there_are_no_trust_roots(no_home):
     with pytest.raises(CacheError, match="no home folder, and so none for a cache; set TILEKERN_CACHE_DIR"):
         user_root()
     assert secret() == b""
@@ -88,7 +88,7 @@ def test_a_home_in_a_setting_needs_one(no_home, monkeypatch):
         user_root()
 
 
-def test_a_home_that_is_a_file_holds_no_cache_and_breaks_nothing(tmp_path, monkeypatch):
+def test_a_home_that_is_a_file_gives_an_empty_cache(tmp_path, monkeypatch):
     (tmp_path / "home").touch()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

@@ -5,7 +5,7 @@ import os
 import pytest
 from cache_samples import find, make, put, quietly
 
-from tilekern.cache import FolderLayer, PackLayer, Store, write_pack
+from tilekern.cache import FolderLayer, PackLayer, write_pack
 
 OTHER_USER = 12345
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
@@ -50,17 +50,6 @@ def test_a_record_or_pack_that_others_can_write_is_not_loaded(tmp_path, monkeypa
     assert find([PackLayer(tmp_path / "a.pack")])
 
 
-@pytest.mark.timeout(30)
-def test_a_pipe_that_others_put_there_keeps_nobody_waiting(tmp_path):
-    record = put(tmp_path / "cache")
-    record.unlink()
-    os.mkfifo(record)
-    record.parent.chmod(0o777)
-    assert quietly([FolderLayer(tmp_path / "cache", "user")]) is None
-    (entry,) = Store(tmp_path / "cache").entries()
-    assert "is not a regular file" in entry.problem
-
-
 @as_root
 @pytest.mark.parametrize("place", ["", "v1", "v1/sm_90-h200-132", "record"])
 def test_what_belongs_to_another_user_is_not_loaded(tmp_path, monkeypatch, place):
@@ -97,7 +86,7 @@ def test_what_is_roots_is_loaded_by_other_users(tmp_path):
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_sticky_folder_is_nobody_elses(tmp_path):
+def test_a_sticky_folder_is_trusted(tmp_path):
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp").chmod(0o1777)
     put(tmp_path / "tmp")

@@ -117,7 +117,7 @@ def test_a_pack_of_each_version_is_written_as_it_was(schema, tmp_path, name):
 
 @pytest.mark.parametrize(("name", "version"), [(PACKS[0], 1), (PACKS[1], 2)])
 def test_the_members_of_a_pack_are_as_they_were(schema, tmp_path, name, version):
-    """What holds with any deflate."""
+    """Compare what does not depend on the implementation of deflate."""
     golden = Pack(SCHEMAS[schema] / name)
     write_pack(tmp_path / name, checked_contents(golden), golden.signatures())
     with zipfile.ZipFile(golden.path) as then, zipfile.ZipFile(tmp_path / name) as now:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tilekern.cache import CacheError, parse_problem_key, problem_key
 
-NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
+NAMES = st.sampled_from(["rows", "columns", "_", "Z9", "dtype", "x" * 30, "kv_heads"])
 VALUES = st.one_of(
     st.integers(-(10**17), 10**17), st.booleans(), st.none(), st.sampled_from(["bfloat16", "a.b-c+d", "00"])
 )

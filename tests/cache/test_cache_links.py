@@ -86,7 +86,7 @@ def test_a_file_in_incoming_is_not_moved_through_a_link_on_its_way(tmp_path, own
      "v1/incoming/y/" + str(RECORD), "v1/t/k", "v1/t/k/rms_norm/rows.json", "v1/t/k/rms_norm/a\nb=1.json",
      "v1/signatures/00/" + "0" * 64, "sweeps/x", pytest.param("/".join(["d"] * 300), id="deep")],
 )  # fmt: skip
-def test_what_no_cache_has_stays_in_incoming_and_is_no_error(tmp_path, name):
+def test_other_files_stay_in_incoming_without_an_error(tmp_path, name):
     root = put(tmp_path / "cache").parents[4]
     place = killed(root, {Path(name): b"stray", blob_path(DIGEST): b"blob"})
     Store(root).finish()
@@ -185,7 +185,7 @@ def test_records_behind_a_link_stay_and_keep_their_blobs(tmp_path):
 
 
 def test_a_link_that_takes_a_folders_place_at_the_last_moment_is_not_followed(tmp_path, own, monkeypatch):
-    """Whoever may write a shared cache exchanges a folder between the look at it and its use."""
+    """Another user of a shared cache replaces a folder between the check and its use."""
     root = tmp_path / "cache"
     blob = root / blob_path(DIGEST)
     blob.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What others put in the place of a file that is read: pipes, devices, sockets, folders, huge files."""
+"""Pipes, devices, sockets, folders and huge files that others put in the place of a file."""
 
 import os
 import sys
@@ -40,7 +40,7 @@ def test_a_pack_is_a_regular_file(tmp_path, kind):
         Pack(tmp_path / "a.pack")
 
 
-def test_a_pipe_that_takes_a_pack_s_place_while_it_is_opened_keeps_nobody_waiting(tmp_path, monkeypatch):
+def test_a_pipe_that_replaces_a_pack_while_it_is_opened_does_not_block(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "a.pack")
     (tmp_path / "file").write_text("")
     regular = os.stat(tmp_path / "file")
@@ -51,7 +51,7 @@ def test_a_pipe_that_takes_a_pack_s_place_while_it_is_opened_keeps_nobody_waitin
 
 
 def test_a_huge_file_takes_no_memory(tmp_path):
-    """A sparse one: a whole disk, of which nothing is there."""
+    """The file is sparse: the size of a disk, without contents."""
     record = put(tmp_path / "cache", b"one", b"two")
     for path in (record, blob_file(tmp_path / "cache", b"one")):
         os.truncate(path, 1 << 40)
@@ -100,7 +100,7 @@ def test_what_is_refused_leaves_no_descriptor_open(tmp_path):
 
 
 @pytest.mark.parametrize("depth", [1000, 200_000])
-def test_json_that_is_nested_without_end_is_no_record(tmp_path, depth):
+def test_endlessly_nested_json_is_not_a_record(tmp_path, depth):
     record = put(tmp_path / "cache")
     text = make()[0].to_json().replace('"runners_up": [', '"runners_up": [' + "[" * depth + "]" * depth + ", ", 1)
     record.write_text(text)

@@ -1,9 +1,9 @@
 """A pack carries a cache, and of two records of one problem the better one stays."""
 
 import pytest
-from cache_samples import PROBLEM, SOURCE, digest_of, find, make, put
+from cache_samples import PROBLEM, SOURCE, digest_of, make, put
 
-from tilekern.cache import CacheError, PackLayer, Store, has_better, install_pack, write_pack
+from tilekern.cache import CacheError, Store, has_better, install_pack, write_pack
 
 SECOND = {"problem": {**PROBLEM, "rows": 1}}
 # Records are made in August.
@@ -49,7 +49,7 @@ def test_the_better_record_stays(tmp_path, present, offered, today, stays):
     assert (installed, entry.record.created_by) == ((0, "present") if stays else (1, "offered"))
 
 
-def test_what_was_made_just_now_is_newer_than_any_date(tmp_path):
+def test_a_record_made_just_now_is_newer_than_any_date(tmp_path):
     put(tmp_path / "cache", created_by="present", **AHEAD)
     made = make(created_by="tuned")
     write_pack(tmp_path / "a.pack", [made])
@@ -58,18 +58,7 @@ def test_what_was_made_just_now_is_newer_than_any_date(tmp_path):
     assert not has_better(Store(tmp_path / "cache"), made[0], made_now=True)
 
 
-def test_a_pack_carries_a_cache(tmp_path):
-    contents = [make(), make(b"x", **SECOND)]
-    write_pack(tmp_path / "a.pack", contents)
-    write_pack(tmp_path / "b.pack", iter(contents[::-1]))
-    assert (tmp_path / "a.pack").read_bytes() == (tmp_path / "b.pack").read_bytes(), "in whatever order they come"
-    store = Store(tmp_path / "there")
-    assert install_pack(tmp_path / "a.pack", store) == 2
-    assert {entry.record.problem["rows"] for entry in store.entries()} == {1, 8192}
-    assert find([PackLayer(tmp_path / "a.pack")]).record == make()[0]
-
-
-def test_what_does_not_fit_together_is_not_packed(tmp_path):
+def test_inconsistent_contents_are_not_packed(tmp_path):
     record, blobs = make()
     for contents in ([(record, {})], [(record, blobs)] * 2, [(record, dict.fromkeys(blobs, b"bad"))]):
         with pytest.raises(CacheError):

@@ -66,13 +66,13 @@ def test_a_field_that_is_wrong_is_named(changes, named):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "1", "[" * 100_000, TEXT[:-20]])
-def test_what_is_no_json_object_is_corrupt(text):
+def test_a_text_that_is_not_a_json_object_is_corrupt(text):
     with pytest.raises(Corrupt):
         Record.from_json(text)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "01", "1" * 5000, "0x10"])
-def test_what_is_no_number_is_corrupt(number):
+def test_an_invalid_number_is_corrupt(number):
     with pytest.raises(Corrupt) as caught:
         Record.from_json(sealed(TEXT.replace("37.8", number)))
     assert "\n" not in str(caught.value)
@@ -135,7 +135,7 @@ def test_another_schema_is_told_apart_from_corruption(schema):
 
 
 @pytest.mark.parametrize("value", [float("nan"), {1, 2}, b"bytes", object()])
-def test_what_json_cannot_hold_is_not_written(value):
+def test_values_that_json_cannot_hold_are_not_written(value):
     record, _ = make(config={"occupancy": value})
     with pytest.raises(CacheError, match="rms_norm"):
         record.to_json()
@@ -190,7 +190,7 @@ def test_how_an_artifact_is_launched_reads_back_as_it_was():
     assert "launch" not in json.loads(TEXT)["artifacts"]["aligned"]
 
 
-def test_the_compiler_of_an_artifact_stands_there_where_it_is_not_the_toolkit():
+def test_an_artifact_names_its_compiler_if_it_is_not_the_toolkit():
     record = replace(RECORD, artifacts={"aligned": artifact(b"x", compiler="nvidia-cutlass-dsl 4.8.1")})
     text = record.to_json()
     assert json.loads(text)["artifacts"]["aligned"]["compiler"] == "nvidia-cutlass-dsl 4.8.1"

@@ -25,7 +25,7 @@ def test_an_old_signed_record_takes_nothing_back(tmp_path, key, roots):
 
 
 @pytest.mark.parametrize("vouched", ["unsigned", "another key"])
-def test_a_record_that_nobody_loads_keeps_no_signed_one_out(tmp_path, key, roots, monkeypatch, vouched):
+def test_a_record_that_is_not_loaded_does_not_keep_out_a_signed_one(tmp_path, key, roots, monkeypatch, vouched):
     store = Store(tmp_path / "cache")
     keys = [new_key(tmp_path / "other")] if vouched == "another key" else []
     with monkeypatch.context() as any_policy:
@@ -35,7 +35,7 @@ def test_a_record_that_nobody_loads_keeps_no_signed_one_out(tmp_path, key, roots
     assert find([FolderLayer(store.root, "user")]).record.created_by == "01"
 
 
-def test_what_a_trust_root_has_revoked_is_loaded_by_nobody(tmp_path, key, roots, monkeypatch):
+def test_revoked_records_are_never_loaded(tmp_path, key, roots, monkeypatch):
     pack = signed_pack(tmp_path / "a.pack", key, new_key(tmp_path / "other"), records=[OLD])
     store = Store(tmp_path / "cache")
     install_pack(pack, store)
@@ -79,7 +79,7 @@ def test_the_list_of_another_key_says_nothing_and_is_warned_about(tmp_path, key,
         assert find([PackLayer(pack)])
 
 
-def test_a_key_that_is_no_root_any_more_neither_signs_nor_revokes(tmp_path, key, roots):
+def test_a_removed_trust_root_neither_signs_nor_revokes(tmp_path, key, roots):
     """It was stolen: its line is removed from the trust roots."""
     other = new_key(tmp_path / "stolen")
     store, ours = Store(tmp_path / "cache"), make(b"ours", problem={**PROBLEM, "rows": 1})
@@ -105,7 +105,7 @@ def test_a_key_that_is_no_root_any_more_neither_signs_nor_revokes(tmp_path, key,
      "a pipe", "huge", "others may write it"],
 )  # fmt: skip
 def test_a_damaged_list_stops_all_loading_and_is_named(tmp_path, key, roots, damage):
-    """Else whoever flips a bit of it would have what it revokes loaded again."""
+    """Otherwise an attacker who flips a bit of it would have revoked records loaded again."""
     pack, path = signed_pack(tmp_path / "a.pack", key, records=[NEW]), tmp_path / "team.revoked"
     write_revoked(path, ["0" * 64, "1" * 64], key)
     line, signer = path.read_bytes().splitlines(keepends=True)
@@ -160,7 +160,7 @@ def test_without_lists_nothing_is_read_for_them(tmp_path, key, roots, monkeypatc
     assert find([PackLayer(signed_pack(tmp_path / "a.pack", key))])
 
 
-def test_a_schema_of_a_later_version_is_no_list_of_this_one(tmp_path, key, roots):
+def test_a_list_of_a_later_schema_is_refused(tmp_path, key, roots):
     line = json.dumps({"schema": 2, "records": []}).encode()
     data = line + f"\n{key.public_key} ".encode() + key.sign(line, revoking._PURPOSE)
     (tmp_path / "later.revoked").write_bytes(data)

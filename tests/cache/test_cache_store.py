@@ -1,5 +1,4 @@
 import errno
-import itertools
 import json
 import os
 import resource
@@ -12,8 +11,7 @@ from msgspec.structs import replace
 
 from tilekern.cache import CacheError, FolderLayer, Missing, Store, UnknownSchema, install_pack, write_pack
 from tilekern.cache.files import read_whole, write_whole
-from tilekern.cache.folders import set_aside, write_below
-from tilekern.cache.walking import is_gone
+from tilekern.cache.folders import is_gone, set_aside, write_below
 
 
 def files(root):
@@ -65,7 +63,7 @@ def test_blobs_that_are_there_need_not_be_given(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["digest", "size", "unclaimed", "field"])
-def test_what_does_not_fit_together_is_not_written(tmp_path, damage):
+def test_inconsistent_contents_are_not_written(tmp_path, damage):
     record, blobs = make(b"one")
     artifact = record.artifacts["aligned"]
     if damage == "digest":
@@ -171,7 +169,7 @@ def test_a_good_file_that_was_put_there_meanwhile_is_not_set_aside(tmp_path):
     assert not list(Store(tmp_path).leftovers())
 
 
-def test_garbage_is_what_no_record_refers_to(tmp_path):
+def test_blobs_that_no_record_refers_to_are_garbage(tmp_path):
     store = Store(tmp_path)
     put(tmp_path, b"shared", b"first")
     put(tmp_path, b"shared", b"second", problem={**PROBLEM, "rows": 1})
@@ -265,7 +263,7 @@ def test_the_next_garbage_collection_finishes_that_of_a_killed_one(tmp_path):
     assert not list(Store(tmp_path).leftovers())
 
 
-def test_a_blob_that_was_not_given_is_written_again_where_it_vanishes_before_its_record(tmp_path, monkeypatch):
+def test_a_blob_that_vanishes_before_its_record_is_written_again(tmp_path, monkeypatch):
     record, blobs = make(b"one")
     Store(tmp_path).write(record, blobs)
 
@@ -279,37 +277,17 @@ def test_a_blob_that_was_not_given_is_written_again_where_it_vanishes_before_its
     assert (hit.record.candidates, hit.load("aligned")) == (99, b"one")
 
 
-def test_a_record_that_is_written_anew_after_it_was_listed_is_not_removed(tmp_path):
+def test_a_record_that_was_rewritten_after_it_was_listed_is_not_removed(tmp_path):
     path = put(tmp_path, b"old")
     age(path, 10)
     listed = list(Store(tmp_path).entries())
     put(tmp_path, b"new")
-    assert Store(tmp_path).remove(listed) == frozenset()
+    assert Store(tmp_path).remove(listed) == []
     assert find([FolderLayer(tmp_path, "user")]).load("aligned") == b"new"
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05])
-def test_a_killed_writer_leaves_only_whole_records(tmp_path, delay_s):
-    put(tmp_path, b"first", candidates=0)
-    writer = os.fork()
-    if writer == 0:
-        try:
-            for number in itertools.count(1):
-                put(tmp_path, b"%d" % number * 5000, b"shared" * 1000, candidates=number)
-        finally:
-            os._exit(1)
-    time.sleep(delay_s)
-    os.kill(writer, signal.SIGKILL)
-    assert os.WIFSIGNALED(os.waitpid(writer, 0)[1])
-    assert all(entry.problem is None for entry in Store(tmp_path).entries())
-    hit = find([FolderLayer(tmp_path, "user")])
-    assert hit.load("aligned")
-    put(tmp_path, b"next")
-    assert find([FolderLayer(tmp_path, "user")]).load("aligned") == b"next"
-
-
-def test_a_folder_that_was_deleted_and_came_back_is_no_fault(tmp_path):
-    """Another process may make it anew between the listing that did not find it and the look at why."""
+def test_a_folder_that_was_deleted_and_came_back_is_not_a_fault(tmp_path):
+    """Another process may create it between the failed listing and the check."""
     (tmp_path / "nothing").symlink_to(tmp_path / "gone")
     assert is_gone(FileNotFoundError(errno.ENOENT, "No such file or directory", str(tmp_path)))
     assert is_gone(NotADirectoryError(errno.ENOTDIR, "Not a directory", str(tmp_path / "file" / "below")))

@@ -27,7 +27,7 @@ def others_turn(root, seconds=None):
     return lambda: (end.set(), thread.join())
 
 
-def test_nobody_waits_where_nobody_is(tmp_path):
+def test_a_free_turn_needs_no_wait(tmp_path):
     with turn(tmp_path, "a record") as waited:
         assert not waited
         with turn(tmp_path, "another record") as waited_too:
@@ -43,7 +43,7 @@ def test_the_second_waits_for_the_first_and_knows_of_it(tmp_path):
     assert 0.1 < time.monotonic() - began < PATIENCE_S
 
 
-def test_nobody_waits_for_ever(tmp_path, monkeypatch):
+def test_a_wait_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(turns, "LONGEST_S", 0.2)
     end = others_turn(tmp_path)
     with turn(tmp_path, "a record") as waited:
@@ -52,7 +52,7 @@ def test_nobody_waits_for_ever(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("place", [None, "a file", "a link to nothing"])
-def test_where_no_file_can_be_locked_everybody_has_a_turn(tmp_path, place):
+def test_without_locks_every_process_has_a_turn(tmp_path, place):
     root = tmp_path / "root"
     if place == "a file":
         root.touch()

@@ -43,7 +43,7 @@ def test_a_problem_is_written_down_once(tmp_path):
     assert second["problem"]["rows"] == 1
 
 
-def test_a_root_that_cannot_be_written_is_no_error(tmp_path):
+def test_a_root_that_cannot_be_written_is_not_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     assert not note_wanted(tmp_path / "file", "rms_norm", PROBLEM, H200, "no record")
     assert read_wanted(tmp_path / "file") == []
@@ -82,14 +82,14 @@ def test_misses_of_all_processes_add_up_and_a_process_replaces_its_own(tmp_path)
     assert len(read_wanted(tmp_path)) == 1
 
 
-def test_a_count_that_no_process_can_reach_counts_for_nothing(tmp_path):
+def test_an_impossible_count_is_ignored(tmp_path):
     name = listed(tmp_path)
     note_misses(tmp_path, ONE, {name: 10**400})
     note_misses(tmp_path, OTHER, {name: 7})
     assert read_misses(tmp_path) == {name: 7}
 
 
-def test_bad_counts_are_no_counts(tmp_path):
+def test_bad_counts_are_ignored(tmp_path):
     name = listed(tmp_path)
     folder = tmp_path / "v1" / "wanted"
     bad = (b"", b"\xff", b"[]", b'{"schema": 99, "misses": {"%s": 1}}', b'{"schema": 1, "misses": 3}')
@@ -111,7 +111,7 @@ def test_counts_cannot_name_other_files(tmp_path):
         remove_wanted(tmp_path, ["../../x"])
 
 
-def test_what_is_served_is_removed_with_counts_of_nothing_else(tmp_path):
+def test_served_problems_are_removed_with_their_counts(tmp_path):
     others = {**PROBLEM, "rows": 1}
     for problem in (PROBLEM, others):
         note_wanted(tmp_path, "rms_norm", problem, H200, "no record")
@@ -125,7 +125,7 @@ def test_what_is_served_is_removed_with_counts_of_nothing_else(tmp_path):
     assert list((tmp_path / "v1" / "wanted").iterdir()) == []
 
 
-def test_counts_in_a_folder_that_cannot_be_written_are_no_error(tmp_path):
+def test_counts_in_a_folder_that_cannot_be_written_are_not_an_error(tmp_path):
     (tmp_path / "v1").mkdir()
     (tmp_path / "v1" / "wanted").write_text("a file where the list should be")
     assert not note_misses(tmp_path, ONE, {})
@@ -145,7 +145,7 @@ def leave_counts(root, processes, misses, days=2):
         os.utime(path, (old, old))
 
 
-def test_counts_of_processes_that_are_over_become_one_when_many_stand_there(tmp_path):
+def test_counts_of_ended_processes_are_merged(tmp_path):
     name = listed(tmp_path)
     leave_counts(tmp_path, 40, {name: 3, "0" * 64: 5})
     assert note_misses(tmp_path, "f" * 8, {name: 7})
@@ -154,7 +154,7 @@ def test_counts_of_processes_that_are_over_become_one_when_many_stand_there(tmp_
     assert list((tmp_path / "v1" / "wanted").glob(".*")) == []
 
 
-def test_counts_of_running_processes_and_of_other_versions_are_not_summed_up(tmp_path):
+def test_counts_of_running_processes_and_other_versions_are_not_merged(tmp_path):
     name = listed(tmp_path)
     leave_counts(tmp_path, 3, {name: 3}, days=0)
     other = tmp_path / "v1" / "wanted" / f"{'e' * 8}.misses"
@@ -165,7 +165,7 @@ def test_counts_of_running_processes_and_of_other_versions_are_not_summed_up(tmp
     assert {path: path.read_bytes() for path in counts_of(tmp_path)} == before
 
 
-def test_two_that_sum_up_at_once_count_each_process_once(tmp_path):
+def test_two_merges_at_once_count_each_process_once(tmp_path):
     name = listed(tmp_path)
     leave_counts(tmp_path, 60, {name: 1})
     with ThreadPoolExecutor(4) as threads:

@@ -8,13 +8,16 @@ from cache_samples import B200, PROBLEM, put, toolkit
 from command_line import Commands
 from ship_samples import make_pack
 
+from tilekern.cache_tools.shared import removing
+
 
 @pytest.fixture(autouse=True)
 def settings(tmp_path, monkeypatch):
-    """A cache, settings and a width of each test's own, and no policy of whoever runs the tests."""
+    """Give each test its own cache, settings and width, and no policy of the caller; nothing waits before deleting."""
     monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(removing, "READING_S", 0.0)
     for name in ("TILEKERN_TRUST", "TILEKERN_TRUST_ROOTS", "TILEKERN_CACHE_PATH"):
         monkeypatch.delenv(name, raising=False)
 

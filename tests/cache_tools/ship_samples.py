@@ -34,6 +34,18 @@ def has_both(path):
     return PackLayer(path).targets() == ["sm_100-b200-148", "sm_90-h200-132"]
 
 
+def carried(cli, pack, url, cache):
+    """Push a pack twice and pull it twice, which moves it once; return what the first push says."""
+    pushed = cli.json("push", pack, url)
+    assert (pushed["pushed"], pushed["sha256"], pushed["records"]) == (True, sha256(pack), 2)
+    assert cli.json("push", pack, url)["pushed"] is False
+    pulled = cli.json("pull", url, "--cache-dir", cache)
+    assert (pulled["downloaded"], pulled["installed"], pulled["sha256"]) == (True, 2, sha256(pack))
+    assert has_both(cache)
+    assert cli.json("pull", url, "--cache-dir", cache)["downloaded"] is False
+    return pushed
+
+
 @contextlib.contextmanager
 def served(handler):
     """A server on this machine; its address."""

@@ -13,7 +13,7 @@ from command_line import KEY, PREBUILT, ROOT, SCHEMAS
 
 from tilekern.cache import Store, note_misses, note_wanted, wanted_name, write_pack
 from tilekern.cache.trust.signing import generate_key
-from tilekern.cache_tools.cli import app
+from tilekern.cache_tools.__main__ import app
 
 pytestmark = pytest.mark.processes
 
@@ -76,7 +76,7 @@ COMMANDS = [
     (["show", "rms_norm", KEY], 0),
     (["show", "foreign", KEY], 0),
     (["show", "rms_norm", KEY.replace("8192", "2"), "--target", "H200"], 0),
-    (["show", "swiglu_forward", SWIGLU.replace("5000", "8192"), "--target", "H200", "--sass"], 0),
+    (["show", "swiglu_forward", SWIGLU.replace("5000", "8192"), "--gpu=H200", "--sass", "--variant=generic"], 0),
     (["stats"], 0),
     (["stats", "--layers"], 0),
     (["why", "swiglu_forward", SWIGLU, "--target", "H100"], 0),

@@ -7,7 +7,7 @@ from cache_samples import PROBLEM, made_today, put
 
 from tilekern.cache import Pack
 
-RECORDS = 40
+RECORDS = 20
 # A record of 400 runners-up takes some 300 kB, so that all of them are several times this.
 MOST_BYTES = 3_000_000
 
@@ -60,7 +60,7 @@ def test_pack_does_not_hold_all_records(cli, large, tmp_path, monkeypatch):
 
 
 def measured(run):
-    """What a call gives, and the most bytes that it held at a time."""
+    """Return the result of a call, and the most bytes that it held at a time."""
     tracemalloc.start()
     try:
         return run(), tracemalloc.get_traced_memory()[1]

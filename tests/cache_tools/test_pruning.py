@@ -1,4 +1,4 @@
-"""What prune and clear delete, what they say before, and what they leave to the jobs that run."""
+"""The commands prune and clear: what they delete, announce, and leave for running jobs."""
 
 import os
 import threading
@@ -133,7 +133,7 @@ def test_an_artifact_that_another_record_needs_frees_nothing(cli, rows_left, roo
     assert find([FolderLayer(root, "user")], {**PROBLEM, "rows": 1}, source=TODAY["source_digest"]) is not None
 
 
-def test_what_cannot_be_read_is_left_alone(cli, cache):
+def test_unreadable_files_are_left_alone(cli, cache):
     paths = [entry.path for entry in Store(cache).entries()]
     paths[0].write_text("{")
     paths[1].write_text('{"schema": 99}')
@@ -145,7 +145,7 @@ def test_what_cannot_be_read_is_left_alone(cli, cache):
 
 
 @notes_access
-def test_looking_at_a_cache_is_no_use_of_it_and_a_lookup_is(cli, tmp_path, rows_left, root):
+def test_a_lookup_counts_as_use_and_inspecting_does_not(cli, tmp_path, rows_left, root):
     for rows in (1, 8192):
         used_before(put(root, **of_rows(rows)), 30)
     for command in (

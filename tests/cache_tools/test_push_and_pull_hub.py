@@ -1,99 +1,72 @@
-"""Packs in a repository of the Hugging Face hub: its real client against a hub of this machine.
+"""Packs in a repository of the Hugging Face hub: its real client against a local stand-in for the hub.
 
-The client moves large files by the hub's older protocol here (``HF_HUB_DISABLE_XET``); the hub's own storage, which
-newer ones talk to, cannot be had on this side.
+The client uses the hub's older protocol for large files (``HF_HUB_DISABLE_XET``); the newer one needs the hub's own
+storage, which cannot run here.
 """
 
-import json
-import os
-
 import pytest
-from command_line import is_refusal, process
+from huggingface_hub import HfFileSystem, constants
 from local_hub import TOKEN, Hub, handler_of
-from ship_samples import has_both, make_pack, served, sha256
-
-pytestmark = pytest.mark.processes
+from ship_samples import carried, make_pack, served, sha256
 
 URL = "hf://team/kernels/packs/b200.pack"
 
 
 @pytest.fixture
-def hub():
-    return Hub()
-
-
-@pytest.fixture
-def run(hub, tmp_path):
-    """The command line in a process of its own, since the client reads its endpoint when it is imported."""
+def hub(tmp_path, monkeypatch):
+    """A hub that the client of this process talks to; nothing temporary may be left behind."""
+    hub, temporary = Hub(), tmp_path / "temporary"
+    temporary.mkdir()
     with served(handler_of(hub)) as address:
-
-        def command(*arguments, token=TOKEN):
-            (tmp_path / "temporary").mkdir(exist_ok=True)
-            env = os.environ | {
-                "HF_ENDPOINT": address,
-                "HF_TOKEN": token,
-                "HF_HOME": str(tmp_path / "hub home"),
-                "HF_HUB_DISABLE_XET": "1",
-                "TMPDIR": str(tmp_path / "temporary"),
-            }
-            env.pop("HF_HUB_OFFLINE", None)
-            ran = process(*arguments, env=env)
-            assert list((tmp_path / "temporary").iterdir()) == []
-            return ran.returncode, ran.stdout, ran.stderr
-
-        yield command
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr("tempfile.tempdir", str(temporary))
+        HfFileSystem.clear_instance_cache()
+        yield hub
+        HfFileSystem.clear_instance_cache()
+    assert list(temporary.iterdir()) == []
 
 
-@pytest.fixture
-def as_json(run):
-    def command(*arguments):
-        code, out, err = run(*arguments, "--json")
-        assert (code, err) == (0, "")
-        return json.loads(out)
-
-    return command
-
-
-def test_a_repository_carries_a_pack(as_json, hub, tmp_path):
-    pack, cache = make_pack(tmp_path), tmp_path / "pulled"
-    pushed = as_json("push", pack, URL)
-    assert (pushed["pushed"], pushed["sha256"]) == (True, sha256(pack))
+def test_a_repository_carries_a_pack(cli, hub, tmp_path):
+    pushed = carried(cli, make_pack(tmp_path), URL, tmp_path / "pulled")
     assert pushed["place"] == f"hf://team/kernels@{hub.branches['main']}/packs/b200.pack"
-    assert as_json("push", pack, URL)["pushed"] is False
-    pulled = as_json("pull", URL, "--cache-dir", cache)
-    assert (pulled["downloaded"], pulled["installed"], pulled["sha256"]) == (True, 2, sha256(pack))
-    assert has_both(cache)
-    assert as_json("pull", URL, "--cache-dir", cache)["downloaded"] is False
     assert hub.downloads == 1
 
 
-def test_a_revision_is_pulled_from_for_ever_and_a_branch_is_pushed_to(as_json, hub, tmp_path):
+def test_a_revision_is_pulled_from_for_ever_and_a_branch_is_pushed_to(cli, hub, tmp_path):
     hub.branches["next"] = "0" * 40
     older, newer = make_pack(tmp_path), make_pack(tmp_path, b"newer" * 50, name="newer.pack")
     branch = "hf://team/kernels@next/b200.pack"
-    place = as_json("push", older, branch)["place"]
-    assert as_json("push", newer, branch)["pushed"] is True
+    place = cli.json("push", older, branch)["place"]
+    assert cli.json("push", newer, branch)["pushed"] is True
     assert hub.commits[hub.branches["main"]] == {}
-    assert as_json("pull", place, "--out", tmp_path / "out.pack")["sha256"] == sha256(older)
-    assert as_json("pull", branch, "--out", tmp_path / "out.pack")["sha256"] == sha256(newer)
+    assert cli.json("pull", place, "--out", tmp_path / "out.pack")["sha256"] == sha256(older)
+    assert cli.json("pull", branch, "--out", tmp_path / "out.pack")["sha256"] == sha256(newer)
 
 
-def test_a_file_that_was_changed_in_the_hub_is_refused(run, as_json, hub, tmp_path):
+def test_a_file_that_was_changed_in_the_hub_is_refused(cli, hub, tmp_path):
     pack = make_pack(tmp_path)
-    as_json("push", pack, URL)
+    cli.json("push", pack, URL)
     data = bytearray(pack.read_bytes())
     data[len(data) // 2] ^= 1
     hub.contents[sha256(pack)] = bytes(data)
-    is_refusal(*run("pull", URL, "--cache-dir", tmp_path / "pulled"), URL)
+    cli.refused("pull", URL, "--cache-dir", tmp_path / "pulled", says=URL)
     assert not (tmp_path / "pulled").exists()
 
 
-def test_what_is_not_there_and_what_is_no_place_are_one_line(run, tmp_path):
+def test_missing_packs_and_wrong_urls_are_refused_in_one_line(cli, hub, tmp_path, monkeypatch):
     pack, cache = make_pack(tmp_path), tmp_path / "pulled"
-    is_refusal(*run("pull", URL, "--cache-dir", cache), f"there is no {URL}")
-    is_refusal(*run("pull", "hf://team/none/b200.pack", "--cache-dir", cache), "hf://team/none/b200.pack")
-    is_refusal(*run("push", pack, "hf://team/none/b200.pack"), "hf://team/none/b200.pack")
-    is_refusal(*run("push", pack, "hf://team/kernels@none/b200.pack"), "none")
-    is_refusal(*run("push", pack, "hf://team/kernels"), ".pack")
-    is_refusal(*run("pull", URL, "--cache-dir", cache, token="hf_a_wrong_one"), URL)
+    cli.refused("pull", URL, "--cache-dir", cache, says=f"there is no {URL}")
+    cli.refused("pull", "hf://team/none/b200.pack", "--cache-dir", cache, says="hf://team/none/b200.pack")
+    cli.refused("push", pack, "hf://team/none/b200.pack", says="hf://team/none/b200.pack")
+    cli.refused("push", pack, "hf://team/kernels@none/b200.pack", says="none")
+    cli.refused("push", pack, "hf://team/kernels", says=".pack")
+    monkeypatch.setenv("HF_TOKEN", "hf_a_wrong_one")
+    HfFileSystem.clear_instance_cache()
+    cli.refused("pull", URL, "--cache-dir", cache, says=URL)
     assert not cache.exists()

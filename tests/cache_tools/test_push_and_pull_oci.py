@@ -7,9 +7,8 @@ import time
 
 import oras.client
 import pytest
-from real_registry import NEEDS_REGISTRY, PASSWORD, USER, by_password, running
-from ship_samples import has_both, make_pack, sha256
-from token_service import by_token
+from real_registry import NEEDS_REGISTRY, PASSWORD, USER, by_password, by_token, running
+from ship_samples import carried, make_pack, sha256
 
 from tilekern.cache import Corrupt
 from tilekern.cache_tools.remotes.oci import ARTIFACT_TYPE, _pack_layer
@@ -40,20 +39,14 @@ def no_login(tmp_path, monkeypatch):
 
 
 def log_in(folder, registry, password=PASSWORD):
-    """What `docker login` writes."""
+    """Write what `docker login` writes."""
     folder.mkdir()
     auth = base64.b64encode(f"{USER}:{password}".encode()).decode()
     (folder / "config.json").write_text(json.dumps({"auths": {registry.host: {"auth": auth}}}))
 
 
 def test_a_registry_carries_a_pack(cli, registry, pack, root):
-    url = f"oci://{registry.host}/team/kernels:carried"
-    pushed = cli.json("push", pack, url)
-    assert (pushed["pushed"], pushed["sha256"], pushed["records"]) == (True, sha256(pack), 2)
-    pulled = cli.json("pull", url)
-    assert (pulled["downloaded"], pulled["installed"], pulled["sha256"]) == (True, 2, sha256(pack))
-    assert has_both(root)
-    assert cli.json("verify")["broken"] == []
+    carried(cli, pack, f"oci://{registry.host}/team/kernels:carried", root)
 
 
 def test_the_artifact_says_what_it_is(cli, registry, pack):
@@ -120,7 +113,7 @@ def test_a_blob_that_was_changed_in_the_registry_is_refused(cli, registry, root,
     assert not root.exists()
 
 
-def test_what_is_no_pack_is_refused(cli, registry, tmp_path):
+def test_an_artifact_of_another_type_is_refused(cli, registry, tmp_path):
     (tmp_path / "file.txt").write_text("an artifact of another type")
     client = oras.client.OrasClient(insecure=True)
     client.push(f"{registry.host}/other/thing:1", files=[str(tmp_path / "file.txt")], disable_path_validation=True)
@@ -128,13 +121,13 @@ def test_what_is_no_pack_is_refused(cli, registry, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "\xff", '{"artifactType": "%s", "layers": [{"digest": 3}]}'])
-def test_a_damaged_manifest_is_none_of_a_pack(text):
+def test_a_damaged_manifest_is_refused(text):
     with pytest.raises(Corrupt, match="is not a pack: its manifest reads") as caught:
         _pack_layer("oci://host/pack:1", text.replace("%s", ARTIFACT_TYPE).encode("latin-1"))
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_not_there_is_said_to_be_missing(cli, registry, root):
+def test_a_missing_pack_is_reported_as_missing(cli, registry, root):
     for place in ("team/kernels:none", "none/at/all", f"team/kernels@sha256:{'0' * 64}"):
         url = f"oci://{registry.host}/{place}"
         cli.refused("pull", url, says=f"there is no {url}")
@@ -151,7 +144,7 @@ def test_docker_s_login_is_used(cli, closed, pack, tmp_path, monkeypatch):
     assert cli.json("pull", url)["installed"] == 2
 
 
-def test_no_login_and_a_wrong_one_are_one_line_and_soon(cli, closed, pack, tmp_path):
+def test_a_missing_or_wrong_login_is_refused_in_one_line_and_soon(cli, closed, pack, tmp_path):
     url = f"oci://{closed.host}/team/kernels:b200"
     started = time.monotonic()
     cli.refused("pull", url, says=("docker login", closed.host))

@@ -1,9 +1,11 @@
-"""What no command can do: one line on standard error that says why, exit code 2, and nothing is changed."""
+"""Bad input gives one line on standard error and exit code 2, and changes nothing."""
 
 import pytest
 from cache_samples import put
 from command_line import KEY, is_refusal, process
 from ship_samples import URL_OF_NOTHING, make_pack
+
+from tilekern.cache_tools.__main__ import main
 
 SWIGLU = "rows=5000,columns=12288,dtype=bfloat16"
 REPOSITORY = ["repository", "out", "--repo-id", "acme/tilekern", "--pack", "kernels.pack"]
@@ -108,15 +110,26 @@ REFUSED = [
 ]
 
 
+@pytest.fixture(scope="module")
+def files_of_all(tmp_path_factory):
+    """A folder with a cache, a key, a pack, a file that is not a pack, and other files."""
+    folder = tmp_path_factory.mktemp("refused")
+    put(folder / "cache")
+    assert main(["keygen", str(folder / "team.key"), "--name", "build team"]) == 0
+    make_pack(folder)
+    (folder / "bad.pack").write_bytes(b"PK" * 100)
+    (folder / "file").touch()
+    put(folder / "folder")
+    return folder
+
+
 @pytest.fixture
-def folder(cache, key, tmp_path, monkeypatch):
-    """A folder to run commands in, with a cache, a key, a pack, a file that is none, and other files."""
-    monkeypatch.chdir(tmp_path)
-    make_pack(tmp_path)
-    (tmp_path / "bad.pack").write_bytes(b"PK" * 100)
-    (tmp_path / "file").touch()
-    put(tmp_path / "folder")
-    return tmp_path
+def folder(files_of_all, monkeypatch):
+    """The current folder, which no refused command changes."""
+    monkeypatch.chdir(files_of_all)
+    monkeypatch.setattr("tilekern.cache_tools.remotes.oci._PAUSE_S", 0.01)
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(files_of_all / "cache"))
+    return files_of_all
 
 
 def files(folder):

@@ -46,7 +46,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """What a test loads and looks up is its own."""
+    """Isolate the kernels that a test loads and looks up."""
     monkeypatch.setattr(places, "_added", {})
     monkeypatch.setattr(kernels.importer, "_loaded_kernels", {})
     monkeypatch.setattr(kernels.layer.layer, "_CACHED_LAYER", {})
@@ -102,7 +102,8 @@ def close(results, references):
 
 
 @pytest.mark.processes
-def test_a_job_with_no_tilekern_of_its_own_runs_the_repository_s(made):
+@pytest.mark.nightly
+def test_a_job_without_tilekern_runs_the_repository_s(made):
     """In a new process, offline, by version out of the hub's cache; the build for the CPU has no packs."""
     code = """
 import sys, torch, kernels
@@ -131,6 +132,7 @@ print(tilekern.__file__)
 
 
 @pytest.mark.slow
+@pytest.mark.share(3)
 @pytest.mark.parametrize("door", ["get_local_kernel", "get_kernel", "load_kernel"])
 def test_every_way_to_load_gives_the_layers(made, door, monkeypatch):
     if door == "get_local_kernel":
@@ -169,7 +171,7 @@ def test_another_tilekern_in_the_process_is_refused(made, monkeypatch):
         kernels.get_local_kernel(made / "out")
 
 
-def test_what_it_says_of_itself_is_so(made):
+def test_the_metadata_of_a_repository_is_right(made):
     root = made / "out"
     cuda, cpu = (
         Metadata.read_from_file(root / "build" / name / "metadata.json") for name in ("torch-cuda", "torch-cpu")
@@ -210,6 +212,7 @@ def test_a_kernelized_model_trains_to_the_same_numbers(kernelized, interpreted):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_kernelized_model_compiles_whole(kernelized, interpreted):
     torch.manual_seed(0)
     model = nn.Sequential(Qwen3RMSNorm(80), Qwen3MLP(CONFIG))
@@ -220,7 +223,7 @@ def test_a_kernelized_model_compiles_whole(kernelized, interpreted):
 
 
 def rotation(*sizes):
-    """As transformers has it where it knows the installed `kernels`: a module that has the function's arguments."""
+    """Return a module with the function's arguments, as transformers makes it if `kernels` is installed."""
     turns = torch.rand(*sizes, 8)
     angles = torch.cat((turns, turns), -1)
     q, k = torch.randn(2, 5, 7, 16), torch.randn(2, 1, 7, 16)
@@ -272,9 +275,7 @@ OTHERS = {
         *((name, make, False) for name, make in OTHERS.items()),
     ],
 )
-def test_a_layer_computes_what_its_module_does_and_runs_it_where_the_op_would_not(
-    name, make, is_served, kernelized, interpreted
-):
+def test_a_layer_computes_the_same_as_its_module(name, make, is_served, kernelized, interpreted):
     torch.manual_seed(0)
     module, arguments = make()
     expected = tensors(module(*arguments))

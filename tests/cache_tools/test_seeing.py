@@ -1,4 +1,4 @@
-"""What is in which layer: ls, show, stats, diff, why and wanted."""
+"""Commands that inspect layers: ls, show, stats, diff, why and wanted."""
 
 import json
 
@@ -7,7 +7,6 @@ from cache_samples import B200, H100, H200, PROBLEM, failing_folders, made_today
 from command_line import KEY, PREBUILT
 
 from tilekern.cache import FolderLayer, Store, Where, default_layers, note_misses, note_wanted, wanted_name, write_pack
-from tilekern.cache_tools.shared.sources import user_cache
 from tilekern.compile.toolchain import toolkit as installed
 from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
@@ -75,7 +74,7 @@ def test_a_filter_keeps_what_it_refuses_from_being_read(cli, cache):
         (),
     ],
 )
-def test_a_folder_that_cannot_be_listed_is_named_where_it_may_hold_what_is_chosen(
+def test_a_folder_that_cannot_be_listed_is_named_if_it_may_hold_chosen_records(
     cli, cache, tmp_path, monkeypatch, filters
 ):
     (folder,) = {entry.path.parent for entry in Store(cache).entries() if entry.record.kernel == "swiglu"}
@@ -102,23 +101,14 @@ def test_what_a_filter_looks_at_is_named_step_by_step(cache):
     assert [names for names in asked if names[0] == B200["key"]] == [(B200["key"],)]
 
 
-def test_a_list_of_a_record_holds_none_of_its_bulk(tmp_path):
-    path = put(tmp_path)
-    (found,) = user_cache(Store(tmp_path)).outlines()
-    record, _ = make()
-    assert (found.path, found.address, found.problem) == (path, record.address, None)
-    assert not {"artifacts", "check", "runners_up"} & set(found.record._fields)
-    assert all(getattr(found.record, name) == getattr(record, name) for name in found.record._fields)
-
-
-@pytest.mark.parametrize("damage", [lambda text: text[:1500], lambda text: text.replace("0.001", "0.002")])
-def test_a_list_names_what_is_unreadable(tmp_path, damage):
-    path = put(tmp_path)
-    path.write_text(damage(path.read_text()))
-    (listed,), (entry,) = user_cache(Store(tmp_path)).outlines(), Store(tmp_path).entries()
-    assert listed.record is None
-    assert listed.problem == entry.problem
-    assert listed.problem
+def test_an_entry_without_bulk_is_still_judged_and_compared(tmp_path):
+    put(tmp_path)
+    (entry,) = Store(tmp_path).entries()
+    light, record = entry.without_bulk().record, entry.record
+    assert (light.address, light.digests, light.config) == (record.address, record.digests, record.config)
+    assert (light.source_digest, light.measurement) == (record.source_digest, record.measurement)
+    assert (light.runners_up, light.check, light.artifacts["aligned"].resources) == ([], None, {})
+    assert not light.__dict__.get("data")
 
 
 def test_show_names_the_layers_and_the_winner(cli, cache, layers):
@@ -215,18 +205,19 @@ def test_show_disassembles_an_artifact(cli, tmp_path, monkeypatch):
         "ls", "--layer", "prebuilt:qwen3-8b-h200", "--kernel", "swiglu_forward", "--problem", "rows=8192",
         root=tmp_path / "none",
     )["records"]  # fmt: skip
-    document = cli.json("show", row["kernel"], row["problem_key"], "--target", "H200", "--sass", root=tmp_path / "none")
-    assert set(document["sass"]) == set(document["record"]["artifacts"]) == {"aligned", "generic"}
-    assert all("EXIT" in text for text in document["sass"].values())
-    one = ("show", row["kernel"], row["problem_key"], "--target", "H200", "--sass", "--variant")
-    assert set(cli.json(*one, "generic", root=tmp_path / "none")["sass"]) == {"generic"}
-    cli.refused(*one, "fast", root=tmp_path / "none", says=("fast", "aligned, generic"))
+    both = ("show", row["kernel"], row["problem_key"], "--target", "H200", "--sass")
+    (sass,) = cli.json(*both, "--variant", "generic", root=tmp_path / "none")["sass"].items()
+    assert (sass[0], "EXIT" in sass[1]) == ("generic", True)
+    cli.refused(*both, "--variant", "fast", root=tmp_path / "none", says=("fast", "aligned, generic"))
     monkeypatch.setattr("importlib.util.find_spec", {}.get)
     monkeypatch.setenv("PATH", str(tmp_path))
-    cli.refused(*one, "generic", root=tmp_path / "none", says=("nvdisasm", "tilekern[inspect]"))
+    cli.refused(*both, root=tmp_path / "none", says=("nvdisasm", "tilekern[inspect]"))
+    (tmp_path / "nvdisasm").write_text("#!/bin/sh\necho EXIT\n")
+    (tmp_path / "nvdisasm").chmod(0o755)
+    assert cli.json(*both, root=tmp_path / "none")["sass"] == {"aligned": "EXIT\n", "generic": "EXIT\n"}
 
 
-def test_show_refuses_to_disassemble_what_is_no_cubin(cli):
+def test_show_refuses_to_disassemble_other_bytes_than_a_cubin(cli):
     cli.refused("show", "rms_norm", KEY, "--sass", says="nvdisasm cannot read the artifact")
 
 

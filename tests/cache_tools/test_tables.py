@@ -10,7 +10,7 @@ from command_line import PREBUILT, ROOT
 from terminal import printed_in_a_terminal
 
 from tilekern.cache import Store, install_pack, note_wanted
-from tilekern.cache_tools.shared.tables import natural, print_table
+from tilekern.cache_tools.shared.printing import natural, print_table
 
 pytestmark = pytest.mark.processes
 
@@ -28,7 +28,7 @@ def filled(tmp_path_factory):
 
 @pytest.fixture
 def printed(cli, monkeypatch):
-    """What a command prints where it is not in a terminal, and ``COLUMNS`` may say a width."""
+    """Return what a command prints outside a terminal, with or without ``COLUMNS``."""
 
     def run(*arguments, columns=None):
         monkeypatch.delenv("COLUMNS", raising=False)
@@ -40,7 +40,7 @@ def printed(cli, monkeypatch):
 
 
 def in_a_terminal(columns, *arguments):
-    """What a command prints in a terminal of that width."""
+    """Return what a command prints in a terminal of that width."""
     env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     return printed_in_a_terminal([sys.executable, "-m", "tilekern.cache_tools", *arguments], columns, cwd=ROOT, env=env)
 
@@ -57,7 +57,7 @@ def test_ls_fits_the_terminal_and_120_columns_in_a_pipe(printed, filled):
     assert 120 < widest(printed(*ls, columns="200")) <= 200
 
 
-@pytest.mark.parametrize("columns", ["80", "120", "200", "400"])
+@pytest.mark.parametrize("columns", ["80", "200"])
 def test_ls_says_each_record_with_its_whole_key_and_each_gpu_and_toolkit_once(printed, filled, columns):
     text = printed("ls", "--cache-dir", str(filled), columns=columns)
     assert [line for line in text.splitlines() if "tileiras" in line] == HEADINGS
@@ -69,7 +69,7 @@ def test_ls_says_each_record_with_its_whole_key_and_each_gpu_and_toolkit_once(pr
     assert len(re.findall(r"\b(?:default|predicted|measured)\b", text)) == len(entries)
 
 
-def test_a_key_that_does_not_fit_stands_unbroken_below_its_row_where_it_can(printed, filled):
+def test_a_key_that_does_not_fit_is_printed_below_its_row(printed, filled):
     text = printed("ls", "--kernel", "attention_delta", "--target", "H200", "--cache-dir", filled, columns="80")
     lines = text.splitlines()
     assert lines[1].split() == ["KERNEL", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE"]
@@ -106,7 +106,7 @@ def test_ls_shows_the_gain_that_tune_showed(root, cli):
     assert found == {"rms_norm": (pytest.approx(124 / 37.8), None), "rope": (None, 1.25), "scale": (None, None)}
 
 
-@pytest.mark.parametrize("columns", ["80", "120"])
+@pytest.mark.parametrize("columns", ["80"])
 def test_the_other_lists_fit_too(printed, filled, tmp_path, columns):
     long = next(entry.record for entry in Store(filled).entries() if entry.record.kernel == "attention_backward")
     for rows in (8192, 512):

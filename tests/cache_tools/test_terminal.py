@@ -1,4 +1,4 @@
-"""No command prints what a terminal would obey, whatever stands in the files that it is about."""
+"""No command prints control characters, whatever is in the files that it reads."""
 
 import json
 import os

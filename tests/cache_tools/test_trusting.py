@@ -42,6 +42,20 @@ def test_keygen_writes_a_key_for_its_owner_and_a_line_for_others(cli, tmp_path):
     assert cli.json("keygen", tmp_path / "other")["public_key"] != document["public_key"]
 
 
+@pytest.mark.parametrize("half", ["private", "public"])
+def test_a_keygen_that_fails_leaves_nothing_behind(cli, tmp_path, monkeypatch, half):
+    (tmp_path / "kept").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+
+    def fail(path, *_):
+        raise OSError(28, "No space left on device", str(path))
+
+    place = {"private": "cache.files.write_in", "public": "cache_tools.commands.keygen.write_whole"}[half]
+    monkeypatch.setattr(f"tilekern.{place}", fail)
+    cli.refused("keygen", tmp_path / "kept/new/folders/team.key", says="No space left")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_signed_pack_verifies_and_stays_so_when_it_is_unpacked_and_packed_again(
     cli, key, pack, tmp_path, monkeypatch
 ):
@@ -85,7 +99,7 @@ def test_a_cache_is_signed_in_place(cli, key, cache, tmp_path, monkeypatch):
     assert counts(cli.json("verify", code=1)) == (2, 0, 0, 0)
 
 
-def test_verify_fails_where_it_must_be_signed_and_is_not(cli, key, cache, pack, monkeypatch):
+def test_verify_signed_fails_for_unsigned_records(cli, key, cache, pack, monkeypatch):
     for place in ([], [pack]):
         assert counts(cli.json("verify", *place)) == (0, 0, 2, 0)
         cli.said("verify", *place, "--signed", code=1)
@@ -115,7 +129,7 @@ def test_verify_of_a_bad_pack_names_what_is_broken(cli, pack, damage):
     assert "1 broken" in cli.said("verify", pack, code=1)
 
 
-def test_what_is_broken_is_not_signed(cli, key, cache, pack):
+def test_broken_records_are_not_signed(cli, key, cache, pack):
     blob_file(cache, b"one").write_bytes(b"bad")
     assert "sha256" in cli.said("sign", cache, "--key", key, code=2)
     assert not (cache / "v1/signatures").exists()
@@ -151,13 +165,13 @@ def test_a_record_that_is_replaced_after_it_was_checked_is_not_signed(cli, key, 
     assert counts(cli.json("verify")) == (1, 0, 1, 0)
 
 
-def test_unpack_refuses_what_is_unsigned_where_it_must_be_signed(cli, pack, tmp_path, monkeypatch):
+def test_under_signed_unpack_refuses_unsigned_records(cli, pack, tmp_path, monkeypatch):
     monkeypatch.setenv("TILEKERN_TRUST", "signed")
     cli.refused("add", pack, root=tmp_path / "there", says="no trust root signed it")
     assert not (tmp_path / "there").exists()
 
 
-def test_verify_prints_nothing_under_a_policy_that_is_none(cli, cache, pack, monkeypatch):
+def test_verify_prints_nothing_under_an_unknown_policy(cli, cache, pack, monkeypatch):
     monkeypatch.setenv("TILEKERN_TRUST", "sgned")
     for place in (cache, pack):
         cli.refused("verify", place, "--json", says="TILEKERN_TRUST")

@@ -14,7 +14,9 @@ import msgspec
 import pytest
 from cache_samples import H200, PROBLEM, SOURCE, put
 from command_line import ROOT
-from ship_samples import sha256
+from ship_samples import make_pack, sha256
+
+from tilekern.cache_tools.__main__ import main
 
 pytestmark = pytest.mark.processes
 
@@ -74,29 +76,34 @@ def test_pip_installs_them_and_a_new_process_finds_their_records(make, cache, tm
     assert not list((tmp_path / "venv").rglob("tilekern_packs*"))
 
 
-def test_a_folder_of_pip_s_target_serves_as_well(make, tmp_path):
-    wheel = make("acme-few")
-    run(sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", tmp_path / "site", wheel)
-    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n{FIND}"
-    assert run(sys.executable, "-c", code, 1024) == "('acme-few:records', b'1024')"
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A pack, a wheel with it, and the folder that the wheel was unpacked into."""
+    folder = tmp_path_factory.mktemp("built")
+    pack = make_pack(folder)
+    assert main(["wheel", f"{folder}/dist", "--name", "Acme_Kernels", "--version", "v1.0", "--pack", str(pack)]) == 0
+    (wheel,) = (folder / "dist").iterdir()
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    return pack, wheel, folder / "site"
 
 
-def test_the_same_records_give_the_same_bytes(make, tmp_path, monkeypatch):
-    first = make("acme").read_bytes()
+def test_an_unpacked_wheel_is_found_on_the_path(built):
+    code = f"import sys; sys.path.insert(0, {str(built[2])!r})\n{FIND}"
+    assert run(sys.executable, "-c", code, 8192) == "('acme-kernels:records', b'alig')"
+
+
+def test_the_same_pack_gives_the_same_bytes_and_the_wheel_describes_itself(cli, built, tmp_path, monkeypatch):
+    pack, wheel, _ = built
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     monkeypatch.chdir(tmp_path)
     before = os.umask(0o077)
     try:
-        assert make("acme").read_bytes() == first
+        document = cli.json("wheel", tmp_path / "d", "--name", "Acme_Kernels", "--version", "v1.0", "--pack", pack)
     finally:
         os.umask(before)
-    assert make("acme", version="1.1").read_bytes() != first
-
-
-def test_what_the_wheel_says_of_itself_is_so(cli, pack, tmp_path):
-    document = cli.json("wheel", tmp_path / "d", "--name", "Acme_Kernels", "--version", "v1.0", "--pack", pack)
     assert Path(document["wheel"]) == tmp_path / "d" / "acme_kernels-1.0-py3-none-any.whl"
+    assert Path(document["wheel"]).read_bytes() == wheel.read_bytes()
     assert (document["name"], document["version"]) == ("acme-kernels", "1.0")
     assert (document["records"], document["sha256"]) == (2, sha256(pack))
     assert document["targets"] == ["sm_100-b200-148", "sm_90-h200-132"]

@@ -53,7 +53,7 @@ def test_every_record_is_whole_and_of_todays_source(name: str):
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_what_is_measured_says_where_and_passed_its_check(name: str):
+def test_measured_records_name_their_gpu_and_passed_their_check(name: str):
     records = [record for record, _ in checked_contents(Pack(FOLDER / name)) if record.provenance == "measured"]
     assert len(records) >= 30
     for record in records:
@@ -67,6 +67,7 @@ def test_what_is_measured_says_where_and_passed_its_check(name: str):
         assert {"random", "bucket", "zeros", "repeat"} <= {case["case"] for case in record.check["cases"]}
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_models_problems_are_all_there(name: str):
     target = resolve(PACKS[name][0])

@@ -41,7 +41,7 @@ def signed(monkeypatch, tmp_path):
 
 
 def test_an_unsigned_record_is_not_launched_and_warned_about_once(filled, no_compiler, signed):
-    with pytest.warns(RuntimeWarning, match="no such record of user is loaded: no trust root signed it") as caught:
+    with pytest.warns(RuntimeWarning, match="a record of user is not loaded: no trust root signed it") as caught:
         plans = [dispatch.plan_for(SPEC, GPU, rows, *SIZES[1:]) for rows in (50, 51, 52)]
     assert plans == [None] * 3
     assert len([one for one in caught if "trust" in str(one.message)]) == 1

@@ -117,7 +117,7 @@ def test_an_op_without_a_gpu_says_so_in_one_line_and_pythons_own_hooks_stay(tmp_
     code = (
         "import warnings; before = warnings.showwarning, warnings.formatwarning\n"
         "import torch, tilekern.runtime.dispatch, tilekern.patch, tilekern.cache, tilekern.warning\n"
-        "import tilekern.tuning.cli, tilekern.cache_tools.cli\n"
+        "import tilekern.tuning.cli, tilekern.cache_tools.__main__\n"
         "from tilekern.ops import swiglu\n"
         "assert before == (warnings.showwarning, warnings.formatwarning)\n"
         "x = torch.ones(2, 16)\nfor _ in range(3): swiglu(x, x)"

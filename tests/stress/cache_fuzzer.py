@@ -118,7 +118,7 @@ def roots(data, folder):
 
 
 def pulled(data, folder):
-    """What a pull notes; it says that a pack is there only where its records are, and none is here."""
+    """Read the note of a pull; no pack counts as pulled, since no record is here."""
     place = folder / "pulled" / f"{'0' * 64}.json"
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_bytes(data)
@@ -131,7 +131,7 @@ def public_key(folder):
 
 
 def allowed(read, *arguments):
-    """What a reader returns, or None where it refuses in one line."""
+    """Return the result of a reader, or None if it refuses with one line."""
     try:
         return read(*arguments)
     except CacheError as error:
@@ -141,7 +141,7 @@ def allowed(read, *arguments):
 
 
 def seeds(folder):
-    """What is right, for the fuzzer to start from: by reader."""
+    """Return valid inputs for the fuzzer to start from, by reader."""
     write_pack(folder / "sample.pack", [(RECORD, BLOBS)])
     note_wanted(folder, RECORD.kernel, PROBLEM, H200, "no record")
     (item,) = (folder / "v1" / "wanted").iterdir()

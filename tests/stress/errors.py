@@ -144,7 +144,7 @@ def _outcome(work: Work, root: Path) -> str | None:
 
 
 def _what_is_wrong(root: Path, work: Work) -> Iterator[str]:
-    """What a reader sees on a disk that works again."""
+    """Yield what is wrong for a reader once the disk works again."""
     for number in (OTHER, OLD, NEW):
         hit = find([FolderLayer(root, "user")], number)
         if hit and (fault := fault_of(hit, number)):

@@ -1,4 +1,4 @@
-"""The fault layer: calls of this process to the C library that fail, or kill it, where a test says so.
+"""The fault layer: makes chosen calls of this process to the C library fail, or kill it.
 
 It is ``faults.c``, built with the C compiler at hand and loaded with ``LD_PRELOAD``, so what is tested is the code that
 users run, down to the calls that Python itself makes.
@@ -94,5 +94,5 @@ class Faults:
         self._library.faults_set_clock(ctypes.c_double(offset_s))
 
     def let_locks_lie(self) -> None:
-        """From now on every lock is granted at once, whoever holds it."""
+        """Grant every lock at once from now on, even if another process holds it."""
         self._library.faults_let_locks_lie(1)

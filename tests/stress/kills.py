@@ -70,7 +70,7 @@ def run(root: Path, kills: int, seed: int = 0, lying_sync: bool = False) -> dict
 
 
 def _seen(root: Path, faults: list[str], number: int, may_be_bad: bool = False) -> set[int]:
-    """The problems that a lookup finds; what it finds must be right, and nothing that stands there may be bad."""
+    """Return the problems that a lookup finds; every hit must be right, and no file may be bad."""
     found = set()
     for problem in range(PROBLEMS):
         with warnings.catch_warnings(record=True) as caught:

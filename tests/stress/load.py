@@ -105,7 +105,7 @@ def _forked(reports: Path, number: int, root: Path, start: float, seconds: float
 
 
 def _worked(role: str, number: int, root: Path, start: float, seconds: float) -> dict[str, Any]:
-    """What one process did. A warning is a fault: it says that something bad was found."""
+    """Work and return a report. A warning is a fault, because it means that something bad was found."""
     draw, counts = random.Random(number), Counter[str]()
     faults: list[str] = []
     time.sleep(max(0.0, start - time.monotonic()))

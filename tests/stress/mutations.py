@@ -119,7 +119,7 @@ class _Bench:
 
 
 def _sealed(data: bytes) -> bytes:
-    """A record's bytes with the digest of what stands before it, where there is still one to be seen."""
+    """Return a record's bytes with a digest at its end that fits, if it still has one."""
     contents, found, _ = data.rpartition(b',\n "sha256": "')
     return contents + found + f'{hashlib.sha256(contents).hexdigest()}"\n}}\n'.encode() if found else data
 

@@ -27,7 +27,7 @@ needs_layer = pytest.mark.skipif(faults.why_not() is not None, reason=faults.why
 
 @pytest.fixture(scope="module")
 def layer(tmp_path_factory):
-    """What the environment of a process holds that runs on top of the fault layer."""
+    """Return the environment of a process that runs on top of the fault layer."""
     return {**ENVIRONMENT, **faults.build(tmp_path_factory.mktemp("layer"))}
 
 
@@ -62,12 +62,13 @@ def test_scene(layer, tmp_path, scene):
 
 
 @pytest.mark.stress
-def test_64_processes_tune_read_prune_and_clear_one_cache(tmp_path):
-    counts = judged(said(ENVIRONMENT, HERE / "load.py", tmp_path, stressed(30, 3), 64))
+def test_many_processes_tune_read_prune_and_clear_one_cache(tmp_path):
+    counts = judged(said(ENVIRONMENT, HERE / "load.py", tmp_path, stressed(30, 2), 64 if profile == "thorough" else 24))
     assert min(counts[what] for what in ("hits", "misses", "records written", "records removed", "blobs removed")) > 0
 
 
 @pytest.mark.stress
+@pytest.mark.nightly
 @needs_layer
 def test_locks_that_are_always_granted_change_nothing(layer, tmp_path):
     """The cache relies on none: a network file system may grant one lock to two nodes."""
@@ -88,7 +89,7 @@ def test_killed_processes_leave_only_whole_records_and_lose_none(layer, tmp_path
 def test_what_a_disk_that_does_not_sync_tears_is_never_taken_for_a_record(layer, tmp_path):
     """And the kills do tear: there is less to be seen than on a disk that syncs."""
     torn, sound = (
-        judged(said(layer, HERE / "kills.py", tmp_path / kind, stressed(300, 30), kind))["records seen whole"]
+        judged(said(layer, HERE / "kills.py", tmp_path / kind, stressed(300, 12), kind))["records seen whole"]
         for kind in ("lying-sync", "sync")
     )
     assert torn < sound
@@ -97,6 +98,6 @@ def test_what_a_disk_that_does_not_sync_tears_is_never_taken_for_a_record(layer,
 @pytest.mark.stress
 @needs_layer
 def test_every_call_may_fail_with_every_error(layer, tmp_path):
-    """All of them in ``thorough``; elsewhere each of so many."""
-    counts = judged(said(layer, HERE / "errors.py", tmp_path, 1 if profile == "thorough" else 83))
-    assert min(counts["survived"], counts["CacheError"]) > 30
+    """All of them in ``thorough``; elsewhere one in 499."""
+    counts = judged(said(layer, HERE / "errors.py", tmp_path, 1 if profile == "thorough" else 499))
+    assert min(counts["survived"], counts["CacheError"]) > 3

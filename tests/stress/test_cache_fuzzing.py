@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from examples import stressed
+from examples import profile, stressed
 from test_cache_faults import ENVIRONMENT, HERE, judged, said
 
 FUZZER = HERE / "cache_fuzzer.py"
@@ -21,8 +21,8 @@ def test_all_readers_of_the_fuzzer_are_run():
     importlib.util.find_spec("atheris") is None, reason="atheris is not installed: it has no wheel here"
 )
 @pytest.mark.stress
+@pytest.mark.nightly
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.share(4)
 def test_a_fuzzed_reader_raises_nothing_of_its_own(tmp_path, reader):
     command = [sys.executable, FUZZER, reader, str(stressed(30, 2)), tmp_path]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -32,7 +32,7 @@ def test_a_fuzzed_reader_raises_nothing_of_its_own(tmp_path, reader):
 
 @pytest.mark.stress
 def test_random_mutations_are_misses_or_errors_and_load_nothing_that_was_changed(tmp_path):
-    number = stressed(40_000)
+    number = 40_000 if profile == "thorough" else 500
     counts = judged(said(ENVIRONMENT, HERE / "mutations.py", tmp_path, 0, number))
     assert min(counts[f"{kind}: miss"] for kind in ("record", "blob", "pack")) > number / 20
     assert counts["unpacking: refused"] > number / 200

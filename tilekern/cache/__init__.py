@@ -4,14 +4,13 @@ Needs the standard library, msgspec and platformdirs alone, so that a cache can 
 compiler is.
 """
 
-from tilekern.cache.entries import BlobFile, Entry, Garbage, Listed, Outline, Where
+from tilekern.cache.entries import BlobFile, Entry, Garbage, Where
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, NoHome, UnknownSchema, Untrusted
-from tilekern.cache.freshness import DATED, FRESH, NOT_FRESH, STALE, Freshness, Made, freshness
+from tilekern.cache.freshness import DATED, FRESH, NOT_FRESH, STALE, Freshness, freshness
 from tilekern.cache.keys import Address, parse_problem_key, problem_key
-from tilekern.cache.layers import FolderLayer, Layer
-from tilekern.cache.lookup import Hit, Step, by_preference, hits, lookup, skipped
+from tilekern.cache.layers import FolderLayer, Layer, PackLayer
+from tilekern.cache.lookup import Hit, Step, by_preference, hits, lookup
 from tilekern.cache.packs.installing import has_better, install_pack
-from tilekern.cache.packs.layers import PackLayer
 from tilekern.cache.packs.pack import PACK_SUFFIX, Pack, checked_contents
 from tilekern.cache.packs.writing import write_pack
 from tilekern.cache.places import default_layers, user_root, user_root_if_any
@@ -49,12 +48,9 @@ __all__ = [
     "Hit",
     "Launch",
     "Layer",
-    "Listed",
-    "Made",
     "Missing",
     "MissingRecord",
     "NoHome",
-    "Outline",
     "Pack",
     "PackLayer",
     "Record",
@@ -79,7 +75,6 @@ __all__ = [
     "read_misses",
     "read_wanted",
     "remove_wanted",
-    "skipped",
     "sum_up_misses",
     "user_root",
     "user_root_if_any",

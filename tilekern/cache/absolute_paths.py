@@ -1,4 +1,4 @@
-"""Folders that settings name, as absolute paths: a job may change its own folder, and its user may have no home."""
+"""Absolute paths of the folders in settings; a job may change its folder, and its user may have no home."""
 
 from __future__ import annotations
 
@@ -12,36 +12,28 @@ from tilekern.cache.errors import NoHome
 
 @functools.cache
 def absolute(text: str) -> Path:
-    """The folder or file that a setting names, the same for all of this process.
+    """Return the folder or file that a setting names; the result stays the same for the whole process.
 
     Args:
-        text: the setting; ``~`` is the home, and a relative path begins where this process was when it first asked.
+        text: the setting; ``~`` is the home, and a relative path is relative to the folder of the first call.
 
     Raises:
         NoHome: it begins with ``~``, and the user has no home.
     """
-    return Path(os.path.abspath(_with_home(text)))
+    # An empty HOME would turn ~/cache into a folder of the root.
+    path = text if os.environ.get("HOME") == "" else os.path.expanduser(text)
+    if path.startswith("~"):
+        raise NoHome(f"{text} begins with ~, and this user has no home folder; give an absolute path")
+    return Path(os.path.abspath(path))
 
 
-def platform_folder(of: Callable[[str], Path], what: str) -> Path:
-    """The folder that platformdirs names for tilekern.
-
-    Args:
-        of: the function of platformdirs.
-        what: what the folder is for, and the variable that names another, for the error.
+def platform_folder(folder_of: Callable[[str], Path], what: str) -> Path:
+    """Return the folder of tilekern according to a function of platformdirs; ``what`` is for the error.
 
     Raises:
         NoHome: the user has no home: ``HOME`` is not set, and there is no entry in ``passwd``.
     """
     try:
-        return absolute(str(of("tilekern")))
+        return absolute(str(folder_of("tilekern")))
     except (RuntimeError, NoHome):
         raise NoHome(f"this user has no home folder, and so none for {what}") from None
-
-
-def _with_home(text: str) -> str:
-    # An empty HOME would make ~/cache a folder of the root's.
-    found = text if os.environ.get("HOME") == "" else os.path.expanduser(text)
-    if found.startswith("~"):
-        raise NoHome(f"{text} begins with ~, and this user has no home folder; give an absolute path")
-    return found

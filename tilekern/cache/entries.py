@@ -1,41 +1,41 @@
-"""The files of a store, as its lists show them."""
+"""Record and blob files of a cache or pack, as listings show them."""
 
 from __future__ import annotations
 
-import contextlib
-import os
+import dataclasses
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import msgspec
 
 from tilekern.cache.errors import CacheError, UnknownSchema
-from tilekern.cache.files import identity_of
-from tilekern.cache.keys import Address, Value
-from tilekern.cache.records import Record
+from tilekern.cache.keys import Address
+from tilekern.cache.records import Artifact, Record
 
 Where = Callable[[tuple[str, ...]], bool]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One record file of a store.
+    """One record file.
 
     Attributes:
         path: the file.
-        address: the record's address by its path; None where it is not the path of a record.
-        record: its contents, or None where it is unreadable.
+        address: the record's address according to its path; None if the path is not that of a record.
+        record: its contents, or None if it is unreadable.
         problem: why it is unreadable, or None.
-        unknown_schema: True where another version of tilekern wrote it.
-        size_bytes: the record's file, and its blobs by what the record says of them.
+        unknown_schema: whether another version of tilekern wrote it.
+        size_bytes: size of the record's file and of the blobs that it names.
+        file_bytes: size of the record's file alone.
         modified: when the file was written, in seconds since 1970.
-        file_bytes: the record's file alone.
-        used: when the file was last read by another than a store, as far as the file system notes that (on Linux to
-            a day, where it is not mounted with ``noatime``), else when it was written; in seconds since 1970.
-        identity: which file it was (:func:`tilekern.cache.files.identity_of`); None in a pack, and where it
-            could not be told.
-        is_folder: True where it is not a record file but a folder that cannot be listed.
+        used: when a job last read the file, in seconds since 1970. This is the access time (on Linux accurate to a
+            day, and never noted under ``noatime``), or the time of writing if that is later.
+        identity: the identity of the file (:func:`tilekern.cache.files.identity_of`); None in a pack, and if unknown.
+        is_folder: whether this is a folder that cannot be listed instead of a record file.
     """
 
     path: Path
@@ -44,47 +44,41 @@ class Entry:
     problem: str | None
     unknown_schema: bool
     size_bytes: int
-    modified: float
     file_bytes: int
+    modified: float
     used: float
     identity: tuple[int, int, int] | None
-    is_folder: bool = False
+    is_folder: bool
+
+    def without_bulk(self) -> Entry:
+        """Return the entry without the bulk of its record, so that lists of 100,000 entries fit in memory.
+
+        Left out are runners-up, checks, and all but the digests and sizes of artifacts, and the keys and arch of the
+        target and toolkit.
+        """
+        record = self.record
+        if record is None:
+            return self
+        light = msgspec.structs.replace(
+            record,
+            module=sys.intern(record.module),
+            target={"key": sys.intern(record.target["key"]), "arch": sys.intern(record.target["arch"])},
+            toolkit={"key": sys.intern(record.toolkit["key"])},
+            source_digest=sys.intern(record.source_digest),
+            space_digest=sys.intern(record.space_digest),
+            artifacts={
+                sys.intern(name): Artifact(sys.intern(artifact.sha256), artifact.size, "", {}, [], {})
+                for name, artifact in record.artifacts.items()
+            },
+            best_kernel=None,
+            check=None,
+            runners_up=[],
+        )
+        return dataclasses.replace(self, record=light)
 
 
-class Outline(NamedTuple):
-    """The fields of a record in a list, so few that a hundred thousand are no burden; fields as of :class:`Record`."""
-
-    address: Address
-    problem: dict[str, Value]
-    module: str
-    source_digest: str
-    space_digest: str
-    provenance: str
-    measurement: dict[str, Any] | None
-    prediction: dict[str, Any] | None
-    created: str
-
-    @property
-    def kernel(self) -> str:
-        """The spec's name."""
-        return self.address.kernel
-
-
-class Listed(NamedTuple):
-    """One record file of a store, with the outline of its record; the fields are those of :class:`Entry`."""
-
-    path: Path
-    address: Address | None
-    record: Outline | None
-    problem: str | None
-    size_bytes: int
-    modified: float
-    is_folder: bool = False
-
-
-@dataclass(frozen=True)
-class BlobFile:
-    """One blob file of a store: its digest by name, size in bytes, time of its last use by a writer (since 1970)."""
+class BlobFile(NamedTuple):
+    """One blob file of a store; ``modified`` is when a writer last used it, in seconds since 1970."""
 
     path: Path
     sha256: str
@@ -92,58 +86,39 @@ class BlobFile:
     modified: float
 
 
-@dataclass(frozen=True)
-class Garbage:
-    """The outcome of a garbage collection; ``kept`` says why it removed no blob at all where it could not tell."""
+class Garbage(NamedTuple):
+    """The outcome of a garbage collection; ``kept`` says why no blob could be removed, if so."""
 
     blobs: int
     size_bytes: int
     kept: str | None = None
 
 
-def entry_of(path: str, record: Record, status: os.stat_result) -> Entry:
-    """The entry of a record's file at ``path``, which ``status`` is of."""
-    sizes = {artifact.sha256: artifact.size for artifact in record.artifacts.values()}
-    size_bytes = status.st_size + sum(sizes.values())
-    used, identity = max(status.st_mtime, status.st_atime), identity_of(status)
+def entry_of(
+    path: str | Path,
+    address: Address | None,
+    contents: Record | CacheError,
+    *,
+    file_bytes: int = 0,
+    modified: float | None = None,
+    used: float | None = None,
+    identity: tuple[int, int, int] | None = None,
+    is_folder: bool = False,
+) -> Entry:
+    """Return the entry of a file whose contents are a record, or an error that says why it cannot be read."""
+    record = contents if isinstance(contents, Record) else None
+    sizes = {artifact.sha256: artifact.size for artifact in record.artifacts.values()} if record else {}
+    modified = time.time() if modified is None else modified  # an unknown age must not look old to a filter
     return Entry(
-        Path(path), record.address, record, None, False, size_bytes, status.st_mtime, status.st_size, used, identity
+        path=Path(path),
+        address=address,
+        record=record,
+        problem=None if record else str(contents),
+        unknown_schema=isinstance(contents, UnknownSchema),
+        size_bytes=file_bytes + sum(sizes.values()),
+        file_bytes=file_bytes,
+        modified=modified,
+        used=modified if used is None else used,
+        identity=identity,
+        is_folder=is_folder,
     )
-
-
-def listed(entry: Entry) -> Listed:
-    """An entry as a list has it."""
-    outline = outline_of(entry.record) if entry.record else None
-    return Listed(entry.path, entry.address, outline, entry.problem, entry.size_bytes, entry.modified, entry.is_folder)
-
-
-def outline_of(record: Record) -> Outline:
-    """The outline of a record."""
-    return Outline(
-        record.address,
-        record.problem,
-        record.module,
-        record.source_digest,
-        record.space_digest,
-        record.provenance,
-        record.measurement,
-        record.prediction,
-        record.created,
-    )
-
-
-def unreadable_entry(path: str, address: Address | None, error: CacheError, is_file: bool = True) -> Entry:
-    """The entry of a file, or of a folder, that holds no record that can be read; ``error`` says why."""
-    unknown = isinstance(error, UnknownSchema)
-    status = None
-    with contextlib.suppress(OSError):
-        status = os.stat(path) if is_file else None
-    if status is None:
-        # No age that would let a filter for old records choose it.
-        now = time.time()
-        return Entry(Path(path), address, None, str(error), unknown, 0, now, 0, now, None, not is_file)
-    size_bytes, used = status.st_size, max(status.st_mtime, status.st_atime)
-    return Entry(
-        Path(path), address, None, str(error), unknown, size_bytes, status.st_mtime, size_bytes, used,
-        identity_of(status),
-    )  # fmt: skip

@@ -1,12 +1,12 @@
-"""Errors of a cache; every message is one line that names the wrong thing and what would be right."""
+"""Errors of the cache; every message is one line that says what is wrong, then what to do."""
 
 
 class CacheError(Exception):
-    """Base of all errors of the cache."""
+    """Base class of all errors of the cache."""
 
 
 class Missing(CacheError):  # noqa: N818 (the name says the state)
-    """The record or blob that was asked for is not there."""
+    """The requested record or blob is not there."""
 
 
 class MissingRecord(Missing):
@@ -14,20 +14,20 @@ class MissingRecord(Missing):
 
 
 class Corrupt(CacheError):  # noqa: N818
-    """A record, blob or pack is there, and its contents are wrong."""
+    """A record, blob or pack is there, but its contents are wrong."""
 
 
 class UnknownSchema(CacheError):  # noqa: N818
-    """A record or pack was written by a version of tilekern whose schema this one does not know."""
+    """A record or pack was written by another version of tilekern, with a schema unknown to this one."""
 
 
 class Untrusted(CacheError):  # noqa: N818
-    """A record is there and whole, and may not be loaded: nobody who is trusted signed it, or others can change it."""
+    """A record is whole but may not be loaded: no trust root signed it, or others can change it."""
 
 
 class NoHome(Missing):
-    """A folder below the user's home was asked for, and the user has none."""
+    """A folder below the user's home is needed, but the user has no home."""
 
 
 class NoSecret(CacheError):  # noqa: N818
-    """There is no secret to seal with, and none can be written."""
+    """There is no secret for seals, and none can be written."""

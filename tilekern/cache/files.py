@@ -1,4 +1,4 @@
-"""Reading and writing whole files, so that no reader ever sees half of one."""
+"""Read and write whole files, so that no reader ever sees half of one."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tilekern.cache.errors import CacheError, Corrupt, Missing
 TEMPORARY_SUFFIX = ".tmp"
 BAD_SUFFIX = ".bad"
 DROPPED_SUFFIX = ".dropped"
-# Of a write whose folder keeps vanishing; some fifty processes that clear one cache need a handful.
+# Attempts at a write whose folder keeps vanishing; fifty processes that clear one cache need a handful.
 ATTEMPTS = 20
-# At a file that comes and goes, before it is called unreadable.
+# Attempts to read a file that comes and goes.
 _LOOKS = 10
 
 
 def read_whole(path: str | os.PathLike[str], largest: int, *, as_use: bool = True) -> tuple[bytes, os.stat_result]:
-    """The bytes of a regular file of at most ``largest`` bytes, and what the file system said of it before.
+    """Return the bytes of a regular file of at most ``largest`` bytes, and its status from before they were read.
 
-    Whatever others put into a shared folder goes through this: a pipe or a device keeps nobody waiting, and a huge file
-    takes no memory. Where ``as_use`` is False the file system notes no access, so that looking at a cache does not
-    count as its use; for that the file must be the caller's own, on Linux.
+    Files in shared folders are read by this: a pipe or a device does not block, and a huge file takes no memory. If not
+    ``as_use``, the access time is not updated (on Linux, for the user's own files), so that inspecting a cache does not
+    count as its use.
 
     Raises:
         Missing: there is no such file.
@@ -37,7 +37,7 @@ def read_whole(path: str | os.PathLike[str], largest: int, *, as_use: bool = Tru
         try:
             return _read_once(path, largest, as_use)
         except OSError as error:
-            # A client of a network file system says so of a file that another one has just replaced.
+            # A client of a network file system reports a file that another client has just replaced in this way.
             if error.errno != errno.ESTALE:
                 raise
             return _read_once(path, largest, as_use)
@@ -48,10 +48,7 @@ def read_whole(path: str | os.PathLike[str], largest: int, *, as_use: bool = Tru
 
 
 def ask_for(paths: Iterable[str]) -> None:
-    """Have the disk fetch files that are read next; nothing comes of one that is not there, or elsewhere than on Linux.
-
-    No access is noted.
-    """
+    """Tell the disk to fetch files that are read next, on Linux; files that cannot be opened are skipped."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in paths:
@@ -64,16 +61,16 @@ def ask_for(paths: Iterable[str]) -> None:
 
 
 def read_if_there(path: str, largest: int) -> tuple[bytes, os.stat_result] | None:
-    """The result of :func:`read_whole`, without counting as a use; None where the file was deleted since it was listed.
+    """Return :func:`read_whole` of a file without counting as its use; None if it was deleted since it was listed.
 
     Raises:
-        CacheError: it is there and cannot be read.
+        CacheError: the file is there but cannot be read.
     """
     for _ in range(_LOOKS):
         try:
             return read_whole(path, largest, as_use=False)
         except Missing:
-            # Else it was deleted and then written anew.
+            # If it is there, it was deleted and then written again.
             if not os.path.lexists(path):
                 return None
     raise CacheError(f"cannot read {path}, which is there")
@@ -95,7 +92,7 @@ def _read_once(path: str | os.PathLike[str], largest: int, as_use: bool) -> tupl
 def open_regular(
     path: str | os.PathLike[str], largest: int, *, as_use: bool = True
 ) -> tuple[int, os.stat_result]:  # fmt: skip
-    """The descriptor of a regular file of at most ``largest`` bytes, open for reading, and its status.
+    """Open a regular file of at most ``largest`` bytes for reading; return its descriptor and status.
 
     Raises:
         Corrupt: it is larger, or not a regular file.
@@ -115,11 +112,10 @@ def open_regular(
 
 
 def open_to_append(path: str | os.PathLike[str], mode: int) -> int:
-    """The descriptor of a regular file to append to, which is made where it is missing; no link is followed.
+    """Open a regular file to append to, creating it if it is missing, and return its descriptor; follow no link.
 
     Raises:
-        OSError: it is a link, has several names or is not a regular file, which the message says, or it cannot be
-            opened.
+        OSError: it is a link, has several names or is not a regular file, or it cannot be opened.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
@@ -135,7 +131,7 @@ def open_to_append(path: str | os.PathLike[str], mode: int) -> int:
 
 
 def why_not_its_own(path: str | os.PathLike[str], status: os.stat_result) -> str | None:
-    """Why writing into a file would change another one or none, and what is known of it is ``status``; else None."""
+    """Return why writing to a file with this status would change no file or several; None if it would not."""
     if not stat.S_ISREG(status.st_mode):
         return f"{path} is not a regular file"
     if status.st_nlink > 1:
@@ -144,23 +140,19 @@ def why_not_its_own(path: str | os.PathLike[str], status: os.stat_result) -> str
 
 
 def _open(path: str | os.PathLike[str], as_use: bool) -> int:
-    # A file object takes twice as long over a small file. Whoever opens a pipe that stands there waits for its writer.
+    # A file object would take twice as long for a small file. O_NONBLOCK: opening a pipe would wait for its writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-    return os.open(path, flags) if as_use else _open_unnoticed(path, flags)
-
-
-def _open_unnoticed(path: str | os.PathLike[str], flags: int) -> int:
-    try:
-        return os.open(path, flags | getattr(os, "O_NOATIME", 0))
-    except PermissionError:
-        return os.open(path, flags)
+    if not as_use:
+        with contextlib.suppress(PermissionError):  # of another user's file
+            return os.open(path, flags | getattr(os, "O_NOATIME", 0))
+    return os.open(path, flags)
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Put ``data`` at ``path`` in one step: a reader sees the old file or the new one; a failure leaves the old one.
+    """Write a file in one step: a reader sees the old file or the new one, and a failure leaves the old one.
 
-    Nobody but its owner may write the file, whatever the umask says: others could change what jobs load. ``mode`` is
-    that of the new file, less the umask.
+    Missing folders are made. Only its owner may write the file, whatever the umask, because others could change what
+    jobs load. ``mode`` is that of the new file, less the umask.
 
     Raises:
         OSError: the folder cannot be made or written, or the disk is full.
@@ -170,29 +162,21 @@ def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 def write_by(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o644) -> None:
     """Write a file as :func:`write_whole` does, by ``write``, which may be called more than once."""
-    for _ in range(ATTEMPTS):
-        # A `clear` or `prune` may take the folder or the temporary file away in the middle.
-        with contextlib.suppress(FileNotFoundError):
-            return _write_once(path, write, mode)
-    return _write_once(path, write, mode)
-
-
-def _write_once(path: Path, write: Callable[[BinaryIO], object], mode: int) -> None:
-    make_folder(path.parent)
-    write_in(None, str(path), write, mode)
+    for attempt in range(ATTEMPTS + 1):
+        try:
+            make_folder(path.parent)
+            return write_in(None, str(path), write, mode)
+        except FileNotFoundError:
+            # A `clear` or `prune` may delete the folder or the temporary file meanwhile.
+            if attempt == ATTEMPTS:
+                raise
+    return None
 
 
 def write_in(folder: int | None, path: str, write: Callable[[BinaryIO], object], mode: int = 0o644) -> None:
-    """Write a file as :func:`write_by` does, once; its folder is there.
+    """Write a file as :func:`write_by` does, once, into a folder that exists.
 
-    Args:
-        folder: the descriptor of the folder that the path starts at; None for the current one.
-        path: the file.
-        write: is given the open file.
-        mode: of the new file, less the umask.
-
-    Raises:
-        OSError: it cannot be written.
+    ``path`` is relative to the folder with the descriptor ``folder``, or to the current one. Raises OSError.
     """
     temporary = os.path.join(os.path.dirname(path), f".{os.urandom(12).hex()}{TEMPORARY_SUFFIX}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -210,10 +194,10 @@ def write_in(folder: int | None, path: str, write: Callable[[BinaryIO], object],
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it; others than its owner may write it only where they may write the one above.
+    """Make a folder and those above it; others may write it only if they may write the one above.
 
     Raises:
-        OSError: it cannot be made, or a file stands there.
+        OSError: it cannot be made, or there is a file in its place.
     """
     if os.path.isdir(folder):
         return
@@ -222,15 +206,15 @@ def make_folder(folder: Path) -> None:
         os.mkdir(folder, 0o755 | handed_on(folder.parent))
     except FileExistsError:
         if not os.path.isdir(folder):
-            # Where nothing is there now, it was a folder that another process has just deleted.
-            what = errno.ENOTDIR if os.path.lexists(folder) else errno.ENOENT
-            raise OSError(what, os.strerror(what), str(folder)) from None
+            # If nothing is there now, it was a folder that another process has just deleted.
+            code = errno.ENOTDIR if os.path.lexists(folder) else errno.ENOENT
+            raise OSError(code, os.strerror(code), str(folder)) from None
 
 
 def handed_on(folder: Path) -> int:
-    """The bits of a mode by which others than its owner may write what is made in a folder, as they may write that.
+    """Return the mode bits by which others may write what is made in a folder: those by which they may write it.
 
-    A folder that all may write and clean up after themselves (/tmp) hands that on to nobody.
+    A sticky folder such as /tmp hands on none.
 
     Raises:
         OSError: there is no such folder.
@@ -239,10 +223,10 @@ def handed_on(folder: Path) -> int:
 
 
 def shared_bits(status: os.stat_result) -> int:
-    """As :func:`handed_on`, for a folder that ``status`` is of."""
+    """Return :func:`handed_on` for the folder with this status."""
     return 0 if status.st_mode & stat.S_ISVTX else status.st_mode & 0o022
 
 
 def identity_of(status: os.stat_result) -> tuple[int, int, int]:
-    """The identity of a file, to tell it from another in its place: inode, time of writing in nanoseconds, bytes."""
+    """Return what tells a file from another one in its place: inode, time of writing in nanoseconds, size in bytes."""
     return status.st_ino, status.st_mtime_ns, status.st_size

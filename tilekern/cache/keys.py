@@ -1,4 +1,4 @@
-"""The names that make up a cache's paths: problems as text, and what is safe as the name of a file or folder."""
+"""The names in a cache's paths: problems as text, and which names are safe for files and folders."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ BLOBS = "blobs"
 WANTED = "wanted"
 SIGNATURES = "signatures"
 INCOMING = "incoming"
-# The folders of a cache that hold no target's records.
+# The folders of a cache that hold no records.
 OWN_FOLDERS = frozenset((BLOBS, WANTED, SIGNATURES, INCOMING))
 SIGNATURE_SUFFIX = ".sig"
 SEAL_SUFFIX = ".seal"
 LONGEST_NAME = 100
 DIGITS = 18
-# A file system takes 255 bytes for a name; a record that is set aside adds ".json.bad".
+# File systems allow 255 bytes for a name; a record that is set aside adds ".json.bad".
 LONGEST_PROBLEM_KEY = 240
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
@@ -33,7 +33,7 @@ _WHOLE_NUMBER = re.compile(rf"0|-?[1-9][0-9]{{0,{DIGITS - 1}}}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SIGNATURE = re.compile(rf"([0-9a-f]{{64}})\.([0-9a-f]{{64}})\{SIGNATURE_SUFFIX}")
 _SIGNATURE_OR_SEAL = re.compile(rf"[0-9a-f]{{64}}\.[0-9a-f]{{64}}(\{SIGNATURE_SUFFIX}|\{SEAL_SUFFIX})")
-# What Windows takes for a device, with any suffix and in upper or lower case.
+# Names of devices on Windows, with any suffix and in upper or lower case.
 _DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
 _WORDS: dict[str, Value] = {"True": True, "False": False, "None": None}
 
@@ -48,20 +48,20 @@ class Address(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The record's path below the cache's root, as text: a lookup spends a tenth of its time on path objects."""
+        """The path below the cache's root as text; path objects would take a tenth of a lookup's time."""
         return f"{LAYOUT}/{self.target_key}/{self.toolkit_key}/{self.kernel}/{self.problem_key}.json"
 
     @property
     def path(self) -> PurePosixPath:
-        """The record's path below the cache's root."""
+        """The path below the cache's root."""
         return PurePosixPath(self.name)
 
 
 def parse_path(parts: Sequence[str]) -> Address:
-    """The address of the record at a path below the cache's root, given as its parts.
+    """Return the address of the record at a path below the cache's root, given as its parts.
 
     Raises:
-        CacheError: no record may stand there.
+        CacheError: this is not the path of a record.
     """
     if len(parts) != 5 or parts[0] != LAYOUT or not parts[4].endswith(".json"):
         raise CacheError(f"{'/'.join(parts)!r:.300} is not the path of a record")
@@ -73,7 +73,7 @@ def parse_path(parts: Sequence[str]) -> Address:
 
 
 def blob_name(sha256: str) -> str:
-    """A blob's path below the cache's root, as text.
+    """Return a blob's path below the cache's root as text.
 
     Raises:
         CacheError: ``sha256`` is not a digest.
@@ -83,19 +83,15 @@ def blob_name(sha256: str) -> str:
 
 
 def blob_path(sha256: str) -> PurePosixPath:
-    """A blob's path below the cache's root; raises as :func:`blob_name` does."""
+    """Return a blob's path below the cache's root; raises as :func:`blob_name` does."""
     return PurePosixPath(blob_name(sha256))
 
 
 def signature_path(record_sha256: str, public_key: str) -> PurePosixPath:
-    """The path, below the cache's root, of the signature that one key gave to a record.
-
-    Args:
-        record_sha256: the digest of the record's bytes.
-        public_key: 32 bytes in hexadecimal.
+    """Return the path below the cache's root of a record's signature by one key.
 
     Raises:
-        CacheError: either is not 64 hexadecimal digits.
+        CacheError: the record's sha256 or the public key is not 64 hexadecimal digits.
     """
     check_digest("a record's sha256", record_sha256)
     check_digest("a public key", public_key)
@@ -104,19 +100,19 @@ def signature_path(record_sha256: str, public_key: str) -> PurePosixPath:
 
 
 def parse_signature_path(parts: Sequence[str]) -> tuple[str, str]:
-    """The record's sha256 and the public key of the signature at a path; inverse of :func:`signature_path`.
+    """Return the record's sha256 and the public key for the path of a signature; inverse of :func:`signature_path`.
 
     Raises:
-        CacheError: no signature may stand there.
+        CacheError: this is not the path of a signature.
     """
-    found = _SIGNATURE.fullmatch(parts[-1])
-    if found is None or tuple(parts) != signature_path(found[1], found[2]).parts:
+    match = _SIGNATURE.fullmatch(parts[-1])
+    if match is None or tuple(parts) != signature_path(match[1], match[2]).parts:
         raise CacheError(f"{'/'.join(parts)!r:.300} is not the path of a signature")
-    return found[1], found[2]
+    return match[1], match[2]
 
 
 def is_place(path: PurePosixPath) -> bool:
-    """Whether a file of a cache may stand at a path below the root: a record, a blob, a signature or a seal."""
+    """Return whether a path below the root is that of a record, a blob, a signature or a seal."""
     folder, name = path.parts[:-1], path.name
     if folder == (LAYOUT, BLOBS, name[:2]):
         return bool(_DIGEST.fullmatch(name))
@@ -130,17 +126,17 @@ def is_place(path: PurePosixPath) -> bool:
 
 
 def is_signature_name(name: str) -> bool:
-    """Whether a file of this name is a signature or a seal."""
+    """Return whether this is the name of a signature or a seal."""
     return bool(_SIGNATURE_OR_SEAL.fullmatch(name))
 
 
 def check_name(what: str, name: object) -> str:
-    """``name`` where it is safe as the name of a file or folder; ``what`` is said in the error.
+    """Return ``name`` if it is safe for a file or folder; ``what`` names it in the error.
 
     Raises:
-        CacheError: it is not text, is empty or too long, has other characters than letters, digits and ``_.+-``,
-            does not start with a letter or digit, ends with a dot, is a device on Windows, or is taken by the
-            cache's own folders.
+        CacheError: it is not text, is empty or too long, has characters other than letters, digits and ``_.+-``,
+            does not start with a letter or digit, ends with a dot, is a device on Windows, or is the name of one of
+            the cache's own folders.
     """
     if not isinstance(name, str) or not _is_name(name):
         raise CacheError(
@@ -151,7 +147,7 @@ def check_name(what: str, name: object) -> str:
 
 
 def check_digest(what: str, digest: object) -> str:
-    """``digest`` where it is a sha256 in lower-case hexadecimal; ``what`` is said in the error.
+    """Return ``digest`` if it is a sha256 in lower-case hexadecimal; ``what`` names it in the error.
 
     Raises:
         CacheError: it is anything else.
@@ -162,22 +158,25 @@ def check_digest(what: str, digest: object) -> str:
 
 
 def problem_key(problem: Mapping[str, Value]) -> str:
-    """The problem as one line that names its file, in the order of the mapping: ``rows=8192,dtype=bfloat16``.
+    """Return the problem as the name of its file, in the order of the mapping: ``rows=8192,dtype=bfloat16``.
 
     Raises:
         CacheError: the problem is empty, its key is too long, or a name or value cannot be part of a file's name
-            or would not read back as it was (the text ``"12"``, for example, would read back as a number).
+            or would be read back as another value (the text ``"12"``, for example, as a number).
     """
     if not problem:
         raise CacheError("a problem must have at least one dimension, got none")
-    key = ",".join(f"{_dimension(name)}={_text(name, value)}" for name, value in problem.items())
+    for name in problem:
+        if not isinstance(name, str) or not _is_dimension(name):
+            raise CacheError(f"the name of a problem's dimension must be letters, digits and _, got {name!r}")
+    key = ",".join(f"{name}={_text(name, value)}" for name, value in problem.items())
     if len(key) > LONGEST_PROBLEM_KEY:
         raise CacheError(f"a problem's key may have {LONGEST_PROBLEM_KEY} characters, got {len(key)}: {key[:60]}...")
     return key
 
 
 def parse_problem_key(text: str) -> dict[str, Value]:
-    """The problem that a key names: whole numbers, True, False, None and text; inverse of :func:`problem_key`.
+    """Return the problem that a key names; inverse of :func:`problem_key`.
 
     Raises:
         CacheError: ``text`` is not a problem key.
@@ -200,12 +199,6 @@ def _is_name(name: str) -> bool:
     return not name.endswith(".") and not _DEVICE.fullmatch(name)
 
 
-def _dimension(name: object) -> str:
-    if not isinstance(name, str) or not _is_dimension(name):
-        raise CacheError(f"the name of a problem's dimension must be letters, digits and _, got {name!r}")
-    return name
-
-
 @functools.lru_cache(maxsize=1024)
 def _is_dimension(name: str) -> bool:
     return bool(_DIMENSION.fullmatch(name))
@@ -225,8 +218,8 @@ def _text(name: str, value: object) -> str:
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def _known_text(value: Value) -> str | None:
-    """A value as text where it reads back as it was; a lookup asks four times for each."""
-    text = str(value)
+    # Cached: a lookup asks four times for each value.
+    text = str(value)  # only if it is read back as it was
     return text if _TEXT.fullmatch(text) and _value(text) == value else None
 
 

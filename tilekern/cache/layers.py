@@ -1,4 +1,4 @@
-"""A layer is one place to read records from: a folder here, a pack in packs.py."""
+"""Layers: places that a lookup reads records from, each a folder or a pack."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord
 from tilekern.cache.files import ask_for, read_whole
-from tilekern.cache.folders import set_aside
+from tilekern.cache.folders import cannot_list, set_aside
 from tilekern.cache.keys import (
     LAYOUT,
     OWN_FOLDERS,
@@ -22,18 +22,19 @@ from tilekern.cache.keys import (
     problem_key,
 )
 from tilekern.cache.packs.incoming import cut_off
+from tilekern.cache.packs.pack import Pack
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, Record, check_blob, decode_record, likely_digests
 from tilekern.cache.trust.exposure import others_may_write, require_unshared, require_unshared_folders
 from tilekern.cache.trust.policy import must_be_signed, require_trusted
 from tilekern.cache.trust.signing import SIGNATURE_BYTES
-from tilekern.cache.walking import cannot_list
 from tilekern.warning import warn_once
 
 Contents = TypeVar("Contents")
+Origin = Literal["file", "package", "wheel"]
 
 
 class Layer(Protocol):
-    """One place to read records from. Listing never raises: what cannot be listed is said once, and is not there."""
+    """One place to read records from. Listing never raises: a folder that cannot be listed gives one warning."""
 
     @property
     def name(self) -> str:
@@ -41,50 +42,46 @@ class Layer(Protocol):
         ...
 
     def targets(self) -> list[str]:
-        """The target keys that it has."""
+        """Return the keys of its targets."""
         ...
 
     def toolkits(self, target_key: str) -> list[str]:
-        """The toolkit keys that it has for a target."""
+        """Return the keys of its toolkits for a target."""
         ...
 
     def problems(self, target_key: str, toolkit_key: str, kernel: str) -> list[dict[str, Value]]:
-        """The problems that it has a record of, from the names alone."""
+        """Return the problems that it has records of, without opening them."""
         ...
 
     def read_record(self, target_key: str, toolkit_key: str, kernel: str, problem: dict[str, Value]) -> Record:
-        """One record, checked.
+        """Return one record, checked.
 
         Raises:
             MissingRecord: it is not there.
-            Corrupt: it is bad; it has been reported, and set aside where the layer may be written.
+            Corrupt: it is bad; this was reported, and the file was set aside if the layer may be written.
             UnknownSchema: another version of tilekern wrote it; it is left alone.
-            Untrusted: others can change it, or the policy is ``signed`` and nobody who is trusted signed it.
+            Untrusted: others can change it, or the policy is ``signed`` and no trust root signed it.
             CacheError: it cannot be read.
         """
         ...
 
     def read_blob(self, sha256: str) -> bytes:
-        """One blob, its digest checked.
-
-        Raises:
-            Missing: it is not there.
-            Corrupt: it is bad; it has been reported, and set aside where the layer may be written.
-            CacheError: it cannot be read.
-        """
+        """Return one blob, its digest checked; raises Missing, Corrupt and CacheError as :meth:`read_record` does."""
         ...
 
     def signatures(self, record_sha256: str) -> dict[str, bytes]:
-        """The signatures and seals of a record, by the names of their files; what cannot be read is left out."""
+        """Return the signatures and seals of a record by the names of their files, without unreadable ones."""
         ...
 
 
 class FolderLayer:
-    """A cache in a folder. Reading takes no lock and writes nothing; a writable one sets bad files aside.
+    """A cache in a folder. Reading takes no lock and writes nothing.
 
-    A writable one also says where an unpack was killed while it moved a pack's files to their places.
-
-    Where ``as_use`` is False the file system notes no access to the records (:func:`tilekern.cache.files.read_whole`).
+    Args:
+        root: the folder.
+        name: the layer's name for people.
+        writable: whether to set bad files aside, and to warn of an unpack that was killed halfway.
+        as_use: whether reading a record counts as its use (:func:`tilekern.cache.files.read_whole`).
     """
 
     def __init__(self, root: str | os.PathLike[str], name: str, writable: bool = False, *, as_use: bool = True) -> None:
@@ -99,34 +96,41 @@ class FolderLayer:
         return f"FolderLayer({str(self.root)!r}, {self.name!r})"
 
     def targets(self) -> list[str]:
-        """The target keys that it has, sorted."""
+        """Return the keys of its targets, sorted."""
         return sorted(set(self._names()) - OWN_FOLDERS)
 
     def toolkits(self, target_key: str) -> list[str]:
-        """The toolkit keys that it has for a target, sorted."""
+        """Return the keys of its toolkits for a target, sorted."""
         return sorted(self._names(target_key))
 
     def problems(self, target_key: str, toolkit_key: str, kernel: str) -> list[dict[str, Value]]:
-        """The problems that it has a record of; no file is opened."""
+        """Return the problems that it has records of; open no file."""
         names = self._names(target_key, toolkit_key, kernel)
         return problems_of(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
     def read_record(self, target_key: str, toolkit_key: str, kernel: str, problem: dict[str, Value]) -> Record:
-        """One record, checked; raises as :meth:`Layer.read_record` says."""
+        """Return one record, checked; raises as :meth:`Layer.read_record` says."""
         address = Address(target_key, toolkit_key, kernel, problem_key(problem))
-        self._look()
+
+        def decode(data: bytes) -> Record:
+            record = decode_record(data, address)
+            if must_be_signed():
+                require_trusted(data, lambda path: read_whole(self.root / path, SIGNATURE_BYTES + 1)[0])
+            return record
+
+        self._warn_of_unfinished()
         try:
             name = f"{self.root}/{address.name}"
-            return self._read(name, LARGEST_RECORD, lambda data: self._trusted(data, address), is_record=True)
+            return self._read(name, LARGEST_RECORD, decode, is_record=True)
         except Missing as error:
             raise MissingRecord(str(error)) from None
 
     def read_blob(self, sha256: str) -> bytes:
-        """One blob, its digest checked; raises as :meth:`Layer.read_record` says."""
+        """Return one blob, its digest checked; raises as :meth:`Layer.read_record` says."""
         return self._read(f"{self.root}/{blob_name(sha256)}", LARGEST_BLOB, lambda data: check_blob(data, sha256))
 
     def signatures(self, record_sha256: str) -> dict[str, bytes]:
-        """The signatures and seals of a record, by the names of their files; what cannot be read is left out."""
+        """Return the signatures and seals of a record by the names of their files, without unreadable ones."""
         folder = self.root / LAYOUT / SIGNATURES / record_sha256[:2]
         found = {}
         with contextlib.suppress(OSError):
@@ -144,7 +148,7 @@ class FolderLayer:
             raise
         if is_record:
             self._require_unshared(name, status)
-            # The disk fetches them while the record is parsed.
+            # The disk fetches the blobs while the record is parsed.
             ask_for(f"{self.root}/{blob_name(sha256)}" for sha256 in likely_digests(data))
         try:
             return decode(data)
@@ -153,14 +157,8 @@ class FolderLayer:
             warn_once(f"{name} is bad{' and was set aside' if moved else ''}: {error}", about=name)
             raise
 
-    def _trusted(self, data: bytes, address: Address) -> Record:
-        record = decode_record(data, address)
-        if must_be_signed():
-            require_trusted(data, lambda path: read_whole(self.root / path, SIGNATURE_BYTES + 1)[0])
-        return record
-
     def _require_unshared(self, name: str, status: os.stat_result) -> None:
-        """Blobs are not looked at: the record names their sha256."""
+        # Blobs need no check: the record names their sha256.
         if others_may_write():
             return
         require_unshared(name, status)
@@ -173,33 +171,123 @@ class FolderLayer:
         except OSError as error:
             raise CacheError(f"cannot tell who can write {folder}: {error.strerror}") from None
 
-    def _names(self, *place: str) -> list[str]:
-        self._look()
-        folder = "/".join((f"{self.root}/{LAYOUT}", *place))
+    def _names(self, *names: str) -> list[str]:
+        self._warn_of_unfinished()
+        folder = "/".join((f"{self.root}/{LAYOUT}", *names))
         try:
             return os.listdir(folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            warn_once(f"{cannot_list(error)}; what lies there is passed over", about=folder)
+            warn_once(f"{cannot_list(error)}; its records are passed over", about=folder)
             return []
 
-    def _look(self) -> None:
+    def _warn_of_unfinished(self) -> None:
         if self._looked:
             return
         self._looked = True
         if left := cut_off(self.root):
             warn_once(
-                f"{self.root} holds {len(left)} unpacked pack(s) that are not all in place, as the process was killed; "
-                "the next command that writes to the cache goes on with them",
+                f"{self.root} holds {len(left)} pack(s) whose unpacking was killed; "
+                "the next command that writes to the cache finishes it",
                 about=f"unfinished {self.root}",
             )
 
 
 def problems_of(keys: Iterable[str]) -> list[dict[str, Value]]:
-    """The problems that the given keys name; other texts are left out."""
+    """Return the problems that keys name; leave out other texts."""
     problems = []
     for key in keys:
         with contextlib.suppress(CacheError):
             problems.append(parse_problem_key(key))
     return problems
+
+
+class PackLayer:
+    """A pack that is read in place and opened at its first use. A bad pack gives one warning and counts as empty.
+
+    Args:
+        path: the pack.
+        name: the layer's name for people; default the file's name.
+        origin: where the pack comes from: a ``file``, which others must not be able to write; an installed
+            ``package``, which can only be changed by those who can change its code; or tilekern's own ``wheel``, whose
+            packs need no signature either.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], name: str | None = None, origin: Origin = "file") -> None:
+        self.path = Path(path)
+        self.origin = origin
+        self.name = name or self.path.name
+        self._opened: tuple[int, Pack | None] | None = None
+
+    def __repr__(self) -> str:
+        return f"PackLayer({str(self.path)!r})"
+
+    def targets(self) -> list[str]:
+        """Return the keys of its targets, sorted."""
+        return sorted({address.target_key for address in self._addresses()})
+
+    def toolkits(self, target_key: str) -> list[str]:
+        """Return the keys of its toolkits for a target, sorted."""
+        return sorted({address.toolkit_key for address in self._addresses() if address.target_key == target_key})
+
+    def problems(self, target_key: str, toolkit_key: str, kernel: str) -> list[dict[str, Value]]:
+        """Return the problems that it has records of."""
+        place = (target_key, toolkit_key, kernel)
+        return problems_of(address.problem_key for address in self._addresses() if address[:3] == place)
+
+    def read_record(self, target_key: str, toolkit_key: str, kernel: str, problem: dict[str, Value]) -> Record:
+        """Return one record, checked; raises as :meth:`Layer.read_record` says."""
+        address = Address(target_key, toolkit_key, kernel, problem_key(problem))
+        pack = self._pack()
+        if pack is None or address not in pack.records:
+            raise MissingRecord(f"{self.path} has no {address.path}")
+        try:
+            data = pack.read(str(address.path))
+            record = decode_record(data, address)
+        except Corrupt as error:
+            warn_once(f"{self.path}: {address.path} is bad: {error}", about=self.path / address.path)
+            raise
+        if self.origin != "wheel" and must_be_signed():
+            require_trusted(data, lambda path: pack.read(str(path)))
+        return record
+
+    def read_blob(self, sha256: str) -> bytes:
+        """Return one blob, its digest checked; raises as :meth:`Layer.read_record` says."""
+        pack = self._pack()
+        if pack is None:
+            raise Missing(f"{self.path} has no blob {sha256}")
+        try:
+            return pack.read_blob(sha256)
+        except Corrupt as error:
+            warn_once(str(error), about=self.path / sha256)
+            raise
+
+    def signatures(self, record_sha256: str) -> dict[str, bytes]:
+        """Return the signatures of a record by the names of their files, without unreadable ones."""
+        signatures: dict[str, bytes] = {}
+        if pack := self._pack():
+            for name in pack.signature_names.get(record_sha256, ()):
+                with contextlib.suppress(CacheError):
+                    signatures[name.rpartition("/")[2]] = pack.read(name)
+        return signatures
+
+    def _addresses(self) -> Iterable[Address]:
+        pack = self._pack()
+        return pack.records if pack else ()
+
+    def _pack(self) -> Pack | None:
+        # Each process opens the pack itself, since a forked child shares its parent's position in the file. Without a
+        # lock: a child forked while another thread holds it would wait forever.
+        opened = self._opened
+        if opened is None or opened[0] != os.getpid():
+            try:
+                pack = Pack(self.path)
+                if self.origin == "file" and not others_may_write():
+                    require_unshared(self.path, pack.status)
+                opened = (os.getpid(), pack)
+            except CacheError as error:
+                opened = (os.getpid(), None)
+                warn_once(f"{error}; it is left out", about=self.path)
+            self._opened = opened
+        return opened[1]

@@ -1,9 +1,12 @@
 """The lookup: which record serves a problem on a target, among all layers.
 
-Order of preference, strongest first: the exact target before another GPU of the same arch, of which the likest comes
-first; the problem's own bucket
-before the nearest one; a record of today's search space before one of another; an earlier layer before a later one; the
-toolkit installed here before the newest. A record of another space gives way to none of a weaker provenance.
+Order of preference, strongest first:
+
+- the exact target before other GPUs of the same arch, the most similar first;
+- the problem's own bucket before the nearest one;
+- a record of today's search space before one of another space, unless the latter has the stronger provenance;
+- an earlier layer before a later one;
+- the toolkit installed here before the newest.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,8 +26,6 @@ from tilekern.cache.records import PROVENANCES, Record
 from tilekern.cache.trust.policy import must_be_signed
 from tilekern.warning import warn_once
 
-_outcomes: Counter[str] = Counter()
-
 
 @dataclass(frozen=True)
 class Hit:
@@ -33,10 +33,10 @@ class Hit:
 
     Attributes:
         record: the record.
-        layer: where it stood.
-        exact_target: False where it was made for another GPU of the same arch.
-        exact_bucket: False where it was made for other bucketed sizes.
-        fresh: False where the search space has changed since, so that it is not known to be the best.
+        layer: the layer that has it.
+        exact_target: False if it was made for another GPU of the same arch.
+        exact_bucket: False if it was made for other bucketed sizes.
+        fresh: False if the search space has changed since, so that it is not known to be the best.
     """
 
     record: Record
@@ -47,7 +47,7 @@ class Hit:
     fresh: bool = True
 
     def load(self, variant: str) -> bytes:
-        """The artifact of a variant, for example ``aligned``.
+        """Return the artifact of a variant, for example ``aligned``.
 
         Raises:
             CacheError: the record has no such variant.
@@ -61,15 +61,15 @@ class Hit:
 
 
 class Step(NamedTuple):
-    """One thing that a lookup tried, and what came of it.
+    """One record that a lookup tried, and the outcome.
 
     Attributes:
-        layer: the layer's name; None where the step is about all layers.
-        target_key: the GPU; ``sm_90-*`` where the step is about all other GPUs of an arch.
-        toolkit_key: the toolkit; None where the layer has none for this GPU.
-        problem: the problem of the record; None where there was no record to try.
-        outcome: ``taken``, ``not_there``, ``stale``, ``dated`` (taken only where nothing fresh is), ``weaker`` (fresh,
-            and of a weaker provenance than a dated one), ``unknown_schema``, ``untrusted``, ``bad``, ``no_records``
+        layer: the layer's name; None if the step is about all layers.
+        target_key: the GPU; ``sm_90-*`` if the step is about all other GPUs of an arch.
+        toolkit_key: the toolkit; None if the layer has none for this GPU.
+        problem: the problem of the record; None if there was no record to try.
+        outcome: ``taken``, ``not_there``, ``stale``, ``dated`` (taken only if nothing is fresh), ``weaker`` (fresh,
+            but of a weaker provenance than a dated one), ``unknown_schema``, ``untrusted``, ``bad``, ``no_records``
             (the layer has none for this GPU, or no layer has another GPU of the arch) or ``no_other_bucket``.
         detail: the outcome in words.
     """
@@ -99,25 +99,9 @@ class _Candidate:
         return Step(self.layer.name, self.target_key, self.toolkit_key, self.problem, outcome, detail)
 
 
-def lookup(
-    kernel: str,
-    problem: Mapping[str, Value],
-    *,
-    bucketed: Collection[str],
-    target_key: str,
-    arch: str,
-    toolkit_key: str | None,
-    source: str,
-    layers: Sequence[Layer],
-    trace: list[Step] | None = None,
-    unlikeness: Callable[[str], Any] = str,
-) -> Hit | None:
-    """The best record for a problem whose blobs are all there and intact, or None: the first of :func:`hits`."""
-    found = hits(
-        kernel, problem, bucketed=bucketed, target_key=target_key, arch=arch, toolkit_key=toolkit_key, source=source,
-        layers=layers, trace=trace, unlikeness=unlikeness,
-    )  # fmt: skip
-    return next(found, None)
+def lookup(kernel: str, problem: Mapping[str, Value], **options: Any) -> Hit | None:
+    """Return the first of :func:`hits`, which takes the same arguments, or None."""
+    return next(hits(kernel, problem, **options), None)
 
 
 def hits(
@@ -133,22 +117,21 @@ def hits(
     trace: list[Step] | None = None,
     unlikeness: Callable[[str], Any] = str,
 ) -> Iterator[Hit]:
-    """The records that serve a problem and whose blobs are all there and intact, the best first.
+    """Yield the records that serve a problem and whose blobs are all there and intact, the best first.
 
-    Nothing is read for one that is not asked for: whoever can use the first reads no other.
+    Records are read as they are asked for: a caller that uses the first hit reads no other.
 
     Args:
         kernel: the spec's name.
         problem: the problem with bucketed sizes, in the order of the spec's dimensions.
-        bucketed: the names of the dimensions of which a record of another size may serve.
+        bucketed: names of the dimensions in which a record of another size may serve.
         target_key: the GPU's key, ``sm_90-h200-132``.
         arch: the GPU's arch, ``sm_90``; records of targets ``sm_90-*`` may serve.
         toolkit_key: the toolkit installed here, or None.
-        source: the digest of the kernel's source today; records of another one are stale and never used.
+        source: the digest of the kernel's source today; records of another source are stale and never used.
         layers: where to look, first to last.
-        trace: where given, takes each step: what was passed over and why, and what was taken.
-        unlikeness: orders the keys of other GPUs, the best first, as :meth:`tilekern.spec.targets.Target.unlikeness`
-            does; by name where it is not given.
+        trace: a list to which each step is added: what was passed over and why, and what was taken.
+        unlikeness: sort key of other GPUs' keys, as :meth:`tilekern.spec.targets.Target.unlikeness`; default by name.
 
     Raises:
         CacheError: ``problem`` has no key, or ``TILEKERN_TRUST`` is not a policy.
@@ -157,26 +140,19 @@ def hits(
     must_be_signed()
     steps: list[Step] = [] if trace is None else trace
     wanted = dict(problem)
-    for target in itertools.chain([target_key], _relatives(target_key, arch, layers, steps, unlikeness)):
+
+    def targets() -> Iterator[str]:
+        yield target_key
+        names = {name for layer in layers for name in layer.targets() if name.startswith(f"{arch}-")} - {target_key}
+        if not names:
+            steps.append(Step(None, f"{arch}-*", None, None, "no_records", f"no layer has another GPU of {arch}"))
+        yield from sorted(names, key=unlikeness)
+
+    for target in targets():
         for of_a_problem in _candidates(kernel, wanted, bucketed, target, toolkit_key, layers, steps):
             for found in _in_order(kernel, of_a_problem, source, steps):
                 exact = target == target_key, found.candidate.problem is wanted
                 yield Hit(found.record, found.candidate.layer, *exact, found.blobs, found.freshness == FRESH)
-
-
-def skipped() -> dict[str, int]:
-    """How many records lookups of this process passed over: ``stale``, ``unknown_schema``, ``bad``, ``untrusted``."""
-    return {reason: _outcomes[reason] for reason in ("stale", "unknown_schema", "bad", "untrusted")}
-
-
-def _relatives(
-    target_key: str, arch: str, layers: Sequence[Layer], steps: list[Step], unlikeness: Callable[[str], Any]
-) -> Iterator[str]:
-    """Other GPUs of the same arch, the likest first; listed only when they are needed."""
-    names = {name for layer in layers for name in layer.targets() if name.startswith(f"{arch}-")} - {target_key}
-    if not names:
-        steps.append(Step(None, f"{arch}-*", None, None, "no_records", f"no layer has another GPU of {arch}"))
-    yield from sorted(names, key=unlikeness)
 
 
 def _candidates(
@@ -188,7 +164,7 @@ def _candidates(
     layers: Sequence[Layer],
     steps: list[Step],
 ) -> Iterator[Iterable[_Candidate]]:
-    """The places to look on one target: those of the problem itself, then those of others that may serve for it."""
+    """Yield the candidates on one target: those of the problem itself, then of other buckets, nearest first."""
     places = []
 
     def own() -> Iterator[_Candidate]:
@@ -216,36 +192,36 @@ def _candidates(
 
 
 def by_preference(toolkits: Iterable[str], installed: str | None) -> list[str]:
-    """Toolkits in the order of a lookup: the installed one, then the others from the newest to the oldest."""
+    """Return toolkits in the order of a lookup: the installed one, then the others from the newest to the oldest."""
     toolkits = list(toolkits)
     if len(toolkits) < 2:
-        return toolkits  # comparing versions compiles a pattern, which takes longer than the rest of a first lookup
+        return toolkits  # a version's pattern takes longer to compile than the rest of a first lookup
     newest_first = sorted(toolkits, key=_version, reverse=True)
     return sorted(newest_first, key=lambda toolkit: toolkit != installed)
 
 
 def _version(toolkit: str) -> list[tuple[int, str]]:
-    """A key under which 13.10 comes after 13.9."""
+    """Return a sort key under which 13.10 comes after 13.9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"[0-9]+|[^0-9]+", toolkit)]
 
 
 def _distance(
     problem: Mapping[str, Value], other: Mapping[str, Value], bucketed: Collection[str]
 ) -> tuple[float, float, str] | None:
-    """How far another problem's bucket is: sum of |log2 ratio|, then larger first; None where it cannot serve."""
+    """Return how far another bucket is: sum of |log2 ratio|, then larger first; None if it cannot serve."""
     if problem.keys() != other.keys() or problem == other:
         return None
     total = size = 0.0
     for name, value in problem.items():
-        found = other[name]
+        other_value = other[name]
         if name not in bucketed:
-            if found != value or type(found) is not type(value):
+            if other_value != value or type(other_value) is not type(value):
                 return None
             continue
-        if type(value) is not int or type(found) is not int or value < 1 or found < 1:
+        if type(value) is not int or type(other_value) is not int or value < 1 or other_value < 1:
             return None
-        total += abs(math.log2(found) - math.log2(value))
-        size += math.log2(found)
+        total += abs(math.log2(other_value) - math.log2(value))
+        size += math.log2(other_value)
     return total, -size, problem_key(other)
 
 
@@ -257,12 +233,12 @@ class _Found(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Of the provenance; 0 is the strongest."""
+        """The rank of the provenance; 0 is the strongest."""
         return PROVENANCES.index(self.record.provenance)
 
 
 def _in_order(kernel: str, candidates: Iterable[_Candidate], source: str, steps: list[Step]) -> Iterator[_Found]:
-    """Of one problem's candidates those that are fresh, then those that are valid."""
+    """Yield one problem's candidates: fresh ones first, then dated ones, then fresh ones of a weaker provenance."""
     dated: list[_Found] = []
     weaker: list[_Found] = []
     for candidate in candidates:
@@ -287,7 +263,7 @@ def _taken(found: _Found, detail: str, steps: list[Step]) -> _Found:
 
 
 def _read(kernel: str, candidate: _Candidate, source: str, steps: list[Step]) -> _Found | None:
-    """The record and its blobs, or None with the step that says why."""
+    """Return the record and its blobs, or None with a step that says why."""
     try:
         found = _load(kernel, candidate, source)
         outcome, detail = STALE, "stale: made from another source of the kernel"
@@ -295,21 +271,20 @@ def _read(kernel: str, candidate: _Candidate, source: str, steps: list[Step]) ->
         found, outcome, detail = None, "unknown_schema", str(error)
     except Untrusted as error:
         found, outcome, detail, layer = None, "untrusted", str(error), candidate.layer.name
-        warn_once(f"no such record of {layer} is loaded: {detail}", about=f"untrusted {layer}")
+        warn_once(f"a record of {layer} is not loaded: {detail}", about=f"untrusted {layer}")
     except MissingRecord:
         found, outcome, detail = None, "not_there", "not there"
     except CacheError as error:
         found, outcome, detail = None, "bad", str(error)
-        if not isinstance(error, Corrupt | Missing):  # a layer reports what is damaged; what is gone is a plain miss
+        if not isinstance(error, Corrupt | Missing):  # a layer reports damage, and a missing file is a plain miss
             warn_once(f"a record of {kernel} is passed over: {detail}", about=detail)
     if found is None:
-        _outcomes[outcome] += 1
         steps.append(candidate.step(outcome, detail))
     return found
 
 
 def _load(kernel: str, candidate: _Candidate, source: str) -> _Found | None:
-    """The record and its blobs, or None where the record is stale."""
+    """Return the record and its blobs, or None if the record is stale."""
     layer, place = candidate.layer, (candidate.target_key, candidate.toolkit_key, kernel, candidate.problem)
     for is_last in (False, True):
         record = layer.read_record(*place)
@@ -320,7 +295,7 @@ def _load(kernel: str, candidate: _Candidate, source: str) -> _Found | None:
             blobs = {sha256: layer.read_blob(sha256) for sha256 in sorted(record.digests)}
             return _Found(candidate, record, blobs, worth)
         except Missing:
-            # The record may have been removed, or another one put in its place, since it was read: look again.
+            # The record may have been removed or replaced since it was read: look again.
             if is_last:
                 raise
     return None

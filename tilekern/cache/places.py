@@ -1,45 +1,43 @@
-"""The places of caches: the user's folder, and the layers that a lookup reads by default."""
+"""Where caches are: the user's folder, and the layers that a lookup reads by default."""
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from tilekern.cache.absolute_paths import absolute, platform_folder
 from tilekern.cache.errors import NoHome
-from tilekern.cache.layers import FolderLayer, Layer
-from tilekern.cache.packs.layers import Origin, PackLayer
+from tilekern.cache.layers import FolderLayer, Layer, Origin, PackLayer
 from tilekern.cache.packs.pack import PACK_SUFFIX
 from tilekern.warning import warn, warn_once
 
 ENTRY_POINTS = "tilekern.prebuilt"
-# What people call the user's cache among the layers.
+# The name of the user's cache among the layers.
 USER = "user"
-# Folders of packs that came with code which this process has loaded, each with what people call it.
+# Folders of packs that came with code which this process has loaded, and the names of their owners.
 _added: dict[Path, str] = {}
 
 
 def user_root() -> Path:
-    """The user's cache folder: ``TILEKERN_CACHE_DIR``, else the platform's folder for caches.
+    """Return the user's cache folder: ``TILEKERN_CACHE_DIR``, else the platform's folder for caches.
 
-    A relative one stays where this process first looked for it, whatever folder the process changes to.
+    A relative path is resolved once, so it stays the same when the process changes its folder.
 
     Raises:
-        NoHome: it would lie in the user's home, and the user has none.
+        NoHome: the folder would be in the user's home, and the user has none.
     """
     chosen = os.environ.get("TILEKERN_CACHE_DIR")
     if chosen:
         return absolute(chosen)
-    import platformdirs  # slow to import, and not needed where the folder was chosen
+    import platformdirs  # slow to import, and not needed if the folder was chosen
 
     return platform_folder(platformdirs.user_cache_path, "a cache; set TILEKERN_CACHE_DIR to a folder")
 
 
 def user_root_if_any() -> Path | None:
-    """The user's cache folder, or None where there is none, which is said once."""
+    """Return the user's cache folder; None, with one warning, if the user has no home."""
     try:
         return user_root()
     except NoHome as error:
@@ -48,13 +46,14 @@ def user_root_if_any() -> Path | None:
 
 
 def default_layers(user: Path | None = None, *, looking: bool = False) -> list[Layer]:
-    """The layers of a lookup, first to last: the user's cache, ``TILEKERN_CACHE_PATH``, packages' packs, the wheel's.
+    """Return the layers of a lookup in order: the user's cache, ``TILEKERN_CACHE_PATH``, packages' packs, the wheel's.
 
-    A folder or pack of ``TILEKERN_CACHE_PATH`` that is not there is warned about once and left out.
+    A folder or pack of ``TILEKERN_CACHE_PATH`` that is not there is left out, with one warning.
 
     Args:
-        user: the user's cache where it is another folder than :func:`user_root`.
-        looking: for a tool and not for a job: bad files of the user's cache stay, and no reading counts as use.
+        user: the user's cache, if not :func:`user_root`.
+        looking: for tools instead of jobs: bad files of the user's cache are not set aside, and reading a record does
+            not count as its use.
     """
     root = user or user_root_if_any()
     own: list[Layer] = [FolderLayer(root, USER, not looking, as_use=not looking)] if root else []
@@ -64,10 +63,10 @@ def default_layers(user: Path | None = None, *, looking: bool = False) -> list[L
 
 
 def add_packs(folder: Path, owner: str) -> None:
-    """Have the lookups of this process read the packs of a folder too, before those of tilekern's wheel.
+    """Make the lookups of this process read the packs of a folder too, before those of tilekern's wheel.
 
-    They are trusted as an installed package's are: this is for code that was loaded and brings packs along. A process
-    that has looked up already calls :func:`tilekern.runtime.dispatch.forget` for them to count.
+    This is for code that brings packs along; they are trusted like an installed package's. After the first lookup, call
+    :func:`tilekern.runtime.dispatch.forget` as well.
     """
     _added[folder] = owner
 
@@ -81,7 +80,7 @@ def _path_layers(looking: bool) -> Iterator[Layer]:
         except NoHome as error:
             warn_once(f"TILEKERN_CACHE_PATH: {error}; it is left out")
             continue
-        # Those of os.path say no where those of Path raise: on a folder of a file system that has gone away.
+        # Unlike the methods of Path, these do not raise for a file system that has gone away.
         if os.path.isdir(path):
             yield FolderLayer(path, str(path), as_use=not looking)
         elif os.path.isfile(path):
@@ -91,26 +90,24 @@ def _path_layers(looking: bool) -> Iterator[Layer]:
 
 
 def _package_layers() -> Iterator[Layer]:
-    """The packs of installed packages; a package is found, not imported (its parents are, where it has any)."""
+    # Packages are located, not imported (but their parent packages are).
     import importlib.metadata  # slow to import, and looking at a cache needs none of it
 
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
-            spec = importlib.util.find_spec(entry.module)
+            spec = find_spec(entry.module)
         except (ImportError, ValueError, AttributeError):
             spec = None
-        folders = _folders(spec) if spec else []
+        folders: list[Path] = []
+        if spec and spec.submodule_search_locations is not None:
+            folders = [Path(folder) for folder in spec.submodule_search_locations]
+        elif spec and spec.origin:
+            folders = [Path(spec.origin).parent]
         if not folders:
             warn(f"entry point {entry.name} of group {ENTRY_POINTS} names {entry.module}, which cannot be found")
             continue
         for folder in folders:
             yield from _packs_of(folder, entry.name, "package")
-
-
-def _folders(spec: importlib.machinery.ModuleSpec) -> list[Path]:
-    if spec.submodule_search_locations is not None:
-        return [Path(folder) for folder in spec.submodule_search_locations]
-    return [Path(spec.origin).parent] if spec.origin else []
 
 
 def _packs_of(folder: Path, owner: str, origin: Origin) -> Iterator[Layer]:

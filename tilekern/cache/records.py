@@ -1,12 +1,13 @@
-"""The record of one problem on one target and toolkit, as JSON and back, with every field checked.
+"""The record of one problem on one target and toolkit, written as JSON and read with every field checked.
 
-msgspec parses the text and checks each field's type in one pass. A record's text ends with the sha256 of all that
-stands before it, since a flipped bit in a config reads as well as any other config, and the artifact would be launched
-by the wrong grid. Records of schema 3 do not say which bytecode an artifact was assembled from.
+msgspec parses the text and checks each field's type in one pass. A record's text ends with the sha256 of everything
+before it: a config with a flipped bit would be a valid config, and the artifact would be launched by the wrong grid.
+Records of schema 3 do not say which bytecode an artifact was assembled from.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -27,7 +28,7 @@ PROVENANCES: tuple[str, ...] = get_args(Provenance)
 LARGEST_RECORD = 16 * 2**20
 LARGEST_BLOB = 256 * 2**20
 
-# As `Record.to_json` writes that of an artifact; few records name more than an aligned and a generic one.
+# An artifact's digest as `Record.to_json` writes it; few records have more than an aligned and a generic artifact.
 _ARTIFACT_DIGEST = re.compile(rb'\n   "sha256": "([0-9a-f]{64})"')
 _USUAL_ARTIFACTS = 4
 # A field that holds a sha256, and one that counts something.
@@ -39,11 +40,11 @@ _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
 class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How an artifact is launched that does not follow cuTile's own way, and does not say so itself.
+    """How to launch an artifact of another compiler than cuTile's.
 
     Attributes:
         block: threads of a block, in three dimensions.
-        cluster: blocks of a cluster; 1 for none.
+        cluster: blocks of a cluster; 1 for no clusters.
         cooperative: whether all blocks must be resident at once.
         shared_bytes: dynamic shared memory of a block.
     """
@@ -55,19 +56,21 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The compiled form of a candidate; the bytes themselves are the blob of the name ``sha256``.
+    """The compiled form of a candidate; its bytes are the blob named ``sha256``.
+
+    The cache does not interpret ``config``, ``assumptions`` and ``resources``.
 
     Attributes:
         sha256: digest of the bytes, in hexadecimal.
         size: length in bytes.
         symbol: the entry point's name inside the artifact.
-        config: the config that it was compiled for; not looked at by the cache.
-        assumptions: what its arguments must satisfy; not looked at by the cache.
-        resources: registers, spill_bytes, shared_bytes, threads and the like; not looked at by the cache.
-        launch: how it is launched; None for cuTile's own way, in which the artifact says what it needs.
-        compiler: name and version of the compiler that made it; None where that is the record's toolkit.
-        bytecode: sha256 of the Tile IR bytecode, without its debug information, that it was assembled from; None in
-            schema 3, and of another compiler.
+        config: the config that it was compiled for.
+        assumptions: what its arguments must satisfy.
+        resources: registers, spill_bytes, shared_bytes, threads and the like.
+        launch: how it is launched; None for cuTile's artifacts, which say themselves what they need.
+        compiler: name and version of the compiler that made it; None for the record's toolkit.
+        bytecode: sha256 of the Tile IR bytecode, without debug information, that it was assembled from; None in
+            schema 3, and for another compiler.
     """
 
     sha256: Digest
@@ -82,12 +85,12 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BestKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The best config that needs no library, where a library runs the winner.
+    """The best config that needs no library, in a record whose winner is run by a library.
 
     Attributes:
-        config: the config; the record's artifacts are its, but where it is made of other kernels and has none.
-        measurement: None, or what was timed, as of the winner in the same run.
-        check: None, or how far it was from the reference.
+        config: the config; the record's artifacts are those of it, if it is not a composite of other kernels.
+        measurement: None, or its timings from the same run as the winner's.
+        check: None, or how far its result was from the reference.
     """
 
     config: dict[str, Any]
@@ -99,24 +102,25 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The cache's entry for one problem on one target and toolkit.
 
     Attributes:
-        schema: the form of its text, 3 or 4; one that was read is written as it was, so that signatures hold.
+        schema: the form of its text, 3 or 4; a record is written in the schema that it was read in, so that its
+            signatures stay valid.
         kernel: the spec's name.
-        module: dotted name of the module that holds the kernel's device code.
+        module: dotted name of the module with the kernel's device code.
         problem: the problem with bucketed sizes, in the order of its key.
-        target: the GPU: ``key``, ``name``, ``arch`` (text) and whatever else describes it.
+        target: the GPU: ``key``, ``name``, ``arch`` (text) and further facts about it.
         toolkit: the compiler: ``key`` (text) and the versions of its parts.
         source_digest: the digest of the kernel's source that its artifacts are valid for
             (:func:`tilekern.spec.source.source_digest`).
-        space_digest: the digest of the source in whose search space it won; another one where an edit changed the space
-            but none of the record's machine code.
+        space_digest: the digest of the source in whose search space it won; differs from ``source_digest`` if an edit
+            changed the space but not the record's machine code.
         provenance: ``measured``, ``predicted`` or ``default``.
         config: the winner.
         artifacts: by the variant's name, for example ``aligned`` and ``generic``.
-        best_kernel: None, or where a library runs the winner, what runs where the library does not.
-        measurement: None, or what was timed: ``median_us``, ``default_us`` (the default config in the same run) and
-            its spread; needed where the provenance is ``measured``.
-        prediction: None, or what was predicted: ``time_us`` and what it was derived from.
-        check: None, or how far the winner was from the reference.
+        best_kernel: None, or the best kernel for users without the library that runs the winner.
+        measurement: None, or timings: ``median_us``, ``default_us`` (the default config in the same run) and the
+            spread; required if the provenance is ``measured``.
+        prediction: None, or the prediction: ``time_us`` and what it was derived from.
+        check: None, or how far the winner's result was from the reference.
         runners_up: the next best candidates.
         candidates: how many were tried.
         failed: how many of them failed.
@@ -147,12 +151,12 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @cached_property
     def address(self) -> Address:
-        """The address of the record in a cache."""
+        """The record's address in a cache."""
         return Address(self.target["key"], self.toolkit["key"], self.kernel, problem_key(self.problem))
 
     @cached_property
     def data(self) -> bytes:
-        """The bytes of its file, which signatures are over; of a record that was made here, those that a file gets."""
+        """The bytes of its file, which signatures cover; for a record that is not in a file, those it would have."""
         return self.to_json().encode()
 
     @property
@@ -161,7 +165,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return frozenset(artifact.sha256 for artifact in self.artifacts.values())
 
     def to_json(self) -> str:
-        """The record as JSON; equal records give equal text.
+        """Return the record as JSON; equal records give equal text.
 
         Raises:
             CacheError: a field holds something that JSON cannot.
@@ -175,11 +179,11 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Record:
-        """The record that ``text`` holds, with every field's type and form checked.
+        """Parse a record and check the type and form of every field.
 
         Raises:
-            UnknownSchema: it was written under another schema.
-            Corrupt: it is not JSON, a field is missing, unknown, or not what it must be, or the text was changed since.
+            UnknownSchema: it was written in an unknown schema.
+            Corrupt: it is not JSON, a field is missing, unknown or wrong, or the text was changed since.
         """
         data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
         contents, ending = data[:-_ENDING_BYTES], data[-_ENDING_BYTES:]
@@ -187,7 +191,8 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         try:
             record = _RECORD.decode(contents + b"}" if is_sealed else data)
         except _NOT_PARSED as error:
-            _check_schema(_schema_in(data), is_sealed)
+            with contextlib.suppress(*_NOT_PARSED):
+                _check_schema(_ONLY_SCHEMA.decode(data).schema, is_sealed)
             raise _not_parsed("record", error) from None
         _check_schema(record.schema, is_sealed)
         if is_sealed and ending != _ending(contents):
@@ -201,16 +206,11 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return record
 
 
-# Fields that stand in the text only where they hold something.
+# Fields that are left out of the text if they are None.
 _LEFT_OUT = frozenset({"best_kernel", "launch", "compiler", "bytecode"})
 
 
 def _fields(item: object) -> dict[str, Any]:
-    """A part of a record as JSON has it.
-
-    Raises:
-        TypeError: it is none.
-    """
     if not isinstance(item, Launch | Artifact | BestKernel | Record):
         raise TypeError(f"a value of type {type(item).__name__}")
     fields = msgspec.structs.asdict(item)
@@ -234,23 +234,8 @@ def _ending(contents: bytes) -> bytes:
 _ENDING_BYTES = len(_ending(b""))
 
 
-def _schema_in(data: bytes) -> int | None:
-    """The schema that a text names, where it is not a record of today; None where it names none."""
-    try:
-        return _ONLY_SCHEMA.decode(data).schema
-    except _NOT_PARSED:
-        return None
-
-
-def _check_schema(schema: int | None, is_sealed: bool) -> None:
-    """Whether a record's schema is known, and its text ends as that schema has it; None is not looked at.
-
-    Raises:
-        UnknownSchema: the record was written under another schema.
-        Corrupt: there is no such schema, or the digest at the end is missing.
-    """
-    if schema is None:
-        return
+def _check_schema(schema: int, is_sealed: bool) -> None:
+    """Raise UnknownSchema or Corrupt if the schema is unknown or wrong, or the digest at the end is missing."""
     if schema < 1:
         raise Corrupt(f"schema must be {OLDEST_SCHEMA} or {SCHEMA}, got {schema!r:.60}")
     if not OLDEST_SCHEMA <= schema <= SCHEMA:
@@ -262,16 +247,15 @@ def _check_schema(schema: int | None, is_sealed: bool) -> None:
 
 
 def _not_parsed(what: str, error: Exception) -> Corrupt:
-    """The error of msgspec about a text, in one line."""
-    said = " ".join(str(error).split())[:200]
-    return Corrupt(f"{what}: {said}" if isinstance(error, msgspec.ValidationError) else f"not valid JSON: {said}")
+    reason = " ".join(str(error).split())[:200]
+    return Corrupt(f"{what}: {reason}" if isinstance(error, msgspec.ValidationError) else f"not valid JSON: {reason}")
 
 
 def decode_record(data: bytes, address: Address | None) -> Record:
-    """The record in the bytes of the file at ``address``, which is None where no record may stand.
+    """Return the record in the bytes of the file at ``address`` (None for a path that is not that of a record).
 
     Raises:
-        UnknownSchema: it was written under another schema.
+        UnknownSchema: it was written in an unknown schema.
         Corrupt: it is not a whole record, or it belongs at another address.
     """
     record = record_of(data)
@@ -281,10 +265,10 @@ def decode_record(data: bytes, address: Address | None) -> Record:
 
 
 def record_of(data: bytes) -> Record:
-    """The record in the bytes of a file, wherever that stands; it remembers the bytes.
+    """Return the record in the bytes of a file, at whatever path; it keeps the bytes.
 
     Raises:
-        UnknownSchema: it was written under another schema.
+        UnknownSchema: it was written in an unknown schema.
         Corrupt: it is not a whole record.
     """
     record = Record.from_json(data)
@@ -293,15 +277,15 @@ def record_of(data: bytes) -> Record:
 
 
 def likely_digests(data: bytes) -> list[str]:
-    """The sha256 of the first blobs that a record's text seems to refer to, before it is parsed and checked."""
+    """Return the sha256 of the first blobs that a record's text seems to name, before it is parsed and checked."""
     return [found[1].decode() for found in itertools.islice(_ARTIFACT_DIGEST.finditer(data), _USUAL_ARTIFACTS)]
 
 
 def check_blob(data: bytes, sha256: str) -> bytes:
-    """``data`` where its digest is ``sha256``.
+    """Return ``data`` if its digest is ``sha256``.
 
     Raises:
-        Corrupt: its digest is another.
+        Corrupt: it has another digest.
     """
     digest = hashlib.sha256(data).hexdigest()
     if digest != sha256:
@@ -310,10 +294,10 @@ def check_blob(data: bytes, sha256: str) -> bytes:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """The JSON object in ``text``; ``NaN``, ``Infinity``, lone surrogates and numbers beyond a float are refused.
+    """Return the JSON object in ``text``.
 
     Raises:
-        Corrupt: it is anything else.
+        Corrupt: it is anything else, or has ``NaN``, ``Infinity``, lone surrogates or numbers beyond a float.
     """
     try:
         document = msgspec.json.decode(text)
@@ -325,7 +309,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def _check_sense(record: Record) -> None:
-    """Check the rules that the types alone do not state."""
+    """Check the rules that types cannot express."""
     for name, artifact in record.artifacts.items():
         check_name("a variant", name)
         if artifact.launch and math.prod(artifact.launch.block) > _MOST_THREADS:
@@ -343,12 +327,9 @@ def _check_sense(record: Record) -> None:
     _ = record.address  # raises where the problem can have no key
     if record.provenance == "measured" and not record.measurement:
         raise Corrupt("a measured record must have a measurement")
-    if not _is_in_utc(record.created):
-        raise Corrupt(f"created must be a time in UTC such as 2026-01-31T12:00:00+00:00, got {record.created!r:.60}")
-
-
-def _is_in_utc(created: str) -> bool:
     try:
-        return datetime.fromisoformat(created).utcoffset() == timedelta(0)
+        offset = datetime.fromisoformat(record.created).utcoffset()
     except ValueError:
-        return False
+        offset = None
+    if offset != timedelta(0):
+        raise Corrupt(f"created must be a time in UTC such as 2026-01-31T12:00:00+00:00, got {record.created!r:.60}")

@@ -1,7 +1,7 @@
-"""Turns of processes that want to make the same record at the same moment: one makes it, the others read it.
+"""Turns of processes that want to make the same record at the same time: one makes it, the others read it.
 
-A turn saves double work and guards nothing. On a network's disk it may hold on one node only, whoever waits too long
-goes on without one, and so does everybody where no file can be locked.
+Turns only save double work; nothing relies on them. On a network's disk a lock may hold on one node only. A process
+that waits too long goes on without a turn, and so do all if no file can be locked.
 """
 
 from __future__ import annotations
@@ -17,63 +17,46 @@ from pathlib import Path
 from tilekern.cache.files import make_folder
 
 _FOLDER = "turns"
-# How long one process waits for another. A default takes its compiler some seconds.
+# How long one process waits for another. Compiling a default takes some seconds.
 LONGEST_S = 60.0
 _POLL_S = 0.05
 
 
 @contextlib.contextmanager
 def turn(root: Path | None, what: str) -> Iterator[bool]:
-    """Wait for the turn to make something, and have it within the block.
-
-    Args:
-        root: the cache's root; None where there is none, and so nobody to wait for.
-        what: names what is made, among all that share the cache.
+    """Wait for the turn to make ``what`` in the cache at ``root`` (if any), and hold it during the block.
 
     Yields:
         Whether another process had the turn before, and may have made it.
     """
-    descriptor = None if root is None else _opened(path := _file(root, what))
-    if descriptor is None:
+    if root is None:
+        yield False
+        return
+    path = root / _FOLDER / f"{hashlib.sha256(what.encode()).hexdigest()}.lock"
+    try:
+        make_folder(path.parent)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError:
         yield False
         return
     try:
-        yield _has_waited(descriptor)
+        began, has_waited = time.monotonic(), False
+        while time.monotonic() - began < LONGEST_S:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                has_waited = True
+                time.sleep(_POLL_S)
+            except OSError:  # this file system does not support locks
+                break
+            else:
+                break
+        yield has_waited
     finally:
         with contextlib.suppress(OSError):
-            # Whoever waits for this very file comes next; who comes later makes one anew, and waits for nobody.
+            # A process that waits for this very file is next; a later one makes a new file and waits for nobody.
             os.unlink(path)
-        # Not by closing alone: a child that was forked meanwhile has it open as well.
+        # Closing is not enough: a child that was forked meanwhile has the file open too.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
-
-
-def _file(root: Path, what: str) -> Path:
-    return root / _FOLDER / f"{hashlib.sha256(what.encode()).hexdigest()}.lock"
-
-
-def _opened(path: Path) -> int | None:
-    """The open file; None where it cannot be made."""
-    try:
-        make_folder(path.parent)
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    except OSError:
-        return None
-
-
-def _has_waited(descriptor: int) -> bool:
-    """Lock a file, waiting for whoever has it locked for a while; whether anybody had."""
-    began = time.monotonic()
-    waited = False
-    while time.monotonic() - began < LONGEST_S:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waited = True
-            time.sleep(_POLL_S)
-        except OSError:  # this file system locks nothing
-            break
-        else:
-            break
-    return waited

@@ -1,8 +1,8 @@
-"""The wanted list: problems that were asked for at run time and were not in the cache, one file each.
+"""The wanted list: problems that jobs asked for and did not find in the cache, one file each.
 
 ``<item>.json`` is a problem, written once; its name is the digest of kernel, problem and target. ``<process>.misses``
-is how often one process ran the problems that it missed, written anew as they grow, by that process alone. Those of
-processes that are over are summed up into one.
+counts how often one process ran each problem that it missed; that process rewrites it as the counts grow. The counts of
+processes that have ended are merged into one file.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from tilekern.cache.records import LARGEST_RECORD, parse_object
 
 _SCHEMA = 1
 _MISSES = ".misses"
-# No process runs so often; a larger count is damage, and no number of a program's that reckons with it.
+# A larger count is damage.
 _MOST_MISSES = 1 << 53
 _PROCESS = re.compile(r"[0-9a-f]{8,64}")
-# A process writes its counts every minute while they grow; one that has not for so long is taken to be over.
+# Seconds without a new count after which a process counts as ended; counts that grow are written every minute.
 _OVER_S = 86400.0
-# So many counts may stand before a process that comes new sums up the old ones.
+# With more files of counts than this, a new process merges the old ones.
 _MANY = 32
 
 
 def note_wanted(root: Path, kernel: str, problem: Mapping[str, Value], target: Mapping[str, Any], reason: str) -> bool:
-    """Write down that a problem was asked for on a target; once for each kernel, problem and target.
+    """Add a problem to the list, once for each kernel, problem and target.
 
     Returns:
-        True where this call wrote it down; False where it stood there already or the folder cannot be written.
+        True if this call added it; False if it was there already or the folder cannot be written.
 
     Raises:
         CacheError: the kernel or the problem cannot be the name of a record, or the target is not JSON data.
@@ -59,7 +59,7 @@ def note_wanted(root: Path, kernel: str, problem: Mapping[str, Value], target: M
 
 
 def wanted_name(kernel: str, problem: Mapping[str, Value], target: Mapping[str, Any]) -> str:
-    """The name of a problem in the list: 64 hexadecimal digits; raises as :func:`note_wanted` does."""
+    """Return the name of a problem in the list, 64 hexadecimal digits; raises as :func:`note_wanted` does."""
     return _digest(_wanted(kernel, problem, target))
 
 
@@ -78,37 +78,31 @@ def _digest(wanted: Mapping[str, Any]) -> str:
 
 
 def read_wanted(root: Path) -> list[dict[str, Any]]:
-    """The problems that were asked for, oldest first: ``kernel``, ``problem``, ``target``, ``reason``, ``created``.
+    """Return the list, oldest first: ``kernel``, ``problem``, ``target``, ``reason``, ``created``.
 
-    Files that are not whole are left out.
+    Damaged files are left out.
     """
     wanted = []
     for path in _files(root):
-        try:
-            item = parse_object(read_whole(path, LARGEST_RECORD)[0].decode())
-        except (CacheError, UnicodeDecodeError):
-            continue
+        item = _read(path)
         if item.pop("schema", None) == _SCHEMA and _is_whole(item):
             wanted.append(item)
     return sorted(wanted, key=lambda item: (item["created"], item["kernel"], problem_key(item["problem"])))
 
 
 def note_misses(root: Path, process: str, misses: Mapping[str, int]) -> bool:
-    """Write down how often a process ran problems of the list so far, in place of what it wrote before.
+    """Write how often a process has run problems of the list so far, replacing its earlier counts.
 
-    Args:
-        root: the cache's root.
-        process: names the process among all that share the cache: hexadecimal digits.
-        misses: runs by the problem's name (:func:`wanted_name`).
+    ``process`` is 8 to 64 hexadecimal digits that identify the process; ``misses`` are runs by :func:`wanted_name`.
 
     Returns:
-        False where there is no list, or the folder cannot be written.
+        False if there is no list, or the folder cannot be written.
 
     Raises:
         CacheError: a name is not that of a process or a problem.
     """
     if not _PROCESS.fullmatch(process):
-        raise CacheError(f"a process is named by 8 to 64 hexadecimal digits, got {process!r}")
+        raise CacheError(f"the name of a process must be 8 to 64 hexadecimal digits, got {process!r}")
     text = json.dumps({"schema": _SCHEMA, "misses": {check_digest("a problem", k): n for k, n in misses.items()}})
     path = _folder(root) / f"{process}{_MISSES}"
     try:
@@ -124,19 +118,19 @@ def note_misses(root: Path, process: str, misses: Mapping[str, int]) -> bool:
 
 
 def sum_up_misses(root: Path) -> int:
-    """Put the counts of processes that are over into one file, those of the list's problems alone.
+    """Merge the counts of processes that have ended into one file, for problems that are still on the list.
 
-    Counts that another version of tilekern wrote are left alone, and so is a folder that cannot be written.
+    Counts of another version of tilekern are left alone, and so is a folder that cannot be written.
 
     Returns:
-        How many files became one.
+        The number of files that were merged.
     """
     oldest = time.time() - _OVER_S
     sums: Counter[str] = Counter()
     taken: dict[Path, Path] = {}
     left = {path.stem for path in _files(root)}
     for path in _files(root, _MISSES):
-        # Renamed first: of two processes that sum up at the same moment one has it.
+        # Renamed first, so that only one of two processes takes it.
         mine = path.with_name(f".{os.urandom(12).hex()}{TEMPORARY_SUFFIX}")
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < oldest:
@@ -163,20 +157,17 @@ def sum_up_misses(root: Path) -> int:
 
 
 def read_misses(root: Path) -> dict[str, int]:
-    """How often the problems of the list were run in place of a tuned kernel, by name, over all processes.
-
-    Files that cannot be read count for nothing.
-    """
-    found: Counter[str] = Counter()
+    """Return how often all processes ran the problems of the list untuned, by name; skip unreadable files."""
+    runs: Counter[str] = Counter()
     for path in _files(root, _MISSES):
-        found.update(_misses_of(path) or {})
-    return dict(found)
+        runs.update(_misses_of(path) or {})
+    return dict(runs)
 
 
 def remove_wanted(root: Path, names: Collection[str]) -> int:
-    """Take problems off the list, and counts of none that is left; how many problems stood there.
+    """Remove problems from the list, and counts of no problem that is left; return how many were on it.
 
-    Counts that another version of tilekern wrote are left alone.
+    Counts of another version of tilekern are left alone.
 
     Raises:
         CacheError: a name is not that of a problem, or a file cannot be deleted.
@@ -191,7 +182,7 @@ def remove_wanted(root: Path, names: Collection[str]) -> int:
 
 
 def clear_wanted(root: Path) -> int:
-    """Empty the list; the number of problems that stood there.
+    """Empty the list; return how many problems were on it.
 
     Raises:
         CacheError: a file cannot be deleted.
@@ -203,7 +194,6 @@ def clear_wanted(root: Path) -> int:
 
 
 def _unlink(root: Path, name: str) -> bool:
-    """Delete a file of the list; False where it was not there."""
     try:
         return unlink_below(Path(root), PurePosixPath(LAYOUT, WANTED, name))
     except OSError as error:
@@ -211,17 +201,21 @@ def _unlink(root: Path, name: str) -> bool:
 
 
 def _misses_of(path: Path) -> dict[str, int] | None:
-    """The counts of a file, empty where it is damaged; None where another version of tilekern wrote it."""
-    try:
-        item = parse_object(read_whole(path, LARGEST_RECORD)[0].decode())
-    except (CacheError, UnicodeDecodeError):
-        return {}
+    """Return the counts in a file: empty if it is damaged, None if another version of tilekern wrote it."""
+    item = _read(path)
     misses, schema = item.get("misses"), item.get("schema")
     if schema != _SCHEMA and type(schema) is int:
         return None
     if schema != _SCHEMA or not isinstance(misses, dict):
         return {}
     return {name: n for name, n in misses.items() if type(n) is int and 0 < n <= _MOST_MISSES}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return parse_object(read_whole(path, LARGEST_RECORD)[0].decode())
+    except (CacheError, UnicodeDecodeError):
+        return {}
 
 
 def _is_whole(item: Mapping[str, Any]) -> bool:

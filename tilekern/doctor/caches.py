@@ -122,8 +122,8 @@ def _counts(report: Report, layer: Layer, target: Target | None) -> Counter[str]
 
 def _files_below(report: Report, root: Path) -> list[str]:
     """Return the files below a root that may be records; complain about what cannot be listed."""
+    from tilekern.cache.folders import cannot_list, files_below, is_gone
     from tilekern.cache.keys import LAYOUT, OWN_FOLDERS
-    from tilekern.cache.walking import cannot_list, files_below, is_gone
 
     def fail(error: OSError) -> None:
         if not is_gone(error):

@@ -1,6 +1,6 @@
-"""Bounds of a zip file, checked before anything in it is read: they keep a crafted one from taking memory or disk.
+"""Limits of a zip file, checked before anything in it is read, so that a crafted one takes no memory or disk.
 
-The bounds are far above what a pack of a whole model has (250 members, 7:1) and far below what hurts.
+They are far above what a pack of a whole model has (250 members, 7:1) and far below what hurts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tilekern.cache.errors import CacheError
 MOST_MEMBERS = 250_000
 LARGEST_DIRECTORY = 64 * 2**20
 MOST_COMPRESSED = 100
-# A small pack may be compressed as well as it likes.
+# Contents of this size are always allowed, however well they are compressed.
 ALWAYS_ALLOWED = 64 * 2**20
 _END = struct.Struct("<4s4H2LH")
 _END_MAGIC, _ENTRY_MAGIC = b"PK\5\6", b"PK\1\2"
@@ -27,7 +27,7 @@ _ENCRYPTED = 0x1
 
 
 def check_directory(file: BinaryIO) -> None:
-    """Bound the list of members before it is read into memory, entry by entry, at many times its size.
+    """Check the size of the list of members before zipfile reads it into many times that memory.
 
     Raises:
         CacheError: it is too long, has too many entries, or is not the last thing in the file.
@@ -37,7 +37,7 @@ def check_directory(file: BinaryIO) -> None:
     tail = file.read()
     if len(tail) < _END.size or not tail[-_END.size :].startswith(_END_MAGIC):
         raise CacheError("it does not end as a zip file without a comment")
-    length, start, end = _place(tail, size)
+    length, start, end = _directory_of(tail, size)
     if start + length != end:
         raise CacheError("it has bytes before its first member or after its last")
     if length > LARGEST_DIRECTORY:
@@ -49,10 +49,10 @@ def check_directory(file: BinaryIO) -> None:
 
 
 def check_entries(entries: Sequence[zipfile.ZipInfo], size: int) -> None:
-    """Refuse members that only other programs write, and more contents than a file of ``size`` bytes has honestly.
+    """Refuse members that only other programs write, and too much contents for a file of ``size`` bytes.
 
     Raises:
-        CacheError: a member is encrypted or compressed by another method, or all together are too large.
+        CacheError: a member is encrypted or compressed by another method, or the contents are too large.
     """
     for entry in entries:
         if entry.flag_bits & _ENCRYPTED or entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -61,21 +61,13 @@ def check_entries(entries: Sequence[zipfile.ZipInfo], size: int) -> None:
 
 
 def check_ratio(contents_bytes: int, size: int) -> None:
-    """Refuse a file of ``size`` bytes that unpacks to far more.
-
-    Raises:
-        CacheError: it does.
-    """
+    """Raise CacheError if a file of ``size`` bytes unpacks to far more."""
     if contents_bytes > max(ALWAYS_ALLOWED, MOST_COMPRESSED * size):
         raise CacheError(f"{size} bytes would unpack to {contents_bytes}, more than {MOST_COMPRESSED} times as many")
 
 
 def check_clashes(names: Collection[str]) -> None:
-    """Refuse names that are one file, or one folder, where upper and lower case are the same.
-
-    Raises:
-        CacheError: two clash.
-    """
+    """Raise CacheError if two files or folders would be one on a file system that ignores case."""
     places = set(names)
     for folder in {name.rpartition("/")[0] for name in names}:
         parts = folder.split("/")
@@ -87,8 +79,8 @@ def check_clashes(names: Collection[str]) -> None:
             raise CacheError(f"{other!r:.300} and {place!r:.300} differ in upper and lower case alone")
 
 
-def _place(tail: bytes, size: int) -> tuple[int, int, int]:
-    """The length and start of the list of members, and where what comes after it starts, all in bytes."""
+def _directory_of(tail: bytes, size: int) -> tuple[int, int, int]:
+    """Return the length, start and end of the list of members, in bytes."""
     _, _, _, _, _, length, start, _ = _END.unpack(tail[-_END.size :])
     end = size - _END.size
     locator = tail[-_END.size - _LOCATOR.size : -_END.size]

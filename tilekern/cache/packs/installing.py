@@ -1,4 +1,4 @@
-"""Taking a pack into a cache: all of it is checked before anything is written, and it goes in whole or not at all."""
+"""Install a pack into a cache: all of it is checked before anything is written, and it is installed whole or not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from tilekern.cache.errors import CacheError, UnknownSchema, Untrusted
 from tilekern.cache.files import read_whole
+from tilekern.cache.folders import write_below
 from tilekern.cache.freshness import FRESH, STALE, freshness
 from tilekern.cache.keys import Address, blob_path, signature_path
 from tilekern.cache.packs.incoming import Incoming, finish_incoming, remove_abandoned
@@ -30,27 +31,27 @@ def install_pack(
     made_now: Collection[str] = (),
     today: Today | None = None,
 ) -> int:
-    """Put a pack's records, blobs and signatures into a store, after all of them have been checked: all or nothing.
+    """Put a pack's records, blobs and signatures into a store, all or nothing, once all are checked.
 
-    A record that is better in the store stays (:func:`has_better`). Where the policy is ``signed``, every record must
-    be signed by a trust root.
+    A record in the store stays if it is better (:func:`has_better`). Under the policy ``signed``, every record must be
+    signed by a trust root.
 
     Args:
         path: the pack.
         store: the cache.
-        own: the sha256 of the bytes of records that this very process made and put into the pack; under ``signed``
-            they are sealed in place of signed.
-        made_now: the sha256 of the bytes of records that this process made, of its own artifacts or others'. Nothing
-            in the store is newer, whatever its date says.
-        today: gives the digests of a record's kernel by its source of today, by which :func:`has_better` judges.
+        own: sha256 of the records in the pack that this very process made; under ``signed`` they are sealed and need
+            no signature.
+        made_now: sha256 of the records that this process made, of its own artifacts or others'. They count as newer
+            than any in the store, whatever the dates.
+        today: returns the digest of a record's kernel by its source today, for :func:`has_better`.
 
     Returns:
         The number of records written.
 
     Raises:
         Corrupt: anything in the pack is wrong; nothing was written.
-        Untrusted: the policy is ``signed``, and no trust root signed a record; nothing was written.
-        UnknownSchema: another version of tilekern wrote the pack, or a record that it would replace; nothing was
+        Untrusted: the policy is ``signed``, and a record is not signed by a trust root; nothing was written.
+        UnknownSchema: another version of tilekern wrote the pack or a record that it would replace; nothing was
             written.
         CacheError: the pack cannot be read, or the store cannot be written.
     """
@@ -58,7 +59,10 @@ def install_pack(
     signatures = pack.signatures()
     for record, _ in checked_contents(pack):
         if must_be_signed() and pack.members[str(record.address.path)].sha256 not in own:
-            _require_trusted(pack, record)
+            try:
+                require_trusted(pack.read(str(record.address.path)), lambda name: pack.read(str(name)))
+            except Untrusted as error:
+                raise Untrusted(f"{pack.path}: {record.address.path}: {error}; nothing was unpacked") from None
     finish_incoming(store.root)
     chosen = [
         address
@@ -72,35 +76,31 @@ def install_pack(
                 incoming.add(_files(pack, store, address, signatures, own))
             if chosen:
                 incoming.commit()
-        _put_back_blobs(pack, store, chosen)
+        # A garbage collection may have deleted a blob that was there, before its new record was.
+        for address in chosen:
+            for blob in pack.read_record(address).digests:
+                if not (store.root / blob_path(blob)).exists():
+                    write_below(store.root, blob_path(blob), pack.read_blob(blob))
     except OSError as error:
         raise CacheError(f"cannot write to the cache folder {store.root}: {error.strerror or error}") from None
     return len(chosen)
 
 
-def _require_trusted(pack: Pack, record: Record) -> None:
-    try:
-        require_trusted(pack.read(str(record.address.path)), lambda name: pack.read(str(name)))
-    except Untrusted as error:
-        raise Untrusted(f"{pack.path}: {record.address.path}: {error}; nothing was unpacked") from None
-
-
 def has_better(store: Store, offered: Record, today: Today | None = None, *, made_now: bool = False) -> bool:
-    """Whether a store's record of the same problem, target and toolkit is better than one that is offered.
+    """Return whether a store's record of the same problem, target and toolkit is better than an offered one.
 
-    One that is valid beside today's source of the kernel is better than one that is not. Then measured beats predicted,
-    and predicted beats default. Of two that are equal in that, and were chosen from other search spaces, that of
-    today's is the better. Else the newer one is, so that an old pack takes nothing back.
+    The better one is, in this order: valid for today's source of the kernel; of the stronger provenance (measured, then
+    predicted, then default); of today's search space; the newer one. So an old pack does not undo newer records.
 
     Args:
         store: the cache.
         offered: the other record.
-        today: gives the digests of a record's kernel by its source of today, None where that is not installed here.
+        today: returns the digest of a record's kernel by its source today, or None if that is not installed here.
         made_now: whether the offered record was made just now: it is of today's source, and newer than any, whatever
-            dates say, which are by the clocks of two machines.
+            the dates, which come from the clocks of two machines.
 
     Raises:
-        UnknownSchema: another version of tilekern wrote it; only that one may replace it.
+        UnknownSchema: another version of tilekern wrote the store's record; only that version may replace it.
     """
     address = offered.address
     path = store.root / address.path
@@ -108,7 +108,7 @@ def has_better(store: Store, offered: Record, today: Today | None = None, *, mad
         data, _ = read_whole(path, LARGEST_RECORD, as_use=False)
         present = decode_record(data, address)
         if not made_now and must_be_signed():
-            # One that nobody loads keeps none away that a trust root signed.
+            # A record that is never loaded must not keep out a signed one.
             require_trusted(data, lambda name: read_whole(store.root / name, SIGNATURE_BYTES + 1)[0])
     except UnknownSchema as error:
         raise UnknownSchema(f"{path} is left alone: {error}") from None
@@ -132,7 +132,7 @@ def has_better(store: Store, offered: Record, today: Today | None = None, *, mad
 def _files(
     pack: Pack, store: Store, address: Address, signatures: _Signatures, own: Collection[str]
 ) -> dict[PurePosixPath, bytes]:
-    """The blobs and signatures of a record, and the record, byte for byte as the pack has it."""
+    """Return a record with its blobs and signatures, byte for byte as in the pack."""
     name = str(address.path)
     data, digest = pack.read(name), pack.members[name].sha256
     files = {signature_path(digest, key): text for key, text in signatures.get(digest, {}).items()}
@@ -143,13 +143,3 @@ def _files(
         if not store.keep_blob(blob):
             files[blob_path(blob)] = pack.read_blob(blob)
     return files
-
-
-def _put_back_blobs(pack: Pack, store: Store, chosen: list[Address]) -> None:
-    """A garbage collection may have taken a blob that was there, before its new record was."""
-    for address in chosen:
-        for blob in pack.read_record(address).digests:
-            if not (store.root / blob_path(blob)).exists():
-                with Incoming(store.root) as incoming:
-                    incoming.add({blob_path(blob): pack.read_blob(blob)})
-                    incoming.commit()

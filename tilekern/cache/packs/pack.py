@@ -1,8 +1,8 @@
-"""A pack is one file that carries records and blobs to another machine: a zip file, read in place.
+"""A pack is one file that carries records and blobs to another machine: a zip file that is read in place.
 
-Its members are ``manifest.json``, then records, blobs and signatures under the very paths that they have in a cache.
-The manifest gives the sha256 and size of each; a member that the manifest or the layout does not allow makes the pack
-bad. docs/cache-format.md has the whole form.
+Its members are ``manifest.json``, then records, blobs and signatures under the same paths as in a cache. The manifest
+gives the sha256 and size of each. A member that is not in the manifest, or has no path of a cache, makes the pack bad.
+docs/cache-format.md describes the form.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import struct
 import weakref
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from tilekern.cache.entries import Entry, Where, entry_of
 from tilekern.cache.errors import CacheError, Corrupt, Missing, UnknownSchema
 from tilekern.cache.keys import (
     SIGNATURE_SUFFIX,
@@ -35,10 +36,10 @@ from tilekern.cache.trust.signing import SIGNATURE_BYTES, check_signature
 PACK_SUFFIX = ".pack"
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 64 * 2**20
-# Version 2 has signatures; a pack without any is written as version 1, which every tilekern reads.
+# Version 2 has signatures; a pack without them is written as version 1, which every tilekern reads.
 UNSIGNED, SIGNED = 1, 2
 FORMAT = "tilekern-pack"
-# All that zipfile raises on bytes that are no sound zip file.
+# The errors of zipfile for bytes that are not a sound zip file.
 _UNSOUND = (
     zipfile.BadZipFile,
     zlib.error,
@@ -61,7 +62,7 @@ class Member(NamedTuple):
 
 
 class Pack:
-    """An open pack whose manifest and list of members were checked; contents are checked as they are read.
+    """An open pack. Its manifest and list of members are checked here, its contents as they are read.
 
     Raises:
         Corrupt: it is not a sound pack.
@@ -73,13 +74,13 @@ class Pack:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file, self.status = _open(path)
-        # Layers live as long as their process, and nobody closes them.
+        # Layers live as long as the process and are never closed.
         weakref.finalize(self, self._file.close)
         self.members = self._check_members()
         self.records = {parse_path(name.split("/")): name for name in self.members if _is_record(name)}
 
     def read(self, name: str) -> bytes:
-        """A member's bytes, checked against the manifest.
+        """Return a member's bytes, checked against the manifest.
 
         Raises:
             Missing: there is no such member.
@@ -94,23 +95,37 @@ class Pack:
         return data
 
     def read_record(self, address: Address) -> Record:
-        """The record at an address; raises as :meth:`read` does, and UnknownSchema."""
+        """Return the record at an address; raises as :meth:`read` does, and UnknownSchema."""
         return decode_record(self.read(str(address.path)), address)
 
     def read_blob(self, sha256: str) -> bytes:
-        """A blob; raises as :meth:`read` does."""
+        """Return a blob; raises as :meth:`read` does."""
         return check_blob(self.read(str(blob_path(sha256))), sha256)
+
+    def entries(self, where: Where | None = None) -> Iterator[Entry]:
+        """Yield every record, sorted by address, as :meth:`tilekern.cache.Store.entries` does."""
+        modified = self.status.st_mtime
+        for address, name in sorted(self.records.items()):
+            if where and not all(where(address[:last]) for last in range(1, 5)):
+                continue
+            contents: Record | CacheError
+            try:
+                contents = self.read_record(address)
+            except CacheError as error:
+                contents = error
+            file_bytes = self.members[name].size
+            yield entry_of(self.path / name, address, contents, file_bytes=file_bytes, modified=modified)
 
     @cached_property
     def signature_names(self) -> dict[str, list[str]]:
-        """The names of all signatures, by the sha256 of the record's bytes."""
+        """The names of all signatures by the sha256 of the record's bytes."""
         found: dict[str, list[str]] = {}
         for name in filter(is_signature, self.members):
             found.setdefault(parse_signature_path(name.split("/"))[0], []).append(name)
         return found
 
     def signatures(self) -> dict[str, dict[str, bytes]]:
-        """All signatures: the sha256 of a record's bytes, the public key, the signature; raises as :meth:`read`."""
+        """Return all signatures by the sha256 of the record's bytes and the public key; raises as :meth:`read` does."""
         found: dict[str, dict[str, bytes]] = {}
         for name in filter(is_signature, self.members):
             digest, public_key = parse_signature_path(name.split("/"))
@@ -138,7 +153,7 @@ class Pack:
         members = self._read_manifest()
         if set(names) != {MANIFEST, *members}:
             odd = min(set(names) ^ {MANIFEST, *members})
-            raise Corrupt(f"{self.path}: {odd!r:.300} stands in the manifest or among the members, but not in both")
+            raise Corrupt(f"{self.path}: {odd!r:.300} is in the manifest or among the members, but not in both")
         for info in infos:
             kind = stat.S_IFMT(info.external_attr >> 16)
             if kind not in (0, stat.S_IFREG) or info.orig_filename != info.filename:
@@ -164,7 +179,12 @@ class Pack:
         try:
             check_clashes(members)
             found = {name: _member(name, value) for name, value in members.items()}
-            _check_signatures(found, schema)
+            records = {member.sha256 for name, member in found.items() if _is_record(name)}
+            for name in filter(is_signature, found):
+                if schema == UNSIGNED:
+                    raise Corrupt(f"a pack of schema {UNSIGNED} has no signatures, got {name}")
+                if parse_signature_path(name.split("/"))[0] not in records:
+                    raise Corrupt(f"{name} is a signature, and the pack has no record for it")
         except CacheError as error:
             raise Corrupt(f"{self.path}: {error}") from None
         return found
@@ -172,7 +192,7 @@ class Pack:
 
 def _open(path: Path) -> tuple[BinaryIO, os.stat_result]:
     try:
-        # Whoever opens a pipe that stands there waits for its writer.
+        # O_NONBLOCK: opening a pipe would wait for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -190,22 +210,12 @@ def _is_record(name: str) -> bool:
 
 
 def is_signature(name: str) -> bool:
-    """Whether a member is a signature, by its name."""
+    """Return whether a member is a signature, by its name."""
     return name.endswith(SIGNATURE_SUFFIX)
 
 
-def _check_signatures(members: Mapping[str, Member], schema: int) -> None:
-    """Signatures belong to records of the pack, and to a version that has them."""
-    records = {member.sha256 for name, member in members.items() if _is_record(name)}
-    for name in filter(is_signature, members):
-        if schema == UNSIGNED:
-            raise Corrupt(f"a pack of schema {UNSIGNED} has no signatures, got {name}")
-        if parse_signature_path(name.split("/"))[0] not in records:
-            raise Corrupt(f"{name} is the signature of no record in the pack")
-
-
 def _member(name: str, value: Any) -> Member:
-    """The manifest's entry for ``name``, where the layout allows both."""
+    """Return the manifest's entry for ``name``; raise Corrupt or CacheError if a cache has no such file."""
     if not isinstance(value, dict) or value.keys() != {"sha256", "size"}:
         raise Corrupt(f"{name!r:.300} must have a sha256 and a size in the manifest")
     digest, size = check_digest(f"{name!r:.300}: sha256", value["sha256"]), value["size"]
@@ -225,11 +235,11 @@ def _member(name: str, value: Any) -> Member:
 
 
 def checked_contents(pack: Pack) -> Iterator[tuple[Record, dict[str, bytes]]]:
-    """Every record of a pack with its blobs, each checked as it is read.
+    """Yield every record of a pack with its blobs, each checked as it is read.
 
     Raises:
-        Corrupt: a member is not what the manifest says, a record is bad, or a blob is missing, is nobody's, or does
-            not have the size that its record says.
+        Corrupt: a member is not what the manifest says, a record is bad, or a blob is missing, belongs to no record,
+            or does not have the size that its record says.
         UnknownSchema: another version of tilekern wrote a record.
     """
     unclaimed = {name for name in pack.members if not _is_record(name) and not is_signature(name)}

@@ -1,4 +1,4 @@
-"""Writing a pack: of all that goes into it, one record is held at a time, so that a large one takes little memory."""
+"""Write a pack, with one record in memory at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tilekern.cache.records import Record, check_blob
 from tilekern.cache.trust.signing import check_signature
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-# What goes into a small pack stays in memory; more goes through a file where the system keeps temporary ones.
+# The contents of a pack up to this size are spooled in memory, larger ones in a temporary file.
 _IN_MEMORY = 64 * 2**20
 
 
@@ -29,20 +29,20 @@ def write_pack(
     records_with_blobs: Iterable[tuple[Record, Mapping[str, bytes]]],
     signatures: Mapping[str, Mapping[str, bytes]] | None = None,
 ) -> int:
-    """Write a pack; the same records, blobs and signatures give the same bytes in whatever order they come.
+    """Write a pack; the same records, blobs and signatures give the same bytes in any order.
 
     Args:
-        path: the file to write, put there in one step when it is whole.
+        path: the file, which is written in one step.
         records_with_blobs: each record with its blobs by sha256; taken one after the other, and not kept.
-        signatures: of records, as :meth:`tilekern.cache.Pack.signatures` gives them; those of other records are left
-            out. A record's are looked up when it has come.
+        signatures: as :meth:`tilekern.cache.Pack.signatures` returns them, looked up when a record is taken; those of
+            other records are left out.
 
     Returns:
-        The number of records that went in.
+        The number of records in the pack.
 
     Raises:
-        CacheError: a record stands twice, two differ in upper and lower case alone, a blob is missing or has the
-            wrong digest or size, there is more than a pack may hold, or the file cannot be written.
+        CacheError: a record comes twice, two differ only in upper and lower case, a blob is missing or has the wrong
+            digest or size, there is more than a pack may hold, or the file cannot be written.
     """
     records = 0
     try:
@@ -59,10 +59,10 @@ def write_pack(
 
 
 class _Spool:
-    """The contents of a pack's members by name, on their way into it; ``members`` says what the manifest will."""
+    """The contents of a pack before it is written; ``members`` are the entries of its manifest by name."""
 
     def __init__(self) -> None:
-        # Every job imports this file, few write a pack, and this one takes milliseconds.
+        # Takes milliseconds; every job imports this file, but few write a pack.
         import tempfile
 
         self.members: dict[str, Member] = {}
@@ -76,14 +76,14 @@ class _Spool:
         self._file.close()
 
     def put(self, name: str, data: bytes) -> None:
-        """Keep a member's bytes; the same name must come with the same bytes."""
+        """Add a member, unless there is one of this name."""
         if name not in self.members:
             self.members[name] = Member(hashlib.sha256(data).hexdigest(), len(data))
             self._starts[name] = self._file.seek(0, os.SEEK_END)
             self._file.write(data)
 
     def read(self, name: str) -> bytes:
-        """A member's bytes."""
+        """Return a member's bytes."""
         self._file.seek(self._starts[name])
         return self._file.read(self.members[name].size)
 
@@ -94,7 +94,7 @@ def _put(
     text = record.to_json()
     name = str(Record.from_json(text).address.path)
     if name in spool.members:
-        raise CacheError(f"a pack can hold one record of {name}, got two")
+        raise CacheError(f"a pack can hold only one record of {name}, got two")
     for artifact in record.artifacts.values():
         digest = artifact.sha256
         if digest not in blobs:

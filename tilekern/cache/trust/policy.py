@@ -1,13 +1,13 @@
-"""Rules of what may be loaded: the policy ``TILEKERN_TRUST``, the trust roots, signatures beside records, and seals.
+"""Which records may be loaded: the policy ``TILEKERN_TRUST``, trust roots, signatures beside records, and seals.
 
-Under ``signed`` a record is loaded only where one of these holds, whatever layer it stands in:
+Under ``signed`` a record of any layer is loaded only if
 
 - a trust root signed its bytes (:mod:`tilekern.cache.trust.signing`);
-- it carries the seal of this user: a keyed digest that only this user's processes can make, and make only for what
-  they tuned or compiled themselves, under that policy;
-- it stands in the wheel's own packs, which are as trusted as the code beside them.
+- or it has the seal of this user: a keyed digest that only this user's processes can make, for records that they tuned
+  or compiled themselves under this policy;
+- or it is in the wheel's own packs, which are as trusted as the code beside them.
 
-Where a trust root has revoked it (:mod:`tilekern.cache.trust.revoking`), neither a signature nor a seal helps it.
+A record that a trust root has revoked (:mod:`tilekern.cache.trust.revoking`) is loaded only from the wheel's packs.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ Reader = Callable[[PurePosixPath], bytes]
 
 
 class TrustRoot(NamedTuple):
-    """A public key whose signatures count: 32 bytes in hexadecimal, and what its owner is called."""
+    """A public key whose signatures count: 32 bytes in hexadecimal, and the name of its owner."""
 
     public_key: str
     name: str
 
 
 def must_be_signed() -> bool:
-    """Whether the policy is ``signed``.
+    """Return whether the policy is ``signed``.
 
     Raises:
         CacheError: ``TILEKERN_TRUST`` is neither ``any`` nor ``signed``.
@@ -71,14 +71,14 @@ def must_be_signed() -> bool:
 
 
 def require_trusted(record: bytes, read: Reader) -> None:
-    """Let a record pass that a trust root signed or this user sealed, and that no trust root has revoked.
+    """Refuse a record that neither a trust root signed nor this user sealed, or that a trust root has revoked.
 
     Args:
         record: the bytes of its file.
-        read: gives a file of the layer by its path, or raises Missing.
+        read: returns a file of the layer by its path, or raises Missing.
 
     Raises:
-        Untrusted: neither did, or one has, or it cannot be told.
+        Untrusted: it is refused, or its signature cannot be checked.
     """
     signers = Signers()
     try:
@@ -93,10 +93,10 @@ def require_trusted(record: bytes, read: Reader) -> None:
 
 
 class Signers:
-    """Trusted signers: this user by the secret of seals, and the trust roots; each is read once, when first needed."""
+    """Trusted signers: the trust roots, and this user by seals. Files are read once, when first needed."""
 
     def is_revoked(self, record: bytes) -> bool:
-        """Whether a trust root has revoked the record in these bytes.
+        """Return whether a trust root has revoked the record with these bytes.
 
         Raises:
             CacheError: the trust roots or a list beside them cannot be read, or checking one needs ``cryptography``.
@@ -104,11 +104,9 @@ class Signers:
         return bool(self._revoked) and hashlib.sha256(record).hexdigest() in self._revoked
 
     def signer_of(self, record: bytes, read: Reader) -> str | None:
-        """The name of the trust root that signed a record, ``"this user"`` where it is sealed, or None; revoked or not.
+        """Return the name of the trust root that signed a record, ``"this user"`` if it is sealed, or None.
 
-        Args:
-            record: the bytes of its file.
-            read: gives a file of the layer by its path, or raises Missing.
+        Arguments are those of :func:`require_trusted`.
 
         Raises:
             CacheError: the trust roots, the seal's secret or a signature cannot be read, or checking one needs
@@ -140,13 +138,12 @@ class Signers:
 
 
 def _root_files() -> list[Path]:
-    """The files of trust roots: those that ``TILEKERN_TRUST_ROOTS`` lists, else the user's."""
     listed = [absolute(item) for item in os.environ.get(ROOTS, "").split(os.pathsep) if item]
     return listed or [user_trust_roots()]
 
 
 def trust_roots() -> tuple[TrustRoot, ...]:
-    """The keys whose signatures count: those in the files that ``TILEKERN_TRUST_ROOTS`` lists, else in the user's.
+    """Return the keys in the files that ``TILEKERN_TRUST_ROOTS`` lists, else in the user's file.
 
     Raises:
         CacheError: a file cannot be read, others can change it, or a line of it is not a key.
@@ -159,11 +156,11 @@ def trust_roots() -> tuple[TrustRoot, ...]:
 
 
 def read_trust_roots(path: Path) -> Iterator[TrustRoot]:
-    """The keys of one file; a line is ``ed25519 <64 hexadecimal digits> <name>``, or empty, or begins with ``#``.
+    """Yield the keys of one file; a line is ``ed25519 <64 hexadecimal digits> <name>``, empty, or starts with ``#``.
 
     Raises:
-        Untrusted: others can change or replace it: the file, its folder or one above (:func:`require_unshared_up`).
-        CacheError: it cannot be read, is a private key, or has another line; none of it is shown.
+        Untrusted: others can change or replace it (:func:`require_unshared_up`).
+        CacheError: it cannot be read, is a private key, or has another line. The message shows none of its contents.
     """
     data, _ = read_whole(path, _LARGEST_ROOTS)
     require_unshared_up(path)
@@ -172,34 +169,23 @@ def read_trust_roots(path: Path) -> Iterator[TrustRoot]:
     for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
         text = line.strip()
         if text and not text.startswith("#"):
-            found = _ROOT.fullmatch(text)
-            if found is None:
-                # The line is not shown: it may be a part of a secret.
+            match = _ROOT.fullmatch(text)
+            if match is None:
+                # The line is not shown: it may be part of a secret.
                 raise CacheError(f"{path}, line {number} is not a trust root, `ed25519 HEX-DIGITS NAME`")
-            yield TrustRoot(found[1], found[2] or found[1][:16])
+            yield TrustRoot(match[1], match[2] or match[1][:16])
 
 
 def user_trust_roots() -> Path:
-    """The user's file of trust roots, in the platform's folder for settings."""
+    """Return the user's file of trust roots, in the platform's folder for settings."""
     return settings_folder() / "trust-roots"
 
 
-def seal_of(record: bytes) -> tuple[PurePosixPath, bytes]:
-    """The path of this user's seal for a record, and the seal; a missing secret is made.
-
-    Raises:
-        NoSecret: there is none, and it cannot be written.
-        CacheError: the secret cannot be read.
-    """
-    key = secret(make=True)
-    return _seal_path(hashlib.sha256(record).hexdigest(), key), _seal(record, key)
-
-
 def own_seal(record: bytes) -> dict[PurePosixPath, bytes]:
-    """The path of the seal of a record that this user's own process made, and the seal.
+    """Return the path and contents of the seal of a record that this process made; make a missing secret.
 
-    It is empty where the policy asks for none. So it is, with one warning, where the secret of seals cannot be written,
-    as in a home that is read-only: the record is then one that nobody signed, which other machines may still use.
+    The result is empty if the policy needs no seals; also, with one warning, if the secret cannot be written, as in a
+    read-only home: the record is then unsigned, and other machines may still use it.
 
     Raises:
         CacheError: the secret cannot be read, or ``TILEKERN_TRUST`` is not a policy.
@@ -207,19 +193,19 @@ def own_seal(record: bytes) -> dict[PurePosixPath, bytes]:
     if not must_be_signed():
         return {}
     try:
-        path, contents = seal_of(record)
+        key = secret(make=True)
     except NoSecret as error:
         warn_once(
-            f"{error}; what is made here is not sealed as yours, and not loaded under TILEKERN_TRUST=signed unless a "
-            "trust root signs it; XDG_CONFIG_HOME names another folder for the secret",
+            f"{error}; records made here are not sealed as yours, and not loaded under TILEKERN_TRUST=signed unless a "
+            "trust root signs them; set XDG_CONFIG_HOME to another folder for the secret",
             about="no secret of seals",
         )
         return {}
-    return {path: contents}
+    return {_seal_path(hashlib.sha256(record).hexdigest(), key): _seal(record, key)}
 
 
 def read_signatures(root: Path, record_sha256: str) -> dict[str, bytes]:
-    """The signatures that a cache folder holds for a record, by public key; other contents are left out."""
+    """Return the signatures that a cache folder has for a record, by public key; leave out other contents."""
     names: list[str] = []
     with contextlib.suppress(OSError):
         names = os.listdir(root.joinpath(LAYOUT, SIGNATURES, record_sha256[:2]))
@@ -231,35 +217,27 @@ def read_signatures(root: Path, record_sha256: str) -> dict[str, bytes]:
 
 
 def signature_files(root: Path, record_sha256: str, names: Iterable[str]) -> dict[str, bytes]:
-    """The contents of a record's signature files, by public key, be they a signature or not.
+    """Return the contents of a record's signature files, out of ``names``, by public key.
 
-    Args:
-        root: the cache's root.
-        record_sha256: of the record's bytes.
-        names: of files, the record's among them; one that cannot be read holds nothing.
+    They need not be signatures; a file that cannot be read counts as empty.
     """
-    found = {}
-    place = (LAYOUT, SIGNATURES, record_sha256[:2])
+    files = {}
+    folder = (LAYOUT, SIGNATURES, record_sha256[:2])
     for name in sorted(names):
         if name.startswith(record_sha256) and name.endswith(SIGNATURE_SUFFIX):
             with contextlib.suppress(CacheError):
-                _, public_key = parse_signature_path((*place, name))
-                found[public_key] = _read_or_nothing(root.joinpath(*place, name))
-    return found
-
-
-def _read_or_nothing(path: Path) -> bytes:
-    """A signature's file, empty where it cannot be read; raises Missing where it is gone."""
-    try:
-        return read_whole(path, SIGNATURE_BYTES + 1)[0]
-    except Missing:
-        raise
-    except CacheError:
-        return b""
+                _, public_key = parse_signature_path((*folder, name))
+                try:
+                    files[public_key] = read_whole(root.joinpath(*folder, name), SIGNATURE_BYTES + 1)[0]
+                except Missing:
+                    continue
+                except CacheError:
+                    files[public_key] = b""
+    return files
 
 
 def signature_names(root: Path) -> dict[str, set[str]]:
-    """The names of all signatures and seals that a cache folder holds, by the sha256 of the record's bytes."""
+    """Return the names of all signatures and seals in a cache folder by the sha256 of the record's bytes."""
     found: dict[str, set[str]] = defaultdict(set)
     for _, _, names in os.walk(root / LAYOUT / SIGNATURES):
         for name in names:
@@ -268,12 +246,9 @@ def signature_names(root: Path) -> dict[str, set[str]]:
 
 
 def remove_signatures(root: Path, kept: Collection[str], older_than: float) -> None:
-    """Delete signatures and seals of records that are not among ``kept``, by sha256, from files before a time.
+    """Delete signatures and seals of records that are not among the sha256 in ``kept``.
 
-    Args:
-        root: the cache's root.
-        kept: the sha256 of every record's bytes.
-        older_than: seconds since 1970; a younger file may be waiting for its record.
+    Files that are younger than ``older_than``, in seconds since 1970, may be waiting for their record and stay.
     """
     for path in files_inside(root, LAYOUT, SIGNATURES):
         if is_signature_name(path.name) and path.name[:64] not in kept:
@@ -287,6 +262,6 @@ def _seal(record: bytes, key: bytes) -> bytes:
 
 
 def _seal_path(record_sha256: str, key: bytes) -> PurePosixPath:
-    """Seals of several users stand side by side, so the name has a digest of the secret."""
+    """Return a seal's path; its name has a digest of the secret because several users may share a cache."""
     user = hashlib.sha256(b"the name of a seal\n" + key).hexdigest()
     return PurePosixPath(LAYOUT, SIGNATURES, record_sha256[:2], f"{record_sha256}.{user}{SEAL_SUFFIX}")

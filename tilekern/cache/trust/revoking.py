@@ -1,8 +1,8 @@
-"""Lists of records that a trust root has taken back: signed once, and not to be loaded any more.
+"""Lists of revoked records, which are not loaded any more although they were signed.
 
 A list is a file ``*.revoked`` beside the trust roots: a line of JSON with the sha256 of each record's bytes, and a line
-with the public key of who revokes and its signature of the line before. Only a trust root's list counts, and it counts
-for records of any signer. A signature says nothing of time, so this is what takes back an old record of a good signer.
+with a public key and its signature of the first line. Only lists of trust roots count, but for records of any signer.
+Signatures have no date, so only a list can take back an old record of a good signer.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from tilekern.warning import warn_once
 REVOKED_SUFFIX = ".revoked"
 _PURPOSE = b"tilekern revoked records 1\n"
 _SCHEMA = 1
-# Sixty thousand records.
+# Room for sixty thousand records.
 _LARGEST_LIST = 2**22
 _SIGNER = re.compile(rb"([0-9a-f]{64}) ([0-9a-f]{128}\n)")
 
 
 def revoked_beside(folders: Iterable[Path], public_keys: Callable[[], Collection[str]]) -> frozenset[str]:
-    """The sha256 of the records that the lists in some folders revoke.
+    """Return the sha256 of the records that the lists in some folders revoke.
 
-    A list of another key than those given says nothing; it is warned about once.
+    A list of another key has no effect and gives one warning.
 
     Args:
-        folders: where trust roots stand.
-        public_keys: gives those of the trust roots; asked only where there is a list.
+        folders: the folders of trust roots.
+        public_keys: returns the trust roots' public keys; called only if there is a list.
 
     Raises:
         Untrusted: others can change a list or put another in its place.
         CacheError: a list is damaged or cannot be read, or checking it needs ``cryptography``.
     """
-    found: set[str] = set()
+    revoked: set[str] = set()
     for folder in dict.fromkeys(folders):
         try:
             names = sorted(name for name in os.listdir(folder) if name.endswith(REVOKED_SUFFIX))
@@ -52,14 +52,14 @@ def revoked_beside(folders: Iterable[Path], public_keys: Callable[[], Collection
         for name in names:
             key, records = read_revoked(folder / name)
             if key in public_keys():
-                found |= records
+                revoked |= records
             else:
                 warn_once(f"{folder / name} revokes nothing: the key that signed it, {key[:16]}, is not a trust root")
-    return frozenset(found)
+    return frozenset(revoked)
 
 
 def read_revoked(path: Path) -> tuple[str, frozenset[str]]:
-    """The public key that signed a list, and the sha256 of the records on it.
+    """Return the public key that signed a list, and the sha256 of the records on it.
 
     Raises:
         Missing: there is no such file.
@@ -74,7 +74,7 @@ def read_revoked(path: Path) -> tuple[str, frozenset[str]]:
         raise Corrupt(f"{path} is not a list of revoked records as `revoke` writes it: {error}") from None
 
 
-@functools.lru_cache(maxsize=8)  # a lookup under `signed` reads the lists anew for each record
+@functools.lru_cache(maxsize=8)  # a lookup under `signed` reads the lists again for each record
 def _parsed(data: bytes) -> tuple[str, frozenset[str]]:
     line, _, ending = data.partition(b"\n")
     signer = _SIGNER.fullmatch(ending)
@@ -90,16 +90,10 @@ def _parsed(data: bytes) -> tuple[str, frozenset[str]]:
 
 
 def write_revoked(path: Path, records: Collection[str], key: SigningKey) -> frozenset[str]:
-    """Sign a list of records, with those that stand in the file already; all that are on it.
-
-    Args:
-        path: the file; its name ends in ``.revoked``.
-        records: the sha256 of each record's bytes.
-        key: of the trust root that revokes them.
+    """Add records, by their sha256, to a list ``*.revoked`` and sign it; return all records on it.
 
     Raises:
-        CacheError: the file's name is another, it is there and not a list of this key, or it cannot be written; or the
-            list would be too long.
+        CacheError: the file's name is wrong, it is not a list of this key, it would be too long, or cannot be written.
     """
     if path.suffix != REVOKED_SUFFIX:
         raise CacheError(f"a list of revoked records must end in {REVOKED_SUFFIX}, got {path.name!r}")

@@ -1,6 +1,6 @@
-"""Seals: keyed digests that only this user's processes can make, of what they made themselves.
+"""Seals: keyed digests by which this user's processes recognise what they made themselves.
 
-The key is a secret in the user's settings, made when it is first needed. A seal says nothing to anybody else.
+The key is a secret in the user's settings, made when it is first needed. A seal means nothing to anybody else.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SECRET = re.compile(rb"[0-9a-f]{64}\n")
 
 
 class Sealer:
-    """Seals data of one purpose, for readers of this user; a seal of another purpose does not count.
+    """Seals data of one purpose for readers of this user.
 
-    Where the settings cannot be written the secret is this process's own, and no other process knows its seals again.
+    If the settings cannot be written, the secret belongs to this process alone, and no other recognises its seals.
 
     Args:
-        purpose: what the data is; one line.
+        purpose: one line that names what the data is; seals of another purpose are not valid.
     """
 
     def __init__(self, purpose: bytes) -> None:
@@ -35,17 +35,25 @@ class Sealer:
         self._secret = b""
 
     def seal(self, data: bytes) -> str:
-        """The seal, in hexadecimal; the secret is made where there is none.
+        """Return the seal in hexadecimal; make the secret if there is none.
 
         Raises:
             CacheError: the secret is damaged, or others can read or replace it.
         """
         if not self._secret:
-            self._secret = secret() or _made_or_passing()
+            self._secret = secret()
+        if not self._secret:
+            try:
+                self._secret = secret(make=True)
+            except NoSecret as error:
+                warn_once(f"{error}; what this run compiles, a later run compiles anew", "the secret of seals")
+                if not _PASSING:
+                    _PASSING.append(os.urandom(32))
+                self._secret = _PASSING[0]
         return keyed(self._secret, self._purpose + data)
 
     def is_sealed(self, data: bytes, seal: object) -> bool:
-        """Whether ``seal`` is this user's for ``data``; raises as :meth:`seal` does, and makes no secret."""
+        """Return whether ``seal`` is this user's for ``data``; raises as :meth:`seal` does, but makes no secret."""
         if not isinstance(seal, str) or not seal.isascii():
             return False
         if not self._secret:
@@ -57,27 +65,17 @@ class Sealer:
         )
 
 
-# The secret of a process that could not keep one; at most one.
+# The secret of a process that could not write one; at most one.
 _PASSING: list[bytes] = []
 
 
-def _made_or_passing() -> bytes:
-    try:
-        return secret(make=True)
-    except NoSecret as error:
-        warn_once(f"{error}; what this run compiles, a later run compiles anew", "the secret of seals")
-        if not _PASSING:
-            _PASSING.append(os.urandom(32))
-        return _PASSING[0]
-
-
 def keyed(key: bytes, data: bytes) -> str:
-    """The digest of data under a key, in hexadecimal."""
+    """Return the digest of data under a key, in hexadecimal."""
     return hmac.new(key, data, hashlib.sha256).hexdigest()
 
 
 def secret(make: bool = False) -> bytes:
-    """The user's secret; empty where there is none and none is to be made.
+    """Return the user's secret; empty if there is none and none is to be made.
 
     Raises:
         CacheError: it is damaged, or others can read or replace it.
@@ -93,36 +91,31 @@ def secret(make: bool = False) -> bytes:
     except Missing:
         if not make:
             return b""
-        _make_secret(path)
+        ours = path.with_name(f".{os.urandom(12).hex()}.tmp")
+        try:
+            make_folder(path.parent)
+            write_whole(ours, f"{os.urandom(32).hex()}\n".encode(), mode=0o600)
+            with contextlib.suppress(FileExistsError):  # another process was first
+                os.link(ours, path)
+        except OSError as error:
+            raise NoSecret(f"cannot write the secret of your seals, {path}: {error.strerror}") from None
+        finally:
+            with contextlib.suppress(OSError):
+                ours.unlink(missing_ok=True)
         return secret()
     if status.st_mode & 0o077 or status.st_uid != os.geteuid():
-        raise CacheError(f"{path} must be yours and readable by you alone; run chmod 600 on it, or delete it")
+        raise CacheError(f"{path} must be yours and readable only by you; run chmod 600 on it, or delete it")
     require_unshared_up(path)
     if not _SECRET.fullmatch(data):
         raise CacheError(f"{path} is damaged; delete it, and sign or tune again what it sealed")
     return data
 
 
-def _make_secret(path: Path) -> None:
-    """Write a new secret, unless another process is first."""
-    ours = path.with_name(f".{os.urandom(12).hex()}.tmp")
-    try:
-        make_folder(path.parent)
-        write_whole(ours, f"{os.urandom(32).hex()}\n".encode(), mode=0o600)
-        with contextlib.suppress(FileExistsError):
-            os.link(ours, path)
-    except OSError as error:
-        raise NoSecret(f"cannot write the secret of your seals, {path}: {error.strerror}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            ours.unlink(missing_ok=True)
-
-
 def settings_folder() -> Path:
-    """The platform's folder for this user's settings of tilekern.
+    """Return the platform's folder for this user's settings of tilekern.
 
     Raises:
-        NoHome: it would lie in the user's home, and the user has none.
+        NoHome: it would be in the user's home, and the user has none.
     """
     import platformdirs  # slow to import, and seldom needed
 

@@ -1,11 +1,12 @@
-"""Ed25519 keys and signatures of records; the one file that uses ``cryptography``, the extra ``tilekern[trust]``.
+"""Ed25519 keys and signatures of records; only this file uses ``cryptography``, the extra ``tilekern[trust]``.
 
-What is signed is a line that names the purpose, then the record's bytes, which name the sha256 of every artifact. So a
-signature moves with the record, from a pack to a cache and on, and says nothing about any other file.
+A signature covers a line that names the purpose, then the record's bytes, which name the sha256 of every artifact. It
+stays valid wherever the record is copied.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -31,7 +32,7 @@ class SigningKey:
         public_key: the public half, 32 bytes in hexadecimal.
 
     Raises:
-        CacheError: the file cannot be read, others can read it, or it holds no Ed25519 key.
+        CacheError: the file cannot be read, others can read it, or it is not an Ed25519 key.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,28 +40,40 @@ class SigningKey:
         if status.st_mode & 0o077:
             mode = stat.S_IMODE(status.st_mode)
             raise CacheError(f"others can read the private key {path} (mode {mode:04o}); run chmod 600 on it")
-        self._key = _private_key(path, data)
+        ed25519 = _ed25519()
+        from cryptography.exceptions import InternalError, UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        key: object = None
+        # InternalError: an X448 key of 32 bytes.
+        with contextlib.suppress(ValueError, TypeError, UnsupportedAlgorithm, InternalError):
+            key = load_pem_private_key(data, None)
+        if not isinstance(key, ed25519.Ed25519PrivateKey):
+            raise CacheError(f"{path} is not an Ed25519 private key in PEM without a password; `keygen` makes one")
+        self._key: Ed25519PrivateKey = key
         self.public_key = self._key.public_key().public_bytes_raw().hex()
 
     def sign(self, data: bytes, purpose: bytes = PURPOSE) -> bytes:
-        """The signature of a record's bytes, as its file holds it: hexadecimal digits and a newline.
+        """Return the signature of data as a file's contents: hexadecimal digits and a newline.
 
-        Data of another purpose says so by a line of its own; a signature counts for one purpose alone.
+        Args:
+            data: the bytes, by default of a record.
+            purpose: a line that names what the data is; a signature is valid for one purpose only.
         """
         return f"{self._key.sign(purpose + data).hex()}\n".encode()
 
 
 def generate_key(path: Path) -> str:
-    """Write a new private key to ``path`` (PEM, PKCS #8, readable by its owner alone); its public half.
+    """Write a new private key to ``path`` (PEM, PKCS #8, readable only by its owner); return the public half.
 
     Raises:
-        CacheError: a file stands there already, or it cannot be written.
+        CacheError: the file exists already, or cannot be written.
     """
     ed25519 = _ed25519()
     from cryptography.hazmat.primitives import serialization
 
     if os.path.lexists(path):
-        raise CacheError(f"{path} is there already, and a key is never overwritten; give another name")
+        raise CacheError(f"{path} exists already, and a key is never overwritten; give another name")
     key = ed25519.Ed25519PrivateKey.generate()
     pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     try:
@@ -71,7 +84,7 @@ def generate_key(path: Path) -> str:
 
 
 def is_signed(public_key: str, data: bytes, signature: bytes, purpose: bytes = PURPOSE) -> bool:
-    """Whether ``signature``, as its file holds it, is that of a key over a record's bytes, or data of another purpose.
+    """Return whether ``signature``, as in its file, is a key's signature of data for this purpose.
 
     Raises:
         CacheError: ``cryptography`` is not installed.
@@ -90,28 +103,10 @@ def is_signed(public_key: str, data: bytes, signature: bytes, purpose: bytes = P
 
 
 def check_signature(data: bytes) -> bytes:
-    """``data`` where it has the form of a signature's file.
-
-    Raises:
-        Corrupt: it has another.
-    """
+    """Return ``data`` if it has the form of a signature's file, else raise Corrupt."""
     if not _SIGNATURE.fullmatch(data):
         raise Corrupt(f"a signature must be 128 lower-case hexadecimal digits and a newline, got {data!r:.60}")
     return data
-
-
-def _private_key(path: Path, data: bytes) -> Ed25519PrivateKey:
-    ed25519 = _ed25519()
-    from cryptography.exceptions import InternalError, UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-    try:
-        key = load_pem_private_key(data, None)
-    except (ValueError, TypeError, UnsupportedAlgorithm, InternalError):  # the last for an X448 key of 32 bytes
-        key = None
-    if not isinstance(key, ed25519.Ed25519PrivateKey):
-        raise CacheError(f"{path} holds no Ed25519 private key in PEM without a password; `keygen` makes one")
-    return key
 
 
 def _ed25519() -> Any:
