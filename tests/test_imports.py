@@ -188,7 +188,7 @@ def test_nothing_imports_the_rooms_at_the_top_by_their_folders():
 
 
 @pytest.mark.parametrize(
-    "module", ["tilekern.tuning.options", "tilekern.tuning.preflight", "tilekern.tuning.serve.tuner"]
+    "module", ["tilekern.tuning.options", "tilekern.tuning.preflight", "tilekern.tuning.serve.loop"]
 )
 def test_what_may_plan_loads_no_torch_before_it_does(module):
     assert "torch" not in run(f"import sys, {module}; print(*sys.modules)")

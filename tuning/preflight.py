@@ -238,7 +238,7 @@ def fix(
     named = [(need.kernel, need.problem) for need in found.missing]
     root = Path(cache_dir or user_root())
     from tilekern.tuning.pipeline import TIMEOUT_S, Options
-    from tilekern.tuning.serve.tuner import tune
+    from tilekern.tuning.serve.loop import tune
     from tilekern.tuning.serve.watched import PREDICTED, WatchedCache
 
     options = Options(jobs=jobs, gpus=gpus, timeout_s=timeout_s or TIMEOUT_S)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from recorded import RecordedExecutor
+from recorded import Known, RecordedExecutor
 from tuning_samples import SMALL, THREE, WIDE
 
+from tilekern.kernels import spec_named
 from tilekern.spec.targets import Target, resolve
+from tilekern.tuning import pipeline
 from tilekern.tuning.compile.stage import compile_all
 from tilekern.tuning.measure.stage import measure_all
 from tilekern.tuning.publishing import keep_winners
@@ -64,6 +66,27 @@ def sweep(compiled_sweep: Sweep, tmp_path: Path) -> Sweep:
     """A copy that a test may add measurements to."""
     shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")
     return Sweep(tmp_path / "sweep")
+
+
+@pytest.fixture
+def default_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan only the default config of each problem, as compiling a whole space takes long."""
+    begin = Sweep.begin
+
+    def begin_defaults(self, target, model, problems, limits=None, launches=None):
+        defaults = {(kernel, problem): [spec_named(kernel).default(problem, target)] for kernel, problem in problems}
+        begin(self, target, model, problems, limits or defaults, launches)
+
+    monkeypatch.setattr(Sweep, "begin", begin_defaults)
+
+
+@pytest.fixture
+def known(compiled_sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> Known:
+    """Pipelines over THREE take their artifacts from the compiled sweep, so nothing is compiled."""
+    pool = Known(compiled_sweep)
+    monkeypatch.setattr(pipeline, "compile_in_order", pool)
+    monkeypatch.setattr(pipeline, "start_server", lambda: None)
+    return pool
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Cost of a miss: the time that each launch loses until the problem is tuned, estimated before anything is timed."""
+"""Estimates the cost of a miss: the time that each launch loses until the problem is tuned."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tilekern.tuning.predict.roofline import launch_s
 from tilekern.tuning.sweep.candidates import Candidate, candidate
 from tilekern.tuning.sweep.folder import Sweep
 
-# How many times the roofline's time is taken for what runs now, where no prediction can be made: a middle of what
-# torch's own ops take on the H200 (1.7 times for swiglu, 24 times for qk_norm_rope), and of what defaults take.
+# Time of the model's own op and of a default config over the roofline's, without a prediction. On the H200, torch's own
+# ops take from 1.7 times (swiglu) to 24 times (qk_norm_rope).
 OWN_OP, DEFAULT = 4.0, 1.5
 ReadBlob = Callable[[str], bytes]
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Seconds that a launch loses, never negative, and what the estimate rests on: ``predicted`` or ``roofline``."""
+    """The seconds that a launch loses, at least 0, and the basis of the estimate: ``predicted`` or ``roofline``."""
 
     seconds: float
     basis: str
@@ -33,15 +33,15 @@ class Lost:
 def lost(
     kernel: str, problem: Problem, target: Target, sweep: Sweep, record: Record | None, read_blob: ReadBlob
 ) -> Lost:
-    """The loss of one launch of a problem: the time of what runs now, less that of the predicted winner.
+    """Estimate the loss of one launch: the time of the current kernel, less that of the predicted winner.
 
     Args:
         kernel: the spec's name.
         problem: the problem.
         target: the GPU.
-        sweep: where candidates of the problem may have been compiled already.
-        record: what runs now; None for the model's own op.
-        read_blob: gives an artifact of the record by its sha256.
+        sweep: may hold compiled candidates of the problem.
+        record: the record that serves now; None for the model's own op.
+        read_blob: returns an artifact of the record by its sha256.
 
     Raises:
         tilekern.cache.CacheError: the artifact cannot be read.
@@ -49,7 +49,7 @@ def lost(
     floor_s = launch_s(kernel, problem, target)
     try:
         known = ranking(sweep, kernel, problem, target)
-    except InputError:  # nothing was planned in the folder yet
+    except InputError:  # the folder has no plan yet
         known = []
     best_s = known[0][1].seconds if known else floor_s
     if record is None:
@@ -64,12 +64,12 @@ def _predicted(
     kernel: str, problem: Problem, target: Target, record: Record, read_blob: ReadBlob,
     known: list[tuple[Candidate, Prediction]],
 ) -> float | None:  # fmt: skip
-    """The predicted time of the config that runs now; None where the record has no artifact to predict from."""
+    """Return the predicted time of the record's config; None if it has no artifact to predict from."""
     item = candidate(kernel, problem, Config(record.config), ALIGNED, target)
     for other, said in known:
         if other.config == item.config:
             return said.seconds
-    # Where a library runs the config, the artifacts are those of another.
+    # If a library runs the config, the artifacts belong to another config.
     artifact = None if item.is_library else record.artifacts.get(ALIGNED)
     if artifact is None:
         return None
