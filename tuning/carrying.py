@@ -141,7 +141,9 @@ def _planned(record: Record, blobs: Mapping[str, bytes], toolkit_key: str, *, sa
     """How to make a record's artifacts anew; why that says nothing of it; None where it is of today's source."""
     spec = all_specs().get(record.kernel)
     if spec is None:
-        return Left(record, "this version of tilekern does not have the kernel")
+        is_ours = record.module.startswith("tilekern.")
+        how = "this version of tilekern does not have the kernel"
+        return Left(record, how if is_ours else f"it is of the module {record.module}; pass --specs {record.module}")
     if freshness(record, source_digest(spec.module)) != STALE:
         return None
     problem, target = _problem_today(spec, record.problem), of_key(record.target["key"])
@@ -387,7 +389,7 @@ def held_in_cache(root: Path) -> list[Held]:
     found: list[Held] = []
     for target_key in layer.targets():
         for toolkit_key in layer.toolkits(target_key):
-            for kernel in all_specs():
+            for kernel in layer.kernels(target_key, toolkit_key):
                 for problem in layer.problems(target_key, toolkit_key, kernel):
                     with contextlib.suppress(CacheError):
                         record = layer.read_record(target_key, toolkit_key, kernel, problem)

@@ -13,6 +13,7 @@ import click
 
 from tilekern import __version__
 from tilekern.errors import InputError
+from tilekern.kernels import add_specs
 from tilekern.runtime.switches import EXPERTS, EXTRAS, OPS
 from tilekern.spec.targets import KNOWN
 from tilekern.tuning.plan.configs import require_model_name
@@ -197,10 +198,15 @@ NAMES = f"Presets: {', '.join(PRESETS)}. GPUs: {GPU_NAMES}."
 
 
 def tuner_command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """``click.command`` with the options of every command of the tuner: ``-h`` and ``--version``."""
+    """``click.command`` with the options of every command of the tuner: ``-h``, ``--version`` and ``--specs``."""
     settings = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
     version = click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
-    return lambda function: version(click.command(context_settings=settings, **options)(function))
+    specs = click.option(
+        "--specs", multiple=True, metavar="MODULE", expose_value=False, is_eager=True,
+        callback=lambda _context, _option, names: add_specs(*names),
+        help="A module with kernels of your own, in a tuple SPECS; may be repeated.",
+    )  # fmt: skip
+    return lambda function: version(specs(click.command(context_settings=settings, **options)(function)))
 
 
 class GroupedCommand(click.Command):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilekern.cache import DATED, STALE, CacheError, Layer, Record, Store, freshness
+from tilekern.cache import DATED, STALE, CacheError, FolderLayer, Layer, Record, Store, freshness
 from tilekern.cache.files import TEMPORARY_SUFFIX, read_whole, write_whole
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
@@ -43,11 +43,15 @@ class Stale:
 
 @dataclass
 class Survey:
-    """The measured records of a target: ``outdated`` ones with the configs to time again, the old winner first."""
+    """The measured records of a target: ``outdated`` ones with the configs to time again, the old winner first.
+
+    ``unknown`` are kernels of the folders' records that this process has no spec of.
+    """
 
     outdated: list[tuple[Record, list[Config]]] = field(default_factory=list)
     current: list[tuple[Record, Layer]] = field(default_factory=list)
     stale: list[Stale] = field(default_factory=list)
+    unknown: set[str] = field(default_factory=set)
 
 
 def survey(
@@ -64,6 +68,10 @@ def survey(
         everything: take records of today's toolkit and driver for outdated, too.
     """
     found = Survey()
+    for layer in layers:
+        if isinstance(layer, FolderLayer):
+            for toolkit in layer.toolkits(target.key):
+                found.unknown |= set(layer.kernels(target.key, toolkit)) - all_specs().keys()
     for kernel, spec in all_specs().items():
         by_problem = _measured(layers, target, kernel)
         for problem in sorted(by_problem, key=_by_size):

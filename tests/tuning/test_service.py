@@ -204,7 +204,7 @@ def test_what_cannot_be_tuned_here_is_listed_and_left(tmp_path: Path):
     said = {item.why.partition(":")[0]: item.state for item in cache.queue()}
     assert said == {
         "not for this GPU": "elsewhere",
-        "this version of tilekern has no kernel of_tomorrow": "unknown",
+        "no kernel of_tomorrow here; if it is your own, pass --specs MODULE": "unknown",
         "this version of tilekern has no such problem": "unknown",
     }
     service = service_on(cache)

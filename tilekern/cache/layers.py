@@ -106,6 +106,10 @@ class FolderLayer:
         """The toolkit keys that it has for a target, sorted."""
         return sorted(self._names(target_key))
 
+    def kernels(self, target_key: str, toolkit_key: str) -> list[str]:
+        """Return the names of the kernels that it has records of."""
+        return self._names(target_key, toolkit_key)
+
     def problems(self, target_key: str, toolkit_key: str, kernel: str) -> list[dict[str, Value]]:
         """The problems that it has a record of; no file is opened."""
         names = self._names(target_key, toolkit_key, kernel)

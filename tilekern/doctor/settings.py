@@ -48,6 +48,7 @@ SETTINGS: dict[str, Callable[[str], object] | None] = {
     "TILEKERN_INTERPRET": _one_of(*_YES_NO),
     "TILEKERN_LOOKUP_AGAIN_S": _look_again,
     "TILEKERN_ON_MISS": _one_of("compile", "fallback", "error"),
+    "TILEKERN_SPECS": None,
     "TILEKERN_TRUST": _one_of("", "any", "signed"),
     "TILEKERN_TRUST_ROOTS": None,
     "TILEKERN_TRUST_SHARED": _one_of(*_YES_NO),

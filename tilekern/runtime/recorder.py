@@ -97,6 +97,7 @@ class Trace:
         patches: the code of functions that stand in for a model's, with the ops of their patches.
         launches: how often each problem was launched by steps on meta tensors. A layer that stands for others like it
             counts as often as there are of them (:meth:`repeated`).
+        specs: the specs of all problems, by name.
         askers: by whom each problem was asked for: the patch whose code called, or else the op that was called. A plan
             that dispatch gives again has the first one alone.
     """
@@ -108,6 +109,7 @@ class Trace:
         self.fallbacks: Counter[str] = Counter()
         self.launches: Counter[Named] = Counter()
         self.patches: dict[CodeType, str] = {}
+        self.specs: dict[str, KernelSpec] = {}
         self.askers: defaultdict[Named, set[str]] = defaultdict(set)
         self._into = self.asked
         self._times = 1
@@ -196,6 +198,7 @@ class Trace:
     def _note(self, spec: KernelSpec, problem: Problem) -> None:
         named = spec.name, spec.bucketed(problem)
         self._into.setdefault(named)
+        self.specs[spec.name] = spec
         if asker := self._asker():
             self.askers[named].add(asker)
         for name, size in problem.items():

@@ -130,6 +130,9 @@ def _planned(
     layers: list[Layer] = [FolderLayer(store.root, str(store.root)), *map(PackLayer, packs)]
     found = survey(layers, target, outcome.toolkit, driver, top=top, everything=everything)
     outcome.stale, outcome.current = [stale_json(stale) for stale in found.stale], len(found.current)
+    if found.unknown:
+        names = ", ".join(sorted(found.unknown))
+        outcome.notes.append(f"left out: {names}, of another version of tilekern or of your own (--specs MODULE)")
     if not found.outdated:
         outcome.sweep = None
         outcome.notes.append(_nothing(found, outcome))

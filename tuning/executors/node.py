@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilekern.errors import InputError
+from tilekern.kernels import users_modules
+from tilekern.spec.source import source_digest
 
 if TYPE_CHECKING:
     from tilekern.spec.targets import Target
@@ -37,9 +39,14 @@ PACKAGES = ("tilekern",)
 _PATIENCE_S = 5.0
 
 
-@functools.cache
 def code_digest() -> str:
-    """The sha256 of all the code that tunes, wherever it lies."""
+    """Return the sha256 of all the code that tunes, users' kernels included, wherever it lies."""
+    digests = (_code_of_packages(), *map(source_digest, users_modules()))
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+@functools.cache
+def _code_of_packages() -> str:
     digest = hashlib.sha256()
     for package in PACKAGES:
         root = package_folder(package)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,6 +15,8 @@ from typing import Any, TypeVar
 import ray
 
 from tilekern.errors import InputError
+from tilekern.kernels import VARIABLE, users_modules
+from tilekern.spec.source import path_of
 from tilekern.spec.targets import Target
 from tilekern.tuning.executors.node import PACKAGES, GpuNode, code_digest, package_folder
 
@@ -61,9 +65,16 @@ def connect(address: str | None) -> None:
         return
     modules = [str(package_folder(package)) for package in PACKAGES]
     with tempfile.TemporaryDirectory() as folder:
+        for name in dict.fromkeys(module.partition(".")[0] for module in users_modules()):
+            path = path_of(name)
+            if path.name == "__init__.py":
+                modules.append(str(path.parent))
+            else:
+                shutil.copy(path, folder)
         # A job with a working directory does not look for modules in the driver's, where another version may lie.
         Path(folder, "code").write_text(code_digest(), encoding="ascii")
-        environment = {"working_dir": folder, "py_modules": modules, "excludes": ["**/__pycache__/**"]}
+        environment: dict[str, Any] = {"working_dir": folder, "py_modules": modules, "excludes": ["**/__pycache__/**"]}
+        environment["env_vars"] = {VARIABLE: os.environ.get(VARIABLE, "")}
 
         def ask() -> None:
             try:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tilekern.compile.garbage import search_put_off
 from tilekern.errors import InputError
+from tilekern.kernels import add_specs, own_specs
 from tilekern.runtime.recorder import Trace
 from tilekern.spec.targets import Target
 from tilekern.tuning.options import PlanRequest, described_alone
@@ -62,6 +63,8 @@ def plan_of_anything(model: Any, steps: Steps, target: Target, root: Path) -> Pl
     if isinstance(model, Trace):
         if model.target.key != target.key:
             raise InputError(f"the step was traced for {model.target.name}, not {target.name}; trace it for that GPU")
+        known = own_specs()
+        add_specs(*dict.fromkeys(spec.module for spec in model.specs.values() if spec not in known))
         return Planned("traced step", tuple(model.problems), launches=model.launches)
     if isinstance(model, str | Path):
         return plan_of(PlanRequest((str(model),), (), (), steps, None), target, root)

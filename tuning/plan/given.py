@@ -86,7 +86,10 @@ def plan_of_problem(text: str, target: Target) -> Planned:
     name, _, sizes = text.strip().partition(" ")
     spec = all_specs().get(f"{name}_forward") or all_specs().get(name)
     if spec is None:
-        raise InputError(f"--problem {text!r}: unknown op or kernel {name!r}; known: {', '.join(_names())}")
+        raise InputError(
+            f"--problem {text!r}: unknown op or kernel {name!r}; known: {', '.join(_names())}; a kernel of your own "
+            "needs --specs MODULE"
+        )
     try:
         problem = spec.problem(**_filled(spec, parse_problem_key(sizes.strip())))
     except (CacheError, ValueError) as error:

@@ -171,7 +171,8 @@ class WatchedCache:
         if item.target.get("key") != self.target.key:
             return replace(item, state=ELSEWHERE, why=f"not for this GPU: wanted on {item.target.get('name')}")
         if item.kernel not in all_specs():
-            return replace(item, state=UNKNOWN, why=f"this version of tilekern has no kernel {item.kernel}")
+            why = f"no kernel {item.kernel} here; if it is your own, pass --specs MODULE"
+            return replace(item, state=UNKNOWN, why=why)
         try:
             assert item.named
         except (TypeError, ValueError) as error:
