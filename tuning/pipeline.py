@@ -1,4 +1,4 @@
-"""The tuner's pipeline: a planned sweep is compiled, measured or predicted, and its winners are published.
+"""The tuner's pipeline: compiles a planned sweep, measures or predicts, and publishes the winners.
 
 ``tune``, ``refresh``, the service, ``preflight --fix`` and :func:`tilekern.tune` are callers of :class:`Pipeline`.
 """
@@ -36,9 +36,8 @@ from tilekern.tuning.compile.stage import (
     start_server,
 )
 from tilekern.tuning.measure.stage import MeasureSummary, Settled, measure_all
-from tilekern.tuning.packs import write_packs
 from tilekern.tuning.predict.estimating import earlier_sweeps
-from tilekern.tuning.publishing import Winner, compiled_with, keep_winners, publish, why_not, winners
+from tilekern.tuning.publishing import Winner, compiled_with, keep_winners, publish, why_not, winners, write_packs
 from tilekern.tuning.strategies import strategy_named
 from tilekern.tuning.sweep.folder import RESULTS, Sweep, folder_in
 from tilekern.tuning.sweep.plan import Named
@@ -62,7 +61,7 @@ Tell = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Options:
-    """How a pipeline works.
+    """Options of a pipeline.
 
     Attributes:
         stages: which of :data:`STAGES` run. Without ``compile``, measuring needs the GPU here; with it, winners are
@@ -105,7 +104,7 @@ class Options:
 
 @dataclass
 class Result:
-    """The outcome of a run.
+    """Outcome of a run.
 
     Attributes:
         model: what was tuned, for people.
@@ -164,7 +163,7 @@ class Result:
 
 
 class Pipeline:
-    """One run over a planned sweep; the stages in the order in which they run.
+    """One run over a planned sweep; its methods stand in the order of the stages.
 
     Args:
         sweep: the sweep, whose plan is written.
@@ -195,7 +194,7 @@ class Pipeline:
         cls, planned: Planned, target: Target, store: Store, options: Options, tell: Tell | None = None, *,
         folder: Path | None = None, packs: Mapping[Path, Planned] | None = None,
     ) -> Pipeline:  # fmt: skip
-        """Begin the sweep of a plan, in a folder of the cache for each target where none is named.
+        """Begin the sweep of a plan, in the cache's folder for the target unless one is named.
 
         Raises:
             InputError: the folder holds another target's sweep, is held by another run, or cannot be written.
@@ -215,7 +214,7 @@ class Pipeline:
         return MEASURE in self.options.stages
 
     def run(self) -> Result:
-        """Compile, measure and publish, as far as the options say.
+        """Compile, measure and publish, as the options say.
 
         Raises:
             InputError: a folder cannot be written or is another's, or no GPU can be had.
@@ -238,7 +237,7 @@ class Pipeline:
         return self.result
 
     def work(self) -> None:
-        """Compile and measure; both at once where there is room for both."""
+        """Compile and measure, both at once if there is room for both."""
         self.sweep.require_own()
         notes = without_cute(self.sweep, self.sweep.problems()) if self._compiles else whose_artifacts(self.sweep)
         self.result.notes += notes
@@ -261,7 +260,6 @@ class Pipeline:
         self.result.toolkit = compiled_with(self.sweep) or self.result.toolkit
 
     def _order_by_gain(self, executor: Executor | None) -> None:
-        """Give each problem its turn under the budget."""
         sweep, options = self.sweep, self.options
         layers = default_layers(Path(self.store.root), looking=True)
         self._served = served_by(sweep.problems(), sweep.target, layers)
@@ -292,7 +290,7 @@ class Pipeline:
         self.result.measure = self._measured(done)
 
     def _compile_and_measure(self, executor: Executor) -> None:
-        """Measure each problem as soon as it is compiled; what measuring takes beyond the last compile is its time."""
+        """Measure each problem as soon as it is compiled; only the time beyond the last compile counts as measuring."""
         jobs, pool = self._compilers(beside=True)
         started = time.perf_counter()
         with shared(self.sweep, self.store.root):
@@ -311,7 +309,7 @@ class Pipeline:
         self.result.seconds[MEASURE] = time.perf_counter() - compiling.ended
 
     def _measured(self, done: MeasureSummary) -> dict[str, Any]:
-        """What the measure stage did, and why candidates of its sweep are wrong or in quarantine."""
+        """Return the outcome of the measure stage, with the reasons of wrong and quarantined candidates."""
         checks = (line.get("check", {}) for line in self.sweep.measured().values())
         wrong = (check.get("reason", "") for check in checks if not check.get("passed", True))
         return dataclasses.asdict(done) | {"reasons": dict(Counter([*wrong, *self.sweep.quarantined().values()]))}
@@ -319,7 +317,7 @@ class Pipeline:
     def winners(self) -> list[Won]:
         """Return the winners that may be published, and note what the budget left out.
 
-        Of a problem whose space was compiled in part there is none, nor a predicted one where a better record serves.
+        A problem whose space was compiled in part has none, nor has one that a better record serves than a prediction.
         """
         self._note_left_out()
         found = list(winners(self.sweep, self.result.toolkit))
@@ -333,7 +331,7 @@ class Pipeline:
         return [won for won in found if (won[0].kernel, won[0].problem) not in unfinished]
 
     def publish(self, found: Sequence[Won]) -> None:
-        """Write winners to ``results.pack`` and to the packs of models, and take them into the cache.
+        """Write winners to ``results.pack`` and to the packs of models, and install them in the cache.
 
         Raises:
             InputError: there is no winner, and the budget left nothing out.
@@ -351,7 +349,6 @@ class Pipeline:
             result.packs = write_packs(self._packs, found, self.options.key)
 
     def _note_left_out(self) -> None:
-        """Find the problems that the budget did not reach the end of."""
         if not (self.budget and (self._is_cut or self.budget.spent.is_set())):
             return
         done, known = settled(self.sweep, self.options.timeout_s), Settled(self.sweep, self.options.strategy)
@@ -369,7 +366,7 @@ class Pipeline:
             self.result.left_out.append(LeftOut(kernel, problem, reason, provenance, cost_s))
 
     def _say_what_lacks(self) -> None:
-        """Note each problem that has no winner, or none that was measured where others were, and why."""
+        """Note each problem without a winner, or without a measured one where others have one, and why."""
         result = self.result
         won = {(winner.kernel, winner.problem): winner.record.provenance for winner in result.winners}
         left = {(out.kernel, out.problem) for out in result.left_out}
@@ -384,7 +381,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _executor(self) -> Iterator[Executor | None]:
-        """The executor that measures, or None; on this host its processes load their modules while others compile."""
+        """Yield the executor that measures, or None; local processes load their modules while others compile."""
         if not self._measures:
             yield None
         elif self.options.executor != LOCAL:
@@ -402,18 +399,18 @@ class Pipeline:
                 yield executor
 
     def _require_gpus(self, cluster: ClusterExecutor) -> None:
-        """Raise at once what the measure stage would find out when all is compiled."""
+        """Raise before compiling if the cluster has no GPU of the target."""
         try:
             cluster.require_gpu(self.sweep.target)
         except InputError as error:
             raise InputError(f"{error}; to compile alone give --stages plan,compile") from None
 
     def _has_room_for_both(self) -> bool:
-        """Whether compilers have a CPU while all GPUs measure: on a cluster each GPU holds one, and would wait."""
+        """Return whether compilers have a CPU while all GPUs measure; on a cluster each GPU holds one."""
         return self.options.executor == LOCAL or self._cluster().spare_cores(self.sweep.target) > 0
 
     def _compilers(self, *, beside: bool = False) -> tuple[int, Pool]:
-        """How many candidates to compile at once, and where: on the CPUs of the cluster that measures, or else here."""
+        """Return how many candidates to compile at once, and where: on the measuring cluster, or here."""
         if self.options.executor == LOCAL:
             return jobs_of(self.options.jobs), compile_in_order
         cluster = self._cluster()
@@ -431,7 +428,7 @@ class Pipeline:
     # Time and progress.
 
     def _counted(self, share: float = 1.0) -> contextlib.AbstractContextManager[Any]:
-        """Yields the event that is set when a share of the rest of the budget is spent; None without a budget."""
+        """Return a context with the event of a share of the remaining budget; None without a budget."""
         return self.budget.counted(share) if self.budget else contextlib.nullcontext()
 
     @property
@@ -455,7 +452,7 @@ NOT_COMPILED, NOT_MEASURED = "not compiled", "not measured"
 
 
 def absence(target: Target, stages: Sequence[str]) -> str | None:
-    """Why a run cannot measure here, and what comes of it; None where the GPU here is the target."""
+    """Return why a run cannot measure here, and what it does instead; None if the GPU here is the target."""
     at_hand = here()
     if at_hand is not None and at_hand.key == target.key:
         return None
@@ -466,7 +463,7 @@ def absence(target: Target, stages: Sequence[str]) -> str | None:
 
 
 def whose_artifacts(sweep: Sweep) -> Iterator[str]:
-    """Say what becomes of artifacts that this run has not compiled and others have.
+    """Describe what becomes of artifacts that others compiled.
 
     Raises:
         InputError: none of them may be run, as the policy is ``signed`` or the run signs what comes of it.
@@ -489,7 +486,7 @@ def whose_artifacts(sweep: Sweep) -> Iterator[str]:
 
 
 def without_cute(sweep: Sweep, problems: Iterable[Named]) -> Iterator[str]:
-    """Say that kernels of CuTe DSL are left out, where there are some."""
+    """Note that kernels of CuTe DSL are left out, if there are some."""
     names = dict.fromkeys(kernel for kernel, _ in problems)
     able = sum(bool(spec_named(name).space.beside) for name in names)
     if able and not sweep.has_cute:
@@ -500,7 +497,6 @@ def without_cute(sweep: Sweep, problems: Iterable[Named]) -> Iterator[str]:
 
 
 def _why_none(sweep: Sweep) -> str:
-    """Why a sweep has no winner at all."""
     if not (problems := sweep.problems()):
         return f"{sweep.folder} plans no problem; run --stages plan for a model that has some"
     kernel, problem = problems[0]

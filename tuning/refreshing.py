@@ -1,4 +1,4 @@
-"""Timing again what another toolkit or driver won: old winners and those that came next, not the whole space.
+"""Times again the winners of another toolkit or driver, with their runners-up, not the whole space.
 
 A refresh is a sweep whose plan limits each problem to a few configs. Beside the plan lies ``refresh.json``: the records
 as they were, and what else was found, so that the folder can be carried to the GPU like any other.
@@ -35,7 +35,7 @@ _LARGEST = 2**28
 
 @dataclass(frozen=True)
 class Stale:
-    """A measured record of which nothing can be timed again, and why: its problem needs a whole tune."""
+    """A measured record that cannot be timed again, and why: its problem needs a whole tune."""
 
     record: Record
     reason: str
@@ -57,7 +57,7 @@ class Survey:
 def survey(
     layers: Sequence[Layer], target: Target, toolkit_key: str | None, driver: str | None, *, top: int, everything: bool
 ) -> Survey:
-    """Sort the measured records of a target by whether they were made by the toolkit and driver of today.
+    """Sort the measured records of a target by whether today's toolkit and driver made them.
 
     Args:
         layers: where to look for records.
@@ -98,7 +98,6 @@ def _by_size(problem: Problem) -> list[tuple[int, str]]:
 
 
 def _measured(layers: Sequence[Layer], target: Target, kernel: str) -> dict[Any, list[tuple[Record, Layer]]]:
-    """The measured records of a kernel with their layers, by problem. Layers report the bad ones themselves."""
     found: dict[Any, list[tuple[Record, Layer]]] = {}
     for layer in layers:
         for toolkit_key in layer.toolkits(target.key):
@@ -111,7 +110,7 @@ def _measured(layers: Sequence[Layer], target: Target, kernel: str) -> dict[Any,
 
 
 def _stale(record: Record, spec: KernelSpec) -> str | None:
-    """Why timing a record's configs again says nothing about today's kernel, or None where it does."""
+    """Return why timing a record's configs again would prove nothing about today's kernel; None if it would."""
     worth = freshness(record, source_digest(spec.module))
     if worth == STALE:
         return "it was made from another version of the kernel's source"
@@ -134,9 +133,9 @@ def _newest(records: Iterable[tuple[Record, Layer]]) -> tuple[Record, Layer]:
 
 
 def _configs(record: Record, spec: KernelSpec, target: Target, top: int) -> list[Config]:
-    """Of the winner, the first runners-up, the best kernel and the default, those that are in today's space.
+    """Return the winner, the first runners-up, the best kernel and the default, as far as today's space has them.
 
-    None where the default alone is.
+    None are returned if only the default is left.
     """
     problem = spec.problem(**record.problem)
     default = spec.default(problem, target)
@@ -154,7 +153,7 @@ def _configs(record: Record, spec: KernelSpec, target: Target, top: int) -> list
 
 @dataclass(frozen=True)
 class Change:
-    """The outcome for one record.
+    """Outcome for one record.
 
     ``same_us`` is the time of the old config as it is now, None where it has none, for which ``reason`` says why;
     ``after`` is the new record, None where nothing could be timed. Times are medians in microseconds.
@@ -167,21 +166,21 @@ class Change:
 
     @property
     def before_us(self) -> float:
-        """The old winner's time, as it was."""
+        """Return the old winner's old time."""
         return float((self.before.measurement or {})["median_us"])
 
     @property
     def after_us(self) -> float | None:
-        """The new winner's time."""
+        """Return the new winner's time."""
         return float((self.after.measurement or {})["median_us"]) if self.after else None
 
     @property
     def unchanged(self) -> bool:
-        """Whether the old config has won again."""
+        """Return whether the old config won again."""
         return self.after is not None and Config(self.after.config) == Config(self.before.config)
 
     def as_json(self) -> dict[str, Any]:
-        """The change as ``--json`` prints it; ``change`` is the new winner's time over the old one's, minus 1."""
+        """Return the change as ``--json`` prints it; ``change`` is the new winner's time over the old one's, minus 1."""
         after = self.after
         return {
             "kernel": self.before.kernel,
@@ -219,27 +218,27 @@ class Refresh:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the folder holds a refresh whose records were not published yet."""
+        """Return whether the folder holds a refresh whose records are not published yet."""
         return (self.sweep.folder / PLAN).exists() and self._path.exists() and not self._read()["finished"]
 
     @property
     def toolkit_key(self) -> str | None:
-        """The toolkit that it was begun with."""
+        """Return the toolkit that it was begun with."""
         found = self._read()["toolkit"]
         return None if found is None else str(found)
 
     @property
     def stale(self) -> list[dict[str, Any]]:
-        """The records that need a whole tune: ``kernel``, ``problem`` and ``reason``."""
+        """Return the records that need a whole tune: ``kernel``, ``problem`` and ``reason``."""
         return list(self._read()["stale"])
 
     @property
     def current(self) -> int:
-        """How many records were of today's toolkit and driver."""
+        """Return how many records were of today's toolkit and driver."""
         return int(self._read()["current"])
 
     def begin(self, found: Survey, target: Target, toolkit_key: str | None) -> None:
-        """Plan the refresh of what a survey found, in place of an older refresh in the folder.
+        """Plan the refresh of a survey, in place of an older refresh in the folder.
 
         Winners of today that composites may launch go into the sweep's own cache.
 
@@ -271,14 +270,13 @@ class Refresh:
                 self.sweep.begin(target, MODEL, list(limits), limits)
 
     def _keep(self, current: Iterable[tuple[Record, Layer]]) -> None:
-        """Put records into the cache of the sweep's own."""
         store = Store(self.sweep.cache)
         for record, layer in current:
             with contextlib.suppress(CacheError):  # the layer reports a bad one; its composite runs another
                 store.write(record, {digest: layer.read_blob(digest) for digest in record.digests})
 
     def finish(self, found: Sequence[Winner]) -> list[Change]:
-        """Note that the measured winners are published; return what changed, in the plan's order."""
+        """Note that the winners are published; return the changes in the plan's order."""
         changes = list(self._changes(found))
         self._write(self._read() | {"finished": True, "changes": [change.as_json() for change in changes]})
         return changes
@@ -313,12 +311,11 @@ class Refresh:
 
 
 def stale_json(stale: Stale) -> dict[str, Any]:
-    """A stale record as ``--json`` prints it."""
+    """Return a stale record as ``--json`` prints it."""
     return {"kernel": stale.record.kernel, "problem": stale.record.problem, "reason": stale.reason}
 
 
 def _contents(folder: Path) -> list[str]:
-    """The names of what a folder holds, but for the lock and what a killed writer left; empty where it is not there."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -327,7 +324,7 @@ def _contents(folder: Path) -> list[str]:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what an older refresh left, and nothing else; the plan first, without which the folder is not a sweep."""
+    """Remove what an older refresh left; the plan first, without which the folder is not a sweep."""
     for name in (*CONTENTS, RESULTS):
         path = folder / name
         if path.is_dir():

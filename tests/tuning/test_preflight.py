@@ -237,9 +237,8 @@ def test_what_any_record_serves_is_promised_on_every_machine(model, monkeypatch,
         assert json.loads(capsys.readouterr().out)["cannot_fix"] is None
 
 
-@pytest.mark.slow
 @needs_compiler
-def test_fix_tunes_what_lacks_and_nothing_else(model, tmp_path, capsys):
+def test_fix_tunes_what_lacks_and_nothing_else(model, default_configs, tmp_path, capsys):
     first = rope().needs[0]
     put(tmp_path / "cache", first.kernel, first.problem, provenance="measured")
     arguments = [model, "--gpu", "H200", "--tokens", "64", "--ops", "rope", "--json"]

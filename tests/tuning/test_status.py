@@ -96,13 +96,13 @@ def test_a_problem_whose_artifacts_are_not_all_tried_is_not_done(sweep: Sweep, s
 
 def test_a_run_at_work_is_named_with_what_it_has_done(sweep: Sweep, status):
     context = multiprocessing.get_context("fork")
-    arguments = (Sweep(sweep.folder), RecordedExecutor(pause_s=0.05), keep_winners)
+    arguments = (Sweep(sweep.folder), RecordedExecutor(pause_s=0.01), keep_winners)
     run = context.Process(target=measure_all, args=arguments)
     run.start()
     try:
         while not sweep.races():
             assert run.is_alive()
-            time.sleep(0.02)
+            time.sleep(0.005)
         found = status("--json")
     finally:
         os.kill(run.pid, signal.SIGKILL)

@@ -289,7 +289,7 @@ def fixed(root, _folder):
 @pytest.mark.parametrize(
     ("run", "settings"), [(tuned, "victim"), (tuned, "attacker"), (served, "attacker"), (fixed, "attacker")]
 )
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_what_is_planted_at_a_default_place_is_not_taken(
     tmp_path, users, default_configs, monkeypatch, policy, run, settings
 ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import shlex
@@ -12,20 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tilekern.cache import FolderLayer, Layer, PackLayer, Store, default_layers, user_root
+from tilekern.cache import FolderLayer, Layer, PackLayer, Record, Store, default_layers, user_root
 from tilekern.cache.packs.pack import Pack
-from tilekern.compile.toolchain import toolkit
+from tilekern.compile.toolchain import require_toolkit, toolkit
 from tilekern.errors import InputError
 from tilekern.spec.targets import Target, here, resolve
-from tilekern.tuning.compile.stage import wanted
+from tilekern.tuning.carrying import Carried, carry_over, held_in_cache, held_in_pack, write_to_cache, write_to_pack
+from tilekern.tuning.compile.pool import Answer, Lost
+from tilekern.tuning.compile.stage import jobs_of, wanted
 from tilekern.tuning.measure.gpu import describe_gpu
 from tilekern.tuning.options import Folder, tuner_command
 from tilekern.tuning.pipeline import COMPILE, MEASURE, Options, Pipeline
 from tilekern.tuning.refreshing import Change, Refresh, Survey, stale_json, survey
-from tilekern.tuning.same_code import run as run_same_code
 from tilekern.tuning.sweep.folder import folder_in
 from tilekern.tuning.terminal.console import out, sizes_of, table_console, table_for
 from tilekern.tuning.terminal.progress import progress_bars
+from tilekern.warning import tell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -95,7 +98,7 @@ def command(
     if same_code:
         if gpu != "auto" or sweep or everything:
             raise InputError("--same-code takes all records; leave --gpu, --sweep and --all out")
-        run_same_code(cache_dir, packs, jobs, same_calls=same_calls, as_json=as_json)
+        _same_code(cache_dir, packs, jobs, same_calls=same_calls, as_json=as_json)
         return
     if same_calls:
         raise InputError("--same-calls says something of --same-code; give both")
@@ -235,3 +238,50 @@ def _row(change: Change) -> list[str]:
 
 def _short(config: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in config.items() if value not in (0, False))
+
+
+def _same_code(
+    cache_dir: Path | None, packs: Sequence[Path], jobs: int | None, *, same_calls: bool, as_json: bool
+) -> None:  # fmt: skip
+    """Carry over the records of packs, and of a cache if one is named or no pack is, and print the outcome."""
+    tools, memo, places = require_toolkit(), dict[str, Answer | Lost](), []
+    caches = [cache_dir or user_root()] if cache_dir or not packs else []
+    for path in [*packs, *caches]:
+        held = held_in_pack(path) if path in packs else held_in_cache(path)
+        with progress_bars(quiet=as_json) as tell_stage:
+            progress = functools.partial(tell_stage, "compile")
+            done = carry_over(held, tools.key, jobs_of(jobs), same_calls=same_calls, progress=progress, memo=memo)
+        unsigned = 0  # records that were signed before
+        if done.carried and path in packs:
+            unsigned = write_to_pack(path, held, done)
+        elif done.carried:
+            write_to_cache(Store(path), done)
+        if not as_json:
+            _print_carried(path, done, unsigned)
+        places.append({
+            "place": str(path),
+            "carried": [{**_named(new), "fresh": done.fresh(new)} for _, (new, _) in done.carried],
+            "stale": [{**_named(left.record), "reason": left.reason} for left in done.left],
+            "current": done.current,
+            "compiled": done.compiled,
+            "unsigned": unsigned,
+        })  # fmt: skip
+    if as_json:
+        click.echo(json.dumps({"toolkit": tools.key, "places": places}, indent=1))
+
+
+def _named(record: Record) -> dict[str, Any]:
+    return {"kernel": record.kernel, "problem": record.problem, "target": record.target["key"]}
+
+
+def _print_carried(path: Path, done: Carried, unsigned: int) -> None:
+    for left in done.left:
+        tell(f"stale: {left.record.kernel} {sizes_of(left.record.problem)}: {left.reason}")
+    tell(
+        f"{path}: {len(done.carried)} records carried over, {len(done.left)} stay stale, {done.current} were of today; "
+        f"{done.compiled} artifacts compiled"
+    )
+    if dated := sum(not done.fresh(new) for _, (new, _) in done.carried):
+        tell(f"{dated} of them are not known to be the best: their space is another one")
+    if unsigned:
+        tell(f"{unsigned} of them were signed; sign them again: python -m tilekern.cache_tools sign")

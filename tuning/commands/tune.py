@@ -26,7 +26,6 @@ from tilekern.tuning.options import (
     tuner_command,
     words,
 )
-from tilekern.tuning.packs import pack_paths
 from tilekern.tuning.pipeline import (
     COMPILE,
     LOCAL,
@@ -39,6 +38,7 @@ from tilekern.tuning.pipeline import (
     absence,
     without_cute,
 )
+from tilekern.tuning.publishing import pack_paths
 from tilekern.tuning.strategies import STRATEGIES
 from tilekern.tuning.sweep.folder import Sweep, folder_in
 from tilekern.tuning.terminal.progress import progress_bars

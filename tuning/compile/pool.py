@@ -230,10 +230,9 @@ class _Worker:
 
 def _serve(connection: Connection, compile_one: Compile, memory_bytes: int, specs: str) -> None:
     disposable.begin(memory_bytes)
+    os.environ[VARIABLE] = specs  # the server may have started with other specs
     if users_modules(specs):
-        # The server may be older than the variable, and has no torch, which a user's module may import.
-        os.environ[VARIABLE] = specs
-        sys.modules.pop("torch", None)
+        sys.modules.pop("torch", None)  # which the server has hidden, and a user's module may import
     with contextlib.suppress(EOFError, OSError):  # the parent has hung up
         connection.send(None)
         while True:

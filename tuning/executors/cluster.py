@@ -10,16 +10,18 @@ import itertools
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
 
 from tilekern.cache import Store, write_pack
+from tilekern.compile.toolchain import require_toolkit
 from tilekern.errors import InputError
 from tilekern.spec.targets import Target
 from tilekern.tuning.compile.order import Order
 from tilekern.tuning.compile.pool import Answer, Compile, Lost
-from tilekern.tuning.executors.node import GpuNode, code_digest
-from tilekern.tuning.executors.ray_compiling import compile_on_cluster
+from tilekern.tuning.compile.stage import work_s
+from tilekern.tuning.executors.node import CompileWork, GpuNode, code_digest, compile_on_node
 from tilekern.tuning.executors.ray_measuring import Measuring
 from tilekern.tuning.executors.ray_nodes import (
     FREE_WITHIN_S,
@@ -32,6 +34,12 @@ from tilekern.tuning.executors.ray_nodes import (
 )
 from tilekern.tuning.measure.process import LAUNCH_TIMEOUT_S, Noted
 from tilekern.tuning.measure.tasks import Task
+from tilekern.tuning.sweep.candidates import Candidate
+
+# Candidates of one Ray task, which lowers their device function once; few, so that no CPU waits long for the last task.
+MOST = 4
+# Seconds between two looks whether the work is to be given up.
+_LOOK_EVERY_S = 1.0
 
 
 class ClusterExecutor:
@@ -138,13 +146,41 @@ class ClusterExecutor:
     def compile_in_order(
         self, order: Order, compile_one: Compile, jobs: int, limit_s: float, memory_bytes: int
     ) -> Iterator[Answer | Lost]:
-        """Have candidates compiled, as :func:`tilekern.tuning.compile.pool.compile_in_order` does on this host.
+        """Compile candidates as :func:`tilekern.tuning.compile.pool.compile_in_order` does on this host.
+
+        If the cluster has fewer CPUs than ``jobs``, Ray keeps tasks waiting. It runs the tasks of a lost node again.
 
         Raises:
             InputError: a node has another compiler or none, or some candidates were lost with their nodes.
             ToolchainMissing: this host has no compiler to compare the nodes' with.
         """
-        return compile_on_cluster(order, compile_one, jobs, limit_s, memory_bytes)
+        toolkit_key = require_toolkit().key
+        order.take_in()
+        remote = ray.remote(compile_on_node).options(num_cpus=1, max_retries=1)
+        at_work: dict[Any, list[Candidate]] = {}
+
+        def begin(before: Candidate | None) -> None:
+            if items := _take(order, before):
+                work = CompileWork.of(toolkit_key, items, compile_one, limit_s, memory_bytes)
+                at_work[remote.remote(work)] = items
+
+        lost: list[str] = []
+        try:
+            for _ in range(jobs):
+                begin(None)
+            while at_work and not order.is_over.is_set():
+                done, _ = ray.wait(list(at_work), timeout=_LOOK_EVERY_S)
+                for ref in done:
+                    items = at_work.pop(ref)
+                    answers = _answers(ref, items, lost)
+                    _learn(order, items, answers)
+                    begin(items[-1])
+                    yield from answers
+        finally:
+            for ref in at_work:
+                ray.cancel(ref, force=True)
+        if lost:
+            raise InputError(f"{len(lost)} artifacts were not compiled, as {lost[0]}; run again for them")
 
     def _pack(self) -> bytes:
         """The contents of the cache, in one piece; empty where it holds nothing."""
@@ -156,3 +192,31 @@ class ClusterExecutor:
             path = Path(folder) / "winners.pack"
             write_pack(path, [(record, {name: store.read_blob(name) for name in record.digests}) for record in found])
             return path.read_bytes()
+
+
+def _take(order: Order, before: Candidate | None) -> list[Candidate]:
+    """The next candidates for one Ray task, as one worker would take them after another."""
+    found: list[Candidate] = []
+    while len(found) < MOST and (item := order.take(before)):
+        found.append(item)
+        before = item
+    return found
+
+
+def _learn(order: Order, items: list[Candidate], answers: list[Answer | Lost]) -> None:
+    by_key = {item.artifact: item for item in items}
+    for line in (answer.line for answer in answers if isinstance(answer, Answer)):
+        if "tileiras_s" in line:
+            order.learn(by_key[line["key"]], work_s(line))
+
+
+def _answers(ref: Any, items: list[Candidate], lost: list[str]) -> list[Answer | Lost]:
+    """The outcome for candidates; of those that were lost it is only noted why, as they are to be tried again."""
+    try:
+        found: list[Answer | Lost] = ray.get(ref)
+        return found
+    except ray.exceptions.RayTaskError as error:
+        raise InputError(reason_of(error)) from None
+    except ray.exceptions.RayError as error:
+        lost += [reason_of(error)] * len(items)
+        return []
