@@ -42,7 +42,7 @@ from tilekern.tuning.strategies import strategy_named
 from tilekern.tuning.sweep.folder import RESULTS, Sweep, folder_in
 from tilekern.tuning.sweep.plan import Named
 from tilekern.tuning.sweep.quarantine import shared
-from tilekern.tuning.terminal.progress import PUBLISH
+from tilekern.tuning.terminal import PUBLISH
 
 if TYPE_CHECKING:
     from tilekern.tuning.executors import Executor

@@ -115,7 +115,7 @@ class Preflight:
 
     @property
     def cannot_fix(self) -> str | None:
-        """Return why :func:`fix` cannot make the missing records on this machine; None if it can, or none are missing."""
+        """Return why :func:`fix` cannot make the missing records here; None if it can, or none are missing."""
         if self.demand != MEASURED or self.is_here or not self.missing:
             return None
         return (

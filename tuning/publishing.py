@@ -272,7 +272,7 @@ def why_not(sweep: Sweep, kernel: str, problem: Problem) -> str:
 
 
 def is_open(sweep: Sweep, kernel: str, problem: Problem) -> bool:
-    """Return whether a passing cause kept a candidate of a problem from being compiled, so that the next run may do it."""
+    """Return whether a passing cause kept a candidate from being compiled, so that the next run may do it."""
     compiled = sweep.compiled()
     return any(compiled.get(item.artifact, {}).get("status") == "open" for item in sweep.candidates(kernel, problem))
 

@@ -180,7 +180,7 @@ class Change:
         return self.after is not None and Config(self.after.config) == Config(self.before.config)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the change as ``--json`` prints it; ``change`` is the new winner's time over the old one's, minus 1."""
+        """Return the change as ``--json`` prints it; ``change``: the new winner's time over the old one's, minus 1."""
         after = self.after
         return {
             "kernel": self.before.kernel,

@@ -16,7 +16,7 @@ from tilekern.tuning.plan.models import plan_of_model
 from tilekern.tuning.plan.steps import Steps
 from tilekern.tuning.refreshing import Change
 from tilekern.tuning.sweep.folder import Sweep
-from tilekern.tuning.terminal.console import sizes_of, table_console, table_for
+from tilekern.tuning.terminal import sizes_of, table_console, table_for
 
 pytestmark = pytest.mark.processes
 

@@ -33,7 +33,7 @@ from tilekern.tuning.predict.roofline import launch_s
 from tilekern.tuning.publishing import keep_winners, pack_paths, winners, write_packs
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.plan import PlanFile
-from tilekern.tuning.terminal.printing import print_result
+from tilekern.tuning.terminal import print_result
 
 FOUR = [*THREE, WIDE]
 TOOLS = {"key": "tileiras-1-cuda_tile-1", "tileiras": "1", "cuda_tile": "1"}

@@ -1,4 +1,4 @@
-"""``python -m tilekern.tune preflight MODEL``: the records that a job will need, and those that are missing."""
+"""``python -m tilekern.tune preflight MODEL``: lists the records that a job will need, and the missing ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tilekern.cache import user_root
 from tilekern.spec.targets import resolve
 from tilekern.tuning import preflight as checks
 from tilekern.tuning.options import NAMES, Folder, PlanRequest, Seconds, plan_options, tuner_command
-from tilekern.tuning.terminal.progress import progress_bars
+from tilekern.tuning.terminal import progress_bars
 from tilekern.warning import tell
 
 EXIT_MISSING = 3
@@ -82,6 +82,5 @@ def _told(found: checks.Preflight) -> list[str]:
 
 
 def _counted(state: str, number: int, found: checks.Preflight) -> str:
-    """How many problems are in a state, with how what serves them was chosen."""
     how = ", ".join(f"{served} {name}" for name, served in found.provenances(state).items() if served)
     return f"{number} {state.replace('_', ' ')}{f' ({how})' * bool(how)}"

@@ -1,4 +1,4 @@
-"""``python -m tilekern.tune refresh``: time old winners again after an upgrade, and say what changed."""
+"""``python -m tilekern.tune refresh``: times old winners again after an upgrade, and shows what changed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from tilekern.tuning.options import Folder, tuner_command
 from tilekern.tuning.pipeline import COMPILE, MEASURE, Options, Pipeline
 from tilekern.tuning.refreshing import Change, Refresh, Survey, stale_json, survey
 from tilekern.tuning.sweep.folder import folder_in
-from tilekern.tuning.terminal.console import out, sizes_of, table_console, table_for
-from tilekern.tuning.terminal.progress import progress_bars
+from tilekern.tuning.terminal import out, progress_bars, sizes_of, table_console, table_for
 from tilekern.warning import tell
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ _FOLDER = Folder()
 
 @dataclass
 class Outcome:
-    """The outcome of a refresh, in the form of ``--json``."""
+    """Outcome of a refresh, in the form of ``--json``."""
 
     target: Target
     toolkit: str | None
@@ -54,7 +53,7 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """The document that ``--json`` prints."""
+        """Return the document that ``--json`` prints."""
         plain = {name: value for name, value in vars(self).items() if name not in ("target", "changes")}
         return {"target": self.target.describe(), **plain, "changes": [change.as_json() for change in self.changes]}
 
@@ -115,7 +114,7 @@ def command(
 def _planned(
     gpu: str, store: Store, packs: Sequence[Path], top: int, folder: Path | None, *, everything: bool
 ) -> tuple[Refresh | None, Outcome]:
-    """The refresh to work on, None where no record asks for one, and what is known of it."""
+    """Return the refresh to work on, None if no record needs one, and what is known of it."""
     at_hand, tools = here(), toolkit()
     # Where nothing can be compiled a folder that was named came from where it was.
     begun = Refresh(folder, carried=tools is None) if folder else None
@@ -153,7 +152,7 @@ def _nothing(found: Survey, outcome: Outcome) -> str:
 
 
 def _offer(looked_at: Sequence[Layer], outcome: Outcome, top: int) -> list[str]:
-    """Commands to run for the packs beside the cache that serve this GPU by records of another toolkit or driver."""
+    """Return commands for further packs that serve this GPU by records of another toolkit or driver."""
     known = {layer.path.resolve() for layer in looked_at if isinstance(layer, PackLayer)}
     found: list[Path] = []
     count = 0
@@ -174,7 +173,7 @@ def _offer(looked_at: Sequence[Layer], outcome: Outcome, top: int) -> list[str]:
 
 
 def _run(refresh: Refresh, outcome: Outcome, store: Store, jobs: int | None, *, quiet: bool) -> None:
-    """Compile, and where the target is here, measure and publish."""
+    """Compile, and if the target is here, measure and publish."""
     sweep = refresh.sweep
     if outcome.toolkit != refresh.toolkit_key and outcome.toolkit is not None and any(wanted(sweep)):
         raise InputError(

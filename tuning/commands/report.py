@@ -1,4 +1,4 @@
-"""``python -m tilekern.tune report DIR``: what a sweep found, as a page, as CSV and as JSON."""
+"""``python -m tilekern.tune report DIR``: writes a sweep's results as a page, as CSV and as JSON."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ def command(folder: Path, html_file: Path | None, csv_file: Path | None, json_fi
 
 
 def _shown(text: str) -> str:
-    """A text as it is for a program, and as a terminal may have it for people."""
+    """Return a text unchanged for a program, and without control characters for a terminal."""
     return "\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text

@@ -1,4 +1,4 @@
-"""``python -m tilekern.tune MODEL``: plan, compile, measure, and fill the cache."""
+"""``python -m tilekern.tune MODEL``: plans, compiles, measures, and fills the cache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tilekern.tuning.pipeline import (
 from tilekern.tuning.publishing import pack_paths
 from tilekern.tuning.strategies import STRATEGIES
 from tilekern.tuning.sweep.folder import Sweep, folder_in
-from tilekern.tuning.terminal.progress import progress_bars
+from tilekern.tuning.terminal import progress_bars
 
 if TYPE_CHECKING:
     from tilekern.tuning.plan.steps import Planned
@@ -58,8 +58,6 @@ _FOLDER = Folder()
 
 
 class _Tune(GroupedCommand):
-    """The command whose help names the others."""
-
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write both ways to begin."""
         super().format_usage(ctx, formatter)
@@ -110,7 +108,7 @@ def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
     stopped, or whose --budget was spent, goes on where it was. Lists have commas between. The exit code is 3 where a
     problem has no winner, unless the budget left it out.
     """
-    from tilekern.tuning.terminal.printing import print_plan, print_result
+    from tilekern.tuning.terminal import print_plan, print_result
 
     request = Request.of(given)
     done = _dry_run(request) if dry_run else _run(request, quiet=as_json)
@@ -126,7 +124,7 @@ def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """A run as it was asked for: what to plan, how to work, and where."""
+    """A run as requested: what to plan, how to work, and where."""
 
     plan: PlanRequest
     options: Options
@@ -152,7 +150,7 @@ class Request:
         return cls(PlanRequest.of(given), options, given["gpu"], given["sweep"], given["packs"], store)
 
     def planned(self) -> tuple[Target, Planned]:
-        """Return the target, and what is planned for it."""
+        """Return the target and its plan."""
         target = resolve(self.gpu)
         from tilekern.tuning.plan.choosing import plan_of
 
@@ -172,7 +170,7 @@ def _run(request: Request, *, quiet: bool) -> Result:
 
 
 def _dry_run(request: Request) -> PlanReport:
-    """The plan and what it will cost; nothing is written, compiled or measured."""
+    """Return the plan and its cost; write, compile and measure nothing."""
     from tilekern.tuning.predict.estimating import report_on
 
     options, store = request.options, request.store
@@ -203,7 +201,7 @@ def _dry_run(request: Request) -> PlanReport:
 
 
 def _gpus(options: Options, at_hand: bool) -> int:
-    """How many GPUs a dry run counts on: those of this host that the run would use, else the number that was given."""
+    """Return how many GPUs a dry run counts on: this host's, or the number given."""
     if options.executor != LOCAL or not at_hand:
         return options.gpus or 1
     from tilekern.tuning.measure.gpu import devices
@@ -212,7 +210,7 @@ def _gpus(options: Options, at_hand: bool) -> int:
 
 
 def _given(request: Request) -> Sweep:
-    """The sweep that an earlier run planned."""
+    """Return the sweep that an earlier run planned."""
     if request.sweep is None:
         raise InputError("stages after plan need the folder of a planned sweep: give --sweep DIR")
     # What the compile stage makes anew here it need not take from others.

@@ -1,4 +1,4 @@
-"""Executors run the tasks of the measure stage: this host's GPUs, or a cluster's."""
+"""Executors run the tasks of the measure stage on this host's GPUs or a cluster's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Executor(Protocol):
     """Measures tasks on GPUs of one kind."""
 
     def describe_gpu(self, target: Target) -> dict[str, str]:
-        """The GPU, its driver and torch, as records keep them.
+        """Return the GPU, its driver and torch, as records keep them.
 
         Raises:
             InputError: no GPU of the target can be had.
@@ -28,7 +28,7 @@ class Executor(Protocol):
         """Return how many tasks are measured at once: the number of GPUs of the target."""
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Noted]:
-        """Measure the tasks, in any order; lines for the journals as they come, and ``FINISHED`` after each task.
+        """Measure tasks in any order; yield lines for the journals as they come, and ``FINISHED`` after each task.
 
         Args:
             tasks: the tasks; the next one of an iterator may be long in coming, while those before it are measured.

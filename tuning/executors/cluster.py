@@ -1,7 +1,7 @@
-"""Measures and compiles on a Ray cluster; Ray decides what runs where.
+"""Measures and compiles on a Ray cluster; Ray schedules the work.
 
-The code goes along with the job: nodes need its dependencies, tilekern itself they are given. Lines come back by calls
-that each wait for the next few, since Ray's streaming generators are not to be had through ``ray://``.
+The job carries tilekern's code; nodes need its dependencies. Lines come back by calls that each wait for the next few,
+since ``ray://`` has no streaming generators.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class ClusterExecutor:
-    """Measures on a cluster's GPUs that are the target, each in an actor of its own, and compiles on its CPUs.
+    """Measures on the cluster's GPUs of the target's type, one actor each, and compiles on its CPUs.
 
     Args:
         address: ``ray://HOST:PORT``; None for the cluster that this host belongs to, or else a new one on this host.
@@ -66,11 +66,11 @@ class ClusterExecutor:
 
     @property
     def cores(self) -> int:
-        """How many CPUs the cluster has, busy or not."""
+        """Return how many CPUs the cluster has, busy or not."""
         return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
     def spare_cores(self, target: Target) -> int:
-        """How many CPUs are left for compilers while the cluster measures: each GPU in use holds one.
+        """Return how many CPUs are left for compilers while the cluster measures: each GPU in use holds one.
 
         Raises:
             InputError: no node has a GPU of the target's type.
@@ -87,7 +87,7 @@ class ClusterExecutor:
         return min(count, self._most or count)
 
     def require_gpu(self, target: Target) -> None:
-        """See to it that some node has a GPU of the target's type, free or not; no node is asked.
+        """Check that some node has a GPU of the target's type, free or not; no node is asked.
 
         Raises:
             InputError: none has.
@@ -95,7 +95,9 @@ class ClusterExecutor:
         gpus_like(target)
 
     def describe_gpu(self, target: Target) -> dict[str, str]:
-        """One GPU of the target's type, its driver, torch and libraries; :meth:`run` leaves out those that have others.
+        """Return a GPU of the target's type, its driver, torch and libraries; :meth:`run` leaves others out.
+
+        A worker that dies before it answers, as on a busy node, is replaced.
 
         A worker that dies before it has answered, as on a busy node, is replaced.
 
@@ -120,7 +122,9 @@ class ClusterExecutor:
             ray.kill(actor)
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Noted]:
-        """Measure the tasks, of those that are there the longest first.
+        """Measure the tasks, the longest available first.
+
+        A lost node costs the candidate in flight: another node does the rest of its task, once.
 
         A node that is lost costs the candidate in flight: what is left of its task is done on another node, once.
 
@@ -183,7 +187,7 @@ class ClusterExecutor:
             raise InputError(f"{len(lost)} artifacts were not compiled, as {lost[0]}; run again for them")
 
     def _pack(self) -> bytes:
-        """The contents of the cache, in one piece; empty where it holds nothing."""
+        """Return the cache as one pack; empty if it has no records."""
         store = Store(self._cache)
         found = [entry.record for entry in store.entries() if entry.record]
         if not found:
@@ -195,7 +199,7 @@ class ClusterExecutor:
 
 
 def _take(order: Order, before: Candidate | None) -> list[Candidate]:
-    """The next candidates for one Ray task, as one worker would take them after another."""
+    """Take the next candidates for one Ray task, in the order of a single worker."""
     found: list[Candidate] = []
     while len(found) < MOST and (item := order.take(before)):
         found.append(item)
@@ -211,7 +215,7 @@ def _learn(order: Order, items: list[Candidate], answers: list[Answer | Lost]) -
 
 
 def _answers(ref: Any, items: list[Candidate], lost: list[str]) -> list[Answer | Lost]:
-    """The outcome for candidates; of those that were lost it is only noted why, as they are to be tried again."""
+    """Return the outcomes; candidates that were lost are only noted in ``lost``, and tried again by the next run."""
     try:
         found: list[Answer | Lost] = ray.get(ref)
         return found

@@ -1,4 +1,4 @@
-"""The plan that a command line asks for: of models, of files, of the wanted list, of named problems, or of several."""
+"""Makes the plan that a command line asks for: of models, files, the wanted list and named problems."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tilekern.tuning.plan.steps import Planned, Steps
 
 @search_put_off()
 def plan_of(request: PlanRequest, target: Target, root: Path) -> Planned:
-    """All that is asked for, each problem once.
+    """Return the plan of a whole request, each problem once.
 
     Args:
         request: what is asked for.
@@ -74,7 +74,6 @@ def plan_of_anything(model: Any, steps: Steps, target: Target, root: Path) -> Pl
 
 
 def _of_model(model: str, request: PlanRequest, target: Target) -> Planned:
-    """The plan of a model, or the one that a trace wrote into the file that stands in its place."""
     path = path_named(model)
     if path is None or "problems" not in read_json(path):
         from tilekern.tuning.plan.models import plan_of_model  # which loads torch and transformers

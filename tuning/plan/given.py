@@ -40,7 +40,7 @@ def plan_of_file(path: Path, target: Target) -> Planned:
 
 
 def plan_of_wanted(root: Path, target: Target) -> Planned:
-    """The problems that jobs did not find on a GPU, by a cache's wanted list, with the parts of composites.
+    """Plan the problems on a cache's wanted list for a GPU, with the parts of composites.
 
     Raises:
         InputError: nothing is wanted there for this GPU.
@@ -59,7 +59,7 @@ def plan_of_wanted(root: Path, target: Target) -> Planned:
 
 
 def with_parts(problems: Iterable[Named], target: Target) -> list[Named]:
-    """Problems, and the parts that those of them need that are composites, whichever config wins."""
+    """Add the parts that composites among some problems need, whichever config wins."""
     found, specs = Trace(target), all_specs()
     found.asked = dict.fromkeys(problems)
     composites = [(specs[kernel], problem) for kernel, problem in found.asked]
@@ -72,7 +72,7 @@ def with_parts(problems: Iterable[Named], target: Target) -> list[Named]:
 
 
 def plan_of_problem(text: str, target: Target) -> Planned:
-    """The problems that a call of an op asks for, forward and backward, or a single problem of a kernel.
+    """Plan what a call of an op asks for, forward and backward, or a single problem of a kernel.
 
     Args:
         text: the name of an op of :mod:`tilekern.ops` or of a kernel, and sizes: ``rms_norm rows=8192,columns=4096,
@@ -118,19 +118,18 @@ def _names() -> list[str]:
 
 
 def _op(name: str) -> Any:
-    """The op of that name; None where it is a kernel's alone."""
     from tilekern import ops
 
     return getattr(ops, name) if name in ops.__all__ else None
 
 
 def _needed(op: Any) -> list[str]:
-    """The arguments that an op must be given."""
+    """Return the names of an op's required arguments."""
     return [name for name, taken in inspect.signature(op).parameters.items() if taken.default is taken.empty]
 
 
 def _filled(spec: KernelSpec, sizes: Mapping[str, Value]) -> dict[str, Value]:
-    """A problem's values with those that may be left out."""
+    """Fill in the flags and dtypes that a problem's text leaves out."""
     filled = dict(sizes)
     for dimension in spec.dimensions:
         if dimension.kind == "flag":
@@ -141,7 +140,7 @@ def _filled(spec: KernelSpec, sizes: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _call(op: Any, inputs: Mapping[str, Any], problem: Problem) -> None:
-    """Call an op on what its forward kernel is given, and go backward through all that may have a gradient."""
+    """Call an op on the inputs of its forward kernel, and run the backward of all floating-point arguments."""
     import torch
 
     takes = inspect.signature(op).parameters

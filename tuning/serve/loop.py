@@ -17,7 +17,7 @@ from tilekern.tuning.serve.watched import MEASURED, WAITING, Item, WatchedCache
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.holding import written
 from tilekern.tuning.sweep.plan import Named
-from tilekern.tuning.terminal.console import sizes_of
+from tilekern.tuning.terminal import sizes_of
 
 # Errors of a cache or its disk; the next pass may not meet them.
 TROUBLE = (TilekernError, CacheError, OSError)

@@ -1,4 +1,4 @@
-"""Candidates: a problem and one config of it, and the key of the artifact that both run."""
+"""Candidates: a problem with one config, and the key of its artifact."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ARTIFACT_DIGITS = 16
 
 @dataclass(frozen=True)
 class Candidate:
-    """A problem and one config of it, with the key of the artifact that it runs."""
+    """A problem and one config of it, with the key of its artifact."""
 
     kernel: str
     problem: Problem
@@ -42,34 +42,34 @@ class Candidate:
 
     @property
     def spec(self) -> KernelSpec:
-        """The candidate's spec."""
+        """Return the candidate's spec."""
         return spec_named(self.kernel)
 
     @property
     def is_library(self) -> bool:
-        """Whether a library runs it, so that there is nothing to compile."""
+        """Return whether a library runs it, so that nothing is compiled."""
         return self.spec.is_library(self.problem, self.config)
 
     @property
     def is_cute(self) -> bool:
-        """Whether CuTe DSL compiles it."""
+        """Return whether CuTe DSL compiles it."""
         return isinstance(self.spec.implement(self.problem, self.config), CuteKernel)
 
     def blocks(self, sm_count: int) -> int:
-        """The grid on a GPU of so many SMs; 0 where a library runs it."""
+        """Return the grid's size on a GPU with that many SMs; 0 if a library runs it."""
         implementation = self.spec.implement(self.problem, self.config)
         return 0 if isinstance(implementation, LibraryCall) else implementation.grid(self.problem, sm_count)
 
     @property
     def key(self) -> str:
-        """One line that names the candidate and its artifact: after an edit of the kernel it is another one."""
+        """Return a name with a part of the artifact's key, so that an edit of the kernel changes it."""
         return f"{self.kernel}|{self.problem.key}|{self.config.key}|{self.variant}|{self.artifact[:ARTIFACT_DIGITS]}"
 
 
 def artifact_key(
     implementation: Implementation | CuteKernel | LibraryCall, variant: str, target: Target, source: str
 ) -> str:
-    """Name the compiled code: equal keys compile to the same cubin, whatever problem or config asks for it.
+    """Return the key of compiled code; equal keys compile to the same cubin, for any problem or config.
 
     A library's call is not compiled; its key only tells that the source is still the same.
     """
@@ -89,7 +89,7 @@ def artifact_key(
 
 
 def candidate(kernel: str, problem: Problem, config: Config, variant: str, target: Target) -> Candidate:
-    """The candidate of a (problem, config) on a target."""
+    """Return the candidate of a problem and config on a target."""
     spec = spec_named(kernel)
     key = artifact_key(spec.implement(problem, config), variant, target, source_digest(spec.module))
     return Candidate(kernel, problem, config, variant, key)
@@ -98,10 +98,9 @@ def candidate(kernel: str, problem: Problem, config: Config, variant: str, targe
 def candidates(
     kernel: str, problem: Problem, target: Target, limit: Sequence[Config] | None = None, *, with_cute: bool = True
 ) -> list[Candidate]:
-    """The candidates of a problem, and last the generic variant that every record carries.
+    """Return the candidates of a problem, last the generic variant that every record carries.
 
-    They are the space, the default config first, or those of ``limit`` in its order where that is given; with those
-    that CuTe DSL compiles, or without.
+    They are the space, the default config first, or ``limit`` in its order; with the candidates of CuTe DSL or without.
     """
     spec = spec_named(kernel)
     space = [spec.default(problem, target), *spec.space.candidates(problem, target)] if limit is None else limit

@@ -92,7 +92,7 @@ class Journal:
             os.close(descriptor)
 
     def sync(self) -> None:
-        """Make what this object appended outlive a crash of the machine."""
+        """Sync the lines that this object appended."""
         with self._lock:
             if self._dirty:
                 descriptor = open_to_append(self.path, 0o644)
@@ -106,7 +106,9 @@ class Journal:
         self._synced_at, self._dirty = time.monotonic(), False
 
     def latest(self) -> dict[str, Line]:
-        """The line that stands for each key, in the order in which they came to stand; only what is new is read.
+        """Return the newest line of each key, in the order of writing; only new lines are read.
+
+        If the file is not the one that was read before plus new lines, it is read from its start.
 
         A file that is not the one that was read before, with more at its end, is read from its start.
 
@@ -149,7 +151,7 @@ class Journal:
 
 
 def _parsed(text: bytes) -> Any:
-    """The content of a line; behind a torn line with no end between them, that of what follows; None of any other."""
+    """Return the content of a line, or of the part behind a torn line without an end; None if there is none."""
     start = 0
     for _ in range(_MOST_BEGINNINGS):
         try:
