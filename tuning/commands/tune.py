@@ -192,21 +192,17 @@ def _dry_run(request: Request) -> PlanReport:
     absent = absence(target, options.stages) if is_here else None
     if not is_here:
         notes = [*notes, "the cluster was not asked what it has: --jobs and --gpus say what to count on"]
+    gpus = options.gpus or 1
+    if is_here and absent is None:
+        from tilekern.tuning.measure.gpu import devices
+
+        gpus = len(devices()[: options.gpus])
     return report_on(
-        name, target, problems, sweep, jobs=jobs, gpus=_gpus(options, absent is None),
+        name, target, problems, sweep, jobs=jobs, gpus=gpus,
         strategy=options.strategy, root=Path(store.root), notes=[*notes, *([absent] if absent else [])], here=is_here,
         done=settled(sweep, options.timeout_s) if COMPILE in options.stages else None, limits=limits,
         overlapped=absent is None and {COMPILE, MEASURE} <= set(options.stages),
     )  # fmt: skip
-
-
-def _gpus(options: Options, at_hand: bool) -> int:
-    """Return how many GPUs a dry run counts on: this host's, or the number given."""
-    if options.executor != LOCAL or not at_hand:
-        return options.gpus or 1
-    from tilekern.tuning.measure.gpu import devices
-
-    return len(devices()[: options.gpus])
 
 
 def _given(request: Request) -> Sweep:

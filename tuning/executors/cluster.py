@@ -177,7 +177,10 @@ class ClusterExecutor:
                 for ref in done:
                     items = at_work.pop(ref)
                     answers = _answers(ref, items, lost)
-                    _learn(order, items, answers)
+                    by_key = {item.artifact: item for item in items}
+                    for answer in answers:
+                        if isinstance(answer, Answer) and "tileiras_s" in answer.line:
+                            order.learn(by_key[answer.line["key"]], work_s(answer.line))
                     begin(items[-1])
                     yield from answers
         finally:
@@ -205,13 +208,6 @@ def _take(order: Order, before: Candidate | None) -> list[Candidate]:
         found.append(item)
         before = item
     return found
-
-
-def _learn(order: Order, items: list[Candidate], answers: list[Answer | Lost]) -> None:
-    by_key = {item.artifact: item for item in items}
-    for line in (answer.line for answer in answers if isinstance(answer, Answer)):
-        if "tileiras_s" in line:
-            order.learn(by_key[line["key"]], work_s(line))
 
 
 def _answers(ref: Any, items: list[Candidate], lost: list[str]) -> list[Answer | Lost]:

@@ -77,17 +77,16 @@ def check_node(code: str, *needs: str) -> None:
             f"the node {platform.node()} runs another tilekern, from {package_folder('tilekern')}; "
             "take it off the node's PYTHONPATH, or install the same one there"
         )
-    if lacking := [name for name in needs if not _is_there(name)]:
+    missing = []
+    for name in needs:
+        with contextlib.suppress(ModuleNotFoundError):  # of a parent
+            if importlib.util.find_spec(name) is not None:
+                continue
+        missing.append(name)
+    if missing:
         raise InputError(
-            f"{', '.join(lacking)} missing on the node {platform.node()}; install tilekern's dependencies there"
+            f"{', '.join(missing)} missing on the node {platform.node()}; install tilekern's dependencies there"
         )
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent
-        return False
 
 
 @dataclass(frozen=True)

@@ -84,16 +84,11 @@ def connect(address: str | None) -> None:
                 raise
 
         try:
-            ask_again(ask, _is_of_somebody)
+            # A server that Ray starts for each client, and that died then, aborts the connection.
+            ask_again(ask, lambda error: not isinstance(error, OSError) or isinstance(error, ConnectionAbortedError))
         except (OSError, RuntimeError, ray.exceptions.RayError) as error:
             reason = reason_of(error)
             raise InputError(f"cannot use the Ray cluster {address or 'of this host'}: {reason}") from None
-
-
-def _is_of_somebody(error: Exception) -> bool:
-    """Whether an error at connecting is a cluster's, and not that nobody is there."""
-    # A server that Ray starts for each client, and that died then, aborts.
-    return not isinstance(error, OSError) or isinstance(error, ConnectionAbortedError)
 
 
 def start_actor(node: type[GpuNode], target: Target, launch_timeout_s: float) -> Any:

@@ -107,26 +107,28 @@ class Holder:
         """
         with self._mutex:
             if self._file is None:
-                self._file = self._acquired()
+                self._acquire()
             self._held += 1
         try:
             yield
         finally:
             with self._mutex:
                 self._held -= 1
-                if not self._held:
+                if not self._held and self._file is not None:
                     self._file.release()
                     self._file = None
 
-    def _acquired(self) -> FileLock:
+    def _acquire(self) -> None:
         with written(self._folder):
+            lock = self._lock()
             try:
-                lock = self._lock()
                 lock.acquire(timeout=PATIENCE_S)
-                return lock
             except Timeout:
-                said = f"{self._folder} is held by {self._named()}; wait for its end or give another"
-                raise InputError(said) from None
+                run, named = self.holder(), "another run"
+                if run is not None:
+                    named += f": {run['stage']} on {run['host']}, process {run['process']}, since {run['started']}"
+                raise InputError(f"{self._folder} is held by {named}; wait for its end or give another") from None
+            self._file = lock
 
     def _lock(self) -> FileLock:
         """Return the lock; others may write its file only if they may write the folder, whatever the umask is.
@@ -182,9 +184,3 @@ class Holder:
     def holder(self) -> dict[str, Any] | None:
         """Return the newest run that has not ended: the one that holds the lock, if it is held."""
         return next((line for line in reversed(self._runs.latest().values()) if not line["ended"]), None)
-
-    def _named(self) -> str:
-        line = self.holder()
-        if line is None:
-            return "another run"
-        return f"another run: {line['stage']} on {line['host']}, process {line['process']}, since {line['started']}"

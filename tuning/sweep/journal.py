@@ -35,14 +35,6 @@ _LONGEST_LINE = 2**20
 _MOST_BEGINNINGS = 100
 
 
-def _newest(_before: Line, line: Line) -> Line:
-    return line
-
-
-def _any(_line: Line) -> bool:
-    return True
-
-
 class Journal:
     """A file of JSON objects, one a line, each about the thing that its field ``key`` names; threads may share it.
 
@@ -54,8 +46,8 @@ class Journal:
     """
 
     def __init__(
-        self, path: Path, key: str, merge: Callable[[Line, Line], Line] = _newest,
-        is_whole: Callable[[Line], bool] = _any,
+        self, path: Path, key: str, merge: Callable[[Line, Line], Line] = lambda _before, line: line,
+        is_whole: Callable[[Line], bool] = lambda _line: True,
     ) -> None:  # fmt: skip
         self.path, self._key, self._merge, self._is_whole = path, key, merge, is_whole
         self._latest: dict[str, Line] = {}
@@ -72,24 +64,21 @@ class Journal:
             OSError: they cannot be written, or only in part, as on a full disk.
         """
         text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines).encode()
-        with self._lock:
-            self._append(text)
-
-    def _append(self, text: bytes) -> None:
-        # Others may write it only where they may write its folder, whatever the umask says.
+        # Others may write it only if they may write its folder, whatever the umask is.
         mode = 0o644 | handed_on(self.path.parent)
-        descriptor = open_to_append(self.path, mode)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                text = b"\n" + text
-            if os.write(descriptor, text) != len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._dirty = True
-            if time.monotonic() - self._synced_at > SYNC_EVERY_S:
-                self._sync(descriptor)
-        finally:
-            os.close(descriptor)
+        with self._lock:
+            descriptor = open_to_append(self.path, mode)
+            try:
+                size = os.fstat(descriptor).st_size
+                if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                    text = b"\n" + text
+                if os.write(descriptor, text) != len(text):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._dirty = True
+                if time.monotonic() - self._synced_at > SYNC_EVERY_S:
+                    self._sync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def sync(self) -> None:
         """Sync the lines that this object appended."""

@@ -66,19 +66,17 @@ class Lines:
         Raises:
             CacheError: the secret of seals or the trust roots cannot be read, and not any line counts.
         """
-        if not self._is_sealed or self._is_vouched_for(line):
+        if not self._is_sealed:
             return True
-        self.others += 1
-        return self._foreign
-
-    def _is_vouched_for(self, line: Line) -> bool:
         text = _text(line)
         try:
-            return self._sealer.is_sealed(text, line.get(_SEAL)) or (self._is_code and self._is_signed(text))
+            if self._sealer.is_sealed(text, line.get(_SEAL)) or (self._is_code and self._is_signed(text)):
+                return True
         except CacheError:
-            if self._foreign:
-                return False
-            raise
+            if not self._foreign:
+                raise
+        self.others += 1
+        return self._foreign
 
     def _is_signed(self, text: bytes) -> bool:
         found = self._signatures.latest()
