@@ -76,7 +76,7 @@ def test_a_file_that_is_no_plan_is_named(tmp_path, text, words):
 def test_a_plan_of_another_version_is_named(plan):
     path = plan[0]
     path.write_text(path.read_text().replace("rms_norm_forward", "norm"))
-    with pytest.raises(InputError, match="names norm, which this version of tilekern does not have;"):
+    with pytest.raises(InputError, match="names a problem of norm that this version of tilekern does not have"):
         plan_of_file(path, H200)
 
 

@@ -99,8 +99,8 @@ def test_records_stay_and_are_told_of_where_the_module_is_not(here, default_conf
     assert len(list(Store(here / "cache").entries())) == 1
     assert cli.main(["--stages", "measure", "--sweep", str(here / "cache" / "sweeps" / H200.key)]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert f"names {NAME}, which this version of tilekern does not have" in line
-    assert "pass --specs MODULE or set TILEKERN_SPECS" in line
+    assert f"names a problem of {NAME} that this version of tilekern does not have" in line
+    assert "a kernel of your own needs --specs MODULE" in line
 
 
 def test_it_runs_in_the_interpreter_as_the_page_says(here, monkeypatch):

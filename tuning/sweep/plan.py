@@ -11,7 +11,7 @@ from typing import Any
 from tilekern.cache import CacheError
 from tilekern.cache.files import read_whole, write_whole
 from tilekern.errors import InputError
-from tilekern.kernels import VARIABLE, all_specs
+from tilekern.kernels import all_specs
 from tilekern.runtime.recorder import FORMAT, Named, document
 from tilekern.spec import Config, Problem
 from tilekern.spec.targets import Target
@@ -94,12 +94,7 @@ class PlanFile:
         plan = self.read()
         for kernel, problem in plan.problems:
             spec = all_specs().get(kernel)
-            if spec is None:
-                raise InputError(
-                    f"{self._path} names {kernel}, which this version of tilekern does not have; if it is a kernel of "
-                    f"your own, pass --specs MODULE or set {VARIABLE}, else use the version that planned it"
-                )
-            if spec.problem_of(problem) is None:
+            if spec is None or spec.problem_of(problem) is None:
                 raise self._other_version(f"a problem of {kernel}")
             if any(spec.space.of(problem, config) is None for config in plan.limits.get((kernel, problem), ())):
                 raise self._other_version(f"a config of {kernel}")
@@ -108,7 +103,7 @@ class PlanFile:
     def _other_version(self, what: str) -> InputError:
         return InputError(
             f"{self._path} names {what} that this version of tilekern does not have; use the one that planned it, or "
-            "plan it again"
+            "plan it again; a kernel of your own needs --specs MODULE"
         )
 
     def _parse(self, plan: Any) -> Plan:
