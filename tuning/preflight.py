@@ -84,17 +84,8 @@ class Need:
 
     def as_json(self) -> dict[str, Any]:
         """Return the need as ``--json`` prints it."""
-        return {
-            "kernel": self.kernel,
-            "problem": dict(self.problem),
-            "state": self.state,
-            "provenance": self.provenance,
-            "serving": self.serving,
-            "layer": self.layer,
-            "stale": self.is_stale,
-            "fresh": self.fresh,
-            "why": self.why,
-        }
+        fields = {name: value for name, value in vars(self).items() if name != "is_stale"}
+        return fields | {"problem": dict(self.problem), "stale": self.is_stale}
 
 
 @dataclass(frozen=True)
@@ -209,7 +200,9 @@ def preflight_of(
         raise InputError(f"unknown need {need!r}; known: {', '.join(DEMANDS)}")
     layers = _layers(cache_dir)
     needs = tuple(_need(*named, target, layers) for named in planned.problems)
-    return Preflight(planned.name, target, need, needs, _is_here(target), planned.notes)
+    at_hand = here()
+    is_here = at_hand is not None and at_hand.key == target.key
+    return Preflight(planned.name, target, need, needs, is_here, planned.notes)
 
 
 def fix(
@@ -267,11 +260,6 @@ def require_fixable(found: Preflight, by: str) -> Toolkit:
     if found.demand == MEASURED and by == COMPILE:
         raise InputError("--by compile measures nothing, and --need measured asks for that; leave --by out")
     return require_toolkit()
-
-
-def _is_here(target: Target) -> bool:
-    at_hand = here()
-    return at_hand is not None and at_hand.key == target.key
 
 
 def _compile(
