@@ -62,6 +62,8 @@ def fill(measured, tmp_path):
 def tune(known, monkeypatch, tmp_path, capsys):
     """Run ``refresh --json`` on a machine with a GPU that answers from the record, or without one."""
 
+    monkeypatch.setattr(command, "default_layers", lambda **_: [])  # reading the wheel's packs takes seconds
+
     def run(*arguments: str, executor: RecordedExecutor | None = None, cache: str = "cache", code: int = 0):
         for module in (command, pipeline):
             monkeypatch.setattr(module, "here", lambda: H200 if executor else None)
