@@ -55,7 +55,7 @@ from tilekern.spec.targets import Target, of_key
 from tilekern.tuning.compile.order import Order
 from tilekern.tuning.compile.pool import Answer, Lost, compile_in_order
 from tilekern.tuning.compile.stage import FRONTEND_TIMEOUT_S, MEMORY_BYTES, TIMEOUT_S, compile_unless_same
-from tilekern.tuning.plan.given import with_parts
+from tilekern.tuning.plan.choosing import with_parts
 from tilekern.tuning.sweep.candidates import Candidate, candidate, candidates
 
 # Where a record's figures say that they were carried over, the newest last.

@@ -14,7 +14,7 @@ from tilekern.tuning import cli
 from tilekern.tuning.commands import preflight as preflight_command
 from tilekern.tuning.options import counts
 from tilekern.tuning.pipeline import Result
-from tilekern.tuning.plan.given import plan_of_problem
+from tilekern.tuning.plan.choosing import plan_of_problem
 from tilekern.tuning.plan.presets import PRESETS
 from tilekern.tuning.plan.steps import Steps, as_list, dtype_named
 from tilekern.tuning.preflight import EXACT, MISSING, NEAREST, Need, Preflight

@@ -19,7 +19,7 @@ from tilekern.spec import ALIGNED, GENERIC, Config, Problem
 from tilekern.spec.source import source_digest
 from tilekern.tuning import carrying, cli
 from tilekern.tuning.carrying import HISTORY, carry_over, held_in_cache, held_in_pack
-from tilekern.tuning.plan.given import with_parts
+from tilekern.tuning.plan.choosing import with_parts
 from tilekern.tuning.sweep.candidates import candidates
 
 ROOT = Path(__file__).parents[2]

@@ -32,10 +32,9 @@ from tilekern.tuning import cli, pipeline
 from tilekern.tuning.pipeline import Options
 from tilekern.tuning.predict.roofline import launch_s
 from tilekern.tuning.serve import history, loop
-from tilekern.tuning.serve.cost import OWN_OP, lost
 from tilekern.tuning.serve.history import Failures, History
 from tilekern.tuning.serve.loop import Service, tune
-from tilekern.tuning.serve.watched import MEASURED, PREDICTED, WatchedCache
+from tilekern.tuning.serve.watched import MEASURED, OWN_OP, PREDICTED, WatchedCache, lost
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.plan import Named
 

@@ -11,7 +11,7 @@ from tilekern.cache import CacheError
 from tilekern.cache.folders import files_inside, unlink_below
 from tilekern.errors import TilekernError
 from tilekern.tuning.pipeline import Options, Pipeline, Tell
-from tilekern.tuning.plan.given import with_parts
+from tilekern.tuning.plan.choosing import with_parts
 from tilekern.tuning.publishing import Winner, is_open, keep_winners, why_not
 from tilekern.tuning.serve.watched import MEASURED, WAITING, Item, WatchedCache
 from tilekern.tuning.sweep.folder import Sweep
