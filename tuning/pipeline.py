@@ -180,7 +180,11 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self.sweep, self.store, self.options, self.tell = sweep, store, options, tell
         self.budget = Budget(options.budget_s, options.began) if options.budget_s is not None else None
-        self.result = Result(sweep.model, sweep.target, _toolkit(), notes=list(notes), budget_s=options.budget_s)
+        tools = toolkit()
+        self.result = Result(
+            sweep.model, sweep.target, tools.describe() if tools else NO_TOOLKIT, notes=list(notes),
+            budget_s=options.budget_s,
+        )  # fmt: skip
         self._packs = packs or {}
         # Of a run with a budget: what each problem is worth, its turn, and the record that serves it before.
         self._worths: dict[Named, Worth] = {}
@@ -387,7 +391,10 @@ class Pipeline:
         elif self.options.executor != LOCAL:
             cluster = self._cluster()
             if self._compiles:
-                self._require_gpus(cluster)
+                try:  # before anything is compiled
+                    cluster.require_gpu(self.sweep.target)
+                except InputError as error:
+                    raise InputError(f"{error}; to compile alone give --stages plan,compile") from None
             yield cluster
         elif self._compiles and (why := absence(self.sweep.target, self.options.stages)):
             self.result.notes.append(why)
@@ -397,13 +404,6 @@ class Pipeline:
 
             with LocalExecutor(self.sweep.cache, self.options.gpus) as executor:
                 yield executor
-
-    def _require_gpus(self, cluster: ClusterExecutor) -> None:
-        """Raise before compiling if the cluster has no GPU of the target."""
-        try:
-            cluster.require_gpu(self.sweep.target)
-        except InputError as error:
-            raise InputError(f"{error}; to compile alone give --stages plan,compile") from None
 
     def _has_room_for_both(self) -> bool:
         """Return whether compilers have a CPU while all GPUs measure; on a cluster each GPU holds one."""
@@ -504,11 +504,6 @@ def _why_none(sweep: Sweep) -> str:
         f"no candidate compiled and passed its check; of {kernel} {problem.key}: {why_not(sweep, kernel, problem)}; "
         f"python -m tilekern.tune status {sweep.folder} has the others"
     )
-
-
-def _toolkit() -> dict[str, str]:
-    found = toolkit()
-    return found.describe() if found else NO_TOOLKIT
 
 
 def _require_writable(store: Store, sweep: Sweep) -> None:

@@ -74,14 +74,21 @@ def survey(
                 found.unknown |= set(layer.kernels(target.key, toolkit)) - all_specs().keys()
     for kernel, spec in all_specs().items():
         by_problem = _measured(layers, target, kernel)
-        for problem in sorted(by_problem, key=_by_size):
+        for problem in sorted(
+            by_problem, key=lambda p: [(v, "") if isinstance(v, int) else (0, str(v)) for v in p.values()]
+        ):
             records = by_problem[problem]
             valid = [pair for pair in records if _stale(pair[0], spec) is None]
             if not valid:
                 newest = _newest(records)[0]
                 found.stale.append(Stale(newest, _stale(newest, spec) or ""))
                 continue
-            current = [pair for pair in valid if _is_current(pair[0], toolkit_key, driver)]
+            current = [
+                (record, layer)
+                for record, layer in valid
+                if toolkit_key in (None, record.toolkit["key"])
+                and driver in (None, (record.measurement or {}).get("driver"))
+            ]
             if current and not everything:
                 found.current.append(_newest(current))
                 continue
@@ -91,10 +98,6 @@ def survey(
             else:
                 found.stale.append(Stale(record, "its configs are not in the search space any more"))
     return found
-
-
-def _by_size(problem: Problem) -> list[tuple[int, str]]:
-    return [(value, "") if isinstance(value, int) else (0, str(value)) for value in problem.values()]
 
 
 def _measured(layers: Sequence[Layer], target: Target, kernel: str) -> dict[Any, list[tuple[Record, Layer]]]:
@@ -121,11 +124,6 @@ def _stale(record: Record, spec: KernelSpec) -> str | None:
     except (TypeError, ValueError) as error:
         return f"its problem is not one that the kernel has today: {error}"
     return None
-
-
-def _is_current(record: Record, toolkit_key: str | None, driver: str | None) -> bool:
-    same_toolkit = toolkit_key in (None, record.toolkit["key"])
-    return same_toolkit and driver in (None, (record.measurement or {}).get("driver"))
 
 
 def _newest(records: Iterable[tuple[Record, Layer]]) -> tuple[Record, Layer]:
@@ -265,15 +263,12 @@ class Refresh:
                     "current": len(found.current),
                 })  # fmt: skip
                 if any(is_composite(kernel, problem, target) for kernel, problem in limits):
-                    self._keep(found.current)
+                    store = Store(self.sweep.cache)
+                    for record, layer in found.current:
+                        with contextlib.suppress(CacheError):  # the layer reports a bad one
+                            store.write(record, {digest: layer.read_blob(digest) for digest in record.digests})
                 # Last: a folder without a plan is begun anew, whatever else a run that was killed has left in it.
                 self.sweep.begin(target, MODEL, list(limits), limits)
-
-    def _keep(self, current: Iterable[tuple[Record, Layer]]) -> None:
-        store = Store(self.sweep.cache)
-        for record, layer in current:
-            with contextlib.suppress(CacheError):  # the layer reports a bad one; its composite runs another
-                store.write(record, {digest: layer.read_blob(digest) for digest in record.digests})
 
     def finish(self, found: Sequence[Winner]) -> list[Change]:
         """Note that the winners are published; return the changes in the plan's order."""

@@ -153,7 +153,10 @@ def print_result(outcome: Result) -> None:
     """
     console = table_console()
     if outcome.winners:
-        console.print(_table(outcome, console))
+        title = f"{outcome.model} on {outcome.target.name} ({outcome.target.arch}), {outcome.toolkit['key']}"
+        columns = [_PROBLEM, ["config"], ["time, us", "of roofline"], ["gain", "how"]]
+        numbers = ["time, us", "of roofline", "gain"]
+        console.print(table_for(console, title, columns, map(_row, outcome.winners), numbers))
     for stage, seconds in outcome.seconds.items():
         out(console, f"{stage}: {seconds:.1f} s{_details(outcome, stage)}")
     for note in outcome.notes:
@@ -194,7 +197,8 @@ def print_plan(report: PlanReport) -> None:
     console = table_console()
     console.print(_plan_table(report, console))
     if report.ruled_out():
-        console.print(_reasons(report, console))
+        rows = [(kernel, str(number), reason) for (kernel, reason), number in report.ruled_out().items()]
+        console.print(table_for(console, "ruled out", [["kernel"], ["points"], ["because"]], rows, ["points"]))
     for stage, found in report.estimates().items():
         out(console, f"{stage}: about {_duration(found.seconds)} ({found.basis})")
     for note in report.notes:
@@ -227,17 +231,6 @@ def _plan_row(item: Count) -> list[str]:
     ruled_out = sum(item.ruled_out.values())
     numbers = (item.space, ruled_out, item.candidates, item.artifacts, item.compiled, item.to_measure, item.settled)
     return [item.kernel, sizes_of(item.problem), *map(str, numbers)]
-
-
-def _reasons(report: PlanReport, console: Console) -> Table:
-    rows = [(kernel, str(number), reason) for (kernel, reason), number in report.ruled_out().items()]
-    return table_for(console, "ruled out", [["kernel"], ["points"], ["because"]], rows, ["points"])
-
-
-def _table(outcome: Result, console: Console) -> Table:
-    title = f"{outcome.model} on {outcome.target.name} ({outcome.target.arch}), {outcome.toolkit['key']}"
-    columns = [_PROBLEM, ["config"], ["time, us", "of roofline"], ["gain", "how"]]
-    return table_for(console, title, columns, map(_row, outcome.winners), ["time, us", "of roofline", "gain"])
 
 
 def _row(winner: Winner) -> list[str]:

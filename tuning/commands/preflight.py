@@ -71,7 +71,12 @@ def command(
 
 def _told(found: checks.Preflight) -> list[str]:
     first = [found.cannot_fix] if found.cannot_fix else []
-    numbers = ", ".join(_counted(state, number, found) for state, number in found.counts().items() if number)
+    counted = []
+    for state, number in found.counts().items():
+        how = ", ".join(f"{served} {name}" for name, served in found.provenances(state).items() if served)
+        if number:
+            counted.append(f"{number} {state.replace('_', ' ')}{f' ({how})' * bool(how)}")
+    numbers = ", ".join(counted)
     lines = [*first, f"{found.model} on {found.target.name}: {len(found.needs)} problems: {numbers}", *found.notes]
     lines += [f"served: {checks.line_of(need)}" for need in found.needs if need.fresh is False]
     if not found.missing:
@@ -79,8 +84,3 @@ def _told(found: checks.Preflight) -> list[str]:
     lines += [f"missing: {checks.line_of(need)}" for need in found.missing]
     where = f"on a {found.target.name} " if found.cannot_fix else ""
     return [*lines, f"{len(found.missing)} missing; {where}--fix builds them, and so does python -m tilekern.tune"]
-
-
-def _counted(state: str, number: int, found: checks.Preflight) -> str:
-    how = ", ".join(f"{served} {name}" for name, served in found.provenances(state).items() if served)
-    return f"{number} {state.replace('_', ' ')}{f' ({how})' * bool(how)}"

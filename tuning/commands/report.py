@@ -40,13 +40,11 @@ def command(folder: Path, html_file: Path | None, csv_file: Path | None, json_fi
         written = []
         for path, form in asked:
             if path == _STDOUT:
-                click.echo(_shown(form(report)), nl=False)
+                text = form(report)
+                if sys.stdout.isatty():
+                    text = "\n".join(map(printable, text.split("\n")))
+                click.echo(text, nl=False)
             elif path:
                 written.append(write_text(path, form(report)))
     for path in written:
         tell(str(path), err=_STDOUT in (html_file, csv_file, json_file))
-
-
-def _shown(text: str) -> str:
-    """Return a text unchanged for a program, and without control characters for a terminal."""
-    return "\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text

@@ -61,7 +61,10 @@ class _Once(torch.nn.Module):
         call = (torch.is_grad_enabled(), self.training, str(tree), tuple(map(_form, leaves)))
         given = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if given is not None and call in self.seen:
-            return _handed_on(given, *self.seen[call][:2])
+            found, shape = self.seen[call][:2]
+            place = [_form(leaf) for leaf in found].index(_form(given))
+            leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+            return tree_unflatten([*leaves[:place], given, *leaves[place + 1 :]], shape)
         with self.trace.repeated(self.times):
             result = self.layer(*args, **kwargs)
         found, shape = tree_flatten(result)
@@ -69,13 +72,6 @@ class _Once(torch.nn.Module):
             # What was given stays alive, so that nothing else has its id.
             self.seen[call] = found, shape, leaves
         return result
-
-
-def _handed_on(given: torch.Tensor, found: list[Any], shape: Any) -> Any:
-    """Return a result like another, with the input in place of the first tensor that is like it."""
-    place = [_form(leaf) for leaf in found].index(_form(given))
-    leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
-    return tree_unflatten([*leaves[:place], given, *leaves[place + 1 :]], shape)
 
 
 def _form(value: Any) -> Hashable:

@@ -158,8 +158,9 @@ def plan_of_problem(text: str, target: Target) -> Planned:
     name, _, sizes = text.strip().partition(" ")
     spec = all_specs().get(f"{name}_forward") or all_specs().get(name)
     if spec is None:
+        known = [*dict.fromkeys(name.removesuffix("_forward") for name in all_specs()), *all_specs()]
         raise InputError(
-            f"--problem {text!r}: unknown op or kernel {name!r}; known: {', '.join(_names())}; a kernel of your own "
+            f"--problem {text!r}: unknown op or kernel {name!r}; known: {', '.join(known)}; a kernel of your own "
             "needs --specs MODULE"
         )
     try:
@@ -183,10 +184,6 @@ def plan_of_problem(text: str, target: Target) -> Planned:
             f"--problem {text!r}: a call of {name} cannot be made of these sizes; name the kernel, {spec.name}"
         )
     return Planned(text, tuple(found.problems))
-
-
-def _names() -> list[str]:
-    return [*dict.fromkeys(name.removesuffix("_forward") for name in all_specs()), *all_specs()]
 
 
 def _op(name: str) -> Any:

@@ -62,7 +62,9 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
                 notes = _trace_config(config, name, steps, ops, found)
             notes += said
             name = name if steps.tp == 1 else f"{name}-tp{steps.tp}"
-    notes += _fallbacks(found)
+    notes += [
+        f"{name}: calls of a step run torch's operations, for which nothing is planned" for name in found.fallbacks
+    ]
     if not found.problems:
         asked = "" if steps.ops is None else f" of --ops {','.join(ops)}"
         raise InputError("; ".join([f"a step of {name} asks for no kernel{asked}", *notes]))
@@ -188,12 +190,6 @@ def _not_read(config: Any) -> list[str]:
     return [
         f"{config.model_type}: its text alone is planned, not {' and '.join(senses)}; for these run a step of your own "
         'inside tilekern.trace("plan.json", real=True), and give that file as --plan'
-    ]
-
-
-def _fallbacks(found: Trace) -> list[str]:
-    return [
-        f"{kernel}: calls of a step run torch's operations, for which nothing is planned" for kernel in found.fallbacks
     ]
 
 

@@ -38,22 +38,17 @@ def shared(sweep: Sweep, root: Path) -> Iterator[None]:
         root: the cache's root.
     """
     folder = PurePosixPath("quarantine", sweep.target.key)
-    _give(root / folder, sweep)
     before = _lines_of(sweep)
+    if lines := [line for line in _read(root / folder) if line["candidate"] not in before]:
+        keys = {item.key for named in sweep.problems() for item in sweep.candidates(*named)}
+        if mine := [line for line in lines if line["candidate"] in keys]:
+            sweep.note(_JOURNAL, *mine)
+            before |= {line["candidate"]: line for line in mine}
     try:
         yield
     finally:
         for key, line in _lines_of(sweep).items():
             _keep(root, folder, line, is_new=line != before.get(key))
-
-
-def _give(folder: Path, sweep: Sweep) -> None:
-    known = _lines_of(sweep)
-    lines = [line for line in _read(folder) if line["candidate"] not in known]
-    if lines:
-        keys = {item.key for named in sweep.problems() for item in sweep.candidates(*named)}
-        if mine := [line for line in lines if line["candidate"] in keys]:
-            sweep.note(_JOURNAL, *mine)
 
 
 def _lines_of(sweep: Sweep) -> dict[str, dict[str, Any]]:
