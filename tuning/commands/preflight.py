@@ -39,20 +39,18 @@ def command(
     *, gpu: str, need: str, fix: bool, by: str, jobs: int | None, timeout_s: float | None, gpus: int | None,
     cache_dir: Path | None, as_json: bool, **given: Any,
 ) -> None:  # fmt: skip
-    """Say which records a job of MODEL, or of several, will need, and which of them its caches have.
+    """List the records that a job of MODEL, or of several, will need, and those that its caches lack.
 
-    MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, or a hub id; a plan that
-    tilekern.trace wrote stands in for it, as MODEL or by --plan. Runs on any machine, and writes nothing without --fix,
-    which measures where the GPU is here, and elsewhere predicts. Exit codes: 0 nothing is missing; 2 bad input; 3
-    records are missing, which are listed; 4 --fix found no compiler.
+    MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, a hub id, or a plan of
+    tilekern.trace. Runs on any machine, and writes nothing without --fix, which measures if the GPU is here, and else
+    predicts. Exit codes: 0 nothing is missing; 2 bad input; 3 records are missing; 4 --fix found no compiler.
 
-    --json: model, target, need, complete (bool), counts (of problems by state), provenances
-    (of what serves them), problems and missing: lists of
-    kernel, problem, state (exact; nearest: another bucket's record serves; other_gpu: one of another GPU of the arch
-    does; missing), provenance (measured, predicted, default), serving (the record's address), layer, stale (a record of
-    the very problem is there and an edit of the kernel made it stale), fresh (false: what serves is not known to be the
-    best, since the search space has changed), why (what --fix could not do); cannot_fix (why
-    --fix cannot build missing records on this machine, or null); notes.
+    --json: model, target, need, complete (bool), counts (problems by state), provenances (of the records that serve),
+    problems and missing: lists of kernel, problem, state (exact; nearest: another bucket's record serves; other_gpu:
+    one of another GPU of the arch serves; missing), provenance (measured, predicted, default), serving (the record's
+    address), layer, stale (a record of this very problem exists, but the kernel was edited), fresh (false: the search
+    space has changed since), why (--fix failed); cannot_fix (why --fix cannot build missing records on this machine,
+    or null); notes.
     """
     request, target = PlanRequest.of(given), resolve(gpu)
     from tilekern.tuning.plan.choosing import plan_of

@@ -60,47 +60,48 @@ class Outcome:
 
 @tuner_command(short_help="Time old winners again after an upgrade, and say what changed.")
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, B200, an arch, a key or sm_90:78.")
-@click.option("--cache-dir", type=_FOLDER, help="The cache whose records to time again, and to fill.")
+@click.option("--cache-dir", type=_FOLDER, help="The cache to refresh.")
 @click.option(
     "--pack", "packs", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A pack whose records to time again, too; may be given more than once.",
+    help="A pack to refresh, too; may be repeated.",
 )  # fmt: skip
-@click.option("--top", type=click.IntRange(min=0), default=3, show_default=True, help="Runners-up of each record.")
-@click.option("--sweep", type=_FOLDER, help="The folder of the refresh; it can travel.")
+@click.option(
+    "--top", type=click.IntRange(min=0), default=3, show_default=True, help="Runners-up of each record to time."
+)
+@click.option("--sweep", type=_FOLDER, help="The folder of the refresh; it can be copied to another machine.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
-@click.option("--all", "everything", is_flag=True, help="Time records of today's toolkit and driver again, too.")
+@click.option("--all", "everything", is_flag=True, help="Also time records of today's toolkit and driver.")
 @click.option(
     "--same-code", is_flag=True,
-    help="Time nothing: keep the figures of records that an edit made stale and whose machine code is the same.",
+    help="Time nothing; keep the figures of stale records whose machine code is the same.",
 )  # fmt: skip
 @click.option(
     "--same-calls", is_flag=True,
-    help="With --same-code: libraries are called, and composites launch their parts, as before.",
+    help="With --same-code: promise that calls of libraries and composites are unchanged.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of tables.")
 def command(
     *, gpu: str, cache_dir: Path | None, packs: Sequence[Path], top: int, sweep: Path | None, jobs: int | None,
     everything: bool, same_code: bool, same_calls: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Time measured records again that another toolkit or driver made: the old winner, its runners-up, the default.
+    """Time the measured records of another toolkit or driver again: the old winner, its runners-up, the default.
 
-    Artifacts compiled here are measured where the GPU is; elsewhere the folder of the refresh can be carried to it and
-    gone on with by --sweep. A refresh that was stopped goes on where it was. Records of another toolkit stay; a record
-    of a kernel that was edited since needs a whole tune and is listed.
+    Without the GPU this only compiles; copy the folder to the GPU's machine and run refresh --sweep DIR. A refresh that
+    was stopped goes on where it was. Records of another toolkit stay. Records of a kernel that was edited are listed;
+    they need a whole tune.
 
-    Unless --same-code is given: then, with or without a GPU, the artifacts of such records are compiled anew, and
-    where all of a record have the machine code that they had, it is written as one of today's source, with its figures.
-    One whose space alone was edited goes on where that has the same candidates.
-    The packs that are named are written anew, and the cache where one is named or no pack is. The number of blocks of a
-    launch is in no artifact: after an edit of that, tune again.
+    --same-code works on these, with or without a GPU. It compiles their artifacts anew, and writes each record whose
+    machine code is the same as a record of today's source, with its figures. If only the search space changed, the
+    record stays the best if the space has the same candidates. The named packs are written anew, and the cache if one
+    is named or no pack is. No artifact holds a launch's number of blocks: after an edit of that, tune again.
     """
     if same_code:
         if gpu != "auto" or sweep or everything:
-            raise InputError("--same-code takes all records; leave --gpu, --sweep and --all out")
+            raise InputError("--same-code takes all records; leave out --gpu, --sweep and --all")
         _same_code(cache_dir, packs, jobs, same_calls=same_calls, as_json=as_json)
         return
     if same_calls:
-        raise InputError("--same-calls says something of --same-code; give both")
+        raise InputError("--same-calls only works with --same-code; pass both")
     store = Store(cache_dir or user_root())
     refresh, outcome = _planned(gpu, store, packs, top, sweep, everything=everything)
     if refresh is not None:

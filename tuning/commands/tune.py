@@ -74,7 +74,7 @@ class _Tune(GroupedCommand):
 @plan_options
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, B200, an arch, a key or sm_90:78.")
 @click.option("--stages", default=",".join(STAGES), show_default=True, help="Which stages to run.")
-@click.option("--dry-run", is_flag=True, help="Print the plan, its counts and how long it would take; write nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and its estimated time; write nothing.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
 @click.option(
     "--timeout", "timeout_s", type=Seconds(least=1), default=60.0, show_default=True,
@@ -89,7 +89,7 @@ class _Tune(GroupedCommand):
     "--executor", default=LOCAL, show_default=True, help="Where to compile and measure: local, ray, ray://HOST:PORT."
 )
 @click.option("--gpus", type=click.IntRange(min=1), help="How many GPUs to measure on at most.")
-@click.option("--sweep", type=_FOLDER, help="The sweep folder; it can travel.")
+@click.option("--sweep", type=_FOLDER, help="The sweep folder; it can be copied to another machine.")
 @click.option(
     "--sign", type=click.Path(path_type=Path), metavar="KEY",
     help="Sign what is handed on with this file of `cache_tools keygen`: artifacts, and results.pack.",
@@ -98,15 +98,14 @@ class _Tune(GroupedCommand):
 @click.option("--cache-dir", type=_FOLDER, help="The cache to fill.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of tables.")
 def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
-    """Tune the kernels of one MODEL or several for a GPU and fill the cache.
+    """Tune the kernels of one MODEL or several for a GPU, and fill the cache.
 
-    MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, or a hub id. Its training steps are
-    run on meta tensors, where nothing is computed, and what they ask for is tuned, once for all models that do. A plan
-    that tilekern.trace wrote stands in for a model, as MODEL or by --plan. With --stages measure alone the plan is
-    taken from the sweep folder, and the GPU must be here. Else, without a GPU, the measure stage is left out and the
-    winners are predicted. Where one run does both, problems are measured while others are compiled. A run that was
-    stopped, or whose --budget was spent, goes on where it was. Lists have commas between. The exit code is 3 where a
-    problem has no winner, unless the budget left it out.
+    MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, a hub id, or a plan of
+    tilekern.trace. A model's training steps run on meta tensors, which compute nothing; the problems that they ask for
+    are tuned, each once. Problems are measured while others are compiled. Without the GPU, winners are predicted.
+    --stages measure takes the plan from the sweep folder, and needs the GPU. A run that was stopped, or whose --budget
+    was spent, goes on where it was. Lists have commas between. The exit code is 3 if a problem has no winner, unless
+    the budget left it out.
     """
     from tilekern.tuning.terminal import print_plan, print_result
 
