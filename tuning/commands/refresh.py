@@ -65,9 +65,7 @@ class Outcome:
     "--pack", "packs", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A pack to refresh, too; may be repeated.",
 )  # fmt: skip
-@click.option(
-    "--top", type=click.IntRange(min=0), default=3, show_default=True, help="Runners-up of each record to time."
-)
+@click.option("--top", type=click.IntRange(min=0), default=3, show_default=True, help="Runners-up to time, too.")
 @click.option("--sweep", type=_FOLDER, help="The folder of the refresh; it can be copied to another machine.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
 @click.option("--all", "everything", is_flag=True, help="Also time records of today's toolkit and driver.")
