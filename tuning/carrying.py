@@ -13,7 +13,7 @@ Some of what the digest covers is not in the artifacts:
   A composite is also as good as its parts: each of them must have a record of today.
 - The number of blocks is worked out at the launch, and records do not hold it. An edit of that needs another tune.
 - Whether the space is still the one that the winner was the best of is told by its size and by the configs that the
-  record names. A record of which that does not hold is written as one that is not known to be the best.
+  record names. If either differs, the new record is not known to be the best.
 
 A record that is carried over into another space is dated: it serves as before, and is not known to be the best.
 """
@@ -179,7 +179,7 @@ def _objections(
     if any(spec.is_library(problem, config) for config in compiled):
         yield "a library runs today what a kernel ran"
     if spec.is_library(problem, winner) and not same_calls:
-        yield "a library or a composite runs it, of which no machine code tells; see --same-calls"
+        yield "a library or a composite runs it, whose code cannot be compared; see --same-calls"
     if not record.artifacts and not spec.is_library(problem, winner):
         yield "it has no artifacts"
 
@@ -205,7 +205,7 @@ def _compiled(
         for variant, item in plan.items.items():
             known.setdefault(item.artifact, set()).add(plan.record.artifacts[variant].bytecode)
             by_target.setdefault(plan.target.key, {})[item.artifact] = item
-    # Records may differ in the bytecode of what is one artifact today; then none of them is compared.
+    # Records that share an artifact today may have had different bytecode; then none is compared.
     agreed = {key: next(iter(found)) for key, found in known.items() if len(found) == 1}
     bytecodes = {key: found for key, found in agreed.items() if found is not None}
     made: dict[str, Answer | Lost] = {}
@@ -347,7 +347,7 @@ def _with_history(record: Record, reason: str) -> dict[str, Any]:
 def _is_same_space(record: Record, spec: KernelSpec, problem: Problem, target: Target) -> bool:
     """Return whether today's space has the number of candidates that were tried, and all configs of the record.
 
-    A tune without CuTe DSL tries none of its candidates.
+    A tune without CuTe DSL does not try its candidates.
     """
     found = candidates(spec.name, problem, target)
     known = {item.config for item in found}

@@ -236,7 +236,7 @@ class Pipeline:
             count = f"{len(self.sweep.problems())} problems are planned in {folder}"
             notes.append(f"{count}; go on with --stages compile,measure --sweep {folder}")
         if self._compiles or self._measures:
-            self._say_what_lacks()
+            self._note_missing()
         self.result.spent_s = time.monotonic() - self.options.began
         return self.result
 
@@ -260,7 +260,7 @@ class Pipeline:
                     self._measure(executor)
         if self._compiles and (key := self.options.key):
             self.result.notes.append(f"signed {self.sweep.sign(key)} artifacts with key {key.public_key[:16]}")
-        # The compiler need not be installed where it is measured.
+        # The machine that measures may have no compiler.
         self.result.toolkit = compiled_with(self.sweep) or self.result.toolkit
 
     def _order_by_gain(self, executor: Executor | None) -> None:
@@ -369,7 +369,7 @@ class Pipeline:
             cost_s = self._worths[kernel, problem].cost_s
             self.result.left_out.append(LeftOut(kernel, problem, reason, provenance, cost_s))
 
-    def _say_what_lacks(self) -> None:
+    def _note_missing(self) -> None:
         """Note each problem without a winner, or without a measured one where others have one, and why."""
         result = self.result
         won = {(winner.kernel, winner.problem): winner.record.provenance for winner in result.winners}
@@ -466,7 +466,7 @@ def whose_artifacts(sweep: Sweep) -> Iterator[str]:
     """Describe what becomes of artifacts that others compiled.
 
     Raises:
-        InputError: none of them may be run, as the policy is ``signed`` or the run signs what comes of it.
+        InputError: they must not run, because the policy is ``signed`` or the run signs its results.
     """
     compiled, others = sweep.compiled(), sweep.others
     if not others:

@@ -153,7 +153,7 @@ def _configs(record: Record, spec: KernelSpec, target: Target, top: int) -> list
 class Change:
     """Outcome for one record.
 
-    ``same_us`` is the time of the old config as it is now, None where it has none, for which ``reason`` says why;
+    ``same_us`` is today's time of the old config, or None, for which ``reason`` says why;
     ``after`` is the new record, None where nothing could be timed. Times are medians in microseconds.
     """
 

@@ -115,7 +115,7 @@ def _planned(
 ) -> tuple[Refresh | None, Outcome]:
     """Return the refresh to work on, None if no record needs one, and what is known of it."""
     at_hand, tools = here(), toolkit()
-    # Where nothing can be compiled a folder that was named came from where it was.
+    # Without a compiler here, a named folder comes from another machine.
     begun = Refresh(folder, carried=tools is None) if folder else None
     target = begun.sweep.target if begun is not None and begun.unfinished else resolve(gpu)
     is_here = at_hand is not None and at_hand.key == target.key
@@ -146,7 +146,7 @@ def _planned(
 def _nothing(found: Survey, outcome: Outcome) -> str:
     told = {"toolkit": outcome.toolkit, "driver": outcome.driver}
     others = " or ".join(f"another {name} than {value}" for name, value in told.items() if value)
-    of = f"{len(found.current)} measured records, none of {others or 'anything that can be told from here'}"
+    of = f"{len(found.current)} measured records, none of {others or 'another toolkit or driver'}"
     return f"nothing to refresh for {outcome.target.name}: {of}; --all takes all"
 
 

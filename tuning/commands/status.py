@@ -23,7 +23,7 @@ from tilekern.warning import tell
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of lines.")
 def command(folder: Path, as_json: bool) -> None:
-    """Say where the sweep in FOLDER stands: what is compiled and measured, what failed, what is left, and who runs it.
+    """Show the state of the sweep in FOLDER: what is compiled and measured, what failed, what is left, and the run.
 
     Needs no GPU and no lock; a run that is at work is not disturbed.
     """
@@ -132,7 +132,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"compile: {tried}{_time(compiled)}"
     yield f"measure: {measured['done']} of {measured['problems']} problems, {known}{_time(measured)}"
     if measured["parts_s"]:
-        yield f"of which {', '.join(f'{part} {_span(seconds)}' for part, seconds in measured['parts_s'].items())}"
+        yield f"time of measuring: {', '.join(f'{part} {_span(seconds)}' for part, seconds in measured['parts_s'].items())}"
     if found["gpu"]:
         yield f"measured on {found['gpu']['gpu']}, driver {found['gpu']['driver']}"
     if found["holder"]:
@@ -141,7 +141,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     elif found["held"] is False:
         yield "no run is at work"
     if found["last_line_s"] is not None:
-        yield f"the last line is {_span(found['last_line_s'])} old"
+        yield f"last progress {_span(found['last_line_s'])} ago"
     for reason in compiled["reasons"]:
         yield f"failed: {reason}"
     for word in ("wrong", "quarantined", "skipped"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:  # a node of a cluster that lacks what these need must come as far as to say so
+if TYPE_CHECKING:  # a node without the dependencies of these must be able to say so
     from tilekern.spec.targets import Target
     from tilekern.tuning.measure.process import Noted
     from tilekern.tuning.measure.tasks import Task

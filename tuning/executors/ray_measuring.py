@@ -63,7 +63,7 @@ class Measuring:
         self._waiting, self._target = Waiting(tasks), target
         self._gpu, self._pack, self._start = dict(gpu), ray.put(pack), start
         self._actors: list[Any] = []
-        # Who is to answer a call, and who is ready and has nothing to do.
+        # GPUs by the call that they work on, and those that wait for a task.
         self._calls: dict[Any, _Gpu] = {}
         self._idle: list[_Gpu] = []
         # The node that a problem's task was lost on.
@@ -92,7 +92,7 @@ class Measuring:
             raise self._waiting.error
 
     def _add(self, tries: int = TRIES) -> None:
-        """Have one more GPU, when it becomes free; so many actors may be started for it."""
+        """Start an actor on one more GPU; ``tries`` is how many actors may be started for it."""
         try:
             actor = self._start()
         except InputError as error:

@@ -34,7 +34,7 @@ def ask_again(ask: Callable[[], _T], may_pass: Callable[[Exception], bool]) -> _
     """Return the cluster's answer; ask up to :data:`TRIES` times while the error may pass.
 
     Args:
-        ask: asks, and leaves nothing behind where it fails.
+        ask: asks; it must leave nothing behind if it fails.
         may_pass: whether an error may be gone the next time.
     """
     for _ in range(TRIES - 1):

@@ -172,12 +172,12 @@ def _without_patch(config: Any, ops: Iterable[str], found: Trace) -> list[str]:
     asked = {op for texts in found.askers.values() for text in texts for op in ops_in(text)}
     # Experts may have transformers' door.
     known |= {EXPERTS} & asked
-    lacking = [op for op in ops if op in registry.known_ops() and op not in known]
-    if not lacking:
+    missing = [op for op in ops if op in registry.known_ops() and op not in known]
+    if not missing:
         return []
-    served = [op for op in ops if op in asked and op not in lacking]
-    has = "has" if len(lacking) == 1 else "have"
-    return [f"{config.model_type}: {' and '.join(served) or 'nothing'} only; {', '.join(lacking)} {has} no patch"]
+    served = [op for op in ops if op in asked and op not in missing]
+    has = "has" if len(missing) == 1 else "have"
+    return [f"{config.model_type}: {' and '.join(served) or 'nothing'} only; {', '.join(missing)} {has} no patch"]
 
 
 def _not_read(config: Any) -> list[str]:

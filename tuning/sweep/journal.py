@@ -124,7 +124,7 @@ class Journal:
                 self._forget()
                 file.seek(0)
             for text in iter(functools.partial(file.readline, _LONGEST_LINE), b""):
-                # A line that lacks its end is taken if it is whole but for that, and read again with what follows it.
+                # A last line without an end is taken if it is whole, and read again with the next lines.
                 if text.endswith(b"\n") or len(text) == _LONGEST_LINE:
                     self._offset, self._last = self._offset + len(text), text
                 self._take(text.removesuffix(b"\n"))
@@ -147,7 +147,7 @@ def _parsed(text: bytes) -> Any:
             return json.loads(text[start:])
         except ValueError:  # torn by a kill
             start = text.find(b'{"', start + 1)
-        except RecursionError:  # nobody's
+        except RecursionError:  # not written by tilekern
             break
         if start < 0:
             break

@@ -59,7 +59,7 @@ def _all(form: Any) -> Callable[[Any], bool]:
 
 
 # The form of each field: types, a function that tells, or an object with the forms of its fields. A field whose name
-# ends with a question mark may be lacking.
+# ends with a question mark may be missing.
 _RESOURCES = dict.fromkeys(("registers", "stack_bytes", "shared_bytes", "threads", "code_bytes"), _is_count)
 _CHECK = {"passed": bool, "relative_error": _is_error, "elementwise_error": _is_error}
 _TIMING = {
