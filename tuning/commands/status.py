@@ -132,7 +132,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"compile: {tried}{_time(compiled)}"
     yield f"measure: {measured['done']} of {measured['problems']} problems, {known}{_time(measured)}"
     if measured["parts_s"]:
-        yield f"time of measuring: {', '.join(f'{part} {_span(seconds)}' for part, seconds in measured['parts_s'].items())}"
+        parts = ", ".join(f"{part} {_span(seconds)}" for part, seconds in measured["parts_s"].items())
+        yield f"time of measuring: {parts}"
     if found["gpu"]:
         yield f"measured on {found['gpu']['gpu']}, driver {found['gpu']['driver']}"
     if found["holder"]:
