@@ -90,11 +90,16 @@ def known(compiled_sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> Known:
 
 
 @pytest.fixture(scope="session")
-def both(tmp_path_factory: pytest.TempPathFactory, h200: Target) -> Sweep:
+def both(compiled_sweep: Sweep, tmp_path_factory: pytest.TempPathFactory, h200: Target) -> Sweep:
     """Four problems of two shapes, four configs each, compiled by one stage and then measured by the other."""
     sweep = Sweep(tmp_path_factory.mktemp("apart"))
     limits = {named: [item.config for item in candidates(*named, h200)][:4] for named in (*THREE, WIDE)}
     sweep.begin(h200, "test", [*THREE, WIDE], limits)
+    keys = {item.artifact for named in sweep.problems() for item in sweep.candidates(*named)}
+    for key, line in compiled_sweep.compiled().items():
+        if key in keys:
+            sweep.store(compiled_sweep.cubin(line["sha256"]))
+            sweep.note("compiled", line)
     assert compile_all(sweep, jobs=2).failed == 0
     measure_all(sweep, RecordedExecutor(), keep_winners)
     return sweep

@@ -4,9 +4,11 @@ import json
 import re
 import shlex
 import sys
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import simulated_gpu
 import torch
 from tuning_samples import H200, needs_compiler
 
@@ -19,7 +21,9 @@ from tilekern.kernels import all_specs, spec_named
 from tilekern.runtime import dispatch
 from tilekern.spec import source
 from tilekern.spec.targets import resolve
-from tilekern.tuning import cli
+from tilekern.tuning import cli, pipeline
+from tilekern.tuning.executors import local
+from tilekern.tuning.measure import process
 from tilekern.tuning.serve.watched import PREDICTED, WatchedCache
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-kernels.md").read_text()
@@ -108,6 +112,20 @@ def test_it_runs_in_the_interpreter_as_the_page_says(here, monkeypatch):
     dispatch.forget()
     exec(compile(CHECK, "your-kernels.md", "exec"), {})
     assert dispatch.stats()[NAME]["launches"] > 0
+
+
+def test_its_candidates_are_verified_and_timed(here, default_configs, monkeypatch):
+    """By the real worker, on a GPU that the interpreter simulates."""
+    monkeypatch.setattr(process, "serve", simulated_gpu.serve)
+    monkeypatch.setattr(process, "get_context", lambda _: get_context("fork"))
+    monkeypatch.setattr(local, "devices", lambda: ["0"])
+    gpu = {"gpu": "a simulated one", "driver": "0", "torch": "0"}
+    monkeypatch.setattr(local.LocalExecutor, "describe_gpu", lambda *_: gpu)
+    monkeypatch.setattr(pipeline, "here", lambda: H200)
+    assert run(COMMANDS[0]) == 0
+    [record] = (entry.record for entry in Store(here / "cache").entries())
+    assert (record.kernel, record.provenance, record.check["passed"]) == (NAME, "measured", True)
+    assert len(record.check["cases"]) > 3
 
 
 def test_a_traced_step_is_tuned(here, default_configs):
