@@ -182,7 +182,7 @@ def test_nothing_imports_the_rooms_at_the_top_by_their_folders():
 
 
 @pytest.mark.parametrize(
-    "module", ["tilekern.tuning.options", "tilekern.tuning.preflight", "tilekern.tuning.serve.tuner"]
+    "module", ["tilekern.tuning.options", "tilekern.tuning.preflight", "tilekern.tuning.serve.loop"]
 )
 def test_modules_that_may_plan_do_not_load_torch(module):
     assert "torch" not in run(f"import sys, {module}; print(*sys.modules)")

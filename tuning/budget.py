@@ -1,4 +1,4 @@
-"""A budget of time: which problems a run begins first, and when it begins no more."""
+"""Budget of time: which problems a run begins first, and when it begins no more."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tilekern.tuning.sweep.plan import Named
 
 
 class Budget:
-    """The wall time that a run may take.
+    """Wall time that a run may take.
 
     Args:
         seconds: the budget.
@@ -44,7 +44,7 @@ class Budget:
 
     @contextlib.contextmanager
     def counted(self, share: float = 1.0) -> Iterator[threading.Event]:
-        """Set an event when a share of what is left has passed; the whole of it sets :attr:`spent`."""
+        """Set an event when a share of the remaining time has passed; the whole of it sets :attr:`spent`."""
         event = self.spent if share == 1 else threading.Event()
         timer = threading.Timer(max(0.0, share * (self.seconds - self.used_s)), event.set)
         timer.daemon = True
@@ -57,7 +57,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Worth:
-    """What tuning a problem is expected to give and to cost.
+    """Expected gain and cost of tuning a problem.
 
     Attributes:
         gain_s: seconds that a training step saves: launches of a step x time of a launch x plausible gain.
@@ -69,7 +69,7 @@ class Worth:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Sort by gain per second, the most first; equals by their cost."""
+        """Return the sort key: the most gain per second first, equals by cost."""
         return (-self.gain_s / self.cost_s if self.cost_s else float("-inf")), self.cost_s
 
 
@@ -93,7 +93,7 @@ def turns_by_gain(worths: Mapping[Named, Worth], target: Target) -> dict[Named, 
 def worths_of(
     sweep: Sweep, served: Mapping[Named, Hit | None], *, jobs: int, gpus: int, timeout_s: float, sweeps: Sequence[Sweep]
 ) -> dict[Named, Worth]:
-    """Estimate what each problem of a sweep is worth.
+    """Estimate the worth of each problem of a sweep.
 
     Args:
         sweep: the sweep; what its journals know costs nothing.
@@ -121,12 +121,12 @@ def worths_of(
 
 
 def served_by(problems: Sequence[Named], target: Target, layers: Sequence[Layer]) -> dict[Named, Hit | None]:
-    """Return what a lookup of each problem finds in some layers; None where a call would miss."""
+    """Return the record that a lookup of each problem finds; None if a call would miss."""
     return {(kernel, problem): find(spec_named(kernel), problem, target, layers=layers) for kernel, problem in problems}
 
 
 def is_as_good(hit: Hit | None, goal: str) -> bool:
-    """Whether a record is of the very problem and GPU, of today's space, and from as good a source as the goal."""
+    """Return whether a record is of this very problem and GPU, of today's space, and as well chosen as the goal."""
     if hit is None or not (hit.exact_target and hit.exact_bucket and hit.fresh):
         return False
     return PROVENANCES.index(hit.record.provenance) <= PROVENANCES.index(goal)
@@ -134,7 +134,7 @@ def is_as_good(hit: Hit | None, goal: str) -> bool:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A problem that the budget did not reach to the end.
+    """A problem that the budget did not finish.
 
     Attributes:
         kernel: the spec's name.

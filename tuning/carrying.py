@@ -13,7 +13,7 @@ Some of what the digest covers is not in the artifacts:
   A composite is also as good as its parts: each of them must have a record of today.
 - The number of blocks is worked out at the launch, and records do not hold it. An edit of that needs another tune.
 - Whether the space is still the one that the winner was the best of is told by its size and by the configs that the
-  record names. A record of which that does not hold is written as one that is not known to be the best.
+  record names. If either differs, the new record is not known to be the best.
 
 A record that is carried over into another space is dated: it serves as before, and is not known to be the best.
 """
@@ -57,7 +57,7 @@ from tilekern.spec.targets import Target, of_key
 from tilekern.tuning.compile.order import Order
 from tilekern.tuning.compile.pool import Answer, Lost, compile_in_order
 from tilekern.tuning.compile.stage import FRONTEND_TIMEOUT_S, MEMORY_BYTES, TIMEOUT_S, compile_unless_same
-from tilekern.tuning.plan.given import with_parts
+from tilekern.tuning.plan.choosing import with_parts
 from tilekern.tuning.sweep.candidates import Candidate, candidate, candidates
 
 # Where a record's figures say that they were carried over, the newest last.
@@ -76,7 +76,7 @@ class Left:
 
 @dataclass
 class Carried:
-    """The outcome for the records of a pack or a cache.
+    """Outcome for the records of a pack or a cache.
 
     ``carried`` holds each old record with the new one and its artifacts; ``current`` counts those of today's source.
     """
@@ -87,13 +87,13 @@ class Carried:
     compiled: int = 0
 
     def fresh(self, new: Record) -> bool:
-        """Whether a new record is known to be the best, too."""
+        """Return whether a new record is known to be the best, too."""
         return freshness(new, source_digest(new.module)) == FRESH
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A stale record as today's source would have it, and the candidates that its artifacts come from."""
+    """A stale record as today's source would make it, and the candidates of its artifacts."""
 
     record: Record
     blobs: Mapping[str, bytes]
@@ -107,7 +107,7 @@ def carry_over(
     held: Sequence[Held], toolkit_key: str, jobs: int, *, same_calls: bool = False,
     progress: Callable[[int, int], None] | None = None, memo: dict[str, Answer | Lost] | None = None,
 ) -> Carried:  # fmt: skip
-    """Carry over what can be of all records of a pack or a cache; nothing is written.
+    """Carry over the records of a pack or a cache whose machine code is the same; write nothing.
 
     Args:
         held: the records with their artifacts.
@@ -140,10 +140,12 @@ def carry_over(
 
 
 def _planned(record: Record, blobs: Mapping[str, bytes], toolkit_key: str, *, same_calls: bool) -> _Plan | Left | None:
-    """How to make a record's artifacts anew; why that says nothing of it; None where it is of today's source."""
+    """Return how to make a record's artifacts anew, or why that proves nothing; None if the record is of today."""
     spec = all_specs().get(record.kernel)
     if spec is None:
-        return Left(record, "this version of tilekern does not have the kernel")
+        is_ours = record.module.startswith("tilekern.")
+        how = "this version of tilekern does not have the kernel"
+        return Left(record, how if is_ours else f"it is of the module {record.module}; pass --specs {record.module}")
     if freshness(record, source_digest(spec.module)) != STALE:
         return None
     problem, target = _problem_today(spec, record.problem), of_key(record.target["key"])
@@ -163,7 +165,7 @@ def _planned(record: Record, blobs: Mapping[str, bytes], toolkit_key: str, *, sa
 def _objections(
     record: Record, spec: KernelSpec, problem: Problem, toolkit_key: str, *, same_calls: bool
 ) -> Iterator[str]:  # fmt: skip
-    """The reasons why a stale record cannot be judged by its machine code."""
+    """Yield the reasons why the machine code cannot prove that a stale record is still right."""
     if record.toolkit["key"] != toolkit_key:
         yield f"{record.toolkit['key']} made it, and {toolkit_key} is installed"
     if record.measurement is None and record.prediction is None:
@@ -179,7 +181,7 @@ def _objections(
     if any(spec.is_library(problem, config) for config in compiled):
         yield "a library runs today what a kernel ran"
     if spec.is_library(problem, winner) and not same_calls:
-        yield "a library or a composite runs it, of which no machine code tells; see --same-calls"
+        yield "a library or a composite runs it, whose code cannot be compared; see --same-calls"
     if not record.artifacts and not spec.is_library(problem, winner):
         yield "it has no artifacts"
 
@@ -189,7 +191,7 @@ def _configs(artifacts: Mapping[str, Artifact]) -> list[Config]:
 
 
 def _problem_today(spec: KernelSpec, values: Mapping[str, Any]) -> Problem | None:
-    """A record's problem, in which flags that are new are off; None where its dimensions were others."""
+    """Return a record's problem with new flags off; None if its dimensions have changed."""
     flags = {dimension.name: False for dimension in spec.dimensions if dimension.kind == "flag"}
     return spec.problem_of(flags | dict(values))
 
@@ -197,7 +199,7 @@ def _problem_today(spec: KernelSpec, values: Mapping[str, Any]) -> Problem | Non
 def _compiled(
     plans: Sequence[_Plan], jobs: int, memo: dict[str, Answer | Lost], progress: Callable[[int, int], None] | None
 ) -> dict[str, Answer | Lost]:
-    """Return the outcome for each artifact of some plans, by its key; those that ``memo`` has are not made again."""
+    """Compile the artifacts of some plans; return outcomes by key, from ``memo`` if it has them."""
     by_target: dict[str, dict[str, Candidate]] = {}
     known: dict[str, set[str | None]] = {}
     targets = {plan.target.key: plan.target for plan in plans}
@@ -205,7 +207,7 @@ def _compiled(
         for variant, item in plan.items.items():
             known.setdefault(item.artifact, set()).add(plan.record.artifacts[variant].bytecode)
             by_target.setdefault(plan.target.key, {})[item.artifact] = item
-    # Records may differ in the bytecode of what is one artifact today; then none of them is compared.
+    # Records that share an artifact today may have had different bytecode; then none is compared.
     agreed = {key: next(iter(found)) for key, found in known.items() if len(found) == 1}
     bytecodes = {key: found for key, found in agreed.items() if found is not None}
     made: dict[str, Answer | Lost] = {}
@@ -226,12 +228,11 @@ def _compiled(
 
 
 def _noted(artifact: str, bytecodes: Mapping[str, str]) -> str:
-    """Return what an outcome depends on: the artifact, and the bytecode that it is compared to."""
     return f"{artifact}/{bytecodes.get(artifact)}"
 
 
 def _difference(plan: _Plan, made: Mapping[str, Answer | Lost]) -> str | None:
-    """Why a record's artifacts are not what they were; None where all are the same."""
+    """Return how a record's artifacts differ from today's; None if all are the same."""
     for variant, item in plan.items.items():
         answer, before = made[item.artifact], plan.record.artifacts[variant]
         if _is_same(answer):
@@ -250,12 +251,11 @@ def _difference(plan: _Plan, made: Mapping[str, Answer | Lost]) -> str | None:
 
 
 def _is_same(answer: Answer | Lost) -> bool:
-    """Return whether a candidate is lowered to the bytecode that its artifact was assembled from."""
+    """Return whether a candidate was lowered to the bytecode of its artifact."""
     return isinstance(answer, Answer) and answer.line["status"] == "same"
 
 
 def _runs(cubin: bytes, symbol: str) -> dict[str, Any]:
-    """All that the GPU does for a kernel."""
     return {
         "machine code": code_of(cubin, symbol),
         "constants": constants_of(cubin, symbol),
@@ -268,7 +268,7 @@ def _is_composite(plan: _Plan) -> bool:
 
 
 def _missing_part(plan: _Plan, held: Iterable[Held], found: Carried) -> str | None:
-    """The first part of a composite that has no record of today beside it; None where all have.
+    """Return the first part of a composite that has no record of today beside it; None if all have one.
 
     A part's flags are not the composite's: the head of a model with capped logits launches no other part than capped.
     """
@@ -294,14 +294,13 @@ def _without_flags(kernel: str, problem: Mapping[str, Any]) -> tuple[str, frozen
 
 
 def _clash(plan: _Plan, addresses: Container[Address]) -> str | None:
-    """Whether another record stands where a problem that has new flags goes."""
     moved = msgspec.structs.replace(plan.record, problem=dict(plan.problem))
     is_other = moved.address != plan.record.address and moved.address in addresses
     return f"a record of {plan.problem.key} is there already" if is_other else None
 
 
 def _carried(plan: _Plan, made: Mapping[str, Answer | Lost]) -> Held:
-    """A record with today's digests and artifacts, and what it had of figures."""
+    """Return a record with today's digests and artifacts, and its old figures."""
     record, blobs, artifacts = plan.record, {}, {}
     for variant, item in plan.items.items():
         answer = made[item.artifact]
@@ -334,7 +333,7 @@ def _carried(plan: _Plan, made: Mapping[str, Answer | Lost]) -> Held:
 
 
 def _with_history(record: Record, reason: str) -> dict[str, Any]:
-    """A record's figures, by their field, which say that they were carried and why; a default has none."""
+    """Return a record's figures by field, with a note that they were carried over; a default has none."""
     step = {
         "because": reason,
         "source_digest": record.source_digest,
@@ -347,7 +346,7 @@ def _with_history(record: Record, reason: str) -> dict[str, Any]:
 
 
 def _is_same_space(record: Record, spec: KernelSpec, problem: Problem, target: Target) -> bool:
-    """Whether today's space has as many candidates as were tried, and all configs that the record names.
+    """Return whether today's space has the number of candidates that were tried, and all configs of the record.
 
     A tune without an optional backend tries none of its candidates.
     """
@@ -374,7 +373,7 @@ def _named_configs(record: Record) -> Iterator[Config]:
 
 
 def held_in_pack(path: Path) -> list[Held]:
-    """The records of a pack with their artifacts.
+    """Return the records of a pack with their artifacts.
 
     Raises:
         tilekern.cache.CacheError: the pack is not sound, or another version of tilekern wrote a record of it.
@@ -388,12 +387,12 @@ def held_in_pack(path: Path) -> list[Held]:
 
 
 def held_in_cache(root: Path) -> list[Held]:
-    """The records of a cache with their artifacts; bad ones and those that are not trusted are left out."""
+    """Return the records of a cache with their artifacts, but for bad and untrusted ones."""
     layer = FolderLayer(root, str(root), as_use=False)
     found: list[Held] = []
     for target_key in layer.targets():
         for toolkit_key in layer.toolkits(target_key):
-            for kernel in all_specs():
+            for kernel in layer.kernels(target_key, toolkit_key):
                 for problem in layer.problems(target_key, toolkit_key, kernel):
                     with contextlib.suppress(CacheError):
                         record = layer.read_record(target_key, toolkit_key, kernel, problem)
@@ -402,7 +401,7 @@ def held_in_cache(root: Path) -> list[Held]:
 
 
 def write_to_pack(path: Path, held: Sequence[Held], found: Carried) -> int:
-    """Put a pack in place of itself, with the records that were carried over; how many of these had signatures.
+    """Replace a pack by one with the carried records; return how many of these had signatures.
 
     Signatures of the other records stay. A record that was carried over is another text, which has to be signed anew.
 
@@ -415,7 +414,7 @@ def write_to_pack(path: Path, held: Sequence[Held], found: Carried) -> int:
 
 
 def write_to_cache(store: Store, found: Carried) -> None:
-    """Put the records that were carried over into their cache.
+    """Write the carried records into their cache.
 
     Raises:
         tilekern.cache.CacheError: it cannot be written.

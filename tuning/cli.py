@@ -1,4 +1,4 @@
-"""The command line of ``python -m tilekern.tune``: which command is meant, and what its errors mean to a shell."""
+"""Command line of ``python -m tilekern.tune``: picks the command, and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXIT_INPUT, EXIT_TOOLCHAIN, EXIT_INTERRUPTED = 2, 4, 130
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the exit code: 2 bad input, 4 no compiler, 130 Ctrl-C."""
+    """Run the command line; return the exit code: 2 bad input, 4 no compiler, 130 Ctrl-C."""
     given = sys.argv[1:] if arguments is None else arguments
     name = given[0] if given and given[0] in COMMANDS else None
     try:
@@ -52,7 +52,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _neither(word: str) -> str:
-    """The error about a word that is not a model, and not a command either where it stands."""
     if word in COMMANDS:
         return f"{word} is a command, which stands before its options: python -m tilekern.tune {word} ..."
     nearest = difflib.get_close_matches(word, [*COMMANDS, *PRESETS], n=1)

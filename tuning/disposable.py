@@ -1,4 +1,4 @@
-"""Processes that may be killed at any moment: with all that they started, and without outliving their parent.
+"""Processes that may be killed at any moment: with all that they started, and never outliving their parent.
 
 A disposable process is the leader of a session. Processes that it starts, and that these start, belong to the
 session, whatever process groups are made in it, and go with it. Linux only: sessions are read from ``/proc``.
@@ -25,7 +25,7 @@ KILLED = "SIGKILL"
 
 
 def begin(memory_bytes: int | None = None) -> None:
-    """Make the calling process disposable; the first thing that it does.
+    """Make the calling process disposable; call it first.
 
     Args:
         memory_bytes: address space that it, and each process that it starts, may have; no limit where None.
@@ -42,13 +42,13 @@ def begin(memory_bytes: int | None = None) -> None:
 
 
 def has_address_space(memory_bytes: int) -> bool:
-    """Whether this process may have so much address space."""
+    """Return whether this process may have that much address space."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
     return allowed == resource.RLIM_INFINITY or allowed >= memory_bytes
 
 
 def _go_with_parent() -> None:
-    """Wait for the parent's end, however it comes, and take the session down: nobody else would."""
+    """Wait for the parent's end, then kill the session."""
     parent = parent_process()
     assert parent is not None, "a disposable process is started by multiprocessing"
     connection.wait([parent.sentinel])
@@ -57,13 +57,13 @@ def _go_with_parent() -> None:
 
 
 class Obituary:
-    """Tells how a process ended, for people; made before the process is started."""
+    """Describes how a process ended; made before the process starts."""
 
     def __init__(self) -> None:
         self._out_of_memory = _out_of_memory_kills()
 
     def of(self, process: BaseProcess) -> str:
-        """How a process ended: ``exit code 7``, ``SIGSEGV``, or who killed it and why."""
+        """Return how a process ended: ``exit code 7``, ``SIGSEGV``, or who killed it and why."""
         code = process.exitcode
         if code is None:
             return f"not gone {GONE_WITHIN_S:g} s after it was killed"
@@ -75,7 +75,7 @@ class Obituary:
 
 
 def end(*processes: BaseProcess) -> None:
-    """Kill disposable processes with their sessions, and wait until all are gone; harmless for what is gone already."""
+    """Kill disposable processes with their sessions, and wait until all are gone."""
     leaders = {process.pid for process in processes if process.pid is not None}
     deadline = time.monotonic() + GONE_WITHIN_S
     for process in processes:
@@ -90,7 +90,6 @@ def end(*processes: BaseProcess) -> None:
 
 
 def _members(leaders: Container[int | None]) -> list[int]:
-    """The living processes of some sessions."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -109,7 +108,7 @@ def _kill(pids: Iterable[int]) -> None:
 
 
 def _out_of_memory_kills() -> int:
-    """How many processes this host has killed for memory, in any container, since it started."""
+    """Return how many processes this host has killed for memory since it started, in any container."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             name, _, count = line.partition(" ")

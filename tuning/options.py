@@ -1,4 +1,4 @@
-"""The options of ``python -m tilekern.tune MODEL``: how they are read, and how ``--help`` groups them."""
+"""Options of the tuner's commands: how they are read, and how ``--help`` groups them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import click
 
 from tilekern import __version__
 from tilekern.errors import InputError
+from tilekern.kernels import add_specs
 from tilekern.runtime.switches import EXPERTS, EXTRAS, OPS
 from tilekern.spec.targets import KNOWN
 from tilekern.tuning.plan.configs import require_model_name
@@ -22,9 +23,9 @@ from tilekern.tuning.plan.steps import OPTIMIZERS, Steps
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A request for a plan: steps of models, plans that are there, problems that are named; at least one of them.
+    """A request for a plan: models to step, plans that exist, named problems; at least one of them.
 
-    ``described`` is the first option that describes the steps of a model, which a plan that is there has no use for.
+    ``described`` is the first option that describes a model's steps, which a plan cannot use.
     """
 
     models: Sequence[str]
@@ -35,7 +36,7 @@ class PlanRequest:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> PlanRequest:
-        """From the options of :func:`plan_options` as click gives them.
+        """Read the options of :func:`plan_options` as click gives them.
 
         Raises:
             InputError: a value is not known, or steps are described and no model is named.
@@ -57,7 +58,7 @@ class PlanRequest:
 
 
 def described_alone(option: str) -> InputError:
-    """The error of an option that describes the steps of a model where there is a plan in its place."""
+    """Return the error for an option that describes a model's steps, given with a plan."""
     return InputError(f"{option} describes the steps of a model, and a plan has its own sizes; leave it out")
 
 
@@ -102,14 +103,14 @@ PLAN_OPTIONS = (*_STEPS, *_OTHERS)
 
 
 def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the argument and the options that say what is to be planned."""
+    """Add to a command the argument and options that say what to plan."""
     for option in reversed([*_OTHERS.values(), *_STEPS.values()]):
         command = option(command)
     return command
 
 
 def words(text: str, option: str) -> list[str]:
-    """A list with commas between, taken apart.
+    """Split a list at its commas.
 
     Raises:
         InputError: it is empty.
@@ -121,7 +122,7 @@ def words(text: str, option: str) -> list[str]:
 
 
 def counts(text: str, option: str, such_as: str) -> list[int]:
-    """A list of whole numbers with commas between, taken apart.
+    """Split a list of whole numbers at its commas.
 
     Raises:
         InputError: it is none, or looks like one number whose thousands are set off by commas; ``such_as`` is what the
@@ -146,7 +147,7 @@ _ROUND = 2048
 
 
 def is_grouped(text: str) -> bool:
-    """Whether a text without spaces looks like one number with commas at its thousands: ``2,048``, ``16,384``."""
+    """Return whether a text looks like one number with commas at its thousands: ``2,048``, ``16,384``."""
     if not re.fullmatch(r"[1-9][0-9]{0,2}(,[0-9]{3})+", text.strip()):
         return False
     return any(part.startswith("0") for part in text.split(",")) or int(text.replace(",", "")) % _ROUND == 0
@@ -168,7 +169,7 @@ class Seconds(click.FloatRange):
         super().__init__(min=least, max=86_400.0)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number; fails as click's own types do."""
+        """Return the number of seconds."""
         unit = _UNITS_S.get(value.strip()[-1:]) if isinstance(value, str) else None
         if unit is not None and re.fullmatch(r"\d*\.?\d+", number := value.strip()[:-1]):
             value = unit * float(number)
@@ -179,13 +180,13 @@ class Seconds(click.FloatRange):
 
 
 class Folder(click.Path):
-    """A folder, which need not be there; no name at all (a variable of the shell that is not set) would be this one."""
+    """A folder, which need not exist; an empty name, as of an unset variable of the shell, is refused."""
 
     def __init__(self) -> None:
         super().__init__(file_okay=False, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path; fails as click's own types do."""
+        """Return the path."""
         if value == "":
             self.fail("it must name a folder, and is empty.", param, ctx)
         return super().convert(value, param, ctx)
@@ -197,14 +198,19 @@ NAMES = f"Presets: {', '.join(PRESETS)}. GPUs: {GPU_NAMES}."
 
 
 def tuner_command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """``click.command`` with the options of every command of the tuner: ``-h`` and ``--version``."""
+    """``click.command`` with the options of every command of the tuner: ``-h``, ``--version`` and ``--specs``."""
     settings = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
     version = click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
-    return lambda function: version(click.command(context_settings=settings, **options)(function))
+    specs = click.option(
+        "--specs", multiple=True, metavar="MODULE", expose_value=False, is_eager=True,
+        callback=lambda _context, _option, names: add_specs(*names),
+        help="A module with kernels of your own, in a tuple SPECS; may be repeated.",
+    )  # fmt: skip
+    return lambda function: version(specs(click.command(context_settings=settings, **options)(function)))
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists the options under headings.
+    """A command whose help lists its options under headings.
 
     Args:
         groups: the names of parameters by heading; those of no group join the last.

@@ -1,4 +1,4 @@
-"""The tuner's pipeline: a planned sweep is compiled, measured or predicted, and its winners are published.
+"""The tuner's pipeline: compiles a planned sweep, measures or predicts, and publishes the winners.
 
 ``tune``, ``refresh``, the service, ``preflight --fix`` and :func:`tilekern.tune` are callers of :class:`Pipeline`.
 """
@@ -36,14 +36,13 @@ from tilekern.tuning.compile.stage import (
     start_server,
 )
 from tilekern.tuning.measure.stage import MeasureSummary, Settled, measure_all
-from tilekern.tuning.packs import write_packs
 from tilekern.tuning.predict.estimating import earlier_sweeps
-from tilekern.tuning.publishing import Winner, compiled_with, keep_winners, publish, why_not, winners
+from tilekern.tuning.publishing import Winner, compiled_with, keep_winners, publish, why_not, winners, write_packs
 from tilekern.tuning.strategies import strategy_named
 from tilekern.tuning.sweep.folder import RESULTS, Sweep, folder_in
 from tilekern.tuning.sweep.plan import Named
 from tilekern.tuning.sweep.quarantine import shared
-from tilekern.tuning.terminal.progress import PUBLISH
+from tilekern.tuning.terminal import PUBLISH
 
 if TYPE_CHECKING:
     from tilekern.tuning.executors import Executor
@@ -62,7 +61,7 @@ Tell = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Options:
-    """How a pipeline works.
+    """Options of a pipeline.
 
     Attributes:
         stages: which of :data:`STAGES` run. Without ``compile``, measuring needs the GPU here; with it, winners are
@@ -105,7 +104,7 @@ class Options:
 
 @dataclass
 class Result:
-    """The outcome of a run.
+    """Outcome of a run.
 
     Attributes:
         model: what was tuned, for people.
@@ -164,7 +163,7 @@ class Result:
 
 
 class Pipeline:
-    """One run over a planned sweep; the stages in the order in which they run.
+    """One run over a planned sweep; its methods stand in the order of the stages.
 
     Args:
         sweep: the sweep, whose plan is written.
@@ -181,7 +180,11 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self.sweep, self.store, self.options, self.tell = sweep, store, options, tell
         self.budget = Budget(options.budget_s, options.began) if options.budget_s is not None else None
-        self.result = Result(sweep.model, sweep.target, _toolkit(), notes=list(notes), budget_s=options.budget_s)
+        tools = toolkit()
+        self.result = Result(
+            sweep.model, sweep.target, tools.describe() if tools else NO_TOOLKIT, notes=list(notes),
+            budget_s=options.budget_s,
+        )  # fmt: skip
         self._packs = packs or {}
         # Of a run with a budget: what each problem is worth, its turn, and the record that serves it before.
         self._worths: dict[Named, Worth] = {}
@@ -195,7 +198,7 @@ class Pipeline:
         cls, planned: Planned, target: Target, store: Store, options: Options, tell: Tell | None = None, *,
         folder: Path | None = None, packs: Mapping[Path, Planned] | None = None,
     ) -> Pipeline:  # fmt: skip
-        """Begin the sweep of a plan, in a folder of the cache for each target where none is named.
+        """Begin the sweep of a plan, in the cache's folder for the target unless one is named.
 
         Raises:
             InputError: the folder holds another target's sweep, is held by another run, or cannot be written.
@@ -215,7 +218,7 @@ class Pipeline:
         return MEASURE in self.options.stages
 
     def run(self) -> Result:
-        """Compile, measure and publish, as far as the options say.
+        """Compile, measure and publish, as the options say.
 
         Raises:
             InputError: a folder cannot be written or is another's, or no GPU can be had.
@@ -233,12 +236,12 @@ class Pipeline:
             count = f"{len(self.sweep.problems())} problems are planned in {folder}"
             notes.append(f"{count}; go on with --stages compile,measure --sweep {folder}")
         if self._compiles or self._measures:
-            self._say_what_lacks()
+            self._note_missing()
         self.result.spent_s = time.monotonic() - self.options.began
         return self.result
 
     def work(self) -> None:
-        """Compile and measure; both at once where there is room for both."""
+        """Compile and measure, both at once if there is room for both."""
         self.sweep.require_own()
         notes = without_backends(self.sweep, self.sweep.problems()) if self._compiles else whose_artifacts(self.sweep)
         self.result.notes += notes
@@ -257,11 +260,10 @@ class Pipeline:
                     self._measure(executor)
         if self._compiles and (key := self.options.key):
             self.result.notes.append(f"signed {self.sweep.sign(key)} artifacts with key {key.public_key[:16]}")
-        # The compiler need not be installed where it is measured.
+        # The machine that measures may have no compiler.
         self.result.toolkit = compiled_with(self.sweep) or self.result.toolkit
 
     def _order_by_gain(self, executor: Executor | None) -> None:
-        """Give each problem its turn under the budget."""
         sweep, options = self.sweep, self.options
         layers = default_layers(Path(self.store.root), looking=True)
         self._served = served_by(sweep.problems(), sweep.target, layers)
@@ -292,7 +294,7 @@ class Pipeline:
         self.result.measure = self._measured(done)
 
     def _compile_and_measure(self, executor: Executor) -> None:
-        """Measure each problem as soon as it is compiled; what measuring takes beyond the last compile is its time."""
+        """Measure each problem as soon as it is compiled; only the time beyond the last compile counts as measuring."""
         jobs, pool = self._compilers(beside=True)
         started = time.perf_counter()
         with shared(self.sweep, self.store.root):
@@ -311,7 +313,7 @@ class Pipeline:
         self.result.seconds[MEASURE] = time.perf_counter() - compiling.ended
 
     def _measured(self, done: MeasureSummary) -> dict[str, Any]:
-        """What the measure stage did, and why candidates of its sweep are wrong or in quarantine."""
+        """Return the outcome of the measure stage, with the reasons of wrong and quarantined candidates."""
         checks = (line.get("check", {}) for line in self.sweep.measured().values())
         wrong = (check.get("reason", "") for check in checks if not check.get("passed", True))
         return dataclasses.asdict(done) | {"reasons": dict(Counter([*wrong, *self.sweep.quarantined().values()]))}
@@ -319,7 +321,7 @@ class Pipeline:
     def winners(self) -> list[Won]:
         """Return the winners that may be published, and note what the budget left out.
 
-        Of a problem whose space was compiled in part there is none, nor a predicted one where a better record serves.
+        A problem whose space was compiled in part has none, nor has one that a better record serves than a prediction.
         """
         self._note_left_out()
         found = list(winners(self.sweep, self.result.toolkit))
@@ -333,7 +335,7 @@ class Pipeline:
         return [won for won in found if (won[0].kernel, won[0].problem) not in unfinished]
 
     def publish(self, found: Sequence[Won]) -> None:
-        """Write winners to ``results.pack`` and to the packs of models, and take them into the cache.
+        """Write winners to ``results.pack`` and to the packs of models, and install them in the cache.
 
         Raises:
             InputError: there is no winner, and the budget left nothing out.
@@ -351,7 +353,6 @@ class Pipeline:
             result.packs = write_packs(self._packs, found, self.options.key)
 
     def _note_left_out(self) -> None:
-        """Find the problems that the budget did not reach the end of."""
         if not (self.budget and (self._is_cut or self.budget.spent.is_set())):
             return
         done, known = settled(self.sweep, self.options.timeout_s), Settled(self.sweep, self.options.strategy)
@@ -368,8 +369,8 @@ class Pipeline:
             cost_s = self._worths[kernel, problem].cost_s
             self.result.left_out.append(LeftOut(kernel, problem, reason, provenance, cost_s))
 
-    def _say_what_lacks(self) -> None:
-        """Note each problem that has no winner, or none that was measured where others were, and why."""
+    def _note_missing(self) -> None:
+        """Note each problem without a winner, or without a measured one where others have one, and why."""
         result = self.result
         won = {(winner.kernel, winner.problem): winner.record.provenance for winner in result.winners}
         left = {(out.kernel, out.problem) for out in result.left_out}
@@ -384,13 +385,16 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _executor(self) -> Iterator[Executor | None]:
-        """The executor that measures, or None; on this host its processes load their modules while others compile."""
+        """Yield the executor that measures, or None; local processes load their modules while others compile."""
         if not self._measures:
             yield None
         elif self.options.executor != LOCAL:
             cluster = self._cluster()
             if self._compiles:
-                self._require_gpus(cluster)
+                try:  # before anything is compiled
+                    cluster.require_gpu(self.sweep.target)
+                except InputError as error:
+                    raise InputError(f"{error}; to compile alone give --stages plan,compile") from None
             yield cluster
         elif self._compiles and (why := absence(self.sweep.target, self.options.stages)):
             self.result.notes.append(why)
@@ -401,19 +405,12 @@ class Pipeline:
             with LocalExecutor(self.sweep.cache, self.options.gpus) as executor:
                 yield executor
 
-    def _require_gpus(self, cluster: ClusterExecutor) -> None:
-        """Raise at once what the measure stage would find out when all is compiled."""
-        try:
-            cluster.require_gpu(self.sweep.target)
-        except InputError as error:
-            raise InputError(f"{error}; to compile alone give --stages plan,compile") from None
-
     def _has_room_for_both(self) -> bool:
-        """Whether compilers have a CPU while all GPUs measure: on a cluster each GPU holds one, and would wait."""
+        """Return whether compilers have a CPU while all GPUs measure; on a cluster each GPU holds one."""
         return self.options.executor == LOCAL or self._cluster().spare_cores(self.sweep.target) > 0
 
     def _compilers(self, *, beside: bool = False) -> tuple[int, Pool]:
-        """How many candidates to compile at once, and where: on the CPUs of the cluster that measures, or else here."""
+        """Return how many candidates to compile at once, and where: on the measuring cluster, or here."""
         if self.options.executor == LOCAL:
             return jobs_of(self.options.jobs), compile_in_order
         cluster = self._cluster()
@@ -431,7 +428,7 @@ class Pipeline:
     # Time and progress.
 
     def _counted(self, share: float = 1.0) -> contextlib.AbstractContextManager[Any]:
-        """Yields the event that is set when a share of the rest of the budget is spent; None without a budget."""
+        """Return a context with the event of a share of the remaining budget; None without a budget."""
         return self.budget.counted(share) if self.budget else contextlib.nullcontext()
 
     @property
@@ -455,7 +452,7 @@ NOT_COMPILED, NOT_MEASURED = "not compiled", "not measured"
 
 
 def absence(target: Target, stages: Sequence[str]) -> str | None:
-    """Why a run cannot measure here, and what comes of it; None where the GPU here is the target."""
+    """Return why a run cannot measure here, and what it does instead; None if the GPU here is the target."""
     at_hand = here()
     if at_hand is not None and at_hand.key == target.key:
         return None
@@ -466,10 +463,10 @@ def absence(target: Target, stages: Sequence[str]) -> str | None:
 
 
 def whose_artifacts(sweep: Sweep) -> Iterator[str]:
-    """Say what becomes of artifacts that this run has not compiled and others have.
+    """Describe what becomes of artifacts that others compiled.
 
     Raises:
-        InputError: none of them may be run, as the policy is ``signed`` or the run signs what comes of it.
+        InputError: they must not run, because the policy is ``signed`` or the run signs its results.
     """
     compiled, others = sweep.compiled(), sweep.others
     if not others:
@@ -505,7 +502,6 @@ def without_backends(sweep: Sweep, problems: Iterable[Named]) -> Iterator[str]:
 
 
 def _why_none(sweep: Sweep) -> str:
-    """Why a sweep has no winner at all."""
     if not (problems := sweep.problems()):
         return f"{sweep.folder} plans no problem; run --stages plan for a model that has some"
     kernel, problem = problems[0]
@@ -513,11 +509,6 @@ def _why_none(sweep: Sweep) -> str:
         f"no candidate compiled and passed its check; of {kernel} {problem.key}: {why_not(sweep, kernel, problem)}; "
         f"python -m tilekern.tune status {sweep.folder} has the others"
     )
-
-
-def _toolkit() -> dict[str, str]:
-    found = toolkit()
-    return found.describe() if found else NO_TOOLKIT
 
 
 def _require_writable(store: Store, sweep: Sweep) -> None:

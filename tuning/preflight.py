@@ -1,4 +1,4 @@
-"""Preflight: before a job starts, which records it will need, and which of them the caches have.
+"""Preflight: lists, before a job starts, the records that it needs, and those that its caches lack.
 
 The problems are those that the job's own steps ask for (:mod:`tilekern.tuning.plan`), and each is looked up as the job
 will look it up. So what a preflight calls served is what the job's first call finds.
@@ -50,7 +50,7 @@ TUNE, COMPILE = WAYS = ("tune", "compile")
 
 @dataclass(frozen=True)
 class Need:
-    """A problem that the job will ask for, at its buckets, and what it will find.
+    """A problem that the job will ask for, at its buckets, and the record that it will find.
 
     Attributes:
         kernel: the spec's name.
@@ -77,24 +77,15 @@ class Need:
     fresh: bool | None = None
 
     def meets(self, demand: str) -> bool:
-        """Whether what is there is as good as is asked: one of :data:`DEMANDS`."""
+        """Return whether the record meets a demand: one of :data:`DEMANDS`."""
         if demand == SERVED:
             return self.state != MISSING
         return self.state == EXACT and (demand == OWN or self.provenance == MEASURED)
 
     def as_json(self) -> dict[str, Any]:
-        """The need as ``--json`` prints it."""
-        return {
-            "kernel": self.kernel,
-            "problem": dict(self.problem),
-            "state": self.state,
-            "provenance": self.provenance,
-            "serving": self.serving,
-            "layer": self.layer,
-            "stale": self.is_stale,
-            "fresh": self.fresh,
-            "why": self.why,
-        }
+        """Return the need as ``--json`` prints it."""
+        fields = {name: value for name, value in vars(self).items() if name != "is_stale"}
+        return fields | {"problem": dict(self.problem), "stale": self.is_stale}
 
 
 @dataclass(frozen=True)
@@ -110,12 +101,12 @@ class Preflight:
 
     @property
     def missing(self) -> list[Need]:
-        """The needs whose record is missing, or not as good as asked."""
+        """Return the needs whose record is missing or does not meet the demand."""
         return [need for need in self.needs if not need.meets(self.demand)]
 
     @property
     def cannot_fix(self) -> str | None:
-        """Why :func:`fix` cannot make missing records on this machine; None where it can, or none are missing."""
+        """Return why :func:`fix` cannot make the missing records here; None if it can, or none are missing."""
         if self.demand != MEASURED or self.is_here or not self.missing:
             return None
         return (
@@ -124,17 +115,17 @@ class Preflight:
         )
 
     def counts(self) -> dict[str, int]:
-        """How many needs there are by state; each counts once."""
+        """Return the number of needs by state."""
         found = Counter(need.state for need in self.needs)
         return {name: found[name] for name in STATES}
 
     def provenances(self, state: str | None = None) -> dict[str, int]:
-        """How many needs are served by provenance: all of them, or those in one state."""
+        """Return the number of served needs by provenance, of all states or of one."""
         found = Counter(need.provenance for need in self.needs if state in (None, need.state))
         return {name: found[name] for name in PROVENANCES}
 
     def as_json(self) -> dict[str, Any]:
-        """The document that ``--json`` prints."""
+        """Return the document that ``--json`` prints."""
         return {
             "model": self.model,
             "target": self.target.describe(),
@@ -156,7 +147,8 @@ def preflight(
     tp: int = 1, packed: bool = False, padded: bool = False, checkpointing: bool = False, optimizer: str = "adamw",
     experts: bool = False, need: str = SERVED, cache_dir: str | Path | None = None,
 ) -> Preflight:  # fmt: skip
-    """Which records a job will need, and which of them the caches have; nothing is written, compiled or launched.
+    """List the records that a job will need, and whether the caches have them; nothing is written, compiled or
+    launched.
 
     Args:
         config: what the job trains: a preset's name, the path of a config.json, a hub id, a configuration of
@@ -199,7 +191,7 @@ def preflight(
 def preflight_of(
     planned: Planned, target: Target, need: str = SERVED, cache_dir: str | Path | None = None
 ) -> Preflight:
-    """Which records the problems of a plan will need; arguments as those of :func:`preflight`.
+    """List the records that a plan's problems will need; arguments as of :func:`preflight`.
 
     Raises:
         InputError: no such ``need``.
@@ -208,7 +200,9 @@ def preflight_of(
         raise InputError(f"unknown need {need!r}; known: {', '.join(DEMANDS)}")
     layers = _layers(cache_dir)
     needs = tuple(_need(*named, target, layers) for named in planned.problems)
-    return Preflight(planned.name, target, need, needs, _is_here(target), planned.notes)
+    at_hand = here()
+    is_here = at_hand is not None and at_hand.key == target.key
+    return Preflight(planned.name, target, need, needs, is_here, planned.notes)
 
 
 def fix(
@@ -238,7 +232,7 @@ def fix(
     named = [(need.kernel, need.problem) for need in found.missing]
     root = Path(cache_dir or user_root())
     from tilekern.tuning.pipeline import TIMEOUT_S, Options
-    from tilekern.tuning.serve.tuner import tune
+    from tilekern.tuning.serve.loop import tune
     from tilekern.tuning.serve.watched import PREDICTED, WatchedCache
 
     options = Options(jobs=jobs, gpus=gpus, timeout_s=timeout_s or TIMEOUT_S)
@@ -255,7 +249,7 @@ def fix(
 
 
 def require_fixable(found: Preflight, by: str) -> Toolkit:
-    """Refuse a :func:`fix` that could not do what is asked, before it begins; the compiler that it takes.
+    """Refuse a :func:`fix` that cannot do what is asked, before it begins; return the compiler.
 
     Raises:
         InputError: the demand cannot be met in this way or here.
@@ -268,15 +262,10 @@ def require_fixable(found: Preflight, by: str) -> Toolkit:
     return require_toolkit()
 
 
-def _is_here(target: Target) -> bool:
-    at_hand = here()
-    return at_hand is not None and at_hand.key == target.key
-
-
 def _compile(
     named: Sequence[Named], target: Target, root: Path, options: Options, tell: Tell
 ) -> dict[Named, str]:  # fmt: skip
-    """Put the default config of each problem into a cache; why it could not be, where it could not."""
+    """Put the default config of each problem into a cache; return the reasons of those that failed."""
     from tilekern.tuning.pipeline import Pipeline
     from tilekern.tuning.publishing import why_not
     from tilekern.tuning.sweep.folder import Sweep, folder_in
@@ -295,7 +284,6 @@ def _compile(
 
 
 def _layers(cache_dir: str | Path | None) -> list[Layer]:
-    """The layers where the job will look; the user's cache is only read."""
     return default_layers(Path(cache_dir) if cache_dir else None, looking=True)
 
 
@@ -333,7 +321,7 @@ def _has_stale(kernel: str, problem: Problem, target: Target, layers: Sequence[L
 
 
 def line_of(need: Need) -> str:
-    """A missing record, in one line for people."""
+    """Describe a missing record in one line for people."""
     state = f"{need.state}, {need.provenance}" if need.provenance else need.state
     stale = "; there is one, which an edit of the kernel made stale" if need.is_stale else ""
     dated = f"; {NOT_FRESH}" if need.fresh is False else ""

@@ -1,14 +1,15 @@
-"""From a sweep's journal to records: the winner of each problem, with its generic variant, into a pack or a cache."""
+"""Turns a sweep's journal into records: the winner of each problem, with its generic variant, in packs and a cache."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilekern.cache import Artifact, BestKernel, Record, Store, install_pack, write_pack
+from tilekern.cache import PACK_SUFFIX, Artifact, BestKernel, Record, Store, install_pack, write_pack
 from tilekern.cache.trust.signing import SigningKey
 from tilekern.compile.library import library_of
 from tilekern.errors import InputError
@@ -16,6 +17,7 @@ from tilekern.runtime.records import launch_in, record_of
 from tilekern.spec import ALIGNED, GENERIC, Problem
 from tilekern.spec.targets import Target
 from tilekern.tuning.measure.stage import identity
+from tilekern.tuning.plan.steps import Planned
 from tilekern.tuning.predict.ranking import Prediction, ranking
 from tilekern.tuning.predict.roofline import Roofline, roofline
 from tilekern.tuning.strategies.selection import ranked
@@ -29,7 +31,7 @@ MOST_RUNNERS_UP = 3
 
 @dataclass(frozen=True)
 class Winner:
-    """The outcome for one problem, as tables and ``--json`` show it.
+    """Outcome for one problem, as tables and ``--json`` show it.
 
     ``time_us`` is measured or predicted, as ``provenance`` says; ``roofline`` is the least time that it could be, with
     the copy of the same race where one was timed; ``gain`` is the default config's time over the winner's, by the same
@@ -66,7 +68,7 @@ class Winner:
 
 
 def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dict[str, bytes]]]:
-    """The winner of each problem for which anything compiled and passed, with the bytes of its artifacts.
+    """Yield the winner of each problem for which a candidate compiled and passed, with the bytes of its artifacts.
 
     Args:
         sweep: the sweep; its journals are read once.
@@ -108,37 +110,37 @@ class Known:
 
     @classmethod
     def of(cls, sweep: Sweep) -> Known:
-        """All that a sweep knows; of a problem's races the newest counts."""
+        """Read all journals of a sweep; the newest race of a problem counts."""
         races = {(race["kernel"], race["problem"]): race for race in sweep.races().values()}
         return cls(sweep.compiled(), sweep.measured(), sweep.quarantined(), races, sweep.gpu())
 
     def line(self, item: Candidate) -> Line:
-        """The journal's line of a candidate's artifact; empty where there is none."""
+        """Return the journal's line of a candidate's artifact, or an empty one."""
         return {} if item.is_library else self.compiled.get(item.artifact, {})
 
     def is_usable(self, item: Candidate) -> bool:
-        """Whether a candidate compiled, or needs no compiler."""
+        """Return whether a candidate compiled, or needs no compiler."""
         return item.is_library or self.line(item).get("status") == "ok"
 
     def is_wrong(self, item: Candidate) -> bool:
-        """Whether a candidate failed its check."""
+        """Return whether a candidate failed its check."""
         return not self.measured.get(item.key, {}).get("check", {}).get("passed", True)
 
     def is_confirmed(self, item: Candidate) -> bool:
-        """Whether a candidate has stood the whole battery of checks, which of each problem its winner must."""
+        """Return whether a candidate passed the whole battery of checks, as each winner must."""
         return bool(self.measured[item.key]["check"].get("cases"))
 
     def may_win(self, item: Candidate) -> bool:
-        """Whether nothing speaks against a candidate: it is right, or not checked yet."""
+        """Return whether a candidate is usable, not wrong and not in quarantine."""
         return self.is_usable(item) and not self.is_wrong(item) and item.key not in self.quarantined
 
     def has_failed(self, item: Candidate) -> bool:
-        """Whether a candidate was tried and did not compile, crashed, hung or was wrong."""
+        """Return whether a candidate did not compile, crashed, hung or was wrong."""
         failed = self.line(item).get("status") == "failed"
         return failed or self.is_wrong(item) or item.key in self.quarantined
 
     def why_untimed(self, item: Candidate) -> str:
-        """Why a candidate has no timing, for people."""
+        """Return why a candidate has no timing, for people."""
         if item.key in self.quarantined:
             return self.quarantined[item.key]
         if self.is_wrong(item):
@@ -146,7 +148,7 @@ class Known:
         return str(self.line(item).get("reason", "it was not timed"))
 
     def timings(self, found: list[Candidate]) -> dict[Candidate, dict[str, Any]]:
-        """The timings of a problem's candidates that the newest race took: only what raced together compares."""
+        """Return the timings of the newest race; only candidates that raced together compare."""
         race = self.races.get((found[0].kernel, found[0].problem.key), {}).get("race")
         lines = {item: self.measured.get(item.key, {}) for item in found if self.may_win(item)}
         return {item: line["timing"] for item, line in lines.items() if "timing" in line and line.get("race") == race}
@@ -194,7 +196,9 @@ def _measured_winner(known: Known, found: list[Candidate], target: Target) -> tu
 def _best_kernel(
     sweep: Sweep, known: Known, found: list[Candidate], target: Target
 ) -> tuple[Candidate, BestKernel] | None:
-    """The best candidate that needs no library: of the newest race the first that stood all checks, or as predicted."""
+    """Return the best candidate that needs no library: the fastest confirmed one of the newest race, or the predicted
+    one.
+    """
     timings = known.timings(found)
     for item in ranked(timings):
         if library_of(item.config) is None and known.is_confirmed(item):
@@ -210,7 +214,7 @@ def _best_kernel(
 def timing_of_default(
     timings: Mapping[Candidate, Mapping[str, Any]], compiled: Mapping[str, Line], target: Target
 ) -> Mapping[str, Any] | None:
-    """The timing of the default config, or of the candidate that was timed in its place since it does the same."""
+    """Return the timing of the default config, or of a candidate with the same machine code."""
     first = next(iter(timings))
     default = candidate(first.kernel, first.problem, first.spec.default(first.problem, target), ALIGNED, target)
     line = LIBRARY_LINE if default.is_library else compiled.get(default.artifact, {})
@@ -255,7 +259,7 @@ def _winner(item: Candidate, record: Record, target: Target) -> Winner:
 
 
 def why_not(sweep: Sweep, kernel: str, problem: Problem) -> str:
-    """Why a problem has no winner: what kept it from being measured, else what became of its candidates."""
+    """Return why a problem has no winner."""
     if reason := sweep.skipped().get(f"{kernel}|{problem.key}"):
         return reason
     compiled, measured, quarantined = sweep.compiled(), sweep.measured(), sweep.quarantined()
@@ -268,7 +272,7 @@ def why_not(sweep: Sweep, kernel: str, problem: Problem) -> str:
 
 
 def is_open(sweep: Sweep, kernel: str, problem: Problem) -> bool:
-    """Whether a candidate of a problem was kept from being compiled by what passes, so that the next run may do it."""
+    """Return whether a passing cause kept a candidate from being compiled, so that the next run may do it."""
     compiled = sweep.compiled()
     return any(compiled.get(item.artifact, {}).get("status") == "open" for item in sweep.candidates(kernel, problem))
 
@@ -276,7 +280,7 @@ def is_open(sweep: Sweep, kernel: str, problem: Problem) -> bool:
 def _why_out(
     item: Candidate, line: Mapping[str, Any], measured: Mapping[str, Line], quarantined: Mapping[str, str]
 ) -> str | None:
-    """Why a candidate cannot win, for people; None where nothing speaks against it."""
+    """Return why a candidate cannot win, for people; None if it can."""
     check = measured.get(item.key, {}).get("check", {})
     if line.get("status") == "failed":
         return f"{item.config.key} did not compile: {line['reason']}"
@@ -290,13 +294,13 @@ def _why_out(
 
 
 def compiled_with(sweep: Sweep) -> dict[str, str] | None:
-    """The toolkit of the artifact that a sweep compiled last; None where it has none."""
+    """Return the toolkit of the artifact that a sweep compiled last; None if it has none."""
     tools = [line["toolkit"] for line in sweep.compiled().values() if "toolkit" in line]
     return tools[-1] if tools else None
 
 
 def keep_winners(sweep: Sweep) -> None:
-    """Put the winners so far into the cache of the sweep's own."""
+    """Write the winners so far into the sweep's own cache."""
     tools = compiled_with(sweep)
     if tools is not None:
         store = Store(sweep.cache)
@@ -308,7 +312,7 @@ def publish(
     found: Sequence[tuple[Winner, dict[str, bytes]]], pack: Path, store: Store, *, own: bool,
     key: SigningKey | None = None,
 ) -> None:  # fmt: skip
-    """Write the winners' pack and take it into a cache.
+    """Write the winners' pack and install it in a cache.
 
     Args:
         found: the winners.
@@ -333,7 +337,7 @@ def publish(
 def write(
     found: Sequence[tuple[Winner, dict[str, bytes]]], pack: Path, key: SigningKey | None = None
 ) -> dict[str, bytes]:  # fmt: skip
-    """Write winners into a pack; gives the text of each record by its digest.
+    """Write winners into a pack; return the text of each record by its digest.
 
     Raises:
         tilekern.cache.CacheError: the pack cannot be written.
@@ -343,3 +347,44 @@ def write(
     signatures = {digest: {key.public_key: key.sign(text)} for digest, text in digests.items()} if key else {}
     write_pack(pack, [(winner.record, blobs) for winner, blobs in found], signatures)
     return digests
+
+
+def pack_paths(folder: Path, models: Sequence[Planned], target: Target) -> dict[Path, Planned]:
+    """Return the plan of each model by the path of its pack, ``<model>-<gpu>.pack``.
+
+    Raises:
+        InputError: two models have one name, so that one pack would overwrite the other; or no model is named.
+    """
+    if not models:
+        raise InputError("--packs writes a pack for each MODEL, and no MODEL is named")
+    found: dict[Path, Planned] = {}
+    for model in models:
+        path = folder / f"{_file_name(model.name)}-{_file_name(target.name)}{PACK_SUFFIX}"
+        if path in found:
+            raise InputError(f"--packs: {found[path].name} and {model.name} would both be {path.name}; tune one by one")
+        found[path] = model
+    return found
+
+
+def write_packs(
+    paths: Mapping[Path, Planned], found: Sequence[tuple[Winner, dict[str, bytes]]], key: SigningKey | None = None
+) -> dict[str, int]:
+    """Write to each path the winners that its model asks for; return the number of records by path.
+
+    Raises:
+        tilekern.cache.CacheError: a pack cannot be written.
+    """
+    written = {}
+    for path, model in paths.items():
+        asked = set(model.problems)
+        mine = [one for one in found if (one[0].kernel, one[0].problem) in asked]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(mine, path, key)
+        written[str(path)] = len(mine)
+    return written
+
+
+def _file_name(name: str) -> str:
+    """Return a model's name as part of a file name: the last part of a path or a hub id."""
+    last = name.replace("/config.json", "").removesuffix(".json").rpartition("/")[2]
+    return re.sub(r"[^a-z0-9._-]+", "-", last.lower())

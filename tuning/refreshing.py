@@ -1,4 +1,4 @@
-"""Timing again what another toolkit or driver won: old winners and those that came next, not the whole space.
+"""Times again the winners of another toolkit or driver, with their runners-up, not the whole space.
 
 A refresh is a sweep whose plan limits each problem to a few configs. Beside the plan lies ``refresh.json``: the records
 as they were, and what else was found, so that the folder can be carried to the GPU like any other.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilekern.cache import DATED, STALE, CacheError, Layer, Record, Store, freshness
+from tilekern.cache import DATED, STALE, CacheError, FolderLayer, Layer, Record, Store, freshness
 from tilekern.cache.files import TEMPORARY_SUFFIX, read_whole, write_whole
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
@@ -35,7 +35,7 @@ _LARGEST = 2**28
 
 @dataclass(frozen=True)
 class Stale:
-    """A measured record of which nothing can be timed again, and why: its problem needs a whole tune."""
+    """A measured record that cannot be timed again, and why: its problem needs a whole tune."""
 
     record: Record
     reason: str
@@ -43,17 +43,21 @@ class Stale:
 
 @dataclass
 class Survey:
-    """The measured records of a target: ``outdated`` ones with the configs to time again, the old winner first."""
+    """The measured records of a target: ``outdated`` ones with the configs to time again, the old winner first.
+
+    ``unknown`` are kernels of the folders' records that this process has no spec of.
+    """
 
     outdated: list[tuple[Record, list[Config]]] = field(default_factory=list)
     current: list[tuple[Record, Layer]] = field(default_factory=list)
     stale: list[Stale] = field(default_factory=list)
+    unknown: set[str] = field(default_factory=set)
 
 
 def survey(
     layers: Sequence[Layer], target: Target, toolkit_key: str | None, driver: str | None, *, top: int, everything: bool
 ) -> Survey:
-    """Sort the measured records of a target by whether they were made by the toolkit and driver of today.
+    """Sort the measured records of a target by whether today's toolkit and driver made them.
 
     Args:
         layers: where to look for records.
@@ -64,16 +68,27 @@ def survey(
         everything: take records of today's toolkit and driver for outdated, too.
     """
     found = Survey()
+    for layer in layers:
+        if isinstance(layer, FolderLayer):
+            for toolkit in layer.toolkits(target.key):
+                found.unknown |= set(layer.kernels(target.key, toolkit)) - all_specs().keys()
     for kernel, spec in all_specs().items():
         by_problem = _measured(layers, target, kernel)
-        for problem in sorted(by_problem, key=_by_size):
+        for problem in sorted(
+            by_problem, key=lambda p: [(v, "") if isinstance(v, int) else (0, str(v)) for v in p.values()]
+        ):
             records = by_problem[problem]
             valid = [pair for pair in records if _stale(pair[0], spec) is None]
             if not valid:
                 newest = _newest(records)[0]
                 found.stale.append(Stale(newest, _stale(newest, spec) or ""))
                 continue
-            current = [pair for pair in valid if _is_current(pair[0], toolkit_key, driver)]
+            current = [
+                (record, layer)
+                for record, layer in valid
+                if toolkit_key in (None, record.toolkit["key"])
+                and driver in (None, (record.measurement or {}).get("driver"))
+            ]
             if current and not everything:
                 found.current.append(_newest(current))
                 continue
@@ -85,12 +100,7 @@ def survey(
     return found
 
 
-def _by_size(problem: Problem) -> list[tuple[int, str]]:
-    return [(value, "") if isinstance(value, int) else (0, str(value)) for value in problem.values()]
-
-
 def _measured(layers: Sequence[Layer], target: Target, kernel: str) -> dict[Any, list[tuple[Record, Layer]]]:
-    """The measured records of a kernel with their layers, by problem. Layers report the bad ones themselves."""
     found: dict[Any, list[tuple[Record, Layer]]] = {}
     for layer in layers:
         for toolkit_key in layer.toolkits(target.key):
@@ -103,7 +113,7 @@ def _measured(layers: Sequence[Layer], target: Target, kernel: str) -> dict[Any,
 
 
 def _stale(record: Record, spec: KernelSpec) -> str | None:
-    """Why timing a record's configs again says nothing about today's kernel, or None where it does."""
+    """Return why timing a record's configs again would prove nothing about today's kernel; None if it would."""
     worth = freshness(record, source_digest(spec.module))
     if worth == STALE:
         return "it was made from another version of the kernel's source"
@@ -116,19 +126,14 @@ def _stale(record: Record, spec: KernelSpec) -> str | None:
     return None
 
 
-def _is_current(record: Record, toolkit_key: str | None, driver: str | None) -> bool:
-    same_toolkit = toolkit_key in (None, record.toolkit["key"])
-    return same_toolkit and driver in (None, (record.measurement or {}).get("driver"))
-
-
 def _newest(records: Iterable[tuple[Record, Layer]]) -> tuple[Record, Layer]:
     return max(records, key=lambda pair: pair[0].created)
 
 
 def _configs(record: Record, spec: KernelSpec, target: Target, top: int) -> list[Config]:
-    """Of the winner, the first runners-up, the best kernel and the default, those that are in today's space.
+    """Return the winner, the first runners-up, the best kernel and the default, as far as today's space has them.
 
-    None where the default alone is.
+    None are returned if only the default is left.
     """
     problem = spec.problem(**record.problem)
     default = spec.default(problem, target)
@@ -146,9 +151,9 @@ def _configs(record: Record, spec: KernelSpec, target: Target, top: int) -> list
 
 @dataclass(frozen=True)
 class Change:
-    """The outcome for one record.
+    """Outcome for one record.
 
-    ``same_us`` is the time of the old config as it is now, None where it has none, for which ``reason`` says why;
+    ``same_us`` is today's time of the old config, or None, for which ``reason`` says why;
     ``after`` is the new record, None where nothing could be timed. Times are medians in microseconds.
     """
 
@@ -159,21 +164,21 @@ class Change:
 
     @property
     def before_us(self) -> float:
-        """The old winner's time, as it was."""
+        """Return the old winner's old time."""
         return float((self.before.measurement or {})["median_us"])
 
     @property
     def after_us(self) -> float | None:
-        """The new winner's time."""
+        """Return the new winner's time."""
         return float((self.after.measurement or {})["median_us"]) if self.after else None
 
     @property
     def unchanged(self) -> bool:
-        """Whether the old config has won again."""
+        """Return whether the old config won again."""
         return self.after is not None and Config(self.after.config) == Config(self.before.config)
 
     def as_json(self) -> dict[str, Any]:
-        """The change as ``--json`` prints it; ``change`` is the new winner's time over the old one's, minus 1."""
+        """Return the change as ``--json`` prints it; ``change``: the new winner's time over the old one's, minus 1."""
         after = self.after
         return {
             "kernel": self.before.kernel,
@@ -211,27 +216,27 @@ class Refresh:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the folder holds a refresh whose records were not published yet."""
+        """Return whether the folder holds a refresh whose records are not published yet."""
         return (self.sweep.folder / PLAN).exists() and self._path.exists() and not self._read()["finished"]
 
     @property
     def toolkit_key(self) -> str | None:
-        """The toolkit that it was begun with."""
+        """Return the toolkit that it was begun with."""
         found = self._read()["toolkit"]
         return None if found is None else str(found)
 
     @property
     def stale(self) -> list[dict[str, Any]]:
-        """The records that need a whole tune: ``kernel``, ``problem`` and ``reason``."""
+        """Return the records that need a whole tune: ``kernel``, ``problem`` and ``reason``."""
         return list(self._read()["stale"])
 
     @property
     def current(self) -> int:
-        """How many records were of today's toolkit and driver."""
+        """Return how many records were of today's toolkit and driver."""
         return int(self._read()["current"])
 
     def begin(self, found: Survey, target: Target, toolkit_key: str | None) -> None:
-        """Plan the refresh of what a survey found, in place of an older refresh in the folder.
+        """Plan the refresh of a survey, in place of an older refresh in the folder.
 
         Winners of today that composites may launch go into the sweep's own cache.
 
@@ -258,19 +263,15 @@ class Refresh:
                     "current": len(found.current),
                 })  # fmt: skip
                 if any(is_composite(kernel, problem, target) for kernel, problem in limits):
-                    self._keep(found.current)
+                    store = Store(self.sweep.cache)
+                    for record, layer in found.current:
+                        with contextlib.suppress(CacheError):  # the layer reports a bad one
+                            store.write(record, {digest: layer.read_blob(digest) for digest in record.digests})
                 # Last: a folder without a plan is begun anew, whatever else a run that was killed has left in it.
                 self.sweep.begin(target, MODEL, list(limits), limits)
 
-    def _keep(self, current: Iterable[tuple[Record, Layer]]) -> None:
-        """Put records into the cache of the sweep's own."""
-        store = Store(self.sweep.cache)
-        for record, layer in current:
-            with contextlib.suppress(CacheError):  # the layer reports a bad one; its composite runs another
-                store.write(record, {digest: layer.read_blob(digest) for digest in record.digests})
-
     def finish(self, found: Sequence[Winner]) -> list[Change]:
-        """Note that the measured winners are published; return what changed, in the plan's order."""
+        """Note that the winners are published; return the changes in the plan's order."""
         changes = list(self._changes(found))
         self._write(self._read() | {"finished": True, "changes": [change.as_json() for change in changes]})
         return changes
@@ -305,12 +306,11 @@ class Refresh:
 
 
 def stale_json(stale: Stale) -> dict[str, Any]:
-    """A stale record as ``--json`` prints it."""
+    """Return a stale record as ``--json`` prints it."""
     return {"kernel": stale.record.kernel, "problem": stale.record.problem, "reason": stale.reason}
 
 
 def _contents(folder: Path) -> list[str]:
-    """The names of what a folder holds, but for the lock and what a killed writer left; empty where it is not there."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -319,7 +319,7 @@ def _contents(folder: Path) -> list[str]:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what an older refresh left, and nothing else; the plan first, without which the folder is not a sweep."""
+    """Remove what an older refresh left; the plan first, without which the folder is not a sweep."""
     for name in (*CONTENTS, RESULTS):
         path = folder / name
         if path.is_dir():

@@ -19,7 +19,7 @@ from tilekern.runtime.launcher import PrebuiltKernel, Variant
 from tilekern.runtime.records import launch_in
 from tilekern.spec import ALIGNED, ArrayParameter, Config, KernelSpec, LibraryCall, Problem
 from tilekern.spec.targets import Target, resolve
-from tilekern.tuning.plan.given import plan_of_problem
+from tilekern.tuning.plan.choosing import plan_of_problem
 from tilekern.tuning.plan.models import plan_of_model
 from tilekern.tuning.plan.steps import Steps
 from tilekern.tuning.verify.check import Check, arguments_of, compare, expected_results, make_outputs

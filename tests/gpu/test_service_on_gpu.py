@@ -58,7 +58,7 @@ def until(holds):
 
 def test_a_training_job_takes_what_the_service_measures(tmp_path: Path):
     """The forward is wanted first; with it in place the job misses the backward, and gets that too."""
-    serve = [sys.executable, "-m", "tilekern.tune", "serve", "--poll", "0.2", "--listen", "none"]
+    serve = [sys.executable, "-m", "tilekern.tune", "serve", "--poll", "0.2"]
     env = environment(tmp_path)
     job = subprocess.Popen([sys.executable, "-c", JOB, str(PATIENCE_S)], env=env, stdout=subprocess.PIPE, text=True)
     service = subprocess.Popen(serve, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -18,7 +18,7 @@ from tilekern.kernels.matmul import product as linear
 from tilekern.runtime.dispatch import LibraryPlan, counters, plan_for
 from tilekern.spec import DTYPES, ITEM_BYTES, Config, bucket, cdiv
 from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
-from tilekern.tuning.plan.given import plan_of_problem, with_parts
+from tilekern.tuning.plan.choosing import plan_of_problem, with_parts
 from tilekern.tuning.plan.presets import PRESETS
 from tilekern.tuning.verify.check import compare, expected_results
 

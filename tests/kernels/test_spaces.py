@@ -253,7 +253,7 @@ def test_an_unknown_kernel_is_named_with_the_known_ones():
 def test_a_name_that_occurs_twice_is_refused_with_both_places():
     first = spec_named("swiglu_forward")
     second = dataclasses.replace(first, module="tilekern.kernels.other")
-    with pytest.raises(ValueError, match=r"is also in tilekern.kernels.swiglu; rename"):
+    with pytest.raises(InputError, match=r"in tilekern.kernels.swiglu and tilekern.kernels.other; rename one"):
         by_name([first, second])
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from recorded import RecordedExecutor
+from recorded import Known, RecordedExecutor
 from tuning_samples import SMALL, THREE, WIDE
 
+from tilekern.kernels import spec_named
 from tilekern.spec.targets import Target, resolve
+from tilekern.tuning import pipeline
 from tilekern.tuning.compile.stage import compile_all
 from tilekern.tuning.measure.stage import measure_all
 from tilekern.tuning.publishing import keep_winners
@@ -66,12 +68,38 @@ def sweep(compiled_sweep: Sweep, tmp_path: Path) -> Sweep:
     return Sweep(tmp_path / "sweep")
 
 
+@pytest.fixture
+def default_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan only the default config of each problem, as compiling a whole space takes long."""
+    begin = Sweep.begin
+
+    def begin_defaults(self, target, model, problems, limits=None, launches=None):
+        defaults = {(kernel, problem): [spec_named(kernel).default(problem, target)] for kernel, problem in problems}
+        begin(self, target, model, problems, limits or defaults, launches)
+
+    monkeypatch.setattr(Sweep, "begin", begin_defaults)
+
+
+@pytest.fixture
+def known(compiled_sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> Known:
+    """Pipelines over THREE take their artifacts from the compiled sweep, so nothing is compiled."""
+    pool = Known(compiled_sweep)
+    monkeypatch.setattr(pipeline, "compile_in_order", pool)
+    monkeypatch.setattr(pipeline, "start_server", lambda: None)
+    return pool
+
+
 @pytest.fixture(scope="session")
-def both(tmp_path_factory: pytest.TempPathFactory, h200: Target) -> Sweep:
+def both(compiled_sweep: Sweep, tmp_path_factory: pytest.TempPathFactory, h200: Target) -> Sweep:
     """Four problems of two shapes, four configs each, compiled by one stage and then measured by the other."""
     sweep = Sweep(tmp_path_factory.mktemp("apart"))
     limits = {named: [item.config for item in candidates(*named, h200)][:4] for named in (*THREE, WIDE)}
     sweep.begin(h200, "test", [*THREE, WIDE], limits)
+    keys = {item.artifact for named in sweep.problems() for item in sweep.candidates(*named)}
+    for key, line in compiled_sweep.compiled().items():
+        if key in keys:
+            sweep.store(compiled_sweep.cubin(line["sha256"]))
+            sweep.note("compiled", line)
     assert compile_all(sweep, jobs=2).failed == 0
     measure_all(sweep, RecordedExecutor(), keep_winners)
     return sweep

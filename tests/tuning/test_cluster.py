@@ -35,7 +35,7 @@ ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from tilekern.tuning.executors import cluster, node, ray_compiling, ray_measuring, ray_nodes  # noqa: E402
+from tilekern.tuning.executors import cluster, node, ray_measuring, ray_nodes  # noqa: E402
 from tilekern.tuning.executors.cluster import ClusterExecutor  # noqa: E402
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.nightly, pytest.mark.xdist_group("cluster")]
@@ -291,7 +291,7 @@ def test_a_node_that_runs_other_code_says_so(executor, h200, monkeypatch):
 
 def test_a_node_with_another_compiler_says_so(executor, tmp_path, h200, monkeypatch):
     other = Toolkit(Path("tileiras"), "99.1", "9.9")
-    monkeypatch.setattr(ray_compiling, "require_toolkit", lambda: other)
+    monkeypatch.setattr(cluster, "require_toolkit", lambda: other)
     sweep = Sweep(tmp_path / "other")
     sweep.begin(h200, "test", [SMALL])
     with pytest.raises(InputError, match=f"has {toolkit().key}, and the sweep is compiled by {other.key}"):

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from environments import environment
@@ -17,63 +16,55 @@ from tilekern.tuning.plan.models import plan_of_model
 from tilekern.tuning.plan.steps import Steps
 from tilekern.tuning.refreshing import Change
 from tilekern.tuning.sweep.folder import Sweep
-from tilekern.tuning.terminal.console import sizes_of, table_console, table_for
+from tilekern.tuning.terminal import sizes_of, table_console, table_for
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).parents[2]
 TOOLS = {"key": "tileiras-13.4.92-cuda_tile-1.7.0", "tileiras": "13.4.92", "cuda_tile": "1.7.0"}
-OPS = ["rope", "swiglu", "attention"]
-DRY = ["qwen3-0.6b", "--gpu", "B200", "--ops", ",".join(OPS), "--tokens", "512", "--dry-run"]
 
 
-def of_terminal(tmp_path, **more):
-    return environment(without=("TILEKERN_", "COLUMNS", "LINES"), TILEKERN_CACHE_DIR=str(tmp_path), **more)
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """Return the problems of a model, and a dry run of their plan."""
+    sweep, target = Sweep(tmp_path_factory.mktemp("sweep")), resolve("B200")
+    problems = plan_of_model("qwen3-0.6b", Steps([512], ops=["rope", "swiglu", "attention"]), target).problems
+    sweep.begin(target, "test", problems)
+    return problems, ["--gpu", "B200", "--plan", str(sweep.folder / "sweep.json"), "--dry-run"]
 
 
 @pytest.fixture
-def in_a_pipe(tmp_path, monkeypatch, capfd):
-    """What is printed where the output is no terminal, of COLUMNS or without."""
+def in_a_pipe(plan, tmp_path, monkeypatch, capfd):
+    """Return the tables that a dry run prints into a pipe, with COLUMNS or without."""
 
     def run(columns=None):
         monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path))
         monkeypatch.delenv("COLUMNS", raising=False)
         if columns is not None:
             monkeypatch.setenv("COLUMNS", str(columns))
-        assert cli.main(DRY) == 0
+        assert cli.main(plan[1]) == 0
         return tables(capfd.readouterr().out)
 
     return run
 
 
-def in_a_terminal(tmp_path, columns, **env):
-    """What is printed where all streams are a terminal of that width, of a plan that was made before."""
-    sweep, target = Sweep(tmp_path / "sweep"), resolve("B200")
-    sweep.begin(target, "test", plan_of_model("qwen3-0.6b", Steps([512], ops=OPS), target).problems)
-    plan = str(sweep.folder / "sweep.json")
-    command = [sys.executable, "-m", "tilekern.tune", "--gpu", "B200", "--plan", plan, "--dry-run"]
-    text = printed_in_a_terminal(command, columns, env=of_terminal(tmp_path, **env))
-    return tables(re.sub("\x1b\\[[0-9;]*m", "", text))
-
-
 def tables(text):
-    """The lines of the tables alone: others hold paths and commands, and are never broken."""
+    """Return the lines of the tables; other lines hold paths and commands, and are never broken."""
     return [line for line in text.splitlines() if line[:1] in "┏┃┡│├└"]
 
 
 def cells(lines):
-    """What stands in the first columns of a table's rows, put together again."""
+    """Return the text of the first two columns of a table."""
     return " ".join(" ".join(re.split("[│┃]", line)[1:3]) for line in lines if line[0] in "│┃").split()
 
 
 @pytest.mark.parametrize("columns", [80, 120, 200])
-def test_a_pipe_is_as_wide_as_columns_says(in_a_pipe, columns):
+def test_a_pipe_is_as_wide_as_columns_says(plan, in_a_pipe, columns):
     lines = in_a_pipe(columns)
     widest = max(map(len, lines))
     assert widest <= columns
     assert widest > {80: 70, 120: 110, 200: 160}[columns]
     found = " ".join(cells(lines))
-    for kernel, problem in plan_of_model("qwen3-0.6b", Steps([512], ops=OPS), resolve("B200")).problems:
+    for kernel, problem in plan[0]:
         assert kernel in found
         if columns != 80:
             assert sizes_of(problem) in found
@@ -85,8 +76,12 @@ def test_a_pipe_without_columns_has_160(in_a_pipe):
 
 
 @pytest.mark.parametrize(("term", "env"), [("xterm-256color", {}), ("dumb", {"COLUMNS": "90"})])
-def test_a_terminal_has_its_own_width_unless_columns_says_another(tmp_path, term, env):
-    assert max(map(len, in_a_terminal(tmp_path, 100, TERM=term, **env))) == int(env.get("COLUMNS", 100))
+@pytest.mark.share(2)
+def test_a_terminal_has_its_own_width_unless_columns_says_another(plan, tmp_path, term, env):
+    away = ("TILEKERN_", "COLUMNS", "LINES")
+    settings = environment(without=away, TILEKERN_CACHE_DIR=str(tmp_path), TERM=term, **env)
+    text = printed_in_a_terminal([sys.executable, "-m", "tilekern.tune", *plan[1]], 100, env=settings)
+    assert max(map(len, tables(re.sub("\x1b\\[[0-9;]*m", "", text)))) == int(env.get("COLUMNS", 100))
 
 
 def shown(columns, monkeypatch, capsys, table):

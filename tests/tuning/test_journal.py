@@ -96,6 +96,7 @@ def append_for_ever(path: Path, run: int, said) -> None:
         os.write(said, number.to_bytes(8))
 
 
+@pytest.mark.nightly
 def test_what_was_appended_before_a_kill_is_there_after_it(tmp_path):
     path = tmp_path / "journal.jsonl"
     reader = Journal(path, "key")

@@ -15,15 +15,13 @@ from tilekern.tuning import cli
 from tilekern.tuning.commands import preflight as preflight_command
 from tilekern.tuning.options import counts
 from tilekern.tuning.pipeline import Result
-from tilekern.tuning.plan.given import plan_of_problem
+from tilekern.tuning.plan.choosing import plan_of_problem
 from tilekern.tuning.plan.presets import PRESETS
 from tilekern.tuning.plan.steps import Steps, as_list, dtype_named
 from tilekern.tuning.preflight import EXACT, MISSING, NEAREST, Need, Preflight
 from tilekern.tuning.sweep import folder as sweeps
 from tilekern.tuning.sweep.candidates import candidates
-from tilekern.tuning.terminal.console import sizes_of
-from tilekern.tuning.terminal.printing import _details
-from tilekern.tuning.terminal.progress import progress_bars
+from tilekern.tuning.terminal import _details, progress_bars, sizes_of
 
 
 @pytest.mark.parametrize(

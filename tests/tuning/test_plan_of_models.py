@@ -315,6 +315,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.share(4)
 def test_one_layer_of_each_kind_asks_for_what_all_of_them_do(family, monkeypatch):
     config = AutoConfig.for_model(family, **FAMILIES[family])
     thinned = planned(config)

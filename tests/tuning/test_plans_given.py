@@ -13,8 +13,7 @@ from tilekern.ops import __all__ as ops
 from tilekern.spec.targets import resolve
 from tilekern.tuning import cli
 from tilekern.tuning.options import PLAN_OPTIONS, PlanRequest
-from tilekern.tuning.plan.choosing import plan_of
-from tilekern.tuning.plan.given import plan_of_file, plan_of_problem, plan_of_wanted, with_parts
+from tilekern.tuning.plan.choosing import plan_of, plan_of_file, plan_of_problem, plan_of_wanted, with_parts
 
 H200, B200 = resolve("H200"), resolve("B200")
 LOSS = spec_named("fused_linear_cross_entropy").problem(rows=32768, hidden=64, vocabulary=151936, dtype="bfloat16")

@@ -135,14 +135,12 @@ def tools_go_on_with(run, folder):
 @pytest.mark.parametrize(
     "command",
     [
-        ONE,
-        ["preflight", *ONE, "--fix"],
-        ["preflight", *ONE, "--fix", "--by", "compile"],
-        ["serve", "--gpu", "B200", "--once"],
+        pytest.param(ONE, id="tune", marks=pytest.mark.nightly),
+        pytest.param(["preflight", *ONE, "--fix"], id="fix", marks=pytest.mark.nightly),
+        pytest.param(["preflight", *ONE, "--fix", "--by", "compile"], id="compile", marks=pytest.mark.nightly),
+        pytest.param(["serve", "--gpu", "B200", "--once"], id="serve"),
     ],
-    ids=["tune", "fix", "compile", "serve"],
 )
-@pytest.mark.share(4)
 def test_without_another_cache_one_is_asked_for(run, home, command):
     out, (error,) = run("-m", "tilekern.tune", *command, code=2)
     assert out == ""

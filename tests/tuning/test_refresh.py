@@ -59,8 +59,10 @@ def fill(measured, tmp_path):
 
 
 @pytest.fixture
-def tune(monkeypatch, tmp_path, capsys):
-    """Runs ``refresh --json`` on a machine with a GPU that answers from the record, or with none."""
+def tune(known, monkeypatch, tmp_path, capsys):
+    """Run ``refresh --json`` on a machine with a GPU that answers from the record, or without one."""
+
+    monkeypatch.setattr(command, "default_layers", lambda **_: [])  # reading the wheel's packs takes seconds
 
     def run(*arguments: str, executor: RecordedExecutor | None = None, cache: str = "cache", code: int = 0):
         for module in (command, pipeline):

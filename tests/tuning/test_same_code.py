@@ -19,7 +19,7 @@ from tilekern.spec import ALIGNED, GENERIC, Config, Problem
 from tilekern.spec.source import source_digest
 from tilekern.tuning import carrying, cli
 from tilekern.tuning.carrying import HISTORY, carry_over, held_in_cache, held_in_pack
-from tilekern.tuning.plan.given import with_parts
+from tilekern.tuning.plan.choosing import with_parts
 from tilekern.tuning.sweep.candidates import candidates
 
 ROOT = Path(__file__).parents[2]
@@ -264,8 +264,8 @@ OFF = {
 OTHER = {" * by\n": " * by * 1.5\n"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("edit", "stays"), [(OFF, False), (OTHER, True)])
-@pytest.mark.share(2)
 def test_an_edit_of_the_source_is_judged_by_what_it_compiles_to(edit, stays, scale, tmp_path):
     """The whole command in a copy of the package: a new option that is off changes nothing, another product does."""
     ignored = shutil.ignore_patterns("__pycache__", "*.pack", "source_digests.json")

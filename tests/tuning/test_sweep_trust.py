@@ -25,7 +25,7 @@ from tilekern.tuning.compile.stage import compile_all, wanted
 from tilekern.tuning.measure.stage import measure_all
 from tilekern.tuning.pipeline import Options, whose_artifacts
 from tilekern.tuning.publishing import keep_winners, publish, winners
-from tilekern.tuning.serve import tuner
+from tilekern.tuning.serve import loop
 from tilekern.tuning.serve.watched import PREDICTED, WatchedCache
 from tilekern.tuning.sweep.folder import Sweep
 
@@ -113,10 +113,8 @@ def test_a_folder_of_another_user_is_refused(compiled_sweep, tmp_path, monkeypat
     assert not blobs_of(tmp_path / "cache")
 
 
-@pytest.mark.slow
 @policies
-@pytest.mark.share(2)
-def test_what_was_altered_is_compiled_anew(compiled_sweep, tmp_path, monkeypatch, policy, h200):
+def test_what_was_altered_is_compiled_anew(compiled_sweep, known, tmp_path, monkeypatch, policy, h200):
     """The same in a copy that is the victim's own, as an unpacked archive is."""
     monkeypatch.setenv("TILEKERN_TRUST", policy)
     folder = copy_of(compiled_sweep.folder, tmp_path / "sweep")
@@ -127,6 +125,7 @@ def test_what_was_altered_is_compiled_anew(compiled_sweep, tmp_path, monkeypatch
     made = blobs_of(tmp_path / "cache")
     assert made
     assert not made & altered
+    assert sorted(known.compiled) == sorted(compiled_sweep.compiled())
     assert found_in(tmp_path / "cache", SMALL, h200)
 
 
@@ -249,8 +248,7 @@ def test_what_a_trust_root_compiled_is_signed_by_who_measures_it(signed_folder, 
     assert "another" not in [artifact.symbol for artifact in record.artifacts.values()]
 
 
-@pytest.mark.slow
-def test_only_what_the_builder_vouches_for_is_signed(compiled_sweep, tmp_path, users, capsys):
+def test_only_what_the_builder_vouches_for_is_signed(compiled_sweep, known, tmp_path, users, capsys):
     """Who signs a folder signs their own artifacts: those of others were compiled anew before."""
     folder = copy_of(compiled_sweep.folder, tmp_path / "sweep")
     altered = forge(folder)
@@ -277,7 +275,7 @@ def tuned(root, folder):
 def served(root, _folder):
     cache = WatchedCache(root, H200, toolkit().key, PREDICTED)
     want(root, OTHER)
-    assert not isinstance(tuner.tune(cache, [OTHER], Options(jobs=2), lambda *_: None)[OTHER], str)
+    assert not isinstance(loop.tune(cache, [OTHER], Options(jobs=2))[OTHER], str)
     assert found_in(root, OTHER, H200)
 
 
@@ -291,11 +289,12 @@ def fixed(root, _folder):
 @pytest.mark.parametrize(
     ("run", "settings"), [(tuned, "victim"), (tuned, "attacker"), (served, "attacker"), (fixed, "attacker")]
 )
-@pytest.mark.share(4)
-def test_what_is_planted_at_a_default_place_is_not_taken(tmp_path, users, monkeypatch, policy, run, settings):
+@pytest.mark.share(8)
+def test_what_is_planted_at_a_default_place_is_not_taken(
+    tmp_path, users, default_configs, monkeypatch, policy, run, settings
+):
     """In the cache's ``sweeps/``, which a folder with the sticky bit lets anybody fill."""
     monkeypatch.setenv("TILEKERN_TRUST", policy)
-    limit_to_defaults(monkeypatch)
     users(settings)
     run(tmp_path / "theirs", tmp_path)
     (tmp_path / "cache").mkdir()
@@ -307,17 +306,6 @@ def test_what_is_planted_at_a_default_place_is_not_taken(tmp_path, users, monkey
     made = blobs_of(tmp_path / "cache")
     assert made
     assert not made & altered
-
-
-def limit_to_defaults(monkeypatch):
-    """Plan the default config of each problem alone: a whole space takes its time."""
-    begin = Sweep.begin
-
-    def short(self, target, model, problems, limits=None, launches=None):
-        defaults = {(kernel, problem): [spec_named(kernel).default(problem, target)] for kernel, problem in problems}
-        begin(self, target, model, problems, limits or defaults, launches)
-
-    monkeypatch.setattr(Sweep, "begin", short)
 
 
 def test_a_forged_measurement_does_not_count(compiled_sweep, tmp_path, users):

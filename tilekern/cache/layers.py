@@ -103,6 +103,10 @@ class FolderLayer:
         """Return the keys of its toolkits for a target, sorted."""
         return sorted(self._names(target_key))
 
+    def kernels(self, target_key: str, toolkit_key: str) -> list[str]:
+        """Return the names of the kernels that it has records of."""
+        return self._names(target_key, toolkit_key)
+
     def problems(self, target_key: str, toolkit_key: str, kernel: str) -> list[dict[str, Value]]:
         """Return the problems that it has records of; open no file."""
         names = self._names(target_key, toolkit_key, kernel)

@@ -97,6 +97,7 @@ class Trace:
         patches: the code of functions that replace a model's, with the ops of their patches.
         launches: launches of each problem by steps on meta tensors. A layer that stands for others like it counts once
             for each of them (:meth:`repeated`).
+        specs: the specs of all problems, by name.
         askers: the patches whose code asked for each problem, or else the ops. A plan that dispatch returns again has
             only the first.
     """
@@ -108,6 +109,7 @@ class Trace:
         self.fallbacks: Counter[str] = Counter()
         self.launches: Counter[Named] = Counter()
         self.patches: dict[CodeType, str] = {}
+        self.specs: dict[str, KernelSpec] = {}
         self.askers: defaultdict[Named, set[str]] = defaultdict(set)
         self._into = self.asked
         self._times = 1
@@ -197,6 +199,7 @@ class Trace:
     def _note(self, spec: KernelSpec, problem: Problem) -> None:
         named = spec.name, spec.bucketed(problem)
         self._into.setdefault(named)
+        self.specs[spec.name] = spec
         if asker := self._asker():
             self.askers[named].add(asker)
         for name, size in problem.items():

@@ -26,7 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 # All variables; those of the last line may have any value.
 SETTINGS = (
     *CHOICES, AGAIN, APPLY,
-    "TILEKERN_CACHE_DIR", "TILEKERN_CACHE_PATH", "TILEKERN_SERVE_TOKEN", "TILEKERN_TRUST_ROOTS",
+    "TILEKERN_CACHE_DIR", "TILEKERN_CACHE_PATH", "TILEKERN_SPECS", "TILEKERN_TRUST_ROOTS",
 )  # fmt: skip
 
 

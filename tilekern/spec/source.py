@@ -1,7 +1,7 @@
 """The digest of a kernel's source: the whole files that it is made from.
 
-The digest of a module covers its file and each file that it imports of tilekern's kernels, or of its own package
-where that is a user's, and :mod:`tilekern.spec.space`, which all kernels share. Docstrings, comments and blank lines
+The digest of a module covers its file, each file that it imports of tilekern's kernels or, for a user's module, of its
+own package and folder, and :mod:`tilekern.spec.space`, which all kernels share. Docstrings, comments and blank lines
 are left out. Of an import from there only the names count, since the contents of the file count wherever it is.
 
 A record holds the digest that it was made from. Where today's digest differs, the record is stale, although the edit
@@ -50,13 +50,14 @@ def files_of(module: str) -> list[str]:
     Raises:
         ModuleNotFoundError: as :func:`source_digest`.
     """
-    path_of(module)
-    roots = (f"{KERNELS}.", *([] if _top(module) == "tilekern" else [f"{_top(module)}."]))
+    beside = path_of(module).parent
+    roots = (KERNELS, *([] if _top(module) == "tilekern" else [_top(module)]))
     found = {module, _SHARED}
     waiting = [*_parsed(module)[1]]
     while waiting:
         name = waiting.pop()
-        if name not in found and f"{name}.".startswith(roots) and _find(name) is not None:
+        path = _find(name) if name not in found else None
+        if path is not None and (f"{name}.".startswith(roots) or ("." not in name and path.parent == beside)):
             found.add(name)
             waiting += _parsed(name)[1]
     return sorted(found)

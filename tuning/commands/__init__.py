@@ -13,6 +13,6 @@ COMMANDS = ("preflight", "refresh", "report", "serve", "status")
 
 
 def command_named(name: str) -> click.Command:
-    """One of :data:`COMMANDS`, or ``tune``."""
+    """Return the command of a name: one of :data:`COMMANDS`, or ``tune``."""
     found: click.Command = import_module(f"tilekern.tuning.commands.{name}").command
     return found

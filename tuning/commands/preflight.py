@@ -1,4 +1,4 @@
-"""``python -m tilekern.tune preflight MODEL``: the records that a job will need, and those that are missing."""
+"""``python -m tilekern.tune preflight MODEL``: lists the records that a job will need, and the missing ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tilekern.cache import user_root
 from tilekern.spec.targets import resolve
 from tilekern.tuning import preflight as checks
 from tilekern.tuning.options import NAMES, Folder, PlanRequest, Seconds, plan_options, tuner_command
-from tilekern.tuning.terminal.progress import progress_bars
+from tilekern.tuning.terminal import progress_bars
 from tilekern.warning import tell
 
 EXIT_MISSING = 3
@@ -39,20 +39,18 @@ def command(
     *, gpu: str, need: str, fix: bool, by: str, jobs: int | None, timeout_s: float | None, gpus: int | None,
     cache_dir: Path | None, as_json: bool, **given: Any,
 ) -> None:  # fmt: skip
-    """Say which records a job of MODEL, or of several, will need, and which of them its caches have.
+    """List the records that a job of MODEL, or of several, will need, and those that its caches lack.
 
-    MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, or a hub id; a plan that
-    tilekern.trace wrote stands in for it, as MODEL or by --plan. Runs on any machine, and writes nothing without --fix,
-    which measures where the GPU is here, and elsewhere predicts. Exit codes: 0 nothing is missing; 2 bad input; 3
-    records are missing, which are listed; 4 --fix found no compiler.
+    MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, a hub id, or a plan of
+    tilekern.trace. Runs on any machine, and writes nothing without --fix, which measures if the GPU is here, and else
+    predicts. Exit codes: 0 nothing is missing; 2 bad input; 3 records are missing; 4 --fix found no compiler.
 
-    --json: model, target, need, complete (bool), counts (of problems by state), provenances
-    (of what serves them), problems and missing: lists of
-    kernel, problem, state (exact; nearest: another bucket's record serves; other_gpu: one of another GPU of the arch
-    does; missing), provenance (measured, predicted, default), serving (the record's address), layer, stale (a record of
-    the very problem is there and an edit of the kernel made it stale), fresh (false: what serves is not known to be the
-    best, since the search space has changed), why (what --fix could not do); cannot_fix (why
-    --fix cannot build missing records on this machine, or null); notes.
+    --json: model, target, need, complete (bool), counts (problems by state), provenances (of the records that serve),
+    problems and missing: lists of kernel, problem, state (exact; nearest: another bucket's record serves; other_gpu:
+    one of another GPU of the arch serves; missing), provenance (measured, predicted, default), serving (the record's
+    address), layer, stale (a record of this very problem exists, but the kernel was edited), fresh (false: the search
+    space has changed since), why (--fix failed); cannot_fix (why --fix cannot build missing records on this machine,
+    or null); notes.
     """
     request, target = PlanRequest.of(given), resolve(gpu)
     from tilekern.tuning.plan.choosing import plan_of
@@ -71,7 +69,12 @@ def command(
 
 def _told(found: checks.Preflight) -> list[str]:
     first = [found.cannot_fix] if found.cannot_fix else []
-    numbers = ", ".join(_counted(state, number, found) for state, number in found.counts().items() if number)
+    counted = []
+    for state, number in found.counts().items():
+        how = ", ".join(f"{served} {name}" for name, served in found.provenances(state).items() if served)
+        if number:
+            counted.append(f"{number} {state.replace('_', ' ')}{f' ({how})' * bool(how)}")
+    numbers = ", ".join(counted)
     lines = [*first, f"{found.model} on {found.target.name}: {len(found.needs)} problems: {numbers}", *found.notes]
     lines += [f"served: {checks.line_of(need)}" for need in found.needs if need.fresh is False]
     if not found.missing:
@@ -79,9 +82,3 @@ def _told(found: checks.Preflight) -> list[str]:
     lines += [f"missing: {checks.line_of(need)}" for need in found.missing]
     where = f"on a {found.target.name} " if found.cannot_fix else ""
     return [*lines, f"{len(found.missing)} missing; {where}--fix builds them, and so does python -m tilekern.tune"]
-
-
-def _counted(state: str, number: int, found: checks.Preflight) -> str:
-    """How many problems are in a state, with how what serves them was chosen."""
-    how = ", ".join(f"{served} {name}" for name, served in found.provenances(state).items() if served)
-    return f"{number} {state.replace('_', ' ')}{f' ({how})' * bool(how)}"

@@ -1,7 +1,8 @@
-"""``python -m tilekern.tune refresh``: time old winners again after an upgrade, and say what changed."""
+"""``python -m tilekern.tune refresh``: times old winners again after an upgrade, and shows what changed."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import shlex
@@ -12,20 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tilekern.cache import FolderLayer, Layer, PackLayer, Store, default_layers, user_root
+from tilekern.cache import FolderLayer, Layer, PackLayer, Record, Store, default_layers, user_root
 from tilekern.cache.packs.pack import Pack
-from tilekern.compile.toolchain import toolkit
+from tilekern.compile.toolchain import require_toolkit, toolkit
 from tilekern.errors import InputError
 from tilekern.spec.targets import Target, here, resolve
-from tilekern.tuning.compile.stage import wanted
+from tilekern.tuning.carrying import Carried, carry_over, held_in_cache, held_in_pack, write_to_cache, write_to_pack
+from tilekern.tuning.compile.pool import Answer, Lost
+from tilekern.tuning.compile.stage import jobs_of, wanted
 from tilekern.tuning.measure.gpu import describe_gpu
 from tilekern.tuning.options import Folder, tuner_command
 from tilekern.tuning.pipeline import COMPILE, MEASURE, Options, Pipeline
 from tilekern.tuning.refreshing import Change, Refresh, Survey, stale_json, survey
-from tilekern.tuning.same_code import run as run_same_code
 from tilekern.tuning.sweep.folder import folder_in
-from tilekern.tuning.terminal.console import out, sizes_of, table_console, table_for
-from tilekern.tuning.terminal.progress import progress_bars
+from tilekern.tuning.terminal import out, progress_bars, sizes_of, table_console, table_for
+from tilekern.warning import tell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +38,7 @@ _FOLDER = Folder()
 
 @dataclass
 class Outcome:
-    """The outcome of a refresh, in the form of ``--json``."""
+    """Outcome of a refresh, in the form of ``--json``."""
 
     target: Target
     toolkit: str | None
@@ -51,54 +53,53 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """The document that ``--json`` prints."""
+        """Return the document that ``--json`` prints."""
         plain = {name: value for name, value in vars(self).items() if name not in ("target", "changes")}
         return {"target": self.target.describe(), **plain, "changes": [change.as_json() for change in self.changes]}
 
 
 @tuner_command(short_help="Time old winners again after an upgrade, and say what changed.")
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, B200, an arch, a key or sm_90:78.")
-@click.option("--cache-dir", type=_FOLDER, help="The cache whose records to time again, and to fill.")
+@click.option("--cache-dir", type=_FOLDER, help="The cache to refresh.")
 @click.option(
     "--pack", "packs", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A pack whose records to time again, too; may be given more than once.",
+    help="A pack to refresh, too; may be repeated.",
 )  # fmt: skip
-@click.option("--top", type=click.IntRange(min=0), default=3, show_default=True, help="Runners-up of each record.")
-@click.option("--sweep", type=_FOLDER, help="The folder of the refresh; it can travel.")
+@click.option("--top", type=click.IntRange(min=0), default=3, show_default=True, help="Runners-up to time, too.")
+@click.option("--sweep", type=_FOLDER, help="The folder of the refresh; it can be copied to another machine.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
-@click.option("--all", "everything", is_flag=True, help="Time records of today's toolkit and driver again, too.")
+@click.option("--all", "everything", is_flag=True, help="Also time records of today's toolkit and driver.")
 @click.option(
     "--same-code", is_flag=True,
-    help="Time nothing: keep the figures of records that an edit made stale and whose machine code is the same.",
+    help="Time nothing; keep the figures of stale records whose machine code is the same.",
 )  # fmt: skip
 @click.option(
     "--same-calls", is_flag=True,
-    help="With --same-code: libraries are called, and composites launch their parts, as before.",
+    help="With --same-code: promise that calls of libraries and composites are unchanged.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of tables.")
 def command(
     *, gpu: str, cache_dir: Path | None, packs: Sequence[Path], top: int, sweep: Path | None, jobs: int | None,
     everything: bool, same_code: bool, same_calls: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Time measured records again that another toolkit or driver made: the old winner, its runners-up, the default.
+    """Time the measured records of another toolkit or driver again: the old winner, its runners-up, the default.
 
-    Artifacts compiled here are measured where the GPU is; elsewhere the folder of the refresh can be carried to it and
-    gone on with by --sweep. A refresh that was stopped goes on where it was. Records of another toolkit stay; a record
-    of a kernel that was edited since needs a whole tune and is listed.
+    Without the GPU this only compiles; copy the folder to the GPU's machine and run refresh --sweep DIR. A refresh that
+    was stopped goes on where it was. Records of another toolkit stay. Records of a kernel that was edited are listed;
+    they need a whole tune.
 
-    Unless --same-code is given: then, with or without a GPU, the artifacts of such records are compiled anew, and
-    where all of a record have the machine code that they had, it is written as one of today's source, with its figures.
-    One whose space alone was edited goes on where that has the same candidates.
-    The packs that are named are written anew, and the cache where one is named or no pack is. The number of blocks of a
-    launch is in no artifact: after an edit of that, tune again.
+    --same-code works on these, with or without a GPU. It compiles their artifacts anew, and writes each record whose
+    machine code is the same as a record of today's source, with its figures. If only the search space changed, the
+    record stays the best if the space has the same candidates. The named packs are written anew, and the cache if one
+    is named or no pack is. No artifact holds a launch's number of blocks: after an edit of that, tune again.
     """
     if same_code:
         if gpu != "auto" or sweep or everything:
-            raise InputError("--same-code takes all records; leave --gpu, --sweep and --all out")
-        run_same_code(cache_dir, packs, jobs, same_calls=same_calls, as_json=as_json)
+            raise InputError("--same-code takes all records; leave out --gpu, --sweep and --all")
+        _same_code(cache_dir, packs, jobs, same_calls=same_calls, as_json=as_json)
         return
     if same_calls:
-        raise InputError("--same-calls says something of --same-code; give both")
+        raise InputError("--same-calls only works with --same-code; pass both")
     store = Store(cache_dir or user_root())
     refresh, outcome = _planned(gpu, store, packs, top, sweep, everything=everything)
     if refresh is not None:
@@ -112,9 +113,9 @@ def command(
 def _planned(
     gpu: str, store: Store, packs: Sequence[Path], top: int, folder: Path | None, *, everything: bool
 ) -> tuple[Refresh | None, Outcome]:
-    """The refresh to work on, None where no record asks for one, and what is known of it."""
+    """Return the refresh to work on, None if no record needs one, and what is known of it."""
     at_hand, tools = here(), toolkit()
-    # Where nothing can be compiled a folder that was named came from where it was.
+    # Without a compiler here, a named folder comes from another machine.
     begun = Refresh(folder, carried=tools is None) if folder else None
     target = begun.sweep.target if begun is not None and begun.unfinished else resolve(gpu)
     is_here = at_hand is not None and at_hand.key == target.key
@@ -130,6 +131,9 @@ def _planned(
     layers: list[Layer] = [FolderLayer(store.root, str(store.root)), *map(PackLayer, packs)]
     found = survey(layers, target, outcome.toolkit, driver, top=top, everything=everything)
     outcome.stale, outcome.current = [stale_json(stale) for stale in found.stale], len(found.current)
+    if found.unknown:
+        names = ", ".join(sorted(found.unknown))
+        outcome.notes.append(f"left out: {names}, of another version of tilekern or of your own (--specs MODULE)")
     if not found.outdated:
         outcome.sweep = None
         outcome.notes.append(_nothing(found, outcome))
@@ -142,12 +146,12 @@ def _planned(
 def _nothing(found: Survey, outcome: Outcome) -> str:
     told = {"toolkit": outcome.toolkit, "driver": outcome.driver}
     others = " or ".join(f"another {name} than {value}" for name, value in told.items() if value)
-    of = f"{len(found.current)} measured records, none of {others or 'anything that can be told from here'}"
+    of = f"{len(found.current)} measured records, none of {others or 'another toolkit or driver'}"
     return f"nothing to refresh for {outcome.target.name}: {of}; --all takes all"
 
 
 def _offer(looked_at: Sequence[Layer], outcome: Outcome, top: int) -> list[str]:
-    """Commands to run for the packs beside the cache that serve this GPU by records of another toolkit or driver."""
+    """Return commands for further packs that serve this GPU by records of another toolkit or driver."""
     known = {layer.path.resolve() for layer in looked_at if isinstance(layer, PackLayer)}
     found: list[Path] = []
     count = 0
@@ -168,7 +172,7 @@ def _offer(looked_at: Sequence[Layer], outcome: Outcome, top: int) -> list[str]:
 
 
 def _run(refresh: Refresh, outcome: Outcome, store: Store, jobs: int | None, *, quiet: bool) -> None:
-    """Compile, and where the target is here, measure and publish."""
+    """Compile, and if the target is here, measure and publish."""
     sweep = refresh.sweep
     if outcome.toolkit != refresh.toolkit_key and outcome.toolkit is not None and any(wanted(sweep)):
         raise InputError(
@@ -232,3 +236,50 @@ def _row(change: Change) -> list[str]:
 
 def _short(config: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in config.items() if value not in (0, False))
+
+
+def _same_code(
+    cache_dir: Path | None, packs: Sequence[Path], jobs: int | None, *, same_calls: bool, as_json: bool
+) -> None:  # fmt: skip
+    """Carry over the records of packs, and of a cache if one is named or no pack is, and print the outcome."""
+    tools, memo, places = require_toolkit(), dict[str, Answer | Lost](), []
+    caches = [cache_dir or user_root()] if cache_dir or not packs else []
+    for path in [*packs, *caches]:
+        held = held_in_pack(path) if path in packs else held_in_cache(path)
+        with progress_bars(quiet=as_json) as tell_stage:
+            progress = functools.partial(tell_stage, "compile")
+            done = carry_over(held, tools.key, jobs_of(jobs), same_calls=same_calls, progress=progress, memo=memo)
+        unsigned = 0  # records that were signed before
+        if done.carried and path in packs:
+            unsigned = write_to_pack(path, held, done)
+        elif done.carried:
+            write_to_cache(Store(path), done)
+        if not as_json:
+            _print_carried(path, done, unsigned)
+        places.append({
+            "place": str(path),
+            "carried": [{**_named(new), "fresh": done.fresh(new)} for _, (new, _) in done.carried],
+            "stale": [{**_named(left.record), "reason": left.reason} for left in done.left],
+            "current": done.current,
+            "compiled": done.compiled,
+            "unsigned": unsigned,
+        })  # fmt: skip
+    if as_json:
+        click.echo(json.dumps({"toolkit": tools.key, "places": places}, indent=1))
+
+
+def _named(record: Record) -> dict[str, Any]:
+    return {"kernel": record.kernel, "problem": record.problem, "target": record.target["key"]}
+
+
+def _print_carried(path: Path, done: Carried, unsigned: int) -> None:
+    for left in done.left:
+        tell(f"stale: {left.record.kernel} {sizes_of(left.record.problem)}: {left.reason}")
+    tell(
+        f"{path}: {len(done.carried)} records carried over, {len(done.left)} stay stale, {done.current} were of today; "
+        f"{done.compiled} artifacts compiled"
+    )
+    if dated := sum(not done.fresh(new) for _, (new, _) in done.carried):
+        tell(f"{dated} of them are not known to be the best: their space is another one")
+    if unsigned:
+        tell(f"{unsigned} of them were signed; sign them again: python -m tilekern.cache_tools sign")

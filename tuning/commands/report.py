@@ -1,4 +1,4 @@
-"""``python -m tilekern.tune report DIR``: what a sweep found, as a page, as CSV and as JSON."""
+"""``python -m tilekern.tune report DIR``: writes a sweep's results as a page, as CSV and as JSON."""
 
 from __future__ import annotations
 
@@ -40,13 +40,11 @@ def command(folder: Path, html_file: Path | None, csv_file: Path | None, json_fi
         written = []
         for path, form in asked:
             if path == _STDOUT:
-                click.echo(_shown(form(report)), nl=False)
+                text = form(report)
+                if sys.stdout.isatty():
+                    text = "\n".join(map(printable, text.split("\n")))
+                click.echo(text, nl=False)
             elif path:
                 written.append(write_text(path, form(report)))
     for path in written:
         tell(str(path), err=_STDOUT in (html_file, csv_file, json_file))
-
-
-def _shown(text: str) -> str:
-    """A text as it is for a program, and as a terminal may have it for people."""
-    return "\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text

@@ -1,4 +1,4 @@
-"""``python -m tilekern.tune serve``: tune what running jobs asked for and did not find, for as long as it runs."""
+"""``python -m tilekern.tune serve``: tune the problems that running jobs miss, until it is stopped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -18,29 +18,21 @@ from tilekern.errors import InputError
 from tilekern.spec.targets import Target, here, resolve
 from tilekern.tuning.options import Folder, Seconds, tuner_command
 from tilekern.tuning.pipeline import Options
-from tilekern.tuning.serve.board import STOPPING, Board
 from tilekern.tuning.serve.loop import Service
 from tilekern.tuning.serve.watched import MEASURED, PREDICTED, WAITING, WatchedCache
 from tilekern.warning import tell
 
-if TYPE_CHECKING:
-    from tilekern.tuning.serve.server import StatusServer
-
-DEFAULT_ADDRESS, NOWHERE = "127.0.0.1:8417", "none"
-_FOLDER = Folder()
-_FILE = click.Path(dir_okay=False, path_type=Path)
-
 
 class Stopped(KeyboardInterrupt):
-    """Raised in the loop by a signal, as Ctrl-C is anywhere: what was finished is kept."""
+    """Raised in the loop by a signal; finished work is kept."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
 
 
-@tuner_command(short_help="Tune what running jobs miss, for as long as it runs.")
-@click.option("--cache-dir", "roots", multiple=True, type=_FOLDER, help="A cache to watch; may be repeated.")
+@tuner_command(short_help="Tune the problems that running jobs miss, until it is stopped.")
+@click.option("--cache-dir", "roots", multiple=True, type=Folder(), help="A cache to watch; may be repeated.")
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, or a GPU (B200) to predict winners for.")
 @click.option("--once", is_flag=True, help="Tune what is wanted now, then end: for cron.")
 @click.option("--poll", "poll_s", type=Seconds(least=0.1), default=30.0, show_default=True, help="Seconds to rest.")
@@ -48,40 +40,33 @@ class Stopped(KeyboardInterrupt):
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
 @click.option("--gpus", type=click.IntRange(min=1), help="How many of this host's GPUs to measure on at most.")
 @click.option("--retry", is_flag=True, help="Try again what failed before.")
-@click.option("--listen", metavar="HOST:PORT", help=f"Where to show the status; none: nowhere.  [{DEFAULT_ADDRESS}]")
-@click.option("--token-file", type=_FILE, help="The token that clients must send; else TILEKERN_SERVE_TOKEN.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: print one JSON document in place of lines.")
 def command(
     *, roots: Sequence[Path], gpu: str, once: bool, poll_s: float, batch: int, jobs: int | None, gpus: int | None,
-    retry: bool, listen: str | None, token_file: Path | None, as_json: bool,
+    retry: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Watch the wanted lists of caches, tune what costs running jobs most, and publish it into the same caches.
 
-    Jobs take new records while they run. A service that was stopped or killed goes on where it was. Where the GPU is
-    not here, --gpu names it, and what is published is predicted. The status is at /status, as a page at /; an address
-    that other machines reach needs a token. Exit codes: 0 stopped by SIGTERM, or nothing is left; 1 --once left some.
+    Running jobs take the new records. A service that was stopped or killed goes on where it was. Without the GPU, --gpu
+    names it, and winners are predicted. `python -m tilekern.cache_tools wanted` lists what is still wanted. Exit codes:
+    0 stopped by SIGTERM, or nothing is left; 1 --once left some.
     """
     if as_json and not once:
-        raise InputError("--json goes with --once; a service shows its status at /status")
+        raise InputError("--json goes with --once; a service prints a line for each problem that it tunes")
     target, goal = _aim(gpu)
     toolkit = require_toolkit()
     folders = dict.fromkeys(root.expanduser().resolve() for root in roots or [user_root()])
     caches = [WatchedCache(root, target, toolkit.key, goal) for root in folders]
-    board = Board(target, toolkit.describe(), goal, poll_s)
     say: Callable[[str], None] = (lambda _: None) if as_json else tell
-    service = Service(caches, Options(jobs=jobs, gpus=gpus), batch, board, say)
+    service = Service(caches, Options(jobs=jobs, gpus=gpus), batch, say)
     stopped: Stopped | None = None
     with contextlib.ExitStack() as held:
         for cache in caches:
             held.enter_context(cache.held())
             if retry:
                 cache.failures.forget()
-        server = _server(listen or (NOWHERE if once else DEFAULT_ADDRESS), token_file, board)
         try:
             with _stopped_by_signals():
-                if server:
-                    server.start()
-                    say(f"status at {server.url}")
                 if once:
                     service.work_off()
                 else:
@@ -89,15 +74,11 @@ def command(
                     service.run(poll_s)
         except Stopped as error:
             stopped = error
-        finally:
-            board.put(state=STOPPING)
-            if server:
-                server.stop()
     _end(service, stopped, once=once, as_json=as_json)
 
 
 def _end(service: Service, stopped: Stopped | None, *, once: bool, as_json: bool) -> None:
-    """Say how it went, by the exit code too."""
+    """Print the summary and set the exit code."""
     if stopped is not None and stopped.number == signal.SIGINT:
         raise stopped
     if not once:
@@ -118,18 +99,17 @@ def _end(service: Service, stopped: Stopped | None, *, once: bool, as_json: bool
         ],
         "trouble": list(service.troubled.values()),
     }  # fmt: skip
-    tell(*(json.dumps(summary, indent=1).splitlines() if as_json else [_told(summary)]))
+    if as_json:
+        tell(*json.dumps(summary, indent=1).splitlines())
+    else:
+        counted = ("published", "failed", "left", "not_tuned_here")
+        tell(", ".join(f"{len(summary[name])} {name.replace('_', ' ')}" for name in counted))
     if left or service.troubled or any(line["passing"] for line in service.failed):
         raise SystemExit(1)
 
 
-def _told(summary: dict[str, list[Any]]) -> str:
-    words = {"published": "published", "failed": "failed", "left": "left", "not_tuned_here": "not tuned here"}
-    return ", ".join(f"{len(summary[name])} {word}" for name, word in words.items())
-
-
 def _aim(gpu: str) -> tuple[Target, str]:
-    """The target, and the provenance that can be reached for it here."""
+    """Return the target, and the provenance that its records can have from this machine."""
     at_hand = here()
     if gpu == "auto" and at_hand is None:
         raise InputError("this machine has no CUDA GPU to tune on; to publish predicted winners, name one: --gpu B200")
@@ -137,26 +117,9 @@ def _aim(gpu: str) -> tuple[Target, str]:
     return target, MEASURED if at_hand is not None and at_hand.key == target.key else PREDICTED
 
 
-def _server(listen: str, token_file: Path | None, board: Board) -> StatusServer | None:
-    if listen == NOWHERE:
-        return None
-    host, colon, port = listen.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
-        raise InputError(f"--listen {listen}: expected HOST:PORT, such as {DEFAULT_ADDRESS}, or {NOWHERE}")
-    try:
-        from tilekern.tuning.serve import access, server
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"showing the status needs {error.name}: pip install 'tilekern[serve]', or give --listen {NOWHERE}"
-        ) from None
-    host = host.removeprefix("[").removesuffix("]")
-    allowed = access.access_for(host, token_file)
-    return server.StatusServer(board, server.listen(host, int(port)), allowed)
-
-
 @contextlib.contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGINT into :class:`Stopped`; the second one ends the process as it always would."""
+    """Raise :class:`Stopped` at the first SIGTERM or SIGINT; a second one ends the process."""
     numbers = (signal.SIGTERM, signal.SIGINT)
 
     def stop(number: int, _: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""``python -m tilekern.tune status DIR``: where a sweep stands, from its journals alone; nothing is written."""
+"""``python -m tilekern.tune status DIR``: shows the state of a sweep by its journals; writes nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tilekern.warning import tell
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of lines.")
 def command(folder: Path, as_json: bool) -> None:
-    """Say where the sweep in FOLDER stands: what is compiled and measured, what failed, what is left, and who runs it.
+    """Show the state of the sweep in FOLDER: what is compiled and measured, what failed, what is left, and the run.
 
     Needs no GPU and no lock; a run that is at work is not disturbed.
     """
@@ -32,7 +32,7 @@ def command(folder: Path, as_json: bool) -> None:
 
 
 def standing(sweep: Sweep) -> dict[str, Any]:
-    """The state of a sweep, as ``--json`` prints it; ages and times in seconds.
+    """Return the state of a sweep, as ``--json`` prints it; ages and times in seconds.
 
     ``left_s`` is an estimate of what a stage still takes, on this machine's cores and on one GPU.
 
@@ -59,7 +59,6 @@ def standing(sweep: Sweep) -> dict[str, Any]:
 
 
 def _estimate(sweep: Sweep, stages: dict[str, dict[str, Any]]) -> None:
-    """Put ``left_s`` into the stages."""
     counts = []
     if any(stage["left"] for stage in stages.values()):
         counts = count(sweep.problems(), sweep.target, sweep, stages["measure"]["strategy"], limits=sweep.limits)
@@ -72,7 +71,7 @@ def _estimate(sweep: Sweep, stages: dict[str, dict[str, Any]]) -> None:
 
 
 def _compile(sweep: Sweep) -> dict[str, Any]:
-    """Artifacts by what became of them; ``done`` are those of which that is known."""
+    """Count artifacts by outcome; ``done`` are those whose outcome is known."""
     compiled, lost = sweep.compiled(), sweep.lost()
     wanted = {item.artifact for named in sweep.problems() for item in sweep.candidates(*named) if not item.is_library}
     tried = [compiled[key] for key in wanted - lost if _is_known(compiled, key)]
@@ -91,7 +90,7 @@ def _is_known(compiled: dict[str, Any], artifact: str) -> bool:
 
 
 def _measure(sweep: Sweep) -> dict[str, Any]:
-    """Problems by what is known of their candidates; ``done`` are those of which nothing is left to learn."""
+    """Count problems; ``done`` are those of whose candidates nothing is left to learn."""
     races = sweep.races()
     strategy = next(reversed(races.values()))["strategy"] if races else "race"
     settled, problems, tried = Settled(sweep, strategy), sweep.problems(), sweep.compiled()
@@ -118,7 +117,7 @@ def _measure(sweep: Sweep) -> dict[str, Any]:
 
 
 def _parts(races: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The time of the measuring processes over all races, by part of the way, the longest first."""
+    """Return the measuring time of all races by part, the longest first."""
     total: Counter[str] = Counter()
     for race in races:
         total.update(race.get("seconds", {}))
@@ -133,7 +132,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"compile: {tried}{_time(compiled)}"
     yield f"measure: {measured['done']} of {measured['problems']} problems, {known}{_time(measured)}"
     if measured["parts_s"]:
-        yield f"of which {', '.join(f'{part} {_span(seconds)}' for part, seconds in measured['parts_s'].items())}"
+        parts = ", ".join(f"{part} {_span(seconds)}" for part, seconds in measured["parts_s"].items())
+        yield f"time of measuring: {parts}"
     if found["gpu"]:
         yield f"measured on {found['gpu']['gpu']}, driver {found['gpu']['driver']}"
     if found["holder"]:
@@ -142,7 +142,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     elif found["held"] is False:
         yield "no run is at work"
     if found["last_line_s"] is not None:
-        yield f"the last line is {_span(found['last_line_s'])} old"
+        yield f"last progress {_span(found['last_line_s'])} ago"
     for reason in compiled["reasons"]:
         yield f"failed: {reason}"
     for word in ("wrong", "quarantined", "skipped"):

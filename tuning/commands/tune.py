@@ -1,4 +1,4 @@
-"""``python -m tilekern.tune MODEL``: plan, compile, measure, and fill the cache."""
+"""``python -m tilekern.tune MODEL``: plans, compiles, measures, and fills the cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from tilekern.tuning.options import (
     tuner_command,
     words,
 )
-from tilekern.tuning.packs import pack_paths
 from tilekern.tuning.pipeline import (
     COMPILE,
     LOCAL,
@@ -39,9 +38,10 @@ from tilekern.tuning.pipeline import (
     absence,
     without_backends,
 )
+from tilekern.tuning.publishing import pack_paths
 from tilekern.tuning.strategies import STRATEGIES
 from tilekern.tuning.sweep.folder import Sweep, folder_in
-from tilekern.tuning.terminal.progress import progress_bars
+from tilekern.tuning.terminal import progress_bars
 
 if TYPE_CHECKING:
     from tilekern.tuning.plan.steps import Planned
@@ -58,8 +58,6 @@ _FOLDER = Folder()
 
 
 class _Tune(GroupedCommand):
-    """The command whose help names the others."""
-
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write both ways to begin."""
         super().format_usage(ctx, formatter)
@@ -76,7 +74,7 @@ class _Tune(GroupedCommand):
 @plan_options
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, B200, an arch, a key or sm_90:78.")
 @click.option("--stages", default=",".join(STAGES), show_default=True, help="Which stages to run.")
-@click.option("--dry-run", is_flag=True, help="Print the plan, its counts and how long it would take; write nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and its estimated time; write nothing.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
 @click.option(
     "--timeout", "timeout_s", type=Seconds(least=1), default=60.0, show_default=True,
@@ -91,7 +89,7 @@ class _Tune(GroupedCommand):
     "--executor", default=LOCAL, show_default=True, help="Where to compile and measure: local, ray, ray://HOST:PORT."
 )
 @click.option("--gpus", type=click.IntRange(min=1), help="How many GPUs to measure on at most.")
-@click.option("--sweep", type=_FOLDER, help="The sweep folder; it can travel.")
+@click.option("--sweep", type=_FOLDER, help="The sweep folder; it can be copied to another machine.")
 @click.option(
     "--sign", type=click.Path(path_type=Path), metavar="KEY",
     help="Sign what is handed on with this file of `cache_tools keygen`: artifacts, and results.pack.",
@@ -100,17 +98,16 @@ class _Tune(GroupedCommand):
 @click.option("--cache-dir", type=_FOLDER, help="The cache to fill.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of tables.")
 def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
-    """Tune the kernels of one MODEL or several for a GPU and fill the cache.
+    """Tune the kernels of one MODEL or several for a GPU, and fill the cache.
 
-    MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, or a hub id. Its training steps are
-    run on meta tensors, where nothing is computed, and what they ask for is tuned, once for all models that do. A plan
-    that tilekern.trace wrote stands in for a model, as MODEL or by --plan. With --stages measure alone the plan is
-    taken from the sweep folder, and the GPU must be here. Else, without a GPU, the measure stage is left out and the
-    winners are predicted. Where one run does both, problems are measured while others are compiled. A run that was
-    stopped, or whose --budget was spent, goes on where it was. Lists have commas between. The exit code is 3 where a
-    problem has no winner, unless the budget left it out.
+    MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, a hub id, or a plan of
+    tilekern.trace. A model's training steps run on meta tensors, which compute nothing; the problems that they ask for
+    are tuned, each once. Problems are measured while others are compiled. Without the GPU, winners are predicted.
+    --stages measure takes the plan from the sweep folder, and needs the GPU. A run that was stopped, or whose --budget
+    was spent, goes on where it was. Lists have commas between. The exit code is 3 if a problem has no winner, unless
+    the budget left it out.
     """
-    from tilekern.tuning.terminal.printing import print_plan, print_result
+    from tilekern.tuning.terminal import print_plan, print_result
 
     request = Request.of(given)
     done = _dry_run(request) if dry_run else _run(request, quiet=as_json)
@@ -126,7 +123,7 @@ def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """A run as it was asked for: what to plan, how to work, and where."""
+    """A run as requested: what to plan, how to work, and where."""
 
     plan: PlanRequest
     options: Options
@@ -152,7 +149,7 @@ class Request:
         return cls(PlanRequest.of(given), options, given["gpu"], given["sweep"], given["packs"], store)
 
     def planned(self) -> tuple[Target, Planned]:
-        """Return the target, and what is planned for it."""
+        """Return the target and its plan."""
         target = resolve(self.gpu)
         from tilekern.tuning.plan.choosing import plan_of
 
@@ -172,7 +169,7 @@ def _run(request: Request, *, quiet: bool) -> Result:
 
 
 def _dry_run(request: Request) -> PlanReport:
-    """The plan and what it will cost; nothing is written, compiled or measured."""
+    """Return the plan and its cost; write, compile and measure nothing."""
     from tilekern.tuning.predict.estimating import report_on
 
     options, store = request.options, request.store
@@ -194,25 +191,21 @@ def _dry_run(request: Request) -> PlanReport:
     absent = absence(target, options.stages) if is_here else None
     if not is_here:
         notes = [*notes, "the cluster was not asked what it has: --jobs and --gpus say what to count on"]
+    gpus = options.gpus or 1
+    if is_here and absent is None:
+        from tilekern.tuning.measure.gpu import devices
+
+        gpus = len(devices()[: options.gpus])
     return report_on(
-        name, target, problems, sweep, jobs=jobs, gpus=_gpus(options, absent is None),
+        name, target, problems, sweep, jobs=jobs, gpus=gpus,
         strategy=options.strategy, root=Path(store.root), notes=[*notes, *([absent] if absent else [])], here=is_here,
         done=settled(sweep, options.timeout_s) if COMPILE in options.stages else None, limits=limits,
         overlapped=absent is None and {COMPILE, MEASURE} <= set(options.stages),
     )  # fmt: skip
 
 
-def _gpus(options: Options, at_hand: bool) -> int:
-    """How many GPUs a dry run counts on: those of this host that the run would use, else the number that was given."""
-    if options.executor != LOCAL or not at_hand:
-        return options.gpus or 1
-    from tilekern.tuning.measure.gpu import devices
-
-    return len(devices()[: options.gpus])
-
-
 def _given(request: Request) -> Sweep:
-    """The sweep that an earlier run planned."""
+    """Return the sweep that an earlier run planned."""
     if request.sweep is None:
         raise InputError("stages after plan need the folder of a planned sweep: give --sweep DIR")
     # What the compile stage makes anew here it need not take from others.

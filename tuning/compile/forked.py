@@ -16,8 +16,8 @@ for name in list(os.environ):
     if name.startswith(tuple(prefix for backend in backends() for prefix in backend.variables)):
         del os.environ[name]
 
-from tilekern.kernels import all_specs  # noqa: E402
+from tilekern.kernels import own_specs  # noqa: E402
 
-all_specs()
+own_specs()
 for backend in backends():
     backend.preload()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from typing import Any
 
 from tilekern.compile.cutile import is_starved, processor_s
 from tilekern.errors import InputError
+from tilekern.kernels import VARIABLE, users_modules
 from tilekern.tuning import disposable
 from tilekern.tuning.compile.order import Order
 from tilekern.tuning.sweep.candidates import Candidate
@@ -166,7 +168,7 @@ class _Worker:
             context = get_context("forkserver")
             self._obituary = disposable.Obituary()
             self.connection, theirs = context.Pipe()
-            arguments = (theirs, self._compile_one, self._memory_bytes)
+            arguments = (theirs, self._compile_one, self._memory_bytes, os.environ.get(VARIABLE, ""))
             self.process = context.Process(target=_serve, args=arguments, daemon=True)
             self.process.start()
             self._is_ready = False
@@ -226,8 +228,11 @@ class _Worker:
         return self._obituary.of(self.process)
 
 
-def _serve(connection: Connection, compile_one: Compile, memory_bytes: int) -> None:
+def _serve(connection: Connection, compile_one: Compile, memory_bytes: int, specs: str) -> None:
     disposable.begin(memory_bytes)
+    os.environ[VARIABLE] = specs  # the server may have started with other specs
+    if users_modules(specs):
+        sys.modules.pop("torch", None)  # which the server has hidden, and a user's module may import
     with contextlib.suppress(EOFError, OSError):  # the parent has hung up
         connection.send(None)
         while True:

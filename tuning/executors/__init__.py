@@ -1,11 +1,11 @@
-"""Executors run the tasks of the measure stage: this host's GPUs, or a cluster's."""
+"""Executors run the tasks of the measure stage on this host's GPUs or a cluster's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:  # a node of a cluster that lacks what these need must come as far as to say so
+if TYPE_CHECKING:  # a node without the dependencies of these must be able to say so
     from tilekern.spec.targets import Target
     from tilekern.tuning.measure.process import Noted
     from tilekern.tuning.measure.tasks import Task
@@ -18,7 +18,7 @@ class Executor(Protocol):
     """Measures tasks on GPUs of one kind."""
 
     def describe_gpu(self, target: Target) -> dict[str, str]:
-        """The GPU, its driver and torch, as records keep them.
+        """Return the GPU, its driver and torch, as records keep them.
 
         Raises:
             InputError: no GPU of the target can be had.
@@ -28,7 +28,7 @@ class Executor(Protocol):
         """Return how many tasks are measured at once: the number of GPUs of the target."""
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Noted]:
-        """Measure the tasks, in any order; lines for the journals as they come, and ``FINISHED`` after each task.
+        """Measure tasks in any order; yield lines for the journals as they come, and ``FINISHED`` after each task.
 
         Args:
             tasks: the tasks; the next one of an iterator may be long in coming, while those before it are measured.

@@ -1,7 +1,7 @@
-"""Measures and compiles on a Ray cluster; Ray decides what runs where.
+"""Measures and compiles on a Ray cluster; Ray schedules the work.
 
-The code goes along with the job: nodes need its dependencies, tilekern itself they are given. Lines come back by calls
-that each wait for the next few, since Ray's streaming generators are not to be had through ``ray://``.
+The job carries tilekern's code; nodes need its dependencies. Lines come back by calls that each wait for the next few,
+since ``ray://`` has no streaming generators.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import itertools
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
 
 from tilekern.cache import Store, write_pack
+from tilekern.compile.toolchain import require_toolkit
 from tilekern.errors import InputError
 from tilekern.spec.targets import Target
 from tilekern.tuning.compile.order import Order
 from tilekern.tuning.compile.pool import Answer, Compile, Lost
-from tilekern.tuning.executors.node import GpuNode, code_digest
-from tilekern.tuning.executors.ray_compiling import compile_on_cluster
+from tilekern.tuning.compile.stage import work_s
+from tilekern.tuning.executors.node import CompileWork, GpuNode, code_digest, compile_on_node
 from tilekern.tuning.executors.ray_measuring import Measuring
 from tilekern.tuning.executors.ray_nodes import (
     FREE_WITHIN_S,
@@ -32,10 +34,16 @@ from tilekern.tuning.executors.ray_nodes import (
 )
 from tilekern.tuning.measure.process import LAUNCH_TIMEOUT_S, Noted
 from tilekern.tuning.measure.tasks import Task
+from tilekern.tuning.sweep.candidates import Candidate
+
+# Candidates of one Ray task, which lowers their device function once; few, so that no CPU waits long for the last task.
+MOST = 4
+# Seconds between two looks whether the work is to be given up.
+_LOOK_EVERY_S = 1.0
 
 
 class ClusterExecutor:
-    """Measures on a cluster's GPUs that are the target, each in an actor of its own, and compiles on its CPUs.
+    """Measures on the cluster's GPUs of the target's type, one actor each, and compiles on its CPUs.
 
     Args:
         address: ``ray://HOST:PORT``; None for the cluster that this host belongs to, or else a new one on this host.
@@ -58,11 +66,11 @@ class ClusterExecutor:
 
     @property
     def cores(self) -> int:
-        """How many CPUs the cluster has, busy or not."""
+        """Return how many CPUs the cluster has, busy or not."""
         return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
     def spare_cores(self, target: Target) -> int:
-        """How many CPUs are left for compilers while the cluster measures: each GPU in use holds one.
+        """Return how many CPUs are left for compilers while the cluster measures: each GPU in use holds one.
 
         Raises:
             InputError: no node has a GPU of the target's type.
@@ -79,7 +87,7 @@ class ClusterExecutor:
         return min(count, self._most or count)
 
     def require_gpu(self, target: Target) -> None:
-        """See to it that some node has a GPU of the target's type, free or not; no node is asked.
+        """Check that some node has a GPU of the target's type, free or not; no node is asked.
 
         Raises:
             InputError: none has.
@@ -87,7 +95,9 @@ class ClusterExecutor:
         gpus_like(target)
 
     def describe_gpu(self, target: Target) -> dict[str, str]:
-        """One GPU of the target's type, its driver, torch and libraries; :meth:`run` leaves out those that have others.
+        """Return a GPU of the target's type, its driver, torch and libraries; :meth:`run` leaves others out.
+
+        A worker that dies before it answers, as on a busy node, is replaced.
 
         A worker that dies before it has answered, as on a busy node, is replaced.
 
@@ -112,7 +122,9 @@ class ClusterExecutor:
             ray.kill(actor)
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Noted]:
-        """Measure the tasks, of those that are there the longest first.
+        """Measure the tasks, the longest available first.
+
+        A lost node costs the candidate in flight: another node does the rest of its task, once.
 
         A node that is lost costs the candidate in flight: what is left of its task is done on another node, once.
 
@@ -138,16 +150,47 @@ class ClusterExecutor:
     def compile_in_order(
         self, order: Order, compile_one: Compile, jobs: int, limit_s: float, memory_bytes: int
     ) -> Iterator[Answer | Lost]:
-        """Have candidates compiled, as :func:`tilekern.tuning.compile.pool.compile_in_order` does on this host.
+        """Compile candidates as :func:`tilekern.tuning.compile.pool.compile_in_order` does on this host.
+
+        If the cluster has fewer CPUs than ``jobs``, Ray keeps tasks waiting. It runs the tasks of a lost node again.
 
         Raises:
             InputError: a node has another compiler or none, or some candidates were lost with their nodes.
             ToolchainMissing: this host has no compiler to compare the nodes' with.
         """
-        return compile_on_cluster(order, compile_one, jobs, limit_s, memory_bytes)
+        toolkit_key = require_toolkit().key
+        order.take_in()
+        remote = ray.remote(compile_on_node).options(num_cpus=1, max_retries=1)
+        at_work: dict[Any, list[Candidate]] = {}
+
+        def begin(before: Candidate | None) -> None:
+            if items := _take(order, before):
+                work = CompileWork.of(toolkit_key, items, compile_one, limit_s, memory_bytes)
+                at_work[remote.remote(work)] = items
+
+        lost: list[str] = []
+        try:
+            for _ in range(jobs):
+                begin(None)
+            while at_work and not order.is_over.is_set():
+                done, _ = ray.wait(list(at_work), timeout=_LOOK_EVERY_S)
+                for ref in done:
+                    items = at_work.pop(ref)
+                    answers = _answers(ref, items, lost)
+                    by_key = {item.artifact: item for item in items}
+                    for answer in answers:
+                        if isinstance(answer, Answer) and "tileiras_s" in answer.line:
+                            order.learn(by_key[answer.line["key"]], work_s(answer.line))
+                    begin(items[-1])
+                    yield from answers
+        finally:
+            for ref in at_work:
+                ray.cancel(ref, force=True)
+        if lost:
+            raise InputError(f"{len(lost)} artifacts were not compiled, as {lost[0]}; run again for them")
 
     def _pack(self) -> bytes:
-        """The contents of the cache, in one piece; empty where it holds nothing."""
+        """Return the cache as one pack; empty if it has no records."""
         store = Store(self._cache)
         found = [entry.record for entry in store.entries() if entry.record]
         if not found:
@@ -156,3 +199,24 @@ class ClusterExecutor:
             path = Path(folder) / "winners.pack"
             write_pack(path, [(record, {name: store.read_blob(name) for name in record.digests}) for record in found])
             return path.read_bytes()
+
+
+def _take(order: Order, before: Candidate | None) -> list[Candidate]:
+    """Take the next candidates for one Ray task, in the order of a single worker."""
+    found: list[Candidate] = []
+    while len(found) < MOST and (item := order.take(before)):
+        found.append(item)
+        before = item
+    return found
+
+
+def _answers(ref: Any, items: list[Candidate], lost: list[str]) -> list[Answer | Lost]:
+    """Return the outcomes; candidates that were lost are only noted in ``lost``, and tried again by the next run."""
+    try:
+        found: list[Answer | Lost] = ray.get(ref)
+        return found
+    except ray.exceptions.RayTaskError as error:
+        raise InputError(reason_of(error)) from None
+    except ray.exceptions.RayError as error:
+        lost += [reason_of(error)] * len(items)
+        return []

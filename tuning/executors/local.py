@@ -1,4 +1,4 @@
-"""Measures on the GPUs of this host: one disposable worker process for each, which take tasks from one queue."""
+"""Measures on this host's GPUs: one disposable worker process each, which take tasks from one queue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from tilekern.tuning.measure.tasks import Task
 
 
 class LocalExecutor:
-    """One worker a GPU.
+    """One worker for each GPU.
+
+    As a context, it starts the workers at once and keeps them between runs, since their modules take seconds to load.
+    Otherwise each run starts and ends its own.
 
     Used as a context, it starts them at once, and they stay from one run to the next: their modules take seconds to
     load. Otherwise each run starts and ends its own.
@@ -48,7 +51,7 @@ class LocalExecutor:
         return Worker(self._cache, device, self._launch_timeout_s)
 
     def describe_gpu(self, target: Target) -> dict[str, str]:
-        """The first GPU, its driver, torch and the libraries that candidates call.
+        """Return the first GPU, its driver, torch and the libraries that candidates call.
 
         Raises:
             InputError: there is no GPU, or another one than the target.
@@ -61,7 +64,7 @@ class LocalExecutor:
         return len(devices()[: self._most])
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Noted]:
-        """Measure the tasks, of those that are there the longest first; a GPU that fails leaves the rest to the others.
+        """Measure the tasks, the longest available first; a GPU that fails leaves the rest to the others.
 
         Raises:
             InputError: a GPU could not be used; the others have measured all but the task that it was at.
@@ -83,7 +86,7 @@ class LocalExecutor:
             work.end()
 
     def _serve(self, device: str, work: _Work) -> None:
-        """Have one GPU's worker take tasks until there are none, or nobody takes its lines any more."""
+        """Have one GPU's worker take tasks until there are none, or the run is over."""
         worker = (self._ready or {}).pop(device, None) or self._worker(device)
         stays = False
         try:
@@ -105,7 +108,7 @@ class LocalExecutor:
 
 
 class _Work:
-    """The state that the threads of some GPUs share: the tasks that are left, and what was found.
+    """State that the threads of some GPUs share: remaining tasks, and lines.
 
     Args:
         tasks: the tasks, as they come.
@@ -122,7 +125,7 @@ class _Work:
         self.is_over = threading.Event()
 
     def of(self, device: str) -> Iterator[Task]:
-        """The tasks for one of the GPUs."""
+        """Yield the tasks for one of the GPUs."""
         mine: Family | None = None
         while not self.is_over.is_set():
             with self._lock:
@@ -138,12 +141,12 @@ class _Work:
         return self._waiting.take(lambda left: place_of_next(left, mine, self._at.values()))
 
     def end(self) -> None:
-        """Have the threads end when they are done with the tasks that they are at."""
+        """Have the threads end after their current tasks."""
         self.is_over.set()
         self._waiting.close()
 
     def lines(self) -> Iterator[Noted]:
-        """The findings of all threads, as they come; then the first of their errors, or the tasks' own, is raised."""
+        """Yield the lines of all threads; then raise the first of their errors, or that of the tasks."""
         errors: list[BaseException] = []
         at_work = self._threads
         while at_work:

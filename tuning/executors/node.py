@@ -1,6 +1,6 @@
-"""The code that runs on the nodes of a cluster.
+"""Code that runs on the nodes of a cluster.
 
-A node's needs are imported when the node is known to have them, so that a node can say what is missing.
+A node's dependencies are imported only when it is known to have them, so that it can name missing ones.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilekern.errors import InputError
+from tilekern.kernels import users_modules
+from tilekern.spec.source import source_digest
 
 if TYPE_CHECKING:
     from tilekern.spec.targets import Target
@@ -37,9 +39,14 @@ PACKAGES = ("tilekern",)
 _PATIENCE_S = 5.0
 
 
-@functools.cache
 def code_digest() -> str:
-    """The sha256 of all the code that tunes, wherever it lies."""
+    """Return the sha256 of all the code that tunes, users' kernels included, wherever it lies."""
+    digests = (_code_of_packages(), *map(source_digest, users_modules()))
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+@functools.cache
+def _code_of_packages() -> str:
     digest = hashlib.sha256()
     for package in PACKAGES:
         root = package_folder(package)
@@ -51,12 +58,12 @@ def code_digest() -> str:
 
 
 def package_folder(package: str) -> Path:
-    """The folder that a package was imported from."""
+    """Return the folder that a package was imported from."""
     return Path(importlib.import_module(package).__path__[0])
 
 
 def check_node(code: str, *needs: str) -> None:
-    """Make sure that this node runs the driver's code and has what a task needs.
+    """Check that this node runs the driver's code and has the modules of a task.
 
     Args:
         code: the driver's :func:`code_digest`.
@@ -70,24 +77,23 @@ def check_node(code: str, *needs: str) -> None:
             f"the node {platform.node()} runs another tilekern, from {package_folder('tilekern')}; "
             "take it off the node's PYTHONPATH, or install the same one there"
         )
-    if lacking := [name for name in needs if not _is_there(name)]:
+    missing = []
+    for name in needs:
+        with contextlib.suppress(ModuleNotFoundError):  # of a parent
+            if importlib.util.find_spec(name) is not None:
+                continue
+        missing.append(name)
+    if missing:
         raise InputError(
-            f"{', '.join(lacking)} missing on the node {platform.node()}; install tilekern's dependencies there"
+            f"{', '.join(missing)} missing on the node {platform.node()}; install tilekern's dependencies there"
         )
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent
-        return False
 
 
 @dataclass(frozen=True)
 class CompileWork:
-    """Candidates to compile on a node; those of one device function stand together.
+    """Candidates for a node to compile; those of one device function stand together.
 
-    ``pickled`` holds the candidates and what to run for each: a node without cuda-tile could not read them.
+    ``pickled`` holds the candidates and the function to run on each, since a node without cuda-tile cannot read them.
     """
 
     code: str
@@ -100,7 +106,7 @@ class CompileWork:
     def of(
         cls, toolkit_key: str, items: Sequence[Candidate], compile_one: Compile, limit_s: float, memory_bytes: int
     ) -> CompileWork:
-        """The driver's side."""
+        """Make it on the driver."""
         return cls(code_digest(), toolkit_key, pickle.dumps((list(items), compile_one)), limit_s, memory_bytes)
 
 
@@ -138,7 +144,7 @@ class GpuNode:
         self._error: BaseException | None = None
 
     def describe(self, code: str, target: Target) -> dict[str, str]:
-        """The GPU, its driver, torch and the libraries that candidates call.
+        """Return the GPU, its driver, torch and the libraries that candidates call.
 
         Raises:
             InputError: the node cannot measure, or its GPU is not the target.
@@ -154,7 +160,7 @@ class GpuNode:
         return describe_gpu() | versions()
 
     def begin(self, code: str, target: Target, pack: bytes) -> tuple[str, dict[str, str]]:
-        """Be ready for tasks; the node's name in the cluster, and what :meth:`describe` says.
+        """Prepare for tasks; return the node's name in the cluster, and what :meth:`describe` returns.
 
         Args:
             code: the driver's :func:`code_digest`.
@@ -182,7 +188,7 @@ class GpuNode:
         return ray.get_runtime_context().get_node_id(), found
 
     def measure(self, task: Task) -> list[Noted]:
-        """Begin with a task, when the one before is over, and give its first lines (:meth:`more`)."""
+        """Begin a task, when the one before is over, and return its first lines (:meth:`more`)."""
         # A thread takes in what the process says when it says it: what a slow network does is no candidate's doing.
         threading.Thread(target=self._measure, args=(task,), daemon=True).start()
         return self.more()
@@ -200,7 +206,7 @@ class GpuNode:
             self._found.put(error)
 
     def more(self) -> list[Noted]:
-        """The lines that were found since the last call, in their order; after a while without any, none.
+        """Return the lines since the last call; none if none come for a while.
 
         Raises:
             InputError: the GPU cannot be used.
@@ -218,7 +224,7 @@ class GpuNode:
         return found
 
     def close(self) -> None:
-        """End all processes and leave no file behind."""
+        """End all processes and delete all files."""
         if self._worker is not None:
             self._worker.close()
         shutil.rmtree(self._folder, ignore_errors=True)

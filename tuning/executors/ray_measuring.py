@@ -1,7 +1,7 @@
-"""The measure stage on a Ray cluster: actors, each with one GPU, are handed one task after another.
+"""Measures on a Ray cluster: actors with one GPU each take one task after another.
 
-Work lost with a node is done again: the task that an actor was at goes back, with the checks that are known, and is
-begun once more, on another node where there is one. The second time its problem is given up with the reason.
+If a node is lost, its task goes back with the known checks, and is begun once more, on another node if there is one.
+The second time its problem is given up with the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _IDLE_PATIENCE_S = 0.5
 
 @dataclass(eq=False)
 class _Gpu:
-    """An actor with a GPU, the task that it is at, and the family of that or of the last one.
+    """An actor with a GPU, its task, and the family of that or of the last one.
 
     ``tries`` is how many actors may be started for it, this one among them.
     """
@@ -63,7 +63,7 @@ class Measuring:
         self._waiting, self._target = Waiting(tasks), target
         self._gpu, self._pack, self._start = dict(gpu), ray.put(pack), start
         self._actors: list[Any] = []
-        # Who is to answer a call, and who is ready and has nothing to do.
+        # GPUs by the call that they work on, and those that wait for a task.
         self._calls: dict[Any, _Gpu] = {}
         self._idle: list[_Gpu] = []
         # The node that a problem's task was lost on.
@@ -71,7 +71,7 @@ class Measuring:
         self._left_out: list[str] = []
 
     def lines(self, count: int) -> Iterator[Noted]:
-        """Measure on so many GPUs; lines as they come, and ``FINISHED`` after each task.
+        """Measure on that many GPUs; yield lines as they come, and ``FINISHED`` after each task.
 
         Raises:
             InputError: no GPU is left that could measure. Errors of the tasks are raised at the end.
@@ -92,7 +92,7 @@ class Measuring:
             raise self._waiting.error
 
     def _add(self, tries: int = TRIES) -> None:
-        """Have one more GPU, when it becomes free; so many actors may be started for it."""
+        """Start an actor on one more GPU; ``tries`` is how many actors may be started for it."""
         try:
             actor = self._start()
         except InputError as error:
@@ -129,7 +129,6 @@ class Measuring:
         raise InputError("; ".join(dict.fromkeys(self._left_out)))
 
     def _take(self, call: Any, gpu: _Gpu) -> Iterator[Noted]:
-        """Take in an answer of an actor."""
         try:
             answer = ray.get(call)
         except ray.exceptions.RayError as error:
@@ -159,7 +158,6 @@ class Measuring:
             self._leave_out(gpu, f"it is {_named(found)}, and the others are {_named(self._gpu)}")
 
     def _leave_out(self, gpu: _Gpu, reason: str) -> None:
-        """Go on without a GPU that cannot be used."""
         self._left_out.append(reason)
         if gpu.task:
             self._waiting.put_back(left_of(gpu.task, gpu.lines))
@@ -178,7 +176,7 @@ class Measuring:
             self._add()
 
     def _hand_out(self) -> None:
-        """Give those that have nothing to do a task each."""
+        """Give each idle GPU a task."""
         for gpu in list(self._idle):
             if task := self._next(gpu):
                 gpu.task, gpu.at, gpu.lines = task, family(task), []
@@ -202,7 +200,6 @@ class Measuring:
         return self._waiting.take(place)
 
     def _end(self) -> None:
-        """Free all GPUs."""
         ready = [gpu.actor for gpu in (*self._calls.values(), *self._idle) if gpu.node]
         with contextlib.suppress(ray.exceptions.RayError):
             if closed := [actor.close.remote() for actor in ready]:

@@ -1,9 +1,11 @@
-"""A Ray cluster as executors see it: how to reach it, which GPUs its nodes have, and what its errors say."""
+"""Connects to a Ray cluster, finds the GPUs of its nodes, and explains its errors."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,6 +15,8 @@ from typing import Any, TypeVar
 import ray
 
 from tilekern.errors import InputError
+from tilekern.kernels import VARIABLE, users_modules
+from tilekern.spec.source import path_of
 from tilekern.spec.targets import Target
 from tilekern.tuning.executors.node import PACKAGES, GpuNode, code_digest, package_folder
 
@@ -27,10 +31,10 @@ _T = TypeVar("_T")
 
 
 def ask_again(ask: Callable[[], _T], may_pass: Callable[[Exception], bool]) -> _T:
-    """The answer of a cluster; it is asked again, up to :data:`TRIES` times in all, while its error may pass.
+    """Return the cluster's answer; ask up to :data:`TRIES` times while the error may pass.
 
     Args:
-        ask: asks, and leaves nothing behind where it fails.
+        ask: asks; it must leave nothing behind if it fails.
         may_pass: whether an error may be gone the next time.
     """
     for _ in range(TRIES - 1):
@@ -44,12 +48,12 @@ def ask_again(ask: Callable[[], _T], may_pass: Callable[[Exception], bool]) -> _
 
 
 def is_rays_own(error: Exception) -> bool:
-    """Whether an error is Ray's and not of what ran there: a worker that died at its start, or its node, may do so."""
+    """Return whether an error is Ray's, not of the code that ran: a worker or node may have died."""
     return isinstance(error, ray.exceptions.RayError) and not isinstance(error, ray.exceptions.RayTaskError)
 
 
 def connect(address: str | None) -> None:
-    """Be connected, with the code that the job takes along; a connection that there is already is used as it is.
+    """Connect with the job's code; an existing connection is used as it is.
 
     Args:
         address: ``ray://HOST:PORT``; None for the cluster that this host belongs to, or else a new one on this host.
@@ -61,9 +65,16 @@ def connect(address: str | None) -> None:
         return
     modules = [str(package_folder(package)) for package in PACKAGES]
     with tempfile.TemporaryDirectory() as folder:
+        for name in dict.fromkeys(module.partition(".")[0] for module in users_modules()):
+            path = path_of(name)
+            if path.name == "__init__.py":
+                modules.append(str(path.parent))
+            else:
+                shutil.copy(path, folder)
         # A job with a working directory does not look for modules in the driver's, where another version may lie.
         Path(folder, "code").write_text(code_digest(), encoding="ascii")
-        environment = {"working_dir": folder, "py_modules": modules, "excludes": ["**/__pycache__/**"]}
+        environment: dict[str, Any] = {"working_dir": folder, "py_modules": modules, "excludes": ["**/__pycache__/**"]}
+        environment["env_vars"] = {VARIABLE: os.environ.get(VARIABLE, "")}
 
         def ask() -> None:
             try:
@@ -73,20 +84,15 @@ def connect(address: str | None) -> None:
                 raise
 
         try:
-            ask_again(ask, _is_of_somebody)
+            # A server that Ray starts for each client, and that died then, aborts the connection.
+            ask_again(ask, lambda error: not isinstance(error, OSError) or isinstance(error, ConnectionAbortedError))
         except (OSError, RuntimeError, ray.exceptions.RayError) as error:
             reason = reason_of(error)
             raise InputError(f"cannot use the Ray cluster {address or 'of this host'}: {reason}") from None
 
 
-def _is_of_somebody(error: Exception) -> bool:
-    """Whether an error at connecting is a cluster's, and not that nobody is there."""
-    # A server that Ray starts for each client, and that died then, aborts.
-    return not isinstance(error, OSError) or isinstance(error, ConnectionAbortedError)
-
-
 def start_actor(node: type[GpuNode], target: Target, launch_timeout_s: float) -> Any:
-    """An actor that gets a GPU of the target's type, now or when one becomes free.
+    """Start an actor on a GPU of the target's type, now or when one becomes free.
 
     Raises:
         InputError: no node has such a GPU.
@@ -97,7 +103,7 @@ def start_actor(node: type[GpuNode], target: Target, launch_timeout_s: float) ->
 
 
 def gpus_like(target: Target) -> tuple[str, int]:
-    """Ray's name for the type of a target, and how many GPUs of it the cluster has.
+    """Return Ray's name for a target's type, and how many GPUs of it the cluster has.
 
     Raises:
         InputError: it has none.
@@ -112,7 +118,6 @@ def gpus_like(target: Target) -> tuple[str, int]:
 
 
 def _gpus_by_type() -> dict[str, int]:
-    """How many GPUs the living nodes of the cluster have, by Ray's name for the type."""
     found: dict[str, int] = {}
     for node in ray.nodes():
         if node["Alive"]:
@@ -124,13 +129,13 @@ def _gpus_by_type() -> dict[str, int]:
 
 
 def is_of_type(target: Target, kind: str) -> bool:
-    """Whether Ray's name for a GPU's type may be a target's: it is the beginning of the vendor's name."""
+    """Return whether Ray's name for a GPU's type is the beginning of the target's name."""
     words, names = (re.findall("[a-z0-9]+", text.lower()) for text in (kind, target.name))
     return bool(words) and names[: len(words)] == words
 
 
 def reason_of(error: BaseException) -> str:
-    """An error of Ray, or of what ran there, in one line."""
+    """Return an error of Ray, or of the code that ran there, in one line."""
     cause = getattr(error, "cause", None)
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, BaseException):
         error = cause

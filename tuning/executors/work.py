@@ -1,6 +1,6 @@
-"""Work of executors on tasks: who takes which, what is left of one that was broken off, how its end is said.
+"""Distributes tasks over GPUs, and resumes tasks that were broken off.
 
-Problems of one family share the cases about values and the screening of code, so a GPU stays with a family while it has
+Problems of one family share screening of code and cases about values, so a GPU stays with a family while it has
 problems left.
 """
 
@@ -26,12 +26,12 @@ Family = tuple[str, str]
 
 
 def family(task: Task) -> Family:
-    """Equal for tasks that share what a measuring process works out."""
+    """Return a key that is equal for tasks which share work of a measuring process."""
     return task.kernel, odd_problem(spec_named(task.kernel), task.problem).key
 
 
 def longest_first(tasks: Sequence[Task]) -> list[Task]:
-    """The tasks such that several GPUs which take them by :func:`place_of_next` finish at about the same time.
+    """Sort tasks so that GPUs which take them by :func:`place_of_next` finish at about the same time.
 
     Families come in the order of the time that all of their tasks take, and their tasks in the order of their own.
     """
@@ -42,7 +42,7 @@ def longest_first(tasks: Sequence[Task]) -> list[Task]:
 
 
 def place_of_next(waiting: Sequence[Task], mine: Family | None, others: Container[Family | None]) -> int:
-    """The place of the task that a GPU takes next.
+    """Return the index of the task that a GPU takes next.
 
     Args:
         waiting: the tasks that nobody has taken, the longest first; at least one.
@@ -56,7 +56,7 @@ def place_of_next(waiting: Sequence[Task], mine: Family | None, others: Containe
 
 
 class Waiting:
-    """The tasks that nobody has taken, of those that have come so far; threads may share it.
+    """The tasks that have come and that nobody has taken; threads may share it.
 
     Args:
         tasks: the tasks; a thread goes through what is not a sequence.
@@ -92,30 +92,30 @@ class Waiting:
                 self._changed.notify_all()
 
     def take(self, place: Callable[[Sequence[Task]], int | None]) -> Task | None:
-        """One of the tasks that are there, in the place that is chosen; None where none is there, or is chosen."""
+        """Take the task that ``place`` chooses; None if there is none, or none is chosen."""
         with self._changed:
             chosen = place(self._left) if self._left else None
             return None if chosen is None else self._left.pop(chosen)
 
     def put_back(self, task: Task) -> None:
-        """Have a task taken once more, before others."""
+        """Put a task back, before the others."""
         with self._changed:
             self._left.insert(0, task)
             self._changed.notify_all()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until a task is there, or none comes any more, or the time is over; whether there may be one yet."""
+        """Wait until a task is there, none will come, or the time is over; return whether there may be one."""
         with self._changed:
             self._changed.wait_for(lambda: self._left or not self._comes, timeout_s)
             return bool(self._left) or self._comes
 
     def is_empty(self) -> bool:
-        """Whether no task is there and none comes any more."""
+        """Return whether no task is there and none will come."""
         with self._changed:
             return not (self._left or self._comes)
 
     def close(self) -> None:
-        """Drop what is left and what comes."""
+        """Drop all tasks, and those that come."""
         with self._changed:
             self._left, self._comes = [], False
             self._changed.notify_all()
@@ -126,7 +126,7 @@ def _about_s(task: Task) -> float:
 
 
 def left_of(task: Task, lines: Iterable[Noted]) -> Task:
-    """The rest of a task that was broken off after these lines: known checks are not made again.
+    """Return the rest of a task that broke off after these lines, with the known checks.
 
     Timings are dropped, since those that were not timed must race against the others.
     """
@@ -140,5 +140,5 @@ def left_of(task: Task, lines: Iterable[Noted]) -> Task:
 
 
 def finished(task: Task) -> Noted:
-    """The line that says that a task has come to its end."""
+    """Return the line that ends a task."""
     return FINISHED, {"kernel": task.kernel, "problem": task.problem.key}

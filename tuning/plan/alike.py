@@ -1,8 +1,8 @@
-"""Layers that are alike: one of them is traced, and the others hand on what they are given.
+"""Runs one of the layers of a model that are alike; the others hand on their input.
 
-A model has dozens of layers and few kinds of them. A layer that is made as one before it, and is called as that one
-was, asks for nothing new. A layer's index is left out of that: in transformers it finds the layer's cache, and what
-else depends on it is decided when the layer is made, so that it shows in the layer's other attributes.
+A model has dozens of layers and few kinds of them. A layer that is made and called as one before it asks for nothing
+new. A layer's index does not count: in transformers it finds the layer's cache, and whatever else depends on it is
+decided when the layer is made, and shows in its other attributes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 def thin_out(model: torch.nn.Module, trace: Trace) -> None:
-    """Have each list of layers in a model on meta run the distinct ones alone, counted as all of their kind."""
+    """Make each list of layers in a meta model run its distinct layers only, counted as all of their kind."""
     for parent in _outermost(model):
         seen: dict[Hashable, dict[Hashable, Any]] = {}
         kinds = [_kind(layer) for layer in parent]
@@ -34,7 +34,6 @@ def thin_out(model: torch.nn.Module, trace: Trace) -> None:
 
 
 def _outermost(module: torch.nn.Module) -> list[torch.nn.ModuleList]:
-    """The lists of modules that stand in no other list."""
     found = []
     for child in module.children():
         found += [child] if isinstance(child, torch.nn.ModuleList) else _outermost(child)
@@ -44,8 +43,7 @@ def _outermost(module: torch.nn.Module) -> list[torch.nn.ModuleList]:
 class _Once(torch.nn.Module):
     """Stands in a list for a layer.
 
-    ``seen`` is shared among the layers of one kind, which are ``times`` in number: by how they were called, what such a
-    call gives.
+    ``seen`` maps calls to their results, and is shared by the ``times`` layers of one kind.
     """
 
     def __init__(self, layer: torch.nn.Module, seen: dict[Hashable, Any], trace: Trace, times: int) -> None:
@@ -63,7 +61,10 @@ class _Once(torch.nn.Module):
         call = (torch.is_grad_enabled(), self.training, str(tree), tuple(map(_form, leaves)))
         given = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if given is not None and call in self.seen:
-            return _handed_on(given, *self.seen[call][:2])
+            found, shape = self.seen[call][:2]
+            place = [_form(leaf) for leaf in found].index(_form(given))
+            leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+            return tree_unflatten([*leaves[:place], given, *leaves[place + 1 :]], shape)
         with self.trace.repeated(self.times):
             result = self.layer(*args, **kwargs)
         found, shape = tree_flatten(result)
@@ -73,13 +74,6 @@ class _Once(torch.nn.Module):
         return result
 
 
-def _handed_on(given: torch.Tensor, found: list[Any], shape: Any) -> Any:
-    """A result like another, with what was given in the place of the first tensor that is like it."""
-    place = [_form(leaf) for leaf in found].index(_form(given))
-    leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
-    return tree_unflatten([*leaves[:place], given, *leaves[place + 1 :]], shape)
-
-
 def _form(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
@@ -87,7 +81,7 @@ def _form(value: Any) -> Hashable:
 
 
 def _kind(module: torch.nn.Module) -> Hashable:
-    """The key that modules share which compute the same of the same, their parameters' values aside."""
+    """Return a key that is equal for modules which compute the same, parameter values aside."""
     own = {
         name: value for name, value in vars(module).items() if name not in _OF_MODULES and not _PLACE.fullmatch(name)
     }

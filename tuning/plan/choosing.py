@@ -1,24 +1,31 @@
-"""The plan that a command line asks for: of models, of files, of the wanted list, of named problems, or of several."""
+"""Makes the plan that a command line asks for: of models, files of a trace, the wanted list, named problems."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tilekern.cache import CacheError, read_wanted
+from tilekern.cache.keys import parse_problem_key
 from tilekern.compile.garbage import search_put_off
 from tilekern.errors import InputError
-from tilekern.runtime.recorder import Trace
-from tilekern.spec.targets import Target
+from tilekern.kernels import add_specs, all_specs, own_specs
+from tilekern.runtime.recorder import Trace, tracing
+from tilekern.spec import KernelSpec, Problem, Value
+from tilekern.spec.targets import Target, from_description
 from tilekern.tuning.options import PlanRequest, described_alone
 from tilekern.tuning.plan.configs import path_named, read_json
-from tilekern.tuning.plan.given import WANTED, plan_of_file, plan_of_problem, plan_of_wanted
-from tilekern.tuning.plan.steps import Planned, Steps
+from tilekern.tuning.plan.steps import Planned, Steps, dtype_named
+from tilekern.tuning.sweep.plan import Named, PlanFile
 
 
 @search_put_off()
 def plan_of(request: PlanRequest, target: Target, root: Path) -> Planned:
-    """All that is asked for, each problem once.
+    """Return the plan of a whole request, each problem once.
 
     Args:
         request: what is asked for.
@@ -62,6 +69,8 @@ def plan_of_anything(model: Any, steps: Steps, target: Target, root: Path) -> Pl
     if isinstance(model, Trace):
         if model.target.key != target.key:
             raise InputError(f"the step was traced for {model.target.name}, not {target.name}; trace it for that GPU")
+        known = own_specs()
+        add_specs(*dict.fromkeys(spec.module for spec in model.specs.values() if spec not in known))
         return Planned("traced step", tuple(model.problems), launches=model.launches)
     if isinstance(model, str | Path):
         return plan_of(PlanRequest((str(model),), (), (), steps, None), target, root)
@@ -71,7 +80,6 @@ def plan_of_anything(model: Any, steps: Steps, target: Target, root: Path) -> Pl
 
 
 def _of_model(model: str, request: PlanRequest, target: Target) -> Planned:
-    """The plan of a model, or the one that a trace wrote into the file that stands in its place."""
     path = path_named(model)
     if path is None or "problems" not in read_json(path):
         from tilekern.tuning.plan.models import plan_of_model  # which loads torch and transformers
@@ -80,3 +88,136 @@ def _of_model(model: str, request: PlanRequest, target: Target) -> Planned:
     if request.described:
         raise described_alone(request.described)
     return plan_of_file(path, target)
+
+
+WANTED = "wanted"
+
+
+def plan_of_file(path: Path, target: Target) -> Planned:
+    """The plan that a trace wrote for a GPU (``tilekern.trace("plan.json")``).
+
+    Raises:
+        InputError: the file is missing or is not such a plan, or it was traced for another GPU.
+    """
+    file = PlanFile(path.parent, path.name)
+    problems, plan = file.problems(), file.read()
+    made_for = plan.target
+    if made_for["key"] != target.key:
+        own = from_description(made_for)
+        raise InputError(
+            f"{path} was traced for {own.name}, not {target.name}; pass --gpu {own.option}, or trace the "
+            f"step with gpu={target.option!r}"
+        )
+    return Planned(str(path), tuple(problems), launches=plan.launches)
+
+
+def plan_of_wanted(root: Path, target: Target) -> Planned:
+    """Plan the problems on a cache's wanted list for a GPU, with the parts of composites.
+
+    Raises:
+        InputError: nothing is wanted there for this GPU.
+    """
+    found: dict[Named, None] = {}
+    for item in read_wanted(root):
+        spec = all_specs().get(item["kernel"])
+        problem = spec.problem_of(item["problem"]) if spec and item["target"].get("key") == target.key else None
+        if spec and problem is not None:
+            found.setdefault((spec.name, spec.bucketed(problem)))
+    if not found:
+        raise InputError(
+            f"nothing is wanted for {target.name} in {root}; python -m tilekern.cache_tools wanted lists what is"
+        )
+    return Planned(WANTED, tuple(with_parts(found, target)))
+
+
+def with_parts(problems: Iterable[Named], target: Target) -> list[Named]:
+    """Add the parts that composites among some problems need, whichever config wins."""
+    found, specs = Trace(target), all_specs()
+    found.asked = dict.fromkeys(problems)
+    composites = [(specs[kernel], problem) for kernel, problem in found.asked]
+    composites = [(spec, problem) for spec, problem in composites if found.composites(spec, problem)]
+    if composites:
+        with tracing(found):
+            for spec, problem in composites:
+                found.take_apart(spec, problem)
+    return found.problems
+
+
+def plan_of_problem(text: str, target: Target) -> Planned:
+    """Plan what a call of an op asks for, forward and backward, or a single problem of a kernel.
+
+    Args:
+        text: the name of an op of :mod:`tilekern.ops` or of a kernel, and sizes: ``rms_norm rows=8192,columns=4096,
+            dtype=bfloat16``. Sizes of an op are those of its forward kernel. A dtype that is not named is ``dtype``, a
+            flag that is not named is off.
+        target: the GPU.
+
+    Raises:
+        InputError: there is no such op or kernel, or a size is missing, unknown, or not one that a call may have.
+    """
+    name, _, sizes = text.strip().partition(" ")
+    spec = all_specs().get(f"{name}_forward") or all_specs().get(name)
+    if spec is None:
+        known = [*dict.fromkeys(name.removesuffix("_forward") for name in all_specs()), *all_specs()]
+        raise InputError(
+            f"--problem {text!r}: unknown op or kernel {name!r}; known: {', '.join(known)}; a kernel of your own "
+            "needs --specs MODULE"
+        )
+    try:
+        problem = spec.problem(**_filled(spec, parse_problem_key(sizes.strip())))
+    except (CacheError, ValueError) as error:
+        raise InputError(f"--problem {text!r}: {error}") from None
+    found, op, inputs = Trace(target), _op(name), spec.inputs(problem, None, "meta")
+    named = (spec.name, spec.bucketed(problem))
+    with tracing(found):
+        called = op is not None and inputs.keys() >= set(_needed(op))
+        if called:
+            # An op that refuses the inputs asks for nothing.
+            with contextlib.suppress(ValueError):
+                _call(op, inputs if name == spec.name else {key: inputs[key] for key in _needed(op)}, problem)
+        # An op may have the very name of its kernel, so there is no other name for what no call asks for.
+        if not called or (name == spec.name and named not in found.asked):
+            found.plan(spec, problem)
+            found.take_apart(spec, problem)
+    if named not in found.asked:
+        raise InputError(
+            f"--problem {text!r}: a call of {name} cannot be made of these sizes; name the kernel, {spec.name}"
+        )
+    return Planned(text, tuple(found.problems))
+
+
+def _op(name: str) -> Any:
+    from tilekern import ops
+
+    return getattr(ops, name) if name in ops.__all__ else None
+
+
+def _needed(op: Any) -> list[str]:
+    """Return the names of an op's required arguments."""
+    return [name for name, taken in inspect.signature(op).parameters.items() if taken.default is taken.empty]
+
+
+def _filled(spec: KernelSpec, sizes: Mapping[str, Value]) -> dict[str, Value]:
+    """Fill in the flags and dtypes that a problem's text leaves out."""
+    filled = dict(sizes)
+    for dimension in spec.dimensions:
+        if dimension.kind == "flag":
+            filled.setdefault(dimension.name, False)
+        elif dimension.kind == "dtype" and (given := sizes.get(dimension.name, sizes.get("dtype"))) is not None:
+            filled[dimension.name] = dtype_named(given)
+    return filled
+
+
+def _call(op: Any, inputs: Mapping[str, Any], problem: Problem) -> None:
+    """Call an op on the inputs of its forward kernel, and run the backward of all floating-point arguments."""
+    import torch
+
+    takes = inspect.signature(op).parameters
+    arguments = {name: inputs[name] for name in takes if name in inputs}
+    for value in arguments.values():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            value.requires_grad_()
+    flags = {name: problem[name] for name in takes.keys() & problem.keys() if isinstance(takes[name].default, bool)}
+    results = op(**arguments, **flags)
+    slopes = [x for x in (results if isinstance(results, tuple) else (results,)) if x.requires_grad]
+    torch.autograd.backward(slopes, [torch.empty_like(x) for x in slopes])

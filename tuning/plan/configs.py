@@ -1,4 +1,4 @@
-"""A model's configuration, from what a person names it by: a preset, a config.json, or a hub id."""
+"""Finds a model's configuration by name: a preset, a config.json, or a hub id."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODEL_IS = (
 
 
 class UnknownModel(InputError):  # noqa: N818 (the name says the state)
-    """A word that names no model; ``word`` is it."""
+    """An error for a word that names no model; ``word`` is that word."""
 
     def __init__(self, word: str) -> None:
         super().__init__(f"unknown model {word!r}: give {MODEL_IS}")
@@ -41,7 +41,7 @@ class UnknownModel(InputError):  # noqa: N818 (the name says the state)
 
 
 def config_named(model: str) -> tuple[str, Any]:
-    """A model's name for people and its configuration, an object of transformers.
+    """Return a model's name for people, and its configuration, an object of transformers.
 
     Args:
         model: a preset (``qwen3-8b``), the path of a config.json or of a folder with one, or a hub id.
@@ -60,7 +60,7 @@ def config_named(model: str) -> tuple[str, Any]:
 
 
 def require_model_name(word: str) -> None:
-    """Refuse a word that can name no model, whatever the hub has.
+    """Refuse a word that cannot name a model, whatever the hub has.
 
     Raises:
         UnknownModel: it is not a preset, the path of a config or a hub id.
@@ -72,7 +72,7 @@ def require_model_name(word: str) -> None:
 
 
 def path_named(model: str) -> Path | None:
-    """The file that a person names, or that of the folder; None where no file is meant.
+    """Return the file that is named, or the config.json of a named folder; None if no file is meant.
 
     Raises:
         InputError: it cannot be looked at.
@@ -85,7 +85,7 @@ def path_named(model: str) -> Path | None:
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
         InputError: the file is missing, cannot be read, or holds something else.
@@ -123,7 +123,7 @@ def _from_hub(model: str) -> Mapping[str, Any]:
 
 
 def _downloaded(model: str, spare: str) -> Path:
-    """The config.json of the hub's model, in the hub's cache; in the folder ``spare`` where that cannot be written."""
+    """Download a model's config.json to the hub's cache, or to ``spare`` if that cannot be written."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -139,7 +139,7 @@ def _downloaded(model: str, spare: str) -> Path:
 
 
 def config_of(config: Mapping[str, Any], name: str) -> Any:
-    """The configuration that transformers makes of a config.json's fields; of a multimodal one the text part.
+    """Make a configuration of transformers from the fields of a config.json; of a multimodal one, the text part.
 
     Raises:
         InputError: transformers does not know the model, or does not take a value; the message names ``name``.
@@ -166,7 +166,7 @@ def config_of(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _decoder(config: Any) -> Any:
-    """The configuration of the text part; of a model with several, the model's own."""
+    """Return the configuration of the text part; of a model with several, the model's own."""
     try:
         return config.get_text_config()
     except ValueError:

@@ -1,4 +1,4 @@
-"""A model's plan: the model is made on meta tensors by transformers' own classes, patched, and stepped in a trace."""
+"""Plans a model: transformers makes it on meta tensors, it is patched, and its steps run in a trace."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tilekern.tuning.plan.steps import ADAMW, Planned, Steps
 
 
 def known_ops() -> list[str]:
-    """The ops of a model's step: those that are patched, its attention and its optimizer."""
+    """Return the ops of a model's step: those that are patched, attention and the optimizer."""
     return [*registry.known_ops(), ATTENTION, ADAMW]
 
 
 def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
-    """The problems that training steps of a model ask for on a GPU.
+    """Plan the problems that training steps of a model ask for on a GPU.
 
     Args:
         model: a preset's name, the path of a config.json, a hub id, a configuration of transformers or its dictionary,
@@ -62,7 +62,9 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
                 notes = _trace_config(config, name, steps, ops, found)
             notes += said
             name = name if steps.tp == 1 else f"{name}-tp{steps.tp}"
-    notes += _fallbacks(found)
+    notes += [
+        f"{name}: calls of a step run torch's operations, for which nothing is planned" for name in found.fallbacks
+    ]
     if not found.problems:
         asked = "" if steps.ops is None else f" of --ops {','.join(ops)}"
         raise InputError("; ".join([f"a step of {name} asks for no kernel{asked}", *notes]))
@@ -83,7 +85,7 @@ def _config(model: Any) -> tuple[str, Any]:
 
 
 def _trace_config(config: Any, name: str, steps: Steps, ops: Collection[str], found: Trace) -> list[str]:
-    """Step a model with such a configuration in each dtype, and on ranks in each way; what there is to say of it."""
+    """Step a model in each dtype, and as each kind of rank; return notes for people."""
     notes: dict[str, None] = {}
     attending = steps.attention if ATTENTION in ops else (None,)
     for dtype in steps.dtype:
@@ -95,10 +97,10 @@ def _trace_config(config: Any, name: str, steps: Steps, ops: Collection[str], fo
 
 
 def _shares(config: Any, name: str, tp: int) -> Iterator[tuple[Any, bool]]:
-    """A rank's share of a model, and whether transformers has split it.
+    """Yield a rank's share of a model, and whether transformers splits it.
 
-    transformers gathers the logits before its loss, and puts a forward of its own around each layer that it splits. A
-    split of one's own, such as Megatron's, has plain layers, and takes the loss of its share of the vocabulary.
+    transformers gathers the logits before its loss, and wraps the forward of each layer that it splits. Another split,
+    such as Megatron's, has plain layers, and computes the loss on its share of the vocabulary.
     """
     if tp == 1:
         yield config, False
@@ -111,7 +113,7 @@ def _trace(
     config: Any, name: str, dtype: str, kind: str | None, steps: Steps, ops: Collection[str], found: Trace, *,
     is_split: bool,
 ) -> list[str]:  # fmt: skip
-    """Step a model by one attention implementation, or by transformers' own where that does not serve; why not."""
+    """Step a model with an attention implementation, or with transformers' own if that fails; return the reasons."""
     try:
         attention.register()
         try:
@@ -159,7 +161,7 @@ def _batches(steps: Steps) -> list[Batch]:
 
 
 def _without_patch(config: Any, ops: Iterable[str], found: Trace) -> list[str]:
-    """The ops of a model without a kernel, as no patch knows its code; few families have norms of q and k to fuse."""
+    """Note the ops of a model that no patch knows; few families have norms of q and k to fuse."""
     module = type(config).__module__.replace(".configuration_", ".modeling_")
     known = {patch.op for patch in (*registry.patches_for(module), *registry.registered()) if patch.module == module}
     if "rope" in known:
@@ -170,16 +172,16 @@ def _without_patch(config: Any, ops: Iterable[str], found: Trace) -> list[str]:
     asked = {op for texts in found.askers.values() for text in texts for op in ops_in(text)}
     # Experts may have transformers' door.
     known |= {EXPERTS} & asked
-    lacking = [op for op in ops if op in registry.known_ops() and op not in known]
-    if not lacking:
+    missing = [op for op in ops if op in registry.known_ops() and op not in known]
+    if not missing:
         return []
-    served = [op for op in ops if op in asked and op not in lacking]
-    has = "has" if len(lacking) == 1 else "have"
-    return [f"{config.model_type}: {' and '.join(served) or 'nothing'} only; {', '.join(lacking)} {has} no patch"]
+    served = [op for op in ops if op in asked and op not in missing]
+    has = "has" if len(missing) == 1 else "have"
+    return [f"{config.model_type}: {' and '.join(served) or 'nothing'} only; {', '.join(missing)} {has} no patch"]
 
 
 def _not_read(config: Any) -> list[str]:
-    """What of a model a step on tokens alone does not run: the parts that see or hear."""
+    """Note the parts of a model, such as a vision encoder, that a step on tokens does not run."""
     text = config.get_text_config()
     parts = {name.removesuffix("_config"): getattr(config, name, None) for name in getattr(config, "sub_configs", ())}
     senses = [name for name, part in parts.items() if part is not None and part is not text]
@@ -191,15 +193,9 @@ def _not_read(config: Any) -> list[str]:
     ]
 
 
-def _fallbacks(found: Trace) -> list[str]:
-    return [
-        f"{kernel}: calls of a step run torch's operations, for which nothing is planned" for kernel in found.fallbacks
-    ]
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from logging advice about a model that nobody trains here."""
+    """Keep transformers from logging advice on training."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -212,7 +208,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noted_warnings() -> Iterator[list[str]]:
-    """Keep warnings from being shown; those of tilekern are in the list at the end."""
+    """Hide warnings; the yielded list has those of tilekern at the end."""
     said: list[str] = []
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

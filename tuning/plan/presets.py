@@ -1,4 +1,4 @@
-"""Models that are known by a name, with no network: the sizes in their published configurations."""
+"""Models known by name without a network: the sizes of their published configurations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, tied: boo
 def _sizes(
     kind: str, hidden: int, intermediate: int, layers: int, heads: tuple[int, int], vocabulary: int, **more: Any
 ) -> dict[str, Any]:
-    """A configuration of the model type ``kind``; ``heads`` are of queries and of keys and values."""
+    """Return a configuration of the model type ``kind``; ``heads``: of queries, and of keys and values."""
     return {
         "model_type": kind,
         "hidden_size": hidden,

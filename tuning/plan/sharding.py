@@ -1,4 +1,4 @@
-"""The share of one rank of a tensor-parallel model: a configuration with its share of the sizes."""
+"""Makes the configuration of one rank of a tensor-parallel model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _VOCABULARY = {"vocab_size": "tokens in the vocabulary"}
 
 
 def share_of(config: Any, tp: int, name: str, *, vocabulary: bool) -> Any:
-    """The configuration of what one of ``tp`` ranks has of a model.
+    """Return the configuration of the share that one of ``tp`` ranks has.
+
+    Heads, the MLP's columns and, if asked, the vocabulary are divided; hidden states are not. If there are fewer
+    key-value heads than ranks, several ranks hold the same head.
 
     Heads, the MLP's columns and, if asked, the vocabulary are divided; hidden states are whole on each rank. Where
     there are fewer key-value heads than ranks, several hold the same one.
@@ -54,9 +57,9 @@ def _undivided(name: str, what: str, count: int, tp: int) -> InputError:
 
 
 def give_own_forwards(model: Any) -> None:
-    """Give each module that transformers' tensor-parallel plan names a forward of its own, as applying the plan does.
+    """Wrap the forward of each module that transformers' tensor-parallel plan names, as applying the plan does.
 
-    A fused op steps aside for such a module, as for one with a hook: what it computes is not its class's alone.
+    A fused op falls back for such a module, as for one with a hook.
     """
     patterns = [re.escape(name).replace(r"\*", r"\d+") for name in getattr(model, "_tp_plan", None) or {}]
     for name, module in model.named_modules():
@@ -66,10 +69,10 @@ def give_own_forwards(model: Any) -> None:
 
 @dataclass(frozen=True)
 class OwnForward:
-    """A forward that a module has of its own, around the one that it had."""
+    """A module's own forward around its former one."""
 
     forward: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of its former forward."""
+        """Return the result of the former forward."""
         return self.forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Which steps of a model are traced: their lengths, dtypes, and what else a training job chooses."""
+"""Describes the steps of a model that are traced: lengths, dtypes and other choices of a training job."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ TOKENS = (2048, 8192)
 
 @dataclass(frozen=True)
 class Planned:
-    """The problems of a plan, each once, with a name for people and what they should know of it.
+    """The problems of a plan, each once, with a name and notes for people.
 
-    ``models`` are the plans of the models in it, each by itself, where it is of several things. ``launches`` says how
-    often a step launches a problem, where that is known.
+    ``models`` are the plans of single models, if there are several. ``launches`` counts the launches of a step, as far
+    as known.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Steps:
         self.batches()
 
     def batches(self) -> list[tuple[int, int]]:
-        """Each step with each length of a sequence that it holds a whole number of: that number, and the length.
+        """Return batch size and sequence length of each step: each token count with each length that divides it.
 
         Raises:
             InputError: a count is out of range, or goes together with none of the others.
@@ -99,13 +99,13 @@ class Steps:
 
 
 def as_list(given: Any) -> list[Any]:
-    """A list of what a caller gave: one value, or several."""
+    """Return one value or several as a list."""
     is_several = isinstance(given, Iterable) and not isinstance(given, str)
     return list(given) if is_several else [given]
 
 
 def dtype_named(dtype: Any) -> str:
-    """The name of a dtype, from that, torch's own dtype, or a short name: bf16, fp16, fp32.
+    """Return the name of a dtype, given as a name, a short name (bf16, fp16, fp32) or torch's own.
 
     Raises:
         InputError: it is none of these.

@@ -1,1 +1,1 @@
-"""The service: tunes what running jobs have asked for and did not find, and publishes it into their caches."""
+"""The tuning service: watches the wanted lists of caches, and tunes what costs running jobs most."""

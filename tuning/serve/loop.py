@@ -1,23 +1,28 @@
-"""The service's loop: looks at the wanted lists, tunes the costliest problems first, publishes, writes its history."""
+"""The service's loop: read the wanted lists, tune the costliest problems, publish the winners, write the history."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tilekern.cache import CacheError
+from tilekern.cache.folders import files_inside, unlink_below
 from tilekern.errors import TilekernError
-from tilekern.tuning.pipeline import Options
-from tilekern.tuning.publishing import Winner, is_open
-from tilekern.tuning.serve.board import IDLE, MOST_SHOWN, TUNING, Board
-from tilekern.tuning.serve.tuner import tune
-from tilekern.tuning.serve.watched import WAITING, Item, WatchedCache
+from tilekern.tuning.pipeline import Options, Pipeline, Tell
+from tilekern.tuning.plan.choosing import with_parts
+from tilekern.tuning.publishing import Winner, is_open, keep_winners, why_not
+from tilekern.tuning.serve.watched import MEASURED, WAITING, Item, WatchedCache
+from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.holding import written
 from tilekern.tuning.sweep.plan import Named
-from tilekern.tuning.terminal.console import sizes_of
+from tilekern.tuning.terminal import sizes_of
 
-# What the world does to a cache, and the next pass may be spared.
+# Errors of a cache or its disk; the next pass may not meet them.
 TROUBLE = (TilekernError, CacheError, OSError)
+# Limit on the artifacts that a sweep folder keeps between two batches, for problems that compile to the same code.
+MOST_ARTIFACT_BYTES = 4 << 30
 
 
 class Service:
@@ -26,27 +31,27 @@ class Service:
     Args:
         caches: the caches, each held already.
         options: how to tune.
-        batch: how many problems to tune at once; after each batch the queue is looked at anew.
-        board: where to say what is done.
+        batch: how many problems to tune at once; the queue is read anew after each batch.
         say: takes a line for people.
+
+    Attributes:
+        published: the history lines of problems that the current pass published.
+        failed: the problems that it could not tune, with their reasons.
+        left: the items that are still wanted.
+        troubled: caches that the current pass gave up, with the reason.
     """
 
     def __init__(
-        self, caches: Sequence[WatchedCache], options: Options, batch: int, board: Board, say: Callable[[str], None]
-    ) -> None:
-        self._caches, self._options, self._batch, self._board, self._say = list(caches), options, batch, board, say
-        # What the pass at work has come to: lines of the history, what is still wanted, caches that are in trouble.
+        self, caches: Sequence[WatchedCache], options: Options, batch: int, say: Callable[[str], None]
+    ) -> None:  # fmt: skip
+        self._caches, self._options, self._batch, self._say = list(caches), options, batch, say
         self.published: list[dict[str, Any]] = []
         self.failed: list[dict[str, Any]] = []
         self.left: list[Item] = []
         self.troubled: dict[WatchedCache, str] = {}
 
     def run(self, poll_s: float) -> None:
-        """Work until the process is told to stop, which raises here.
-
-        Args:
-            poll_s: seconds to wait where nothing is left to do.
-        """
+        """Work until a signal raises here; rest for ``poll_s`` seconds when nothing is left to do."""
         while True:
             self.work_off()
             time.sleep(poll_s)
@@ -55,19 +60,13 @@ class Service:
         """Tune until nothing is left that can be tuned here and now."""
         self.published, self.failed, self.troubled = [], [], {}
         while (chosen := self._choose()) is not None:
-            self._board.put(state=TUNING)
             self._tune(*chosen)
-        self._board.add(passes=1)
-        self._board.put(state=IDLE, error="; ".join(self.troubled.values()) or None)
 
     def _choose(self) -> tuple[WatchedCache, list[Item]] | None:
-        """The next batch: the costliest items of the cache that has the costliest one; None where nothing is left."""
+        """Return the next batch: the costliest items of the cache that has the costliest one."""
         queues = {cache: self._queue(cache) for cache in self._caches}
-        found = [item for queue in queues.values() for item in queue]
-        self.left = sorted(found, key=lambda item: (item.state != WAITING, -item.cost_s, item.created))
-        self._board.queue([str(cache.root) for cache in self._caches], self.left)
-        lines = [line for cache in self._caches for line in cache.history.last(MOST_SHOWN)]
-        self._board.put(history=sorted(lines, key=lambda line: str(line.get("time")), reverse=True)[:MOST_SHOWN])
+        items = [item for queue in queues.values() for item in queue]
+        self.left = sorted(items, key=lambda item: (item.state != WAITING, -item.cost_s, item.created))
         ready = {cache: [item for item in queue if item.state == WAITING] for cache, queue in queues.items()}
         waiting = {cache: items for cache, items in ready.items() if items and cache not in self.troubled}
         if not waiting:
@@ -78,22 +77,20 @@ class Service:
     def _queue(self, cache: WatchedCache) -> list[Item]:
         try:
             for item in cache.settle():
-                self._say(f"{item.kernel} {_values(item)}: was in {cache.root} already")
+                self._say(f"{item.kernel} {sizes_of(item.problem)}: was in {cache.root} already")
             return cache.queue()
         except TROUBLE as error:
             self._trouble(cache, error)
             return []
 
     def _tune(self, cache: WatchedCache, items: Sequence[Item]) -> None:
-        """Tune a batch; one that fails as a whole is tried item by item, so that one item never stops others."""
+        """Tune a batch; if the batch fails as a whole, tune its items one by one."""
         began = time.perf_counter()
-        shown = [{"kernel": item.kernel, "problem": dict(item.problem)} for item in items]
-        self._board.put(batch={"cache": str(cache.root), "items": shown, "stage": "plan", "done": 0, "of": 0})
         try:
-            found = tune(cache, [item.named for item in items], self._options, self._board.tell)
+            outcomes = tune(cache, [item.named for item in items], self._options)
         except OSError as error:
             self._trouble(cache, error)
-        except Exception as error:  # noqa: BLE001 (whatever an item does must not end the service)
+        except Exception as error:  # noqa: BLE001 (no item may end the service)
             if len(items) > 1:
                 for item in items:
                     self._tune(cache, [item])
@@ -101,28 +98,32 @@ class Service:
                 reason = str(error) if isinstance(error, TROUBLE) else f"{type(error).__name__}: {error}"[:300]
                 self._guarded(cache, self._failed, items[0], reason, passing=True)
         else:
-            self._guarded(cache, self._keep, items, found, time.perf_counter() - began)
-        finally:
-            self._board.put(batch=None)
+            self._guarded(cache, self._keep, items, outcomes, time.perf_counter() - began)
 
     def _keep(
-        self, cache: WatchedCache, items: Sequence[Item], found: Mapping[Named, Winner | str], seconds: float
+        self, cache: WatchedCache, items: Sequence[Item], outcomes: Mapping[Named, Winner | str], seconds: float
     ) -> None:
-        """Write down what became of items, and take those off the list that the cache holds now."""
-        self._board.add(tuning_s=round(seconds, 3))
+        """Write the history, and take published items off the wanted list."""
         done = []
         for item in items:
-            outcome = found[item.named]
+            outcome = outcomes[item.named]
             if isinstance(outcome, str):
                 self._failed(cache, item, outcome, passing=is_open(cache.sweep, *item.named))
             elif not cache.serves(item):
                 self._failed(cache, item, "its record was published, and a lookup does not find it", passing=False)
             else:
-                facts = _facts(item, outcome)
+                facts = {
+                    "kernel": item.kernel,
+                    "problem": dict(item.problem),
+                    "provenance": outcome.record.provenance,
+                    "config": outcome.record.config,
+                    "time_us": round(outcome.time_us, 3),
+                    "gain_over_default": round(outcome.gain, 4),
+                    "misses": item.misses,
+                }
                 cache.history.note("published", item.name, seconds=round(seconds, 3), **facts)
                 self.published.append({"cache": str(cache.root), **facts})
-                self._board.add(published=1)
-                self._say(f"{item.kernel} {_values(item)}: {facts['provenance']} {facts['time_us']:.1f} us")
+                self._say(f"{item.kernel} {sizes_of(item.problem)}: {facts['provenance']} {facts['time_us']:.1f} us")
                 done.append(item)
         cache.remove(done)
 
@@ -132,8 +133,7 @@ class Service:
             "cache": str(cache.root), "kernel": item.kernel, "problem": dict(item.problem), "reason": reason,
             "passing": passing,
         })  # fmt: skip
-        self._board.add(failed=1)
-        self._say(f"{item.kernel} {_values(item)}: failed: {reason}")
+        self._say(f"{item.kernel} {sizes_of(item.problem)}: failed: {reason}")
 
     def _guarded(self, cache: WatchedCache, work: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         try:
@@ -149,17 +149,45 @@ class Service:
             self._say(f"left until the next pass: {why}")
 
 
-def _facts(item: Item, winner: Winner) -> dict[str, Any]:
-    return {
-        "kernel": item.kernel,
-        "problem": dict(item.problem),
-        "provenance": winner.record.provenance,
-        "config": winner.record.config,
-        "time_us": round(winner.time_us, 3),
-        "gain_over_default": round(winner.gain, 4),
-        "misses": item.misses,
+def tune(
+    cache: WatchedCache, named: Sequence[Named], options: Options, tell: Tell = lambda *_: None
+) -> dict[Named, Winner | str]:
+    """Compile, measure if the GPU is here, and publish; the sweep's journal saves finished work.
+
+    The parts of composites are tuned with them, unless the cache has them.
+
+    Returns:
+        The winner of each problem, now in the cache, or the reason why it has none that is as good as the goal.
+
+    Raises:
+        InputError: the sweep folder is held or cannot be written, or there is no such GPU.
+        tilekern.cache.CacheError: the cache cannot be written.
+    """
+    sweep = cache.sweep
+    parts = [pair for pair in with_parts(named, cache.target) if pair not in named and not cache.holds(pair)]
+    sweep.begin(cache.target, "wanted", [*dict.fromkeys(named), *parts])
+    pipeline = Pipeline(sweep, cache.store, options, tell)
+    pipeline.work()
+    if cache.goal == MEASURED:
+        keep_winners(sweep)  # which composites of a later batch launch
+    if winners := pipeline.winners():
+        pipeline.publish(winners)
+    good = {
+        (winner.kernel, winner.problem): winner
+        for winner, _ in winners
+        if cache.goal != MEASURED or winner.record.provenance == MEASURED
     }
+    _make_room(sweep)
+    return {pair: good[pair] if pair in good else why_not(sweep, *pair) for pair in named}
 
 
-def _values(item: Item) -> str:
-    return sizes_of(item.problem)
+def _make_room(sweep: Sweep) -> None:
+    """Delete the oldest artifacts beyond the limit; they are compiled again when needed."""
+    with written(sweep.folder):
+        files = [(path, os.lstat(sweep.folder / path)) for path in files_inside(sweep.folder, "artifacts")]
+        held = sum(status.st_size for _, status in files)
+        for path, status in sorted(files, key=lambda pair: pair[1].st_mtime):
+            if held <= MOST_ARTIFACT_BYTES:
+                break
+            unlink_below(sweep.folder, path)
+            held -= status.st_size

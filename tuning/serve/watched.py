@@ -1,9 +1,9 @@
-"""One cache that the service watches: its wanted list as a queue by cost, and what has come of it so far."""
+"""A cache that the service watches: its wanted list as a queue, the costliest problems first, and what a miss costs."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,84 @@ from tilekern.cache import (
     wanted_name,
 )
 from tilekern.cache.folders import opened
+from tilekern.compile.cubin import Resources, code_of
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
-from tilekern.spec import KernelSpec, Problem
+from tilekern.spec import ALIGNED, Config, Problem
 from tilekern.spec.source import source_digest
 from tilekern.spec.targets import Target
-from tilekern.tuning.serve.cost import Lost, lost
+from tilekern.tuning.compile.machine_code import read_machine_code
+from tilekern.tuning.predict.ranking import Prediction, predict, ranking
+from tilekern.tuning.predict.roofline import launch_s
 from tilekern.tuning.serve.history import Failures, History
+from tilekern.tuning.sweep.candidates import Candidate, candidate
 from tilekern.tuning.sweep.folder import Sweep, folder_in
 from tilekern.tuning.sweep.holding import Holder
 from tilekern.tuning.sweep.journal import Journal
 from tilekern.tuning.sweep.plan import Named
 
+# Time of the model's own op and of a default config over the roofline's, without a prediction. On the H200, torch's own
+# ops take from 1.7 times (swiglu) to 24 times (qk_norm_rope).
+OWN_OP, DEFAULT = 4.0, 1.5
+ReadBlob = Callable[[str], bytes]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The seconds that a launch loses, at least 0, and the basis of the estimate: ``predicted`` or ``roofline``."""
+
+    seconds: float
+    basis: str
+
+
+def lost(
+    kernel: str, problem: Problem, target: Target, sweep: Sweep, record: Record | None, read_blob: ReadBlob
+) -> Lost:
+    """Estimate the loss of one launch: the time of the current kernel, less that of the predicted winner.
+
+    Args:
+        kernel: the spec's name.
+        problem: the problem.
+        target: the GPU.
+        sweep: may hold compiled candidates of the problem.
+        record: the record that serves now; None for the model's own op.
+        read_blob: returns an artifact of the record by its sha256.
+
+    Raises:
+        tilekern.cache.CacheError: the artifact cannot be read.
+    """
+    floor_s = launch_s(kernel, problem, target)
+    try:
+        known = ranking(sweep, kernel, problem, target)
+    except InputError:  # the folder has no plan yet
+        known = []
+    best_s = known[0][1].seconds if known else floor_s
+    if record is None:
+        return Lost(max(0.0, OWN_OP * floor_s - best_s), "roofline")
+    now = _predicted(kernel, problem, target, record, read_blob, known)
+    if now is None:
+        return Lost(max(0.0, DEFAULT * floor_s - best_s), "roofline")
+    return Lost(max(0.0, now - best_s), "predicted" if known else "roofline")
+
+
+def _predicted(
+    kernel: str, problem: Problem, target: Target, record: Record, read_blob: ReadBlob,
+    known: list[tuple[Candidate, Prediction]],
+) -> float | None:  # fmt: skip
+    """Return the predicted time of the record's config; None if it has no artifact to predict from."""
+    item = candidate(kernel, problem, Config(record.config), ALIGNED, target)
+    for other, said in known:
+        if other.config == item.config:
+            return said.seconds
+    # If a library runs the config, the artifacts belong to another config.
+    artifact = None if item.is_library else record.artifacts.get(ALIGNED)
+    if artifact is None:
+        return None
+    code = read_machine_code(code_of(read_blob(artifact.sha256), artifact.symbol), target.capability)
+    return predict(item, Resources(**artifact.resources), target, code).seconds
+
+
 STATES = WAITING, FAILED, ELSEWHERE, UNKNOWN = "waiting", "failed", "elsewhere", "unknown"
-# A problem that was noted and has no count yet was run once at least.
-_LEAST_MISSES = 1
 NOTHING_LOST = Lost(0.0, "none")
 MEASURED, PREDICTED = "measured", "predicted"
 
@@ -45,18 +108,18 @@ class Item:
     """A wanted problem.
 
     Attributes:
-        root: the cache that wants it.
-        name: what its wanted list calls it.
+        root: the cache's root.
+        name: its name on the wanted list.
         kernel: the spec's name.
         problem: its values.
-        target: the GPU that it is wanted for, ``name`` and ``key`` among others.
+        target: the description of the GPU, with ``name`` and ``key``.
         created: when it was first asked for.
-        reason: what the job said.
-        misses: how often it was run untuned, as far as jobs have written down.
-        state: ``waiting``, ``failed`` (not to be tried now), ``elsewhere`` (for another GPU), ``unknown`` (nothing
-            that this version of tilekern has).
-        why: what is to be said of the state.
-        lost: what each run loses.
+        reason: the job's reason.
+        misses: how often jobs ran it untuned; at least 1.
+        state: ``waiting``, ``failed`` (not tried now), ``elsewhere`` (for another GPU), ``unknown`` (this version of
+            tilekern has no such kernel or problem).
+        why: the reason for the state.
+        lost: the loss of each run.
     """
 
     root: Path
@@ -73,12 +136,12 @@ class Item:
 
     @property
     def cost_s(self) -> float:
-        """Seconds that were lost so far: misses times what each of them loses."""
+        """Return the seconds that were lost so far."""
         return self.misses * self.lost.seconds
 
     @property
     def named(self) -> Named:
-        """The problem at its buckets, as a sweep names it."""
+        """Return the kernel and the bucketed problem, as a sweep names them."""
         spec = all_specs()[self.kernel]
         return self.kernel, spec.bucketed(spec.problem(**self.problem))
 
@@ -90,7 +153,7 @@ class WatchedCache:
         root: the cache's root.
         target: the GPU to tune for.
         toolkit_key: the toolkit to compile with.
-        goal: the provenance that a served problem's record has: ``measured``, or ``predicted`` where no GPU is.
+        goal: the provenance to reach: ``measured``, or ``predicted`` without the GPU.
     """
 
     def __init__(self, root: Path, target: Target, toolkit_key: str, goal: str) -> None:
@@ -105,10 +168,10 @@ class WatchedCache:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other services away from the cache.
+        """Keep other services out of the cache.
 
         Raises:
-            InputError: another service works on it, or it cannot be written.
+            InputError: another service holds it, or it cannot be written.
         """
         folder = self.root / "service"
         try:
@@ -122,15 +185,19 @@ class WatchedCache:
             yield
 
     def settle(self) -> list[Item]:
-        """Take off the list what the cache holds by now; those items."""
+        """Take items off the list that the cache already holds; return them."""
         done = [item for item in self._items() if item.state == WAITING and self.serves(item)]
         self.remove(done)
         return done
 
     def queue(self) -> list[Item]:
-        """The wanted problems, the costliest first; then those that cannot be tuned here or now."""
-        found = [self._costed(self._judged(item)) for item in self._items()]
-        return sorted(found, key=lambda item: (item.state != WAITING, -item.cost_s, item.created, item.name))
+        """Return the wanted problems: the costliest first, those that cannot be tuned here or now last."""
+        items = []
+        for item in self._items():
+            if item.state == WAITING and (why := self.failures.why(item.name, self._state(item))) is not None:
+                item = replace(item, state=FAILED, why=why)  # noqa: PLW2901
+            items.append(self._costed(item))
+        return sorted(items, key=lambda item: (item.state != WAITING, -item.cost_s, item.created, item.name))
 
     def remove(self, items: list[Item]) -> None:
         """Take items off the list.
@@ -142,18 +209,18 @@ class WatchedCache:
             remove_wanted(self.root, [item.name for item in items])
 
     def serves(self, item: Item) -> bool:
-        """Whether the cache has a record of an item that is as good as can be made here."""
+        """Return whether the cache holds a record of an item that meets the goal."""
         return self.holds(item.named)
 
     def holds(self, named: Named) -> bool:
-        """Whether the cache has a record of a problem that is as good as can be made here."""
+        """Return whether the cache holds a record of a problem that meets the goal."""
         return self._is_good(self._record(*named))
 
     def fail(self, item: Item, reason: str, *, passing: bool) -> None:
-        """Write down that an item cannot be tuned; it stays wanted.
+        """Note that an item cannot be tuned; it stays wanted.
 
         Raises:
-            OSError: that cannot be written.
+            OSError: the note cannot be written.
         """
         self.failures.note(item.name, reason, self._state(item), passing=passing)
         self.history.note("failed", item.name, item.kernel, item.problem, reason=reason)
@@ -162,27 +229,23 @@ class WatchedCache:
         misses = read_misses(self.root)
         for wanted in read_wanted(self.root):
             name = wanted_name(wanted["kernel"], wanted["problem"], wanted["target"])
-            item = Item(self.root, name, **wanted, misses=max(_LEAST_MISSES, misses.get(name, 0)))
+            item = Item(self.root, name, **wanted, misses=max(1, misses.get(name, 0)))
             yield self._placed(item)
 
     def _placed(self, item: Item) -> Item:
-        """Whether an item is for this GPU and this tilekern."""
         if item.target.get("key") != self.target.key:
             return replace(item, state=ELSEWHERE, why=f"not for this GPU: wanted on {item.target.get('name')}")
         if item.kernel not in all_specs():
-            return replace(item, state=UNKNOWN, why=f"this version of tilekern has no kernel {item.kernel}")
+            why = f"no kernel {item.kernel} here; if it is your own, pass --specs MODULE"
+            return replace(item, state=UNKNOWN, why=why)
         try:
             assert item.named
         except (TypeError, ValueError) as error:
-            return replace(item, state=UNKNOWN, why=f"no problem of this version of tilekern: {error}")
+            return replace(item, state=UNKNOWN, why=f"this version of tilekern has no such problem: {error}")
         return item
 
-    def _judged(self, item: Item) -> Item:
-        why = self.failures.why(item.name, self._state(item)) if item.state == WAITING else None
-        return replace(item, state=FAILED, why=why) if why is not None else item
-
     def _state(self, item: Item) -> dict[str, str]:
-        """The state that a failure of an item depends on."""
+        """Return the facts that a failure of an item depends on."""
         return {
             "source": source_digest(all_specs()[item.kernel].module),
             "toolkit": self._toolkit_key,
@@ -204,8 +267,8 @@ class WatchedCache:
                     del self._costs[old]
                 self._costs[key] = lost(kernel, problem, self.target, self.sweep, record, self._layer.read_blob)
         except (CacheError, OSError):
-            return item  # tuning it will say what is wrong
-        except Exception as error:  # noqa: BLE001 (a problem that a spec's own formulas cannot take must stop no other)
+            return item  # tuning it reports what is wrong
+        except Exception as error:  # noqa: BLE001 (a spec's own formulas may fail on a problem, which must not stop others)
             return replace(item, state=UNKNOWN, why=f"{type(error).__name__}: {error}"[:300])
         return replace(item, lost=self._costs[key])
 
@@ -213,10 +276,10 @@ class WatchedCache:
         return record is not None and PROVENANCES.index(record.provenance) <= PROVENANCES.index(self.goal)
 
     def _record(self, kernel: str, problem: Problem) -> Record | None:
-        """The cache's own record of the very problem on the very GPU."""
-        spec: KernelSpec = all_specs()[kernel]
-        found = lookup(
+        """Return the cache's own record of this very problem and GPU."""
+        spec = all_specs()[kernel]
+        hit = lookup(
             kernel, dict(problem), bucketed=(), target_key=self.target.key, arch=self.target.arch,
             toolkit_key=self._toolkit_key, source=source_digest(spec.module), layers=[self._layer],
         )  # fmt: skip
-        return found.record if found is not None and found.exact_target else None
+        return hit.record if hit is not None and hit.exact_target else None

@@ -1,4 +1,4 @@
-"""Candidates: a problem and one config of it, and the key of the artifact that both run."""
+"""Candidates: a problem with one config, and the key of its artifact."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ARTIFACT_DIGITS = 16
 
 @dataclass(frozen=True)
 class Candidate:
-    """A problem and one config of it, with the key of the artifact that it runs."""
+    """A problem and one config of it, with the key of its artifact."""
 
     kernel: str
     problem: Problem
@@ -42,12 +42,12 @@ class Candidate:
 
     @property
     def spec(self) -> KernelSpec:
-        """The candidate's spec."""
+        """Return the candidate's spec."""
         return spec_named(self.kernel)
 
     @property
     def is_library(self) -> bool:
-        """Whether a library runs it, so that there is nothing to compile."""
+        """Return whether a library runs it, so that nothing is compiled."""
         return self.spec.is_library(self.problem, self.config)
 
     @property
@@ -61,7 +61,7 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """One line that names the candidate and its artifact: after an edit of the kernel it is another one."""
+        """Return a name with a part of the artifact's key, so that an edit of the kernel changes it."""
         return f"{self.kernel}|{self.problem.key}|{self.config.key}|{self.variant}|{self.artifact[:ARTIFACT_DIGITS]}"
 
 
@@ -84,7 +84,7 @@ def artifact_key(implementation: DeviceKernel | LibraryCall, variant: str, targe
 
 
 def candidate(kernel: str, problem: Problem, config: Config, variant: str, target: Target) -> Candidate:
-    """The candidate of a (problem, config) on a target."""
+    """Return the candidate of a problem and config on a target."""
     spec = spec_named(kernel)
     key = artifact_key(spec.implement(problem, config), variant, target, source_digest(spec.module))
     return Candidate(kernel, problem, config, variant, key)

@@ -70,7 +70,7 @@ _R = TypeVar("_R")
 
 
 def folder_in(root: Path, name: str) -> Path:
-    """The sweep folder of a name that a cache keeps.
+    """Return a sweep folder that a cache keeps, by its name.
 
     Raises:
         InputError: it is a link or stands behind one inside the cache.
@@ -105,7 +105,10 @@ class Sweep:
 
     @classmethod
     def carried(cls, folder: Path, *, signs: bool = False) -> Sweep:
-        """A folder that was named in order to measure what is in it, whoever compiled that.
+        """Open a folder in order to measure what is in it, whoever compiled that.
+
+        Under ``TILEKERN_TRUST=signed``, and for a run that signs, only what this user compiled or a trust root signed
+        counts.
 
         Where ``TILEKERN_TRUST`` is ``signed``, or the run signs what comes of it, it must have been this user, or a
         trust root must have signed it.
@@ -123,7 +126,7 @@ class Sweep:
         self, target: Target, model: str, problems: Sequence[Named], limits: Limits | None = None,
         launches: Mapping[Named, int] | None = None,
     ) -> None:  # fmt: skip
-        """Write the plan, in place of one for the same target; what its journals know stays known.
+        """Write the plan, in place of an older one for the same target; the journals stay.
 
         Args:
             target: the GPU to tune for.
@@ -145,7 +148,7 @@ class Sweep:
                 self._plan.write(target, model, problems, limits or {}, launches)
 
     def again(self, folder: Path) -> Sweep:
-        """A sweep of the same plan in another folder, of which nothing is done.
+        """Begin a sweep of the same plan in another folder.
 
         Raises:
             InputError: as of :meth:`begin`.
@@ -156,35 +159,35 @@ class Sweep:
 
     @property
     def target(self) -> Target:
-        """The target that the sweep is for."""
+        """Return the sweep's target."""
         return from_description(self._plan.read().target)
 
     @property
     def cache(self) -> Path:
-        """The cache of the sweep's own, which measuring looks kernels up in."""
+        """Return the sweep's own cache, in which composites look kernels up while they are measured."""
         return self.folder / _CACHE
 
     @property
     def model(self) -> str:
-        """The model that the sweep was planned for."""
+        """Return the name of the planned model."""
         return self._plan.read().model
 
     def problems(self) -> list[tuple[str, Problem]]:
-        """The planned problems; raises as :meth:`tilekern.tuning.sweep.plan.PlanFile.problems`."""
+        """Return the planned problems; raises as :meth:`tilekern.tuning.sweep.plan.PlanFile.problems`."""
         return self._plan.problems()
 
     @property
     def limits(self) -> Limits:
-        """The configs to try of the problems that the plan limits."""
+        """Return the configs to try of the problems that the plan limits."""
         return self._plan.read().limits
 
     @property
     def launches(self) -> Mapping[Named, int]:
-        """How often a step launches the problems of which that is known."""
+        """Return how often a step launches each problem, as far as known."""
         return self._plan.read().launches
 
     def candidates(self, kernel: str, problem: Problem) -> list[Candidate]:
-        """The candidates of a problem, as the plan limits them; each stage asks for them anew."""
+        """Return the candidates of a problem, as the plan limits them."""
         plan = self._plan.read()
         limit, without = plan.limits.get((kernel, problem)), self.missing_backends
         asked = (kernel, problem, plan.target["key"], None if limit is None else tuple(limit), without)
@@ -209,16 +212,16 @@ class Sweep:
         return frozenset(backend.name for backend in optional if used.isdisjoint(backend.needs))
 
     def compiled(self) -> dict[str, Line]:
-        """The state of each artifact key: status ``ok`` or ``failed``, and facts or the reason."""
+        """Return the line of each artifact key: status ``ok``, ``failed`` or ``open``, with facts or the reason."""
         return self._journals["compiled"].latest()
 
     @property
     def others(self) -> int:
-        """How many lines about artifacts were read that neither this user wrote nor a trust root signed."""
+        """Return how many lines about artifacts neither this user wrote nor a trust root signed."""
         return self._lines[COMPILED].others
 
     def sign(self, key: SigningKey) -> int:
-        """Sign what is known of the artifacts, for those who take the folder over; how many lines were signed.
+        """Sign the lines about artifacts for those who take the folder over; return their number.
 
         Raises:
             InputError: the folder cannot be written, or lines of others count in it.
@@ -230,13 +233,13 @@ class Sweep:
         return len(found)
 
     def lost(self) -> set[str]:
-        """The keys of artifacts that were compiled and whose files are not there any more."""
+        """Return the keys of compiled artifacts whose files are gone."""
         folder = self.folder / _ARTIFACTS
         there = set(os.listdir(folder)) if folder.is_dir() else set()
         return {key for key, line in self.compiled().items() if "sha256" in line and line["sha256"] not in there}
 
     def races(self) -> dict[str, Line]:
-        """Each race that came to its end, the newest last."""
+        """Return each race that ended, the newest last."""
         return self._journals["races"].latest()
 
     def measured(self) -> dict[str, Line]:
@@ -259,10 +262,10 @@ class Sweep:
         return found
 
     def quarantined(self) -> dict[str, str]:
-        """The reason for each candidate that crashed or hung with the toolkit and driver of today, or unknown ones.
+        """Return the reason for each candidate that crashed or hung with today's, or an unknown, toolkit and driver.
 
-        The toolkit is that of the candidate's artifact, the driver that of the GPU that measured last. A library's
-        call has no artifact: it is freed by another torch, cuDNN or cuBLAS than the line names.
+        The toolkit is that of the candidate's artifact, the driver that of the GPU that measured last. A library's call
+        has no artifact: another torch, cuDNN or cuBLAS than the line names frees it.
         """
         toolkits = {key[:ARTIFACT_DIGITS]: _toolkit_key(line) for key, line in self.compiled().items()}
         gpu = self.gpu()
@@ -276,21 +279,21 @@ class Sweep:
         return found
 
     def skipped(self) -> dict[str, str]:
-        """The reason for each problem that could not be measured and was not since; keys are ``kernel|problem``."""
+        """Return the reason for each problem that could not be measured and was not since, by ``kernel|problem``."""
         raced = {f"{race['kernel']}|{race['problem']}" for race in self.races().values()}
         lines = self._journals["skipped"].latest()
         return {key: line["reason"] for key, line in lines.items() if key not in raced}
 
     def gpu(self) -> dict[str, Any]:
-        """The GPU, driver and torch that the last measure stage ran on; empty before one did."""
+        """Return the GPU, driver and torch of the last measure stage; empty before one."""
         return next(reversed(self._journals["gpu"].latest().values()), {})
 
     def runs(self) -> list[Line]:
-        """The runs that worked on the folder, each with its ``stage`` and ``seconds``."""
+        """Return the runs that worked on the folder, each with its ``stage`` and ``seconds``."""
         return list(self._runs.latest().values())
 
     def note(self, journal: str, *lines: Mapping[str, Any]) -> None:
-        """Append lines to a journal, named as its file is, in one write.
+        """Append lines to a journal in one write.
 
         Raises:
             InputError: the folder cannot be written.
@@ -301,7 +304,7 @@ class Sweep:
 
     @contextlib.contextmanager
     def running(self, stage: str) -> Iterator[Run]:
-        """Work on a stage: other runs are kept out, its time is kept, and its lines are on disk when it is over.
+        """Work on a stage: keep other runs out, count its time, and sync its lines at the end.
 
         Two stages of one process may be at work at once.
 
@@ -328,7 +331,7 @@ class Sweep:
                     unlink_below(self.folder, path)
 
     def store(self, cubin: bytes) -> str:
-        """Keep a cubin; its sha256.
+        """Keep a cubin; return its sha256.
 
         Raises:
             InputError: the folder cannot be written.
@@ -341,7 +344,7 @@ class Sweep:
         return name
 
     def cubin(self, sha256: str) -> bytes:
-        """The bytes of an artifact; a damaged one is removed, so that the compile stage makes it again.
+        """Return the bytes of an artifact; a damaged one is removed, so that it is compiled again.
 
         Raises:
             InputError: it is missing or damaged.
@@ -359,7 +362,7 @@ class Sweep:
 
 
 def during(stage: str) -> Callable[[Callable[Concatenate[Sweep, _P], _R]], Callable[Concatenate[Sweep, _P], _R]]:
-    """Have a function whose first argument is a sweep run under :meth:`Sweep.running`."""
+    """Run a function, whose first argument is a sweep, under :meth:`Sweep.running`."""
 
     def wrap(function: Callable[Concatenate[Sweep, _P], _R]) -> Callable[Concatenate[Sweep, _P], _R]:
         @functools.wraps(function)
@@ -379,7 +382,7 @@ def _journal(folder: Path, name: str, counts: Callable[[Line], bool] = lambda _l
 
 
 def _with_time(before: Line, line: Line) -> Line:
-    """A check that is noted again takes nothing from the time that is known of the same code."""
+    """Keep the time of a candidate whose check is noted again, if the code is the same."""
     same = before.get("code_sha256") == line.get("code_sha256")
     return before | line if same else line
 
@@ -389,7 +392,6 @@ def _artifact_of(candidate_key: str) -> str:
 
 
 def _toolkit_key(line: Line) -> Any:
-    """The key of the toolkit that a line names, in whichever form."""
     found = line.get("toolkit")
     return found.get("key") if isinstance(found, dict) else found
 
@@ -399,7 +401,7 @@ def _agree(one: Any, other: Any) -> bool:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Put a file in place in one step; not synced, as what a crash of the machine takes is compiled again."""
+    """Write a file in one step; it is not synced, since a lost file is compiled again."""
     temporary = path.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}")
     try:
         temporary.touch(0o644)

@@ -1,6 +1,6 @@
-"""The holder of a sweep folder: one run at a time holds it, and a journal keeps how long each has run.
+"""Locks a sweep folder for one run at a time, and keeps a journal of how long each run worked.
 
-The lock goes with the process that holds it, however that ends. Readers need none.
+The lock ends with its process, however that ends. Readers need none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BEAT_S = 2.0
 
 @dataclass
 class Run:
-    """A run on a stage; what it waits for another stage (:meth:`pause` to :meth:`go_on`) is not counted as its time."""
+    """A run on a stage; the time between :meth:`pause` and :meth:`go_on` does not count."""
 
     stage: str
     name: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -43,18 +43,18 @@ class Run:
     _paused_at: float | None = None
 
     def pause(self) -> None:
-        """There is nothing to do until another stage has come further."""
+        """Stop counting until another stage has come further."""
         if self._paused_at is None:
             self._paused_at = time.time()
 
     def go_on(self) -> None:
-        """There is something to do; harmless where there was."""
+        """Count again; harmless if it was not paused."""
         if self._paused_at is not None:
             self._waited_s += time.time() - self._paused_at
             self._paused_at = None
 
     def line(self, *, ended: bool) -> dict[str, Any]:
-        """The run as its journal keeps it, up to now."""
+        """Return the run's line for its journal, up to now."""
         self.beaten = time.time()
         worked_until = self.beaten if self._paused_at is None else self._paused_at
         return {
@@ -70,7 +70,7 @@ class Run:
 
 @contextlib.contextmanager
 def written(folder: Path) -> Iterator[None]:
-    """Write to a sweep folder.
+    """Turn errors of writing to a sweep folder into InputError.
 
     Raises:
         InputError: it cannot be written, with what the system says.
@@ -84,7 +84,7 @@ def written(folder: Path) -> Iterator[None]:
 
 
 class Holder:
-    """The lock of a sweep folder and the journal of its runs; the threads of a process hold the lock together.
+    """The lock of a sweep folder and the journal of its runs; threads of a process hold the lock together.
 
     Args:
         folder: the sweep folder.
@@ -100,36 +100,38 @@ class Holder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other runs out; one that has the lock already takes it again.
+        """Keep other runs out; a process that holds the lock may take it again.
 
         Raises:
             InputError: another run has it, which is named, or the folder cannot be written.
         """
         with self._mutex:
             if self._file is None:
-                self._file = self._acquired()
+                self._acquire()
             self._held += 1
         try:
             yield
         finally:
             with self._mutex:
                 self._held -= 1
-                if not self._held:
+                if not self._held and self._file is not None:
                     self._file.release()
                     self._file = None
 
-    def _acquired(self) -> FileLock:
+    def _acquire(self) -> None:
         with written(self._folder):
+            lock = self._lock()
             try:
-                lock = self._lock()
                 lock.acquire(timeout=PATIENCE_S)
-                return lock
             except Timeout:
-                said = f"{self._folder} is held by {self._named()}; wait for its end or give another"
-                raise InputError(said) from None
+                run, named = self.holder(), "another run"
+                if run is not None:
+                    named += f": {run['stage']} on {run['host']}, process {run['process']}, since {run['started']}"
+                raise InputError(f"{self._folder} is held by {named}; wait for its end or give another") from None
+            self._file = lock
 
     def _lock(self) -> FileLock:
-        """The lock, whose file others may write only where they may write the folder, whatever the umask says.
+        """Return the lock; others may write its file only if they may write the folder, whatever the umask is.
 
         Raises:
             OSError: something else stands in the place of its file, which an older filelock would empty.
@@ -141,7 +143,7 @@ class Holder:
 
     @contextlib.contextmanager
     def running(self, stage: str) -> Iterator[Run]:
-        """Work on a stage under the lock; raises as :meth:`locked` does."""
+        """Work on a stage under the lock; raises as :meth:`locked`."""
         with self.locked():
             run = Run(stage)
             with self._mutex:
@@ -157,18 +159,18 @@ class Holder:
 
     @property
     def stages(self) -> int:
-        """How many stages this process is at."""
+        """Return how many stages this process works on."""
         return len(self._stages)
 
     def beat(self) -> None:
-        """Note that the stages at work have come so far, unless that was noted a moment ago."""
+        """Note how long the running stages have worked, unless that was noted a moment ago."""
         with self._mutex:
             for run in self._stages:
                 if time.time() - run.beaten > BEAT_S:
                     self._runs.append(run.line(ended=False))
 
     def is_held(self) -> bool | None:
-        """Whether a run has the lock now; None where that cannot be told, as on a folder that is read-only."""
+        """Return whether a run holds the lock; None if that cannot be told, as in a read-only folder."""
         if not os.path.lexists(self._path):
             return False
         try:
@@ -180,11 +182,5 @@ class Holder:
             return None
 
     def holder(self) -> dict[str, Any] | None:
-        """The line of the run that came last and has not ended: who holds the lock, where it is held."""
+        """Return the newest run that has not ended: the one that holds the lock, if it is held."""
         return next((line for line in reversed(self._runs.latest().values()) if not line["ended"]), None)
-
-    def _named(self) -> str:
-        line = self.holder()
-        if line is None:
-            return "another run"
-        return f"another run: {line['stage']} on {line['host']}, process {line['process']}, since {line['started']}"

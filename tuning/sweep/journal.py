@@ -35,14 +35,6 @@ _LONGEST_LINE = 2**20
 _MOST_BEGINNINGS = 100
 
 
-def _newest(_before: Line, line: Line) -> Line:
-    return line
-
-
-def _any(_line: Line) -> bool:
-    return True
-
-
 class Journal:
     """A file of JSON objects, one a line, each about the thing that its field ``key`` names; threads may share it.
 
@@ -54,8 +46,8 @@ class Journal:
     """
 
     def __init__(
-        self, path: Path, key: str, merge: Callable[[Line, Line], Line] = _newest,
-        is_whole: Callable[[Line], bool] = _any,
+        self, path: Path, key: str, merge: Callable[[Line, Line], Line] = lambda _before, line: line,
+        is_whole: Callable[[Line], bool] = lambda _line: True,
     ) -> None:  # fmt: skip
         self.path, self._key, self._merge, self._is_whole = path, key, merge, is_whole
         self._latest: dict[str, Line] = {}
@@ -72,27 +64,24 @@ class Journal:
             OSError: they cannot be written, or only in part, as on a full disk.
         """
         text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines).encode()
-        with self._lock:
-            self._append(text)
-
-    def _append(self, text: bytes) -> None:
-        # Others may write it only where they may write its folder, whatever the umask says.
+        # Others may write it only if they may write its folder, whatever the umask is.
         mode = 0o644 | handed_on(self.path.parent)
-        descriptor = open_to_append(self.path, mode)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                text = b"\n" + text
-            if os.write(descriptor, text) != len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._dirty = True
-            if time.monotonic() - self._synced_at > SYNC_EVERY_S:
-                self._sync(descriptor)
-        finally:
-            os.close(descriptor)
+        with self._lock:
+            descriptor = open_to_append(self.path, mode)
+            try:
+                size = os.fstat(descriptor).st_size
+                if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                    text = b"\n" + text
+                if os.write(descriptor, text) != len(text):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._dirty = True
+                if time.monotonic() - self._synced_at > SYNC_EVERY_S:
+                    self._sync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def sync(self) -> None:
-        """Make what this object appended outlive a crash of the machine."""
+        """Sync the lines that this object appended."""
         with self._lock:
             if self._dirty:
                 descriptor = open_to_append(self.path, 0o644)
@@ -106,7 +95,9 @@ class Journal:
         self._synced_at, self._dirty = time.monotonic(), False
 
     def latest(self) -> dict[str, Line]:
-        """The line that stands for each key, in the order in which they came to stand; only what is new is read.
+        """Return the newest line of each key, in the order of writing; only new lines are read.
+
+        If the file is not the one that was read before plus new lines, it is read from its start.
 
         A file that is not the one that was read before, with more at its end, is read from its start.
 
@@ -133,7 +124,7 @@ class Journal:
                 self._forget()
                 file.seek(0)
             for text in iter(functools.partial(file.readline, _LONGEST_LINE), b""):
-                # A line that lacks its end is taken if it is whole but for that, and read again with what follows it.
+                # A last line without an end is taken if it is whole, and read again with the next lines.
                 if text.endswith(b"\n") or len(text) == _LONGEST_LINE:
                     self._offset, self._last = self._offset + len(text), text
                 self._take(text.removesuffix(b"\n"))
@@ -149,14 +140,14 @@ class Journal:
 
 
 def _parsed(text: bytes) -> Any:
-    """The content of a line; behind a torn line with no end between them, that of what follows; None of any other."""
+    """Return the content of a line, or of the part behind a torn line without an end; None if there is none."""
     start = 0
     for _ in range(_MOST_BEGINNINGS):
         try:
             return json.loads(text[start:])
         except ValueError:  # torn by a kill
             start = text.find(b'{"', start + 1)
-        except RecursionError:  # nobody's
+        except RecursionError:  # not written by tilekern
             break
         if start < 0:
             break

@@ -1,4 +1,4 @@
-"""The fields that lines of a sweep's journals must have to be read; others are passed over as torn ones are."""
+"""The fields that lines of a sweep's journals must have; lines without them are skipped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COPY = "copy"
 
 
 def _is_error(value: Any) -> bool:
-    """Whether it is a number of any kind that a float holds: a wrong candidate's error may be infinite or NaN."""
+    """Return whether a value is a number; the error of a wrong candidate may be infinite or NaN."""
     if not isinstance(value, int | float):
         return False
     try:
@@ -40,7 +40,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_machine_code(value: Any) -> bool:
-    """Whether it is counted in the kinds of instructions of today; another version of tilekern may have others."""
+    """Return whether it counts today's kinds of instructions; another version of tilekern may have others."""
     try:
         code = MachineCode.from_dict(value)
     except (TypeError, KeyError):
@@ -49,17 +49,17 @@ def _is_machine_code(value: Any) -> bool:
 
 
 def _is_digest(value: Any) -> bool:
-    """Whether it names an artifact's file, and no other."""
+    """Return whether a value is a sha256, which can name no other file than an artifact's."""
     return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
 
 
 def _all(form: Any) -> Callable[[Any], bool]:
-    """The form of an object whose values have one form, whatever their names."""
+    """Return the form of an object whose values have one form."""
     return lambda value: isinstance(value, dict) and all(_is(one, form) for one in value.values())
 
 
 # The form of each field: types, a function that tells, or an object with the forms of its fields. A field whose name
-# ends with a question mark may be lacking.
+# ends with a question mark may be missing.
 _RESOURCES = dict.fromkeys(("registers", "stack_bytes", "shared_bytes", "threads", "code_bytes"), _is_count)
 _CHECK = {"passed": bool, "relative_error": _is_error, "elementwise_error": _is_error}
 _TIMING = {
@@ -93,17 +93,17 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
 
 
 def copy_key(kernel: str, problem: Problem) -> str:
-    """The journal's name for the copy of as many bytes as a problem must move."""
+    """Return the journal's key for the copy of as many bytes as a problem must move."""
     return f"{COPY}|{kernel}|{problem.key}"
 
 
 def is_copy(key: str) -> bool:
-    """Whether a journal's line of that key is about a copy, and no candidate."""
+    """Return whether a line of that key is about a copy, not a candidate."""
     return key.startswith(f"{COPY}|")
 
 
 def is_whole(journal: str, line: Mapping[str, Any]) -> bool:
-    """Whether a line of a journal holds what its readers take from it, in the types that they take it in."""
+    """Return whether a line of a journal has the fields that are read, in their types."""
     if not _has(line, _FORMS[journal]):
         return False
     if journal == "gpu":  # printed as it is, whatever else it names

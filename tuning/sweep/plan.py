@@ -1,4 +1,4 @@
-"""The plan of a sweep, ``sweep.json``: the target, the model, the problems, and the configs that limit them."""
+"""Reads and writes a sweep's plan, ``sweep.json``: target, model, problems, and the configs that limit them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _LARGEST_PLAN = 2**26
 
 @dataclass(frozen=True)
 class Plan:
-    """The problems to be tuned; ``target`` has a ``key`` and a ``name``, ``problems`` are named by their kernels.
+    """The problems to tune; ``target`` has a ``key`` and a ``name``.
 
-    ``launches`` says how often a step launches a problem, where that is known.
+    ``launches`` counts the launches of a step, as far as known.
     """
 
     target: Mapping[str, Any]
@@ -39,21 +39,21 @@ class Plan:
 
 
 class PlanFile:
-    """The plan's file in a sweep folder, or of another name, such as :func:`tilekern.trace` writes."""
+    """The plan's file in a sweep folder, or another file, such as one of :func:`tilekern.trace`."""
 
     def __init__(self, folder: Path, name: str = PLAN) -> None:
         self._folder, self._path = folder, folder / name
         self._read: tuple[tuple[int, int], Plan] | None = None
 
     def exists(self) -> bool:
-        """Whether the folder has a plan."""
+        """Return whether the folder has a plan."""
         return self._path.exists()
 
     def write(
         self, target: Target, model: str, problems: Sequence[Named], limits: Limits,
         launches: Mapping[Named, int] | None = None,
     ) -> None:  # fmt: skip
-        """Put the plan in place in one step.
+        """Write the plan in one step.
 
         Raises:
             OSError: the folder cannot be written.
@@ -65,7 +65,7 @@ class PlanFile:
         write_whole(self._path, json.dumps(plan, indent=1).encode())
 
     def read(self) -> Plan:
-        """The plan; the file is parsed again only where it is another one than the last time.
+        """Return the plan; the file is parsed again only if it has changed.
 
         Raises:
             InputError: there is none, or it is not a plan of this version of tilekern.
@@ -86,7 +86,7 @@ class PlanFile:
         return self._read[1]
 
     def problems(self) -> list[Named]:
-        """The planned problems, each one that this version of tilekern has.
+        """Return the planned problems, all of which this version of tilekern has.
 
         Raises:
             InputError: as :meth:`read`, or the plan is of a version that had other kernels, dimensions or axes.
@@ -103,7 +103,7 @@ class PlanFile:
     def _other_version(self, what: str) -> InputError:
         return InputError(
             f"{self._path} names {what} that this version of tilekern does not have; use the one that planned it, or "
-            "plan it again"
+            "plan it again; a kernel of your own needs --specs MODULE"
         )
 
     def _parse(self, plan: Any) -> Plan:

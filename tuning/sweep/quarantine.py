@@ -1,9 +1,8 @@
-"""The machine's quarantine: candidates that killed or stalled a measuring process, whatever sweep tried them.
+"""The machine's quarantine: candidates that killed or stalled a measuring process, in any sweep.
 
-A sweep's own journal holds what happened in it. What destroyed a CUDA context once should not do so again in a sweep in
-another folder, so the cache's root keeps a copy of such lines: ``<root>/quarantine/<target key>/<sha256>.json``, one
-file for each candidate. A line counts while the candidate's source, toolkit and driver, or libraries, are those that
-it names, which is for the sweep to judge that it is given to. Deleting the folder forgets them all.
+The cache's root keeps a copy of such lines, one file for each candidate: ``<root>/quarantine/<target
+key>/<sha256>.json``. A line counts while the candidate's source, toolkit, driver and libraries are those that it names.
+Deleting the folder forgets them all.
 """
 
 from __future__ import annotations
@@ -32,29 +31,24 @@ _LARGEST = 2**20
 
 @contextlib.contextmanager
 def shared(sweep: Sweep, root: Path) -> Iterator[None]:
-    """Measure a sweep with what the machine knows, and let it know what comes of it.
+    """Measure a sweep with the machine's quarantine, and add the sweep's to it.
 
     Args:
         sweep: the sweep; its journal takes in the machine's lines about its candidates.
         root: the cache's root.
     """
     folder = PurePosixPath("quarantine", sweep.target.key)
-    _give(root / folder, sweep)
     before = _lines_of(sweep)
+    if lines := [line for line in _read(root / folder) if line["candidate"] not in before]:
+        keys = {item.key for named in sweep.problems() for item in sweep.candidates(*named)}
+        if mine := [line for line in lines if line["candidate"] in keys]:
+            sweep.note(_JOURNAL, *mine)
+            before |= {line["candidate"]: line for line in mine}
     try:
         yield
     finally:
         for key, line in _lines_of(sweep).items():
             _keep(root, folder, line, is_new=line != before.get(key))
-
-
-def _give(folder: Path, sweep: Sweep) -> None:
-    known = _lines_of(sweep)
-    lines = [line for line in _read(folder) if line["candidate"] not in known]
-    if lines:
-        keys = {item.key for named in sweep.problems() for item in sweep.candidates(*named)}
-        if mine := [line for line in lines if line["candidate"] in keys]:
-            sweep.note(_JOURNAL, *mine)
 
 
 def _lines_of(sweep: Sweep) -> dict[str, dict[str, Any]]:
@@ -72,7 +66,7 @@ def _read(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _keep(root: Path, folder: PurePosixPath, line: dict[str, Any], *, is_new: bool) -> None:
-    """Put a line into the folder, an old one only where there is none; one that cannot be written goes without."""
+    """Write a line to the folder; an old line only if the folder has none."""
     path = folder / f"{hashlib.sha256(line['candidate'].encode()).hexdigest()}.json"
     try:
         if is_new or not (root / path).exists():

@@ -53,7 +53,7 @@ class Lines:
         self.others = 0
 
     def sealed(self, line: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The line as it is appended.
+        """Return the line as it is appended.
 
         Raises:
             CacheError: the secret of seals is damaged, or others can read or replace it.
@@ -61,24 +61,22 @@ class Lines:
         return {**line, _SEAL: self._sealer.seal(_text(line))} if self._is_sealed else line
 
     def count(self, line: Line) -> bool:
-        """Whether a line counts: it is this user's own, a trust root signed it, or any one does.
+        """Return whether a line counts: this user wrote it, a trust root signed it, or all count.
 
         Raises:
             CacheError: the secret of seals or the trust roots cannot be read, and not any line counts.
         """
-        if not self._is_sealed or self._is_vouched_for(line):
+        if not self._is_sealed:
             return True
-        self.others += 1
-        return self._foreign
-
-    def _is_vouched_for(self, line: Line) -> bool:
         text = _text(line)
         try:
-            return self._sealer.is_sealed(text, line.get(_SEAL)) or (self._is_code and self._is_signed(text))
+            if self._sealer.is_sealed(text, line.get(_SEAL)) or (self._is_code and self._is_signed(text)):
+                return True
         except CacheError:
-            if self._foreign:
-                return False
-            raise
+            if not self._foreign:
+                raise
+        self.others += 1
+        return self._foreign
 
     def _is_signed(self, text: bytes) -> bool:
         found = self._signatures.latest()
@@ -95,7 +93,7 @@ class Lines:
 
 
 def signatures_of(lines: Iterable[Line], key: SigningKey) -> list[Line]:
-    """The signatures of lines of ``compiled.jsonl``, as lines of ``signatures.jsonl``."""
+    """Return the signatures of lines of ``compiled.jsonl``, as lines of ``signatures.jsonl``."""
     texts = map(_text, lines)
     return [
         {"signed": _signature_name(text, key.public_key), "signature": key.sign(text, _PURPOSE).decode()}
@@ -104,7 +102,7 @@ def signatures_of(lines: Iterable[Line], key: SigningKey) -> list[Line]:
 
 
 def require_own_folder(folder: Path, names: Iterable[str]) -> None:
-    """Refuse a sweep folder that others than this user and root can write, or whose files they can, or are links.
+    """Refuse a sweep folder that others than this user and root can write, or that has links in it.
 
     Args:
         folder: the sweep folder; one that is not there yet is not refused.
@@ -130,7 +128,7 @@ def require_own_folder(folder: Path, names: Iterable[str]) -> None:
 
 
 def _text(line: Mapping[str, Any]) -> bytes:
-    """The part of a line that is sealed and signed: all of it but the seal."""
+    """Return the part of a line that is sealed and signed: all but the seal."""
     return json.dumps({name: line[name] for name in line if name != _SEAL}, sort_keys=True).encode()
 
 
