@@ -51,7 +51,7 @@ def files_of(module: str) -> list[str]:
         ModuleNotFoundError: as :func:`source_digest`.
     """
     beside = path_of(module).parent
-    roots = (KERNELS, *([] if _top(module) == "tilekern" else [_top(module)]))
+    roots = (f"{KERNELS}.", *([] if _top(module) == "tilekern" else [f"{_top(module)}."]))
     found = {module, _SHARED}
     waiting = [*_parsed(module)[1]]
     while waiting:
