@@ -67,18 +67,14 @@ a trust root whose key was stolen | sign any cubin
     test_a_removed_trust_root_neither_signs_nor_revokes
 a stranger who can write the cache's `quarantine/` | keep candidates
     test_candidates_of_other_problems_and_torn_files_are_left_out
-whoever can reach the tuning service's status | read it
-    test_without_the_token_nothing_is_said
-    test_any_other_host_needs_one
 a node of a Ray cluster | return
 whoever can write the current folder | have
     test_the_installed_command_runs_nothing_of_the_folder_that_it_is_run_in
 whoever can change tilekern | anything
 a process that is not a rank | name a leader
-    test_a_process_that_is_no_rank_cannot_swap_records
     test_a_process_that_is_no_rank_cannot_have_ranks_go_on_alone
 the same, before the ranks have connected | give them
-    test_a_process_that_is_no_rank_cannot_make_one_run_what_it_does_not_trust
+    test_only_records_that_each_rank_trusts_are_taken_over
 a rank that lies | hand out altered
     test_a_record_that_one_rank_does_not_trust_is_a_miss_on_all
  | hand out one record

@@ -15,7 +15,7 @@ from tuning_samples import H200, needs_compiler
 from tilekern import kernels
 from tilekern.cache import Store, note_wanted, read_wanted
 from tilekern.cache_tools.__main__ import main as cache_tools
-from tilekern.cache_tools.shared import staleness
+from tilekern.cache_tools.shared import installed
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs, spec_named
 from tilekern.runtime import dispatch
@@ -49,7 +49,7 @@ def forget():
     """Forget the module, as a new process would not know it."""
     sys.modules.pop("my_kernels", None)
     for function in (kernels._specs_with, kernels._installed, source._find, source._parsed, source.source_digest,
-                     staleness.digest_today):  # fmt: skip
+                     installed.digest_today):  # fmt: skip
         function.cache_clear()
     dispatch.forget()
 
