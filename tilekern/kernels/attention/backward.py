@@ -37,6 +37,7 @@ from tilekern.kernels.attention.tiles import (
     soft_tanh,
     store_rows,
 )
+from tilekern.kernels.families.arrays import Arrays
 from tilekern.kernels.families.tables import spec
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, load
 from tilekern.spec import (
@@ -338,7 +339,7 @@ def _spec(
 ) -> KernelSpec:  # fmt: skip
     """The spec of a kernel whose blocks own tiles of ``side``, queries or keys, and compute ``products`` products."""
     space = shared.space_of(side)
-    arrays = (*shared.READ, ScalarParameter(f"most_{side}", "int32"), *SCALARS, *outputs)
+    arrays: Arrays = (*shared.READ, ScalarParameter(f"most_{side}", "int32"), *SCALARS, *outputs)
     heads, rows = ("heads", "tile_m") if side == "queries" else ("kv_heads", "tile_n")
     return spec(
         name,

@@ -34,6 +34,7 @@ from tilekern.kernels.attention.tiles import (
     store_row_values,
     store_rows,
 )
+from tilekern.kernels.families.arrays import Arrays
 from tilekern.kernels.families.tables import spec
 from tilekern.kernels.matmul.space import of_tiles, one_for_library
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of
@@ -261,7 +262,7 @@ def reference(**given: Any) -> dict[str, Any]:
     return shared.results(shared.formula(**given))
 
 
-_ARRAYS = (
+_ARRAYS: Arrays = (
     shared.Q,
     shared.K,
     shared.V,

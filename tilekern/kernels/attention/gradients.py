@@ -14,6 +14,7 @@ from tilekern.kernels.attention import backward as attention_backward
 from tilekern.kernels.attention import backward_problem as shared
 from tilekern.kernels.attention import cudnn as attention_cudnn
 from tilekern.kernels.attention import problem as attention_problem
+from tilekern.kernels.families.arrays import Arrays
 from tilekern.kernels.families.tables import spec
 from tilekern.spec import Array, Config, Dimension, LibraryCall, Problem, ScalarParameter, Space
 
@@ -81,7 +82,7 @@ def reference(
 
 
 _QUERIES = attention_problem.TOKENS["queries"]
-_ARRAYS = (
+_ARRAYS: Arrays = (
     *(attention_problem.Q, attention_problem.K, attention_problem.V),
     *(Array(name, "dtype", _QUERIES) for name in ("out", "dout")),
     Array("lse", "float32", attention_problem.OF_QUERIES),
