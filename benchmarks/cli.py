@@ -343,6 +343,29 @@ def races(
     _keep(measure(sweep, chosen, Effort(rounds, seconds), _kept_by_case(out, stem)), out, stem)
 
 
+@app.command()
+def strategies(
+    sweep: Annotated[Path, typer.Option("--sweep", help="A sweep folder that was compiled for the GPU here.")],
+    out: Out = None,
+    name: Name = None,
+    kernels: Annotated[str, typer.Option(help="Kernels to time, by commas; default all of the sweep.")] = "",
+    chosen: Annotated[str, typer.Option("--strategies", help="Strategies to compare, by commas.")] = "race,halving",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each strategy.")] = 3,
+    rounds: Annotated[int, typer.Option(min=8, help="Rounds that judge the choices.")] = 200,
+    seconds: Annotated[float, typer.Option(help="GPU seconds of them for a problem; then there are fewer.")] = 2,
+    limit_s: Annotated[float, typer.Option("--limit-s", help="Begin no problem that would end later.")] = 1e9,
+) -> None:
+    """The tuner's strategies on the same candidates, on a rested GPU and at its power limit: time and regret."""
+    from benchmarks.strategies import BENCHMARK, Effort, measure
+    from tilekern.kernels import all_specs
+    from tilekern.tuning.strategies import STRATEGIES
+
+    only = among(kernels, list(all_specs()), "kernel") if kernels else []
+    names, stem = among(chosen, list(STRATEGIES), "strategy"), name or BENCHMARK
+    effort = Effort(repeats, rounds, seconds)
+    _keep(measure(sweep, only, names, effort, limit_s, _kept_by_case(out, stem)), out, stem)
+
+
 @app.command("compile")
 def compile_stage(
     model: Annotated[str, typer.Option(help="Model to compile for.")] = "qwen3-8b",

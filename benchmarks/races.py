@@ -81,9 +81,9 @@ def measure(
     watch.warm_clocks()
     results, rows, settled = Results(facts()), list[Row](), Settled(sweep, "race")
     for kernel, problem in sweep.problems():
-        found = _right(sweep, kernel, problem) if not kernels or kernel in kernels else []
+        found = right(sweep, kernel, problem) if not kernels or kernel in kernels else []
         if found:
-            rows += _Field(sweep, watch, kernel, problem, found, followers(settled, found)).rows(effort)
+            rows += Field(sweep, watch, kernel, problem, found, followers(settled, found)).rows(effort)
             gc.collect()  # the arrays of a problem hang on launches that hold each other
             results = Results(results.run, [*rows, *summary(rows)])
             keep(f"{kernel} {problem.key}", results)
@@ -92,16 +92,17 @@ def measure(
     return results
 
 
-def _right(sweep: Sweep, kernel: str, problem: Problem) -> list[Entrant]:
-    """The candidates that passed their checks, the best predicted first."""
+def right(sweep: Sweep, kernel: str, problem: Problem, *, unchecked: bool = False) -> list[Entrant]:
+    """The candidates that passed their checks, the best predicted first; with ``unchecked`` those without one too."""
     measured = sweep.measured()
     order = {item.key: place for place, (item, _) in enumerate(ranking(sweep, kernel, problem, sweep.target))}
     running = entrants(kernel, problem, sweep.target, sweep.compiled(), sweep.quarantined())
-    right = [e for e in running if e.is_aligned and measured.get(e.key, {}).get("check", {}).get("passed")]
-    return sorted(right, key=lambda entrant: order.get(entrant.key, len(order)))
+    checks = {key: line.get("check", {}) for key, line in measured.items()}
+    passed = [e for e in running if e.is_aligned and checks.get(e.key, {}).get("passed", unchecked)]
+    return sorted(passed, key=lambda entrant: order.get(entrant.key, len(order)))
 
 
-class _Field:
+class Field:
     """The candidates of one problem, ready to run."""
 
     def __init__(
@@ -117,17 +118,18 @@ class _Field:
         default = next((e.key for e in found if e.candidate.config == spec.default(problem, sweep.target)), None)
         self._predicted = {item.key: said.seconds for item, said in ranking(sweep, kernel, problem, sweep.target)}
         keys = tuple(entrant.key for entrant in found)
-        self._lineup = Lineup(keys, default, (COPY,), predicted=self._predicted)
+        self.lineup = Lineup(keys, default, (COPY,), predicted=self._predicted)
 
-    def _runner(self) -> GpuRunner:
+    def runner(self) -> GpuRunner:
+        """A runner that has not run yet."""
         return GpuRunner(self._watch, self._launches, self._bench.load_code, self._bench.refresh())
 
     def rows(self, effort: Effort) -> list[Row]:
         """The results of the races and the search."""
         with_code = [entrant for entrant in self._task.entrants if not entrant.candidate.is_library]
         searched, rows = self._beside_search(with_code) if with_code else (None, [])
-        fields = [self._lineup.keys, [entrant.key for entrant in with_code]]
-        times, figures = judged(self._case, self._runner, self._lineup, effort, fields, [searched] if searched else [])
+        fields = [self.lineup.keys, [entrant.key for entrant in with_code]]
+        times, figures = judged(self._case, self.runner, self.lineup, effort, fields, [searched] if searched else [])
         if searched is None:
             return figures
         best = min(times[key] for key in fields[1] if key in times)
@@ -135,7 +137,7 @@ class _Field:
 
     def _beside_search(self, found: list[Entrant]) -> tuple[str, list[Row]]:
         """The choice of cuda.tile's search, and the GPU time of it and of a race over the same candidates."""
-        runner, started = self._runner(), time.perf_counter()
+        runner, started = self.runner(), time.perf_counter()
         race.run(runner, Lineup(tuple(entrant.key for entrant in found), predicted=self._predicted))
         ours_s = time.perf_counter() - started
         flush_us = self._flush_us()

@@ -23,7 +23,8 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens
 
 @no_gpu
 @pytest.mark.parametrize(
-    "command", ["kernels", "experts", "host", "startup", "tune", "gpus --sweep nowhere", "races --sweep nowhere"]
+    "command",
+    ["kernels", "experts", "host", "startup", "tune", "gpus --sweep no", "races --sweep no", "strategies --sweep no"],
 )
 def test_without_a_gpu_one_line_says_so(command, tmp_path, capsys):
     is_one_line(capsys, [*command.split(), "--out", str(tmp_path)], "needs a CUDA GPU")

@@ -62,7 +62,7 @@ def test_every_strategy_finds_a_clear_winner(name):
 
 
 def test_an_unknown_strategy_is_refused_with_the_known_ones():
-    with pytest.raises(InputError, match="unknown strategy 'fastest'; known: race, exhaustive"):
+    with pytest.raises(InputError, match="unknown strategy 'fastest'; known: race, halving, exhaustive"):
         strategy_named("fastest")
 
 

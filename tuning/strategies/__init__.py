@@ -24,6 +24,10 @@ STRATEGIES = {
         "drops what cannot win and stops when the leader is certain to within 1 %",
         "tilekern.tuning.strategies.race",
     ),
+    "halving": (
+        "keeps the best third by medians of short rounds until few are left, which run in more rounds",
+        "tilekern.tuning.strategies.halving",
+    ),
     "exhaustive": ("times every candidate equally often", "tilekern.tuning.strategies.exhaustive"),
 }
 
