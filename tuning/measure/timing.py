@@ -23,9 +23,8 @@ class Timing:
     """Times of one candidate in microseconds; the spread is half the distance between the quartiles.
 
     A strategy adds how it ended for the candidate (``left``, one of the words of :mod:`tilekern.tuning.strategies`),
-    how far it was ``behind`` the winner once the drift of the clocks is taken out (0.01 is one per cent, negative is
-    ahead), and, of the winner, by how much at most a better one may have been missed (``within``). Where a candidate
-    was timed on variations of the inputs too, ``on`` has its medians there, in microseconds.
+    and how far it was ``behind`` the winner (0.01 is one per cent, negative is ahead). Where a candidate was timed on
+    variations of the inputs too, ``on`` has its medians there, in microseconds.
     """
 
     median_us: float
@@ -33,26 +32,21 @@ class Timing:
     samples: int
     left: str | None = None
     behind: float | None = None
-    within: float | None = None
     on: Mapping[str, float] | None = None
 
     @classmethod
-    def of(
-        cls, times_us: Sequence[float], left: str | None = None, behind: float | None = None,
-        within: float | None = None,
-    ) -> Timing:  # fmt: skip
+    def of(cls, times_us: Sequence[float], left: str | None = None, behind: float | None = None) -> Timing:
         """Summarise samples."""
         if len(times_us) < 2:
-            return cls(times_us[0], 0.0, len(times_us), left, behind, within)
+            return cls(times_us[0], 0.0, len(times_us), left, behind)
         low, middle, high = statistics.quantiles(times_us, n=4, method="inclusive")
-        return cls(middle, (high - low) / 2, len(times_us), left, behind, within)
+        return cls(middle, (high - low) / 2, len(times_us), left, behind)
 
     def as_dict(self) -> dict[str, Any]:
         """The timing as a record keeps it; what a strategy did not say is left out."""
         said: dict[str, Any] = {
             "left": self.left,
-            "behind": _rounded(self.behind),
-            "within": _rounded(self.within),
+            "behind": None if self.behind is None else round(self.behind, 5),
             "on": None if self.on is None else {name: round(time_us, 3) for name, time_us in self.on.items()},
         }
         return {
@@ -61,10 +55,6 @@ class Timing:
             "samples": self.samples,
             **{name: value for name, value in said.items() if value is not None},
         }
-
-
-def _rounded(share: float | None) -> float | None:
-    return None if share is None else round(share, 5)
 
 
 def rewriting(arrays: Iterable[Any]) -> Launch:

@@ -23,7 +23,7 @@ from tilekern.tuning.compile.stage import work_s
 from tilekern.tuning.compile.typical import COMPILE_S, OTHER_S
 from tilekern.tuning.measure.stage import Settled, entrants
 from tilekern.tuning.predict.roofline import launch_s
-from tilekern.tuning.strategies.exhaustive import LEAST_ROUNDS, LONGEST_US, ROUNDS
+from tilekern.tuning.strategies.race import LEAST_ROUNDS, LONGEST_US, ROUNDS
 from tilekern.tuning.sweep.candidates import Candidate, candidates
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.lines import is_copy

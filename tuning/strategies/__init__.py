@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Protocol
 
 from tilekern.errors import InputError
@@ -18,17 +17,10 @@ from tilekern.tuning.measure.timing import Timing
 # much that one sample was enough; or it was only timed for comparison.
 WON, TIED, SLOWER, HOPELESS, BESIDE = "won", "tied", "slower", "hopeless", "beside"
 
-# By name, what a strategy does and the module whose ``run`` it is; each is imported when it is wanted.
+# By name, what a strategy does, and its function in :mod:`tilekern.tuning.strategies.race`.
 STRATEGIES = {
-    "race": (
-        "drops what cannot win and stops when the leader is certain to within 1 %",
-        "tilekern.tuning.strategies.race",
-    ),
-    "halving": (
-        "keeps the best third by medians of short rounds until few are left, which run in more rounds",
-        "tilekern.tuning.strategies.halving",
-    ),
-    "exhaustive": ("times every candidate equally often", "tilekern.tuning.strategies.exhaustive"),
+    "race": ("keeps the best third by medians of short rounds until few are left, which run in more rounds", "run"),
+    "exhaustive": ("times every candidate equally often", "exhaustive"),
 }
 
 
@@ -77,5 +69,7 @@ def strategy_named(name: str) -> Strategy:
     """
     if name not in STRATEGIES:
         raise InputError(f"unknown strategy {name!r}; known: {', '.join(STRATEGIES)}")
-    found: Strategy = import_module(STRATEGIES[name][1]).run
+    from tilekern.tuning.strategies import race
+
+    found: Strategy = getattr(race, STRATEGIES[name][1])
     return found

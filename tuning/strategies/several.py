@@ -66,5 +66,5 @@ class Several:
     def _told(self, key: str, timing: Timing) -> Timing:
         if not self._variations or key not in self._candidates:
             return timing
-        own = Timing.of(self._samples_us[None][key], timing.left, timing.behind, timing.within)
+        own = Timing.of(self._samples_us[None][key], timing.left, timing.behind)
         return replace(own, on={name: statistics.median(self._samples_us[name][key]) for name in self._variations})
