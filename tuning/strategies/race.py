@@ -16,7 +16,7 @@ from tilekern.tuning.strategies import BESIDE, HOPELESS, SLOWER, TIED, WON, Line
 # One in this many candidates runs on from field to field, until this few are left.
 KEPT, FEW = 3, 4
 # GPU time of a race: at least this much, and this share of the first round beyond it, but no more than the last.
-LEAST_US, MORE_ROUNDS, MOST_US = 40_000.0, 0.55, 4e6
+LEAST_US, MORE_ROUNDS, MOST_US = 20_000.0, 0.55, 4e6
 # Samples of a candidate of the last field, and of the winner, the default and the copy.
 MOST_SAMPLES, LEAST_SAMPLES = 100, 4
 # Candidates predicted to take this many times as long as the best do not run, except the first few. In a sweep of
