@@ -105,7 +105,7 @@ class TestRun:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"strategy": "luck"}, "unknown strategy 'luck'; known: race, exhaustive"),
+            ({"strategy": "luck"}, "unknown strategy 'luck'; known: race, halving, exhaustive"),
             ({"executor": "slurm"}, "unknown executor 'slurm'; known: local, ray, ray://HOST:PORT"),
             ({"stages": ["paint"]}, "unknown stage 'paint'; known: plan, compile, measure"),
             ({"jobs": 10_000}, "--jobs 10000 is too many"),

@@ -17,7 +17,7 @@ from tilekern.tuning.strategies import BESIDE, HOPELESS, SLOWER, TIED, WON, Line
 # One in this many candidates runs on from field to field, until this few are left.
 KEPT, FEW = 3, 4
 # GPU time: at least this much in all, or this share of the first round after it, but no more than the last.
-LEAST_US, SHARE, MOST_US = 40_000.0, 0.55, 4e6
+LEAST_US, SHARE, MOST_US = 20_000.0, 0.55, 4e6
 # Samples of a candidate of the last field, and of the winner, the default and the copy.
 MOST_SAMPLES, LEAST_SAMPLES = 100, 4
 # Of candidates within this factor of the fastest the first wins, so that the next run chooses it too.
@@ -55,7 +55,7 @@ def run(runner: Runner, lineup: Lineup) -> dict[str, Timing]:
             fastest = min(field, key=typical)
             if len(samples[fastest]) >= LEAST_SAMPLES:
                 # A candidate whose best sample is slower than the worst of the fastest cannot win.
-                field = [key for key in field if min(samples[key]) <= max(samples[fastest])]
+                field = [key for key in field if min(samples[key]) <= EQUAL * max(samples[fastest])]
     least = min(map(typical, field))
     equals = [key for key in lineup.keys if key in field and typical(key) <= EQUAL * least]
     winner = lineup.default if lineup.default in equals else equals[0]
