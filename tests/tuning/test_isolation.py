@@ -32,8 +32,7 @@ from tilekern.tuning import disposable
 from tilekern.tuning.measure import process
 from tilekern.tuning.measure.process import TOOK, Worker, measure_task
 from tilekern.tuning.measure.stage import entrants
-from tilekern.tuning.measure.steps import CUDA, INPUTS, QUEUE
-from tilekern.tuning.measure.tasks import Task
+from tilekern.tuning.measure.tasks import CUDA, INPUTS, QUEUE, Task
 
 pytestmark = pytest.mark.processes
 

@@ -1,4 +1,4 @@
-"""The implementations of each kernel that raced: how often each won, and by how much."""
+"""Count how often each implementation of a kernel won its races, and by how much."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tilekern.tuning.report.rows import Row
 
 CUTILE, CUTE = "cuTile", "CuTe DSL"
-# By what a config calls its implementation; a config of a spec that has but one calls it nothing.
+# By the config's ``implementation``, which specs with only one implementation leave out.
 _NAMES: dict[object, str] = {None: CUTILE, "tile": CUTILE, "cute": CUTE}
 
 
@@ -24,8 +24,7 @@ class Standing:
         implementation: ``cuTile``, ``CuTe DSL``, or the library's name as configs have it.
         raced: problems in which it and another implementation were timed in the last race.
         won: problems of these in which it was the fastest.
-        ahead: median over those that it won of the best other implementation's time over its own; None where it won
-            none.
+        ahead: the best other implementation's time over its own, median over the problems that it won; None if none.
     """
 
     kernel: str
@@ -36,7 +35,7 @@ class Standing:
 
 
 def standings(problems: Iterable[Sequence[Row]]) -> list[Standing]:
-    """The implementations of each kernel, in the order of the plan; none of a kernel that has but one.
+    """List the implementations of each kernel that has several, in the order of the plan.
 
     Args:
         problems: the rows, problem by problem.
@@ -63,12 +62,7 @@ def _best(rows: Sequence[Row]) -> dict[str, float]:
     best: dict[str, float] = {}
     for row in rows:
         if row.measured_us is not None and not row.earlier_race and row.status == "timed":
-            name = implementation_of(row)
+            implementation = row.config.get("implementation")
+            name = _NAMES.get(implementation, str(implementation))
             best[name] = min(row.measured_us, best.get(name, row.measured_us))
     return best
-
-
-def implementation_of(row: Row) -> str:
-    """The implementation that runs a candidate."""
-    name = row.config.get("implementation")
-    return _NAMES.get(name, str(name))
