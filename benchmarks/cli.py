@@ -349,7 +349,7 @@ def strategies(
     out: Out = None,
     name: Name = None,
     kernels: Annotated[str, typer.Option(help="Kernels to time, by commas; default all of the sweep.")] = "",
-    chosen: Annotated[str, typer.Option("--strategies", help="Strategies to compare, by commas.")] = "race,halving",
+    chosen: Annotated[str, typer.Option("--strategies", help="Strategies to compare, by commas.")] = "race,exhaustive",
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each strategy.")] = 3,
     rounds: Annotated[int, typer.Option(min=8, help="Rounds that judge the choices.")] = 200,
     seconds: Annotated[float, typer.Option(help="GPU seconds of them for a problem; then there are fewer.")] = 2,

@@ -34,7 +34,7 @@ from tilekern.tuning.measure.stage import Settled, entrants
 from tilekern.tuning.measure.tasks import Entrant, Task
 from tilekern.tuning.measure.timing import Stopwatch, Timing
 from tilekern.tuning.predict.ranking import ranking
-from tilekern.tuning.strategies import WON, Lineup, Runner, exhaustive, race
+from tilekern.tuning.strategies import WON, Lineup, Runner, race
 from tilekern.tuning.strategies.runner import GpuRunner
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.lines import COPY
@@ -198,7 +198,7 @@ def judged(
     outcomes = [race.run(fresh(), lineup) for _ in range(2)]
     chosen = [_winner(timings) for timings in outcomes]
     close = _close(fresh, lineup.keys, [field for field in fields if field] or [lineup.keys], {*chosen, *others})
-    decided = exhaustive.run(fresh(), Lineup(close), effort.rounds, 1e6 * effort.seconds)
+    decided = race.exhaustive(fresh(), Lineup(close), effort.rounds, 1e6 * effort.seconds)
     times = {key: 1 + (timing.behind or 0.0) for key, timing in decided.items()}
     best = min(times.values())
     first, second = (times[key] for key in chosen)
@@ -206,7 +206,6 @@ def judged(
         "quality": first / best,
         "quality_again": second / best,
         "repeated": max(first, second) / min(first, second),
-        "within": 1 + (outcomes[0][chosen[0]].within or 0.0),
         "rounds": float(decided[close[0]].samples),
     }
     return times, [Row(BENCHMARK, case, OURS, name, round(value, 5), "1") for name, value in figures.items()]
@@ -216,8 +215,8 @@ def _close(
     fresh: Callable[[], Runner], keys: Sequence[str], fields: Sequence[Sequence[str]], chosen: Collection[str]
 ) -> tuple[str, ...]:
     """The chosen keys and those that may be the best of a field, by sweeps whose second leaves out the far slower."""
-    for rounds, most in ((GLANCE_ROUNDS, FAR), (exhaustive.LEAST_ROUNDS, CLOSE)):
-        swept = exhaustive.run(fresh(), Lineup(tuple(keys)), rounds)
+    for rounds, most in ((GLANCE_ROUNDS, FAR), (race.LEAST_ROUNDS, CLOSE)):
+        swept = race.exhaustive(fresh(), Lineup(tuple(keys)), rounds)
         times = {key: 1 + (timing.behind or 0.0) for key, timing in swept.items()}
         bests = [(min(times[key] for key in field if key in times), field) for field in fields]
         near = {key for best, field in bests for key in field if times.get(key, math.inf) <= most * best}

@@ -19,14 +19,14 @@ def fresh():
 
 
 def test_each_strategy_is_compared_by_its_choices_and_its_time():
-    rows, notes = compared(f"x rows=1, {HOT}", fresh, LINEUP, ["race", "halving"], Effort(rounds=60))
+    rows, notes = compared(f"x rows=1, {HOT}", fresh, LINEUP, ["race", "exhaustive"], Effort(rounds=60))
     figures = {(row.provider, row.metric): row.value for row in rows}
-    for name in ("race", "halving"):
+    for name in ("race", "exhaustive"):
         assert 0 <= figures[name, "regret"] <= figures[name, "worst_regret"] < 1
         assert figures[name, "time"] == pytest.approx(100, rel=0.01)
         assert figures[name, "share_near_best"] == 1
         assert figures[name, "gpu"] > 5 * 0.3
-    assert [note.split(": ")[1].split()[0] for note in notes] == ["best", "race", "halving"]
+    assert [note.split(": ")[1].split()[0] for note in notes] == ["best", "race", "exhaustive"]
 
 
 def test_a_bad_choice_is_judged_with_those_near_the_best(monkeypatch):

@@ -13,7 +13,6 @@ from tilekern.spec.source import source_digest
 from tilekern.spec.targets import resolve
 from tilekern.tuning.plan.models import plan_of_model
 from tilekern.tuning.plan.steps import Steps
-from tilekern.tuning.strategies.race import LEAST_SAMPLES
 
 FOLDER = Path(tilekern.__file__).parent / "prebuilt"
 MODELS = {"qwen3-8b-h200.pack": ("H200", "measured"), "qwen3-8b-b200.pack": ("B200", "predicted")}
@@ -62,8 +61,7 @@ def test_measured_records_name_their_gpu_and_passed_their_check(name: str):
         assert record.measurement is not None
         assert record.measurement["gpu"] == "NVIDIA H200"
         assert record.measurement["driver"]
-        # A race ends when the leader is certain.
-        assert record.measurement["samples"] >= LEAST_SAMPLES
+        assert record.measurement["samples"] >= 3
         assert {"random", "bucket", "zeros", "repeat"} <= {case["case"] for case in record.check["cases"]}
 
 

@@ -11,7 +11,7 @@ from tilekern.cache import Store
 from tilekern.tuning import disposable
 from tilekern.tuning.executors.node import GpuNode, check_node
 from tilekern.tuning.measure import process
-from tilekern.tuning.measure.steps import CUDA, INPUTS, STRATEGY
+from tilekern.tuning.measure.tasks import CUDA, INPUTS, STRATEGY
 from tilekern.tuning.measure.timing import Timing
 from tilekern.tuning.measure.worker import CHECKED, DONE, RACING, READY, TIMED
 from tilekern.tuning.sweep.lines import COPY

@@ -1,21 +1,25 @@
 """Measuring processes that do what a GPU would make them do, and compilers that fail."""
 
+import dataclasses
 import faulthandler
 import os
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+from tilekern.compile import toolchain
 from tilekern.compile.toolchain import toolkit
 from tilekern.tuning import disposable
 from tilekern.tuning.compile.pool import Answer
-from tilekern.tuning.measure.steps import CUDA, INPUTS, QUEUE, STRATEGY, Steps
-from tilekern.tuning.measure.tasks import Task
+from tilekern.tuning.compile.stage import compile_one
+from tilekern.tuning.measure.tasks import CUDA, INPUTS, QUEUE, STRATEGY, Steps, Task
 from tilekern.tuning.measure.timing import Timing
 from tilekern.tuning.measure.worker import CHECKED, DONE, DOUBT, FAULT, RACING, READY, TIMED
 from tilekern.tuning.sweep.candidates import Candidate
@@ -128,8 +132,8 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def compiler(folder: Path, fault: str, *, again: bool = False) -> str:
-    """A tile compiler that fails once and otherwise is the real one; the folder to put first on ``PYTHONPATH``.
+def faulty_compiler(folder: Path, fault: str, *, again: bool = False) -> Path:
+    """A tile compiler that fails once and otherwise is the real one.
 
     Args:
         folder: where to put it, with a file ``victim``: the bytecode that the failure is for.
@@ -138,9 +142,7 @@ def compiler(folder: Path, fault: str, *, again: bool = False) -> str:
     """
     real = toolkit()
     assert real is not None
-    path = folder / "nvidia" / "cu99" / "bin" / "tileiras"
-    path.parent.mkdir(parents=True)
-    victim, claim = folder / "victim", folder / "claim"
+    path, victim, claim = folder / "tileiras", folder / "victim", folder / "claim"
     lines = [
         "#!/bin/sh",
         f"if mkdir {claim} 2>/dev/null; then cp $1 {victim}; {fault}; fi",
@@ -149,7 +151,16 @@ def compiler(folder: Path, fault: str, *, again: bool = False) -> str:
     ]
     path.write_text("\n".join([*lines, ""]))
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return str(folder)
+    return path
+
+
+def compile_by(compiler: Path, folder: Path, item: Candidate, **settings: Any) -> Answer:
+    """Compile a candidate in a worker with a compiler, and temporary files in a folder."""
+    here = toolkit()
+    assert here is not None
+    toolchain.toolkit = lambda: dataclasses.replace(here, path=compiler)  # type: ignore[assignment]
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    return compile_one(item, **settings)
 
 
 def is_alive(pid: int) -> bool:

@@ -53,7 +53,7 @@ def stands(spec: KernelSpec, problem: Problem, *, generic: bool = False):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=NAMES)
-@pytest.mark.share(8)
+@pytest.mark.share(20)
 def test_every_spec_stands_the_battery(spec):
     """With no flag and with all of them, the default and the generic config, in two dtypes: which with which is drawn.
 
@@ -292,36 +292,25 @@ def test_a_problem_that_need_not_repeat_is_not_held_to_it():
     assert battery_of(spec, problem).screen(spec.generic(problem), run).passed
 
 
-def test_references_are_computed_once_for_all_candidates(monkeypatch):
+def test_references_are_computed_once_for_all_candidates_or_anew_by_a_frugal_battery(monkeypatch):
+    """But for the random case, which screens all candidates."""
     problem, config = PROBLEMS[SWIGLU], SWIGLU.generic(PROBLEMS[SWIGLU])
-    battery, computed = battery_of(SWIGLU, problem), []
-    for name in (
-        "tilekern.tuning.verify.cases.expected_results",
-        "tilekern.tuning.verify.adversarial.expected_results",
-    ):
-        monkeypatch.setattr(name, lambda *given: computed.append(given) or SWIGLU.reference(**given[2]))
-    run = functools.partial(interpret, SWIGLU, config)
-    first = battery.confirm(config, run)
+    run, computed = functools.partial(interpret, SWIGLU, config), []
+    for name in ("cases", "adversarial"):
+        monkeypatch.setattr(
+            f"tilekern.tuning.verify.{name}.expected_results",
+            lambda *given: computed.append(given) or SWIGLU.reference(**given[2]),
+        )
+    keeps, frugal = (battery_of(SWIGLU, problem, Room.of("cpu", keeps=keeps)) for keeps in (True, False))
+    first = keeps.confirm(config, run)
     count = len(computed)
     assert count > 10
-    assert battery.confirm(config, run) == first
+    assert keeps.confirm(config, run) == first
     assert len(computed) == count
-
-
-def test_a_frugal_battery_makes_its_cases_anew_and_finds_the_same(monkeypatch):
-    """But for the random one, which screens all candidates."""
-    problem, config = PROBLEMS[SWIGLU], SWIGLU.generic(PROBLEMS[SWIGLU])
-    room = Room.of("cpu", keeps=False)
-    battery, run = battery_of(SWIGLU, problem, room), functools.partial(interpret, SWIGLU, config)
-    first, computed = battery.confirm(config, run), []
-    assert first == battery_of(SWIGLU, problem).confirm(config, run)
-    for name in (
-        "tilekern.tuning.verify.cases.expected_results",
-        "tilekern.tuning.verify.adversarial.expected_results",
-    ):
-        monkeypatch.setattr(name, lambda *given: computed.append(given) or SWIGLU.reference(**given[2]))
-    assert battery.confirm(config, run) == first
-    assert len(computed) > 5
+    assert frugal.confirm(config, run) == first
+    computed.clear()
+    assert frugal.confirm(config, run) == first
+    assert 5 < len(computed) < count
 
 
 def test_problems_of_a_family_share_their_cases_until_there_is_no_room():

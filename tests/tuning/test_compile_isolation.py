@@ -7,22 +7,23 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from isolation_samples import compiler, die_at, hang_at, is_alive, note_at
+from isolation_samples import compile_by, die_at, faulty_compiler, hang_at, is_alive, note_at
 from tuning_samples import COMPILED, SMALL
 
 from tilekern.compile import cutile
 from tilekern.compile.toolchain import Toolkit, toolkit
-from tilekern.errors import CompileFailed, CompileInterrupted, CompileTimeout
+from tilekern.errors import CompileFailed, CompileInterrupted, CompileTimeout, InputError
 from tilekern.spec import Config, Problem
 from tilekern.spec.targets import resolve
 from tilekern.tuning.compile import stage as compiling
 from tilekern.tuning.compile.order import Order
-from tilekern.tuning.compile.pool import Answer, Lost, compile_in_order
+from tilekern.tuning.compile.pool import Answer, Lost, compile_in_order, start_server
 from tilekern.tuning.compile.stage import compile_all, wanted
 from tilekern.tuning.sweep.candidates import candidate, candidates
 from tilekern.tuning.sweep.folder import Sweep
@@ -37,20 +38,6 @@ def lacking(sweep):
     return {found.artifact for found in wanted(sweep)}
 
 
-# Compiles a sweep with the compiler that its environment leads to.
-STAGE = """
-import json, sys, time
-from pathlib import Path
-from tilekern.tuning.compile.stage import compile_all
-from tilekern.tuning.sweep.folder import Sweep
-
-if __name__ == "__main__":
-    folder, timeout_s, memory_bytes = json.loads(sys.argv[1])
-    summary = compile_all(Sweep(Path(folder)), 2, timeout_s, memory_bytes=memory_bytes)
-    print(json.dumps([summary.compiled, summary.failed, summary.open]))
-"""
-
-
 @pytest.fixture
 def sweep(tmp_path, h200):
     """A sweep of a few candidates."""
@@ -60,34 +47,25 @@ def sweep(tmp_path, h200):
 
 
 @pytest.fixture
-def stage(tmp_path, sweep):
+def stage(tmp_path, sweep, monkeypatch):
     """Runs the compile stage with a compiler that fails for one candidate; that one's line."""
-    (tmp_path / "stage.py").write_text(STAGE)
 
     def run(fault, timeout_s=60.0, memory_bytes=1 << 32, again=False, status="failed"):
-        first = compiler(tmp_path / "compiler", fault, again=again)
-        path = os.pathsep.join([first, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | {"PYTHONPATH": path}
-        settings = json.dumps([str(sweep.folder), timeout_s, memory_bytes])
-        ran = subprocess.run(
-            [sys.executable, tmp_path / "stage.py", settings],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ran.returncode == 0, ran.stderr
+        compiler = faulty_compiler(tmp_path, fault, again=again)
+        monkeypatch.setattr(compiling, "compile_one", functools.partial(compile_by, compiler, tmp_path))
+        summary = compile_all(sweep, 2, timeout_s, memory_bytes=memory_bytes)
         lines = Sweep(sweep.folder).compiled()
         assert set(lines) == {item.artifact for item in sweep.candidates(*SMALL)}
         lost = {name: [line for line in lines.values() if line["status"] == name] for name in ("failed", "open")}
-        assert json.loads(ran.stdout)[:3] == [len(lines), len(lost["failed"]), len(lost["open"])]
-        return lost[status], ran
+        counts = len(lines), len(lost["failed"]), len(lost["open"])
+        assert (summary.compiled, summary.failed, summary.open) == counts
+        return lost[status]
 
     return run
 
 
 def test_a_compiler_that_crashes_costs_one_candidate(stage):
-    (line,), _ = stage("kill -SEGV $$")
+    (line,) = stage("kill -SEGV $$")
     assert line["reason"] == "tileiras ended with signal 11: no message"
     assert line["toolkit"]["key"] == toolkit().key
 
@@ -96,7 +74,7 @@ def test_a_compiler_that_hangs_is_killed_with_what_it_runs(stage, tmp_path):
     """tileiras runs ptxas, in which a large tile's time is spent."""
     pid_file = tmp_path / "pid"
     started = time.perf_counter()
-    (line,), _ = stage(f"sleep 600 & echo $! > {pid_file}; wait", timeout_s=4.0)
+    (line,) = stage(f"sleep 600 & echo $! > {pid_file}; wait", timeout_s=4.0)
     assert time.perf_counter() - started < 60
     assert (line["reason"], line["gave_up_after_s"]) == ("tileiras exceeded 4 s", 4.0)
     assert not is_alive(int(pid_file.read_text()))
@@ -105,17 +83,17 @@ def test_a_compiler_that_hangs_is_killed_with_what_it_runs(stage, tmp_path):
 def test_a_compiler_that_eats_memory_is_stopped_at_its_limit(stage):
     eater = f"""exec {sys.executable} -c 'x = []
 while True: x.append(b"x" * (1 << 25))'"""
-    (line,), _ = stage(eater, memory_bytes=3 << 29)
+    (line,) = stage(eater, memory_bytes=3 << 29)
     assert line["reason"].startswith("took 1.5 GiB of memory: tileiras ended with exit code 1")
 
 
 def test_a_compiler_that_is_killed_from_outside_is_run_once_more(stage):
-    assert stage("kill -KILL $$")[0] == []
+    assert stage("kill -KILL $$") == []
 
 
 @pytest.mark.nightly
 def test_a_compiler_that_is_killed_twice_is_tried_again_by_the_next_run(stage, sweep):
-    (line,), _ = stage("kill -KILL $$", again=True, status="open")
+    (line,) = stage("kill -KILL $$", again=True, status="open")
     assert line["reason"] == "tileiras ended with signal 9: no message"
     assert line["key"] in lacking(sweep)
 
@@ -128,7 +106,7 @@ def test_a_compiler_that_is_killed_twice_is_tried_again_by_the_next_run(stage, s
     ],
 )
 def test_what_a_compiler_lacked_leaves_a_candidate_open_and_what_it_rejected_has_failed(stage, sweep, fault, status):
-    (line,), _ = stage(fault, again=True, status=status)
+    (line,) = stage(fault, again=True, status=status)
     assert (line["key"] in lacking(sweep)) == (status == "open")
 
 
@@ -142,23 +120,21 @@ def test_who_gets_no_processor_is_open_and_who_hangs_has_failed(tmp_path, monkey
 
 
 def test_a_worker_that_is_killed_is_replaced(stage):
-    assert stage("kill -KILL $PPID")[0] == []
+    assert stage("kill -KILL $PPID") == []
 
 
 @pytest.mark.nightly
 def test_a_worker_that_is_killed_twice_leaves_its_candidate_open(stage, sweep):
-    (line,), _ = stage("kill -KILL $PPID; sleep 5", again=True, status="open")
+    (line,) = stage("kill -KILL $PPID; sleep 5", again=True, status="open")
     assert line["reason"] == "the compile worker died (SIGKILL)"
     assert line["key"] in lacking(sweep)
 
 
 @pytest.mark.nightly
-def test_a_compiler_leaves_no_files_behind(stage, tmp_path, monkeypatch):
-    """Not even one that is killed; ``TMPDIR`` is where it would."""
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+def test_a_compiler_leaves_no_files_behind(stage, tmp_path):
+    """Not even one that is killed."""
     stage("touch $TMPDIR/left; sleep 600", timeout_s=4.0)
-    assert list((tmp_path / "tmp").glob("**/*left*")) == []
+    assert list(tmp_path.glob("**/*left*")) == []
 
 
 @pytest.mark.parametrize(
@@ -179,13 +155,21 @@ def test_a_front_end_that_fails_costs_one_candidate(h200, act, reason, timed_out
     assert {answer.line["key"] for answer in answers} == {item.artifact for item in items} - {items[3].artifact}
 
 
-def test_workers_that_cannot_start_are_no_candidates_fault(stage, sweep, tmp_path):
-    """Workers import the main program anew, and do so without torch."""
-    script = tmp_path / "stage.py"
-    script.write_text(f"import torch\n{script.read_text()}")
-    with pytest.raises(AssertionError, match=r"InputError: compile workers die before they can take a candidate"):
-        stage("exit 1")
-    assert Sweep(sweep.folder).compiled() == {}
+class Deadly:
+    """Ends the worker that it is handed to, as a main program does that cannot be imported there."""
+
+    def __call__(self, *_, **__):
+        pytest.fail("it was called")
+
+    def __reduce__(self):
+        return os._exit, (7,)
+
+
+def test_workers_that_cannot_start_are_no_candidates_fault(sweep, monkeypatch):
+    monkeypatch.setattr(compiling, "compile_one", Deadly())
+    with pytest.raises(InputError, match=r"workers die before they can take a candidate \(exit code 7\)"):
+        compile_all(sweep, 2)
+    assert sweep.compiled() == {}
 
 
 def test_what_failed_is_tried_again_by_another_toolkit_only(sweep, monkeypatch):
@@ -307,13 +291,14 @@ def test_what_is_listed_later_is_handed_out_when_nothing_else_is_left(h200):
     assert order.take_in() == 0
 
 
-@pytest.mark.nightly
-def test_a_long_temporary_folder_is_no_hindrance(stage, tmp_path, monkeypatch):
+def test_a_long_temporary_folder_is_no_hindrance(tmp_path, monkeypatch):
     """The path of the socket that workers are asked for through has at most 107 bytes."""
-    long = tmp_path / ("a" * 60) / ("b" * 60)
-    long.mkdir(parents=True)
-    monkeypatch.setenv("TMPDIR", str(long))
-    assert stage("exit 1")
+    usual, chosen = str(tmp_path / ("a" * 60) / ("b" * 60)), []
+    monkeypatch.setattr("tempfile.tempdir", usual)
+    monkeypatch.setattr("multiprocessing.util.get_temp_dir", lambda: chosen.append(tempfile.gettempdir()))
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: None)
+    start_server()
+    assert (chosen, tempfile.gettempdir()) == (["/tmp"], usual)
 
 
 # Starts the server of workers, interrupts it again and again while its modules load, and asks it for one.
@@ -335,6 +320,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_an_interrupt_while_the_server_loads_is_not_its_to_handle(tmp_path):
     script = tmp_path / "interrupted.py"
     script.write_text(INTERRUPTED)

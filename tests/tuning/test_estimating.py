@@ -39,7 +39,7 @@ from tilekern.tuning.predict.estimating import (
     estimate_together,
 )
 from tilekern.tuning.predict.roofline import launch_s
-from tilekern.tuning.strategies.exhaustive import LEAST_ROUNDS, ROUNDS
+from tilekern.tuning.strategies.race import LEAST_ROUNDS, ROUNDS
 from tilekern.tuning.sweep.candidates import candidates
 from tilekern.tuning.sweep.folder import Sweep
 

@@ -1,11 +1,16 @@
-"""The order in which the GPU's runner queues, announces and waits; the GPU itself is in tests/gpu."""
+"""Timing: samples, the order in which the GPU's runner queues, announces and waits; the GPU itself is in tests/gpu."""
 
 import pytest
 import torch
 
-from tilekern.tuning.measure.steps import QUEUE
-from tilekern.tuning.measure.timing import MOST_HOST_US, SAFETY, Queue, Stopwatch, rewriting
+from tilekern.errors import InputError
+from tilekern.spec.targets import here
+from tilekern.tuning.executors.local import LocalExecutor
+from tilekern.tuning.measure.stage import measure_all
+from tilekern.tuning.measure.tasks import QUEUE
+from tilekern.tuning.measure.timing import MOST_HOST_US, SAFETY, Queue, Stopwatch, Timing, rewriting
 from tilekern.tuning.measure.worker import _Rounds
+from tilekern.tuning.publishing import keep_winners
 from tilekern.tuning.strategies.runner import WAKING_US, GpuRunner
 
 LEAD_US = 3.0
@@ -61,6 +66,18 @@ def runner(log):
 
     launches = {key: lambda key=key: launch(key) for key in times_us}
     return GpuRunner(Watch(log), launches, announce=lambda key: log.append(f"announced {key}"))
+
+
+@pytest.mark.skipif(here() is not None, reason="this machine has a GPU")
+def test_measuring_without_a_gpu_is_refused(compiled_sweep):
+    with pytest.raises(InputError, match="needs a GPU and this machine has none"):
+        measure_all(compiled_sweep, LocalExecutor(compiled_sweep.cache), keep_winners)
+
+
+def test_a_timing_of_samples():
+    assert Timing.of([5.0]) == Timing(5.0, 0.0, 1)
+    found = Timing.of([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert (found.median_us, found.spread_us, found.samples) == (3.0, 1.0, 5)
 
 
 def test_each_key_s_first_launch_is_announced_and_its_loading_is_not_timed(runner, log):

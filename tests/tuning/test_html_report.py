@@ -36,19 +36,24 @@ def sweep(compiled_sweep: Sweep, tmp_path: Path) -> Sweep:
     return measured(compiled_sweep, tmp_path / "sweep")
 
 
-@pytest.fixture
-def report(sweep: Sweep) -> Report:
-    return report_of(sweep)
+@pytest.fixture(scope="module")
+def unchanged(compiled_sweep: Sweep, tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+    return measured(compiled_sweep, tmp_path_factory.mktemp("report") / "sweep")
+
+
+@pytest.fixture(scope="module")
+def report(unchanged: Sweep) -> Report:
+    return report_of(unchanged)
 
 
 def of_small(report: Report) -> list[Row]:
     return [row for row in report.rows if row.problem == SMALL[1]]
 
 
-def test_every_candidate_has_a_row_with_its_state(report: Report, sweep: Sweep):
+def test_every_candidate_has_a_row_with_its_state(report: Report, unchanged: Sweep):
     rows = of_small(report)
-    assert [row.number for row in rows] == list(range(len(sweep.candidates(*SMALL))))
-    assert [(row.config, row.variant) for row in rows] == [(c.config, c.variant) for c in sweep.candidates(*SMALL)]
+    assert [row.number for row in rows] == list(range(len(unchanged.candidates(*SMALL))))
+    assert [(row.config, row.variant) for row in rows] == [(c.config, c.variant) for c in unchanged.candidates(*SMALL)]
     said = {row.number: (row.status, row.reason) for row in rows if row.number in range(8)}
     assert said == {
         0: ("timed", None),
@@ -90,9 +95,9 @@ def test_times_and_what_they_are_worth(report: Report):
     assert all(row.predicted_us > 0 for row in others if row.status == "wrong")
 
 
-def test_the_winners_figures_are_those_of_the_records(report: Report, sweep: Sweep):
+def test_the_winners_figures_are_those_of_the_records(report: Report, unchanged: Sweep):
     rows = {(row.kernel, row.problem): row for row in report.rows if row.winner}
-    published = [winner for winner, _ in winners(sweep, TOOLKIT)]
+    published = [winner for winner, _ in winners(unchanged, TOOLKIT)]
     assert len(rows) == len(published) == 2
     for winner in published:
         row = rows[winner.kernel, winner.problem]
@@ -103,9 +108,9 @@ def test_the_winners_figures_are_those_of_the_records(report: Report, sweep: Swe
         assert row.gain_over_default == pytest.approx(winner.gain, abs=1e-4)
 
 
-def test_what_the_compiler_made_is_told(report: Report, sweep: Sweep):
-    facts = sweep.compiled()
-    for row, item in zip(of_small(report), sweep.candidates(*SMALL), strict=True):
+def test_what_the_compiler_made_is_told(report: Report, unchanged: Sweep):
+    facts = unchanged.compiled()
+    for row, item in zip(of_small(report), unchanged.candidates(*SMALL), strict=True):
         if row.status != "failed":
             found = facts[item.artifact]["resources"]
             assert {name: getattr(row, name) for name in found if hasattr(row, name)} == found
@@ -221,16 +226,6 @@ def test_the_page_loads_nothing_and_escapes_what_a_sweep_says(report: Report):
         assert fact in page
 
 
-def test_the_same_sweep_gives_the_same_files(sweep: Sweep, tmp_path: Path):
-    texts = []
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        written = write_report(Sweep(sweep.folder), tmp_path / name)
-        assert [path.name for path in written] == ["report.csv", "report.json", "report.html"]
-        texts.append([path.read_bytes() for path in written])
-    assert texts[0] == texts[1]
-
-
 def recorded() -> list[Row]:
     rows = json.loads(gzip.decompress(RECORDED.read_bytes()))["rows"]
     return [
@@ -272,17 +267,21 @@ def run(*arguments: object) -> int:
     return cli.main(["report", *map(str, arguments)])
 
 
-def test_the_command_writes_all_three_or_those_that_are_asked_for(sweep: Sweep, tmp_path: Path, capsys):
+def test_the_command_writes_all_three_and_the_same_sweep_gives_the_same_files(sweep: Sweep, tmp_path: Path, capsys):
     assert run(sweep.folder) == 0
-    assert capsys.readouterr().out.split() == [str(sweep.folder / f"report.{form}") for form in ("csv", "json", "html")]
-    assert (sweep.folder / "report.csv").read_text() == as_csv(report_of(sweep))
-    assert (sweep.folder / "report.json").read_text() == as_json(report_of(sweep))
-    other = measured(sweep, tmp_path / "other")
-    for path in other.folder.glob("report.*"):
-        path.unlink()
-    assert run(other.folder, "--csv", tmp_path / "rows.csv") == 0
-    assert (tmp_path / "rows.csv").read_text() == as_csv(report_of(other))
-    assert not list(other.folder.glob("report.*"))
+    printed = [Path(path) for path in capsys.readouterr().out.split()]
+    assert printed == [sweep.folder / f"report.{form}" for form in ("csv", "json", "html")]
+    assert printed[0].read_text() == as_csv(report_of(sweep))
+    assert printed[1].read_text() == as_json(report_of(sweep))
+    (tmp_path / "again").mkdir()
+    again = write_report(Sweep(sweep.folder), tmp_path / "again")
+    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in printed]
+
+
+def test_the_command_writes_the_forms_that_are_asked_for(sweep: Sweep, tmp_path: Path):
+    assert run(sweep.folder, "--csv", tmp_path / "rows.csv") == 0
+    assert (tmp_path / "rows.csv").read_text() == as_csv(report_of(sweep))
+    assert not list(sweep.folder.glob("report.*"))
 
 
 def test_a_form_goes_to_standard_output_where_the_file_is_a_dash(sweep: Sweep, tmp_path: Path, capsys, monkeypatch):

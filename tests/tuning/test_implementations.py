@@ -3,7 +3,7 @@
 import json
 
 from tilekern.spec import Config, Problem
-from tilekern.tuning.report.dumps import as_json
+from tilekern.tuning.report import as_json
 from tilekern.tuning.report.implementations import Standing, standings
 from tilekern.tuning.report.page import _implementations
 from tilekern.tuning.report.rows import Report, Row

@@ -32,8 +32,7 @@ from tilekern.tuning import disposable
 from tilekern.tuning.measure import process
 from tilekern.tuning.measure.process import TOOK, Worker, measure_task
 from tilekern.tuning.measure.stage import entrants
-from tilekern.tuning.measure.steps import CUDA, INPUTS, QUEUE
-from tilekern.tuning.measure.tasks import Task
+from tilekern.tuning.measure.tasks import CUDA, INPUTS, QUEUE, Task
 
 pytestmark = pytest.mark.processes
 
@@ -89,17 +88,16 @@ def test_where_nothing_happens_one_process_does_all(measure, task, keys):
 
 
 @pytest.mark.parametrize(
-    ("act", "reason"),
+    ("where", "act", "reason"),
     [
-        (crash, "the process died (exit code 7)"),
-        (segfault, "the process died (SIGSEGV)"),
-        (illegal_address, "AcceleratorError: CUDA error: an illegal memory access was encountered"),
-        (hang, "no answer within 1 s"),
+        ("checking", crash, "the process died (exit code 7)"),
+        ("checking", hang, "no answer within 1 s"),
+        ("racing", segfault, "the process died (SIGSEGV)"),
+        ("racing", illegal_address, "AcceleratorError: CUDA error: an illegal memory access was encountered"),
+        ("racing", hang, "no answer within 1 s"),
     ],
-    ids=["exit", "signal", "fault", "hang"],
 )
-@pytest.mark.parametrize("where", ["checking", "racing"])
-def test_a_fault_costs_the_candidate_at_work_and_no_other(measure, keys, act, reason, where):
+def test_a_fault_costs_the_candidate_at_work_and_no_other(measure, keys, where, act, reason):
     started_at = time.perf_counter()
     lines, started = measure(**{where: {keys[1]: act}})
     took_s = time.perf_counter() - started_at

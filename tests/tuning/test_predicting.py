@@ -42,6 +42,7 @@ class Row:
     code: MachineCode | None
     median_us: float
 
+    @functools.cache  # noqa: B019 (rows live as long as the process)
     def predict(self, target=H200):
         if self.resources is None:
             return predict_library(self.item, target)
@@ -105,9 +106,9 @@ def test_predicted_times_are_near_the_measured_ones():
     assert tenths[-1] <= 1.4
 
 
-@pytest.mark.parametrize("target", [H200, B200], ids=lambda target: target.name)
-def test_a_spilling_candidate_never_beats_one_that_does_not(target):
-    for rows in recorded():
+@pytest.mark.parametrize(("target", "every"), [(H200, 1), (B200, 6)], ids=["H200", "B200"])
+def test_a_spilling_candidate_never_beats_one_that_does_not(target, every):
+    for rows in recorded()[::every]:
         ranked = sorted((row for row in rows if row.resources), key=lambda row: row.predict(target).rank)
         stacks = [row.resources.stack_bytes > 0 for row in ranked]
         assert stacks == sorted(stacks)
@@ -124,24 +125,23 @@ def with_more(code: MachineCode, name: str) -> MachineCode:
 
 @pytest.mark.parametrize("name", ["local_accesses", "barriers", "global_loads", "global_stores"])
 def test_more_to_do_is_never_predicted_faster(name):
-    for row in compiled_rows()[::7]:
-        before, after = row.predict(), predict(row.item, row.resources, H200, with_more(row.code, name))
-        assert after.seconds >= before.seconds
-    assert any(
-        predict(row.item, row.resources, H200, with_more(row.code, name)).seconds > 1.02 * row.predict().seconds
-        for row in compiled_rows()[::7]
-    )
+    ratios = [
+        predict(row.item, row.resources, H200, with_more(row.code, name)).seconds / row.predict().seconds
+        for row in compiled_rows()[::14]
+    ]
+    assert min(ratios) >= 1
+    assert max(ratios) > 1.02
 
 
 def test_more_stack_never_ranks_better():
-    for row in compiled_rows()[::7]:
+    for row in compiled_rows()[::14]:
         worse = replace(row.resources, stack_bytes=row.resources.stack_bytes + 64)
         assert predict(row.item, worse, H200, row.code).rank >= row.predict().rank
 
 
 def test_larger_problems_are_predicted_to_take_longer():
     compared = 0
-    for row in compiled_rows():
+    for row in compiled_rows()[::4]:
         sizes = {name: 2 * row.item.problem[name] for name in SIZES & set(row.item.problem)}
         if row.item.kernel == "column_sum" or not sizes:
             continue
@@ -149,7 +149,7 @@ def test_larger_problems_are_predicted_to_take_longer():
         if row.item.spec.bytes_moved(row.item.problem) >= H200.l2_bytes:
             assert predict(larger, row.resources, H200, row.code).seconds > row.predict().seconds
             compared += 1
-    assert compared >= 400
+    assert compared >= 100
 
 
 def test_no_weight_of_a_term_is_negative():
@@ -161,7 +161,7 @@ def test_no_weight_of_a_term_is_negative():
 
 
 def test_every_term_and_trait_has_a_weight():
-    for row in compiled_rows()[::11]:
+    for row in compiled_rows()[::22]:
         costs, weights = costs_of(row.item, row.resources, H200, row.code)
         assert costs.terms.keys() == weights.terms.keys()
         assert costs.traits.keys() == weights.traits.keys()

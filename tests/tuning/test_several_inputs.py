@@ -10,11 +10,10 @@ from replay_runner import Noise, ReplayRunner
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED
 from tilekern.spec.targets import resolve
-from tilekern.tuning.measure.steps import Steps
-from tilekern.tuning.measure.tasks import Entrant, Task, on
+from tilekern.tuning.measure.tasks import Entrant, Steps, Task, on
 from tilekern.tuning.measure.timing import Timing
 from tilekern.tuning.strategies import Lineup, strategy_named
-from tilekern.tuning.strategies.several import Several
+from tilekern.tuning.strategies.runner import Several
 from tilekern.tuning.sweep.candidates import Candidate
 from tilekern.tuning.sweep.lines import COPY
 

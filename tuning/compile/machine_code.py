@@ -1,10 +1,10 @@
-"""Counts in machine code: the instructions of one pass of a kernel, and the waits of its threads for memory.
+"""Count instructions of a kernel's machine code, and the waits of its threads for memory.
 
 An instruction takes 16 bytes on every architecture since sm_70. Its low 9 bits are the opcode; memory accesses have
-their width in bits 73 to 75; and since no hardware tracks dependences, each instruction says in bits 105 to 125 how
-many cycles pass before the next one, which of six barriers it will release, and which it waits for (Jia et al. 2018,
-arXiv:1804.06826, "Control information"). That is enough to count what costs time, in milliseconds and with no
-disassembler. Branches that go back tell what a thread repeats from what it does once.
+their width in bits 73 to 75. Hardware does not track dependences, so bits 105 to 125 of each instruction have the
+cycles until the next one, the barrier of six that it releases, and the barriers that it waits for (Jia et al. 2018,
+arXiv:1804.06826, "Control information"). That is enough to count what costs time, in milliseconds and without a
+disassembler. Backward branches separate loops from code that runs once.
 
 ``tests/tuning/test_machine_code.py`` holds opcodes, widths and branches against nvdisasm, and the counts against the
 compiler's own remarks.
@@ -42,7 +42,7 @@ _NOP, BRANCH = 0x118, 0x147
 # The width field of a memory access (U8, S8, U16, S16, 32, 64, 128 bits) in bytes.
 _WIDTHS = (1, 1, 2, 2, 4, 8, 16, 16)
 _BARRIERS = range(6)
-# What makes a loop one of the kernel's own, and not one that waits or divides.
+# A loop without any of these only waits or divides, and does not count.
 _TRAFFIC = ("global_loads", "global_stores", "shared_accesses", "bulk_loads", "bulk_stores", "products")
 
 
@@ -77,12 +77,12 @@ class Counts:
 
     @classmethod
     def total(cls, parts: Iterable[Counts]) -> Counts:
-        """The sum of pieces."""
+        """Add up pieces."""
         rows = [dataclasses.astuple(part) for part in parts]
         return cls(*(sum(column) for column in zip(*rows, strict=True)))
 
     def as_dict(self) -> dict[str, int]:
-        """The counts that are not 0, as a journal keeps them."""
+        """Return the counts that are not 0, as a journal keeps them."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value}
 
 
@@ -94,17 +94,17 @@ class MachineCode:
     loops: tuple[Counts, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The counts as a journal keeps them."""
+        """Return the counts as a journal keeps them."""
         return {"whole": self.whole.as_dict(), "loops": [loop.as_dict() for loop in self.loops]}
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any]) -> MachineCode:
-        """The counts that :meth:`as_dict` gave."""
+        """Make the counts from the result of :meth:`as_dict`."""
         return cls(Counts(**kept["whole"]), tuple(Counts(**loop) for loop in kept["loops"]))
 
 
 def read_machine_code(code: bytes, capability: int) -> MachineCode:
-    """Count what stands in the machine code of one kernel.
+    """Count the instructions of one kernel's machine code.
 
     Args:
         code: its text section (:func:`tilekern.compile.cubin.code_of`).
@@ -120,7 +120,7 @@ def read_machine_code(code: bytes, capability: int) -> MachineCode:
 
 
 def branch_target(place: int, low: int, high: int, capability: int) -> int:
-    """The index of the instruction that the branch at index ``place`` goes to."""
+    """Return the index of the instruction to which the branch at index ``place`` goes."""
     offset = (((high & 0x3FFFF) << 64) | low) >> 34
     if offset >> 47:
         offset -= 1 << 48

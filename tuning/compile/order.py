@@ -1,15 +1,14 @@
-"""Which candidate a compile worker takes next, such that no core waits for another at the end.
+"""Choose the candidate that a compile worker takes next, so that no core is idle at the end.
 
-Candidates that differ in compiler hints alone are a batch: a worker that stays with one lowers its device function
-once. Those that are expected to take long come first. How long is learnt on the way: a candidate takes about as long
-as those of the same device function whose constants are most like its own. A batch that has much left gets more
-workers, since the last one at work decides when the stage ends.
+Candidates that differ only in compiler hints form a batch: a worker that stays with a batch lowers its device function
+once. Batches that are expected to take long come first. The expectation is learnt: a candidate takes about as long as
+those of the same device function with the most similar constants. A batch with much left gets more workers.
 
-Candidates may be listed while others are compiled: thousands take a second to list, in which no core need wait.
+Candidates may be listed while others are compiled, since listing thousands takes a second.
 
-Problems may have turns. Where some are measured while others are compiled, those of one kernel share one: kernels whose
-candidates are soon compiled come first, so that the GPU has something to do, and the longest is last, with its longest
-candidates at its start. Under a budget of time each problem has its own (:mod:`tilekern.tuning.budget`).
+Problems may have turns. If problems are measured while others are compiled, those of one kernel share a turn: kernels
+that compile fast come first, so that the GPU has work early, and the slowest comes last. Under a budget of time each
+problem has its own turn (:mod:`tilekern.tuning.budget`).
 """
 
 from __future__ import annotations
@@ -22,18 +21,41 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tilekern.kernels import spec_named
-from tilekern.spec import Config
-from tilekern.tuning.compile.typical import COMPILE_S, OTHER_S
 from tilekern.tuning.sweep.candidates import Candidate
 from tilekern.tuning.sweep.plan import Named
 
-# A batch at work is as urgent as one candidate when it has so many left for each worker, one more counted in.
+# Core-seconds of an artifact where nothing is known of this machine: means over samples of Qwen3-8B's artifacts for the
+# H200 and the B200, tileiras 13.4, on one core of an AMD EPYC. ``OTHER_S`` is their mean, for other kernels.
+COMPILE_S = {
+    "fused_add_rms_norm_backward": 0.49,
+    "fused_add_rms_norm_forward": 0.41,
+    "attention_delta": 0.29,
+    "attention_dkdv": 2.02,
+    "attention_dq": 1.30,
+    "attention_forward": 3.34,
+    "column_sum": 0.24,
+    "cross_entropy_backward": 0.24,
+    "cross_entropy_forward": 0.37,
+    "cross_entropy_fused": 0.65,
+    "matmul": 0.60,
+    "qk_norm_rope_backward": 0.90,
+    "qk_norm_rope_forward": 0.47,
+    "rms_norm_backward": 0.37,
+    "rms_norm_forward": 0.23,
+    "rope": 0.55,
+    "scale": 0.12,
+    "swiglu_backward": 0.16,
+    "swiglu_backward_remake": 0.17,
+    "swiglu_forward": 0.13,
+}
+OTHER_S = 0.65
+# A batch at work is as urgent as one candidate if it has this many left for each of its workers plus one.
 HELP_FROM = 4
 
 
 @dataclass
 class Batch:
-    """Candidates whose device function is lowered once, and what is known of the time of each."""
+    """Candidates that share one lowering, and the known times of similar candidates."""
 
     function: object
     constants: tuple[object, ...]
@@ -45,7 +67,7 @@ class Batch:
     _seconds: list[float] = field(default_factory=list)
 
     def learn(self, likeness: float, seconds: float) -> None:
-        """Take in how long a candidate took; only those that were most like this batch's count."""
+        """Note how long a candidate took; only the most similar ones count."""
         if likeness > self._likeness:
             self._likeness, self._seconds = likeness, []
         if likeness == self._likeness:
@@ -53,7 +75,7 @@ class Batch:
 
     @property
     def urgency(self) -> tuple[int, int, float]:
-        """Sorts batches; the greatest is to be taken next."""
+        """Return a sort key; the batch with the greatest is taken next."""
         if not self._seconds:
             return -self.turn, 2, self.size / (1 + self.workers)
         each = sum(self._seconds) / len(self._seconds)
@@ -61,13 +83,12 @@ class Batch:
 
 
 class Order:
-    """Hands out candidates, of those that it has taken in.
+    """Hands out candidates.
 
     Args:
-        todo: the candidates; none of them is a library's call.
-        turns: the turn of each problem; candidates of lower turns are all taken first. Problems that are not named have
-            turn 0.
-        is_over: set when no more candidates are to be compiled; what is at work is given up.
+        todo: the candidates, without library calls.
+        turns: the turn of each problem, by default 0; all candidates of lower turns are taken first.
+        is_over: set to stop; candidates at work are given up.
     """
 
     def __init__(
@@ -82,25 +103,26 @@ class Order:
         self._of: dict[str, Batch] = {}
 
     def __len__(self) -> int:
-        """How many it has taken in so far."""
+        """Return how many candidates were listed so far."""
         return len(self._of)
 
     def take_in(self, most: int | None = None) -> int:
-        """Take in more candidates, all that come where ``most`` is None; how many."""
+        """List more candidates, by default all; return how many."""
         before = len(self)
         for item in itertools.islice(self._coming, most):
             function, _, constants = key = lowered_as(item)
             turn = self._turns.get((item.kernel, item.problem), 0)
-            batch = self._batches.setdefault((turn, key), Batch(function, constants, _tile_elements(item.config), turn))
+            tile = [value for name, value in item.config.items() if name.startswith("tile_") and isinstance(value, int)]
+            batch = self._batches.setdefault((turn, key), Batch(function, constants, math.prod(tile), turn))
             batch.left.insert(0, item)
             self._of[item.artifact] = batch
         return len(self) - before
 
     def take(self, before: Candidate | None) -> Candidate | None:
-        """The next candidate for a worker, or None where none is left and none comes.
+        """Return the next candidate for a worker, or None if there are no more.
 
         Args:
-            before: what that worker had last, which it is done with.
+            before: the worker's last candidate, which is finished.
         """
         batch = self._of[before.artifact] if before else None
         if batch is None or not batch.left:
@@ -113,18 +135,18 @@ class Order:
         return batch.left.pop()
 
     def _most_urgent(self) -> Batch | None:
-        """The batch to be taken next; where all are taken, of what comes."""
+        """Return the batch to take next; if none has candidates left, list more."""
         while not (left := [batch for batch in self._batches.values() if batch.left]):
             if not self.take_in(1):
                 return None
         return max(left, key=lambda batch: batch.urgency)
 
     def put_back(self, item: Candidate) -> None:
-        """Have a candidate taken once more."""
+        """Have a candidate taken again."""
         self._of[item.artifact].left.append(item)
 
     def learn(self, item: Candidate, seconds: float) -> None:
-        """Take in how long a candidate took."""
+        """Note how long a candidate took."""
         known = self._of[item.artifact]
         for batch in self._batches.values():
             if batch.function is known.function:
@@ -133,10 +155,10 @@ class Order:
 
 
 def turns_of(problems: Sequence[Named]) -> dict[Named, int]:
-    """Return the turn of each problem: kernels whose candidates take the least to compile first, the longest last.
+    """Return the turn of each problem: kernels that compile fastest first.
 
-    Those that follow others come first: the others are timed with them. Nothing is listed for it: a kernel's time is
-    taken as that of all points of its problems' spaces.
+    Followers come before all, since other kernels are timed with them. A kernel's time is taken as that of all points
+    of its problems' spaces, so that nothing need be listed.
     """
     seconds: Counter[str] = Counter()
     for kernel, problem in problems:
@@ -151,7 +173,3 @@ def lowered_as(item: Candidate) -> tuple[object, Hashable, tuple[object, ...]]:
     """The key of a candidate's lowering, the same for all of a batch: its device function, parameters and constants."""
     kernel = item.spec.device(item.problem, item.config)
     return item.backend.front_end_key(kernel), kernel.parameters, (*kernel.constants, item.variant)
-
-
-def _tile_elements(config: Config) -> int:
-    return math.prod(value for name, value in config.items() if name.startswith("tile_") and isinstance(value, int))

@@ -1,7 +1,7 @@
-"""Compile workers: disposable processes, each at one candidate at a time, so that it is known whose a crash is.
+"""Run compile workers: disposable processes with one candidate at a time, so that a crash has one culprit.
 
-Workers are forked from a server that has the front end loaded (:mod:`tilekern.tuning.compile.forked`): one more costs
-milliseconds.
+Workers are forked from a server that has loaded the front end (:mod:`tilekern.tuning.compile.forked`), so another one
+costs milliseconds.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Answer:
     """A worker's answer on a candidate.
 
     Attributes:
-        line: for the journal.
-        cubin: what it compiled to, if it did.
+        line: the journal's line.
+        cubin: the compiled code, if any.
         worn: this worker takes no further candidate.
-        doubtful: the failure may be another's doing; the candidate is tried once more.
+        doubtful: something else may have caused the failure, so the candidate is tried once more.
     """
 
     line: dict[str, Any]
@@ -46,9 +46,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Lost:
-    """A candidate that no worker answered for, and why.
+    """A candidate without an answer, and the reason.
 
-    ``timed_out`` says that it may be a matter of time, ``passing`` that it may be the machine's doing.
+    ``timed_out`` says that more time may help, ``passing`` that the state of the machine may be the cause.
     """
 
     item: Candidate
@@ -57,38 +57,24 @@ class Lost:
     passing: bool = False
 
 
-# A worker that died by itself is left this long to say how.
+# How long to wait for the exit code of a worker that died.
 _PATIENCE_S = 1.0
-# How often a place of the pool may get a worker that dies at its start.
+# Give up after this many workers in one place died at their start.
 _MOST_STILLBORN = 3
-# What multiprocessing puts behind a temporary folder's path takes 35 bytes.
+# The longest path of a temporary folder to which multiprocessing can add its 35 bytes.
 _MOST_FOLDER_BYTES = 70
-# How often it is looked whether the work is to be given up, in seconds.
+# How often to look whether the work is given up, in seconds.
 _LOOK_EVERY_S = 0.2
-# How many candidates are listed before it is looked whether a worker waits.
+# How many candidates to list before looking for a waiting worker.
 _LISTED_AT_ONCE = 16
-# What workers run; they find it by its name.
+# The function that workers run; it is pickled by its name.
 Compile = Callable[[Candidate], Answer]
 
 
 def start_server() -> None:
-    """Start the process that workers are forked from, unless it runs; it loads its modules while others work."""
+    """Start the process that workers are forked from, unless it runs. It loads its modules in the background."""
     get_context("forkserver").set_forkserver_preload(["tilekern.tuning.compile.forked"])
-    _settle_where_a_socket_fits()
-    resource_tracker.ensure_running()  # the server's start would start it, and it would let the signal through again
-    # Ctrl-C is the parent's to handle. The server ignores it once its modules are loaded; until then it is held off.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _settle_where_a_socket_fits() -> None:
-    """Have multiprocessing choose its temporary folder, where the server listens, not too deep down.
-
-    The path of a socket is cut off at 107 bytes, and ``TMPDIR`` may be longer than that.
-    """
+    # The server listens in multiprocessing's temporary folder, and the path of a socket is cut off at 107 bytes.
     usual = tempfile.tempdir
     if len(os.fsencode(tempfile.gettempdir())) > _MOST_FOLDER_BYTES and os.access("/tmp", os.W_OK):
         tempfile.tempdir = "/tmp"
@@ -96,19 +82,26 @@ def _settle_where_a_socket_fits() -> None:
         util.get_temp_dir()
     finally:
         tempfile.tempdir = usual
+    resource_tracker.ensure_running()  # the server's start would start it, and it would let the signal through again
+    # Only the parent handles Ctrl-C. The server ignores it once its modules are loaded; until then it is blocked.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def compile_in_order(
     order: Order, compile_one: Compile, jobs: int, limit_s: float, memory_bytes: int
 ) -> Iterator[Answer | Lost]:
-    """Have candidates compiled; what comes of each, as it is known, until the order is over.
+    """Compile candidates, and yield the result of each when it is known, until the order is over.
 
     Args:
         order: the candidates.
         compile_one: what a worker runs.
-        jobs: how many workers.
-        limit_s: how long a worker may be at a candidate, in seconds.
-        memory_bytes: how much address space a worker, and each process that it starts, may have.
+        jobs: number of workers.
+        limit_s: seconds that a worker may take for a candidate.
+        memory_bytes: address space of a worker, and of each process that it starts.
 
     Raises:
         InputError: workers die before they can take a candidate.
@@ -141,7 +134,7 @@ def compile_in_order(
 
 
 def _ready(busy: list[_Worker], order: Order) -> list[_Worker]:
-    """Workers that have something to say, are dead, or are late; while all are at work, more candidates are listed."""
+    """Return workers that answered, died or are late; while all are busy, list more candidates."""
     pipes = [worker.connection for worker in busy]
     while not connections.wait(pipes, 0.0) and order.take_in(_LISTED_AT_ONCE):  # type: ignore[arg-type]
         pass
@@ -150,7 +143,7 @@ def _ready(busy: list[_Worker], order: Order) -> list[_Worker]:
 
 
 class _Worker:
-    """One place of the pool: a process, started anew after a loss, and the candidate that it is at."""
+    """One place of the pool: a process, replaced after a loss, and its current candidate."""
 
     def __init__(self, compile_one: Compile, limit_s: float, memory_bytes: int) -> None:
         self._compile_one, self._limit_s, self._memory_bytes = compile_one, limit_s, memory_bytes
@@ -160,7 +153,7 @@ class _Worker:
         self._since, self._stillborn, self._is_ready = 0.0, 0, False
 
     def begin(self, item: Candidate | None) -> None:
-        """Be at a candidate; at none where it is None."""
+        """Take a candidate, or none."""
         self.item, self._since = item, time.monotonic()
         if item is None:
             return
@@ -178,20 +171,20 @@ class _Worker:
 
     @property
     def seconds(self) -> float:
-        """How long it has been at its candidate."""
+        """Return how long it has worked on its candidate."""
         return time.monotonic() - self._since
 
     @property
     def left_s(self) -> float:
-        """How long it may still be at its candidate."""
+        """Return how long it may still work on its candidate."""
         return self._limit_s - self.seconds
 
     def answer(self) -> Answer | Lost | None:
-        """Its answer, waiting for nothing; None where it is only now ready. One that is dead or late is ended."""
+        """Return its answer without waiting, None if it has only just started. End it if it is dead or late."""
         assert self.connection is not None
         assert self.item is not None
         if not self.connection.poll():
-            # The worker leads a group, which its compiler is not of. One that is not ready has not taken the candidate.
+            # Its compiler is not in its process group. A worker that is not ready has not taken the candidate.
             is_busy = not self._is_ready or is_starved(processor_s(self.process.pid), self._limit_s)
             self.end()
             late = f"the compile worker gave no answer within {self._limit_s:g} s"
@@ -200,25 +193,23 @@ class _Worker:
         try:
             said: Answer | None = self.connection.recv()
         except (EOFError, OSError):
-            return self._mourned(self.item, self.end(_PATIENCE_S))
+            how = self.end(_PATIENCE_S)
+            if self._is_ready:
+                passing = how.startswith(disposable.KILLED)
+                return Lost(self.item, f"the compile worker died ({how})", timed_out=False, passing=passing)
+            # It died before it took the candidate, which is not to blame.
+            self._stillborn += 1
+            if self._stillborn >= _MOST_STILLBORN:
+                raise InputError(f"compile workers die before they can take a candidate ({how})") from None
+            self.begin(self.item)
+            return None
         self._is_ready = True
         if said is not None and said.worn:
             self.end()
         return said
 
-    def _mourned(self, item: Candidate, how: str) -> Lost | None:
-        """Judge a death: it is the candidate's only where the worker had come so far as to take it."""
-        if self._is_ready:
-            passing = how.startswith(disposable.KILLED)
-            return Lost(item, f"the compile worker died ({how})", timed_out=False, passing=passing)
-        self._stillborn += 1
-        if self._stillborn >= _MOST_STILLBORN:
-            raise InputError(f"compile workers die before they can take a candidate ({how})")
-        self.begin(item)
-        return None
-
     def end(self, patience_s: float = 0.0) -> str:
-        """Kill the process, if there is one; how it ended."""
+        """Kill the process, if any, and describe how it ended."""
         if self.connection is None:
             return "never started"
         self.connection.close()

@@ -1,7 +1,7 @@
-"""The compile stage: every distinct artifact of a sweep, over all cores, in disposable processes.
+"""The compile stage: compile each distinct artifact of a sweep once, on all cores, in disposable processes.
 
-It may run beside the measure stage (:class:`Compiling`), which is handed each problem when all of its candidates were
-compiled. Compilers then leave the cores to whoever else wants them: what times on the GPU is never kept waiting.
+It may run beside the measure stage (:class:`Compiling`), which gets each problem when all of its candidates are
+compiled. Compilers then run at a low priority, so that they do not delay the timing on the GPU.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ __all__ = [
 # How many workers a core may have.
 MOST_JOBS = 4
 TIMEOUT_S = 60.0
-# What Python may take for a candidate on top of the compiler's time.
+# Python's time for a candidate, on top of the compiler's.
 FRONTEND_TIMEOUT_S = 30.0
 # Address space of one compiler; a usual compile takes 0.2 GiB.
 MEMORY_BYTES = min(16 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
-# How nice a compiler is beside the measure stage: it gets a tenth of a core that somebody else wants.
+# The niceness of a compiler beside the measure stage: it gets a tenth of a core that another process wants.
 BESIDE_NICENESS = 10
-# A compiler that came so near to its limit and failed has failed for memory.
+# A compiler that failed after it took this share of its memory limit failed for memory.
 _NEAR = 0.75
 _SAYS_MEMORY = re.compile(r"out of memory|bad_alloc|MemoryError|cannot allocate memory", re.IGNORECASE)
-# What a worker does for a candidate, in seconds of its line: lower it, compile it, and read what the machine code says.
+# The fields of a line with a worker's seconds for a candidate: lower it, compile it, read its machine code.
 _PARTS = ("frontend_s", "tileiras_s", "reading_s")
-# Has candidates compiled, as :func:`tilekern.tuning.compile.pool.compile_in_order` does.
+# Compiles candidates like :func:`tilekern.tuning.compile.pool.compile_in_order`.
 Pool = Callable[[Order, Compile, int, float, int], Iterator[Answer | Lost]]
 
 
@@ -74,10 +74,9 @@ Pool = Callable[[Order, Compile, int, float, int], Iterator[Answer | Lost]]
 class CompileSummary:
     """The outcome of the compile stage.
 
-    ``open`` are those that were kept from being compiled by what passes; the next run tries them again.
-    ``tileiras_share`` is the compiler's part of the time that the cores were held, 0 to 1; ``work_share`` that of all
-    the work (:func:`work_s`), which is what one core alone would have to do as well. ``reasons`` are those of what
-    failed, with how often each occurred.
+    ``open`` counts artifacts that a temporary failure kept from being compiled; the next run tries them again.
+    ``tileiras_share`` is the compiler's share of the time that the cores were held, 0 to 1; ``work_share`` is that of
+    all work (:func:`work_s`), including what a single core would do too. ``reasons`` counts the failures by reason.
     """
 
     distinct: int
@@ -91,10 +90,10 @@ class CompileSummary:
 
 
 class Readiness:
-    """Tells which problems may be measured: those all of whose artifacts were tried.
+    """Reports each problem when all of its artifacts were tried, so that it can be measured.
 
     Args:
-        tell: called with each, once.
+        tell: called once with each problem.
     """
 
     def __init__(self, tell: Callable[[Named], None]) -> None:
@@ -103,12 +102,12 @@ class Readiness:
         self._tried: set[str] = set()
 
     def list(self, named: Named, lacking: set[str]) -> None:
-        """Know a problem, and the artifacts that were missing of it at first."""
+        """Add a problem with its missing artifacts."""
         self._lacks[named] = lacking - self._tried
         self._look([named])
 
     def tried(self, artifact: str) -> None:
-        """Know that an artifact was tried, whatever became of it."""
+        """Note that an artifact was tried, with whatever result."""
         self._tried.add(artifact)
         concerned = [named for named, lacking in self._lacks.items() if artifact in lacking]
         for named in concerned:
@@ -126,13 +125,13 @@ def wanted(
     sweep: Sweep, timeout_s: float = TIMEOUT_S, named: Sequence[Named] | None = None,
     listed: Callable[[Named, set[str]], None] = lambda _named, _lacking: None,
 ) -> Iterator[Candidate]:  # fmt: skip
-    """The distinct artifacts missing from the sweep (:func:`settled`), one candidate of each, as they are listed.
+    """Yield one candidate of each distinct artifact that is missing from the sweep (:func:`settled`).
 
     Args:
         sweep: the sweep.
         timeout_s: wall seconds that the compiler may take for one.
-        named: the problems in the order to list them; the plan's where None.
-        listed: called with each problem and the keys that are missing of it, before its candidates come.
+        named: the problems in the order to list them; by default the plan's.
+        listed: called with each problem and its missing keys, before its candidates are yielded.
     """
     settled_before = settled(sweep, timeout_s)
     known = set(settled_before)
@@ -146,10 +145,9 @@ def wanted(
 
 
 def settled(sweep: Sweep, timeout_s: float = TIMEOUT_S) -> set[str]:
-    """The keys of the artifacts that need not be compiled.
+    """Return the keys of the artifacts that need not be compiled.
 
-    Failed ones are tried again by another toolkit, and those that ran out of time also where they are given more; open
-    ones always.
+    Failed ones are tried again with another toolkit, or with more time if they ran out of it; open ones always.
     """
     tools = toolkit()
     return {
@@ -165,7 +163,7 @@ def settled(sweep: Sweep, timeout_s: float = TIMEOUT_S) -> set[str]:
 
 
 def _made_by(line: dict[str, Any], toolkit_key: str) -> bool:
-    """Whether the compiler of a line is the one that would compile it now."""
+    """Return whether today's compiler is the one of a line."""
     if "compiler" in line:
         return line["compiler"] in {backend.compiler() for backend in backends()}
     return bool(line.get("toolkit", {}).get("key") == toolkit_key)
@@ -177,24 +175,29 @@ def compile_all(
     memory_bytes: int = MEMORY_BYTES, pool: Pool = compile_in_order, only: Collection[str] | None = None,
     beside: Readiness | None = None, turns: Mapping[Named, int] | None = None, is_over: threading.Event | None = None,
 ) -> CompileSummary:  # fmt: skip
-    """Compile what is missing from the sweep; each result is journalled as it comes.
+    """Compile the missing artifacts of the sweep, and journal each result when it comes.
 
     Args:
         sweep: the sweep.
         jobs: how many candidates to compile at once.
         timeout_s: wall seconds that the compiler may take for one.
-        progress: called with the number of finished ones and of all.
+        progress: called with the numbers of finished and of all artifacts.
         memory_bytes: address space that the compiler may have for one.
-        pool: where they are compiled: on this host, or by an executor's pool elsewhere.
-        only: keys of the artifacts to keep to; None means all.
-        beside: told which artifacts were tried, for the measure stage that runs at the same time; None where none does.
-        turns: the turn of each problem; where None, kernels have turns if a measure stage runs at the same time.
-        is_over: set when no more is to be compiled; what is at work is given up.
+        pool: compiles them, on this host or elsewhere.
+        only: keys of the artifacts to compile; by default all.
+        beside: told which artifacts were tried, if a measure stage runs at the same time.
+        turns: the turn of each problem; by default kernels have turns if a measure stage runs at the same time.
+        is_over: set to stop; candidates at work are given up.
 
     Raises:
         ToolchainMissing: artifacts are missing and no compiler is installed.
     """
-    order = _order(sweep, timeout_s, only, beside, turns, is_over)
+    named = sweep.problems()
+    if turns is None:
+        turns = turns_of(named) if beside else {}
+    listed = beside.list if beside else lambda _named, _lacking: None
+    coming = wanted(sweep, timeout_s, sorted(named, key=lambda pair: turns.get(pair, 0)), listed)
+    order = Order((item for item in coming if only is None or item.artifact in only), turns, is_over)
     started = time.perf_counter()
     tileiras_s = busy_s = 0.0
     reasons: Counter[str] = Counter()
@@ -207,9 +210,12 @@ def compile_all(
         )  # fmt: skip
         answers = pool(order, compiles, max(1, jobs), timeout_s + FRONTEND_TIMEOUT_S, memory_bytes)
         for finished, answer in enumerate(answers, 1):
-            line = _lost_line(answer, timeout_s) if isinstance(answer, Lost) else answer.line
-            if isinstance(answer, Answer) and answer.cubin is not None:
-                line |= {"sha256": sweep.store(answer.cubin)}
+            if isinstance(answer, Lost):
+                line = _line(answer.item) | {"status": "open" if answer.passing else "failed", "reason": answer.reason}
+                line |= {"gave_up_after_s": timeout_s} if answer.timed_out else {}
+            else:
+                line = answer.line
+                line |= {"sha256": sweep.store(answer.cubin)} if answer.cubin is not None else {}
             if line["status"] == "failed":
                 reasons[line["reason"]] += 1
             left_open += line["status"] == "open"
@@ -226,38 +232,25 @@ def compile_all(
     return CompileSummary(len(sweep.compiled()), finished, reasons.total(), left_open, seconds, *shares, dict(reasons))
 
 
-def _order(
-    sweep: Sweep, timeout_s: float, only: Collection[str] | None, beside: Readiness | None,
-    turns: Mapping[Named, int] | None, is_over: threading.Event | None,
-) -> Order:  # fmt: skip
-    """The candidates to be compiled, as they are listed."""
-    named = sweep.problems()
-    if turns is None:
-        turns = turns_of(named) if beside else {}
-    listed = beside.list if beside else lambda _named, _lacking: None
-    coming = wanted(sweep, timeout_s, sorted(named, key=lambda pair: turns.get(pair, 0)), listed)
-    return Order((item for item in coming if only is None or item.artifact in only), turns, is_over)
-
-
 class Compiling:
-    """The compile stage in the background; problems come out of it as soon as they may be measured.
+    """The compile stage in the background, which yields problems as soon as they can be measured.
 
-    Used as a context, it begins at its entry. At its exit the compilers are given up unless they are done; what they
-    have made by then is in the journal.
+    Used as a context, it begins at its entry. At its exit unfinished compilers are given up; finished artifacts are in
+    the journal.
 
     Args:
-        compile: :func:`compile_all` with its sweep and all else but ``beside`` and ``is_over``.
-        is_over: set when no more is to be compiled, by this too.
+        compile: :func:`compile_all` with its sweep and all other arguments, except ``beside`` and ``is_over``.
+        is_over: set to stop, also by this class.
     """
 
     def __init__(self, compile: Callable[..., CompileSummary], is_over: threading.Event | None = None) -> None:
         self._compile, self._is_over = compile, is_over or threading.Event()
-        # Problems that are ready, and None at the end.
+        # Problems that can be measured, and None at the end.
         self._ready: queue.SimpleQueue[Named | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._summary: CompileSummary | None = None
         self._error: BaseException | None = None
-        # When the last artifact was there, by the clock of ``time.perf_counter``.
+        # When the last artifact was compiled, by ``time.perf_counter``.
         self.ended = 0.0
 
     def __enter__(self) -> Compiling:
@@ -278,10 +271,10 @@ class Compiling:
             self._ready.put(None)
 
     def problems(self) -> Iterator[list[Named]]:
-        """The problems as they become ready, those together that are so at the same time.
+        """Yield the problems as they become ready, in batches.
 
         Raises:
-            TilekernError: the compile stage raised it; what came out before is whole.
+            TilekernError: the compile stage raised it; problems that came before are complete.
         """
         is_last = False
         while not is_last:
@@ -294,7 +287,7 @@ class Compiling:
         self.summary()
 
     def summary(self) -> CompileSummary:
-        """The outcome of the stage, when it is over; raises as :meth:`problems` does."""
+        """Wait for the end of the stage and return its outcome; raises like :meth:`problems`."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -303,7 +296,7 @@ class Compiling:
 
 
 def work_s(line: Mapping[str, Any]) -> float:
-    """The time that a worker took for the candidate of a journal's line, in seconds."""
+    """Return the seconds that a worker took for the candidate of a journal's line."""
     return sum(float(line.get(part, 0.0)) for part in _PARTS)
 
 
@@ -313,15 +306,10 @@ def _line(item: Candidate) -> dict[str, Any]:
     return line | {"compiler": compiler} if compiler else line
 
 
-def _lost_line(lost: Lost, timeout_s: float) -> dict[str, Any]:
-    gave_up = {"gave_up_after_s": timeout_s} if lost.timed_out else {}
-    return {**_line(lost.item), "status": "open" if lost.passing else "failed", "reason": lost.reason, **gave_up}
-
-
 def compile_one(item: Candidate, target: Target, timeout_s: float, memory_bytes: int, niceness: int = 0) -> Answer:
-    """Compile a candidate, in a worker: whatever it raises is what became of this candidate."""
+    """Compile a candidate, in a worker; an error becomes the candidate's result."""
     if niceness > os.getpriority(os.PRIO_PROCESS, 0):
-        os.setpriority(os.PRIO_PROCESS, 0, niceness)  # of this thread, and of the compilers that it starts
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)  # of this thread and of its compilers
     failed = {**_line(item), "status": "failed"}
     try:
         made = compile_candidate(item.spec, item.problem, item.config, target, item.variant, timeout_s=timeout_s)
@@ -330,9 +318,11 @@ def compile_one(item: Candidate, target: Target, timeout_s: float, memory_bytes:
         return Answer({**failed, "reason": str(error), "gave_up_after_s": timeout_s})
     except Exception as error:  # noqa: BLE001 (a bad cubin or a bug of the front end costs this candidate alone)
         reason = str(error) if isinstance(error, CompileFailed) else f"{type(error).__name__}: {error}"[:300]
-        # A worker that could not have its whole limit says nothing of who took too much.
-        if has_address_space(memory_bytes) and (_SAYS_MEMORY.search(reason) or _peak_bytes() > _NEAR * memory_bytes):
-            # What the worker's children took at most is known for its whole life, so this one is of no more use.
+        # The most memory that any process took that this one has waited for.
+        peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        # A worker that could not have its whole limit does not tell which process took too much.
+        if has_address_space(memory_bytes) and (_SAYS_MEMORY.search(reason) or peak_bytes > _NEAR * memory_bytes):
+            # The peak stays for the worker's whole life, so it can take no other candidate.
             return Answer({**failed, "reason": f"took {memory_bytes / 2**30:.3g} GiB of memory: {reason}"}, worn=True)
         if isinstance(error, CompileInterrupted | OSError | MemoryError):
             return Answer({**failed, "status": "open", "reason": reason}, doubtful=True)
@@ -342,21 +332,21 @@ def compile_one(item: Candidate, target: Target, timeout_s: float, memory_bytes:
 def compile_unless_same(
     item: Candidate, target: Target, timeout_s: float, memory_bytes: int, known: Mapping[str, str]
 ) -> Answer:
-    """Compile a candidate, in a worker, unless it is lowered to the very bytecode that its artifact was assembled from.
+    """Compile a candidate like :func:`compile_one`, unless it has the same bytecode as an earlier artifact.
 
     Args:
         item: the candidate.
         target: the GPU.
-        timeout_s: as that of :func:`compile_one`.
-        memory_bytes: as that of :func:`compile_one`.
-        known: by an artifact's key, :attr:`tilekern.cache.Artifact.bytecode` of an artifact that was compiled before.
+        timeout_s: wall seconds of the compiler.
+        memory_bytes: address space of the compiler.
+        known: :attr:`tilekern.cache.Artifact.bytecode` of earlier artifacts by their keys.
 
     Returns:
-        The answer of :func:`compile_one`, or one whose status is ``same``.
+        The answer of :func:`compile_one`, or one with the status ``same``.
     """
     bytecode = known.get(item.artifact)
     if bytecode is not None:
-        with contextlib.suppress(Exception):  # compiling it says what is wrong
+        with contextlib.suppress(Exception):  # compiling it reports the error
             made = item.spec.device(item.problem, item.config)
             if item.backend.lowered_digest(made, target, item.variant) == bytecode:
                 return Answer({**_line(item), "status": "same"})
@@ -378,22 +368,17 @@ def _facts(made: Compiled, target: Target) -> dict[str, Any]:
     return facts | dict(seconds)
 
 
-def _peak_bytes() -> int:
-    """The most memory that any process took that this one has waited for."""
-    return 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-
-
 def default_jobs() -> int:
-    """One worker for each core that this process may use."""
+    """Return one worker for each core that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def jobs_of(asked: int | None, cores: int | None = None) -> int:
-    """How many workers to start: as many as asked for, else one for each core.
+    """Return how many workers to start: ``asked``, or else one for each core.
 
     Args:
-        asked: what ``--jobs`` says.
-        cores: how many cores a cluster has; those that this process may use where None.
+        asked: the value of ``--jobs``.
+        cores: the cores of a cluster; by default those that this process may use.
 
     Raises:
         InputError: it is more than :data:`MOST_JOBS` for each core, which would take the memory and gain nothing.

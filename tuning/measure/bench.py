@@ -1,4 +1,4 @@
-"""Runs the candidates of one problem on the GPU at hand: to check them, and as often as wanted to time them."""
+"""Run the candidates of one problem on the GPU here, to check and to time them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ _MOST_BETWEEN = 3
 
 
 class Bench:
-    """Runs the candidates of one problem on the GPU at hand.
+    """Runs the candidates of one problem on the GPU here.
 
     Args:
         task: the problem and its candidates.
-        announce: called with an entrant's key before it is launched to be checked, and with None when that is over:
-            who is to blame for what happens to the GPU between the two.
-        kept: what the problems of this process share; nothing where None.
+        announce: called with an entrant's key before a launch that checks it, and with None when that is over.
+        kept: data shared by the problems of this process; by default none.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class Bench:
     ) -> None:
         import torch
 
-        # Here, since the parent of a measuring process imports this module too and has no use for torch.
+        # Not at the top: the parent of a measuring process imports this module without torch.
         from tilekern.tuning.verify.battery import Battery
         from tilekern.tuning.verify.canaries import in_whole_rows
         from tilekern.tuning.verify.cases import Kept, Room
@@ -49,41 +48,39 @@ class Bench:
         self._spec, self._announce, self._kept = spec_named(task.kernel), announce, kept or Kept()
         room = Room.of("cuda", keeps=not task.frugal)
         self._battery = Battery(self._spec, task.problem, task.target.sm_count, room=room, kept=self._kept)
-        self._kernels: dict[str, PrebuiltKernel | None] = {}
-        # By the name of a variation; those of ordinary inputs by None.
+        self._kernels: dict[str, PrebuiltKernel] = {}
+        # By the name of a variation; None for ordinary inputs.
         self._inputs: dict[str | None, dict[str, Any]] = {}
         self._outputs: dict[Any, Any] = {}
         self._prepared: dict[str, Launch] = {}
         self._laid_out = in_whole_rows
 
     def kernel(self, entrant: Entrant) -> PrebuiltKernel | None:
-        """The launchable kernel of an entrant, whose code is loaded once; None where a library runs it."""
+        """Return the launchable kernel of an entrant; None if a library runs it."""
         if entrant.key not in self._kernels:
-            self._kernels[entrant.key] = self._prebuilt(entrant)
+            item, line = entrant.candidate, entrant.compiled
+            if item.is_library:
+                return None
+            function = item.spec.device(item.problem, item.config).function
+            load = lambda: self._task.cubins[line["sha256"]]  # noqa: E731
+            variant = Variant(item.variant, line["symbol"], line["assumptions"], load, launch_in(line.get("launch")))
+            self._kernels[entrant.key] = PrebuiltKernel(function, [variant])
         return self._kernels[entrant.key]
 
-    def _prebuilt(self, entrant: Entrant) -> PrebuiltKernel | None:
-        item, line = entrant.candidate, entrant.compiled
-        if item.is_library:
-            return None
-        function = item.spec.device(item.problem, item.config).function
-        load = lambda: self._task.cubins[line["sha256"]]  # noqa: E731
-        variant = Variant(item.variant, line["symbol"], line["assumptions"], load, launch_in(line.get("launch")))
-        return PrebuiltKernel(function, [variant])
-
     def check(self, entrant: Entrant) -> Check:
-        """Screen an entrant, which it must pass to be timed; of the same code the outcome is known."""
+        """Screen an entrant before it is timed; the same code is screened once."""
         code = self._code(entrant)
-        if code is None:
-            return self._screen(entrant)
-        if code not in self._kept.checks:
-            self._kept.checks[code] = self._screen(entrant)
-        return self._kept.checks[code]
+        check = None if code is None else self._kept.checks.get(code)
+        if check is None:
+            check = self._battery.screen(entrant.candidate.config, self._runner(entrant))
+            if code is not None:
+                self._kept.checks[code] = check
+        return check
 
     def _code(self, entrant: Entrant) -> Hashable:
-        """All that what an entrant does at sizes that do not grow with the problem's depends on.
+        """Return a key of all that decides what an entrant does at sizes that do not grow with the problem's.
 
-        None for a sequence of kernels and libraries, whose plans may be others by the next problem.
+        None for a sequence of kernels and libraries, whose plans may change before the next problem.
         """
         item, odd = entrant.candidate, odd_problem(self._spec, self._problem)
         implementation = self._spec.implement(odd, item.config)
@@ -91,11 +88,8 @@ class Bench:
             return (item.kernel, odd.key, item.config.key, item.variant, entrant.compiled["sha256"])
         return None if implementation.composite else (item.kernel, odd.key, item.config.key)
 
-    def _screen(self, entrant: Entrant) -> Check:
-        return self._battery.screen(entrant.candidate.config, self._runner(entrant))
-
     def confirm(self, entrant: Entrant) -> Check:
-        """Have an entrant stand the whole battery, which it must pass to win."""
+        """Run the whole battery on an entrant, which it must pass to win."""
         others = [(key, run) for key, run in self._prepared.items() if key != entrant.key][:_MOST_BETWEEN]
 
         def between() -> None:
@@ -105,10 +99,7 @@ class Bench:
         return self._battery.confirm(entrant.candidate.config, self._runner(entrant), between, self._code(entrant))
 
     def load(self, variation: str | None = None) -> dict[str, Any]:
-        """The inputs at full size, which all entrants share; they are made at the first call.
-
-        Those of a variation are the same but for what it changes.
-        """
+        """Return the inputs at full size, shared by all entrants, with the changes of a variation."""
         if variation not in self._inputs:
             generator = self._torch.Generator(device="cuda").manual_seed(0)
             if variation is None:
@@ -122,7 +113,7 @@ class Bench:
         return self._inputs[variation]
 
     def prepare(self, entrant: Entrant, variation: str | None = None) -> Launch:
-        """A function that launches the entrant at full size, and what follows it."""
+        """Return a function that launches the entrant at full size, and its follower."""
         inputs, blocks = self.load(variation), entrant.candidate.blocks(self._target.sm_count)
         outputs = self._shared_outputs(blocks) if blocks else {}
         found = self._launch(self.kernel(entrant), entrant, self._problem, inputs, outputs, in_place=True)
@@ -133,7 +124,7 @@ class Bench:
         return found
 
     def _following(self, blocks: int, outputs: dict[str, Any]) -> Launch:
-        """A function that launches what follows entrants of so many blocks, on what they have left for it."""
+        """Return a function that launches the follower of entrants with this many blocks, on their output."""
         follower, entrant = self._spec.follower, self._task.followers[blocks]
         assert follower is not None
         spec, config = entrant.candidate.spec, entrant.candidate.config
@@ -145,20 +136,20 @@ class Bench:
         return functools.partial(plan.launch, 0, *arguments_of(implementation, {name: outputs[follower.array]}, made))
 
     def load_code(self, key: str) -> bool:
-        """Load the code of a prepared entrant without running it; False where a library runs, which loads its own."""
-        if self._kernels.get(key) is None:
+        """Load the code of a prepared entrant without running it; return False for a library, which loads its own."""
+        if key not in self._kernels:
             return False
         load_code(self._prepared[key])
         return True
 
     def arguments(self, entrant: Entrant) -> tuple[Any, ...]:
-        """The arguments of a kernel's launch at full size; all entrants share the arrays."""
+        """Return the arguments of a launch at full size; all entrants share the arrays."""
         implementation = self._spec.device(self._problem, entrant.candidate.config)
         outputs = self._shared_outputs(entrant.candidate.blocks(self._target.sm_count))
         return arguments_of(implementation, self.load(), outputs)
 
     def copy(self) -> Launch:
-        """A function that copies as many bytes as the problem must move, half read and half written."""
+        """Return a function that copies as many bytes as the problem must move, half read and half written."""
         torch = self._torch
         size = max(1, self._spec.bytes_moved(self._problem) // 2)
         source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
@@ -166,14 +157,14 @@ class Bench:
         return lambda: sink.copy_(source)
 
     def refresh(self) -> Launch | None:
-        """A launch that puts the inputs into L2, before one that finds them there in use; None for others."""
+        """Return a launch that puts the inputs into L2, if the spec finds them there in real use."""
         if not self._spec.inputs_in_l2:
             return None
         inputs = self._inputs.get(None, {}).values()
         return rewriting(value for value in inputs if isinstance(value, self._torch.Tensor))
 
     def _runner(self, entrant: Entrant) -> Any:
-        """The function by which the battery runs an entrant."""
+        """Return the function by which the battery runs an entrant."""
         kernel = self.kernel(entrant)
 
         def run(problem: Problem, inputs: dict[str, Any], outputs: dict[str, Any]) -> Any:
@@ -182,7 +173,7 @@ class Bench:
         return run
 
     def _watched(self, key: str, launch: Launch) -> Any:
-        """Launch and wait, so that a fault shows while its culprit is announced."""
+        """Launch and wait, so that a fault shows while its candidate is announced."""
         self._announce(key)
         found = launch()
         self._torch.cuda.synchronize()
@@ -190,7 +181,7 @@ class Bench:
         return found
 
     def _shared_outputs(self, blocks: int) -> dict[str, Any]:
-        """Outputs of the full size, the same for all entrants: each writes all of them."""
+        """Return outputs of the full size, shared by all entrants, each of which writes all of them."""
         found = {}
         for name, kind in self._spec.outputs(self._problem, blocks).items():
             if (name, kind) not in self._outputs:
@@ -204,9 +195,9 @@ class Bench:
         self, kernel: Any, entrant: Entrant, problem: Problem, inputs: dict[str, Any], outputs: dict[str, Any],
         *, in_place: bool = False,
     ) -> Any:  # fmt: skip
-        """A function that launches and fills the outputs; a library's gives outputs of its own.
+        """Return a function that launches and fills the outputs; a library's returns its own outputs.
 
-        ``in_place`` lets a library that updates an input do so, as its op has it; a check needs the inputs again.
+        ``in_place`` lets a library update an input, as its op does; a check needs the inputs again.
         """
         implementation = self._spec.implement(problem, entrant.candidate.config)
         if isinstance(implementation, LibraryCall):
@@ -219,7 +210,7 @@ class Bench:
 
 
 def _in_turn(*launches: Launch) -> Launch:
-    """A function that launches one after the other."""
+    """Return a function that runs launches one after the other."""
 
     def launch() -> None:
         for one in launches:
@@ -231,11 +222,11 @@ def _in_turn(*launches: Launch) -> Launch:
 def to_confirm(
     entrants: Sequence[Entrant], timings: Mapping[str, Timing], checks: Mapping[str, Check]
 ) -> Iterator[Entrant]:
-    """The entrants that must stand the whole battery after a race.
+    """Yield the entrants that must pass the whole battery after a race.
 
-    First the generic variant, which every record carries; then those that raced from the one that would win on, until
-    one has passed; and where that one needs a library, on from there until one that needs none has, which its record
-    carries too. ``checks`` is looked at after each, so the outcome must be in it by then.
+    First the generic variant, which every record carries. Then the ranking of the race until one has passed; if that
+    one needs a library, further until one without a library has, since its record carries that one too. The caller
+    puts each outcome into ``checks`` before it asks for the next entrant.
     """
     yield from (entrant for entrant in entrants if not entrant.is_aligned and checks[entrant.key].passed)
     raced = {entrant.key: entrant for entrant in entrants if entrant.key in timings}

@@ -1,7 +1,7 @@
-"""What ops launch right behind the kernels of a race (:class:`tilekern.spec.Follower`): it is timed with them.
+"""Find the kernels that ops launch right after the kernels of a race, to time them together.
 
-A follower's config is the fastest that the sweep knows by then. It has as many rows as a candidate has blocks, which no
-plan of problems knows, so it is taken from the nearest problem; candidates of all of them are alike.
+See :class:`tilekern.spec.Follower`. A follower's config is the fastest that the sweep knows. It has as many rows as a
+candidate has blocks, which the plan does not know, so it is taken from the nearest problem.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def followers(settled: Settled, racing: Sequence[Entrant]) -> dict[int, Entrant]:
-    """What follows a problem's candidates, by their blocks; nothing where the sweep has not compiled any of it.
+    """Return the followers of a problem's candidates by their number of blocks, if the sweep has compiled any.
 
     Args:
-        settled: what the sweep knows.
+        settled: the sweep's checks and timings.
         racing: the candidates; at least one.
     """
     first = racing[0].candidate
@@ -49,7 +49,7 @@ def nearest(problems: Iterable[Problem], spec: KernelSpec, wanted: Problem) -> l
 
 
 def _best(settled: Settled, kernel: str, problem: Problem) -> Entrant | None:
-    """The fastest candidate that was timed, or else the first that is compiled."""
+    """Return the fastest timed candidate, or else the first compiled one."""
     running = {entrant.key: entrant for entrant in settled.entrants(kernel, problem) if entrant.is_aligned}
     timings = {key: line["timing"] for key, line in settled.right(running).items() if "timing" in line}
     return running[ranked(timings)[0]] if timings else next(iter(running.values()), None)

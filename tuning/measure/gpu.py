@@ -1,4 +1,4 @@
-"""The GPU that a measurement is of: it must be the sweep's target, and records name it with its driver."""
+"""Look at the GPU here: it must be the sweep's target, and records name it with its driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilekern.spec.targets import Target, here
 
 
 def check_gpu(target: Target) -> None:
-    """Make sure that the GPU at hand is the sweep's target: ``measured`` is written for no other.
+    """Make sure that the GPU here is the sweep's target, the only one for which ``measured`` is written.
 
     Raises:
         InputError: there is no GPU, or another one, or its driver cannot launch kernels.
@@ -26,22 +26,19 @@ def check_gpu(target: Target) -> None:
 
 
 def describe_gpu() -> dict[str, str]:
-    """The GPU, its driver and torch, as records keep them beside a measurement."""
+    """Return the GPU, its driver and torch, as records keep them with a measurement."""
     import torch
 
     return {"gpu": torch.cuda.get_device_name(), "driver": driver_release() or "unknown", "torch": torch.__version__}
 
 
 def serve_any_size() -> None:
-    """Have torch take a GPU's memory such that what one problem leaves in pieces serves the next, of another size.
-
-    To be called before torch first allocates there.
-    """
+    """Let torch reuse freed GPU memory for other sizes; call this before torch first allocates there."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def devices() -> list[str]:
-    """This host's GPUs that are like the first, as ``CUDA_VISIBLE_DEVICES`` names them to a process of its own."""
+    """Return this host's GPUs of the first one's model, as ``CUDA_VISIBLE_DEVICES`` names them."""
     import torch
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -51,9 +48,9 @@ def devices() -> list[str]:
 
 
 def load_code(launch: Callable[[], object]) -> None:
-    """Load the code of a launch on the current stream without running it, which goes into a graph that is dropped.
+    """Load the code of a launch without running it, by capturing the launch into a graph that is dropped.
 
-    The loading of code may wait until the GPU has nothing left to do, so that it cannot hide behind other work.
+    Loading code may wait until the GPU is idle, so it cannot overlap with other work.
     """
     import torch
 

@@ -1,6 +1,6 @@
-"""The versions of the libraries that run candidates which have no artifact, such as cuBLAS and cuDNN.
+"""Find the versions of the libraries that run candidates without an artifact, such as cuBLAS and cuDNN.
 
-A toolkit names what compiled an artifact. Of a library's candidate these say whether what it once did still counts.
+A measurement of such a candidate counts only for the same versions.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import importlib.metadata
 import re
 from collections.abc import Mapping
 
-# The fields of a ``gpu`` line that name libraries; torch brings its own kernels, and often the other two.
+# The fields of a ``gpu`` line that name libraries.
 NAMES = ("torch", "cudnn", "cublas")
 
 
 def versions() -> dict[str, str]:
-    """The versions of cuDNN and cuBLAS here, of those that can be told: beside a torch that has them built in, none."""
+    """Return the versions of cuDNN and cuBLAS, unless torch has them built in."""
     import torch
 
     found = _installed()
@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
 
 
 def _installed() -> dict[str, str]:
-    """Those that torch was installed with, as wheels of their own."""
+    """Return the versions of those that torch was installed with as separate wheels."""
     found = {}
     for requirement in importlib.metadata.requires("torch") or ():
         if named := re.match(r"nvidia-(cudnn|cublas)\b[\w-]*", requirement):
@@ -36,5 +36,5 @@ def _installed() -> dict[str, str]:
 
 
 def of_gpu(gpu: Mapping[str, str]) -> dict[str, str]:
-    """The libraries that a ``gpu`` line names."""
+    """Return the libraries that a ``gpu`` line names."""
     return {name: gpu[name] for name in NAMES if name in gpu}

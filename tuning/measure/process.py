@@ -1,14 +1,14 @@
-"""The parent's side of measuring processes: hand one a task, take its answers, and outlive its death.
+"""The parent's side of measuring processes: hand tasks to a process, take its answers, and survive its death.
 
-Each loss of a process has a culprit, and nobody but the culprit pays for it:
+The loss of a process costs only the candidate that caused it:
 
-- A step is announced before it is taken (:mod:`tilekern.tuning.measure.steps`), and what a candidate launches is waited
-  for before the next one may launch. So the step of a process that dies or stalls names the candidate.
-- Within a race launches are queued behind each other. One that stalls is still known, unless it fills the queue; one
-  that faults may not be. Then the race is run again with one launch at a time.
-- What may be another's doing, the host's out-of-memory killer or memory that an earlier candidate kept, is tried once
-  more in a new process.
-- Figures of a race that was broken off are dropped: the others race again without the culprit.
+- Each step is announced before it begins (:mod:`tilekern.tuning.measure.tasks`), and a candidate's launches end before
+  the next candidate launches. So the step of a process that dies or stalls names the candidate.
+- In a race launches are queued. A launch that stalls is still known, unless it fills the queue; one that faults may not
+  be. Then the race runs again with one launch at a time.
+- If something else may be the cause, such as the host's out-of-memory killer or memory that an earlier candidate kept,
+  the step is tried once more in a new process.
+- Timings of an interrupted race are dropped: the other candidates race again.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ from typing import Any
 
 from tilekern.errors import InputError
 from tilekern.tuning import disposable
-from tilekern.tuning.measure.steps import CUDA, QUEUE, START, Steps
-from tilekern.tuning.measure.tasks import Task
+from tilekern.tuning.measure.tasks import CUDA, QUEUE, START, Steps, Task
 from tilekern.tuning.measure.worker import CHECKED, DONE, DOUBT, FAULT, RACING, READY, TIMED, serve
 from tilekern.tuning.predict.roofline import roofline
 from tilekern.tuning.sweep.lines import COPY, copy_key
 from tilekern.tuning.verify.check import Check
 
-# How long a process may take to load its modules or to start CUDA, and to make inputs or a reference, in seconds.
+# Time limits to load modules or start CUDA, and to make inputs or a reference, in seconds.
 START_TIMEOUT_S, STEP_TIMEOUT_S = 300.0, 120.0
-# How long the GPU may take for what one candidate launches: so many seconds, in which a library loads what it needs
-# when it is first called, and so many times what the GPU's bandwidth and arithmetic allow.
+# Time limit for the launches of one candidate: seconds in which a library may load its code, plus this many times the
+# least time by the GPU's bandwidth and arithmetic.
 LAUNCH_TIMEOUT_S, SLOWEST = 10.0, 300.0
-# How often a step that is no candidate's is taken before it is given up.
+# Give up a step that belongs to no candidate after this many tries.
 TRIES = 2
 _POLL_S = 0.05
-# A process that fell silent because it died is left this long to say how.
+# How long to wait for the exit code of a process that died.
 _PATIENCE_S = 5.0
-# A line for one of the sweep's journals, with the journal's name, or with one of these words.
+# A line with the name of its journal, or with one of these words.
 TOOK = "took"
 OPEN = "open"
 Noted = tuple[str, dict[str, Any]]
@@ -64,7 +63,7 @@ class _Process:
         self.is_ready = False
 
     def end(self, patience_s: float = 0.0) -> str:
-        """Kill it and wait until it is gone, its context on the GPU too; how it ended."""
+        """Kill it, wait until it and its GPU context are gone, and describe how it ended."""
         self.connection.close()
         self._process.join(patience_s)
         disposable.end(self._process)
@@ -75,9 +74,9 @@ class Worker:
     """A measuring process, replaced after each loss by one that was started in advance.
 
     Args:
-        cache: the folder of the cache that composites look kernels up in.
-        device: which of the host's GPUs to use, as ``CUDA_VISIBLE_DEVICES`` names it; None for the first.
-        launch_timeout_s: the least time that a candidate is given for what it launches.
+        cache: the folder of the cache in which composites look up kernels.
+        device: the GPU to use, as ``CUDA_VISIBLE_DEVICES`` names it; None for the first.
+        launch_timeout_s: the least time limit for the launches of a candidate.
     """
 
     def __init__(self, cache: Path, device: str | None = None, launch_timeout_s: float = LAUNCH_TIMEOUT_S) -> None:
@@ -86,27 +85,24 @@ class Worker:
         self._spare: _Process | None = None
 
     def process(self) -> _Process:
-        """The process at work."""
+        """Return the process at work."""
         if self._process is None:
             self._process, self._spare = self._spare or _Process(self._cache, self._device), None
         return self._process
 
     def prepare(self) -> None:
-        """Start the next process, now that the one at work has loaded its modules, which takes seconds of a core.
-
-        It loads its own, and leaves the GPU alone.
-        """
+        """Start the next process, after the one at work has loaded its modules; it does not touch the GPU yet."""
         if self._spare is None:
             self._spare = _Process(self._cache, self._device)
 
     def lose(self, patience_s: float = 0.0) -> str:
-        """End the process at work; how it ended, for people."""
+        """End the process at work and describe how it ended."""
         assert self._process is not None
         lost, self._process = self._process, None
         return lost.end(patience_s)
 
     def limit_s(self, step: str, task: Task) -> float:
-        """How long a step of a task may take."""
+        """Return the time limit of a step."""
         if step in (START, CUDA):
             return START_TIMEOUT_S
         if step not in (COPY, QUEUE) and task.entrant(step) is None:
@@ -122,16 +118,16 @@ class Worker:
 
 
 def least_s(task: Task) -> float:
-    """The time below which no candidate of a task can be, in seconds."""
+    """Return the least time of a task's candidates by the roofline, in seconds."""
     return roofline(task.kernel, task.problem, task.target).seconds
 
 
 @dataclass(frozen=True)
 class _Loss:
-    """How a process was lost: at which step, why, and what is to be made of it.
+    """The loss of a process: its step and its reason.
 
-    ``doubtful`` says that another candidate, or nobody, may be to blame; ``outside`` that somebody else ended it, as a
-    host does that is short of memory; ``queued`` that it may be one that was launched shortly before.
+    ``doubtful``: another candidate may be the cause, or none. ``outside``: another process killed it, such as a host
+    that is short of memory. ``queued``: a candidate that was launched shortly before may be the cause.
     """
 
     step: str
@@ -142,12 +138,12 @@ class _Loss:
 
 
 def measure_task(worker: Worker, task: Task) -> Iterator[Noted]:
-    """Have a task measured; the lines for the journals, as they come to be known.
+    """Have a task measured, and yield the lines for the journals.
 
-    They are of the journals ``measured``, ``quarantine`` (a candidate that killed or stalled its process; the others
-    go on without it) and ``skipped`` (a problem that cannot be measured at all, as when its inputs do not fit). One of
-    :data:`TOOK` says how long each part of the way took, and one of :data:`OPEN` that a candidate was kept from being
-    measured by what passes; these go into no journal, so that the next run measures it.
+    The journals are ``measured``, ``quarantine`` (a candidate that killed or stalled its process; the others go on) and
+    ``skipped`` (a problem that cannot be measured, for example because its inputs do not fit). Two kinds of lines go
+    into no journal: :data:`TOOK` has the seconds of each part of the task, and :data:`OPEN` names a candidate that a
+    temporary failure kept from being measured; the next run measures it.
 
     Raises:
         InputError: the GPU cannot be used.
@@ -176,12 +172,12 @@ def measure_task(worker: Worker, task: Task) -> Iterator[Noted]:
 
 
 def _attempt(worker: Worker, task: Task, checks: dict[str, Check]) -> Generator[Noted, None, _Loss | None]:
-    """Have one process measure a task and note what it says; how it was lost, None where it came to the end.
+    """Have one process measure a task and yield its lines; return how the process was lost, or None.
 
     Args:
-        worker: whose process.
+        worker: owns the process.
         task: the task.
-        checks: of the entrants, by key; those that come to be known are added.
+        checks: the entrants' checks by key; new ones are added.
     """
     process = worker.process()
     steps, racing = process.steps, False
@@ -223,7 +219,7 @@ def _attempt(worker: Worker, task: Task, checks: dict[str, Check]) -> Generator[
 
 
 def _hand(worker: Worker, process: _Process, task: Task) -> None:
-    """Hand a task to a process that is ready, and have its successor started."""
+    """Hand a task to a process that is ready, and start its successor."""
     worker.prepare()
     with contextlib.suppress(OSError):  # one that is dead shows when it is waited for
         process.connection.send(task)

@@ -1,9 +1,9 @@
-"""The measure stage: open problems become tasks, an executor has them measured, the journals take the lines in.
+"""The measure stage: make tasks of open problems, have an executor measure them, and journal the lines.
 
-Problems may come while the compile stage is at work on others. Timings are safe from the compilers: GPU time
-between two CUDA events, of launches that were queued ahead, and one for which the host came late is timed again
-(:mod:`tilekern.tuning.measure.timing`). Composites, of which the host launches one part after the other, wait for the
-compilers.
+Problems may come while the compile stage works on others. Compilers do not disturb timings: these are GPU time between
+two CUDA events, of launches that were queued ahead, and a launch that the host queued too late is timed again
+(:mod:`tilekern.tuning.measure.timing`). The host launches the parts of composites one by one, so composites wait for
+the end of the compile stage.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tilekern.tuning.sweep.lines import copy_key, is_copy
 from tilekern.tuning.sweep.plan import Named
 from tilekern.tuning.verify.check import Check
 
-# How many that were timed before race again against those that were not, so that one clock judges them.
+# How many of the earlier timed candidates race again with new ones, so that one clock judges them.
 LEADERS = 4
 
 
@@ -52,20 +52,20 @@ def measure_all(
     progress: Callable[[int, int], None] | None = None, coming: Iterable[Sequence[Named]] | None = None,
     turns: Mapping[Named, int] | None = None, is_over: threading.Event | None = None,
 ) -> MeasureSummary:  # fmt: skip
-    """Check and time what is missing from the sweep; each check is journalled as it comes, a race when it is over.
+    """Check and time what the sweep lacks; journal each check when it comes, and each race when it is over.
 
-    Composites come last, when ``keep_winners`` has put the winners of their parts into the sweep's own cache.
+    Composites come last, after ``keep_winners`` has put the winners of their parts into the sweep's own cache.
 
     Args:
         sweep: the sweep.
-        executor: what measures.
+        executor: measures the tasks.
         keep_winners: puts the winners so far into the sweep's own cache.
         strategy: how candidates are timed.
-        progress: called with the number of problems that are done and of all.
-        coming: the problems of the plan as they are compiled, some at a time; all are where None.
-        turns: the turn of each problem. Where given, a problem is begun when a GPU is free for it, lower turns first;
-            where None, the executor chooses the order.
-        is_over: set when no more problems are to be begun; those at work are measured to their end. Needs ``turns``.
+        progress: called with the numbers of finished and of all problems.
+        coming: batches of problems as they are compiled; by default all are.
+        turns: the turn of each problem: it begins when a GPU is free, lower turns first. By default the executor
+            chooses the order.
+        is_over: set to begin no more problems; those at work are finished. Needs ``turns``.
 
     Raises:
         InputError: the executor has no GPU that is the sweep's target, or another run holds the sweep.
@@ -90,7 +90,9 @@ def measure_all(
         elif turns is not None:
             _measure(executor, work, work.coming([singles]), tell)
         else:
-            for some in _followers_first(singles):
+            # First kernels without a follower, then those that are timed together with theirs.
+            followed = [pair for pair in singles if spec_named(pair[0]).follower is not None]
+            for some in filter(None, ([pair for pair in singles if pair not in followed], followed)):
                 _measure(executor, work, list(work.coming([some])), tell)
         if composites and not work.is_over.is_set():
             keep_winners(sweep)
@@ -105,12 +107,6 @@ def measure_all(
     )
 
 
-def _followers_first(problems: Sequence[Named]) -> list[list[Named]]:
-    """The problems of kernels that nothing follows, then those that are timed with what follows them."""
-    followed = [(kernel, problem) for kernel, problem in problems if spec_named(kernel).follower is not None]
-    return [some for some in ([pair for pair in problems if pair not in followed], followed) if some]
-
-
 def _measure(executor: Executor, work: _Work, todo: Iterable[Task], tell: Callable[[], None]) -> None:
     try:
         for line in executor.run(todo):
@@ -122,16 +118,16 @@ def _measure(executor: Executor, work: _Work, todo: Iterable[Task], tell: Callab
 
 
 class _Work:
-    """The tasks that were handed out, and where the lines about them go.
+    """Hands out tasks and journals the lines about them.
 
     Args:
         sweep: the sweep.
         strategy: how candidates are timed.
         gpu: the GPU, as records keep it.
-        run: of the stage; it pauses while all that came is measured and more may come.
+        run: the run of the stage; it pauses while it waits for more problems.
         turns: the turn of each problem.
-        width: how many tasks may be at work at once; None where the executor takes them all and chooses among them.
-        is_over: set when no more tasks are to be begun.
+        width: how many tasks may be at work at once; None if the executor takes all of them and chooses.
+        is_over: set to begin no more tasks.
     """
 
     def __init__(
@@ -142,14 +138,14 @@ class _Work:
         self._turns, self._width, self.is_over = turns, width, is_over
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._owners: dict[str, _Entry] = {}
-        # A thread of the executor's may go through the tasks.
+        # The tasks may be taken in a thread of the executor.
         self._changed = threading.Condition()
         self._at_work, self._comes, self._given_up = 0, False, False
-        # How many problems have nothing left to measure.
+        # The number of finished problems.
         self.done = 0
 
     def coming(self, problems: Iterable[Sequence[Named]]) -> Iterator[Task]:
-        """The tasks of problems, which come some at a time."""
+        """Yield the tasks of batches of problems."""
         self._count(comes=True)
         for some in problems:
             if self._width is None:
@@ -163,7 +159,7 @@ class _Work:
         self._count(comes=False)
 
     def _in_turn(self, problems: Sequence[Named], width: int) -> Iterator[Task]:
-        """The tasks of problems, lower turns first, each when a GPU is free for it, until no more are to be begun."""
+        """Yield the tasks of problems, lower turns first, each when a GPU is free for it."""
         for named in sorted(problems, key=lambda pair: self._turns.get(pair, 0)):
             todo = [] if self.is_over.is_set() else list(tasks(self._sweep, [named], self._strategy))
             with self._changed:
@@ -176,13 +172,13 @@ class _Work:
                 yield task
 
     def give_up(self) -> None:
-        """Hand out no more tasks: those at work came to no end."""
+        """Hand out no more tasks, since those at work failed."""
         with self._changed:
             self._given_up = True
             self._changed.notify_all()
 
     def _count(self, done: int = 0, begun: int = 0, *, comes: bool | None = None) -> None:
-        """Take in that problems are done or tasks begun (ended, where negative), and whether more come."""
+        """Count finished problems and begun tasks (ended ones are negative), and note whether more come."""
         with self._changed:
             self.done += done
             self._at_work += begun
@@ -199,7 +195,7 @@ class _Work:
         self._owners |= dict.fromkeys(entry.compiled, entry)
 
     def take(self, journal: str, line: Line) -> bool:
-        """Journal what was noted of a task; whether that is its end."""
+        """Journal a line about a task; return whether the task is finished."""
         if journal == FINISHED:
             self._entries[line["kernel"], line["problem"]].finish(self._sweep)
             self._count(done=1, begun=-1)
@@ -216,13 +212,13 @@ class _Work:
 
 
 class _Entry:
-    """A task at work: its timings wait until all are there, since half a race says nothing of who would have won."""
+    """A task at work; its timings are kept until the race is complete, since half a race has no winner."""
 
     def __init__(self, task: Task, gpu: Mapping[str, str]) -> None:
         self.task, self._gpu = task, gpu
-        # What the measuring process took, by part of the way.
+        # The seconds of the measuring process by part of the task.
         self.seconds: Mapping[str, float] = {}
-        # The compiled line of whatever may be measured; the copy has none.
+        # The compiled lines of all that is measured; the copy has none.
         self.compiled = {entrant.key: entrant.compiled for entrant in task.entrants}
         self.compiled[copy_key(task.kernel, task.problem)] = {}
         self._of_libraries = {entrant.key for entrant in task.entrants if entrant.candidate.is_library}
@@ -244,16 +240,16 @@ class _Entry:
             self._timed[key] = line
         else:
             sweep.note(journal, line)
-            # A winner may be checked again after it was timed.
+            # Winners are checked again after they are timed.
             self._checks[key] = line["check"]
 
     def leave_out(self, key: str) -> None:
-        """Go on without a candidate, of which this race says nothing."""
+        """Leave a candidate out of this race."""
         self._out.add(key)
         self._timed.clear()  # the others race again
 
     def finish(self, sweep: Sweep) -> None:
-        """Journal the timings; the race's own line comes last, and they count from there on."""
+        """Journal the timings, and last the line of the race, from which on they count."""
         if not self._timed:
             return
         name = secrets.token_hex(8)
@@ -269,15 +265,15 @@ class _Entry:
 
 
 def is_composite(kernel: str, problem: Problem, target: Target) -> bool:
-    """Whether a problem's default config launches kernels of other specs, whose winners must be known first."""
+    """Return whether a problem's default config launches kernels of other specs, which must be tuned first."""
     spec = spec_named(kernel)
     return spec.implement(problem, spec.default(problem, target)).composite
 
 
 def tasks(sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str) -> Iterator[Task]:
-    """A task for each problem of which something is still to be measured, its entrants in the predicted order.
+    """Yield a task for each problem with something to measure, its entrants in the predicted order.
 
-    Candidates timed before do not race again, but for the fastest and the first: the new ones need their company.
+    Of candidates that were timed before, only the fastest and the first race again, for comparison with new ones.
     """
     settled = Settled(sweep, strategy)
     target = settled.target
@@ -298,11 +294,11 @@ def tasks(sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str) -> 
 
 
 class Settled:
-    """The checks and timings that need not be measured again, by the journals; these are read once.
+    """The checks and timings of the journals, which need not be measured again.
 
     Args:
-        sweep: the sweep.
-        strategy: how candidates are to be timed; races by another strategy do not count.
+        sweep: the sweep, whose journals are read once.
+        strategy: how candidates are timed; races by another strategy do not count.
     """
 
     def __init__(self, sweep: Sweep, strategy: str) -> None:
@@ -317,48 +313,48 @@ class Settled:
         }
 
     def entrants(self, kernel: str, problem: Problem) -> list[Entrant]:
-        """The candidates of a problem that can run (:func:`entrants`)."""
+        """Return the candidates of a problem that can run (:func:`entrants`)."""
         among = self._sweep.candidates(kernel, problem)
         return entrants(kernel, problem, self.target, self._compiled, self._quarantined, among)
 
     @property
     def target(self) -> Target:
-        """The sweep's GPU."""
+        """Return the sweep's GPU."""
         return self._sweep.target
 
     def problems(self, kernel: str) -> list[Problem]:
-        """The sweep's problems of a kernel."""
+        """Return the sweep's problems of a kernel."""
         return [problem for name, problem in self._sweep.problems() if name == kernel]
 
     def right(self, keys: Iterable[str]) -> dict[str, Line]:
-        """The lines of those that were measured and are right, by their keys."""
+        """Return the lines of right candidates by their keys."""
         lines = {key: self.measured[key] for key in keys if key in self.measured}
         return {key: line for key, line in lines.items() if _passed(line)}
 
     def racing(self, running: Sequence[Entrant]) -> list[Entrant]:
-        """Those to measure, with the company that they need; none where nothing is to be learnt, or nobody can win."""
+        """Return the entrants to measure and those to compare them with; none if nothing is open or none can win."""
         todo = self.unsettled(running)
         todo |= self.leaders(running) if todo else set()
         found = [entrant for entrant in running if entrant.key in todo]
         return found if any(entrant.is_aligned for entrant in found) else []
 
     def unsettled(self, running: Sequence[Entrant]) -> set[str]:
-        """The keys of those of which something is still to be learnt."""
+        """Return the keys of entrants that are not settled."""
         return {entrant.key for entrant in running if not self._is_settled(entrant)}
 
     def _is_settled(self, entrant: Entrant) -> bool:
-        """Whether it was timed, found wrong, left untimed by a whole race, or checked where no timing is wanted."""
+        """Return whether it was timed, found wrong, left out by a complete race, or checked if it cannot win."""
         line = self.measured.get(entrant.key)
         if (entrant.key, entrant.compiled.get("code_sha256")) in self._untimed:
             return True
-        return line is not None and (not entrant.is_aligned or not _passed(line) or self._is_timed(line))
-
-    def _is_timed(self, line: Line) -> bool:
+        if line is None:
+            return False
         race = self._races.get(line.get("race", ""))
-        return "timing" in line and (race is None or race["strategy"] == self._strategy)
+        is_timed = "timing" in line and (race is None or race["strategy"] == self._strategy)
+        return not entrant.is_aligned or not _passed(line) or is_timed
 
     def leaders(self, running: Sequence[Entrant]) -> set[str]:
-        """The keys of the first that was timed and is right, and of those that come next to winning."""
+        """Return the keys of the first right candidate that was timed, and of the fastest ones."""
         lines = self.right(entrant.key for entrant in running)
         timings = {key: line["timing"] for key, line in lines.items() if "timing" in line}
         return {*list(timings)[:1], *ranked(timings)[:LEADERS]}
@@ -368,15 +364,15 @@ def entrants(
     kernel: str, problem: Problem, target: Target, compiled: Mapping[str, Line], quarantined: Container[str],
     among: Sequence[Candidate] | None = None,
 ) -> list[Entrant]:  # fmt: skip
-    """The candidates to run: compiled, not in quarantine, and of each identical code and grid only the first.
+    """Return the candidates to run: compiled, not quarantined, and of identical code and grid only the first.
 
     Args:
         kernel: the spec's name.
         problem: the problem.
         target: the GPU.
         compiled: the journal's lines by artifact key.
-        quarantined: keys of candidates that crashed or hung; what does the same as one of them is left out too.
-        among: the candidates to choose from; all of the problem's where None.
+        quarantined: keys of candidates that crashed or hung; their twins are left out too.
+        among: the candidates to choose from; by default all of the problem.
     """
     found: dict[Any, Entrant | None] = {}
     for item in candidates(kernel, problem, target) if among is None else among:
@@ -391,7 +387,7 @@ def entrants(
 
 
 def identity(item: Candidate, line: Line, target: Target) -> tuple[str, str, int]:
-    """Equal for candidates that do the same on the GPU."""
+    """Return a key that is equal for candidates that do the same on the GPU."""
     if item.is_library:
         return item.variant, item.config.key, 0
     return item.variant, line["code_sha256"], item.blocks(target.sm_count)

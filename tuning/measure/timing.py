@@ -1,4 +1,4 @@
-"""GPU time of launches: CUDA events around each, the L2 cache flushed before it, rounds interleaved over candidates."""
+"""Time launches on the GPU: CUDA events around each, the L2 cache flushed before it, rounds over all candidates."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 Launch = Callable[[], Any]
-# As fast as the clock of any GPU here goes.
+# At least the clock rate of any GPU.
 CYCLES_PER_US = 2_000
-# The host's time to queue one launch: what it is taken for before the first, and at most, since the loading of code is
-# none of it. The GPU waits longer than the last launches would have asked for, by this factor.
+# The host's time to queue one launch: the first guess, and the most that counts, since loading code is not part of it.
+# The GPU waits this many times longer than the last launches needed.
 FIRST_HOST_US, MOST_HOST_US, SAFETY = 50.0, 300.0, 1.5
-# How often a launch is timed at most for which the GPU may have waited.
+# A launch for which the GPU may have waited is timed again, this many times in all.
 TRIES = 4
 
 
@@ -22,10 +22,9 @@ TRIES = 4
 class Timing:
     """Times of one candidate in microseconds; the spread is half the distance between the quartiles.
 
-    A strategy adds how it ended for the candidate (``left``, one of the words of :mod:`tilekern.tuning.strategies`),
-    how far it was ``behind`` the winner once the drift of the clocks is taken out (0.01 is one per cent, negative is
-    ahead), and, of the winner, by how much at most a better one may have been missed (``within``). Where a candidate
-    was timed on variations of the inputs too, ``on`` has its medians there, in microseconds.
+    A strategy adds the candidate's result (``left``, one of the words of :mod:`tilekern.tuning.strategies`) and how far
+    it was ``behind`` the winner (0.01 is one per cent, negative is ahead). Where a candidate was timed on variations of
+    the inputs too, ``on`` has its medians there, in microseconds.
     """
 
     median_us: float
@@ -33,26 +32,21 @@ class Timing:
     samples: int
     left: str | None = None
     behind: float | None = None
-    within: float | None = None
     on: Mapping[str, float] | None = None
 
     @classmethod
-    def of(
-        cls, times_us: Sequence[float], left: str | None = None, behind: float | None = None,
-        within: float | None = None,
-    ) -> Timing:  # fmt: skip
+    def of(cls, times_us: Sequence[float], left: str | None = None, behind: float | None = None) -> Timing:
         """Summarise samples."""
         if len(times_us) < 2:
-            return cls(times_us[0], 0.0, len(times_us), left, behind, within)
+            return cls(times_us[0], 0.0, len(times_us), left, behind)
         low, middle, high = statistics.quantiles(times_us, n=4, method="inclusive")
-        return cls(middle, (high - low) / 2, len(times_us), left, behind, within)
+        return cls(middle, (high - low) / 2, len(times_us), left, behind)
 
     def as_dict(self) -> dict[str, Any]:
-        """The timing as a record keeps it; what a strategy did not say is left out."""
+        """Return the timing as a record keeps it, without the fields that no strategy set."""
         said: dict[str, Any] = {
             "left": self.left,
-            "behind": _rounded(self.behind),
-            "within": _rounded(self.within),
+            "behind": None if self.behind is None else round(self.behind, 5),
             "on": None if self.on is None else {name: round(time_us, 3) for name, time_us in self.on.items()},
         }
         return {
@@ -63,12 +57,8 @@ class Timing:
         }
 
 
-def _rounded(share: float | None) -> float | None:
-    return None if share is None else round(share, 5)
-
-
 def rewriting(arrays: Iterable[Any]) -> Launch:
-    """A launch that writes each array anew with the bits that it has, so that it is in L2 as far as it fits."""
+    """Return a launch that rewrites each array with its own bits, so that as much as fits is in L2."""
     import torch
 
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -85,7 +75,7 @@ def rewriting(arrays: Iterable[Any]) -> Launch:
 class Events:
     """CUDA events before the flush, after it, and after the launch.
 
-    ``late`` says that the GPU had come to the second when the launch was queued, so that it may have waited for it.
+    ``late`` means that the GPU had reached the second event before the launch was queued, so it may have waited.
     """
 
     flush: Any
@@ -95,36 +85,36 @@ class Events:
 
     @property
     def time_us(self) -> float:
-        """The time of the launch."""
+        """Return the time of the launch."""
         return 1000 * float(self.start.elapsed_time(self.end))
 
     @property
     def spent_us(self) -> float:
-        """The time that the GPU was busy, the flush included."""
+        """Return the time that the GPU was busy, including the flush."""
         return 1000 * float(self.flush.elapsed_time(self.end))
 
 
 @dataclass(frozen=True)
 class Queue:
-    """Launches that were queued, and for how long the GPU was made to wait before them, in microseconds."""
+    """Queued launches, and how long the GPU was made to wait before them, in microseconds."""
 
     events: list[Events]
     lead_us: float
 
     @property
     def spent_us(self) -> float:
-        """The time that the GPU was kept busy, waits and flushes included, once all is over."""
+        """Return the time that the GPU was kept busy, including waits and flushes; all launches must be over."""
         return self.lead_us + sum(events.spent_us for events in self.events)
 
 
 class Stopwatch:
     """Times launches on the current stream of the current device.
 
-    Launches are queued while the GPU waits, so that it does not wait for the host between an event and what it times;
-    where it may have done so all the same, since the host was held up, the launch is timed again.
+    Launches are queued while the GPU waits, so that it does not wait for the host between an event and its launch. If
+    the host was held up, the launch is timed again.
 
     Attributes:
-        spent_us: GPU time of all rounds, waits and flushes included.
+        spent_us: GPU time of all rounds, including waits and flushes.
     """
 
     def __init__(self, flush_bytes: int) -> None:
@@ -132,7 +122,7 @@ class Stopwatch:
 
         self._torch, self.spent_us = torch, 0.0
         self._flush = torch.empty(max(flush_bytes, 1 << 26), dtype=torch.int8, device="cuda")
-        # Of the last launches: the host's time for one on average and at most, and the GPU's least.
+        # Of the last launches: the host's mean and longest time for one, and the GPU's shortest.
         self._host_us, self._slowest_host_us, self._gpu_us = FIRST_HOST_US, FIRST_HOST_US, 0.0
 
     def warm_clocks(self, seconds: float = 0.4) -> None:
@@ -155,43 +145,36 @@ class Stopwatch:
         """Queue launches, with the L2 cache flushed before each.
 
         Args:
-            launches: what is timed.
-            before: what is queued after each flush and not timed.
+            launches: the launches to time.
+            before: queued after each flush, and not timed.
         """
-        self.wait(lead_us := self._lead_us(len(launches)))
+        # Long enough for the host, at its last pace, to stay ahead of the GPU.
+        falls_behind_us = max(0.0, self._host_us - self._gpu_us)
+        self.wait(lead_us := SAFETY * (self._slowest_host_us + (len(launches) - 1) * falls_behind_us))
         took_us, queued = [], []
         for launch in launches:
             began = time.perf_counter()
-            queued.append(self._queue(launch, before))
+            events = Events(*(self._torch.cuda.Event(enable_timing=True) for _ in range(3)))
+            events.flush.record()
+            self._flush.zero_()
+            if before is not None:
+                before()
+            events.start.record()
+            launch()
+            events.late = events.start.query()
+            events.end.record()
+            queued.append(events)
             took_us.append(min(1e6 * (time.perf_counter() - began), MOST_HOST_US))
         self._host_us, self._slowest_host_us = statistics.fmean(took_us), max(took_us)
         return Queue(queued, lead_us)
 
-    def _lead_us(self, launches: int) -> float:
-        """How long the GPU has to wait so that the host, at its last pace, stays ahead of it."""
-        falls_behind_us = max(0.0, self._host_us - self._gpu_us)
-        return SAFETY * (self._slowest_host_us + (launches - 1) * falls_behind_us)
-
-    def _queue(self, launch: Launch, before: Launch | None) -> Events:
-        event = self._torch.cuda.Event
-        events = Events(*(event(enable_timing=True) for _ in range(3)))
-        events.flush.record()
-        self._flush.zero_()
-        if before is not None:
-            before()
-        events.start.record()
-        launch()
-        events.late = events.start.query()
-        events.end.record()
-        return events
-
     def read(self, queued: Queue) -> list[float]:
-        """The times of launches that are over, in microseconds."""
+        """Return the times of launches that are over, in microseconds."""
         self._gpu_us = min(events.spent_us for events in queued.events)
         return [events.time_us for events in queued.events]
 
     def wait(self, time_us: float) -> None:
-        """Keep the GPU waiting for about this long, or some more."""
+        """Keep the GPU waiting for at least this long."""
         self._torch.cuda._sleep(int(time_us * CYCLES_PER_US))
 
     def round(
@@ -200,9 +183,9 @@ class Stopwatch:
         """Time each launch once, in microseconds.
 
         Args:
-            launches: what is timed.
-            before: what is queued after each flush and not timed.
-            waiting: called with a launch's place when it is the one that is waited for.
+            launches: the launches to time.
+            before: queued after each flush, and not timed.
+            waiting: called with the index of each launch when it is waited for.
         """
         found = [0.0] * len(launches)
         places = list(range(len(launches)))

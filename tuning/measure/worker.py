@@ -1,7 +1,7 @@
-"""The work of a disposable measuring process: check candidates, then time them.
+"""Run in a disposable measuring process: check candidates, then time them.
 
-Every error that is not one candidate's own is told to the parent, which then takes another process: what is left of
-this one could spoil the next candidate.
+An error that is not one candidate's own is reported to the parent, which then starts another process, since the state
+of this one could spoil the next candidate.
 """
 
 from __future__ import annotations
@@ -18,35 +18,33 @@ from typing import TYPE_CHECKING, TypeVar
 from tilekern.tuning import disposable
 from tilekern.tuning.measure.bench import Bench, to_confirm
 from tilekern.tuning.measure.gpu import serve_any_size
-from tilekern.tuning.measure.steps import CUDA, INPUTS, QUEUE, STRATEGY, Steps
-from tilekern.tuning.measure.tasks import Entrant, Task, on
+from tilekern.tuning.measure.tasks import CUDA, INPUTS, QUEUE, STRATEGY, Entrant, Steps, Task, on
 from tilekern.tuning.measure.timing import Launch, Stopwatch
 from tilekern.tuning.strategies import Lineup, Runner, strategy_named
-from tilekern.tuning.strategies.runner import GpuRunner
-from tilekern.tuning.strategies.several import Several
+from tilekern.tuning.strategies.runner import GpuRunner, Several
 from tilekern.tuning.sweep.lines import COPY
 from tilekern.tuning.verify.check import Check
 
 if TYPE_CHECKING:
     from tilekern.tuning.verify.cases import Kept
 
-# Kinds of what a process says. READY: it has loaded all that it needs. CHECKED: an entrant's key and its check.
-# RACING: from here on launches are queued behind others. TIMED: timings by key. DOUBT: an error that may be due to what
-# an earlier candidate left behind. FAULT: any other error; both with a reason, and the last that is said. DONE: the
-# end of a task, with the seconds that each part of it took.
+# Kinds of messages of a process. READY: its modules are loaded. CHECKED: an entrant's key and its check. RACING: from
+# here on launches are queued behind others. TIMED: timings by key. DOUBT: an error that an earlier candidate may have
+# caused. FAULT: any other error. Both have a reason and are the last message. DONE: the end of a task, with the seconds
+# that each part of it took.
 READY, CHECKED, RACING, TIMED, DOUBT, FAULT, DONE = "ready", "checked", "racing", "timed", "doubt", "fault", "done"
-# A candidate's error for memory is its own if the GPU has at least this part of what was free before.
+# A memory error is the candidate's own if this share of the memory that was free before is free again.
 _BACK = 0.9
 _T = TypeVar("_T")
 
 
 def serve(connection: Connection, steps: Steps, cache: str, device: str | None) -> None:
-    """Answer the parent's tasks until it hangs up; each step is announced before it is taken.
+    """Answer the parent's tasks until it hangs up, and announce each step before it begins.
 
     Args:
-        connection: where tasks come from and answers go to: ``(kind, value)`` of the kinds above.
+        connection: receives tasks, and takes answers: ``(kind, value)`` of the kinds above.
         steps: where steps are announced.
-        cache: the folder of the cache that composites look kernels up in.
+        cache: the folder of the cache in which composites look up kernels.
         device: which of the host's GPUs to use, as ``CUDA_VISIBLE_DEVICES`` names it; None for the first.
     """
     disposable.begin()
@@ -60,7 +58,7 @@ def serve(connection: Connection, steps: Steps, cache: str, device: str | None) 
     from tilekern.tuning.verify.cases import Kept
 
     all_specs()
-    # What is there by now stays: the collector need not look at it after each task.
+    # Modules stay, so the collector need not look at them after each task.
     gc.freeze()
     connection.send((READY, None))
     watch: Stopwatch | None = None
@@ -85,19 +83,19 @@ def serve(connection: Connection, steps: Steps, cache: str, device: str | None) 
         except Exception as error:  # noqa: BLE001 (whatever it is, it ends this process and nothing else)
             connection.send((FAULT, _reason(error)))
             return
-        # Launches and what announces them hold each other, and with them the arrays of a problem that is done with.
+        # Launches and announcers refer to each other, and keep the arrays of a finished problem alive.
         del task, measuring
         gc.collect()
 
 
 class _Measuring:
-    """The way of one task through this process."""
+    """One task in this process."""
 
     def __init__(self, connection: Connection, steps: Steps, task: Task, kept: Kept) -> None:
         import torch
 
         self._torch, self._connection, self._steps, self._task = torch, connection, steps, task
-        # By part of the way, in its order.
+        # By part of the task, in order.
         self.seconds: dict[str, float] = {}
         with self._part("references"):
             steps.begin(INPUTS)
@@ -106,12 +104,12 @@ class _Measuring:
         self._free = self._free_bytes()
 
     def run(self, watch: Stopwatch) -> None:
-        """Check all, time those that are right, and have those that could win stand the whole battery."""
+        """Check all entrants, time the right ones, and run the whole battery on those that could win."""
         with self._part("screening"):
             for entrant in self._task.entrants:
                 if entrant.key not in self._checks:
                     self._check(entrant, self._bench.check)
-        racing = [entrant for entrant in self._task.entrants if entrant.is_aligned and self._passed(entrant)]
+        racing = [one for one in self._task.entrants if one.is_aligned and self._checks[one.key].passed]
         if racing:
             self._time(racing, watch)
 
@@ -121,11 +119,8 @@ class _Measuring:
         yield
         self.seconds[name] = round(time.perf_counter() - started, 4)
 
-    def _passed(self, entrant: Entrant) -> bool:
-        return self._checks[entrant.key].passed
-
     def _announce(self, key: str | None) -> None:
-        """Say whose launch is waited for; None where it is over and its outcome is looked at."""
+        """Announce the entrant whose launch is waited for; None when it is over."""
         self._steps.begin(INPUTS if key is None else key)
 
     def _check(self, entrant: Entrant, check: Callable[[Entrant], Check]) -> None:
@@ -136,7 +131,7 @@ class _Measuring:
         self._connection.send((CHECKED, (entrant.key, check)))
 
     def _own(self, entrant: Entrant, take: Callable[[Entrant], _T]) -> _T | Check:
-        """A function's result on an entrant; a failed check where it raises and the process is as good as before."""
+        """Return a function's result on an entrant, or a failed check if it raises and this process is still sound."""
         torch = self._torch
         self._steps.begin(entrant.key)
         try:
@@ -145,19 +140,17 @@ class _Measuring:
             raise  # the CUDA context is gone
         except Exception as error:  # noqa: BLE001 (what a launch can raise is open; the reason goes into the journal)
             reason, is_memory = _reason(error), isinstance(error, torch.OutOfMemoryError)
-        # Outside of the handler, where nothing holds the frames of the error and what they allocated.
+        # Outside of the handler nothing holds the frames of the error and their arrays.
         torch.cuda.synchronize()
-        if is_memory and not self._memory_is_back():
-            raise torch.OutOfMemoryError(reason.partition(": ")[2])
+        if is_memory:
+            gc.collect()
+            torch.cuda.empty_cache()
+            if self._free_bytes() < _BACK * self._free:
+                raise torch.OutOfMemoryError(reason.partition(": ")[2])
         return Check(False, math.inf, math.inf, reason)
 
-    def _memory_is_back(self) -> bool:
-        gc.collect()
-        self._torch.cuda.empty_cache()
-        return self._free_bytes() >= _BACK * self._free
-
     def _free_bytes(self) -> int:
-        """The bytes that could be allocated."""
+        """Return how many bytes could be allocated."""
         cuda = self._torch.cuda
         return int(cuda.mem_get_info()[0] + cuda.memory_reserved() - cuda.memory_allocated())
 
@@ -183,18 +176,18 @@ class _Measuring:
                 self._check(entrant, bench.confirm)
         self._connection.send((TIMED, timings))
 
-    def _on_all_inputs(self, entrant: Entrant) -> dict[str, Launch]:
-        """An entrant's launches: on ordinary inputs, and on those variations of them that are timed."""
-        prepare, varied = self._bench.prepare, self._task.timed
-        return {entrant.key: prepare(entrant)} | {on(entrant.key, name): prepare(entrant, name) for name in varied}
-
     def _launches(self, racing: Sequence[Entrant]) -> dict[str, Launch]:
-        """The launches to time, by key; one that cannot be made ready has failed."""
+        """Return the launches to time by key, on ordinary inputs and on the variations that are timed."""
+        prepare, varied = self._bench.prepare, self._task.timed
+
+        def on_all_inputs(entrant: Entrant) -> dict[str, Launch]:
+            return {entrant.key: prepare(entrant)} | {on(entrant.key, name): prepare(entrant, name) for name in varied}
+
         self._steps.begin(INPUTS)
         self._bench.load()
         launches: dict[str, Launch] = {}
         for entrant in racing:
-            found = self._own(entrant, self._on_all_inputs)
+            found = self._own(entrant, on_all_inputs)
             if isinstance(found, Check):
                 self._tell(entrant, found)
             else:
@@ -206,9 +199,9 @@ class _Measuring:
 
 
 class _Rounds:
-    """A runner that announces the queueing of a round, where a full queue makes the host wait for whoever hangs.
+    """A runner that announces the queueing of a round, in which a full queue makes the host wait for a hanging launch.
 
-    A ``careful`` one waits for each launch before it queues the next, so that it is known which one faulted.
+    If ``careful``, it waits for each launch before it queues the next, so that a fault has one culprit.
     """
 
     def __init__(self, runner: Runner, steps: Steps, *, careful: bool) -> None:
@@ -222,14 +215,13 @@ class _Rounds:
         if not self._careful:
             self._steps.begin(QUEUE)
             return self._runner.round(keys)
-        return [self._alone(key) for key in keys]
-
-    def _alone(self, key: str) -> float:
-        """One sample of a key that has the GPU to itself, whose doing any fault is, even while it is queued."""
-        self._steps.begin(key)
-        return self._runner.round([key])[0]
+        samples = []
+        for key in keys:
+            self._steps.begin(key)
+            samples += self._runner.round([key])
+        return samples
 
 
 def _reason(error: BaseException) -> str:
-    """An error in a line."""
+    """Describe an error in one line."""
     return f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]

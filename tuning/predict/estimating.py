@@ -1,7 +1,7 @@
-"""The cost of a plan before it is paid for: its candidates counted, and the time of each stage estimated.
+"""Count the candidates of a plan and estimate the time of each stage, for a dry run.
 
-Nothing here compiles, measures or writes. The counts are exact, but for one thing: candidates whose machine code turns
-out the same are timed once, and that is known of compiled ones alone. The times are means of what earlier sweeps took.
+Nothing here compiles, measures or writes. The counts are exact, except that candidates with the same machine code are
+timed once, which is known only after they are compiled. The times are means of earlier sweeps.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.spec import Config, KernelSpec, Problem
 from tilekern.spec.targets import Target
+from tilekern.tuning.compile.order import COMPILE_S, OTHER_S
 from tilekern.tuning.compile.stage import work_s
-from tilekern.tuning.compile.typical import COMPILE_S, OTHER_S
 from tilekern.tuning.measure.stage import Settled, entrants
 from tilekern.tuning.predict.roofline import launch_s
-from tilekern.tuning.strategies.exhaustive import LEAST_ROUNDS, LONGEST_US, ROUNDS
-from tilekern.tuning.sweep.candidates import Candidate, candidates
+from tilekern.tuning.strategies.race import LEAST_ROUNDS, LONGEST_US, ROUNDS
+from tilekern.tuning.sweep.candidates import candidates
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.lines import is_copy
 from tilekern.tuning.sweep.plan import Limits
 
 # The front end's imports and the first call of tileiras in each worker.
 COMPILE_START_S = 2.0
-# A whole tune on an H200 measured 2,849 candidates of 105 problems in 94 s: a worker's start and its clocks' rise,
-# then the inputs, references and battery of each problem, then the screening and the race of each candidate. Of that,
-# launches at full size took so many times the roofline's time of each problem, and so many times for each candidate.
+# A whole tune on an H200 measured 2,849 candidates of 105 problems in 94 s: the start of a worker and the rise of its
+# clocks, the inputs, references and battery of each problem, the screening and the race of each candidate. The launches
+# at full size took these multiples of the roofline's time, for each problem and for each candidate.
 MEASURE_START_S, PROBLEM_S, CANDIDATE_S = 8.0, 0.33, 0.004
 PROBLEM_ROOFLINES, CANDIDATE_ROOFLINES = 60.0, 4.0
-# What an exhaustive race takes beside: so many times the roofline's time and so much more for each sample. On an H200,
-# cuda.tile's search took 36.3 s of GPU time for eight samples of each candidate of 134 problems, and this says 40.2 s.
+# What an exhaustive race takes in addition, for each sample: a multiple of the roofline's time and a constant. On an
+# H200, cuda.tile's search took 36.3 s of GPU time for eight samples of each candidate of 134 problems; this gives 40.2.
 OVER_ROOFLINE, SAMPLE_S = 2.0, 20e-6
 EXHAUSTIVE = "exhaustive"
-# Fewer artifacts of a kernel than this say less than the table.
+# With fewer artifacts of a kernel than this the table is more reliable.
 _ENOUGH = 5
 
 
@@ -49,11 +49,10 @@ _ENOUGH = 5
 class Count:
     """One problem of a plan in numbers.
 
-    ``bucketed`` are the dimensions of which another size may serve. ``space`` are all points of its axes, or the
-    configs that the plan limits it to, and ``ruled_out`` those that a constraint forbids, by reason; ``candidates`` are
-    what is left, with the spec's default config and the generic variant. ``artifacts`` are those that no problem before
-    it has, ``compiled`` the ones of them that the sweep folder knows, ``settled`` the candidates that it needs to
-    measure no more, and ``to_measure`` those that it does.
+    ``bucketed``: the dimensions that are rounded up to a bucket. ``space``: all points of the axes, or the configs to
+    which the plan is limited. ``ruled_out``: points that a constraint forbids, by reason. ``candidates``: the others,
+    the default config and the generic variant. ``artifacts``: those that no earlier problem has. ``compiled``: those of
+    them that the sweep has. ``settled`` and ``to_measure``: candidates that need no measurement, and those that do.
     """
 
     kernel: str
@@ -68,13 +67,13 @@ class Count:
     to_measure: int
 
     def as_json(self) -> dict[str, Any]:
-        """The count as ``--json`` prints it."""
+        """Return the count as ``--json`` prints it."""
         return {**vars(self), "problem": dict(self.problem), "ruled_out": dict(self.ruled_out)}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds that a stage will take, and in words what that rests on."""
+    """Seconds that a stage will take, and the basis of the estimate in words."""
 
     seconds: float
     basis: str
@@ -82,9 +81,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The report of a dry run: the plan in numbers, and what each stage will take.
+    """The report of a dry run: the plan in numbers, and the time of each stage.
 
-    ``together`` is what both take where the one measures what the other has compiled; None where they do not.
+    ``together`` is the time of both stages if they overlap; None if they do not.
     """
 
     model: str
@@ -97,25 +96,25 @@ class PlanReport:
     together: Estimate | None = None
 
     def totals(self) -> dict[str, int]:
-        """The sums over all problems."""
+        """Return the sums over all problems."""
         fields = ("space", "candidates", "artifacts", "compiled", "settled", "to_measure")
         sums = {name: sum(getattr(item, name) for item in self.counts) for name in fields}
         return {"problems": len(self.counts), **sums, "ruled_out": sum(self.ruled_out().values())}
 
     def estimates(self) -> dict[str, Estimate]:
-        """The estimates by what they are of."""
+        """Return the estimates by stage."""
         found = {"compile": self.compile, "measure": self.measure}
         return found if self.together is None else {**found, "together": self.together}
 
     def ruled_out(self) -> Counter[tuple[str, str]]:
-        """How many points are forbidden, by kernel and reason."""
+        """Count the forbidden points by kernel and reason."""
         found = Counter[tuple[str, str]]()
         for item in self.counts:
             found.update({(item.kernel, reason): number for reason, number in item.ruled_out.items()})
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """The document that ``--json`` prints."""
+        """Return the document that ``--json`` prints."""
         return {
             "model": self.model,
             "target": self.target.describe(),
@@ -144,13 +143,13 @@ def report_on(
         sweep: the sweep whose journals say what is done already; its folder need not exist.
         jobs: compile workers.
         gpus: GPUs to measure on.
-        strategy: how candidates are to be timed.
-        root: the cache whose earlier sweeps say how long things take here.
+        strategy: how candidates are timed.
+        root: the cache whose earlier sweeps tell how long stages take here.
         done: keys of the artifacts that are not compiled again (:func:`count`).
-        limits: the configs to try of a problem; the whole space of one that is not named.
-        notes: what else a person should know.
-        here: whether it is this host that compiles.
-        overlapped: whether the one run compiles and measures, which it does at the same time.
+        limits: the configs to try of a problem; by default its whole space.
+        notes: further notes for people.
+        here: whether this host compiles.
+        overlapped: whether one run compiles and measures, both at the same time.
     """
     counts = count(problems, target, sweep, strategy, done, limits)
     sweeps = earlier_sweeps(root, sweep)
@@ -164,15 +163,15 @@ def count(
     problems: Iterable[tuple[str, Problem]], target: Target, sweep: Sweep, strategy: str,
     done: Collection[str] | None = None, limits: Limits | None = None,
 ) -> list[Count]:  # fmt: skip
-    """Each problem of a plan in numbers; the sweep folder need not exist.
+    """Count each problem of a plan; the sweep folder need not exist.
 
     Args:
         problems: the plan.
         target: the GPU.
         sweep: the sweep whose journals are read.
-        strategy: how candidates are to be timed.
-        done: keys of the artifacts that are not compiled again; all that were tried and are there where None.
-        limits: the configs to try of a problem; the whole space of one that is not named.
+        strategy: how candidates are timed.
+        done: keys of the artifacts that are not compiled again; by default those that were tried and exist.
+        limits: the configs to try of a problem; by default its whole space.
     """
     compiled, settled, quarantined = sweep.compiled(), Settled(sweep, strategy), sweep.quarantined()
     done = compiled.keys() - sweep.lost() if done is None else done
@@ -187,7 +186,7 @@ def count(
         running = entrants(kernel, problem, target, compiled, quarantined, items)
         open_keys = settled.unsettled(running)
         unknown = {
-            _launch(item, target)
+            (item.artifact, item.blocks(target.sm_count))
             for item in items
             if not (item.is_library or item.artifact in usable or item.artifact in done)
         }
@@ -210,7 +209,7 @@ def count(
 
 
 def _ruled_out(spec: KernelSpec, problem: Problem, target: Target, sweep: Sweep) -> Counter[str]:
-    """How many points of a space each reason forbids; under the empty reason, how many are allowed."""
+    """Count the points of a space by the reason that forbids them; the empty reason counts the allowed ones."""
     found: Counter[str] = Counter()
     missing = {
         name for backend in backends() if backend.name in sweep.missing_backends for name in backend.implementations
@@ -226,15 +225,10 @@ def _ruled_out(spec: KernelSpec, problem: Problem, target: Target, sweep: Sweep)
     return found
 
 
-def _launch(item: Candidate, target: Target) -> tuple[str, int]:
-    """Equal for candidates that are known before the compiler runs to do the same."""
-    return item.artifact, item.blocks(target.sm_count)
-
-
 def estimate_compile(counts: Sequence[Count], jobs: int, sweeps: Sequence[Sweep], *, here: bool = True) -> Estimate:
-    """The compile stage's time over ``jobs`` workers, from what the artifacts of earlier sweeps took.
+    """Estimate the time of the compile stage over ``jobs`` workers from the artifacts of earlier sweeps.
 
-    On this host they share its cores with what else runs; elsewhere each is taken to have a core of its own.
+    On this host workers share its cores with other processes; elsewhere each is taken to have its own core.
     """
     rates = compile_rates(sweeps)
     todo = Counter[str]()
@@ -246,7 +240,7 @@ def estimate_compile(counts: Sequence[Count], jobs: int, sweeps: Sequence[Sweep]
     known = {kernel for kernel in todo if rates.get(kernel, (0.0, 0))[1] >= _ENOUGH}
     cores = len(os.sched_getaffinity(0)) if here else jobs
     workers = min(jobs, cores, artifacts)
-    # Journals are of this machine as busy as it was; the shipped means are of a core of its own.
+    # Journals reflect the load of this machine; the shipped means are of an idle core.
     load = os.getloadavg()[0] if here else 0.0
     slower = max(1.0, (load + workers) / cores)
     core_s = sum(todo[kernel] * rates[kernel][0] for kernel in known)
@@ -264,9 +258,9 @@ def estimate_compile(counts: Sequence[Count], jobs: int, sweeps: Sequence[Sweep]
 
 
 def estimate_together(compiles: Estimate, measures: Estimate) -> Estimate:
-    """The time of both stages where each problem is measured when it is compiled: that of the longer one.
+    """Estimate the time of both stages if each problem is measured when it is compiled: that of the longer one.
 
-    The GPU has nothing to do before the first problem is compiled, nor the compilers while the last one is measured.
+    The GPU waits until the first problem is compiled, and the compilers while the last one is measured.
     """
     begins_s = min(compiles.seconds, COMPILE_START_S)
     ends_s = PROBLEM_S if measures.seconds else 0.0
@@ -293,7 +287,7 @@ def compile_rates(sweeps: Sequence[Sweep]) -> dict[str, tuple[float, int]]:
 def estimate_measure(
     counts: Sequence[Count], target: Target, gpus: int, sweeps: Sequence[Sweep], strategy: str = "race"
 ) -> Estimate:
-    """The measure stage's time, from what earlier sweeps of the same GPU by the same strategy took, else an H200's."""
+    """Estimate the measure stage from earlier sweeps of the same GPU and strategy, or else from an H200's."""
     todo = [item for item in counts if item.to_measure]
     if not todo:
         return Estimate(0.0, "nothing is left to measure")
@@ -304,34 +298,30 @@ def estimate_measure(
         return Estimate(
             (MEASURE_START_S + work_s) * took / work, f"{said}; as long for each as sweeps of a {target.name} took here"
         )
-    rounds_s = sum(_rounds_s(item, target) for item in todo) if strategy == EXHAUSTIVE else 0.0
+    rounds_s = 0.0
+    for item in todo if strategy == EXHAUSTIVE else ():
+        round_s = item.to_measure * (OVER_ROOFLINE * launch_s(item.kernel, item.problem, target) + SAMPLE_S)
+        rounds_s += min(ROUNDS, max(LEAST_ROUNDS, math.ceil(1e-6 * LONGEST_US / round_s))) * round_s
     seconds = MEASURE_START_S + (work_s + rounds_s) / gpus
     over = f"{gpus} GPUs" if gpus > 1 else "one GPU"
     beside = f", and {rounds_s:.0f} s for up to {ROUNDS} samples of each" if rounds_s else ""
     return Estimate(seconds, f"{said} over {over}; as long for each as one sweep of an H200 took{beside}")
 
 
-def _rounds_s(item: Count, target: Target) -> float:
-    """The time of the rounds of an exhaustive race."""
-    round_s = item.to_measure * (OVER_ROOFLINE * launch_s(item.kernel, item.problem, target) + SAMPLE_S)
-    affordable = math.ceil(1e-6 * LONGEST_US / round_s) if round_s else 0
-    return min(ROUNDS, max(LEAST_ROUNDS, affordable)) * round_s
-
-
 def problem_s(kernel: str, problem: Problem, candidates: int, target: Target) -> float:
-    """The time to measure a problem, by that of the shipped sweep."""
+    """Estimate the time to measure a problem from the shipped sweep."""
     launches = PROBLEM_ROOFLINES + CANDIDATE_ROOFLINES * candidates
     return PROBLEM_S + CANDIDATE_S * candidates + launches * launch_s(kernel, problem, target)
 
 
 def _measured_before(target: Target, sweeps: Sequence[Sweep], strategy: str) -> tuple[float, float]:
-    """Seconds that measure stages for a target took by one strategy alone, and the shipped estimate of their work."""
+    """Return the seconds of measure stages for a target and a strategy, and the shipped estimate of their work."""
     took = work = 0.0
     for sweep in sweeps:
         try:
             if sweep.target.key != target.key:
                 continue
-        except InputError:  # no plan, or one of another version: its times are of nobody knows what
+        except InputError:  # no plan, or one of another version
             continue
         if any(race["strategy"] != strategy for race in sweep.races().values()):
             continue
@@ -348,6 +338,6 @@ def _measured_before(target: Target, sweeps: Sequence[Sweep], strategy: str) -> 
 
 
 def earlier_sweeps(root: Path, own: Sweep) -> list[Sweep]:
-    """The sweep of this run and the others that the cache's root keeps."""
+    """Return the sweep of this run and the other sweeps in the cache's root."""
     folders = sorted(path for path in (root / "sweeps").glob("*") if path.is_dir())
     return [own, *(Sweep(folder) for folder in folders if folder.resolve() != own.folder.resolve())]

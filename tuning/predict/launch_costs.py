@@ -1,7 +1,7 @@
-"""The work of a candidate's launch, as seconds of each resource that it uses: the terms of the cost model.
+"""Compute the terms of the cost model: the seconds of each resource that a candidate's launch uses.
 
-Each term is a count from the problem, the launch grid or the machine code over a rate of the target, so that it carries
-over to another GPU. :mod:`tilekern.tuning.predict.cost_model` weighs the terms and puts them together.
+Each term is a count from the problem, the launch grid or the machine code over a rate of the target, so it carries over
+to other GPUs. :mod:`tilekern.tuning.predict.cost_model` weighs and combines the terms.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _CLOCK_HZ = 1.75e9
 _LATENCY_S = 1e-6
 _BARRIER_S = 50e-9
 _STEP_S = 0.1e-6
-# Warps that issue TMA loads in code whose other warps compute.
+# Threads that only issue TMA loads while others compute.
 _PRODUCER_THREADS = 128
-# Bytes that an SM's first-level cache gives in a cycle, for registers that were spilled.
+# Bytes a cycle of an SM's first-level cache, for spilled registers.
 _LOCAL_BYTES_A_CYCLE = 64
-# What the L2 cache gives one SM in a cycle, however few SMs there are at work.
+# Bytes a cycle of the L2 cache to one SM, however few SMs are at work.
 _INTAKE_BYTES_A_CYCLE = 64
-# Cycles of a warp's access to global memory at the load-store unit, and of a tensor load by TMA.
+# Cycles of a warp's access to global memory at the load-store unit, and of a TMA load.
 _ACCESS_CYCLES, _BOX_CYCLES = 4, 20
-# Instructions around each floating-point one, where only those are known to be the computing warps'.
+# Instructions for each floating-point one, if only those are known to belong to the computing warps.
 _AROUND_FLOAT = 2.5
-# What a stage of a software pipeline holds at least.
+# The least bytes of a stage of a software pipeline.
 _STAGE_BYTES = 16384
 _L2_BYTES_S_A_SM = 38e9
 _TILE_ELEMENTS, _TILE_DEPTH, _TILE_ROWS = 128 * 128, 64, 64
@@ -57,7 +57,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class _Launch:
-    """How a candidate's blocks lie on the target's SMs.
+    """The distribution of a candidate's blocks over the target's SMs.
 
     Attributes:
         resident: blocks that fit on an SM.
@@ -79,12 +79,12 @@ class _Launch:
 
     @property
     def rounds(self) -> int:
-        """Tiles that the last block to end takes one after another."""
+        """Return how many tiles the last block takes one after another."""
         return cdiv(self.steps, self.places)
 
 
 def resident_blocks(resources: Resources, target: Target) -> int:
-    """Blocks of a kernel that fit on one SM of the target at once; 0 where not even one does."""
+    """Return how many blocks of a kernel fit on one SM of the target at once."""
     warps = cdiv(resources.threads, _WARP)
     registers = cdiv(resources.registers * _WARP, _REGISTER_UNIT) * _REGISTER_UNIT * warps
     limits = [target.blocks, target.threads // resources.threads, target.registers // max(1, registers)]
@@ -110,7 +110,7 @@ def _warps(config: Config) -> int:
 
 
 def memory_costs(candidate: Candidate, resources: Resources, code: MachineCode, target: Target) -> Costs:
-    """The costs of a kernel that memory bounds."""
+    """Compute the costs of a kernel that memory bounds."""
     launch = _launch(candidate, resources, target)
     moved = candidate.spec.bytes_moved(candidate.problem)
     step_bytes = moved / launch.steps
@@ -154,28 +154,28 @@ def memory_costs(candidate: Candidate, resources: Resources, code: MachineCode, 
 
 
 def _repeated(code: MachineCode, step_bytes: float, workers: int, shared_bytes: int) -> tuple[Counts, float]:
-    """The part of the code that moves a tile's bytes, and how often it runs for one tile.
+    """Return the part of the code that moves a tile's bytes, and how often it runs for one tile.
 
-    Where TMA moves them, threads do not know how many; a pass then is what shared memory holds.
+    If TMA moves them, threads do not count them; a pass is then what shared memory holds.
     """
     whole, share = code.whole, step_bytes / workers
     if whole.bulk_loads:
         return whole, max(1.0, step_bytes / max(_STAGE_BYTES, shared_bytes))
     hot = Counts.total(code.loops) if code.loops else Counts()
     moved, all_moved = hot.load_bytes + hot.store_bytes, whole.load_bytes + whole.store_bytes
-    # A loop that moves a small part of the bytes in all its passes is not the one that matters.
+    # A loop that moves only a small part of the bytes does not matter.
     if moved and (share >= 1.5 * moved or moved >= 0.3 * min(share, all_moved)):
         return hot, max(1.0, share / moved)
     return whole, max(1.0, share / max(1, all_moved))
 
 
 def product_costs(candidate: Candidate, resources: Resources, code: MachineCode, target: Target) -> Costs:
-    """The costs of a kernel that the matrix units bound, with tiles ``tile_m`` and ``tile_n`` wide."""
+    """Compute the costs of a kernel that the matrix units bound, with tiles of ``tile_m`` by ``tile_n``."""
     problem, config, launch = candidate.problem, candidate.config, _launch(candidate, resources, target)
     flops, products_s = candidate.spec.flops(problem), roofline(candidate.kernel, problem, target).arithmetic_s
     tile_m, tile_n, warps = int(config["tile_m"]), int(config["tile_n"]), _warps(config)
     ctas = int(config.get("num_ctas") or 1)
-    # Blocks of a causal problem have unequal work, so that how many there are for each place says little.
+    # Blocks of a causal problem have unequal work, so their number for each place says little.
     uneven = bool(problem.get("causal"))
     waves = 1.0 if uneven else launch.rounds * launch.places / launch.steps
     loops = [loop for loop in code.loops if loop.products]
@@ -208,6 +208,6 @@ def _is_persistent(config: Config) -> bool:
 
 
 def unread(resources: Resources) -> MachineCode:
-    """Counts supposed from the size of the code, for an artifact whose code was not counted."""
+    """Estimate the counts from the size of the code, for an artifact whose code was not counted."""
     instructions = resources.code_bytes // 16
     return MachineCode(Counts(instructions=instructions, cycles=2 * instructions, load_waits=1))

@@ -1,7 +1,7 @@
-"""Ranks candidates from compile-time facts, with no GPU: what makes ``predicted`` winners and orders the measuring.
+"""Rank candidates by compile-time facts, without a GPU: for ``predicted`` winners, and as the order of measuring.
 
-The facts are the artifact's resources and machine code and the launch grid; the model that turns them into a time
-stands in :mod:`tilekern.tuning.predict.launch_costs` and :mod:`tilekern.tuning.predict.cost_model`.
+The facts are the artifact's resources and machine code and the launch grid. The model that turns them into a time is in
+:mod:`tilekern.tuning.predict.launch_costs` and :mod:`tilekern.tuning.predict.cost_model`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ __all__ = ["Prediction", "predict", "predict_best", "predict_library", "ranking"
 
 @dataclass(frozen=True)
 class Prediction:
-    """The model's prediction of a candidate: seconds, and the facts that it rests on.
+    """The model's prediction of a candidate: seconds, and the facts behind them.
 
-    ``bonus`` is the share by which others must be faster to be preferred to it.
+    ``bonus`` is the share by which others must be faster to rank before it.
     """
 
     seconds: float
@@ -48,18 +48,18 @@ class Prediction:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Sorts spilling candidates behind all others."""
+        """Return a key that sorts spilling candidates last."""
         return self.spills, self.seconds * (1 - self.bonus)
 
 
 def predict(candidate: Candidate, resources: Resources, target: Target, code: MachineCode | None = None) -> Prediction:
-    """The model's time for a candidate on a target; infinite where no block fits on an SM.
+    """Predict the time of a candidate on a target; infinite if no block fits on an SM.
 
     Args:
-        candidate: a candidate that a device function runs.
-        resources: what its artifact needs.
+        candidate: a candidate with a device function.
+        resources: the resources of its artifact.
         target: the GPU.
-        code: what stands in its machine code; supposed from the size of the code where None.
+        code: the counts of its machine code; by default estimated from the size of the code.
     """
     spills = resources.stack_bytes > 0
     if resident_blocks(resources, target) == 0:
@@ -70,14 +70,14 @@ def predict(candidate: Candidate, resources: Resources, target: Target, code: Ma
 
 
 def costs_of(candidate: Candidate, resources: Resources, target: Target, code: MachineCode) -> tuple[Costs, Weights]:
-    """The terms of a candidate's launch, and the weights for its kind."""
+    """Return the terms of a candidate's launch, and the weights for its kind."""
     if roofline(candidate.kernel, candidate.problem, target).bound == ARITHMETIC:
         return product_costs(candidate, resources, code, target), PRODUCTS
     return memory_costs(candidate, resources, code, target), MEMORY
 
 
 def predict_library(candidate: Candidate, target: Target) -> Prediction:
-    """The roofline's time by what libraries reached of it where they were measured."""
+    """Predict the time of a library's call: the roofline's time over the share that libraries reached of it."""
     call = candidate.spec.implement(candidate.problem, candidate.config)
     factor = LIBRARIES.get(library_of(candidate.config) or "", LIBRARY)
     factor = COMPOSITE if call.composite else factor
@@ -87,7 +87,7 @@ def predict_library(candidate: Candidate, target: Target) -> Prediction:
 
 
 def ranking(sweep: Sweep, kernel: str, problem: Problem, target: Target) -> list[tuple[Candidate, Prediction]]:
-    """The compiled candidates of a problem, the best predicted first; only aligned variants can win.
+    """Rank the compiled candidates of a problem, the best predicted first; only aligned variants can win.
 
     Candidates that the cost model was not fitted to (``Backend.is_predicted``) come last until they are timed.
     """
@@ -103,12 +103,12 @@ def ranking(sweep: Sweep, kernel: str, problem: Problem, target: Target) -> list
 
 
 def code_in(line: dict[str, Any]) -> MachineCode | None:
-    """The counts of machine code that an artifact's journal line holds; None in lines from before they were kept."""
+    """Return the counts of machine code in an artifact's journal line; None in lines of earlier versions."""
     kept = line.get("machine_code")
     return MachineCode.from_dict(kept) if kept is not None else None
 
 
 def predict_best(sweep: Sweep, kernel: str, problem: Problem, target: Target) -> Candidate | None:
-    """The predicted winner of a problem, or None where nothing compiled."""
+    """Return the predicted winner of a problem, or None if nothing compiled."""
     ranked = ranking(sweep, kernel, problem, target)
     return ranked[0][0] if ranked else None

@@ -1,4 +1,4 @@
-"""The report's rows as columns that its page draws: one table of candidates, one of problems, one of frontiers."""
+"""Turn the report's rows into the columns that its page draws: candidates, problems and frontiers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilekern.spec import Value
 from tilekern.tuning.report.rows import STATUSES, Row
 
 Columns = dict[str, Any]
-# What a point stands for; the first that is true of a candidate counts.
+# The kinds of points; the first that holds for a candidate counts.
 MARKS = ("winner", "default", "measured", "predicted")
 _NUMBERS = (
     "number", "time_us", "measured_us", "spread_us", "samples", "predicted_us", "share_of_roofline",
@@ -23,17 +23,15 @@ _UNKNOWN = float("nan")
 
 
 def problems_of(rows: Iterable[Row]) -> list[list[Row]]:
-    """The rows problem by problem, the fastest candidate first and those without a time last."""
+    """Group the rows by problem, the fastest candidate first and those without a time last."""
     grouped = itertools.groupby(rows, key=lambda row: (row.kernel, row.problem))
-    return [sorted(group, key=_speed) for _, group in grouped]
-
-
-def _speed(row: Row) -> tuple[bool, float, int]:
-    return row.time_us is None, row.time_us or 0.0, row.number
+    return [
+        sorted(group, key=lambda row: (row.time_us is None, row.time_us or 0.0, row.number)) for _, group in grouped
+    ]
 
 
 def frontier(rows: Iterable[Row]) -> list[Row]:
-    """The candidates than which none has fewer registers and less time, by registers."""
+    """Return the candidates that no other beats in both registers and time, by registers."""
     found: list[Row] = []
     timed = [row for row in rows if row.registers is not None and row.time_us is not None]
     for row in sorted(timed, key=lambda row: (row.registers, row.time_us)):
@@ -43,7 +41,10 @@ def frontier(rows: Iterable[Row]) -> list[Row]:
 
 
 def candidate_columns(problems: Sequence[Sequence[Row]]) -> Columns:
-    """All candidates; ``problem_id`` is the place of their problem as text, ``rank`` their place by time, from 1."""
+    """Return a line for each candidate.
+
+    ``problem_id`` is the index of its problem as text, ``rank`` its place by time, from 1.
+    """
     rows = [row for group in problems for row in group]
     columns: Columns = {name: _numbers(getattr(row, name) for row in rows) for name in _NUMBERS}
     spread = np.nan_to_num(columns["spread_us"])
@@ -55,8 +56,10 @@ def candidate_columns(problems: Sequence[Sequence[Row]]) -> Columns:
         "short_config": [text for group in problems for text in _differences(group)],
         "status": [row.status for row in rows],
         "mark": [_mark(row) for row in rows],
-        "role": [", ".join(_roles(row)) for row in rows],
-        "remark": [_remark(row) for row in rows],
+        "role": [_roles(row) for row in rows],
+        "remark": [
+            (row.reason or "") if row.same_as is None else f"same machine code as number {row.same_as}" for row in rows
+        ],
         "time_text": [_time_text(row) for row in rows],
         "cost_text": [_cost_text(row) for row in rows],
         "worth_text": [_worth_text(row) for row in rows],
@@ -66,7 +69,7 @@ def candidate_columns(problems: Sequence[Sequence[Row]]) -> Columns:
 
 
 def problem_columns(problems: Sequence[Sequence[Row]]) -> Columns:
-    """A line for each problem, with its winner's figures; a problem without a winner has none."""
+    """Return a line for each problem, with the figures of its winner if it has one."""
     winners = [next((row for row in group if row.winner), None) for group in problems]
     columns: Columns = {
         name: _numbers(getattr(row, name) if row else None for row in winners)
@@ -90,7 +93,7 @@ def problem_columns(problems: Sequence[Sequence[Row]]) -> Columns:
 
 
 def frontier_columns(problems: Sequence[Sequence[Row]]) -> Columns:
-    """The steps between neighbours of each problem's frontier, as lines from (x0, y0) to (x1, y1)."""
+    """Return the steps of each problem's frontier as lines from (x0, y0) to (x1, y1)."""
     columns: dict[str, list[Any]] = {name: [] for name in ("problem_id", "x0", "y0", "x1", "y1")}
     for at, group in enumerate(problems):
         for left, right in itertools.pairwise(frontier(group)):
@@ -104,7 +107,7 @@ def frontier_columns(problems: Sequence[Sequence[Row]]) -> Columns:
 
 
 def name_of(row: Row) -> str:
-    """The row's problem on one line."""
+    """Name the row's problem on one line."""
     return f"{row.kernel} {_spaced(row.problem)}"
 
 
@@ -129,32 +132,27 @@ def _spaced(point: Mapping[str, Value]) -> str:
 
 
 def _short(row: Row) -> str:
-    """The config without what is off, as the tuner's own table has it."""
-    return " ".join(f"{name}={value}" for name, value in row.config.items() if value not in (0, False))
+    """Show a config without the options that are off, like the tuner's own table."""
+    return _spaced({name: value for name, value in row.config.items() if value not in (0, False)})
 
 
 def _differences(group: Sequence[Row]) -> list[str]:
-    """Each config without what all of its problem have in common."""
+    """Show each config without the options that all configs of its problem share."""
     names = dict.fromkeys(name for row in group for name in row.config)
     differing = [name for name in names if len({row.config.get(name) for row in group}) > 1]
     return [_spaced({name: row.config[name] for name in differing if name in row.config}) for row in group]
 
 
-def _roles(row: Row) -> list[str]:
+def _roles(row: Row) -> str:
     named = {"winner": row.winner, "default": row.default, "library": row.library}
-    return [*(name for name, holds in named.items() if holds), *([row.variant] if row.variant != "aligned" else [])]
+    named[row.variant] = row.variant != "aligned"
+    return ", ".join(name for name, holds in named.items() if holds)
 
 
 def _mark(row: Row) -> str:
     if row.provenance is None:
         return ""
     return "winner" if row.winner else "default" if row.default else row.provenance
-
-
-def _remark(row: Row) -> str:
-    if row.same_as is not None:
-        return f"same machine code as number {row.same_as}"
-    return row.reason or ""
 
 
 def _time_text(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""The implementations of each kernel that raced: how often each won, and by how much."""
+"""Count how often each implementation of a kernel won its races, and by how much."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ class Standing:
         implementation: the backend's title, such as ``cuTile``, or the library's name as configs have it.
         raced: problems in which it and another implementation were timed in the last race.
         won: problems of these in which it was the fastest.
-        ahead: median over those that it won of the best other implementation's time over its own; None where it won
-            none.
+        ahead: the best other implementation's time over its own, median over the problems that it won; None if none.
     """
 
     kernel: str
@@ -33,7 +32,7 @@ class Standing:
 
 
 def standings(problems: Iterable[Sequence[Row]]) -> list[Standing]:
-    """The implementations of each kernel, in the order of the plan; none of a kernel that has but one.
+    """List the implementations of each kernel that has several, in the order of the plan.
 
     Args:
         problems: the rows, problem by problem.
@@ -60,12 +59,7 @@ def _best(rows: Sequence[Row]) -> dict[str, float]:
     best: dict[str, float] = {}
     for row in rows:
         if row.measured_us is not None and not row.earlier_race and row.status == "timed":
-            name = implementation_of(row)
+            asked = row.config.get("implementation")
+            name = next((backend.title for backend in backends() if asked in backend.implementations), str(asked))
             best[name] = min(row.measured_us, best.get(name, row.measured_us))
     return best
-
-
-def implementation_of(row: Row) -> str:
-    """Return the name for people of the implementation that runs a candidate."""
-    name = row.config.get("implementation")
-    return next((backend.title for backend in backends() if name in backend.implementations), str(name))

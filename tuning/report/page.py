@@ -1,4 +1,4 @@
-"""The report as one HTML file that holds all it needs: opened from disk, with no network."""
+"""Write the report as one self-contained HTML file, which opens from disk without a network."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import html
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bokeh.embed import json_item
@@ -21,9 +21,9 @@ from tilekern.tuning.report.plots import candidate_plots, overview_plots
 from tilekern.tuning.report.rows import STATUSES, Report, Row
 from tilekern.tuning.report.tables import candidate_table, overview_table
 
-# What A4 and Letter on their sides have between the usual margins, in CSS pixels.
+# Width between the usual margins of A4 and Letter in landscape, in CSS pixels.
 _PAPER_WIDTH = 960
-# The policy makes sure of what the page promises: the browser itself refuses to load anything.
+# The policy makes the browser refuse to load anything.
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -65,6 +65,8 @@ dd {{ margin: 0 }}
 </body>
 </html>
 """
+_NOTICE = """<p class="notice" role="note">\
+Nothing was measured: all times are predicted from compile-time facts, with no GPU.</p>"""
 # A plot is drawn for the width of the screen, and the paper's is known to the style sheets alone.
 _START = f"""
 const report = document.getElementById("report")
@@ -84,29 +86,29 @@ _TAKE_LINE = "if (cb_obj.indices.length) problem.value = problems.data.problem_i
 
 
 def as_html(report: Report) -> str:
-    """The page; the same text for the same report."""
+    """Return the page; the same report always gives the same text."""
     problems = problems_of(report.rows)
     title = f"Tuning of {report.model} on {report.target['name']}"
     item = json_item(_layout(problems))
     # A script's text ends at the first "</", wherever it stands.
     data = json.dumps(_renumbered(item), separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
     return _PAGE.format(
-        title=html.escape(title), notice=_notice(report), facts=_facts(report),
+        title=html.escape(title), notice="" if report.is_measured else _NOTICE, facts=_facts(report),
         implementations=_implementations(problems), winners=_printed(problems), data=data, start=_START,
         scripts=Resources("inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"]).render(),
     )  # fmt: skip
 
 
 def _renumbered(item: Any) -> Any:
-    """The same with models' ids counted from 1: Bokeh counts on over all that a process makes."""
+    """Number the models' ids from 1, since Bokeh numbers them over the whole process."""
     fresh = (f"m{count}" for count in itertools.count(1))
     text = json.dumps(item)
     ids = {found: next(fresh) for found in dict.fromkeys(re.findall(r'"id": ?"(p\d+)"', text))}
-    return json.loads(text, object_hook=lambda value: _with_ids(value, ids))
 
+    def renamed(value: dict[str, Any]) -> dict[str, Any]:
+        return value | {name: ids[value[name]] for name in ("id", "root_id") if value.get(name) in ids}
 
-def _with_ids(value: dict[str, Any], ids: Mapping[str, str]) -> dict[str, Any]:
-    return value | {name: ids[value[name]] for name in ("id", "root_id") if value.get(name) in ids}
+    return json.loads(text, object_hook=renamed)
 
 
 def _layout(problems: Sequence[Sequence[Row]]) -> LayoutDOM:
@@ -142,13 +144,6 @@ def _pairs(plots: Sequence[LayoutDOM]) -> LayoutDOM:
     return grid([list(plots[at : at + 2]) for at in range(0, len(plots), 2)], sizing_mode="stretch_width")
 
 
-def _notice(report: Report) -> str:
-    if report.is_measured:
-        return ""
-    text = "Nothing was measured: all times are predicted from compile-time facts, with no GPU."
-    return f'<p class="notice" role="note">{text}</p>'
-
-
 def _facts(report: Report) -> str:
     target, counts = report.target, report.counts
     states = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
@@ -166,23 +161,25 @@ def _facts(report: Report) -> str:
 
 
 def _implementations(problems: Sequence[Sequence[Row]]) -> str:
-    """How often each implementation of a kernel won; nothing where no two raced."""
+    """Make a table of how often each implementation of a kernel won; empty if no two raced."""
     lines = [
         (one.kernel, one.implementation, f"{one.won} of {one.raced}", f"{one.ahead:.3f} x" if one.ahead else "")
         for one in standings(problems)
     ]
     if not lines:
         return ""
-    heads = "".join(f"<th>{head}</th>" for head in ("kernel", "implementation", "won", "ahead of the next, median"))
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
     caption = "<caption>Implementations that raced each other</caption>"
-    return f'<table class="implementations">{caption}<tr>{heads}</tr>{body}</table>'
+    body = _table_rows(("kernel", "implementation", "won", "ahead of the next, median"), lines)
+    return f'<table class="implementations">{caption}{body}</table>'
 
 
 def _printed(problems: Sequence[Sequence[Row]]) -> str:
-    """The winners for paper, where a table cannot scroll."""
+    """Make a table of the winners for paper, which cannot scroll."""
     columns = problem_columns(problems)
     heads = {"name": "problem", "winner": "winner", "time_text": "time", "worth_text": "worth"}
-    lines = zip(*(columns[name] for name in heads), strict=True)
+    return _table_rows(heads.values(), zip(*(columns[name] for name in heads), strict=True))
+
+
+def _table_rows(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
-    return f"<tr>{''.join(f'<th>{head}</th>' for head in heads.values())}</tr>{body}"
+    return f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{body}"

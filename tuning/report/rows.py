@@ -1,4 +1,4 @@
-"""All that a sweep knows of each candidate, as one flat row: the report's CSV and JSON hold it, its page draws it."""
+"""Collect what a sweep knows of each candidate in one flat row, for the report's CSV, JSON and page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tilekern.tuning.sweep.candidates import LIBRARY_LINE, Candidate
 from tilekern.tuning.sweep.folder import Sweep
 
 LEFT_OUT = "its race left it out: it is predicted far slower, or the search did not come to it"
-# The states of a candidate, from the one that is worth most to those that went wrong.
+# The states of a candidate, the best first.
 STATUSES = ("timed", "checked", "compiled", "duplicate", "planned", "wrong", "quarantined", "failed", "open")
 
 
@@ -104,7 +104,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """A sweep's rows, and what they are of.
+    """The rows of a sweep, and where they come from.
 
     Attributes:
         model: the model that was planned for.
@@ -134,7 +134,7 @@ class Report:
 
 
 def report_of(sweep: Sweep) -> Report:
-    """The report on a sweep folder, whatever stage it is in.
+    """Report on a sweep folder, whatever stage it is in.
 
     Raises:
         InputError: the folder holds no sweep, or lost a winner's artifact.
@@ -158,23 +158,20 @@ class _Journals:
 
     @classmethod
     def of(cls, sweep: Sweep) -> _Journals:
-        """The contents of a sweep's journals; of a problem's races the name of the last."""
         found = sweep.races().values()
         races = {(line["kernel"], line["problem"]): line["race"] for line in found}
         untimed = {key for line in found for key in line["untimed"]}
         return cls(sweep.target, sweep.compiled(), sweep.measured(), sweep.quarantined(), races, untimed)
 
     def line(self, item: Candidate) -> Mapping[str, Any]:
-        """The compile stage's line of a candidate."""
         return LIBRARY_LINE if item.is_library else self.compiled.get(item.artifact, {"status": "planned"})
 
     def check(self, item: Candidate) -> Mapping[str, Any]:
-        """A candidate's check; empty where it has none."""
         found: Mapping[str, Any] = self.measured.get(item.key, {}).get("check", {})
         return found
 
     def timing(self, item: Candidate) -> Mapping[str, Any]:
-        """A right candidate's timing; empty where it has none."""
+        """Return the timing of a right candidate."""
         found: Mapping[str, Any] = self.measured.get(item.key, {}).get("timing", {})
         return found if self.check(item).get("passed") else {}
 
@@ -187,7 +184,12 @@ def _rows_of_problem(
     default = next((item for item in items if item.variant == ALIGNED and item.config == config), None)
     predictions = {item.key: found for item, found in ranking(sweep, kernel, problem, journals.target)}
     how = "measured" if any(journals.timing(item) for item in items) else "predicted"
-    times = {item.key: _time_us(journals.timing(item), predictions.get(item.key), how) for item in items}
+    times = {
+        item.key: journals.timing(item).get("median_us")
+        if how == "measured"
+        else _predicted_us(predictions.get(item.key))
+        for item in items
+    }
     default_us, least_us = _yardsticks(winner, how, times[default.key] if default else None)
     first: dict[Any, int] = {}
     for number, item in enumerate(items):
@@ -197,15 +199,18 @@ def _rows_of_problem(
             kernel, problem, number, item.config, item.variant, item.is_library, item is default, won,
             time_us=_rounded(time_us), provenance=None if time_us is None else how,
             share_of_roofline=_ratio(least_us, time_us), gain_over_default=_ratio(default_us, time_us),
+            bound=roofline(kernel, problem, journals.target).bound,
+            gigabytes_per_s=_rounded(item.spec.bytes_moved(problem) / time_us / 1e3) if time_us else None,
+            teraflops=_rounded(item.spec.flops(problem) / time_us / 1e6) if time_us else None,
             **_state(item, number, journals, first), **_measurement(item, journals),
-            **_compile_facts(item, journals, predictions.get(item.key)), **_worth(item, time_us, journals.target),
+            **_compile_facts(item, journals, predictions.get(item.key)),
         )  # fmt: skip
 
 
 def _yardsticks(winner: Winner | None, how: str, default_us: float | None) -> tuple[float | None, float | None]:
-    """Times of the default config and at the roofline, where known.
+    """Return the times of the default config and at the roofline, where known.
 
-    They are the record's, which knows the candidate that was timed in the default's place and the copy of its race.
+    The record knows them: which candidate was timed in place of the default, and the copy of its race.
     """
     if winner is None or winner.record.provenance != how:
         return default_us, None
@@ -213,17 +218,13 @@ def _yardsticks(winner: Winner | None, how: str, default_us: float | None) -> tu
     return facts.get("default_us", default_us), 1e6 * winner.roofline.seconds
 
 
-def _time_us(timing: Mapping[str, Any], prediction: Prediction | None, how: str) -> float | None:
-    return timing.get("median_us") if how == "measured" else _predicted_us(prediction)
-
-
 def _predicted_us(prediction: Prediction | None) -> float | None:
-    """Microseconds; None where no block fits on an SM, which the model calls infinite."""
+    """Return microseconds; None if no block fits on an SM, for which the model says infinity."""
     return 1e6 * prediction.seconds if prediction and math.isfinite(prediction.seconds) else None
 
 
 def _state(item: Candidate, number: int, journals: _Journals, first: dict[Any, int]) -> dict[str, Any]:
-    """Status, reason and stand-in of a candidate; ``first`` gathers the numbers of those that run."""
+    """Return status, reason and twin of a candidate; ``first`` collects the numbers of those that run."""
     line, check = journals.line(item), journals.check(item)
     if line["status"] != "ok":
         return {"status": line["status"], "reason": line.get("reason")}
@@ -257,14 +258,6 @@ def _compile_facts(item: Candidate, journals: _Journals, prediction: Prediction 
         names = ("registers", "stack_bytes", "shared_bytes", "threads", "code_bytes")
         facts |= {name: found[name] for name in names}
         facts["resident_blocks"] = resident_blocks(Resources(**found), journals.target)
-    return facts
-
-
-def _worth(item: Candidate, time_us: float | None, target: Target) -> dict[str, Any]:
-    facts: dict[str, Any] = {"bound": roofline(item.kernel, item.problem, target).bound}
-    if time_us:
-        facts["gigabytes_per_s"] = _rounded(item.spec.bytes_moved(item.problem) / time_us / 1e3)
-        facts["teraflops"] = _rounded(item.spec.flops(item.problem) / time_us / 1e6)
     return facts
 
 

@@ -1,34 +1,26 @@
-"""How the candidates of a problem are timed until the fastest is known: strategies over a runner.
+"""Strategies time the candidates of a problem until the fastest is known.
 
-A strategy decides who runs and when to stop, and touches no device. A runner takes the times: on a GPU
-(:mod:`tilekern.tuning.strategies.runner`), or in tests from recorded measurements.
+A strategy decides which candidates run and when to stop, and touches no device. A runner takes the times, on a GPU
+(:mod:`tilekern.tuning.strategies.runner`) or, in tests, from recorded measurements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Protocol
 
 from tilekern.errors import InputError
 from tilekern.tuning.measure.timing import Timing
 
-# How a timing ended (``Timing.left``): it won; it cannot be told from the winner; it is slower; it is slower by so
-# much that one sample was enough; or it was only timed for comparison.
+# The results of a candidate (``Timing.left``): it won; it may be as fast as the winner; it is slower; one sample showed
+# that it is slower; or it was timed for comparison only.
 WON, TIED, SLOWER, HOPELESS, BESIDE = "won", "tied", "slower", "hopeless", "beside"
 
-# By name, what a strategy does and the module whose ``run`` it is; each is imported when it is wanted.
+# By name, what a strategy does, and its function in :mod:`tilekern.tuning.strategies.race`.
 STRATEGIES = {
-    "race": (
-        "drops what cannot win and stops when the leader is certain to within 1 %",
-        "tilekern.tuning.strategies.race",
-    ),
-    "halving": (
-        "keeps the best third by medians of short rounds until few are left, which run in more rounds",
-        "tilekern.tuning.strategies.halving",
-    ),
-    "exhaustive": ("times every candidate equally often", "tilekern.tuning.strategies.exhaustive"),
+    "race": ("keeps the best third by medians of short rounds until few are left, which run in more rounds", "run"),
+    "exhaustive": ("times every candidate equally often", "exhaustive"),
 }
 
 
@@ -37,21 +29,21 @@ class Runner(Protocol):
 
     @property
     def spent_us(self) -> float:
-        """GPU time so far, with all that timing costs beside the launches."""
+        """GPU time so far, including flushes and waits."""
 
     def round(self, keys: Sequence[str]) -> list[float]:
-        """A sample of each key in microseconds, one after the other in this order; a key may come more than once."""
+        """Take a sample of each key in microseconds, in this order; keys may repeat."""
 
 
 @dataclass(frozen=True)
 class Lineup:
-    """The field of a race.
+    """The candidates of a race.
 
     Attributes:
         keys: the candidates, the best predicted first.
-        default: the candidate that gains are told against; preferred among equals. None where it does not run.
-        beside: what is timed with them for comparison and cannot win.
-        predicted: their predicted times in seconds by key, as far as there are any.
+        default: the candidate to which gains refer, preferred among equals; None if it does not run.
+        beside: keys that are timed for comparison and cannot win.
+        predicted: predicted times in seconds by key, where known.
     """
 
     keys: tuple[str, ...]
@@ -61,21 +53,23 @@ class Lineup:
 
     @property
     def yardsticks(self) -> tuple[str, ...]:
-        """The keys that need a figure whether fast or slow."""
+        """Return the keys that need a timing even if they are slow."""
         return (*(() if self.default is None else (self.default,)), *self.beside)
 
 
-# Times a lineup; a timing for each that ran, by key. Exactly one of the candidates has won.
+# Times a lineup and returns a timing by key for each that ran. Exactly one candidate has won.
 Strategy = Callable[[Runner, Lineup], dict[str, Timing]]
 
 
 def strategy_named(name: str) -> Strategy:
-    """The strategy of a name.
+    """Return a strategy by its name.
 
     Raises:
         InputError: no strategy has this name.
     """
     if name not in STRATEGIES:
         raise InputError(f"unknown strategy {name!r}; known: {', '.join(STRATEGIES)}")
-    found: Strategy = import_module(STRATEGIES[name][1]).run
+    from tilekern.tuning.strategies import race
+
+    found: Strategy = getattr(race, STRATEGIES[name][1])
     return found

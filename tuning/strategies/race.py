@@ -1,99 +1,121 @@
-"""Successive elimination: time all once, then only those that may still win, until the leader is certain to 1 %.
+"""The strategies: all candidates run in the same rounds, and medians of their samples compare them.
 
-Who is predicted to be far from winning does not run at all. A round runs the leader and its contenders one after the
-other, so that a drift of the clocks meets them alike. After each the standing is looked at again: who cannot be faster
-than the leader by more than 1 % is out (Even-Dar, Mannor and Mansour 2006, "Action elimination and stopping
-conditions"), and comes back only if the leader falls behind it. Looks come at growing intervals, so that their number
-adds little to the probability of an error. Of many who may still win only the best third runs on, then the best third
-of those, and each such phase may take an equal part of the GPU time that is left (after Karnin, Koren and Somekh 2013,
-"Almost optimal exploration in multi-armed bandits", who halve): where samples spread more than the candidates differ,
-to cut after one or two of them would be to draw lots.
+Each round runs its keys in another order. So medians compare whatever the clocks do meanwhile, and no key always pays
+for its neighbour's power on a GPU at its limit.
 """
 
 from __future__ import annotations
 
-import math
+import random
+import statistics
+from collections.abc import Sequence
 
 from tilekern.tuning.measure.timing import Timing
-from tilekern.tuning.strategies import Lineup, Runner
-from tilekern.tuning.strategies.board import Board
+from tilekern.tuning.strategies import BESIDE, HOPELESS, SLOWER, TIED, WON, Lineup, Runner
 
-# The winner and what it is compared with get at least this many samples, and more for a better figure while cheap.
-LEAST_SAMPLES, FIGURE_SAMPLES = 3, 10
-# No race takes more samples of a candidate, or begins a round when it has taken so much GPU time.
-MOST_SAMPLES, LONGEST_US = 200, 4e6
-# Nor when it has taken so much for any race and its first round, and this part of the first round beside: a search that
-# times each candidate five times, after three runs to warm up, takes eight times that round.
-CHEAP_US, MORE_ROUNDS = 40_000.0, 0.55
-# Who is predicted so many times slower than the best predicted one does not run, but for the first so many. In a sweep
-# of Qwen3-8B on an H200 no winner was predicted 1.5 times slower.
+# One in this many candidates runs on from field to field, until this few are left.
+KEPT, FEW = 3, 4
+# GPU time of a race: at least this much, and this share of the first round beyond it, but no more than the last.
+LEAST_US, MORE_ROUNDS, MOST_US = 20_000.0, 0.55, 4e6
+# GPU time for further samples before the first cut. On an H100, a single sample of 2 us once cost a winner 15 %.
+FIRST_US = 10_000.0
+# Samples of a candidate of the last field at least, whatever they cost, and at most; and of all that must be known.
+ENOUGH_SAMPLES, MOST_SAMPLES, LEAST_SAMPLES = 6, 100, 4
+# Candidates predicted to take this many times as long as the best do not run, except the first few. In a sweep of
+# Qwen3-8B on an H200 no winner was predicted to take 1.5 times as long.
 FAR, LEAST_CANDIDATES = 2.5, 6
-# One of so many rivals runs on from phase to phase, but at least so many do. Replayed with clocks that swing as those
-# of a GPU at its power limit, thirds choose better than quarters and no worse than halves.
-KEPT, LEAST_RIVALS = 3, 3
+# Of candidates within this factor of the fastest the default wins, or else the first, so that the next run agrees.
+EQUAL = 1.0025
+# The resolution of CUDA events.
+TICK_US = 0.032
+# Rounds of an exhaustive run, and the fewer rounds, five times those of cuda.tile's own search, that are enough once so
+# much GPU time is spent.
+ROUNDS, LEAST_ROUNDS, LONGEST_US = 50, 25, 20e6
+
+
+class Samples:
+    """The samples that a runner took, by key."""
+
+    def __init__(self, runner: Runner, lineup: Lineup) -> None:
+        self._runner, self._lineup, self._shuffle = runner, lineup, random.Random(0)
+        self.taken_us: dict[str, list[float]] = {}
+
+    def take(self, keys: Sequence[str]) -> None:
+        """Run a round; the first of all in the order given."""
+        order = self._shuffle.sample(keys, len(keys)) if self.taken_us else list(keys)
+        for key, time_us in zip(order, self._runner.round(order), strict=True):
+            self.taken_us.setdefault(key, []).append(max(time_us, TICK_US))
+
+    def median_us(self, key: str) -> float:
+        """The median of a key that has run."""
+        return statistics.median(self.taken_us[key])
+
+    def outcome(self, field: Sequence[str]) -> dict[str, Timing]:
+        """A timing of each key that has run; the winner is one of the field, of which all have as many samples."""
+        taken, lineup, least = self.taken_us, self._lineup, min(map(self.median_us, field))
+        equals = [key for key in lineup.keys if key in field and self.median_us(key) <= EQUAL * least]
+        winner = lineup.default if lineup.default in equals else equals[0]
+        while lacking := [key for key in (winner, *lineup.yardsticks) if len(taken.get(key, ())) < LEAST_SAMPLES]:
+            self.take(list(dict.fromkeys(lacking)))
+        found = {}
+        for key, times_us in taken.items():
+            if key == winner or key in lineup.beside:
+                found[key] = Timing.of(times_us, WON if key == winner else BESIDE)
+            else:
+                left = TIED if key in field else SLOWER if len(times_us) > 1 else HOPELESS
+                found[key] = Timing.of(times_us, left, self.median_us(key) / self.median_us(winner) - 1)
+        return found
 
 
 def run(runner: Runner, lineup: Lineup) -> dict[str, Timing]:
-    """Race the lineup; see :data:`tilekern.tuning.strategies.Strategy`."""
-    board = Board(runner, lineup)
-    started = runner.spent_us
-    board.run([*promising(lineup), *lineup.beside])
-    return finish(board, started + allowed_us(runner.spent_us - started))
+    """Run short rounds, keep the best third, and so on; the last few run in more rounds.
 
-
-def promising(lineup: Lineup) -> list[str]:
-    """The candidates that are not predicted to be far from winning, and the default."""
-    best = min(lineup.predicted.values(), default=0.0)
-    return [
+    After Karnin, Koren and Somekh 2013, "Almost optimal exploration in multi-armed bandits", who keep halves.
+    """
+    samples, started_us, best = Samples(runner, lineup), runner.spent_us, min(lineup.predicted.values(), default=0.0)
+    field = [
         key
         for place, key in enumerate(lineup.keys)
         if place < LEAST_CANDIDATES or key == lineup.default or lineup.predicted.get(key, best) <= FAR * best
     ]
+    samples.take([*field, *lineup.beside])
+    first_us = runner.spent_us - started_us
+    while len(samples.taken_us[field[0]]) < LEAST_SAMPLES and runner.spent_us - started_us < FIRST_US:
+        samples.take(field)
+    latest_us = started_us + max(MOST_US, first_us)
+    until_us = min(started_us + max(LEAST_US, first_us) + MORE_ROUNDS * first_us, latest_us)
+    sizes = [max(FEW, len(field) // KEPT)]
+    while sizes[-1] > FEW:
+        sizes.append(max(FEW, sizes[-1] // KEPT))
+    for place, size in enumerate(sizes):
+        field = sorted(field, key=samples.median_us)[:size]
+        ends_us = runner.spent_us + (until_us - runner.spent_us) / (len(sizes) - place)
+        enough = ENOUGH_SAMPLES if size == sizes[-1] else 0
+        while len(field) > 1 and (taken := len(samples.taken_us[field[0]])) < MOST_SAMPLES:
+            if runner.spent_us >= (ends_us if taken >= enough else latest_us):
+                break
+            samples.take(field)
+            taken_us = samples.taken_us[min(field, key=samples.median_us)]
+            if len(taken_us) >= LEAST_SAMPLES:
+                # A candidate whose best sample is slower than the worst of the fastest cannot win.
+                field = [key for key in field if min(samples.taken_us[key]) <= EQUAL * max(taken_us)]
+    return samples.outcome(field)
 
 
-def allowed_us(first_us: float) -> float:
-    """How much GPU time a race may take whose first round took so much, that round included."""
-    return min(max(CHEAP_US, first_us) + MORE_ROUNDS * first_us, max(LONGEST_US, first_us))
-
-
-def finish(board: Board, until_us: float) -> dict[str, Timing]:
-    """Race those who have run once until the leader is certain or the runner has spent so much; the verdict."""
-    fields = _fields(len(board.candidates))
-    for place, most_rivals in enumerate(fields):
-        spent_us = board.runner.spent_us
-        if _narrow(board, most_rivals, spent_us + (until_us - spent_us) / (len(fields) - place), until_us):
-            break
-    while True:
-        wanted = FIGURE_SAMPLES if board.runner.spent_us < min(until_us, CHEAP_US) else LEAST_SAMPLES
-        if not (lacking := board.short_of([board.choice(), *board.lineup.yardsticks], wanted)):
-            return board.verdict()
-        board.run([board.choice(), *lacking])
-
-
-def _fields(candidates: int) -> list[int]:
-    """How many rivals may run on in each phase."""
-    fields = [max(LEAST_RIVALS, math.ceil(candidates / KEPT))]
-    return fields if fields[0] == LEAST_RIVALS else fields + _fields(fields[0])
-
-
-def _narrow(board: Board, most_rivals: int, phase_until_us: float, until_us: float) -> bool:
-    """One phase: the leader and its best rivals run until its GPU time is spent; whether all is known before.
-
-    All is known where the leader is certain, or has as many samples as it may have.
+def exhaustive(
+    runner: Runner, lineup: Lineup, rounds: int = ROUNDS, longest_us: float = LONGEST_US
+) -> dict[str, Timing]:
+    """Time every candidate equally often, which is what other strategies are judged by.
 
     Args:
-        board: the board.
-        most_rivals: how many run at most beside the leader.
-        phase_until_us: what the runner may have spent when the phase ends.
-        until_us: and when the race does.
+        runner: takes the times.
+        lineup: the candidates.
+        rounds: how often.
+        longest_us: no round after the first ones begins when so much GPU time is spent.
     """
-    runner = board.runner
-    while runner.spent_us < phase_until_us:
-        leader = board.leader
-        affordable = int((until_us - runner.spent_us) / board.typical_us(leader))
-        rivals = board.contenders()[: max(1, min(most_rivals, affordable - 1))]
-        taken = len(board.samples_us(leader))
-        if taken >= (MOST_SAMPLES if rivals else LEAST_SAMPLES):
-            return True
-        board.run([leader, *rivals], max(1, taken // 4))
-    return False
+    samples, started_us = Samples(runner, lineup), runner.spent_us
+    for done in range(rounds):
+        if done >= LEAST_ROUNDS and runner.spent_us - started_us > longest_us:
+            break
+        samples.take([*lineup.keys, *lineup.beside])
+    return samples.outcome(lineup.keys)

@@ -1,34 +1,38 @@
-"""The runner that times on a GPU."""
+"""Runners: one times on a GPU, one over it times candidates on several inputs of one problem."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 
-from tilekern.tuning.measure.timing import Launch, Stopwatch
+from tilekern.tuning.measure.tasks import on
+from tilekern.tuning.measure.timing import Launch, Stopwatch, Timing
+from tilekern.tuning.strategies import Runner
 
-# Before a race the GPU may have had nothing to do while inputs were made; this brings it back to its clocks.
+# Before a race the GPU may have been idle while inputs were made; this raises its clocks.
 WAKING_US = 2_000.0
 
-# What finds its inputs in L2 finds them there again: where it is short, a sample is the mean of launches in a row, as
-# many for each key, that take so long together. On an H200 single launches of 5 us spread by 6 %.
+# A short kernel that finds its inputs in L2 is launched several times in a row, equally often for each key, for about
+# this long; a sample is the mean. On an H200 single launches of 5 us spread by 6 %.
 LONG_US, MOST_LAUNCHES = 40.0, 16
 
 
 class GpuRunner:
     """Times launches in interleaved rounds.
 
-    Launches asked for at once are queued as a whole and waited for one by one, so that the one that hangs is the one
-    announced last. The first launch of each key has the GPU to itself, so that one that faults is known too.
+    The launches of a round are queued together and waited for one by one, so a launch that hangs is the one announced
+    last. The first launch of each key has the GPU to itself, so a launch that faults is known too.
 
     Args:
         watch: the stopwatch.
-        launches: a function that launches, by key.
-        load_code: loads a key's code without running it; False where that cannot be done, and then an untimed launch
-            loads it.
-        refresh: puts into L2 what a launch is to find there, before each sample; None where it finds nothing.
-        announce: called with a key before its first launch, and whenever it is the one that is waited for: once a
-            launch, while the GPU works. Some microseconds are free, more are not.
+        launches: functions that launch, by key.
+        load_code: loads a key's code without running it; returns False if it cannot, and an untimed launch loads it.
+        refresh: puts into L2 what a launch finds there in real use, before each sample; None for nothing.
+        announce: called with a key before its first launch and when it is waited for, while the GPU works: it must take
+            only some microseconds.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class GpuRunner:
         self.spent_us = 0.0
 
     def round(self, keys: Sequence[str]) -> list[float]:
-        """One sample of each key in microseconds; a key may come more than once."""
+        """Take a sample of each key in microseconds; keys may repeat."""
         if not self._loaded:
             self._watch.wait(WAKING_US)
             self.spent_us += WAKING_US
@@ -58,7 +62,7 @@ class GpuRunner:
         return [sample / self._launches_a_sample for sample in samples]
 
     def _sampled(self, key: str) -> Launch:
-        """The launch that one sample times: a launch, or several in a row."""
+        """Return the function that one sample times: a launch, or several in a row."""
         launch, times = self._launches[key], self._launches_a_sample
 
         def in_a_row() -> None:
@@ -68,7 +72,7 @@ class GpuRunner:
         return launch if times == 1 else in_a_row
 
     def _first(self, key: str) -> float:
-        """The first sample of a key; the loading of its code is not in it."""
+        """Take the first sample of a key, without the time to load its code."""
         self._announce(key)
         if has_run := not self._load_code(key):
             self._launches[key]()
@@ -79,3 +83,58 @@ class GpuRunner:
             sample = self._batch([key])[0]
         self._loaded.add(key)
         return sample
+
+
+class Several:
+    """A runner over another one, which has a launch of each candidate on each variation of the inputs.
+
+    A loss is a candidate's time on some inputs over the best time of any candidate on these, by the first samples.
+    A sample is the time that the candidate's worst loss would mean on the ordinary inputs, so strategies need not know
+    of other inputs.
+
+    Args:
+        runner: takes the times, by keys and by those of :func:`tilekern.tuning.measure.tasks.on`.
+        candidates: the keys with such launches; others are timed on ordinary inputs only.
+        variations: the names of the variations.
+    """
+
+    def __init__(self, runner: Runner, candidates: Container[str], variations: Sequence[str]) -> None:
+        self._runner, self._candidates, self._variations = runner, candidates, variations
+        # By the name of a variation, None for ordinary inputs: samples of each key, and the best time.
+        self._samples_us: dict[str | None, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self._best_us: dict[str | None, float] = {}
+
+    @property
+    def spent_us(self) -> float:
+        """GPU time so far."""
+        return self._runner.spent_us
+
+    def round(self, keys: Sequence[str]) -> list[float]:
+        """Take a sample of each key in microseconds, on the scale of the ordinary inputs."""
+        if not self._variations:
+            return self._runner.round(keys)
+        names = [(key, name) for key in keys for name in self._inputs_of(key)]
+        taken = self._runner.round([key if name is None else on(key, name) for key, name in names])
+        found: list[dict[str | None, float]] = [{} for _ in keys]
+        places = (place for place, key in enumerate(keys) for _ in self._inputs_of(key))
+        for place, (key, name), time_us in zip(places, names, taken, strict=True):
+            found[place][name] = time_us
+            self._samples_us[name][key].append(time_us)
+        if not self._best_us:
+            of_candidates = [times for key, times in zip(keys, found, strict=True) if key in self._candidates]
+            self._best_us = {name: min(times[name] for times in of_candidates) for name in (None, *self._variations)}
+        best_us = self._best_us
+        return [max(time_us * best_us[None] / best_us[name] for name, time_us in times.items()) for times in found]
+
+    def _inputs_of(self, key: str) -> tuple[str | None, ...]:
+        return (None, *self._variations) if key in self._candidates else (None,)
+
+    def told(self, timings: Mapping[str, Timing]) -> dict[str, Timing]:
+        """Return a strategy's timings with the times on the ordinary inputs and on the variations."""
+        return {key: self._told(key, timing) for key, timing in timings.items()}
+
+    def _told(self, key: str, timing: Timing) -> Timing:
+        if not self._variations or key not in self._candidates:
+            return timing
+        own = Timing.of(self._samples_us[None][key], timing.left, timing.behind)
+        return replace(own, on={name: statistics.median(self._samples_us[name][key]) for name in self._variations})

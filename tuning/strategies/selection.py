@@ -1,4 +1,4 @@
-"""Select the winner, and who would have won in its place, from the timings of a journal."""
+"""Rank candidates by the timings of a journal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ Key = TypeVar("Key")
 
 
 def ranked(timings: Mapping[Key, Mapping[str, Any]]) -> list[Key]:
-    """The keys in the order in which they would win, of timings as ``Timing.as_dict`` gives them.
+    """Rank the keys of timings from ``Timing.as_dict``, the winner first.
 
-    First who a strategy said has won, then the others by how far they were behind. Timings of before strategies said
-    so come in the order of their medians, those with fewer samples last: they were out of the race early. Of equals
-    the first stays the first.
+    The strategy's winner comes first, then the others by how far they were behind. Older timings without these fields
+    are ranked by their medians, those with fewer samples last, since they left the race early. Equals keep their order.
     """
     most = max((timing["samples"] for timing in timings.values()), default=0)
 

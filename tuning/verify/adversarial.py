@@ -1,8 +1,8 @@
-"""Inputs that ordinary ones never meet, for any spec, and what is right for them.
+"""Make adversarial inputs for any spec, and their right results.
 
-A spec draws its inputs with ``torch.randn`` and ``torch.rand`` and derives others from them (the log-sum-exp that a
-backward is given, the sum of class weights, angles). So the draws are changed, not the inputs: what is derived follows,
-and no rule needs to know a spec.
+A spec draws its inputs with ``torch.randn`` and ``torch.rand`` and derives others from them (the log-sum-exp of a
+backward, the sum of class weights, angles). So the draws are changed, not the inputs: derived ones follow, and no rule
+depends on a spec.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.overrides import TorchFunctionMode
 from tilekern.spec import KernelSpec, Problem
 from tilekern.tuning.verify.check import expected_results
 
-# The same seed for all: with a draw changed, the others are as they were.
+# One seed for all, so that a change of one draw leaves the others as they were.
 SEED = 20251
-# What a draw is changed by: its number among the draws and its values, to other values of the shape.
+# Maps the number of a draw and its values to other values of the same shape.
 Change = Callable[[int, Any], Any]
-# Draws are scaled by two to one of these powers, at the most so that cubes of them stay inside float32.
+# Draws are scaled by two to one of these powers; cubes of the largest stay inside float32.
 POWERS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13, 16, 20, 25, 30)
-# A draw's element of this value stands in place of NaN or infinity, to see what depends on it.
+# This value is put in place of NaN or infinity, to see which results depend on the element.
 PROBE = 3.0
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -44,7 +44,7 @@ class _Draws(TorchFunctionMode):
 
 
 class _Narrowed(TorchFunctionMode):
-    """Has a reference computed in another dtype than float64, without the roundings to half types on its way."""
+    """Computes a reference in another dtype than float64, without intermediate roundings to half types."""
 
     def __init__(self, dtype: Any) -> None:
         super().__init__()
@@ -66,45 +66,45 @@ class _Narrowed(TorchFunctionMode):
 
 
 def drawn(spec: KernelSpec, problem: Problem, device: str, change: Change | None = None) -> dict[str, Any]:
-    """The spec's inputs, of draws that were changed."""
+    """Return the spec's inputs with changed draws."""
     return drawn_and_counted(spec, problem, device, change)[0]
 
 
 def drawn_and_counted(
     spec: KernelSpec, problem: Problem, device: str, change: Change | None = None
 ) -> tuple[dict[str, Any], int]:
-    """The spec's inputs, and how many draws they are made of."""
+    """Return the spec's inputs, and the number of their draws."""
     with _Draws(change) as counted:
         found = spec.inputs(problem, torch.Generator(device=device).manual_seed(SEED), device)
     return found, counted.count
 
 
 def _rows(values: Any) -> Any:
-    """The draw as rows along its last axis."""
+    """Return the draw as rows along its last axis."""
     return values.reshape(-1, values.shape[-1])
 
 
 def zeros(number: int, values: Any) -> Any:
-    """Zeros in half of a draw's rows; in eight rows, all combinations with two other draws."""
+    """Zero half of a draw's rows; eight rows have all combinations with two other draws."""
     rows = _rows(values)
     kept = torch.arange(len(rows), device=rows.device) >> number % 3 & 1
     return (rows * kept[:, None]).view(values.shape)
 
 
 def one_hot_rows(number: int, values: Any) -> Any:
-    """One element in each row that is not zero, of the size that gives the row a mean square of 1."""
+    """Keep one nonzero element in each row, so large that the row has a mean square of 1."""
     rows = _rows(values)
     place = (7 * torch.arange(len(rows), device=rows.device) + number) % rows.shape[-1]
     return torch.zeros_like(rows).scatter_(1, place[:, None], math.sqrt(rows.shape[-1])).view(values.shape)
 
 
 def scaled(power: int) -> Change:
-    """Every draw times two to a power."""
+    """Scale every draw by two to a power."""
     return lambda _, values: values * 2.0**power
 
 
 def placed(draw: int, mark: float) -> Change:
-    """One element of one draw, behind two thirds of it, set to another value."""
+    """Set one element of one draw, at two thirds of it, to another value."""
 
     def change(number: int, values: Any) -> Any:
         if number != draw:
@@ -117,23 +117,23 @@ def placed(draw: int, mark: float) -> Change:
 
 
 def results_in(dtype: Any, spec: KernelSpec, problem: Problem, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The reference's results where a dtype stands for float64, and no value is rounded on the way to them."""
+    """Return the reference's results in another dtype than float64, without intermediate rounding."""
     with _Narrowed(dtype):
         return expected_results(spec, problem, dict(inputs))
 
 
 def reached(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Which elements of the results depend on what differs between two inputs.
+    """Return which elements of the results depend on the difference of two inputs.
 
     Args:
-        one: the results of one, without roundings on the way, which hide what depends a little.
-        other: those of the other.
+        one: the results of the first, without intermediate rounding, which would hide small dependences.
+        other: the results of the second.
     """
     return {name: value != other[name] for name, value in one.items()}
 
 
 def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The inputs that hold something not finite that was finite before."""
+    """Return the inputs in which an element that was finite is not any more."""
     return [
         name
         for name, value in after.items()

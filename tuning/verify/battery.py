@@ -1,16 +1,15 @@
-"""The checks that a candidate must stand before it may win.
+"""Run the checks that a candidate must pass before it may win.
 
 Every candidate is screened, on odd sizes with ordinary inputs. The few that could win run all cases of their problem:
 sizes at the edges of its bucket, padded rows, large magnitudes, zeros, one-hot rows, the variations of its spec's
 inputs, NaN and infinity in each draw, and the full size twice for the same bits. Cases that do not grow with the
-problem's sizes are run once for the same code. The backward of an op is a spec of its own, or several, and each is
-judged against its own reference in float64: that is how forward and backward are covered. Around all arrays stand
-canaries.
+problem's sizes run once for the same code. The backward of an op has specs of its own, with their own references in
+float64. All arrays stand between canaries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from tilekern.tuning.verify.canaries import Guarded, GuardedInputs, bits, guarde
 from tilekern.tuning.verify.cases import Case, Cases, Kept, Outcomes, Room
 from tilekern.tuning.verify.check import Check, judge
 
-# Runs a candidate on a problem with inputs and outputs by name; gives what a library made, None where a kernel wrote.
+# Runs a candidate on a problem with inputs and outputs by name; returns a library's results, None for a kernel.
 Run = Callable[[Problem, dict[str, Any], dict[str, Any]], Any]
 
 
@@ -31,10 +30,10 @@ class Battery:
     Args:
         spec: the spec.
         problem: the problem, of the sizes that are timed.
-        sm_count: the GPU's number of SMs, on which a grid depends.
-        device: where to run, as torch names it.
-        room: what a reference may cost; as the device allows where None.
-        kept: what it shares with the batteries of other problems; nothing where None.
+        sm_count: number of SMs of the GPU, on which a grid depends.
+        device: torch's name of the device to run on.
+        room: what a reference may cost; by default what the device allows.
+        kept: data shared with the batteries of other problems; by default none.
     """
 
     def __init__(
@@ -46,10 +45,7 @@ class Battery:
         self._cases = Cases(spec, problem, device, room, self._kept)
 
     def screen(self, config: Config, run: Run) -> Check:
-        """Odd sizes with ordinary inputs, twice, with the same bits.
-
-        A problem with a flag ``deterministic`` that is off asks for no such promise.
-        """
+        """Run odd sizes with ordinary inputs, twice for the same bits unless the flag ``deterministic`` is off."""
         case = self._cases.random
         outputs, damage = self._launched(case, config, run)
         check = self._check(case, outputs, damage)
@@ -60,16 +56,20 @@ class Battery:
     def confirm(
         self, config: Config, run: Run, between: Callable[[], None] = lambda: None, code: Hashable = None
     ) -> Check:
-        """All cases up to the first that fails, then the full size twice.
+        """Run all cases up to the first that fails, then the full size twice.
 
         Args:
             config: the candidate's config.
             run: runs it.
             between: called between the two runs at full size, to leave other traces on the GPU.
-            code: all that the outcome of a case about values depends on, by which it is kept; None where that is
-                not known.
+            code: the key under which outcomes of cases about values are kept: all that they depend on; None if unknown.
         """
-        told, reason = self._stood_values(config, run, code)
+        if code is None or code not in self._kept.outcomes:
+            told, reason = self._stood(self._cases.values(), config, run)
+            if code is not None:
+                self._kept.outcomes[code] = told, reason
+        else:
+            told, reason = self._kept.outcomes[code]
         if not reason:
             more, reason = self._stood(self._cases.edges, config, run)
             told = [*told, *more]
@@ -77,33 +77,38 @@ class Battery:
             wrong = self._repeat(config, run, between)
             reason = f"repeat: {wrong}" if wrong else ""
             told = [*told, {"case": "repeat", "sizes": self._sizes(self._problem), "passed": not wrong}]
-        return _summary(told, reason)
-
-    def _stood_values(self, config: Config, run: Run, code: Hashable) -> Outcomes:
-        if code is None:
-            return self._stood(self._cases.values(), config, run)
-        if code not in self._kept.outcomes:
-            self._kept.outcomes[code] = self._stood(self._cases.values(), config, run)
-        return self._kept.outcomes[code]
+        figures = ("relative_error", "elementwise_error")
+        relative, elementwise = (max(case.get(figure, 0.0) for case in told) for figure in figures)
+        return Check(not reason, relative, elementwise, reason, told)
 
     def _stood(self, cases: Iterable[Case], config: Config, run: Run) -> Outcomes:
-        """The outcomes of cases up to the first that fails, and why it did."""
+        """Return the outcomes of cases up to the first that fails, and its reason."""
         told: list[dict[str, Any]] = []
         for case in cases:
             check = self._check(case, *self._launched(case, config, run))
-            told.append(self._told(case, check))
+            told.append(
+                {
+                    "case": case.name,
+                    "sizes": self._sizes(case.problem),
+                    "passed": check.passed,
+                    "relative_error": float(f"{check.relative_error:.3g}"),
+                    "elementwise_error": float(f"{check.elementwise_error:.3g}"),
+                    **({"note": case.note} if case.note else {}),
+                    **({"reason": check.reason} if check.reason else {}),
+                }
+            )
             if not check.passed:
                 return told, f"{case.name}: {check.reason}"
         return told, ""
 
     def _check(self, case: Case, outputs: dict[str, Any], damage: str) -> Check:
-        """The figures of a run; damage fails it whatever they are."""
+        """Judge a run; damage fails it whatever its errors are."""
         tolerance = self._spec.tolerance(case.problem)
         check = judge(self._spec.results(outputs), case.expected, tolerance, case.leeway)
         return Check(False, check.relative_error, check.elementwise_error, damage) if damage else check
 
     def _launched(self, case: Case, config: Config, run: Run) -> tuple[dict[str, Any], str]:
-        """The outputs of a run, and what it did to memory that it must leave alone, for people."""
+        """Return the outputs of a run, and a description of the damage that it did."""
         spec, problem = self._spec, case.problem
         implementation = spec.implement(problem, config)
         if isinstance(implementation, LibraryCall):
@@ -122,7 +127,7 @@ class Battery:
         return outputs, self._damage(case, inputs, arrays)
 
     def _damage(self, case: Case, inputs: GuardedInputs, outputs: dict[str, Guarded]) -> str:
-        """The damage of a run to its inputs and around its outputs, and what it did not write."""
+        """Describe what a run wrote to its inputs and around its outputs, and what it did not write."""
         found = {f"the input {name} or memory around it was written to": x for name, x in inputs.changes().items()}
         found |= {f"memory around {name} was written to": made.is_torn() for name, made in outputs.items()}
         found |= {f"elements of {name} were not written": made.unwritten() for name, made in outputs.items()}
@@ -133,11 +138,11 @@ class Battery:
             if count
         ]
         if said:
-            case.restore()
+            case.forget_guarded()
         return "; ".join(said)
 
     def _difference(self, first: dict[str, Any], again: Callable[[], tuple[dict[str, Any], str]]) -> str:
-        """How another run's outputs differ from a first run's; nothing where they need not agree."""
+        """Describe how the outputs of another run differ; empty if they need not agree."""
         if not self._problem.get("deterministic", True):
             return ""
         second, damage = again()
@@ -146,7 +151,7 @@ class Battery:
         return damage or (f"two runs on the same inputs differ in {', '.join(differ)}" if differ else "")
 
     def _repeat(self, config: Config, run: Run, between: Callable[[], None]) -> str:
-        """The fault of two runs at full size, with other launches between them."""
+        """Describe the fault of two runs at full size, with other launches between them."""
         full = self._cases.full
         outputs, damage = self._launched(full, config, run)
         if damage:
@@ -156,25 +161,3 @@ class Battery:
 
     def _sizes(self, problem: Problem) -> str:
         return ",".join(f"{d.name}={problem[d.name]}" for d in self._spec.dimensions if d.kind == "bucketed")
-
-    def _told(self, case: Case, check: Check) -> dict[str, Any]:
-        """A case's outcome as plain data."""
-        return {
-            "case": case.name,
-            "sizes": self._sizes(case.problem),
-            "passed": check.passed,
-            "relative_error": _short(check.relative_error),
-            "elementwise_error": _short(check.elementwise_error),
-            **({"note": case.note} if case.note else {}),
-            **({"reason": check.reason} if check.reason else {}),
-        }
-
-
-def _summary(told: Sequence[Mapping[str, Any]], reason: str) -> Check:
-    figures = ("relative_error", "elementwise_error")
-    relative, elementwise = (max(case.get(figure, 0.0) for case in told) for figure in figures)
-    return Check(not reason, relative, elementwise, reason, told)
-
-
-def _short(figure: float) -> float:
-    return float(f"{figure:.3g}")

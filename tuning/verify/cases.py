@@ -1,6 +1,6 @@
-"""The cases of one problem: inputs of one kind at one size each, and what is right for them.
+"""Make the cases of one problem: inputs of one kind at one size each, with their right results.
 
-Most are about values, at sizes that are the same for all buckets, so that problems share them (:class:`Kept`).
+Most are about values, at sizes that are the same for all buckets, so problems share them (:class:`Kept`).
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tilekern.spec import TOLERANCES, KernelSpec, Problem, Tolerance, bucket
+from tilekern.spec import TOLERANCES, KernelSpec, Problem, bucket
 from tilekern.tuning.verify import adversarial
 from tilekern.tuning.verify.adversarial import Change, drawn, placed
 from tilekern.tuning.verify.canaries import GuardedInputs
 from tilekern.tuning.verify.check import Check, Leeway, expected_results, judge, odd_problem
 
-# How much of torch's own float32 error a candidate may have beside the tolerance: it sums in another order, its
-# exponentials and quotients are the hardware's, and three products of tf32, which make one of float32, keep 2^-21.
+# A candidate may have this many times torch's own float32 error beside the tolerance: it sums in another order, its
+# exponentials and quotients are the hardware's, and three tf32 products that make one of float32 keep 2^-21.
 FLOAT32_SLACK = 16.0
-# Large draws are as large as keeps torch's float32 within so many times the tolerance of float32 results: a softmax of
-# larger scores is decided by their last bits, on which no two implementations agree.
+# Large draws keep torch's float32 within this many times the tolerance of float32 results: a softmax of larger scores
+# depends on their last bits, in which no two implementations agree.
 _FLOAT32_TOLERANCES = 4.0
-# And results of theirs stay below the largest number of their dtype by this factor, for sums in another order.
+# Their results stay below the largest number of their dtype by this factor, for sums in another order.
 _HEADROOM = 4.0
-# The most rows of the cases that are about values, not sizes, in the order in which they are tried: of the first, a
-# sequence of a batch is nearly two tiles of 128. Such a case may cost a part of what the edges of a bucket may.
+# The most rows of cases about values, in the order in which they are tried: with the first, a sequence of a batch is
+# nearly two tiles of 128. Such a case may cost the edges of a bucket divided by the second number.
 _SMALL, _SMALL_PART = (509, 251, 127, 61, 31, 13, 7, 3, 1), 20
-# Cases that no problem at work uses may hold the room of a reference divided by this.
+# Cases that no current problem uses may hold the room of a reference divided by this.
 _KEPT_ROOM = 4
-# What cases came to, as plain data each, up to the first that failed; and why that did, for people, or nothing.
+# The outcomes of cases as plain data, up to the first that failed, and its reason.
 Outcomes = tuple[Sequence[Mapping[str, Any]], str]
 
 
@@ -43,7 +43,7 @@ Outcomes = tuple[Sequence[Mapping[str, Any]], str]
 class Room:
     """The limit of a reference: bytes that calls of torch's functions write, and floating-point operations.
 
-    ``keeps`` says whether cases stay for the next candidate, of as many bytes together.
+    ``keeps`` says whether cases stay for the next candidate, up to as many bytes in total.
     """
 
     bytes: int
@@ -52,7 +52,7 @@ class Room:
 
     @classmethod
     def of(cls, device: str, *, keeps: bool = True) -> Room:
-        """A quarter of a GPU's memory, and what operations a data-centre one does in about a tenth of a second."""
+        """Return a quarter of a GPU's memory, and the operations of a data-centre GPU in about a tenth of a second."""
         if torch.device(device).type != "cuda":
             return cls(1 << 28, 1 << 30, keeps)
         return cls(torch.cuda.get_device_properties(device).total_memory // 4, 4 * 10**12, keeps)
@@ -60,9 +60,9 @@ class Room:
 
 @dataclass
 class Case:
-    """Inputs of one kind at one size, and what is right for them.
+    """Inputs of one kind at one size, with their right results.
 
-    ``leeway`` is what :func:`tilekern.tuning.verify.check.judge` allows by result. ``padded`` asks for gaps between
+    ``leeway`` is what :func:`tilekern.tuning.verify.check.judge` allows each result. ``padded`` asks for gaps between
     rows.
     """
 
@@ -77,33 +77,33 @@ class Case:
     _guarded: dict[bool, GuardedInputs] = field(default_factory=dict)
 
     def guarded(self, *, padded: bool) -> GuardedInputs:
-        """The inputs between canaries, the same for all candidates: each is held to leaving them as they are."""
+        """Return the inputs between canaries, the same for all candidates, which must not change them."""
         if padded not in self._guarded:
             self._guarded[padded] = GuardedInputs(self.inputs, padded=padded)
         return self._guarded[padded]
 
-    def restore(self) -> None:
-        """Make the guarded inputs anew, after somebody wrote to them."""
+    def forget_guarded(self) -> None:
+        """Have the guarded inputs made anew, after a run wrote to them."""
         self._guarded.clear()
 
     @property
     def bytes(self) -> int:
-        """The bytes of its arrays, but for those that it shares with other cases."""
+        """Return the bytes of its arrays, without those that it shares with other cases."""
         guarded = (value for found in self._guarded.values() for value in found.values.values())
         extra = (value for found in self.leeway.values() for value in (found.reached, found.tainted))
         return _bytes_of([*self.inputs.values(), *self.expected.values(), *guarded, *extra])
 
 
 def _bytes_of(values: Iterable[Any]) -> int:
-    """Of distinct tensors among values."""
+    """Return the bytes of the distinct tensors among values."""
     found = {id(x): x.numel() * x.element_size() for x in values if isinstance(x, torch.Tensor)}
     return sum(found.values())
 
 
 class _BytesWritten(TorchFunctionMode):
-    """Counts the bytes of all tensors that calls of torch's functions give; what they make on the way is not seen.
+    """Counts the bytes of all tensors that torch's functions return, without their temporary ones.
 
-    One of torch's dispatch modes would see that too, and takes a second to load.
+    One of torch's dispatch modes would count those too, but takes a second to load.
     """
 
     def __init__(self) -> None:
@@ -151,16 +151,17 @@ class ValueCases:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the arrays of all cases that are kept."""
+        """Return the bytes of the arrays of all kept cases."""
         shared = (value for found in self.__dict__.get("_unpoisoned", ()) for value in found.values())
         kept = [self.random, *(case for made in self._made.values() for case in made)]
         return sum(case.bytes for case in kept) + _bytes_of(shared)
 
     def rest(self) -> Iterator[Case]:
-        """Every case but the random one; each is made when it is first asked for, and kept where there is room."""
+        """Yield all cases except the random one; each is made when first needed, and kept if there is room."""
         makers: list[Callable[[], list[Case]]] = [
             self._tails,
-            self._large,
+            # The largest draws that float32 carries: nothing overflows, and torch's own float32 is exact enough.
+            lambda: [self._scaled(self._power)],
             lambda: [self._changed("zeros", adversarial.zeros)],
             lambda: [self._changed("one-hot rows", adversarial.one_hot_rows)],
             *(functools.partial(self._varied, name) for name in self._spec.variations),
@@ -176,9 +177,9 @@ class ValueCases:
                 self._made[place] = cases
 
     def fits(self, problem: Problem, room: Room | None = None) -> bool:
-        """Whether the reference of a problem costs no more than there is room, or some other room.
+        """Return whether the reference of a problem fits the room, or another room.
 
-        What it writes is taken to grow as the product of the bucketed sizes, as attention's scores do.
+        Its bytes are taken to grow as the product of the bucketed sizes, like attention's scores.
         """
         room = room or self._room
         growth = math.prod(problem[name] / self._odd[name] for name in self._bucketed)
@@ -186,24 +187,20 @@ class ValueCases:
         return bytes_written <= room.bytes and self._spec.flops(problem) <= room.flops
 
     def plain(self, name: str, problem: Problem, **more: Any) -> Case:
-        """A case of ordinary inputs."""
+        """Make a case of ordinary inputs."""
         inputs = drawn(self._spec, problem, self._device)
         return Case(name, problem, inputs, expected_results(self._spec, problem, inputs), **more)
 
     def _varied(self, name: str) -> list[Case]:
-        """A variation of the inputs, at the sizes of the random case."""
+        """Make a variation of the inputs, at the sizes of the random case."""
         generator = torch.Generator(device=self._device).manual_seed(adversarial.SEED)
         inputs = self.random.inputs | self._spec.variations[name](self._odd, generator, self._device)
         return [Case(name, self._odd, inputs, expected_results(self._spec, self._odd, inputs))]
 
     def _tails(self) -> list[Case]:
-        """One row less than whole tiles have, and gaps between rows."""
+        """Make a case with one row less than whole tiles, and gaps between rows."""
         sizes = {name: max(1, bucket(self._small[name]) - 1) for name in self._bucketed}
         return [self.plain("tails", self._small.but(**sizes), padded=True)]
-
-    def _large(self) -> list[Case]:
-        """The largest draws that float32 carries: nothing overflows, and torch's own float32 is exact enough."""
-        return [self._scaled(self._power)]
 
     @functools.cached_property
     def _power(self) -> int:
@@ -214,7 +211,7 @@ class ValueCases:
         return self._changed("large magnitudes", adversarial.scaled(power), f"draws times 2^{power}")
 
     def _is_carried(self, case: Case) -> bool:
-        """Whether inputs and results are finite in their dtypes, and float32 tells the results."""
+        """Return whether inputs and results are finite in their dtypes, and float32 is exact enough."""
         spec, problem = self._spec, case.problem
         dtypes = {name: getattr(torch, dtype) for name, (_, dtype) in spec.outputs(problem, 1).items()}
         held = [x for x in case.inputs.values() if isinstance(x, torch.Tensor)]
@@ -222,8 +219,10 @@ class ValueCases:
         if case.leeway.keys() != case.expected.keys() or not all(bool(x.isfinite().all()) for x in held):
             return False
         exact = TOLERANCES["float32"].times(spec.roundings * _FLOAT32_TOLERANCES * FLOAT32_SLACK)
-        if not all(_is_small(case.leeway[name], exact, x) for name, x in case.expected.items()):
-            return False
+        for name, x in case.expected.items():
+            leeway, norm, peak = case.leeway[name], float(x.norm()), float(x.abs().max())
+            if leeway.norm > exact.relative * norm or leeway.peak > exact.elementwise * peak:
+                return False
         if not spec.is_library(problem, spec.generic(problem)):
             return True
         # A sequence of libraries and kernels holds what they hand on in the problem's dtype.
@@ -231,7 +230,7 @@ class ValueCases:
         return judge(half, case.expected, spec.tolerance(problem)).passed
 
     def _changed(self, name: str, change: Change, note: str = "") -> Case:
-        """Changed draws, with what torch's own float32 loses of them as leeway, where that is finite."""
+        """Make a case of changed draws, with torch's own float32 error as leeway if that is finite."""
         spec, problem = self._spec, self._small
         inputs = drawn(spec, problem, self._device, change)
         wide, narrow = (
@@ -247,13 +246,13 @@ class ValueCases:
 
     @functools.cached_property
     def _unpoisoned(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Inputs, results, and results without roundings on the way."""
+        """Return inputs, results, and results without intermediate rounding."""
         inputs = drawn(self._spec, self._small, self._device)
         smooth = adversarial.results_in(torch.float64, self._spec, self._small, inputs)
         return inputs, expected_results(self._spec, self._small, inputs), smooth
 
     def _poisoned(self, draw: int) -> list[Case]:
-        """NaN, then infinity, in a draw: it must come through where the reference has it, and nowhere else."""
+        """Put NaN, then infinity, into a draw: it must appear where the reference has it, and nowhere else."""
         spec, problem, found = self._spec, self._small, []
         plain, right, smooth = self._unpoisoned
         probed = drawn(spec, problem, self._device, placed(draw, adversarial.PROBE))
@@ -264,17 +263,17 @@ class ValueCases:
             if names := adversarial.changed_names(plain, inputs):
                 expected = expected_results(spec, problem, inputs)
                 found.append(Case(f"{what} in {', '.join(names)}", problem, inputs, expected, leeway))
-                # What NaN reaches, infinity in its place may too.
+                # Infinity may reach what NaN reaches.
                 leeway = {name: replace(extra, tainted=expected[name].isnan()) for name, extra in leeway.items()}
         return found
 
 
 class Kept:
-    """The data that problems of one process share, so that it is worked out once.
+    """The data that problems of one process share.
 
     Attributes:
         checks: outcomes of screening, by all that they depend on.
-        outcomes: those of all cases about values, likewise.
+        outcomes: outcomes of all cases about values, by all that they depend on.
     """
 
     def __init__(self) -> None:
@@ -283,17 +282,15 @@ class Kept:
         self._values: OrderedDict[Hashable, ValueCases] = OrderedDict()
 
     def values(self, spec: KernelSpec, problem: Problem, device: str, room: Room) -> ValueCases:
-        """The cases about values for a problem; those asked for the longest time ago make room."""
+        """Return the cases about values of a problem; the least recently used ones make room."""
         key = (spec.name, odd_problem(spec, problem).key, device, room)
         if key not in self._values:
-            self._trim(room.bytes // _KEPT_ROOM)
+            most_bytes = room.bytes // _KEPT_ROOM
+            while self._values and sum(values.bytes for values in self._values.values()) > most_bytes:
+                self._values.popitem(last=False)
             self._values[key] = ValueCases(spec, problem, device, room)
         self._values.move_to_end(key)
         return self._values[key]
-
-    def _trim(self, most_bytes: int) -> None:
-        while self._values and sum(values.bytes for values in self._values.values()) > most_bytes:
-            self._values.popitem(last=False)
 
 
 class Cases:
@@ -302,9 +299,9 @@ class Cases:
     Args:
         spec: the spec.
         problem: the problem, of the sizes that are timed.
-        device: where its inputs are, as torch names it.
-        room: what a reference may cost; as the device allows where None.
-        kept: what it shares with other problems; nothing where None.
+        device: torch's name of the device that holds the inputs.
+        room: what a reference may cost; by default what the device allows.
+        kept: data shared with other problems; by default none.
     """
 
     def __init__(
@@ -316,18 +313,18 @@ class Cases:
         self.random = self._values.random
 
     def values(self) -> Iterator[Case]:
-        """The cases about values; each is made when it is first asked for, and kept."""
+        """Yield the cases about values."""
         yield self.random
         yield from self._values.rest()
 
     @functools.cached_property
     def full(self) -> Case:
-        """Inputs of the sizes that are timed, and no results."""
+        """Return a case with the sizes that are timed, without results."""
         return Case("repeat", self._problem, drawn(self._spec, self._problem, self._device), {})
 
     @functools.cached_property
     def edges(self) -> list[Case]:
-        """The largest and the smallest sizes that the bucket serves; of a smaller bucket where those cost too much."""
+        """Return the largest and smallest sizes of the bucket, or of a smaller bucket if those cost too much."""
         largest = self._problem
         while not self._values.fits(largest) and any(largest[name] > 1 for name in self._bucketed):
             largest = largest.but(**{name: max(1, largest[name] // 2) for name in self._bucketed})
@@ -337,9 +334,3 @@ class Cases:
         if smallest == largest:
             del ends["smallest of the bucket"]
         return [self._values.plain(name, problem, note=note) for name, problem in ends.items()]
-
-
-def _is_small(leeway: Leeway, tolerance: Tolerance, reference: Any) -> bool:
-    """Whether a leeway is inside a tolerance."""
-    norm, peak = float(reference.norm()), float(reference.abs().max())
-    return leeway.norm <= tolerance.relative * norm and leeway.peak <= tolerance.elementwise * peak

@@ -1,4 +1,4 @@
-"""Judges a candidate's results against its spec's reference in float64: wrong never wins."""
+"""Judge a candidate's results against its spec's reference in float64."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PRIMES = (1009, 509, 251, 127, 61, 31, 13, 7, 3, 1)
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome for one candidate: the largest relative and elementwise errors, and why it failed, if it did.
+    """The outcome for one candidate: the largest relative and elementwise errors, and the reason of a failure.
 
-    ``cases`` holds what :meth:`tilekern.tuning.verify.battery.Battery.confirm` ran, one after the other, as plain data:
-    ``case`` (its name), ``sizes``, ``passed``, ``relative_error``, ``elementwise_error``, and ``reason`` and ``note``
-    where there is something to say. It is empty for a candidate that was only screened.
+    ``cases`` holds the cases of :meth:`tilekern.tuning.verify.battery.Battery.confirm` in order, as plain data: their
+    name ``case``, ``sizes``, ``passed``, ``relative_error``, ``elementwise_error``, and ``reason`` and ``note`` if any.
+    It is empty for a candidate that was only screened.
     """
 
     passed: bool
@@ -32,7 +32,7 @@ class Check:
     cases: Sequence[Mapping[str, Any]] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The check as journals and records keep it."""
+        """Return the check as journals and records keep it."""
         return {
             "passed": self.passed,
             "relative_error": self.relative_error,
@@ -64,9 +64,9 @@ class Leeway:
 
 
 def odd_problem(spec: KernelSpec, problem: Problem, largest: int = 1009) -> Problem:
-    """The problem with bucketed sizes that no tile divides: primes, at most ``largest``.
+    """Return the problem with bucketed sizes that no tile divides: primes, at most ``largest``.
 
-    Where there is a batch it is of two, whatever the problem's, and the other sizes are about half as large.
+    A batch becomes 2, and the other sizes are then about half as large.
     """
     bucketed = [d.name for d in spec.dimensions if d.kind == "bucketed"]
     batched = "batch" in bucketed and len(bucketed) > 1
@@ -76,7 +76,7 @@ def odd_problem(spec: KernelSpec, problem: Problem, largest: int = 1009) -> Prob
 
 
 def make_outputs(spec: KernelSpec, problem: Problem, blocks: int, device: str) -> dict[str, Any]:
-    """Outputs filled with NaN, integer ones with their least number, so that an element that was not written shows."""
+    """Make outputs filled with NaN, or the least integer, so that unwritten elements show."""
     import torch
 
     made: dict[str, Any] = {}
@@ -90,12 +90,12 @@ def make_outputs(spec: KernelSpec, problem: Problem, blocks: int, device: str) -
 def launch_arguments(
     implementation: Implementation, inputs: dict[str, Any], outputs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """What the interpreter launches with: all arguments in the device function's order."""
+    """Return all arguments in the device function's order, as the interpreter takes them."""
     return (*arguments_of(implementation, inputs, outputs), *(value for _, value in implementation.constants))
 
 
 def arguments_of(implementation: DeviceKernel, inputs: dict[str, Any], outputs: dict[str, Any]) -> tuple[Any, ...]:
-    """A launch's arguments in the device function's order, but for the constants, which a cubin has in it."""
+    """Return a launch's arguments in the device function's order, without constants, which the cubin contains."""
     return tuple(
         outputs[p.name] if isinstance(p, ArrayParameter) and p.role == "output" else inputs[p.name]
         for p in implementation.parameters
@@ -103,7 +103,7 @@ def arguments_of(implementation: DeviceKernel, inputs: dict[str, Any], outputs: 
 
 
 def expected_results(spec: KernelSpec, problem: Problem, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The reference's results; flags of the problem that the reference asks for are passed by name."""
+    """Return the reference's results; it is given the flags of the problem that it takes by name."""
     wanted = inspect.signature(spec.reference).parameters
     flags = {d.name: problem[d.name] for d in spec.dimensions if d.kind == "flag" and d.name in wanted}
     return dict(spec.reference(**inputs, **flags))
@@ -130,7 +130,11 @@ def judge(
     for name, reference in expected.items():
         extra = (leeway or {}).get(name, Leeway())
         relative, elementwise, reason = _judged(results[name], reference, extra)
-        allowed = _widened(tolerance, reference, extra) if extra.norm or extra.peak else tolerance
+        allowed = tolerance
+        if extra.norm or extra.peak:
+            finite = reference[reference.isfinite()]
+            norm, peak = (float(size) + _TINY for size in (finite.norm(), finite.abs().max()))
+            allowed = Tolerance(tolerance.relative + extra.norm / norm, tolerance.elementwise + extra.peak / peak)
         passed = within(relative, elementwise, allowed) and not reason
         reason = reason or f"relative error {relative:.2e}, elementwise {elementwise:.2e}, allowed {allowed}"
         worst = Check(
@@ -142,25 +146,19 @@ def judge(
     return worst
 
 
-def _widened(tolerance: Tolerance, reference: Any, extra: Leeway) -> Tolerance:
-    finite = reference[reference.isfinite()]
-    norm, peak = (float(size) + _TINY for size in (finite.norm(), finite.abs().max()))
-    return Tolerance(tolerance.relative + extra.norm / norm, tolerance.elementwise + extra.peak / peak)
-
-
 def within(relative: float, elementwise: float, tolerance: Tolerance) -> bool:
-    """Whether errors are inside a tolerance; NaN is not."""
+    """Return whether errors are inside a tolerance; NaN is not."""
     return relative <= tolerance.relative and elementwise <= tolerance.elementwise
 
 
 def errors(actual: Any, reference: Any) -> tuple[float, float]:
-    """||actual - reference|| / ||reference|| and max|actual - reference| / max|reference|; infinite where NaN is."""
+    """Return ||actual - reference|| / ||reference|| and max|actual - reference| / max|reference|, infinite for NaN."""
     reference = reference.detach().double()
     return _ratios(reference - actual.detach(), reference)
 
 
 def _ratios(difference: Any, reference: Any) -> tuple[float, float]:
-    """The norm and the peak of one by those of the other."""
+    """Return the norm and the peak of one over those of the other."""
     import torch
 
     if difference.numel() == 0:
@@ -173,14 +171,14 @@ def _ratios(difference: Any, reference: Any) -> tuple[float, float]:
 
 
 def _judged(actual: Any, reference: Any, extra: Leeway) -> tuple[float, float, str]:
-    """Both errors over the elements that are finite, and what is wrong with the others, for people."""
+    """Return both errors over the finite elements, and a description of wrong other elements."""
     if actual.shape != reference.shape:
         return math.inf, math.inf, f"its shape is {tuple(actual.shape)}, not {tuple(reference.shape)}"
     relative, elementwise = errors(actual, reference)
     if math.isfinite(relative) and math.isfinite(elementwise):
         return relative, elementwise, ""
-    # Something is not finite, which is right where the reference, once rounded, is not either. Results may be large,
-    # so whatever needs no float64 is done in their own dtype.
+    # Elements may be infinite or NaN where the rounded reference is too. Results may be large, so steps that need no
+    # float64 run in their own dtype.
     actual, reference = actual.detach(), reference.detach().double()
     held = reference.to(actual.dtype)
     if extra.reached is not None:
@@ -199,7 +197,7 @@ def _judged(actual: Any, reference: Any, extra: Leeway) -> tuple[float, float, s
 
 
 def _misplaced(actual: Any, reference: Any) -> str:
-    """How many elements are NaN or infinite where those of a reference of the same dtype are not, or the reverse."""
+    """Describe elements that are NaN or infinite unlike those of a reference of the same dtype."""
     odd = (actual != reference) & ~(actual.isfinite() & reference.isfinite()) & ~(actual.isnan() & reference.isnan())
     if not bool(odd.any()):
         return ""
