@@ -65,7 +65,7 @@ def described_alone(option: str) -> InputError:
 _STEPS = {
     "tokens": click.option("--tokens", help="Tokens of a step (batch times sequence).  [default: 2048,8192]"),
     "sequence": click.option(
-        "--sequence", metavar="TEXT", help="Tokens of a sequence; a step is one sequence where not given."
+        "--sequence", metavar="TEXT", help="Tokens of a sequence; by default a step is one sequence."
     ),
     "dtype": click.option("--dtype", help="bfloat16 (bf16), float16 (fp16), float32 (fp32).  [default: bfloat16]"),
     "tp": click.option(
@@ -73,8 +73,8 @@ _STEPS = {
     ),
     "packed": click.option("--packed", is_flag=True, help="Sequences are packed into a batch of one (cu_seq_lens_q)."),
     "padded": click.option("--padded", is_flag=True, help="Sequences are padded to one length, with a mask."),
-    "experts": click.option("--experts", is_flag=True, help="Layers of experts run tilekern's: apply(experts=True)."),
-    "checkpointing": click.option("--checkpointing", is_flag=True, help="Activations are made again in the backward."),
+    "experts": click.option("--experts", is_flag=True, help="Experts run tilekern's kernels: apply(experts=True)."),
+    "checkpointing": click.option("--checkpointing", is_flag=True, help="Activations are recomputed in the backward."),
     "optimizer": click.option(
         "--optimizer", type=click.Choice(OPTIMIZERS), help="tilekern.AdamW, or none.  [default: adamw]"
     ),
@@ -92,7 +92,7 @@ _OTHERS = {
     "models": click.argument("models", nargs=-1, metavar="[MODEL]..."),
     "plans": click.option(
         "--plan", "plans", multiple=True, metavar="FILE|wanted",
-        help="A plan that tilekern.trace wrote, or what jobs missed; may be repeated.",
+        help="A plan of tilekern.trace, or the problems that jobs missed; may be repeated.",
     ),
     "problems": click.option(
         "--problem", "problems", multiple=True, metavar="'NAME SIZES'",

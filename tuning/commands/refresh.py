@@ -242,7 +242,9 @@ def _same_code(
     cache_dir: Path | None, packs: Sequence[Path], jobs: int | None, *, same_calls: bool, as_json: bool
 ) -> None:  # fmt: skip
     """Carry over the records of packs, and of a cache if one is named or no pack is, and print the outcome."""
-    tools, memo, places = require_toolkit(), dict[str, Answer | Lost](), []
+    tools = require_toolkit()
+    memo: dict[str, Answer | Lost] = {}
+    places: list[dict[str, Any]] = []
     caches = [cache_dir or user_root()] if cache_dir or not packs else []
     for path in [*packs, *caches]:
         held = held_in_pack(path) if path in packs else held_in_cache(path)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from tilekern.tuning.predict.estimating import PlanReport
 
 _GROUPS = {
-    "What to tune": ("gpu", *(name for name in PLAN_OPTIONS if name != "models")),
+    "What to tune": ("gpu", "specs", *(name for name in PLAN_OPTIONS if name != "models")),
     "How": ("stages", "dry_run", "jobs", "timeout_s", "budget_s", "strategy", "executor", "gpus"),
     "Where, and what is printed": ("sweep", "sign", "packs", "cache_dir", "as_json"),
 }
