@@ -152,7 +152,7 @@ def test_any_problem_has_a_config_that_fits(rows, vocabulary, dtype):
 
 @each_way
 @each_spec
-@examples(20)
+@examples(10)
 @given(data=st.data())
 def test_results_over_any_chunks_match_float64(spec, way, data):
     rows, chunk = data.draw(st.integers(1, 40), label="rows"), data.draw(st.integers(1, 40), label="chunk")
@@ -173,10 +173,9 @@ def test_results_over_any_chunks_match_float64(spec, way, data):
 
 
 @each_way
-@pytest.mark.parametrize("chunk", [128, 256, 384])
-def test_every_config_of_several_chunks_is_right(chunk, way):
-    problem = problem_of(LOSS, 300, 40)
-    assert_right(LOSS, problem, [config_of(LOSS, chunk, way)], inputs_of(LOSS, problem))
+def test_a_config_of_several_chunks_is_right(way):
+    problem = problem_of(LOSS, 150, 40)
+    assert_right(LOSS, problem, [config_of(LOSS, 128, way)], inputs_of(LOSS, problem))
 
 
 @each_way
@@ -245,8 +244,8 @@ def test_wide_logits_are_rounded_nowhere(data):
 
 
 def test_a_student_that_is_almost_its_teacher_has_a_gradient_by_wide_logits():
-    """16 bits of a logit leave little of a difference of two that are alike."""
-    problem = problem_of(JSD, 200, 1000, dtype="bfloat16", hidden=40)
+    """16 bits of a logit are too few for the difference of two logits that are almost equal."""
+    problem = problem_of(JSD, 60, 1000, dtype="bfloat16", hidden=40)
     inputs, errors = inputs_of(JSD, problem), {}
     for name in ("input", "weight"):
         student = inputs[f"student_{name}"]
@@ -279,14 +278,13 @@ def rooms(monkeypatch):
     return taken
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("parts", "rows"), [(1, 512), (2, 256), (3, 256)])
+@pytest.mark.parametrize(("parts", "rows"), [(1, 256), (2, 128), (3, 128)])
 @pytest.mark.share(3)
-def test_the_teacher_s_logits_are_held_for_a_part_of_a_chunk_alone(parts, rows, rooms):
-    problem = problem_of(JSD, 1000, 40)
+def test_the_teacher_s_logits_are_held_for_one_part_of_a_chunk(parts, rows, rooms):
+    problem = problem_of(JSD, 300, 40)
     inputs = inputs_of(JSD, problem)
-    outputs = run(JSD, config_of(JSD, 512, "cublas", parts), problem, inputs)
-    assert [len(x) for x in rooms] == [512, rows]
+    outputs = run(JSD, config_of(JSD, 256, "cublas", parts), problem, inputs)
+    assert [len(x) for x in rooms] == [256, rows]
     assert compare(JSD, problem, outputs, expected_results(JSD, problem, inputs)).passed
 
 
@@ -365,7 +363,8 @@ def test_a_miss_that_the_policy_calls_an_error_is_one():
 
 
 @pytest.mark.parametrize("model", PRESETS)
-@pytest.mark.parametrize("tokens", [64, 2048, 5000, 8192, 32768])
+@pytest.mark.parametrize("tokens", [64, 5000, 32768])
+@pytest.mark.share(16)
 def test_the_products_of_every_chunk_are_planned_with_the_loss(model, tokens):
     config = PRESETS[model].get("text_config", PRESETS[model])
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
