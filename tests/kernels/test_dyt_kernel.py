@@ -3,7 +3,7 @@ import torch
 from spec_samples import assert_right, configs, inputs_of, interpret, one_of_each, plain_inputs, sized
 
 from tilekern.kernels import spec_named
-from tilekern.kernels.dyt import groups_of, stripe_of, stripes_of
+from tilekern.kernels.families.stripes import groups_of, stripe_of, stripes_of
 from tilekern.spec.targets import resolve
 
 FORWARD, BACKWARD, SUMS = (spec_named(f"dyt_{name}") for name in ("forward", "backward", "sums"))

@@ -1,6 +1,6 @@
 """Kernels: one file each, device code first, then its specs.
 
-``families`` states once what many kernels share, ``composites`` launch kernels. The registry below finds them all.
+``families`` has the code that many kernels share; ``composites`` launch kernels. The registry below finds all specs.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from tilekern.spec import KernelSpec
 
 @functools.cache
 def all_specs() -> dict[str, KernelSpec]:
-    """Every spec by name: the public ``SPECS`` of each module and package here, in the order of their names.
+    """Return every spec by name: the public ``SPECS`` of each module and package here, in the order of their names.
 
     Raises:
-        ValueError: two specs have one name.
+        ValueError: two specs have the same name.
     """
     modules = [importlib.import_module(found.name) for found in pkgutil.iter_modules(__path__, f"{__name__}.")]
     return by_name(spec for module in modules for spec in getattr(module, "SPECS", ()))
 
 
 def by_name(specs: Iterable[KernelSpec]) -> dict[str, KernelSpec]:
-    """Specs by their names, which are part of the cache's paths.
+    """Return specs by their names, which are part of the cache's paths.
 
     Raises:
-        ValueError: two have one name.
+        ValueError: two have the same name.
     """
     found: dict[str, KernelSpec] = {}
     for spec in specs:
@@ -40,10 +40,10 @@ def by_name(specs: Iterable[KernelSpec]) -> dict[str, KernelSpec]:
 
 
 def spec_named(name: str) -> KernelSpec:
-    """The spec of that name.
+    """Return the spec of that name.
 
     Raises:
-        InputError: there is none.
+        InputError: no spec has the name.
     """
     specs = all_specs()
     if name not in specs:
