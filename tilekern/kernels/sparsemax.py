@@ -24,7 +24,7 @@ import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import matrices
 from tilekern.kernels.families.rows import add_up, default_in_blocks, forward, maxima, space_of, spec
-from tilekern.kernels.tiles import LONGEST_HELD, ConstBool, ConstInt
+from tilekern.kernels.tiles import LONGEST_HELD, ConstBool, ConstInt, add_pairs
 from tilekern.spec import Problem, Value
 
 _STEPS = 32
@@ -45,10 +45,6 @@ def _support(tiles, weights, known):
     return _above(tiles[0] - known[0], known[1])
 
 
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
 def _step(total, count, before, tau, steps):
     """Return tau after a step of Michelot's, and how many may follow: none if the support did not change."""
     after = (total - 1.0) / count
@@ -65,7 +61,7 @@ def _top_and_tau(rows, columns):
     tau = before - 1.0
     steps = _STEPS
     while steps > 0:
-        total, count = ct.reduce(_above(left, tau), 1, _add_pairs, (0.0, 0.0), keepdims=True)
+        total, count = ct.reduce(_above(left, tau), 1, add_pairs, (0.0, 0.0), keepdims=True)
         tau, steps = _step(total, count, before, tau, steps)
         before = count
     steps = _STEPS

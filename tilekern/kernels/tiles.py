@@ -21,6 +21,11 @@ def load(array, index, shape, bounded, latency, tma):
     return ct.load(array, index, shape, padding_mode=padding, check_bounds=bounded, latency=hint, allow_tma=tma)
 
 
+def add_pairs(a, b, c, d):
+    """Add up two tiles at once, in ``ct.reduce``."""
+    return a + c, b + d
+
+
 def power_of_two(size: int) -> int:
     """Return the least power of two that is not below ``size``."""
     return 1 << max(0, size - 1).bit_length()

@@ -22,7 +22,7 @@ from tilekern.kernels.families.rotations import (
     halves,
     space_of,
 )
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, load, power_of_two
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, add_pairs, load, power_of_two
 from tilekern.spec import Array, Config, Problem, ScalarParameter
 from tilekern.spec.targets import Target
 
@@ -38,13 +38,9 @@ def read_weight(weight, form):
     return ct.reshape(one, (1, 1, 1, width)), ct.reshape(other, (1, 1, 1, width))
 
 
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
 def over_heads(one, other):
     """Return two sums over each head, by one reduction: one barrier among a block's warps instead of two."""
-    return ct.reduce((one, other), 3, _add_pairs, (0.0, 0.0), keepdims=True)
+    return ct.reduce((one, other), 3, add_pairs, (0.0, 0.0), keepdims=True)
 
 
 def each_step_with_sums(read, angles, pull, q, k, turns, partial, sizes, form):

@@ -33,6 +33,7 @@ from tilekern.kernels.tiles import (
     LONGEST_HELD,
     PASSES_MATCH,
     TMA_NEEDS_HOPPER,
+    add_pairs,
     fits_registers,
     grid_of,
     is_bounded,
@@ -56,7 +57,7 @@ def forward(
     The results of ``made(tiles)`` are stored in the arrays ``kept`` first, and replace the inputs, as rounded there.
     """
     shape = (columns, tile_m, tile_n, chunks, long, bounded, tma)
-    vectors = _held_weights(weights, shape)
+    vectors = _held(weights, (), (tile_n,), shape)
     if ct.static_eval(persistent):
         for step in range(ct.bid(0), ct.cdiv(inputs[0].shape[0], tile_m), ct.num_blocks(0)):
             _forward_step(statistics, formula, inputs, weights, vectors, outputs, scalars, step, shape, made, kept)
@@ -65,8 +66,8 @@ def forward(
 
 
 def _forward_step(statistics, formula, inputs, weights, vectors, outputs, scalars, step, shape, made, kept):
-    columns, _, tile_n, chunks, long, _, _ = shape
-    stored, held = _held_rows(inputs, step, shape), ()
+    columns, tile_m, tile_n, chunks, long, _, _ = shape
+    stored, held = _held(inputs, (step,), (tile_m, tile_n), shape), ()
     for c in ct.static_iter(range(len(stored))):
         tiles = _made(made, kept, stored[c])
         _write(tiles, kept, (step, c), shape)
@@ -97,12 +98,12 @@ def backward(
 
 def _backward_held(statistics, formula, share, inputs, weights, outputs, partial, sums, scalars, shape):
     columns, tile_m, tile_n, chunks, _, _, _ = shape
-    vectors = _held_weights(weights, shape)
+    vectors = _held(weights, (), (tile_n,), shape)
     totals = ()
     for _ in ct.static_iter(range(sums * chunks)):
         totals = totals + (ct.zeros((tile_m, tile_n), ct.float32),)
     for step in range(ct.bid(0), ct.cdiv(inputs[0].shape[0], tile_m), ct.num_blocks(0)):
-        rows = (inputs, weights, _held_rows(inputs, step, shape), vectors, step, shape, None, ())
+        rows = (inputs, weights, _held(inputs, (step,), (tile_m, tile_n), shape), vectors, step, shape, None, ())
         known = _inside(statistics(rows, columns, *scalars), inputs, step, tile_m) + scalars
         added = ()
         for c in ct.static_iter(range(chunks)):
@@ -155,11 +156,7 @@ def add_up(terms, count, rows, known, masked):
     if ct.static_eval(count == 1):
         return (ct.sum(sums[0], axis=1, keepdims=True),)
     # One reduction: one barrier among a block's warps in place of two.
-    return ct.reduce(sums, 1, _add_pairs, (0.0, 0.0), keepdims=True)
-
-
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
+    return ct.reduce(sums, 1, add_pairs, (0.0, 0.0), keepdims=True)
 
 
 def largest(term, rows, known):
@@ -238,12 +235,12 @@ def _at(rows, c):
     return _wide(held[c]), _wide(vectors[c])
 
 
-def _held_rows(inputs, step, shape):
-    """Load all chunks of a step's rows as they are stored; none if they are read again each time."""
-    _, tile_m, tile_n, chunks, long, bounded, tma = shape
+def _held(arrays, place, tile, shape):
+    """Load all chunks of a step's rows, or of the weights, as they are stored; none if they are read again."""
+    _, _, _, chunks, long, bounded, tma = shape
     held = ()
     for c in ct.static_iter(range(0 if long else chunks)):
-        held = held + (_read(inputs, (step, c), (tile_m, tile_n), bounded, tma),)
+        held = held + (_read(arrays, place + (c,), tile, bounded, tma),)
     return held
 
 
@@ -255,14 +252,6 @@ def _made(made, kept, tiles):
     for n in ct.static_iter(range(len(kept))):
         rounded = rounded + (results[n].astype(kept[n].dtype),)
     return rounded
-
-
-def _held_weights(weights, shape):
-    _, _, tile_n, chunks, long, bounded, tma = shape
-    held = ()
-    for c in ct.static_iter(range(0 if long else chunks)):
-        held = held + (_read(weights, (c,), (tile_n,), bounded, tma),)
-    return held
 
 
 def _read(arrays, index, shape, bounded, tma):
