@@ -22,6 +22,7 @@ from tilekern.kernels.families.rows import (
     default_in_blocks,
     default_of_two_sums,
     forward,
+    generic,
     space_of,
     spec,
 )
@@ -198,14 +199,6 @@ def _default_backward(problem: Problem, target: Target) -> Config:
     return default_of_two_sums(4, problem, target).but(num_worker_warps=warps)
 
 
-def _generic(problem: Problem) -> Config:
-    width = min(256, power_of_two(problem["columns"]))
-    return Config(
-        schedule="persistent", passes=2 if problem["columns"] > width else 1, tile_m=max(1, 256 // width), tile_n=width,
-        occupancy=1, num_worker_warps=0, tma=False,
-    )  # fmt: skip
-
-
 def _tiles(problem: Problem, usual: list[Value]) -> list[Value]:
     return row_tiles(problem["columns"], 2048, 8192) if problem["columns"] <= LONGEST_HELD["forward"] else [1]
 
@@ -229,7 +222,7 @@ FORWARD = replace(
         flops=14,
         space=space_of(2, tile_m=_tiles),
         default=lambda problem, target: default_in_blocks(2, 8, problem, target),
-        generic=_generic,
+        generic=lambda problem: generic(problem, 256),
         given=functools.partial(drawn, _FORWARD_ARRAYS, about_one=False),
     ),
     arrays=(),
@@ -245,7 +238,7 @@ BACKWARD = replace(
         flops=34,
         default=_default_backward,
         cute=False,
-        generic=_generic,
+        generic=lambda problem: generic(problem, 256),
         given=functools.partial(drawn, _BACKWARD_ARRAYS, about_one=False),
     ),
     arrays=(),

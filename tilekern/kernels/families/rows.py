@@ -357,12 +357,13 @@ def default_of_two_sums(live: int, problem: Problem, target: Target) -> Config:
     return default.but(occupancy=2, num_worker_warps=0)
 
 
-def _generic(problem: Problem) -> Config:
-    # Loads of single elements are long code, so tiles are small; two rows of 256 compile faster than one of 512.
+def generic(problem: Problem, elements: int = 512) -> Config:
+    """Return a config of steps of ``elements`` elements: loads of single elements are long code."""
+    # Two rows of 256 compile faster than one of 512.
     width = min(256, power_of_two(problem["columns"]))
     return Config(
-        schedule="persistent", passes=2 if problem["columns"] > 2 * width else 1, tile_m=512 // width, tile_n=width,
-        occupancy=1, num_worker_warps=0, tma=False,
+        schedule="persistent", passes=2 if problem["columns"] > elements // 256 * width else 1,
+        tile_m=elements // width, tile_n=width, occupancy=1, num_worker_warps=0, tma=False,
     )  # fmt: skip
 
 
@@ -414,7 +415,7 @@ def spec(
     fields: dict[str, Any] = {
         "space": space,
         "default": lambda problem, target: _default(live, direction, problem, target),
-        "generic": _generic,
+        "generic": generic,
         "results": lambda outputs: _results(outputs, sums),
         "result_dtype": tensors(arrays, "output")[0].dtype_in,
         "arrays": arrays,
