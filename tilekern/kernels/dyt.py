@@ -177,7 +177,6 @@ FORWARD = rows.spec(
 
 
 def _width(problem: Problem) -> str:
-    """Return the columns of partial sums."""
     return "2*columns" if problem["shifted"] else "columns"
 
 

@@ -45,7 +45,6 @@ def _statistics(rows, columns, eps, offset, dtype, rounded):
 
 
 def _sum_and_norm(tiles, weights, known):
-    """Return the sum and y."""
     rstd, next_rstd, eps, offset, dtype, rounded = known
     total = _total(tiles, weights, (rstd, eps, offset, dtype, rounded))
     return total, normal((total,), (weights[1],), (next_rstd, eps, offset, dtype))[0]
@@ -67,7 +66,6 @@ def fused_rms_norm_add_rms_norm_forward(
 
 
 def _of_total(tiles, weights, known):
-    """Return the sum's squares, and g * total."""
     return tiles[2] * tiles[2], tiles[1] * (weights[1] + known[0]) * tiles[2]
 
 
@@ -93,7 +91,6 @@ def _slopes(rows, columns, eps, offset, dtype):
 
 
 def _gradients(tiles, weights, known):
-    """Return dresidual and dx."""
     next_rstd, next_pull, rstd, pull, _, offset, _ = known
     dresidual = _dresidual(tiles, weights, (next_rstd, next_pull, offset))
     return dresidual, gradient((dresidual, tiles[3]), (weights[0],), (rstd, pull, 0, offset, 0))[0]

@@ -72,7 +72,6 @@ def _less(x, mean, piece, channels, positions, shape):
 
 
 def _sum(x):
-    """Sum over each group, [tile_g, 1, 1]."""
     if ct.static_eval(x.shape[0] == 1):
         # As one row: one reduction for a block's warps to wait for.
         row = x.reshape((1, x.shape[1] * x.shape[2]))
@@ -102,7 +101,6 @@ def _store(array, tile, b, g, piece, shape):
 
 
 def _mean(x, b, g, pieces, channels, positions, shape):
-    """Return the mean of long groups, [tile_g, 1, 1]."""
     tile_g, tile_c, tile_n, _, _, _ = shape
     total = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
     for piece in range(pieces):
@@ -111,7 +109,6 @@ def _mean(x, b, g, pieces, channels, positions, shape):
 
 
 def _rstd(x, b, g, mean, pieces, channels, positions, eps, shape):
-    """Return rstd of long groups, [tile_g, 1, 1]."""
     tile_g, tile_c, tile_n, _, _, _ = shape
     total = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
     for piece in range(pieces):

@@ -34,7 +34,6 @@ from tilekern.spec.targets import Target
 
 
 def _read(x, place, shape, form):
-    """Load a step of tokens and heads, in the array's dtype."""
     width, bounded = form[:2]
     return load(x, place + (0,), shape + (width,), bounded, 0, False)
 
@@ -50,7 +49,6 @@ def _angles(turns, at, t, tile_t, form):
 
 
 def _turn(y, tiles, weights, angles, sums, place, shape, form):
-    """Rotate one step of tokens and heads, and store it."""
     width, bounded = form[:2]
     c, s = angles
     one, other = parts_of_pairs(ct.reshape(tiles[0].astype(ct.float32), shape + (width // 2, 2)))
@@ -92,7 +90,6 @@ def _generic(problem: Problem) -> Config:
 
 
 def _in_turn(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Draw angles of any size, each cosine with its sine."""
     import torch
 
     angles = drawn_angles(problem, generator, device)

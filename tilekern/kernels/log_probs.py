@@ -267,7 +267,6 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
 
 
 def _scores(logits: Any, bias: Any, scale: float, softcap: float, biased: bool, capped: bool) -> Any:
-    """Return z in float64."""
     x = logits.double() + bias.double() if biased else logits.double()
     return (softcap * (x / softcap).tanh() if capped else x) * scale
 

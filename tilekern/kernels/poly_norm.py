@@ -93,7 +93,6 @@ def _nothing(tile_m, tile_n):
 
 
 def _read(dy, x, step, c, tile_m, tile_n, bounded, tma):
-    """Load a tile of both, as they are stored."""
     return (
         load(dy, (step, c), (tile_m, tile_n), bounded, 0, tma), load(x, (step, c), (tile_m, tile_n), bounded, 0, tma)
     )  # fmt: skip

@@ -166,7 +166,6 @@ def turned(numbers, c, s):
 
 
 def _turn(y, tiles, weights, angles, sums, place, shape, form):
-    """Normalise and rotate one step of tokens and heads, and store it."""
     (pairs, _, _, _, _, _), rest, _, eps, norm_last = form
     c, s = angles
     x, z = numbers_of(tiles[0], shape, form), ()

@@ -127,7 +127,6 @@ def _plus(sums, shares, shape, form):
 
 
 def _zeros(shape, form):
-    """Return the sums of a weight's gradient before the first step."""
     (pairs, width, _, _, _, _), rest, interleaved, _, _ = form
     if ct.static_eval(interleaved):
         sums = (ct.zeros(shape + (2 * width,), ct.float32),)

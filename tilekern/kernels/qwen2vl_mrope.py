@@ -49,12 +49,10 @@ def _of_positions(array, at, t, tile_t, form):
 
 
 def _angles(turns, at, t, tile_t, form):
-    """Load the tokens' cosines and sines."""
     return _of_positions(turns[0], at, t, tile_t, form), _of_positions(turns[1], at, t, tile_t, form)
 
 
 def _turn(y, tiles, weights, angles, sums, place, shape, form):
-    """Rotate one step of tokens and heads, and store it."""
     c, s = angles
     (_, _, _, _, tma, _), _, _, inverse = form
     x1, x2 = tiles[0][0].astype(ct.float32), tiles[0][1].astype(ct.float32)

@@ -36,7 +36,6 @@ from tilekern.spec.targets import Target
 
 
 def _turn(y, tiles, weights, angles, sums, place, shape, form):
-    """Rotate both halves and store them."""
     c1, c2, s1, s2 = angles
     (_, _, _, _, tma, _), _, inverse = form
     x1, x2 = tiles[0][0].astype(ct.float32), tiles[0][1].astype(ct.float32)
@@ -51,7 +50,6 @@ def _turn(y, tiles, weights, angles, sums, place, shape, form):
 
 
 def _angles(turns, at, t, tile_t, form):
-    """Load the tokens' cosines and sines for both halves of a head."""
     return _of_both(turns[0], at, t, tile_t, form) + _of_both(turns[1], at, t, tile_t, form)
 
 

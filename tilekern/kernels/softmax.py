@@ -58,7 +58,6 @@ def _products(tiles, weights, known):
 
 
 def _mean_slope(rows, columns):
-    """Return the mean of dy, weighted with y, [tile_m, 1]."""
     return add_up(_products, 1, rows, (), False)
 
 

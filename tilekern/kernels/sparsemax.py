@@ -95,7 +95,6 @@ def _slopes(tiles, weights, known):
 
 
 def _mean_slope(rows, columns):
-    """Return the mean of dy over the support, [tile_m, 1]."""
     total, count = add_up(_slopes, 2, rows, (), False)
     return (total / count,)
 

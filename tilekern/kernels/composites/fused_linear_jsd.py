@@ -204,7 +204,6 @@ def _default(problem: Problem, target: Target) -> Config:
 
 
 def _bytes(problem: Problem) -> int:
-    """Return the bytes of inputs and gradients."""
     widths = 2 * problem["hidden"] + problem["teacher_hidden"]
     return int(widths * (problem["rows"] + problem["vocabulary"]) * ITEM_BYTES[problem["dtype"]])
 

@@ -301,7 +301,6 @@ def _heads(arrays: Arrays, *roles: str) -> list[Array]:
 
 
 def _bytes(arrays: Arrays, problem: Problem) -> int:
-    """Return the bytes of heads, of weights and their gradients, and of the angles of one batch entry."""
     angles = 2 * problem["tokens"] * _angles_of_a_token(problem) * ITEM_BYTES[problem["angle_dtype"]]
     weights = bytes_of((array for array in tensors(arrays) if array.dtype == "weight_dtype"), problem)
     return bytes_of(_heads(arrays), problem) + angles + weights * (2 if tensors(arrays, "scratch") else 1)
