@@ -53,12 +53,9 @@ def _none(held, columns, alpha, dtype):
     return ()
 
 
-def _scaled(tiles, weights, known):
-    return (_tanh(tiles[0] * known[0], known[1])[0] * weights[0],)
-
-
-def _shifted(tiles, weights, known):
-    return (_tanh(tiles[0] * known[0], known[1])[0] * weights[0] + weights[1],)
+def _y(tiles, weights, known):
+    scaled = _tanh(tiles[0] * known[0], known[1])[0] * weights[0]
+    return (scaled if ct.static_eval(len(weights) == 1) else scaled + weights[1],)
 
 
 @ct.kernel
@@ -68,16 +65,11 @@ def dyt_forward(
 ):  # fmt: skip
     """One step of rows a block, or resident blocks; x and y [rows, columns], alpha [1], gamma and beta [columns]."""
     factor = ct.load(alpha, (0,), (1,)).astype(ct.float32).reshape((1, 1))
-    if ct.static_eval(shifted):
-        rows.forward(
-            _none, _shifted, (x,), (gamma, beta), (y,), (factor, y.dtype), columns, tile_m, tile_n, chunks, persistent,
-            long, bounded, tma,
-        )  # fmt: skip
-    else:
-        rows.forward(
-            _none, _scaled, (x,), (gamma,), (y,), (factor, y.dtype), columns, tile_m, tile_n, chunks, persistent,
-            long, bounded, tma,
-        )  # fmt: skip
+    weights = (gamma, beta) if ct.static_eval(shifted) else (gamma,)
+    rows.forward(
+        _none, _y, (x,), weights, (y,), (factor, y.dtype), columns, tile_m, tile_n, chunks, persistent, long, bounded,
+        tma,
+    )  # fmt: skip
 
 
 @ct.kernel

@@ -45,31 +45,17 @@ def by_tanh(x):
     return p, p * (1.0 - p) * (_LINEAR + 3.0 * _CUBIC * square)
 
 
-def _forward_exact(gate, up):
-    return (gate * exact(gate)[0] * up,)
-
-
-def _forward_by_tanh(gate, up):
-    return (gate * by_tanh(gate)[0] * up,)
-
-
-def _backward_exact(dy, gate, up):
-    p, slope = exact(gate)
-    return dy * up * (p + gate * slope), dy * gate * p
-
-
-def _backward_by_tanh(dy, gate, up):
-    p, slope = by_tanh(gate)
-    return dy * up * (p + gate * slope), dy * gate * p
-
-
 @ct.kernel
 def geglu_forward(
     gate, up, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, persistent: ConstBool, bounded: ConstBool,
     tanh: ConstBool,
 ):  # fmt: skip
     """All arrays [rows, columns]."""
-    formula = _forward_by_tanh if ct.static_eval(tanh) else _forward_exact
+    curve = by_tanh if ct.static_eval(tanh) else exact
+
+    def formula(gate_tile, up_tile):
+        return (gate_tile * curve(gate_tile)[0] * up_tile,)
+
     each_tile(formula, (gate, up), (y,), columns, tile_m, tile_n, persistent, bounded)
 
 
@@ -79,7 +65,12 @@ def geglu_backward(
     bounded: ConstBool, tanh: ConstBool,
 ):  # fmt: skip
     """All arrays [rows, columns]."""
-    formula = _backward_by_tanh if ct.static_eval(tanh) else _backward_exact
+    curve = by_tanh if ct.static_eval(tanh) else exact
+
+    def formula(dy_tile, gate_tile, up_tile):
+        p, slope = curve(gate_tile)
+        return dy_tile * up_tile * (p + gate_tile * slope), dy_tile * gate_tile * p
+
     each_tile(formula, (dy, gate, up), (dgate, dup), columns, tile_m, tile_n, persistent, bounded)
 
 

@@ -35,29 +35,20 @@ def _of_logs(x, target):
     return (ct.exp2(target * _LOG2_E, flush_to_zero=True) * (target - x),)
 
 
-def _term(tiles, weights, known):
-    return _of_probabilities(tiles[0], tiles[1])
-
-
-def _term_of_logs(tiles, weights, known):
-    return _of_logs(tiles[0], tiles[1])
-
-
-def _sum(held, columns):
-    return rows.add_up(_term, 1, held, (), False)
-
-
-def _sum_of_logs(held, columns):
-    return rows.add_up(_term_of_logs, 1, held, (), False)
-
-
 @ct.kernel
 def kl_div_forward(
     input, target, loss, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
     persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, log_target: ConstBool,
 ):  # fmt: skip
     """input and target [rows, columns], loss [rows]."""
-    statistics = _sum_of_logs if ct.static_eval(log_target) else _sum
+    formula = _of_logs if ct.static_eval(log_target) else _of_probabilities
+
+    def terms(tiles, weights, known):
+        return formula(tiles[0], tiles[1])
+
+    def statistics(held, columns):
+        return rows.add_up(terms, 1, held, (), False)
+
     rows.forward(
         statistics, None, (input, target), (), (loss,), (), columns, tile_m, tile_n, chunks, persistent, long, bounded,
         tma,
