@@ -20,7 +20,7 @@ import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import ROWS, Arrays
 from tilekern.kernels.families.tables import MATRIX, spec
-from tilekern.kernels.tiles import ConstBool, ConstInt, bounds_of_tiles, grid_of_tiles, load, power_of_two
+from tilekern.kernels.tiles import ConstBool, ConstInt, bounds_of_tiles, each_step, grid_of_tiles, load, power_of_two
 from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, Space, Value
 
 
@@ -60,12 +60,7 @@ def adamw(
         param, grad, exp_avg, exp_avg_sq, sign, decay, weight1, beta2, weight2, step_size, eps, new_param, new_exp_avg,
         new_exp_avg_sq, columns, tile_m, tile_n, bounded,
     )  # fmt: skip
-    if ct.static_eval(persistent):
-        tiles = ct.cdiv(param.shape[0], tile_m) * ct.cdiv(columns, tile_n)
-        for item in range(ct.bid(0), tiles, ct.num_blocks(0)):
-            _step_tile(item, *arguments)
-    else:
-        _step_tile(ct.bid(0), *arguments)
+    each_step(_step_tile, ct.cdiv(param.shape[0], tile_m) * ct.cdiv(columns, tile_n), persistent, arguments)
 
 
 # Rows as wide as the widest tile; a norm's weight of 128 elements; whatever is left, one element a row and unaligned.

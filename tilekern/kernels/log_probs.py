@@ -25,7 +25,7 @@ import cuda.tile as ct
 from tilekern.kernels.cross_entropy import tiles as shared
 from tilekern.kernels.families import vocabulary as family
 from tilekern.kernels.families.placeholders import placeholder
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, each_step
 from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, Space, Value
 from tilekern.spec.targets import Target
 
@@ -125,7 +125,7 @@ def log_probs_forward(
     """
     form = (columns, tile_n, scale, softcap, biased, capped, tma)
     arguments = (logits, bias, ids, ignore_index, log_probs, entropy, lse, unroll, form)
-    family.each_step(_forward_row, logits.shape[0], persistent, arguments)
+    each_step(_forward_row, logits.shape[0], persistent, arguments)
 
 
 def _backward_tile(row, c, bounded, logits, bias, ids, saved, slopes, ignore_index, dlogits, form):

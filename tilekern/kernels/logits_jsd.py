@@ -23,7 +23,7 @@ from tilekern.kernels.cross_entropy import tiles as shared
 from tilekern.kernels.families import losses
 from tilekern.kernels.families import vocabulary as family
 from tilekern.kernels.log_probs import STEPS_FIT
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, power_of_two
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, each_step, power_of_two
 from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, Space, Value
 
 
@@ -129,7 +129,7 @@ def logits_jsd_forward(
         student, teacher, slope, loss, student_total, teacher_total, pull, beta, scale, columns, tile_n, unroll, pure,
         tma,
     )  # fmt: skip
-    family.each_step(_forward_row, student.shape[0], persistent, arguments)
+    each_step(_forward_row, student.shape[0], persistent, arguments)
 
 
 def _backward_tile(

@@ -21,6 +21,15 @@ def load(array, index, shape, bounded, latency, tma):
     return ct.load(array, index, shape, padding_mode=padding, check_bounds=bounded, latency=hint, allow_tma=tma)
 
 
+def each_step(step, steps, persistent, arguments):
+    """Call ``step(n, *arguments)`` for all n below ``steps``: one a block, or resident blocks that loop."""
+    if ct.static_eval(persistent):
+        for n in range(ct.bid(0), steps, ct.num_blocks(0)):
+            step(n, *arguments)
+    else:
+        step(ct.bid(0), *arguments)
+
+
 def add_pairs(a, b, c, d):
     """Add up two tiles at once, in ``ct.reduce``."""
     return a + c, b + d

@@ -17,29 +17,38 @@ from tilekern.kernels.cross_entropy import problem as common
 from tilekern.kernels.cross_entropy import tiles as shared
 from tilekern.kernels.families import cute_losses
 from tilekern.kernels.families import vocabulary as family
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, each_step
 from tilekern.spec import Constraint, Problem, Space, Value
 
 
+def _write_gradient(logits, dlogits, row, label, shift, factors, tile_n, options):
+    """Read a row again, from its end, and store its gradient."""
+    columns = ct.static_eval(options[5])
+    whole = ct.static_eval(columns // tile_n)
+    if columns % tile_n != 0:
+        shared.store_gradient(logits, dlogits, row, whole, label, shift, factors, tile_n, True, options)
+    for step in range(whole):
+        shared.store_gradient(logits, dlogits, row, whole - 1 - step, label, shift, factors, tile_n, False, options)
+
+
+def _write_zeros(dlogits, row, columns, tile_n):
+    for c in range(columns // tile_n):
+        shared.store_zeros(dlogits, row, c, tile_n, False)
+    if columns % tile_n != 0:
+        shared.store_zeros(dlogits, row, columns // tile_n, tile_n, True)
+
+
 def _fused_row(row, logits, target, scale, ignore_index, loss, lse, dlogits, tile_n, unroll, options):
-    label, columns = ct.load(target, (row,), ()), ct.static_eval(options[5])
+    label = ct.load(target, (row,), ())
     wide = ct.static_eval(tile_n * unroll)
-    whole = ct.static_eval(columns // wide)
     if label == ignore_index:
         shared.store_row(loss, row, ct.zeros((1, 1), ct.float32))
         shared.store_row(lse, row, ct.zeros((1, 1), ct.float32))
-        for c in range(whole):
-            shared.store_zeros(dlogits, row, c, wide, False)
-        if columns % wide != 0:
-            shared.store_zeros(dlogits, row, whole, wide, True)
+        _write_zeros(dlogits, row, ct.static_eval(options[5]), wide)
     else:
         found = shared.store_loss(logits, loss, lse, row, label, tile_n, unroll, options)
         shift, factors = gradient_of_row(ct.load(scale, (row,), ()), found, options)
-        # The second read of the row, from its end.
-        if columns % wide != 0:
-            shared.store_gradient(logits, dlogits, row, whole, label, shift, factors, wide, True, options)
-        for step in range(whole):
-            shared.store_gradient(logits, dlogits, row, whole - 1 - step, label, shift, factors, wide, False, options)
+        _write_gradient(logits, dlogits, row, label, shift, factors, wide, options)
 
 
 def gradient_of_row(scale, found, options):
@@ -55,7 +64,7 @@ def gradient_of_row(scale, found, options):
 def each_row(logits, target, scale, ignore_index, loss, lse, dlogits, tile_n, unroll, persistent, options):
     """Compute loss, lse and gradient of all rows: one a block, or resident blocks that loop."""
     arguments = (logits, target, scale, ignore_index, loss, lse, dlogits, tile_n, unroll, options)
-    family.each_step(_fused_row, logits.shape[0], persistent, arguments)
+    each_step(_fused_row, logits.shape[0], persistent, arguments)
 
 
 @ct.kernel

@@ -17,7 +17,7 @@ from tilekern.kernels.cross_entropy import problem as common
 from tilekern.kernels.cross_entropy import tiles as shared
 from tilekern.kernels.cross_entropy.problem import option_arguments
 from tilekern.kernels.families import vocabulary as family
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, each_step
 from tilekern.spec import Config, Constraint, Problem, Space, Value
 from tilekern.spec.targets import Target
 
@@ -45,7 +45,7 @@ def cross_entropy_forward(
     """
     options = (weight, weight_sum, smoothing, z_loss, softcap, columns, weighted, smoothed, capped, tma)
     arguments = (logits, target, ignore_index, loss, lse, tile_n, unroll, options)
-    family.each_step(_forward_row, logits.shape[0], persistent, arguments)
+    each_step(_forward_row, logits.shape[0], persistent, arguments)
 
 
 def _backward_tile(row, c, bounded, logits, dlogits, label, ignore_index, upstream, lse, tile_n, options):
@@ -80,7 +80,7 @@ def cross_entropy_backward(
     """
     options = (weight, weight_sum, smoothing, z_loss, softcap, columns, weighted, smoothed, capped, tma)
     arguments = (logits, target, lse, scale, ignore_index, dlogits, tile_n, options)
-    family.each_step(_backward_item, logits.shape[0] * ct.cdiv(columns, tile_n), persistent, arguments)
+    each_step(_backward_item, logits.shape[0] * ct.cdiv(columns, tile_n), persistent, arguments)
 
 
 def _forward_axes(problem: Problem) -> dict[str, list[Value]]:

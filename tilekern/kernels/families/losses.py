@@ -16,7 +16,7 @@ import cuda.tile as ct
 
 from tilekern.kernels.families import cute_pairs, tables
 from tilekern.kernels.families.arrays import ROWS, Arrays, bytes_of, drawn, tensors
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, grid_of, load, power_of_two
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, each_step, grid_of, load, power_of_two
 from tilekern.spec import Array, Config, Constraint, KernelSpec, Problem, ScalarParameter, Space, Value, module_of
 from tilekern.spec.targets import Target
 
@@ -26,14 +26,11 @@ _LIVE = 4
 
 def each_row(formula, first, second, slope, loss, gradient, scalars, columns, tile_n, persistent, tma):
     """Compute losses [rows] and, if ``gradient`` is not None, the gradient [rows, columns], a row a block or a loop."""
-    if ct.static_eval(persistent):
-        for row in range(ct.bid(0), first.shape[0], ct.num_blocks(0)):
-            _row(formula, first, second, slope, loss, gradient, scalars, row, columns, tile_n, tma)
-    else:
-        _row(formula, first, second, slope, loss, gradient, scalars, ct.bid(0), columns, tile_n, tma)
+    arguments = (formula, first, second, slope, loss, gradient, scalars, columns, tile_n, tma)
+    each_step(_row, first.shape[0], persistent, arguments)
 
 
-def _row(formula, first, second, slope, loss, gradient, scalars, row, columns, tile_n, tma):
+def _row(row, formula, first, second, slope, loss, gradient, scalars, columns, tile_n, tma):
     bounded = ct.static_eval(columns % tile_n != 0)
     factor = ct.load(slope, (row,), ())
     total = ct.zeros((1, tile_n), ct.float32)

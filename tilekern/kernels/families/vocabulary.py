@@ -13,21 +13,12 @@ import cuda.tile as ct
 
 from tilekern.kernels.families import tables
 from tilekern.kernels.families.arrays import Arrays, bytes_of, tensors
-from tilekern.kernels.tiles import grid_of, power_of_two
+from tilekern.kernels.tiles import each_step, grid_of, power_of_two
 from tilekern.spec import Array, Config, Constraint, Dimension, KernelSpec, Problem, Space, Value, cdiv, name_of
 from tilekern.spec.targets import Target
 
 # Shapes: of logits, of a number for each row, and of a number for each column.
 LOGITS, ROWS, COLUMNS = ("rows", "vocabulary"), ("rows",), ("1", "vocabulary")
-
-
-def each_step(step, steps, persistent, arguments):
-    """Call ``step(n, *arguments)`` for all n below ``steps``: one a block, or resident blocks that loop."""
-    if ct.static_eval(persistent):
-        for n in range(ct.bid(0), steps, ct.num_blocks(0)):
-            step(n, *arguments)
-    else:
-        step(ct.bid(0), *arguments)
 
 
 def place_of(item, columns, tile_n):
