@@ -216,16 +216,6 @@ def test_forms_of_models(spec, form):
     assert_right(spec, problem, one_of_each_loop(spec, problem), inputs_of(spec, problem))
 
 
-@each(GENERAL)
-def test_without_options_it_is_qk_norm_rope(spec):
-    plain = spec_named(spec.name.replace("_general", ""))
-    inputs = inputs_of(spec, sized(spec, head_dim=12, pairs=6)) | {"offset": 0.0}
-    found = spec.reference(**inputs, norm_last=False, interleaved=False)
-    given = {name: value for name, value in inputs.items() if name != "offset"}
-    for name, expected in plain.reference(**given).items():
-        torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_offset_is_added_in_float32(interleaved):
     """bfloat16 would round the weight away beside 1: an error of 2^-8 for every number."""
