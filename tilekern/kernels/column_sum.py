@@ -52,12 +52,12 @@ def default_of_sums(problem: Problem, target: Target, **more: Value) -> Config:
 
 def space_of_sums(tile_m: list[Value], tile_n: list[Value], **more: list[Value]) -> Space:
     """Return the space of such a kernel."""
-    tiles = {"schedule": ["block"], "tile_m": tile_m, "tile_n": tile_n}
+    axes: dict[str, list[Value]] = {"schedule": ["block"], "tile_m": tile_m, "tile_n": tile_n}
+    axes |= {"occupancy": [1], "num_worker_warps": [0], "tma": [True, False], **more}
     sized = Constraint(
         "a tile of fewer than 512 or more than 4096 elements starves or spills",
         lambda problem, config, target: 512 <= config["tile_m"] * config["tile_n"] <= 4096,
     )
-    axes = {**tiles, "occupancy": [1], "num_worker_warps": [0], "tma": [True, False], **more}
     return Space(lambda problem: axes, (TMA_NEEDS_HOPPER, sized))
 
 

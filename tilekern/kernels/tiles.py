@@ -76,15 +76,19 @@ def grid_of(steps: int, config: Config, sm_count: int) -> int:
     return max(1, steps)
 
 
+def _rows_of_tile(config: Config) -> int:
+    return int(config.get("tile_m") or 1)
+
+
 def grid_of_tiles(sizes: Problem, config: Config, sm_count: int) -> int:
     """Return the blocks to launch when each tile [tile_m or 1, tile_n] of a matrix is a step."""
-    down, across = cdiv(sizes["rows"], config.get("tile_m", 1)), cdiv(sizes["columns"], config["tile_n"])
+    down, across = cdiv(sizes["rows"], _rows_of_tile(config)), cdiv(sizes["columns"], config["tile_n"])
     return grid_of(down * across, config, sm_count)
 
 
 def bounds_of_tiles(problem: Problem, config: Config) -> dict[str, bool]:
     """Return the constant ``bounded`` of a kernel over such tiles."""
-    return {"bounded": is_bounded(config.get("tile_m", 1), problem["columns"], config["tile_n"])}
+    return {"bounded": is_bounded(_rows_of_tile(config), problem["columns"], config["tile_n"])}
 
 
 def fits_registers(live: int) -> Constraint:
