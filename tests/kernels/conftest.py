@@ -1,4 +1,4 @@
-"""Composite specs look their kernels up; here these run on the CPU."""
+"""Composites look their kernels up; in these tests the kernels run on the CPU."""
 
 import pytest
 

@@ -1,10 +1,10 @@
-"""The generalised Jensen-Shannon divergence as the tests of its kernels and ops have it."""
+"""The generalised Jensen-Shannon divergence, for the tests of its kernels and ops."""
 
 import torch
 
 
 def divergence(x: torch.Tensor, y: torch.Tensor, beta: float) -> torch.Tensor:
-    """The generalised Jensen-Shannon divergence of rows of logarithms by torch's kl_div; at its ends a plain one."""
+    """Return the divergence of rows of logarithms by torch's kl_div; a plain one for a beta of 0 or 1."""
 
     def plain(log: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.kl_div(other, log, reduction="none", log_target=True).sum(-1)

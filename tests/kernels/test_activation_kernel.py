@@ -1,4 +1,4 @@
-"""Activations, alone and of a gate: numbers far from zero, what was cut off, and sums over stripes."""
+"""Activations, alone and of a gate: numbers far from zero, gradients where relu is 0, and sums over stripes."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def numbers(curve):
 
 
 def assert_right_far_from_zero(spec, problem, inputs, name):
-    """There an activation is 0, the number or its square, and its exponential overflows or vanishes."""
+    """Far from zero an activation is 0, the number or its square, and its exponential overflows or vanishes."""
     for scale in (5.0, 50.0, 1e4, 1e15):
         if name == "x" or scale < 1e15:
             scaled = inputs | {name: inputs[name] * scale}
@@ -44,7 +44,7 @@ def test_gates_far_from_zero_are_right(spec, tanh):
 
 
 def made(spec, curve, **given):
-    """The outputs of a spec's default config."""
+    """Return the outputs of a spec's default config."""
     rows, columns = given["x"].shape
     problem = problem_of(spec, curve, rows=rows, columns=columns)
     return launched(spec, problem, spec.default(problem, INTERPRETED), given | numbers(curve), 1)
@@ -52,7 +52,7 @@ def made(spec, curve, **given):
 
 @every_curve
 def test_the_largest_numbers_give_no_nan(curve):
-    """Their squares overflow, as that of relu's does where its result is that square."""
+    """Their squares overflow, and so does the result of relu2."""
     x = torch.tensor([[3e38, -3e38, 1e20, -1e20, 0.0, 1e-30, -1e-30, 1.0]])
     found = made(FORWARD, curve, x=x)["y"]
     assert not found.isnan().any()
@@ -60,7 +60,7 @@ def test_the_largest_numbers_give_no_nan(curve):
 
 
 @pytest.mark.parametrize("kind", ["relu", "relu2"])
-def test_nothing_comes_back_through_what_was_cut_off(kind):
+def test_no_gradient_passes_where_relu_is_0(kind):
     x = torch.tensor([[-1.0, 0.0, float("nan"), 2.0]])
     dy = torch.tensor([[float("nan"), float("inf"), 1.0, 1.0]])
     found = made(BACKWARD, CURVES[kind], x=x, dy=dy)["dx"]
@@ -77,7 +77,7 @@ def test_stripes_of_a_wide_matrix_are_added_up_on_any_number_of_blocks(blocks):
 
 
 def test_the_exact_form_differs_from_that_by_tanh_as_erf_does():
-    """Element by element, no further from erf than torch's float32 is from float64 by some units."""
+    """Each element is within some float32 units of erf."""
     problem = sized(GEGLU[0], rows=1, columns=4096).but(tanh=False)
     gate = torch.linspace(-8, 8, 4096)[None]
     given = {"gate": gate, "up": torch.ones_like(gate)}

@@ -1,4 +1,4 @@
-"""A step of AdamW: what is rounded, what stays, and how memory is seen."""
+"""A step of AdamW: roundings, zero gradients, overflow, and the view of memory as rows."""
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ SPEC = spec_named("adamw")
 
 
 def step(problem, inputs):
-    """The results of the default config."""
+    """Return the results of the default config."""
     return launched(SPEC, problem, SPEC.default(problem, INTERPRETED), inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_moves_where_gradient_and_moments_are_zero(dtype):
+def test_nothing_changes_if_gradient_and_moments_are_zero(dtype):
     problem = sized(SPEC, dtype)
     inputs = inputs_of(SPEC, problem)
     zeros = {name: torch.zeros_like(inputs[name]) for name in ("grad", "exp_avg", "exp_avg_sq")}
@@ -31,7 +31,7 @@ def test_nothing_moves_where_gradient_and_moments_are_zero(dtype):
 
 
 def test_nothing_but_the_results_is_rounded():
-    """A step that brings the parameter near zero: what is left would be lost if anything were rounded on the way."""
+    """A step brings the parameter near zero: if anything were rounded before, the result would be lost."""
     problem = sized(SPEC, "bfloat16")
     inputs = inputs_of(SPEC, problem)
     alone = SPEC.reference(**inputs | {"param": torch.zeros_like(inputs["param"])})["new_param"]
@@ -57,7 +57,7 @@ def test_the_sign_turns_the_gradient_alone():
         assert torch.equal(turned[name], expected), name
 
 
-def test_what_changes_from_step_to_step_is_in_no_artifact():
+def test_constants_do_not_change_from_step_to_step():
     problem = sized(SPEC, "bfloat16")
     for config in configs(SPEC, problem):
         constants = [name for name, _ in SPEC.device(problem, config).constants]
@@ -65,7 +65,7 @@ def test_what_changes_from_step_to_step_is_in_no_artifact():
 
 
 @given(elements=st.one_of(st.integers(1, 1 << 40), st.integers(1, 1 << 20).map(lambda n: 256 * n)))
-def test_memory_is_seen_as_whole_rows_of_the_widest_width(elements):
+def test_memory_is_viewed_as_whole_rows_of_the_widest_width(elements):
     rows, columns = flat_shape(elements)
     assert rows * columns == elements
     assert columns == max(width for width in WIDTHS if elements % width == 0)

@@ -1,4 +1,4 @@
-"""References of gradients are what autograd says of the forward's reference in float64, whoever wrote them."""
+"""References of gradients equal autograd's of the forward's reference in float64."""
 
 import inspect
 import itertools
@@ -13,7 +13,7 @@ from tilekern.ops.operation import DECLARED
 
 SHIPPED = [op for op in DECLARED.values() if op.formula.__module__.startswith("tilekern.ops.")]
 FORWARD = "_forward"
-# Gradients of more or of less than a forward kernel's results, which the tests of these kernels hold to autograd.
+# Gradients of more or fewer results than a forward kernel's; the tests of these kernels compare them with autograd.
 ELSEWHERE = (
     "experts_gate_backward", "fused_linear_cross_entropy", "fused_linear_jsd", "grouped_weight_gradient",
     "router_losses_backward",
@@ -29,15 +29,15 @@ def _inputs_of(spec):
 
 
 def _forward_by_name(name):
-    """The forward whose name without ``_forward`` a spec's begins with, the longest one; None where there is none."""
+    """Return the forward with the longest name that, without ``_forward``, starts a spec's name; None if none does."""
     stems = [found.removesuffix(FORWARD) for found in all_specs() if found.endswith(FORWARD) and found != name]
     stem = max((stem for stem in stems if name.startswith(f"{stem}_")), key=len, default=None)
     return None if stem is None else f"{stem}{FORWARD}"
 
 
 def _pairs():
-    """Forwards, each with what gives its gradients: as ops declare it, or by its name."""
-    # The gradient of a loss that comes with its gradient is a product with the slope.
+    """Return pairs of forward and backward: as ops declare them, or by their names."""
+    # If a loss comes with its gradient, the backward only multiplies by the slope.
     found = [(op.forward.name, op.backward.name) for op in SHIPPED if op.backward and "gradient" not in op.kept]
     for spec in SPECS:
         forward = _forward_by_name(spec.name)
@@ -54,18 +54,18 @@ TURNED_BACK = {op.name: op for op in SHIPPED if op.backward_flags}
 
 
 def _leaves(spec, problem):
-    """The inputs of a spec, with gradients to come where they are numbers."""
+    """Return the inputs of a spec; floating-point ones require gradients."""
     return {k: v.double().requires_grad_() if is_float(v) else v for k, v in inputs_of(spec, problem).items()}
 
 
 def _results(spec, problem, given):
-    """The reference's results for what it takes of what there is: its inputs, and the flags that it asks for."""
+    """Return the reference's results for those of the given values, and of the flags, that are its parameters."""
     names = {*_inputs_of(spec), *inspect.signature(spec.reference).parameters}
     return spec.reference(**{name: x for name, x in (dict(problem) | given).items() if name in names})
 
 
 def _gradients(results, slopes, given):
-    """By ``d<input>``, of those that the results depend on."""
+    """Return gradients as ``d<input>``, for the inputs that the results depend on."""
     leaves = {name: x for name, x in given.items() if is_float(x)}
     asked = [results[name] for name in slopes]
     found = torch.autograd.grad(asked, list(leaves.values()), list(slopes.values()), allow_unused=True)
@@ -77,36 +77,36 @@ def _detached(values):
 
 
 def _assert_like(got, gradients, results):
-    """Hold gradients by their names; ``gradient`` is the first input's, ``sums`` are those that have no other name."""
+    """Compare gradients by their names; ``gradient`` is the first input's, ``sums`` are those without another name."""
     others = [x.flatten() for name, x in gradients.items() if name not in got]
     known = (
         results | gradients | {"gradient": next(iter(gradients.values())), "sums": torch.cat([*others, torch.empty(0)])}
     )
     held = got.keys() & known.keys()
-    assert held & {*gradients, "gradient"}, "no gradient is held to anything"
+    assert held & {*gradients, "gradient"}, "no gradient is compared"
     for name in held:
         expected = known[name].reshape(got[name].shape)
         torch.testing.assert_close(got[name], expected, rtol=1e-9, atol=1e-9, msg=lambda said, at=name: f"{at}: {said}")
 
 
 def _slopes(results, given, own):
-    """What a backward calls the gradients of results: ``d<result>``, or what nothing else gives for the first left."""
+    """Return a backward's names of the results' gradients: ``d<result>``, or else the input without a source."""
     graded = [name for name, x in results.items() if x.requires_grad]
     called = {name: f"d{name}" for name in graded if f"d{name}" in own}
     others = {*given, *results, *called.values()}
     rest = [name for name, x in own.items() if is_float(x) and name not in others]
-    assert len(rest) <= 1, f"nothing says what {rest} are"
+    assert len(rest) <= 1, f"unknown inputs of the backward: {rest}"
     return called | dict(zip([name for name in graded if name not in called], rest, strict=False))
 
 
 def _made_between(forward, names):
-    """What others of a forward's kernels make of its results, of some names: attention's ``delta``."""
+    """Return the other kernels of a forward that compute inputs of the backward, such as attention's ``delta``."""
     beside = [spec for spec in SPECS if _forward_by_name(spec.name) == forward]
     return {name: spec for spec in beside for name in names & {*_outputs_of(spec)}}
 
 
 def _every_flag(*specs):
-    """Problems of some specs, for all combinations of their flags."""
+    """Yield problems of some specs, for all combinations of their flags."""
     names = list(dict.fromkeys(d.name for spec in specs for d in spec.dimensions if d.kind == "flag"))
     for values in itertools.product((False, True), repeat=len(names)):
         flags = dict(zip(names, values, strict=True))
@@ -115,7 +115,7 @@ def _every_flag(*specs):
 
 
 @pytest.mark.parametrize(("forward", "backward"), PAIRS)
-def test_a_backward_s_reference_is_what_autograd_says(forward, backward):
+def test_a_backward_s_reference_equals_autograd(forward, backward):
     forward, backward = spec_named(forward), spec_named(backward)
     for problem, of_backward in _every_flag(forward, backward):
         _assert_backward(forward, backward, problem, of_backward)
@@ -132,13 +132,13 @@ def _assert_backward(forward, backward, problem, of_backward):
     handed |= {name: _results(spec, problem, handed)[name] for name, spec in between.items()}
     for name, x in own.items():
         if isinstance(x, torch.Tensor):
-            # Whole numbers as such, and groups of experts one after the other.
+            # Integers keep their dtype; groups of experts are flattened.
             handed[name] = handed[name].to(handed[name].dtype if is_float(x) else x.dtype).reshape(x.shape)
     _assert_like(_results(backward, dict(of_backward) | dict(problem), handed), gradients, _detached(results))
 
 
 @pytest.mark.parametrize("name", AT_ONCE)
-def test_gradients_that_come_with_a_loss_are_what_autograd_says(name):
+def test_gradients_that_come_with_a_loss_equal_autograd(name):
     spec = spec_named(name)
     for (problem,) in _every_flag(spec):
         if problem.get("graded", True):
@@ -150,8 +150,8 @@ def test_gradients_that_come_with_a_loss_are_what_autograd_says(name):
 
 @pytest.mark.parametrize("flags", [False, True])
 @pytest.mark.parametrize("name", TURNED_BACK)
-def test_an_op_that_is_turned_back_gives_what_autograd_says(name, flags):
-    """Results and what gets a gradient have one order."""
+def test_an_op_whose_backward_is_its_inverse_equals_autograd(name, flags):
+    """Results and inputs with gradients have the same order."""
     op = TURNED_BACK[name]
     problem = sized(op.forward, flags=flags)
     there = problem.but(**{flag: value == "True" for flag, value in op.flags.items() if flag in op.backward_flags})

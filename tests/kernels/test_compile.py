@@ -20,16 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(toolkit() is None, reason="no
 COMPILED = compiled()
 every_spec = pytest.mark.parametrize("spec", COMPILED, ids=[spec.name for spec in COMPILED])
 QWEN3 = {
-    "rows": 8192,
-    "columns": 1024,
-    "tokens": 8192,
-    "batch": 1,
-    "heads": 16,
-    "kv_heads": 8,
-    "head_dim": 128,
-    "pairs": 64,
+    "rows": 8192, "columns": 1024, "tokens": 8192, "batch": 1, "heads": 16, "kv_heads": 8, "head_dim": 128, "pairs": 64,
     "vocabulary": 151936,
-}
+}  # fmt: skip
 QWEN3_8B = QWEN3 | {"columns": 4096, "heads": 32}
 
 
@@ -42,13 +35,13 @@ def test_other_generations_have_kernels_of_each_family(kernel, arch):
 
 
 def judge(spec, problem, target, variant, config=None):
-    """What the cubin takes."""
+    """Compile a candidate and return the resources that its cubin takes."""
     config = config or config_of(spec, problem, target, variant)
     made = compile_candidate(spec, problem, config, target, variant)
     return resources_of(spec, problem, made, target)
 
 
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 @every_spec
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_the_default_config_spills_nothing_at_the_sizes_of_qwen3_8b(spec, arch):
@@ -77,8 +70,7 @@ def _product(arch, product, epilogue, **changes):
     return arch, spec, spec.problem(**matmul.sizes(8192, 4096, 12288, "bfloat16", (*product, *epilogue))), 0, changes
 
 
-# The bytes that the default, or another config, may spill at real sizes: an architecture, a spec, a problem, the most,
-# and how the config is another.
+# Architecture, spec, problem, bytes that the default config may spill, and changes of that config.
 SPILLS = [
     # A slot or two beside the loop costs nothing; a spilled accumulator takes hundreds of bytes. Each head on both GPUs
     # of users, each flag on one of them.
@@ -105,7 +97,7 @@ SPILLS = [
 
 
 @pytest.mark.parametrize(("arch", "spec", "problem", "most", "changes"), SPILLS, ids=id_of)
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_defaults_of_real_sizes_spill_next_to_nothing(arch, spec, problem, most, changes):
     target = resolve(arch)
     config = spec.default(problem, target).but(**changes)
@@ -133,6 +125,7 @@ def test_first_tiles_of_large_layers_spill_nothing(arch, kernel, sizes, on):
 
 @pytest.mark.parametrize("kernel", ["cross_entropy_forward", "cross_entropy_backward", "cross_entropy_fused"])
 @pytest.mark.parametrize("arch", BOTH)
+@pytest.mark.share(3)
 def test_generic_configs_spill_nothing_at_a_real_vocabulary(kernel, arch):
     spec = spec_named(kernel)
     problem = spec.bucketed(sized(spec, "bfloat16", rows=4096, vocabulary=128256))
@@ -140,7 +133,7 @@ def test_generic_configs_spill_nothing_at_a_real_vocabulary(kernel, arch):
 
 
 def test_the_generic_float32_product_compiles():
-    """It runs where a record's winner is a tile and an argument is not aligned; float32's is the library."""
+    """It runs if a record's winner is a tile and an argument is not aligned; float32's winner is the library."""
     spec = spec_named("matmul")
     problem = spec.problem(**matmul.sizes(8192, 4096, 12288, "float32", ("b_transposed",)))
     judge(spec, problem, resolve("sm_90"), GENERIC)
@@ -171,7 +164,7 @@ def test_rows_that_are_read_twice_compile(kernel, variant):
 
 @pytest.fixture
 def compiler(monkeypatch):
-    """The compiler itself, which keeps nothing that it made."""
+    """Use the compiler itself, without kept cubins."""
     monkeypatch.setenv("PATH", without_kept_cubins())
 
 

@@ -1,4 +1,4 @@
-"""What is special to the cross-entropy kernels: ignored and wrong targets, roundings, and logits without bounds."""
+"""The cross-entropy kernels: ignored and wrong targets, roundings, and large or infinite logits."""
 
 import itertools
 import math
@@ -22,12 +22,12 @@ FLAGS = [
 
 
 def run(spec, problem, inputs):
-    """The outputs of the default config."""
+    """Return the outputs of the default config."""
     return launched(spec, problem, spec.default(problem, INTERPRETED), inputs)
 
 
 def with_lse(inputs, softcap=None):
-    """The inputs, with the log-sum-exp of their own logits where the spec takes one."""
+    """Return the inputs with the log-sum-exp of their own logits, if the spec takes it."""
     wide = inputs["logits"].double() if softcap is None else capped_logits(inputs["logits"], softcap, True)
     return inputs | ({"lse": wide.logsumexp(1).float()} if "lse" in inputs else {})
 
@@ -51,7 +51,7 @@ def test_the_fused_kernel_is_the_other_two():
 
 @every_spec
 @pytest.mark.parametrize("wrong", [-1, 83, 2**31 - 1, -(2**31)])
-def test_a_target_that_is_no_class_makes_its_row_nan(spec, wrong):
+def test_a_target_that_is_not_a_class_makes_its_row_nan(spec, wrong):
     problem = sized(spec, "bfloat16", rows=5, vocabulary=83).but(weighted=True)
     inputs = inputs_of(spec, problem)
     expected = run(spec, problem, inputs)
@@ -74,7 +74,7 @@ def test_logits_are_not_rounded_after_the_cap(spec):
 
 @each([BACKWARD, FUSED])
 def test_the_gradient_at_a_sure_target_is_rounded_once(spec):
-    """It is 1 less a probability of 0.99, of which rounding would leave little."""
+    """It is 1 less a probability of 0.99; if that were rounded, little would remain."""
     problem = sized(spec, "bfloat16", rows=3, vocabulary=83)
     inputs = inputs_of(spec, problem) | {"z_loss": 0.0}
     inputs["logits"].scatter_(1, inputs["target"].long()[:, None], 12.0)
@@ -96,7 +96,7 @@ def test_large_logits_and_minus_infinity(spec):
 
 
 def test_a_wrong_softmax_does_not_pass_at_a_real_vocabulary():
-    """The gradient at the targets is far larger than elsewhere, and must not hide the rest."""
+    """The gradient at the targets is far larger than elsewhere, and must not hide other errors."""
     problem = sized(BACKWARD, "bfloat16", rows=3, vocabulary=32000)
     inputs = inputs_of(BACKWARD, problem)
     expected = expected_results(BACKWARD, problem, inputs)

@@ -3,14 +3,14 @@ import torch
 from spec_samples import assert_right, configs, inputs_of, interpret, one_of_each, plain_inputs, sized
 
 from tilekern.kernels import spec_named
-from tilekern.kernels.dyt import groups_of, stripe_of, stripes_of
+from tilekern.kernels.families.stripes import groups_of, stripe_of, stripes_of
 from tilekern.spec.targets import resolve
 
 FORWARD, BACKWARD, SUMS = (spec_named(f"dyt_{name}") for name in ("forward", "backward", "sums"))
 
 
 def test_numbers_near_0_keep_their_digits():
-    """1 - exp(-2 u) has one digit of a u of 1e-6; the series has all, and they meet at 1/4."""
+    """1 - exp(-2 u) keeps one digit of a u of 1e-6, the series all; they meet at 1/4."""
     problem = sized(FORWARD, rows=2, columns=2000, flags=False)
     inputs = plain_inputs(FORWARD, problem)
     tiny = torch.logspace(-30, -6, 1000)
@@ -23,7 +23,7 @@ def test_numbers_near_0_keep_their_digits():
 @pytest.mark.parametrize("flags", [False, True])
 @pytest.mark.parametrize("columns", [1500, 5121])
 def test_rows_of_several_stripes(columns, flags):
-    """By as many blocks as there are groups, by one block for all stripes, and by more blocks than rows."""
+    """By a block for each group, by one block for all stripes, and by more blocks than rows."""
     problem = sized(BACKWARD, "bfloat16", rows=7, columns=columns, flags=flags)
     inputs = inputs_of(BACKWARD, problem)
     ways = one_of_each(BACKWARD, problem, "tile_m", "tile_n")
@@ -43,7 +43,7 @@ def test_stripes_waste_little_and_partial_sums_are_few():
 
 
 def test_numbers_near_0_are_rounded_once_in_16_bits():
-    """Below 2^-8 tanh is taken for a straight line; gamma makes all results about 1."""
+    """Below 2^-8 tanh is a straight line; gamma makes all results about 1."""
     problem = sized(FORWARD, "bfloat16", rows=2, columns=2000, flags=False)
     inputs = plain_inputs(FORWARD, problem)
     x = torch.cat((torch.logspace(-30, 1, 1000), -torch.logspace(-3, -2, 1000))).bfloat16()

@@ -15,7 +15,7 @@ FAR = (2**31, 2**32 + 5, 2**46, -(2**40))
 
 
 def run(labels, config, ignore_index=-100, blocks=1):
-    """Labels, their number, and what is left for the host."""
+    """Return labels, their count, and the word for the host."""
     problem = SPEC.problem(rows=len(labels), wide=labels.dtype == torch.int64)
     seen = torch.zeros(1, dtype=torch.int64)
     inputs = {"target": labels, "ignore_index": ignore_index, "vocabulary": VOCABULARY, "op": OP, "seen": seen}
@@ -24,7 +24,7 @@ def run(labels, config, ignore_index=-100, blocks=1):
 
 
 def left(word):
-    """The op and the label of a word."""
+    """Return the op and the label of a word."""
     number, label = divmod(word + SPAN // 2, SPAN)
     return number, label - SPAN // 2
 

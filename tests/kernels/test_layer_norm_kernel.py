@@ -6,7 +6,7 @@ from tilekern.kernels import spec_named
 
 FORWARD, BACKWARD = spec_named("layer_norm_forward"), spec_named("layer_norm_backward")
 both = pytest.mark.parametrize("spec", [FORWARD, BACKWARD], ids=lambda spec: spec.name)
-# How rows are held, and the width of tiles.
+# The axes by which rows are held, and the width of tiles.
 WAYS = ("passes", "tile_n")
 
 
@@ -21,7 +21,7 @@ def test_a_mean_far_from_zero_costs_no_more_than_its_own_rounding(spec, columns)
 
 
 def test_slopes_far_from_zero_are_not_rounded_with_the_weight():
-    """The mean of dy * weight is taken away: what is left would be lost if the products were rounded."""
+    """The mean of dy * weight is subtracted: if the products were rounded, the rest would be lost."""
     problem = sized(BACKWARD, "bfloat16", rows=3, columns=84)
     inputs = plain_inputs(BACKWARD, problem)
     inputs["dy"] = 256 + 2 * (inputs["dy"] > 0).to(inputs["dy"].dtype)

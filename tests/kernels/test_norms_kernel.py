@@ -1,4 +1,4 @@
-"""Norms over rows and groups, alone and with sums: means far from zero, and where the sums are rounded."""
+"""Norms over rows and groups, alone and with sums: means far from zero, and the rounding of sums."""
 
 import pytest
 import torch
@@ -9,10 +9,11 @@ from tilekern.spec.targets import KNOWN
 
 GROUPS = [spec_named(f"group_norm_{name}") for name in ("forward", "backward")]
 both = each(GROUPS)
-# The shape of tiles.
+# The axes of tiles.
 WAYS = ("passes", "tile_g", "tile_c", "tile_n")
-# Channels of a group and positions: some groups a step, one, and groups that no step holds, in pieces of each form.
+# Channels of a group and positions: several groups a step, one group, and groups in pieces of each form.
 SIZES = [(2, 9), (5, 300), (3, 5000), (20, 700), (200, 49), (9000, 1)]
+# Kernels, the input that is shifted, and sizes.
 SHIFTED = [
     *(
         (spec.name, "x", {"batch": 1, "groups": 2, "channels": 3, "positions": n})
@@ -26,6 +27,7 @@ SHIFTED = [
 @pytest.mark.parametrize(("name", "shifted", "sizes"), SHIFTED, ids=str)
 def test_a_mean_far_from_zero_costs_no_more_than_its_own_rounding(name, shifted, sizes):
     spec = spec_named(name)
+    """The mean of the squares less the square of the mean would be off by 2e-3."""
     problem = sized(spec, **sizes)
     inputs = plain_inputs(spec, problem)
     inputs[shifted] += 256
@@ -64,7 +66,7 @@ def of_two_columns(spec, residual, x, **more):
     [("rms_norm", {"eps": 0.0}, 1.0), ("layer_norm", {"bias": torch.full((64,), 0.5)}, 0.5)],
 )
 def test_the_norm_is_that_of_the_rounded_sum(name, more, expected):
-    """4 + 2^-7 lies between two values of bfloat16; a row of nothing else has a norm of 1 once it is rounded."""
+    """4 + 2^-7 lies between two values of bfloat16; a row of this value alone has a norm of 1 once it is rounded."""
     spec = spec_named(f"fused_add_{name}_forward")
     problem, inputs = of_two_columns(spec, 4.0, 2**-7, **more)
     inputs["x"][:, 0] = 0.0
@@ -74,7 +76,7 @@ def test_the_norm_is_that_of_the_rounded_sum(name, more, expected):
 
 @pytest.mark.parametrize("name", ["fused_rms_norm_add", "fused_rms_norm_add_rms_norm"])
 def test_the_norm_is_rounded_before_the_sum(name):
-    """Of ones a norm by the weight 1 + 2^-9 is that weight, which bfloat16 does not have: 1 / 512 must not come out."""
+    """Ones normalised with the weight 1 + 2^-9 give that weight, which bfloat16 lacks: 1 / 512 must not come out."""
     spec = spec_named(f"{name}_forward")
     problem, inputs = of_two_columns(spec, -1.0, 1.0, eps=0.0, offset=0.0)
     inputs["weight"] = torch.full((64,), 1 + 2**-9)

@@ -1,4 +1,4 @@
-"""Heads turned by angles: rope, what has other angles, and what norms heads before or after; special to some or all."""
+"""Heads turned by angles: rope, kernels with other angles, and kernels that normalise heads too."""
 
 import math
 
@@ -34,7 +34,7 @@ both_ways = pytest.mark.parametrize("inverse", [False, True])
 
 
 def one_of_each_loop(spec, problem):
-    """The first config of each way to go over heads."""
+    """Return the first config of each kind of loop over heads."""
     found = {}
     for config in configs(spec, problem):
         if not spec.is_library(problem, config):
@@ -50,7 +50,7 @@ def test_the_angles_of_a_single_batch_entry_are_shared(spec, flags):
     inputs = inputs_of(spec, problem)
     shared = {name: x[..., :1, :, :] for name, x in inputs.items() if name in ANGLES}
     for angles in (shared, {name: x.expand(*x.shape[:-3], 3, -1, -1) for name, x in shared.items()}):
-        assert_right(spec, problem, configs(spec, problem)[:6], inputs | angles)
+        assert_right(spec, problem, configs(spec, problem)[:3], inputs | angles)
 
 
 @each([ROPE, *NORMED])
@@ -59,7 +59,7 @@ def test_only_the_first_half_of_angles_that_are_stored_twice_is_read(spec):
     inputs, half = inputs_of(spec, problem), problem["head_dim"] // 2
     first = {name: inputs[name][..., :half].contiguous() for name in ("cos", "sin")}
     twice = {name: torch.cat((x, torch.full_like(x, torch.nan)), -1) for name, x in first.items()}
-    if spec is ROPE:  # whose caller takes the first ones
+    if spec is ROPE:  # its caller slices the angles
         twice = {name: x[..., :half] for name, x in twice.items()}
     for angles in (first, twice):
         assert_right(spec, problem, both_defaults(spec, problem), inputs | angles)
@@ -114,7 +114,7 @@ def test_a_number_that_is_not_finite_stays_in_its_pair(spec):
 
 
 def test_rope_rounds_nothing_but_its_results():
-    """Products that nearly cancel: what is left of them would be lost if they were rounded."""
+    """Products nearly cancel: if they were rounded, the rest would be lost."""
     problem = sized(ROPE, "bfloat16").but(full=True)
     inputs, half = inputs_of(ROPE, problem), problem["head_dim"] // 2
     for name in ("q", "k"):
@@ -139,12 +139,12 @@ def test_the_reference_of_llama4_is_the_product_of_complex_numbers():
 @both_ways
 @pytest.mark.parametrize("head_dim", [2, 12, 16])
 def test_any_sections(inverse, head_dim):
-    """Numbers of frequencies of time and of height: none, all, and what lies between."""
+    """Frequencies of time and of height: none, all, and some."""
     problem, half = sized(POSITIONS, head_dim=head_dim).but(inverse=inverse), head_dim // 2
     inputs = inputs_of(POSITIONS, problem)
     between = ((half // 4, half // 2), (0, 1), (half // 2, half - half // 2))
     for time, height in ((0, 0), (half, 0), (0, half), *between):
-        assert_right(POSITIONS, problem, configs(POSITIONS, problem)[:4], inputs | {"time": time, "height": height})
+        assert_right(POSITIONS, problem, configs(POSITIONS, problem)[:2], inputs | {"time": time, "height": height})
 
 
 def test_only_the_angle_of_its_position_counts_for_a_frequency():
@@ -196,7 +196,7 @@ def test_a_head_of_norm_one_is_only_rotated():
 
 
 def test_the_norm_is_not_rounded_before_the_rotation():
-    """First halves of heads that nearly cancel: what is left of them would be lost."""
+    """The first halves of heads nearly cancel: the rest would be lost."""
     problem = sized(FORWARD, "bfloat16")
     inputs, half = inputs_of(FORWARD, problem), problem["head_dim"] // 2
     for name in ("q", "k"):
@@ -216,19 +216,9 @@ def test_forms_of_models(spec, form):
     assert_right(spec, problem, one_of_each_loop(spec, problem), inputs_of(spec, problem))
 
 
-@each(GENERAL)
-def test_without_options_it_is_qk_norm_rope(spec):
-    plain = spec_named(spec.name.replace("_general", ""))
-    inputs = inputs_of(spec, sized(spec, head_dim=12, pairs=6)) | {"offset": 0.0}
-    found = spec.reference(**inputs, norm_last=False, interleaved=False)
-    given = {name: value for name, value in inputs.items() if name != "offset"}
-    for name, expected in plain.reference(**given).items():
-        torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_offset_is_added_in_float32(interleaved):
-    """A weight that bfloat16 rounds away beside 1: an error of 2^-8 for every number."""
+    """bfloat16 would round the weight away beside 1: an error of 2^-8 for every number."""
     spec = GENERAL[0]
     problem = sized(spec, "bfloat16").but(interleaved=interleaved)
     inputs = inputs_of(spec, problem) | {"offset": 1.0}
@@ -247,7 +237,7 @@ def test_more_pairs_than_a_head_has_are_refused():
 
 
 def machine_code_of(spec, problem, target):
-    """The counts of accesses of the default config's cubin, and what it takes."""
+    """Return the counts of accesses of the default config's cubin, and its resources."""
     made = compile_candidate(spec, problem, spec.default(problem, target), target, ALIGNED)
     code = read_machine_code(code_of(made.cubin, made.symbol), target.capability)
     return code.whole, resources_of(spec, problem, made, target)
@@ -256,8 +246,9 @@ def machine_code_of(spec, problem, target):
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("gpu", ["sm_90", "sm_100"])
+@pytest.mark.share(2)
 def test_pairs_are_rotated_in_the_threads_that_load_them(gpu):
-    """q and k go in and out in vectors of 16 bytes; the angles alone go through shared memory."""
+    """q and k are read and written in vectors of 16 bytes; only the angles go through shared memory."""
     problem = sized(LLAMA4, "bfloat16", tokens=4096, batch=1, heads=40, kv_heads=8, head_dim=128)
     whole, _ = machine_code_of(LLAMA4, problem.but(angle_dtype="float32"), resolve(gpu))
     assert whole.store_bytes == 16 * whole.global_stores > 0
@@ -286,7 +277,7 @@ def test_heads_are_read_and_written_in_vectors_and_angles_once_for_q_and_k(gpu, 
 @each(GENERAL)
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("form", ["gemma3", "qwen3_next", "hunyuan", "llama4"])
-@pytest.mark.share(8)
+@pytest.mark.share(16)
 def test_the_forms_of_models_compile(spec, arch, form):
     problem, target = spec.bucketed(form_of(spec, form, tokens=4096, batch=1)), resolve(arch)
     assert compile_candidate(spec, problem, spec.default(problem, target), target, ALIGNED).cubin

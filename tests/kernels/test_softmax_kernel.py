@@ -1,4 +1,4 @@
-"""Softmax and sparsemax: large numbers, numbers that are not finite, ties, and what lies beyond the end of a row."""
+"""Softmax and sparsemax: large numbers, numbers that are not finite, ties, and elements beyond the end of a row."""
 
 import math
 
@@ -19,7 +19,7 @@ lengths = pytest.mark.parametrize("columns", [83, 1500, 20000])
 
 
 def ways(spec, problem):
-    """A config of each way to hold rows, and of each width of tiles."""
+    """Return a config of each number of passes and each width of tiles."""
     return one_of_each(spec, problem, "passes", "tile_n")
 
 
@@ -30,10 +30,8 @@ def normal(*shape, seed=0):
 @both
 @lengths
 @pytest.mark.parametrize("level", [-1000.0, 1000.0])
-def test_large_numbers_of_one_sign_cost_no_digits_and_nothing_comes_in_from_beyond_the_end_of_a_row(
-    spec, columns, level
-):
-    """Without the maximum exponentials are 0 or infinite; zeros beyond would be the maximum of negative rows."""
+def test_large_numbers_of_one_sign_cost_no_digits(spec, columns, level):
+    """Without the maximum exponentials are 0 or infinite; zeros beyond the end would exceed negative rows."""
     problem = sized(spec, rows=3, columns=columns)
     assert_right(spec, problem, ways(spec, problem), {"x": normal(3, columns) + level}, most=1e-6)
 
@@ -41,7 +39,7 @@ def test_large_numbers_of_one_sign_cost_no_digits_and_nothing_comes_in_from_beyo
 @both
 @examples(20)
 @given(st.data())
-def test_ties_and_numbers_that_are_not_finite_give_what_the_reference_gives(spec, data):
+def test_ties_and_numbers_that_are_not_finite_equal_the_reference(spec, data):
     numbers = st.sampled_from([-math.inf, -3e38, -1.0, -0.5, 0.0, 0.0, 0.5, 1.0, 2.0, 3e38, math.inf, math.nan])
     columns = data.draw(st.integers(1, 5))
     x = torch.tensor(data.draw(st.lists(st.lists(numbers, min_size=columns, max_size=columns), min_size=3, max_size=3)))
@@ -60,14 +58,14 @@ def test_a_row_without_a_result_is_nan_and_the_others_are_not(x, columns):
 
 @lengths
 def test_a_level_of_the_slopes_makes_no_difference(columns):
-    """The gradient is of what sums to 1 whatever x is, so its own sum is 0."""
+    """Results sum to 1 whatever x is, so the gradient sums to 0."""
     problem = sized(SOFTMAX_BACKWARD, rows=3, columns=columns)
     inputs = {"dy": normal(3, columns, seed=1) + 16, "y": normal(3, columns).double().softmax(-1).float()}
     assert_right(SOFTMAX_BACKWARD, problem, ways(SOFTMAX_BACKWARD, problem), inputs, most=1e-5)
 
 
 def stairs(columns, ratio, height):
-    """A row of groups of equal numbers, each group ``ratio`` times as large as the one above and as much nearer."""
+    """Return a row of groups of equal numbers; each has ``ratio`` times the size of the one above, and is nearer."""
     found, count, level = [0.0], 1, height
     while len(found) < columns:
         count, level = math.ceil(count * ratio), level / ratio
@@ -85,7 +83,7 @@ def test_the_steps_reach_the_threshold_of_rows_that_take_many(columns):
 
 
 def test_the_reference_is_the_nearest_distribution():
-    """It is one, and what it leaves of x is one number on the support and no more than that elsewhere."""
+    """It sums to 1; x less it is one number on the support, and at most that elsewhere."""
     x = normal(50, 20).double()
     y = by_sorting(x)
     torch.testing.assert_close(y.sum(-1), torch.ones(50).double())

@@ -1,4 +1,4 @@
-"""Search spaces, defaults, byte and operation counts, the problems that specs accept, and their registry."""
+"""Search spaces, defaults, counts of bytes and operations, dimensions, and the registry of specs."""
 
 import dataclasses
 import itertools
@@ -32,7 +32,7 @@ OTHERS = [
 
 
 def problems_of(config):
-    """Each spec at the sizes of a model."""
+    """Yield each spec with its problems at the sizes of a model."""
     config = config.get("text_config", config)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim", config["hidden_size"] // heads)
@@ -45,8 +45,9 @@ def problems_of(config):
 
 @pytest.mark.parametrize("gpu", ["H200", "B200"])
 @pytest.mark.parametrize("model", PRESETS)
+@pytest.mark.share(4)
 def test_defaults_of_the_presets_are_candidates(model, gpu):
-    """All candidates of one of a spec's problems, each model and GPU of another, and the first one of all others."""
+    """All candidates of one problem of a spec, drawn by model and GPU, and the first candidate of all others."""
     target, random = resolve(gpu), Random(f"{model} {gpu}")
     for spec, found in itertools.groupby(dict.fromkeys(problems_of(PRESETS[model])), key=lambda pair: pair[0]):
         problems = [problem for _, problem in found]
@@ -106,7 +107,7 @@ def test_dangerous_points_are_refused_with_their_reason_and_are_no_candidates(sp
 
 @every_spec
 def test_two_configs_of_one_implementation_differ_in_what_the_compiler_sees(spec):
-    """Each axis reaches the artifact or the grid: an axis that nothing reads would be timed for nothing."""
+    """Each axis must reach the artifact or the grid; an axis that nothing reads would be timed in vain."""
     problem = sized(spec, "bfloat16", rows=4096, columns=4096, tokens=4096, heads=32, kv_heads=8, head_dim=128)
     target = KNOWN[-3]
     seen = {}
@@ -129,7 +130,7 @@ def test_every_config_has_a_grid_for_any_rows(spec):
                 assert 1 <= spec.device(problem, config).grid(problem, target.sm_count) < 1 << 31
 
 
-# Few enough for a sweep, enough to choose from: sizes of a problem, and how many candidates there are.
+# Kernels, sizes of a problem, and the allowed numbers of candidates.
 SMALL = [
     *(("adamw", {"columns": columns}, range(10, 31)) for columns in WIDTHS),
     *(("attention_forward", {"head_dim": n, "batch": 4}, range(4, 26)) for n in (64, 96, 128, 256)),
@@ -185,7 +186,6 @@ LOSS = {"rows": 10, "vocabulary": 100, "dtype": "bfloat16", "smoothed": False, "
         ("rope", TURNED | HALF | {"full": True}, 2 * 2 * 320 + 2 * 4 * 10 * 2, 3 * 320),
         ("rope", TURNED | HALF | {"inverse": True, "angle_dtype": "float32"}, (2 + 4) * 320 + 2 * 4 * 5 * 4, 3 * 320),
         ("llama4_rope", TURNED | HALF | {"angle_dtype": "float32"}, 2 * 320 * 2 + 4 * 10 * 4, 3 * 320),
-        # Those of rope, whatever the positions.
         ("qwen2vl_mrope", TURNED | HALF, 2 * 2 * 320 + 2 * 4 * 5 * 2, 3 * 320),
         ("qwen2vl_mrope", TURNED | HALF | {"angle_dtype": "float32"}, (2 + 4) * 320 + 2 * 4 * 5 * 4, 3 * 320),
         *(

@@ -1,4 +1,4 @@
-"""Whatever the sizes are, the default and the generic config compile in seconds: a miss does so within a step."""
+"""The default and the generic config compile in seconds for any sizes, since a miss compiles within a step."""
 
 import resource
 
@@ -12,14 +12,14 @@ from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, GENERIC
 from tilekern.spec.targets import resolve
 
-# Processor seconds of a core that has nothing else to do, the front end's share included.
+# Processor seconds of an idle core, with the front end.
 MOST_S = 3.0
-# What such a core takes for the yardstick. A core of a shared machine takes up to twice as long, since neighbours use
-# its caches and, as its other thread, half of its units; so what exceeds the bound is divided by how much longer the
+# Seconds of an idle core for the yardstick. A core of a shared machine takes up to twice as long, since neighbours use
+# its caches and, as its other thread, half of its units. A time above the bound is divided by how much longer the
 # yardstick takes at that moment.
 YARDSTICK_S = 0.33
 YARDSTICK = spec_named("rms_norm_forward")
-# The moment of the yardstick is not quite that of the compile, so a slow one is taken again.
+# The yardstick runs after the compile, so a slow compile is repeated.
 TRIES = 5
 pytestmark = [
     pytest.mark.slow,
@@ -50,7 +50,7 @@ def processor_s():
 
 
 def compile_s(spec, problem, target, variant):
-    """Processor seconds of one compile, of the generic config where a library runs the default."""
+    """Return the processor seconds of one compile, of the generic config if a library runs the default."""
     started = processor_s()
     made = compile_candidate(spec, problem, config_of(spec, problem, target, variant), target, variant)
     taken = processor_s() - started
@@ -59,14 +59,14 @@ def compile_s(spec, problem, target, variant):
 
 
 def slowness():
-    """How many times longer than on an idle core a compile takes now."""
+    """Return how many times longer than on an idle core a compile takes now."""
     problem = sized(YARDSTICK, "bfloat16", rows=4096, columns=2048)
     return max(1.0, compile_s(YARDSTICK, problem, resolve("sm_90"), GENERIC) / YARDSTICK_S)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
-    """What the first compile of a process takes on top of its own; and no cubin that was kept."""
+    """Pay for the first compile of a process, and use no kept cubins."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", without_kept_cubins())
         slowness()

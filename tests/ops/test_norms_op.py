@@ -7,7 +7,8 @@ from op_samples import EPS, assert_near
 from tolerances import FLOAT64
 
 import tilekern
-from tilekern.kernels.dyt import BACKWARD, groups_of
+from tilekern.kernels.dyt import BACKWARD
+from tilekern.kernels.families.stripes import groups_of
 from tilekern.ops import dyt, fused_add_rms_norm, group_norm, layer_norm, poly_norm, rms_norm
 from tilekern.ops.fused_rms_norm_add import fused_rms_norm_add
 from tilekern.ops.fused_rms_norm_add_rms_norm import fused_rms_norm_add_rms_norm

@@ -97,7 +97,7 @@ def spec_named(name: str) -> KernelSpec:
     """Return the spec of that name.
 
     Raises:
-        InputError: there is none.
+        InputError: no spec has the name.
     """
     specs = all_specs()
     if name not in specs:

@@ -11,10 +11,9 @@ gelu (Hendrycks and Gimpel 2016, arXiv:1606.08415) by tanh is a sigmoid of twice
 ``(1 + tanh(u)) / 2 = sigmoid(2 u)``, so that ``linear = sqrt(8 / pi)`` and ``cubic = 0.044715 * linear``.
 Then ``dx = dy * (p + x * p')``. All in float32 registers, rounded once.
 
-For an MLP the backward also makes y again, which the gradient of the next layer's weight is made of, and sums dx over
-all rows, the gradient of a bias that was added to x. No row depends on its other columns, so a block goes down one
-stripe of columns of its share of the rows, as that of ``dyt`` does, and stores one row of sums for that stripe; the
-spec ``column_sum`` adds them up.
+For an MLP the backward also computes y again, for the gradient of the next layer's weight, and sums dx over all rows,
+which is the gradient of a bias that was added to x. It goes down stripes of columns
+(:mod:`tilekern.kernels.families.stripes`); the spec ``column_sum`` adds its partial sums up.
 """
 
 from __future__ import annotations
@@ -23,21 +22,20 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.dyt import BACKWARD as STRIPED
-from tilekern.kernels.dyt import grid, groups_of, stripe_of
-from tilekern.kernels.families.arrays import Arrays, bytes_of, drawn, gradients, matrices, partial_sums, tensors
-from tilekern.kernels.families.elements import dimensions_of, each_tile, spec
+from tilekern.kernels.families import stripes
+from tilekern.kernels.families.arrays import gradients, matrices, partial_sums
+from tilekern.kernels.families.elements import each_tile, spec
 from tilekern.kernels.geglu import exact
-from tilekern.kernels.tiles import ConstBool, ConstInt, hints, load
-from tilekern.spec import Config, Implementation, KernelSpec, Problem, ScalarParameter, outputs_of, parameters_of
+from tilekern.kernels.tiles import ConstBool, ConstInt, load
+from tilekern.spec import ScalarParameter
 
 _LOG2_E = 1.4426950408889634
-# Where |x| is the root of this, any such sigmoid is 0 or 1; a larger square would overflow, and times 0 be NaN.
+# At the root of this |x|, any such sigmoid is 0 or 1; a larger square would overflow, and times 0 be NaN.
 _FAR = 1e8
 
 
 def _sigmoid(x, linear, cubic):
-    """p and p' of float32 tiles."""
+    """Return p and p' of float32 tiles."""
     square = ct.minimum(x * x, _FAR)
     grown = 1.0 + ct.exp2(x * (linear + cubic * square) * -_LOG2_E, flush_to_zero=True)
     p = ct.truediv(1.0, grown, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
@@ -45,9 +43,9 @@ def _sigmoid(x, linear, cubic):
 
 
 def _value_and_slope(x, linear, cubic, erf, relu):
-    """y and dy/dx of float32 tiles."""
+    """Return y and dy/dx of float32 tiles."""
     if ct.static_eval(relu):
-        # NaN stays what it is.
+        # NaN stays NaN.
         ramp = ct.where(x <= 0.0, 0.0, x)
         if ct.static_eval(erf):
             return ramp, ct.where(x <= 0.0, 0.0, 1.0)
@@ -57,10 +55,10 @@ def _value_and_slope(x, linear, cubic, erf, relu):
 
 
 def _gradient(dy, x, linear, cubic, erf, relu):
-    """dx, and y."""
+    """Return dx and y."""
     y, slope = _value_and_slope(x, linear, cubic, erf, relu)
     if ct.static_eval(relu):
-        # No slope, even an infinite one, comes through where nothing went.
+        # dx is 0 below 0, even if dy is infinite.
         return ct.where(x <= 0.0, 0.0, dy * slope), y
     return dy * slope, y
 
@@ -114,7 +112,7 @@ def activation_backward_remake(
 
 
 def reference_forward(x: Any, linear: float, cubic: float, erf: bool, relu: bool) -> dict[str, Any]:
-    """The formula in float64."""
+    """Return the formula in float64."""
     import torch
 
     wide = x.double()
@@ -125,12 +123,12 @@ def reference_forward(x: Any, linear: float, cubic: float, erf: bool, relu: bool
 
 
 def reference_backward(dy: Any, x: Any, linear: float, cubic: float, erf: bool, relu: bool) -> dict[str, Any]:
-    """The gradient of :func:`reference_forward`."""
+    """Return the gradient of :func:`reference_forward`."""
     return gradients(reference_forward, {"y": dy}, x=x, linear=linear, cubic=cubic, erf=erf, relu=relu)
 
 
 def reference_remake(dy: Any, x: Any, linear: float, cubic: float, erf: bool, relu: bool) -> dict[str, Any]:
-    """The gradient, y itself and the gradient's sums in float64."""
+    """Return the gradient, y and the gradient's sums in float64."""
     dx = reference_backward(dy, x, linear, cubic, erf, relu)["dx"]
     return {"dx": dx, **reference_forward(x, linear, cubic, erf, relu), "dbias": dx.sum(0)}
 
@@ -158,50 +156,14 @@ BACKWARD = spec(
     flags=_FLAGS,
     flops=18,
 )
-_ARRAYS: Arrays = (*matrices(("dy", "x"), ("dx", "y")), partial_sums(1), *_SCALARS)
-
-
-def _implement(problem: Problem, config: Config) -> Implementation:
-    columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
-    stripe = stripe_of(columns)
-    return Implementation(
-        function=activation_backward_remake,
-        parameters=parameters_of(_ARRAYS, dimensions_of(_FLAGS), problem),
-        constants=(
-            ("columns", columns),
-            ("stripe", stripe),
-            ("tile_m", tile_m),
-            ("tile_n", tile_n),
-            ("bounded", tile_m > 1 or columns % stripe != 0),
-            ("tma", config["tma"]),
-            ("erf", problem["erf"]),
-            ("relu", problem["relu"]),
-        ),
-        grid=lambda sizes, sm_count: grid(sizes, config, sm_count),
-        hints=hints(config),
-    )
-
-
-def _results(outputs: dict[str, Any]) -> dict[str, Any]:
-    """The partial sums added up."""
-    return {"dx": outputs["dx"], "y": outputs["y"], "dbias": outputs["partial"].double().sum(0)}
-
-
-REMAKE = KernelSpec(
-    name="activation_backward_remake",
-    summary="gradient of an activation, its result once more, and the gradient's sums over rows, by groups of them",
-    module=__name__,
-    dimensions=dimensions_of(_FLAGS),
-    space=STRIPED.space,
-    implement=_implement,
-    default=STRIPED.default,
-    generic=STRIPED.generic,
-    inputs=lambda problem, generator, device: drawn(_ARRAYS, problem, generator, device),
-    outputs=lambda problem, blocks: outputs_of(_ARRAYS)(problem, groups_of(blocks, problem["columns"])),
-    reference=reference_remake,
-    results=_results,
-    bytes_moved=lambda problem: bytes_of(tensors(_ARRAYS), problem),
-    flops=lambda problem: 20 * problem["rows"] * problem["columns"],
-    result_dtype=lambda problem: str(problem["dtype"]),
+_REMAKE_ARRAYS = (*matrices(("dy", "x"), ("dx", "y")), partial_sums(1), *_SCALARS)
+REMAKE = stripes.spec(
+    activation_backward_remake,
+    "gradient of an activation, its result once more, and the gradient's sums over rows, by groups of them",
+    lambda problem: _REMAKE_ARRAYS,
+    reference_remake,
+    results=lambda outputs: {"dx": outputs["dx"], "y": outputs["y"], "dbias": outputs["partial"].double().sum(0)},
+    flags=_FLAGS,
+    flops=20,
 )
 SPECS = (FORWARD, BACKWARD, REMAKE)

@@ -3,11 +3,11 @@
 With the gradient g (its sign turned where the objective is maximised) at step t:
 ``m = m + (1 - beta1) * (g - m)``; ``v = beta2 * v + (1 - beta2) * g^2``;
 ``p = (1 - lr * weight_decay) * p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)``.
-The last fraction is taken times ``sqrt(1 - beta2^t)`` above and below, so that all that changes from step to step stays
-on the host: the kernel gets ``decay``, ``step_size`` and the scaled ``eps`` as scalars, and one artifact serves every
-learning rate. All in float32 registers, each result rounded once.
+Numerator and denominator of the last fraction are multiplied by ``sqrt(1 - beta2^t)``, so that the host computes all
+that changes from step to step: the kernel gets ``decay``, ``step_size`` and the scaled ``eps`` as scalars, and one
+artifact serves every learning rate. All in float32 registers, each result rounded once.
 
-The order of the elements means nothing here, so a parameter's memory is seen as rows of a few widths only
+The order of the elements does not matter, so a parameter's memory is viewed as rows of a few widths
 (:func:`flat_shape`), whatever its shape: few problems, and rows that start at aligned addresses.
 """
 
@@ -20,8 +20,8 @@ import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import ROWS, Arrays
 from tilekern.kernels.families.tables import MATRIX, spec
-from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, is_bounded, load, power_of_two
-from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, Space, Value, cdiv
+from tilekern.kernels.tiles import ConstBool, ConstInt, bounds_of_tiles, each_step, grid_of_tiles, load, power_of_two
+from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, Space, Value
 
 
 def _step_tile(
@@ -52,7 +52,7 @@ def adamw(
 ):  # fmt: skip
     """One tile a block, or resident blocks that loop; all arrays [rows, columns].
 
-    Each ``new_`` array is the memory of the one that it follows.
+    Each ``new_`` array is the memory of the array after which it is named.
     """
     # Its launch overlaps the end of the kernel before it, mostly the same one for another parameter.
     ct.grid_dependency_control_wait()
@@ -60,12 +60,7 @@ def adamw(
         param, grad, exp_avg, exp_avg_sq, sign, decay, weight1, beta2, weight2, step_size, eps, new_param, new_exp_avg,
         new_exp_avg_sq, columns, tile_m, tile_n, bounded,
     )  # fmt: skip
-    if ct.static_eval(persistent):
-        tiles = ct.cdiv(param.shape[0], tile_m) * ct.cdiv(columns, tile_n)
-        for item in range(ct.bid(0), tiles, ct.num_blocks(0)):
-            _step_tile(item, *arguments)
-    else:
-        _step_tile(ct.bid(0), *arguments)
+    each_step(_step_tile, ct.cdiv(param.shape[0], tile_m) * ct.cdiv(columns, tile_n), persistent, arguments)
 
 
 # Rows as wide as the widest tile; a norm's weight of 128 elements; whatever is left, one element a row and unaligned.
@@ -74,7 +69,7 @@ WIDTHS = (4096, 256, 16, 1)
 
 @functools.lru_cache(maxsize=4096)
 def flat_shape(elements: int) -> tuple[int, int]:
-    """Rows and columns of contiguous memory: columns are the largest of :data:`WIDTHS` that divides it."""
+    """Return rows and columns of contiguous memory: columns are the largest of :data:`WIDTHS` that divides it."""
     columns = next(width for width in WIDTHS if elements % width == 0)
     return elements // columns, columns
 
@@ -123,10 +118,6 @@ _ARRAYS: Arrays = (
 )
 
 
-def _grid(sizes: Problem, config: Config, sm_count: int) -> int:
-    return grid_of(cdiv(sizes["rows"], config["tile_m"]) * cdiv(sizes["columns"], config["tile_n"]), config, sm_count)
-
-
 def _config(problem: Problem, schedule: str, elements: int, occupancy: int) -> Config:
     width = min(elements, power_of_two(problem["columns"]))
     return Config(
@@ -135,7 +126,7 @@ def _config(problem: Problem, schedule: str, elements: int, occupancy: int) -> C
 
 
 def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Parameters that a step does not bring near zero, where they had no relative accuracy, but moves by many ulps."""
+    """Draw parameters that a step moves by many ulps, but not near zero, where they had no relative accuracy."""
     import torch
 
     shape, dtype = (problem["rows"], problem["columns"]), getattr(torch, problem["dtype"])
@@ -153,7 +144,7 @@ def reference(
     param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, sign: float, decay: float, weight1: float, beta2: float,
     weight2: float, step_size: float, eps: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """The formula in float64."""
+    """Return the formula in float64."""
     g = sign * grad.double()
     m = exp_avg.double() + weight1 * (g - exp_avg.double())
     v = beta2 * exp_avg_sq.double() + weight2 * g.square()
@@ -165,11 +156,11 @@ SPEC = spec(
     "adamw",
     "a step of AdamW: a parameter and its two moments, in place",
     MATRIX,
-    lambda problem: _ARRAYS,
+    _ARRAYS,
     reference,
-    function=lambda problem, config: adamw,
-    constants=lambda problem, config: {"bounded": is_bounded(config["tile_m"], problem["columns"], config["tile_n"])},
-    grid=_grid,
+    function=adamw,
+    constants=bounds_of_tiles,
+    grid=grid_of_tiles,
     space=Space(_axes, (_SIZED, _IN_ONE_PIECE, _IN_FLIGHT, _FITS_REGISTERS)),
     default=lambda problem, target: _config(problem, "block", 1024, 8),
     generic=lambda problem: _config(problem, "persistent", 512, 1),

@@ -5,26 +5,15 @@ CuTe DSL compiles it too (:mod:`tilekern.kernels.cute.sums`), for columns that a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import cuda.tile as ct
 
 from tilekern.kernels.families import cute_sums
-from tilekern.kernels.families.arrays import COLUMNS, ROWS, Arrays, bytes_of, drawn, tensors
-from tilekern.kernels.families.cute_configs import is_cute
-from tilekern.kernels.families.tables import MATRIX
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, load, power_of_two
-from tilekern.spec import (
-    Array,
-    Config,
-    Constraint,
-    CuteKernel,
-    Implementation,
-    KernelSpec,
-    Problem,
-    Space,
-    cdiv,
-    outputs_of,
-    parameters_of,
-)
+from tilekern.kernels.families.arrays import COLUMNS, ROWS, Arrays
+from tilekern.kernels.families.tables import MATRIX, spec
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, load, power_of_two
+from tilekern.spec import Array, Config, Constraint, Problem, Space, Value, cdiv
 from tilekern.spec.targets import Target
 
 
@@ -50,61 +39,42 @@ def _arrays(problem: Problem) -> Arrays:
     return Array("x", "float32", ROWS), Array("y", "dtype", COLUMNS, "output", problem["columns"] >= 8)
 
 
-def _implement(problem: Problem, config: Config) -> Implementation | CuteKernel:
-    parameters = parameters_of(_arrays(problem), MATRIX, problem)
-    if is_cute(config):
-        return cute_sums.implement(column_sum, parameters, problem, config)
-    constants = ("tile_m", "tile_n", "latency", "tma")
-    return Implementation(
-        function=column_sum,
-        parameters=parameters,
-        constants=(("columns", problem["columns"]), *((name, config[name]) for name in constants)),
-        grid=lambda sizes, sm_count: grid_of(cdiv(sizes["columns"], config["tile_n"]), config, sm_count),
-        hints=hints(config),
-        dependent=True,
+def config_of_sums(tile_m: int, tile_n: int, **more: Value) -> Config:
+    """Return a config of a kernel that adds up columns."""
+    tiles = {"schedule": "block", "tile_m": tile_m, "tile_n": tile_n}
+    return Config({**tiles, "occupancy": 1, "num_worker_warps": 0, "tma": False, **more})
+
+
+def default_of_sums(problem: Problem, target: Target, **more: Value) -> Config:
+    """Return the default of such a kernel."""
+    return config_of_sums(min(64, max(16, power_of_two(problem["rows"]))), 32, **more)
+
+
+def space_of_sums(tile_m: list[Value], tile_n: list[Value], **more: list[Value]) -> Space:
+    """Return the space of such a kernel."""
+    axes: dict[str, list[Value]] = {"schedule": ["block"], "tile_m": tile_m, "tile_n": tile_n}
+    axes |= {"occupancy": [1], "num_worker_warps": [0], "tma": [True, False], **more}
+    sized = Constraint(
+        "a tile of fewer than 512 or more than 4096 elements starves or spills",
+        lambda problem, config, target: 512 <= config["tile_m"] * config["tile_n"] <= 4096,
     )
+    return Space(lambda problem: axes, (TMA_NEEDS_HOPPER, sized))
 
 
-def _default(problem: Problem, target: Target) -> Config:
-    tile_m = min(64, max(16, power_of_two(problem["rows"])))
-    return Config(schedule="block", tile_m=tile_m, tile_n=32, occupancy=1, num_worker_warps=0, tma=False, latency=0)
-
-
-SPEC = KernelSpec(
-    name="column_sum",
-    summary="y = sum of x over its rows, float32 sums in a fixed order",
-    module=__name__,
-    dimensions=MATRIX,
-    space=Space(
-        lambda problem: {
-            "schedule": ["block"],
-            "tile_m": [32, 64, 128],
-            "tile_n": [8, 16, 32],
-            "occupancy": [1],
-            "num_worker_warps": [0],
-            "tma": [True, False],
-            "latency": [0],
-        },
-        (
-            TMA_NEEDS_HOPPER,
-            Constraint(
-                "a tile of fewer than 512 or more than 4096 elements starves or spills",
-                lambda problem, config, target: 512 <= config["tile_m"] * config["tile_n"] <= 4096,
-            ),
-        ),
-        (cute_sums.SPACE,),
-    ),
-    implement=_implement,
-    default=_default,
-    generic=lambda problem: Config(
-        schedule="block", tile_m=32, tile_n=16, occupancy=1, num_worker_warps=0, tma=False, latency=0
-    ),
-    inputs=lambda problem, generator, device: drawn(_arrays(problem), problem, generator, device),
-    outputs=lambda problem, blocks: outputs_of(_arrays(problem))(problem, blocks),
-    reference=lambda x: {"y": x.double().sum(0)},
-    bytes_moved=lambda problem: bytes_of(tensors(_arrays(problem)), problem),
+SPEC = spec(
+    "column_sum",
+    "y = sum of x over its rows, float32 sums in a fixed order",
+    MATRIX,
+    _arrays,
+    lambda x: {"y": x.double().sum(0)},
+    function=column_sum,
+    grid=lambda sizes, config, sm_count: grid_of(cdiv(sizes["columns"], config["tile_n"]), config, sm_count),
+    space=replace(space_of_sums([32, 64, 128], [8, 16, 32], latency=[0]), beside=(cute_sums.SPACE,)),
+    default=lambda problem, target: default_of_sums(problem, target, latency=0),
+    generic=lambda problem: config_of_sums(32, 16, latency=0),
+    cute=cute_sums.implement,
     flops=lambda problem: problem["rows"] * problem["columns"],
-    result_dtype=lambda problem: problem["dtype"],
+    dependent=True,
     inputs_in_l2=True,
 )
 

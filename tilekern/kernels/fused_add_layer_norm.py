@@ -1,11 +1,11 @@
 """A residual sum and its layer normalisation in one pass over memory, forward and backward.
 
-Forward, for rows r (residual) and x: ``total = cast(r + x)`` and ``y = layer_norm(total)``, as the module
-``layer_norm`` has it. The cast goes to the dtype of the arrays, where Hugging Face's decoder layers have it: the norm
-reads the rounded sum. Backward: ``dx = dtotal + dx of layer_norm``, where dtotal is what reaches the sum past the norm.
-It is the gradient of r as well as of x. Each block stores its rows' share of dweight and dbias as one row of
-``partial``, which the spec ``column_sum`` adds up in a fixed order. Nothing but total and weight is saved; every matrix
-is read or written once.
+Forward, for rows r (residual) and x: ``total = cast(r + x)`` and ``y = layer_norm(total)``, as in the module
+``layer_norm``. The cast goes to the dtype of the arrays, as in Hugging Face's decoder layers: the norm reads the
+rounded sum. Backward: ``dx = dtotal + dx of layer_norm``, where dtotal is the gradient that reaches the sum past the
+norm. dx is the gradient of r too. Each block stores its rows' share of dweight and dbias as one row of ``partial``, and
+the spec ``column_sum`` adds these up in a fixed order. Only total and weight are saved; every matrix is read or written
+once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels import layer_norm
-from tilekern.kernels.families.arrays import COLUMNS, PRODUCT, ROWS, partial_sums
+from tilekern.kernels.families.arrays import COLUMNS, PRODUCT, ROWS, matrices, partial_sums
 from tilekern.kernels.families.rows import backward, default_in_blocks, default_of_two_sums, forward, spec
 from tilekern.kernels.layer_norm import gradient, normal, shares, slopes, statistics
 from tilekern.kernels.tiles import ConstBool, ConstInt
@@ -62,13 +62,13 @@ _EPS = ScalarParameter("eps", "float32", 1e-5)
 
 
 def reference_forward(residual: Any, x: Any, weight: Any, bias: Any, eps: float) -> dict[str, Any]:
-    """The formula in float64 but for the cast of the sum, which belongs to the op."""
+    """Return the formula in float64, with the cast of the sum, which belongs to the op."""
     total = residual.double() + x.double()
     return {"total": total, **layer_norm.reference_forward(total.to(x.dtype), weight, bias, eps)}
 
 
 def reference_backward(dtotal: Any, dy: Any, total: Any, weight: Any, eps: float) -> dict[str, Any]:
-    """The gradients of :func:`reference_forward`, the cast's own slope taken as 1, as autograd does."""
+    """Return the gradients of :func:`reference_forward`; the slope of the cast is 1, as in autograd."""
     gradients = layer_norm.reference_backward(dy, total, weight, eps)
     return {**gradients, "dx": dtotal.double() + gradients["dx"]}
 
@@ -77,12 +77,7 @@ FORWARD = spec(
     fused_add_layer_norm_forward,
     "total = residual + x and y = layer_norm(total), row by row",
     (
-        Array("residual", "dtype", ROWS),
-        Array("x", "dtype", ROWS),
-        _WEIGHT,
-        _BIAS,
-        _EPS,
-        Array("total", "dtype", ROWS, "output"),
+        *matrices(("residual", "x"), ()), _WEIGHT, _BIAS, _EPS, *matrices((), ("total",)),
         Array("y", PRODUCT, ROWS, "output"),
     ),
     reference_forward,
@@ -90,19 +85,12 @@ FORWARD = spec(
     live=3,
     flops=9,
     default=lambda problem, target: default_in_blocks(3, 4, problem, target),
-)
+)  # fmt: skip
+_DTOTAL, _TOTAL = matrices(("dtotal", "total"), ())
 BACKWARD = spec(
     fused_add_layer_norm_backward,
     "gradients of fused_add_layer_norm: dx, which is dresidual too, and dweight and dbias by blocks",
-    (
-        Array("dtotal", "dtype", ROWS),
-        Array("dy", PRODUCT, ROWS),
-        Array("total", "dtype", ROWS),
-        _WEIGHT,
-        _EPS,
-        Array("dx", "dtype", ROWS, "output"),
-        partial_sums(2),
-    ),
+    (_DTOTAL, Array("dy", PRODUCT, ROWS), _TOTAL, _WEIGHT, _EPS, *matrices((), ("dx",)), partial_sums(2)),
     reference_backward,
     sums=("dweight", "dbias"),
     dependent=True,

@@ -2,12 +2,12 @@
 
 Forward, for rows r (residual) and x of n columns: ``total = cast(r + x)``, and with ``rstd = 1 / sqrt(mean(total^2) +
 eps)``, ``y = weight * cast(total * rstd)`` (RMSNorm: Zhang and Sennrich 2019, arXiv:1910.07467). Both casts go to the
-dtype of the arrays and stand where Hugging Face's decoder layers have them: the norm reads the rounded sum.
-Backward, with g = dy * weight: ``dx = dtotal + rstd * (g - total * rstd^2 * mean(g * total))``, where dtotal is what
-reaches the sum past the norm. It is the gradient of r as well as of x. ``dweight = sum over rows of dy * cast(total *
-rstd)``: each block stores its rows' share as one row of ``partial``, which the spec ``column_sum`` adds up in a fixed
-order. Nothing but total and weight is saved; every matrix is read or written once. As in the module ``rms_norm``, a
-second pair of kernels takes ``weight + offset``, with or without the cast before the weight.
+dtype of the arrays, as in Hugging Face's decoder layers: the norm reads the rounded sum.
+Backward, with g = dy * weight: ``dx = dtotal + rstd * (g - total * rstd^2 * mean(g * total))``, where dtotal is the
+gradient that reaches the sum past the norm. dx is the gradient of r too. ``dweight = sum over rows of dy * cast(total *
+rstd)``: each block stores its rows' share as one row of ``partial``, and the spec ``column_sum`` adds these up in a
+fixed order. Only total and weight are saved; every matrix is read or written once. As in the module ``rms_norm``, a
+second pair of kernels multiplies by ``weight + offset``, with or without the cast before the weight.
 """
 
 from __future__ import annotations
@@ -17,22 +17,9 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels import rms_norm
-from tilekern.kernels.families.arrays import COLUMNS, PRODUCT, ROWS, partial_sums
+from tilekern.kernels.families.arrays import COLUMNS, PRODUCT, ROWS, matrices, partial_sums
 from tilekern.kernels.families.rows import backward, forward, spec
-from tilekern.kernels.rms_norm import (
-    EPS,
-    gradient,
-    normal,
-    offset_gradient,
-    offset_normal,
-    offset_share,
-    offset_slopes,
-    offset_statistics,
-    share,
-    slopes,
-    statistics,
-    with_offset,
-)
+from tilekern.kernels.rms_norm import EPS, gradient, normal, share, slopes, statistics, with_offset
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array
 
@@ -50,7 +37,7 @@ def fused_add_rms_norm_forward(
     # Its launch overlaps the end of the kernel that writes x.
     ct.grid_dependency_control_wait()
     forward(
-        statistics, normal, (residual, x), (weight,), (y,), (eps, x.dtype), columns, tile_m, tile_n, chunks,
+        statistics, normal, (residual, x), (weight,), (y,), (eps, None, x.dtype), columns, tile_m, tile_n, chunks,
         persistent, long, bounded, tma, _sum, (total,),
     )  # fmt: skip
 
@@ -67,8 +54,8 @@ def fused_add_rms_norm_backward(
     """Resident blocks; matrices [rows, columns], weight [columns], partial [blocks, columns]."""
     ct.grid_dependency_control_wait()
     backward(
-        slopes, _dx, share, (dy, total, dtotal), (weight,), (dx,), partial, 1, (eps, total.dtype), columns, tile_m,
-        tile_n, chunks, long, bounded, tma,
+        slopes, _dx, share, (dy, total, dtotal), (weight,), (dx,), partial, 1, (eps, None, total.dtype), columns,
+        tile_m, tile_n, chunks, long, bounded, tma,
     )  # fmt: skip
 
 
@@ -81,13 +68,9 @@ def fused_add_rms_norm_offset_forward(
     ct.grid_dependency_control_wait()
     dtype = x.dtype if ct.static_eval(cast) else ct.float32
     forward(
-        offset_statistics, offset_normal, (residual, x), (weight,), (y,), (eps, offset, dtype), columns, tile_m, tile_n,
-        chunks, persistent, long, bounded, tma, _sum, (total,),
+        statistics, normal, (residual, x), (weight,), (y,), (eps, offset, dtype), columns, tile_m, tile_n, chunks,
+        persistent, long, bounded, tma, _sum, (total,),
     )  # fmt: skip
-
-
-def _offset_dx(tiles, weights, known):
-    return (offset_gradient(tiles, weights, known)[0] + tiles[2],)
 
 
 @ct.kernel
@@ -99,8 +82,8 @@ def fused_add_rms_norm_offset_backward(
     ct.grid_dependency_control_wait()
     dtype = total.dtype if ct.static_eval(cast) else ct.float32
     backward(
-        offset_slopes, _offset_dx, offset_share, (dy, total, dtotal), (weight,), (dx,), partial, 1,
-        (eps, offset, dtype), columns, tile_m, tile_n, chunks, long, bounded, tma,
+        slopes, _dx, share, (dy, total, dtotal), (weight,), (dx,), partial, 1, (eps, offset, dtype), columns, tile_m,
+        tile_n, chunks, long, bounded, tma,
     )  # fmt: skip
 
 
@@ -110,7 +93,7 @@ _WEIGHT = Array("weight", "weight_dtype", COLUMNS)
 def reference_forward(
     residual: Any, x: Any, weight: Any, eps: float, offset: float = 0.0, cast: bool = True
 ) -> dict[str, Any]:
-    """The formula in float64 but for the casts of the sum and of the normalised row, which belong to the op."""
+    """Return the formula in float64, with the casts of the sum and of the normalised row, which belong to the op."""
     total = residual.double() + x.double()
     return {"total": total, **rms_norm.reference_forward(total.to(x.dtype), weight, eps, offset, cast)}
 
@@ -118,7 +101,7 @@ def reference_forward(
 def reference_backward(
     dtotal: Any, dy: Any, total: Any, weight: Any, eps: float, offset: float = 0.0, cast: bool = True
 ) -> dict[str, Any]:
-    """The gradients of :func:`reference_forward`, the casts' own slopes taken as 1, as autograd does."""
+    """Return the gradients of :func:`reference_forward`; the slopes of the casts are 1, as in autograd."""
     gradients = rms_norm.reference_backward(dy, total, weight, eps, offset, cast)
     return {**gradients, "dx": dtotal.double() + gradients["dx"]}
 
@@ -126,31 +109,17 @@ def reference_backward(
 FORWARD = spec(
     fused_add_rms_norm_forward,
     "total = residual + x and y = weight * cast(total / sqrt(mean(total^2) + eps)), row by row",
-    (
-        Array("residual", "dtype", ROWS),
-        Array("x", "dtype", ROWS),
-        _WEIGHT,
-        EPS,
-        Array("total", "dtype", ROWS, "output"),
-        Array("y", PRODUCT, ROWS, "output"),
-    ),
+    (*matrices(("residual", "x"), ()), _WEIGHT, EPS, *matrices((), ("total",)), Array("y", PRODUCT, ROWS, "output")),
     reference_forward,
     dependent=True,
     live=2,
     flops=5,
 )
+_DTOTAL, _TOTAL = matrices(("dtotal", "total"), ())
 BACKWARD = spec(
     fused_add_rms_norm_backward,
     "gradients of fused_add_rms_norm: dx, which is dresidual too, and dweight as a float32 row of each block",
-    (
-        Array("dtotal", "dtype", ROWS),
-        Array("dy", PRODUCT, ROWS),
-        Array("total", "dtype", ROWS),
-        _WEIGHT,
-        EPS,
-        Array("dx", "dtype", ROWS, "output"),
-        partial_sums(1),
-    ),
+    (_DTOTAL, Array("dy", PRODUCT, ROWS), _TOTAL, _WEIGHT, EPS, *matrices((), ("dx",)), partial_sums(1)),
     reference_backward,
     sums=("dweight",),
     dependent=True,

@@ -2,10 +2,10 @@
 
 Forward, for rows r (residual) and x of n columns, with ``rstd = 1 / sqrt(mean(x^2) + eps)``: ``y = cast(r +
 cast((weight + offset) * x * rstd))`` (RMSNorm: Zhang and Sennrich 2019, arXiv:1910.07467). Both casts go to the arrays'
-dtype and stand where Hugging Face's decoder layers have them: the norm's result is rounded before the sum. Llama's norm
-rounds before the weight as well (``cast``), Gemma's and OLMo's do not.
+dtype, as in Hugging Face's decoder layers: the norm's result is rounded before the sum. Llama's norm also rounds before
+the weight (``cast``), Gemma's and OLMo's do not.
 One launch reads r and x and writes y: three matrices, where a norm and a sum move five. Backward, the gradient of r is
-that of y as it is, and those of x and the weight are the norm's: ``rms_norm_offset_backward``.
+that of y, and ``rms_norm_offset_backward`` computes those of x and the weight.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels import rms_norm
-from tilekern.kernels.families.arrays import COLUMNS, ROWS
+from tilekern.kernels.families.arrays import COLUMNS, matrices
 from tilekern.kernels.families.rows import default_in_blocks, forward, spec
-from tilekern.kernels.rms_norm import EPS, OFFSET, offset_normal, statistics
+from tilekern.kernels.rms_norm import EPS, OFFSET, normal, statistics
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array
 
 
 def norm_statistics(rows, columns, eps, offset, dtype, rounded):
-    """rstd of x [tile_m, 1]."""
-    return statistics(rows, columns, eps, dtype)
+    """Return rstd of x [tile_m, 1]."""
+    return statistics(rows, columns, eps, offset, dtype)
 
 
 def norm_and_sum(tiles, weights, known):
-    """y of x and the residual, not rounded yet."""
+    """Return y of x and the residual, not rounded yet."""
     rstd, eps, offset, dtype, rounded = known
-    normed = offset_normal(tiles, weights, (rstd, eps, offset, dtype))[0]
+    normed = normal(tiles, weights, (rstd, eps, offset, dtype))[0]
     return (tiles[1] + normed.astype(rounded).astype(ct.float32),)
 
 
@@ -50,7 +50,7 @@ def fused_rms_norm_add_forward(
 
 
 def reference(residual: Any, x: Any, weight: Any, eps: float, offset: float, cast: bool) -> dict[str, Any]:
-    """The formula in float64 but for the casts of the norm, which belong to the op."""
+    """Return the formula in float64, with the casts of the norm, which belong to the op."""
     normed = rms_norm.reference_forward(x, weight, eps, offset, cast)["y"]
     return {"y": residual.double() + normed.to(x.dtype).double()}
 
@@ -58,14 +58,7 @@ def reference(residual: Any, x: Any, weight: Any, eps: float, offset: float, cas
 SPEC = spec(
     fused_rms_norm_add_forward,
     "y = residual + (weight + offset) * x / sqrt(mean(x^2) + eps), row by row",
-    (
-        Array("residual", "dtype", ROWS),
-        Array("x", "dtype", ROWS),
-        Array("weight", "weight_dtype", COLUMNS),
-        EPS,
-        OFFSET,
-        Array("y", "dtype", ROWS, "output"),
-    ),
+    (*matrices(("residual", "x"), ()), Array("weight", "weight_dtype", COLUMNS), EPS, OFFSET, *matrices((), ("y",))),
     reference,
     flags=("cast",),
     dependent=True,

@@ -1,13 +1,13 @@
 """The RMSNorm of a sublayer, the residual sum behind it and the norm of that sum in one pass, forward and backward.
 
 Gemma and GLM-4 have two norms around each sum. Forward, for rows r (residual) and x: ``total = cast(r + norm(x,
-weight))`` as the module ``fused_rms_norm_add`` has it, and ``y = norm(total, next_weight)``; both norms have one eps,
-one offset and one order of casts.
+weight))`` as in the module ``fused_rms_norm_add``, and ``y = norm(total, next_weight)``; both norms have one eps, one
+offset and one order of casts.
 Backward, with g = dy * (next_weight + offset) and the sum's rstd: ``dresidual = dtotal + rstd * (g - total * rstd^2 *
-mean(g * total))``, where dtotal is what reaches the sum past its norm. It is the gradient of the first norm's result as
-well, and dx follows from it and x in the same way. Rows are read anyway, so both rstd are computed again, and x, total
-and the weights are all that is saved. Each block stores its rows' share of the gradients of both weights as one row of
-``partial``, which the spec ``column_sum`` adds up in a fixed order.
+mean(g * total))``, where dtotal is the gradient that reaches the sum past its norm. dresidual is the gradient of the
+first norm's result too, and dx follows from it and x in the same way. Rows are read anyway, so both rstd are computed
+again, and only x, total and the weights are saved. Each block stores its rows' share of the gradients of both weights
+as one row of ``partial``, and the spec ``column_sum`` adds these up in a fixed order.
 The forward moves four matrices and the backward six, where a norm and a sum with its norm move six and seven.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels import fused_rms_norm_add, rms_norm
-from tilekern.kernels.families.arrays import COLUMNS, ROWS, partial_sums
+from tilekern.kernels.families.arrays import COLUMNS, matrices, partial_sums
 from tilekern.kernels.families.rows import add_up, backward, default_in_blocks, forward, spec
 from tilekern.kernels.fused_rms_norm_add import norm_and_sum
 from tilekern.kernels.rms_norm import EPS, OFFSET, gradient, normal, share, statistics
@@ -28,7 +28,7 @@ from tilekern.spec.targets import Target
 
 
 def _total(tiles, weights, known):
-    """Of x's rstd and the scalars; the sum as it is stored, in float32."""
+    """Return the sum, rounded as it is stored, in float32; ``known`` are x's rstd and the scalars."""
     return norm_and_sum(tiles, weights, known)[0].astype(known[4]).astype(ct.float32)
 
 
@@ -38,17 +38,16 @@ def _square_of_total(tiles, weights, known):
 
 
 def _statistics(rows, columns, eps, offset, dtype, rounded):
-    """The rstd of x and that of the sum, [tile_m, 1] each."""
-    rstd = statistics(rows, columns, eps, dtype)[0]
+    """Return the rstd of x and that of the sum, [tile_m, 1] each."""
+    rstd = statistics(rows, columns, eps, offset, dtype)[0]
     square = add_up(_square_of_total, 1, rows, (rstd, eps, offset, dtype, rounded), False)[0]
     return rstd, ct.rsqrt(square / columns + eps)
 
 
 def _sum_and_norm(tiles, weights, known):
-    """The sum, and y."""
     rstd, next_rstd, eps, offset, dtype, rounded = known
     total = _total(tiles, weights, (rstd, eps, offset, dtype, rounded))
-    return total, normal((total,), (weights[1] + offset,), (next_rstd, eps, dtype))[0]
+    return total, normal((total,), (weights[1],), (next_rstd, eps, offset, dtype))[0]
 
 
 @ct.kernel
@@ -67,23 +66,22 @@ def fused_rms_norm_add_rms_norm_forward(
 
 
 def _of_total(tiles, weights, known):
-    """The sum's squares, and g * total."""
     return tiles[2] * tiles[2], tiles[1] * (weights[1] + known[0]) * tiles[2]
 
 
 def _dresidual(tiles, weights, known):
-    """Of the sum's rstd, what pulls its gradient along it, and the offset."""
+    """Return dresidual; ``known`` are the sum's rstd, what pulls its gradient along it, and the offset."""
     rstd, pull, offset = known
-    return tiles[0] + gradient((tiles[1], tiles[2]), (weights[1] + offset,), (rstd, pull, 0, 0))[0]
+    return tiles[0] + gradient((tiles[1], tiles[2]), (weights[1],), (rstd, pull, 0, offset, 0))[0]
 
 
 def _of_x(tiles, weights, known):
-    """x^2, and its product with the gradient of the normalised row."""
+    """Return x^2, and x times the gradient of its normalised row."""
     return tiles[3] * tiles[3], _dresidual(tiles, weights, known) * (weights[0] + known[2]) * tiles[3]
 
 
 def _slopes(rows, columns, eps, offset, dtype):
-    """For the sum and for x the rstd and what pulls the gradient along it, [tile_m, 1] each."""
+    """Return, for the sum and for x, rstd and what pulls the gradient along it, [tile_m, 1] each."""
     square, product = add_up(_of_total, 2, rows, (offset,), False)
     next_rstd = ct.rsqrt(square / columns + eps)
     next_pull = product * next_rstd * next_rstd / columns
@@ -93,18 +91,17 @@ def _slopes(rows, columns, eps, offset, dtype):
 
 
 def _gradients(tiles, weights, known):
-    """dresidual, and dx."""
     next_rstd, next_pull, rstd, pull, _, offset, _ = known
     dresidual = _dresidual(tiles, weights, (next_rstd, next_pull, offset))
-    return dresidual, gradient((dresidual, tiles[3]), (weights[0] + offset,), (rstd, pull, 0, 0))[0]
+    return dresidual, gradient((dresidual, tiles[3]), (weights[0],), (rstd, pull, 0, offset, 0))[0]
 
 
 def _shares(tiles, weights, known):
-    """Of dweight, and of dnext_weight."""
+    """Return the shares of dweight and dnext_weight."""
     next_rstd, next_pull, rstd, _, _, offset, dtype = known
     dresidual = _dresidual(tiles, weights, (next_rstd, next_pull, offset))
-    dweight = share((dresidual, tiles[3]), (), (rstd, 0, 0, dtype))[0]
-    return dweight, share((tiles[1], tiles[2]), (), (next_rstd, 0, 0, dtype))[0]
+    dweight = share((dresidual, tiles[3]), (), (rstd, 0, 0, 0, dtype))[0]
+    return dweight, share((tiles[1], tiles[2]), (), (next_rstd, 0, 0, 0, dtype))[0]
 
 
 @ct.kernel
@@ -128,7 +125,7 @@ _WEIGHTS = (Array("weight", "weight_dtype", COLUMNS), Array("next_weight", "weig
 def reference_forward(
     residual: Any, x: Any, weight: Any, next_weight: Any, eps: float, offset: float, cast: bool
 ) -> dict[str, Any]:
-    """The formula in float64 but for its casts, which belong to the op."""
+    """Return the formula in float64, with its casts, which belong to the op."""
     total = fused_rms_norm_add.reference(residual, x, weight, eps, offset, cast)["y"]
     return {"total": total, **rms_norm.reference_forward(total.to(x.dtype), next_weight, eps, offset, cast)}
 
@@ -136,7 +133,7 @@ def reference_forward(
 def reference_backward(
     dtotal: Any, dy: Any, total: Any, x: Any, weight: Any, next_weight: Any, eps: float, offset: float, cast: bool
 ) -> dict[str, Any]:
-    """The gradients of :func:`reference_forward`, the casts' own slopes taken as 1, as autograd does."""
+    """Return the gradients of :func:`reference_forward`; the slopes of the casts are 1, as in autograd."""
     second = rms_norm.reference_backward(dy, total, next_weight, eps, offset, cast)
     dresidual = dtotal.double() + second["dx"]
     first = rms_norm.reference_backward(dresidual, x, weight, eps, offset, cast)
@@ -161,15 +158,7 @@ def _default_backward(problem: Problem, target: Target) -> Config:
 FORWARD = spec(
     fused_rms_norm_add_rms_norm_forward,
     "total = residual + rms_norm(x, weight) and y = rms_norm(total, next_weight), row by row",
-    (
-        Array("residual", "dtype", ROWS),
-        Array("x", "dtype", ROWS),
-        *_WEIGHTS,
-        EPS,
-        OFFSET,
-        Array("total", "dtype", ROWS, "output"),
-        Array("y", "dtype", ROWS, "output"),
-    ),
+    (*matrices(("residual", "x"), ()), *_WEIGHTS, EPS, OFFSET, *matrices((), ("total", "y"))),
     reference_forward,
     flags=("cast",),
     dependent=True,
@@ -181,15 +170,7 @@ BACKWARD = spec(
     fused_rms_norm_add_rms_norm_backward,
     "gradients of fused_rms_norm_add_rms_norm: dresidual, dx, and the weights' as float32 rows of blocks",
     (
-        Array("dtotal", "dtype", ROWS),
-        Array("dy", "dtype", ROWS),
-        Array("total", "dtype", ROWS),
-        Array("x", "dtype", ROWS),
-        *_WEIGHTS,
-        EPS,
-        OFFSET,
-        Array("dresidual", "dtype", ROWS, "output"),
-        Array("dx", "dtype", ROWS, "output"),
+        *matrices(("dtotal", "dy", "total", "x"), ()), *_WEIGHTS, EPS, OFFSET, *matrices((), ("dresidual", "dx")),
         partial_sums(2),
     ),
     reference_backward,
@@ -199,5 +180,5 @@ BACKWARD = spec(
     live=6,
     flops=24,
     default=_default_backward,
-)
+)  # fmt: skip
 SPECS = (FORWARD, BACKWARD)

@@ -1,13 +1,13 @@
 """Group normalisation (Wu and He 2018, arXiv:1803.08494) forward and backward, statistics in float32.
 
-The channels of each batch entry are cut into groups, and the numbers of a group, which are next to each other, have
+The channels of each batch entry are cut into groups, and the numbers of a group, which are contiguous, have
 one mean and one rstd: ``y = (x - mean) * rstd * weight + bias`` with a weight and a bias for each channel. Backward,
 with g = dy * weight: ``dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * mean(g * (x - mean)))``. A channel's sums of dy
 and of ``dy * (x - mean)`` give the means over its group, and, added up over the batch, ``dbias`` and ``dweight``: the
 backward stores both for each channel of each batch entry, and the spec ``column_sum`` adds them up.
 
-A group that registers hold is read once, by one block, which may take several groups a step. A longer one is read by
-pieces, again for each sum, out of the L2 cache. All arrays of x's shape are [batch, groups, channels of a group,
+A group that fits registers is read once, by one block, which may compute several groups a step. A longer group is read
+in pieces, again for each sum, out of the L2 cache. Arrays of x's shape are [batch, groups, channels of a group,
 positions].
 """
 
@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.families.arrays import PRODUCT, Arrays, bytes_of, drawn, gradients, tensors
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, hints, load, power_of_two
+from tilekern.kernels.families.arrays import PRODUCT, Arrays, bytes_of, gradients, tensors
+from tilekern.kernels.families.tables import spec
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of, load, power_of_two
 from tilekern.spec import (
     ITEM_BYTES,
     Array,
-    ArrayParameter,
     Config,
     Constraint,
     Dimension,
-    Implementation,
     KernelSpec,
     Problem,
     ScalarParameter,
@@ -37,14 +35,12 @@ from tilekern.spec import (
     Value,
     cdiv,
     name_of,
-    outputs_of,
-    parameters_of,
 )
 from tilekern.spec.targets import Target
 
 
 def _tile(array, b, g, piece, shape):
-    """A piece of some groups, [tile_g, tile_c, tile_n] in float32."""
+    """Load a piece of some groups, [tile_g, tile_c, tile_n] in float32."""
     tile_g, tile_c, tile_n, across, bounded, tma = shape
     index = (b, g, piece // across, piece % across)
     return load(array, index, (1, tile_g, tile_c, tile_n), bounded, 0, tma).astype(ct.float32).reshape(
@@ -53,13 +49,13 @@ def _tile(array, b, g, piece, shape):
 
 
 def _each(array, g, c, shape):
-    """A number for each channel of some groups, [tile_g, tile_c, 1] in float32."""
+    """Load a number for each channel of some groups, [tile_g, tile_c, 1] in float32."""
     tile_g, tile_c, _, _, _, _ = shape
     return load(array, (g, c), (tile_g, tile_c), True, 0, False).astype(ct.float32).reshape((tile_g, tile_c, 1))
 
 
 def _inside(x, piece, channels, positions, shape):
-    """Which elements of a piece are a group's; all of them where pieces do not reach over its edges."""
+    """Return which elements of a piece lie inside the group."""
     tile_g, tile_c, tile_n, across, _, _ = shape
     c = piece // across * tile_c + ct.arange(tile_c, dtype=ct.int32).reshape((1, tile_c, 1))
     n = piece % across * tile_n + ct.arange(tile_n, dtype=ct.int32).reshape((1, 1, tile_n))
@@ -67,7 +63,7 @@ def _inside(x, piece, channels, positions, shape):
 
 
 def _less(x, mean, piece, channels, positions, shape):
-    """The difference from the mean; 0 beyond a group's edges."""
+    """Return the difference from the mean; 0 beyond a group's edges."""
     _, tile_c, tile_n, _, _, _ = shape
     left = x - mean
     if ct.static_eval(channels % tile_c != 0 or positions % tile_n != 0):
@@ -76,7 +72,6 @@ def _less(x, mean, piece, channels, positions, shape):
 
 
 def _sum(x):
-    """Over each group, [tile_g, 1, 1]."""
     if ct.static_eval(x.shape[0] == 1):
         # As one row: one reduction for a block's warps to wait for.
         row = x.reshape((1, x.shape[1] * x.shape[2]))
@@ -89,7 +84,7 @@ def _add_three(a, b, c, d, e, f):
 
 
 def _sums(x, y, z, axis):
-    """Of three tiles along an axis, by one reduction where a step is one group: of several, compilers take minutes."""
+    """Sum three tiles along an axis, by one reduction if a step is one group: for several it compiles for minutes."""
     if ct.static_eval(x.shape[0] == 1):
         return ct.reduce((x, y, z), axis, _add_three, (0.0, 0.0, 0.0), keepdims=True)
     return (
@@ -106,7 +101,6 @@ def _store(array, tile, b, g, piece, shape):
 
 
 def _mean(x, b, g, pieces, channels, positions, shape):
-    """Of long groups, [tile_g, 1, 1]."""
     tile_g, tile_c, tile_n, _, _, _ = shape
     total = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
     for piece in range(pieces):
@@ -115,7 +109,6 @@ def _mean(x, b, g, pieces, channels, positions, shape):
 
 
 def _rstd(x, b, g, mean, pieces, channels, positions, eps, shape):
-    """Of long groups, [tile_g, 1, 1]."""
     tile_g, tile_c, tile_n, _, _, _ = shape
     total = ct.zeros((tile_g, tile_c, tile_n), ct.float32)
     for piece in range(pieces):
@@ -255,7 +248,7 @@ def _is_long(problem: Problem) -> bool:
 
 
 def _piece(problem: Problem, size: int) -> dict[str, int]:
-    """The sizes of a tile of about ``size`` elements: some groups, or a part of one."""
+    """Return the sizes of a tile of about ``size`` elements: some groups, or a part of one."""
     channels, positions = _widths(problem)
     tile_n = min(positions, size) if _is_long(problem) else positions
     tile_c = min(channels, max(1, size // tile_n)) if _is_long(problem) else channels
@@ -292,33 +285,12 @@ def _fits(live: int) -> Constraint:
     )
 
 
-def _placed(parameter: ArrayParameter | ScalarParameter, positions: int) -> ArrayParameter | ScalarParameter:
-    """A parameter that is not aligned where channels of so many positions begin anywhere."""
-    if isinstance(parameter, ScalarParameter) or positions * ITEM_BYTES[parameter.dtype] % 16 == 0:
-        return parameter
-    return dataclasses.replace(parameter, aligned=False)
-
-
-def _implement(function: Any, arrays: Arrays, problem: Problem, config: Config) -> Implementation:
-    tile_g, tile_c, tile_n = config["tile_g"], config["tile_c"], config["tile_n"]
-    channels, positions = problem["channels"], problem["positions"]
-    return Implementation(
-        function=function,
-        parameters=tuple(_placed(one, positions) for one in parameters_of(arrays, _DIMENSIONS, problem)),
-        constants=(
-            ("channels", channels),
-            ("positions", positions),
-            ("tile_g", tile_g),
-            ("tile_c", tile_c),
-            ("tile_n", tile_n),
-            ("persistent", config["schedule"] == "persistent"),
-            ("long", channels > tile_c or positions > tile_n),
-            ("bounded", tile_g > 1 or channels % tile_c != 0 or positions % tile_n != 0),
-            ("tma", config["tma"]),
-        ),
-        grid=lambda sizes, sm_count: grid_of(sizes["batch"] * cdiv(sizes["groups"], tile_g), config, sm_count),
-        hints=hints(config),
-    )
+def _constants(problem: Problem, config: Config) -> dict[str, Any]:
+    tile_c, tile_n, channels, positions = config["tile_c"], config["tile_n"], problem["channels"], problem["positions"]
+    return {
+        "long": channels > tile_c or positions > tile_n,
+        "bounded": config["tile_g"] > 1 or channels % tile_c != 0 or positions % tile_n != 0,
+    }
 
 
 def _default(problem: Problem, target: Target, live: int, schedule: str) -> Config:
@@ -345,29 +317,18 @@ def _generic(problem: Problem) -> Config:
 
 
 def _results(outputs: dict[str, Any]) -> dict[str, Any]:
-    """The gradients, the shares of weight and bias added up over the batch."""
+    """Return the gradients, with the shares of weight and bias added up over the batch."""
     sums = {"dweight": outputs["scales"].double().sum(0), "dbias": outputs["shifts"].double().sum(0)}
     return {"dx": outputs["dx"], **sums}
 
 
-def _bytes(arrays: Arrays, problem: Problem) -> int:
-    """Shares of sums count as the one row that is made of them."""
-    once = [array for array in tensors(arrays) if array.role == "scratch"]
-    whole = [array for array in tensors(arrays) if array.role != "scratch"]
-    return bytes_of(whole, problem) + bytes_of(once, problem.but(batch=1))
-
-
-def _elements(problem: Problem) -> int:
-    return int(problem["batch"] * problem["groups"] * problem["channels"] * problem["positions"])
-
-
 def _beside(weight: Any, x: Any) -> Any:
-    """A number for each channel, as it goes with x [batch, ...]."""
+    """Shape a number for each channel to broadcast over x [batch, ...]."""
     return weight.reshape(*weight.shape, *[1] * (x.dim() - 1 - weight.dim()))
 
 
 def reference_forward(x: Any, weight: Any, bias: Any, eps: float) -> dict[str, Any]:
-    """The formula in float64; the weight's last dimension has the channels of a group."""
+    """Return the formula in float64; the weight's last dimension has the channels of a group."""
     wide, dims = x.double(), tuple(range(weight.dim(), x.dim()))
     left = wide - wide.mean(dims, keepdim=True)
     rstd = (left.square().mean(dims, keepdim=True) + eps).rsqrt()
@@ -375,31 +336,46 @@ def reference_forward(x: Any, weight: Any, bias: Any, eps: float) -> dict[str, A
 
 
 def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, Any]:
-    """The gradients of :func:`reference_forward`, which are the same for any bias."""
+    """Return the gradients of :func:`reference_forward`, which are the same for any bias."""
     return gradients(reference_forward, {"y": dy}, x=x, weight=weight, bias=weight, eps=eps)
 
 
 def _spec(
-    function: Any, summary: str, arrays: Arrays, reference: Any, *, live: int, flops: int, schedule: str,
-    results: Callable[[dict[str, Any]], dict[str, Any]],
-) -> KernelSpec:  # fmt: skip
-    return KernelSpec(
-        name=name_of(function),
-        summary=summary,
-        module=__name__,
-        dimensions=_DIMENSIONS,
+    function: Any, summary: str, arrays: Arrays, reference: Any, *, live: int, flops: int, schedule: str, **more: Any
+) -> KernelSpec:
+    def placed(problem: Problem) -> Arrays:
+        """Return the arrays, not aligned if the channels of a number of positions begin anywhere."""
+        size = problem["positions"]
+        whole = {x.name for x in tensors(arrays) if size * ITEM_BYTES[x.dtype_in(problem)] % 16 == 0}
+        return tuple(
+            x if x.name in whole or isinstance(x, ScalarParameter) else dataclasses.replace(x, aligned=False)
+            for x in arrays
+        )
+
+    def bytes_moved(problem: Problem) -> int:
+        # Shares of sums count as the one row that is made of them.
+        scratch = tensors(arrays, "scratch")
+        return bytes_of(tensors(arrays, "input", "output"), problem) + bytes_of(scratch, problem.but(batch=1))
+
+    return spec(
+        name_of(function),
+        summary,
+        _DIMENSIONS,
+        placed,
+        reference,
+        function=function,
+        constants=_constants,
+        grid=lambda sizes, config, sm_count: grid_of(
+            sizes["batch"] * cdiv(sizes["groups"], config["tile_g"]), config, sm_count
+        ),
         space=Space(_axes, (_WHOLE, _fits(live), TMA_NEEDS_HOPPER)),
-        implement=lambda problem, config: _implement(function, arrays, problem, config),
         default=lambda problem, target: _default(problem, target, live, schedule),
         generic=_generic,
-        inputs=lambda problem, generator, device: drawn(arrays, problem, generator, device),
-        outputs=outputs_of(arrays),
-        reference=reference,
-        results=results,
-        bytes_moved=lambda problem: _bytes(arrays, problem),
-        flops=lambda problem: flops * _elements(problem),
+        bytes_moved=bytes_moved,
+        flops=lambda problem: flops * math.prod(problem[name] for name in _SHAPE),
         result_dtype=tensors(arrays, "output")[0].dtype_in,
         arrays=arrays,
+        **more,
     )
 
 
@@ -411,7 +387,6 @@ FORWARD = _spec(
     live=2,
     flops=8,
     schedule="persistent",
-    results=dict,
 )
 BACKWARD = _spec(
     group_norm_backward,

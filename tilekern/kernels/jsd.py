@@ -1,8 +1,8 @@
 """The generalised Jensen-Shannon divergence of log-probabilities, input X = log Q and target Y = log P.
 
-With M = beta * P + (1 - beta) * Q each element adds ``beta * P * (Y - log M) + (1 - beta) * Q * (X - log M)``, of which
-the gradient by X is ``(1 - beta) * Q * (X - log M)``. At the ends (the flag ``pure``) the divergence is another, as
-Liger has it: for beta 0 that of P from Q, ``P * (Y - X)`` with the gradient ``-P``; for beta 1 that of Q from P,
+With M = beta * P + (1 - beta) * Q each element adds ``beta * P * (Y - log M) + (1 - beta) * Q * (X - log M)``, whose
+gradient by X is ``(1 - beta) * Q * (X - log M)``. At the ends (the flag ``pure``) the divergence is another, as in
+Liger: for beta 0 that of P from Q, ``P * (Y - X)`` with the gradient ``-P``; for beta 1 that of Q from P,
 ``Q * (X - Y)`` with the gradient ``Q * (X - Y) + Q``. A probability of 0 adds nothing.
 """
 
@@ -18,11 +18,11 @@ from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import ScalarParameter
 
 _LOG2_E = 1.4426950408889634
-# log2(ln(2)): added to the logarithms to base 2 of probabilities, it makes natural logarithms of what they weigh.
+# log2(ln(2)): added to logarithms to base 2 of probabilities, it scales terms to natural logarithms.
 LOG2_LN_2 = -0.5287663729448977
-# In the place of logarithms to base 2 below it: the exponential is 0 all the same, and products with it are not NaN.
+# The least logarithm to base 2: its exponential is 0 like those of smaller ones, and products with it are not NaN.
 _LEAST = -1442.0
-# Rows of fewer columns may hold certain ones, whose divergence is 0 to the last bit.
+# Shorter rows may hold columns with a probability of 1, whose divergence is 0 to the last bit.
 SHORT = 1024
 
 
@@ -35,9 +35,9 @@ def _power(x):
 
 
 def between(x, y, beta):
-    """Each element's term for a beta inside (0, 1), its derivative by the input, and a multiple of Q.
+    """Return each element's term for a beta inside (0, 1), its derivative by the input, and a multiple of Q.
 
-    Of logarithms to base 2, x of Q and y of P: the results are divided by ln(2). So are all of this module.
+    x and y are logarithms to base 2 of Q and P. The results are divided by ln(2), as are all of this module.
     """
     x, y = _raised(x), _raised(y)
     of_x, of_y = (1.0 - beta) * _power(x), beta * _power(y)
@@ -47,7 +47,7 @@ def between(x, y, beta):
 
 
 def between_close(x, y, beta):
-    """The same where P and Q may differ by less than the last bits of their logarithms, which 16 bits cannot tell.
+    """Return the same for P and Q that may differ by the last bits of their logarithms, as 16-bit ones cannot.
 
     Probabilities are shares of the larger one: their difference is rounded once, and equal ones have no divergence.
     """
@@ -65,7 +65,7 @@ def between_close(x, y, beta):
 
 
 def at_end(x, y, beta):
-    """The same for a beta of 0 or 1."""
+    """Return the same for a beta of 0 or 1."""
     is_forward = beta == 0.0
     of_x, of_y = _power(x), _power(y)
     probability = ct.where(is_forward, of_y, of_x)
@@ -74,7 +74,7 @@ def at_end(x, y, beta):
 
 
 def terms(x, y, beta, pure, close):
-    """By the formula for a beta; ``close`` where the dtype has more than 16 bits, or rows are short."""
+    """Return the same by the formula for a beta; ``close`` is for dtypes of more than 16 bits and for short rows."""
     formula = at_end if ct.static_eval(pure) else between_close if ct.static_eval(close) else between
     return formula(x, y, beta)
 
@@ -101,7 +101,7 @@ def jsd_gradients(
     input, target, slope, loss, gradient, beta, columns: ConstInt, tile_n: ConstInt, persistent: ConstBool,
     tma: ConstBool, pure: ConstBool,
 ):  # fmt: skip
-    """The same, and the gradient [rows, columns]."""
+    """input, target and gradient [rows, columns], slope and loss [rows]."""
     close = ct.static_eval(input.dtype == ct.float32 or columns < SHORT)
     losses.each_row(
         _of_logs, input, target, slope, loss, gradient, (beta, pure, close), columns, tile_n, persistent, tma
@@ -109,7 +109,7 @@ def jsd_gradients(
 
 
 def reference_terms(x: Any, y: Any, beta: float, pure: bool) -> tuple[Any, Any]:
-    """The term of each element of float64 tensors, and its derivative by the input."""
+    """Return the term of each element of float64 tensors, and its derivative by the input."""
     import torch
 
     def weighed(probability: Any, ratio: Any) -> Any:
@@ -128,7 +128,7 @@ def reference_terms(x: Any, y: Any, beta: float, pure: bool) -> tuple[Any, Any]:
 
 
 def reference(input: Any, target: Any, slope: Any, beta: float, graded: bool, pure: bool) -> dict[str, Any]:
-    """The losses of all rows in float64, and their gradient by the input."""
+    """Return the losses of all rows in float64, and their gradient by the input."""
     return losses.expected(*reference_terms(input.double(), target.double(), beta, pure), slope, graded)
 
 

@@ -1,9 +1,9 @@
-"""The Kullback-Leibler divergence of probabilities from log-probabilities, as torch's ``kl_div`` has it.
+"""The Kullback-Leibler divergence of probabilities from log-probabilities, as in torch's ``kl_div``.
 
-Each element of the target t and of the input x adds ``t * log(t) - t * x``, of which the first product is 0 where t is
-0; with ``log_target``, where the target holds log(t), it adds ``exp(t) * (t - x)``. Its gradient by x is ``-t`` or
+Each element of the target t and of the input x adds ``t * log(t) - t * x``, where ``0 * log(0)`` is 0. With
+``log_target`` the target holds logarithms, and each element adds ``exp(t) * (t - x)``. The gradient by x is ``-t`` or
 ``-exp(t)``, so the backward does not read x. Two kernels each way: over rows, which sums each row in float32, and over
-elements, which sums nothing.
+elements, without sums.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tilekern.spec import Array, KernelSpec, Problem
 
 _LN_2, _LOG2_E = 0.6931471805599453, 1.4426950408889634
 _NAN = float("nan")
-# The bits of infinity: those of any finite number without a sign are less, those of the others, as integers, more.
+# The bits of infinity, as an integer: above those of any finite positive number, and below those of all others.
 _INFINITY_BITS = 0x7F800000
 
 
@@ -35,31 +35,20 @@ def _of_logs(x, target):
     return (ct.exp2(target * _LOG2_E, flush_to_zero=True) * (target - x),)
 
 
-def _term(tiles, weights, known):
-    return _of_probabilities(tiles[0], tiles[1])
-
-
-def _term_of_logs(tiles, weights, known):
-    return _of_logs(tiles[0], tiles[1])
-
-
-def _sum(held, columns):
-    """Of each row, [tile_m, 1]."""
-    return rows.add_up(_term, 1, held, (), False)
-
-
-def _sum_of_logs(held, columns):
-    """Of each row, [tile_m, 1]."""
-    return rows.add_up(_term_of_logs, 1, held, (), False)
-
-
 @ct.kernel
 def kl_div_forward(
     input, target, loss, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
     persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, log_target: ConstBool,
 ):  # fmt: skip
     """input and target [rows, columns], loss [rows]."""
-    statistics = _sum_of_logs if ct.static_eval(log_target) else _sum
+    formula = _of_logs if ct.static_eval(log_target) else _of_probabilities
+
+    def terms(tiles, weights, known):
+        return formula(tiles[0], tiles[1])
+
+    def statistics(held, columns):
+        return rows.add_up(terms, 1, held, (), False)
+
     rows.forward(
         statistics, None, (input, target), (), (loss,), (), columns, tile_m, tile_n, chunks, persistent, long, bounded,
         tma,
@@ -95,7 +84,7 @@ def kl_div_backward(
 
 
 def reference_elements(input: Any, target: Any, log_target: bool) -> dict[str, Any]:
-    """The formula in float64."""
+    """Return the formula in float64."""
     import torch
 
     loss = torch.nn.functional.kl_div(input.double(), target.double(), reduction="none", log_target=log_target)
@@ -103,12 +92,12 @@ def reference_elements(input: Any, target: Any, log_target: bool) -> dict[str, A
 
 
 def reference_rows(input: Any, target: Any, log_target: bool) -> dict[str, Any]:
-    """The sums over rows of :func:`reference_elements`."""
+    """Return the sums over rows of :func:`reference_elements`."""
     return {"loss": reference_elements(input, target, log_target)["loss"].sum(-1)}
 
 
 def reference_backward(dloss: Any, target: Any, log_target: bool) -> dict[str, Any]:
-    """The gradient of either by the input in float64."""
+    """Return the gradient of either by the input in float64."""
     probabilities = target.double().exp() if log_target else target.double()
     return {"dinput": -probabilities * (dloss if dloss.dim() == 2 else dloss[:, None]).double()}
 
@@ -156,7 +145,7 @@ ELEMENTS_BACKWARD = replace(
 
 
 def _on_logs(spec: KernelSpec) -> KernelSpec:
-    """The spec, checked and timed on logarithms of probabilities where the target is taken for these.
+    """Check and time a spec on logarithms of probabilities if the target holds them.
 
     The exponential of a positive number might not fit float32.
     """

@@ -1,9 +1,9 @@
-"""Labels as the losses' kernels take them: int32, counted, and checked against the vocabulary on the way.
+"""Labels for the losses' kernels: as int32, counted, and checked against the vocabulary.
 
-A label counts unless it is ``ignore_index``. One that counts and is not from 0 to ``vocabulary`` - 1 is outside: its
-row gets :func:`outside_label`, which no vocabulary has, so that the losses' kernels make NaN of it, and ``seen`` gets
-:func:`word_of` the label. That word lies in the host's memory, where a GPU writes to it, and nothing else is written
-there: the host reads it without a wait (:mod:`tilekern.ops.labels`).
+A label counts unless it is ``ignore_index``. A label that counts and is not from 0 to ``vocabulary`` - 1 is outside: it
+is replaced by :func:`outside_label`, which is in no vocabulary and makes the losses' kernels return NaN, and ``seen``
+gets :func:`word_of` the label. That word lies in the host's memory: the host reads it without waiting for the GPU
+(:mod:`tilekern.ops.labels`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from tilekern.spec import Array, Config, Dimension, Problem, ScalarParameter, Sp
 # A word holds the number of an op, which is not 0, times this, and a label of less than half of it.
 SPAN = 1 << 48
 _MOST = SPAN // 2 - 1
-# So many labels are read by one block, which counts them all: another launch adds up what several have counted. On an
-# H200 it takes 7.2 us for these, where 8 blocks and the sum take 5.7, and the host 7 us more; 11 for twice as many.
+# The most labels that one block reads; the counts of several blocks need another launch to add them up. On an H200 one
+# block takes 7.2 us for these and 11 for twice as many; 8 blocks and the sum take 5.7, and the host 7 us more.
 _ONE_BLOCK = 8192
 
 
 def outside_label(ignore_index):
-    """The label of rows whose own is outside the vocabulary: one that does not count is not among them."""
+    """Return the label that replaces those outside the vocabulary; it is not ``ignore_index``."""
     return ct.where(ignore_index == -1, -2, -1)
 
 
 def word_of(op, label):
-    """A label and the op that got it as one number, which is never 0; labels of more than 47 bits are cut to that."""
+    """Return a label and its op as one number, which is never 0; labels of more than 47 bits are clamped."""
     return ct.full((), op, ct.int64) * SPAN + ct.minimum(ct.maximum(label.astype(ct.int64), -_MOST), _MOST)
 
 
@@ -69,7 +69,7 @@ _ARRAYS = (
     ScalarParameter("op", "int32", 1),
     Array("labels", "int32", ("rows",), "output"),
     Array("counted", "int64", ("blocks",), "output"),
-    # Written to where a label is outside alone.
+    # Written only if a label is outside.
     Array("seen", "int64", ("1",)),
 )
 
@@ -84,7 +84,7 @@ def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
 
 def reference(target: Any, ignore_index: int, vocabulary: int, op: int, seen: Any) -> dict[str, Any]:
-    """The labels and how many count."""
+    """Return the labels and how many count."""
     outside = (target != ignore_index) & ((target < 0) | (target >= vocabulary))
     labels = target.where(~outside, -2 if ignore_index == -1 else -1)
     return {"labels": labels.double(), "counted": (target != ignore_index).sum().double()}
@@ -94,9 +94,9 @@ SPEC = spec(
     "labels",
     "labels as int32, how many count, and whether one is outside the vocabulary",
     (Dimension("rows", "bucketed"), Dimension("wide", "flag")),
-    lambda problem: _ARRAYS,
+    _ARRAYS,
     reference,
-    function=lambda problem, config: check_labels,
+    function=check_labels,
     sizes=lambda problem: {"label": "int64" if problem["wide"] else "int32"},
     grid=lambda sizes, config, sm_count: (
         1 if sizes["rows"] <= _ONE_BLOCK else min(cdiv(sizes["rows"], config["tile_n"]), sm_count)

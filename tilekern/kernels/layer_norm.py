@@ -20,24 +20,23 @@ from tilekern.spec import Array, ScalarParameter
 
 
 def _level(tiles, weights, known):
-    """[tile_m, tile_n] each; of no statistics."""
     return (tiles[0],)
 
 
 def _spread(tiles, weights, known):
-    """Of the mean [tile_m, 1]; the squares of what is left are summed once it is subtracted, so nothing cancels."""
+    """Return squares of the distances from the mean, whose sum does not cancel."""
     left = tiles[0] - known[0]
     return (left * left,)
 
 
 def statistics(rows, columns, eps):
-    """The mean and rstd, [tile_m, 1] each."""
+    """Return the mean and rstd, [tile_m, 1] each."""
     mean = add_up(_level, 1, rows, (), False)[0] / columns
     return mean, ct.rsqrt(add_up(_spread, 1, rows, (mean,), True)[0] / columns + eps)
 
 
 def normal(tiles, weights, known):
-    """Of the mean and rstd."""
+    """Return y; ``known`` are the mean and rstd."""
     return ((tiles[0] - known[0]) * known[1] * weights[0] + weights[1],)
 
 
@@ -54,18 +53,18 @@ def layer_norm_forward(
 
 
 def _levels(tiles, weights, known):
-    """x, and g."""
+    """Return x and g."""
     return tiles[1], tiles[0] * weights[0]
 
 
 def _spreads(tiles, weights, known):
-    """Of the means of x and g, [tile_m, 1] each."""
+    """Return the terms of rstd and of its product with g; ``known`` are the means of x and g."""
     left = tiles[1] - known[0]
     return left * left, tiles[0] * weights[0] * left
 
 
 def slopes(rows, columns, eps):
-    """The means of x and g, rstd, and what pulls dx along x, [tile_m, 1] each."""
+    """Return the means of x and g, rstd, and what pulls dx along x, [tile_m, 1] each."""
     level, slope = add_up(_levels, 2, rows, (), False)
     means = (level / columns, slope / columns)
     squares, products = add_up(_spreads, 2, rows, means, True)
@@ -74,12 +73,12 @@ def slopes(rows, columns, eps):
 
 
 def gradient(tiles, weights, known):
-    """dx, of what :func:`slopes` gives."""
+    """Return dx; ``known`` are the results of :func:`slopes`."""
     return ((tiles[0] * weights[0] - known[1] - (tiles[1] - known[0]) * known[3]) * known[2],)
 
 
 def shares(tiles, weights, known):
-    """The share of each element in dweight and in dbias."""
+    """Return the share of each element in dweight and in dbias."""
     return tiles[0] * ((tiles[1] - known[0]) * known[2]), tiles[0]
 
 
@@ -100,7 +99,7 @@ _WEIGHT, _BIAS = (Array(name, "weight_dtype", COLUMNS) for name in ("weight", "b
 
 
 def reference_forward(x: Any, weight: Any, bias: Any, eps: float) -> dict[str, Any]:
-    """The formula in float64."""
+    """Return the formula in float64."""
     wide = x.double()
     left = wide - wide.mean(-1, keepdim=True)
     rstd = (left.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -108,7 +107,7 @@ def reference_forward(x: Any, weight: Any, bias: Any, eps: float) -> dict[str, A
 
 
 def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, Any]:
-    """The gradients of :func:`reference_forward`, which are the same for any bias."""
+    """Return the gradients of :func:`reference_forward`, which are the same for any bias."""
     return gradients(reference_forward, {"y": dy}, x=x, weight=weight, bias=weight, eps=eps)
 
 

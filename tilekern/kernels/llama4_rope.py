@@ -1,11 +1,11 @@
-"""Rotary position embedding of adjacent pairs of q and k, as Llama 4 has it (Su et al. 2021, arXiv:2104.09864).
+"""Rotary position embedding of adjacent pairs of q and k, as in Llama 4 (Su et al. 2021, arXiv:2104.09864).
 
-The pair (x_2i, x_2i+1) of a head is a complex number, which is multiplied by the complex number c + is of its token and
-place: ``y_2i = x_2i * c - x_2i+1 * s`` and ``y_2i+1 = x_2i+1 * c + x_2i * s``, in float32, rounded once. The backward
+The pair (x_2i, x_2i+1) of a head is a complex number. It is multiplied by the complex number c + is of its token and
+index: ``y_2i = x_2i * c - x_2i+1 * s`` and ``y_2i+1 = x_2i+1 * c + x_2i * s``, in float32, rounded once. The backward
 multiplies by the conjugate. One launch turns q and k: a block takes some tokens, loads their angles once, and goes
 through the heads.
 Arrays, all with any strides: q [batch, tokens, heads, head_dim] and k [batch, tokens, kv_heads, head_dim]; angles
-[1 or batch, tokens, head_dim], which are c and s in turn. The angles of a single batch entry are shared by all.
+[1 or batch, tokens, head_dim], which are c and s in turn. All batch entries share the angles of a single one.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ from tilekern.spec.targets import Target
 
 
 def _read(x, place, shape, form):
-    """One step of tokens and heads, in the array's dtype."""
     width, bounded = form[:2]
     return load(x, place + (0,), shape + (width,), bounded, 0, False)
 
 
 def _angles(turns, at, t, tile_t, form):
-    """The tokens' cosines and sines in float32, shaped to broadcast over heads."""
+    """Load the tokens' cosines and sines in float32, shaped to broadcast over heads."""
     width, bounded, inverse = form
     tile = load(turns[0], (at, t, 0), (1, tile_t, width), bounded, 0, False).astype(ct.float32)
     c, s = parts_of_pairs(ct.reshape(tile, (1, tile_t, 1, width // 2, 2)))
@@ -50,7 +49,6 @@ def _angles(turns, at, t, tile_t, form):
 
 
 def _turn(y, tiles, weights, angles, sums, place, shape, form):
-    """Rotate one step of tokens and heads, and store it."""
     width, bounded = form[:2]
     c, s = angles
     one, other = parts_of_pairs(ct.reshape(tiles[0].astype(ct.float32), shape + (width // 2, 2)))
@@ -80,7 +78,7 @@ def _cut(problem: Problem) -> dict[str, int | bool]:
 
 
 def _default(problem: Problem, target: Target) -> Config:
-    # Wide numbers spill, and where no vector ends with a head each load of a single element makes the code longer.
+    # Wide numbers spill. If heads are no whole vectors, elements are loaded one by one, which makes the code long.
     wide = ITEM_BYTES[problem["dtype"]] > 2 or problem["head_dim"] % 16
     return default_of(problem, "block", 512 if wide else 1024, 4)
 
@@ -92,7 +90,6 @@ def _generic(problem: Problem) -> Config:
 
 
 def _in_turn(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Angles of any size, each cosine with its sine."""
     import torch
 
     angles = drawn_angles(problem, generator, device)
@@ -100,7 +97,7 @@ def _in_turn(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
 
 def reference(q: Any, k: Any, angles: Any, inverse: bool) -> dict[str, Any]:
-    """The rotation, or its transpose, in float64."""
+    """Return the rotation, or its transpose, in float64."""
     c, s = angles.double()[..., ::2], angles.double()[..., 1::2]
     turned = (rotated(x.double(), c, -s if inverse else s, interleaved=True) for x in (q, k))
     return dict(zip(("q_out", "k_out"), turned, strict=True))
@@ -112,9 +109,6 @@ SPEC = spec(
     "rotary embedding of adjacent pairs of q and k, or its inverse",
     arrays_of(TOKENS_FIRST, _ANGLES, "dtype", "dtype"),
     reference,
-    constants=(
-        "heads", "kv_heads", "tile_t", "tile_h", "tile_hk", "width", "inverse", "unrolled", "bounded",
-    ),
     cut=_cut,
     flags=("inverse",),
     space=space_of(),
@@ -123,7 +117,7 @@ SPEC = spec(
     angles=_in_turn,
     flops=3,
 )  # fmt: skip
-# As the backward calls it: the conjugate turns gradients back.
+# The backward calls this: the conjugate turns gradients back.
 INVERSE = dataclasses.replace(SPEC, arrays=arrays_of(TOKENS_FIRST, _ANGLES, "dtype", "dtype", GRADIENTS))
 
 SPECS = (SPEC,)

@@ -6,11 +6,11 @@ With x a row of logits, b an optional bias, cap an optional ``softcap * tanh(x /
 ``dz_c = [c = y] dlog_prob + p_c * (dlse - dlog_prob - dentropy * (z_c - lse + entropy))``.
 
 The forward reads a row once, as cross entropy does (:mod:`tilekern.kernels.cross_entropy.tiles`). The backward reads a
-row's lse and entropy, so that each tile of the gradient needs that tile of the logits alone.
+row's lse and entropy, so that each tile of the gradient needs only that tile of the logits.
 
 Rows with the id ``ignore_index`` give 0, and so does the backward for rows whose slopes are all 0, whatever they hold.
 Any other id outside the vocabulary gives a log-probability and an lse of NaN, and so NaN in the backward. A slope that
-is not finite gives NaN to its row: infinity times ``z_c - lse + entropy`` would have the sign of a rounding error where
+is not finite gives NaN to its row: infinity times ``z_c - lse + entropy`` would have the sign of a rounding error if
 that is near 0.
 """
 
@@ -22,60 +22,28 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.cross_entropy.tiles import (
-    INFINITY,
-    LN_2,
-    LOWEST,
-    NAN,
-    capped_and_slope,
-    columns_of,
-    exponential,
-    load_logits,
-    load_weights,
-    store_row,
-    store_zeros,
-    target_logit,
-)
+from tilekern.kernels.cross_entropy import tiles as shared
+from tilekern.kernels.families import vocabulary as family
 from tilekern.kernels.families.placeholders import placeholder
-from tilekern.kernels.families.vocabulary import (
-    COLUMNS,
-    LOGITS,
-    ROWS,
-    SPACE_OF_TILES,
-    STEPS_MATCH,
-    by_parts,
-    each_part,
-    each_step,
-    each_tile,
-    generic_steps,
-    generic_tiles,
-    load_number,
-    of_rows,
-    spec,
-    step_axes,
-    step_config,
-    step_shapes,
-    tile_config,
-)
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, each_step
 from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, Space, Value
 from tilekern.spec.targets import Target
 
-# In the place of differences below it: the exponential is 0 in float32 all the same, and products with it are not NaN.
+# The least difference: its exponential is 0 in float32 like those of smaller ones, and products with it are not NaN.
 LEAST = -1000.0
 
 
 def _load_scores(logits, bias, row, c, bounded, form):
-    """Tile ``c`` of a row's z, minus infinity beyond the edge, and the derivative of z by the logit."""
+    """Load tile ``c`` of a row's z, minus infinity beyond the edge, and return it with its derivative by the logit."""
     columns, tile_n, scale, softcap, biased, capped, tma = form
-    x = load_logits(logits, row, c, tile_n, bounded, tma)
+    x = shared.load_logits(logits, row, c, tile_n, bounded, tma)
     slope = ct.full((1, tile_n), 1.0, ct.float32)
     if biased:
-        x = x + load_weights(bias, c, tile_n, bounded).astype(ct.float32)
+        x = x + shared.load_weights(bias, c, tile_n, bounded).astype(ct.float32)
     if capped:
-        x, slope = capped_and_slope(x, softcap)
+        x, slope = shared.capped_and_slope(x, softcap)
         if bounded:
-            x = ct.where(columns_of(c, tile_n) < columns, x, -INFINITY)
+            x = ct.where(shared.columns_of(c, tile_n) < columns, x, -shared.INFINITY)
     return x * scale, slope * scale
 
 
@@ -92,44 +60,43 @@ def _scan_step(sums, first, count, partial, logits, bias, row, form):
     mass, pull = _moved(mass, pull, peak, top)
     for i in ct.static_iter(range(count)):
         left = tiles[i] - top
-        share = exponential(left)
+        share = shared.exponential(left)
         mass = mass + share
         pull = pull + share * ct.maximum(left, LEAST)
     return mass, top, pull
 
 
 def _moved(mass, pull, peak, top):
-    """Sums of ``exp(z - peak)`` and of that times ``z - peak``, for a maximum ``top`` in the place of ``peak``."""
+    """Rescale sums of ``exp(z - peak)``, and of that times ``z - peak``, to a maximum ``top`` instead of ``peak``."""
     left = ct.maximum(peak - top, LEAST)
-    fading = exponential(left)
+    fading = shared.exponential(left)
     return mass * fading, fading * (pull + left * mass)
 
 
 def _scan_row(logits, bias, row, unroll, form):
-    """One read of a row: the maximum of z, the sum of ``e = exp(z - maximum)``, and that of ``e * (z - maximum)``;
-    (1, 1) each.
+    """Read a row once; return the maximum of z, the sum of ``e = exp(z - maximum)``, and that of ``e * (z - maximum)``.
 
-    Each lane of a tile keeps a maximum of its own.
+    All three have the shape (1, 1). Each lane of a tile keeps its own maximum.
     """
     columns, tile_n, _, _, _, _, _ = form
     zeros = ct.zeros((1, tile_n), ct.float32)
-    none = (zeros, ct.full((1, tile_n), LOWEST, ct.float32), zeros)
+    none = (zeros, ct.full((1, tile_n), shared.LOWEST, ct.float32), zeros)
     whole = ct.static_eval(columns // (tile_n * unroll))
-    mass, peak, pull = each_part(_scan_step, none, whole, columns, tile_n, unroll, (logits, bias, row, form))
+    mass, peak, pull = family.each_part(_scan_step, none, whole, columns, tile_n, unroll, (logits, bias, row, form))
     top = ct.max(peak, axis=1, keepdims=True)
     mass, pull = _moved(mass, pull, peak, top)
     return top, ct.sum(mass, axis=1, keepdims=True), ct.sum(pull, axis=1, keepdims=True)
 
 
 def _score_of(logits, bias, row, label, form):
-    """z of the row's id, (1, 1); NaN where that is not in the vocabulary."""
+    """Return z of the row's id, (1, 1); NaN if the id is not in the vocabulary."""
     _, _, scale, softcap, biased, capped, _ = form
-    x = target_logit(logits, row, label, softcap, False)
+    x = shared.target_logit(logits, row, label, softcap, False)
     if biased:
         place = (ct.zeros((1, 1), ct.int32), ct.full((1, 1), label, ct.int32))
-        x = x + ct.gather(bias, place, padding_value=NAN).astype(ct.float32)
+        x = x + ct.gather(bias, place, padding_value=shared.NAN).astype(ct.float32)
     if capped:
-        x, _ = capped_and_slope(x, softcap)
+        x, _ = shared.capped_and_slope(x, softcap)
     return x * scale
 
 
@@ -137,14 +104,14 @@ def _forward_row(row, logits, bias, ids, ignore_index, log_probs, entropy, lse, 
     label = ct.load(ids, (row,), ())
     if label == ignore_index:
         for result in ct.static_iter((log_probs, entropy, lse)):
-            store_row(result, row, ct.zeros((1, 1), ct.float32))
+            shared.store_row(result, row, ct.zeros((1, 1), ct.float32))
     else:
         at_id = _score_of(logits, bias, row, label, form)
         top, total, pull = _scan_row(logits, bias, row, unroll, form)
-        log_total = ct.log2(total) * LN_2
-        store_row(log_probs, row, (at_id - top) - log_total)
-        store_row(entropy, row, log_total - pull / total)
-        store_row(lse, row, ct.where((label < 0) | (label >= form[0]), NAN, top + log_total))
+        log_total = ct.log2(total) * shared.LN_2
+        shared.store_row(log_probs, row, (at_id - top) - log_total)
+        shared.store_row(entropy, row, log_total - pull / total)
+        shared.store_row(lse, row, ct.where((label < 0) | (label >= form[0]), shared.NAN, top + log_total))
 
 
 @ct.kernel
@@ -163,23 +130,24 @@ def log_probs_forward(
 
 def _backward_tile(row, c, bounded, logits, bias, ids, saved, slopes, ignore_index, dlogits, form):
     label = ct.load(ids, (row,), ())
-    at_id, of_entropy, of_lse = (
-        ct.load(slopes[0], (row,), ()),
-        ct.load(slopes[1], (row,), ()),
-        ct.load(slopes[2], (row,), ()),
-    )
+    at_id = ct.load(slopes[0], (row,), ())
+    of_entropy, of_lse = ct.load(slopes[1], (row,), ()), ct.load(slopes[2], (row,), ())
     tile_n = ct.static_eval(form[1])
     if (label == ignore_index) | ((at_id == 0.0) & (of_entropy == 0.0) & (of_lse == 0.0)):
-        store_zeros(dlogits, row, c, tile_n, bounded)
+        shared.store_zeros(dlogits, row, c, tile_n, bounded)
     else:
         share = of_lse - at_id
-        finite = (ct.abs(share) < INFINITY) & (ct.abs(at_id) < INFINITY) & (ct.abs(of_entropy) < INFINITY)
-        shift = ct.where(finite, load_number(saved[0], row), NAN)
+        finite = (
+            (ct.abs(share) < shared.INFINITY)
+            & (ct.abs(at_id) < shared.INFINITY)
+            & (ct.abs(of_entropy) < shared.INFINITY)
+        )
+        shift = ct.where(finite, family.load_number(saved[0], row), shared.NAN)
         z, slope = _load_scores(logits, bias, row, c, bounded, form)
         left = z - shift
-        surprise = ct.maximum(left, LEAST) + load_number(saved[1], row)
-        gradient = exponential(left) * (share - of_entropy * surprise)
-        gradient = ct.where(columns_of(c, tile_n) == label, gradient + at_id, gradient)
+        surprise = ct.maximum(left, LEAST) + family.load_number(saved[1], row)
+        gradient = shared.exponential(left) * (share - of_entropy * surprise)
+        gradient = ct.where(shared.columns_of(c, tile_n) == label, gradient + at_id, gradient)
         ct.store(
             dlogits, (row, c), (gradient * slope).astype(dlogits.dtype), check_bounds=bounded, allow_tma=False
         )  # fmt: skip
@@ -197,7 +165,7 @@ def log_probs_backward(
     form = (columns, tile_n, scale, softcap, biased, capped, False)
     slopes = (dlog_probs, dentropy, dlse)
     arguments = (logits, bias, ids, (lse, entropy), slopes, ignore_index, dlogits, form)
-    each_tile(_backward_tile, logits.shape[0], columns, tile_n, persistent, arguments)
+    family.each_tile(_backward_tile, logits.shape[0], columns, tile_n, persistent, arguments)
 
 
 @dataclass(frozen=True)
@@ -214,20 +182,22 @@ class Options:
         return self.ignore_index, 1.0 / self.temperature, float(self.softcap or 1.0)
 
     def flags(self, bias: Any) -> tuple[bool, bool]:
-        """The flags of the specs, biased and capped, for a bias or None."""
+        """Return the flags of the specs, biased and capped, for a bias or None."""
         return bias is not None, self.softcap is not None
 
 
 def before_ids(logits: Any, bias: Any) -> tuple[Any, Any]:
-    """The first arguments of the kernels, for a bias [vocabulary] of the dtype of the logits, or None."""
+    """Return the first arguments of the kernels, for a bias [vocabulary] of the dtype of the logits, or None."""
     return logits, placeholder(2, logits.dtype, logits.device) if bias is None else bias.view(1, -1)
 
 
 _FLAGS = ("biased", "capped")
 _RESULTS, _SLOPES = ("log_probs", "entropy", "lse"), ("dlog_probs", "dentropy", "dlse")
 _READ = (
-    Array("logits", "dtype", LOGITS), Array("bias", "dtype", COLUMNS, flag="biased"), Array("ids", "int32", ROWS)
-)  # fmt: skip
+    Array("logits", "dtype", family.LOGITS),
+    Array("bias", "dtype", family.COLUMNS, flag="biased"),
+    Array("ids", "int32", family.ROWS),
+)
 _SCALARS = (
     ScalarParameter("ignore_index", "int32"), ScalarParameter("scale", "float32"), ScalarParameter("softcap", "float32")
 )  # fmt: skip
@@ -236,7 +206,7 @@ _SCALARS = (
 def _forward_axes(problem: Problem) -> dict[str, list[Value]]:
     return {
         "schedule": ["persistent", "block"],
-        **step_axes(problem["vocabulary"]),
+        **family.step_axes(problem["vocabulary"]),
         "occupancy": [2, 4, 8],
         "tma": [True, False],
     }
@@ -251,13 +221,13 @@ STEPS_FIT = Constraint(
 
 
 def _forward_default(problem: Problem, target: Target) -> Config:
-    """Long rows by resident blocks, which end together; short ones by as many blocks as there are rows."""
-    shapes = step_shapes(problem["vocabulary"], 0)
-    return step_config("block" if len(shapes) < 4 else "persistent", *shapes[0])
+    """Return resident blocks for long rows, which end together; a block a row for short ones."""
+    shapes = family.step_shapes(problem["vocabulary"], 0)
+    return family.step_config("block" if len(shapes) < 4 else "persistent", *shapes[0])
 
 
 def drawn_ids(problem: Problem, generator: Any, device: str) -> Any:
-    """An id for each row, some of them ``ignore_index``; int32."""
+    """Draw an id for each row, some of them ``ignore_index``; int32."""
     import torch
 
     ids = torch.randint(problem["vocabulary"], (problem["rows"],), generator=generator, device=device)
@@ -286,7 +256,7 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
     inputs = _drawn(problem, generator, device)
     options = {name: inputs[name] for name in ("bias", "ignore_index", "scale", "softcap")}
     known = functools.partial(reference_forward, **options, **{flag: problem[flag] for flag in _FLAGS})
-    saved = by_parts(
+    saved = family.by_parts(
         lambda logits, ids: known(logits, ids=ids), inputs["logits"], inputs["ids"], names=("lse", "entropy")
     )
     slopes = {name: torch.randn((problem["rows"],), generator=generator, device=device) for name in _SLOPES}
@@ -297,13 +267,12 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
 
 
 def _scores(logits: Any, bias: Any, scale: float, softcap: float, biased: bool, capped: bool) -> Any:
-    """z in float64."""
     x = logits.double() + bias.double() if biased else logits.double()
     return (softcap * (x / softcap).tanh() if capped else x) * scale
 
 
 def row_results(z: Any, ids: Any, ignore_index: int) -> dict[str, Any]:
-    """The results of rows of z, in its dtype; the ids must be in the vocabulary, or ignored."""
+    """Return the results of rows of z, in its dtype; the ids must be in the vocabulary, or ignored."""
     counted = ids != ignore_index
     lse = z.logsumexp(1)
     logs = z - lse[:, None]
@@ -315,14 +284,14 @@ def row_results(z: Any, ids: Any, ignore_index: int) -> dict[str, Any]:
 
 
 def _has_gradient(ids: Any, ignore_index: int, *slopes: Any) -> Any:
-    """Whether a row counts and one of its slopes is not 0."""
+    """Return whether a row counts and one of its slopes is not 0."""
     return (ids != ignore_index) & sum(slope != 0 for slope in slopes).bool()
 
 
 def score_gradient(
     z: Any, ids: Any, lse: Any, entropy: Any, dlog_probs: Any, dentropy: Any, dlse: Any, ignore_index: int
 ) -> Any:
-    """The gradient by z in float64, of the lse and the entropy that were saved."""
+    """Return the gradient by z in float64, for the saved lse and entropy."""
     at_id, of_entropy, of_lse = (slope.double() for slope in (dlog_probs, dentropy, dlse))
     counted = _has_gradient(ids, ignore_index, at_id, of_entropy, of_lse)
     share = of_lse - at_id
@@ -338,7 +307,7 @@ def score_gradient(
 def reference_forward(
     logits: Any, bias: Any, ids: Any, ignore_index: int, scale: float, softcap: float, biased: bool, capped: bool
 ) -> dict[str, Any]:
-    """The results in float64."""
+    """Return the results in float64."""
     return row_results(_scores(logits, bias, scale, softcap, biased, capped), ids, ignore_index)
 
 
@@ -346,7 +315,7 @@ def reference_backward(
     logits: Any, bias: Any, ids: Any, lse: Any, entropy: Any, dlog_probs: Any, dentropy: Any, dlse: Any,
     ignore_index: int, scale: float, softcap: float, biased: bool, capped: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """The gradient by the logits in float64, of the lse and the entropy that are given."""
+    """Return the gradient by the logits in float64, for the given lse and entropy."""
     z = _scores(logits, bias, scale, softcap, biased, capped)
     gradient = score_gradient(z, ids, lse, entropy, dlog_probs, dentropy, dlse, ignore_index) * scale
     if capped:
@@ -354,31 +323,34 @@ def reference_backward(
     return {"dlogits": gradient.where(_has_gradient(ids, ignore_index, dlog_probs, dentropy, dlse)[:, None], 0)}
 
 
-FORWARD = spec(
-    "log_probs_forward",
-    "log-probability of one id, entropy, and log of the sum of exponentials of every row of logits",
+FORWARD = family.spec(
     log_probs_forward,
-    (*_READ, *_SCALARS, *of_rows(*_RESULTS, role="output")),
+    "log-probability of one id, entropy, and log of the sum of exponentials of every row of logits",
+    (*_READ, *_SCALARS, *family.of_rows(*_RESULTS, role="output")),
     reference_forward,
     flags=_FLAGS,
     flops=8,
-    space=Space(_forward_axes, (STEPS_MATCH, STEPS_FIT, TMA_NEEDS_HOPPER)),
+    space=Space(_forward_axes, (family.STEPS_MATCH, STEPS_FIT, TMA_NEEDS_HOPPER)),
     default=_forward_default,
-    generic=generic_steps,
+    generic=family.generic_steps,
     inputs=_drawn,
     exact_as="float32",
 )
-BACKWARD = spec(
-    "log_probs_backward",
-    "gradient of log-probabilities, entropies and lse by the logits, in place if asked",
+BACKWARD = family.spec(
     log_probs_backward,
-    (*_READ, *of_rows("lse", "entropy", *_SLOPES), *_SCALARS, Array("dlogits", "dtype", LOGITS, "output")),
+    "gradient of log-probabilities, entropies and lse by the logits, in place if asked",
+    (
+        *_READ,
+        *family.of_rows("lse", "entropy", *_SLOPES),
+        *_SCALARS,
+        Array("dlogits", "dtype", family.LOGITS, "output"),
+    ),
     reference_backward,
     flags=_FLAGS,
     flops=10,
-    space=SPACE_OF_TILES,
-    default=lambda problem, target: tile_config(problem, "block", 4096, 8),
-    generic=generic_tiles,
+    space=family.SPACE_OF_TILES,
+    default=lambda problem, target: family.tile_config(problem, "block", 4096, 8),
+    generic=family.generic_tiles,
     inputs=_backward_inputs,
 )
 SPECS = (FORWARD, BACKWARD)

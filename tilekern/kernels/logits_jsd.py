@@ -1,14 +1,14 @@
 """The generalised Jensen-Shannon divergence of two heads' logits, row by row, and its gradient in the student's place.
 
-With ``x = log_softmax(student / t)`` and ``y = log_softmax(teacher / t)`` each element adds what
-:mod:`tilekern.kernels.jsd` says, with the derivative g by x. The gradient by the student's logits is
+With ``x = log_softmax(student / t)`` and ``y = log_softmax(teacher / t)`` each element adds the term of
+:mod:`tilekern.kernels.jsd`, with the derivative g by x. The gradient by the student's logits is
 ``g - softmax(student / t) * sum(g)``, over t. Two kernels: the forward reads a row once for both sums of exponentials
 and once more for the loss and the sum of g; the backward reads these sums of each row, so that each tile of the
-gradient needs that tile of the logits alone. In one kernel all rows of a chunk would be in the same phase: of bfloat16
+gradient needs only that tile of the logits. In one kernel all rows of a chunk would be in the same phase: for bfloat16
 with 128256 columns, an H200 took 308 us for 512 rows and 1050 us for 2048.
 
-A row's loss and gradient are multiplied by its ``slope``; a row whose slope is 0 is not read, whatever it holds. One
-whose slope is not finite is NaN: infinity times a derivative near 0 would have the sign of a rounding error.
+A row's loss and gradient are multiplied by its ``slope``; a row with the slope 0 is not read, whatever it holds. If the
+slope is not finite, the row is NaN: infinity times a derivative near 0 would have the sign of a rounding error.
 """
 
 from __future__ import annotations
@@ -19,34 +19,11 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels import jsd
-from tilekern.kernels.cross_entropy.tiles import (
-    INFINITY,
-    LN_2,
-    LOG2_E,
-    LOWEST,
-    NAN,
-    load_logits,
-    store_row,
-    store_zeros,
-)
+from tilekern.kernels.cross_entropy import tiles as shared
 from tilekern.kernels.families import losses
-from tilekern.kernels.families.vocabulary import (
-    LOGITS,
-    SPACE_OF_TILES,
-    by_parts,
-    each_part,
-    each_step,
-    each_tile,
-    generic_tiles,
-    load_number,
-    of_rows,
-    spec,
-    step_config,
-    tile_config,
-    tiles_full,
-)
+from tilekern.kernels.families import vocabulary as family
 from tilekern.kernels.log_probs import STEPS_FIT
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, power_of_two
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, each_step, power_of_two
 from tilekern.spec import Array, Config, Constraint, Problem, ScalarParameter, Space, Value
 
 
@@ -60,7 +37,7 @@ def _scan_step(sums, first, count, partial, logits, row, tile_n, factor, tma):
     tiles = ()
     for i in ct.static_iter(range(count)):
         bounded = ct.static_eval(partial and i == count - 1)
-        tiles = tiles + (load_logits(logits, row, first + i, tile_n, bounded, tma),)
+        tiles = tiles + (shared.load_logits(logits, row, first + i, tile_n, bounded, tma),)
     top = peak
     for i in ct.static_iter(range(count)):
         top = ct.maximum(top, tiles[i])
@@ -71,9 +48,9 @@ def _scan_step(sums, first, count, partial, logits, row, tile_n, factor, tma):
 
 
 def _sums(logits, row, columns, tile_n, unroll, factor, tma):
-    """A row's largest logit, and the logarithm to base 2 of its sum of powers of 2, over that; (1, 1) each."""
-    none = ct.zeros((1, tile_n), ct.float32), ct.full((1, tile_n), LOWEST, ct.float32)
-    mass, peak = each_part(
+    """Return a row's largest logit, and the logarithm to base 2 of its sum of powers of 2 over that; (1, 1) each."""
+    none = ct.zeros((1, tile_n), ct.float32), ct.full((1, tile_n), shared.LOWEST, ct.float32)
+    mass, peak = family.each_part(
         _scan_step, none, logits.shape[1] // (tile_n * unroll), columns, tile_n, unroll,
         (logits, row, tile_n, factor, tma),
     )  # fmt: skip
@@ -82,20 +59,20 @@ def _sums(logits, row, columns, tile_n, unroll, factor, tma):
 
 
 def _logarithms(logits, row, c, tile_n, bounded, factor, sums, tma):
-    """To base 2, of a tile's probabilities, shifted so that terms are in natural units.
+    """Return a tile's logarithms of probabilities to base 2, shifted so that terms are in natural units.
 
-    The largest logit goes off before the factor: of a large product and a rounded one, little but roundings would be
-    left, and the product is not rounded where the compiler fuses it with the difference.
+    The largest logit is subtracted before the factor: the difference of a large product and a rounded one would be
+    mostly rounding, and the compiler may fuse the product with the difference, which leaves it exact.
     """
-    tile = load_logits(logits, row, c, tile_n, bounded, tma)
+    tile = shared.load_logits(logits, row, c, tile_n, bounded, tma)
     return (tile - sums[0]) * factor - (sums[1] - jsd.LOG2_LN_2)
 
 
 def _terms(student, teacher, row, c, tile_n, bounded, factor, beta, totals, form, tma):
-    """The term of each element of a tile, the derivative g, and a multiple of the student's probability."""
+    """Return the term of each element of a tile, the derivative g, and a multiple of the student's probability."""
     # So shifted, logarithms to base 2 have terms in natural units.
-    x = load_logits(student, row, c, tile_n, bounded, tma) * factor - totals[0] + jsd.LOG2_LN_2
-    y = load_logits(teacher, row, c, tile_n, bounded, tma) * factor - totals[1] + jsd.LOG2_LN_2
+    x = shared.load_logits(student, row, c, tile_n, bounded, tma) * factor - totals[0] + jsd.LOG2_LN_2
+    y = shared.load_logits(teacher, row, c, tile_n, bounded, tma) * factor - totals[1] + jsd.LOG2_LN_2
     return jsd.terms(x, y, beta, form[0], form[1])
 
 
@@ -113,9 +90,9 @@ def _forward_row(
     of_row = ct.load(slope, (row,), ())
     if of_row == 0.0:
         for result in ct.static_iter((loss, student_total, teacher_total, pull)):
-            store_row(result, row, ct.zeros((1, 1), ct.float32))
+            shared.store_row(result, row, ct.zeros((1, 1), ct.float32))
     else:
-        factor = scale * LOG2_E
+        factor = scale * shared.LOG2_E
         sums = (
             _sums(student, row, columns, tile_n, unroll, factor, tma),
             _sums(teacher, row, columns, tile_n, unroll, factor, tma),
@@ -132,13 +109,14 @@ def _forward_row(
                 terms, derivatives, shares, student, teacher, row, ct.static_eval(columns // tile_n), tile_n, True,
                 factor, beta, sums, form, tma,
             )  # fmt: skip
-        of_row = ct.where(ct.abs(of_row) < INFINITY, of_row, NAN)
-        store_row(loss, row, ct.sum(terms, axis=1, keepdims=True) * of_row)
-        store_row(student_total, row, sums[0][0] * factor + sums[0][1])
-        store_row(teacher_total, row, sums[1][0] * factor + sums[1][1])
-        # Over the sum of the very shares that take it away: where g is alike in a few likely columns, little is left.
+        of_row = ct.where(ct.abs(of_row) < shared.INFINITY, of_row, shared.NAN)
+        shared.store_row(loss, row, ct.sum(terms, axis=1, keepdims=True) * of_row)
+        shared.store_row(student_total, row, sums[0][0] * factor + sums[0][1])
+        shared.store_row(teacher_total, row, sums[1][0] * factor + sums[1][1])
+        # Divided by the sum of the same shares that subtract it later: if g is alike in a few likely columns, little is
+        # left.
         pulled = ct.sum(derivatives, axis=1, keepdims=True) / ct.sum(shares, axis=1, keepdims=True)
-        store_row(pull, row, pulled)
+        shared.store_row(pull, row, pulled)
 
 
 @ct.kernel
@@ -159,14 +137,14 @@ def _backward_tile(
 ):  # fmt: skip
     of_row = ct.load(slope, (row,), ())
     if of_row == 0.0:
-        store_zeros(gradient, row, c, tile_n, bounded)
+        shared.store_zeros(gradient, row, c, tile_n, bounded)
     else:
-        totals = (load_number(student_total, row), load_number(teacher_total, row))
+        totals = (family.load_number(student_total, row), family.load_number(teacher_total, row))
         _, derivative, share = _terms(
-            student, teacher, row, c, tile_n, bounded, scale * LOG2_E, beta, totals, form, False
+            student, teacher, row, c, tile_n, bounded, scale * shared.LOG2_E, beta, totals, form, False
         )
-        of_row = ct.where(ct.abs(of_row) < INFINITY, of_row, NAN) * scale
-        by_logits = (share * -load_number(pull, row) + derivative) * of_row
+        of_row = ct.where(ct.abs(of_row) < shared.INFINITY, of_row, shared.NAN) * scale
+        by_logits = (share * -family.load_number(pull, row) + derivative) * of_row
         ct.store(gradient, (row, c), by_logits.astype(gradient.dtype), check_bounds=bounded, allow_tma=False)
 
 
@@ -178,16 +156,16 @@ def logits_jsd_backward(
     """One tile a block, or resident blocks that loop; the gradient [rows, vocabulary] may be the student's memory."""
     form = (pure, ct.static_eval(student.dtype == ct.float32 or columns < jsd.SHORT))
     arguments = (student, teacher, slope, student_total, teacher_total, pull, beta, scale, gradient, tile_n, form)
-    each_tile(_backward_tile, student.shape[0], columns, tile_n, persistent, arguments)
+    family.each_tile(_backward_tile, student.shape[0], columns, tile_n, persistent, arguments)
 
 
 def arguments(beta: float, temperature: float) -> tuple[float, float]:
-    """The scalars of the kernels."""
+    """Return the scalars of the kernels."""
     return float(beta), 1.0 / temperature
 
 
 def is_pure(beta: float) -> bool:
-    """The flag ``pure`` for a beta."""
+    """Return the flag ``pure`` for a beta."""
     return beta in (0, 1)
 
 
@@ -203,7 +181,7 @@ def _forward_axes(problem: Problem) -> dict[str, list[Value]]:
     }
 
 
-_THREADS_FULL = tiles_full(4, 8, 2048)
+_THREADS_FULL = family.tiles_full(4, 8, 2048)
 _ROW_IS_LONGER = Constraint(
     "a step of several tiles is no longer than a row",
     lambda problem, config, target: (
@@ -218,12 +196,12 @@ _NO_LOOP_AROUND_TMA = Constraint(
 
 def _forward_config(problem: Problem, schedule: str, most: int, unroll: int, *, tma: bool) -> Config:
     tile_n = min(most, power_of_two(problem["vocabulary"]))
-    return step_config(schedule, tile_n, unroll if tile_n * unroll <= problem["vocabulary"] else 1, tma=tma)
+    return family.step_config(schedule, tile_n, unroll if tile_n * unroll <= problem["vocabulary"] else 1, tma=tma)
 
 
 _SCALARS = (ScalarParameter("beta", "float32"), ScalarParameter("scale", "float32"))
 _SUMS = ("student_total", "teacher_total", "pull")
-_READ = (Array("student", "dtype", LOGITS), Array("teacher", "dtype", LOGITS), *of_rows("slope"))
+_READ = (Array("student", "dtype", family.LOGITS), Array("teacher", "dtype", family.LOGITS), *family.of_rows("slope"))
 
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
@@ -243,23 +221,23 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
     inputs = _inputs(problem, generator, device)
     scalars = {name: inputs[name] for name in ("beta", "scale")}
     known = functools.partial(reference_forward, **scalars, pure=problem["pure"])
-    sums = by_parts(known, inputs["student"], inputs["teacher"], inputs["slope"], names=_SUMS)
-    # With the pull of the forward the gradient of a short row may be a small difference of rounded numbers.
+    sums = family.by_parts(known, inputs["student"], inputs["teacher"], inputs["slope"], names=_SUMS)
+    # With the forward's pull the gradient of a short row may be a small difference of rounded numbers.
     return inputs | sums | {"pull": sums["pull"] + 1}
 
 
 def _multiple(beta: float, pure: bool) -> float:
-    """The multiple of a probability in the formulas' last result."""
-    return LN_2 * (1.0 if pure else 1.0 - beta)
+    """Return the multiple of a probability in the formulas' last result."""
+    return shared.LN_2 * (1.0 if pure else 1.0 - beta)
 
 
 def reference_forward(student: Any, teacher: Any, slope: Any, beta: float, scale: float, pure: bool) -> dict[str, Any]:
-    """The results in float64: losses, logarithms to base 2 of sums of exponentials, and what pulls the gradient."""
+    """Return the results in float64: losses, logarithms to base 2 of sums of exponentials, and the gradient's pull."""
     wide, other = student.double() * scale, teacher.double() * scale
     terms, derivative = jsd.reference_terms(wide.log_softmax(-1), other.log_softmax(-1), beta, pure)
-    # A pure divergence's derivative is the teacher's alone; over the student's sum, too, since that may be no number.
+    # Divided by the student's sum, too, since that may be NaN while a pure divergence's derivative is the teacher's.
     pull = derivative.sum(-1) / (_multiple(beta, pure) * wide.softmax(-1).sum(-1))
-    sums = (wide.logsumexp(-1) / LN_2, other.logsumexp(-1) / LN_2, pull)
+    sums = (wide.logsumexp(-1) / shared.LN_2, other.logsumexp(-1) / shared.LN_2, pull)
     factor = slope.where(slope.isfinite(), float("nan"))
     found = losses.expected(terms, derivative, factor, False)
     return found | {name: x.where(slope != 0, 0) for name, x in zip(_SUMS, sums, strict=True)}
@@ -269,9 +247,9 @@ def reference_backward(
     student: Any, teacher: Any, slope: Any, student_total: Any, teacher_total: Any, pull: Any, beta: float,
     scale: float, pure: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """The gradient by the student's logits in float64, of the sums that are given."""
-    x = student.double() * scale - student_total.double()[:, None] * LN_2
-    y = teacher.double() * scale - teacher_total.double()[:, None] * LN_2
+    """Return the gradient by the student's logits in float64, for the given sums."""
+    x = student.double() * scale - student_total.double()[:, None] * shared.LN_2
+    y = teacher.double() * scale - teacher_total.double()[:, None] * shared.LN_2
     _, derivative = jsd.reference_terms(x, y, beta, pure)
     pulled = x.exp() * (pull.double() * _multiple(beta, pure))[:, None]
     factor = slope.where(slope.isfinite(), float("nan")).double()[:, None] * scale
@@ -281,7 +259,7 @@ def reference_backward(
 def expected(
     student: Any, teacher: Any, slope: Any, beta: float, scale: float, graded: bool, pure: bool
 ) -> dict[str, Any]:
-    """The losses of all rows of float64 logits, and their gradient by the student's."""
+    """Return the losses of all rows of float64 logits, and their gradient by the student's."""
     x, y = (student * scale).log_softmax(-1), (teacher * scale).log_softmax(-1)
     terms, derivative = jsd.reference_terms(x, y, beta, pure)
     factor = slope.where(slope.isfinite(), float("nan"))
@@ -289,11 +267,10 @@ def expected(
     return losses.expected(terms, by_logits, factor, graded)
 
 
-FORWARD = spec(
-    "logits_jsd_forward",
-    "loss = slope * JSD(softmax(teacher) || softmax(student)) of each row of logits, and sums for its gradient",
+FORWARD = family.spec(
     logits_jsd_forward,
-    (*_READ, *_SCALARS, *of_rows("loss", *_SUMS, role="output")),
+    "loss = slope * JSD(softmax(teacher) || softmax(student)) of each row of logits, and sums for its gradient",
+    (*_READ, *_SCALARS, *family.of_rows("loss", *_SUMS, role="output")),
     reference_forward,
     flags=("pure",),
     flops=40,
@@ -302,17 +279,16 @@ FORWARD = spec(
     generic=lambda problem: _forward_config(problem, "persistent", 256, 1, tma=False),
     inputs=_inputs,
 )
-BACKWARD = spec(
-    "logits_jsd_backward",
-    "gradient of logits_jsd_forward by the student's logits, in place if asked",
+BACKWARD = family.spec(
     logits_jsd_backward,
-    (*_READ, *of_rows(*_SUMS), *_SCALARS, Array("gradient", "dtype", LOGITS, "output")),
+    "gradient of logits_jsd_forward by the student's logits, in place if asked",
+    (*_READ, *family.of_rows(*_SUMS), *_SCALARS, Array("gradient", "dtype", family.LOGITS, "output")),
     reference_backward,
     flags=("pure",),
     flops=30,
-    space=SPACE_OF_TILES,
-    default=lambda problem, target: tile_config(problem, "block", 2048, 8),
-    generic=generic_tiles,
+    space=family.SPACE_OF_TILES,
+    default=lambda problem, target: family.tile_config(problem, "block", 2048, 8),
+    generic=family.generic_tiles,
     inputs=_backward_inputs,
 )
 SPECS = (FORWARD, BACKWARD)

@@ -4,8 +4,8 @@ With rms(u) the root mean square of a row of n numbers, ``sqrt(mean(u^2) + eps)`
 ``y = w0 * x^3 / rms(x^3) + w1 * x^2 / rms(x^2) + w2 * x / rms(x) + b``.
 Backward, where r is 1 / rms(x^p) and w the weight of the power p: each power adds
 ``w * p * x^(p-1) * (r * dy - x^p * r^3 * mean(dy * x^p))`` to dx; each row adds ``r * sum(dy * x^p)`` to the gradient
-of w, and sum(dy) to that of b. A block adds its rows' shares up and stores the four of them as its row of ``partial``,
-which the spec ``column_sum`` adds up.
+of w, and sum(dy) to that of b. A block adds its rows' shares up and stores all four as its row of ``partial``; the
+spec ``column_sum`` adds these up.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from tilekern.kernels.families.rows import (
     default_in_blocks,
     default_of_two_sums,
     forward,
-    space_of_short_steps,
+    generic,
+    space_of,
     spec,
 )
-from tilekern.kernels.tiles import HELD_BY_DEFAULT, ConstBool, ConstInt, load, power_of_two
-from tilekern.spec import Array, Config, Problem, ScalarParameter
+from tilekern.kernels.tiles import HELD_BY_DEFAULT, LONGEST_HELD, ConstBool, ConstInt, load, power_of_two, row_tiles
+from tilekern.spec import Array, Config, Problem, ScalarParameter, Value
 from tilekern.spec.targets import Target
 
 
 def _number(array, n):
-    """One number of a vector, [1, 1] in float32."""
+    """Load one number of a vector, [1, 1] in float32."""
     return ct.load(array, (n,), (1,)).astype(ct.float32).reshape((1, 1))
 
 
@@ -40,13 +41,13 @@ def _square(tiles, weights, known):
 
 
 def _higher_squares(tiles, weights, known):
-    """Of the square and the cube."""
+    """Return the squares of the square and of the cube."""
     square = tiles[0] * tiles[0]
     return square * square, square * square * square
 
 
 def _norms(rows, columns, eps, w0, w1, w2, bias):
-    """The weights of x^3, x^2 and x over the rms of each, [tile_m, 1]."""
+    """Return the weights of x^3, x^2 and x over the rms of each, [tile_m, 1]."""
     one = add_up(_square, 1, rows, (), False)[0]
     two, three = add_up(_higher_squares, 2, rows, (), False)
     return (
@@ -76,7 +77,7 @@ def _add_seven(a, b, c, d, e, f, g, h, i, j, k, m, n, o):
 
 
 def _terms(sums, dy, x):
-    """Sums of squares of the three powers, of their products with dy, and of dy, with another tile added."""
+    """Add a tile to the sums of squares of the three powers, of their products with dy, and of dy."""
     square, product = x * x, dy * x
     return (
         sums[0] + square, sums[1] + square * square, sums[2] + square * square * square, sums[3] + product,
@@ -92,14 +93,13 @@ def _nothing(tile_m, tile_n):
 
 
 def _read(dy, x, step, c, tile_m, tile_n, bounded, tma):
-    """A tile of both in the dtypes that they are stored in."""
     return (
         load(dy, (step, c), (tile_m, tile_n), bounded, 0, tma), load(x, (step, c), (tile_m, tile_n), bounded, 0, tma)
     )  # fmt: skip
 
 
 def _slopes(sums, columns, eps, weight):
-    """The factors of dx, a polynomial of x with dy in some terms, from a step's sums; and the gradients' shares."""
+    """Return the factors of dx, a polynomial of x with dy in some terms, and the parameters' gradients."""
     r1 = ct.rsqrt(sums[0] / columns + eps)
     r2 = ct.rsqrt(sums[1] / columns + eps)
     r3 = ct.rsqrt(sums[2] / columns + eps)
@@ -111,7 +111,7 @@ def _slopes(sums, columns, eps, weight):
 
 
 def _inside(shares, x, step, tile_m):
-    """Shares, but 0 of rows beyond the last, whose r is infinite where eps is 0."""
+    """Zero the shares of rows beyond the last, whose r is infinite if eps is 0."""
     if ct.static_eval(tile_m == 1):
         return shares
     inside = step * tile_m + ct.arange(tile_m, dtype=ct.int32).reshape((tile_m, 1)) < x.shape[0]
@@ -168,7 +168,7 @@ _POWERS = (3, 2, 1)
 
 
 def reference_forward(x: Any, weight: Any, bias: Any, eps: float) -> dict[str, Any]:
-    """The formula in float64."""
+    """Return the formula in float64."""
     wide, y = x.double(), bias.double()
     for w, p in zip(weight.double(), _POWERS, strict=True):
         y = y + w * wide**p * (wide ** (2 * p)).mean(-1, keepdim=True).add(eps).rsqrt()
@@ -176,7 +176,7 @@ def reference_forward(x: Any, weight: Any, bias: Any, eps: float) -> dict[str, A
 
 
 def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, Any]:
-    """The gradients of :func:`reference_forward`, which are the same for any bias.
+    """Return the gradients of :func:`reference_forward`, which are the same for any bias.
 
     Those of weight and bias are one vector: alone, a sum of terms of both signs may be 0 but for its rounding.
     """
@@ -189,7 +189,7 @@ def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, An
 def _default_backward(problem: Problem, target: Target) -> Config:
     width = power_of_two(problem["columns"])
     if 1024 <= width <= 4096 and problem["dtype"] != "float32":
-        # Seven sums are many registers: short chunks leave some for another block.
+        # Seven sums take many registers: short chunks leave some for another block.
         return Config(
             schedule="persistent", passes=1, tile_m=2048 // min(width, 2048), tile_n=1024, occupancy=3,
             num_worker_warps=0, tma=target.has_tma,
@@ -198,12 +198,8 @@ def _default_backward(problem: Problem, target: Target) -> Config:
     return default_of_two_sums(4, problem, target).but(num_worker_warps=warps)
 
 
-def _generic(problem: Problem) -> Config:
-    width = min(256, power_of_two(problem["columns"]))
-    return Config(
-        schedule="persistent", passes=2 if problem["columns"] > width else 1, tile_m=max(1, 256 // width), tile_n=width,
-        occupancy=1, num_worker_warps=0, tma=False,
-    )  # fmt: skip
+def _tiles(problem: Problem, usual: list[Value]) -> list[Value]:
+    return row_tiles(problem["columns"], 2048, 8192) if problem["columns"] <= LONGEST_HELD["forward"] else [1]
 
 
 _X, _WEIGHT = Array("x", "dtype", ROWS), Array("weight", "weight_dtype", ("3",))
@@ -213,8 +209,8 @@ _BACKWARD_ARRAYS = (
     Array("dy", PRODUCT, ROWS), _X, _WEIGHT, Array("dx", "dtype", ROWS, "output"),
     Array("partial", "float32", ("blocks", "4"), "scratch"), _EPS,
 )  # fmt: skip
-# No arrays in the specs: those of an op's forward are its own, and this op declares others. Its cubes overflow for
-# values that ops with such arrays take.
+# No arrays in the specs, since the op declares other ones. Its cubes overflow for values that ops with such arrays
+# take.
 FORWARD = replace(
     spec(
         poly_norm_forward,
@@ -223,11 +219,11 @@ FORWARD = replace(
         reference_forward,
         live=2,
         flops=14,
+        space=space_of(2, tile_m=_tiles),
         default=lambda problem, target: default_in_blocks(2, 8, problem, target),
+        generic=lambda problem: generic(problem, 256),
+        given=functools.partial(drawn, _FORWARD_ARRAYS, about_one=False),
     ),
-    space=space_of_short_steps(2, 8192),
-    generic=_generic,
-    inputs=functools.partial(drawn, _FORWARD_ARRAYS, about_one=False),
     arrays=(),
 )
 BACKWARD = replace(
@@ -241,9 +237,9 @@ BACKWARD = replace(
         flops=34,
         default=_default_backward,
         cute=False,
+        generic=lambda problem: generic(problem, 256),
+        given=functools.partial(drawn, _BACKWARD_ARRAYS, about_one=False),
     ),
-    generic=_generic,
-    inputs=functools.partial(drawn, _BACKWARD_ARRAYS, about_one=False),
     arrays=(),
 )
 SPECS = (FORWARD, BACKWARD)

@@ -1,11 +1,11 @@
-"""Rotary position embedding of q and k by three positions, as Qwen2-VL has it (Wang et al. 2024, arXiv:2409.12191).
+"""Rotary position embedding of q and k by three positions, as in Qwen2-VL (Wang et al. 2024, arXiv:2409.12191).
 
-A token has a position in time, in height and in width, and each frequency the angle of one of them: the first ``time``
-frequencies that of the first, the next ``height`` that of the second, all others that of the third. The halves of a
-head turn by these angles, or back by them where ``inverse``, as in ``rope``; of the three angles of a frequency one is
-read. As CuTe DSL compiles it (:mod:`tilekern.kernels.cute.positions`) a thread takes a few heads of one token.
+A token has a position in time, in height and in width, and each frequency uses the angle of one of them: the first
+``time`` frequencies that of the first, the next ``height`` that of the second, all others that of the third. The halves
+of a head turn by these angles, or back if ``inverse``, as in ``rope``; only one of the three angles of a frequency is
+read. In the CuTe DSL kernel (:mod:`tilekern.kernels.cute.positions`) a thread turns a few heads of one token.
 Arrays, all with any strides: q [batch, heads, tokens, 2h], k [batch, kv_heads, tokens, 2h]; cos and sin
-[3, 1 or batch, tokens, 2h], of which the first h are read. The angles of a single batch entry are shared by all.
+[3, 1 or batch, tokens, 2h], of which the first h are read. All batch entries share the angles of a single one.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tilekern.kernels.families.rotations import (
     write_halves,
 )
 from tilekern.kernels.tiles import ConstBool, ConstInt
-from tilekern.spec import Config, KernelSpec, Problem, ScalarParameter
+from tilekern.spec import Config, Problem, ScalarParameter
 from tilekern.spec.targets import Target
 
 
 def _of_positions(array, at, t, tile_t, form):
-    """The tokens' cosines or sines in float32, each of its frequency's position, shaped to broadcast over heads.
+    """Load the tokens' cosines or sines in float32 by their frequency's position, shaped to broadcast over heads.
 
-    Every place is inside: behind the last token is the last, and behind the frequencies is their repetition.
+    Every index is inside: the last token repeats behind the last, and the frequencies are stored twice.
     """
     (_, width, _, _, _, _), time, height, _ = form
     frequency = ct.reshape(ct.arange(width, dtype=ct.int32), (1, 1, 1, width))
@@ -49,12 +49,10 @@ def _of_positions(array, at, t, tile_t, form):
 
 
 def _angles(turns, at, t, tile_t, form):
-    """The tokens' cosines and sines."""
     return _of_positions(turns[0], at, t, tile_t, form), _of_positions(turns[1], at, t, tile_t, form)
 
 
 def _turn(y, tiles, weights, angles, sums, place, shape, form):
-    """Rotate one step of tokens and heads, and store it."""
     c, s = angles
     (_, _, _, _, tma, _), _, _, inverse = form
     x1, x2 = tiles[0][0].astype(ct.float32), tiles[0][1].astype(ct.float32)
@@ -81,13 +79,12 @@ def qwen2vl_mrope(
 
 
 def _default(problem: Problem, target: Target) -> Config:
-    # Each angle of a thread has an address of its own, in registers: of 8 angles, or of 4 where four blocks must fit on
-    # an SM, some spill.
+    # Each angle of a thread has its own address in registers: some of 8 angles spill, or some of 4 with four blocks.
     return default_of(problem, "block", 512, 2, tma=False)
 
 
 def _of_three(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Angles of three positions, and the sections of models."""
+    """Draw angles of three positions, and the sections of models."""
     angles = drawn_angles_twice(problem.but(batch=3 * problem["batch"]), generator, device)
     half = problem["head_dim"] // 2
     sections = {"time": half - 2 * (3 * half // 8), "height": 3 * half // 8}
@@ -95,7 +92,7 @@ def _of_three(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
 
 def reference(q: Any, k: Any, cos: Any, sin: Any, time: int, height: int, inverse: bool) -> dict[str, Any]:
-    """The rotation, or its transpose, in float64."""
+    """Return the rotation, or its transpose, in float64."""
     import torch
 
     half = q.shape[-1] // 2
@@ -117,32 +114,22 @@ _GIVEN = (
 )
 
 
-def _in_cutile() -> KernelSpec:
-    return spec(
-        qwen2vl_mrope,
-        "rotary embedding of q and k by three positions, or its inverse",
-        arrays_of(HEADS_FIRST, _GIVEN, "dtype", _PRODUCT),
-        reference,
-        inverse=arrays_of(HEADS_FIRST, _GIVEN, _PRODUCT, "dtype"),
-        constants=(
-            "heads", "kv_heads", "half", "tile_t", "tile_h", "tile_hk", "width", "whole", "unrolled", "bounded", "tma",
-            "inverse",
-        ),
-        flags=("inverse",),
-        space=dataclasses.replace(space_of(tma=[False]), beside=(cute_turns.SPACE,)),
-        default=_default,
-        angles=_of_three,
-        flops=3,
-    )  # fmt: skip
-
-
-# What implements cuTile's configs, and the spec, which implements those of CuTe DSL as well. The digests of a spec are
-# read where calls make it.
-_IN_CUTILE = _in_cutile()
-SPEC = dataclasses.replace(
-    _in_cutile(), implement=lambda problem, config: cute_turns.implement_positions(_IN_CUTILE, problem, config)
+_IN_CUTILE = spec(
+    qwen2vl_mrope,
+    "rotary embedding of q and k by three positions, or its inverse",
+    arrays_of(HEADS_FIRST, _GIVEN, "dtype", _PRODUCT),
+    reference,
+    inverse=arrays_of(HEADS_FIRST, _GIVEN, _PRODUCT, "dtype"),
+    flags=("inverse",),
+    space=dataclasses.replace(space_of(tma=[False]), beside=(cute_turns.SPACE,)),
+    default=_default,
+    angles=_of_three,
+    flops=3,
 )
-# As the backward calls it: the rotation's transpose turns gradients back.
+SPEC = dataclasses.replace(
+    _IN_CUTILE, implement=lambda problem, config: cute_turns.implement_positions(_IN_CUTILE, problem, config)
+)
+# The backward calls this: the rotation's transpose turns gradients back.
 INVERSE = dataclasses.replace(SPEC, arrays=arrays_of(HEADS_FIRST, _GIVEN, _PRODUCT, "dtype", GRADIENTS))
 
 SPECS = (SPEC,)

@@ -1,13 +1,13 @@
 """Rotary position embedding of q and k (Su et al. 2021, arXiv:2104.09864), out of place, in Hugging Face's layout.
 
 A head of size 2h is split into halves (x1, x2): ``y1 = x1 * c1 - x2 * s1`` and ``y2 = x2 * c2 + x1 * s2``, where c and
-s are the cosine and sine of the position's angles. Where ``full`` each half has its own ([.., 2h]: c1, c2); else the
-first half's serve both, whether they are stored once ([.., h]) or, as Hugging Face does, twice. The backward is the
+s are the cosine and sine of the position's angles. If ``full``, each half has its own ([.., 2h]: c1, c2); else the
+first half's serve both, whether they are stored once ([.., h]) or, as by Hugging Face, twice. The backward is the
 transpose, the inverse rotation: ``dx1 = dy1 * c1 + dy2 * s2``, ``dx2 = dy2 * c2 - dy1 * s1``. One launch turns q and
-k: a block takes some tokens, loads their angles once, and goes through the heads; as CuTe DSL compiles it
-(:mod:`tilekern.kernels.cute.turns`) a thread takes a few heads of one token.
+k: a block loads the angles of some tokens once, and goes through the heads; in the CuTe DSL kernel
+(:mod:`tilekern.kernels.cute.turns`) a thread turns a few heads of one token.
 Arrays: q [batch, heads, tokens, 2h], k [batch, kv_heads, tokens, 2h], cos and sin [1 or batch, tokens, 2h or h], all
-with any strides; the angles of a single batch entry are shared by all.
+with any strides; all batch entries share the angles of a single one.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from tilekern.kernels.families.rotations import (
     write_halves,
 )
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, load, power_of_two
-from tilekern.spec import Config, Constraint, KernelSpec, Problem, Space, Value
+from tilekern.spec import Config, Constraint, Problem, Space, Value
 from tilekern.spec.targets import Target
 
 
 def _turn(y, tiles, weights, angles, sums, place, shape, form):
-    """Rotate both halves and store them."""
     c1, c2, s1, s2 = angles
     (_, _, _, _, tma, _), _, inverse = form
     x1, x2 = tiles[0][0].astype(ct.float32), tiles[0][1].astype(ct.float32)
@@ -51,12 +50,11 @@ def _turn(y, tiles, weights, angles, sums, place, shape, form):
 
 
 def _angles(turns, at, t, tile_t, form):
-    """The tokens' cosines and sines for both halves of a head."""
     return _of_both(turns[0], at, t, tile_t, form) + _of_both(turns[1], at, t, tile_t, form)
 
 
 def _of_both(array, at, t, tile_t, form):
-    """The tokens' cosines or sines for both halves of a head, shaped to broadcast over heads."""
+    """Load the tokens' cosines or sines for both halves of a head, shaped to broadcast over heads."""
     (half, width, whole, bounded, tma, latency), full, _ = form
     shape = (1, tile_t, width)
     if ct.static_eval(full):
@@ -125,7 +123,7 @@ def _generic(problem: Problem) -> Config:
 
 
 def reference(q: Any, k: Any, cos: Any, sin: Any, inverse: bool) -> dict[str, Any]:
-    """The rotation, or its transpose, in float64."""
+    """Return the rotation, or its transpose, in float64."""
     import torch
 
     half = q.shape[-1] // 2
@@ -142,33 +140,23 @@ def reference(q: Any, k: Any, cos: Any, sin: Any, inverse: bool) -> dict[str, An
     return {"q_out": turn(q), "k_out": turn(k)}
 
 
-def _in_cutile() -> KernelSpec:
-    return spec(
-        rope,
-        "rotary embedding of q and k, or its inverse",
-        arrays_of(HEADS_FIRST, _ANGLES, "dtype", _PRODUCT),
-        reference,
-        inverse=arrays_of(HEADS_FIRST, _ANGLES, _PRODUCT, "dtype"),
-        constants=(
-            "heads", "kv_heads", "half", "tile_h", "tile_hk", "tile_t", "width", "whole", "full", "inverse", "unrolled",
-            "bounded", "latency", "tma",
-        ),
-        flags=("full", "inverse"),
-        space=Space(_axes, (_SIZED, TMA_NEEDS_HOPPER), (cute_turns.SPACE,)),
-        default=_default,
-        generic=_generic,
-        unrolls_lone=True,
-        flops=3,
-    )  # fmt: skip
-
-
-# What implements cuTile's configs, and the spec, which implements those of CuTe DSL as well. The digests of a spec are
-# read where calls make it.
-_IN_CUTILE = _in_cutile()
-SPEC = dataclasses.replace(
-    _in_cutile(), implement=lambda problem, config: cute_turns.implement(_IN_CUTILE, problem, config)
+_IN_CUTILE = spec(
+    rope,
+    "rotary embedding of q and k, or its inverse",
+    arrays_of(HEADS_FIRST, _ANGLES, "dtype", _PRODUCT),
+    reference,
+    inverse=arrays_of(HEADS_FIRST, _ANGLES, _PRODUCT, "dtype"),
+    flags=("full", "inverse"),
+    space=Space(_axes, (_SIZED, TMA_NEEDS_HOPPER), (cute_turns.SPACE,)),
+    default=_default,
+    generic=_generic,
+    unrolls_lone=True,
+    flops=3,
 )
-# As the backward calls it: the rotation's transpose turns gradients back.
+SPEC = dataclasses.replace(
+    _IN_CUTILE, implement=lambda problem, config: cute_turns.implement(_IN_CUTILE, problem, config)
+)
+# The backward calls this: the rotation's transpose turns gradients back.
 INVERSE = dataclasses.replace(SPEC, arrays=arrays_of(HEADS_FIRST, _ANGLES, _PRODUCT, "dtype", GRADIENTS))
 
 SPECS = (SPEC,)

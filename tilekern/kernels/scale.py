@@ -1,7 +1,7 @@
-"""``x *= factor`` in place, with ``factor`` in device memory: where it is 1, nothing is read or written.
+"""``x *= factor`` in place, with ``factor`` in device memory: if it is 1, nothing is read or written.
 
-A loss computes its gradients together with itself; what the backward brings is almost always 1, which the host cannot
-know without waiting for the GPU.
+A loss computes its gradients in its forward; the factor that the backward brings is almost always 1, which the host
+cannot know without waiting for the GPU.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.families.arrays import ROWS
+from tilekern.kernels.families.arrays import matrices
 from tilekern.kernels.families.tables import MATRIX, spec
-from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load, power_of_two
-from tilekern.spec import Array, Config, Problem, Space, Value, cdiv
+from tilekern.kernels.tiles import ConstBool, ConstInt, bounds_of_tiles, grid_of_tiles, load, power_of_two
+from tilekern.spec import Array, Config, Problem, Space, Value
 
 
 @ct.kernel
@@ -54,22 +54,18 @@ def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
 SPEC = spec(
     "scale",
-    "x *= factor in place, nothing where the factor is 1",
+    "x *= factor in place, nothing if the factor is 1",
     MATRIX,
-    lambda problem: (
-        Array("x", "dtype", ROWS), Array("factor", "float32", ("1",)), Array("y", "dtype", ROWS, "output")
-    ),
+    (*matrices(("x",), ()), Array("factor", "float32", ("1",)), *matrices((), ("y",))),
     lambda x, factor: {"y": x.double() * factor.double()},
-    function=lambda problem, config: scale_persistent,
-    constants=lambda problem, config: {"bounded": problem["columns"] % config["tile_n"] != 0},
-    grid=lambda sizes, config, sm_count: grid_of(
-        sizes["rows"] * cdiv(sizes["columns"], config["tile_n"]), config, sm_count
-    ),
+    function=scale_persistent,
+    constants=bounds_of_tiles,
+    grid=grid_of_tiles,
     space=Space(_axes),
     default=lambda problem, target: _config(min(1024, power_of_two(problem["columns"])), 8),
     generic=lambda problem: _config(min(256, power_of_two(problem["columns"])), 4),
     given=_given,
     flops=lambda problem: problem["rows"] * problem["columns"],
-)  # fmt: skip
+)
 
 SPECS = (SPEC,)

@@ -1,8 +1,8 @@
 """Softmax of rows forward and backward, in float32.
 
 Forward: ``y = exp(x - max(x)) / sum(exp(x - max(x)))``. Backward, from the y that was stored:
-``dx = y * (dy - sum(dy * y))``. Rows that registers hold are read once, longer ones again out of the L2 cache. A row is
-NaN where it holds NaN or +inf, or nothing but -inf.
+``dx = y * (dy - sum(dy * y))``. Rows that fit registers are read once, longer ones again out of the L2 cache. A row is
+NaN if it holds NaN or +inf, or only -inf.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ def _power(x, top):
 
 
 def _powers(tiles, weights, known):
-    """Of the maximum."""
     return (_power(tiles[0], known[0]),)
 
 
 def _top_and_share(rows, columns):
-    """The maximum, and 1 / the sum of the powers, [tile_m, 1] each."""
+    """Return the maximum, and 1 / the sum of the powers, [tile_m, 1] each."""
     top = largest(_x, rows, ())
     return top, 1.0 / add_up(_powers, 1, rows, (top,), True)[0]
 
@@ -59,7 +58,6 @@ def _products(tiles, weights, known):
 
 
 def _mean_slope(rows, columns):
-    """The mean of dy, weighted with y, [tile_m, 1]."""
     return add_up(_products, 1, rows, (), False)
 
 
@@ -79,12 +77,12 @@ def softmax_backward(
 
 
 def reference_forward(x: Any) -> dict[str, Any]:
-    """The formula in float64."""
+    """Return the formula in float64."""
     return {"y": x.double().softmax(-1)}
 
 
 def reference_backward(dy: Any, y: Any) -> dict[str, Any]:
-    """The gradient of :func:`reference_forward` in float64."""
+    """Return the gradient of :func:`reference_forward` in float64."""
     slope, wide = dy.double(), y.double()
     return {"dx": wide * (slope - (slope * wide).sum(-1, keepdim=True))}
 

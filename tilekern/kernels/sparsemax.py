@@ -18,14 +18,14 @@ Rows that registers hold are read once, longer ones in each step out of the L2 c
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import matrices
-from tilekern.kernels.families.rows import add_up, default_in_blocks, forward, maxima, space_of_narrow_chunks, spec
-from tilekern.kernels.tiles import ConstBool, ConstInt
+from tilekern.kernels.families.rows import add_up, default_in_blocks, forward, maxima, space_of, spec
+from tilekern.kernels.tiles import LONGEST_HELD, ConstBool, ConstInt, add_pairs
+from tilekern.spec import Problem, Value
 
 _STEPS = 32
 
@@ -35,29 +35,25 @@ def _x(tiles, weights, known):
 
 
 def _above(left, tau):
-    """Of tiles less the maximum: those that are above tau, and 1 for each. NaN counts."""
+    """Return the elements of tiles less the maximum that are above tau, and 1 for each; NaN counts."""
     below = left <= tau
     return ct.where(below, 0.0, left), ct.where(below, 0.0, 1.0)
 
 
 def _support(tiles, weights, known):
-    """Of the maximum, and tau less it."""
+    """Return the support's elements and their number; ``known`` are the maximum, and tau less the maximum."""
     return _above(tiles[0] - known[0], known[1])
 
 
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
 def _step(total, count, before, tau, steps):
-    """Tau after a step of Michelot's, and how many may follow: none where it found as many as the one before."""
+    """Return tau after a step of Michelot's, and how many may follow: none if the support did not change."""
     after = (total - 1.0) / count
     # By rounding the last step may fall. NaN is taken.
     return ct.where(after <= tau, tau, after), (steps - 1) * ct.max(ct.where(count != before, 1, 0))
 
 
 def _top_and_tau(rows, columns):
-    """The maximum, and tau less the maximum, [tile_m, 1] each: large x have no digits for tau itself."""
+    """Return the maximum, and tau less the maximum, [tile_m, 1] each; large x have no digits for tau itself."""
     part = maxima(_x, rows, ())
     top = ct.max(part, axis=1, keepdims=True)
     left = part - top
@@ -65,7 +61,7 @@ def _top_and_tau(rows, columns):
     tau = before - 1.0
     steps = _STEPS
     while steps > 0:
-        total, count = ct.reduce(_above(left, tau), 1, _add_pairs, (0.0, 0.0), keepdims=True)
+        total, count = ct.reduce(_above(left, tau), 1, add_pairs, (0.0, 0.0), keepdims=True)
         tau, steps = _step(total, count, before, tau, steps)
         before = count
     steps = _STEPS
@@ -93,13 +89,12 @@ def sparsemax_forward(
 
 
 def _slopes(tiles, weights, known):
-    """dy of the support, and 1 for each."""
+    """Return dy of the support, and 1 for each element of it."""
     inside = tiles[1] > 0.0
     return ct.where(inside, tiles[0], 0.0), ct.where(inside, 1.0, 0.0)
 
 
 def _mean_slope(rows, columns):
-    """Over the support, [tile_m, 1]."""
     total, count = add_up(_slopes, 2, rows, (), False)
     return (total / count,)
 
@@ -120,7 +115,7 @@ def sparsemax_backward(
 
 
 def by_sorting(x: Any) -> Any:
-    """The definition, in the dtype of ``x``: the k largest are the support, for the most k whose least is above tau."""
+    """Apply the definition in x's dtype: the support is the k largest, for the most k whose least is above tau."""
     left = x - x.amax(-1, keepdim=True)
     ordered = left.sort(-1, descending=True).values
     excess = ordered.cumsum(-1) - 1
@@ -129,38 +124,41 @@ def by_sorting(x: Any) -> Any:
 
 
 def reference_forward(x: Any) -> dict[str, Any]:
-    """The definition in float64."""
+    """Return the definition in float64."""
     return {"y": by_sorting(x.double())}
 
 
 def slope(dy: Any, y: Any) -> Any:
-    """The gradient by x, in the dtype of ``dy``."""
+    """Return the gradient by x, in the dtype of ``dy``."""
     inside = y > 0
     mean = dy.where(inside, 0).sum(-1, keepdim=True) / inside.sum(-1, keepdim=True)
     return (dy - mean).where(inside, 0)
 
 
 def reference_backward(dy: Any, y: Any) -> dict[str, Any]:
-    """The gradient of :func:`reference_forward` in float64."""
+    """Return the gradient of :func:`reference_forward` in float64."""
     return {"dx": slope(dy.double(), y)}
 
 
-FORWARD = dataclasses.replace(
-    spec(
-        sparsemax_forward,
-        "y = max(x - tau, 0) with the tau for which y sums to 1, row by row",
-        matrices(("x",), ("y",)),
-        reference_forward,
-        live=1,
-        flops=30,
-        default=lambda problem, target: default_in_blocks(1, 2, problem, target, 512),
-    ),
-    space=space_of_narrow_chunks(1),
+def _widths(problem: Problem, usual: list[Value]) -> list[Value]:
+    # The first loop goes over the maxima of all chunks, as many as a chunk has columns.
+    return [512, *usual] if 1024 < problem["columns"] <= LONGEST_HELD["forward"] else usual
+
+
+FORWARD = spec(
+    sparsemax_forward,
+    "y = max(x - tau, 0) with the tau for which y sums to 1, row by row",
+    matrices(("x",), ("y",)),
+    reference_forward,
+    live=1,
+    flops=30,
+    space=space_of(1, tile_n=_widths),
+    default=lambda problem, target: default_in_blocks(1, 2, problem, target, 512),
 )
 BACKWARD = spec(
     sparsemax_backward,
     "gradient of sparsemax from its result: dx = dy - mean(dy) over the support, row by row",
-    # Of normal numbers half are a support.
+    # Half of the normal numbers are the support.
     matrices(("dy", "y"), ("dx",)),
     reference_backward,
     live=2,

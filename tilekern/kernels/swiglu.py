@@ -2,9 +2,9 @@
 
 With s = sigmoid(gate): ``y = gate * s * up``; ``dgate = dy * up * s * (1 + gate * (1 - s))``; ``dup = dy * gate * s``.
 All in float32 registers, rounded once. The backward computes s again, so that no activation is kept; one form of it
-also makes y again, for a caller that did not keep y either.
+also computes y again, for a caller that did not keep y either.
 
-With multipliers, as Falcon-H1 has them: ``y = silu(gate_multiplier * gate) * up * down_multiplier``.
+With multipliers, as in Falcon-H1: ``y = silu(gate_multiplier * gate) * up * down_multiplier``.
 """
 
 from __future__ import annotations
@@ -21,23 +21,19 @@ from tilekern.spec import ScalarParameter
 _LOG2_E = 1.4426950408889634
 
 
-def _sigmoid(x):
-    """1 / (1 + exp(-x)) by the hardware's exponential and reciprocal: 2 ulp; exact division costs 20 % of time."""
+def sigmoid(x):
+    """Return 1 / (1 + exp(-x)) by hardware exponential and reciprocal: 2 ulp; exact division costs 20 % of time."""
     grown = 1.0 + ct.exp2(x * -_LOG2_E, flush_to_zero=True)
     return ct.truediv(1.0, grown, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
 
 
-# A public name, for other kernels: renamed where it is written, the records of this one would be stale.
-sigmoid = _sigmoid
-
-
 def _forward(gate, up):
-    return (gate * _sigmoid(gate) * up,)
+    return (gate * sigmoid(gate) * up,)
 
 
 def _remake(dy, gate, up):
-    """dgate and dup, and y."""
-    s = _sigmoid(gate)
+    """Return dgate, dup and y."""
+    s = sigmoid(gate)
     return dy * up * s * (1.0 + gate * (1.0 - s)), dy * gate * s, gate * s * up
 
 
@@ -95,33 +91,33 @@ def swiglu_scaled_backward(
 
 
 def reference_forward(gate: Any, up: Any) -> dict[str, Any]:
-    """The formula in float64."""
+    """Return the formula in float64."""
     import torch
 
     return {"y": torch.nn.functional.silu(gate.double()) * up.double()}
 
 
 def reference_backward(dy: Any, gate: Any, up: Any) -> dict[str, Any]:
-    """The gradients of :func:`reference_forward`."""
+    """Return the gradients of :func:`reference_forward`."""
     return gradients(reference_forward, {"y": dy}, gate=gate, up=up)
 
 
 def reference_remake(dy: Any, gate: Any, up: Any) -> dict[str, Any]:
-    """The gradients and y itself in float64."""
+    """Return the gradients and y in float64."""
     return {**reference_backward(dy, gate, up), **reference_forward(gate, up)}
 
 
 def reference_scaled_forward(gate: Any, up: Any, gate_multiplier: float, down_multiplier: float) -> dict[str, Any]:
-    """The formula with multipliers in float64."""
+    """Return the formula with multipliers in float64."""
     return reference_forward(gate.double() * gate_multiplier, up.double() * down_multiplier)
 
 
 def reference_scaled_backward(dy: Any, gate: Any, up: Any, **multipliers: float) -> dict[str, Any]:
-    """The gradients of :func:`reference_scaled_forward`."""
+    """Return the gradients of :func:`reference_scaled_forward`."""
     return gradients(reference_scaled_forward, {"y": dy}, gate=gate, up=up, **multipliers)
 
 
-# Those of Falcon-H1-34B.
+# The multipliers of Falcon-H1-34B.
 _MULTIPLIERS = (
     ScalarParameter("gate_multiplier", "float32", 0.8838834764831844),
     ScalarParameter("down_multiplier", "float32", 0.3535533905932738),

@@ -12,7 +12,7 @@ ConstInt = ct.Constant[int]
 
 
 def load(array, index, shape, bounded, latency, tma):
-    """A tile of ``array``; beyond its edge zeros, or, where ``bounded`` is false, promised to be inside.
+    """Load a tile of ``array``: zeros beyond its edge, or, if ``bounded`` is false, a tile that lies inside.
 
     ``latency`` 0 leaves the estimate of memory latency to the compiler.
     """
@@ -21,18 +21,27 @@ def load(array, index, shape, bounded, latency, tma):
     return ct.load(array, index, shape, padding_mode=padding, check_bounds=bounded, latency=hint, allow_tma=tma)
 
 
+def each_step(step, steps, persistent, arguments):
+    """Call ``step(n, *arguments)`` for all n below ``steps``: one a block, or resident blocks that loop."""
+    if ct.static_eval(persistent):
+        for n in range(ct.bid(0), steps, ct.num_blocks(0)):
+            step(n, *arguments)
+    else:
+        step(ct.bid(0), *arguments)
+
+
+def add_pairs(a, b, c, d):
+    """Add up two tiles at once, in ``ct.reduce``."""
+    return a + c, b + d
+
+
 def power_of_two(size: int) -> int:
-    """The least power of two that is not below ``size``."""
+    """Return the least power of two that is not below ``size``."""
     return 1 << max(0, size - 1).bit_length()
 
 
-def promoted(one: str, other: str) -> str:
-    """The dtype of a product of two floating dtypes, as torch promotes them."""
-    return one if one == other else "float32"
-
-
 def row_tiles(columns: int, least: int, most: int) -> list[Value]:
-    """Rows per step such that a step holds ``least`` to ``most`` elements of rows padded to a power of two."""
+    """Return rows per step: a step holds ``least`` to ``most`` elements of rows padded to a power of two."""
     width = power_of_two(columns)
     tiles = [rows for rows in (1, 2, 4, 8, 16, 32, 64, 128) if least <= rows * width <= most]
     return list(tiles or [1])
@@ -46,38 +55,52 @@ LONGEST_HELD = {"forward": 16384, "backward": 8192}
 
 
 def passes(columns: int, direction: str) -> list[Value]:
-    """How often a norm, ``forward`` or ``backward``, may read its rows: once where they stay in registers."""
+    """Return how often a norm, ``forward`` or ``backward``, may read its rows: once if they stay in registers."""
     return [1] if columns <= HELD_BY_DEFAULT else [1, 2] if columns <= LONGEST_HELD[direction] else [2]
 
 
 def is_bounded(rows_per_step: int, columns: int, tile_n: int) -> bool:
-    """Whether a tile can reach over an edge of the array, so that its bounds must be checked."""
+    """Return whether a tile can reach over an edge of the array, so that its bounds must be checked."""
     return rows_per_step > 1 or columns % tile_n != 0
 
 
 def hints(config: Config) -> dict[str, int | None]:
-    """The compiler hints of a config; 0 leaves a hint to the compiler."""
+    """Return the compiler hints of a config; 0 leaves a hint to the compiler."""
     return {name: config.get(name) or None for name in ("occupancy", "num_worker_warps")}
 
 
 def grid_of(steps: int, config: Config, sm_count: int) -> int:
-    """Blocks to launch: one a step, or as many as stay resident where the schedule is persistent."""
+    """Return the blocks to launch: one a step, or as many as stay resident if the schedule is persistent."""
     if config["schedule"] == "persistent":
         return max(1, min(steps, sm_count * (config["occupancy"] or 1)))
     return max(1, steps)
 
 
-def _fits_registers(problem: Problem, config: Config, target: Target, live: int) -> bool:
-    chunks = 1 if config["passes"] == 2 else cdiv(problem["columns"], config["tile_n"])
-    elements = config["tile_m"] * config["tile_n"] * chunks
-    return elements * live * max(1, config["occupancy"]) <= 1.25 * target.registers
+def _rows_of_tile(config: Config) -> int:
+    return int(config.get("tile_m") or 1)
+
+
+def grid_of_tiles(sizes: Problem, config: Config, sm_count: int) -> int:
+    """Return the blocks to launch when each tile [tile_m or 1, tile_n] of a matrix is a step."""
+    down, across = cdiv(sizes["rows"], _rows_of_tile(config)), cdiv(sizes["columns"], config["tile_n"])
+    return grid_of(down * across, config, sm_count)
+
+
+def bounds_of_tiles(problem: Problem, config: Config) -> dict[str, bool]:
+    """Return the constant ``bounded`` of a kernel over such tiles."""
+    return {"bounded": is_bounded(_rows_of_tile(config), problem["columns"], config["tile_n"])}
 
 
 def fits_registers(live: int) -> Constraint:
-    """Keeps out configs whose resident blocks cannot hold ``live`` float32 values for each element of their rows."""
+    """Keep out configs whose resident blocks cannot hold ``live`` float32 values for each element of their rows."""
+
+    def fits(problem: Problem, config: Config, target: Target) -> bool:
+        chunks = 1 if config["passes"] == 2 else cdiv(problem["columns"], config["tile_n"])
+        elements = config["tile_m"] * config["tile_n"] * chunks
+        return bool(elements * live * max(1, config["occupancy"]) <= 1.25 * target.registers)
+
     return Constraint(
-        f"{live} live values for each element of a step exceed the SM's registers at this occupancy",
-        lambda problem, config, target: _fits_registers(problem, config, target, live),
+        f"{live} live values for each element of a step exceed the SM's registers at this occupancy", fits
     )
 
 

@@ -1,8 +1,8 @@
 """The total variation distance: each element of p and of q adds ``0.5 * |p - q|``.
 
-Its gradient by p is ``0.5 * sign(p - q)``, 0 where both are equal. Reduced, both are made in one read of p and q, as
-:mod:`tilekern.kernels.families.losses` says. Element by element there is a kernel each way; ``counted`` is 0 for rows
-that do not count, whatever they hold, else 1.
+Its gradient by p is ``0.5 * sign(p - q)``, 0 for equal elements. One read of p and q gives the sums over rows and the
+gradient (:mod:`tilekern.kernels.families.losses`). Element by element there is a kernel each way; ``counted`` is 0 for
+rows that do not count, whatever they hold, else 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tilekern.spec import Array
 
 
 def _sign(left):
-    """Half of it; 0 and NaN are their own."""
+    """Return half of the sign; 0 and NaN stay."""
     return ct.where(left > 0.0, 0.5, ct.where(left < 0.0, -0.5, left))
 
 
@@ -39,7 +39,7 @@ def tvd_losses(
 def tvd_gradients(
     p, q, slope, loss, gradient, columns: ConstInt, tile_n: ConstInt, persistent: ConstBool, tma: ConstBool
 ):  # fmt: skip
-    """The same, and the gradient [rows, columns]."""
+    """p, q and gradient [rows, columns], slope and loss [rows]."""
     losses.each_row(_terms, p, q, slope, loss, gradient, (), columns, tile_n, persistent, tma)
 
 
@@ -70,23 +70,23 @@ def tvd_elements_backward(
 
 
 def reference_terms(p: Any, q: Any) -> tuple[Any, Any]:
-    """The term of each element, and its derivative by p."""
+    """Return the term of each element, and its derivative by p."""
     gap = p - q
     return 0.5 * gap.abs(), 0.5 * gap.sign().where(~gap.isnan(), gap)
 
 
 def reference(p: Any, q: Any, slope: Any, graded: bool) -> dict[str, Any]:
-    """The losses of all rows in float64, and their gradient by p."""
+    """Return the losses of all rows in float64, and their gradient by p."""
     return losses.expected(*reference_terms(p.double(), q.double()), slope, graded)
 
 
 def reference_elements(p: Any, q: Any, counted: Any) -> dict[str, Any]:
-    """The formula in float64."""
+    """Return the formula in float64."""
     return {"loss": reference_terms(p.double(), q.double())[0].where(counted[..., None] != 0, 0)}
 
 
 def reference_backward(dloss: Any, p: Any, q: Any, counted: Any) -> dict[str, Any]:
-    """The gradient of :func:`reference_elements` by p in float64."""
+    """Return the gradient of :func:`reference_elements` by p in float64."""
     derivative = reference_terms(p.double(), q.double())[1]
     return {"dp": (dloss.double() * derivative).where(counted[..., None] != 0, 0)}
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from tilekern.kernels.dyt import BACKWARD, FORWARD, SUMS, groups_of, stripes_of
+from tilekern.kernels.dyt import BACKWARD, FORWARD, SUMS
 from tilekern.kernels.families.placeholders import placeholder
+from tilekern.kernels.families.stripes import groups_of, stripes_of
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import as_rows, check_tensors, fresh
 from tilekern.runtime.dispatch import Plan, plan_for

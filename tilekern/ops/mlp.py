@@ -18,7 +18,7 @@ import torch
 
 from tilekern.kernels import activation as kernels
 from tilekern.kernels import column_sum
-from tilekern.kernels.dyt import groups_of
+from tilekern.kernels.families.stripes import groups_of
 from tilekern.ops.activation import Curve, activation, curve_of
 from tilekern.ops.registration import check_tensors, differentiable_once, is_eager, needs_gradient, shaped
 from tilekern.runtime.dispatch import Plan, keep, memo, plan_for

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from tilekern.kernels.qk_norm_rope import GENERAL as GENERAL_FORWARD
 from tilekern.kernels.qk_norm_rope import SPEC as FORWARD
+from tilekern.kernels.qk_norm_rope_backward import GENERAL as GENERAL_BACKWARD
 from tilekern.kernels.qk_norm_rope_backward import SPEC as BACKWARD
-from tilekern.kernels.qk_norm_rope_general import SPEC as GENERAL_FORWARD
-from tilekern.kernels.qk_norm_rope_general_backward import SPEC as GENERAL_BACKWARD
 from tilekern.ops.angles import check_angles
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import check_tensors, constant_row, promoted

@@ -1,7 +1,7 @@
 """Cross entropy of ``hidden @ weight.T`` without the logits: chunk by chunk, with both gradients in the same pass.
 
-A chunk goes through :mod:`tilekern.kernels.composites.head`; loss and the gradient in the logits' place are made by one
-kernel (:mod:`tilekern.kernels.cross_entropy.fused`).
+:mod:`tilekern.kernels.composites.head` computes a chunk; one kernel (:mod:`tilekern.kernels.cross_entropy.fused`)
+computes the loss, and the gradient in the logits' place.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tilekern.spec import Config, Problem
 
 @dataclass
 class Beside:
-    """The results of a loss beside its value and the gradients of the spec, chunk by chunk.
+    """Further results of a loss, chunk by chunk.
 
     Attributes:
-        lse: the log of the sum of exponentials of each row, float32 [rows]; made for all losses.
-        predicted: the place of the largest logit of each row, int64 [rows], where the options ask for it.
-        shares: the probability of each row's target, float32 [rows], where the options scale by it.
-        dbias: the gradient of the bias, float32 [vocabulary], where it is wanted.
+        lse: the log of the sum of exponentials of each row, float32 [rows], for all losses.
+        predicted: the index of the largest logit of each row, int64 [rows], if the options ask for it.
+        shares: the probability of each row's target, float32 [rows], if the options scale by it.
+        dbias: the gradient of the bias, float32 [vocabulary], if it is wanted.
     """
 
     lse: Any = None
@@ -49,7 +49,7 @@ class LossOptions:
     ``class_weight`` is float32 [vocabulary]. ``hidden_gradient`` and ``weight_gradient`` say which gradients are
     wanted; ``wide_sums`` adds the weight's gradient up in float32. ``bias`` [vocabulary], of the dtype of the weight,
     is added to the logits; ``token_scaling`` multiplies each loss by the probability of its target, through which no
-    gradient flows; ``predicted`` asks for the places of the largest logits. ``beside`` takes what there is.
+    gradient flows; ``predicted`` asks for the indices of the largest logits. Further results go to ``beside``.
     """
 
     class_weight: Any = None
@@ -72,7 +72,7 @@ class LossOptions:
         return self.class_weight is not None, self.label_smoothing > 0, self.softcap is not None
 
     def arguments(self, device: Any) -> tuple[Any, ...]:
-        """The arguments of the cross-entropy kernels that these options make up."""
+        """Return the arguments of the cross-entropy kernels for these options."""
         return cross_entropy.option_arguments(
             self.class_weight, self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, device
         )
@@ -81,9 +81,9 @@ class LossOptions:
 def plans(
     plan_for: PlanFor, config: Config, hidden: Any, weight: Any, options: LossOptions, *, loss: bool, gradient: bool
 ) -> list[tuple[Any, ...]] | None:
-    """Each chunk with the plans of the loss alone and of the loss with its gradient, None for what is not wanted.
+    """Return each chunk with the plans of the loss alone and of the loss with its gradient; None if one has no plan.
 
-    None where a kernel has no plan.
+    A plan that is not wanted is None too.
     """
     specs = (cross_entropy.FORWARD if loss else None, cross_entropy_fused.FUSED if gradient else None)
     sizes = (len(hidden), weight.shape[0], hidden.dtype, *options.flags)
@@ -93,7 +93,7 @@ def plans(
 def loss_and_gradients(
     plan_for: PlanFor, config: Config, hidden: Any, weight: Any, target: Any, scale: Any, options: LossOptions
 ) -> tuple[Any, Any, Any] | None:
-    """Loss of each row and the gradients of ``sum(scale * loss)``.
+    """Return the loss of each row and the gradients of ``sum(scale * loss)``.
 
     Args:
         plan_for: gives the plans of the cross-entropy kernels and of the products.
@@ -105,8 +105,8 @@ def loss_and_gradients(
         options: the loss.
 
     Returns:
-        The loss, float32 [rows], dhidden and dweight, None for a gradient that is not wanted; None where no kernel
-        serves the problem.
+        The loss, float32 [rows], dhidden and dweight, None for a gradient that is not wanted; None if no kernel serves
+        the problem.
     """
     import torch
 
@@ -125,7 +125,7 @@ def loss_and_gradients(
     for part, forward, fused in chunks:
         logits, of_rows = head.logits(part), (loss[part], lse[part])
         if forward is not None:
-            # With token scaling for the shares, which multiply both loss and gradient.
+            # Token scaling needs the shares before the gradient, which they multiply too.
             forward.launch(number, logits, target[part], *arguments, *of_rows)
         note(beside, part, logits, target[part], options)
         if fused is not None:
@@ -137,7 +137,7 @@ def loss_and_gradients(
 
 
 def room_beside(options: LossOptions, lse: Any) -> Beside:
-    """Memory for what the options ask for, in the place that they have for it."""
+    """Allocate the further results that the options ask for."""
     import torch
 
     beside = Beside() if options.beside is None else options.beside
@@ -148,7 +148,7 @@ def room_beside(options: LossOptions, lse: Any) -> Beside:
 
 
 def note(beside: Beside, part: slice, logits: Any, target: Any, options: LossOptions) -> None:
-    """Keep the wanted results of a chunk's logits, whose ``lse`` is known where shares are."""
+    """Store the further results of a chunk's logits; shares need their ``lse``."""
     if options.predicted:
         beside.predicted[part] = logits.argmax(-1)
     if options.token_scaling:
@@ -171,7 +171,7 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
 
 def reference(hidden: Any, weight: Any, target: Any, scale: Any, options: LossOptions) -> dict[str, Any]:
-    """Loss and gradients through the logits in float64, for plain options."""
+    """Return loss and gradients through the logits in float64, for plain options."""
     import torch
 
     assert options == LossOptions(), "the reference knows the plain loss only"
@@ -186,10 +186,8 @@ def reference(hidden: Any, weight: Any, target: Any, scale: Any, options: LossOp
 
 SPEC = spec_of_head(
     loss_and_gradients,
-    ("hidden", "weight", "target", "scale", "options"),
     name="fused_linear_cross_entropy",
     summary="cross entropy of hidden @ weight.T and both gradients, without the logits",
-    module=__name__,
     inputs=_inputs,
     outputs=lambda problem, blocks: {"loss": ((problem["rows"],), "float32")} | gradients_of(problem),
     reference=reference,

@@ -1,15 +1,15 @@
 """The Jensen-Shannon divergence of a student's head from a teacher's, without the logits of either: chunk by chunk.
 
-For each chunk of rows: the student's logits; part by part of the chunk the teacher's, the loss and the gradient in the
-place of the student's (:mod:`tilekern.kernels.logits_jsd`); then the products for the student's hidden states and
-weight (:mod:`tilekern.kernels.composites.head`). The teacher gets no gradient, so its logits are of no use once the
-student's gradient is made. The fewer of its rows are held, the more of the student's may be: of 4096 rows by 128256
-columns, two chunks of 2048 in the place of three of 1408 take 2 to 6 % less time on an H200, where 1408 rows do not
-fill the last wave of the product for the hidden states and each chunk adds to the weight's gradient.
+For each chunk of rows: the student's logits; for each part of the chunk the teacher's logits, the loss and the gradient
+in the place of the student's (:mod:`tilekern.kernels.logits_jsd`); then the products for the student's hidden states
+and weight (:mod:`tilekern.kernels.composites.head`). The teacher gets no gradient, so its logits are not needed after
+the student's gradient. The fewer of its rows are held, the longer the student's chunks may be: for 4096 rows by 128256
+columns, two chunks of 2048 take 2 to 6 % less time on an H200 than three of 1408, which do not fill the last wave of
+the product for the hidden states; each chunk also adds to the weight's gradient.
 
-Where two distributions are almost alike, their divergence is a small difference, and 16 bits of a logit are too few for
-its gradient. With ``wide_logits`` the logits of both heads are float32, of a part of the chunk at a time, and the
-gradient is rounded when it is made. Chunks are half as long then, so that no more memory is held.
+If two distributions are almost alike, their divergence is a small difference, and 16 bits of a logit are too few for
+its gradient. With ``wide_logits`` the logits of both heads are float32, for one part of the chunk at a time, and only
+the gradient is rounded. Chunks are half as long then, so that no more memory is held.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any
 
 from tilekern.kernels import logits_jsd
 from tilekern.kernels.composites.head import (
+    GENERIC_CHUNK,
     STEP,
     Head,
     PlanFor,
     axes,
     chunk_plans,
     chunks,
-    generic,
     gradients_of,
-    implemented_by,
     rows_that_fit,
+    spec_of_head,
     split,
     whole,
 )
-from tilekern.spec import ITEM_BYTES, Config, Constraint, Dimension, KernelSpec, Problem, Space, Value, cdiv
+from tilekern.spec import ITEM_BYTES, Config, Constraint, Problem, Space, Value, cdiv
 from tilekern.spec.targets import Target
 
 # A chunk of the student's rows with, for each part of it, the plans of the loss and of the gradient.
@@ -42,7 +42,7 @@ _PARTS = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Options:
-    """The loss's parameters beside logits; which gradients are wanted; what is float32 for inputs of 16 bits."""
+    """The loss's parameters, the gradients to compute, and whether sums and logits are float32 for 16-bit inputs."""
 
     beta: float = 0.5
     temperature: float = 1.0
@@ -58,24 +58,19 @@ class Options:
 
 
 def _rows_of_part(config: Config) -> int:
-    """The teacher's rows whose logits are held at the same time."""
+    """Return the number of the teacher's rows whose logits are held at the same time."""
     return min(int(config["chunk"]), whole(cdiv(config["chunk"], config["parts"])))
-
-
-def _of_options(config: Config, options: Options) -> Config:
-    """The config of the rows that are held; with ``wide_logits`` half as many, and of a quarter of them the logits."""
-    if not options.wide_logits:
-        return config
-    return config.but(chunk=max(STEP, config["chunk"] // 2 // STEP * STEP), parts=max(_PARTS))
 
 
 def plans(
     plan_for: PlanFor, config: Config, device: Any, rows: int, vocabulary: int, dtype: Any, options: Options
 ) -> Plans | None:
-    """All chunks; None where a kernel over rows has no plan. Without a gradient the second plan of a part is None."""
+    """Return the plans of all chunks, or None if a kernel has none; the gradient's is None if it is not wanted."""
     import torch
 
-    config = _of_options(config, options)
+    if options.wide_logits:
+        # Half as many rows are held, and the logits of a quarter of them.
+        config = config.but(chunk=max(STEP, config["chunk"] // 2 // STEP * STEP), parts=max(_PARTS))
     specs = (logits_jsd.FORWARD, logits_jsd.BACKWARD if options.graded else None)
     sizes = (vocabulary, torch.float32 if options.wide_logits else dtype, logits_jsd.is_pure(options.beta))
     found: Plans = []
@@ -91,11 +86,11 @@ def loss_and_gradients(
     plan_for: PlanFor, config: Config, student_input: Any, student_weight: Any, teacher_input: Any,
     teacher_weight: Any, slope: Any, options: Options,
 ) -> tuple[Any, Any, Any] | None:  # fmt: skip
-    """Loss of each row times its slope, and the gradients of the sum of these.
+    """Return the loss of each row times its slope, and the gradients of their sum.
 
     Args:
         plan_for: gives the plans of the kernels over rows, and of the products.
-        config: ``chunk`` rows have the student's logits at a time, and one of so many ``parts`` of them the teacher's;
+        config: the student's logits are held for ``chunk`` rows, the teacher's for one of ``parts`` parts of a chunk;
             ``products`` says who multiplies.
         student_input: [rows, hidden].
         student_weight: [vocabulary, hidden].
@@ -105,8 +100,8 @@ def loss_and_gradients(
         options: the loss.
 
     Returns:
-        The losses, float32 [rows], dhidden and dweight of the student, None for a gradient that is not wanted; None
-        where no kernel serves the problem.
+        The losses, float32 [rows], dhidden and dweight of the student, None for a gradient that is not wanted; None if
+        no kernel serves the problem.
     """
     import torch
 
@@ -117,7 +112,7 @@ def loss_and_gradients(
     most, most_of_part = found[0][0].stop, found[0][1][0][0].stop
     graded = (options.hidden_gradient, options.weight_gradient, False)
     student = Head(plan_for, config, student_input, student_weight, most, graded=graded, wide_sums=options.wide_sums)
-    # For wide logits, which are held for a part of a chunk alone.
+    # Wide logits are held for one part of a chunk.
     wide = Head(plan_for, config, student_input, student_weight, most_of_part, wide_logits=True)
     teacher = Head(plan_for, config, teacher_input, teacher_weight, most_of_part, wide_logits=options.wide_logits)
     loss = torch.empty(rows, dtype=torch.float32, device=device)
@@ -155,7 +150,7 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     slope = torch.rand(rows, generator=generator, device=device) + 0.5
     slope[5::11] = 0
     if dtype == torch.float16:
-        # As a scaler of losses has it: else the gradient of many logits is below float16's smallest number.
+        # As with a loss scaler: else the gradient of many logits is below float16's smallest number.
         slope *= 4096
     heads = matrices("student", problem["hidden"]) | matrices("teacher", problem["teacher_hidden"])
     return heads | {"slope": slope, "options": Options()}
@@ -164,9 +159,9 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 def reference(
     student_input: Any, student_weight: Any, teacher_input: Any, teacher_weight: Any, slope: Any, options: Options
 ) -> dict[str, Any]:
-    """Losses and gradients in float64 through logits and their gradient as they are held, for a plain loss.
+    """Return losses and gradients in float64 through rounded logits and their rounded gradient, for a plain loss.
 
-    Where many columns are alike, all that is left of their sums may be what the rounding of each has made.
+    If many columns are alike, their sums may consist of rounding errors alone.
     """
     assert options in (Options(), Options(wide_logits=True)), "the reference knows the plain loss only"
     x, w, y = student_input.double(), student_weight.double(), teacher_input.double()
@@ -184,7 +179,7 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
 
 
 def _fits(problem: Problem, config: Config, target: Target) -> bool:
-    """Whether both heads' logits take no more than those of one head may; the least chunk always does."""
+    """Return whether both heads' logits take no more than those of one head may; the least chunk always fits."""
     chunk = config["chunk"]
     return chunk == min(chunks(problem)) or chunk + _rows_of_part(config) <= rows_that_fit(problem)
 
@@ -203,35 +198,24 @@ _WHOLE = Constraint(
 
 
 def _default(problem: Problem, target: Target) -> Config:
-    """The student's largest chunk: the fewest sums of the weight's gradient. Then the teacher's largest part."""
+    """Return the student's largest chunk, for the fewest sums of the weight's gradient, and the largest part."""
     found = SPEC.space.candidates(problem, target)
     return min((config for config in found if config["products"] == "cublas"), key=lambda c: (-c["chunk"], c["parts"]))
 
 
 def _bytes(problem: Problem) -> int:
-    """Inputs and gradients."""
     widths = 2 * problem["hidden"] + problem["teacher_hidden"]
     return int(widths * (problem["rows"] + problem["vocabulary"]) * ITEM_BYTES[problem["dtype"]])
 
 
-SPEC = KernelSpec(
+SPEC = spec_of_head(
+    loss_and_gradients,
+    ("hidden", "teacher_hidden", "vocabulary"),
     name="fused_linear_jsd",
     summary="Jensen-Shannon divergence of two heads and the student's gradients, without the logits",
-    module=__name__,
-    dimensions=(
-        Dimension("rows", "bucketed"),
-        Dimension("hidden", "exact"),
-        Dimension("teacher_hidden", "exact"),
-        Dimension("vocabulary", "exact"),
-        Dimension("dtype", "dtype"),
-    ),
     space=Space(_axes, (_FEW_BYTES, _FEW_CHUNKS, _WHOLE)),
-    implement=implemented_by(
-        loss_and_gradients,
-        ("student_input", "student_weight", "teacher_input", "teacher_weight", "slope", "options"),
-    ),
     default=_default,
-    generic=lambda problem: generic(problem).but(parts=1),
+    generic=lambda problem: Config(chunk=GENERIC_CHUNK, products="cublas", parts=1),
     inputs=_inputs,
     outputs=lambda problem, blocks: {"loss": ((problem["rows"],), "float32")} | gradients_of(problem),
     reference=reference,
@@ -239,7 +223,5 @@ SPEC = KernelSpec(
     flops=lambda problem: (
         (6 * problem["hidden"] + 2 * problem["teacher_hidden"]) * problem["rows"] * problem["vocabulary"]
     ),
-    result_dtype=lambda problem: problem["dtype"],
-    roundings=2,
 )
 SPECS = (SPEC,)

@@ -1,12 +1,11 @@
-"""Composites over a language model's head, whose logits ``hidden @ weight.T`` never exist as a whole.
+"""Composites over a language model's head; its logits ``hidden @ weight.T`` never exist as a whole.
 
-For each chunk of rows: logits by a matrix product, a kernel over them that may leave their gradient in their place,
-then ``dhidden = dlogits @ weight`` and ``dweight += dlogits.T @ hidden``. The memory above inputs and gradients is one
-chunk of logits. Small chunks make ``dweight`` be read and written more often, large ones need more memory, so the
-number of rows in a chunk is for the tuner to choose; so is whether cuBLAS runs the products or what won each of them
-(:mod:`tilekern.kernels.matmul.product`).
+For each chunk of rows: logits by a matrix product, a kernel over them that may replace them by their gradient, then
+``dhidden = dlogits @ weight`` and ``dweight += dlogits.T @ hidden``. The memory above inputs and gradients is one chunk
+of logits. With small chunks ``dweight`` is read and written more often, large ones need more memory: the tuner chooses
+the rows of a chunk, and whether cuBLAS or the winner of each product runs it (:mod:`tilekern.kernels.matmul.product`).
 
-:class:`Head` is what a chunk goes through; :func:`spec_of_head` makes the spec of a composite over one head.
+:class:`Head` computes a chunk; :func:`spec_of_head` makes the spec of a composite.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from tilekern.spec import (
     Value,
     cdiv,
 )
-from tilekern.spec.targets import Target
 
 PlanFor = Callable[..., Any]
 # The products, as the flags of the spec ``matmul``.
@@ -37,11 +35,11 @@ _MOST_CHUNK_BYTES = 700 << 20
 _PITCH = 16
 # Chunks are whole tiles of the products.
 STEP = 128
-_GENERIC_CHUNK = 256
+GENERIC_CHUNK = 256
 
 
 class Head:
-    """One head, the memory of a chunk of its logits, and its gradients as far as chunks have made them.
+    """One head, the memory of a chunk of its logits, and its gradients so far.
 
     Memory is allocated when it is first needed.
 
@@ -52,10 +50,10 @@ class Head:
         weight: [vocabulary, hidden], of the same dtype.
         most_rows: of a chunk.
         bias: [vocabulary], of that dtype too, or None; added to the logits.
-        graded: whether dhidden, dweight and the float32 dbias are wanted.
+        graded: whether to compute dhidden, dweight and the float32 dbias.
         wide_sums: add dweight up in float32.
-        wide_logits: keep logits in float32, as products add them up, where the head's own dtype would round them.
-        memory: of a head before, if it has as many rows; else one's own.
+        wide_logits: keep logits in float32, as products add them up, not in the head's dtype.
+        memory: memory of an earlier head, used if it has enough rows.
 
     Attributes:
         gradients: dhidden, dweight and dbias, None where it is not wanted.
@@ -77,18 +75,18 @@ class Head:
         self._given = memory if memory is not None and len(memory) >= most_rows else None
 
     def logits(self, part: slice) -> Any:
-        """Those of some rows, in memory that the next chunk's take."""
+        """Return the logits of some rows, in memory that the next chunk reuses."""
         multiplied = _wide_logits if self._wide_logits else self._product
         logits = multiplied(self._hidden[part], self._weight, self.room(part), _LOGITS)
         return logits if self._bias is None else logits.add_(self._bias)
 
     def room(self, part: slice) -> Any:
-        """That memory, as it is."""
+        """Return the memory of some rows, as it is."""
         return self.memory[: part.stop - part.start]
 
     @functools.cached_property
     def memory(self) -> Any:
-        """That of a chunk of logits."""
+        """The memory of a chunk of logits."""
         import torch
 
         if self._given is not None:
@@ -97,7 +95,7 @@ class Head:
         return room_for_logits(self._most_rows, self._weight.shape[0], dtype, self._hidden.device)
 
     def take(self, part: slice) -> None:
-        """Add what the gradient of a chunk's logits, which is in their place, makes of the head's gradients."""
+        """Add a chunk's share to the head's gradients; the gradient of the logits is in their place."""
         import torch
 
         (dhidden, dweight, dbias), dlogits = self.gradients, self.room(part)
@@ -111,7 +109,7 @@ class Head:
         self.gradients = (dhidden, dweight, dbias)
 
     def _added(self, dweight: Any, dlogits: Any, x: Any) -> Any:
-        """``dweight + dlogits.T @ x``; a new tensor for the first chunk."""
+        """Return ``dweight + dlogits.T @ x``; a new tensor for the first chunk."""
         import torch
 
         first = dweight is None
@@ -135,31 +133,31 @@ def _wide_logits(hidden: Any, weight: Any, out: Any, _: tuple[str, ...]) -> Any:
 
 
 def room_for_logits(rows: int, vocabulary: int, dtype: Any, device: Any) -> Any:
-    """Room for a chunk of logits, whose rows begin at multiples of 16 elements for any vocabulary."""
+    """Allocate a chunk of logits; rows begin at multiples of 16 elements for any vocabulary."""
     import torch
 
-    # oneDNN's bfloat16 products on AMX read what lies behind a row, and NaN there would spread.
+    # oneDNN's bfloat16 products on AMX read elements behind a row, and NaN there would spread.
     make = torch.zeros if device.type == "cpu" else torch.empty
     return make((rows, cdiv(vocabulary, _PITCH) * _PITCH), dtype=dtype, device=device)[:, :vocabulary]
 
 
 def split(rows: int, chunk: int) -> list[slice]:
-    """As few parts of at most ``chunk`` rows as there can be, of the same size but for the last."""
+    """Return the fewest parts of at most ``chunk`` rows, all but the last of one size."""
     size = min(chunk, whole(cdiv(rows, cdiv(rows, chunk))))
     return [slice(first, min(rows, first + size)) for first in range(0, rows, size)]
 
 
 def whole(rows: int) -> int:
-    """Rows in whole tiles of the products."""
+    """Round rows up to whole tiles of the products."""
     return cdiv(rows, STEP) * STEP
 
 
 def chunk_plans(
     plan_for: PlanFor, specs: Sequence[KernelSpec | None], chunk: int, device: Any, rows: int, *sizes: Any
 ) -> list[tuple[Any, ...]] | None:
-    """The rows of each chunk with its plan of each spec, None in the place of no spec; None where a spec has no plan.
+    """Return the rows of each chunk with its plan of each spec; None if a spec has no plan.
 
-    ``sizes`` are the values of the specs' dimensions behind their rows.
+    A spec that is None has the plan None. ``sizes`` are the values of the specs' dimensions behind their rows.
     """
     parts = split(rows, chunk)
     plans = [[spec and plan_for(spec, device, part.stop - part.start, *sizes) for part in parts] for spec in specs]
@@ -169,13 +167,13 @@ def chunk_plans(
 
 
 def rows_that_fit(problem: Problem) -> int:
-    """Rows whose logits take no more than a chunk's may, in whole tiles; one tile where not even that fits."""
+    """Return the most rows of a chunk, in whole tiles; one tile if not even that fits."""
     row_bytes = problem["vocabulary"] * ITEM_BYTES[problem["dtype"]]
     return int(max(_MOST_CHUNK_BYTES // row_bytes // STEP, 1) * STEP)
 
 
 def chunks(problem: Problem) -> list[int]:
-    """All rows, or a part of them: the fewest parts that fit, and parts by powers of two and three times those."""
+    """Return sizes of chunks: all rows, the fewest parts that fit, and parts by powers of two and three times those."""
     rows = problem["rows"]
     halvings = [1 << n for n in range(rows.bit_length())]
     parts = {cdiv(rows, rows_that_fit(problem)), *halvings, *(3 * n for n in halvings)}
@@ -197,48 +195,47 @@ _FEW_CHUNKS = Constraint(
 
 
 def axes(problem: Problem) -> dict[str, list[Value]]:
-    """The rows of a chunk, and who multiplies."""
+    """Return the axes: the rows of a chunk, and who multiplies."""
     return {"chunk": [*chunks(problem)], "products": ["cublas", "tuned"]}
 
 
-def default(problem: Problem, target: Target) -> Config:
-    """The largest chunk, since each one more rounds the weight's gradient once more; cuBLAS needs no record."""
-    return Config(chunk=_largest(problem), products="cublas")
+def spec_of_head(
+    run: Callable[..., Any], exact: tuple[str, ...] = ("hidden", "vocabulary"), **fields: Any
+) -> KernelSpec:
+    """Return the spec of a composite, which launches ``run(plan_for, config, *inputs)``.
 
+    The default config has the largest chunk, since each further one rounds the weight's gradient once more, and cuBLAS,
+    which needs no record.
 
-def generic(problem: Problem) -> Config:
-    """A small chunk for any machine."""
-    return Config(chunk=_GENERIC_CHUNK, products="cublas")
-
-
-def implemented_by(run: Callable[..., Any], reads: tuple[str, ...]) -> Callable[[Problem, Config], LibraryCall]:
-    """How a spec launches ``run(plan_for, config, *inputs)``; ``reads`` are the inputs' names."""
-    return lambda problem, config: LibraryCall(
-        lambda plan_for, *inputs: run(plan_for, config, *inputs), reads, composite=True
-    )
-
-
-def spec_of_head(run: Callable[..., Any], reads: tuple[str, ...], **fields: Any) -> KernelSpec:
-    """The spec of a composite over one head, with ``run`` and ``reads`` as above; ``fields`` are its own."""
+    Args:
+        run: the composite; the names of its parameters are those of the inputs.
+        exact: names of the exact dimensions.
+        fields: the other fields of the spec, and those that replace the ones for a single head.
+    """
+    reads = run.__code__.co_varnames[2 : run.__code__.co_argcount]
+    usual: dict[str, Any] = {
+        "space": Space(axes, (_FEW_BYTES, _FEW_CHUNKS)),
+        "default": lambda problem, target: Config(chunk=_largest(problem), products="cublas"),
+        "generic": lambda problem: Config(chunk=GENERIC_CHUNK, products="cublas"),
+    }
     return KernelSpec(
+        module=run.__module__,
         dimensions=(
             Dimension("rows", "bucketed"),
-            Dimension("hidden", "exact"),
-            Dimension("vocabulary", "exact"),
+            *(Dimension(name, "exact") for name in exact),
             Dimension("dtype", "dtype"),
         ),
-        space=Space(axes, (_FEW_BYTES, _FEW_CHUNKS)),
-        implement=implemented_by(run, reads),
-        default=default,
-        generic=generic,
+        implement=lambda problem, config: LibraryCall(
+            lambda plan_for, *inputs: run(plan_for, config, *inputs), reads, composite=True
+        ),
         result_dtype=lambda problem: problem["dtype"],
         roundings=2,
-        **fields,
+        **usual | fields,
     )
 
 
 def matrices(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Random hidden states and a weight of which logits are about as large as these."""
+    """Draw hidden states and a weight; logits are about as large as the hidden states."""
     import torch
 
     rows, width, vocabulary = problem["rows"], problem["hidden"], problem["vocabulary"]
@@ -249,16 +246,16 @@ def matrices(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
 
 def gradients_of(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The gradients of these, as outputs of a spec."""
+    """Return the outputs dhidden and dweight of a spec."""
     width, dtype = problem["hidden"], problem["dtype"]
     return {"dhidden": ((problem["rows"], width), dtype), "dweight": ((problem["vocabulary"], width), dtype)}
 
 
 def matrix_bytes(problem: Problem) -> int:
-    """Bytes of hidden and weight."""
+    """Return the bytes of hidden and weight."""
     return int(problem["hidden"] * (problem["rows"] + problem["vocabulary"]) * ITEM_BYTES[problem["dtype"]])
 
 
 def product_flops(problem: Problem) -> int:
-    """Of one of the products."""
+    """Return the floating-point operations of one of the products."""
     return int(2 * problem["rows"] * problem["hidden"] * problem["vocabulary"])

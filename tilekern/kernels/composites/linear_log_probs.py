@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of a language model's head, and their gradients, chunk by chunk of its rows.
 
-A chunk goes through :mod:`tilekern.kernels.composites.head` and the kernels of :mod:`tilekern.kernels.log_probs`. The
-backward begins with the last chunk, whose logits a forward leaves in a :class:`Room`, and makes those of the others
-once more.
+:mod:`tilekern.kernels.composites.head` and the kernels of :mod:`tilekern.kernels.log_probs` compute a chunk. The
+backward begins with the last chunk, whose logits the forward leaves in a :class:`Room`, and computes those of the
+others again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tilekern.spec import Config, Problem
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which gradients are wanted; ``wide_sums`` adds that of the weight up in float32."""
+    """The gradients to compute; ``wide_sums`` adds that of the weight up in float32."""
 
     hidden: bool = True
     weight: bool = True
@@ -36,9 +36,9 @@ class Wanted:
 
 
 class Room:
-    """The memory of a chunk of logits on its way from a forward to its backward, with the last chunk's logits in it.
+    """The memory of the last chunk of logits, from a forward to its backward.
 
-    One of a process holds any at a time: where several forwards come before the first backward, the others keep none.
+    Only one room of a process holds memory: if several forwards come before the first backward, the others keep none.
     """
 
     _holding: weakref.ref[Room] | None = None
@@ -48,13 +48,13 @@ class Room:
         self._memory: Any = None
 
     def keep(self, part: slice, memory: Any) -> None:
-        """Take the memory of a forward that has the logits of these rows in it, unless another room holds some."""
+        """Hold the memory of a forward, with the logits of these rows, unless another room holds memory."""
         other = Room._holding() if Room._holding else None
         if other is None or other is self or other._memory is None:
             self._part, self._memory, Room._holding = part, memory, weakref.ref(self)
 
     def give(self) -> tuple[slice | None, Any]:
-        """The rows and the memory, once: a backward leaves gradients there. None each where there are none."""
+        """Return the rows and the memory, once, since a backward writes gradients there; None each if there is none."""
         part, memory = self._part, self._memory
         self._part = self._memory = None
         return part, memory
@@ -64,7 +64,7 @@ def results(
     plan_for: PlanFor, config: Config, hidden: Any, weight: Any, ids: Any, bias: Any, options: log_probs.Options,
     room: Room | None,
 ) -> tuple[Any, Any, Any] | None:  # fmt: skip
-    """Log-probability, entropy and lse of each row.
+    """Return log-probability, entropy and lse of each row.
 
     Args:
         plan_for: gives the plan of the kernel over rows, and of the products.
@@ -74,10 +74,10 @@ def results(
         ids: int32 [rows].
         bias: [vocabulary], of that dtype too, or None.
         options: temperature, cap, and the id of rows that do not count.
-        room: where the backward finds the last chunk's logits; None where no backward follows.
+        room: keeps the last chunk's logits for the backward; None if no backward follows.
 
     Returns:
-        Float32 [rows] each; None where no kernel serves the problem.
+        Float32 [rows] each; None if no kernel serves the problem.
     """
     import torch
 
@@ -101,11 +101,11 @@ def gradients(
     plan_for: PlanFor, config: Config, hidden: Any, weight: Any, ids: Any, bias: Any, lse: Any, entropy: Any,
     dlog_probs: Any, dentropy: Any, dlse: Any, options: log_probs.Options, wanted: Wanted, room: Room | None,
 ) -> tuple[Any, Any, Any] | None:  # fmt: skip
-    """dhidden, dweight and dbias of the results that :func:`results` gave, whose arguments mean the same.
+    """Return dhidden, dweight and dbias of the results of :func:`results`, whose arguments mean the same.
 
     Sums over chunks begin with the last one, whether its logits are in the room or not, and so have the same bits. The
-    slopes are float32 [rows]. A gradient that is not wanted is None, as all are where no kernel serves the problem;
-    dbias is float32, and dweight where its sums are wide.
+    slopes are float32 [rows]. A gradient that is not wanted is None; all are None if no kernel serves the problem.
+    dbias is float32, and so is dweight if its sums are wide.
     """
     sizes = (len(hidden), weight.shape[0], hidden.dtype, *options.flags(bias))
     plans = chunk_plans(plan_for, (log_probs.BACKWARD,), config["chunk"], hidden.device, *sizes)
@@ -138,13 +138,13 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
 
     inputs = _inputs(problem, generator, device)
     weight, ids, options = inputs["weight"].float(), inputs["ids"], inputs["options"]
-    # In parts, since all logits at once may not fit; of logits as they are held, else a certain row's gradient, which
-    # is a small difference, would be that of the rounding.
+    # In parts, since all logits at once may not fit; of rounded logits, else the gradient of a nearly certain row,
+    # which is a small difference, would be that of the rounding.
     parts = zip(inputs["hidden"].split(_PART_ROWS), ids.split(_PART_ROWS), strict=True)
     held = (((x.float() @ weight.t()).to(x.dtype).float(), of_part) for x, of_part in parts)
     known = [log_probs.row_results(logits, of_part, options.ignore_index) for logits, of_part in held]
     saved = {name: torch.cat([part[name] for part in known]) for name in ("lse", "entropy")}
-    # Of such slopes few gradients have another sign than the others, so that no sum is a small difference.
+    # With such slopes few gradients have another sign than the others, so no sum is a small difference.
     least = {"dlog_probs": 0.0, "dentropy": 0.0, "dlse": 1.5}
     slopes = {name: x + torch.rand(len(ids), generator=generator, device=device) for name, x in least.items()}
     for slope in slopes.values():
@@ -155,7 +155,7 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
 def reference_forward(
     hidden: Any, weight: Any, ids: Any, bias: Any, options: log_probs.Options, room: Room | None
 ) -> dict[str, Any]:
-    """The results through the logits in float64, for plain options."""
+    """Return the results through the logits in float64, for plain options."""
     assert (bias, options, room) == (None, log_probs.Options(), None), "the reference knows plain logits only"
     return log_probs.row_results(hidden.double() @ weight.double().t(), ids, options.ignore_index)
 
@@ -164,9 +164,9 @@ def reference_backward(
     hidden: Any, weight: Any, ids: Any, bias: Any, lse: Any, entropy: Any, dlog_probs: Any, dentropy: Any, dlse: Any,
     options: log_probs.Options, wanted: Wanted, room: Room | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The gradients in float64 through logits and their gradient as they are held, for plain options.
+    """Return the gradients in float64 through rounded logits and their rounded gradient, for plain options.
 
-    Where many columns are alike, all that is left of their sums may be what the rounding of each has made.
+    If many columns are alike, their sums may consist of rounding errors alone.
     """
     assert (bias, options, room) == (None, log_probs.Options(), None), "the reference knows plain logits only"
     x, w = hidden.double(), weight.double()
@@ -178,10 +178,8 @@ def reference_backward(
 
 FORWARD = spec_of_head(
     results,
-    ("hidden", "weight", "ids", "bias", "options", "room"),
     name="linear_log_probs_forward",
     summary="log-probabilities and entropies of hidden @ weight.T, without the logits",
-    module=__name__,
     inputs=_inputs,
     outputs=lambda problem, blocks: dict.fromkeys(("log_probs", "entropy", "lse"), ((problem["rows"],), "float32")),
     reference=reference_forward,
@@ -190,23 +188,8 @@ FORWARD = spec_of_head(
 )
 BACKWARD = spec_of_head(
     gradients,
-    (
-        "hidden",
-        "weight",
-        "ids",
-        "bias",
-        "lse",
-        "entropy",
-        "dlog_probs",
-        "dentropy",
-        "dlse",
-        "options",
-        "wanted",
-        "room",
-    ),
     name="linear_log_probs_backward",
     summary="gradients of the log-probabilities and entropies of hidden @ weight.T, without the logits",
-    module=__name__,
     inputs=_backward_inputs,
     outputs=lambda problem, blocks: gradients_of(problem) | {"dbias": ((problem["vocabulary"],), "float32")},
     reference=reference_backward,

@@ -1,4 +1,4 @@
-"""The common parts of the cross-entropy specs: arrays, scalars, spaces, inputs and references."""
+"""The parts that the cross-entropy specs share: arrays, scalars, a constraint, inputs and references."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DLOGITS = Array("dlogits", "dtype", LOGITS, "output")
 def option_arguments(
     class_weight: Any, ignore_index: int, label_smoothing: float, z_loss: float, softcap: float | None, device: Any
 ) -> tuple[Any, ...]:
-    """The arguments of the kernels from ``weight`` to ``softcap``, for float32 class weights [vocabulary] or None."""
+    """Return the kernels' arguments from ``weight`` to ``softcap``, for float32 class weights [vocabulary] or None."""
     if class_weight is None:
         import torch
 
@@ -38,25 +38,20 @@ def option_arguments(
     return weight, weight_sum, ignore_index, float(label_smoothing), float(z_loss), float(softcap or 1.0)
 
 
-def _registers(config: Config, target: Target) -> float:
-    """Registers for each thread if as many blocks as the occupancy says share an SM; TMA adds four warps a block."""
-    threads = 32 * (config["num_worker_warps"] or 4) + 128 * config["tma"]
-    return target.registers / (threads * config["occupancy"])
+def _steps_fit(problem: Problem, config: Config, target: Target) -> bool:
+    workers = 32 * (config["num_worker_warps"] or 4)
+    # A thread of a pass over a row holds a step's elements, and a maximum and a sum for each lane.
+    live = config["tile_n"] * (config["unroll"] + 2) / workers
+    # TMA adds four warps a block.
+    registers = target.registers / ((workers + 128 * config["tma"]) * config["occupancy"])
+    return bool(live <= 0.8 * registers)
 
 
-def _live(config: Config) -> float:
-    """Values that a thread of a pass over a row holds: a step's elements, and a maximum and a sum for each lane."""
-    return config["tile_n"] * (config["unroll"] + 2) / (32 * (config["num_worker_warps"] or 4))
-
-
-STEPS_FIT = Constraint(
-    "the registers cannot hold a step's elements, maxima and sums at this occupancy",
-    lambda problem, config, target: _live(config) <= 0.8 * _registers(config, target),
-)
+STEPS_FIT = Constraint("the registers cannot hold a step's elements, maxima and sums at this occupancy", _steps_fit)
 
 
 def logits_and_options(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Logits with a few large ones a row, so that no softmax is flat; targets, some of them ignored; and options."""
+    """Draw logits, a few of a row large, so that no softmax is flat; targets, some of them ignored; and options."""
     import torch
 
     rows, vocabulary = problem["rows"], problem["vocabulary"]
@@ -80,7 +75,7 @@ def logits_and_options(problem: Problem, generator: Any, device: str) -> dict[st
 
 
 def upstream(problem: Problem, generator: Any, device: str) -> Any:
-    """Upstream gradients of the rows' losses, some of them 0."""
+    """Draw upstream gradients of the rows' losses, some of them 0."""
     import torch
 
     scale = 0.5 + torch.rand((problem["rows"],), generator=generator, device=device)
@@ -89,13 +84,13 @@ def upstream(problem: Problem, generator: Any, device: str) -> Any:
 
 
 def capped_logits(logits: Any, softcap: float, capped: bool) -> Any:
-    """The logits in float64, after the cap if there is one."""
+    """Return the logits in float64, after the cap if there is one."""
     wide = logits.double()
     return softcap * (wide / softcap).tanh() if capped else wide
 
 
 def _share(target: Any, weight: Any, weighted: bool, ignore_index: int) -> Any:
-    """The targets' class weights, 0 where ignored, and the targets as indices of classes."""
+    """Return the targets' class weights, 0 if ignored, and the targets as indices of classes."""
     valid = target != ignore_index
     classes = target.long().where(valid, 0)
     return (weight.double()[0, classes] if weighted else 1.0) * valid.double(), classes
@@ -105,7 +100,7 @@ def reference_rows(
     logits: Any, target: Any, weight: Any, weight_sum: Any, ignore_index: int, smoothing: float, z_loss: float,
     softcap: float, weighted: bool, smoothed: bool, capped: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Loss and lse of every row in float64; targets must be classes or ignored."""
+    """Return loss and lse of every row in float64; targets must be classes or ignored."""
     x = capped_logits(logits, softcap, capped)
     share, classes = _share(target, weight, weighted, ignore_index)
     valid = target != ignore_index
@@ -122,13 +117,13 @@ def reference_gradient(
     logits: Any, target: Any, lse: Any, scale: Any, weight: Any, weight_sum: Any, ignore_index: int, smoothing: float,
     z_loss: float, softcap: float, weighted: bool, smoothed: bool, capped: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Gradient of ``(scale * loss).sum()`` with respect to the logits in float64, for the given lse."""
+    """Return the gradient of ``(scale * loss).sum()`` by the logits in float64, for the given lse."""
     x, vocabulary = capped_logits(logits, softcap, capped), logits.shape[1]
     share, classes = _share(target, weight, weighted, ignore_index)
     valid = target != ignore_index
     lse, kept = lse.double()[:, None], 1 - smoothing * smoothed
     every = smoothing * smoothed / vocabulary * (weight.double() if weighted else x.new_ones((1, vocabulary)))
-    # The lse of an ignored row may be 0, with which large logits overflow; its gradient is 0 all the same.
+    # An ignored row has the gradient 0; its lse may be 0, with which large logits overflow.
     softmax = (x - lse).exp().masked_fill(~valid[:, None], 0)
     gradient = softmax * (kept * share[:, None] + every.sum() + 2 * z_loss * lse) - every
     gradient.scatter_add_(1, classes[:, None], -kept * share[:, None])

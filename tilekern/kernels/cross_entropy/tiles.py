@@ -1,11 +1,11 @@
-"""Device code that the cross-entropy kernels share: what one pass over a row of logits finds, and a row's gradient.
+"""Device code that the cross-entropy kernels share: the loss by one pass over a row of logits, and a row's gradient.
 
 With x a row of logits after the optional soft cap ``cap * tanh(x / cap)`` (Gemma 2, arXiv:2408.00118), w the class
 weights (1 without), W their sum, V the number of classes, e the label smoothing (Szegedy et al., arXiv:1512.00567), z
 the weight of the z-loss (PaLM, arXiv:2204.02311), y the target and ``lse = log sum_c exp(x_c)``:
 ``loss = (1 - e) w_y (lse - x_y) + e / V (W lse - sum_c w_c x_c) + z lse^2``;
 ``dloss / dx_c = a exp(x_c - lse) - (1 - e) w_y [c = y] - e / V w_c`` with ``a = (1 - e) w_y + e / V W + 2 z lse``.
-``options`` has all that the kernels take beside logits and rows: the class weights and their sum, ``smoothing``,
+``options`` are the kernels' arguments beside logits and rows: the class weights and their sum, ``smoothing``,
 ``z_loss``, ``softcap``, ``columns``, ``weighted``, ``smoothed``, ``capped`` and ``tma``.
 """
 
@@ -24,12 +24,12 @@ LOWEST = -3.4028234663852886e38
 
 
 def exponential(x):
-    """exp(x) by the hardware's base-2 exponential; x is a difference already, so that large logits stay exact."""
+    """Return exp(x) by the hardware's base-2 exponential; x is a difference already, so large logits stay exact."""
     return ct.exp2(x * LOG2_E, flush_to_zero=True)
 
 
 def capped_and_slope(x, softcap):
-    """``softcap * tanh(x / softcap)`` and its slope ``1 - tanh^2``, neither with a cancellation where it saturates."""
+    """Return ``softcap * tanh(x / softcap)`` and its slope ``1 - tanh^2``; neither cancels at saturation."""
     decay = exponential(ct.abs(x) * (-2.0 / softcap))
     inverse = ct.truediv(1.0, 1.0 + decay, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
     size = softcap * (1.0 - decay) * inverse
@@ -37,19 +37,19 @@ def capped_and_slope(x, softcap):
 
 
 def columns_of(c, tile_n):
-    """The columns of tile ``c`` of a row."""
+    """Return the columns of tile ``c`` of a row."""
     return c * tile_n + ct.reshape(ct.arange(tile_n, dtype=ct.int32), (1, tile_n))
 
 
 def load_logits(logits, row, c, tile_n, bounded, tma):
-    """Tile ``c`` of a row in float32; beyond the edge minus infinity, which adds nothing to a sum of exponentials."""
+    """Load tile ``c`` of a row in float32; minus infinity beyond the edge adds nothing to a sum of exponentials."""
     padding = ct.static_eval(ct.PaddingMode.NEG_INF if bounded else ct.PaddingMode.UNDETERMINED)
     tile = ct.load(logits, (row, c), (1, tile_n), padding_mode=padding, check_bounds=bounded, allow_tma=tma)
     return tile.astype(ct.float32)
 
 
 def load_weights(weight, c, tile_n, bounded):
-    """Tile ``c`` of the class weights; zeros beyond the edge."""
+    """Load tile ``c`` of the class weights; zeros beyond the edge."""
     padding = ct.static_eval(ct.PaddingMode.ZERO if bounded else ct.PaddingMode.UNDETERMINED)
     return ct.load(weight, (0, c), (1, tile_n), padding_mode=padding, check_bounds=bounded, allow_tma=False)
 
@@ -57,8 +57,8 @@ def load_weights(weight, c, tile_n, bounded):
 def _scan_step(sums, first, count, partial, logits, row, tile_n, options):
     """Add ``count`` tiles, the last of them partial or not, to each lane's running maximum and sums.
 
-    Each lane of a tile keeps a maximum of its own, so that no thread waits for another before the row's end; several
-    tiles at once share the exponential that rescales the lane's sum.
+    Each lane of a tile keeps its own maximum, so that no thread waits for another before the row's end; several tiles
+    at once share the exponential that rescales the lane's sum.
     """
     weight, _, _, _, softcap, columns, weighted, smoothed, capped, tma = options
     mass, peak, pull = sums
@@ -88,7 +88,7 @@ def _scan_step(sums, first, count, partial, logits, row, tile_n, options):
 
 
 def scan_row(logits, row, tile_n, unroll, options):
-    """One read of a row: its maximum, the sum of ``exp(x - maximum)``, and the (weighted) sum of x if smoothed.
+    """Read a row once; return its maximum, the sum of ``exp(x - maximum)``, and the (weighted) sum of x if smoothed.
 
     All three have the shape (1, 1).
     """
@@ -101,7 +101,7 @@ def scan_row(logits, row, tile_n, unroll, options):
 
 
 def target_logit(logits, row, label, softcap, capped):
-    """The target's logit after the cap, (1, 1); NaN where the target is not a class."""
+    """Return the target's logit after the cap, (1, 1); NaN if the target is not a class."""
     value = ct.gather(logits, (ct.full((1, 1), row, ct.int32), ct.full((1, 1), label, ct.int32)), padding_value=NAN)
     value = value.astype(ct.float32)
     if capped:
@@ -110,7 +110,7 @@ def target_logit(logits, row, label, softcap, capped):
 
 
 def target_weight(weight, label, weighted):
-    """The target's class weight, (1, 1)."""
+    """Return the target's class weight, (1, 1)."""
     if weighted:
         place = ct.full((1, 1), label, ct.int32)
         return ct.gather(weight, (ct.zeros((1, 1), ct.int32), place))
@@ -123,7 +123,7 @@ def store_row(array, row, value):
 
 
 def _row_loss(top, total, pull, target_x, share, options):
-    """The row's loss and lse; the loss is made of differences to the maximum, so that it is exact near zero."""
+    """Return the row's loss and lse; the loss uses differences to the maximum, so it is exact near zero."""
     _, weight_sum, smoothing, z_loss, _, columns, weighted, smoothed, _, _ = options
     log_total = ct.log2(total) * LN_2
     lse = top + log_total
@@ -141,7 +141,7 @@ def store_loss(logits, loss, lse, row, label, tile_n, unroll, options):
     """Store the loss and the lse of a row.
 
     Returns:
-        the target's logit and weight, the row's maximum, the sum of ``exp(x - maximum)``, and the lse.
+        The target's logit and weight, the row's maximum, the sum of ``exp(x - maximum)``, and the lse.
     """
     weight, _, _, _, softcap, _, weighted, _, capped, _ = options
     target_x, share = target_logit(logits, row, label, softcap, capped), target_weight(weight, label, weighted)
@@ -153,7 +153,7 @@ def store_loss(logits, loss, lse, row, label, tile_n, unroll, options):
 
 
 def gradient_factors(scale, share, lse, options):
-    """A row gradient's factor of the softmax, and those subtracted at the target and of every class weight."""
+    """Return a row gradient's factor of the softmax, and those subtracted at the target and of every class weight."""
     _, weight_sum, smoothing, z_loss, _, columns, weighted, smoothed, _, _ = options
     at_target = share
     spread = ct.zeros((1, 1), ct.float32)
@@ -169,10 +169,10 @@ def gradient_factors(scale, share, lse, options):
 
 
 def store_gradient(logits, dlogits, row, c, label, shift, factors, tile_n, bounded, options):
-    """Gradient of a tile: ``of_softmax * exp(x - shift)`` less what the target and the smoothing take away.
+    """Store a tile's gradient: ``of_softmax * exp(x - shift)``, less the target's and the smoothing's shares.
 
-    It is made of the tile's own elements alone, so ``dlogits`` may be the memory of ``logits``. One wide tile at a
-    time: between two stores to one array the compiler puts a barrier.
+    It depends only on the tile's own elements, so ``dlogits`` may be the memory of ``logits``. Tiles are wide, since
+    the compiler puts a barrier between two stores to one array.
     """
     weight, _, _, _, softcap, _, weighted, smoothed, capped, tma = options
     of_softmax, at_target, spread = factors
@@ -193,5 +193,5 @@ def store_gradient(logits, dlogits, row, c, label, shift, factors, tile_n, bound
 
 
 def store_zeros(dlogits, row, c, tile_n, bounded):
-    """Zeros as the gradient of a tile."""
+    """Store zeros as the gradient of a tile."""
     ct.store(dlogits, (row, c), ct.zeros((1, tile_n), dlogits.dtype), check_bounds=bounded, allow_tma=False)

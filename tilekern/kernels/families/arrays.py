@@ -1,4 +1,4 @@
-"""A kernel's arrays, whatever its family, what to run it on, the bytes that it moves, and gradients by autograd."""
+"""Arrays of kernels of all families: inputs drawn for them, the bytes they move, and gradients by autograd."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 from tilekern.spec import ITEM_BYTES, Array, Follower, Problem, ScalarParameter
 
 Arrays = tuple[Array | ScalarParameter, ...]
-# Shapes of matrices and of weights, and the dtype of what is a product of both.
+# Shapes of matrices and of weights, and the dtype of a product of both.
 ROWS, COLUMNS, PRODUCT = ("rows", "columns"), ("columns",), "dtype*weight_dtype"
 
 
 def matrices(inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Arrays:
-    """Matrices by their names, all of one dtype."""
+    """Return matrices by their names, all of one dtype."""
     given = tuple(Array(name, "dtype", ROWS) for name in inputs)
     return given + tuple(Array(name, "dtype", ROWS, "output") for name in outputs)
 
 
 def partial_sums(count: int) -> Array:
-    """The array in which each block leaves its ``count`` sums over rows."""
+    """Return the array in which each block stores its ``count`` sums over rows."""
     return Array("partial", "float32", ("blocks", "columns" if count == 1 else f"{count}*columns"), "scratch")
 
 
 def followed_by_sum(partial: Array, dtype: str) -> Follower:
-    """The spec ``column_sum`` as the follower of a kernel, whose blocks each leave a row of an array.
+    """Return the spec ``column_sum`` as the follower of a kernel whose blocks each store a row of an array.
 
     Args:
         partial: the array, [blocks, ...].
-        dtype: the dimension that says the dtype of the sums.
+        dtype: the dimension with the dtype of the sums.
     """
     return Follower(
         kernel="column_sum",
@@ -41,15 +41,14 @@ def followed_by_sum(partial: Array, dtype: str) -> Follower:
 
 
 def tensors(arrays: Arrays, *roles: str) -> list[Array]:
-    """The arrays that have one of some roles; without roles, all that are not scalars."""
+    """Return the arrays with one of some roles; without roles, all that are not scalars."""
     return [x for x in arrays if isinstance(x, Array) and (not roles or x.role in roles)]
 
 
 def drawn(arrays: Arrays, problem: Problem, generator: Any, device: str, *, about_one: bool = True) -> dict[str, Any]:
-    """Normal numbers for every input, and the samples of scalars.
+    """Draw normal numbers for every input, and take the samples of scalars.
 
-    They have no signs where an input takes none that are negative, and are about 1 for a weight, as norms have them,
-    unless ``about_one`` is false.
+    Numbers of a nonnegative input have no signs. Weights are about 1, as in norms, unless ``about_one`` is false.
     """
     import torch
 
@@ -65,15 +64,15 @@ def drawn(arrays: Arrays, problem: Problem, generator: Any, device: str, *, abou
 
 
 def bytes_of(arrays: Iterable[Array], problem: Problem) -> int:
-    """Each array read or written once; partial sums count as the one row that is made of them."""
+    """Return the bytes of all arrays, each read or written once; partial sums count as one row."""
     read = (array for array in arrays if array.is_in(problem))
     return sum(math.prod(array.shape_in(problem)) * ITEM_BYTES[array.dtype_in(problem)] for array in read)
 
 
 def gradients(reference: Callable[..., dict[str, Any]], slopes: dict[str, Any], **given: Any) -> dict[str, Any]:
-    """The gradients of a forward's reference, by autograd in float64, as ``d<name>`` of each tensor that is given.
+    """Return the gradients of a forward's reference, by autograd in float64, as ``d<name>`` of each given tensor.
 
-    The reference rounds nothing on its way: a cast would round the gradients too.
+    The reference must not round between: a cast would round the gradients too.
 
     Args:
         reference: the forward's.

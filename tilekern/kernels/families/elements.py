@@ -1,8 +1,8 @@
-"""Kernels over elements: matrices of one shape and dtype are read, and matrices of that shape written.
+"""Kernels over elements: they read matrices of one shape and dtype, and write matrices of that shape.
 
-An input may also be a vector [rows], of any dtype, whose value goes with all elements of its row.
+An input may also be a vector [rows] of any dtype: each value belongs to all elements of its row.
 
-Such a kernel is its formula, a function of float32 tiles that gives a tuple of them, and :func:`each_tile` around it:
+A kernel is its formula, a function that maps float32 tiles to a tuple of them, and :func:`each_tile` around it:
 
     @ct.kernel
     def scaled(x, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, persistent: ConstBool, bounded: ConstBool):
@@ -18,23 +18,10 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.families.arrays import Arrays, bytes_of, drawn, tensors
-from tilekern.kernels.tiles import grid_of, hints, is_bounded, load, power_of_two
-from tilekern.spec import (
-    Config,
-    Constraint,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    Space,
-    Value,
-    cdiv,
-    module_of,
-    name_of,
-    outputs_of,
-    parameters_of,
-)
+from tilekern.kernels.families import tables
+from tilekern.kernels.families.arrays import Arrays, bytes_of, tensors
+from tilekern.kernels.tiles import bounds_of_tiles, grid_of_tiles, load, power_of_two
+from tilekern.spec import Config, Constraint, KernelSpec, Problem, Space, Value, cdiv, name_of
 from tilekern.spec.targets import Target
 
 
@@ -63,12 +50,12 @@ def _tile(formula, inputs, outputs, item, columns, tile_m, tile_n, bounded):
 
 
 def _wastes_little(columns: int, tile_n: int) -> bool:
-    """Whether at most a third of the columns of a row's tiles lie beyond the row's end."""
+    """Return whether at most a third of the columns of a row's tiles lie beyond the row's end."""
     return cdiv(columns, tile_n) * tile_n <= 1.5 * columns
 
 
 def _tile_widths(columns: int) -> list[int]:
-    """Wide tiles where they fit the row, else narrower ones, the widest last."""
+    """Return wide tiles if they fit the row, else narrower ones, the widest last."""
     wide = [n for n in (1024, 2048, 4096) if n <= power_of_two(columns) and _wastes_little(columns, n)]
     narrow = [n for n in (256, 512) if n <= power_of_two(columns) and _wastes_little(columns, n)]
     return wide or narrow or [min(256, power_of_two(columns))]
@@ -92,26 +79,6 @@ def _sized(arrays: int) -> Constraint:
     )
 
 
-def _implement(
-    function: Any, arrays: Arrays, dimensions: tuple[Dimension, ...], problem: Problem, config: Config
-) -> Implementation:
-    columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
-    return Implementation(
-        function=function,
-        parameters=parameters_of(arrays, dimensions, problem),
-        constants=(
-            ("columns", columns),
-            ("tile_m", tile_m),
-            ("tile_n", tile_n),
-            ("persistent", config["schedule"] == "persistent"),
-            ("bounded", is_bounded(tile_m, columns, tile_n)),
-            *((dimension.name, problem[dimension.name]) for dimension in dimensions if dimension.kind == "flag"),
-        ),
-        grid=lambda sizes, sm_count: grid_of(cdiv(sizes["rows"], tile_m) * cdiv(columns, tile_n), config, sm_count),
-        hints=hints(config),
-    )
-
-
 def _default(problem: Problem, target: Target) -> Config:
     width = _tile_widths(problem["columns"])[0]
     return Config(schedule="block", tile_m=max(1, 1024 // width), tile_n=width, occupancy=8, num_worker_warps=0)
@@ -122,36 +89,30 @@ def _generic(problem: Problem) -> Config:
     return Config(schedule="persistent", tile_m=max(1, 256 // width), tile_n=width, occupancy=1, num_worker_warps=0)
 
 
-def dimensions_of(flags: tuple[str, ...]) -> tuple[Dimension, ...]:
-    """Rows, columns, a dtype, and flags of the formula."""
-    sizes = (Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype"))
-    return sizes + tuple(Dimension(flag, "flag") for flag in flags)
-
-
 def spec(
     function: Any, summary: str, arrays: Arrays, reference: Callable[..., dict[str, Any]], *, flops: int,
     flags: tuple[str, ...] = (),
 ) -> KernelSpec:  # fmt: skip
-    """The spec of a kernel over elements, which has the kernel's name.
+    """Return the spec of a kernel over elements, with the kernel's name.
 
     Args:
         function: the kernel; its parameters are the arrays, the constants of :func:`each_tile` and the flags.
         arrays: in the order of the kernel, ``arrays.matrices`` and scalars with their samples.
         flops: floating-point operations for each element.
-        flags: names of dimensions that are True or False, of which the formula depends.
+        flags: names of dimensions that are True or False, on which the formula depends.
     """
-    return KernelSpec(
-        name=name_of(function),
-        summary=summary,
-        module=module_of(function),
-        dimensions=dimensions_of(flags),
+    return tables.spec(
+        name_of(function),
+        summary,
+        tables.dimensions_of(arrays, flags),
+        arrays,
+        reference,
+        function=function,
+        constants=bounds_of_tiles,
+        grid=grid_of_tiles,
         space=Space(_axes, (_sized(len(arrays)),)),
-        implement=lambda problem, config: _implement(function, arrays, dimensions_of(flags), problem, config),
         default=_default,
         generic=_generic,
-        inputs=lambda problem, generator, device: drawn(arrays, problem, generator, device),
-        outputs=outputs_of(arrays),
-        reference=reference,
         bytes_moved=lambda problem: bytes_of(tensors(arrays), problem),
         flops=lambda problem: flops * problem["rows"] * problem["columns"],
         result_dtype=lambda problem: problem["dtype"],

@@ -1,7 +1,7 @@
-"""A logarithm for kernels that read a vocabulary's probabilities as fast as memory gives them.
+"""A logarithm for kernels that read a vocabulary's probabilities at the speed of memory.
 
-``ct.log`` and ``ct.log2`` take 25 instructions of an element on sm_90, more than it takes to read the element in
-bfloat16; this takes 7.
+``ct.log`` and ``ct.log2`` take 25 instructions an element on sm_90, longer than to read the element in bfloat16; this
+one takes 7.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import cuda.tile as ct
 
 
 def log2(x):
-    """Of float32 tiles of positive numbers from 2^-126 to 2^126, within 2e-7 or a rounding of the result; 0 for 1.
+    """Return the logarithm of float32 tiles, from 2^-126 to 2^126, within 2e-7 or a rounding of the result; 0 for 1.
 
-    A number's bits, taken for an integer, are nearly a multiple of its logarithm. The remainder is that of a number
-    from 1 to 1.0615, of which a polynomial (of least error, 4e-8) is as good as float32 is. 0 gives some finite number;
-    NaN gives NaN, and so does infinity.
+    A number's bits, as an integer, are nearly a multiple of its logarithm. The remainder is the logarithm of a number
+    from 1 to 1.0615, for which a polynomial (of least error, 4e-8) is as exact as float32. 0 gives a finite number; NaN
+    and infinity give NaN.
     """
     near = ct.bitcast(x, ct.int32).astype(ct.float32) * 2.0**-23 - 127.0
     left = x * ct.exp2(-near, flush_to_zero=True) - 1.0

@@ -1,9 +1,8 @@
-"""Rotations of heads with a norm of each head beside them, and their gradients: what such kernels share.
+"""Code shared by kernels that rotate heads and normalise each head, and by their gradients.
 
-In the backward each block adds up
-its tokens' share of both weights' gradients in float32 and stores it as one row of ``partial`` [blocks, 2 * head_dim],
-the weight of q first; the spec ``column_sum`` adds the rows up in a fixed order. q and k are read anyway, so the norms
-are computed again and the forward saves nothing but its inputs.
+In the backward each block adds up its tokens' share of both weights' gradients in float32 and stores it as one row of
+``partial`` [blocks, 2 * head_dim], the weight of q first; the spec ``column_sum`` adds the rows up in a fixed order. q
+and k are read anyway, so the norms are computed again and the forward saves only its inputs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tilekern.kernels.families.rotations import (
     halves,
     space_of,
 )
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, load, power_of_two
+from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, add_pairs, load, power_of_two
 from tilekern.spec import Array, Config, Problem, ScalarParameter
 from tilekern.spec.targets import Target
 
@@ -31,7 +30,7 @@ EPS = ScalarParameter("eps", "float32", 1e-6)
 
 
 def read_weight(weight, form):
-    """Both halves of a weight in float32, shaped to broadcast over tokens and heads."""
+    """Load both halves of a weight in float32, shaped to broadcast over tokens and heads."""
     half, width, whole, bounded, _, _ = form[0]
     wa, wb, ia, ib = halves(weight, 0, half, whole)
     one = load(wa, (ia,), (width,), bounded, 0, False).astype(ct.float32)
@@ -39,17 +38,13 @@ def read_weight(weight, form):
     return ct.reshape(one, (1, 1, 1, width)), ct.reshape(other, (1, 1, 1, width))
 
 
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
 def over_heads(one, other):
-    """Two sums over each head, in one reduction: one barrier among a block's warps in place of two."""
-    return ct.reduce((one, other), 3, _add_pairs, (0.0, 0.0), keepdims=True)
+    """Return two sums over each head, by one reduction: one barrier among a block's warps instead of two."""
+    return ct.reduce((one, other), 3, add_pairs, (0.0, 0.0), keepdims=True)
 
 
 def each_step_with_sums(read, angles, pull, q, k, turns, partial, sizes, form):
-    """:func:`each_step` for heads in halves, and the sums of both weights' gradients as this block's row of partial."""
+    """Run :func:`each_step` for heads in halves, and store the sums of both weights' gradients in ``partial``."""
     _, _, tile_t, tile_h, tile_hk, _, _ = sizes
     half, width, whole, _, _, _ = form[0]
     q_zeros = ct.zeros((1, tile_t, tile_h, width), ct.float32)
@@ -61,7 +56,7 @@ def each_step_with_sums(read, angles, pull, q, k, turns, partial, sizes, form):
 
 
 def _store_sums(partial, sums, offset, half, width, whole):
-    """One weight's gradient as a piece of this block's row."""
+    """Store one weight's gradient as a piece of this block's row."""
     for i in ct.static_iter(range(2)):
         row = ct.reshape(ct.sum(ct.sum(sums[i], axis=2), axis=1), (1, width))
         if ct.static_eval(whole):
@@ -72,13 +67,13 @@ def _store_sums(partial, sums, offset, half, width, whole):
 
 
 def given(angles: Arrays, *scalars: ScalarParameter) -> Arrays:
-    """What both directions read beside q and k."""
+    """Return the inputs of both directions beside q and k."""
     weights = (Array("q_weight", "weight_dtype", ("head_dim",)), Array("k_weight", "weight_dtype", ("head_dim",)))
     return (*weights, *angles, *scalars)
 
 
 def arrays_of_gradients(rest: Arrays, product: str) -> Arrays:
-    """The arrays of the backward; ``product`` is the dtype of the forward's results."""
+    """Return the arrays of the backward; ``product`` is the dtype of the forward's results."""
     q, k = (Array(name, "dtype", shape) for name, shape in zip("qk", TOKENS_FIRST, strict=True))
     partial = Array("partial", "float32", ("blocks", "2*head_dim"), "scratch")
     return (*arrays_of(TOKENS_FIRST, (q, k, *rest), product, "dtype", GRADIENTS), partial)
@@ -89,12 +84,12 @@ SPACE_OF_GRADIENTS = space_of(("persistent",), (2, 3, 4), (TMA_NEEDS_HOPPER,), t
 
 
 def default(problem: Problem, target: Target) -> Config:
-    """The default of the forward."""
+    """Return the default of the forward."""
     return default_of(problem, "block", 1024, 4, tma=False)
 
 
 def default_of_gradients(arrays: Arrays, problem: Problem) -> Config:
-    """The default of the backward with these arrays."""
+    """Return the default of the backward with these arrays."""
     pairs, product = problem.get("pairs", problem["head_dim"] // 2), tensors(arrays)[0].dtype_in(problem)
     # Twice as many elements of float32, or of heads that fill no tile, take the compiler 4 s; pairs spill.
     short = product != "float32" and pairs == power_of_two(pairs) and not problem.get("interleaved")
@@ -102,17 +97,17 @@ def default_of_gradients(arrays: Arrays, problem: Problem) -> Config:
 
 
 def normed(x: Any, weight: Any, eps: float) -> Any:
-    """The RMSNorm of each head, in the dtype of ``x``."""
+    """Return the RMSNorm of each head, in the dtype of ``x``."""
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
 def gradients_of(forward: Callable[..., dict[str, Any]], dq_out: Any, dk_out: Any, **given: Any) -> dict[str, Any]:
-    """The gradients of a forward's reference, but for those of the angles; ``given`` are its inputs."""
+    """Return the gradients of a forward's reference except those of the angles; ``given`` are its inputs."""
     found = gradients(forward, {"q_out": dq_out, "k_out": dk_out}, **given)
     return {name: found[name] for name in ("dq", "dk", "dq_weight", "dk_weight")}
 
 
 def results(outputs: dict[str, Any]) -> dict[str, Any]:
-    """The gradients, those of the weights added up over blocks."""
+    """Return the gradients, those of the weights added up over blocks."""
     dq_weight, dk_weight = outputs["partial"].double().sum(0).chunk(2)
     return {"dq": outputs["dq"], "dk": outputs["dk"], "dq_weight": dq_weight, "dk_weight": dk_weight}

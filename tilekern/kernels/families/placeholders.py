@@ -1,19 +1,19 @@
-"""What a kernel is launched with in the place of an array that the call does not have: no tensor, and no memory."""
+"""Placeholders for arrays that a call does not have: kernels are launched with no tensor and no memory for them."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
-# How the CUDA array interface names dtypes; bfloat16, which it does not know, is two bytes to it and to cuda.tile.
+# Names of dtypes in the CUDA array interface; it has no bfloat16, which is two bytes to it and to cuda.tile.
 TYPES = {"bfloat16": "<V2", "float16": "<f2", "float32": "<f4", "int32": "<i4", "int64": "<i8"}
-# Where nothing lies. No kernel reads or writes an array that its flags say is not there, which the interpreter holds
-# each kernel to; and as nothing is allocated, nothing depends on the stream, graph, pool or mode of the first call.
+# An address without memory. No kernel accesses an array that its flags switch off; the interpreter checks this. As
+# nothing is allocated, nothing depends on the stream, graph, pool or mode of the first call.
 _ADDRESS = 256
 
 
 class Placeholder:
-    """An array of one element as the launcher takes it, by the CUDA array interface."""
+    """An array of one element for the launcher, by the CUDA array interface."""
 
     __slots__ = ("__cuda_array_interface__",)
 
@@ -29,9 +29,9 @@ def _of(ndim: int, dtype: Any) -> Placeholder:
 
 
 def placeholder(ndim: int, dtype: Any, device: Any) -> Any:
-    """What stands for an array of a rank and a torch dtype that a call on ``device`` does not have.
+    """Return the placeholder of an array of a rank and a torch dtype, for a call on ``device``.
 
-    On the CPU it is a tensor without elements, in which the interpreter refuses every access.
+    On the CPU it is a tensor without elements: the interpreter refuses every access to it.
     """
     if device.type == "cuda":
         return _of(ndim, dtype)

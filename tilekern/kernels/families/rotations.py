@@ -3,29 +3,28 @@
 Such a kernel is three functions, and :func:`each_step` around them: a block takes some tokens of one batch entry, loads
 their angles once, and goes through the heads of q, then of k.
 
-- ``read(x, place, shape, form)`` gives a step of heads, as it is stored, of one array.
-- ``angles(turns, at, t, tile_t, form)`` gives the tokens' angles, which ``turn`` takes.
+- ``read(x, place, shape, form)`` loads a step of heads of one array, as it is stored.
+- ``angles(turns, at, t, tile_t, form)`` returns the tokens' angles for ``turn``.
 - ``turn(y, tiles, weights, angles, sums, place, shape, form)`` stores a step's results in ``y``, and returns the sums
-  with its share added to them; ``tiles`` are those of all arrays that are read.
+  with the step's share added; ``tiles`` are those of all arrays that are read.
 
-``place`` is the tile index of a step in all axes but the last, ``shape`` its size there, ``form`` a tuple that is the
-kernel's own; that of one that takes heads in halves begins with their ``cut``: (half, width, whole, bounded, tma,
-latency). The arrays have tokens before heads, as the projections leave them, or heads before tokens. The angles of a
-single batch entry are shared by all. The rest is :func:`spec`.
+``place`` is the tile index of a step in all axes but the last, ``shape`` its size there, ``form`` a tuple of the
+kernel's own; if heads are read in halves, it begins with their ``cut``: (half, width, whole, bounded, tma, latency).
+The arrays have tokens before heads, as the projections leave them, or heads before tokens. All batch entries share the
+angles of a single one. :func:`spec` makes the spec.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.families import cute_heads
+from tilekern.kernels.families import cute_heads, tables
 from tilekern.kernels.families.arrays import Arrays, bytes_of, drawn, followed_by_sum, tensors
-from tilekern.kernels.families.cute_configs import is_cute
-from tilekern.kernels.tiles import grid_of, hints, load, power_of_two
+from tilekern.kernels.tiles import grid_of, load, power_of_two
 from tilekern.spec import (
     ITEM_BYTES,
     Array,
@@ -33,19 +32,14 @@ from tilekern.spec import (
     Constraint,
     CuteKernel,
     Dimension,
-    Implementation,
     KernelSpec,
     Problem,
     ScalarParameter,
     Space,
     Value,
     cdiv,
-    module_of,
     name_of,
-    outputs_of,
-    parameters_of,
 )
-from tilekern.spec.targets import Target
 
 
 def each_step(read, angles, turn, q, k, turns, sums, sizes, form):
@@ -87,7 +81,7 @@ def each_step(read, angles, turn, q, k, turns, sums, sizes, form):
 
 
 def _step(b, t, h, tile_t, tile_h, heads_first):
-    """The place and the shape of a step of tokens and heads, in all axes but the last."""
+    """Return the place and the shape of a step of tokens and heads, in all axes but the last."""
     # Returned in one place: of a return inside an `if` the front end makes a loop.
     return ((b, h, t), (1, tile_h, tile_t)) if ct.static_eval(heads_first) else ((b, t, h), (1, tile_t, tile_h))
 
@@ -101,9 +95,9 @@ def _read_all(read, arrays, b, t, h, tile_t, tile_h, heads_first, form):
 
 
 def halves(array, axis, half, whole):
-    """Views of the two halves of a head and the tile index of each along the last axis.
+    """Return views of the two halves of a head, and the tile index of each along the last axis.
 
-    Where the half is a power of two both are tiles of the array itself, which TMA can load; else they are slices.
+    If the half is a power of two, both are tiles of the array itself, which TMA can load; else they are slices.
     """
     if ct.static_eval(whole):
         return array, array, 0, 1
@@ -111,7 +105,7 @@ def halves(array, axis, half, whole):
 
 
 def read_halves(x, place, shape, form):
-    """Both halves of a step of heads, in the array's dtype."""
+    """Load both halves of a step of heads, in the array's dtype."""
     half, width, whole, bounded, tma, latency = form[0]
     xa, xb, ia, ib = halves(x, 3, half, whole)
     one = load(xa, place + (ia,), shape + (width,), bounded, latency, tma)
@@ -127,7 +121,7 @@ def write_halves(y, one, other, place, form, tma=False):
 
 
 def read_angles(array, at, t, tile_t, form):
-    """The tokens' cosines or sines in float32, shaped to broadcast over heads behind them."""
+    """Load the tokens' cosines or sines in float32, shaped to broadcast over heads behind them."""
     half, width, whole, bounded, _, _ = form[0]
     first = array if ct.static_eval(whole) else array.slice(2, 0, half)
     tile = load(first, (at, t, 0), (1, tile_t, width), bounded, 0, False).astype(ct.float32)
@@ -135,14 +129,14 @@ def read_angles(array, at, t, tile_t, form):
 
 
 def is_second():
-    """Which of a pair is its second number."""
+    """Return which number of a pair is its second."""
     return ct.reshape(ct.arange(2, dtype=ct.int32), (1, 1, 1, 1, 2)) == 1
 
 
 def parts_of_pairs(pairs):
-    """The first and the second numbers of pairs, with a last axis of 1.
+    """Return the first and the second numbers of pairs, with a last axis of 1.
 
-    They are sums of which one term is 0: a thread that has loaded 16 bytes has whole pairs. Tiles that are extracted
+    Each is a sum with one term that is 0: a thread that has loaded 16 bytes has whole pairs. Tiles that are extracted
     and concatenated would go through shared memory.
     """
     one = ct.sum(ct.where(is_second(), 0.0, pairs), axis=4, keepdims=True)
@@ -158,46 +152,20 @@ def arrays_of(
     shapes: tuple[tuple[str, ...], ...], rest: Arrays, read: str, written: str,
     names: tuple[str, str, str, str] = ("q", "k", "q_out", "k_out"),
 ) -> Arrays:  # fmt: skip
-    """The arrays of a kernel that reads q and k of one dtype and writes them in another; ``rest`` stands between."""
+    """Return the arrays of a kernel that reads q and k in one dtype and writes them in another; ``rest`` is between."""
     (of_q, of_k), (q, k, q_out, k_out) = shapes, names
     given = (Array(q, read, of_q), Array(k, read, of_k), *rest)
     return (*given, Array(q_out, written, of_q, "output"), Array(k_out, written, of_k, "output"))
 
 
 def angles_of(*shape: str) -> Arrays:
-    """The arrays of cosines and sines."""
+    """Return the arrays of cosines and sines."""
     return Array("cos", "angle_dtype", shape), Array("sin", "angle_dtype", shape)
 
 
-def dimensions_of(arrays: Arrays, sizes: tuple[str, ...], flags: tuple[str, ...]) -> tuple[Dimension, ...]:
-    """Tokens, heads and their size, further sizes, flags, and the dtypes, the weights' where there are weights."""
-    exact = ("heads", "kv_heads", "head_dim", *sizes)
-    weighted = any(array.dtype == "weight_dtype" for array in tensors(arrays))
-    dtypes = ("dtype", *(("weight_dtype",) if weighted else ()), "angle_dtype")
-    return (
-        Dimension("tokens", "bucketed"),
-        Dimension("batch", "bucketed"),
-        *(Dimension(name, "exact") for name in exact),
-        *(Dimension(name, "flag") for name in flags),
-        *(Dimension(name, "dtype") for name in dtypes),
-    )
-
-
 def step_elements(problem: Problem, config: Config) -> int:
-    """Elements of each half that a block holds in one tile of q."""
+    """Return the elements of each half that a block holds in one tile of q."""
     return int(config["tile_t"] * config["tile_h"] * power_of_two(problem["head_dim"] // 2))
-
-
-def _tile_of_kv_heads(problem: Problem, config: Config) -> int:
-    """Heads of k in one tile."""
-    return int(min(config["tile_h"], power_of_two(problem["kv_heads"])))
-
-
-def _held_elements(problem: Problem, config: Config) -> int:
-    """Elements of both halves of q and k that a block holds at once."""
-    tile_h, tile_hk = config["tile_h"], _tile_of_kv_heads(problem, config)
-    heads = cdiv(problem["heads"], tile_h) * tile_h + cdiv(problem["kv_heads"], tile_hk) * tile_hk
-    return int(2 * heads * config["tile_t"] * power_of_two(problem["head_dim"] // 2))
 
 
 # Steps of heads that are written out, and the bytes of them that the blocks on an SM, four or more, hold at once: a
@@ -206,14 +174,25 @@ def _held_elements(problem: Problem, config: Config) -> int:
 _MOST_STEPS, _MOST_BYTES = 8, 80 << 10
 
 
-def _is_unrolled(problem: Problem, config: Config, item_bytes: int) -> bool:
-    """Whether all steps of heads are written out, so that each load is issued before its first use; else they loop.
+def _steps(problem: Problem, config: Config, item_bytes: int) -> dict[str, int | bool]:
+    """Return the heads of k in a tile, whether tiles reach beyond the edges, and whether all steps are written out.
 
-    ``item_bytes`` are those that a block reads for each element of q and k.
+    If they are, each load is issued before its first use; else steps loop.
+
+    Args:
+        item_bytes: bytes that a block reads for each element of q and k.
     """
-    steps = cdiv(problem["heads"], config["tile_h"]) + cdiv(problem["kv_heads"], _tile_of_kv_heads(problem, config))
-    held = _held_elements(problem, config) * item_bytes * max(4, config["occupancy"])
-    return bool(steps <= _MOST_STEPS and held <= _MOST_BYTES)
+    tile_t, tile_h = config["tile_t"], config["tile_h"]
+    tile_hk = min(tile_h, power_of_two(problem["kv_heads"]))
+    steps, kv_steps = cdiv(problem["heads"], tile_h), cdiv(problem["kv_heads"], tile_hk)
+    held = 2 * (steps * tile_h + kv_steps * tile_hk) * tile_t * power_of_two(problem["head_dim"] // 2)
+    few = held * item_bytes * max(4, config["occupancy"]) <= _MOST_BYTES
+    tails = problem["heads"] % tile_h or problem["kv_heads"] % tile_hk
+    return {
+        "tile_hk": int(tile_hk),
+        "bounded": bool(tile_t > 1 or tails),
+        "unrolled": bool(few and steps + kv_steps <= _MOST_STEPS),
+    }
 
 
 _SIZED = Constraint(
@@ -231,26 +210,24 @@ def space_of(
     schedules: tuple[str, ...] = ("block", "persistent"), occupancies: tuple[int, ...] = (2, 4, 8),
     constraints: tuple[Constraint, ...] = (), **more: list[Value],
 ) -> Space:  # fmt: skip
-    """Tiles of some of the heads of one token, or of all heads of one to four tokens; ``more`` are further axes."""
-    return Space(lambda problem: _axes(problem, schedules, occupancies, more), (_SIZED, *constraints))
+    """Return the space of tiles of some heads of a token, or all heads of one to four; ``more`` are further axes."""
 
+    def axes(problem: Problem) -> dict[str, list[Value]]:
+        most = power_of_two(problem["heads"])
+        return {
+            "schedule": list(schedules),
+            "tile_t": [1, 2, 4],
+            "tile_h": sorted({min(most, n) for n in (2, 4, 8, 16, 32, 64)}),
+            "occupancy": list(occupancies),
+            "num_worker_warps": [0, 8],
+            **more,
+        }
 
-def _axes(
-    problem: Problem, schedules: tuple[str, ...], occupancies: tuple[int, ...], more: Mapping[str, list[Value]]
-) -> dict[str, list[Value]]:  # fmt: skip
-    most = power_of_two(problem["heads"])
-    return {
-        "schedule": list(schedules),
-        "tile_t": [1, 2, 4],
-        "tile_h": sorted({min(most, n) for n in (2, 4, 8, 16, 32, 64)}),
-        "occupancy": list(occupancies),
-        "num_worker_warps": [0, 8],
-        **more,
-    }
+    return Space(axes, (_SIZED, *constraints))
 
 
 def default_of(problem: Problem, schedule: str, elements: int, occupancy: int, **more: Value) -> Config:
-    """A config whose tiles have as many heads, then tokens, as hold ``elements`` elements of each half."""
+    """Return a config whose tiles have as many heads, then tokens, as hold ``elements`` elements of each half."""
     width, most = power_of_two(problem["head_dim"] // 2), power_of_two(problem["heads"])
     tile_h = max(1, min(most, elements // width))
     tile_t = max(1, min(4, elements // (width * tile_h))) if tile_h == most else 1
@@ -259,56 +236,26 @@ def default_of(problem: Problem, schedule: str, elements: int, occupancy: int, *
 
 
 def generic(problem: Problem) -> Config:
-    """One token and few heads a tile."""
+    """Return a config of one token and few heads a tile."""
     width = power_of_two(problem["head_dim"] // 2)
     tile_h = min(power_of_two(problem["heads"]), max(1, 256 // width))
     return Config(schedule="persistent", tile_t=1, tile_h=tile_h, occupancy=1, num_worker_warps=0, tma=False)
 
 
 def cut_in_halves(problem: Problem) -> dict[str, int | bool]:
-    """The constants of a kernel that takes both halves of each head as tiles."""
+    """Return the constants of a kernel that reads both halves of each head as tiles."""
     half = problem["head_dim"] // 2
     width = power_of_two(half)
     return {"half": half, "width": width, "whole": width == half, "bounded": width != half}
 
 
-def _implement(
-    function: Any, arrays: Arrays, dimensions: tuple[Dimension, ...], constants: tuple[str, ...],
-    cut: Callable[[Problem], dict[str, int | bool]], unrolls_lone: bool, dependent: bool, problem: Problem,
-    config: Config,
-) -> Implementation | CuteKernel:  # fmt: skip
-    parameters = parameters_of(arrays, dimensions, problem)
-    if is_cute(config):
-        return cute_heads.implement(function, parameters, dependent, problem, config)
-    tile_t, tile_hk, cuts = config["tile_t"], _tile_of_kv_heads(problem, config), cut(problem)
-    tails = problem["heads"] % config["tile_h"] or problem["kv_heads"] % tile_hk
-    read = [array.dtype_in(problem) for array in tensors(arrays, "input") if "heads" in array.shape]
-    unrolled = _is_unrolled(problem, config, sum(ITEM_BYTES[dtype] for dtype in read))
-    values = {
-        **problem,
-        **config,
-        **cuts,
-        "tile_hk": tile_hk,
-        "unrolled": unrolled and (unrolls_lone or config["occupancy"] > 1),
-        "bounded": bool(tile_t > 1 or tails or cuts["bounded"]),
-    }
-    return Implementation(
-        function=function,
-        parameters=parameters,
-        constants=tuple((name, values[name]) for name in constants),
-        grid=lambda sizes, sm_count: grid_of(sizes["batch"] * cdiv(sizes["tokens"], tile_t), config, sm_count),
-        hints=hints(config),
-        dependent=dependent,
-    )
-
-
 def _angles_of_a_token(problem: Problem) -> int:
-    """Its cosines that are read: one for each pair that turns, or for each number where the halves have their own."""
+    """Return its cosines that are read: one for each pair that turns, or each number if the halves have their own."""
     return int(problem["head_dim"] if problem.get("full") else problem.get("pairs", problem["head_dim"] // 2))
 
 
 def drawn_angles(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """The cosines and sines of angles of any size, [batch, tokens, angles of a token]."""
+    """Draw the cosines and sines of angles of any size, [batch, tokens, angles of a token]."""
     import torch
 
     shape = (problem["batch"], problem["tokens"], _angles_of_a_token(problem))
@@ -318,7 +265,7 @@ def drawn_angles(problem: Problem, generator: Any, device: str) -> dict[str, Any
 
 
 def drawn_angles_twice(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """As :func:`drawn_angles`, each stored twice, as Hugging Face does."""
+    """Draw angles as :func:`drawn_angles`, each stored twice, as Hugging Face does."""
     import torch
 
     return {name: torch.cat((x, x), -1) for name, x in drawn_angles(problem, generator, device).items()}
@@ -328,7 +275,7 @@ _IN_MEMORY: dict[tuple[str, ...], tuple[str, ...]] = dict(zip(HEADS_FIRST, TOKEN
 
 
 def _drawn_heads(arrays: Arrays, problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """All inputs but the angles; heads as projections leave them in memory, where tokens come before them."""
+    """Draw all inputs but the angles; heads lie in memory as projections leave them, behind tokens."""
     given = [array for array in tensors(arrays, "input") if array.dtype != "angle_dtype"]
     stored = [dataclasses.replace(array, shape=_IN_MEMORY.get(array.shape, array.shape)) for array in given]
     scalars = [scalar for scalar in arrays if isinstance(scalar, ScalarParameter)]
@@ -338,7 +285,7 @@ def _drawn_heads(arrays: Arrays, problem: Problem, generator: Any, device: str) 
 
 
 def rotated(x: Any, cos: Any, sin: Any, *, interleaved: bool = False) -> Any:
-    """Heads [batch, tokens, heads, head_dim] turned by angles [batch, tokens, pairs]; numbers behind the pairs stay."""
+    """Turn heads [batch, tokens, heads, head_dim] by angles [batch, tokens, pairs]; numbers behind the pairs stay."""
     import torch
 
     size, c, s = 2 * cos.shape[-1], cos.unsqueeze(2), sin.unsqueeze(2)
@@ -349,82 +296,89 @@ def rotated(x: Any, cos: Any, sin: Any, *, interleaved: bool = False) -> Any:
 
 
 def _heads(arrays: Arrays, *roles: str) -> list[Array]:
-    """The arrays of q and k and their gradients."""
+    """Return the arrays of q and k and their gradients."""
     return [array for array in tensors(arrays, *roles) if array.shape in (*TOKENS_FIRST, *HEADS_FIRST)]
 
 
-def _elements(problem: Problem) -> int:
-    """Elements of q and k together."""
-    heads = problem["heads"] + problem["kv_heads"]
-    return int(problem["batch"] * problem["tokens"] * heads * problem["head_dim"])
-
-
 def _bytes(arrays: Arrays, problem: Problem) -> int:
-    """Heads and weights once, with the weights' gradients where there are any; the angles of one batch entry."""
     angles = 2 * problem["tokens"] * _angles_of_a_token(problem) * ITEM_BYTES[problem["angle_dtype"]]
     weights = bytes_of((array for array in tensors(arrays) if array.dtype == "weight_dtype"), problem)
     return bytes_of(_heads(arrays), problem) + angles + weights * (2 if tensors(arrays, "scratch") else 1)
 
 
 def spec(
-    function: Any, summary: str, arrays: Arrays, reference: Callable[..., dict[str, Any]], *,
-    constants: tuple[str, ...], space: Space, default: Callable[[Problem, Target], Config], flops: int,
-    generic: Callable[[Problem], Config] = generic,
+    function: Any, summary: str, arrays: Arrays, reference: Callable[..., dict[str, Any]], *, flops: int,
     cut: Callable[[Problem], dict[str, int | bool]] = cut_in_halves,
     angles: Callable[[Problem, Any, str], dict[str, Any]] = drawn_angles,
     sizes: tuple[str, ...] = (), flags: tuple[str, ...] = (), inverse: Arrays = (), unrolls_lone: bool = False,
-    dependent: bool = False, results: Callable[[dict[str, Any]], dict[str, Any]] = dict,
-    cute: bool = False,
+    cute: bool = False, **more: Any,
 ) -> KernelSpec:  # fmt: skip
-    """The spec of a kernel that turns heads, which has the kernel's name.
+    """Return the spec of a kernel that turns heads, with the kernel's name.
 
     Args:
-        function: the kernel, which calls :func:`each_step`; its parameters are the arrays and scalars, then the
-            constants.
-        arrays: in the order of the kernel; in front and at the back heads as :func:`arrays_of` gives them; scalars with
-            their samples, where ``angles`` does not draw them. The first output's dtype sets the tolerance.
-        constants: their names in the order of the kernel: of the problem, of the config, of ``cut``, ``tile_hk`` for
-            the heads of k in a tile, ``unrolled`` and ``bounded``.
-        cut: the constants that say how heads are cut into tiles, and whether these make a tile ``bounded``.
+        function: the kernel, which calls :func:`each_step`; its parameters are the arrays and scalars, then constants:
+            of the problem, of the config, of ``cut``, ``tile_hk`` for the heads of k in a tile, ``unrolled`` and
+            ``bounded``.
+        arrays: in the order of the kernel; in front and at the back heads as :func:`arrays_of` returns them; scalars
+            with their samples, unless ``angles`` draws them. The first output's dtype sets the tolerance.
         flops: floating-point operations for each element of q and k.
+        cut: problem -> the constants that say how heads are cut into tiles, and whether these make a tile ``bounded``.
         angles: draws the angles, and other inputs that are not in ``arrays``.
         sizes: names of exact dimensions beyond those of heads.
         flags: names of dimensions that are True or False.
-        inverse: the arrays of problems that turn back, where their dtypes are others.
-        unrolls_lone: whether steps are written out where one block is on an SM, too. As the generic config has it,
+        inverse: the arrays of problems that turn back, if their dtypes differ.
+        unrolls_lone: whether steps are written out even if one block is on an SM. The generic config has one block, and
             its loads of single elements are long code.
-        cute: whether CuTe DSL compiles the kernel too, as it can where its steps are those of
+        cute: whether CuTe DSL compiles the kernel too, as it can if its steps are those of
             :func:`tilekern.kernels.families.normed_rotations.each_step_with_sums`.
+        more: further arguments of :func:`tilekern.kernels.families.tables.spec`.
     """
-    dimensions = dimensions_of(arrays, sizes, flags)
+    weighted = any(array.dtype == "weight_dtype" for array in tensors(arrays))
     scratch = tensors(arrays, "scratch")
-    return KernelSpec(
-        name=name_of(function),
-        summary=summary,
-        module=module_of(function),
-        dimensions=dimensions,
-        space=dataclasses.replace(space, beside=(cute_heads.SPACE,)) if cute else space,
-        implement=lambda problem, config: _implement(
-            function, _of(problem, arrays, inverse), dimensions, constants, cut, unrolls_lone, dependent, problem,
-            config,
+
+    def table(problem: Problem) -> Arrays:
+        return inverse if inverse and problem["inverse"] else arrays
+
+    def all_flops(problem: Problem) -> int:
+        heads = problem["heads"] + problem["kv_heads"]
+        return int(flops * problem["batch"] * problem["tokens"] * heads * problem["head_dim"])
+
+    def constants(problem: Problem, config: Config) -> dict[str, Any]:
+        read = [x.dtype_in(problem) for x in tensors(table(problem), "input") if "heads" in x.shape]
+        cuts, steps = cut(problem), _steps(problem, config, sum(ITEM_BYTES[dtype] for dtype in read))
+        unrolled = steps["unrolled"] and (unrolls_lone or config["occupancy"] > 1)
+        return {**cuts, **steps, "unrolled": unrolled, "bounded": bool(steps["bounded"] or cuts["bounded"])}
+
+    def by_cute(function: Any, parameters: Any, problem: Problem, config: Config) -> CuteKernel:
+        return cute_heads.implement(function, parameters, more.get("dependent", False), problem, config)
+
+    fields: dict[str, Any] = {"generic": generic, "arrays": arrays} | more
+    if cute:
+        fields["space"] = dataclasses.replace(fields["space"], beside=(cute_heads.SPACE,))
+    return tables.spec(
+        name_of(function),
+        summary,
+        (
+            *(Dimension(name, "bucketed") for name in ("tokens", "batch")),
+            *(Dimension(name, "exact") for name in ("heads", "kv_heads", "head_dim", *sizes)),
+            *tables.flags_of(flags),
+            *(Dimension(name, "dtype") for name in ("dtype", *["weight_dtype"][:weighted], "angle_dtype")),
         ),
-        default=default,
-        generic=generic,
-        inputs=lambda problem, generator, device: {
+        table,
+        reference,
+        function=function,
+        constants=constants,
+        grid=lambda sizes, config, sm_count: grid_of(
+            sizes["batch"] * cdiv(sizes["tokens"], config["tile_t"]), config, sm_count
+        ),
+        given=lambda problem, generator, device: {
             **angles(problem, generator, device),
-            **_drawn_heads(_of(problem, arrays, inverse), problem, generator, device),
+            **_drawn_heads(table(problem), problem, generator, device),
         },
-        outputs=lambda problem, blocks: outputs_of(_of(problem, arrays, inverse))(problem, blocks),
-        reference=reference,
-        results=results,
-        bytes_moved=lambda problem: _bytes(_of(problem, arrays, inverse), problem),
-        flops=lambda problem: flops * _elements(problem),
-        result_dtype=lambda problem: _heads(_of(problem, arrays, inverse), "output")[0].dtype_in(problem),
+        cute=by_cute,
+        bytes_moved=lambda problem: _bytes(table(problem), problem),
+        flops=all_flops,
+        result_dtype=lambda problem: _heads(table(problem), "output")[0].dtype_in(problem),
         follower=followed_by_sum(scratch[0], "weight_dtype") if scratch else None,
-        arrays=arrays,
-    )  # fmt: skip
-
-
-def _of(problem: Problem, arrays: Arrays, inverse: Arrays) -> Arrays:
-    """The arrays of a problem's direction."""
-    return inverse if inverse and problem["inverse"] else arrays
+        **fields,
+    )

@@ -1,63 +1,48 @@
-"""Kernels over rows: statistics of each row, then something of each element; with sums over all rows, or without.
+"""Kernels over rows: statistics of each row, then a formula of each element; with sums over all rows, or without.
 
-Such a kernel is a few functions of float32 tiles, and :func:`forward` or :func:`backward` around them:
+A kernel is a few functions of float32 tiles, and :func:`forward` or :func:`backward` around them:
 
-- ``statistics(rows, columns, *scalars)`` gives a tuple of columns [tile_m, 1]; :func:`add_up` makes sums over rows,
-  :func:`largest` their maxima.
-- ``formula(tiles, weights, known)`` gives a tile for each output.
-- ``share(tiles, weights, known)`` gives what each element adds to the sums over all rows, one for each weight. Of
-  zeros it makes 0: rows beyond the last read as 0, and their statistics are taken as 0.
+- ``statistics(rows, columns, *scalars)`` returns a tuple of columns [tile_m, 1]; :func:`add_up` computes sums over
+  rows, :func:`largest` their maxima.
+- ``formula(tiles, weights, known)`` returns a tile for each output.
+- ``share(tiles, weights, known)`` returns the terms of the sums over all rows, one tile for each weight. It must map
+  zeros to 0: rows beyond the last read as 0, and their statistics are 0.
 
-Without a formula (None) the statistics are the results: each is stored as an output [rows], and nothing else is.
+Without a formula (None) the statistics are the results: each is stored as an output [rows].
 
-``tiles`` has one [tile_m, tile_n] of each input, ``weights`` one [tile_n] of each weight, ``known`` the statistics and
-behind them the scalars, of which a dtype may be one. Rows stay in registers, in the dtype of their array; those that
-registers cannot hold (``long``) are read again for each sum, out of the L2 cache.
-Each block stores its sums over rows as one row of ``partial``, one weight behind the other, which the spec
-``column_sum`` adds up in a fixed order. Its spec is made by :func:`spec`.
+``tiles`` has one [tile_m, tile_n] of each input, ``weights`` one [tile_n] of each weight, ``known`` the statistics,
+then the scalars (a dtype may be one). Rows stay in registers, in the dtype of their array; rows that registers cannot
+hold (``long``) are read again for each sum, out of the L2 cache.
+Each block stores its sums over rows as one row of ``partial``, one weight after the other; the spec ``column_sum``
+adds the rows up in a fixed order. :func:`spec` makes the spec.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.families import cute_ring, cute_rows
-from tilekern.kernels.families.arrays import Arrays, bytes_of, drawn, followed_by_sum, tensors
-from tilekern.kernels.families.cute_configs import is_cute
+from tilekern.kernels.families import cute_ring, cute_rows, tables
+from tilekern.kernels.families.arrays import Arrays, bytes_of, followed_by_sum, tensors
 from tilekern.kernels.tiles import (
     FEW_CHUNKS,
     HELD_BY_DEFAULT,
     LONGEST_HELD,
     PASSES_MATCH,
     TMA_NEEDS_HOPPER,
+    add_pairs,
     fits_registers,
     grid_of,
-    hints,
     is_bounded,
     load,
     passes,
     power_of_two,
     row_tiles,
 )
-from tilekern.spec import (
-    Config,
-    Constraint,
-    CuteKernel,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    Space,
-    Value,
-    cdiv,
-    module_of,
-    name_of,
-    outputs_of,
-    parameters_of,
-)
+from tilekern.spec import Config, Constraint, CuteKernel, KernelSpec, Problem, Space, Value, cdiv, name_of
 from tilekern.spec.targets import Target
 
 _LOWEST = float("-inf")
@@ -67,13 +52,12 @@ def forward(
     statistics, formula, inputs, weights, outputs, scalars, columns, tile_m, tile_n, chunks, persistent, long, bounded,
     tma, made=None, kept=(),
 ):  # fmt: skip
-    """Outputs for all rows: one step of ``tile_m`` rows a block, or resident blocks that loop.
+    """Compute the outputs of all rows: one step of ``tile_m`` rows a block, or resident blocks that loop.
 
-    The results of ``made(tiles)`` are stored first, in the arrays ``kept``, and stand as rounded there in the place
-    of the inputs.
+    The results of ``made(tiles)`` are stored in the arrays ``kept`` first, and replace the inputs, as rounded there.
     """
     shape = (columns, tile_m, tile_n, chunks, long, bounded, tma)
-    vectors = _held_weights(weights, shape)
+    vectors = _held(weights, (), (tile_n,), shape)
     if ct.static_eval(persistent):
         for step in range(ct.bid(0), ct.cdiv(inputs[0].shape[0], tile_m), ct.num_blocks(0)):
             _forward_step(statistics, formula, inputs, weights, vectors, outputs, scalars, step, shape, made, kept)
@@ -82,8 +66,12 @@ def forward(
 
 
 def _forward_step(statistics, formula, inputs, weights, vectors, outputs, scalars, step, shape, made, kept):
-    columns, _, tile_n, chunks, long, _, _ = shape
-    held = _all_made(made, kept, _held_rows(inputs, step, shape), step, shape)
+    columns, tile_m, tile_n, chunks, long, _, _ = shape
+    stored, held = _held(inputs, (step,), (tile_m, tile_n), shape), ()
+    for c in ct.static_iter(range(len(stored))):
+        tiles = _made(made, kept, stored[c])
+        _write(tiles, kept, (step, c), shape)
+        held = held + (tiles,)
     rows = (inputs, weights, held, vectors, step, shape, made, kept)
     known = statistics(rows, columns, *scalars) + scalars
     if ct.static_eval(formula is None):
@@ -102,7 +90,7 @@ def backward(
     statistics, formula, share, inputs, weights, outputs, partial, sums, scalars, columns, tile_m, tile_n, chunks, long,
     bounded, tma,
 ):  # fmt: skip
-    """Outputs for all rows by resident blocks, and ``sums`` sums over each block's rows as its row of ``partial``."""
+    """Compute the outputs of all rows by resident blocks, and ``sums`` sums over each block's rows in ``partial``."""
     shape = (columns, tile_m, tile_n, chunks, long, bounded, tma)
     run = _backward_long if ct.static_eval(long) else _backward_held
     run(statistics, formula, share, inputs, weights, outputs, partial, sums, scalars, shape)
@@ -110,12 +98,12 @@ def backward(
 
 def _backward_held(statistics, formula, share, inputs, weights, outputs, partial, sums, scalars, shape):
     columns, tile_m, tile_n, chunks, _, _, _ = shape
-    vectors = _held_weights(weights, shape)
+    vectors = _held(weights, (), (tile_n,), shape)
     totals = ()
     for _ in ct.static_iter(range(sums * chunks)):
         totals = totals + (ct.zeros((tile_m, tile_n), ct.float32),)
     for step in range(ct.bid(0), ct.cdiv(inputs[0].shape[0], tile_m), ct.num_blocks(0)):
-        rows = (inputs, weights, _held_rows(inputs, step, shape), vectors, step, shape, None, ())
+        rows = (inputs, weights, _held(inputs, (step,), (tile_m, tile_n), shape), vectors, step, shape, None, ())
         known = _inside(statistics(rows, columns, *scalars), inputs, step, tile_m) + scalars
         added = ()
         for c in ct.static_iter(range(chunks)):
@@ -151,9 +139,9 @@ def _backward_long(statistics, formula, share, inputs, weights, outputs, partial
 
 
 def add_up(terms, count, rows, known, masked):
-    """Sums over each row of the ``count`` tiles, one or two, that ``terms(tiles, weights, known)`` gives.
+    """Return sums over each row of the ``count`` tiles, one or two, that ``terms(tiles, weights, known)`` returns.
 
-    Beyond the end of a row all reads as 0. Terms that make something else of that are ``masked``.
+    Elements beyond the end of a row read as 0. Terms that do not map these to 0 are ``masked``.
     """
     _, tile_m, tile_n, chunks, long, _, _ = rows[5]
     sums = ()
@@ -168,20 +156,16 @@ def add_up(terms, count, rows, known, masked):
     if ct.static_eval(count == 1):
         return (ct.sum(sums[0], axis=1, keepdims=True),)
     # One reduction: one barrier among a block's warps in place of two.
-    return ct.reduce(sums, 1, _add_pairs, (0.0, 0.0), keepdims=True)
-
-
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
+    return ct.reduce(sums, 1, add_pairs, (0.0, 0.0), keepdims=True)
 
 
 def largest(term, rows, known):
-    """The maximum of each row, [tile_m, 1], of the tile that ``term(tiles, weights, known)`` gives, but for NaN."""
+    """Return each row's maximum [tile_m, 1] of the tile that ``term(tiles, weights, known)`` returns, but for NaN."""
     return ct.max(maxima(term, rows, known), axis=1, keepdims=True)
 
 
 def maxima(term, rows, known):
-    """The maximum over a row's chunks for each column of a chunk, [tile_m, tile_n]; else as :func:`largest`."""
+    """Return the maximum over a row's chunks for each column of a chunk, [tile_m, tile_n]; see :func:`largest`."""
     _, tile_m, tile_n, chunks, long, _, _ = rows[5]
     top = ct.full((tile_m, tile_n), _LOWEST, ct.float32)
     if ct.static_eval(long):
@@ -218,7 +202,7 @@ def _added(terms, sums, rows, c, known, masked):
 
 
 def _inside(statistics, inputs, step, tile_m):
-    """The statistics, but 0 for rows beyond the last, of whose zeros they may make what is infinite."""
+    """Zero the statistics of rows beyond the last, which may be infinite."""
     if ct.static_eval(tile_m == 1):
         return statistics
     row = step * tile_m + ct.arange(tile_m, dtype=ct.int32)[:, None]
@@ -242,7 +226,7 @@ def _write_statistics(rows, outputs, known):
 
 
 def _at(rows, c):
-    """Chunk ``c`` of a step's rows and of the weights, in float32."""
+    """Return chunk ``c`` of a step's rows and of the weights, in float32."""
     inputs, weights, held, vectors, step, (_, tile_m, tile_n, _, long, bounded, tma), made, kept = rows
     if ct.static_eval(long):
         tiles = _made(made, kept, _read(inputs, (step, c), (tile_m, tile_n), bounded, tma))
@@ -251,23 +235,13 @@ def _at(rows, c):
     return _wide(held[c]), _wide(vectors[c])
 
 
-def _held_rows(inputs, step, shape):
-    """All chunks of a step's rows as they are stored; none where they are read again each time."""
-    _, tile_m, tile_n, chunks, long, bounded, tma = shape
+def _held(arrays, place, tile, shape):
+    """Load all chunks of a step's rows, or of the weights, as they are stored; none if they are read again."""
+    _, _, _, chunks, long, bounded, tma = shape
     held = ()
     for c in ct.static_iter(range(0 if long else chunks)):
-        held = held + (_read(inputs, (step, c), (tile_m, tile_n), bounded, tma),)
+        held = held + (_read(arrays, place + (c,), tile, bounded, tma),)
     return held
-
-
-def _all_made(made, kept, held, step, shape):
-    """The tiles that are made of the rows, and stored; the rows themselves where none are."""
-    rows = ()
-    for c in ct.static_iter(range(len(held))):
-        tiles = _made(made, kept, held[c])
-        _write(tiles, kept, (step, c), shape)
-        rows = rows + (tiles,)
-    return rows
 
 
 def _made(made, kept, tiles):
@@ -278,14 +252,6 @@ def _made(made, kept, tiles):
     for n in ct.static_iter(range(len(kept))):
         rounded = rounded + (results[n].astype(kept[n].dtype),)
     return rounded
-
-
-def _held_weights(weights, shape):
-    _, _, tile_n, chunks, long, bounded, tma = shape
-    held = ()
-    for c in ct.static_iter(range(0 if long else chunks)):
-        held = held + (_read(weights, (c,), (tile_n,), bounded, tma),)
-    return held
 
 
 def _read(arrays, index, shape, bounded, tma):
@@ -303,25 +269,10 @@ def _wide(tiles):
 
 
 def _piece(partial, n, sums, columns):
-    """The columns of ``partial`` that belong to one sum."""
+    """Return the columns of ``partial`` that belong to one sum."""
     if ct.static_eval(sums == 1):
         return partial
     return partial.slice(1, n * columns, (n + 1) * columns)
-
-
-_WEIGHTED = Dimension("weight_dtype", "dtype")
-
-
-def dimensions_of(arrays: Arrays, flags: tuple[str, ...] = ()) -> tuple[Dimension, ...]:
-    """Rows, columns, their dtype, the weights' where there are weights, and flags."""
-    sizes = (Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype"))
-    weighted = (_WEIGHTED,) if _dtype_of_weights(arrays) == _WEIGHTED.name else ()
-    return (*sizes, *weighted, *(Dimension(flag, "flag") for flag in flags))
-
-
-def _dtype_of_weights(arrays: Arrays) -> str:
-    """The dimension that says the dtype of the weights, that of the rows where they have none of their own."""
-    return _WEIGHTED.name if any(array.dtype == _WEIGHTED.name for array in tensors(arrays)) else "dtype"
 
 
 _TMA_PAYS = Constraint(
@@ -346,58 +297,20 @@ def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
     }
 
 
-def space_of_narrow_chunks(live: int) -> Space:
-    """The space of a forward for which it matters that a row is cut into many chunks."""
-    return Space(_narrow_axes, (fits_registers(live), TMA_NEEDS_HOPPER, _TMA_PAYS, PASSES_MATCH, FEW_CHUNKS))
+def space_of(live: int, direction: str = "forward", **other: Callable[[Problem, list[Value]], list[Value]]) -> Space:
+    """Return the space of a kernel; each of ``other`` makes another axis of the problem and the axis."""
+
+    def axes(problem: Problem) -> dict[str, list[Value]]:
+        usual = _axes(problem, direction)
+        return usual | {axis: values(problem, usual[axis]) for axis, values in other.items()}
+
+    return Space(axes, (fits_registers(live), TMA_NEEDS_HOPPER, _TMA_PAYS, PASSES_MATCH, FEW_CHUNKS))
 
 
-def space_of_short_steps(live: int, most: int) -> Space:
-    """The space of a forward whose steps hold at most ``most`` elements."""
-    return Space(
-        lambda problem: _short_axes(problem, most),
-        (fits_registers(live), TMA_NEEDS_HOPPER, _TMA_PAYS, PASSES_MATCH, FEW_CHUNKS),
-    )
-
-
-def _short_axes(problem: Problem, most: int) -> dict[str, list[Value]]:
-    held = problem["columns"] <= LONGEST_HELD["forward"]
-    return {**_axes(problem, "forward"), "tile_m": row_tiles(problem["columns"], 2048, most) if held else [1]}
-
-
-def _narrow_axes(problem: Problem) -> dict[str, list[Value]]:
-    axes = _axes(problem, "forward")
-    narrow: list[Value] = [512] if 1024 < problem["columns"] <= LONGEST_HELD["forward"] else []
-    return {**axes, "tile_n": [*narrow, *axes["tile_n"]]}
-
-
-def _implement(
-    function: Any, arrays: Arrays, flags: tuple[str, ...], direction: str, dependent: bool, problem: Problem,
-    config: Config,
-) -> Implementation | CuteKernel:  # fmt: skip
-    parameters = parameters_of(arrays, dimensions_of(arrays, flags), problem)
-    if is_cute(config):
-        cute = cute_ring if "stages" in config else cute_rows
-        return cute.implement(function, parameters, flags, dependent, problem, config)
-    columns, tile_m, tile_n = problem["columns"], config["tile_m"], config["tile_n"]
-    schedule = () if direction == "backward" else (("persistent", config["schedule"] == "persistent"),)
-    return Implementation(
-        function=function,
-        parameters=parameters,
-        constants=(
-            ("columns", columns),
-            ("tile_m", tile_m),
-            ("tile_n", tile_n),
-            ("chunks", cdiv(columns, tile_n)),
-            *schedule,
-            ("long", config["passes"] == 2),
-            ("bounded", is_bounded(tile_m, columns, tile_n)),
-            ("tma", config["tma"]),
-            *((flag, problem[flag]) for flag in flags),
-        ),
-        grid=lambda sizes, sm_count: grid_of(cdiv(sizes["rows"], tile_m), config, sm_count),
-        hints=hints(config),
-        dependent=dependent,
-    )
+def _constants(problem: Problem, config: Config) -> dict[str, Any]:
+    columns, tile_n = problem["columns"], config["tile_n"]
+    bounded = is_bounded(config["tile_m"], columns, tile_n)
+    return {"chunks": cdiv(columns, tile_n), "long": config["passes"] == 2, "bounded": bounded}
 
 
 def _default(live: int, direction: str, problem: Problem, target: Target) -> Config:
@@ -416,17 +329,19 @@ def _default(live: int, direction: str, problem: Problem, target: Target) -> Con
     )
 
 
-def in_blocks(problem: Problem, occupancy: int, tile_n: int = 4096, num_worker_warps: int = 0) -> Config | None:
-    """A default of one block a row for kernels without sums over rows; None for rows that are shorter or longer.
+def default_in_blocks(
+    live: int, occupancy: int, problem: Problem, target: Target, tile_n: int = 4096, num_worker_warps: int = 0
+) -> Config:
+    """Return a default of one block a row, for kernels without sums over rows; for short or long rows the family's.
 
-    Loads of so many blocks at once hide each other. Shorter rows leave blocks too little to do.
+    Many blocks at once hide each other's loads. Shorter rows leave blocks too little to do.
 
     Args:
-        occupancy: of rows of 4096 columns and 16 bits; longer and wider ones have less.
+        occupancy: for rows of 4096 columns and 16 bits; longer and wider ones get less.
     """
     columns, wide = problem["columns"], problem["dtype"] == "float32"
     if not 2048 < columns <= HELD_BY_DEFAULT:
-        return None
+        return _default(live, "forward", problem, target)
     times = power_of_two(columns) // 4096 * (2 if wide else 1)
     return Config(
         schedule="block", passes=1, tile_m=1, tile_n=tile_n if columns <= 4096 else 1024,
@@ -434,33 +349,26 @@ def in_blocks(problem: Problem, occupancy: int, tile_n: int = 4096, num_worker_w
     )  # fmt: skip
 
 
-def default_in_blocks(
-    live: int, occupancy: int, problem: Problem, target: Target, tile_n: int = 4096, num_worker_warps: int = 0
-) -> Config:
-    """The default of :func:`in_blocks`, or else that of other kernels of the family."""
-    in_block = in_blocks(problem, occupancy, tile_n, num_worker_warps)
-    return in_block or _default(live, "forward", problem, target)
-
-
 def default_of_two_sums(live: int, problem: Problem, target: Target) -> Config:
-    """Of a backward with two sums for each column, which rows of 16 bits leave room for in two blocks of four warps."""
+    """Return the default of a backward with two sums for each column: rows of 16 bits leave room for two blocks."""
     default = _default(live, "backward", problem, target)
     if problem["columns"] > 4096 or problem["dtype"] == "float32":
         return default
     return default.but(occupancy=2, num_worker_warps=0)
 
 
-def _generic(problem: Problem) -> Config:
-    # Loads of single elements are long code, so tiles are small; two rows of 256 compile faster than one of 512.
+def generic(problem: Problem, elements: int = 512) -> Config:
+    """Return a config of steps of ``elements`` elements: loads of single elements are long code."""
+    # Two rows of 256 compile faster than one of 512.
     width = min(256, power_of_two(problem["columns"]))
     return Config(
-        schedule="persistent", passes=2 if problem["columns"] > 2 * width else 1, tile_m=512 // width, tile_n=width,
-        occupancy=1, num_worker_warps=0, tma=False,
+        schedule="persistent", passes=2 if problem["columns"] > elements // 256 * width else 1,
+        tile_m=elements // width, tile_n=width, occupancy=1, num_worker_warps=0, tma=False,
     )  # fmt: skip
 
 
 def _results(outputs: dict[str, Any], sums: tuple[str, ...]) -> dict[str, Any]:
-    """The outputs, the partial sums added up and taken apart."""
+    """Return the outputs, with the partial sums added up and taken apart."""
     if not sums:
         return outputs
     totals = outputs["partial"].double().sum(0).chunk(len(sums))
@@ -469,10 +377,9 @@ def _results(outputs: dict[str, Any], sums: tuple[str, ...]) -> dict[str, Any]:
 
 def spec(
     function: Any, summary: str, arrays: Arrays, reference: Callable[..., dict[str, Any]], *, live: int, flops: int,
-    sums: tuple[str, ...] = (), flags: tuple[str, ...] = (), dependent: bool = False,
-    default: Callable[[Problem, Target], Config] | None = None, cute: bool = True,
+    sums: tuple[str, ...] = (), flags: tuple[str, ...] = (), cute: bool = True, **more: Any,
 ) -> KernelSpec:  # fmt: skip
-    """The spec of a kernel over rows, which has the kernel's name.
+    """Return the spec of a kernel over rows, with the kernel's name.
 
     Args:
         function: the kernel; its parameters are the arrays, then the constants of :func:`forward` or :func:`backward`,
@@ -484,34 +391,47 @@ def spec(
         flops: floating-point operations for each element.
         sums: names of the sums over all rows, in the order of ``partial``; a kernel that has some calls
             :func:`backward`, any other one :func:`forward`.
-        flags: names of dimensions that are True or False, of which the kernel depends.
-        dependent: as :attr:`Implementation.dependent`.
-        default: the heuristic config, where measurements say that it is another than the family's.
-        cute: whether CuTe DSL compiles the kernel too, as it can where its function calls nothing of this module but
+        flags: names of dimensions that are True or False, on which the kernel depends.
+        cute: whether CuTe DSL compiles the kernel too, as it can if its function calls nothing of this module but
             :func:`forward` or :func:`backward`, :func:`add_up` and :func:`largest`.
+        more: further arguments of :func:`tilekern.kernels.families.tables.spec`, such as a ``default`` that
+            measurements prefer to the family's.
     """
     direction = "backward" if sums else "forward"
-    beside = (cute_rows.space(live, direction), *((cute_ring.space(live, arrays),) if sums else ()))
-    return KernelSpec(
-        name=name_of(function),
-        summary=summary,
-        module=module_of(function),
-        dimensions=dimensions_of(arrays, flags),
-        space=Space(
-            lambda problem: _axes(problem, direction),
-            (fits_registers(live), TMA_NEEDS_HOPPER, _TMA_PAYS, PASSES_MATCH, FEW_CHUNKS),
-            beside if cute else (),
-        ),
-        implement=lambda problem, config: _implement(function, arrays, flags, direction, dependent, problem, config),
-        default=default or (lambda problem, target: _default(live, direction, problem, target)),
-        generic=_generic,
-        inputs=lambda problem, generator, device: drawn(arrays, problem, generator, device),
-        outputs=outputs_of(arrays),
-        reference=reference,
-        results=lambda outputs: _results(outputs, sums),
+    dimensions, space = tables.dimensions_of(arrays, flags), space_of(live, direction)
+    if cute:
+        beside = (cute_rows.space(live, direction), *((cute_ring.space(live, arrays),) if sums else ()))
+        space = replace(space, beside=beside)
+
+    def by_cute(function: Any, parameters: Any, problem: Problem, config: Config) -> CuteKernel:
+        module = cute_ring if "stages" in config else cute_rows
+        return module.implement(function, parameters, flags, more.get("dependent", False), problem, config)
+
+    follower = None
+    if sums:
+        # The last dtype is that of the weights.
+        dtype = [dimension.name for dimension in dimensions if dimension.kind == "dtype"][-1]
+        follower = followed_by_sum(tensors(arrays, "scratch")[0], dtype)
+    fields: dict[str, Any] = {
+        "space": space,
+        "default": lambda problem, target: _default(live, direction, problem, target),
+        "generic": generic,
+        "results": lambda outputs: _results(outputs, sums),
+        "result_dtype": tensors(arrays, "output")[0].dtype_in,
+        "arrays": arrays,
+    }
+    return tables.spec(
+        name_of(function),
+        summary,
+        dimensions,
+        arrays,
+        reference,
+        function=function,
+        constants=_constants,
+        grid=lambda sizes, config, sm_count: grid_of(cdiv(sizes["rows"], config["tile_m"]), config, sm_count),
+        cute=by_cute,
+        follower=follower,
         bytes_moved=lambda problem: bytes_of(tensors(arrays), problem),
         flops=lambda problem: flops * problem["rows"] * problem["columns"],
-        result_dtype=tensors(arrays, "output")[0].dtype_in,
-        follower=followed_by_sum(tensors(arrays, "scratch")[0], _dtype_of_weights(arrays)) if sums else None,
-        arrays=arrays,
+        **fields | more,
     )

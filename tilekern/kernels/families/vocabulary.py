@@ -1,7 +1,7 @@
-"""Kernels over rows of logits: a block has a row, or one tile of it, and takes another where it stays resident.
+"""Kernels over rows of logits: a block computes a row, or a tile of one, and goes on to others if it stays resident.
 
-A kernel is the step of a row or of a tile, and :func:`each_step` or :func:`each_tile` around it. One that goes over a
-whole row does so by :func:`each_part`. Its spec is made by :func:`spec`.
+A kernel is the step of a row or of a tile, and :func:`each_step` or :func:`each_tile` around it. A step goes over a
+whole row by :func:`each_part`. :func:`spec` makes the spec.
 """
 
 from __future__ import annotations
@@ -11,48 +11,24 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.families import tables
 from tilekern.kernels.families.arrays import Arrays, bytes_of, tensors
-from tilekern.kernels.families.cute_configs import is_cute
-from tilekern.kernels.tiles import grid_of, hints, power_of_two
-from tilekern.spec import (
-    Array,
-    Config,
-    Constraint,
-    CuteKernel,
-    Dimension,
-    Implementation,
-    KernelSpec,
-    Problem,
-    Space,
-    Value,
-    cdiv,
-    module_of,
-    outputs_of,
-    parameters_of,
-)
+from tilekern.kernels.tiles import each_step, grid_of, power_of_two
+from tilekern.spec import Array, Config, Constraint, Dimension, KernelSpec, Problem, Space, Value, cdiv, name_of
 from tilekern.spec.targets import Target
 
 # Shapes: of logits, of a number for each row, and of a number for each column.
 LOGITS, ROWS, COLUMNS = ("rows", "vocabulary"), ("rows",), ("1", "vocabulary")
 
 
-def each_step(step, steps, persistent, arguments):
-    """``step(n, *arguments)`` for all n below ``steps``: one a block, or resident blocks that loop."""
-    if ct.static_eval(persistent):
-        for n in range(ct.bid(0), steps, ct.num_blocks(0)):
-            step(n, *arguments)
-    else:
-        step(ct.bid(0), *arguments)
-
-
 def place_of(item, columns, tile_n):
-    """The row and the number in it of a tile of all rows."""
+    """Return the row of a tile, and the tile's number in the row."""
     across = ct.static_eval(-(-columns // tile_n))
     return item // across, item % across
 
 
 def in_tile(step, row, c, columns, tile_n, arguments):
-    """``step(row, c, bounded, *arguments)``; only the last tile of a row has its bounds checked."""
+    """Call ``step(row, c, bounded, *arguments)``; only the last tile of a row has its bounds checked."""
     if c < columns // tile_n:
         step(row, c, False, *arguments)
     elif columns % tile_n != 0:
@@ -65,12 +41,12 @@ def _in_item(item, step, columns, tile_n, arguments):
 
 
 def each_tile(step, rows, columns, tile_n, persistent, arguments):
-    """:func:`in_tile` for all tiles of a number of rows."""
+    """Call :func:`in_tile` for all tiles of a number of rows."""
     each_step(_in_item, rows * ct.cdiv(columns, tile_n), persistent, (step, columns, tile_n, arguments))
 
 
 def each_part(step, sums, steps, columns, tile_n, unroll, arguments):
-    """Sums over a row, as ``step(sums, first, count, partial, *arguments)`` adds ``count`` tiles to them.
+    """Return sums over a row: ``step(sums, first, count, partial, *arguments)`` adds ``count`` tiles to them.
 
     ``steps`` of ``unroll`` whole tiles need no check of bounds; the rest is one step, the last tile of which may be
     ``partial``.
@@ -85,17 +61,17 @@ def each_part(step, sums, steps, columns, tile_n, unroll, arguments):
 
 
 def load_number(array, row):
-    """The number of a row, (1, 1)."""
+    """Load the number of a row, (1, 1)."""
     return ct.reshape(ct.load(array, (row,), (1,)), (1, 1))
 
 
 def of_rows(*names: str, role: Any = "input") -> Arrays:
-    """A float32 number for each row, by their names."""
+    """Return arrays of a float32 number for each row, by their names."""
     return tuple(Array(name, "float32", ROWS, role) for name in names)
 
 
 def step_shapes(vocabulary: int, warps: int) -> list[tuple[int, int]]:
-    """Pairs of tile_n and unroll for a pass over a row: 8 or 16 neighbours a thread, 32 or 64 elements a step."""
+    """Return pairs of tile_n and unroll for a pass over a row: 8 or 16 neighbours a thread, 32 or 64 a step."""
     threads = 32 * (warps or 4)
     pairs = ((8, 4), (8, 8), (16, 2), (16, 4))
     found = [(n * threads, unroll) for n, unroll in pairs if n * threads * unroll <= vocabulary]
@@ -103,7 +79,7 @@ def step_shapes(vocabulary: int, warps: int) -> list[tuple[int, int]]:
 
 
 def step_axes(vocabulary: int) -> dict[str, list[Value]]:
-    """The axes of a pass over a row; :data:`STEPS_MATCH` picks the pairs of them that make sense."""
+    """Return the axes of a pass over a row; :data:`STEPS_MATCH` picks the pairs of them that make sense."""
     shapes = [shape for warps in (0, 8) for shape in step_shapes(vocabulary, warps)]
     return {
         "tile_n": sorted({tile_n for tile_n, _ in shapes}),
@@ -123,17 +99,17 @@ STEPS_MATCH = Constraint(
 def step_config(
     schedule: str, tile_n: int, unroll: int, *, occupancy: int = 4, warps: int = 0, tma: bool = False
 ) -> Config:
-    """A config of a pass over a row."""
+    """Return a config of a pass over a row."""
     return Config(schedule=schedule, tile_n=tile_n, unroll=unroll, num_worker_warps=warps, occupancy=occupancy, tma=tma)
 
 
 def generic_steps(problem: Problem) -> Config:
-    """The generic config of a pass over a row."""
+    """Return the generic config of a pass over a row."""
     return step_config("persistent", min(512, power_of_two(problem["vocabulary"])), 1)
 
 
 def tile_axes(problem: Problem, *widths: int) -> dict[str, list[Value]]:
-    """The axes of a gradient that is made of each tile of the logits alone; :func:`tiles_full` constrains them."""
+    """Return the axes of a gradient whose tiles each need one tile of logits; see :func:`tiles_full`."""
     width = power_of_two(problem["vocabulary"])
     return {
         "schedule": ["persistent", "block"],
@@ -144,7 +120,7 @@ def tile_axes(problem: Problem, *widths: int) -> dict[str, list[Value]]:
 
 
 def tiles_full(least: int, most: int, widest: int) -> Constraint:
-    """Keeps out tiles, of up to ``widest`` columns, of fewer or of more elements for each thread."""
+    """Keep out tiles, of up to ``widest`` columns, with fewer or more elements for each thread."""
     return Constraint(
         f"a tile gives each thread {least} to {most} elements, fewer only where a row is shorter than that",
         lambda problem, config, target: (
@@ -155,13 +131,13 @@ def tiles_full(least: int, most: int, widest: int) -> Constraint:
 
 
 def tile_config(problem: Problem, schedule: str, widest: int, occupancy: int) -> Config:
-    """A config of such a gradient."""
+    """Return a config of such a gradient."""
     tile_n = min(widest, power_of_two(problem["vocabulary"]))
     return Config(schedule=schedule, tile_n=tile_n, num_worker_warps=0, occupancy=occupancy)
 
 
 def generic_tiles(problem: Problem) -> Config:
-    """The generic config of such a gradient."""
+    """Return the generic config of such a gradient."""
     return tile_config(problem, "persistent", 512, 4)
 
 
@@ -169,86 +145,51 @@ SPACE_OF_TILES = Space(lambda problem: tile_axes(problem, 1024, 2048, 4096), (ti
 
 
 def by_parts(function: Callable[..., dict[str, Any]], *rows: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Results in float32 of a function of rows, which takes some at a time: in float64 all at once may not fit."""
+    """Return float32 results of a function of rows, called with some at a time: all may not fit in float64."""
     import torch
 
     parts = [function(*part) for part in zip(*(x.split(1024) for x in rows), strict=True)]
     return {name: torch.cat([part[name] for part in parts]).float() for name in names}
 
 
-def _dimensions(flags: tuple[str, ...]) -> tuple[Dimension, ...]:
-    sizes = (Dimension("rows", "bucketed"), Dimension("vocabulary", "exact"), Dimension("dtype", "dtype"))
-    return (*sizes, *(Dimension(flag, "flag") for flag in flags))
-
-
-def _implement(
-    function: Any, arrays: Arrays, flags: tuple[str, ...], problem: Problem, config: Config
-) -> Implementation:
-    columns, tile_n = problem["vocabulary"], config["tile_n"]
+def _grid(sizes: Problem, config: Config, sm_count: int) -> int:
     # A pass over a row has steps of several tiles; else each tile is a step.
-    across = 1 if "unroll" in config else cdiv(columns, tile_n)
-    # None: the kernel does not take the constant.
-    constants = {
-        "columns": columns,
-        "tile_n": tile_n,
-        "unroll": config.get("unroll"),
-        "persistent": config["schedule"] == "persistent",
-        **{flag: problem[flag] for flag in flags},
-        "tma": config.get("tma"),
-    }
-    return Implementation(
-        function=function,
-        parameters=parameters_of(arrays, _dimensions(flags), problem),
-        constants=tuple((name, value) for name, value in constants.items() if value is not None),
-        grid=lambda sizes, sm_count: grid_of(sizes["rows"] * across, config, sm_count),
-        hints=hints(config),
-    )
-
-
-def implement_by_both(
-    function: Any, arrays: Arrays, flags: tuple[str, ...], by_cute: Callable[..., CuteKernel], problem: Problem,
-    config: Config,
-) -> Implementation | CuteKernel:  # fmt: skip
-    """The :attr:`KernelSpec.implement` of a kernel that CuTe DSL compiles too.
-
-    Args:
-        function: as those before ``by_cute``, an argument of :func:`spec`.
-        by_cute: gives the kernel of a function, its parameters, a problem and a config.
-    """
-    if is_cute(config):
-        return by_cute(function, parameters_of(arrays, _dimensions(flags), problem), problem, config)
-    return _implement(function, arrays, flags, problem, config)
+    across = 1 if "unroll" in config else cdiv(sizes["vocabulary"], config["tile_n"])
+    return grid_of(sizes["rows"] * across, config, sm_count)
 
 
 def spec(
-    name: str, summary: str, function: Any, arrays: Arrays, reference: Callable[..., dict[str, Any]], *,
-    flags: tuple[str, ...], flops: int, space: Space, default: Callable[[Problem, Target], Config],
-    generic: Callable[[Problem], Config], inputs: Callable[[Problem, Any, str], dict[str, Any]],
-    exact_as: str = "dtype",
+    function: Any, summary: str, arrays: Arrays, reference: Callable[..., dict[str, Any]], *, flags: tuple[str, ...],
+    flops: int, space: Space, default: Callable[[Problem, Target], Config], generic: Callable[[Problem], Config],
+    inputs: Callable[[Problem, Any, str], dict[str, Any]], exact_as: str = "dtype", **more: Any,
 ) -> KernelSpec:  # fmt: skip
-    """The spec of a kernel over rows of logits.
+    """Return the spec of a kernel over rows of logits, with the kernel's name.
 
     Args:
-        function: the kernel; its parameters are the arrays, then ``columns``, ``tile_n``, ``unroll`` where the space
-            has it, ``persistent``, the flags, and ``tma`` where the space has it.
+        function: the kernel; its parameters are the arrays, then ``columns``, ``persistent``, the flags, and the axes
+            of the space that it takes, in any order.
         arrays: in the order of the kernel, with its scalars.
-        flags: names of dimensions that are True or False, of which the kernel depends.
+        flags: names of dimensions that are True or False, on which the kernel depends.
         flops: floating-point operations for each logit.
         exact_as: the dtype that sets the tolerance, or the dimension that says it.
+        more: further arguments of :func:`tilekern.kernels.families.tables.spec`.
     """
-    return KernelSpec(
-        name=name,
-        summary=summary,
-        module=module_of(function),
-        dimensions=_dimensions(flags),
+    sizes = (Dimension("rows", "bucketed"), Dimension("vocabulary", "exact"), Dimension("dtype", "dtype"))
+    return tables.spec(
+        name_of(function),
+        summary,
+        (*sizes, *tables.flags_of(flags)),
+        arrays,
+        reference,
+        function=function,
+        constants=lambda problem, config: {"columns": problem["vocabulary"]},
+        grid=_grid,
         space=space,
-        implement=lambda problem, config: _implement(function, arrays, flags, problem, config),
         default=default,
         generic=generic,
-        inputs=inputs,
-        outputs=outputs_of(arrays),
-        reference=reference,
+        given=inputs,
         bytes_moved=lambda problem: bytes_of(tensors(arrays), problem),
         flops=lambda problem: flops * problem["rows"] * problem["vocabulary"],
         result_dtype=lambda problem: str(problem.get(exact_as, exact_as)),
+        **more,
     )
