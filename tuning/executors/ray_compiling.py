@@ -11,7 +11,6 @@ from tilekern.compile.toolchain import require_toolkit
 from tilekern.errors import InputError
 from tilekern.tuning.compile.order import Order
 from tilekern.tuning.compile.pool import Answer, Compile, Lost
-from tilekern.tuning.compile.stage import work_s
 from tilekern.tuning.executors.node import CompileWork, compile_on_node
 from tilekern.tuning.executors.ray_nodes import reason_of
 from tilekern.tuning.sweep.candidates import Candidate
@@ -57,7 +56,6 @@ def compile_on_cluster(
             for ref in done:
                 items = at_work.pop(ref)
                 answers = _answers(ref, items, lost)
-                _learn(order, items, answers)
                 begin(items[-1])
                 yield from answers
     finally:
@@ -74,13 +72,6 @@ def _take(order: Order, before: Candidate | None) -> list[Candidate]:
         found.append(item)
         before = item
     return found
-
-
-def _learn(order: Order, items: list[Candidate], answers: list[Answer | Lost]) -> None:
-    by_key = {item.artifact: item for item in items}
-    for line in (answer.line for answer in answers if isinstance(answer, Answer)):
-        if "tileiras_s" in line:
-            order.learn(by_key[line["key"]], work_s(line))
 
 
 def _answers(ref: Any, items: list[Candidate], lost: list[str]) -> list[Answer | Lost]:
