@@ -18,7 +18,7 @@ from tilekern.runtime.dispatch import plan_for
 from tilekern.spec import DTYPES, Config, KernelSpec, LibraryCall, Problem
 from tilekern.spec.targets import INTERPRETED
 from tilekern.tuning.verify.battery import Battery
-from tilekern.tuning.verify.cases import Cases, Kept, Room, ValueCases
+from tilekern.tuning.verify.cases import Kept, Room, ValueCases
 from tilekern.tuning.verify.check import launch_arguments
 
 pytestmark = pytest.mark.slow
@@ -401,8 +401,8 @@ def test_a_check_names_every_case_with_its_sizes_and_figures():
 
 
 def cases_of(spec, problem, room):
-    cases = Cases(spec, problem, "cpu", room)
-    return {case.name: case for case in (*cases.values(), *cases.edges)}
+    battery = battery_of(spec, problem, room)
+    return {case.name: case for case in (*battery.values.all(), *battery.edges)}
 
 
 def test_what_costs_too_much_at_full_size_is_checked_at_a_smaller_one_and_says_so():
@@ -415,7 +415,7 @@ def test_what_costs_too_much_at_full_size_is_checked_at_a_smaller_one_and_says_s
     assert least.problem["queries"] == bucket.problem["queries"] // 2 + 1
     assert bucket.note == least.note == "the reference costs too much at full size"
     assert cases["zeros"].problem["queries"] < 255
-    assert Cases(spec, problem, "cpu", Room(1, 1)).edges[0].problem["queries"] == 1
+    assert battery_of(spec, problem, Room(1, 1)).edges[0].problem["queries"] == 1
     flops = spec.flops(problem) // 5
     cheaper = cases_of(spec, problem, Room(1 << 40, flops))
     assert cheaper["bucket"].problem["queries"] == 128
@@ -425,7 +425,7 @@ def test_what_costs_much_however_few_rows_there_are_is_checked_with_many():
     """A vocabulary's weights' gradient is as large for one row."""
     spec = spec_named("fused_linear_cross_entropy")
     problem = spec.problem(rows=512, hidden=64, vocabulary=4096, dtype="bfloat16")
-    values = Cases(spec, problem, "cpu", Room(1 << 24, 1 << 40)).values()
+    values = battery_of(spec, problem, Room(1 << 24, 1 << 40)).values.all()
     assert next(case for case in values if case.name == "zeros").problem["rows"] >= 61
 
 
@@ -434,7 +434,7 @@ def test_large_draws_are_no_larger_than_float32_and_the_dtype_carry():
     for dtype in ("bfloat16", "float16"):
         for name in ("rms_norm_forward", "swiglu_forward", "attention_forward"):
             problem = sized(spec_named(name), dtype, tokens=251)
-            cases = Cases(spec_named(name), problem, "cpu", Room(1 << 40, 1 << 40)).values()
+            cases = battery_of(spec_named(name), problem, Room(1 << 40, 1 << 40)).values.all()
             large = next(case for case in cases if case.name == "large magnitudes")
             found[name, dtype] = max(float(x.abs().max()) for x in large.inputs.values() if isinstance(x, torch.Tensor))
             assert all(bool(x.isfinite().all()) for x in large.expected.values())

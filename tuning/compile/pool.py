@@ -115,12 +115,11 @@ def compile_in_order(
         while (busy := [worker for worker in workers if worker.item]) and not order.is_over.is_set():
             found = []
             for worker in _ready(busy, order):
-                item, seconds = worker.item, worker.seconds
+                item = worker.item
                 assert item is not None
                 answer = worker.answer()
                 if answer is None:
                     continue
-                order.learn(item, seconds)
                 is_doubtful = answer.doubtful if isinstance(answer, Answer) else not answer.timed_out
                 if is_doubtful and item.artifact not in doubtful:
                     doubtful.add(item.artifact)
@@ -170,14 +169,9 @@ class _Worker:
             self.connection.send(item)
 
     @property
-    def seconds(self) -> float:
-        """Return how long it has worked on its candidate."""
-        return time.monotonic() - self._since
-
-    @property
     def left_s(self) -> float:
         """Return how long it may still work on its candidate."""
-        return self._limit_s - self.seconds
+        return self._since + self._limit_s - time.monotonic()
 
     def answer(self) -> Answer | Lost | None:
         """Return its answer without waiting, None if it has only just started. End it if it is dead or late."""

@@ -20,7 +20,6 @@ from tilekern.errors import InputError
 from tilekern.spec.targets import Target
 from tilekern.tuning.compile.order import Order
 from tilekern.tuning.compile.pool import Answer, Compile, Lost
-from tilekern.tuning.compile.stage import work_s
 from tilekern.tuning.executors.node import CompileWork, GpuNode, code_digest, compile_on_node
 from tilekern.tuning.executors.ray_measuring import Measuring
 from tilekern.tuning.executors.ray_nodes import (
@@ -177,10 +176,6 @@ class ClusterExecutor:
                 for ref in done:
                     items = at_work.pop(ref)
                     answers = _answers(ref, items, lost)
-                    by_key = {item.artifact: item for item in items}
-                    for answer in answers:
-                        if isinstance(answer, Answer) and "tileiras_s" in answer.line:
-                            order.learn(by_key[answer.line["key"]], work_s(answer.line))
                     begin(items[-1])
                     yield from answers
         finally:

@@ -9,15 +9,17 @@ float64. All arrays stand between canaries.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
 
 from tilekern.errors import CannotRun
-from tilekern.spec import Config, KernelSpec, LibraryCall, Problem
+from tilekern.spec import Config, KernelSpec, LibraryCall, Problem, bucket
+from tilekern.tuning.verify.adversarial import drawn
 from tilekern.tuning.verify.canaries import Guarded, GuardedInputs, bits, guarded
-from tilekern.tuning.verify.cases import Case, Cases, Kept, Outcomes, Room
+from tilekern.tuning.verify.cases import Case, Kept, Outcomes, Room
 from tilekern.tuning.verify.check import Check, judge
 
 # Runs a candidate on a problem with inputs and outputs by name; returns a library's results, None for a kernel.
@@ -42,11 +44,22 @@ class Battery:
     ) -> None:  # fmt: skip
         self._spec, self._problem, self._sm_count, self._device = spec, problem, sm_count, device
         self._kept = kept or Kept()
-        self._cases = Cases(spec, problem, device, room, self._kept)
+        self.values = self._kept.values(spec, problem, device, room or Room.of(device))
+
+    @functools.cached_property
+    def edges(self) -> list[Case]:
+        """Return the largest and smallest sizes of the bucket, or of a smaller bucket if those cost too much."""
+        largest, bucketed = self._problem, [d.name for d in self._spec.dimensions if d.kind == "bucketed"]
+        while not self.values.fits(largest) and any(largest[name] > 1 for name in bucketed):
+            largest = largest.but(**{name: max(1, largest[name] // 2) for name in bucketed})
+        note = "" if largest == self._problem else "the reference costs too much at full size"
+        smallest = largest.but(**{name: bucket(largest[name]) // 2 + 1 for name in bucketed})
+        ends = [("bucket", largest), *([("smallest of the bucket", smallest)] if smallest != largest else [])]
+        return [self.values.plain(name, problem, note=note) for name, problem in ends]
 
     def screen(self, config: Config, run: Run) -> Check:
         """Run odd sizes with ordinary inputs, twice for the same bits unless the flag ``deterministic`` is off."""
-        case = self._cases.random
+        case = self.values.random
         outputs, damage = self._launched(case, config, run)
         check = self._check(case, outputs, damage)
         if check.passed and (difference := self._difference(outputs, lambda: self._launched(case, config, run))):
@@ -65,13 +78,13 @@ class Battery:
             code: the key under which outcomes of cases about values are kept: all that they depend on; None if unknown.
         """
         if code is None or code not in self._kept.outcomes:
-            told, reason = self._stood(self._cases.values(), config, run)
+            told, reason = self._stood(self.values.all(), config, run)
             if code is not None:
                 self._kept.outcomes[code] = told, reason
         else:
             told, reason = self._kept.outcomes[code]
         if not reason:
-            more, reason = self._stood(self._cases.edges, config, run)
+            more, reason = self._stood(self.edges, config, run)
             told = [*told, *more]
         if not reason:
             wrong = self._repeat(config, run, between)
@@ -150,9 +163,13 @@ class Battery:
         differ = [f"{int((bits(first[name]) != bits(second[name])).sum())} elements of {name}" for name in changed]
         return damage or (f"two runs on the same inputs differ in {', '.join(differ)}" if differ else "")
 
+    @functools.cached_property
+    def _full(self) -> Case:
+        return Case("repeat", self._problem, drawn(self._spec, self._problem, self._device), {})
+
     def _repeat(self, config: Config, run: Run, between: Callable[[], None]) -> str:
         """Describe the fault of two runs at full size, with other launches between them."""
-        full = self._cases.full
+        full = self._full
         outputs, damage = self._launched(full, config, run)
         if damage:
             return damage

@@ -156,8 +156,9 @@ class ValueCases:
         kept = [self.random, *(case for made in self._made.values() for case in made)]
         return sum(case.bytes for case in kept) + _bytes_of(shared)
 
-    def rest(self) -> Iterator[Case]:
-        """Yield all cases except the random one; each is made when first needed, and kept if there is room."""
+    def all(self) -> Iterator[Case]:
+        """Yield all cases, the random one first; each is made when first needed, and kept if there is room."""
+        yield self.random
         makers: list[Callable[[], list[Case]]] = [
             self._tails,
             # The largest draws that float32 carries: nothing overflows, and torch's own float32 is exact enough.
@@ -291,46 +292,3 @@ class Kept:
             self._values[key] = ValueCases(spec, problem, device, room)
         self._values.move_to_end(key)
         return self._values[key]
-
-
-class Cases:
-    """Makes the cases of one problem.
-
-    Args:
-        spec: the spec.
-        problem: the problem, of the sizes that are timed.
-        device: torch's name of the device that holds the inputs.
-        room: what a reference may cost; by default what the device allows.
-        kept: data shared with other problems; by default none.
-    """
-
-    def __init__(
-        self, spec: KernelSpec, problem: Problem, device: str, room: Room | None = None, kept: Kept | None = None
-    ) -> None:
-        self._spec, self._problem, self._device = spec, problem, device
-        self._bucketed = [d.name for d in spec.dimensions if d.kind == "bucketed"]
-        self._values = (kept or Kept()).values(spec, problem, device, room or Room.of(device))
-        self.random = self._values.random
-
-    def values(self) -> Iterator[Case]:
-        """Yield the cases about values."""
-        yield self.random
-        yield from self._values.rest()
-
-    @functools.cached_property
-    def full(self) -> Case:
-        """Return a case with the sizes that are timed, without results."""
-        return Case("repeat", self._problem, drawn(self._spec, self._problem, self._device), {})
-
-    @functools.cached_property
-    def edges(self) -> list[Case]:
-        """Return the largest and smallest sizes of the bucket, or of a smaller bucket if those cost too much."""
-        largest = self._problem
-        while not self._values.fits(largest) and any(largest[name] > 1 for name in self._bucketed):
-            largest = largest.but(**{name: max(1, largest[name] // 2) for name in self._bucketed})
-        note = "" if largest == self._problem else "the reference costs too much at full size"
-        smallest = largest.but(**{name: bucket(largest[name]) // 2 + 1 for name in self._bucketed})
-        ends = {"bucket": largest, "smallest of the bucket": smallest}
-        if smallest == largest:
-            del ends["smallest of the bucket"]
-        return [self._values.plain(name, problem, note=note) for name, problem in ends.items()]
