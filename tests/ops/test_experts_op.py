@@ -119,17 +119,3 @@ def test_frozen_weights_are_served_by_what_is_known_of_trained_ones(monkeypatch)
     found, launched = made_by(lambda: results(ops.experts, given, torch.ones(12, 8)))
     assert launched["experts_gate_backward"] == 1
     assert all(torch.equal(x, expected[name]) for name, x in found.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wanted", [("x", "weights"), ("gate_up", "down", "gate_up_bias", "down_bias")])
-def test_torch_compile_traces_it_whole_with_the_same_launches_and_bits(wanted):
-    torch._dynamo.reset()
-    given = only(layer(11, 3, 5, 8, 16, biased=True, transposed=True), wanted)
-    slope = torch.randn(given["x"].shape)
-    compiled = torch.compile(ops.experts, backend="aot_eager", fullgraph=True)
-    expected, launched = made_by(lambda: results(ops.experts, given, slope, **GATES["gpt_oss"]))
-    found, again = made_by(lambda: results(compiled, given, slope, **GATES["gpt_oss"]))
-    assert again == launched
-    assert found.keys() == {"y", *wanted}
-    assert all(torch.equal(x, expected[name]) for name, x in found.items())
