@@ -98,7 +98,7 @@ def test_each_casting_mode_rounds_where_it_says():
         wanted = formula(x=x.double(), weight=weight.double(), eps=EPS, offset=offset)
         errors = [(rms_norm(x, weight, EPS, offset, mode).double() - wanted).norm() for mode in CASTING_MODES]
         assert errors[1] == errors[2] < 0.8 * errors[0]
-        rounded = (normal.bfloat16() * (weight + offset)).to(torch.bfloat16)
+        rounded = (normal.bfloat16().float() * (weight.float() + offset)).bfloat16()
         assert (rms_norm(x, weight, EPS, offset) != rounded).float().mean() < 0.01
     wide = weight.detach().float().requires_grad_()
     (gradient,) = torch.autograd.grad(rms_norm(x[:1], wide, EPS).sum(), wide)

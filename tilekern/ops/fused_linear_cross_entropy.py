@@ -221,22 +221,16 @@ def _composed(rows: Tensor, weight: Tensor, labels: Tensor, options: LossOptions
 
 def _plan(rows: Tensor, weight: Tensor, options: LossOptions, *, loss: bool, gradient: bool) -> Plan | None:
     """Return the plan, for the loss alone or with its gradient; None, counted as a fallback, if torch must work."""
-    plan = _served(rows, weight, options, loss=loss, gradient=gradient)
+    fits = rows.dtype == weight.dtype and rows.numel() and weight.numel()
+    plan = None
+    if fits and _INT32.min <= options.ignore_index <= _INT32.max:
+        plan = plan_for(_SPEC, rows.device, *rows.shape, weight.shape[0], rows.dtype)
+    if plan is not None:
+        found = composite.plans(plan_for, plan.config, rows, weight, options, loss=loss, gradient=gradient)
+        plan = None if found is None else plan
     if plan is None:
         count_fallback(_SPEC)
     return plan
-
-
-def _served(rows: Tensor, weight: Tensor, options: LossOptions, *, loss: bool, gradient: bool) -> Plan | None:
-    if rows.dtype != weight.dtype or not rows.numel() or not weight.numel():
-        return None
-    if not _INT32.min <= options.ignore_index <= _INT32.max:
-        return None
-    plan = plan_for(_SPEC, rows.device, *rows.shape, weight.shape[0], rows.dtype)
-    if plan is None:
-        return None
-    found = composite.plans(plan_for, plan.config, rows, weight, options, loss=loss, gradient=gradient)
-    return None if found is None else plan
 
 
 def _losses(plan: Plan, rows: Tensor, weight: Tensor, target: Tensor, options: LossOptions) -> Tensor:

@@ -69,7 +69,10 @@ def fused_linear_jsd(
         "teacher_weight": teacher_weight,
     }  # fmt: skip
     _check(given, shift_labels)
-    _check_options(jsd_beta, temperature, accum_dtype)
+    check_share("fused_linear_jsd", "jsd_beta", jsd_beta)
+    check_temperature("fused_linear_jsd", temperature)
+    if accum_dtype not in (None, torch.float32):
+        raise ValueError(f"fused_linear_jsd: accum_dtype must be torch.float32 or None, got {accum_dtype}")
     given = dict(zip(given, cast_as_products(*given.values()), strict=True))
     given |= {name: given[name].detach() for name in ("teacher_input", "teacher_weight")}
     student, teacher = (given[name].reshape(-1, given[name].shape[-1]) for name in ("student_input", "teacher_input"))
@@ -101,13 +104,6 @@ def _check(given: dict[str, Tensor], labels: Tensor | None) -> None:
     check_tensors("fused_linear_jsd", "shift_labels", **given, shift_labels=labels)
 
 
-def _check_options(beta: float, temperature: float, accum_dtype: torch.dtype | None) -> None:
-    check_share("fused_linear_jsd", "jsd_beta", beta)
-    check_temperature("fused_linear_jsd", temperature)
-    if accum_dtype not in (None, torch.float32):
-        raise ValueError(f"fused_linear_jsd: accum_dtype must be torch.float32 or None, got {accum_dtype}")
-
-
 def _loss(
     student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, slope: Tensor, options: Options
 ) -> Tensor:
@@ -125,22 +121,18 @@ def _loss(
     if student.dtype == torch.float16:
         # The backward brings a loss scale: rows count fully in the forward, and are weighted afterwards.
         counted = (slope != 0).float()
-        return (slope * _rows(plan, tensors, counted, options)).sum()
+        losses = made_ahead.rows(
+            lambda *given: _run(plan, *given, counted, _ungraded(options))[0],
+            lambda dloss, *given: _run(plan, *given, dloss * counted, options)[1:],
+            2, *tensors,
+        )  # fmt: skip
+        return (slope * losses).sum()
 
     def total(*given: Tensor) -> tuple[Tensor, made_ahead.Gradients]:
         loss, *gradients = _run(plan, *given, slope, options)
         return loss.sum(), tuple(gradients)
 
     return made_ahead.total(total, 2, *tensors)
-
-
-def _rows(plan: Plan, tensors: tuple[Tensor, ...], counted: Tensor, options: Options) -> Tensor:
-    """Compute the loss of each row, 0 for rows that do not count."""
-    return made_ahead.rows(
-        lambda *given: _run(plan, *given, counted, _ungraded(options))[0],
-        lambda dloss, *given: _run(plan, *given, dloss * counted, options)[1:],
-        2, *tensors,
-    )  # fmt: skip
 
 
 def _ungraded(options: Options) -> Options:

@@ -22,6 +22,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 _ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu")
 # The kernel can apply these before rounding; gelu with erf is torch's own operation.
 _FUSED = ("gelu_tanh", "silu")
+_OUTSIDE = "linear applies an activation outside of its op if there is a gradient"
 _ARRAYS = (
     Array("x", "dtype", ("rows", "in_features")),
     Array("weight", "dtype", ("out_features", "in_features")),
@@ -89,17 +90,13 @@ def _find(
         flags = [name for name in on if name is not None]
         return plan_for(SPEC, x.device, *sizes(rows, inner, columns, x.dtype, flags).values())
 
-    forward = plan(features, out, "b_transposed", "biased" if bias is not None else None, _inside(activation))
+    forward = plan(features, out, "b_transposed", "biased" if bias is not None else None, activation)
     to_x, to_weight = graded or (False, False)
     of_x = plan(out, features) if to_x else None
     of_weight = plan(out, features, "a_transposed") if to_weight else None
     if forward is None or (to_x and of_x is None) or (to_weight and of_weight is None):
         return None
     return forward, of_x, of_weight
-
-
-def _inside(activation: str | None) -> str | None:
-    return activation if activation in _FUSED else None
 
 
 def run_product(plan: Plan, shape: tuple[int, ...], *inputs: Any) -> Tensor:
@@ -113,15 +110,15 @@ def run_product(plan: Plan, shape: tuple[int, ...], *inputs: Any) -> Tensor:
 def _launch(plans: Plans, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     rows, out = as_rows(x), weight.shape[0]
     more = () if bias is None else (bias.contiguous(),)
-    y = shaped(run_product(plans[0], (rows.shape[0], out), rows, as_rows(weight), *more), *x.shape[:-1], out)
-    return y if _inside(activation) == activation else _activated(y, activation)
+    return shaped(run_product(plans[0], (rows.shape[0], out), rows, as_rows(weight), *more), *x.shape[:-1], out)
 
 
 def _launch_backward(
     plans: Plans, needs: tuple[bool, ...], dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
     activation: str | None,
 ) -> Gradients:  # fmt: skip
-    slopes, rows = as_rows(_before(dy, x, weight, bias, activation)), as_rows(x)
+    assert activation is None, _OUTSIDE
+    slopes, rows = as_rows(dy), as_rows(x)
     _, of_x, of_weight = plans
     dx = None if of_x is None else shaped(run_product(of_x, rows.shape, slopes, as_rows(weight)), *x.shape)
     dweight = None if of_weight is None else run_product(of_weight, weight.shape, slopes, rows)
@@ -129,19 +126,9 @@ def _launch_backward(
 
 
 def _fallback_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Gradients:
-    dy = _before(dy, x, weight, bias, activation)
+    assert activation is None, _OUTSIDE
     slopes, rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     return (slopes @ weight).view(x.shape), slopes.t() @ rows, slopes.sum(0)
-
-
-def _before(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Return the gradient before the activation, which only a direct call of the registered op has inside."""
-    if activation is None:
-        return dy
-    value = torch.nn.functional.linear(x, weight, bias)
-    if activation == "silu":
-        return torch.ops.aten.silu_backward(dy, value)
-    return torch.ops.aten.gelu_backward(dy, value, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 @operation(
