@@ -28,7 +28,7 @@ def only(given, wanted):
     "sizes",
     [
         (1, 1, 1, 8, 16),
-        (3, 8, 256, 20, 12),
+        pytest.param((3, 8, 256, 20, 12), marks=pytest.mark.nightly),
         (40, 2, 3, 90, 45),
         (7, 4, 32, 45, 90),
         (5, 5, 4, 33, 31),
@@ -60,7 +60,7 @@ def test_one_expert_may_have_all_tokens():
 
 
 def test_two_runs_give_the_same_bits():
-    given = layer(20, 4, 6, 8, 16, dtype=torch.bfloat16, biased=True)
+    given = layer(9, 3, 4, 8, 16, dtype=torch.bfloat16, biased=True)
     slope = torch.randn(given["x"].shape)
     first, second = (results(ops.experts, given, slope, **GATES["gpt_oss"]) for _ in range(2))
     assert all(torch.equal(x, second[name]) for name, x in first.items())
