@@ -472,6 +472,30 @@ def of_head(d: Drawn) -> Given:
     }  # fmt: skip
 
 
+# Results beside a loss, and the options that change them.
+BESIDE = {f"return_{name}": True for name in ("z_loss", "token_accuracy", "predicted_tokens")}
+
+
+def of_cross_entropy_with_others(d: Drawn) -> Given:
+    found = of_cross_entropy(d)
+    likely = found["logits"].reshape(-1, found["logits"].shape[-1]).argmax(-1)
+    if likely.numel() and likely[0] != found["ignore_index"]:
+        found["target"].view(-1)[0] = likely[0]
+    return found | {"z_loss": d.one_of(0.1, 0.5), "z_loss_by_rows": d.one_of(False, True), **BESIDE}
+
+
+def of_head_with_others(d: Drawn) -> Given:
+    """One class is far more likely than all others, so that rounding does not change which."""
+    found = of_head(d)
+    likely = len(found["weight"]) // 2
+    likely -= likely == found["ignore_index"]
+    found["weight"][likely] *= 3
+    found["target"].view(-1)[:1] = likely
+    found["bias"] = None if found["bias"] is None else found["bias"] / 4
+    more = {"z_loss_by_rows": d.one_of(False, True), "use_token_scaling": d.one_of(False, True, True)}
+    return found | {"z_loss": d.one_of(0.1, 0.5), **more, **BESIDE}
+
+
 def of_log_probs(d: Drawn) -> Given:
     vocabulary, shape, width, ignored = _vocabulary(d, 9), d.rows(), d.size(24, 16, 80), d.one_of(-100, -1, 0, 3)
     return {
@@ -547,10 +571,42 @@ def router_losses(logits: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor 
     return experts * (counts * probable).sum(), (shares * logits.logsumexp(-1).square()).sum() / rows
 
 
+def with_others(
+    logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0, ignore_index: int = -100,
+    z_loss_by_rows: bool = False, use_token_scaling: bool = False, return_z_loss: bool = False, **how: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The loss, and, if asked for, its z-loss, the accuracy and the predicted tokens, without gradients."""
+    how = {name: value for name, value in how.items() if not name.startswith("return_")}
+    loss, z = formulas.cross_entropy(
+        logits, target, smoothing=label_smoothing, ignore_index=ignore_index, z_by_rows=z_loss_by_rows,
+        scaled=use_token_scaling, **how,
+    )  # fmt: skip
+    if not return_z_loss:
+        return (loss,)
+    counts, predicted = target != ignore_index, logits.argmax(-1)
+    right = ((predicted == target) & counts).to(loss.dtype)
+    accuracy = right if how["reduction"] == "none" else right.sum() / counts.sum()
+    return loss, z.detach(), accuracy, predicted.masked_fill(~counts, -1)
+
+
+def fields(op: Callable[..., Any]) -> Callable[..., Any]:
+    """An op that returns a loss with others, as a tuple."""
+
+    def call(**given: Any) -> tuple[torch.Tensor, ...]:
+        found = op(**given)
+        return found.loss, found.z_loss, found.token_accuracy, found.predicted_tokens
+
+    return call
+
+
+def dtypes_with_others(given: Given) -> tuple[torch.dtype, ...]:
+    return wide_dtype(given), wide_dtype(given), FLOAT32, torch.int64
+
+
 def head_loss(
     hidden: Any, weight: Any, target: Any, class_weight: Any = None, wide_sums: bool = False, bias: Any = None,
-    label_smoothing: float = 0.0, rounded: Any = torch.float64, **how: Any,
-) -> torch.Tensor:  # fmt: skip
+    rounded: Any = torch.float64, **how: Any,
+) -> Any:  # fmt: skip
     """Where two classes are almost as likely, gradients are smaller than what rounding the logits makes of them."""
 
     def held(x: torch.Tensor) -> torch.Tensor:
@@ -558,11 +614,8 @@ def head_loss(
 
     logits = held(hidden @ weight.mT)
     logits = logits if bias is None else held(logits + bias)
-    return formulas.cross_entropy(logits, target, class_weight, smoothing=label_smoothing, **how)[0]
-
-
-def loss(label_smoothing: float = 0.0, **how: Any) -> torch.Tensor:
-    return formulas.cross_entropy(smoothing=label_smoothing, **how)[0]
+    found = with_others(logits, target, weight=class_weight, **how)
+    return found if len(found) > 1 else found[0]
 
 
 def positional(formula: Callable[..., Any]) -> Callable[..., Any]:
@@ -584,6 +637,8 @@ MLPS = {"layouts": APART, "is_cast": True, "factors": (2, 4)}
 WEIGHTS = ("weight", "bias")
 # Torch, or the op that is called, refuses a tensor on another device or of another dtype.
 BY_TORCH = frozenset({"device", "dtype"})
+# Other cases of these ops have such derivatives.
+BY_WRAPPER = frozenset({"functorch", "forward"})
 TILED = MLPS | {"skips": frozenset({"second", "kept", "cast backward", "functorch"}), "variants": 2}
 BY_HAND = [
     case(ops.rms_norm, rows("x", optional="weight", **NORM), formulas.rms_norm, name="rms_norm with options",
@@ -593,10 +648,11 @@ BY_HAND = [
     case(fused_rms_norm_add, rows("residual x", optional="weight", **NORM), formulas.fused_rms_norm_add,
          apart=WEIGHTS, dtype=norm_dtype, variants=3),
     case(fused_rms_norm_add_rms_norm, rows("residual x", "weight", "next_weight", **NORM),
-         formulas.fused_rms_norm_add_rms_norm, apart=("weight", "next_weight"), dtype=norm_dtype, variants=3,
-         skips=frozenset({"dtype of next_weight"})),
+         formulas.fused_rms_norm_add_rms_norm, apart=("weight", "next_weight"), dtype=norm_dtype, variants=3),
     case(ops.layer_norm, rows("x", optional="weight bias", eps=(EPS,)), formulas.layer_norm, table=ONCE, apart=WEIGHTS,
          name="layer_norm with options", variants=2),
+    case(ops.fused_add_layer_norm, rows("residual x", optional="weight bias", eps=(EPS,)),
+         formulas.fused_add_layer_norm, name="fused_add_layer_norm with options", variants=2),
     case(ops.dyt, of_dyt, formulas.dyt, table=ONCE, name="dyt with options", apart=("alpha", "gamma", "beta"),
          variants=2, kernel="dyt_forward", launches={"dyt_forward": 1, "dyt_backward": 1, "dyt_sums": 1}),
     case(ops.poly_norm, of_poly_norm, formulas.poly_norm, table=ONCE, apart=WEIGHTS, kernel="poly_norm_forward",
@@ -639,12 +695,17 @@ BY_HAND = [
          launches={"llama4_rope": 2}, skips=BY_TORCH),
     case(ops.qwen2vl_mrope, of_mrope, formulas.qwen2vl_mrope, ungraded=("cos", "sin"), apart=("cos", "sin"),
          variants=5),
-    named(ops.cross_entropy, of_cross_entropy, loss, ungraded=("weight",), kernel="cross_entropy_forward",
+    named(ops.cross_entropy, of_cross_entropy, with_others, ungraded=("weight",), kernel="cross_entropy_forward",
           factors=(0.01, 1),
           dtype=wide_dtype, variants=3,
           launches={"labels": 1, "cross_entropy_forward": 1, "cross_entropy_backward": 1}),
     Case("cross_entropy in place", lambda logits, **more: ops.cross_entropy(logits * 1, **more, in_place=True),
-         of_cross_entropy, loss, ungraded=("weight",), dtype=wide_dtype, skips=frozenset({"dtype"})),
+         of_cross_entropy, with_others, ungraded=("weight",), dtype=wide_dtype, skips=frozenset({"dtype"})),
+    Case("cross_entropy with others", fields(ops.cross_entropy), of_cross_entropy_with_others, with_others,
+         ungraded=("weight",), factors=(0.01, 1), dtype=dtypes_with_others, variants=3, skips=BY_WRAPPER),
+    Case("fused_linear_cross_entropy with others", fields(ops.fused_linear_cross_entropy), of_head_with_others,
+         head_loss, ungraded=("class_weight",), is_cast=True, variants=3, dtype=dtypes_with_others, factors=(2, 3),
+         layouts=APART, least=0.03, rounds=True, skips=BY_WRAPPER),
     named(ops.fused_linear_cross_entropy, of_head, head_loss, ungraded=("class_weight",), is_cast=True, variants=3,
           kernel="fused_linear_cross_entropy", dtype=wide_dtype, factors=(2, 3), layouts=APART, least=0.03,
           rounds=True),
@@ -657,7 +718,7 @@ BY_HAND = [
          ungraded=("target",), kernel="jsd", launches={"jsd": 1, "scale": 1}, variants=5, least=5e-3),
     case(ops.tvd, divergence("p", "q", False, reduction=("batchmean", "none", "sum", "mean")), formulas.tvd,
          ungraded=("q",), factors=(0.01, 1), kernel="tvd", launches={"tvd": 1, "scale": 1}, dtype=wide_dtype,
-         variants=4, least=1e-3, skips=frozenset({"dtype of p"})),
+         variants=4, least=1e-3),
     case(ops.kl_div, of_kl_div, formulas.kl_div, ungraded=("target",), kernel="kl_div_forward", variants=4,
          dtype=lambda given: (first_dtype if given["reduction"] == "none" else wide_dtype)(given), least=1e-3,
          launches={"kl_div_forward": 1, "kl_div_backward": 1}),
@@ -705,7 +766,7 @@ def declared(name: str) -> Case:
         dtype=dtypes,
         apart=tuple(each for each, array in said.inputs.items() if array.dtype not in ("dtype", "float32")),
         fixed=tuple(each for each, array in said.inputs.items() if array.dtype == "float32"),
-        launches={} if said.parts.launch_backward else Counter(
+        launches={} if said.launch_backward else Counter(
             [said.forward.name, said.backward.name, *(["column_sum"] if said.sums else [])]
         ),
     )  # fmt: skip

@@ -45,6 +45,10 @@ def layer_norm(x: torch.Tensor, weight: Any, bias: Any, eps: float) -> torch.Ten
     return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
+def fused_add_layer_norm(residual: torch.Tensor, x: torch.Tensor, *rest: Any) -> Pair:
+    return residual + x, layer_norm(residual + x, *rest)
+
+
 def group_norm(x: torch.Tensor, weight: Any, bias: Any, _: int, groups: int, eps: float) -> torch.Tensor:
     return functional.group_norm(x, groups, weight, bias, eps)
 

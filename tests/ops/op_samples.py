@@ -124,7 +124,7 @@ def _op(op: Declaration) -> Op:
 
 SHIPPED = {name: op for name, op in DECLARED.items() if op.formula.__module__.startswith("tilekern.ops.")}
 # Those whose launches are written for them.
-WITH_ARRAYS = [op for op in SHIPPED.values() if op.forward.arrays and not op.parts.launch]
+WITH_ARRAYS = [op for op in SHIPPED.values() if op.forward.arrays and not op.launch]
 OPS = {name: _op(op) for name, op in SHIPPED.items() if arrays_of(op.forward, "output")}
 
 

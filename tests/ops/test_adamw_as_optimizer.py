@@ -100,15 +100,6 @@ def test_hooks_are_called_around_a_step():
     assert not torch.equal(seen[0][1], seen[1][1])
 
 
-def test_the_profiler_sees_the_step_by_its_name():
-    (p,) = parameters([(4,)])
-    p.grad = torch.ones(4)
-    optimizer = tilekern.AdamW([p])
-    with torch.profiler.profile() as profile:
-        optimizer.step()
-    assert "Optimizer.step#AdamW.step" in {event.key for event in profile.key_averages()}
-
-
 def handed_over(first, second, dtype):
     """The parameters after three steps by one optimizer and, from its state dict, three more by another."""
     params = parameters([(6, 16), (5,)], dtype)

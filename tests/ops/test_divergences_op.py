@@ -49,6 +49,8 @@ def test_rows_that_do_not_count_may_hold_anything(loss, option, formula):
     spoilt[0, 0], spoilt[1, 1] = math.nan, math.inf
     for target in (y, y.double()):  # the kernel and the formula
         right = loss(x, target, labels, option)
+        exact = formula(x.double(), target.double(), labels, option)
+        torch.testing.assert_close(right.double(), exact, rtol=1e-4, atol=1e-6)
         (gradient,) = torch.autograd.grad(right.sum(), x)
         leaf = spoilt.clone().requires_grad_()
         value = loss(leaf, target, labels, option)

@@ -1,5 +1,7 @@
 """grouped_linear as a user calls it: results, gradients, layouts of the weight, gathered rows, fallbacks, bad input."""
 
+import importlib
+
 import contract
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from tilekern.ops.grouped_linear import _find, grouped_linear, grouped_outer
 from tilekern.runtime import dispatch
 
+linear = importlib.import_module("tilekern.ops.linear")
 SPECS = ("grouped_linear", "grouped_weight_gradient", "grouped_sum")
 
 
@@ -99,6 +102,8 @@ def test_products_of_more_elements_than_32_bits_index_are_left_to_torch():
     x = torch.empty(1 << 16, 8)
     assert _find(False, x, torch.empty(2, 1 << 14, 8), *given_to) is not None
     assert _find(False, x, torch.empty(2, 1 << 15, 8), *given_to) is None
+    assert linear._find(False, x, torch.empty(1 << 14, 8), None, None) is not None
+    assert linear._find(False, x, torch.empty(1 << 15, 8), None, None) is None
 
 
 def test_the_outer_product_is_the_weight_s_gradient():

@@ -108,7 +108,7 @@ SEGMENTS = [
 def test_what_lies_in_a_pool_of_its_own_is_not_kept(monkeypatch, address, lasts):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: SEGMENTS)
-    monkeypatch.setattr(registration.torch, "Tensor", OnGpu)
+    monkeypatch.setattr(registration, "Tensor", OnGpu)
     assert registration._lasts(OnGpu(address)) == lasts
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not registration._lasts(OnGpu(address))

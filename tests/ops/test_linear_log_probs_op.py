@@ -113,15 +113,6 @@ def test_ids_that_are_none_give_nan_in_their_row_and_in_the_gradients():
         tilekern.check_labels()
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
-def test_ids_of_any_integer_dtype(dtype):
-    hidden, weight, ids, _ = sample()
-    for a, b in zip(
-        linear_log_probs(hidden, weight, ids.to(dtype)), linear_log_probs(hidden, weight, ids), strict=True
-    ):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
 def test_what_no_kernel_serves_runs_torch_s_own_operations_and_counts(monkeypatch):
     hidden, weight, ids, bias = sample(bias=True)

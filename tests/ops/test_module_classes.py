@@ -103,6 +103,9 @@ def test_results_gradients_and_state_dicts_are_those_of_the_class_it_stands_for(
             (X, LOGITS, X, LOGITS, TARGET, 0.3, 7, 2.0, None, True),
         ),
         (ops.Sparsemax(1), (X,), ops.sparsemax, (X, 1)),
+        (ops.DyT(24, init_alpha=0.7), (X,), ops.dyt, (X, torch.tensor([0.7]), torch.ones(24), torch.zeros(24))),
+        (ops.DyT(24, beta=False), (X,), ops.dyt, (X, torch.tensor([0.5]), torch.ones(24), None)),
+        (ops.PolyNorm(), (X,), ops.poly_norm, (X, torch.full((3,), 1 / 3), torch.tensor(1.0), 1e-6)),
         (ops.JSD(0.3, 7), (LOGITS, X, TARGET), ops.jsd, (LOGITS, X, TARGET, 0.3, 7)),
         (ops.TVD("sum", 9), (LOGITS, X, TARGET), ops.tvd, (LOGITS, X, TARGET, "sum", 9)),
     ],
@@ -115,22 +118,6 @@ def test_options_go_to_the_op(module, inputs, op, arguments, monkeypatch):
     assert len(seen[0]) == len(arguments)
     for got, wanted in zip(seen[0], arguments, strict=True):
         assert torch.equal(got, wanted) if isinstance(wanted, torch.Tensor) else got == wanted
-
-
-@pytest.mark.parametrize(
-    ("module", "op", "parameters"),
-    [
-        (ops.DyT(24), ops.dyt, ["alpha", "gamma", "beta"]),
-        (ops.DyT(24, beta=False), ops.dyt, ["alpha", "gamma"]),
-        (ops.PolyNorm(), ops.poly_norm, ["weight", "bias"]),
-    ],
-    ids=["dyt", "dyt without beta", "poly_norm"],
-)
-def test_parameters_are_called_as_in_liger_s_classes(module, op, parameters):
-    assert list(module.state_dict()) == parameters
-    for parameter in module.parameters():
-        nn.init.uniform_(parameter, -0.5, 0.5)
-    torch.testing.assert_close(module(X), op(X, *module.parameters()))
 
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -156,15 +143,6 @@ def test_state_dicts_have_the_names_and_shapes_of_liger_s_classes(name):
     assert {name: tuple(value.shape) for name, value in module.state_dict().items()} == shapes
     assert {value.dtype for value in module.state_dict().values()} == {torch.float32}
     module.load_state_dict({name: torch.zeros(shape) for name, shape in shapes.items()}, strict=True)
-
-
-def test_new_parameters_have_the_values_of_liger_s():
-    dyt, poly = ops.DyT(24, init_alpha=0.7).state_dict(), ops.PolyNorm().state_dict()
-    assert torch.equal(dyt["alpha"], torch.tensor([0.7]))
-    assert torch.equal(dyt["gamma"], torch.ones(24))
-    assert not dyt["beta"].any()
-    assert torch.equal(poly["weight"], torch.full((3,), 1 / 3))
-    assert poly["bias"] == 1
 
 
 def test_the_fused_head_takes_the_options_of_its_op():

@@ -18,6 +18,10 @@ def ones(*shape, **options):
     return torch.ones(shape, **options)
 
 
+def of_sizes(**sizes):
+    return {name: torch.ones(size) for name, size in sizes.items()}
+
+
 def starts(*values):
     return {"cu_seqlens": torch.tensor(values, dtype=torch.int32)}
 
@@ -35,6 +39,37 @@ HEAD = {"hidden": ones(3, 8), "weight": ones(5, 8)}
 SHARE = "label_smoothing must be from 0 to 1"
 CAP = "softcap must be positive and finite"
 CAPS = [({"softcap": cap}, f"{CAP} .*, got {cap}") for cap in (0.0, -1.0, math.inf, math.nan)]
+# Rotations: what fits, and shapes that do not.
+ROPE = of_sizes(q=(2, 4, 5, 8), k=(2, 2, 5, 8), cos=(1, 5, 8), sin=(1, 5, 8))
+QK = of_sizes(q=(2, 5, 4, 8), k=(2, 5, 2, 8), q_weight=(8,), k_weight=(8,), cos=(1, 5, 8), sin=(1, 5, 8))
+LLAMA4 = of_sizes(xq=(2, 5, 4, 8), xk=(2, 5, 2, 8), freqs_cis=(1, 5, 4, 2))
+MROPE = of_sizes(q=(2, 4, 5, 12), k=(2, 2, 5, 12), cos=(3, 2, 5, 12), sin=(3, 2, 5, 12)) | {"mrope_section": [1, 3, 2]}
+WRONG_ANGLES = [{"cos": (1, 6, 8)}, {"cos": (3, 5, 8)}, {"cos": (1, 5, 6)}, {"sin": (1, 5, 4)}]
+WRONG_SIZES = {
+    ops.rope: [
+        {"k": (2, 2, 6, 8)}, {"k": (1, 2, 5, 8)}, {"k": (2, 2, 5, 6)}, {"q": (2, 4, 5, 7), "k": (2, 2, 5, 7)},
+        *WRONG_ANGLES,
+    ],
+    ops.qk_norm_rope: [
+        {"k": (2, 6, 2, 8)}, {"k": (1, 5, 2, 8)}, {"k": (2, 5, 2, 6)}, {"k": (2, 5, 16)}, {"q_weight": (7,)},
+        {"k_weight": (1, 8)}, {"q": (2, 5, 4, 7), "k": (2, 5, 2, 7), "q_weight": (7,), "k_weight": (7,)}, *WRONG_ANGLES,
+    ],
+    ops.llama4_rope: [
+        {"xk": (2, 6, 2, 8)}, {"xk": (1, 5, 2, 8)}, {"xk": (2, 5, 2, 6)}, {"xq": (2, 5, 4, 7), "xk": (2, 5, 2, 7)},
+        *({"freqs_cis": size} for size in (
+            (3, 5, 4, 2), (1, 6, 4, 2), (1, 5, 8, 2), (5, 1, 4, 2), (4, 2), (2, 5, 6))),
+    ],
+    ops.qwen2vl_mrope: [
+        {"cos": (2, 2, 5, 12), "sin": (2, 2, 5, 12)}, {"cos": (2, 5, 12), "sin": (2, 5, 12)}, {"sin": (3, 2, 5, 10)},
+        {"cos": (), "sin": ()}, {"k": (2, 2, 4, 12)},
+    ],
+}  # fmt: skip
+
+
+def of_wrong_sizes(op):
+    return [(of_sizes(**sizes), "") for sizes in WRONG_SIZES[op]]
+
+
 # Of each op what fits, and changes of it that do not.
 REFUSED = {
     ops.rms_norm: (NORM, [
@@ -54,6 +89,7 @@ REFUSED = {
     ops.layer_norm: (NORM | {"bias": WEIGHT}, [
         ({"weight": SEVEN}, SHORT), ({"bias": SEVEN}, r"bias must have the shape \[8\], got \[7\]"),
     ]),
+    ops.fused_add_layer_norm: (SUM | {"bias": WEIGHT}, [(TWO, ONE_SHAPE), ({"weight": SEVEN}, SHORT)]),
     ops.dyt: ({"x": X, "alpha": ones(1), "gamma": WEIGHT, "beta": WEIGHT}, [
         ({"alpha": ones(2)}, r"alpha must be one number.* got \[2\]"),
         ({"gamma": SEVEN}, r"gamma must .*\[8\], got \[7\]"), ({"beta": SEVEN}, r"beta must .*\[8\], got \[7\]"),
@@ -161,6 +197,29 @@ REFUSED = {
             ({"query": ones(4, 13, 8)}, r"must be \[batch, heads, tokens, head_dim\]"),
         ],
     ),
+    ops.rope: (ROPE, [
+        *of_wrong_sizes(ops.rope),
+        ({"k": ROPE["k"].bfloat16()}, "q .*float32 and k .*bfloat16 may differ in heads only"),
+        ({"sin": ROPE["sin"].bfloat16()}, "cos and sin must have one shape and dtype"),
+        *((of_sizes(q=(3, 4, 5, 16), k=(3, 4, 5, 16), cos=(5, width), sin=(5, width)) | {"rotary_dim": size},
+           "rotary_dim must be even, at most 16") for size, width in ((7, 7), (18, 18), (8, 6), (-2, 8))),
+    ]),
+    ops.qk_norm_rope: (QK, [
+        *of_wrong_sizes(ops.qk_norm_rope),
+        *(({"rotary_dim": size}, "rotary_dim must be even, at most 8") for size in (7, 14)),
+        ({"rotary_dim": 6}, r"rotary_dim .* that of cos \[1, 5, 8\] or twice that, got 6"),
+        ({"casting_mode": "float"}, "casting_mode must be llama, gemma or none, got 'float'"),
+        ({"k_weight": None}, "q_weight and k_weight must both be given, or both be None"),
+    ]),
+    ops.llama4_rope: (LLAMA4, [
+        *of_wrong_sizes(ops.llama4_rope),
+        ({"xk": LLAMA4["xk"].bfloat16()}, "q .*float32 and k .*bfloat16 .* may differ in heads only"),
+    ]),
+    ops.qwen2vl_mrope: (MROPE, [
+        *of_wrong_sizes(ops.qwen2vl_mrope),
+        *(({"mrope_section": sections}, ".*mrope_section .* must add up") for sections in ([1, 3, 3], [-1, 5, 2])),
+        ({"unsqueeze_dim": 3}, "unsqueeze_dim must be 1 or 2, got 3"),
+    ]),
     ops.cross_entropy: ({"logits": torch.zeros(3, 8), "target": EMPTY}, [
         *CAPS,
         ({"target": torch.zeros(4, dtype=torch.long)}, r"target must be \[3\] as the rows of logits are, got \[4\]"),
@@ -180,9 +239,9 @@ REFUSED = {
         ({"target": ones(3)}, "integer dtype, got torch.float32"),
         ({"target": EMPTY.bool()}, "integer dtype, got torch.bool"),
         ({"target": META}, "target is on meta, and must be on cpu"),
-        ({"class_weight": ones(6)}, r"class_weight must be \[5\], got \[6\]"),
+        ({"class_weight": ones(6)}, r"class_weight must have the shape \[5\], got \[6\]"),
         ({"class_weight": ones(5, requires_grad=True)}, "class_weight gets no gradient"),
-        ({"bias": ones(6)}, r"bias must be \[5\], got \[6\]"),
+        ({"bias": ones(6)}, r"bias must have the shape \[5\], got \[6\]"),
         ({"accum_dtype": torch.float64}, r"accum_dtype must be float32 or torch\.float32, got torch\.float64"),
         ({"reduction": "max"}, "reduction must be mean, sum or none, got 'max'"),
         ({"reduction": "sum", "num_items": 3}, "num_items goes with the reduction mean, not sum"),
@@ -194,7 +253,8 @@ REFUSED = {
         ({"weight": ones(5, 7)}, r"hidden must be .*, got \[3, 8\] and \[5, 7\]"),
         ({"ids": torch.zeros(4, dtype=torch.long)}, r"ids must be \[3\] as the rows of hidden are, got \[4\]"),
         ({"ids": ones(3)}, "ids must be of an integer dtype, got torch.float32"),
-        ({"ids": META}, "ids is on meta, and must be on cpu"), ({"bias": ones(6)}, r"bias must be \[5\], got \[6\]"),
+        ({"ids": META}, "ids is on meta, and must be on cpu"),
+        ({"bias": ones(6)}, r"bias must have the shape \[5\], got \[6\]"),
         ({"temperature": 0.0}, "temperature must be positive and finite .*, got 0.0"),
         ({"temperature": math.nan}, "temperature must be positive and finite"),
     ]),

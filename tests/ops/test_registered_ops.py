@@ -44,7 +44,7 @@ REGISTERED = [
 
 
 @pytest.mark.parametrize(("name", "optional"), REGISTERED)
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_torch_s_own_checks_of_a_registered_op(name, optional):
     op = getattr(torch.ops.tilekern, name).default
     result = torch.library.opcheck(op, registered_arguments(name, optional))

@@ -166,17 +166,10 @@ def test_what_no_kernel_takes_runs_in_torch(scores):
     torch.testing.assert_close(found.weights.double(), wide.weights, rtol=1e-6, atol=1e-7)
 
 
-def test_columns_of_a_wider_tensor():
-    wide = logits_of(5, 20)
-    for scores in ("softmax", "sigmoid"):
-        found, expected = (ops.router(x, 3, scores=scores) for x in (wide[:, 3:17], wide[:, 3:17].clone()))
-        assert torch.equal(found.ids, expected.ids)
-        assert torch.equal(found.weights, expected.weights)
-
-
-def test_it_is_traced_in_one_graph():
-    logits = logits_of(4, 9)
-    compiled = torch.compile(lambda x: ops.router(x, 3), backend="eager", fullgraph=True)(logits)
-    expected = ops.router(logits, 3)
-    assert torch.equal(compiled.ids, expected.ids)
-    torch.testing.assert_close(compiled.weights, expected.weights)
+def test_an_even_router_has_the_number_of_choices_as_its_balance():
+    logits, ids = torch.zeros(8, 4), torch.arange(16).view(8, 2) % 4
+    balance, z = ops.router_losses(logits, ids)
+    assert balance == pytest.approx(2.0)
+    assert z == pytest.approx(torch.tensor(4.0).log().item() ** 2)
+    one = torch.full_like(logits, -50.0).index_fill(1, torch.tensor([3]), 0.0)
+    assert ops.router_losses(one, torch.full((8, 1), 3)).balance == pytest.approx(4.0)

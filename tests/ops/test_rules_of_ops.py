@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_samples import SHIPPED, WITH_ARRAYS, laid_out, public, scalars_of, tensors_of
+from op_samples import SHIPPED, WITH_ARRAYS, laid_out, scalars_of, tensors_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilekern.errors import CacheMiss, NoVariant
-from tilekern.ops import writing
-from tilekern.ops.declaration import arrays_of
-from tilekern.ops.names import names_of
+from tilekern.ops import registration, writing
+from tilekern.ops.declaration import arrays_of, names_of
 from tilekern.ops.registration import Rows
 from tilekern.runtime import dispatch
 from tilekern.runtime.plans import InterpretedPlan
@@ -56,7 +55,8 @@ class OnGpu:
         exec(compile(writing.text_of(op).replace(".is_cuda", ".is_cpu"), op.name, "exec"), self.names)
         self.names["apply"] = self.names[op.title].apply
         self.names["plan_for"] = lambda *_: self.plan
-        for part in op.parts.named().values():
+        monkeypatch.setattr(registration, "plan_for", lambda *_: self.plan)
+        for part in op.overrides.values():
             if "plan_for" in part.__globals__:
                 monkeypatch.setitem(part.__globals__, "plan_for", lambda *_: self.plan)
         for name, notes in (("find", self.searches), ("check", self.checks)):
@@ -247,11 +247,3 @@ def test_a_gradient_that_nobody_asks_for_is_not_computed(op, names, on_gpu):
     all_launches, all_operations = cost_of_the_backward(op, on_gpu)
     assert launches <= all_launches
     assert operations < all_operations
-
-
-def gradients(op, given):
-    """The gradients of all tensors that need one, by their names."""
-    results = public(op)(**given)
-    loss = sum(y.float().square().sum() for y in (results if isinstance(results, tuple) else (results,)))
-    names = [name for name, x in given.items() if x.requires_grad]
-    return dict(zip(names, torch.autograd.grad(loss, [given[name] for name in names]), strict=True))

@@ -1,4 +1,4 @@
-"""activation: gelu, silu, relu and their kin, without a gate; the backward computes them again from what went in."""
+"""activation: gelu, silu, relu and others, without a gate; the backward recomputes them from the input."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels.activation import BACKWARD, FORWARD
 from tilekern.ops.operation import operation
@@ -30,8 +31,8 @@ CURVES = {
 }
 
 
-def activation(x: torch.Tensor, kind: str = "gelu") -> torch.Tensor:
-    """An activation of each element, computed in float32 and rounded once.
+def activation(x: Tensor, kind: str = "gelu") -> Tensor:
+    """Apply an activation to each element, computed in float32 and rounded once.
 
     Args:
         x: [..., columns]; bfloat16, float16 or float32, any strides.
@@ -48,7 +49,7 @@ def activation(x: torch.Tensor, kind: str = "gelu") -> torch.Tensor:
 
 
 def curve_of(op: str, kind: str) -> Curve:
-    """The curve of an activation.
+    """Return the curve of an activation.
 
     Raises:
         ValueError: the kind is unknown.
@@ -59,9 +60,7 @@ def curve_of(op: str, kind: str) -> Curve:
 
 
 @operation(FORWARD, BACKWARD, flags={"erf": "erf", "relu": "relu"})
-def curved(
-    x: torch.Tensor, linear: float = 1.0, cubic: float = 0.0, erf: bool = False, relu: bool = False
-) -> torch.Tensor:
+def curved(x: Tensor, linear: float = 1.0, cubic: float = 0.0, erf: bool = False, relu: bool = False) -> Tensor:
     """``x * p(x)``, by the p of a :class:`Curve`."""
     if relu:
         return x.relu() if erf else x.relu().square()

@@ -1,10 +1,10 @@
-"""AdamW: torch's optimizer, each parameter's step by one launch of the kernel ``adamw``, in place.
+"""AdamW: torch's optimizer, with one in-place launch of the kernel ``adamw`` per parameter and step.
 
-The kernel knows nothing of shapes: memory that has no gaps is seen as rows of it, in whatever order the dimensions lie
-(channels last, transposed), if the gradient and the moments lie as their parameter does. Others are copied
-into the parameter's order for the step, and its results are copied back; so is a parameter with gaps. A DTensor
-(FSDP2, tensor parallelism) is worked on shard by shard. Tensors that no kernel serves (the CPU, other dtypes than
-bfloat16, float16 and float32, a cache's miss) go through torch's own AdamW, counted as a fallback.
+The kernel does not depend on shapes: memory without gaps is passed as rows, whatever the order of the dimensions
+(channels last, transposed), if the gradient and the moments have the parameter's layout. Others are copied into the
+parameter's layout for the step, and results are copied back; so is a parameter with gaps. DTensors (FSDP2, tensor
+parallelism) are updated shard by shard. Tensors that no kernel serves (CPU, dtypes other than bfloat16, float16 and
+float32, a cache miss) go through torch's own AdamW, which counts as a fallback.
 
 It is written by hand and not declared: an optimizer's step is not a function with results and gradients.
 """
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
@@ -24,11 +25,11 @@ from tilekern.kernels.adamw import SPEC, flat_shape
 from tilekern.ops.registration import Rows, viewed
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
-Tensors = tuple[torch.Tensor, ...]
-# Extents are int32 in the kernel; only an odd number of elements comes near.
+Tensors = tuple[Tensor, ...]
+# Extents are int32 in the kernel; only odd numbers of elements come near.
 _MOST_ROWS = (1 << 31) - 1
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
-# A model has few sizes of parameters, and asks for the shape of each twice a step.
+_PLAIN = {Tensor, torch.nn.Parameter}
+# A model has few sizes of parameters, and needs the shape of each twice per step.
 _rows_of = functools.lru_cache(maxsize=4096)(flat_shape)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OWN_WAY = "this optimizer has an implementation of its own; leave it out"
@@ -39,44 +40,33 @@ _REFUSED = {
     "foreach": _OWN_WAY,
     "fused": _OWN_WAY,
 }
-# How a step is done, which a state dict of torch's optimizer says too, and which is not what it computes.
+# Options of torch's implementations, which state dicts contain and which do not change what a step computes.
 _IMPLEMENTATION = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 
 
 class AdamW(torch.optim.AdamW):
     """A drop-in for ``torch.optim.AdamW``: the same arguments and state dict, a step near the speed of a copy.
 
-    Each step computes in float32 and rounds the parameter and its moments once, to their dtypes: what torch's fused
-    implementation computes. State dicts go both ways, fused ones included; ``step`` is a float32 tensor on the CPU.
+    Each step computes in float32 and rounds the parameter and its moments once, to their dtypes, like torch's fused
+    implementation. State dicts can be exchanged, fused ones included; ``step`` is a float32 tensor on the CPU.
 
     Args:
-        params, lr, betas, eps, weight_decay, maximize: as torch has them; tensors for ``lr`` and ``betas`` are on the
-            CPU.
-        amsgrad, foreach, capturable, differentiable, fused: for the signature's sake; none may be True.
+        params, lr, betas, eps, weight_decay, maximize: as in torch; tensors for ``lr`` and ``betas`` are on the CPU.
+        amsgrad, foreach, capturable, differentiable, fused: only for torch's signature; none may be True.
 
     Raises:
-        ValueError: an option that is not served, a value that torch refuses, or a tensor on a GPU for ``lr`` or
-            ``betas``, which the host would wait for at every step.
+        ValueError: an option is not served, torch refuses a value, or ``lr`` or ``betas`` are tensors on a GPU, for
+            which the host would wait at every step.
     """
 
-    # A GradScaler divides gradients by its scale itself, and leaves out the steps of infinite ones.
+    # A GradScaler then divides the gradients itself, and skips steps with infinite gradients.
     _step_supports_amp_scaling = False
 
     def __init__(
-        self,
-        params: Any,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-    ) -> None:
+        self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False,
+        foreach: bool | None = None, capturable: bool = False, differentiable: bool = False, fused: bool | None = None,
+    ) -> None:  # fmt: skip
         _check({"lr": lr, "betas": betas, "amsgrad": amsgrad, "foreach": foreach, "fused": fused})
         _check({"capturable": capturable, "differentiable": differentiable})
         super().__init__(
@@ -85,10 +75,10 @@ class AdamW(torch.optim.AdamW):
         )  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's.
+        """Add a group, like torch.
 
         Raises:
-            ValueError: as the constructor.
+            ValueError: as in the constructor.
         """
         if isinstance(param_group, dict):
             _check(param_group)
@@ -108,29 +98,19 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step for every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Args:
-            closure: computes the loss and the gradients once more.
+            closure: computes the loss and the gradients again.
 
         Returns:
             The result of ``closure``, or None.
 
         Raises:
-            RuntimeError: a gradient is sparse, a CUDA graph is being captured, or somebody has set ``grad_scale`` or
-                ``found_inf``, which only torch's fused implementation reads.
+            RuntimeError: a gradient is sparse, a CUDA graph is being captured, or ``grad_scale`` or ``found_inf`` is
+                set, which only torch's fused implementation reads.
             ValueError: a group got an option that is not served, or a tensor on a GPU for ``lr`` or ``betas``.
         """
-        self._check_step()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            self._step_group(group)
-        return loss
-
-    def _check_step(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "AdamW.step cannot be captured in a CUDA graph, since the host computes its bias corrections; call it "
@@ -140,12 +120,19 @@ class AdamW(torch.optim.AdamW):
             _check(group)
         if getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None:
             raise RuntimeError("AdamW takes gradients that are unscaled: leave grad_scale and found_inf to GradScaler")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
 
     @torch._disable_dynamo
     def _step_group(self, group: dict[str, Any]) -> None:
         work: list[tuple[Plan | None, Tensors]] = []
-        steps: list[torch.Tensor] = []
-        written: list[torch.Tensor] = []
+        steps: list[Tensor] = []
+        written: list[Tensor] = []
         rest: list[Tensors] = []
         for param, state in self._graded(group):
             tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
@@ -167,14 +154,14 @@ class AdamW(torch.optim.AdamW):
             for (plan, parts), count in zip(work, counts, strict=True):
                 if plan is not None:
                     _launch(plan, scalars[count], *parts)
-            # A third of what adding 1 to each would cost the host.
+            # This takes a third of the host time of adding 1 to each.
             numbers = {count: torch.tensor(count, dtype=torch.float32, device="cpu") for count in scalars}
             torch._foreach_copy_(steps, [numbers[count] for count in counts])
-            # Autograd knows nothing of a kernel, and must refuse a backward through what it has changed.
+            # Autograd does not see the kernel, and must refuse a backward through the changed tensors.
             increment_version(written)
 
-    def _graded(self, group: dict[str, Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        """The parameters that have a gradient, with their states, which begin here."""
+    def _graded(self, group: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Return the parameters that have a gradient, with their states, which are created here."""
         found = []
         for param in group["params"]:
             grad = param.grad
@@ -197,7 +184,7 @@ def _check(options: dict[str, Any]) -> None:
             raise ValueError(f"AdamW: {name}=True is not served: {why}")
     for name, values in (("lr", (options.get("lr"),)), ("betas", options.get("betas", ()))):
         for value in values:
-            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            if isinstance(value, Tensor) and value.device.type != "cpu":
                 raise ValueError(
                     f"AdamW: {name} is a tensor on {value.device}, which the host would wait for at every step; "
                     "give a float or a tensor on the CPU"
@@ -205,14 +192,14 @@ def _check(options: dict[str, Any]) -> None:
 
 
 def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _shards(tensors: Tensors) -> Tensors | None:
-    """This process's shards of DTensors, a gradient's as the parameter is sharded; None for anything else.
+    """Return this process's shards of DTensors, the gradient resharded like the parameter; None for other tensors.
 
-    The gradient of an embedding under tensor or context parallelism is a sum that is open over the ranks, or lies
-    otherwise than its weight. Torch's own step would bring it there at each of its operations.
+    Under tensor or context parallelism the gradient of an embedding may be a partial sum, or be sharded differently
+    from its weight. Torch's own step would redistribute it at each operation.
     """
     if not all(hasattr(x, "to_local") for x in tensors):
         return None
@@ -223,14 +210,14 @@ def _shards(tensors: Tensors) -> Tensors | None:
         return None
     if grad.placements != param.placements:
         grad = grad.redistribute(param.device_mesh, param.placements)
-    # What a collective gives may still be on its way.
+    # The result of a collective may still be in flight.
     parts = tuple(x.wait() if hasattr(x, "wait") else x for x in (x.to_local() for x in (param, grad, *moments)))
     return parts if _PLAIN.issuperset(map(type, parts)) else None
 
 
-def _plan_of(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> Plan | None:
-    """The plan of a parameter; None where torch must do the work, or where there is nothing to do."""
-    # Where these differ from the parameter's, torch says what is wrong.
+def _plan_of(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Plan | None:
+    """Return the plan of a parameter; None if torch must do the work, or if there is nothing to do."""
+    # If these differ from the parameter's, torch reports the error.
     alike = (
         param.dtype == grad.dtype == exp_avg.dtype == exp_avg_sq.dtype
         and param.get_device() == grad.get_device() == exp_avg.get_device() == exp_avg_sq.get_device()
@@ -244,9 +231,8 @@ def _plan_of(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp
 
 
 def _launch(
-    plan: Plan, scalars: tuple[float, ...], param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-) -> None:  # fmt: skip
+    plan: Plan, scalars: tuple[float, ...], param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
+) -> None:
     shape, device = _rows_of(param.numel()), param.get_device()
     copies: Sequence[Tensors] = ()
     if not (param.is_contiguous() and grad.is_contiguous() and exp_avg.is_contiguous() and exp_avg_sq.is_contiguous()):
@@ -264,10 +250,11 @@ def _launch(
         original.copy_(copy)
 
 
-def _in_order(shape: tuple[int, int], *tensors: torch.Tensor) -> tuple[Tensors, Sequence[Tensors]]:
-    """Tensors as rows, in the order in which the first one's dimensions lie in memory: views, or copies.
+def _in_order(shape: tuple[int, int], *tensors: Tensor) -> tuple[Tensors, Sequence[Tensors]]:
+    """Return tensors as rows, in the memory order of the first one's dimensions: views, or copies.
 
-    With them the pairs (copy, original) of what has to be copied back; that is never the gradient, the second one.
+    Also return the pairs (copy, original) that must be copied back; the gradient, the second tensor, is never among
+    them.
     """
     strides = tensors[0].stride()
     order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
@@ -278,7 +265,7 @@ def _in_order(shape: tuple[int, int], *tensors: torch.Tensor) -> tuple[Tensors, 
 
 
 def scalars_of(group: dict[str, Any], step: float) -> tuple[float, ...]:
-    """The kernel's scalars for a parameter group's options at step number ``step``, the first one being 1."""
+    """Return the kernel's scalars for a parameter group's options at step number ``step``; the first step is 1."""
     lr, beta1, beta2 = float(group["lr"]), *map(float, group["betas"])
     root = math.sqrt(1 - beta2**step)
     return (
@@ -292,8 +279,8 @@ def scalars_of(group: dict[str, Any], step: float) -> tuple[float, ...]:
     )
 
 
-def _fall_back(group: dict[str, Any], rest: Sequence[tuple[torch.Tensor, ...]]) -> None:
-    """Torch's own step for (parameter, gradient, moments, step) each; it counts the steps itself."""
+def _fall_back(group: dict[str, Any], rest: Sequence[tuple[Tensor, ...]]) -> None:
+    """Run torch's own step for each (parameter, gradient, moments, step); it also counts the steps."""
     for _ in rest:
         count_fallback(SPEC)
     params, grads, exp_avgs, exp_avg_sqs, steps = map(list, zip(*rest, strict=True))

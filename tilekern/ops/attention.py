@@ -1,7 +1,7 @@
 """attention: softmax(scale q k^T) v with causal masks, windows, soft caps, sinks, groups of heads, packed sequences.
 
-Its launches are written by hand: a library may win either direction, the backward is of up to three kernels, and what
-a call does not have is handed to them as placeholders.
+Its launches are written by hand: a library may win either direction, the backward has up to three kernels, and missing
+arguments are passed to them as placeholders.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels.attention import backward as backward_kernels
 from tilekern.kernels.attention.forward import SPEC as _FORWARD
@@ -16,12 +17,12 @@ from tilekern.kernels.attention.gradients import SPEC as _BACKWARD
 from tilekern.kernels.families.placeholders import placeholder
 from tilekern.ops.operation import operation
 from tilekern.ops.packing import check_starts, longest
-from tilekern.ops.registration import check_softcap, check_tensors, disjoint, fresh
+from tilekern.ops.registration import check_softcap, check_tensors, check_vectors, disjoint, fresh
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array, KernelSpec
 from tilekern.warning import warn_once
 
-# Gradients of wider heads take the compiler more seconds than a step can wait for.
+# Compiling the gradients of wider heads takes too long for a training step to wait.
 WIDEST_HEAD = 256
 _DELTA, _DKDV, _DQ = backward_kernels.DELTA, backward_kernels.DKDV, backward_kernels.DQ
 _QUERIES, _KEYS = ("batch", "queries", "heads", "head_dim"), ("batch", "keys", "kv_heads", "head_dim")
@@ -37,7 +38,7 @@ _ARRAYS = (
 
 
 class Call(NamedTuple):
-    """A call's arguments beside its tensors, worked out; ``window`` is None where it would show every key."""
+    """A call's arguments other than tensors, with defaults filled in; ``window`` is None if it would show every key."""
 
     causal: bool
     scale: float
@@ -48,7 +49,7 @@ class Call(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """The plans of a call; those of the backward are None where no gradient is asked for."""
+    """The plans of a call; those of the backward are None if no gradient is needed."""
 
     forward: Plan
     backward: Plan | None
@@ -57,40 +58,31 @@ class Plans(NamedTuple):
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    deterministic: bool = True,
-) -> torch.Tensor:
-    """``softmax(scale q k^T) v``, head by head, each group of query heads with one key head.
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None, window: int | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, deterministic: bool = True,
+) -> Tensor:  # fmt: skip
+    """``softmax(scale q k^T) v`` for each head; each group of query heads shares one key head.
 
-    The last query stands at the last key. Softmax in float32; probabilities rounded to the dtype before they meet v.
+    The last query is at the position of the last key. The softmax is in float32; probabilities are rounded to the dtype
+    before they are multiplied by v.
 
     Args:
         q: [batch, queries, heads, head_dim]; bfloat16, float16 or float32, any strides, as are k and v. Kernels take
             heads of up to 256; wider ones go through SDPA.
         k, v: [batch, keys, kv_heads, head_dim]; ``heads`` is a multiple of ``kv_heads``.
         causal: a query sees the keys up to its own position.
-        scale: of the scores; head_dim ** -0.5 where None.
-        window: a query sees the keys at a distance of less than ``window``; all where None.
+        scale: factor of the scores; None for head_dim ** -0.5.
+        window: a query sees the keys at a distance of less than ``window``; None for all keys.
         softcap: scores s become ``softcap * tanh(s / softcap)``; positive and finite.
-        sinks: [heads], a logit that each head's denominator takes in; gets a gradient.
-        cu_seqlens: [sequences + 1] int32: where each of the sequences that stand one after the other in a batch of
-            one begins; it starts with 0, never falls, and ends with the number of tokens. Sequences do not see each
-            other. Values on the CPU are checked; on a GPU they are not, as that would wait for the device, and with
-            others the results mean nothing.
-        max_seqlen: at least the length of the longest of them, and checked as they are; None reads it from
-            ``cu_seqlens``, which waits for the device, once for calls in a row with the same tensor. While a graph is
-            traced or captured it is the number of tokens.
-        deterministic: whether gradients must be the same, bit for bit, in every run. The kernels' always are.
+        sinks: [heads], a logit that is added to each head's denominator; gets a gradient.
+        cu_seqlens: [sequences + 1] int32, the first token of each packed sequence in a batch of one. It starts with 0,
+            never decreases, and ends with the number of tokens. Sequences do not see each other. Values on the CPU are
+            checked; values on a GPU are not, as that would wait for the device, and wrong ones give wrong results.
+        max_seqlen: the length of the longest sequence or more, checked likewise. None reads it from ``cu_seqlens``,
+            which waits for the device, once for consecutive calls with the same tensor. While a graph is traced or
+            captured it is the number of tokens.
+        deterministic: whether gradients must be bitwise the same in every run. The kernels' gradients always are.
 
     Returns:
         [batch, queries, heads, head_dim], contiguous; 0 where a query sees no key.
@@ -108,10 +100,7 @@ def attention(
     return _attention(q, k, v, sinks, cu_seqlens, causal, scale, window, softcap, max_seqlen, deterministic)
 
 
-def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    *numbers: Any,
-) -> None:  # fmt: skip
+def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, *numbers: Any) -> None:
     shapes = f"got q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise ValueError(f"attention: q, k and v must be [batch, tokens, heads, head_dim], {shapes}")
@@ -121,55 +110,27 @@ def _check(
         raise ValueError(f"attention: q, k and v must be of one batch, {shapes}")
     if q.shape[2] % k.shape[2] if k.shape[2] else q.shape[2]:
         raise ValueError(f"attention: {q.shape[2]} heads must be a multiple of the {k.shape[2]} key heads, {shapes}")
-    if sinks is not None and sinks.shape != q.shape[2:3]:
-        raise ValueError(f"attention: sinks must have the shape [{q.shape[2]}], got {list(sinks.shape)}")
+    check_vectors("attention", q.shape[2], sinks=sinks)
     check_tensors("attention", "cu_seqlens", q=q, k=k, v=v, sinks=sinks, cu_seqlens=cu_seqlens)
     if cu_seqlens is not None and (q.shape[0] != 1 or q.shape[1] != k.shape[1]):
         raise ValueError(f"attention: packed sequences need a batch of one and as many queries as keys, {shapes}")
 
 
 def _call(
-    q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor | None, causal: bool, scale: float | None,
-    window: int | None, softcap: float | None, max_seqlen: int | None, deterministic: bool,
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float | None, window: int | None,
+    softcap: float | None, max_seqlen: int | None, deterministic: bool,
 ) -> Call:  # fmt: skip
     most = max(q.shape[1], k.shape[1]) if cu_seqlens is None or max_seqlen is None else max_seqlen
-    # A window that holds every key is none, which needs no mask.
+    # A window that covers every key needs no mask.
     short = window if window is not None and window < most else None
     factors = q.shape[3] ** -0.5 if scale is None else float(scale), None if softcap is None else float(softcap)
     return Call(causal, factors[0], short, factors[1], most, deterministic)
 
 
-def _in_torch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    call: Call,
-) -> torch.Tensor:  # fmt: skip
-    """Through SDPA where that can do it."""
-    queries, keys = q.shape[1], k.shape[1]
-    square = call.causal and call.window is None and cu_seqlens is None and queries == keys
-    masked = (call.causal or call.window is not None or cu_seqlens is not None) and not square
-    shown = _shown(q, k, cu_seqlens, call) if masked else None
-    # A row that sees nothing is not a number in some of SDPA's implementations, nor is a causal one scaled below 0.
-    if call.softcap is not None or sinks is not None or call.scale <= 0 or (masked and queries > keys):
-        shown = _shown(q, k, cu_seqlens, call) if square else shown
-        return formula(q, k, v, sinks, shown, call)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)),
-        attn_mask=shown,
-        is_causal=square,
-        scale=call.scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return out.transpose(1, 2).contiguous()
-
-
-def _shown(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor | None, call: Call) -> torch.Tensor:
-    return shown(q.shape[1], k.shape[1], q.device, call.causal, call.window, cu_seqlens)
-
-
 def shown(
-    queries: int, keys: int, device: torch.device, causal: bool, window: int | None, cu_seqlens: torch.Tensor | None
-) -> torch.Tensor:
-    """Which keys each query sees, [queries, keys] bool; arguments as those of :func:`attention`."""
+    queries: int, keys: int, device: torch.device, causal: bool, window: int | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Return which keys each query sees, [queries, keys] bool; arguments as in :func:`attention`."""
     key = torch.arange(keys, dtype=torch.int64, device=device)
     position = (torch.arange(queries, dtype=torch.int64, device=device) + keys - queries)[:, None]
     seen = key <= position if causal else torch.ones((queries, keys), dtype=torch.bool, device=device)
@@ -181,15 +142,8 @@ def shown(
     return seen
 
 
-def formula(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    shown: torch.Tensor | None,
-    call: Call,
-) -> torch.Tensor:
-    """The op in torch's own operations, scores and all; ``shown``, which broadcasts to them, says who sees whom."""
+def formula(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shown: Tensor | None, call: Call) -> Tensor:
+    """Compute the op in torch's own operations; ``shown`` broadcasts to the scores and is True for visible keys."""
     group = q.shape[2] // max(1, k.shape[2])
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k).float() * call.scale
@@ -206,9 +160,8 @@ def formula(
 
 
 def _find(
-    graded: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None, *numbers: Any,
-) -> Plans | None:  # fmt: skip
+    graded: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, *numbers: Any
+) -> Plans | None:
     call, packed = _call(q, k, cu_seqlens, *numbers), cu_seqlens is not None
     odd = cu_seqlens is not None and cu_seqlens.dtype != torch.int32
     if not q.dtype == k.dtype == v.dtype or v.shape != k.shape or call.scale <= 0 or odd:
@@ -240,7 +193,7 @@ def _find(
     def found(spec: KernelSpec, **changes: Any) -> Plan | None:
         sizes = values | changes
         plan = plan_for(spec, q.device, *(sizes[d.name] for d in spec.dimensions))
-        # A record serves a bucket of sizes; cuDNN's causal mask is another one where queries and keys differ.
+        # A record serves a bucket of sizes; cuDNN's causal mask differs if there are not as many queries as keys.
         library = plan is not None and plan.config.get("implementation") == "cudnn"
         return plan if square or not library else None
 
@@ -254,16 +207,15 @@ def _find(
     return None if None in parts else Plans(forward, gradients, delta, call)
 
 
-def _row_values(q: torch.Tensor) -> torch.Tensor:
-    """An uninitialised float32 for each query of each head, [batch, heads, queries]."""
+def _row_values(q: Tensor) -> Tensor:
+    """Return an uninitialised float32 for each query of each head, [batch, heads, queries]."""
     batch, queries, heads, _ = q.shape
     return torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
 
 
 def _launch(
-    plans: Plans, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None, *numbers: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    plans: Plans, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, *numbers: Any
+) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
     call = plans.call
     starts = placeholder(1, torch.int32, q.device) if cu_seqlens is None else cu_seqlens
@@ -276,9 +228,9 @@ def _launch(
 
 
 def _launch_backward(
-    plans: Plans, needs: tuple[bool, ...], dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None, *numbers: Any,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    plans: Plans, needs: tuple[bool, ...], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    sinks: Tensor | None, cu_seqlens: Tensor | None, *numbers: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """(dq, dk, dv, dsinks)."""
     assert plans.backward is not None
     assert plans.delta is not None
@@ -297,13 +249,12 @@ def _launch_backward(
 
 
 def _fake(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    *numbers: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, *numbers: Any
+) -> tuple[Tensor, Tensor]:
     return q.new_empty((*q.shape[:3], v.shape[3])), _row_values(q)
 
 
-def _rest(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor]:
+def _rest(q: Tensor, *rest: Any) -> tuple[Tensor]:
     """A placeholder for lse: without a plan of the forward no backward kernel runs that would read it."""
     return (_row_values(q).fill_(torch.nan),)
 
@@ -315,9 +266,22 @@ def _rest(q: torch.Tensor, *rest: Any) -> tuple[torch.Tensor]:
     launch=_launch, launch_backward=_launch_backward, fake=_fake, rest=_rest,
 )  # fmt: skip
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-    causal: bool, scale: float | None, window: int | None, softcap: float | None, max_seqlen: int | None,
-    deterministic: bool,
-) -> torch.Tensor:  # fmt: skip
-    numbers = (causal, scale, window, softcap, max_seqlen, deterministic)
-    return _in_torch(q, k, v, sinks, cu_seqlens, _call(q, k, cu_seqlens, *numbers))
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, causal: bool, scale: float | None,
+    window: int | None, softcap: float | None, max_seqlen: int | None, deterministic: bool,
+) -> Tensor:  # fmt: skip
+    call = _call(q, k, cu_seqlens, causal, scale, window, softcap, max_seqlen, deterministic)
+    queries, keys = q.shape[1], k.shape[1]
+    square = causal and call.window is None and cu_seqlens is None and queries == keys
+    masked = not square and (causal or call.window is not None or cu_seqlens is not None)
+    # Some of SDPA's implementations give NaN for rows that see no key, and for causal rows with a negative scale.
+    by_formula = softcap is not None or sinks is not None or call.scale <= 0 or (masked and queries > keys)
+    mask = None
+    if masked or (square and by_formula):
+        mask = shown(queries, keys, q.device, causal, call.window, cu_seqlens)
+    if by_formula:
+        return formula(q, k, v, sinks, mask, call)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, is_causal=square, scale=call.scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous()

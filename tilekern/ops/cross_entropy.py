@@ -1,7 +1,7 @@
 """cross_entropy: the loss of logits against class indices; the backward computes the softmax again from ``lse``.
 
 Its launches are written by hand: another kernel checks and counts the labels first, the reduction is part of the op,
-and the backward may write the gradient over the logits.
+and the backward may overwrite the logits with their gradient.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels.cross_entropy import separate as kernels
 from tilekern.ops.labels import checked, total
@@ -22,37 +23,39 @@ from tilekern.ops.registration import (
     check_share,
     check_softcap,
     check_tensors,
+    check_vectors,
     fresh,
     is_traced,
     keeps_graph,
+    plans_of_both,
     shaped,
 )
-from tilekern.runtime.dispatch import Plan, plan_for
+from tilekern.runtime.dispatch import Plan
 from tilekern.spec import Array
 
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropyOutput:
-    """A loss and what was asked for beside it; none of the latter has a gradient.
+    """A loss and the other requested results, which have no gradient.
 
     Attributes:
-        loss: what the loss is without these.
-        z_loss: the part of it that ``z_loss`` adds, reduced as it is.
-        token_accuracy: the share of the rows that count whose largest logit is the target's, float32; for the reduction
-            ``none`` 1 or 0 for each row, 0 for those that do not count.
-        predicted_tokens: the place of the largest logit of each row, int64; -1 for rows that do not count.
+        loss: the whole loss.
+        z_loss: the part of it that ``z_loss`` adds, reduced likewise.
+        token_accuracy: the share of counted rows whose largest logit is the target's, float32; for the reduction
+            ``none`` 1 or 0 for each row, 0 for rows that do not count.
+        predicted_tokens: the index of the largest logit of each row, int64; -1 for rows that do not count.
     """
 
-    loss: torch.Tensor
-    z_loss: torch.Tensor | None = None
-    token_accuracy: torch.Tensor | None = None
-    predicted_tokens: torch.Tensor | None = None
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
 
 
 _FORWARD, _BACKWARD = kernels.FORWARD, kernels.BACKWARD
 _INT32 = torch.iinfo(torch.int32)
 Plans = tuple[Plan, Plan | None]
-Results = tuple[torch.Tensor, ...]
+Results = tuple[Tensor, ...]
 _ROW = ("rows",)
 _ARRAYS = (
     Array("logits", "dtype", ("rows", "vocabulary")),
@@ -67,9 +70,9 @@ _ARRAYS = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Options:
-    """The parameters of a loss beside logits and target, as the arguments of :func:`cross_entropy` in their order."""
+    """The arguments of :func:`cross_entropy` after logits and target, in their order."""
 
-    class_weight: torch.Tensor | None
+    class_weight: Tensor | None
     ignore_index: int
     reduction: str
     label_smoothing: float
@@ -78,7 +81,7 @@ class _Options:
     in_place: bool
 
     def given(self, device: torch.device) -> tuple[Any, ...]:
-        """The arguments of the kernels."""
+        """Return the kernels' arguments."""
         weight = None if self.class_weight is None else self.class_weight.float().contiguous()
         return kernels.option_arguments(
             weight, self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, device
@@ -86,41 +89,38 @@ class _Options:
 
 
 def cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, ignore_index: int = -100,
-    reduction: str = "mean", label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0,
-    in_place: bool = False, *, return_z_loss: bool = False, return_token_accuracy: bool = False,
-    return_predicted_tokens: bool = False, z_loss_by_rows: bool = False,
-) -> torch.Tensor | CrossEntropyOutput:  # fmt: skip
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
+    label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0, in_place: bool = False, *,
+    return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
+    z_loss_by_rows: bool = False,
+) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """Cross entropy as ``torch.nn.functional.cross_entropy`` defines it, plus a soft cap and a z-loss.
 
     Args:
-        logits: [..., vocabulary]; bfloat16, float16 or float32, any strides. Classes stand last, also where torch
-            would have them second.
+        logits: [..., vocabulary]; bfloat16, float16 or float32, any strides. Unlike in torch, classes are always last.
         target: [...] of an integer dtype: classes, or ``ignore_index`` for rows that do not count. A row with any other
-            value has the loss NaN, and a later call raises, where torch raises at once.
+            value has the loss NaN, and a later call raises; torch raises at once.
         weight: [vocabulary], a factor for each class, of any floating dtype; it gets no gradient.
         ignore_index: the target of rows that do not count.
-        reduction: ``mean`` divides by the sum of the class weights of the rows that count, and is NaN where there are
+        reduction: ``mean`` divides by the sum of the class weights of the rows that count, and is NaN if there are
             none; ``sum``; ``none`` gives the shape of ``target``.
-        label_smoothing: from 0 to 1, the share of the target that goes to all classes alike.
+        label_smoothing: from 0 to 1, the share of the target that is spread evenly over all classes.
         softcap: replaces the logits by ``softcap * tanh(logits / softcap)``; positive and finite.
-        z_loss: adds ``z_loss * lse ** 2`` to each row that counts, where lse is the log of the sum of exponentials.
-        in_place: let the backward write the gradient over the logits, for where nothing needs them after it, as when a
-            matrix product has made them. Autograd notices a later use that it knows of. Leaves keep their memory, and
-            ``torch.compile`` plans memory by itself, and it is not done where something is returned beside the loss or
-            the graph is kept for another backward.
-        return_z_loss, return_token_accuracy, return_predicted_tokens: give these beside the loss. The last two read the
-            logits once more.
+        z_loss: adds ``z_loss * lse ** 2`` to each row that counts; lse is the logsumexp of its logits.
+        in_place: let the backward overwrite the logits with their gradient, if nothing reads them afterwards. Autograd
+            notices later uses that it knows of. Leaves are never overwritten, and neither are logits under
+            ``torch.compile``, if other results are returned, or if the graph is kept for another backward.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: return these too. The last two read the logits
+            once more.
         z_loss_by_rows: with class weights and the reduction ``mean``, divide the z-loss by the number of rows that
-            count, as Liger does, where else the whole loss is divided by the sum of their class weights.
+            count, as Liger does; otherwise the whole loss is divided by the sum of their class weights.
 
     Returns:
-        The loss in float32, whatever the logits' dtype (float64 for float64 logits); a :class:`CrossEntropyOutput`
-        where anything is returned beside it.
+        The loss in float32 (float64 for float64 logits); a :class:`CrossEntropyOutput` if other results are requested.
 
     Raises:
-        ValueError: shapes do not fit, ``target`` is not of an integer dtype or on another device, an option has a
-            value that it cannot have, or an earlier call on this device got a label outside its vocabulary
+        ValueError: shapes do not fit, ``target`` is not of an integer dtype or on another device, an option has an
+            invalid value, or an earlier call on this device got a label outside the vocabulary
             (:func:`tilekern.check_labels`).
     """
     if weight is not None and weight.requires_grad:
@@ -141,7 +141,7 @@ def cross_entropy(
         loss, lse, count, labels = torch.ops.tilekern.cross_entropy.default(*given)
         predicted = logits.detach().argmax(-1) if return_token_accuracy or return_predicted_tokens else None
 
-        def total(rows: torch.Tensor) -> torch.Tensor:
+        def total(rows: Tensor) -> Tensor:
             return _reduced(rows.view(target.shape), count.detach(), reduction)
 
         wanted = (return_z_loss, return_token_accuracy, return_predicted_tokens)
@@ -151,8 +151,8 @@ def cross_entropy(
     return _loss(logits, target, weight, ignore_index, reduction, label_smoothing, softcap, z_loss, in_place)
 
 
-def weights_by_rows(weight: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Class weights of which the rows that count have as many as there are: a mean divides by the number of rows."""
+def weights_by_rows(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """Rescale class weights so that those of the counted rows sum to their number, by which a mean then divides."""
     valid = target != ignore_index
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     shares = wide[target.clamp(0, weight.shape[0] - 1).long()] * valid
@@ -160,20 +160,20 @@ def weights_by_rows(weight: torch.Tensor, target: torch.Tensor, ignore_index: in
 
 
 def with_others(
-    loss: torch.Tensor, wanted: tuple[bool, bool, bool], lse: torch.Tensor, predicted: torch.Tensor | None,
-    labels: torch.Tensor, options: Any, total: Callable[[torch.Tensor], torch.Tensor], by_row: bool,
+    loss: Tensor, wanted: tuple[bool, bool, bool], lse: Tensor, predicted: Tensor | None, labels: Tensor, options: Any,
+    total: Callable[[Tensor], Tensor], by_row: bool,
 ) -> CrossEntropyOutput:  # fmt: skip
-    """A loss with what is wanted beside it: the z-loss, the accuracy, the predicted tokens.
+    """Return a loss with the z-loss, the accuracy and the predicted tokens, as far as they are wanted.
 
     Args:
         loss: the reduced loss.
-        wanted: which of the three are.
-        lse: the log of the sum of exponentials of each row, [rows].
-        predicted: the place of the largest logit of each row, of the shape of ``labels``; None where not wanted.
+        wanted: which of the three are wanted.
+        lse: the logsumexp of each row, [rows].
+        predicted: the index of the largest logit of each row, in the shape of ``labels``; None if not needed.
         labels: the targets.
         options: has the fields ``ignore_index`` and ``z_loss``.
-        total: what the reduction makes of the losses [rows].
-        by_row: whether that is one for each row.
+        total: applies the reduction to losses [rows].
+        by_row: whether the reduction gives one loss per row.
     """
     valid, z, accuracy = labels != options.ignore_index, None, None
     if wanted[0]:
@@ -185,28 +185,23 @@ def with_others(
     return CrossEntropyOutput(loss, z, accuracy, shown)
 
 
-def _check(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, *options: Any) -> None:
+def _check(logits: Tensor, target: Tensor, weight: Tensor | None, *options: Any) -> None:
     check_ids("cross_entropy", "target", target, logits=logits)
     check_tensors("cross_entropy", "target", logits=logits, target=target, weight=weight)
-    if weight is not None and weight.shape != logits.shape[-1:]:
-        raise ValueError(f"cross_entropy: weight must have the shape [{logits.shape[-1]}], got {list(weight.shape)}")
+    check_vectors("cross_entropy", logits.shape[-1], weight=weight)
 
 
-def _find(graded: bool, logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> Plans | None:
+def _find(graded: bool, logits: Tensor, target: Tensor, *rest: Any) -> Plans | None:
     options = _Options(*rest)
     if not logits.numel():
         return None
     flags = (options.class_weight is not None, options.label_smoothing > 0, options.softcap is not None)
     sizes = (target.numel(), logits.shape[-1], logits.dtype, *flags)
-    forward = plan_for(_FORWARD, logits.device, *sizes)
-    if forward is None or not graded:
-        return None if forward is None else (forward, None)
-    backward = plan_for(_BACKWARD, logits.device, *sizes)
-    return None if backward is None else (forward, backward)
+    return plans_of_both(graded, logits.device, (_FORWARD, *sizes), (_BACKWARD, *sizes))
 
 
-def composed(logits: torch.Tensor, target: torch.Tensor, options: Any) -> torch.Tensor:
-    """The loss of each row in torch's own operations: shape of ``target``, float32 (float64 for float64 logits).
+def composed(logits: Tensor, target: Tensor, options: Any) -> Tensor:
+    """Compute the loss of each row by torch, in the shape of ``target``; float32 (float64 for float64 logits).
 
     ``options`` has the fields ``class_weight``, ``ignore_index``, ``label_smoothing``, ``softcap`` and ``z_loss``.
     """
@@ -218,19 +213,19 @@ def composed(logits: torch.Tensor, target: torch.Tensor, options: Any) -> torch.
         label_smoothing=options.label_smoothing,
     )  # fmt: skip
     if options.z_loss:
-        # Filled rather than multiplied by 0: where no row counts, the mean hands infinity to every row.
+        # Filled, not multiplied by 0: if no row counts, the gradient of the mean is infinite in every row.
         square = rows.logsumexp(-1).square().masked_fill(labels == options.ignore_index, 0)
         loss = loss + options.z_loss * square
     return loss.view(target.shape)
 
 
-def wide(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Logits as the loss sees them: in float32 or float64, capped."""
+def wide(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return the capped logits in float32 or float64."""
     x = logits if logits.dtype == torch.float64 else logits.float()
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 
-def _count(target: torch.Tensor, options: _Options) -> torch.Tensor:
+def _count(target: Tensor, options: _Options) -> Tensor:
     """The divisor of the mean: the class weights of the rows that count; empty for another reduction."""
     if options.reduction != "mean":
         return target.new_empty(0, dtype=torch.int64)
@@ -240,13 +235,13 @@ def _count(target: torch.Tensor, options: _Options) -> torch.Tensor:
     return (weight[target.clamp(0, weight.shape[0] - 1).long()] * valid).sum(dtype=torch.float64)
 
 
-def _reduced(loss: torch.Tensor, count: torch.Tensor, reduction: str) -> torch.Tensor:
+def _reduced(loss: Tensor, count: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / count.to(loss.dtype)
 
 
-def _launch(plans: Plans, logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> Results:
+def _launch(plans: Plans, logits: Tensor, target: Tensor, *rest: Any) -> Results:
     options = _Options(*rest)
     labels, counted = checked("cross_entropy", target, logits.shape[-1], options.ignore_index)
     loss = torch.empty(labels.numel(), dtype=torch.float32, device=logits.device)
@@ -260,9 +255,9 @@ def _launch(plans: Plans, logits: torch.Tensor, target: torch.Tensor, *rest: Any
 
 
 def _launch_backward(
-    plans: tuple[Plan, Plan], needs: tuple[bool, ...], dloss: torch.Tensor, logits: torch.Tensor, lse: torch.Tensor,
-    count: torch.Tensor, labels: torch.Tensor, *rest: Any,
-) -> torch.Tensor:  # fmt: skip
+    plans: tuple[Plan, Plan], needs: tuple[bool, ...], dloss: Tensor, logits: Tensor, lse: Tensor, count: Tensor,
+    labels: Tensor, *rest: Any,
+) -> Tensor:  # fmt: skip
     options, rows = _Options(*rest), as_rows(logits)
     owned = rows.data_ptr() != logits.data_ptr()
     in_place = options.in_place and not owned and not keeps_graph()
@@ -277,7 +272,7 @@ def _launch_backward(
     return shaped(dlogits, *logits.shape)
 
 
-def _fake(logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> Results:
+def _fake(logits: Tensor, target: Tensor, *rest: Any) -> Results:
     options = _Options(*rest)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     loss = logits.new_empty(target.shape if options.reduction == "none" else (), dtype=dtype)
@@ -285,27 +280,27 @@ def _fake(logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> Results:
     return loss, lse, torch.empty_like(_count(target, options)), labels
 
 
-def _rest(logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> Results:
+def _rest(logits: Tensor, target: Tensor, *rest: Any) -> Results:
     options = _Options(*rest)
     lse = wide(logits, options.softcap).logsumexp(-1).view(-1)
     return lse, _count(target, options), target.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
 
 
 def _fallback_backward(
-    dloss: torch.Tensor, logits: torch.Tensor, lse: torch.Tensor, count: torch.Tensor, labels: torch.Tensor, *rest: Any
-) -> torch.Tensor | None:
+    dloss: Tensor, logits: Tensor, lse: Tensor, count: Tensor, labels: Tensor, *rest: Any
+) -> Tensor | None:
     return by_autograd(_formula, (logits, labels, *rest), (0,), (dloss,))[0]
 
 
 def _formula(
-    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, reduction: str,
-    label_smoothing: float, softcap: float | None, z_loss: float, in_place: bool,
-) -> torch.Tensor:  # fmt: skip
+    logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float,
+    softcap: float | None, z_loss: float, in_place: bool,
+) -> Tensor:  # fmt: skip
     options = _Options(weight, ignore_index, reduction, label_smoothing, softcap, z_loss, in_place)
     return _reduced(composed(logits, target, options), _count(target, options), reduction)
 
 
-# The reduction is part of the op: of its steps by themselves autograd would make functions of their own.
+# The reduction is part of the op, which saves autograd a function per step.
 _loss = operation(
     _FORWARD, _BACKWARD, name="cross_entropy", ungraded=("target", "weight"), arrays=_ARRAYS,
     kept=("lse", "count", "labels"), reads=("logits", "lse", "count", "labels", "weight"),

@@ -1,4 +1,4 @@
-"""An op's declaration, and what follows from it; :mod:`tilekern.ops.writing` makes text of that."""
+"""An op's declaration, and the names that follow from it; :mod:`tilekern.ops.writing` turns it into code."""
 
 from __future__ import annotations
 
@@ -8,68 +8,81 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from tilekern.errors import NoVariant
+from tilekern.kernels import column_sum
+from tilekern.ops import registration
+from tilekern.ops.dtensors import by_shards, is_dtensor
+from tilekern.runtime import dispatch
 from tilekern.spec import Array, KernelSpec
 
 Function = Callable[..., Any]
+_OVERRIDES = (
+    "check", "find", "launch", "launch_backward", "fake", "fallback_backward", "absent", "rest", "otherwise",
+)  # fmt: skip
 # Types of arguments in torch's schema language.
 _KINDS = {
-    "torch.Tensor": "Tensor", "torch.Tensor | None": "Tensor?", "float": "float", "float | None": "float?",
+    "Tensor": "Tensor", "Tensor | None": "Tensor?", "float": "float", "float | None": "float?",
     "int": "SymInt", "int | None": "SymInt?", "bool": "bool", "str": "str", "str | None": "str?",
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of an op that it brings itself, in place of written ones.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Declaration:
+    """An op.
 
-    ``arguments`` are those of the formula, ``slopes`` the gradients of the results, ``saved`` the arguments and results
-    that the backward reads, ``scalars`` the arguments that are not tensors. Gradients are a tuple, or a tensor where
-    there is one, each once and in the order of the arguments.
+    Arguments and results below are tuples of names of tensors. The fields from ``check`` on are functions. ``check``
+    to ``fallback_backward`` replace written ones; the others are called by the written code. ``arguments`` are those
+    of the formula, ``slopes`` the gradients of the results, ``saved`` the arguments and results that the backward
+    reads, ``scalars`` the arguments that are not tensors. Gradients are a tuple, or a tensor if there is one, each once
+    and in the order of the arguments.
 
     Attributes:
-        check: (*arguments); raises ValueError where they do not fit.
-        find: (graded, *arguments) -> a tuple of the forward's plan, the backward's and whatever the launches use, or
-            None where torch must do the work.
+        formula: the op in torch's own operations, which also gives its signature and its documentation.
+        forward, backward: the specs, with their arrays unless the launches are given. Without a backward the gradients
+            are torch's.
+        name: the op's name; that of the formula if empty.
+        sums: vectors whose gradients the backward leaves as ``partial`` [blocks, ...], one after the other, for
+            ``column_sum`` to add up. Nothing is added up if none of them needs a gradient.
+        ungraded: tensors that get no gradient; if one needs it, the formula runs.
+        gradients: names of gradients that are not ``d<argument>``: two arguments may share one, and that of a result
+            may be passed on as it is.
+        flags: the values of the specs' flags, as expressions of the scalars and of which optional tensors are None.
+        backward_flags: those that differ in the backward.
+        key: further expressions that plans depend on.
+        apart: arguments whose gradients have plans of their own; ``graded`` is then a tuple that says which of them
+            need one. The registered backward of such an op makes only the gradients that are asked for.
+        strided: results have the strides of the tensors of their shape; otherwise they are contiguous.
+        arrays: the tensors and the results, if they are not the forward's arrays.
+        kept: the last results, if they are for the backward alone. The formula does not return them.
+        reads: the arguments and results that the backward reads, if its arrays do not say.
+        options: the last arguments of the function, with defaults, that the op itself does not have.
+        unless: an expression of the arguments and options; if it holds, ``otherwise`` is called instead of the op. A
+            tensor that it tests (``weight is None``) is never None in the op itself.
+        gathered: if not None, the op takes DTensors, of which those of the first one's shape may be sharded. It is the
+            number of last dimensions that each rank must have whole, as in :func:`tilekern.ops.dtensors.by_shards`.
+        check: (*arguments); raises ValueError if they do not fit.
+        find: (graded, *arguments) -> the forward's plan, the backward's, and anything else that the launches use, as a
+            tuple; None if torch must do the work.
         launch: (plans, *arguments) -> the results.
         launch_backward: (plans, needs, *slopes, *saved, *scalars) -> the gradients; ``needs`` says for each argument
             whether it needs one.
         fake: (*arguments) -> results without values, for tracing.
-        fallback_backward: (*slopes, *saved, *scalars) -> the gradients by torch, which is what runs where the backward
-            has no kernel.
-        absent: (needs, *slopes, *saved, *scalars) -> the gradients where a slope is None. Without it zeros stand in.
-        rest: (*arguments) -> the results that are kept, as a tuple, where the formula gives the others.
-        otherwise: (*arguments, *options) -> what the caller gets of a call that ``unless`` leaves to other ops.
-        between: () -> what the launches of one call hand on to its backward, behind the plans. Calls without a gradient
-            have none, and neither have those of torch's dispatcher, where each direction stands for itself.
+        fallback_backward: (*slopes, *saved, *scalars) -> the gradients by torch, used if the backward has no kernel.
+        absent: (needs, *slopes, *saved, *scalars) -> the gradients if a slope is None. Without it zeros stand in.
+        rest: (*arguments) -> the results that are kept, as a tuple, if the formula gave the others.
+        otherwise: (*arguments, *options) -> the result of a call that ``unless`` leaves to other ops.
     """
 
-    check: Function | None = None
-    find: Function | None = None
-    launch: Function | None = None
-    launch_backward: Function | None = None
-    fake: Function | None = None
-    fallback_backward: Function | None = None
-    absent: Function | None = None
-    rest: Function | None = None
-    otherwise: Function | None = None
-    between: Function | None = None
-
-    def named(self) -> dict[str, Function]:
-        """Those that there are, by their names."""
-        return {name: function for name, function in vars(self).items() if function is not None}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Declaration:
-    """An op; the fields are what :func:`tilekern.ops.operation.operation` takes."""
-
     formula: Function
-    name: str
     forward: KernelSpec
     backward: KernelSpec | None = None
+    name: str = ""
     sums: tuple[str, ...] = ()
     ungraded: tuple[str, ...] = ()
-    named_gradients: Mapping[str, str] = field(default_factory=dict)
+    gradients: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     backward_flags: Mapping[str, str] = field(default_factory=dict)
     key: tuple[str, ...] = ()
@@ -80,9 +93,28 @@ class Declaration:
     reads: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     unless: str = ""
-    constants: Mapping[str, float] = field(default_factory=dict)
     gathered: int | None = None
-    parts: Parts = field(default_factory=Parts)
+    check: Function | None = None
+    find: Function | None = None
+    launch: Function | None = None
+    launch_backward: Function | None = None
+    fake: Function | None = None
+    fallback_backward: Function | None = None
+    absent: Function | None = None
+    rest: Function | None = None
+    otherwise: Function | None = None
+
+    def __post_init__(self) -> None:
+        """Complete the name, and the names of the gradients of the tensors that get one."""
+        object.__setattr__(self, "name", self.name or self.formula.__name__)
+        graded = [name for name in self.tensors if name not in self.ungraded]
+        object.__setattr__(self, "gradients", {name: self.gradients.get(name, f"d{name}") for name in graded})
+
+    @property
+    def overrides(self) -> dict[str, Function]:
+        """The functions that the declaration brings, by name."""
+        found = {name: getattr(self, name) for name in _OVERRIDES}
+        return {name: function for name, function in found.items() if function is not None}
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
@@ -92,17 +124,16 @@ class Declaration:
     @functools.cached_property
     def kinds(self) -> dict[str, str]:
         """The type of each argument in torch's schema language."""
-        said = {name: parameter.annotation for name, parameter in self.signature.parameters.items()}
-        found = {name: kind if isinstance(kind, str) else inspect.formatannotation(kind) for name, kind in said.items()}
-        if unknown := [name for name, kind in found.items() if kind not in _KINDS]:
-            raise TypeError(f"{self.name}: the type of {unknown[0]} must be one of {', '.join(_KINDS)}")
-        served = {name: kind for name, kind in found.items() if name not in self.options}
-        # What is left to others where it is None, or has a constant then, never comes here as None.
-        return {name: _KINDS[kind].rstrip("?" * self.is_left(name)) for name, kind in served.items()}
-
-    def is_left(self, name: str) -> bool:
-        """Whether calls in which a tensor is None are left to other ops, or a constant stands for it."""
-        return f"{name} is None" in self.unless or name in self.constants
+        served: dict[str, str] = {}
+        for name, parameter in self.signature.parameters.items():
+            kind = parameter.annotation
+            kind = (kind if isinstance(kind, str) else inspect.formatannotation(kind)).replace("torch.", "")
+            if kind not in _KINDS:
+                raise TypeError(f"{self.name}: the type of {name} must be one of {', '.join(_KINDS)}")
+            if name not in self.options:
+                served[name] = kind
+        # A call in which it is None is left to other ops.
+        return {name: _KINDS[kind].rstrip("?" * (f"{name} is None" in self.unless)) for name, kind in served.items()}
 
     @property
     def title(self) -> str:
@@ -121,13 +152,13 @@ class Declaration:
 
     @functools.cached_property
     def sharded(self) -> tuple[str, ...]:
-        """The tensors of which each rank has a part, where they are DTensors: those of the first one's shape."""
+        """The tensors that may be sharded if they are DTensors: those of the first one's shape."""
         shape = self.inputs[self.tensors[0]].shape
         return tuple(name for name, array in self.inputs.items() if array.shape == shape)
 
     @functools.cached_property
     def shared(self) -> tuple[str, ...]:
-        """The other tensors, which all ranks have.
+        """The other tensors, which are whole on each rank.
 
         Raises:
             TypeError: one stands before a tensor that is sharded.
@@ -182,36 +213,30 @@ class Declaration:
 
     @functools.cached_property
     def saved(self) -> tuple[str, ...]:
-        """The arguments and results that the backward reads: all arguments where it is autograd's of the formula."""
+        """The arguments and results that the backward reads; all arguments if autograd differentiates the formula."""
         if self.reads or self.backward is None:
-            return self.reads or (() if self.parts.fallback_backward else self.tensors)
+            return self.reads or (() if self.fallback_backward else self.tensors)
         known = (*self.tensors, *self.results)
         return tuple(a.name for a in arrays_of(self.backward, "input") if a.name in known)
 
     @property
     def backward_arguments(self) -> tuple[str, ...]:
-        """Names of what the backward reads."""
+        """Arguments of the backward."""
         return (*self.slopes, *self.saved, *self.scalars)
 
     @property
     def registered_backward_arguments(self) -> tuple[str, ...]:
-        """Names of what the registered backward takes: where gradients are apart, which arguments need one, too."""
+        """Arguments of the registered backward; if gradients are apart, also which of them are needed."""
         return (*self.backward_arguments, *(["needs"] if self.apart else []))
-
-    @functools.cached_property
-    def gradients(self) -> dict[str, str]:
-        """The name of each tensor's gradient, for those that get one."""
-        graded = [name for name in self.tensors if name not in self.ungraded]
-        return {name: self.named_gradients.get(name, f"d{name}") for name in graded}
 
     @property
     def made(self) -> tuple[str, ...]:
-        """The gradients that the backward makes, each once; one that is a slope as it came in is there already."""
+        """The gradients that the backward makes, each once; one that is passed on from a result is not among them."""
         return tuple(dict.fromkeys(name for name in self.gradients.values() if name not in self.slopes))
 
     @functools.cached_property
     def stand_ins(self) -> dict[str, str]:
-        """For each tensor what the backward has of its shape, if possible of its dtype: itself where it is saved."""
+        """For each tensor one that the backward has with the same shape, if possible the tensor itself or its dtype."""
         arrays = {f"d{name}": replace(array, name=f"d{name}") for name, array in self.outputs.items()}
         arrays |= self.outputs | self.inputs
         at_hand = [arrays[name] for name in (*self.saved, *self.slopes)]
@@ -232,7 +257,7 @@ class Declaration:
 
     @property
     def backward_schema(self) -> str:
-        """Its backward in the same."""
+        """The backward in torch's schema language."""
         kinds = self.kinds | ({"needs": "bool[]"} if self.apart else {})
         given = ", ".join(f"{kinds.get(name, 'Tensor')} {name}" for name in self.registered_backward_arguments)
         return f"{self.name}_backward({given}) -> {_several(self.made)}"
@@ -245,3 +270,26 @@ def _several(names: tuple[str, ...]) -> str:
 def arrays_of(spec: KernelSpec, *roles: str) -> tuple[Array, ...]:
     """The arrays of a spec that have one of the roles."""
     return tuple(array for array in spec.arrays if isinstance(array, Array) and array.role in roles)
+
+
+def names_of(op: Declaration) -> dict[str, Any]:
+    """Return the global names of an op's code, with a memo of its own."""
+    names: dict[str, Any] = {
+        "__op__": op.name,  # for a trace of a step, which looks at frames
+        "torch": torch, "FORWARD": op.forward, "BACKWARD": op.backward, "SUM": column_sum.SPEC, "formula": op.formula,
+        "known": dispatch.memo(), "keep": dispatch.keep, "plan_for": dispatch.plan_for,
+        "count_fallback": dispatch.count_fallback, "refused": dispatch.refused, "NoVariant": NoVariant,
+        "empty": torch.empty, "empty_like": torch.empty_like,
+        "float32": torch.float32, "is_compiling": torch.compiler.is_dynamo_compiling,
+        "is_grad_enabled": torch.is_grad_enabled, "modes": registration.modes,
+        "transforms": registration.transforms, "Tensor": Tensor, "by_shards": by_shards,
+        "is_dtensor": is_dtensor,
+    }  # fmt: skip
+    for helper in (
+        registration.Rows, registration.as_rows, registration.by_autograd, registration.check_tensors,
+        registration.differentiable_once, registration.fresh, registration.other,
+        registration.promoted, registration.readable, registration.uncast,
+        registration.viewed,
+    ):  # fmt: skip
+        names[helper.__name__] = helper
+    return names | op.overrides

@@ -1,4 +1,4 @@
-"""Ops on DTensors: each rank works on its own rows or elements, and torch adds up what the weights get."""
+"""Ops on DTensors: each rank computes its own rows or elements, and torch adds up the gradients of the weights."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
-def is_dtensor(*tensors: torch.Tensor | None) -> bool:
-    """Whether one of some tensors is a DTensor; none is where nobody has imported them."""
+def is_dtensor(*tensors: Tensor | None) -> bool:
+    """Return whether one of the tensors is a DTensor; none can be if the module is not imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(x, module.DTensor) for x in tensors)
 
 
 def by_shards(
-    op: Callable[..., Any], rows: tuple[torch.Tensor, ...], vectors: tuple[Any, ...], *options: Any, gathered: int
+    op: Callable[..., Any], rows: tuple[Tensor, ...], vectors: tuple[Any, ...], *options: Any, gathered: int
 ) -> Any:
-    """An op of matrices of one shape, of which each rank has a part, and of vectors that all rows share.
+    """Run an op of matrices of one shape, sharded over ranks, and of vectors that all rows share.
 
-    Sums are completed before; dimensions that are sharded stay so, but for the last ones that are gathered.
+    Partial sums are reduced first. Sharded dimensions stay sharded, except the last ones, which are gathered.
 
     Args:
         op: called with local tensors, ``op(*rows, *vectors, *options)``.
-        rows: [..., columns], of which one at least is a DTensor; others are taken for whole on each rank.
+        rows: [..., columns]; at least one is a DTensor, and others must be whole on each rank.
         vectors: of any shape, or None; DTensors of any placement, or whole on each rank.
-        options: what else the op takes.
-        gathered: how many of the last dimensions the op must have whole: 1 for rows, 0 for single elements.
+        options: further arguments of the op.
+        gathered: the number of last dimensions that the op needs whole: 1 for rows, 0 for single elements.
 
     Returns:
-        The op's results as DTensors, sharded as the first DTensor of the rows is, but for what was gathered.
+        The op's results as DTensors, with the sharding of the first DTensor, except gathered dimensions.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -40,7 +41,7 @@ def by_shards(
     placed = [p if p.is_shard() and p.dim % first.dim() < split else Replicate() for p in first.placements]
     of_vectors = [Partial() if p.is_shard() else Replicate() for p in placed]
 
-    def distributed(x: torch.Tensor) -> DTensor:
+    def distributed(x: Tensor) -> DTensor:
         return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, whole, run_check=False)
 
     local = [distributed(x).redistribute(mesh, placed).to_local() for x in rows]
@@ -51,7 +52,7 @@ def by_shards(
     found = op(*local, *shared, *options)
     stride = torch.empty(first.shape, dtype=first.dtype, device="meta").stride()
 
-    def shown(y: torch.Tensor) -> DTensor:
+    def shown(y: Tensor) -> DTensor:
         return DTensor.from_local(y, mesh, placed, run_check=False, shape=first.shape, stride=stride)
 
     return tuple(map(shown, found)) if isinstance(found, tuple) else shown(found)

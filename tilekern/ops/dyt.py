@@ -1,55 +1,47 @@
-"""dyt: Dynamic Tanh, which stands where a norm would; the backward computes tanh again and keeps nothing but x.
+"""dyt: Dynamic Tanh, used instead of a norm; the backward recomputes tanh and saves only x.
 
-Its launches are written by hand: the backward leaves partial sums for alpha beside those for gamma and beta, and a
-kernel of its own (``dyt_sums``) adds up all three.
+Its launches are written by hand: the backward leaves partial sums for alpha, gamma and beta, and a kernel of its own
+(``dyt_sums``) adds up all three.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels.dyt import BACKWARD, FORWARD, SUMS
 from tilekern.kernels.families.placeholders import placeholder
 from tilekern.kernels.families.stripes import groups_of, stripes_of
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import as_rows, check_tensors, fresh
+from tilekern.ops.registration import as_rows, check_tensors, check_vectors, fresh, plans_of_both
 from tilekern.runtime.dispatch import Plan, plan_for
 
 Plans = tuple[Plan, Plan | None, Plan | None]
-Gradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Gradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _check(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> None:
+def _check(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> None:
     if not x.dim():
         raise ValueError("dyt: x must have the shape [..., columns], got []")
     if alpha.shape not in ((), (1,)):
         raise ValueError(f"dyt: alpha must be one number, of the shape [] or [1], got {list(alpha.shape)}")
-    for name, weight in (("gamma", gamma), ("beta", beta)):
-        if weight is not None and weight.shape != x.shape[-1:]:
-            raise ValueError(f"dyt: {name} must have the shape [{x.shape[-1]}], got {list(weight.shape)}")
+    check_vectors("dyt", x.shape[-1], gamma=gamma, beta=beta)
     check_tensors("dyt", x=x, alpha=alpha, gamma=gamma, beta=beta)
 
 
-def _find(
-    graded: bool, x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
-) -> Plans | None:
+def _find(graded: bool, x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Plans | None:
     if not x.numel() or alpha.dtype != gamma.dtype or (beta is not None and beta.dtype != gamma.dtype):
         return None
     columns, shifted = x.shape[-1], beta is not None
     sizes = (x.numel() // columns, columns, x.dtype, gamma.dtype, shifted)
-    forward = plan_for(FORWARD, x.device, *sizes)
-    if forward is None or not graded:
-        return None if forward is None else (forward, None, None)
-    backward = plan_for(BACKWARD, x.device, *sizes)
-    if backward is None:
-        return None
-    summed = plan_for(SUMS, x.device, groups_of(backward.blocks, columns), columns, gamma.dtype, shifted)
-    return None if summed is None else (forward, backward, summed)
+    plans = plans_of_both(graded, x.device, (FORWARD, *sizes), (BACKWARD, *sizes))
+    if plans is None or plans[1] is None:
+        return None if plans is None else (*plans, None)
+    summed = plan_for(SUMS, x.device, groups_of(plans[1].blocks, columns), columns, gamma.dtype, shifted)
+    return None if summed is None else (*plans, summed)
 
 
-def _launch(
-    plans: Plans, x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None
-) -> torch.Tensor:
+def _launch(plans: Plans, x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
     dtype = torch.promote_types(x.dtype, gamma.dtype)
     y = fresh(x, None if dtype == x.dtype else dtype)
     shift = placeholder(1, gamma.dtype, x.device) if beta is None else beta.contiguous()
@@ -58,9 +50,8 @@ def _launch(
 
 
 def _launch_backward(
-    plans: Plans, needs: tuple[bool, ...], dy: torch.Tensor, x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor,
-    beta: torch.Tensor | None,
-) -> Gradients:  # fmt: skip
+    plans: Plans, needs: tuple[bool, ...], dy: Tensor, x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None
+) -> Gradients:
     _, backward, summed = plans
     assert backward is not None
     assert summed is not None
@@ -84,15 +75,15 @@ def _launch_backward(
     reads=("x", "alpha", "gamma", "beta"), check=_check, find=_find, launch=_launch, launch_backward=_launch_backward,
     gathered=1,
 )  # fmt: skip
-def dyt(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:
+def dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> Tensor:
     """``gamma * tanh(alpha * x) + beta``, computed in float32 and rounded once.
 
     Args:
         x: [..., columns]; bfloat16, float16 or float32, any strides; DTensors as in :func:`tilekern.ops.rms_norm`.
         alpha: one number, of the shape [1] or [].
         gamma: [columns].
-        beta: [columns], or None where nothing is added. All three have one dtype, that of ``x`` or another of the
-            three; where theirs differ, the formula runs.
+        beta: [columns], or None. All three have one dtype, that of ``x`` or another of the three; if theirs differ, the
+            formula runs.
 
     Returns:
         [..., columns] in the dtype that torch promotes ``x``, ``alpha`` and ``gamma`` to, contiguous.

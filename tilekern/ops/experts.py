@@ -1,11 +1,10 @@
 """experts: a layer of experts, ``y = sum_k weights[k] * down_e(gate(up_e(x)))`` over the experts e of each token.
 
-It keeps x, the pre-activation and the routing. The backward makes the activation again inside of the kernel that makes
-its gradients. That kernel makes the gradient of the routing weights too, from the gradient of the activation, so the
-rows that were added up are not needed: :mod:`the gate <tilekern.kernels.experts.gate>`. Nothing waits for the GPU, and
-all sums have a fixed order.
+It saves x, the pre-activation and the routing. In the backward one kernel recomputes the activation, and computes its
+gradients and those of the routing weights, so the rows that were summed are not needed
+(:mod:`tilekern.kernels.experts.gate`). Nothing waits for the GPU, and all sums have a fixed order.
 
-Its launches are written by hand: they are an order of grouped products with kernels around them.
+Its launches are written by hand: they are a sequence of grouped products with kernels around them.
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ import math
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels.experts import combine, gate, gather, route
 from tilekern.kernels.families.placeholders import placeholder
 from tilekern.ops.grouped_linear import SumPlans, by_experts, grouped_outer, plans_of_sum, stored, summed
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import check_dtype, check_tensors, is_autocast
+from tilekern.ops.registration import cast_as_products, check_dtype, check_tensors
 from tilekern.ops.route import Routing, launched, plans_of
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array
@@ -45,7 +45,7 @@ _ARRAYS = (
 
 
 class Gate(NamedTuple):
-    """The gate between the two products, as :func:`experts` has it, and which weights are stored turned."""
+    """The gate between the two products, as in :func:`experts`, and which weights are stored transposed."""
 
     activation: str
     alpha: float
@@ -78,7 +78,7 @@ class _Needs(NamedTuple):
 
 
 class _Plans(NamedTuple):
-    """The plans of a call; those of the backward are None where nobody asks for what they make."""
+    """The plans of a call; those of the backward are None if their results are not needed."""
 
     needs: _Needs
     route: tuple[Plan, Plan]
@@ -92,25 +92,15 @@ class _Plans(NamedTuple):
     down_sums: SumPlans | None = None
 
 
-# The result, then what is kept: the pre-activation and the routing.
-Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+# The result, then the pre-activation and the routing, which are saved.
+Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def experts(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    *,
-    activation: str = "silu",
-    alpha: float = 1.0,
-    limit: float | None = None,
-    shift: float = 0.0,
-    interleaved: bool = False,
-) -> torch.Tensor:
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, *, activation: str = "silu", alpha: float = 1.0, limit: float | None = None,
+    shift: float = 0.0, interleaved: bool = False,
+) -> Tensor:  # fmt: skip
     """``sum_k weights[t, k] * (down[e] @ gate(gate_up[e] @ x[t] + gate_up_bias[e]) + down_bias[e])``, e = ids[t, k].
 
     Summed over k in float32 in the order of k. With a and b the two halves of what ``gate_up`` gives, the gate is
@@ -119,41 +109,38 @@ def experts(
     Args:
         x: [tokens, hidden], cast to the dtype of ``gate_up``.
         ids: [tokens, choices], any integers; a slot whose id is not from 0 to experts - 1 adds nothing, and its weight
-            gets a gradient of 0.
+            has the gradient 0.
         weights: [tokens, choices]; bfloat16, float16 or float32.
-        gate_up: [experts, 2 * inner, hidden], or such a view of [experts, hidden, 2 * inner].
-        down: [experts, hidden, inner], or such a view of [experts, inner, hidden].
+        gate_up: [experts, 2 * inner, hidden], possibly a view of [experts, hidden, 2 * inner].
+        down: [experts, hidden, inner], possibly a view of [experts, inner, hidden].
         gate_up_bias, down_bias: [experts, 2 * inner] and [experts, hidden].
         activation: ``silu`` or ``gelu_tanh``.
-        alpha: of silu's sigmoid; gelu has none.
-        limit: of both halves, positive; None for none.
+        alpha: factor inside silu's sigmoid; gelu has none.
+        limit: bound of both halves, positive; None for no bound.
         shift: added to the second half.
-        interleaved: whether the halves stand in turn, as in GPT-OSS, and not one behind the other.
+        interleaved: whether columns alternate between the halves, as in GPT-OSS, instead of one half after the other.
 
     Returns:
         [tokens, hidden] in the dtype of ``x``.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or an option has a value that it cannot have.
+        ValueError: shapes, dtypes or devices do not fit, or an option has an invalid value.
     """
     if (gate_up_bias is None) != (down_bias is None):
-        # Kernels know both or none.
+        # Kernels take both or none.
         gate_up_bias = gate_up.new_zeros(gate_up.shape[:2]) if gate_up_bias is None else gate_up_bias
         down_bias = down.new_zeros(down.shape[:2]) if down_bias is None else down_bias
     check_dtype("experts", "x", x)
-    dtype, given = x.dtype, (x, gate_up, down, gate_up_bias, down_bias)
-    if is_autocast(x.device.type):
-        # As torch's products: what goes into one is cast.
-        to = torch.get_autocast_dtype(x.device.type)
-        x, gate_up, down, gate_up_bias, down_bias = (None if part is None else part.to(to) for part in given)
+    dtype = x.dtype
+    x, gate_up, down, gate_up_bias, down_bias = cast_as_products(x, gate_up, down, gate_up_bias, down_bias)
     (gate_up, up_turned), (down, down_turned) = stored(gate_up), stored(down)
     how = (activation, alpha, limit, shift, interleaved, up_turned, down_turned)
     return _experts(x.to(gate_up.dtype), weights, gate_up, down, gate_up_bias, down_bias, ids, *how).to(dtype)
 
 
 def _check(
-    x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, ids: torch.Tensor, *options: Any,
+    x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    ids: Tensor, *options: Any,
 ) -> None:  # fmt: skip
     how = Gate(*options)
     gate_up, down = _seen(gate_up, down, how)
@@ -184,9 +171,8 @@ def _check(
 
 
 def _find(
-    graded: tuple[bool, ...] | Literal[False], x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor,
-    down: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, ids: torch.Tensor,
-    *options: Any,
+    graded: tuple[bool, ...] | Literal[False], x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, ids: Tensor, *options: Any,
 ) -> _Plans | None:  # fmt: skip
     how, needs = Gate(*options), _Needs(*graded or ())
     (tokens, choices), (number, double), hidden = ids.shape, _sides(gate_up, how), x.shape[1]
@@ -205,9 +191,15 @@ def _find(
         plan(combine.SPEC, tokens, choices, hidden, dtype, weights.dtype, is_biased, True),
     ]
     if any(needs):
+        remade = needs.down
+        gate_backward = plan(gate.BACKWARD, *whole, weights.dtype, remade)
+        if gate_backward is None and not remade:
+            # The kernel that also recomputes the activation serves too.
+            remade, gate_backward = True, plan(gate.BACKWARD, *whole, weights.dtype, True)
         found += [
             plan(gather.SPEC, rows, hidden, dtype, is_biased),
-            *_plan_of_gate_backward(x.device, (*whole, weights.dtype), remade=needs.down),
+            gate_backward,
+            remade,
             plan(combine.SPEC, tokens, choices, hidden, dtype, dtype, False, False) if needs.x else (),
             plans_of_sum(x.device, rows, double, number, dtype) if needs.gate_up_bias else (),
             plans_of_sum(x.device, rows, hidden, number, dtype, weights.dtype) if needs.down_bias else (),
@@ -217,27 +209,19 @@ def _find(
     return _Plans(needs, *found)
 
 
-def _plan_of_gate_backward(device: torch.device, sizes: tuple[Any, ...], *, remade: bool) -> tuple[Plan | None, bool]:
-    """The plan, and whether its kernel makes the activation too: where no cache knows it without, that one serves."""
-    found = plan_for(gate.BACKWARD, device, *sizes, remade)
-    if found is None and not remade:
-        return plan_for(gate.BACKWARD, device, *sizes, True), True
-    return found, remade
-
-
-def _sides(gate_up: torch.Tensor, how: Gate) -> tuple[int, int]:
-    """The number of experts, and the columns of their first product."""
+def _sides(gate_up: Tensor, how: Gate) -> tuple[int, int]:
+    """Return the number of experts, and the columns of their first product."""
     return gate_up.shape[0], gate_up.shape[2 if how.up_turned else 1]
 
 
 def _launch(
-    plans: _Plans, x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, ids: torch.Tensor, *options: Any,
+    plans: _Plans, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, ids: Tensor, *options: Any,
 ) -> Results:  # fmt: skip
     how, number = Gate(*options), gate_up.shape[0]
     routing = launched(plans.route, ids, number)
     first, second = _seen(gate_up, down, how)
-    # Rows of no expert are not written, and nothing reads them.
+    # Rows without an expert are neither written nor read.
     pre = by_experts(x, first, routing.offsets, None, routing.order, ids.shape[1], partial=False)
     y = pre.new_empty(pre.shape[0], pre.shape[1] // 2)
     plans.gate.launch(x.get_device(), pre, _bias(gate_up_bias, x), routing.experts, number, *how.numbers, y)
@@ -246,20 +230,18 @@ def _launch(
     return _combined(plans.combine, rows, routing, weights, down_bias, number), pre, *routing
 
 
-def _seen(gate_up: torch.Tensor, down: torch.Tensor, how: Gate) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights as products take them."""
+def _seen(gate_up: Tensor, down: Tensor, how: Gate) -> tuple[Tensor, Tensor]:
+    """Return the weights as products take them."""
     return gate_up.mT if how.up_turned else gate_up, down.mT if how.down_turned else down
 
 
-def _bias(bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """The bias, or a placeholder for the kernels."""
+def _bias(bias: Tensor | None, x: Tensor) -> Tensor:
+    """Return the bias, or a placeholder for the kernels."""
     return placeholder(2, x.dtype, x.device) if bias is None else bias.contiguous()
 
 
-def _gathered(
-    plan: Plan, x: torch.Tensor, routing: Routing, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of tokens in the order of experts, and the products of each with its expert's bias."""
+def _gathered(plan: Plan, x: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the rows of tokens in the order of experts, and the product of each with its expert's bias."""
     rows = routing.order.shape[0]
     y = x.new_empty(rows, x.shape[1])
     shares = torch.empty(1 if bias is None else rows, dtype=torch.float32, device=x.device)
@@ -271,10 +253,9 @@ def _gathered(
 
 
 def _combined(
-    plan: Plan, rows: torch.Tensor, routing: Routing, weights: torch.Tensor | None, bias: torch.Tensor | None,
-    number: int,
-) -> torch.Tensor:  # fmt: skip
-    """The rows of each token, weighted and added up."""
+    plan: Plan, rows: Tensor, routing: Routing, weights: Tensor | None, bias: Tensor | None, number: int
+) -> Tensor:
+    """Sum the weighted rows of each token."""
     factors = placeholder(2, rows.dtype, rows.device) if weights is None else weights.contiguous()
     y = rows.new_empty(routing.ranks.shape[0], rows.shape[1])
     plan.launch(
@@ -284,11 +265,10 @@ def _combined(
 
 
 def _launch_backward(
-    plans: _Plans, asked: tuple[bool, ...], dout: torch.Tensor, x: torch.Tensor, weights: torch.Tensor,
-    gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
-    ids: torch.Tensor, pre: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor, ranks: torch.Tensor,
-    chosen: torch.Tensor, *options: Any,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    plans: _Plans, asked: tuple[bool, ...], dout: Tensor, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, ids: Tensor, pre: Tensor, offsets: Tensor, order: Tensor,
+    ranks: Tensor, chosen: Tensor, *options: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     how, needs, routing = Gate(*options), plans.needs, Routing(offsets, order, ranks, chosen)
     device, number, (first, second) = x.get_device(), gate_up.shape[0], _seen(gate_up, down, how)
     assert plans.gather is not None
@@ -321,8 +301,8 @@ def _launch_backward(
 
 
 def _fake(
-    x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, ids: torch.Tensor, *options: Any,
+    x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    ids: Tensor, *options: Any,
 ) -> Results:  # fmt: skip
     (tokens, choices), (number, double) = ids.shape, _sides(gate_up, Gate(*options))
     rows = tokens * choices
@@ -330,23 +310,23 @@ def _fake(
     return x.new_empty(x.shape), x.new_empty(rows, double), *routing
 
 
-def _rest(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
-    """No backward kernel reads these: without plans of the forward there are none of the backward."""
+def _rest(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """Return zeros, which no backward kernel reads: without plans of the forward there are none of the backward."""
     return tuple(kept.zero_() for kept in _fake(x, *given)[1:])
 
 
 def _formula(
-    x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, ids: torch.Tensor, activation: str, alpha: float,
-    limit: float | None, shift: float, interleaved: bool, up_turned: bool, down_turned: bool,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    ids: Tensor, activation: str, alpha: float, limit: float | None, shift: float, interleaved: bool, up_turned: bool,
+    down_turned: bool,
+) -> Tensor:  # fmt: skip
     how = Gate(activation, alpha, limit, shift, interleaved, up_turned, down_turned)
     number, (tokens, choices) = gate_up.shape[0], ids.shape
     offsets, order, ranks, chosen = route.routed(ids, number)
     first, second = _seen(gate_up, down, how)
     counts = (chosen < number)[:, None]
     wide = torch.promote_types(x.dtype, torch.float32)
-    # The products write no rows of no expert, and read none.
+    # Products neither read nor write rows without an expert.
     rows = x[order.long() // max(1, choices)].where(counts, 0.0)
     pre = by_experts(rows, first, offsets, partial=False).where(counts, 0.0).to(wide)
     y = gate.value_of(pre, gate_up_bias, chosen, *how.numbers, *how.flags, gate_up_bias is not None)

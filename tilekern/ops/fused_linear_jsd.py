@@ -1,32 +1,33 @@
 """fused_linear_jsd: the divergence of a student's head from a teacher's, with the arguments of Liger's function.
 
-The logits [tokens, vocabulary] of neither exist: the student's gradients are made chunk by chunk together with the loss
-(:mod:`tilekern.ops.made_ahead`). ``torch.compile`` gets torch's own operations, with logits.
+Neither head's logits [tokens, vocabulary] exist: the student's gradients are computed chunk by chunk together with the
+loss (:mod:`tilekern.ops.made_ahead`). ``torch.compile`` gets torch's own operations, with logits.
 
-It is written by hand and not declared: its forward makes the gradients, which one backward takes away, and what it
-runs is a composite, whose parts look their plans up themselves.
+It is written by hand and not declared: the forward computes the gradients for one backward, and it runs a composite
+whose parts look up their own plans.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels.composites import fused_linear_jsd as composite
 from tilekern.kernels.composites.fused_linear_jsd import Options
 from tilekern.ops import made_ahead, row_losses
 from tilekern.ops.jsd import terms
 from tilekern.ops.registration import (
+    cast_as_products,
     check_head,
     check_share,
     check_temperature,
     check_tensors,
     disjoint,
-    is_autocast,
     is_traced,
     needs_gradient,
+    uncast,
 )
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
@@ -34,14 +35,13 @@ _SPEC = composite.SPEC
 
 
 def fused_linear_jsd(
-    student_input: torch.Tensor, student_weight: torch.Tensor, teacher_input: torch.Tensor,
-    teacher_weight: torch.Tensor, shift_labels: torch.Tensor | None = None, jsd_beta: float = 0.5,
-    ignore_index: int = -100, temperature: float = 1.0, accum_dtype: torch.dtype | None = None, *,
-    wide_logits: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+    shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
+    accum_dtype: torch.dtype | None = None, *, wide_logits: bool = False,
+) -> Tensor:  # fmt: skip
     """:func:`tilekern.ops.jsd` of ``log_softmax(input @ weight.T / temperature)`` of a student and a teacher.
 
-    Under autocast inputs and weights are cast as a linear layer's are. The student alone gets gradients, as with Liger.
+    Under autocast inputs and weights are cast as a linear layer's are. Only the student gets gradients, as in Liger.
 
     Args:
         student_input: [..., hidden]; bfloat16, float16 or float32, any strides.
@@ -52,41 +52,41 @@ def fused_linear_jsd(
         jsd_beta: from 0 to 1.
         ignore_index: the label of rows that do not count.
         temperature: positive and finite.
-        accum_dtype: ``torch.float32`` adds the gradient of the weight up over chunks of rows in float32; None in the
+        accum_dtype: ``torch.float32`` adds up the gradient of the weight over chunks of rows in float32; None in the
             weight's dtype.
-        wide_logits: keep logits in float32, which are rounded to the inputs' dtype else. A student that is almost its
-            teacher needs them: of inputs in bfloat16 its gradient may be off by a tenth without.
+        wide_logits: keep logits in float32; otherwise they are rounded to the inputs' dtype. A student that is close to
+            its teacher needs this: with bfloat16 inputs its gradient may be off by 10 % without.
 
     Returns:
-        The sum of the rows' divergences over the number of rows that count, a scalar in float32 (float64 for float64);
-        0 where no row counts.
+        The sum of the rows' divergences divided by the number of rows that count, a scalar in float32 (float64 for
+        float64); 0 if no row counts.
 
     Raises:
-        ValueError: shapes or devices do not fit, or an option has a value that it cannot have.
+        ValueError: shapes or devices do not fit, or an option has an invalid value.
     """
     given = {
         "student_input": student_input, "student_weight": student_weight, "teacher_input": teacher_input,
         "teacher_weight": teacher_weight,
     }  # fmt: skip
     _check(given, shift_labels)
-    _check_options(jsd_beta, temperature, accum_dtype)
-    kind = student_input.device.type
-    cast = is_autocast(kind)
-    if cast and torch.float64 not in {x.dtype for x in given.values()}:
-        given = {name: x.to(torch.get_autocast_dtype(kind)) for name, x in given.items()}
+    check_share("fused_linear_jsd", "jsd_beta", jsd_beta)
+    check_temperature("fused_linear_jsd", temperature)
+    if accum_dtype not in (None, torch.float32):
+        raise ValueError(f"fused_linear_jsd: accum_dtype must be torch.float32 or None, got {accum_dtype}")
+    given = dict(zip(given, cast_as_products(*given.values()), strict=True))
     given |= {name: given[name].detach() for name in ("teacher_input", "teacher_weight")}
     student, teacher = (given[name].reshape(-1, given[name].shape[-1]) for name in ("student_input", "teacher_input"))
     labels = None if shift_labels is None else shift_labels.reshape(-1)
-    slope = row_losses.slopes("fused_linear_jsd", student, labels, ignore_index, 1)
+    slope = row_losses.slopes("fused_linear_jsd", "student_input", student, labels, ignore_index, 1)
     options = Options(
         float(jsd_beta), float(temperature), student.requires_grad, given["student_weight"].requires_grad,
         accum_dtype == torch.float32, wide_logits and student.dtype in (torch.bfloat16, torch.float16),
     )  # fmt: skip
-    with torch.autocast(kind, enabled=False) if cast else contextlib.nullcontext():
+    with uncast(student_input.device.type):
         return _loss(student, given["student_weight"], teacher, given["teacher_weight"], slope, options)
 
 
-def _check(given: dict[str, torch.Tensor], labels: torch.Tensor | None) -> None:
+def _check(given: dict[str, Tensor], labels: Tensor | None) -> None:
     student, student_weight, teacher, teacher_weight = given.values()
     check_head("fused_linear_jsd", student_input=student, student_weight=student_weight)
     check_head("fused_linear_jsd", teacher_input=teacher, teacher_weight=teacher_weight)
@@ -104,17 +104,9 @@ def _check(given: dict[str, torch.Tensor], labels: torch.Tensor | None) -> None:
     check_tensors("fused_linear_jsd", "shift_labels", **given, shift_labels=labels)
 
 
-def _check_options(beta: float, temperature: float, accum_dtype: torch.dtype | None) -> None:
-    check_share("fused_linear_jsd", "jsd_beta", beta)
-    check_temperature("fused_linear_jsd", temperature)
-    if accum_dtype not in (None, torch.float32):
-        raise ValueError(f"fused_linear_jsd: accum_dtype must be torch.float32 or None, got {accum_dtype}")
-
-
 def _loss(
-    student: torch.Tensor, student_weight: torch.Tensor, teacher: torch.Tensor, teacher_weight: torch.Tensor,
-    slope: torch.Tensor, options: Options,
-) -> torch.Tensor:  # fmt: skip
+    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, slope: Tensor, options: Options
+) -> Tensor:
     tensors = (student, student_weight, teacher, teacher_weight)
     graded = needs_gradient(student, student_weight)
     options = options if graded else _ungraded(options)
@@ -127,24 +119,20 @@ def _loss(
     if not graded:
         return _run(plan, *tensors, slope, options)[0].sum()
     if student.dtype == torch.float16:
-        # Their gradients come with a factor: the forward's rows count as they are, and are weighed behind it.
+        # The backward brings a loss scale: rows count fully in the forward, and are weighted afterwards.
         counted = (slope != 0).float()
-        return (slope * _rows(plan, tensors, counted, options)).sum()
+        losses = made_ahead.rows(
+            lambda *given: _run(plan, *given, counted, _ungraded(options))[0],
+            lambda dloss, *given: _run(plan, *given, dloss * counted, options)[1:],
+            2, *tensors,
+        )  # fmt: skip
+        return (slope * losses).sum()
 
-    def total(*given: torch.Tensor) -> tuple[torch.Tensor, made_ahead.Gradients]:
+    def total(*given: Tensor) -> tuple[Tensor, made_ahead.Gradients]:
         loss, *gradients = _run(plan, *given, slope, options)
         return loss.sum(), tuple(gradients)
 
     return made_ahead.total(total, 2, *tensors)
-
-
-def _rows(plan: Plan, tensors: tuple[torch.Tensor, ...], counted: torch.Tensor, options: Options) -> torch.Tensor:
-    """The loss of each row that counts, 0 of others."""
-    return made_ahead.rows(
-        lambda *given: _run(plan, *given, counted, _ungraded(options))[0],
-        lambda dloss, *given: _run(plan, *given, dloss * counted, options)[1:],
-        2, *tensors,
-    )  # fmt: skip
 
 
 def _ungraded(options: Options) -> Options:
@@ -152,10 +140,9 @@ def _ungraded(options: Options) -> Options:
 
 
 def _plan(
-    student: torch.Tensor, student_weight: torch.Tensor, teacher: torch.Tensor, teacher_weight: torch.Tensor,
-    options: Options,
-) -> Plan | None:  # fmt: skip
-    """The plan of the problem; None where torch must do the work."""
+    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, options: Options
+) -> Plan | None:
+    """Return the plan of the problem; None if torch must do the work."""
     dtype, vocabulary = student.dtype, student_weight.shape[0]
     tensors = (student, student_weight, teacher, teacher_weight)
     if any(x.dtype != dtype or not x.numel() for x in tensors):
@@ -167,22 +154,21 @@ def _plan(
     return None if found is None else plan
 
 
-def _run(plan: Plan, *inputs: object) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The loss of each row times its slope, and the gradients of the student's input and weight."""
+def _run(plan: Plan, *inputs: object) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute the loss of each row times its slope, and the gradients of the student's input and weight."""
     student, student_weight = inputs[:2]
-    assert isinstance(student, torch.Tensor)
-    assert isinstance(student_weight, torch.Tensor)
+    assert isinstance(student, Tensor)
+    assert isinstance(student_weight, Tensor)
     loss, dstudent, dweight = plan.run(student.get_device(), inputs, tuple)
     return loss, dstudent, None if dweight is None else dweight.to(student_weight.dtype)
 
 
 def _composed(
-    student: torch.Tensor, student_weight: torch.Tensor, teacher: torch.Tensor, teacher_weight: torch.Tensor,
-    slope: torch.Tensor, options: Options,
-) -> torch.Tensor:  # fmt: skip
-    """The loss in torch's own operations."""
+    student: Tensor, student_weight: Tensor, teacher: Tensor, teacher_weight: Tensor, slope: Tensor, options: Options
+) -> Tensor:
+    """Compute the loss in torch's own operations."""
 
-    def log_probs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def log_probs(x: Tensor, weight: Tensor) -> Tensor:
         dtype = torch.float32 if options.wide_logits else torch.promote_types(x.dtype, weight.dtype)
         logits = x.to(dtype) @ weight.to(dtype).t()
         return (logits.to(slope.dtype) / options.temperature).log_softmax(-1)

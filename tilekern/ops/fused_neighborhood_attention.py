@@ -1,13 +1,13 @@
 """fused_neighborhood_attention: attention of each token to its neighbours along one dimension, by attention's kernels.
 
-Token q sees the keys ``q + i * dilation`` for ``|i| <= kernel_size // 2``. What lies outside of the sequence is left
-out, so that a token at a border sees fewer keys: this is the definition of Liger's kernel, a mask. NATTEN moves the
-window inwards there instead, so that each token sees ``kernel_size`` keys; away from the borders the two agree.
+Token q sees the keys ``q + i * dilation`` for ``|i| <= kernel_size // 2`` inside the sequence, so a token at a border
+sees fewer keys, as in Liger's kernel. NATTEN shifts the window inwards there, so that each token sees ``kernel_size``
+keys; away from the borders the two agree.
 
-Tokens whose positions leave one remainder by the dilation see nobody but each other, and of these each sees those at a
-distance of less than ``kernel_size // 2 + 1``: every remainder is a sequence with a window. All of them run as heads of
-one call of :func:`attention`, or of two, where some remainders have one token more. Where the heads of a token lie side
-by side, as a projection writes them, sequences of one length are views.
+Tokens whose positions have the same remainder by the dilation see only each other, at a distance of less than
+``kernel_size // 2 + 1``: each remainder is a sequence with a window. All of them run as heads of one call of
+:func:`attention`, or of two if some remainders have one token more. If the heads of a token are adjacent in memory, as
+a projection writes them, sequences of one length are views.
 
 It is written by hand and not declared: it has no kernel of its own, and arranges one or two calls of another op.
 """
@@ -15,22 +15,22 @@ It is written by hand and not declared: it has no kernel of its own, and arrange
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tilekern.ops.attention import attention
 
 
 def fused_neighborhood_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel_size: int = 7, dilation: int = 1,
-    scale: float | None = None,
-) -> torch.Tensor:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, kernel_size: int = 7, dilation: int = 1, scale: float | None = None
+) -> Tensor:
     """``softmax(scale query key^T) value`` where a token sees ``kernel_size`` neighbours, ``dilation`` apart.
 
     Args:
         query: [batch, heads, tokens, head_dim]; bfloat16, float16 or float32, any strides, as are key and value.
         key, value: [batch, kv_heads, tokens, head_dim]; ``heads`` is a multiple of ``kv_heads``.
-        kernel_size: odd, the token itself among them. A token at a border sees fewer, those that there are.
+        kernel_size: odd, includes the token itself. A token at a border sees fewer.
         dilation: the distance between neighbours, at least 1.
-        scale: of the scores; head_dim ** -0.5 where None.
+        scale: factor of the scores; None for head_dim ** -0.5.
 
     Returns:
         [batch, heads, tokens, head_dim]; the heads of a token stand side by side in memory.
@@ -48,7 +48,7 @@ def fused_neighborhood_attention(
             "fused_neighborhood_attention: query, key and value must be [batch, heads, tokens, head_dim] with as many "
             f"queries as keys, got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
         )
-    # Further than all tokens is as far as all tokens: each sees itself.
+    # A dilation beyond all tokens is like one of all tokens: each token sees itself.
     dilation, heads = max(1, min(dilation, query.shape[2])), query.shape[1]
     sequences = zip(*(_by_remainder(x.transpose(1, 2), dilation) for x in (query, key, value)), strict=True)
     window = kernel_size // 2 + 1
@@ -56,7 +56,7 @@ def fused_neighborhood_attention(
     return _in_order([x.unflatten(2, (-1, heads)) for x in found]).transpose(1, 2)
 
 
-def _by_remainder(x: torch.Tensor, dilation: int) -> list[torch.Tensor]:
+def _by_remainder(x: Tensor, dilation: int) -> list[Tensor]:
     """[batch, steps, remainders * heads, head_dim] of [batch, tokens, heads, head_dim], longer sequences first."""
     if dilation == 1:
         return [x]
@@ -68,13 +68,13 @@ def _by_remainder(x: torch.Tensor, dilation: int) -> list[torch.Tensor]:
     ]
 
 
-def _apart(x: torch.Tensor) -> torch.Tensor:
-    """``x``, or a copy where the launcher, which goes by strides times sizes, would say that elements share memory."""
+def _apart(x: Tensor) -> Tensor:
+    """Return ``x``, or a copy if the launcher, which compares strides and sizes, would assume shared memory."""
     nested = all(x.stride(at) >= x.stride(at + 1) * x.shape[at + 1] for at in range(3))
     return x if nested else x.contiguous()
 
 
-def _in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+def _in_order(parts: list[Tensor]) -> Tensor:
     """[batch, tokens, heads, head_dim] of sequences [batch, steps, remainders, heads, head_dim]."""
     if len(parts) == 1:
         return parts[0].flatten(1, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels.fused_rms_norm_add import SPEC
 from tilekern.kernels.rms_norm import OFFSET_BACKWARD
@@ -14,17 +15,17 @@ from tilekern.ops.rms_norm import rms_norm, rms_norm_offset, weight_of
 
 
 def fused_rms_norm_add(
-    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, offset: float = 0.0,
+    residual: Tensor, x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0,
     casting_mode: str = "llama",
-) -> torch.Tensor:  # fmt: skip
-    """``residual + rms_norm(x, weight, eps, offset, casting_mode)``, as OLMo 2's and EXAONE 4's layers have it.
+) -> Tensor:  # fmt: skip
+    """``residual + rms_norm(x, weight, eps, offset, casting_mode)``, as in OLMo 2 and EXAONE 4.
 
-    The norm is rounded to the dtype of ``x`` before the sum, as that of a module of its own is. Where the casting mode
+    The norm is rounded to the dtype of ``x`` before the sum, like that of a separate module. If the casting mode
     ``llama`` gives the norm another dtype than that of ``x``, the norm and the sum are two steps.
 
     Args:
         residual, x: [..., columns] of one shape; bfloat16, float16 or float32, any strides; DTensors as in
-            :func:`tilekern.ops.rms_norm`. Where their dtypes differ, the formula runs.
+            :func:`tilekern.ops.rms_norm`. If their dtypes differ, the formula runs.
         weight: [columns], of the dtype of ``x`` or another of the three, or None.
         eps: added to the mean square.
         offset, casting_mode: as those of :func:`tilekern.ops.rms_norm`.
@@ -36,10 +37,8 @@ def fused_rms_norm_add(
         ValueError: the shapes of ``residual`` and ``x`` differ, ``weight`` does not have one value for each column, the
             devices differ, or the casting mode is unknown.
     """
-    if x.__class__ is not torch.Tensor and is_dtensor(residual, x, weight):
-        sharded: torch.Tensor = by_shards(
-            fused_rms_norm_add, (residual, x), (weight,), eps, offset, casting_mode, gathered=1
-        )
+    if x.__class__ is not Tensor and is_dtensor(residual, x, weight):
+        sharded: Tensor = by_shards(fused_rms_norm_add, (residual, x), (weight,), eps, offset, casting_mode, gathered=1)
         return sharded
     weight, offset, cast = weight_of("fused_rms_norm_add", x, weight, offset, casting_mode)
     if cast and has_another_dtype(x, weight):
@@ -47,14 +46,12 @@ def fused_rms_norm_add(
     return rms_norm_add(residual, x, weight, eps, offset, cast)
 
 
-def has_another_dtype(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the product of two tensors has a dtype that is not that of the first."""
+def has_another_dtype(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the product of two tensors has another dtype than the first."""
     return weight.dtype != x.dtype and torch.promote_types(weight.dtype, x.dtype) != x.dtype
 
 
-def _fallback_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, cast: bool
-) -> Any:
+def _fallback_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float, cast: bool) -> Any:
     return torch.ops.tilekern.rms_norm_offset_backward.default(dy, x, weight, eps, offset, cast)
 
 
@@ -63,8 +60,7 @@ def _fallback_backward(
     fallback_backward=_fallback_backward,
 )  # fmt: skip
 def rms_norm_add(
-    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, offset: float = 1.0,
-    cast: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """The sum with the norm by ``weight + offset``, which is rounded before the weight where ``cast``."""
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 1.0, cast: bool = False
+) -> Tensor:
+    """Compute the sum and the norm with ``weight + offset``; ``cast`` rounds before the weight."""
     return residual + rms_norm_offset(x, weight, eps, offset, cast)

@@ -1,10 +1,10 @@
 """gated_mlp: ``down(silu(gate(x)) * up(x))`` as one function of autograd.
 
-It keeps x, gate and up, and makes ``silu(gate) * up`` again in the backward, inside the kernel that makes its
-gradients: of the three matrices [tokens, intermediate] that a layer keeps otherwise, one less.
+It saves x, gate and up, and recomputes ``silu(gate) * up`` in the kernel of its gradients: two matrices
+[tokens, intermediate] are saved, where a layer saves three.
 
-It is written by hand and not declared, as it is an order of torch's matrix products around two launches: where it is
-traced, cast by autocast or needs no gradient, the ops that it is made of run, so there is nothing to register.
+It is written by hand and not declared, as it is a sequence of torch's matrix products around two launches. If it is
+traced, cast by autocast or needs no gradient, its parts run as ops of their own, so there is nothing to register.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels import swiglu as kernels
 from tilekern.ops.projections import input_gradient
@@ -22,9 +23,7 @@ from tilekern.runtime.dispatch import Plan, keep, memo, plan_for
 _plans: dict[Any, tuple[Plan, Plan] | None] = memo()
 
 
-def gated_mlp(
-    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor
-) -> torch.Tensor:
+def gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
     """``(silu(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T``.
 
     Args:
@@ -48,9 +47,7 @@ def gated_mlp(
     return _GatedMlp.apply(x, *weights, plans)
 
 
-def _found(
-    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor
-) -> tuple[Plan, Plan] | None:
+def _found(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> tuple[Plan, Plan] | None:
     given = (x, gate_weight, up_weight, down_weight)
     key = tuple([(one.shape, one.dtype, one.get_device()) for one in given])
     try:
@@ -66,7 +63,7 @@ def _found(
         return keep(_plans, key, found) if x.is_cuda else found
 
 
-def _find(x: torch.Tensor, weight: torch.Tensor) -> tuple[Plan, Plan] | None:
+def _find(x: Tensor, weight: Tensor) -> tuple[Plan, Plan] | None:
     if x.dtype != weight.dtype or not x.numel():
         return None
     sizes = (x.numel() // x.shape[-1], weight.shape[0], x.dtype)
@@ -77,9 +74,8 @@ def _find(x: torch.Tensor, weight: torch.Tensor) -> tuple[Plan, Plan] | None:
 class _GatedMlp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor,
-        plans: tuple[Plan, Plan],
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, plans: tuple[Plan, Plan]
+    ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         gate, up = torch.mm(rows, gate_weight.t()), torch.mm(rows, up_weight.t())
         y = torch.empty_like(gate)
@@ -90,7 +86,7 @@ class _GatedMlp(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
         wants = ctx.needs_input_grad
         slope, rows = dout.reshape(-1, dout.shape[-1]), x.reshape(-1, x.shape[-1])

@@ -1,8 +1,8 @@
 """group_norm: normalisation of groups of channels; the backward computes the statistics again from x.
 
-Its launches are written by hand: the kernels take x [batch, groups, channels of a group, positions] and weights
-[groups, channels of a group], which the shapes of the op's tensors do not say, and the weights' gradients are summed
-over the batch and not over blocks.
+Its launches are written by hand: the kernels take x [batch, groups, channels per group, positions] and weights
+[groups, channels per group], which do not follow from the shapes of the op's tensors, and the weights' gradients are
+summed over the batch, not over blocks.
 """
 
 from __future__ import annotations
@@ -10,84 +10,78 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels import column_sum
 from tilekern.kernels.group_norm import BACKWARD, FORWARD
 from tilekern.ops.dtensors import by_shards, is_dtensor
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import check_tensors, fresh
+from tilekern.ops.registration import check_tensors, check_vectors, fresh, plans_of_both
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array
 
 Plans = tuple[Plan, Plan | None, Plan | None]
-Gradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+Gradients = tuple[Tensor, Tensor | None, Tensor | None]
 _IMAGES = ("batch", "channels", "height", "width")
 
 
 def group_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, num_channels: int, num_groups: int, eps: float = 1e-6
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor, num_channels: int, num_groups: int, eps: float = 1e-6
+) -> Tensor:
     """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over each group of channels, rounded once.
 
     Args:
-        x: [batch, channels, ...], three dimensions or more; bfloat16, float16 or float32, any strides. What is not
-            contiguous is copied. Of a DTensor each rank works on its own entries of the batch; what is sharded in
-            another dimension is gathered.
-        weight, bias: [channels], of the dtype of ``x`` or another of the three. Where theirs differ, the formula runs.
+        x: [batch, channels, ...], three dimensions or more; bfloat16, float16 or float32, any strides. Non-contiguous
+            tensors are copied. With a DTensor each rank computes its own entries of the batch; other sharded dimensions
+            are gathered.
+        weight, bias: [channels], of the dtype of ``x`` or another of the three. If theirs differ, the formula runs.
         num_channels: the number of channels.
-        num_groups: into how many groups the channels of each batch entry are cut, of as many neighbours each.
-        eps: added to the variance, which is the mean square of what differs from the mean.
+        num_groups: the number of groups of adjacent channels; divides ``num_channels``.
+        eps: added to the variance, which is the mean square of the deviations.
 
     Returns:
         The shape of ``x`` in the dtype that torch promotes ``x``, ``weight`` and ``bias`` to, contiguous.
 
     Raises:
-        ValueError: ``x`` does not have that many channels, groups cannot be of one size, weights have another shape, or
-            the devices differ.
+        ValueError: ``x`` does not have that many channels, ``num_groups`` does not divide them, weights have another
+            shape, or the devices differ.
     """
     if x.dim() < 3 or x.shape[1] != num_channels:
         raise ValueError(f"group_norm: x must have the shape [batch, {num_channels}, ...], got {list(x.shape)}")
-    if x.__class__ is not torch.Tensor and is_dtensor(x, weight, bias):
+    if x.__class__ is not Tensor and is_dtensor(x, weight, bias):
         return by_shards(_groups, (x,), (weight, bias), num_groups, eps, gathered=x.dim() - 1)
     return _groups(x, weight, bias, num_groups, eps)
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, num_groups: int, eps: float) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float) -> None:
     if x.dim() < 3:
         raise ValueError(f"group_norm_groups: x must have the shape [batch, channels, ...], got {list(x.shape)}")
     channels = x.shape[1]
     if num_groups < 1 or channels % num_groups:
         raise ValueError(f"group_norm_groups: num_groups must divide the {channels} channels, got {num_groups}")
-    for name, given in (("weight", weight), ("bias", bias)):
-        if given.shape != (channels,):
-            raise ValueError(f"group_norm_groups: {name} must have the shape [{channels}], got {list(given.shape)}")
+    check_vectors("group_norm_groups", channels, weight=weight, bias=bias)
     check_tensors("group_norm_groups", x=x, weight=weight, bias=bias)
 
 
-def _find(
-    graded: bool, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, num_groups: int, eps: float
-) -> Plans | None:  # fmt: skip
+def _find(graded: bool, x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float) -> Plans | None:
     if not x.numel() or bias.dtype != weight.dtype:
         return None
     batch, channels = x.shape[:2]
     sizes = (batch, num_groups, channels // num_groups, math.prod(x.shape[2:]), x.dtype, weight.dtype)
-    forward = plan_for(FORWARD, x.device, *sizes)
-    if forward is None or not graded:
-        return None if forward is None else (forward, None, None)
-    backward = plan_for(BACKWARD, x.device, *sizes)
-    summed = None if backward is None else plan_for(column_sum.SPEC, x.device, batch, 2 * channels, weight.dtype)
-    return None if summed is None else (forward, backward, summed)
+    plans = plans_of_both(graded, x.device, (FORWARD, *sizes), (BACKWARD, *sizes))
+    if plans is None or plans[1] is None:
+        return None if plans is None else (*plans, None)
+    summed = plan_for(column_sum.SPEC, x.device, batch, 2 * channels, weight.dtype)
+    return None if summed is None else (*plans, summed)
 
 
-def _cut(x: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """[batch, groups, channels of a group, positions]."""
+def _cut(x: Tensor, num_groups: int) -> Tensor:
+    """Return a view [batch, groups, channels per group, positions]."""
     batch, channels = x.shape[:2]
     return x.contiguous().view(batch, num_groups, channels // num_groups, math.prod(x.shape[2:]))
 
 
-def _launch(
-    plans: Plans, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, num_groups: int, eps: float
-) -> torch.Tensor:
+def _launch(plans: Plans, x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float) -> Tensor:
     dtype = torch.promote_types(x.dtype, weight.dtype)
     y = fresh(x, None if dtype == x.dtype else dtype)
     each = (num_groups, x.shape[1] // num_groups)
@@ -97,8 +91,8 @@ def _launch(
 
 
 def _launch_backward(
-    plans: Plans, needs: tuple[bool, ...], dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
-    num_groups: int, eps: float,
+    plans: Plans, needs: tuple[bool, ...], dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, num_groups: int,
+    eps: float,
 ) -> Gradients:  # fmt: skip
     _, backward, summed = plans
     assert backward is not None
@@ -126,9 +120,7 @@ def _launch_backward(
     ),
     check=_check, find=_find, launch=_launch, launch_backward=_launch_backward,
 )  # fmt: skip
-def _groups(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, num_groups: int = 1, eps: float = 1e-6
-) -> torch.Tensor:
+def _groups(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 1, eps: float = 1e-6) -> Tensor:
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), bias.dtype)
     wide = torch.promote_types(dtype, torch.float32)
     if not x.numel():

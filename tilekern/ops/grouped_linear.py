@@ -1,4 +1,4 @@
-"""grouped_linear: each row's product with the weight of its expert, for rows that are sorted by expert.
+"""grouped_linear: the product of each row with the weight of its expert, for rows that are sorted by expert.
 
 Its launches are written by hand: the gradients of weights and biases are specs of their own, a weight may lie either
 way, and rows may be read where they are.
@@ -10,21 +10,22 @@ import itertools
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels import column_sum
 from tilekern.kernels.grouped import product, sums, weight_gradient
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
 from tilekern.ops.linear import run_product
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import as_rows, by_autograd, check_dtype, check_tensors, is_autocast, readable
+from tilekern.ops.registration import as_rows, by_autograd, cast_as_products, check_dtype, check_tensors, readable
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 from tilekern.spec import Array
 
-# Of the sums of each expert's rows in shares, and of the sum of these.
+# Plans of the partial sums of each expert's rows, and of their sum.
 SumPlans = tuple[Plan, Plan]
-# The forward's plan, and those of the gradients of x, the weight and the bias where they are asked for.
+# Plans of the forward, and of the gradients of x, weight and bias if they are needed.
 Plans = tuple[Plan, Plan | None, Plan | None, SumPlans | None]
-Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 _ARRAYS = (
     Array("x", "dtype", ("tokens", "inner")),
     Array("weight", "dtype", ("experts", "outer", "last")),
@@ -36,43 +37,43 @@ _ARRAYS = (
 
 
 def grouped_linear(
-    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None = None,
-    order: torch.Tensor | None = None, slots: int = 1, *, partial: bool = True,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, order: Tensor | None = None, slots: int = 1,
+    *, partial: bool = True,
+) -> Tensor:  # fmt: skip
     """``x[r] @ weight[e]^T + bias[e]`` for each row r and its expert e, summed in float32.
 
-    Nothing waits for the host: which rows an expert has is read on the GPU. The gradients of the weights and biases are
-    summed in a fixed order; those of experts without rows are zeros.
+    Nothing waits for the host: the GPU reads which rows an expert has. Gradients of weights and biases are summed in a
+    fixed order; those of experts without rows are zeros.
 
     Args:
         x: [rows, in_features], sorted by expert, or, with ``order``, [tokens, in_features]; bfloat16, float16 or
             float32.
         weight: [experts, out_features, in_features] of the dtype of ``x``; a view of
-            [experts, in_features, out_features], as GPT-OSS has it, is read as it lies.
+            [experts, in_features, out_features], as in GPT-OSS, is read without a copy.
         offsets: [experts], int32: the end of each expert's rows, as torch's grouped product takes them.
         bias: [experts, out_features], of the dtype of ``x``, or None.
         order: [tokens * slots], int32, a permutation: the slot ``token * slots + k`` of each sorted row. Row r of the
             product then reads row ``order[r] // slots`` of x, and no rows are copied.
-        slots: how many experts each token has; read with ``order`` alone.
-        partial: whether rows behind the last offset, which belong to no expert, are to be zeros. Where not, they are
-            not written, in the result and in the gradient of x.
+        slots: the number of experts per token; used only with ``order``.
+        partial: whether rows after the last offset, which belong to no expert, are set to zero. Otherwise they are not
+            written, in the result and in the gradient of x.
 
     Returns:
         [rows, out_features], contiguous.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, or on the CPU ``offsets`` leave the rows or fall, or ``order``
-            is no permutation.
-        RuntimeError: on a GPU offsets are so, or a number of ``order`` is out of range: an assertion there, as torch's
-            for indices.
+        ValueError: shapes, dtypes or devices do not fit; on the CPU also if ``offsets`` decrease or exceed the rows, or
+            ``order`` is not a permutation.
+        RuntimeError: on a GPU, an assertion on the device: ``offsets`` are wrong likewise, or a number of ``order`` is
+            out of range.
     """
     if not torch.compiler.is_compiling() or offsets.is_cuda:
         _check_numbers(x, offsets, order)
     return by_experts(x, weight, offsets, bias, order, slots, partial=partial)
 
 
-def _check_numbers(x: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor | None) -> None:
-    """Refuse numbers by which a kernel would leave its arrays, with no wait for a GPU."""
+def _check_numbers(x: Tensor, offsets: Tensor, order: Tensor | None) -> None:
+    """Refuse numbers that would make a kernel read outside its arrays, without waiting for a GPU."""
     check_dtype("grouped_linear", "offsets", offsets, whole=True)
     if order is not None:
         check_dtype("grouped_linear", "order", order, whole=True)
@@ -83,7 +84,7 @@ def _check_numbers(x: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor |
         torch._assert_async((offsets.clamp(0, rows).cummax(0).values == offsets).all(), within)
         if order is not None:
             torch._assert_async(((order >= 0) & (order < rows)).all(), permuted)
-    elif type(offsets) is torch.Tensor and offsets.device.type == "cpu":
+    elif type(offsets) is Tensor and offsets.device.type == "cpu":
         ends = offsets.flatten().tolist()
         if any(end > following for end, following in itertools.pairwise([0, *ends, rows])):
             raise ValueError(f"{within}, got {str(ends)[:200]}")
@@ -92,31 +93,28 @@ def _check_numbers(x: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor |
 
 
 def by_experts(
-    x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None = None,
-    order: torch.Tensor | None = None, slots: int = 1, *, partial: bool = True,
-) -> torch.Tensor:  # fmt: skip
-    """:func:`grouped_linear` of offsets and an order that a kernel of ours has made, whose numbers nobody looks at."""
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, order: Tensor | None = None, slots: int = 1,
+    *, partial: bool = True,
+) -> Tensor:  # fmt: skip
+    """Run :func:`grouped_linear` with offsets and an order from our own kernels, which need no check."""
     weight, inner_first = stored(weight)
     offsets, order = offsets.int(), None if order is None else order.int()
-    if is_autocast(x.device.type):
-        # As torch's linear layers: what goes into a product is cast.
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    x, weight, bias = cast_as_products(x, weight, bias)
     return _grouped_linear(x, weight, bias, offsets, order, slots, inner_first, partial)
 
 
-def stored(weight: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """A weight [experts, out_features, in_features] as it lies in memory, and whether that is with the last two turned.
+def stored(weight: Tensor) -> tuple[Tensor, bool]:
+    """Return a weight [experts, out_features, in_features] as it is stored, and whether that is transposed.
 
-    Gradients of what lies so lie so too: those of a view autograd would copy.
+    Gradients are then stored likewise; autograd would copy those of a view.
     """
     inner_first = weight.dim() == 3 and weight.stride(1) == 1 != weight.stride(2)
     return weight.transpose(1, 2) if inner_first else weight, inner_first
 
 
 def _check(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor,
-    order: torch.Tensor | None, slots: int, inner_first: bool, partial: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, order: Tensor | None, slots: int,
+    inner_first: bool, partial: bool,
 ) -> None:  # fmt: skip
     if x.dim() != 2:
         raise ValueError(f"grouped_linear: x must have the shape [rows, in_features], got {list(x.shape)}")
@@ -136,13 +134,13 @@ def _check(
     check_tensors("grouped_linear", "offsets", "order", x=x, weight=weight, bias=bias, offsets=offsets, order=order)
 
 
-def _columns(weight: torch.Tensor, *, inner_first: bool) -> int:
+def _columns(weight: Tensor, *, inner_first: bool) -> int:
     return int(weight.shape[2 if inner_first else 1])
 
 
 def _find(
-    graded: tuple[bool, bool] | Literal[False], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-    offsets: torch.Tensor, order: torch.Tensor | None, slots: int, inner_first: bool, partial: bool,
+    graded: tuple[bool, bool] | Literal[False], x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor,
+    order: Tensor | None, slots: int, inner_first: bool, partial: bool,
 ) -> Plans | None:  # fmt: skip
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         return None
@@ -175,7 +173,7 @@ def _find(
 
 
 def _plan_of_weight(
-    x: torch.Tensor, rows: int, columns: int, experts: int, *, inner_first: bool, gathers: bool
+    x: Tensor, rows: int, columns: int, experts: int, *, inner_first: bool, gathers: bool
 ) -> Plan | None:
     inner = x.shape[1]
     (one, other), which = ((inner, columns), "a_gathered") if inner_first else ((columns, inner), "b_gathered")
@@ -184,9 +182,9 @@ def _plan_of_weight(
 
 
 def _launch(
-    plans: Plans, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor,
-    order: torch.Tensor | None, slots: int, inner_first: bool, partial: bool,
-) -> torch.Tensor:  # fmt: skip
+    plans: Plans, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, order: Tensor | None, slots: int,
+    inner_first: bool, partial: bool,
+) -> Tensor:  # fmt: skip
     gathering = () if order is None else (order.contiguous(), slots)
     more = () if bias is None else (readable(bias),)
     shape = ((x if order is None else order).shape[0], _columns(weight, inner_first=inner_first))
@@ -194,9 +192,8 @@ def _launch(
 
 
 def _launch_backward(
-    plans: Plans, needs: tuple[bool, ...], dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
-    bias: torch.Tensor | None, offsets: torch.Tensor, order: torch.Tensor | None, slots: int, inner_first: bool,
-    partial: bool,
+    plans: Plans, needs: tuple[bool, ...], dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor,
+    order: Tensor | None, slots: int, inner_first: bool, partial: bool,
 ) -> Gradients:  # fmt: skip
     _, of_x, of_weight, of_bias = plans
     slopes, ends = as_rows(dy), offsets.contiguous()
@@ -212,24 +209,23 @@ def _launch_backward(
 
 
 def _run_of_weight(
-    plan: Plan, slopes: torch.Tensor, x: torch.Tensor, ends: torch.Tensor, order: torch.Tensor | None, slots: int, *,
-    inner_first: bool,
-) -> torch.Tensor:  # fmt: skip
+    plan: Plan, slopes: Tensor, x: Tensor, ends: Tensor, order: Tensor | None, slots: int, *, inner_first: bool
+) -> Tensor:
     one, other = (as_rows(x), slopes) if inner_first else (slopes, as_rows(x))
     gathering = () if order is None else (order.contiguous(), slots)
     return run_product(plan, (len(ends), one.shape[1], other.shape[1]), one, other, ends, *gathering)
 
 
-def _added(rows: torch.Tensor, order: torch.Tensor, slots: int) -> torch.Tensor:
-    """The sum over each token's slots of sorted rows, in the order of the slots."""
+def _added(rows: Tensor, order: Tensor, slots: int) -> Tensor:
+    """Sum sorted rows over each token's slots, in the order of the slots."""
     places = torch.empty_like(order)
     places[order.long()] = torch.arange(len(order), dtype=order.dtype, device=order.device)
     return rows.index_select(0, places).view(-1, slots, rows.shape[1]).sum(1)
 
 
 def _fallback_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor,
-    order: torch.Tensor | None, slots: int, inner_first: bool, partial: bool,
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, order: Tensor | None, slots: int,
+    inner_first: bool, partial: bool,
 ) -> Gradients:  # fmt: skip
     given = (x, weight, bias, offsets, order, slots, inner_first, partial)
     dx, dweight, dbias = by_autograd(_formula, given, (0, 1, 2), (dy,))
@@ -237,17 +233,17 @@ def _fallback_backward(
 
 
 def _fake(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor,
-    order: torch.Tensor | None, slots: int, inner_first: bool, partial: bool,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, order: Tensor | None, slots: int,
+    inner_first: bool, partial: bool,
+) -> Tensor:  # fmt: skip
     return x.new_empty((x if order is None else order).shape[0], weight.shape[2 if inner_first else 1])
 
 
 def _formula(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor,
-    order: torch.Tensor | None, slots: int, inner_first: bool, partial: bool,
-) -> torch.Tensor:  # fmt: skip
-    """By torch's product for each expert, whose rows the host must know."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, order: Tensor | None, slots: int,
+    inner_first: bool, partial: bool,
+) -> Tensor:  # fmt: skip
+    """Compute torch's product for each expert; the host must know its rows."""
     rows = x if order is None else x.index_select(0, order // slots)
     matrices = weight if inner_first else weight.transpose(1, 2)
     if rows.is_meta:
@@ -269,28 +265,27 @@ def _formula(
     fake=_fake, fallback_backward=_fallback_backward,
 )  # fmt: skip
 def _grouped_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, offsets: torch.Tensor,
-    order: torch.Tensor | None, slots: int, inner_first: bool, partial: bool,
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, order: Tensor | None, slots: int,
+    inner_first: bool, partial: bool,
+) -> Tensor:  # fmt: skip
     return _formula(x, weight, bias, offsets, order, slots, inner_first, partial)
 
 
 def grouped_outer(
-    dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, order: torch.Tensor | None = None, slots: int = 1, *,
-    inner_first: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """``dy_e^T @ x_e`` over the rows of each expert: the gradient of a weight alone, for backwards written by hand.
+    dy: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None = None, slots: int = 1, *, inner_first: bool = False
+) -> Tensor:
+    """``dy_e^T @ x_e`` over the rows of each expert: only the gradient of a weight, for backwards written by hand.
 
     Args:
         dy: [rows, out_features], sorted by expert; bfloat16, float16 or float32.
         x: [rows, in_features], of the dtype of ``dy``, or, with ``order``, [tokens, in_features].
         offsets: [experts], int32: the end of each expert's rows.
-        order, slots: as those of :func:`grouped_linear`.
-        inner_first: whether the result is turned.
+        order, slots: as in :func:`grouped_linear`.
+        inner_first: whether the result is transposed.
 
     Returns:
-        [experts, out_features, in_features], or [experts, in_features, out_features] where it is turned, contiguous;
-        zeros for experts without rows. It has no gradient.
+        [experts, out_features, in_features], or [experts, in_features, out_features] if transposed, contiguous; zeros
+        for experts without rows. It has no gradient.
     """
     (rows, columns), experts = dy.shape, len(offsets)
     plan = None
@@ -311,7 +306,7 @@ def plans_of_sum(
     device: torch.device, rows: int, columns: int, experts: int, dtype: torch.dtype,
     weight_dtype: torch.dtype | None = None,
 ) -> SumPlans | None:  # fmt: skip
-    """The plans of :func:`summed`, of weighted rows where their weights have a dtype; None where torch must add up."""
+    """Return the plans of :func:`summed`, for weighted rows if ``weight_dtype`` is given; None if torch must sum."""
     if sums.SHARES * columns * experts > MOST_ELEMENTS:
         return None
     weighted = weight_dtype is not None
@@ -320,14 +315,14 @@ def plans_of_sum(
     return None if in_shares is None or whole is None else (in_shares, whole)
 
 
-def summed(plans: SumPlans, x: torch.Tensor, offsets: torch.Tensor, *weighting: torch.Tensor) -> torch.Tensor:
+def summed(plans: SumPlans, x: Tensor, offsets: Tensor, *weighting: Tensor) -> Tensor:
     """The rows of each expert added up, [experts, columns].
 
     Args:
-        plans: of :func:`plans_of_sum`.
+        plans: from :func:`plans_of_sum`.
         x: [rows, columns], sorted by expert.
         offsets: [experts], int32: the end of each expert's rows.
-        weighting: the slot of each row [rows] (int32), and the weight of each slot [rows], where rows are weighted.
+        weighting: if rows are weighted, the slot of each row [rows] (int32), and the weight of each slot [rows].
     """
     device, experts, columns = x.get_device(), offsets.shape[0], x.shape[1]
     partial = torch.empty(sums.SHARES, experts, columns, dtype=torch.float32, device=x.device)

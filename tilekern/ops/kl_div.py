@@ -1,22 +1,20 @@
-"""kl_div: the Kullback-Leibler divergence as torch has it; the backward reads the target alone."""
+"""kl_div: the Kullback-Leibler divergence as in torch; the backward reads only the target."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels.kl_div import BACKWARD, ELEMENTS_BACKWARD, ELEMENTS_FORWARD, FORWARD
 from tilekern.ops.operation import operation
 
 
-def kl_div(
-    input: torch.Tensor, target: torch.Tensor, reduction: str = "batchmean", log_target: bool = False
-) -> torch.Tensor:
+def kl_div(input: Tensor, target: Tensor, reduction: str = "batchmean", log_target: bool = False) -> Tensor:
     """``target * (log(target) - input)``, reduced; ``torch.nn.functional.kl_div`` defines it.
 
     Args:
         input: [..., columns], log-probabilities; bfloat16, float16 or float32, any strides.
-        target: of the shape of ``input``, probabilities. Where the dtypes differ, or where it needs a gradient, the
-            formula runs.
+        target: of the shape of ``input``, probabilities. If dtypes differ, or it needs a gradient, the formula runs.
         reduction: ``batchmean`` divides the sum by the first size, ``mean`` by the number of elements; ``sum``;
             ``none`` gives each element.
         log_target: ``target`` holds log-probabilities.
@@ -38,12 +36,12 @@ def kl_div(
     return loss / (input.numel() if reduction == "mean" else input.shape[0])
 
 
-def _slope(dloss: torch.Tensor, target: torch.Tensor, log_target: bool) -> torch.Tensor:
+def _slope(dloss: Tensor, target: Tensor, log_target: bool) -> Tensor:
     probabilities = target.exp() if log_target else target
     return -probabilities * dloss
 
 
-def _slope_of_rows(dloss: torch.Tensor, target: torch.Tensor, log_target: bool) -> torch.Tensor:
+def _slope_of_rows(dloss: Tensor, target: Tensor, log_target: bool) -> Tensor:
     return _slope(dloss[..., None], target.to(dloss.dtype), log_target).to(target.dtype)
 
 
@@ -51,7 +49,7 @@ def _slope_of_rows(dloss: torch.Tensor, target: torch.Tensor, log_target: bool) 
     FORWARD, BACKWARD, name="kl_div_rows", flags={"log_target": "log_target"}, ungraded=("target",),
     fallback_backward=_slope_of_rows,
 )  # fmt: skip
-def _rows(input: torch.Tensor, target: torch.Tensor, log_target: bool = False) -> torch.Tensor:
+def _rows(input: Tensor, target: Tensor, log_target: bool = False) -> Tensor:
     """The sum of each row, in float32."""
     dtype = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
     return _divergence(input.to(dtype), target.to(dtype), log_target).sum(-1)
@@ -61,9 +59,9 @@ def _rows(input: torch.Tensor, target: torch.Tensor, log_target: bool = False) -
     ELEMENTS_FORWARD, ELEMENTS_BACKWARD, name="kl_div_elements", flags={"log_target": "log_target"},
     ungraded=("target",), fallback_backward=_slope,
 )  # fmt: skip
-def _elements(input: torch.Tensor, target: torch.Tensor, log_target: bool = False) -> torch.Tensor:
+def _elements(input: Tensor, target: Tensor, log_target: bool = False) -> Tensor:
     return _divergence(input, target, log_target)
 
 
-def _divergence(input: torch.Tensor, target: torch.Tensor, log_target: bool) -> torch.Tensor:
+def _divergence(input: Tensor, target: Tensor, log_target: bool) -> Tensor:
     return torch.nn.functional.kl_div(input, target, reduction="none", log_target=log_target)

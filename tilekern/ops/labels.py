@@ -1,8 +1,8 @@
-"""Labels of the losses: as kernels take them, and refused, without a wait for the GPU, where no vocabulary has them.
+"""Convert labels for the loss kernels, and refuse labels outside the vocabulary without waiting for the GPU.
 
-The kernel that makes them int32 (:mod:`tilekern.kernels.labels`) leaves a label outside the vocabulary in a word of the
-host's memory. The loss is NaN, and the next call of any of these ops on that device looks at the word and raises. A
-replay of a CUDA graph calls nothing, so :func:`check_labels` looks for those who ask.
+The kernel that converts labels to int32 (:mod:`tilekern.kernels.labels`) writes a label outside the vocabulary to a
+word in host memory. The loss is NaN, and the next call of one of these ops on that device raises. A replayed CUDA graph
+calls no op, so :func:`check_labels` lets users check.
 """
 
 from __future__ import annotations
@@ -11,36 +11,33 @@ import ctypes
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels import labels as kernels
 from tilekern.ops.registration import Rows, shaped, viewed
 from tilekern.runtime import dispatch
 
-# Their numbers in a word begin with 1.
+# In a word they are numbered from 1.
 OPS = ("cross_entropy", "fused_linear_cross_entropy", "linear_log_probs", "sharded_linear_log_probs")
 _SPEC = kernels.SPEC
 _HOW_TO_FIND = "find it with ((labels < 0) | (labels >= vocabulary)) & (labels != ignore_index)"
 
 
 class Seen:
-    """The word of one device: a label outside its vocabulary and the op that got it, 0 where there was none.
+    """The word of one device: a label outside its vocabulary and the op that got it; 0 if there was none.
 
-    ``word.value`` is what it holds; ``array`` is what kernels take.
+    ``word.value`` is its content; ``array`` is passed to kernels.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # A GPU writes to pinned memory at the address that it has on the host.
+        # A GPU writes to pinned memory at its host address.
         self._memory = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self.word = ctypes.c_int64.from_address(self._memory.data_ptr())
         self.array = Rows(self._memory, (1,)) if device.type == "cuda" else self._memory
 
     def refuse(self) -> None:
-        """Raise for a label that was left here, and forget it.
-
-        Raises:
-            ValueError: there is one.
-        """
+        """Raise ValueError if a label was written, and clear the word."""
         if not (word := self.word.value):
             return
         self.word.value = 0
@@ -57,13 +54,13 @@ _known = dispatch.memo()
 
 
 def check_labels(*, wait: bool = True) -> None:
-    """Raise for a label outside its vocabulary that the losses have met and no later call of theirs has raised for.
+    """Raise for a label outside the vocabulary that no later call of a loss has reported yet.
 
-    For those who call none: after the last step, and after the replay of a CUDA graph.
+    Call it after the last step and after replays of CUDA graphs.
 
     Args:
-        wait: until the GPUs that losses ran on have done all that was queued. Else only what they have done so far is
-            looked at.
+        wait: wait until the GPUs that losses ran on have finished all queued work. Otherwise only finished work is
+            checked.
 
     Raises:
         ValueError: there was such a label.
@@ -74,17 +71,17 @@ def check_labels(*, wait: bool = True) -> None:
         seen.refuse()
 
 
-def checked(op: str, labels: torch.Tensor, vocabulary: int, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels for kernels, and how many of them count.
+def checked(op: str, labels: Tensor, vocabulary: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return labels as kernels take them, and the number of labels that count.
 
     Args:
         op: the op that was called, one of :data:`OPS`.
         labels: [...] of an integer dtype, on the device where the op runs its kernels.
-        vocabulary: how many labels there are.
+        vocabulary: the number of labels.
         ignore_index: the label of rows that do not count; fits into int32.
 
     Returns:
-        int32 [rows], a label that no vocabulary has for one that is outside; int64 numbers, whose sum is the number
+        int32 [rows], with an invalid label for each one outside the vocabulary; int64 numbers whose sum is the number
         of labels that are not ``ignore_index``.
 
     Raises:
@@ -94,7 +91,7 @@ def checked(op: str, labels: torch.Tensor, vocabulary: int, ignore_index: int) -
     try:
         seen = _seen[device]
     except KeyError:
-        # Of two threads the first has its word kept: what a kernel may write to is never freed.
+        # If two threads race, the first word is kept: memory that a kernel may write to is never freed.
         seen = _seen.setdefault(device, Seen(labels.device))
     if seen.word.value:
         seen.refuse()
@@ -116,7 +113,7 @@ def checked(op: str, labels: torch.Tensor, vocabulary: int, ignore_index: int) -
     return found, counted
 
 
-def _plan(device: int, labels: torch.Tensor, rows: int, is_wide: bool) -> Any:
+def _plan(device: int, labels: Tensor, rows: int, is_wide: bool) -> Any:
     if not labels.is_cuda:
         return dispatch.plan_for(_SPEC, labels.device, rows, is_wide)
     try:
@@ -126,13 +123,13 @@ def _plan(device: int, labels: torch.Tensor, rows: int, is_wide: bool) -> Any:
         return dispatch.keep(_known, (device, rows, is_wide), plan)
 
 
-def total(counted: torch.Tensor) -> torch.Tensor:
-    """The sum of what :func:`checked` counted, a scalar."""
+def total(counted: Tensor) -> Tensor:
+    """Return the sum of the numbers of :func:`checked`, a scalar."""
     return shaped(counted) if counted.numel() == 1 else counted.sum()
 
 
-def refuse_outside(op: str, labels: torch.Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Refuse labels outside the vocabulary by torch's operations: at once on the CPU, by a trap on a GPU as torch's.
+def refuse_outside(op: str, labels: Tensor, vocabulary: int, ignore_index: int) -> None:
+    """Refuse labels outside the vocabulary by torch's operations: at once on the CPU, by an assertion on a GPU.
 
     Raises:
         ValueError: one is outside, on the CPU.

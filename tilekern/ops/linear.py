@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels.matmul.product import MOST_ELEMENTS, SPEC, sizes
 from tilekern.ops.operation import operation
@@ -15,12 +16,13 @@ from tilekern.ops.registration import as_rows, is_autocast, needs_gradient, shap
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 from tilekern.spec import Array
 
-# The forward's plan, and those of the gradients of x and of the weight where they are asked for.
+# Plans of the forward, and of the gradients of x and weight if they are needed.
 Plans = tuple[Plan, Plan | None, Plan | None]
-Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 _ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu")
-# Those that the kernel can apply before it rounds; gelu with erf is torch's own operation.
+# The kernel can apply these before rounding; gelu with erf is torch's own operation.
 _FUSED = ("gelu_tanh", "silu")
+_OUTSIDE = "linear applies an activation outside of its op if there is a gradient"
 _ARRAYS = (
     Array("x", "dtype", ("rows", "in_features")),
     Array("weight", "dtype", ("out_features", "in_features")),
@@ -29,13 +31,11 @@ _ARRAYS = (
 )
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None
-) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
     """``activation(x @ weight^T + bias)``, summed in float32.
 
-    An activation is applied before rounding where no gradient is asked for (``gelu_tanh``, ``silu``); for training the
-    value before it is kept, since to compute it again would cost a third product.
+    Without gradients, ``gelu_tanh`` and ``silu`` are applied before rounding. For training the value before the
+    activation is kept, since computing it again would cost a third product.
 
     Args:
         x: [..., in_features]; bfloat16, float16 or float32, any strides.
@@ -52,20 +52,20 @@ def linear(
     if activation not in _ACTIVATIONS:
         raise ValueError(f"linear: activation must be one of {_ACTIVATIONS}, got {activation!r}")
     if is_autocast(x.device.type):
-        # torch casts the inputs of a linear layer there.
+        # torch casts the inputs of a linear layer.
         _check(x, weight, bias, activation)
         if not torch.compiler.is_compiling():
             count_fallback(SPEC)
         return _activated(torch.nn.functional.linear(x, weight, bias), activation)
     if activation is None:
         return _linear(x, weight, bias, None)
-    graded = needs_gradient(x, weight) or (bias is not None and needs_gradient(bias))
+    graded = needs_gradient(x, weight, bias)
     inside = activation if activation in _FUSED and not graded else None
     y = _linear(x, weight, bias, inside)
     return y if inside is not None else _activated(y, activation)
 
 
-def _activated(y: torch.Tensor, activation: str | None) -> torch.Tensor:
+def _activated(y: Tensor, activation: str | None) -> Tensor:
     if activation is None:
         return y
     if activation == "silu":
@@ -74,9 +74,8 @@ def _activated(y: torch.Tensor, activation: str | None) -> torch.Tensor:
 
 
 def _find(
-    graded: tuple[bool, bool] | Literal[False], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-    activation: str | None,
-) -> Plans | None:  # fmt: skip
+    graded: tuple[bool, bool] | Literal[False], x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Plans | None:
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
         return None
     out, features = weight.shape
@@ -87,11 +86,11 @@ def _find(
         return None
 
     def plan(inner: int, columns: int, *on: str | None) -> Plan | None:
-        """The plan of a product with the flags that ``on`` names set."""
+        """Return the plan of a product with the flags ``on``."""
         flags = [name for name in on if name is not None]
         return plan_for(SPEC, x.device, *sizes(rows, inner, columns, x.dtype, flags).values())
 
-    forward = plan(features, out, "b_transposed", "biased" if bias is not None else None, _inside(activation))
+    forward = plan(features, out, "b_transposed", "biased" if bias is not None else None, activation)
     to_x, to_weight = graded or (False, False)
     of_x = plan(out, features) if to_x else None
     of_weight = plan(out, features, "a_transposed") if to_weight else None
@@ -100,68 +99,44 @@ def _find(
     return forward, of_x, of_weight
 
 
-def _inside(activation: str | None) -> str | None:
-    return activation if activation in _FUSED else None
-
-
-def run_product(plan: Plan, shape: tuple[int, ...], *inputs: Any) -> torch.Tensor:
-    """The result [shape] of a product, in the dtype of its first input."""
+def run_product(plan: Plan, shape: tuple[int, ...], *inputs: Any) -> Tensor:
+    """Run a product and return its result [shape], in the dtype of its first input."""
     like = inputs[0]
-    c: torch.Tensor
+    c: Tensor
     (c,) = plan.run(like.get_device(), inputs, lambda: (torch.empty(shape, dtype=like.dtype, device=like.device),))
     return c
 
 
-def _launch(
-    plans: Plans, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
-) -> torch.Tensor:
+def _launch(plans: Plans, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     rows, out = as_rows(x), weight.shape[0]
     more = () if bias is None else (bias.contiguous(),)
-    y = shaped(run_product(plans[0], (rows.shape[0], out), rows, as_rows(weight), *more), *x.shape[:-1], out)
-    return y if _inside(activation) == activation else _activated(y, activation)
+    return shaped(run_product(plans[0], (rows.shape[0], out), rows, as_rows(weight), *more), *x.shape[:-1], out)
 
 
 def _launch_backward(
-    plans: Plans, needs: tuple[bool, ...], dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
-    bias: torch.Tensor | None, activation: str | None,
+    plans: Plans, needs: tuple[bool, ...], dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None,
+    activation: str | None,
 ) -> Gradients:  # fmt: skip
-    slopes, rows = as_rows(_before(dy, x, weight, bias, activation)), as_rows(x)
+    assert activation is None, _OUTSIDE
+    slopes, rows = as_rows(dy), as_rows(x)
     _, of_x, of_weight = plans
     dx = None if of_x is None else shaped(run_product(of_x, rows.shape, slopes, as_rows(weight)), *x.shape)
     dweight = None if of_weight is None else run_product(of_weight, weight.shape, slopes, rows)
     return dx, dweight, slopes.sum(0) if bias is not None and needs[2] else None
 
 
-def _fallback_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
-) -> Gradients:
-    dy = _before(dy, x, weight, bias, activation)
+def _fallback_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Gradients:
+    assert activation is None, _OUTSIDE
     slopes, rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     return (slopes @ weight).view(x.shape), slopes.t() @ rows, slopes.sum(0)
 
 
-def _before(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
-) -> torch.Tensor:
-    """The gradient of what goes into the activation, which only a direct call of the registered op has inside."""
-    if activation is None:
-        return dy
-    value = torch.nn.functional.linear(x, weight, bias)
-    if activation == "silu":
-        return torch.ops.aten.silu_backward(dy, value)
-    return torch.ops.aten.gelu_backward(dy, value, approximate="tanh" if activation == "gelu_tanh" else "none")
-
-
-def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
 @operation(
     SPEC, SPEC, name="linear", arrays=_ARRAYS, reads=("x", "weight", "bias"), apart=("x", "weight"),
-    key=("activation",), find=_find, launch=_launch, launch_backward=_launch_backward, fake=_fake,
+    key=("activation",), find=_find, launch=_launch, launch_backward=_launch_backward,
     fallback_backward=_fallback_backward,
 )  # fmt: skip
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> torch.Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     return _activated(torch.nn.functional.linear(x, weight, bias), activation)
 
 

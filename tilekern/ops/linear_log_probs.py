@@ -1,15 +1,15 @@
 """linear_log_probs: log-probabilities and entropies of a language model's head, ``log_softmax(hidden @ weight.T)``.
 
-Its launches are written by hand: both directions are composites, which run only where every chunk's kernel has a plan,
-and another kernel checks the ids first.
+Its launches are written by hand: both directions are composites, which run only if every chunk's kernel has a plan, and
+another kernel checks the ids first.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels import log_probs
 from tilekern.kernels.composites import linear_log_probs as composite
@@ -17,25 +17,27 @@ from tilekern.kernels.composites.head import chunk_plans
 from tilekern.ops.labels import checked, refuse_outside
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import (
+    cast_as_products,
     check_head,
     check_ids,
     check_softcap,
     check_temperature,
     check_tensors,
+    check_vectors,
     disjoint,
     fresh,
-    is_autocast,
     shaped,
+    uncast,
 )
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array, KernelSpec
 
 _INT32 = torch.iinfo(torch.int32)
-# Behind the plans of a call that is graded stands its room; torch's dispatcher has none.
+# The plans of a call with gradients end with its room.
 Graded = tuple[Plan, Plan] | tuple[Plan, Plan, composite.Room]
 Plans = tuple[Plan, None] | Graded
-Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Results = tuple[Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 _ROW = ("rows",)
 _ARRAYS = (
     Array("hidden", "dtype", ("rows", "hidden")), Array("weight", "dtype", ("vocabulary", "hidden")),
@@ -46,32 +48,32 @@ _ARRAYS = (
 
 
 def linear_log_probs(
-    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, *, bias: torch.Tensor | None = None,
-    temperature: float = 1.0, softcap: float | None = None, ignore_index: int = -100, wide_sums: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The log-probability of one id for each row, and the entropy of all ids, of a head's logits, which never exist.
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
+    softcap: float | None = None, ignore_index: int = -100, wide_sums: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the log-probability of one id for each row, and the entropy, of a head's logits, which never exist.
 
-    ``logits = softcap * tanh((hidden @ weight.T + bias) / softcap) / temperature``, without the cap where there is
-    none. Both results can be differentiated, once. Under autocast ``hidden``, ``weight`` and ``bias`` are cast as a
-    linear layer's are.
+    ``logits = softcap * tanh((hidden @ weight.T + bias) / softcap) / temperature``; without a cap there is no tanh.
+    Both results can be differentiated, once. Under autocast ``hidden``, ``weight`` and ``bias`` are cast as a linear
+    layer's are.
 
     Args:
         hidden: [..., hidden]; bfloat16, float16 or float32, any strides.
         weight: [vocabulary, hidden], of the dtype of ``hidden``.
-        ids: [...], of a whole-number dtype. A row whose id is not in the vocabulary has the log-probability NaN, and
-            NaN as its gradients, and a later call raises.
+        ids: [...], of an integer dtype. A row whose id is not in the vocabulary has NaN as its log-probability and as
+            its gradients, and a later call raises.
         bias: [vocabulary], of the dtype of ``weight``, or None; added in float32.
         temperature: positive and finite.
         softcap: positive and finite, or None for no cap.
         ignore_index: the id of rows that do not count: both results are 0, and so are their gradients.
-        wide_sums: add the gradient of ``weight`` up over chunks of rows in float32, which takes 4 bytes an element.
+        wide_sums: add up the gradient of ``weight`` over chunks of rows in float32, which takes 4 bytes per element.
 
     Returns:
         Log-probabilities and entropies in nats, both [...] in float32 (float64 for float64).
 
     Raises:
-        ValueError: shapes or devices do not fit, ``ids`` has another dtype, an option has a value that it cannot
-            have, or an earlier call on this device got an id outside its vocabulary (:func:`tilekern.check_labels`).
+        ValueError: shapes or devices do not fit, ``ids`` has another dtype, an option has an invalid value, or an
+            earlier call on this device got an id outside the vocabulary (:func:`tilekern.check_labels`).
     """
     check_options("linear_log_probs", temperature, softcap)
     found = rows_of_head(hidden, weight, ids, bias, temperature, softcap, ignore_index, wide_sums)
@@ -79,42 +81,36 @@ def linear_log_probs(
 
 
 def check_options(op: str, temperature: float, softcap: float | None) -> None:
-    """Refuse a temperature or a cap by which no logits can be divided."""
+    """Raise ValueError for a temperature or a cap that is not positive and finite."""
     check_softcap(op, softcap)
     check_temperature(op, temperature)
 
 
 def rows_of_head(
-    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None, temperature: float,
-    softcap: float | None, ignore_index: int, wide_sums: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Log-probabilities, entropies, and the logarithms of the sums of exponentials, cast by autocast; [...] each."""
-    kind = hidden.device.type
-    cast = is_autocast(kind)
-    if cast and torch.float64 not in (hidden.dtype, weight.dtype):
-        dtype = torch.get_autocast_dtype(kind)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    with torch.autocast(kind, enabled=False) if cast else contextlib.nullcontext():
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _rows(
+    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, temperature: float, softcap: float | None,
+    ignore_index: int, wide_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return log-probabilities, entropies and logsumexps, [...] each, with the casts of autocast."""
+    hidden, weight, bias = cast_as_products(hidden, weight, bias)
+    with uncast(hidden.device.type):
+        found: tuple[Tensor, Tensor, Tensor] = _rows(
             hidden, weight, ids, bias, float(temperature), softcap, ignore_index, wide_sums
         )
         return found
 
 
-def _check(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> None:
+def _check(hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *_: Any) -> None:
     check_head("linear_log_probs", hidden=hidden, weight=weight)
     check_ids("linear_log_probs", "ids", ids, hidden=hidden)
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"linear_log_probs: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
+    check_vectors("linear_log_probs", weight.shape[0], bias=bias)
     check_tensors("linear_log_probs", "ids", hidden=hidden, weight=weight, ids=ids, bias=bias)
 
 
 def _find(
-    graded: bool, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None,
-    temperature: float, softcap: float | None, ignore_index: int, wide_sums: bool,
+    graded: bool, hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, temperature: float,
+    softcap: float | None, ignore_index: int, wide_sums: bool,
 ) -> Plans | None:  # fmt: skip
-    """The composites' plans, where their parts have plans too."""
+    """Return the composites' plans if all of their parts have plans too."""
     if not hidden.numel() or not weight.numel() or weight.dtype != hidden.dtype:
         return None
     if (bias is not None and bias.dtype != weight.dtype) or not _INT32.min <= ignore_index <= _INT32.max:
@@ -135,31 +131,27 @@ def _find(
     return None if backward is None else (forward, backward)
 
 
-def _matrices(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _matrices(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return disjoint(hidden.reshape(-1, hidden.shape[-1])), disjoint(weight)
 
 
-def _labels(ids: torch.Tensor) -> torch.Tensor:
+def _labels(ids: Tensor) -> Tensor:
     return ids.to(torch.int32).contiguous().view(-1)
 
 
 def _launch(
-    plans: Plans, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None,
-    temperature: float, softcap: float | None, ignore_index: int, _: bool,
+    plans: Plans, hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, temperature: float,
+    softcap: float | None, ignore_index: int, _: bool,
 ) -> Results:  # fmt: skip
     labels, _ = checked("linear_log_probs", ids, weight.shape[0], ignore_index)
     options = log_probs.Options(ignore_index, temperature, softcap)
     inputs = (*_matrices(hidden, weight), labels, None if bias is None else bias.contiguous(), options, _room(plans))
 
-    def allocate() -> tuple[torch.Tensor, ...]:
+    def allocate() -> tuple[Tensor, ...]:
         return tuple(ids.new_empty(ids.numel(), dtype=torch.float32) for _ in range(3))
 
     log_prob, entropy, lse = plans[0].run(hidden.get_device(), inputs, allocate)
     return shaped(log_prob, *ids.shape), shaped(entropy, *ids.shape), shaped(lse, *ids.shape)
-
-
-def _between() -> composite.Room:
-    return composite.Room()
 
 
 def _room(plans: Plans) -> composite.Room | None:
@@ -167,10 +159,9 @@ def _room(plans: Plans) -> composite.Room | None:
 
 
 def _launch_backward(
-    plans: Graded, needs: tuple[bool, ...], dlog_probs: torch.Tensor, dentropy: torch.Tensor,
-    dlse: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None,
-    entropy: torch.Tensor, lse: torch.Tensor, temperature: float, softcap: float | None, ignore_index: int,
-    wide_sums: bool,
+    plans: Graded, needs: tuple[bool, ...], dlog_probs: Tensor, dentropy: Tensor, dlse: Tensor, hidden: Tensor,
+    weight: Tensor, ids: Tensor, bias: Tensor | None, entropy: Tensor, lse: Tensor, temperature: float,
+    softcap: float | None, ignore_index: int, wide_sums: bool,
 ) -> Gradients:  # fmt: skip
     options = log_probs.Options(ignore_index, temperature, softcap)
     wanted = composite.Wanted(needs[0], needs[1], bias is not None and needs[3], wide_sums)
@@ -179,7 +170,7 @@ def _launch_backward(
     own = None if bias is None else bias.contiguous()
     inputs = (rows, table, _labels(ids), own, *of_rows, options, wanted, _room(plans))
 
-    def allocate() -> tuple[torch.Tensor | None, ...]:
+    def allocate() -> tuple[Tensor | None, ...]:
         asked = zip((rows, table, bias), (wanted.hidden, wanted.weight, wanted.bias), strict=True)
         return tuple(fresh(x) if x is not None and is_asked else None for x, is_asked in asked)
 
@@ -194,12 +185,12 @@ def _launch_backward(
 @operation(
     composite.FORWARD, composite.BACKWARD, name="linear_log_probs", ungraded=("ids",), arrays=_ARRAYS,
     reads=("hidden", "weight", "ids", "bias", "entropy", "lse"), key=("softcap is not None", "ignore_index"),
-    check=_check, find=_find, launch=_launch, launch_backward=_launch_backward, between=_between,
+    check=_check, find=_find, launch=_launch, launch_backward=_launch_backward,
 )  # fmt: skip
 def _rows(
-    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None = None,
-    temperature: float = 1.0, softcap: float | None = None, ignore_index: int = -100, wide_sums: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
+    softcap: float | None = None, ignore_index: int = -100, wide_sums: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     refuse_outside("linear_log_probs", ids, weight.shape[0], ignore_index)
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     product = torch.promote_types(hidden.dtype, weight.dtype)
@@ -215,3 +206,15 @@ def _rows(
     # A probability of 0, whose logarithm is -inf, adds nothing.
     entropy = -(probabilities * log_softmax.masked_fill(probabilities == 0, 0)).sum(-1)
     return at_id.where(counted, 0), entropy.where(counted, 0), lse.where(counted, 0)
+
+
+_known_plans = _rows.functions["plans_of"]  # type: ignore[attr-defined]
+
+
+def _plans_of(graded: bool, *arguments: Any) -> Plans | None:
+    """Return the plans, and for a call with gradients also the room that passes logits to its backward."""
+    plans: Plans | None = _known_plans(graded, *arguments)
+    return (*plans, composite.Room()) if graded and plans is not None else plans
+
+
+_rows.functions["plans_of"] = _plans_of  # type: ignore[attr-defined]

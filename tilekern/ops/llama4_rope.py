@@ -1,30 +1,31 @@
-"""llama4_rope: rotary position embedding of adjacent pairs of q and k, as Llama 4 has it, in one launch."""
+"""llama4_rope: rotary position embedding of adjacent pairs of q and k, as in Llama 4, in one launch."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels.llama4_rope import INVERSE, SPEC
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import check_tensors
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
-def llama4_rope(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> Pair:
-    """Multiply adjacent pairs of every head of ``xq`` and ``xk``, taken for complex numbers, by ``freqs_cis``.
+def llama4_rope(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
+    """Multiply adjacent pairs of every head of ``xq`` and ``xk``, as complex numbers, by ``freqs_cis``.
 
     Args:
         xq: [batch, tokens, heads, head_dim]; bfloat16, float16 or float32, any strides.
         xk: [batch, tokens, kv_heads, head_dim], of the dtype of ``xq``.
         freqs_cis: [1 or batch, tokens, head_dim / 2], complex (or without the first dimension), or the real view of
-            that (``torch.view_as_real``). Where it needs a gradient torch's own operations run.
+            that (``torch.view_as_real``). If it needs a gradient, torch's own operations run.
 
     Returns:
         The rotated ``xq`` and ``xk``, each in the layout and the dtype of its input.
 
     Raises:
-        ValueError: the shapes do not go together, ``freqs_cis`` is real and not such a view, or the devices differ.
+        ValueError: the shapes do not fit, ``freqs_cis`` is real and not such a view, or the devices differ.
     """
     pairs = torch.view_as_real(freqs_cis.resolve_conj()) if freqs_cis.is_complex() else freqs_cis
     if pairs.dim() not in (3, 4) or pairs.shape[-1] != 2:
@@ -36,7 +37,7 @@ def llama4_rope(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> 
     return _pairs(xq, xk, angles if angles.dim() == 3 else angles.unsqueeze(0))
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> None:
+def _check(q: Tensor, k: Tensor, angles: Tensor) -> None:
     if q.dim() != 4 or k.dim() != 4 or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3] or k.dtype != q.dtype:
         raise ValueError(
             f"llama4_rope_pairs: q {list(q.shape)} {q.dtype} and k {list(k.shape)} {k.dtype} must be [batch, tokens, "
@@ -51,10 +52,10 @@ def _check(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> None:
     check_tensors("llama4_rope_pairs", q=q, k=k, angles=angles)
 
 
-def _turned(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> Pair:
+def _turned(q: Tensor, k: Tensor, angles: Tensor) -> Pair:
     c, s = angles[..., ::2].unsqueeze(2), angles[..., 1::2].unsqueeze(2)
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
+    def turned(x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         one, other = wide[..., ::2], wide[..., 1::2]
         return torch.stack((one * c - other * s, other * c + one * s), -1).flatten(-2).to(x.dtype)
@@ -62,8 +63,8 @@ def _turned(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> Pair:
     return turned(q), turned(k)
 
 
-def _turned_back(dq: torch.Tensor, dk: torch.Tensor, angles: torch.Tensor) -> Pair:
-    """The transpose, which is the product with the conjugate."""
+def _turned_back(dq: Tensor, dk: Tensor, angles: Tensor) -> Pair:
+    """Apply the transpose, the product with the conjugate."""
     c, s = angles[..., ::2], angles[..., 1::2]
     return _turned(dq, dk, torch.stack((c, -s), -1).flatten(-2))
 
@@ -72,6 +73,6 @@ def _turned_back(dq: torch.Tensor, dk: torch.Tensor, angles: torch.Tensor) -> Pa
     SPEC, INVERSE, name="llama4_rope_pairs", ungraded=("angles",), flags={"inverse": "False"},
     backward_flags={"inverse": "True"}, strided=True, check=_check, fallback_backward=_turned_back,
 )  # fmt: skip
-def _pairs(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor) -> Pair:
-    """The rotation; ``angles`` [1 or batch, tokens, head_dim] are the real and the imaginary parts in turn."""
+def _pairs(q: Tensor, k: Tensor, angles: Tensor) -> Pair:
+    """Rotate; ``angles`` [1 or batch, tokens, head_dim] alternate real and imaginary parts."""
     return _turned(q, k, angles)

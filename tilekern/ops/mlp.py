@@ -1,13 +1,12 @@
 """mlp: ``down(activation(up(x)))``, an MLP without a gate, as one function of autograd.
 
-A layer's own operations keep two matrices [tokens, intermediate]: what goes into the activation, and what comes out, of
-which a weight's gradient is made. This keeps the first one. In the backward a single kernel makes the activation again
-together with the gradient of what went into it, and adds that up over the tokens, which is the gradient of the first
-bias. It reads two such matrices and writes two; an activation's own backward reads two and writes one, and the bias's
-gradient then reads that one again. The biases are added inside the products.
+A layer saves two matrices [tokens, intermediate], before and after the activation; this saves only the first. In the
+backward one kernel recomputes the activation, computes the gradient before it, and sums that over the tokens, which is
+the gradient of the first bias. It reads two such matrices and writes two; an activation's own backward reads two and
+writes one, which the bias's gradient reads again. The biases are added inside the products.
 
-It is written by hand and not declared, as it is an order of torch's matrix products around three launches: where it is
-traced, cast by autocast or needs no gradient, the ops that it is made of run, so there is nothing to register.
+It is written by hand and not declared, as it is a sequence of torch's matrix products around three launches. If it is
+traced, cast by autocast or needs no gradient, its parts run as ops of their own, so there is nothing to register.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels import activation as kernels
 from tilekern.kernels import column_sum
@@ -25,7 +25,7 @@ from tilekern.runtime.dispatch import Plan, keep, memo, plan_for
 
 
 class _Plans(NamedTuple):
-    """The backward with the activation once more has ``sums``; a plain one, where no weight asks for it, has none."""
+    """The plans; ``sums`` is None if the backward does not recompute the activation, as no weight needs it."""
 
     forward: Plan
     backward: Plan
@@ -36,15 +36,15 @@ _plans: dict[Any, _Plans | None] = memo()
 
 
 def mlp(
-    x: torch.Tensor, up_weight: torch.Tensor, up_bias: torch.Tensor | None, down_weight: torch.Tensor,
-    down_bias: torch.Tensor | None, kind: str = "gelu",
-) -> torch.Tensor:  # fmt: skip
+    x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None,
+    kind: str = "gelu",
+) -> Tensor:  # fmt: skip
     """``activation(x @ up_weight.T + up_bias, kind) @ down_weight.T + down_bias``.
 
     Args:
         x: [..., hidden].
-        up_weight: [intermediate, hidden], of x's dtype, any strides; its gradient has the same. The transpose of a
-            weight that is stored [hidden, intermediate], as GPT-2's, is taken as it is.
+        up_weight: [intermediate, hidden], of x's dtype, any strides, which its gradient shares. The transpose of a
+            weight that is stored [hidden, intermediate], as in GPT-2, is not copied.
         up_bias: [intermediate], of x's dtype, or None.
         down_weight: [out, intermediate], of x's dtype, any strides.
         down_bias: [out], of x's dtype, or None.
@@ -57,9 +57,9 @@ def mlp(
         ValueError: the kind of activation is unknown, or the devices differ.
     """
     curve = curve_of("mlp", kind)
-    parts = [x, up_weight, down_weight, *(bias for bias in (up_bias, down_bias) if bias is not None)]
+    tensors = (x, up_weight, up_bias, down_weight, down_bias)
     plans = None
-    if is_eager(*parts) and needs_gradient(*parts):
+    if is_eager(*tensors) and needs_gradient(*tensors):
         plans = _found(x, up_weight, up_bias, down_weight, down_bias, curve)
     if plans is None:
         linear = torch.nn.functional.linear
@@ -68,9 +68,8 @@ def mlp(
 
 
 def _found(
-    x: torch.Tensor, up_weight: torch.Tensor, up_bias: torch.Tensor | None, down_weight: torch.Tensor,
-    down_bias: torch.Tensor | None, curve: Curve,
-) -> _Plans | None:  # fmt: skip
+    x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None, curve: Curve
+) -> _Plans | None:
     given = (x, up_weight, up_bias, down_weight, down_bias)
     remade = down_weight.requires_grad or (up_bias is not None and up_bias.requires_grad)
     told = tuple([None if one is None else (one.shape, one.dtype, one.get_device()) for one in given])
@@ -83,7 +82,7 @@ def _found(
         return keep(_plans, key, found) if x.is_cuda else found
 
 
-def _find(x: torch.Tensor, columns: int, curve: Curve, *, remade: bool) -> _Plans | None:
+def _find(x: Tensor, columns: int, curve: Curve, *, remade: bool) -> _Plans | None:
     if not x.numel() or not columns:
         return None
     device, sizes = x.device, (x.numel() // x.shape[-1], columns, x.dtype, curve.erf, curve.relu)
@@ -100,9 +99,9 @@ def _find(x: torch.Tensor, columns: int, curve: Curve, *, remade: bool) -> _Plan
 class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, up_weight: torch.Tensor, up_bias: torch.Tensor | None, down_weight: torch.Tensor,
-        down_bias: torch.Tensor | None, curve: Curve, plans: _Plans,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None,
+        curve: Curve, plans: _Plans,
+    ) -> Tensor:  # fmt: skip
         value = _linear(x.reshape(-1, x.shape[-1]), up_weight, up_bias)
         y = torch.empty_like(value)
         plans.forward.launch(x.get_device(), value, y, curve.linear, curve.cubic)
@@ -112,7 +111,7 @@ class _Mlp(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, value, up_weight, down_weight = ctx.saved_tensors
         wants = ctx.needs_input_grad
         slope, rows = dout.reshape(-1, dout.shape[-1]), x.reshape(-1, x.shape[-1])
@@ -124,10 +123,8 @@ class _Mlp(torch.autograd.Function):
         return dx, dup, dup_bias, ddown, slope.sum(0) if wants[4] else None, None, None
 
 
-def _before(
-    ctx: Any, dy: torch.Tensor, value: torch.Tensor, *, biased: bool
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The gradient of what went into the activation, what came out, and the gradient's sum over rows."""
+def _before(ctx: Any, dy: Tensor, value: Tensor, *, biased: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradient before the activation, the recomputed activation, and the gradient's sum over rows."""
     plans, numbers, device = ctx.plans, (ctx.curve.linear, ctx.curve.cubic), value.get_device()
     dvalue = torch.empty_like(value)
     if plans.sums is None:
@@ -143,14 +140,14 @@ def _before(
     return dvalue, y, dbias
 
 
-def _linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
         return torch.mm(rows, weight.t())
     return torch.addmm(bias, rows, weight.t())
 
 
-def _weight_gradient(slope: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``slope.T @ rows`` [out, in] in the layout of the weight, in which autograd takes it over without a copy."""
+def _weight_gradient(slope: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """Return ``slope.T @ rows`` [out, in] in the layout of the weight, so that autograd need not copy it."""
     if weight.is_contiguous():
         return torch.mm(slope.t(), rows)
     return torch.mm(rows.t(), slope).t()

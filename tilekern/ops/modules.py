@@ -1,8 +1,8 @@
-"""Module classes of the ops, found in ``tilekern.ops`` beside them.
+"""Module classes of the ops, exported in ``tilekern.ops``.
 
-A class takes the options of its op when it is made and the tensors of its op when it is called. Where torch has the
-class, ours is a subclass of it, with torch's arguments, state dict and text; the parameters of the others are called as
-in Liger's classes and in the models of Hugging Face that they come from, so state dicts go both ways.
+The constructor takes the options of the op, and a call takes its tensors. If torch has the class, ours is a subclass
+with torch's arguments, state dict and text. The parameters of the others have the names of Liger's classes and of
+Hugging Face's models, so state dicts can be exchanged.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import sys
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from tilekern.ops.tiled_mlp import tiled
 
-# Ops that are found by themselves are attributes of the package once it is imported.
+# Ops that are exported automatically are attributes of the package once it is imported.
 _ops: Any = sys.modules["tilekern.ops"]
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
-def _as_one(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """``x`` with its last dimensions, which must be ``shape``, as one."""
+def _as_one(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Flatten the last dimensions of ``x``, which must be ``shape``."""
     if x.shape[-len(shape) :] != shape:
         raise ValueError(f"the input must end with the dimensions {list(shape)}, got {list(x.shape)}")
     return x if len(shape) == 1 else x.flatten(-len(shape))
@@ -29,7 +30,7 @@ def _as_one(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 class LayerNorm(torch.nn.LayerNorm):
     """:func:`tilekern.ops.layer_norm` as ``torch.nn.LayerNorm``."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Normalise the last dimensions of ``input``; any shape that ends with ``normalized_shape``."""
         x = _as_one(input, self.normalized_shape)
         weight = None if self.weight is None else self.weight.flatten()
@@ -51,18 +52,18 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
     def reset_parameters(self) -> None:
-        """Make the weight such that it changes nothing."""
+        """Set the weight so that it changes nothing."""
         if self.elementwise_affine:
             torch.nn.init.constant_(self.weight, 1 - self.offset)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimensions of ``x``; any shape that ends with ``normalized_shape``."""
         rows = _as_one(x, self.normalized_shape)
         weight = None if self.weight is None else self.weight.flatten()
         return _ops.rms_norm(rows, weight, self.eps, self.offset, self.casting_mode).view(x.shape)
 
     def extra_repr(self) -> str:
-        """As torch's, with the offset and the casts."""
+        """Return torch's text, with the offset and the casts."""
         return f"{super().extra_repr()}, offset={self.offset}, casting_mode={self.casting_mode}"
 
 
@@ -76,19 +77,19 @@ class FusedAddRMSNorm(torch.nn.Module):
         self.eps, self.offset, self.casting_mode = eps, offset, casting_mode
         self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - offset))
 
-    def forward(self, residual: torch.Tensor, x: torch.Tensor) -> Pair:
-        """The sum of ``residual`` and ``x`` [..., hidden_size], and its norm."""
+    def forward(self, residual: Tensor, x: Tensor) -> Pair:
+        """Return the sum of ``residual`` and ``x`` [..., hidden_size], and its norm."""
         return _ops.fused_add_rms_norm(residual, x, self.weight, self.eps, self.offset, self.casting_mode)
 
     def extra_repr(self) -> str:
-        """The size and the options."""
+        """Return the size and the options."""
         return f"{len(self.weight)}, eps={self.eps}, offset={self.offset}, casting_mode={self.casting_mode}"
 
 
 class GroupNorm(torch.nn.GroupNorm):
     """:func:`tilekern.ops.group_norm` as ``torch.nn.GroupNorm``, of three dimensions or more."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Normalise groups of the channels of ``input`` [batch, channels, ...]."""
         weight = input.new_ones(self.num_channels) if self.weight is None else self.weight
         bias = torch.zeros_like(weight) if self.bias is None else self.bias
@@ -105,12 +106,12 @@ class DyT(torch.nn.Module):
         self.gamma = torch.nn.Parameter(torch.ones(hidden_size))
         self.beta = torch.nn.Parameter(torch.zeros(hidden_size)) if beta else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] to [..., hidden_size]."""
         return _ops.dyt(x, self.alpha, self.gamma, self.beta)
 
     def extra_repr(self) -> str:
-        """The size."""
+        """Return the size."""
         return f"{self.hidden_size}, beta={self.beta is not None}"
 
 
@@ -123,12 +124,12 @@ class PolyNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.full((3,), 1 / 3))
         self.bias = torch.nn.Parameter(torch.tensor(1.0))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[..., columns] to [..., columns]."""
         return _ops.poly_norm(x, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
-        """Show the number that is added to each mean square."""
+        """Return the number that is added to each mean square."""
         return f"eps={self.eps}"
 
 
@@ -138,8 +139,8 @@ class Softmax(torch.nn.Softmax):
     def __init__(self, dim: int = -1) -> None:
         super().__init__(dim)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Probabilities in the shape and dtype of ``input``."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Return probabilities in the shape and dtype of ``input``."""
         if self.dim in (-1, input.dim() - 1):
             return _ops.softmax(input)
         return _ops.softmax(input.transpose(self.dim, -1)).transpose(self.dim, -1)
@@ -152,20 +153,20 @@ class Sparsemax(torch.nn.Module):
         super().__init__()
         self.dim = dim
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Probabilities in the shape and dtype of ``x``."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Return probabilities in the shape and dtype of ``x``."""
         return _ops.sparsemax(x, self.dim)
 
     def extra_repr(self) -> str:
-        """The dimension."""
+        """Return the dimension."""
         return f"dim={self.dim}"
 
 
 class KLDiv(torch.nn.KLDivLoss):
     """:func:`tilekern.ops.kl_div` as ``torch.nn.KLDivLoss``, whose reduction is ``mean`` if none is named."""
 
-    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The divergence of log-probabilities ``input`` from ``target``."""
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Return the divergence of log-probabilities ``input`` from ``target``."""
         return _ops.kl_div(input, target, self.reduction, self.log_target)
 
 
@@ -176,10 +177,8 @@ class JSD(torch.nn.Module):
         super().__init__()
         self.beta, self.ignore_index = beta, ignore_index
 
-    def forward(
-        self, log_q: torch.Tensor, log_p: torch.Tensor, shift_labels: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The divergence of a student's log-probabilities ``log_q`` from a teacher's ``log_p``, [..., columns]."""
+    def forward(self, log_q: Tensor, log_p: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        """Return the divergence of a student's log-probabilities [..., columns] from a teacher's ``log_p``."""
         return _ops.jsd(log_q, log_p, shift_labels, self.beta, self.ignore_index)
 
 
@@ -190,8 +189,8 @@ class TVD(torch.nn.Module):
         super().__init__()
         self.reduction, self.ignore_index = reduction, ignore_index
 
-    def forward(self, p: torch.Tensor, q: torch.Tensor, shift_labels: torch.Tensor | None = None) -> torch.Tensor:
-        """The distance of two distributions, [..., columns]."""
+    def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        """Return the distance of two distributions, [..., columns]."""
         return _ops.tvd(p, q, shift_labels, self.reduction, self.ignore_index)
 
 
@@ -202,14 +201,14 @@ class CrossEntropy(torch.nn.CrossEntropyLoss):
     """
 
     def __init__(
-        self, weight: torch.Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
+        self, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
         label_smoothing: float = 0.0, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         self.options = options
 
-    def forward(self, input: torch.Tensor, target: torch.Tensor) -> Any:
-        """The loss of ``input`` [rows, classes] or [rows, classes, ...] against ``target`` [rows, ...]."""
+    def forward(self, input: Tensor, target: Tensor) -> Any:
+        """Return the loss of ``input`` [rows, classes] or [rows, classes, ...] against ``target`` [rows, ...]."""
         logits = input.movedim(1, -1) if input.dim() > 2 else input
         return _ops.cross_entropy(
             logits, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing, **self.options
@@ -219,21 +218,21 @@ class CrossEntropy(torch.nn.CrossEntropyLoss):
 class FusedLinearCrossEntropy(torch.nn.Module):
     """:func:`tilekern.ops.fused_linear_cross_entropy` with its options; the head's parameters are arguments."""
 
-    def __init__(self, class_weight: torch.Tensor | None = None, **options: Any) -> None:
+    def __init__(self, class_weight: Tensor | None = None, **options: Any) -> None:
         super().__init__()
         self.register_buffer("class_weight", class_weight, persistent=False)
         self.options = options
 
     def forward(
-        self, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None,
-        num_items: torch.Tensor | float | None = None,
+        self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+        num_items: Tensor | float | None = None,
     ) -> Any:  # fmt: skip
         """The loss of ``hidden`` [..., hidden] through the head ``weight`` [vocabulary, hidden] against ``target``."""
         given = {"class_weight": self.class_weight, "bias": bias, "num_items": num_items}
         return _ops.fused_linear_cross_entropy(hidden, weight, target, **given, **self.options)
 
     def extra_repr(self) -> str:
-        """The options."""
+        """Return the options."""
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
@@ -249,10 +248,10 @@ class FusedLinearJSD(torch.nn.Module):
         self.temperature, self.accum_dtype, self.wide_logits = temperature, accum_dtype, wide_logits
 
     def forward(
-        self, student_input: torch.Tensor, student_weight: torch.Tensor, teacher_input: torch.Tensor,
-        teacher_weight: torch.Tensor, shift_labels: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """The divergence of two heads, each of inputs [..., hidden] and a weight [vocabulary, hidden]."""
+        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the divergence of two heads, each with inputs [..., hidden] and a weight [vocabulary, hidden]."""
         return _ops.fused_linear_jsd(
             student_input, student_weight, teacher_input, teacher_weight, shift_labels, self.jsd_beta,
             self.ignore_index, self.temperature, self.accum_dtype, wide_logits=self.wide_logits,
@@ -262,10 +261,10 @@ class FusedLinearJSD(torch.nn.Module):
 class _GatedMLP(torch.nn.Module):
     """``down_proj(activation(gate_proj(x)) * up_proj(x))``, with the names of Llama's and Gemma's MLP.
 
-    The projections are called as modules, so adapters, hooks and quantised layers in their place count.
+    The projections are called as modules, so adapters, hooks and quantised layers keep working.
     """
 
-    # The activations' names in transformers, the family's usual one first, and what the op takes for each.
+    # Activations by their names in transformers, the default first, with the op's argument for each.
     activations: ClassVar[dict[str, Any]]
 
     def __init__(self, config: Any) -> None:
@@ -276,25 +275,20 @@ class _GatedMLP(torch.nn.Module):
         self.gate_proj = torch.nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.up_proj = torch.nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.down_proj = torch.nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
-        self.activation = _activation_of(config, type(self).__name__, self.activations)
+        name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+        name = next(iter(self.activations)) if name is None else name
+        if name not in self.activations:
+            known = ", ".join(self.activations)
+            raise ValueError(f"{type(self).__name__}: the activation must be one of {known}, got {name!r}")
+        self.activation = self.activations[name]
 
-    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """The activation of ``gate`` times ``up``, [..., intermediate]."""
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the activation of ``gate`` times ``up``, [..., intermediate]."""
         raise NotImplementedError
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] to [..., hidden]."""
         return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
-
-
-def _activation_of(config: Any, owner: str, known: dict[str, Any]) -> Any:
-    """The op's argument for the activation that a model's configuration names, or for the family's usual one."""
-    name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-    if name is None:
-        return next(iter(known.values()))
-    if name not in known:
-        raise ValueError(f"{owner}: the activation must be one of {', '.join(known)}, got {name!r}")
-    return known[name]
 
 
 class SwiGLUMLP(_GatedMLP):
@@ -302,7 +296,7 @@ class SwiGLUMLP(_GatedMLP):
 
     activations: ClassVar = {"silu": None, "swish": None}
 
-    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """``silu(gate) * up``."""
         return _ops.swiglu(gate, up)
 
@@ -312,19 +306,19 @@ class GEGLUMLP(_GatedMLP):
 
     activations: ClassVar = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
 
-    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """``gelu(gate) * up``."""
         return _ops.geglu(gate, up, self.activation)
 
 
 class _Tiled(_GatedMLP):
-    """An MLP over shards of the tokens, as :func:`tilekern.ops.tiled_swiglu` and ``tiled_geglu`` run it."""
+    """An MLP over shards of the tokens, like :func:`tilekern.ops.tiled_swiglu` and ``tiled_geglu``."""
 
     def __init__(self, config: Any, num_shards: int | None = None) -> None:
         super().__init__(config)
         self.num_shards = num_shards
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[..., tokens, hidden] to [..., tokens, hidden]."""
         return tiled(super().forward, x, self.num_shards, type(self).__name__)
 
@@ -352,7 +346,7 @@ class FusedNeighborhoodAttention(torch.nn.Module):
             self.add_module(name, torch.nn.Linear(hidden_size, hidden_size, bias=bias))
         self.dropout = torch.nn.Dropout(dropout)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """[batch, tokens, hidden] to [batch, tokens, hidden]."""
         heads = (
             projection(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -362,7 +356,7 @@ class FusedNeighborhoodAttention(torch.nn.Module):
         return self.out_proj(self.dropout(found.transpose(1, 2).flatten(2)))
 
     def extra_repr(self) -> str:
-        """The neighbourhood."""
+        """Return the neighbourhood."""
         return f"num_heads={self.num_heads}, kernel_size={self.kernel_size}, dilation={self.dilation}"
 
 

@@ -1,4 +1,4 @@
-"""Sequences that stand one after the other in a batch of one: what says where each begins."""
+"""Packed sequences, one after the other in a batch of one: check and read their starts."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
-def check_starts(op: str, starts: torch.Tensor, tokens: int, max_seqlen: int | None) -> None:
-    """Refuse ``cu_seqlens`` that do not cut ``tokens`` into sequences.
+def check_starts(op: str, starts: Tensor, tokens: int, max_seqlen: int | None) -> None:
+    """Raise ValueError for ``cu_seqlens`` that do not split ``tokens`` into sequences.
 
-    Values are looked at where they lie on the CPU only: to read them from a GPU would be to wait for it.
+    Values are checked on the CPU only, since reading them from a GPU would wait for it.
     """
     if starts.dim() != 1 or len(starts) < 2:
         raise ValueError(f"{op}: cu_seqlens must be [sequences + 1], got {list(starts.shape)}")
-    if starts.device.type != "cpu" or torch.compiler.is_compiling() or type(starts) is not torch.Tensor:
+    if starts.device.type != "cpu" or torch.compiler.is_compiling() or type(starts) is not Tensor:
         return
     found = starts.tolist()
     lengths = [end - start for start, end in itertools.pairwise(found)]
@@ -30,32 +31,32 @@ def check_starts(op: str, starts: torch.Tensor, tokens: int, max_seqlen: int | N
 
 
 def can_read() -> bool:
-    """Whether values of tensors may be read: not while a graph is traced or captured."""
+    """Return whether values of tensors may be read: not while a graph is traced or captured."""
     return not (torch.compiler.is_compiling() or torch.jit.is_tracing() or is_capturing())
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is captured; a build of torch without CUDA cannot be asked."""
+    """Return whether a CUDA graph is being captured; a build of torch without CUDA cannot tell."""
     try:
         return torch.cuda.is_current_stream_capturing()
     except RuntimeError:
         return False
 
 
-# The last starts that were read, how often they had been written to then, and the longest of their sequences.
+# The last starts that were read, their version then, and the length of their longest sequence.
 _last: tuple[Any, int, int] = (lambda: None, 0, 0)
 
 
-def longest(starts: torch.Tensor, tokens: int) -> int:
-    """The length of the longest sequence; ``tokens``, which is never too short, where values cannot be read.
+def longest(starts: Tensor, tokens: int) -> int:
+    """Return the length of the longest sequence, or ``tokens``, an upper bound, if values cannot be read.
 
-    The layers of a model hand over the same tensor, which is read for the first of them.
+    All layers of a model pass the same tensor, which is read once.
     """
     global _last  # noqa: PLW0603
-    if not can_read() or starts.device.type == "meta" or type(starts) is not torch.Tensor:
+    if not can_read() or starts.device.type == "meta" or type(starts) is not Tensor:
         return tokens
     tensor, version, length = _last
-    # Tensors of inference mode do not know how often they were written to.
+    # Tensors of inference mode have no version.
     if starts.is_inference() or tensor() is not starts or version != starts._version:
         length = int(starts.diff().max())
         if not starts.is_inference():

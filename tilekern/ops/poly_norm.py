@@ -1,7 +1,7 @@
 """poly_norm: a weighted sum of three normalised powers; the backward computes the norms again from x.
 
-Its launches are written by hand: weight has three numbers and bias one, whatever the columns, and the gradients of both
-come out of one sum over partial [blocks, 4].
+Its launches are written by hand: weight has three numbers and bias one, for any number of columns, and one sum over
+partial [blocks, 4] gives the gradients of both.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels import column_sum
 from tilekern.kernels.poly_norm import BACKWARD, FORWARD
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import as_rows, check_tensors, fresh
+from tilekern.ops.registration import as_rows, check_tensors, fresh, plans_of_both
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array
 
 Plans = tuple[Plan, Plan | None, Plan | None]
-Gradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+Gradients = tuple[Tensor, Tensor | None, Tensor | None]
 _ROWS = ("rows", "columns")
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *_: Any) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor, *_: Any) -> None:
     if not x.dim():
         raise ValueError("poly_norm: x must have the shape [..., columns], got []")
     if weight.shape != (3,):
@@ -32,22 +33,19 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *_: Any) -
     check_tensors("poly_norm", x=x, weight=weight, bias=bias)
 
 
-def _find(graded: bool, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *_: Any) -> Plans | None:
+def _find(graded: bool, x: Tensor, weight: Tensor, bias: Tensor, *_: Any) -> Plans | None:
     if not x.numel() or bias.dtype != weight.dtype:
         return None
     columns = x.shape[-1]
     sizes = (x.numel() // columns, columns, x.dtype, weight.dtype)
-    forward = plan_for(FORWARD, x.device, *sizes)
-    if forward is None or not graded:
-        return None if forward is None else (forward, None, None)
-    backward = plan_for(BACKWARD, x.device, *sizes)
-    summed = None if backward is None else plan_for(column_sum.SPEC, x.device, backward.blocks, 4, weight.dtype)
-    return None if summed is None else (forward, backward, summed)
+    plans = plans_of_both(graded, x.device, (FORWARD, *sizes), (BACKWARD, *sizes))
+    if plans is None or plans[1] is None:
+        return None if plans is None else (*plans, None)
+    summed = plan_for(column_sum.SPEC, x.device, plans[1].blocks, 4, weight.dtype)
+    return None if summed is None else (*plans, summed)
 
 
-def _launch(
-    plans: Plans, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, in_place: bool
-) -> torch.Tensor:
+def _launch(plans: Plans, x: Tensor, weight: Tensor, bias: Tensor, eps: float, in_place: bool) -> Tensor:
     dtype = torch.promote_types(x.dtype, weight.dtype)
     y = fresh(x, None if dtype == x.dtype else dtype)
     plans[0].launch(x.get_device(), as_rows(x), weight.contiguous(), bias.reshape(1), as_rows(y), float(eps))
@@ -55,8 +53,8 @@ def _launch(
 
 
 def _launch_backward(
-    plans: Plans, needs: tuple[bool, ...], dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
-    eps: float, in_place: bool,
+    plans: Plans, needs: tuple[bool, ...], dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float,
+    in_place: bool,
 ) -> Gradients:  # fmt: skip
     _, backward, summed = plans
     assert backward is not None
@@ -79,18 +77,15 @@ def _launch_backward(
     ),
     check=_check, find=_find, launch=_launch, launch_backward=_launch_backward,
 )  # fmt: skip
-def poly_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-6, in_place: bool = True
-) -> torch.Tensor:
+def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6, in_place: bool = True) -> Tensor:
     """``w0 * norm(x^3) + w1 * norm(x^2) + w2 * norm(x) + bias``, where ``norm(u) = u / sqrt(mean(u^2) + eps)``.
 
     Args:
         x: [..., columns]; bfloat16, float16 or float32, any strides; DTensors as in :func:`tilekern.ops.rms_norm`.
         weight: [3], w0 to w2.
-        bias: one number, of the shape [] or [1], of the dtype of ``weight``; where theirs differ, the formula runs.
+        bias: one number, of the shape [] or [1], of the dtype of ``weight``; if theirs differ, the formula runs.
         eps: added to each mean square.
-        in_place: whether the backward may write over the gradient that it is given, as it may in Liger. Here it never
-            does, whatever this says.
+        in_place: ignored; in Liger it lets the backward overwrite its incoming gradient.
 
     Returns:
         [..., columns] in the dtype that torch promotes ``x``, ``weight`` and ``bias`` to, contiguous.

@@ -1,7 +1,7 @@
-"""Linear layers that share their input: the gradient of the input is added up inside the matrix products.
+"""Linear layers that share their input: the gradient of the input is accumulated inside the matrix products.
 
-Autograd adds the gradients of a tensor that several layers read in passes of their own, each of which reads two
-matrices and writes one. Here each further product adds to the first one's result.
+Autograd sums the gradients of a tensor that several layers read in separate passes, each of which reads two matrices
+and writes one. Here each further product is added to the first one's result.
 
 It is written by hand and not declared, as no kernel of ours runs here.
 """
@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilekern.ops.registration import differentiable_once, is_eager, needs_gradient, shaped
 
 
-def projections(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def projections(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """``x @ weight.T`` for each weight.
 
     Args:
@@ -31,8 +32,8 @@ def projections(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, 
     return _Projections.apply(x, *weights)
 
 
-def input_gradient(slopes: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of ``slope @ weight``: [rows, out_features] and [out_features, in_features] for each."""
+def input_gradient(slopes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Return the sum of ``slope @ weight``: [rows, out_features] and [out_features, in_features] for each."""
     dx = torch.mm(slopes[0], weights[0])
     for slope, weight in zip(slopes[1:], weights[1:], strict=True):
         dx.addmm_(slope, weight)
@@ -41,13 +42,13 @@ def input_gradient(slopes: Sequence[torch.Tensor], weights: Sequence[torch.Tenso
 
 class _Projections(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *weights)
         return tuple(torch.nn.functional.linear(x, weight) for weight in weights)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *given: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         slopes = [slope.reshape(-1, slope.shape[-1]) for slope in given]
         dx = shaped(input_gradient(slopes, weights), *x.shape) if ctx.needs_input_grad[0] else None

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels.qk_norm_rope import GENERAL as GENERAL_FORWARD
 from tilekern.kernels.qk_norm_rope import SPEC as FORWARD
 from tilekern.kernels.qk_norm_rope_backward import GENERAL as GENERAL_BACKWARD
 from tilekern.kernels.qk_norm_rope_backward import SPEC as BACKWARD
-from tilekern.ops.angles import check_angles
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import check_tensors, constant_row, promoted
 from tilekern.ops.rms_norm import CASTING_MODES
+from tilekern.ops.rope import check_angles
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 def qk_norm_rope(
-    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, cos: torch.Tensor,
-    sin: torch.Tensor, eps: float = 1e-6, *, offset: float = 0.0, casting_mode: str = "llama",
-    rotary_dim: int | None = None, interleaved: bool = False, norm_last: bool = False,
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float = 1e-6,
+    *, offset: float = 0.0, casting_mode: str = "llama", rotary_dim: int | None = None, interleaved: bool = False,
+    norm_last: bool = False,
 ) -> Pair:  # fmt: skip
     """Normalise every head of ``q`` and ``k`` to a root mean square of 1, scale it, and rotate its halves.
 
@@ -28,24 +29,24 @@ def qk_norm_rope(
         k: [batch, tokens, kv_heads, head_dim], any strides.
         q_weight, k_weight: [head_dim], the norms' weights; None for norms without one, which have no offset either.
         cos, sin: [1 or batch, tokens, head_dim] (or without the first dimension), of which the second half repeats
-            the first, as Hugging Face stores angles, and is not read; or [.., head_dim / 2]. Where they need a
-            gradient torch's own operations run.
+            the first, as Hugging Face stores angles, and is not read; or [.., head_dim / 2]. If they need a gradient,
+            torch's own operations run.
         eps: added to the mean squares.
         offset: added to the weights, in float32; 1 for Gemma.
-        casting_mode: ``llama`` gives the dtype that torch promotes ``q``, its weight and ``cos`` to, ``gemma`` that of
-            ``q`` and ``cos``, ``none`` that of ``q``. Nothing but the result is rounded in any of them.
-        rotary_dim: how many numbers at the beginning of each head are rotated, an even number; the others are
-            normalised alone. cos and sin then have this size, or half of it. None for the whole head.
-        interleaved: rotate the pairs (x[2i], x[2i + 1]) by angle i in the place of (x[i], x[i + rotary_dim / 2]).
-            Angles of the size ``rotary_dim`` then have each angle twice in a row.
-        norm_last: normalise what is rotated, in the place of rotating what is normalised.
+        casting_mode: the dtype of the result: ``llama`` promotes ``q``, its weight and ``cos``, ``gemma`` promotes
+            ``q`` and ``cos``, ``none`` keeps that of ``q``. Only the result is rounded in any of them.
+        rotary_dim: how many numbers at the beginning of each head are rotated, an even number; the others are only
+            normalised. cos and sin then have this size, or half of it. None for the whole head.
+        interleaved: rotate the pairs (x[2i], x[2i + 1]) by angle i instead of (x[i], x[i + rotary_dim / 2]). Angles of
+            the size ``rotary_dim`` then have each angle twice in a row.
+        norm_last: rotate first and normalise the result, instead of the other way round.
 
     Returns:
         The new q and k in the layout of the arguments.
 
     Raises:
-        ValueError: the shapes do not go together, ``rotary_dim`` is odd or larger than a head, the devices differ, or
-            the casting mode is unknown.
+        ValueError: the shapes do not fit, ``rotary_dim`` is odd or larger than a head, the devices differ, or the
+            casting mode is unknown.
     """
     if cos.dim() == 2:
         cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
@@ -58,14 +59,13 @@ def qk_norm_rope(
 
 
 def _with_options(
-    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, cos: torch.Tensor,
-    sin: torch.Tensor, eps: float, offset: float, casting_mode: str, rotary_dim: int | None, interleaved: bool,
-    norm_last: bool,
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float,
+    offset: float, casting_mode: str, rotary_dim: int | None, interleaved: bool, norm_last: bool,
 ) -> Pair:  # fmt: skip
     if casting_mode not in CASTING_MODES:
         raise ValueError(f"qk_norm_rope: casting_mode must be llama, gemma or none, got {casting_mode!r}")
     if (q_weight is None) != (k_weight is None):
-        raise ValueError("qk_norm_rope: q_weight and k_weight must both be there, or both None")
+        raise ValueError("qk_norm_rope: q_weight and k_weight must both be given, or both be None")
     size, width = q.shape[-1], cos.shape[-1]
     rotary = size if rotary_dim is None else rotary_dim
     if rotary % 2 or not 0 < rotary <= size or width not in (rotary, rotary // 2):
@@ -89,18 +89,14 @@ def _with_options(
     return made[0].to(dtype), made[1].to(dtype)
 
 
-def _check(
-    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor,
-    sin: torch.Tensor, eps: float,
-) -> None:  # fmt: skip
+def _check(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> None:
     _refuse("qk_norm_rope", q, k, q_weight, k_weight, cos, sin, q.shape[-1])
 
 
 def _refuse(
-    op: str, q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor,
-    sin: torch.Tensor, rotary_dim: int,
-) -> None:  # fmt: skip
-    """Refuse what does not go together; ``rotary_dim`` numbers of each head turn."""
+    op: str, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int
+) -> None:
+    """Raise ValueError if shapes or devices do not fit; ``rotary_dim`` numbers of each head are rotated."""
     if q.dim() != 4 or k.dim() != 4 or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
         raise ValueError(
             f"{op}: q {list(q.shape)} and k {list(k.shape)} must be [batch, tokens, heads, head_dim] and may "
@@ -115,16 +111,15 @@ def _refuse(
 
 @operation(FORWARD, BACKWARD, name="qk_norm_rope", sums=("q_weight", "k_weight"), ungraded=("cos", "sin"), check=_check)
 def _qk_norm_rope(
-    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor,
-    sin: torch.Tensor, eps: float,
-) -> Pair:  # fmt: skip
-    """As Hugging Face writes it."""
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
+) -> Pair:
+    """Compute the op like Hugging Face."""
     half = q.shape[-1] // 2
     if cos.shape[-1] == half:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
-    def turned(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def turned(x: Tensor, weight: Tensor) -> Tensor:
         wide = x.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         # Heads before tokens, as Hugging Face rotates them, so that sums in the backward have the same order.
@@ -135,8 +130,8 @@ def _qk_norm_rope(
 
 
 def _check_general(
-    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor,
-    sin: torch.Tensor, eps: float, offset: float, norm_last: bool, interleaved: bool,
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float,
+    norm_last: bool, interleaved: bool,
 ) -> None:  # fmt: skip
     _refuse("qk_norm_rope_general", q, k, q_weight, k_weight, cos, sin, 2 * cos.shape[-1])
     if 2 * cos.shape[-1] > q.shape[-1]:
@@ -148,29 +143,29 @@ def _check_general(
     flags={"norm_last": "norm_last", "interleaved": "interleaved"}, check=_check_general,
 )  # fmt: skip
 def qk_norm_rope_general(
-    q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, cos: torch.Tensor,
-    sin: torch.Tensor, eps: float = 1e-6, offset: float = 0.0, norm_last: bool = False, interleaved: bool = False,
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6,
+    offset: float = 0.0, norm_last: bool = False, interleaved: bool = False,
 ) -> Pair:  # fmt: skip
-    """The op with options; cos and sin [1 or batch, tokens, pairs] have each angle once.
+    """Compute the op with options; cos and sin [1 or batch, tokens, pairs] have each angle once.
 
     The results have the dtype that torch promotes q and its weight to.
     """
     size = 2 * cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
+    def turned(x: Tensor) -> Tensor:
         part, rest = x[..., :size], x[..., size:]
         one, other = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
         both = one * cos - other * sin, other * cos + one * sin
         joined = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
         return torch.cat((joined, rest.to(joined.dtype)), -1)
 
-    def normal(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def normal(x: Tensor, weight: Tensor) -> Tensor:
         wide = x.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return (wide * (weight.to(torch.float32) + offset)).to(x.dtype)
 
-    def made(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def made(x: Tensor, weight: Tensor) -> Tensor:
         # Heads before tokens, as Hugging Face rotates them.
         y = x.transpose(1, 2)
         y = normal(turned(y), weight) if norm_last else turned(normal(y, weight))

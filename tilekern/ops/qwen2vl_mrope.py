@@ -1,38 +1,38 @@
-"""qwen2vl_mrope: multimodal rotary position embedding of q and k, as Qwen2-VL has it, in one launch, out of place."""
+"""qwen2vl_mrope: multimodal rotary position embedding of q and k, as in Qwen2-VL, in one launch, out of place."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels.qwen2vl_mrope import INVERSE, SPEC
 from tilekern.ops.operation import operation
 from tilekern.ops.rope import refuse, rope
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 def qwen2vl_mrope(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mrope_section: Sequence[int],
-    unsqueeze_dim: int = 1,
-) -> Pair:  # fmt: skip
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
+) -> Pair:
     """Rotate the halves of every head of ``q`` and ``k`` by the angles of their tokens' three positions.
 
     Args:
         q: [batch, heads, tokens, head_dim]; bfloat16, float16 or float32, any strides.
         k: [batch, kv_heads, tokens, head_dim], of the dtype of ``q``.
         cos, sin: [3, batch, tokens, head_dim], of which the second half of the last dimension repeats the first, as
-            Hugging Face stores angles, and is not read. Where they need a gradient torch's own operations run.
-        mrope_section: how many frequencies take the angle of each position in turn, head_dim / 2 in all. Of other than
-            three sections torch puts the angles together, and ``rope`` does the rest.
+            Hugging Face stores angles, and is not read. If they need a gradient, torch's own operations run.
+        mrope_section: how many frequencies take the angle of each position in turn, head_dim / 2 in all. If there are
+            not three sections, torch selects the angles, and ``rope`` does the rest.
         unsqueeze_dim: the dimension of the heads; 2 where q is [batch, tokens, heads, head_dim], and k likewise.
 
     Returns:
         The rotated q and k in the layout of their inputs, in the dtype that torch promotes q and cos to.
 
     Raises:
-        ValueError: the shapes or the sections do not go together, or the devices differ.
+        ValueError: the shapes or the sections do not fit, or the devices differ.
     """
     if (
         cos.dim() != 4
@@ -56,10 +56,10 @@ def qwen2vl_mrope(
     return _turned(q, k, cos, sin, time, height)
 
 
-def _chosen(cos: torch.Tensor, sin: torch.Tensor, sections: Sequence[int]) -> Pair:
-    """Of each [3, batch, tokens, head_dim] the first half of the last dimension, each section from its position.
+def _chosen(cos: Tensor, sin: Tensor, sections: Sequence[int]) -> Pair:
+    """Select, of each [3, batch, tokens, head_dim], the first half of the last dimension, by sections of positions.
 
-    Both come out of one launch, as views of what it writes.
+    Both are views of the result of one launch.
     """
     half = sum(sections)
     parts = [
@@ -71,18 +71,16 @@ def _chosen(cos: torch.Tensor, sin: torch.Tensor, sections: Sequence[int]) -> Pa
     return chosen[..., :half], chosen[..., half:]
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, time: int, height: int) -> None:
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, time: int, height: int) -> None:
     refuse("qwen2vl_mrope_sections", q, k, cos[0], sin[0], q.shape[-1])
 
 
-def _turned_back(
-    dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, time: int, height: int
-) -> Pair:  # fmt: skip
-    """The transpose, which is the rotation by the angles' negatives."""
+def _turned_back(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, time: int, height: int) -> Pair:
+    """Apply the transpose, the rotation by the negative angles."""
     return _by_rope(dq, dk, cos, -sin, time, height)
 
 
-def _by_rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, time: int, height: int) -> Pair:
+def _by_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, time: int, height: int) -> Pair:
     return rope(q, k, *_chosen(cos, sin, (time, height, cos.shape[-1] // 2 - time - height)))
 
 
@@ -90,11 +88,9 @@ def _by_rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Ten
     SPEC, INVERSE, name="qwen2vl_mrope_sections", ungraded=("cos", "sin"), flags={"inverse": "False"},
     backward_flags={"inverse": "True"}, strided=True, check=_check, fallback_backward=_turned_back,
 )  # fmt: skip
-def _turned(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, time: int = 0, height: int = 0
-) -> Pair:  # fmt: skip
-    """The rotation; the first ``time`` frequencies are of the first position, the next ``height`` of the second.
+def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, time: int = 0, height: int = 0) -> Pair:
+    """Rotate; the first ``time`` frequencies belong to the first position, the next ``height`` to the second.
 
-    Without a kernel of its own it is that of ``rope``, whose records may be there.
+    Without a kernel of its own this calls ``rope``, which may have records.
     """
     return _by_rope(q, k, cos, sin, time, height)

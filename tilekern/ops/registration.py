@@ -1,4 +1,4 @@
-"""One way to register an op with torch: opaque to torch.compile, with its fake and its gradient."""
+"""Helpers of all ops: registration with torch, checks of arguments, autograd, autocast, memory of arrays."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilekern.kernels.families.placeholders import TYPES
+from tilekern.runtime.dispatch import Plan, plan_for
 
 # Kept alive for as long as the process: torch drops a library's registrations with the object.
 _LIBRARY = torch.library.Library("tilekern", "DEF")
@@ -18,7 +20,7 @@ _TYPES = {getattr(torch, dtype): name for dtype, name in TYPES.items()}
 # How many dispatch modes are on (FakeTensorMode, make_fx, selective checkpoints), and the innermost of functorch's
 # transforms or None: each a call of 40 ns.
 modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
-# Of what kernels divide by and multiply by in float32, each of which must stay finite.
+# Bounds of factors: kernels multiply and divide by them in float32, and both must stay finite.
 _LEAST, _MOST = 1e-30, 1e30
 
 
@@ -42,16 +44,15 @@ def register_gradient(op: Any, backward: Callable[..., Any], save: Callable[...,
     torch.library.register_autograd(op, backward, setup_context=save, lib=_LIBRARY)
 
 
-def needs_gradient(*tensors: torch.Tensor) -> bool:
-    """Whether autograd has to know of an op on these tensors."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Return whether autograd must record an op on these tensors."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
-    """Refuse a tensor on another device than the first: a kernel would take its address as it is.
+def check_devices(op: str, **tensors: Tensor | None) -> None:
+    """Raise ValueError if a tensor is on another device than the first: a kernel would use its address anyway.
 
-    Where a plan was found before, nobody comes here: the tensors' ``get_device()``, cheaper than ``device``, stand in
-    the key that the plan is kept by.
+    Calls with a known plan skip this: the key of the plan has each tensor's ``get_device()``.
     """
     first = next(iter(tensors.values()))
     assert first is not None
@@ -61,16 +62,16 @@ def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{op}: {name} is on {tensor.device}, and must be on {device} as {next(iter(tensors))} is")
 
 
-def check_tensors(op: str, *whole: str, **tensors: torch.Tensor | None) -> None:
-    """Refuse tensors on several devices, or not of a floating dtype (of an integer one: those named ``whole``)."""
+def check_tensors(op: str, *whole: str, **tensors: Tensor | None) -> None:
+    """Raise ValueError for tensors on several devices, or of another dtype than floating (integer if in ``whole``)."""
     check_devices(op, **tensors)
     for name, tensor in tensors.items():
         if tensor is not None:
             check_dtype(op, name, tensor, whole=name in whole)
 
 
-def check_dtype(op: str, name: str, x: torch.Tensor, *, whole: bool = False) -> None:
-    """Refuse a tensor that is not of a floating dtype, or, where it holds ``whole`` numbers, of an integer one."""
+def check_dtype(op: str, name: str, x: Tensor, *, whole: bool = False) -> None:
+    """Raise ValueError if a tensor is not of a floating dtype, or, for ``whole`` numbers, of an integer dtype."""
     dtype = x.dtype
     is_right = (
         not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool) if whole else dtype.is_floating_point
@@ -79,8 +80,15 @@ def check_dtype(op: str, name: str, x: torch.Tensor, *, whole: bool = False) -> 
         raise ValueError(f"{op}: {name} must be of {'an integer' if whole else 'a floating'} dtype, got {dtype}")
 
 
+def check_vectors(op: str, size: int, **vectors: Tensor | None) -> None:
+    """Raise ValueError for a vector that does not have the given size."""
+    for name, vector in vectors.items():
+        if vector is not None and vector.shape != (size,):
+            raise ValueError(f"{op}: {name} must have the shape [{size}], got {list(vector.shape)}")
+
+
 def check_softcap(op: str, softcap: float | None) -> None:
-    """Refuse a cap that kernels cannot divide by."""
+    """Raise ValueError for a soft cap that is not positive and finite in float32."""
     if softcap is not None and not _LEAST <= softcap <= _MOST:
         raise ValueError(
             f"{op}: softcap must be positive and finite ({_LEAST:g} to {_MOST:g}), or None for no cap, got {softcap}"
@@ -88,19 +96,19 @@ def check_softcap(op: str, softcap: float | None) -> None:
 
 
 def check_temperature(op: str, temperature: float) -> None:
-    """Refuse a temperature that kernels cannot divide by."""
+    """Raise ValueError for a temperature that is not positive and finite in float32."""
     if not _LEAST <= temperature <= _MOST:
         raise ValueError(f"{op}: temperature must be positive and finite ({_LEAST:g} to {_MOST:g}), got {temperature}")
 
 
 def check_share(op: str, name: str, share: float) -> None:
-    """Refuse a number that is not from 0 to 1."""
+    """Raise ValueError for a number outside [0, 1]."""
     if not 0 <= share <= 1:
         raise ValueError(f"{op}: {name} must be from 0 to 1, got {share}")
 
 
-def check_head(op: str, **given: torch.Tensor) -> None:
-    """Refuse rows [..., hidden] and the weight [vocabulary, hidden] of a head that do not go together."""
+def check_head(op: str, **given: Tensor) -> None:
+    """Raise ValueError unless rows are [..., hidden] and the weight of the head is [vocabulary, hidden]."""
     (rows, hidden), (head, weight) = given.items()
     if not hidden.dim() or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
@@ -109,8 +117,8 @@ def check_head(op: str, **given: torch.Tensor) -> None:
         )
 
 
-def check_ids(op: str, name: str, ids: torch.Tensor, **given: torch.Tensor) -> None:
-    """Refuse whole numbers that are not one for each row of a tensor, or not of an integer dtype."""
+def check_ids(op: str, name: str, ids: Tensor, **given: Tensor) -> None:
+    """Raise ValueError unless there is one number per row of a tensor, of an integer dtype."""
     ((rows, values),) = given.items()
     if not values.dim() or ids.shape != values.shape[:-1]:
         raise ValueError(
@@ -120,53 +128,75 @@ def check_ids(op: str, name: str, ids: torch.Tensor, **given: torch.Tensor) -> N
 
 
 def is_autocast(kind: str) -> bool:
-    """Whether autocast is on for a type of device; torch raises where it is asked that of ``meta``."""
+    """Return whether autocast is on for a type of device; torch raises if asked about ``meta``."""
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that runs was told to keep its graph, so that another may read what is saved."""
+    """Return whether the running backward keeps its graph, so that another one may read the saved tensors."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def cast_as_products(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Cast what goes into matrix products as autocast would, if it is on; it leaves float64 alone."""
+    first = tensors[0]
+    assert first is not None
+    if not is_autocast(first.device.type) or any(x is not None and x.dtype == torch.float64 for x in tensors):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(None if x is None else x.to(dtype) for x in tensors)
+
+
+def plans_of_both(
+    graded: bool, device: torch.device, forward: tuple[Any, ...], backward: tuple[Any, ...]
+) -> tuple[Plan, Plan | None] | None:
+    """Find the plans of the forward and, if there is a gradient, of the backward; each is (spec, *sizes).
+
+    None if one of them is missing, so that torch must do the work.
+    """
+    first = plan_for(forward[0], device, *forward[1:])
+    second = plan_for(backward[0], device, *backward[1:]) if graded and first is not None else None
+    return None if first is None or (graded and second is None) else (first, second)
+
+
 def uncast(kind: str) -> contextlib.AbstractContextManager[Any]:
-    """No autocast for a type of device: torch's operations in a kernel's place give the dtypes that it gives."""
+    """Disable autocast, so that torch's operations give the same dtypes as the kernel."""
     return torch.autocast(kind, enabled=False) if is_autocast(kind) else contextlib.nullcontext()
 
 
-def is_traced(x: torch.Tensor) -> bool:
-    """Whether somebody watches or transforms the operations on ``x``, to whom a launch would say nothing."""
+def is_traced(x: Tensor) -> bool:
+    """Return whether operations on ``x`` are traced or transformed, so that a launch would not be seen."""
     return torch.compiler.is_compiling() or transforms() is not None or (modes() > 0 and not x.is_meta)
 
 
 def is_transformed() -> bool:
-    """Whether one of functorch's transforms is on: torch's operations have its rules, and a registered op has none."""
+    """Return whether a functorch transform is on: torch's operations have rules for it, registered ops do not."""
     return not torch.compiler.is_compiling() and transforms() is not None
 
 
-def is_eager(*tensors: torch.Tensor) -> bool:
-    """Whether tensors of one dtype are worked on as they are: not traced, and not cast by autocast."""
-    if is_traced(tensors[0]) or is_autocast(tensors[0].device.type):
+def is_eager(x: Tensor, *others: Tensor | None) -> bool:
+    """Return whether tensors have one dtype and are neither traced nor cast by autocast."""
+    if is_traced(x) or is_autocast(x.device.type):
         return False
-    return len({tensor.dtype for tensor in tensors}) == 1
+    return all(other is None or other.dtype == x.dtype for other in others)
 
 
-def differentiable_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[..., Any]:
-    """The backward of an autograd function, whose results refuse to be differentiated.
+def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
+    """Wrap the backward of an autograd function so that differentiating its results raises.
 
-    torch's ``once_differentiable`` takes them for constants where no slope needs a gradient, as behind a sum, though
-    what was saved may: a part of their gradient would be missing in silence.
+    torch's ``once_differentiable`` treats the results as constants if no incoming gradient needs a gradient, as after a
+    sum, even if saved tensors do: part of the gradient would silently be missing.
     """
 
     @functools.wraps(backward)
-    def refusing(ctx: Any, *slopes: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def refusing(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch._C._is_any_autocast_enabled():
-            # Of whoever calls the backward: what the forward ran in is what its plans and its products are for.
+            # Autocast of the caller of the backward: plans and products are those of the forward's dtypes.
             with uncast(next(x.device.type for x in slopes if x is not None)):
                 return once(ctx, *slopes)
         return once(ctx, *slopes)
 
-    def once(ctx: Any, *slopes: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def once(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return backward(ctx, *slopes)
         saved = ctx.saved_tensors
@@ -177,10 +207,8 @@ def differentiable_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]
     return refusing
 
 
-def first_order(
-    gradients: Sequence[torch.Tensor | None], *sources: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    """A backward's results, made under ``no_grad``, which refuse to be differentiated with respect to ``sources``."""
+def first_order(gradients: Sequence[Tensor | None], *sources: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return gradients, made under ``no_grad``, that raise if differentiated with respect to ``sources``."""
     if not torch.is_grad_enabled():
         return tuple(gradients)
     return tuple(None if x is None else _FirstOrder.apply(x, *sources) for x in gradients)
@@ -188,18 +216,18 @@ def first_order(
 
 class _FirstOrder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, *sources: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG004
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor | None) -> Tensor:  # noqa: ARG004
         return gradient.view_as(gradient)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> None:  # noqa: ARG004
+    def backward(ctx: Any, *gradients: Tensor) -> None:  # noqa: ARG004
         raise RuntimeError("tilekern: trying to differentiate twice; the gradient of this op has no gradient")
 
 
-def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """``x`` [..., columns] as [rows, columns] with neighbouring columns and rows that do not overlap.
+def as_rows(x: Tensor) -> Tensor:
+    """Return ``x`` [..., columns] as [rows, columns] with adjacent columns and rows that do not overlap.
 
-    A view where the strides allow it, else a contiguous copy, which costs less than narrow loads would.
+    This is a view if the strides allow it, else a contiguous copy, which costs less than narrow loads.
     """
     if x.is_contiguous():
         return x if x.dim() == 2 else x.view(-1, x.shape[-1])
@@ -212,37 +240,37 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 class Rows:
-    """A contiguous tensor of any shape as the launcher takes an array of another: its memory, and no tensor's views.
+    """A contiguous tensor presented to the launcher as an array of another shape, without a view.
 
-    cuda.tile takes whatever has the CUDA array interface. To make a view costs the host more than a microsecond, this
-    a fifth of that, and the launcher reads it as fast as it does a tensor.
+    cuda.tile takes any object with the CUDA array interface. A view costs the host more than a microsecond, this a
+    fifth of that, and the launcher reads it as fast as a tensor.
     """
 
     __slots__ = ("shape", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    def __init__(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
         self.tensor, self.shape = tensor, shape
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Address, shape and dtype of the array; strides are those of memory without gaps."""
+        """Address, shape and dtype of the array, which is contiguous."""
         tensor = self.tensor
         return {"typestr": _TYPES[tensor.dtype], "shape": self.shape, "data": (tensor.data_ptr(), False), "version": 3}
 
 
-def viewed(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor as rows, on the CPU in place of :class:`Rows`."""
+def viewed(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a view; stands in for :class:`Rows` on the CPU."""
     return x.view(shape)
 
 
-# Rows of one value that are kept, by size, value, dtype and device. None is ever dropped, as a graph may read it.
-_rows: dict[tuple[int, float, torch.dtype, torch.device], torch.Tensor] = {}
+# Constant rows by size, value, dtype and device. They are never dropped, as a CUDA graph may read them.
+_rows: dict[tuple[int, float, torch.dtype, torch.device], Tensor] = {}
 _MOST_ROWS = 256
 
 
-def constant_row(x: torch.Tensor, value: float) -> torch.Tensor:
-    """A row [columns] of one value in the dtype of ``x``, which nobody may write to; it is kept where it lasts."""
-    if torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter):
+def constant_row(x: Tensor, value: float) -> Tensor:
+    """Return a read-only row [columns] of one value in the dtype of ``x``; it is cached if it outlives this call."""
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
         return x.new_full(x.shape[-1:], value)
     key = (x.shape[-1], value, x.dtype, x.device)
     row = _rows.get(key)
@@ -256,9 +284,9 @@ def constant_row(x: torch.Tensor, value: float) -> torch.Tensor:
     return row
 
 
-def _lasts(x: torch.Tensor) -> bool:
-    """Whether a new tensor means the same in later calls: no mode's, no transform's, no graph's and no pool's."""
-    if type(x) is not torch.Tensor or transforms() is not None:
+def _lasts(x: Tensor) -> bool:
+    """Return whether a new tensor is valid in later calls: not part of a mode, transform, graph or memory pool."""
+    if type(x) is not Tensor or transforms() is not None:
         return False
     if not x.is_cuda:
         return True
@@ -266,7 +294,7 @@ def _lasts(x: torch.Tensor) -> bool:
         return False
     try:
         segments = torch.cuda.memory_snapshot()
-    except RuntimeError:  # of an allocator that has no pools
+    except RuntimeError:  # the allocator has no pools
         return True
     address, device = x.data_ptr(), x.get_device()
     return any(
@@ -276,47 +304,47 @@ def _lasts(x: torch.Tensor) -> bool:
     )
 
 
-def scalar(number: torch.Tensor | float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A number as a tensor [] of a device.
+def scalar(number: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a number as a tensor [] on a device.
 
-    One that lies in the host's memory is filled in on the GPU: a copy of it waits for the stream, and ends a capture.
+    A number in host memory is filled in on the GPU: copying it would wait for the stream and end a capture.
     """
-    if isinstance(number, torch.Tensor):
-        if type(number) is not torch.Tensor or not number.is_cpu or torch.compiler.is_compiling() or modes():
+    if isinstance(number, Tensor):
+        if type(number) is not Tensor or not number.is_cpu or torch.compiler.is_compiling() or modes():
             return number.to(device=device, dtype=dtype).reshape(())
         number = number.item()
     return torch.full((), number, dtype=dtype, device=device)
 
 
 def promoted(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype of a product of tensors of some dtypes."""
+    """Return the dtype of a product of tensors of some dtypes."""
     return functools.reduce(torch.promote_types, dtypes)
 
 
 def other(dtype: torch.dtype, than: torch.dtype) -> torch.dtype | None:
-    """A dtype, or None where it is the second one."""
+    """Return a dtype, or None if it equals the second one."""
     return None if dtype == than else dtype
 
 
-def readable(x: torch.Tensor) -> torch.Tensor:
-    """``x`` itself unless its last dimension is spread out or some elements share memory."""
+def readable(x: Tensor) -> Tensor:
+    """Return ``x``, or a contiguous copy if its last dimension is strided or elements share memory."""
     strides = x.stride()
     return x if strides[-1] == 1 and 0 not in strides else x.contiguous()
 
 
-def fresh(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An uninitialised contiguous tensor of the shape of another, and of its dtype where none is given."""
+def fresh(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an uninitialised contiguous tensor of the shape of another, and of its dtype if none is given."""
     if dtype is None and like.is_contiguous():
         return torch.empty_like(like)
     return torch.empty(like.shape, dtype=dtype or like.dtype, device=like.device)
 
 
 def by_autograd(
-    formula: Callable[..., Any], arguments: Sequence[Any], places: Sequence[int], slopes: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of a formula's results with respect to the arguments at some places; None for one that is None.
+    formula: Callable[..., Any], arguments: Sequence[Any], places: Sequence[int], slopes: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a formula with respect to the arguments at some positions; None for arguments of None.
 
-    It works inside of a registered op too, where torch's dispatcher has left autograd behind.
+    This also works inside a registered op, where torch's dispatcher has disabled autograd.
     """
     given = list(arguments)
     for place in places:
@@ -328,18 +356,15 @@ def by_autograd(
     return tuple(None if given[place] is None else next(found).contiguous() for place in places)
 
 
-def shaped(y: torch.Tensor, *shape: int) -> torch.Tensor:
-    """A product's rows, which nobody else has, in a result's shape: no view, so that autograd lets it be changed."""
+def shaped(y: Tensor, *shape: int) -> Tensor:
+    """Return the rows of a product in a result's shape, not as a view, so that autograd allows in-place changes."""
     if y.dim() == len(shape):
         return y
     if forward_ad._current_level < 0:
-        return y.resize_(shape)  # of as many elements: a third of what the operation below costs the host
+        return y.resize_(shape)  # a third of the host time of the operation below
     return torch.ops.aten._unsafe_view.default(y, shape)
 
 
-def disjoint(x: torch.Tensor) -> torch.Tensor:
-    """``x``, or a copy where expanded dimensions make elements share memory: no variant of a kernel takes such arrays.
-
-    The launcher states of each array whether they may, and artifacts are compiled for arrays in which they do not.
-    """
+def disjoint(x: Tensor) -> Tensor:
+    """Return ``x``, or a copy if expanded dimensions make elements share memory: no variant of a kernel allows that."""
     return x.contiguous() if 0 in x.stride() and not x.is_contiguous() else x

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from tilekern.kernels.rms_norm import BACKWARD, FORWARD, OFFSET_BACKWARD, OFFSET_FORWARD
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import constant_row
 
 CASTING_MODES = ("llama", "gemma", "none")
-# Calls that are not for the plain ops.
+# Calls that the plain ops do not serve.
 WITH_OPTIONS = 'offset or casting_mode != "llama" or weight is None'
 
 
 def weight_of(
-    op: str, x: torch.Tensor, weight: torch.Tensor | None, offset: float, casting_mode: str
-) -> tuple[torch.Tensor, float, bool]:
-    """The weight that a norm with options has, its offset, and whether the normalised row is rounded before it.
+    op: str, x: Tensor, weight: Tensor | None, offset: float, casting_mode: str
+) -> tuple[Tensor, float, bool]:
+    """Return the weight of a norm with options, its offset, and whether the normalised row is rounded before it.
 
-    A norm without a weight has one of ones. A cast between the dtypes of ``x`` and ``weight`` gives a result in a
-    third, as that of ``x * weight``: for such a norm the offset is added here, in float32.
+    A missing weight becomes ones. If ``x`` and ``weight`` differ in dtype and the row is rounded, the result has the
+    dtype of ``x * weight``: then the offset is added here, in float32.
 
     Raises:
         ValueError: ``casting_mode`` is unknown.
@@ -34,9 +37,28 @@ def weight_of(
     return weight, offset, cast
 
 
-def _otherwise(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float, casting_mode: str
-) -> torch.Tensor:
+def gradients_by_norm(norm: str) -> dict[str, Any]:
+    """Return ``absent`` and ``fallback_backward`` of a sum and its norm, by the registered backward of the norm."""
+
+    def of_norm(*given: Any) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = getattr(torch.ops.tilekern, f"{norm}_backward").default(*given)
+        return found
+
+    def absent(
+        needs: tuple[bool, ...], dtotal: Tensor | None, dy: Tensor | None, total: Tensor, *rest: Any
+    ) -> tuple[Tensor | None, ...]:
+        if dy is not None:
+            return of_norm(dy, total, *rest)
+        return dtotal, *(None for x in rest if isinstance(x, Tensor))
+
+    def fallback_backward(dtotal: Tensor, dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        dx, *of_weights = of_norm(dy, *rest)
+        return (dtotal + dx).contiguous(), *of_weights
+
+    return {"absent": absent, "fallback_backward": fallback_backward}
+
+
+def _otherwise(x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str) -> Tensor:
     weight, offset, cast = weight_of("rms_norm", x, weight, offset, casting_mode)
     return rms_norm(x, weight, eps) if cast and not offset else rms_norm_offset(x, weight, eps, offset, cast)
 
@@ -46,24 +68,24 @@ def _otherwise(
     gathered=1,
 )  # fmt: skip
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama"
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama"
+) -> Tensor:
     """``(weight + offset) * cast(x / sqrt(mean(x^2) + eps))`` over the last dimension.
 
     Args:
-        x: [..., columns]; bfloat16, float16 or float32, any strides. Of a DTensor each rank works on its own rows,
-            whose last dimension is gathered where it is sharded; the result is a DTensor too.
+        x: [..., columns]; bfloat16, float16 or float32, any strides. With a DTensor each rank computes its own rows;
+            the last dimension is gathered if it is sharded, and the result is a DTensor too.
         weight: [columns], of the dtype of ``x`` or another of the three. None for a norm without a weight, which has
             no offset either.
         eps: added to the mean square.
         offset: added to the weight, in float32; 1 for Gemma.
         casting_mode: ``llama`` rounds the normalised row to the dtype of ``x`` before the weight is applied, ``gemma``
-            and ``none`` round nothing but the result. Liger's ``none`` works in the dtype of ``x`` throughout; here it
-            is as exact as ``gemma``.
+            and ``none`` round only the result. Liger's ``none`` computes in the dtype of ``x`` throughout; here it is
+            as exact as ``gemma``.
 
     Returns:
-        [..., columns], contiguous: for ``llama`` in the dtype that torch promotes ``x`` and ``weight`` to, else in that
-        of ``x``.
+        [..., columns], contiguous: for ``llama`` in the dtype that torch promotes ``x`` and ``weight`` to, otherwise in
+        the dtype of ``x``.
 
     Raises:
         ValueError: ``weight`` does not have one value for each column, or is on another device, or the casting mode is
@@ -75,9 +97,7 @@ def rms_norm(
 
 
 @operation(OFFSET_FORWARD, OFFSET_BACKWARD, sums=("weight",), flags={"cast": "cast"})
-def rms_norm_offset(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, offset: float = 1.0, cast: bool = False
-) -> torch.Tensor:
+def rms_norm_offset(x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 1.0, cast: bool = False) -> Tensor:
     """The norm with ``weight + offset``, rounded before the weight where ``cast``; a result in the dtype of ``x``."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

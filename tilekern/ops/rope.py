@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels import llama4_rope as pairs
 from tilekern.kernels.rope import INVERSE, SPEC
-from tilekern.ops.angles import check_angles
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import check_tensors, readable
-from tilekern.runtime.dispatch import Plan, plan_for
+from tilekern.ops.registration import check_tensors, plans_of_both, readable
+from tilekern.runtime.dispatch import Plan
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 Plans = tuple[Plan, Plan | None, torch.dtype]
 
 
 def rope(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, twice: bool = False,
-    rotary_dim: int | None = None, interleaved: bool = False,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, twice: bool = False, rotary_dim: int | None = None,
+    interleaved: bool = False,
 ) -> Pair:  # fmt: skip
     """Rotate the halves of every head of ``q`` and ``k``, or pairs in it, by their positions' angles.
 
@@ -30,12 +30,11 @@ def rope(
             flows to them.
         twice: promises that the last dimension of cos and sin holds the same angles twice, as Hugging Face stores
             them; then only the first half is read.
-        rotary_dim: how many numbers at the beginning of each head are rotated, an even number; the others stay as they
-            are. None for the whole head where cos has the size of it or half of that, else, without ``twice``, for as
-            many as cos has.
-        interleaved: rotate the pairs (x[2i], x[2i + 1]) by angle i in the place of (x[i], x[i + rotary_dim / 2]).
-            Angles of the size ``rotary_dim`` then have each angle twice in a row, as Cohere stores them; of those that
-            GLM stores, give the first half.
+        rotary_dim: how many numbers at the beginning of each head are rotated, an even number; the others are copied.
+            None for the whole head if cos has its size or half of it; otherwise, without ``twice``, for the size of
+        cos. interleaved: rotate the pairs (x[2i], x[2i + 1]) by angle i instead of (x[i], x[i + rotary_dim / 2]).
+            Angles of the size ``rotary_dim`` then have each angle twice in a row, as Cohere stores them; of GLM's
+            angles, pass the first half.
 
     Returns:
         The rotated q and k in the layout of their inputs, in the dtype that torch promotes q and cos to.
@@ -54,10 +53,9 @@ def rope(
 
 
 def _rotated(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, twice: bool, rotary_dim: int | None,
-    interleaved: bool,
-) -> Pair:  # fmt: skip
-    """Rotate a part of each head, or pairs, for :func:`rope`."""
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, twice: bool, rotary_dim: int | None, interleaved: bool
+) -> Pair:
+    """Rotate part of each head, or pairs, for :func:`rope`."""
     size, width = q.shape[-1], cos.shape[-1]
     rotary = rotary_dim or (size if width == size or 2 * width == size else width)
     if rotary % 2 or not 0 < rotary <= size or width not in (rotary, rotary // 2):
@@ -70,17 +68,17 @@ def _rotated(
         return _rope(q, k, cos, sin, full) if rotary == size else rope_part(q, k, cos, sin, full, rotary)
     if width == rotary:
         cos, sin = cos[..., ::2], sin[..., ::2]
-    # The kernel of pairs gives what it is given.
+    # The kernel of pairs returns the dtype of its input.
     dtype = torch.promote_types(q.dtype, cos.dtype)
     return rope_part(q.to(dtype), k.to(dtype), cos, sin, full, rotary, interleaved)
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool) -> None:
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, full: bool) -> None:
     refuse("rope", q, k, cos, sin, q.shape[-1])
 
 
-def refuse(op: str, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, size: int) -> None:
-    """Refuse what does not go together; ``size`` numbers of each head turn."""
+def refuse(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, size: int) -> None:
+    """Raise ValueError if shapes, dtypes or devices do not fit; ``size`` numbers of each head are rotated."""
     if q.dim() != 4 or k.dim() != 4 or k.shape[0] != q.shape[0] or k.shape[2:] != q.shape[2:] or k.dtype != q.dtype:
         raise ValueError(f"{op}: q {list(q.shape)} {q.dtype} and k {list(k.shape)} {k.dtype} may differ in heads only")
     check_angles(op, cos, sin, q.shape[0], q.shape[2], size)
@@ -89,20 +87,35 @@ def refuse(op: str, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: to
     check_tensors(op, q=q, k=k, cos=cos, sin=sin)
 
 
-def _turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
+def check_angles(op: str, cos: Tensor, sin: Tensor, batch: int, tokens: int, head_dim: int) -> None:
+    """Refuse angles that are not one for each token and number (or pair of numbers) of heads of an even size."""
+    fits = (
+        cos.dim() == 3
+        and cos.shape[0] in (1, batch)
+        and cos.shape[1] == tokens
+        and cos.shape[2] in (head_dim, head_dim // 2)
+    )
+    if head_dim % 2 or not fits or cos.shape != sin.shape:
+        raise ValueError(
+            f"{op}: cos {list(cos.shape)} and sin {list(sin.shape)} must have one shape, [1 or {batch}, {tokens}, "
+            f"{head_dim} or {head_dim // 2}], with an even head size"
+        )
+
+
+def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
     half = q.shape[-1] // 2
     if cos.shape[-1] == half:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
+    def turned(x: Tensor) -> Tensor:
         return torch.cat((-x[..., half:], x[..., :half]), -1)
 
     return q * cos + turned(q) * sin, k * cos + turned(k) * sin
 
 
-def _turned_back(dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool) -> Pair:
-    """The transpose: each half's sine goes with the other half's gradient, with the signs changed."""
+def _turned_back(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, full: bool) -> Pair:
+    """Apply the transpose: each half's sine multiplies the other half's gradient, with the signs changed."""
     half = dq.shape[-1] // 2
     first, second = sin[..., :half], sin[..., -half:]
     return _turned(dq, dk, cos, torch.cat((-second, -first), -1) if cos.shape[-1] != half else -sin)
@@ -112,39 +125,31 @@ def _turned_back(dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: tor
     SPEC, INVERSE, name="rope", ungraded=("cos", "sin"), flags={"full": "full", "inverse": "False"},
     backward_flags={"inverse": "True"}, strided=True, check=_check, fallback_backward=_turned_back,
 )  # fmt: skip
-def _rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool) -> Pair:
-    """The rotation; ``full`` says that the halves of the angles differ, so that both are read."""
+def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, full: bool) -> Pair:
+    """Rotate; ``full`` says that the halves of the angles differ, so both are read."""
     return _turned(q, k, cos, sin)
 
 
-def _check_part(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool, rotary: int, interleaved: bool
-) -> None:
+def _check_part(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, full: bool, rotary: int, interleaved: bool) -> None:
     refuse("rope_part", q, k, cos, sin, rotary or q.shape[-1])
 
 
-def _find(graded: bool, q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Plans | None:
+def _find(graded: bool, q: Tensor, k: Tensor, *rest: Any) -> Plans | None:
     cos, _, full, rotary, interleaved = rest
     if not q.numel() or not k.numel():
         return None
     sizes = (q.shape[2], q.shape[0], q.shape[1], k.shape[1], rotary or q.shape[3])
     dtypes = (q.dtype, cos.dtype)
 
-    def plan(inverse: bool) -> Plan | None:
-        if interleaved:
-            return plan_for(pairs.SPEC, q.device, *sizes, inverse, *dtypes)
-        return plan_for(SPEC, q.device, *sizes, full, inverse, *dtypes)
-
-    forward = plan(False)
-    backward = plan(True) if graded and forward is not None else None
-    return None if forward is None or (graded and backward is None) else (forward, backward, q.dtype)
+    begin = (pairs.SPEC, *sizes) if interleaved else (SPEC, *sizes, full)
+    plans = plans_of_both(graded, q.device, (*begin, False, *dtypes), (*begin, True, *dtypes))
+    return None if plans is None else (*plans, q.dtype)
 
 
 def _launched(
-    plan: Plan, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype,
-    rotary: int, interleaved: bool,
-) -> Pair:  # fmt: skip
-    """A launch on views of the parts that turn; the others are copied."""
+    plan: Plan, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, rotary: int, interleaved: bool
+) -> Pair:
+    """Launch on views of the rotated parts, and copy the others."""
     size = rotary or q.shape[-1]
     q, k = readable(q), readable(k)
     made = torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
@@ -160,22 +165,22 @@ def _launched(
     return made
 
 
-def _launch(plans: Plans, q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Pair:
+def _launch(plans: Plans, q: Tensor, k: Tensor, *rest: Any) -> Pair:
     cos, sin, _, rotary, interleaved = rest
     return _launched(plans[0], q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype), rotary, interleaved)
 
 
 def _launch_backward(
-    plans: tuple[Plan, Plan, torch.dtype], needs: tuple[bool, ...], dq: torch.Tensor, dk: torch.Tensor, *rest: Any
+    plans: tuple[Plan, Plan, torch.dtype], needs: tuple[bool, ...], dq: Tensor, dk: Tensor, *rest: Any
 ) -> Pair:
     cos, sin, _, rotary, interleaved = rest
     return _launched(plans[1], dq, dk, cos, sin, plans[2], rotary, interleaved)
 
 
-def _pairs_turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
+def _pairs_turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
+    def turned(x: Tensor) -> Tensor:
         one, other = x[..., ::2], x[..., 1::2]
         return torch.stack((one * cos - other * sin, other * cos + one * sin), -1).flatten(-2)
 
@@ -183,7 +188,7 @@ def _pairs_turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torc
 
 
 def _part_turned_back(
-    dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool, rotary: int, interleaved: bool
+    dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, full: bool, rotary: int, interleaved: bool
 ) -> Pair:
     size = rotary or dq.shape[-1]
     one, other = dq[..., :size], dk[..., :size]
@@ -197,13 +202,12 @@ def _part_turned_back(
     launch=_launch, launch_backward=_launch_backward, fallback_backward=_part_turned_back,
 )  # fmt: skip
 def rope_part(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, full: bool = False, rotary: int = 0,
-    interleaved: bool = False,
-) -> Pair:  # fmt: skip
-    """The rotation of the first ``rotary`` numbers of each head, or of all for 0; of pairs where ``interleaved``.
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, full: bool = False, rotary: int = 0, interleaved: bool = False
+) -> Pair:
+    """Rotate the first ``rotary`` numbers of each head, all for 0; pairs if ``interleaved``.
 
-    Its launches are written by hand: they take views of the part that turns and copy the rest, and pairs are turned by
-    the kernel of ``llama4_rope``.
+    Its launches are written by hand: they take views of the rotated part and copy the rest, and the kernel of
+    ``llama4_rope`` rotates pairs.
     """
     size = rotary or q.shape[-1]
     turned = (_pairs_turned if interleaved else _turned)(q[..., :size], k[..., :size], cos, sin)

@@ -1,6 +1,6 @@
-"""route: the slots of a layer of experts, a token's choices, sorted by expert; without a gradient.
+"""route: sort the slots of a layer of experts (the choices of its tokens) by expert; without a gradient.
 
-It is written by hand and not declared: it is two launches, and its results are whole numbers without a gradient.
+It is written by hand and not declared: it is two launches, and its results are integers without a gradient.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels.experts import route as kernels
 from tilekern.ops.registration import check_dtype, is_traced
@@ -24,19 +25,19 @@ class Routing(NamedTuple):
         experts: int32 [tokens * choices], the expert of each row.
     """
 
-    offsets: torch.Tensor
-    order: torch.Tensor
-    ranks: torch.Tensor
-    experts: torch.Tensor
+    offsets: Tensor
+    order: Tensor
+    ranks: Tensor
+    experts: Tensor
 
 
-def route(ids: torch.Tensor, experts: int) -> Routing:
-    """Sort the slots of tokens by their experts, with no word to the host.
+def route(ids: Tensor, experts: int) -> Routing:
+    """Sort the slots of tokens by their experts, without waiting for the host.
 
     Args:
-        ids: [tokens, choices], any integers. A slot whose id is not from 0 to ``experts`` - 1, as ranks of expert
-            parallelism mark the experts of others, comes last; its row's expert is ``experts``.
-        experts: how many there are.
+        ids: [tokens, choices], any integers. A slot whose id is not from 0 to ``experts`` - 1 comes last, and its row's
+            expert is ``experts``; with expert parallelism, ranks mark the experts of other ranks like this.
+        experts: the number of experts.
 
     Raises:
         ValueError: ``ids`` has another shape or is not of an integer dtype, or there are no experts.
@@ -55,8 +56,8 @@ def route(ids: torch.Tensor, experts: int) -> Routing:
     return Routing(offsets, order, ranks.view(ids.shape), chosen)
 
 
-def plans_of(ids: torch.Tensor, experts: int) -> tuple[Plan, Plan] | None:
-    """The plans of both launches, or None where torch must sort."""
+def plans_of(ids: Tensor, experts: int) -> tuple[Plan, Plan] | None:
+    """Return the plans of both launches, or None if torch must sort."""
     if not ids.numel() or experts > kernels.MOST_EXPERTS or ids.dtype not in (torch.int32, torch.int64):
         return None
     sizes = (ids.numel(), experts, ids.dtype == torch.int64)
@@ -64,8 +65,8 @@ def plans_of(ids: torch.Tensor, experts: int) -> tuple[Plan, Plan] | None:
     return None if count is None or place is None else (count, place)
 
 
-def launched(plans: tuple[Plan, Plan], ids: torch.Tensor, experts: int) -> Routing:
-    """The routing by two kernels."""
+def launched(plans: tuple[Plan, Plan], ids: Tensor, experts: int) -> Routing:
+    """Compute the routing by two kernels."""
     device, rows = ids.get_device(), ids.numel()
     slots = ids.contiguous().view(-1)
     counts = torch.empty(kernels.parts(rows), kernels.width_of(experts), dtype=torch.int32, device=ids.device)

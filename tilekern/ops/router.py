@@ -1,8 +1,7 @@
-"""router: the experts of each token and their weights, of the logits of a layer's router.
+"""router: choose the experts of each token and their weights by the logits of a layer's router.
 
-It is written by hand and not declared: its ids are a result without a gradient, which the backward reads, and each of
-both ways to choose has specs of its own.
-Where it is traced by ``torch.compile``, torch's own operations run.
+It is written by hand and not declared: its ids are a result without a gradient, which the backward reads, and softmax
+and sigmoid have specs of their own. Under ``torch.compile`` torch's own operations run.
 """
 
 from __future__ import annotations
@@ -10,11 +9,19 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels.experts import router as kernels
 from tilekern.ops.dtensors import is_dtensor
-from tilekern.ops.registration import check_devices, differentiable_once, is_traced, needs_gradient
-from tilekern.runtime.dispatch import Plan, count_fallback, keep, memo, plan_for
+from tilekern.ops.registration import (
+    check_devices,
+    check_vectors,
+    differentiable_once,
+    is_traced,
+    needs_gradient,
+    plans_of_both,
+)
+from tilekern.runtime.dispatch import Plan, count_fallback, keep, memo
 
 SCORES = ("softmax", "sigmoid")
 
@@ -27,13 +34,8 @@ class Choice(NamedTuple):
         weights: [tokens, choices].
     """
 
-    ids: torch.Tensor
-    weights: torch.Tensor
-
-
-class _Plans(NamedTuple):
-    forward: Plan
-    backward: Plan | None
+    ids: Tensor
+    weights: Tensor
 
 
 class _How(NamedTuple):
@@ -48,43 +50,35 @@ class _How(NamedTuple):
     dtype: torch.dtype
 
 
-_known: dict[Any, _Plans | None] = memo()
+Plans = tuple[Plan, Plan | None]
+_known: dict[Any, Plans | None] = memo()
 
 
 def router(
-    logits: torch.Tensor,
-    choices: int,
-    *,
-    scores: str = "softmax",
-    normalized: bool = True,
-    bias: torch.Tensor | None = None,
-    groups: int = 1,
-    kept_groups: int = 1,
-    scale: float = 1.0,
-    dtype: torch.dtype | None = None,
-) -> Choice:
+    logits: Tensor, choices: int, *, scores: str = "softmax", normalized: bool = True, bias: Tensor | None = None,
+    groups: int = 1, kept_groups: int = 1, scale: float = 1.0, dtype: torch.dtype | None = None,
+) -> Choice:  # fmt: skip
     """Choose the experts of each token, in float32.
 
-    By ``softmax`` the experts are those of the largest logits, and the weights are their shares of the softmax. Where
-    they are normalised it is the softmax of the chosen logits alone, so the softmax may as well come behind the choice,
-    as in GPT-OSS. By ``sigmoid`` they are those of the largest ``sigmoid(logits) + bias`` in the ``kept_groups``
-    groups with the largest sums of their two best, and the weights are the sigmoids, normalised over their sum and
-    1e-20 (DeepSeek-V3, arXiv:2412.19437). Among equals the lower id comes first, and NaN is the largest.
+    With ``softmax`` the experts with the largest logits are chosen, and the weights are their shares of the softmax.
+    Normalised weights are the softmax of the chosen logits alone, as in GPT-OSS. With ``sigmoid`` the experts with the
+    largest ``sigmoid(logits) + bias`` are chosen, from the ``kept_groups`` groups with the largest sums of their two
+    best. The weights are the sigmoids, divided by their sum plus 1e-20 if normalised (DeepSeek-V3, arXiv:2412.19437).
+    Of equal experts the lower id comes first, and NaN is the largest.
 
     Args:
-        logits: [tokens, experts]; bfloat16, float16 or float32. Sigmoids are computed of float32, to which they are
-            cast.
-        choices: for each token, from 1 to experts.
+        logits: [tokens, experts]; bfloat16, float16 or float32. For sigmoids they are cast to float32.
+        choices: the number of experts per token, from 1 to experts.
         scores: ``softmax`` or ``sigmoid``.
         normalized: whether the weights of a token sum to ``scale``.
-        bias: [experts], added to sigmoids for the choice alone, without a gradient; None for none.
-        groups: of as many experts each, one after the other; for sigmoids.
-        kept_groups: those whose experts may be chosen.
+        bias: [experts] or None, added to sigmoids for the choice only, without a gradient.
+        groups: the number of equal groups of adjacent experts; for sigmoids.
+        kept_groups: the number of groups whose experts may be chosen.
         scale: a factor of all weights.
-        dtype: of the weights; that of ``logits`` where None.
+        dtype: of the weights; None for that of ``logits``.
 
     Raises:
-        ValueError: shapes or devices do not fit, or an option has a value that it cannot have.
+        ValueError: shapes or devices do not fit, or an option has an invalid value.
     """
     how = _How(choices, scores, normalized, groups, kept_groups, float(scale), dtype or logits.dtype)
     _check(logits, bias, how)
@@ -99,10 +93,10 @@ def router(
         return formula(logits, bias, how)
     if needs_gradient(logits):
         return Choice(*_Router.apply(logits, bias, how, plans))
-    return _run(logits, bias, how, plans.forward)
+    return _run(logits, bias, how, plans[0])
 
 
-def _check(logits: torch.Tensor, bias: torch.Tensor | None, how: _How) -> None:
+def _check(logits: Tensor, bias: Tensor | None, how: _How) -> None:
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ValueError(f"router: logits must be [tokens, experts] of floats, got {logits.dtype} {list(logits.shape)}")
     experts = logits.shape[1]
@@ -112,8 +106,7 @@ def _check(logits: torch.Tensor, bias: torch.Tensor | None, how: _How) -> None:
         raise ValueError(f"router: scores must be one of {', '.join(SCORES)}, got {how.scores!r}")
     if how.scores == "softmax" and (bias is not None or how.groups != 1):
         raise ValueError("router: only scores='sigmoid' takes a bias and groups")
-    if bias is not None and bias.shape != (experts,):
-        raise ValueError(f"router: bias must have the shape [{experts}], got {list(bias.shape)}")
+    check_vectors("router", experts, bias=bias)
     if how.groups < 1 or experts % how.groups or (how.groups > 1 and experts < 2 * how.groups):
         raise ValueError(f"router: groups must cut {experts} experts into parts of two or more, got {how.groups}")
     if not 1 <= how.kept <= how.groups or how.kept * (experts // how.groups) < how.choices:
@@ -123,8 +116,8 @@ def _check(logits: torch.Tensor, bias: torch.Tensor | None, how: _How) -> None:
     check_devices("router", logits=logits, bias=bias)
 
 
-def _found(logits: torch.Tensor, how: _How) -> _Plans | None:
-    """The plans of a kind of call; None where torch must do the work."""
+def _found(logits: Tensor, how: _How) -> Plans | None:
+    """Return the plans of a kind of call; None if torch must do the work."""
     graded = needs_gradient(logits)
     key = (logits.get_device(), logits.shape, logits.dtype, how._replace(kept=0, scale=0.0), graded)
     try:
@@ -134,27 +127,22 @@ def _found(logits: torch.Tensor, how: _How) -> _Plans | None:
         return keep(_known, key, found) if logits.is_cuda else found
 
 
-def _find(logits: torch.Tensor, how: _How, graded: bool) -> _Plans | None:
+def _find(logits: Tensor, how: _How, graded: bool) -> Plans | None:
     tokens, experts = logits.shape
     if not tokens or experts > kernels.MOST_EXPERTS or how.groups > kernels.MOST_GROUPS:
         return None
     if torch.float64 in (logits.dtype, how.dtype):
         return None
     device, sizes, last = logits.device, (tokens, how.choices, experts), (how.dtype, how.normalized)
-    backward = None
     if how.scores == "sigmoid":
-        forward = plan_for(kernels.SIGMOID, device, *sizes, how.groups, *last)
-        if graded:
-            backward = plan_for(kernels.SIGMOID_BACKWARD, device, *sizes, *last)
-    else:
-        forward = plan_for(kernels.SOFTMAX, device, *sizes, logits.dtype, *last)
-        if graded:
-            backward = plan_for(kernels.SOFTMAX_BACKWARD, device, *sizes, logits.dtype, *last)
-    return None if forward is None or (graded and backward is None) else _Plans(forward, backward)
+        forward = kernels.SIGMOID, *sizes, how.groups, *last
+        return plans_of_both(graded, device, forward, (kernels.SIGMOID_BACKWARD, *sizes, *last))
+    values = *sizes, logits.dtype, *last
+    return plans_of_both(graded, device, (kernels.SOFTMAX, *values), (kernels.SOFTMAX_BACKWARD, *values))
 
 
-def _run(logits: torch.Tensor, bias: torch.Tensor | None, how: _How, plan: Plan) -> Choice:
-    """By one launch."""
+def _run(logits: Tensor, bias: Tensor | None, how: _How, plan: Plan) -> Choice:
+    """Run one launch."""
     tokens, experts = logits.shape
     shape, device, logits = (tokens, how.choices), logits.get_device(), logits.contiguous()
     ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
@@ -169,18 +157,16 @@ def _run(logits: torch.Tensor, bias: torch.Tensor | None, how: _How, plan: Plan)
 
 class _Router(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, bias: torch.Tensor | None, how: _How, plans: _Plans
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, weights = _run(logits, bias, how, plans.forward)
+    def forward(ctx: Any, logits: Tensor, bias: Tensor | None, how: _How, plans: Plans) -> tuple[Tensor, Tensor]:
+        ids, weights = _run(logits, bias, how, plans[0])
         ctx.save_for_backward(logits, ids)
         ctx.mark_non_differentiable(ids)
-        ctx.how, ctx.plan = how, plans.backward
+        ctx.how, ctx.plan = how, plans[1]
         return ids, weights
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, _: torch.Tensor | None, dweights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor | None, dweights: Tensor) -> tuple[Tensor | None, ...]:
         logits, ids = ctx.saved_tensors
         logits = logits.contiguous()
         dlogits = torch.empty_like(logits)
@@ -188,8 +174,8 @@ class _Router(torch.autograd.Function):
         return dlogits, None, None, None
 
 
-def formula(logits: torch.Tensor, bias: torch.Tensor | None, how: _How) -> Choice:
-    """The op in torch's own operations."""
+def formula(logits: Tensor, bias: Tensor | None, how: _How) -> Choice:
+    """Compute the op in torch's own operations."""
     (tokens, experts), number = logits.shape, (how.choices, how.scale, how.normalized)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if how.scores == "sigmoid":

@@ -1,8 +1,8 @@
-"""Losses of two matrices whose forward makes the gradient too: what such an op brings to its declaration.
+"""Losses of two matrices whose forward also computes the gradient: the overrides of such an op's declaration.
 
-The gradient is made for a slope of 1 and kept for one backward, which multiplies it in place by the slope that comes;
-where that is 1, nothing is read or written (:mod:`tilekern.kernels.scale`). Under ``torch.compile``, whose graphs
-nothing may change in place, and where the graph is kept for another backward, it multiplies a copy.
+The gradient is kept for one backward, which scales it in place by the incoming gradient; if that is 1, nothing is read
+or written (:mod:`tilekern.kernels.scale`). Under ``torch.compile``, and if the graph is kept for another backward, it
+scales a copy.
 """
 
 from __future__ import annotations
@@ -11,17 +11,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels import scale as scaling
-from tilekern.ops.registration import as_rows, by_autograd, check_tensors, fresh, is_traced, keeps_graph, needs_gradient
-from tilekern.runtime.dispatch import Plan, plan_for
+from tilekern.ops.registration import (
+    as_rows,
+    by_autograd,
+    check_tensors,
+    fresh,
+    is_traced,
+    keeps_graph,
+    needs_gradient,
+    plans_of_both,
+)
+from tilekern.runtime.dispatch import Plan
 from tilekern.spec import Array, KernelSpec
 
 Plans = tuple[Plan, Plan | None]
 
 
 def arrays(first: str, second: str) -> tuple[Array, ...]:
-    """The tensors and results of an op with :func:`parts`."""
+    """Return the tensors and results of an op with :func:`parts`."""
     rows = ("rows", "columns")
     return (
         Array(first, "dtype", rows), Array(second, "dtype", rows), Array("slope", "float32", ("rows",)),
@@ -29,17 +39,15 @@ def arrays(first: str, second: str) -> tuple[Array, ...]:
     )  # fmt: skip
 
 
-def slopes(
-    op: str, like: torch.Tensor, labels: torch.Tensor | None, ignore_index: int, columns: int | None
-) -> torch.Tensor:
-    """The factor of each row's loss, [...] in float32 (float64 for float64): 0 where it does not count.
+def slopes(op: str, name: str, like: Tensor, labels: Tensor | None, ignore_index: int, columns: int | None) -> Tensor:
+    """Return the factor of each row's loss, [...] in float32 (float64 for float64): 0 if the row does not count.
 
     Args:
-        op: the name for errors.
+        op, name: the op and its argument ``like``, for error messages.
         like: [..., columns].
-        labels: [...], or None where all rows count.
+        labels: [...], or None if all rows count.
         ignore_index: the label of rows that do not count.
-        columns: each loss is divided by the number of rows that count, times this; None divides by nothing.
+        columns: each loss is divided by the number of rows that count times this number; None for no division.
 
     Raises:
         ValueError: ``labels`` has another shape or is on another device.
@@ -50,32 +58,30 @@ def slopes(
         return like.new_full(rows, 1 / (max(1, rows.numel()) * columns) if columns else 1.0, dtype=dtype)
     if labels.shape != rows:
         raise ValueError(f"{op}: shift_labels must have the shape {list(rows)}, got {list(labels.shape)}")
-    check_tensors(op, "shift_labels", **{"input": like, "shift_labels": labels})
+    check_tensors(op, "shift_labels", **{name: like, "shift_labels": labels})
     counted = (labels != ignore_index).to(dtype)
     return counted / (counted.sum().clamp(min=1) * columns) if columns else counted
 
 
-def modes(first: torch.Tensor) -> tuple[bool, bool]:
-    """Whether the op makes a gradient, and whether its backward may change that in place: its last two scalars."""
+def modes(first: Tensor) -> tuple[bool, bool]:
+    """Return the last two scalars: whether the op computes a gradient, and may scale it in place."""
     return needs_gradient(first), not is_traced(first)
 
 
-def total(
-    terms: Callable[..., torch.Tensor], first: torch.Tensor, second: torch.Tensor, slope: torch.Tensor, *own: Any
-) -> torch.Tensor:
-    """The loss in torch's own operations, where ``terms`` gives what each element adds: 0 for two zeros."""
+def total(terms: Callable[..., Tensor], first: Tensor, second: Tensor, slope: Tensor, *own: Any) -> Tensor:
+    """Compute the loss by torch; ``terms`` gives the term of each element, which is 0 for two zeros."""
     dtype = torch.promote_types(torch.promote_types(first.dtype, second.dtype), torch.float32)
-    # Rows that do not count may hold anything, of which even the slope 0 would make NaN.
+    # Rows that do not count may hold anything, and 0 * NaN is NaN.
     counted = slope[..., None] != 0
     added = terms(first.to(dtype).where(counted, 0), second.to(dtype).where(counted, 0), *own)
     return (added.sum(-1) * slope).sum()
 
 
 def parts(
-    spec: KernelSpec, name: str, names: tuple[str, str], terms: Callable[..., torch.Tensor],
+    spec: KernelSpec, name: str, names: tuple[str, str], terms: Callable[..., Tensor],
     flags: Callable[..., tuple[bool, ...]] = lambda *_: (),
 ) -> dict[str, Any]:  # fmt: skip
-    """The parts that an op (first, second, slope, *own, with_gradient, in_place) -> loss brings itself.
+    """Return the overrides of an op (first, second, slope, *own, with_gradient, in_place) -> loss.
 
     Args:
         spec: the kernel, of :func:`tilekern.kernels.families.losses.spec`.
@@ -85,7 +91,7 @@ def parts(
         flags: (*own) -> the spec's flags after ``graded``.
     """
 
-    def check(first: torch.Tensor, second: torch.Tensor, slope: torch.Tensor, *_: Any) -> None:
+    def check(first: Tensor, second: Tensor, slope: Tensor, *_: Any) -> None:
         if not first.dim():
             raise ValueError(f"{name}: {names[0]} must have the shape [..., columns], got []")
         if first.shape != second.shape:
@@ -95,21 +101,16 @@ def parts(
             raise ValueError(f"{name}: slope must have the shape {list(first.shape[:-1])}, got {list(slope.shape)}")
         check_tensors(name, **{names[0]: first, names[1]: second, "slope": slope})
 
-    def find(_: bool, first: torch.Tensor, second: torch.Tensor, slope: torch.Tensor, *scalars: Any) -> Plans | None:
+    def find(_: bool, first: Tensor, second: Tensor, slope: Tensor, *scalars: Any) -> Plans | None:
         *own, with_gradient, _in_place = scalars
         if not first.numel() or second.dtype != first.dtype or slope.dtype != torch.float32:
             return None
         columns = first.shape[-1]
         sizes = (first.numel() // columns, columns, first.dtype)
-        forward = plan_for(spec, first.device, *sizes, with_gradient, *flags(*own))
-        if forward is None or not with_gradient:
-            return None if forward is None else (forward, None)
-        backward = plan_for(scaling.SPEC, first.device, *sizes)
-        return None if backward is None else (forward, backward)
+        forward = (spec, *sizes, with_gradient, *flags(*own))
+        return plans_of_both(with_gradient, first.device, forward, (scaling.SPEC, *sizes))
 
-    def launch(
-        plans: Plans, first: torch.Tensor, second: torch.Tensor, slope: torch.Tensor, *scalars: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def launch(plans: Plans, first: Tensor, second: Tensor, slope: Tensor, *scalars: Any) -> tuple[Tensor, Tensor]:
         *own, with_gradient, _ = scalars
         gradient = fresh(first) if with_gradient else first.new_empty(0)
         losses = torch.empty(slope.numel(), dtype=torch.float32, device=first.device)
@@ -119,31 +120,26 @@ def parts(
         return losses.sum(), gradient
 
     def launch_backward(
-        plans: tuple[Plan, Plan], _: tuple[bool, ...], dloss: torch.Tensor, gradient: torch.Tensor,
-        slope: torch.Tensor, *scalars: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        plans: tuple[Plan, Plan], _: tuple[bool, ...], dloss: Tensor, gradient: Tensor, slope: Tensor, *scalars: Any
+    ) -> Tensor:
         in_place = scalars[-1] and not keeps_graph()
         made = gradient if in_place else gradient.clone(memory_format=torch.contiguous_format)
         rows = as_rows(made)
         plans[1].launch(gradient.get_device(), rows, dloss.float().reshape(1), rows)
         return made
 
-    def fake(
-        first: torch.Tensor, second: torch.Tensor, slope: torch.Tensor, *scalars: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def fake(first: Tensor, second: Tensor, slope: Tensor, *scalars: Any) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(torch.promote_types(first.dtype, second.dtype), slope.dtype)
         return first.new_empty((), dtype=dtype), first.new_empty(first.shape if scalars[-2] else (0,))
 
-    def rest(first: torch.Tensor, second: torch.Tensor, slope: torch.Tensor, *scalars: Any) -> tuple[torch.Tensor]:
+    def rest(first: Tensor, second: Tensor, slope: Tensor, *scalars: Any) -> tuple[Tensor]:
         if not scalars[-2]:
             return (first.new_empty(0),)
         one = torch.ones((), dtype=fake(first, second, slope, *scalars)[0].dtype, device=first.device)
         given = (terms, first, second, slope, *scalars[:-2])
         return (by_autograd(total, given, (1,), (one,))[0],)
 
-    def fallback_backward(
-        dloss: torch.Tensor, gradient: torch.Tensor, slope: torch.Tensor, *scalars: Any
-    ) -> torch.Tensor:
+    def fallback_backward(dloss: Tensor, gradient: Tensor, slope: Tensor, *scalars: Any) -> Tensor:
         return (gradient * dloss).to(gradient.dtype)
 
     found = (check, find, launch, launch_backward, fake, rest, fallback_backward)

@@ -1,23 +1,24 @@
-"""sparsemax: a row's distribution with zeros in it; the backward reads the result alone."""
+"""sparsemax: a softmax with exact zeros; the backward reads only the result."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tilekern.kernels.sparsemax import BACKWARD, FORWARD, by_sorting, slope
 from tilekern.ops.operation import operation
 
 
-def sparsemax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
     """``max(x - tau, 0)`` with the tau for which it sums to 1 over a dimension, computed in float32 and rounded once.
 
     Args:
         x: bfloat16, float16 or float32, any shape of one dimension or more, any strides.
-        dim: the dimension that is summed over. One that is not the last becomes so by a copy.
+        dim: the dimension that is normalised; if it is not the last one, the data is copied.
 
     Returns:
-        The shape and dtype of ``x``; contiguous where ``dim`` is the last, and else once that is the last. NaN along
-        ``dim`` where ``x`` holds NaN or +inf there, or nothing but -inf.
+        The shape and dtype of ``x``; contiguous if ``dim`` is the last dimension, else after moving it there. NaN along
+        ``dim`` if ``x`` holds NaN or +inf there, or only -inf.
 
     Raises:
         IndexError: ``x`` does not have the dimension ``dim``.
@@ -27,12 +28,12 @@ def sparsemax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     return _rows(x.transpose(dim, -1)).transpose(dim, -1)
 
 
-def _slope(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _slope(dy: Tensor, y: Tensor) -> Tensor:
     return slope(dy.to(torch.promote_types(dy.dtype, torch.float32)), y).to(y.dtype)
 
 
 @operation(FORWARD, BACKWARD, name="sparsemax_rows", fallback_backward=_slope)
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: Tensor) -> Tensor:
     """Of the last dimension."""
     if x.numel() == 0:
         return x.clone()

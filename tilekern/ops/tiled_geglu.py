@@ -1,36 +1,36 @@
 """tiled_geglu: a gated MLP with gelu over shards of the tokens, for sequences whose activations do not fit.
 
-It is written by hand and not declared: it has no kernel of its own, but runs torch's products and another op once for
-each shard, and again in the backward.
+It is written by hand and not declared: it has no kernel of its own, but runs torch's products and another op for each
+shard, and again in the backward.
 """
 
 from __future__ import annotations
 
 import functools
 
-import torch
+from torch import Tensor
 
 from tilekern.ops.geglu import geglu
 from tilekern.ops.tiled_mlp import gated
 
 
 def tiled_geglu(
-    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor,
-    num_shards: int | None = None, tanh: bool = True,
-) -> torch.Tensor:  # fmt: skip
-    """``(gelu(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T``, keeping nothing but x and the weights.
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, num_shards: int | None = None,
+    tanh: bool = True,
+) -> Tensor:  # fmt: skip
+    """``(gelu(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T``, saving only x and the weights.
 
-    Activations [tokens / num_shards, intermediate] exist for one shard at a time, and are made again in the backward.
+    Activations [tokens / num_shards, intermediate] exist for one shard at a time, and are recomputed in the backward.
 
     Args:
-        x: [..., tokens, hidden]; the batch counts among the tokens.
+        x: [..., tokens, hidden]; the shards are of the tokens of the whole batch.
         gate_weight, up_weight: [intermediate, hidden], of the dtype of ``x``.
         down_weight: [hidden, intermediate], of the dtype of ``x``.
-        num_shards: how many shards; ``tokens / hidden``, rounded up, where it is None.
-        tanh: takes gelu's approximation by tanh, as Gemma's and Liger's MLPs do; else gelu is exact.
+        num_shards: the number of shards; None for ``tokens / hidden``, rounded up.
+        tanh: use gelu's tanh approximation, like Gemma's and Liger's MLPs; otherwise gelu is exact.
 
     Returns:
-        [..., tokens, hidden]. The gradients of the weights are added up over the shards in their dtype.
+        [..., tokens, hidden]. The gradients of the weights are summed over the shards in their dtype.
 
     Raises:
         ValueError: the devices differ, or the shapes of ``gate_weight`` and ``up_weight``, or ``num_shards`` is less

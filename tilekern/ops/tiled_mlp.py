@@ -1,4 +1,4 @@
-"""Code that the tiled MLPs share: a function of single tokens runs over shards of them, again in the backward."""
+"""Shared code of the tiled MLPs: run a function over shards of the tokens, and again in the backward."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tilekern.ops.registration import check_tensors
 
 
-def tiled(
-    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, num_shards: int | None, op: str = "tiled"
-) -> torch.Tensor:
-    """``function(x)``, shard by shard of its rows, of which only the input and the result are kept.
+def tiled(function: Callable[[Tensor], Tensor], x: Tensor, num_shards: int | None, op: str = "tiled") -> Tensor:
+    """Return ``function(x)``, computed in shards of rows; only the input and the result are saved.
 
-    Each shard runs once more in the backward, so that what ``function`` keeps exists for one shard at a time. autograd
-    adds the gradients of its weights up over the shards, in their dtype, and hands each over once, which is what hooks
-    on parameters (DDP, FSDP) count on.
+    Each shard runs again in the backward, so the tensors that ``function`` saves exist for one shard at a time.
+    Autograd sums the gradients of its weights over the shards, in their dtype, and passes each on once, as hooks on
+    parameters (DDP, FSDP) expect.
 
     Args:
-        function: [rows, columns] to [rows, any], each row by itself.
+        function: maps [rows, columns] to [rows, any], row by row.
         x: [..., columns].
-        num_shards: how many shards, at least 1; as many as ``tokens / columns``, rounded up, where it is None, with
-            the tokens in the dimension before the last.
-        op: the name that an error begins with.
+        num_shards: the number of shards; None for ``tokens / columns``, rounded up, where tokens is the dimension
+            before the last.
+        op: the name in error messages.
 
     Returns:
         [..., any].
@@ -47,10 +46,10 @@ def tiled(
 
 
 def gated(
-    op: str, activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor,
-    gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor, num_shards: int | None,
-) -> torch.Tensor:  # fmt: skip
-    """``activation(x @ gate_weight.T, x @ up_weight.T) @ down_weight.T`` by :func:`tiled`, of weights that fit."""
+    op: str, activation: Callable[[Tensor, Tensor], Tensor], x: Tensor, gate_weight: Tensor, up_weight: Tensor,
+    down_weight: Tensor, num_shards: int | None,
+) -> Tensor:  # fmt: skip
+    """Check the weights and run ``activation(x @ gate_weight.T, x @ up_weight.T) @ down_weight.T`` in shards."""
     if up_weight.shape != gate_weight.shape:
         raise ValueError(
             f"{op}: gate_weight and up_weight must have one shape, got {list(gate_weight.shape)} and "
@@ -59,7 +58,7 @@ def gated(
     check_tensors(op, x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     linear = torch.nn.functional.linear
 
-    def mlp(shard: torch.Tensor) -> torch.Tensor:
+    def mlp(shard: Tensor) -> Tensor:
         return linear(activation(linear(shard, gate_weight), linear(shard, up_weight)), down_weight)
 
     return tiled(mlp, x, num_shards, op)

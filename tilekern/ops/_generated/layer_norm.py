@@ -146,10 +146,7 @@ def layer_norm(x, weight, bias, eps):
     if weight is None or bias is None or (x.__class__ is not Tensor and is_dtensor(x, weight, bias)):
         if is_dtensor(x, weight, bias):
             return by_shards(layer_norm, (x,), (weight, bias), eps, gathered=1)
-        if weight is None:
-            weight = constant_row(x if bias is None else bias, 1.0)
-        if bias is None:
-            bias = constant_row(weight, 0.0)
+        return otherwise(x, weight, bias, eps)
     if is_compiling() or transforms() or (modes() and not x.is_meta):
         check(x, weight, bias, eps)
         if not is_compiling() and transforms():

@@ -78,9 +78,7 @@ def linear_log_probs(hidden, weight, ids, bias, temperature, softcap, ignore_ind
         return fallback(hidden, weight, ids, bias, temperature, softcap, ignore_index, wide_sums)
     try:
         if graded:
-            return apply(
-                hidden, weight, ids, bias, temperature, softcap, ignore_index, wide_sums, (*plans, between())
-            )
+            return apply(hidden, weight, ids, bias, temperature, softcap, ignore_index, wide_sums, plans)
         return launch(plans, hidden, weight, ids, bias, temperature, softcap, ignore_index, wide_sums)
     except NoVariant as error:
         refused(FORWARD, error)

@@ -1,16 +1,15 @@
-"""Writes the code of an op's functions, as a person would write them for this op alone, from its declaration.
+"""Write the code of an op's functions from its declaration.
 
-``python -m tilekern.ops.writing`` writes that of tilekern's own ops to ``tilekern/ops/_generated/``; no process that
-uses them needs this package.
+``python -m tilekern.ops.writing`` writes the code of tilekern's own ops to ``tilekern/ops/_generated/``; processes that
+use them do not need this package.
 
-The plans that they hand to each other are a tuple: the forward's, the backward's or None, the sum's where the op has
-one, and behind them what else depends on the kind of a call alone, so that no call works it out again.
+The functions share a tuple of plans: the forward's, the backward's or None, the sum's if the op has one, and then other
+facts that depend only on the kind of a call, so that they are computed once.
 """
 
 from __future__ import annotations
 
-from tilekern.ops.declaration import Declaration
-from tilekern.ops.names import names_of
+from tilekern.ops.declaration import Declaration, names_of
 from tilekern.ops.writing import functions, launches, plans
 
 _WRITERS = {
@@ -20,7 +19,7 @@ _WRITERS = {
     "fake": functions.fake, "fake_backward": functions.fake_backward, "run": functions.run,
     "run_backward": functions.run_backward, "save": functions.save, "derive": functions.derive,
 }  # fmt: skip
-# Names of variables and functions in the text, which no tensor and no scalar may have.
+# Names of variables and functions in the text; no tensor or scalar may use them.
 RESERVED = {
     *_WRITERS, "absent", "otherwise", "rest", "apply", "registered", "registered_backward", "plans", "needs", "graded",
     "key", "sizes", "forward_plan", "backward_plan", "sum_plan", "summed", "device", "index", "flat", "see", "rows",
@@ -29,20 +28,20 @@ RESERVED = {
 
 
 def text_of(op: Declaration) -> str:
-    """The text of all functions of an op but those that its declaration brings.
+    """Return the text of all functions of an op that its declaration does not bring.
 
     Raises:
-        TypeError: a tensor or a scalar has a name that has another meaning there.
+        TypeError: the name of a tensor or scalar has another meaning in the text.
     """
     names = {*op.arguments, *op.results, *op.made, *(array.name for spec in op.specs for array in spec.arrays)}
     if clash := sorted(names & {*names_of(op), *RESERVED}):
         raise TypeError(f"{op.name}: {clash[0]} has another meaning in an op's text; call it something else")
-    own = [write(op) for name, write in _WRITERS.items() if name not in op.parts.named()]
+    own = [write(op) for name, write in _WRITERS.items() if name not in op.overrides]
     return "\n\n".join(own)
 
 
 def module_of(op: Declaration) -> str:
-    """The text of an op's file."""
+    """Return the text of an op's file."""
     head = (
         f'"""{op.name}, made from its declaration by ``python -m tilekern.ops.writing``; change that and not this."""'
     )

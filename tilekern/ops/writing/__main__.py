@@ -1,6 +1,6 @@
-"""``python -m tilekern.ops.writing``: writes the code of tilekern's ops anew, and says which files changed.
+"""``python -m tilekern.ops.writing``: write the code of tilekern's ops, and print which files changed.
 
-Where a file is so old that its op cannot be imported any more, delete it.
+If an old file keeps its op from being imported, delete the file first.
 """
 
 from tilekern.ops.operation import DECLARED, GENERATED, generated_file
@@ -9,7 +9,7 @@ from tilekern.warning import tell
 
 
 def main() -> None:
-    """Write each op's file, and delete those of ops that are gone."""
+    """Write each op's file, and delete files without an op."""
     texts = {path: module_of(op) for op in DECLARED.values() if (path := generated_file(op)) is not None}
     for path in sorted({*texts, *GENERATED.glob("*.py")}):
         before = path.read_text(encoding="utf-8") if path.exists() else None

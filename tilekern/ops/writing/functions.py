@@ -1,4 +1,4 @@
-"""The functions that users, autograd and torch's dispatcher call; all go to the plans and the launches."""
+"""Write the functions that users, autograd and torch's dispatcher call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tilekern.spec import Array, size_of
 
 
 def public(op: Declaration) -> str:
-    """The op as it is called: for whoever watches torch's operations one of them, and torch's own in transforms.
+    """The public function: a registered op if torch's operations are watched, torch's own operations in transforms.
 
-    Modes on meta tensors are those of planning, which asks for plans.
+    Dispatch modes with meta tensors are those of planning, which needs plans.
     """
     given = ", ".join(op.arguments)
     wanted = either([_requires(op, name) for name in op.gradients])
@@ -34,7 +34,7 @@ def public(op: Declaration) -> str:
         f"plans = plans_of(graded, {given})",
         *block(f"if plans is None{unserved}:", [f"return fallback({given})"]),
         *block("try:", [
-            *block("if graded:", [f"return apply({given}, {'(*plans, between())' if op.parts.between else 'plans'})"]),
+            *block("if graded:", [f"return apply({given}, plans)"]),
             f"return {_shown(op, f'launch(plans, {given})')}",
         ]),
         *_where_refused("FORWARD", [f"return fallback({given})"]),
@@ -43,39 +43,23 @@ def public(op: Declaration) -> str:
 
 
 def _where_refused(spec: str, instead: Lines) -> Lines:
-    """The end of a ``try``: no variant of a kernel allows the arguments, which is said, and torch does the work."""
+    """The end of a ``try``: if no variant of a kernel allows the arguments, warn and let torch do the work."""
     return block("except NoVariant as error:", [f"refused({spec}, error)", *instead])
 
 
 def _special(op: Declaration) -> Lines:
-    """Calls that do not go the op's own way, or need a constant first: one test of all, in it those of each."""
-    missing = [f"{name} is None" for name in op.constants]
-    conditions, body = [*filter(None, [op.unless]), *missing], []
+    """Calls that other code serves: one condition for all, then one for each."""
+    sharded, body = "", []
     if op.gathered is not None:
         given = f"is_dtensor({', '.join(op.tensors)})"
-        body = block(f"if {given}:", [_by_shards(op)]) if conditions else [_by_shards(op)]
+        arguments = [op.name, row(op.sharded), row(op.shared), *op.scalars, *op.options, f"gathered={op.gathered}"]
+        body = [f"return by_shards({', '.join(arguments)})"]
         sharded = f"{op.sharded[-1]}.__class__ is not Tensor and {given}"
-        conditions.append(f"({sharded})" if conditions else sharded)
+        if op.unless:
+            sharded, body = f"({sharded})", block(f"if {given}:", body)
     if op.unless:
-        left = [f"return otherwise({', '.join((*op.arguments, *op.options))})"]
-        body += block(f"if {op.unless}:", left) if missing else left
-    for name, number in op.constants.items():
-        body += block(f"if {name} is None:", [f"{name} = constant_row({_like(op, name)}, {number})"])
-    return block(f"if {' or '.join(conditions)}:", body) if conditions else []
-
-
-def _by_shards(op: Declaration) -> str:
-    """The return of a call on DTensors."""
-    given = [op.name, row(op.sharded), row(op.shared), *op.scalars, *op.options, f"gathered={op.gathered}"]
-    return f"return by_shards({', '.join(given)})"
-
-
-def _like(op: Declaration, name: str) -> str:
-    """The tensor whose dtype a constant gets: another that may be missing, or the first one."""
-    first, names = op.tensors[0], list(op.constants)
-    if name != names[0]:
-        return names[0]
-    return f"{first} if {names[1]} is None else {names[1]}" if len(names) > 1 else first
+        body.append(f"return otherwise({', '.join((*op.arguments, *op.options))})")
+    return block(f"if {' or '.join(filter(None, [op.unless, sharded]))}:", body) if body else []
 
 
 def _shown(op: Declaration, results: str) -> str:
@@ -91,21 +75,21 @@ def _requires(op: Declaration, name: str) -> str:
 
 
 def autograd(op: Declaration) -> str:
-    """The autograd function: the eager path, cheaper for the host than a registered op."""
+    """The autograd function: the eager path, with less host time than a registered op."""
     given = ", ".join((*op.slopes, *op.saved, *(["*ctx.scalars"] if op.scalars else [])))
     forward = [
         f"{', '.join(op.results)} = launch(plans, {', '.join(op.arguments)})",
         *_remembered(op),
         "ctx.plans = plans",
         *([f"ctx.scalars = {row(op.scalars)}"] if op.scalars else []),
-        *(["ctx.set_materialize_grads(False)"] if op.parts.absent else []),
+        *(["ctx.set_materialize_grads(False)"] if op.absent else []),
         f"return {', '.join(op.shown)}",
     ]
     made = ", ".join(op.made)
     launched = [f"{made} = launch_backward(ctx.plans, ctx.needs_input_grad, {given})"]
     if op.backward is not None:
         launched = [*block("try:", launched), *_where_refused("BACKWARD", _counted_backward(op, given))]
-    if op.parts.absent:
+    if op.absent:
         missing = " or ".join(f"{name} is None" for name in op.slopes)
         absent = [f"{made} = absent(ctx.needs_input_grad, {given})"]
         launched = [*block(f"if {missing}:", absent), *block("else:", launched)]
@@ -134,7 +118,7 @@ def _recalled(op: Declaration) -> Lines:
 
 
 def fallback(op: Declaration) -> str:
-    """``fallback(*arguments)``: the formula, counted, in the dtypes that a kernel would give under autocast."""
+    """``fallback(*arguments)``: the formula, counted, without autocast, like a kernel."""
     by_torch = block(f"with uncast({op.tensors[0]}.device.type):", [f"return formula({', '.join(op.arguments)})"])
     return function("fallback", op.arguments, ["count_fallback(FORWARD)", *by_torch])
 
@@ -160,7 +144,7 @@ def fake(op: Declaration) -> str:
 
 
 def _blank(op: Declaration, array: Array) -> str:
-    """A result in the dtype that torch gives it where it does the work."""
+    """A result in the dtype that the formula gives it."""
     present = {name: given for name, given in op.inputs.items() if name not in op.optional}
     parts, said = array.dtype.split("*"), {given.dtype for given in present.values()}
     dtypes = [f"{name}.dtype" for name, given in present.items() if given.dtype in parts]
@@ -175,7 +159,7 @@ def _blank(op: Declaration, array: Array) -> str:
 
 
 def _shape(op: Declaration, array: Array) -> str:
-    """The shape of a result that no argument has, by the axes of the arguments."""
+    """The shape of a result, by the axes of the arguments, if no argument has that shape."""
     if array.shape == ("rows",):
         return leading(op)
     known = axes(op)
@@ -202,7 +186,7 @@ def _made(op: Declaration) -> list[tuple[str, str]]:
 
 
 def _present(op: Declaration, name: str, gradient: str) -> str:
-    """A gradient as the result of a registered op, which has to be there: empty where there is or need be none."""
+    """A gradient as the result of a registered op, which cannot be None: empty if it is missing or not needed."""
     absent = f"{op.slopes[0]}.new_empty(0)"
     if op.apart:
         return f"{gradient} if {_need(op, name)} else {absent}"
@@ -210,12 +194,12 @@ def _present(op: Declaration, name: str, gradient: str) -> str:
 
 
 def _gathered(op: Declaration, gradients: Iterable[str]) -> str:
-    """Gradients one behind the other; expressions of several words in brackets, in which a line may be broken."""
+    """Gradients, separated by commas; in brackets if they are long expressions, so that lines can be broken."""
     return row(list(gradients)) if op.apart else ", ".join(gradients)
 
 
 def _need(op: Declaration, name: str) -> str:
-    """Whether an argument needs a gradient, where ``needs`` says so."""
+    """Whether an argument needs a gradient, by ``needs``."""
     return f"needs[{op.arguments.index(name)}]"
 
 
@@ -237,8 +221,8 @@ def run(op: Declaration) -> str:
 def run_backward(op: Declaration) -> str:
     """``run_backward(*slopes, *saved, *scalars)``: the registered backward on real tensors.
 
-    It is for all gradients, or, of an op whose gradients are apart, for those that the last argument asks for. Results
-    of a registered op are there, and each has memory of its own.
+    It computes all gradients, or, if they are apart, those that the last argument requests. Results of a registered op
+    are never None, and each has its own memory.
     """
     given, made = ", ".join(op.backward_arguments), ", ".join(op.made)
     like = ", ".join(op.stand_ins.get(name, name) for name in op.arguments)
@@ -261,7 +245,7 @@ def run_backward(op: Declaration) -> str:
 
 
 def _counted_backward(op: Declaration, given: str) -> Lines:
-    """The gradients of the formula, counted where a kernel would have made them."""
+    """The gradients of the formula, counted as a fallback if the op has a backward kernel."""
     counted = ["count_fallback(BACKWARD)"] if op.backward is not None else []
     return [*counted, f"{', '.join(op.made)} = fallback_backward({given})"]
 
@@ -278,9 +262,9 @@ def save(op: Declaration) -> str:
 
 
 def derive(op: Declaration) -> str:
-    """``derive(ctx, *slopes)``: the registered op's gradient; what is kept has none."""
+    """``derive(ctx, *slopes)``: the registered op's gradient; kept results have none."""
     given = ", ".join((*op.slopes, *op.saved, "*ctx.scalars", *(["needs"] if op.apart else [])))
-    gradients = dict.fromkeys(op.arguments, "None") | op.gradients
+    gradients = {**dict.fromkeys(op.arguments, "None"), **op.gradients}
     if op.apart:
         gradients |= {name: f"{made} if {_need(op, name)} else None" for name, made in op.gradients.items()}
     else:

@@ -1,4 +1,4 @@
-"""The launches of both directions: tensors seen as the kernels take them, and memory for what they write."""
+"""Write the launches of both directions: arrays in the kernels' shapes, and memory for their outputs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def launch_backward(op: Declaration) -> str:
 
 
 def facts(op: Declaration) -> dict[str, str]:
-    """The plans' tuple behind the plans: the names that the launches use, and what ``find`` gives them."""
+    """The rest of the tuple of plans: names that the launches use, with their expressions in ``find``."""
     first = op.tensors[0]
     known = {"device": f"{first}.device", "index": f"{first}.get_device()"}
     if any(map(leads, op.inputs.values())):
@@ -47,21 +47,21 @@ def facts(op: Declaration) -> dict[str, str]:
     known |= {name: name for name in axes(op)}
     for spec in op.specs:
         for array in arrays_of(spec, "output"):
-            like, dtype = _model(op, spec, array), dtype_of(op, array)
+            like, dtype = twin(array, arrays_of(spec, "input")), dtype_of(op, array)
             known[f"{array.name}_dtype"] = dtype if like is None else f"other({dtype}, {dtype_of(op, like)})"
-    bodies = [] if op.parts.launch else _forward(op)
-    if op.backward is not None and not op.parts.launch_backward:
+    bodies = [] if op.launch else _forward(op)
+    if op.backward is not None and not op.launch_backward:
         bodies = [*bodies, *_backward(op, op.backward)]
     return {name: said for name, said in known.items() if name in _words(bodies)}
 
 
 def plan_names(op: Declaration) -> Lines:
-    """The names of the plans and of what comes behind them."""
+    """The names of the plans and of the facts after them."""
     return ["forward_plan", "backward_plan", *(["sum_plan"] if op.sums else []), *facts(op)]
 
 
 def partial(op: Declaration) -> Array:
-    """The partial gradients that the backward leaves for the sum."""
+    """The array of partial gradients that ``column_sum`` adds up."""
     found = [array for spec in op.specs for array in arrays_of(spec, "scratch")]
     if len(found) != 1 or len(found[0].shape) != 2:
         raise TypeError(f"{op.name}: for sums, its backward must have one scratch array [blocks, ...]")
@@ -69,7 +69,7 @@ def partial(op: Declaration) -> Array:
 
 
 def _unpacked(op: Declaration, body: Lines) -> Lines:
-    """A body behind the line that takes apart as much of the plans' tuple as it has use of."""
+    """A body after a line that unpacks the fields of ``plans`` that it uses."""
     used = _words(body)
     return [f"{', '.join(name if name in used else '_' for name in plan_names(op))} = plans", *body]
 
@@ -79,12 +79,12 @@ def _words(lines: Iterable[str]) -> set[str]:
 
 
 def _forward(op: Declaration) -> Lines:
+    if op.optional:
+        raise TypeError(f"{op.name}: {min(op.optional)} may be None, so launch must be given")
     return [*_prepared(op, op.forward), *_launched(op, op.forward, "forward_plan"), f"return {', '.join(op.results)}"]
 
 
 def _backward(op: Declaration, spec: KernelSpec) -> Lines:
-    if refused := [name for name in op.gradients if name in op.optional]:
-        raise TypeError(f"{op.name}: {refused[0]} may be None and has a gradient, so launch_backward must be given")
     body = _prepared(op, spec)
     launched = _launched(op, spec, "backward_plan")
     returned = f"return {', '.join(op.made)}"
@@ -99,7 +99,7 @@ def _width(op: Declaration) -> str:
 
 
 def _summed(op: Declaration) -> Lines:
-    """The gradients of the weights, one after the other in one row, unless none of them is needed."""
+    """The gradients of the weights, summed as one row, unless none of them is needed."""
     names, weight = [op.gradients[name] for name in op.sums], op.sums[0]
     unneeded = " and ".join(f"not needs[{op.arguments.index(name)}]" for name in op.sums)
     without = ", ".join("None" if name in names else name for name in op.made)
@@ -114,23 +114,18 @@ def _summed(op: Declaration) -> Lines:
     ]
 
 
-def _model(op: Declaration, spec: KernelSpec, output: Array) -> Array | None:
-    """The tensor whose shape an output has."""
-    return twin(output, [array for array in arrays_of(spec, "input") if array.name not in op.optional])
-
-
 def _prepared(op: Declaration, spec: KernelSpec) -> Lines:
-    """Which tensors are contiguous, where more than one line asks; and the outputs, in the shape of the results.
+    """Variables for which tensors are contiguous, and the outputs, in the shape of the results.
 
-    A view of rows would not let itself be changed in place, as autograd has it.
+    Outputs are no views of rows, since autograd would not allow changing a view in place.
     """
     written = arrays_of(spec, "output")
-    models = [_model(op, spec, array) for array in written]
+    models = [twin(array, arrays_of(spec, "input")) for array in written]
     lines: Lines = []
     for array in arrays_of(spec, "input"):
         if op.strided and array in models:
             lines += block(f"if not {array.name}.is_contiguous():", [f"{array.name} = readable({array.name})"])
-        elif array in models or (leads(array) and array.name not in op.optional):
+        elif array in models or leads(array):
             lines.append(f"{array.name}_whole = {array.name}.is_contiguous()")
     return [*lines, *(f"{x.name} = {_memory(op, x, like)}" for x, like in zip(written, models, strict=True))]
 
@@ -151,7 +146,7 @@ def _memory(op: Declaration, array: Array, like: Array | None) -> str:
 
 
 def _launched(op: Declaration, spec: KernelSpec, plan: str) -> Lines:
-    """The launch: once for tensors that are rows as they are, and once for others."""
+    """The launch: one call for tensors with two dimensions, and one for others, if these differ."""
 
     def call(flat: bool) -> Lines:
         return [f"{plan}.launch(", "    index,", *(f"    {_given(op, spec, x, flat)}," for x in spec.arrays), ")"]
@@ -169,19 +164,14 @@ def _given(op: Declaration, spec: KernelSpec, array: Array | ScalarParameter, fl
         return f"float({x})" if array.dtype == "float32" else x
     if array.role == "scratch":
         return x
-    if not array.shape:
-        return f"{x}.view(1)"
     seen = x if flat or not leads(array) else f"see({x}, {_rows(op, array)})"
-    is_model = array in [_model(op, spec, output) for output in arrays_of(spec, "output")]
+    is_model = array in [twin(output, arrays_of(spec, "input")) for output in arrays_of(spec, "output")]
     if array.role == "output" or (op.strided and is_model):
         return seen
     if len(array.shape) == 1:
         copy = f"{x}.contiguous()" if flat or not leads(array) else f"{x}.contiguous().view(-1)"
     else:
         copy = f"as_rows({x})" if leads(array) else f"readable({x})"
-    if x in op.optional:
-        absent = f"placeholder({len(array.shape)}, {dtype_of(op, array)}, device)"
-        return f"{absent} if {x} is None else {seen} if {x}.is_contiguous() else {copy}"
     return f"{seen} if {f'{x}_whole' if leads(array) or is_model else f'{x}.is_contiguous()'} else {copy}"
 
 

@@ -1,4 +1,4 @@
-"""The code for a call that is not in the memo: the checks, and the search for its plans."""
+"""Write the checks and the search for plans, which run for calls that are not in the memo."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def check(op: Declaration) -> str:
 
 
 def _unlike(x: str, other: str) -> tuple[str, str]:
-    """When a tensor does not have the very shape of another, and the words for it."""
+    """The condition and the message for a tensor that does not have the shape of another."""
     got = f"{{list({other}.shape)}} and {{list({x}.shape)}}"
     return f"{x}.shape != {other}.shape", f"{other} and {x} must have one shape, got {got}"
 
 
 def _refusal(op: Declaration, array: Array, known: dict[str, str]) -> tuple[str, str]:
-    """When a tensor does not have the sizes that those before it have, and the words for it."""
+    """The condition and the message for a tensor whose sizes differ from those of tensors before it."""
     x, got = array.name, f"got {{list({array.name}.shape)}}"
     if array.shape == ("rows",):
         return f"{x}.shape != {leading(op)}", f"{x} must have the shape {{list({leading(op)})}}, {got}"
@@ -47,7 +47,7 @@ def _refusal(op: Declaration, array: Array, known: dict[str, str]) -> tuple[str,
 
 
 def find(op: Declaration) -> str:
-    """``find(graded, *arguments)``: the plans and what else a kind of call decides, or None where torch must work."""
+    """``find(graded, *arguments)``: the plans and facts of a kind of call, or None if torch must do the work."""
     known, first = values(op), op.tensors[0]
     sizes = _sizes(op, op.forward, known)
     body = [
@@ -70,7 +70,7 @@ def find(op: Declaration) -> str:
 
 
 def _sum(op: Declaration, known: dict[str, str]) -> Lines:
-    """The plan of the sum, behind that of the backward."""
+    """The plan of the sum, after that of the backward."""
     if not op.sums:
         return []
     width, dtype = sized(partial(op).shape[1], known), f"{op.sums[0]}.dtype"
@@ -85,7 +85,7 @@ def _sizes(op: Declaration, spec: KernelSpec, known: dict[str, str]) -> str:
 
 
 def _unserved(op: Declaration) -> Lines:
-    """Conditions on which no kernel runs: nothing to do, or another dtype than a kernel takes."""
+    """Conditions in which no kernel runs: no elements, or a dtype that no kernel takes."""
     shapes = {array.shape: name for name, array in reversed(op.inputs.items()) if len(array.shape) > 1}
     conditions = [f"not {name}.numel()" for name in op.tensors if name in shapes.values()]
     kinds = {d.name for d in op.forward.dimensions if d.kind == "dtype"}
@@ -99,10 +99,10 @@ def _unserved(op: Declaration) -> Lines:
 
 
 def plans_of(op: Declaration) -> str:
-    """``plans_of(graded, *arguments)``: what ``find`` gives, kept for each kind of call that passed the checks.
+    """``plans_of(graded, *arguments)``: the result of ``find``, remembered for each kind of call after the checks.
 
-    On the CPU the answer depends on the environment, so it is looked up each time and never kept: what is kept is of a
-    GPU, and who finds it need not ask where a tensor is.
+    On the CPU it depends on the environment, so it is looked up each time and never remembered. A remembered result is
+        therefore that of a GPU.
     """
     key = []
     for name in op.tensors:

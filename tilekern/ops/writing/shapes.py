@@ -1,4 +1,4 @@
-"""Shapes and dtypes of an op's tensors as expressions, and the pieces that text is put together from."""
+"""Expressions for shapes and dtypes of an op's tensors, and building blocks of the text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilekern.spec import Array, size_of
 
 Lines = list[str]
 _WIDTH = 112
-# Names that are returned or assigned to, and no bracket anywhere.
+# A line of names that are returned or assigned to, without brackets.
 _BARE = re.compile(r"^(\s*(?:return )?)([\w, ]+?)( = [\w.]+)?$")
 
 
@@ -22,7 +22,7 @@ def function(name: str, arguments: Iterable[str], body: Lines) -> str:
 
 
 def _broken(line: str) -> Lines:
-    """A line that is too long, broken inside its last bracket, which bare names get; text in quotes stays as it is."""
+    """Break a line that is too long inside its last bracket; bare names get brackets, lines with quotes are kept."""
     if len(line) <= _WIDTH or '"' in line:
         return [line]
     indent = " " * (len(line) - len(line.lstrip()))
@@ -37,7 +37,7 @@ def _broken(line: str) -> Lines:
 
 
 def _opening(line: str, end: int) -> int:
-    """The position of the bracket that closes at ``end``."""
+    """Return the position of the bracket that closes at ``end``."""
     depth = 0
     for place in range(end, -1, -1):
         depth += (line[place] == ")") - (line[place] == "(")
@@ -52,7 +52,7 @@ def block(head: str, body: Lines) -> Lines:
 
 
 def either(conditions: Sequence[str]) -> str:
-    """Conditions of which one must hold, as an operand."""
+    """The disjunction of conditions, as an operand."""
     return conditions[0] if len(conditions) == 1 else f"({' or '.join(conditions)})"
 
 
@@ -77,12 +77,12 @@ def leading(op: Declaration) -> str:
 
 
 def axis(array: Array, number: int) -> str:
-    """The size of an axis, counted from the end where leading dimensions are rows."""
+    """The size of an axis, counted from the end if leading dimensions are rows."""
     return f"{array.name}.shape[{number - len(array.shape) if leads(array) else number}]"
 
 
 def is_plain(size: str) -> bool:
-    """Whether a size of an array is a dimension as it is, which an axis can tell."""
+    """Whether a size of an array is a plain dimension, which equals an axis."""
     return size != "rows" and size_of(size) == (size, 1, 1)
 
 
@@ -98,7 +98,7 @@ def present(op: Declaration) -> tuple[Array, ...]:
 
 
 def axes(op: Declaration) -> dict[str, str]:
-    """For each dimension the axis of a tensor that says it."""
+    """For each dimension the axis of a tensor with that size."""
     found: dict[str, str] = {}
     for array in present(op):
         for number, size in enumerate(array.shape):
@@ -108,7 +108,7 @@ def axes(op: Declaration) -> dict[str, str]:
 
 
 def values(op: Declaration) -> dict[str, str]:
-    """Each dimension's value as an expression; one that an axis says is a variable of the dimension's name."""
+    """Each dimension's value as an expression; an axis is a variable with the dimension's name."""
     found = dict(op.flags) | {name: name for name in axes(op)}
     for array in present(op):
         found.setdefault(array.dtype, f"{array.name}.dtype")
@@ -126,6 +126,6 @@ def dtype_of(op: Declaration, array: Array) -> str:
 
 
 def twin(array: Array, others: Iterable[Array]) -> Array | None:
-    """The first of some tensors that has an array's shape, and its dtype if there is one."""
+    """The first of some tensors with an array's shape, preferably with its dtype."""
     alike = [other for other in others if other.shape == array.shape]
     return next((other for other in alike if other.dtype == array.dtype), alike[0] if alike else None)
