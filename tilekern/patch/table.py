@@ -23,7 +23,7 @@ class Norm:
     scaled: bool | str = True
 
     def weight_of(self, module: Any) -> Any:
-        """The weight by which a module that is written so multiplies, or None."""
+        """Return the weight by which a module that is written so multiplies, or None."""
         scaled = getattr(module, self.scaled) if isinstance(self.scaled, str) else self.scaled
         return module.weight if scaled else None
 
@@ -77,12 +77,12 @@ class Patch:
 
 
 def ops_in(text: str) -> tuple[str, ...]:
-    """The ops that the op of a patch names."""
+    """Return the ops that the op of a patch names."""
     return tuple(text.split("+"))
 
 
 def chosen(rows: list[Patch], ops: Collection[str]) -> list[Patch]:
-    """The patches whose ops are all among some; of those that have one target that which serves most."""
+    """Return the patches whose ops are all among some; of those that have one target that which serves most."""
     on = [patch for patch in rows if set(patch.ops).issubset(ops)]
     most: dict[str, int] = {}
     for patch in on:

@@ -42,7 +42,7 @@ class ToldMask(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def dense(self) -> torch.Tensor:
-        """The mask as a tensor of its own."""
+        """Return the mask as a tensor of its own."""
         batch, _, queries, keys = self.shape
         starts = self.starts if len(self.starts) else None
         seen = shown(queries, queries, self.starts.device, True, self.window, starts)
