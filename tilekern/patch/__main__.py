@@ -110,7 +110,7 @@ def _counts(rows: Sequence[Row]) -> Iterator[str]:
     others = [row for row in rows if row not in fits]
     yield from _lines(others)
     number = len({row.model_type for row in rows})
-    more = "--diff shows why, --model TYPE or --all lists all" if others else "--model TYPE or --all lists them"
+    more = "--diff shows why, --all lists all" if others else "--model TYPE or --all lists them"
     yield f"{number} families, {len(rows)} patches, {len(others)} do not fit; {more}"
 
 

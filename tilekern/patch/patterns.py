@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -725,11 +726,8 @@ def _is_doubled(value: ast.expr | None) -> bool:
 
 
 def _is_repeated(value: ast.expr | None) -> bool:
-    text = "" if value is None else _text(value)
-    name = text.removeprefix("torch.repeat_interleave(").removesuffix(", 2, dim=-1)")
-    name = name.removesuffix(".repeat_interleave(2, dim=-1)")
-    ways = (f"torch.repeat_interleave({name}, 2, dim=-1)", f"{name}.repeat_interleave(2, dim=-1)")
-    return name.isidentifier() and text in ways
+    way = r"(torch\.repeat_interleave\(\w+, |\w+\.repeat_interleave\()2, dim=-1\)"
+    return value is not None and re.fullmatch(way, _text(value)) is not None
 
 
 def _calls(function: ast.FunctionDef) -> list[ast.Call]:
@@ -775,11 +773,6 @@ def _argument(call: ast.expr | None) -> str | None:
 
 def _text(node: ast.AST) -> str:
     return ast.unparse(node)
-
-
-def _both(targets: str, value: str) -> tuple[str, str]:
-    """Return the two ways in which versions of Python write an assignment to a tuple."""
-    return f"{targets} = {value}", f"({targets}) = {value}"
 
 
 def _called(tree: ast.AST, name: str) -> ast.Call:
