@@ -140,20 +140,14 @@ def gated_mlp(
         if gate is None or type(x) is not torch.Tensor:
             _count_gate(gate)
             return original(self, x)
-        made = getattr(self, first), getattr(self, second), getattr(self, last)
+        gate_layer, up_layer, down_layer = made = getattr(self, first), getattr(self, second), getattr(self, last)
         if gate is ops.swiglu and all(map(is_bare_linear, made)):
-            return ops.gated_mlp(x, *(layer.weight for layer in made))
-        gate_layer, up_layer, down_layer = made
-        return down_layer(gate(gate_layer(x), up_layer(x)))
+            y = ops.gated_mlp(x, *(layer.weight for layer in made))
+        else:
+            y = down_layer(gate(gate_layer(x), up_layer(x)))
+        return torch.nn.functional.dropout(y, getattr(self, dropout), self.training) if dropout else y
 
-    def forward_with_dropout(self: Any, x: torch.Tensor) -> Any:
-        gate = gate_of(self)
-        if gate is None or type(x) is not torch.Tensor:
-            _count_gate(gate)
-            return original(self, x)
-        return torch.nn.functional.dropout(forward(self, x), getattr(self, dropout), self.training)
-
-    return named_as(forward_with_dropout if dropout else forward, original)
+    return named_as(forward, original)
 
 
 def joined_mlp(
@@ -387,32 +381,25 @@ def rope_multimodal(original: Function) -> Function:
     return apply_multimodal_rotary_pos_emb
 
 
-def rope_complex(original: Function) -> Function:
-    """For Llama 4's rotation of pairs: q and k [batch, tokens, heads, head_dim] by complex angles.
+def rope_complex(original: Function, *, by_heads: bool = False) -> Function:
+    """For a rotation of pairs of q and k [batch, tokens, heads, head_dim] by complex angles.
 
-    These are [batch or 1, tokens, head_dim / 2].
+    These are [batch or 1, tokens, head_dim / 2]. With ``by_heads`` heads come before tokens in q and k.
     """
 
     def apply_rotary_emb(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> Any:
-        if not _is_complex(xq, xk, freqs_cis, 1):
+        if not _is_complex(xq, xk, freqs_cis, 2 if by_heads else 1):
             _count_rope(xq)
             return original(xq, xk, freqs_cis)
-        return llama4_rope(xq, xk, freqs_cis)
-
-    return apply_rotary_emb
-
-
-def rope_complex_by_heads(original: Function) -> Function:
-    """As :func:`rope_complex`, of q and k [batch, heads, tokens, head_dim]; DeepSeek V2's."""
-
-    def apply_rotary_emb(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> Any:
-        if not _is_complex(xq, xk, freqs_cis, 2):
-            _count_rope(xq)
-            return original(xq, xk, freqs_cis)
+        if not by_heads:
+            return llama4_rope(xq, xk, freqs_cis)
         q, k = llama4_rope(xq.transpose(1, 2), xk.transpose(1, 2), freqs_cis.to(xq.device))
         return q.transpose(1, 2), k.transpose(1, 2)
 
     return apply_rotary_emb
+
+
+rope_complex_by_heads = partial(rope_complex, by_heads=True)
 
 
 def rope_complex_of_patches(original: Function) -> Function:
