@@ -1,4 +1,4 @@
-"""``attn_implementation="tilekern"``: the attention kernels behind transformers' own door for attention functions.
+"""``attn_implementation="tilekern"``: the attention kernels, registered with transformers as an attention function.
 
 Their backward gives the same bits in every run. ``"tilekern_nondeterministic"`` lets the tuner choose among those
 that do not, too.

@@ -1,4 +1,4 @@
-"""A method that one module has of its own, in its ``__dict__``: what patching one model puts there."""
+"""The method that patching a single model puts into the ``__dict__`` of its modules."""
 
 from __future__ import annotations
 

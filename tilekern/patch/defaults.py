@@ -1,4 +1,4 @@
-"""What a job gets that names nothing: transformers' choice of an attention, and torch's AdamW.
+"""Change the defaults of a job that names neither attention nor optimizer.
 
 ``apply(attention=True)`` and ``apply(adamw=True)`` put tilekern's in their place, for trainers whose code and options
 one does not edit. A name that is given, or an optimizer's option that tilekern does not serve, gets what it asks for.

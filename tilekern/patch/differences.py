@@ -1,4 +1,4 @@
-"""Compare code that no longer matches with the forms: what did a new transformers change?"""
+"""Compare code that no longer matches with the forms, to see what a new transformers changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``experts_implementation="tilekern"``: layers of experts behind transformers' own door, and Llama 4's, by a patch.
+"""``experts_implementation="tilekern"``, registered with transformers; Llama 4's layers of experts need a patch.
 
 A module of experts says by its attributes how its weights lie, and its gate is a method, which is known by its shape
 (:mod:`tilekern.patch.digests`). Modules with another gate, an activation that has no op, a norm behind the experts,

@@ -1,4 +1,4 @@
-"""The families whose patched models compute, in our tests, what the models as they are compute."""
+"""The families whose patched models are tested against the unpatched ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether modules and tensors are the ordinary ones, so that a fused op computes what calling them would."""
+"""Check that modules and tensors are ordinary, so that a fused op computes the same as calling the modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A patch held against the installed transformers: may it be applied, and to what exactly."""
+"""Compare a patch with the installed transformers: does it fit, and what does it replace?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patching one model that exists: its modules get methods of their own, the classes stay as they are."""
+"""Patch a single model: its modules get methods of their own, and the classes stay as they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replacements for the forwards of a decoder's layer and of its attention, so that ops that meet there can be fused.
+"""Replacements for the forwards of decoder layers and attentions, which fuse neighbouring ops.
 
 Where a fused op would not compute the same (a norm of another class, a norm's forward or a rotation that somebody
 replaced, hooks on a norm or on all modules, DTensor and other subclasses of Tensor, terms of two dtypes), the steps are

@@ -1,4 +1,4 @@
-"""Replacement for a causal language model's forward: in training, or where asked for, it makes no logits."""
+"""Replacement for a causal language model's forward that computes the loss without logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The masks of ``attn_implementation="tilekern"``, and what a model's own code makes of them."""
+"""The masks of ``attn_implementation="tilekern"``, and how a model's code uses them."""
 
 from __future__ import annotations
 

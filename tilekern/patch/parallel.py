@@ -1,4 +1,4 @@
-"""The wrappers of transformers' tensor and expert parallelism around modules: forwards that move tensors between ranks.
+"""Look inside the wrappers that transformers' tensor and expert parallelism puts around forwards.
 
 They are functions that a module has of its own, around the forward that it had. Inside of those of experts the weights
 are this rank's parts, plain tensors; the parameters outside are DTensors.

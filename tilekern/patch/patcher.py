@@ -1,4 +1,4 @@
-"""Applying patches, putting everything back, and saying what is patched."""
+"""Apply patches, undo them, and list what is patched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sequences a row holds, by its ``position_ids``, as far as the model was told any.
+"""Find the sequences in a row by the ``position_ids`` that the model was given.
 
 A flattening collator puts several sequences into one row, and their positions begin again in each. transformers hands
 positions to the maker of a mask in some families alone, and makes nothing of them beside a cache or a mask of ones.

@@ -1,4 +1,4 @@
-"""Everything that can be patched: families by their forms, then patches that people register; and the choice."""
+"""All patches: those of families, found by their forms, then registered ones; and checks of a choice among them."""
 
 from __future__ import annotations
 

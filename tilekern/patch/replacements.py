@@ -1,4 +1,4 @@
-"""Functions that stand in for those of Hugging Face models; each is made from the one that it replaces.
+"""Replacements for functions of Hugging Face models; each is made from the function that it replaces.
 
 The original runs wherever the kernel would not compute the same: another activation, a subclass of Tensor (DTensor and
 the like), shapes that only broadcasting makes fit.

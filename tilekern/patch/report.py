@@ -1,4 +1,4 @@
-"""``tilekern.report(model)``: which op serves each module of a model, which does not and why, and what calls ran."""
+"""``tilekern.report(model)``: which op serves each module of a model, why others do not, and what ran."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Report:
-    """The code that runs in a model, and what its ops' calls did.
+    """The ops that serve a model, and the calls of these ops.
 
     Printed, it has a heading for each op, with its calls, and below it a line for all modules that are alike.
 

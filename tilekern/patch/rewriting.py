@@ -1,4 +1,4 @@
-"""A function compiled again from its own text, changed: all its other code and all its globals stay the same."""
+"""Compile a function again from its source with some statements changed; its other code and globals stay the same."""
 
 from __future__ import annotations
 

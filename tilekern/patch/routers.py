@@ -1,4 +1,4 @@
-"""Replacements for the routers of experts, and for the auxiliary loss that has them spread tokens over experts.
+"""Replacements for the routers of experts and for their auxiliary loss.
 
 Logits are made as the model makes them. The original runs under ``torch.compile``, and where tensors are not plain or
 not of the shapes that models have.

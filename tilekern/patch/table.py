@@ -1,4 +1,4 @@
-"""A patch: one row that says which function of a model family is replaced by what, and when."""
+"""A patch: a row that names a function of a model family and its replacement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Norm:
-    """How a norm is written.
+    """The form of a norm.
 
     Attributes:
         eps: the attribute that holds what is added to the mean square.
@@ -33,7 +33,7 @@ PLAIN = Norm()
 
 @dataclass(frozen=True)
 class Patch:
-    """One function of one model family, and what stands in for it.
+    """A function of a model family, and its replacement.
 
     Attributes:
         op: the name by which people switch it on and off, for example ``rms_norm``. A stand-in that serves several, for

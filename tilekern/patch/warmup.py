@@ -1,4 +1,4 @@
-"""Loading kernels before the first step, and forgetting them."""
+"""Load kernels before the first step, and forget them."""
 
 from __future__ import annotations
 

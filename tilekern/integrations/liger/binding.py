@@ -1,4 +1,4 @@
-"""Knowledge of Liger-Kernel's modules: its two registries, its functions, and who holds them.
+"""Liger-Kernel's internals: its two registries, its functions, and the modules that hold them.
 
 Liger chooses in two places. ``liger_kernel.ops`` is a module of classes, each with an ``apply``; an implementation is a
 module whose names replace those when it is imported and ``LIGER_KERNEL_IMPL`` names that implementation. Modules above

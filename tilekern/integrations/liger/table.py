@@ -1,4 +1,4 @@
-"""The table: which of Liger's functions are served by which op, each with the arguments that Liger's function takes.
+"""The ops that serve Liger's functions, each called with the arguments of Liger's function.
 
 A row is a function with Liger's parameters that calls tilekern's op. It raises :class:`NotServed` before it computes
 anything where the op does not have what an argument asks for; that call then runs Liger's own function. What Liger
