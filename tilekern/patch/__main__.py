@@ -63,7 +63,8 @@ def command(
         return [row for row in rows if row.model_type in (models or [row.model_type]) and row.op in (ops or [row.op])]
 
     if diff:
-        for folder in folders or [None]:
+        places: Sequence[Path | None] = folders or [None]
+        for folder in places:
             for family in FAMILIES.values():
                 path = _path(family, folder)
                 if path is not None and family.model_type in (models or [family.model_type]):

@@ -236,7 +236,7 @@ def is_inside(function: Any, wrapper: Any) -> bool:
 
 def exchange(wrapper: Any, function: Any, other: Any) -> bool:
     """Have the wrapper around a function call another one; return whether it does so now."""
-    around = None
+    around: Any = None
     while wrapper is not None and wrapper is not function:
         wrapper, around = settled(getattr(wrapper, "__wrapped__", None)), wrapper
     if wrapper is None:

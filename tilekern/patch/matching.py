@@ -218,7 +218,7 @@ class Module:
     @functools.cached_property
     def activations(self) -> dict[str, tuple[str, tuple[str, ...]]]:
         """The activations of a known form by class: the activation's name, and the paths of what the forward calls."""
-        found = {}
+        found: dict[str, tuple[str, tuple[str, ...]]] = {}
         for kind, forward in self.forwards.items():
             if "gelu" in kind.lower():
                 methods = [path for path in self.methods if self.names(forward, path.partition(".")[0])]
