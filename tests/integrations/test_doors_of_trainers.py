@@ -31,7 +31,7 @@ KERNELS = {
     "fused_add_rms_norm": "fused_add_rms_norm_forward", "fused_linear_cross_entropy": "fused_linear_cross_entropy",
 }  # fmt: skip
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,6 @@ def lost(tmp_path_factory):
 
 
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.share(2)
 def test_a_program_that_is_not_edited_trains_patched_models_on_all_ranks(tmp_path, lost, door):
     command, said, trained = DOORS[door]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

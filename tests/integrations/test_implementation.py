@@ -50,6 +50,7 @@ def made(name):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_after_import_tilekern_alone_a_model_can_be_made(tmp_path):
     env = environment(TILEKERN_INTERPRET="1", OMP_NUM_THREADS="1")
     command = [sys.executable, "-c", ALONE]

@@ -19,6 +19,7 @@ from environments import ROOT, installed, python_path
 import tilekern_startup
 from tilekern.errors import TilekernWarning
 from tilekern.integrations import startup
+from tilekern.patch import patcher
 from tilekern.patch.families import FAMILIES
 from tilekern.runtime.awaiting import Arrivals, is_being_imported
 from tilekern.runtime.settings import CHOICES
@@ -256,7 +257,19 @@ print(*tilekern.get_patched_ops())
 """
 
 
+def test_the_variable_has_families_patched_once_transformers_can_make_models(monkeypatch, unpatched):
+    importlib.import_module(FAMILIES["qwen3"].module)
+    monkeypatch.setenv("TILEKERN_APPLY", "-rope")
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if finder is not patcher._arrivals])
+    startup.begin()
+    sys.meta_path[0]._arrived(MODELS)
+    ops = patcher.get_patched_ops()
+    assert "rope" not in ops
+    assert ops.keys() >= {*FAMILIES["qwen3"].ops} - {"rope"}
+
+
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_the_variable_has_a_family_patched_when_it_is_imported(tmp_path):
     """Torch is first imported by the code of the models here, and looks for entry points in the midst of that."""
     env = os.environ | {"PYTHONPATH": python_path(installed(tmp_path), ROOT), "TILEKERN_APPLY": "-rope"}
@@ -283,6 +296,7 @@ print(torch.__version__)
 
 
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_torch_is_imported_where_metadata_is_all_that_is_left(tmp_path):
     env = os.environ | {"PYTHONPATH": python_path(installed(tmp_path), ROOT), "TILEKERN_APPLY": "1"}
     command = [sys.executable, "-W", "error:tilekern is installed:RuntimeWarning", "-c", GONE]

@@ -395,6 +395,7 @@ def test_three_steps_of_a_trainer_are_the_same(bound, kind, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_are_trained_in_a_model_that_is_put_back_inside_of_trl_s_head(bound, tmp_path):
     """TRL wraps the model's forward after the callback has patched it."""

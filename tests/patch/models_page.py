@@ -9,7 +9,7 @@ from tiny_families import SEEING, make
 
 from tilekern.patch import experts, patterns
 from tilekern.patch.families import FAMILIES
-from tilekern.patch.forms import OPS, Module, path_of
+from tilekern.patch.matching import OPS, Module, path_of
 
 EXPERTS = re.compile(r"^class \w+(Experts|MoE)\(", re.MULTILINE)
 HEADS = re.compile(r"self\.(q_norm|q_layernorm|query_layernorm)\(")

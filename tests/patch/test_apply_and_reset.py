@@ -25,7 +25,7 @@ import tilekern
 from tilekern.errors import InputError
 from tilekern.patch import Patch, digest_of, registry, replacements
 from tilekern.patch.checkpointing import checkpointed, wraps_around
-from tilekern.patch.constant import constant_in_graphs
+from tilekern.patch.guards import constant_in_graphs
 from tilekern.patch.ledger import Ledger
 from tilekern.runtime import dispatch
 
@@ -293,7 +293,7 @@ def test_threads():
     before = attributes()
 
     def work():
-        for _ in range(20):
+        for _ in range(5):
             apply()
             tilekern.get_patched_ops()
             tilekern.reset()
@@ -494,6 +494,7 @@ COPIES = {
 }  # fmt: skip
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("ops", [{}, SINGLE], ids=["", "single"])
 @pytest.mark.parametrize(("how", "is_patched", "then"), COPIES.values(), ids=COPIES)
 def test_a_copy_is_patched_until_reset_and_a_saved_model_is_not_but_can_be(how, is_patched, then, ops):

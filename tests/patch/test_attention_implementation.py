@@ -50,6 +50,7 @@ def logits(model, **given):
 @pytest.mark.parametrize("other", ["sdpa", "eager"])
 @pytest.mark.parametrize("kv_heads", [1, 5])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.share(2)
 def test_loss_and_gradients_agree(name, kv_heads, other):
     check(step, *pair(other, name, kv_heads=kv_heads), 2)
 
@@ -73,6 +74,7 @@ def test_backward_runs_the_kernels_and_repeats_bit_by_bit():
 @pytest.mark.parametrize("other", ["sdpa", "eager"])
 @pytest.mark.parametrize("padded", [slice(0, 3), slice(5, 7)], ids=["left", "right"])
 @pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.share(2)
 def test_batches_with_padding_go_to_sdpa(other, padded, windowed):
     given = torch.ones_like(IDS)
     given[0, padded] = 0
@@ -115,6 +117,7 @@ def test_layers_with_a_sliding_window(window):
 
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("cache", ["default", "dynamic", "static", None])
+@pytest.mark.share(2)
 def test_generation_gives_the_same_tokens(cache, windowed):
     ours, theirs = pair(**(WINDOW if windowed else {}))
 
@@ -161,6 +164,7 @@ CACHES = {
     [*itertools.product([(4, 3), (6, 1), (1, 6), (1, 1, 5)], list(CACHES)[:2]), ((7,), "longer than the prompt")],
     ids=str,
 )
+@pytest.mark.share(9)
 def test_a_prompt_at_once_or_in_parts_with_and_without_gradients(parts, cache, windowed, grad):
     def run(model):
         held = CACHES[cache](model.config)
@@ -208,6 +212,7 @@ TOLD = [
 
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("told", TOLD)
+@pytest.mark.share(4)
 def test_packed_sequences_are_the_same_as_separate_ones(windowed, told):
     ours, theirs = pair(**(WINDOW | {"sliding_window": 2} if windowed else {}))
     slope = torch.randn(1, 7, 331)
@@ -349,7 +354,8 @@ def test_gradient_checkpointing(reentrant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.share(2)
+@pytest.mark.parametrize("packing", [True, False])
 def test_compiled_in_one_graph(packing):
     ours, theirs = pair(layers=1)
     compiled, wanted = in_one_graph(ours), [separate(theirs)] if packing else step(theirs)

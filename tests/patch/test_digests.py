@@ -1,6 +1,7 @@
 """Digests of functions, and the digests of the table."""
 
 import ast
+import copy
 import functools
 import importlib.util
 import json
@@ -12,9 +13,9 @@ import pytest
 
 import tilekern
 from tilekern.patch import __main__ as command_line
-from tilekern.patch import patcher
+from tilekern.patch import experts, loss, matching, patcher, patterns
 from tilekern.patch.__main__ import main
-from tilekern.patch.digests import digest_of, digest_of_tree
+from tilekern.patch.digests import FORMS, Table, digest_of, digest_of_tree, quoted, shape_of
 from tilekern.patch.families import FAMILIES
 from tilekern.patch.registry import patches
 from tilekern.runtime.switches import OPS
@@ -156,6 +157,62 @@ def test_the_command_prints_digests(tmp_path, capsys):
         assert wrong in done.stderr
     assert run("-h").stdout == run("--help").stdout != ""
     assert run("--version").stdout == f"tilekern {tilekern.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "form"),
+    [
+        ("Qwen3RMSNorm.forward", "variance_epsilon)", "variance_epsilon + 1)", "norms.py:{} LlamaRMSNorm.forward"),
+        ("apply_rotary_pos_emb", "+ (rotate_half(q)", "- (rotate_half(q)",
+         "rotations.py:{} llama_apply_rotary_pos_emb"),
+        ("Qwen3ForCausalLM.forward", "self.lm_head(", "2 * self.lm_head(", "heads.py:{} LlamaForCausalLM.forward"),
+    ],
+)  # fmt: skip
+def test_the_command_shows_what_a_release_has_changed(tmp_path, capsys, path, old, new, form):
+    """Between the nearest form and what lies in a folder: file, class or function, and line of both."""
+    code = Path(importlib.util.find_spec("transformers.models.qwen3.modeling_qwen3").origin).read_text()
+    altered = tmp_path / "transformers" / "models" / "qwen3" / "modeling_qwen3.py"
+    altered.parent.mkdir(parents=True)
+    altered.write_text(code)
+    assert main(["--diff", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == ""
+    assert code.count(old) == 1
+    altered.write_text(code.replace(old, new))
+    assert main(["--diff", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    holder, _, name = path.rpartition(".")
+    start = code.index(f"class {holder}(") if holder else 0
+    number = code[: code.index(f"def {name}(", start)].count("\n") + 1
+    at = lines.index(f"+++ {altered}:{number} {path}")
+    file, _, quote = form.partition(":{} ")
+    text = (FORMS / file).read_text()
+    holder, _, name = quote.rpartition(".")
+    number = text[: text.index(f"def {name}(", text.index(f"class {holder}:") if holder else 0)].count("\n") + 1
+    assert lines[at - 1] == f"--- tilekern/patch/forms/{form.format(number)}"
+    changed = [line for line in lines[at + 1 :] if line.startswith(("+", "-"))]
+    assert new.replace("(rotate_half(q)", "rotate_half(q)") in "".join(x for x in changed if x.startswith("+ "))
+
+
+def test_each_form_serves_an_op():
+    """No form is quoted twice, and those of whole functions are all in a table."""
+    tables = [x for module in (matching, experts, loss) for x in vars(module).values() if isinstance(x, Table)]
+    used = {(table.file, name) for table in tables for row in table.rows for name in row.split(" + ")}
+    for file in ("norms", "mlps", "rotations", "experts"):
+        forms = quoted(file)
+        assert len({shape_of(function) for function in forms.values()}) == len(forms)
+        by_patterns = {"GPT2MLP", "PhiMLP"}
+        assert {(file, name.removesuffix(".forward")) for name in forms} <= used | {(file, x) for x in by_patterns}
+
+
+def test_forms_of_statements_match_their_patterns():
+    def attention(function):
+        norms, rotations = {"q_norm", "k_norm", "qk_norm"}, ("apply_rotary_pos_emb", "apply_rotary_emb")
+        return sum(patterns.qk_norm_rope(function, norms, rotation) for rotation in rotations)
+
+    sums = functools.partial(patterns.sums_and_norms, norms={"post_attention_layernorm", "pre_feedforward_layernorm"})
+    for file, pattern in (("layers", sums), ("attentions", attention), ("heads", patterns.head_and_loss)):
+        forms = {name: copy.deepcopy(x) for name, x in quoted(file).items() if name.endswith(".forward")}
+        assert not [name for name, x in forms.items() if not pattern(x)]
 
 
 def test_the_command_counts_by_op_on_one_screen(capsys, monkeypatch):

@@ -28,7 +28,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 from transformers.models.stablelm import modeling_stablelm as stablelm
 
 import tilekern
-from tilekern.patch.forms import Module, patches_of
+from tilekern.patch.matching import Module, patches_of
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 NORM, SUM, ACTIVATION = "layer_norm_forward", "fused_add_layer_norm_forward", "activation_forward"
@@ -151,6 +151,7 @@ def test_captured_states_stay(way):
 
 
 @both_ways
+@pytest.mark.share(4)
 @pytest.mark.parametrize("family", ["biogpt", "opt", "xglm", "gpt2"])
 def test_each_op_can_be_left_out_and_taken_back(family, way):
     """One stand-in serves layers' norms and their MLP, or one of the two."""

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import tilekern
 from tilekern.errors import LogitsSkipped
 from tilekern.patch import loss
+from tilekern.patch.digests import Table
 from tilekern.patch.skipped_logits import SKIPPED
 from tilekern.runtime.dispatch import counters
 
@@ -323,7 +324,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.share(2)
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "prepared", "more"), COMPILED.values(), ids=COMPILED)
 def test_torch_compile_of_the_whole_model_keeps_it_in_one_graph(way, prepared, more):
@@ -359,6 +360,7 @@ def test_compiled_evaluation_without_logits_and_under_autocast():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_compiled_head_that_fsdp_gathers_has_the_model_s_own_loss_and_a_warning(monkeypatch):
     def gathered(*_):
         """As FSDP2's hook, which is traced into the graph."""
@@ -391,7 +393,7 @@ def test_on_a_cpu_without_the_interpreter_torch_s_operations_run(monkeypatch, co
 
 
 def test_another_loss_of_transformers_is_not_replaced(monkeypatch):
-    monkeypatch.setattr(loss, "_LOSS", "another")
+    monkeypatch.setattr(loss, "_LOSS", Table("heads", {}))
     model = make()
     reference = step(model)
     with pytest.warns(UserWarning, match="ForCausalLMLoss is another one"):

@@ -58,6 +58,7 @@ def served(family):
     "family",
     [slow_but_for(QUICK, name) for name in sorted(FAMILIES.keys() - WITHOUT - REFUSED - RECURRENT)],
 )
+@pytest.mark.share(10)
 @pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
 def test_packed_sequences_are_as_each_by_itself(family):
     model = served(family)

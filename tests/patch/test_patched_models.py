@@ -190,7 +190,7 @@ def test_two_bytes_are_as_exact_as_torch(way, attention, autocast):
     as_exact(patched, plain, exact)
 
 
-SEEDS = range(4)
+SEEDS = range(2)
 RUN = {
     "attention_forward", "attention_delta", "attention_dkdv", "attention_dq", "cross_entropy_fused", "scale",
     "qk_norm_rope_forward", "qk_norm_rope_backward", "fused_add_rms_norm_forward", "fused_add_rms_norm_backward",
@@ -429,7 +429,7 @@ def test_compiled_in_one_graph_before_and_after(way):
     model = make(layers=1)
     compiled = in_one_graph(model)
     reference = step(model)
-    held(compiled, lambda _: way(model), step, {"qk_norm_rope_backward": 1})
+    held(compiled, lambda _: way(model), step, {"qk_norm_rope_backward": 1, "fused_linear_cross_entropy": 1})
     assert worst(step(compiled), reference) < 1e-5
 
 

@@ -6,8 +6,8 @@ import textwrap
 import pytest
 
 from tilekern.patch import patterns
-from tilekern.patch.forms import Module, patches_of
-from tilekern.patch.shapes import shape_of
+from tilekern.patch.digests import shape_of
+from tilekern.patch.matching import Module, patches_of
 
 
 def changed(text, pattern, *arguments):

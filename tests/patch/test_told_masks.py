@@ -285,7 +285,7 @@ def test_layers_that_are_compiled_by_themselves_run_the_kernels_on_packed_rows()
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.share(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize(("positions", "ran"), [({}, (1, 0)), ({"position_ids": PLACES}, (0, 1))])
 def test_a_graph_that_is_broken_before_the_mask_asks_the_frames_that_run_as_python(monkeypatch, positions, ran):
     make_mask = modeling_qwen3.create_causal_mask

@@ -29,7 +29,7 @@ def trainer(folder, *callbacks, **options):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "mixed"])
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["float32", "mixed"])
 def test_a_step_of_a_trainer_is_patched_and_told(tmp_path, capsys, bf16):
     expected = trainer(tmp_path, bf16=bf16).train().training_loss
     callback = tilekern.TrainerCallback(reset=not bf16)

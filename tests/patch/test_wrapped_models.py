@@ -136,6 +136,7 @@ ORDERS = {
     for name, wrapper in WRAPPERS.items()
 ])  # fmt: skip
 @pytest.mark.parametrize(("early", "late"), ORDERS.values(), ids=ORDERS)
+@pytest.mark.share(6)
 def test_what_wraps_a_model_stays_around_what_runs_and_is_kept_by_reset(early, late, wrapper):
     wrap, kernels, unserved, tolerance, bits = wrapper
     reference = step(wrap(make(layers=1)))

@@ -1,1 +1,1 @@
-"""Fitting into programs of others: ``import torch``, transformers, TRL, Liger-Kernel and the library ``kernels``."""
+"""Integrations with other programs: ``import torch``, transformers, TRL, Liger-Kernel and the library ``kernels``."""

@@ -22,7 +22,7 @@ _OWN = _HERE / "tilekern"
 
 
 def _load() -> ModuleType:
-    """The process's tilekern.
+    """Return the process's tilekern.
 
     Raises:
         ImportError: another version of it is imported already, or a package that it needs is not installed.

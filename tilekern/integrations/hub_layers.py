@@ -46,111 +46,95 @@ _gelu, _gelu_tanh, _quick_gelu, _silu = (
 )
 
 
-class RMSNorm(torch.nn.Module):
-    """Llama's norm: ``weight`` [columns] and ``variance_epsilon``; the name in transformers is ``RMSNorm``."""
+class _Layer(torch.nn.Module):
+    """Base of the layers; ``kernels`` reads the attribute."""
 
     can_torch_compile = True
+
+
+class RMSNorm(_Layer):
+    """Llama's norm: ``weight`` [columns] and ``variance_epsilon``; the name in transformers is ``RMSNorm``."""
 
     def forward(self, hidden_states: torch.Tensor) -> Any:
         """Normalise the last dimension of ``hidden_states`` [..., columns]."""
         return _rms_norm(self, hidden_states)
 
 
-class RMSNormZeroCentered(torch.nn.Module):
+class RMSNormZeroCentered(_Layer):
     """Gemma's norm: ``weight`` [columns], to which 1 is added, and ``eps``."""
-
-    can_torch_compile = True
 
     def forward(self, x: torch.Tensor) -> Any:
         """Normalise the last dimension of ``x`` [..., columns]."""
         return _zero_centered(self, x)
 
 
-class LayerNorm(torch.nn.Module):
+class LayerNorm(_Layer):
     """``torch.nn.LayerNorm``."""
-
-    can_torch_compile = True
 
     def forward(self, input: torch.Tensor) -> Any:
         """Normalise the last dimensions of ``input``, as many as ``normalized_shape`` has."""
         return modules.LayerNorm.forward(self, input)
 
 
-class GatedMLP(torch.nn.Module):
+class GatedMLP(_Layer):
     """Llama's and Gemma's MLP: ``gate_proj``, ``up_proj``, ``down_proj``, and ``act_fn`` a silu or a gelu."""
-
-    can_torch_compile = True
 
     def forward(self, x: torch.Tensor) -> Any:
         """``down_proj(act_fn(gate_proj(x)) * up_proj(x))`` of ``x`` [..., hidden]."""
         return _gated_mlp(self, x)
 
 
-class GeLU(torch.nn.Module):
+class GeLU(_Layer):
     """``torch.nn.GELU``, by tanh where its ``approximate`` says so, and the gelu of transformers that has this name."""
 
-    can_torch_compile = True
-
     def forward(self, input: torch.Tensor) -> Any:
-        """The activation of each element of ``input`` [..., columns]."""
+        """Return the activation of each element of ``input`` [..., columns]."""
         by_tanh = getattr(self, "approximate", "none") == "tanh"
         return (_gelu_tanh if by_tanh else _gelu)(self, input)
 
 
-class GeluTanh(torch.nn.Module):
+class GeluTanh(_Layer):
     """The gelu that is made of tanh, which transformers has as ``NewGELU`` and ``FastGELU``, too."""
 
-    can_torch_compile = True
-
     def forward(self, input: torch.Tensor) -> Any:
-        """The activation of each element of ``input`` [..., columns]."""
+        """Return the activation of each element of ``input`` [..., columns]."""
         return _gelu_tanh(self, input)
 
 
-class QuickGELU(torch.nn.Module):
+class QuickGELU(_Layer):
     """``x * sigmoid(1.702 * x)``."""
 
-    can_torch_compile = True
-
     def forward(self, input: torch.Tensor) -> Any:
-        """The activation of each element of ``input`` [..., columns]."""
+        """Return the activation of each element of ``input`` [..., columns]."""
         return _quick_gelu(self, input)
 
 
-class SiLU(torch.nn.Module):
+class SiLU(_Layer):
     """``torch.nn.SiLU``."""
 
-    can_torch_compile = True
-
     def forward(self, input: torch.Tensor) -> Any:
-        """The activation of each element of ``input`` [..., columns]."""
+        """Return the activation of each element of ``input`` [..., columns]."""
         return _silu(self, input)
 
 
-class SiluAndMul(torch.nn.Module):
+class SiluAndMul(_Layer):
     """``silu(x[..., :n]) * x[..., n:]`` for the two halves of the last dimension."""
-
-    can_torch_compile = True
 
     def forward(self, x: torch.Tensor) -> Any:
         """[..., 2n] to [..., n]."""
         return ops.swiglu(*x.chunk(2, dim=-1))
 
 
-class GeluAndMul(torch.nn.Module):
+class GeluAndMul(_Layer):
     """``gelu(x[..., :n]) * x[..., n:]`` for the two halves of the last dimension."""
-
-    can_torch_compile = True
 
     def forward(self, x: torch.Tensor) -> Any:
         """[..., 2n] to [..., n]."""
         return geglu(*x.chunk(2, dim=-1))
 
 
-class GeluTanhAndMul(torch.nn.Module):
+class GeluTanhAndMul(_Layer):
     """As :class:`GeluAndMul`, with the gelu that is made of tanh."""
-
-    can_torch_compile = True
 
     def forward(self, x: torch.Tensor) -> Any:
         """[..., 2n] to [..., n]."""
@@ -158,10 +142,8 @@ class GeluTanhAndMul(torch.nn.Module):
         return geglu(gate, up, tanh=True)
 
 
-class RotaryPosEmb(torch.nn.Module):
+class RotaryPosEmb(_Layer):
     """The ``apply_rotary_pos_emb`` of Llama and of most others; the name in transformers is ``rotary_pos_emb``."""
-
-    can_torch_compile = True
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
@@ -170,13 +152,11 @@ class RotaryPosEmb(torch.nn.Module):
         return replacements.rope(partial(type(self).forward, self))(q, k, cos, sin, unsqueeze_dim)
 
 
-class CrossEntropyLoss(torch.nn.Module):
+class CrossEntropyLoss(_Layer):
     """``torch.nn.CrossEntropyLoss``; targets that are probabilities run as they are."""
 
-    can_torch_compile = True
-
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> Any:
-        """The loss of ``input`` [rows, classes] or [rows, classes, ...] against ``target`` [rows, ...]."""
+        """Return the loss of ``input`` [rows, classes] or [rows, classes, ...] against ``target`` [rows, ...]."""
         if input.dim() < 2 or target.is_floating_point():
             return type(self).forward(self, input, target)
         loss: Any = ops.cross_entropy(

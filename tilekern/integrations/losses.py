@@ -251,7 +251,7 @@ def jsd(
     hidden: torch.Tensor, weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
     mask: torch.Tensor, *, beta: float = 0.5, temperature: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
-    """The generalised Jensen-Shannon divergence of two heads' distributions, the mean over the rows that count.
+    """Return the generalised Jensen-Shannon divergence of two heads' distributions, the mean over the rows that count.
 
     ``beta * KL(T || M) + (1 - beta) * KL(S || M)`` with ``M = beta * T + (1 - beta) * S``; ``KL(T || S)`` for beta 0
     and ``KL(S || T)`` for 1 (arXiv 2306.13649, eq. 1).
@@ -326,19 +326,19 @@ def top_k_distillation(
 
 
 def _mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mean over all that counts; 0 where nothing does."""
+    """Return the mean over all that counts; 0 where nothing does."""
     counted = mask.to(x.dtype)
     return (x * counted).sum() / counted.sum().clamp(min=1)
 
 
 def _means(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mean over the tokens of each sequence that count, [sequences]; 0 where none does."""
+    """Return the mean over the tokens of each sequence that count, [sequences]; 0 where none does."""
     counted = mask.to(x.dtype)
     return (x * counted).sum(-1) / counted.sum(-1).clamp(min=1)
 
 
 def _chosen_nll(log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mean over all tokens of the chosen sequences that count."""
+    """Return the mean over all tokens of the chosen sequences that count."""
     return -_mean(log_probs.chunk(2)[0], mask.chunk(2)[0])
 
 

@@ -86,5 +86,5 @@ def apply_later(**options: Any) -> None:
 
 
 def variables() -> list[str]:
-    """The names of Liger-Kernel's variables in the environment that ask for tilekern."""
+    """Return the names of Liger-Kernel's variables in the environment that ask for tilekern."""
     return [name for name, value in os.environ.items() if name.startswith(_LIGER) and value.strip() == "tilekern"]

@@ -81,12 +81,12 @@ def unregister() -> list[str]:
 
 
 def calls() -> dict[str, Any]:
-    """How often ``linear_log_probs`` ran (``served``), and TRL's own function, by the reason (``left``)."""
+    """Return how often ``linear_log_probs`` ran (``served``), and TRL's own function, by the reason (``left``)."""
     return {"served": _served["calls"], "left": dict(_left)}
 
 
 def _misfit(theirs: Any) -> str | None:
-    """Why the function cannot be replaced, or None."""
+    """Return why the function cannot be replaced, or None."""
     if theirs is None:
         return f"{_MODULE}.{_NAME} is missing"
     forward = getattr(theirs, "forward", None)
@@ -107,7 +107,7 @@ class _Function:
         temperature: float, chunk_size: int, softcap: float | None = None, logit_scale: float = 1.0,
         outputs: tuple[str, ...] = _OUTPUTS,
     ) -> Results:  # fmt: skip
-        """The fields of :data:`_OUTPUTS`, [rows] each; None for those that are not asked for."""
+        """Return the fields of :data:`_OUTPUTS`, [rows] each; None for those that are not asked for."""
         if reason := _unserved(hidden, weight, softcap, logit_scale, outputs):
             _left[reason] += 1
             given = (hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
@@ -134,7 +134,7 @@ class _Function:
 def _unserved(
     hidden: torch.Tensor, weight: torch.Tensor, softcap: float | None, logit_scale: float, outputs: tuple[str, ...]
 ) -> str | None:
-    """Why TRL's own function runs, or None."""
+    """Return why TRL's own function runs, or None."""
     if logit_scale <= 0:
         return "a scale of the logits that is not positive"
     if softcap is not None and "mean_logits" in outputs:
@@ -157,7 +157,7 @@ def _is_top1(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor,
     log_probs: torch.Tensor, entropy: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Whether each target is its row's likeliest id; [rows] bool."""
+    """Return whether each target is its row's likeliest id; [rows] bool."""
     found = log_probs > math.log(0.5) + _SLACK
     (open_rows,) = torch.nonzero(~found & (log_probs >= -entropy - _SLACK), as_tuple=True)
     for rows in open_rows.split(_ROWS):

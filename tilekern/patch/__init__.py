@@ -1,4 +1,4 @@
-"""Patches: which functions of which model families run our kernels; transformers is imported when one is applied.
+"""Patch models of transformers so that they run the kernels; transformers is imported when a patch is applied.
 
 Use::
 

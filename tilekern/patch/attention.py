@@ -1,4 +1,4 @@
-"""``attn_implementation="tilekern"``: the attention kernels behind transformers' own door for attention functions.
+"""``attn_implementation="tilekern"``: the attention kernels, registered with transformers as an attention function.
 
 Their backward gives the same bits in every run. ``"tilekern_nondeterministic"`` lets the tuner choose among those
 that do not, too.
@@ -17,8 +17,7 @@ from tilekern.kernels.attention.forward import SPEC
 from tilekern.ops.attention import Call, attention, formula, shown
 from tilekern.ops.packing import can_read, is_capturing
 from tilekern.ops.registration import is_autocast
-from tilekern.patch.constant import constant_in_graphs
-from tilekern.patch.guards import SUBCLASS
+from tilekern.patch.guards import SUBCLASS, constant_in_graphs
 from tilekern.patch.masking import lacks_sequences, mask, says_packing_alone
 from tilekern.patch.positions import are_given_in_graph, number_of_sequences
 from tilekern.patch.told import ToldMask
@@ -36,7 +35,7 @@ def attend(
     attention_mask: Any, dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
     softcap: float | None = None, is_causal: bool | None = None, s_aux: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """An attention function as transformers calls it.
+    """Compute attention, with the arguments that transformers passes.
 
     A call that runs no kernel counts among the ``fallbacks`` of ``attention_forward``; one that is compiled counts
     when it is traced.
@@ -130,7 +129,7 @@ def _kept_apart(
     attention_mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, window: int | None,
     ids: torch.Tensor | None,
 ) -> torch.Tensor | None:  # fmt: skip
-    """The mask of a model that is compiled as a whole and was given positions, which nobody can look at."""
+    """Return the mask of a model that is compiled as a whole and was given positions, which nobody can look at."""
     tokens = query.shape[2]
     if query.shape[0] != 1 or not 1 < tokens == key.shape[2] or not are_given_in_graph():
         return attention_mask
@@ -174,7 +173,7 @@ def _capturable() -> contextlib.AbstractContextManager[None]:
 
 
 def _why(dropout: float, masked: bool, bias: torch.Tensor | None, query: torch.Tensor) -> str:
-    """Why a call runs no kernel."""
+    """Return why a call runs no kernel."""
     if dropout:
         return "dropout"
     if masked:
@@ -188,7 +187,7 @@ def _told(
     attention_mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None,
     starts: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The mask, within each sequence; where there is none, of causality and the window too."""
+    """Return the mask, within each sequence; where there is none, of causality and the window too."""
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is None:
         return shown(queries, keys, query.device, causal, window, starts)[None, None]

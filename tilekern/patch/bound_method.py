@@ -1,4 +1,4 @@
-"""A method that one module has of its own, in its ``__dict__``: what patching one model puts there."""
+"""The method that patching a single model puts into the ``__dict__`` of its modules."""
 
 from __future__ import annotations
 
@@ -64,3 +64,9 @@ class Bound:
 
 # Those of deep copies, as PEFT makes them of single modules too, until the ledger has noted them.
 COPIES: weakref.WeakSet[Bound] = weakref.WeakSet()
+
+
+def place_of(instance: Any, name: str) -> str:
+    """Return the attribute that holds an instance's method: accelerate's hooks move ``forward`` aside and call it."""
+    own, aside = vars(instance), f"_old_{name}"
+    return aside if "_hf_hook" in own and aside in own else name

@@ -1,4 +1,4 @@
-"""``tilekern.TrainerCallback``, which patches the model of transformers' Trainer and says what ran."""
+"""``tilekern.TrainerCallback`` patches the model of transformers' Trainer and reports what ran."""
 
 from __future__ import annotations
 

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
+from tilekern.patch.bound_method import place_of
 from tilekern.patch.digests import is_checkpointing
-from tilekern.patch.wrapped import place_of
 
 Function = Callable[..., Any]
 
 
 def checkpointed(run: Function) -> Function:
-    """``run`` inside the wrapper that transformers from 5.23 on puts around a layer's forward, for checkpoints.
+    """Put ``run`` into the wrapper that transformers from 5.23 on puts around a layer's forward, for checkpoints.
 
     That wrapper works for a class whose ``forward`` it is. Where one module has it as a method of its own, the
     checkpoint is made here, as the wrapper makes it.
@@ -41,21 +41,8 @@ def checkpointed(run: Function) -> Function:
     return wrapper
 
 
-def follow(owner: Any, name: str, before: Any, after: Any) -> None:
-    """Exchange a method for the classes made of ``owner`` that hold, in a wrapper of theirs, the one that it had."""
-    made_of: list[type] = type.__subclasses__(owner) if isinstance(owner, type) else []
-    for kind in made_of:
-        held = vars(kind).get(name)
-        if held is None:
-            follow(kind, name, before, after)
-        elif wraps_around(held, before):
-            wrapper = checkpointed(after)
-            setattr(kind, name, wrapper)
-            follow(kind, name, held, wrapper)
-
-
 def wraps_around(function: Any, inner: Any) -> bool:
-    """Whether a function is transformers' wrapper around another one, or ours, in which that one is deeper."""
+    """Return whether a function is transformers' wrapper, or ours, with another function inside at any depth."""
     if not is_checkpointing(function):
         return False
     while (function := getattr(function, "__wrapped__", None)) is not None:

@@ -1,22 +1,18 @@
-"""Ranks of one job run the same kernels: they compare what their caches hold, and the lowest rank's choice is all's.
+"""Make the ranks of a job run the same kernels: they compare their caches, and the lowest rank's choice wins.
 
-When. A problem's plan is found at its first call, and not every rank makes every call: so nothing is exchanged there.
-The exchange is made once, at a moment that all ranks come to: in :func:`tilekern.apply` or
-:func:`tilekern.apply_to_model` where torch.distributed is up by then, else when ``init_process_group`` has come to its
-end, which ``apply`` sees to. :func:`agree` makes it again, or where neither was called. From then on a lookup reads the
-snapshot that was agreed on and no cache (:class:`tilekern.runtime.ranks.agreement.Agreement`), so that a problem is
-answered alike on whichever rank asks for it, whenever it does, whatever has become of the caches, and with no further
-exchange.
+Not every rank calls every op, so nothing is exchanged when a problem's plan is looked up. The ranks exchange once, when
+all of them are there: in :func:`tilekern.apply` or :func:`tilekern.apply_to_model` if torch.distributed is up, else at
+the end of ``init_process_group``. :func:`agree` repeats it. From then on lookups read the agreed snapshot and no cache
+(:class:`tilekern.runtime.ranks.agreement.Agreement`).
 
-How. All ranks go through the same steps (:class:`tilekern.runtime.ranks.peers.Peers`). Each says in some hundred bytes
-what it has; every rank finds from that who leads: of each arch the lowest rank with such a GPU
-(:mod:`tilekern.runtime.ranks.election`). Where all digests of an arch are equal nothing else is sent. Else the leader
-names its records, the others say which of them they need, the leader gives these once for all, and each says which of
-them it does not trust: those are dropped on all. At the end all compare what they now hold.
+The steps are those of :class:`tilekern.runtime.ranks.peers.Peers`. Each rank says in some hundred bytes what it has.
+Every rank finds the leader from that: for each arch the lowest rank with such a GPU
+(:mod:`tilekern.runtime.ranks.election`). If all digests of an arch are equal, nothing else is sent. Otherwise the
+leader names its records, the others ask for those that they need, the leader sends them once for all, and each rank
+names those that it does not trust, which all drop. At the end all compare what they hold.
 
-Whom to believe. No rank believes another more than it would a cache: what arrives is checked field by field, a record
-stands where it says itself that it belongs, and where ``TILEKERN_TRUST`` is ``signed`` each rank asks its own trust
-roots, and goes on without what they did not sign whatever the others say.
+No rank trusts another more than a cache: records are checked field by field, and with ``TILEKERN_TRUST=signed`` each
+rank asks its own trust roots.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ import functools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +131,7 @@ def unarm() -> None:
 
 
 def cache_digest(model: torch.nn.Module | None = None, *, gpu: str = "auto") -> str:
-    """A digest of the records that run here; equal ones on two ranks mean that they run the same kernels.
+    """Return a digest of the records that run here; equal ones on two ranks mean that they run the same kernels.
 
     Args:
         model: None for what this process has resolved so far, the model's own op where there is no record; a model for
@@ -173,11 +169,21 @@ def _agreed(number: int) -> Agreed | None:
     said: bytes | Exception
     try:
         own = own if target is None else _snapshot(target)
-        said = _status(target, own).to_bytes()
+        tools = toolkit()
+        specs = sorted(all_specs().items())
+        sources = digest_of([__version__, *(f"{name}/{source_digest(spec.module)}" for name, spec in specs)])
+        policy, compiler = dispatch.miss_policy(agreed=False), tools.key if tools else None
+        said = Status(target, compiler, policy, must_be_signed(), sources, libraries_here(), own.digest).to_bytes()
     except (TilekernError, CacheError, OSError) as error:
         said = error
     with Peers(number) as peers:
-        verdict = verdict_on(_statuses(peers.gather("say which kernels it would run", said, _LARGEST_STATUS)))
+        statuses = []
+        for rank, data in enumerate(peers.gather("say which kernels it would run", said, _LARGEST_STATUS)):
+            try:
+                statuses.append(Status.from_bytes(data))
+            except CacheError as error:
+                raise RanksDiffer(f"what rank {rank} says of itself is not a status: {one_line(str(error))}") from None
+        verdict = verdict_on(statuses)
         group = verdict.groups.get(target.arch) if target is not None else None
         taken = Taken(own)
         for each in verdict.groups.values():
@@ -195,25 +201,6 @@ def _agreed(number: int) -> Agreed | None:
         peers.ranks, group.leader, taken.snapshot.digest, len(taken.snapshot), taken.received, taken.untrusted,
         peers.sent_bytes, peers.received_bytes, time.perf_counter() - started,
     )  # fmt: skip
-
-
-def _status(target: Target | None, own: Snapshot) -> Status:
-    tools = toolkit()
-    specs = sorted(all_specs().items())
-    sources = digest_of([__version__, *(f"{name}/{source_digest(spec.module)}" for name, spec in specs)])
-    policy = dispatch.miss_policy(agreed=False)
-    compiler = tools.key if tools else None
-    return Status(target, compiler, policy, must_be_signed(), sources, libraries_here(), own.digest)
-
-
-def _statuses(said: Sequence[bytes]) -> list[Status]:
-    found = []
-    for rank, data in enumerate(said):
-        try:
-            found.append(Status.from_bytes(data))
-        except CacheError as error:
-            raise RanksDiffer(f"what rank {rank} says of itself is not a status: {one_line(str(error))}") from None
-    return found
 
 
 def _arm() -> None:

@@ -1,4 +1,4 @@
-"""What a job gets that names nothing: transformers' choice of an attention, and torch's AdamW.
+"""Change the defaults of a job that names neither attention nor optimizer.
 
 ``apply(attention=True)`` and ``apply(adamw=True)`` put tilekern's in their place, for trainers whose code and options
 one does not edit. A name that is given, or an optimizer's option that tilekern does not serve, gets what it asks for.
@@ -41,7 +41,7 @@ def attention_stand_in(is_on: bool) -> None:
 
 
 def is_attention_on() -> bool:
-    """Whether :func:`attention_stand_in` is in force."""
+    """Return whether :func:`attention_stand_in` is in force."""
     modeling = sys.modules.get("transformers.modeling_utils")
     kind = getattr(modeling, "PreTrainedModel", None)
     return kind is not None and hasattr(vars(kind)[_NAME], "tilekern_original")
@@ -70,7 +70,7 @@ class AdamW(_OurAdamW):
 
 @functools.cache
 def _asks_for_more(home: str) -> bool:
-    """Whether attentions of a module hand over arguments that ours does not compute, such as chosen keys."""
+    """Return whether attentions of a module hand over arguments that ours does not compute, such as chosen keys."""
     kinds: list[Any] = [
         kind for kind in vars(sys.modules[home]).values() if isinstance(kind, type) and kind.__module__ == home
     ]
@@ -102,7 +102,7 @@ def adamw_stand_in(is_on: bool) -> None:
 
 
 def is_adamw_on() -> bool:
-    """Whether :func:`adamw_stand_in` is in force."""
+    """Return whether :func:`adamw_stand_in` is in force."""
     return vars(torch.optim.AdamW).get("__new__") is _new
 
 
@@ -122,7 +122,7 @@ def _new_as_it_is(cls: type, *_: Any, **__: Any) -> Any:
 
 
 def _unserved(args: tuple[Any, ...], options: dict[str, Any]) -> str:
-    """Why tilekern's optimizer does not take the arguments of torch's; empty where it does."""
+    """Return why tilekern's optimizer does not take the arguments of torch's; empty if it does."""
     try:
         given = inspect.signature(torch.optim.AdamW.__init__).bind_partial(None, *args, **options).arguments
     except TypeError:

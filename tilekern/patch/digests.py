@@ -1,81 +1,83 @@
-"""Digests of functions: what a patch knows of the code that it replaces.
+"""Digests and shapes of functions: how a patch recognises the code that it replaces.
 
-A digest is the sha256 of a function's syntax tree without docstrings, so that comments, blank lines, indentation and
-the version of Python do not matter, while every name, constant, annotation and decorator does.
+A digest is the sha256 of a function's syntax tree without docstrings: comments, blank lines, indentation and the
+version of Python do not matter, while every name, constant, annotation and decorator does. A shape is looser, and tells
+forms: functions quoted from transformers in the files of ``forms/``.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+FORMS = Path(__file__).with_name("forms")
 _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # What older and newer parsers note beside the code itself.
 _NOTES = ("kind", "type_comment")
+# Fields that do not count in a shape.
+_UNSHAPED = (*_NOTES, "ctx", "returns", "decorator_list", "type_params")
 # By the identity of code objects, which stay alive here: code that is equal may have another text around it.
-_found: dict[int, tuple[Any, str, int]] = {}
+_digests: dict[int, tuple[Any, str, int]] = {}
 
 
 def digest_of(value: Any) -> str:
-    """The digest of a function, or of the function inside a module that the ``kernels`` package made of one.
+    """Return the digest of a function, or of the function inside a module that the ``kernels`` package made of one.
 
     Raises:
-        ValueError: ``value`` is not a Python function, its source is missing, or something has been wrapped around it.
+        ValueError: ``value`` is not a Python function, its source is missing, or something is wrapped around it.
     """
     function = function_of(value)
     if function is None:
         raise ValueError("it is not a plain Python function")
-    function = _uncheckpointed(function)
-    digest, decorators = _read(function)
-    if _wrappers(function) > decorators:
-        raise ValueError("something has been wrapped around it")
-    return digest
-
-
-def _wrappers(function: Any) -> int:
-    """The number of functions around the innermost one, as far as they tell; each decorator makes one at most."""
-    count = 0
-    while (function := getattr(function, "__wrapped__", None)) is not None:
-        count += 1
-    return count
-
-
-def _read(function: FunctionType) -> tuple[str, int]:
-    """The digest of a function's definition, and how many decorators that has; read once for each code object."""
+    if is_checkpointing(function) and isinstance(function.__wrapped__, FunctionType):  # type: ignore[attr-defined]
+        function = function.__wrapped__  # type: ignore[attr-defined]
     code = getattr(inspect.unwrap(function), "__code__", None)
-    known = _found.get(id(code))
+    known = _digests.get(id(code))
     if known is None:
-        try:
-            definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-        except (OSError, TypeError, SyntaxError):
-            raise ValueError("its source is not at hand") from None
-        known = code, digest_of_tree(definition), len(getattr(definition, "decorator_list", ()))
-        _found[id(code)] = known
-    return known[1:]
+        definition = definition_of(function)
+        known = code, digest_of_tree(definition), len(definition.decorator_list)
+        _digests[id(code)] = known
+    # Each decorator makes one wrapper at most.
+    wrappers = 0
+    while (function := getattr(function, "__wrapped__", None)) is not None:
+        wrappers += 1
+    if wrappers > known[2]:
+        raise ValueError("something has been wrapped around it")
+    return known[1]
 
 
-def _uncheckpointed(function: FunctionType) -> FunctionType:
-    """The layer's forward inside the wrapper that transformers from 5.23 on puts around it as the class is made."""
-    inner = getattr(function, "__wrapped__", None)
-    return inner if isinstance(inner, FunctionType) and is_checkpointing(function) else function
+def definition_of(function: Any) -> ast.FunctionDef:
+    """Return the definition of a function, parsed from its source.
+
+    Raises:
+        ValueError: the source is not available.
+    """
+    with contextlib.suppress(OSError, TypeError, SyntaxError):
+        definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        if isinstance(definition, ast.FunctionDef):
+            return definition
+    raise ValueError("its source is not at hand")
 
 
 def is_checkpointing(function: Any) -> bool:
-    """Whether a function is the wrapper that transformers from 5.23 on puts around a layer's forward."""
+    """Return whether a function is the wrapper that transformers from 5.23 on puts around a layer's forward."""
     made_by = getattr(function, "__globals__", {}).get("__name__")
     return made_by == "transformers.modeling_layers" and hasattr(function, "__wrapped__")
 
 
 def function_of(value: Any) -> FunctionType | None:
-    """The Python function that ``value`` is or stands for, or None.
+    """Return the Python function that ``value`` is or stands for, or None.
 
-    The ``kernels`` package, where it is installed, turns decorated functions into instances of a module class whose
-    ``forward`` calls the function as ``func``; one whose ``forward`` was exchanged stands for no function.
+    The ``kernels`` package turns decorated functions into instances of a module class whose ``forward`` calls the
+    function as ``func``; an instance whose ``forward`` was exchanged stands for no function.
     """
     if isinstance(value, FunctionType):
         return value
@@ -87,12 +89,12 @@ def function_of(value: Any) -> FunctionType | None:
 
 
 def digest_of_tree(tree: ast.AST) -> str:
-    """The sha256 of a syntax tree."""
+    """Return the sha256 of a syntax tree."""
     return hashlib.sha256("".join(_pieces(tree)).encode()).hexdigest()
 
 
 def _pieces(node: Any) -> Iterator[str]:
-    """The tree as text; fields that are empty are left out, since versions of Python differ in which they have."""
+    """Yield the tree as text; empty fields are left out, since versions of Python differ in which they have."""
     if isinstance(node, ast.AST):
         yield f"{type(node).__name__}("
         for name, value in ast.iter_fields(node):
@@ -115,3 +117,76 @@ def _undocumented(node: ast.AST, body: Any) -> Any:
     if not isinstance(node, _DOCUMENTED) or ast.get_docstring(node, clean=False) is None:
         return body
     return body[1:]
+
+
+def shape_of(function: ast.FunctionDef) -> str:
+    """Return the text of a function's tree without annotations, decorators and docstrings, its variables numbered.
+
+    Functions of one shape compute the same if the attributes and globals that they name are the same. The function's
+    own name does not count; the name ``self`` does.
+    """
+    nodes = list(ast.walk(function))
+    stored = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+    own = (stored | {x.arg for x in nodes if isinstance(x, ast.arg)}) - {"self"}
+    numbers: dict[str, str] = {}
+    parts: list[str] = []
+
+    def add(node: Any) -> None:
+        if isinstance(node, ast.Name | ast.arg):
+            name = node.id if isinstance(node, ast.Name) else node.arg
+            parts.append(f"{numbers.setdefault(name, str(len(numbers))) if name in own else name},")
+        elif isinstance(node, ast.AnnAssign):
+            if node.value is not None:
+                add(ast.Assign([node.target], node.value))
+        elif isinstance(node, ast.AST):
+            parts.append(f"{type(node).__name__}(")
+            for name in node._fields:
+                if name not in _UNSHAPED:
+                    value = getattr(node, name, None)
+                    add(_undocumented(node, value) if name == "body" else value)
+            parts.append(")")
+        elif isinstance(node, list):
+            parts.append("[")
+            for item in node:
+                add(item)
+            parts.append("]")
+        else:
+            parts.append(f"{node!r},")
+
+    add(function.args)
+    add(_undocumented(function, function.body))
+    return "".join(parts)
+
+
+@functools.cache
+def quoted(file: str) -> dict[str, ast.FunctionDef]:
+    """Return the functions in a file of ``forms/`` by path: ``Class.method``, or the name of a function."""
+    body = ast.parse((FORMS / f"{file}.py").read_text(encoding="utf-8")).body
+    found = {x.name: x for x in body if isinstance(x, ast.FunctionDef)}
+    for kind in body:
+        if isinstance(kind, ast.ClassDef):
+            found |= {f"{kind.name}.{x.name}": x for x in kind.body if isinstance(x, ast.FunctionDef)}
+    return found
+
+
+class Table:
+    """Values of the forms in a file of ``forms/``, found by the shapes of functions."""
+
+    def __init__(self, file: str, rows: Mapping[str, Any]) -> None:
+        """Make a table.
+
+        Args:
+            file: the name of the file.
+            rows: values by form. A form is a class, for its ``forward``, or the path of a function; " + " joins
+                several that go together.
+        """
+        self.file, self.rows = file, rows
+
+    @functools.cached_property
+    def _by_shapes(self) -> dict[tuple[str, ...], Any]:
+        shapes = {path.removesuffix(".forward"): shape_of(function) for path, function in quoted(self.file).items()}
+        return {tuple(shapes[path] for path in form.split(" + ")): value for form, value in self.rows.items()}
+
+    def get(self, *functions: ast.FunctionDef) -> Any:
+        """Return the value of the form whose functions have the shapes of these, else None."""
+        return self._by_shapes.get(tuple(map(shape_of, functions)))

@@ -1,18 +1,15 @@
-"""``experts_implementation="tilekern"``: layers of experts behind transformers' own door, and Llama 4's, by a patch.
+"""``experts_implementation="tilekern"``, registered with transformers; Llama 4's layers of experts need a patch.
 
 A module of experts says by its attributes how its weights lie, and its gate is a method, which is known by its shape
-(:mod:`tilekern.patch.shapes`). Modules with another gate, an activation that has no op, a norm behind the experts,
+(:mod:`tilekern.patch.digests`). Modules with another gate, an activation that has no op, a norm behind the experts,
 hooks on their activation or tensors that are not plain run transformers' own grouped products.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
-import inspect
 import sys
-import textwrap
 import weakref
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -23,10 +20,9 @@ import torch
 from tilekern import ops
 from tilekern.kernels.experts.gate import FORWARD
 from tilekern.patch import parallel
-from tilekern.patch.constant import constant_in_graphs
-from tilekern.patch.guards import SUBCLASS, count_own, forward_of, has_hooks, is_from, is_plain
+from tilekern.patch.digests import Table, definition_of
+from tilekern.patch.guards import SUBCLASS, constant_in_graphs, count_own, forward_of, has_hooks, is_from, is_plain
 from tilekern.patch.rewriting import named_as
-from tilekern.patch.shapes import shape_of
 from tilekern.runtime import implementation
 from tilekern.runtime.dispatch import count_fallback
 from tilekern.runtime.switches import IMPLEMENTATION
@@ -58,41 +54,37 @@ class GateForm(NamedTuple):
     interleaved: bool = False
 
 
-_GATES = {
-    # ``act_fn(gate) * up`` of two halves, and the same in float32.
-    "50c5b085eb764a6d23249be5dab353b225cc90e71852f8bc3080ea6a92ff32a6": GateForm(),
-    "c8f574b81c76dd11fb316eba91c436716b3bda0a531ade9f8ecbce50901d1e82": GateForm(),
-    # The first with ``min(gate, limit)`` and up within it: DeepSeek-V4; GLM-5-Next and HunYuan-V4 by silu.
-    "c74a23fa0f0fe5e30d295c92925d645a753e9dd9b4a1612031c330ad5bbe097c": GateForm(limit="limit"),
-    "3b4fcbb3013d779d326f5633d9acf7eaecb69e6ab20fd2c20b19c12dd7167c38": GateForm("", "swiglu_limit"),
-    # ``gate * sigmoid(alpha * gate) * (up + 1)`` with limits: GPT-OSS, and of halves MiniMax-M3's and OpenAI's filter.
-    "8cc4305077bcd147509aea7646cd942edd6ec2b43b716a8a827230bb62af9927": GateForm(
-        "", "limit", "alpha", 1.0, interleaved=True
-    ),
-    "33551c14e0de53e0a518368520c005bd4a5f1f67001f8f7690cb5a13596c9d90": GateForm(
-        "", "swiglu_limit", "swiglu_alpha", 1.0
-    ),
-    "3b341d6f270ffccc0e0dd3bb55514ddd131622601c91e4bd2e7cb629d7e855ae": GateForm("", "limit", "alpha", 1.0),
-}
+_GATES = Table(
+    "experts",
+    {
+        "default_apply_gate": GateForm(),
+        "BeamExperts._apply_gate": GateForm(),
+        "DeepseekV4Experts._apply_gate": GateForm(limit="limit"),
+        "Glm5NextTextExperts._apply_gate": GateForm("", "swiglu_limit"),
+        "GptOssExperts._apply_gate": GateForm("", "limit", "alpha", 1.0, interleaved=True),
+        "MiniMaxM3VLExperts._apply_gate": GateForm("", "swiglu_limit", "swiglu_alpha", 1.0),
+        "OpenAIPrivacyFilterExperts._apply_gate": GateForm("", "limit", "alpha", 1.0),
+    },
+)
 
 
 @constant_in_graphs
 def form_of(method: FunctionType) -> GateForm | None:
-    """The form of a gate's method, or None where it has none that is known."""
+    """Return the form of a gate's method, or None if it is unknown."""
     return _form_of(method)
 
 
 @functools.cache
 def _form_of(method: FunctionType) -> GateForm | None:
     try:
-        definition = ast.parse(textwrap.dedent(inspect.getsource(method))).body[0]
-    except (OSError, TypeError, SyntaxError):
+        form: GateForm | None = _GATES.get(definition_of(method))
+    except ValueError:
         return None
-    return _GATES.get(shape_of(definition)) if isinstance(definition, ast.FunctionDef) else None
+    return form
 
 
 def unserved(module: torch.nn.Module, is_gathered: bool = False) -> str:
-    """Why the op does not serve a module of experts; empty where it does.
+    """Return why the op does not serve a module of experts; empty if it does.
 
     ``is_gathered`` says that its weights are plain tensors whenever it runs.
     """
@@ -119,7 +111,7 @@ def _unserved_by(
 
 
 def reason_of(module: torch.nn.Module, shards: bool = False) -> str:
-    """Why the op does not run for a module of experts as it is now; empty where it does.
+    """Return why the op does not run for a module of experts as it is now; empty if it does.
 
     ``shards`` says that parts of the model are FSDP's, which gathers weights before it runs them; the forwards of
     transformers' parallelism give it this rank's part.
@@ -141,7 +133,7 @@ def _form(module: torch.nn.Module) -> GateForm | None:
 
 
 def _activation(module: torch.nn.Module, form: GateForm) -> str | None:
-    """The op's name of a module's activation."""
+    """Return the op's name of a module's activation."""
     if not form.activation:
         return "silu"
     function = getattr(module, form.activation, None)
@@ -149,7 +141,7 @@ def _activation(module: torch.nn.Module, form: GateForm) -> str | None:
 
 
 def _kind(function: Any) -> Any:
-    """The class of an activation, or a plain function itself."""
+    """Return the class of an activation, or a plain function itself."""
     return type(function) if isinstance(function, torch.nn.Module) else function
 
 
@@ -169,7 +161,7 @@ def _activations() -> dict[Any, str]:
 
 
 def _weights(module: Any) -> tuple[Any, ...]:
-    """The weights of both products, then their biases where it has them."""
+    """Return the weights of both products, then their biases where it has them."""
     names = ("gate_up_proj", "down_proj")
     biases = tuple(f"{name}_bias" for name in names) if getattr(module, "has_bias", False) else ()
     return tuple(getattr(module, name, None) for name in (*names, *biases))
@@ -178,7 +170,7 @@ def _weights(module: Any) -> tuple[Any, ...]:
 def run_experts(
     module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """A function of experts as transformers calls it.
+    """Run experts, with the arguments that transformers passes.
 
     A call that runs no kernel counts among the ``fallbacks`` of ``experts_gate``, unless it was compiled.
 
@@ -217,7 +209,7 @@ def run_experts(
 
 
 def unserved_layer(module: Any) -> str:
-    """Why :func:`scaled_layer` runs a layer's own code; empty where it does not."""
+    """Return why :func:`scaled_layer` runs a layer's own code; empty if it does not."""
     experts, homes = module.experts, {kind.__module__ for kind in type(module).__mro__}
     if has_hooks(experts) or not is_from(forward_of(experts), *homes):
         return "its experts are called by hooks or by another forward than their own"

@@ -1,4 +1,4 @@
-"""The families whose patched models compute, in our tests, what the models as they are compute."""
+"""The families whose patched models are tested against the unpatched ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tilekern.patch.forms import patches_in, path_of
+from tilekern.patch.matching import patches_in, path_of
 from tilekern.patch.table import Patch
 from tilekern.runtime.awaiting import is_being_imported
 from tilekern.runtime.switches import EXPERTS, OPS
@@ -98,17 +98,17 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(module: str) -> Family | None:
-    """The family whose classes are in a module."""
+    """Return the family whose classes are in a module."""
     return _BY_MODULE.get(module)
 
 
 def is_of_transformers(module: str) -> bool:
-    """Whether a module of this name holds the classes of a family of transformers, tested here or not."""
+    """Return whether a module of this name holds the classes of a family of transformers, tested here or not."""
     return module.startswith("transformers.models.") and ".modeling_" in module
 
 
 def imported() -> list[str]:
-    """The modules of families that are imported, all of each, tested here or not."""
+    """Return the modules of families that are imported, all of each, tested here or not."""
     modules = list(sys.modules.items())
     return [name for name, module in modules if is_of_transformers(name) and not is_being_imported(module)]
 

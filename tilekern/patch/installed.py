@@ -1,4 +1,4 @@
-"""A patch held against the installed transformers: may it be applied, and to what exactly."""
+"""Compare a patch with the installed transformers: does it fit, and what does it replace?"""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Found:
 
 
 def as_read(patch: Patch) -> Found:
-    """The state of a form's target in the text of a module that is not imported."""
+    """Return the state of a form's target in the text of a module that is not imported."""
     if not patch.attribute:
         return Found(patch, "missing", f"no code of {patch.module} has a form that is known")
     return Found(patch, "available", digest=patch.digests[0])
@@ -68,7 +68,7 @@ def examine(patch: Patch, ledger: Ledger) -> Found:
 
 
 def holder(module: Any, path: str) -> tuple[Any, str]:
-    """The class or module that holds the attribute at a path, and the attribute's name.
+    """Return the class or module that holds the attribute at a path, and the attribute's name.
 
     Raises:
         AttributeError: there is none.
@@ -82,7 +82,7 @@ def holder(module: Any, path: str) -> tuple[Any, str]:
 
 
 def transformers_version() -> str:
-    """The installed transformers' version, without importing it."""
+    """Return the installed transformers' version, without importing it."""
     try:
         return importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
@@ -90,7 +90,7 @@ def transformers_version() -> str:
 
 
 def original_at(module: Any, path: str, ledger: Ledger) -> Any:
-    """The object of transformers at a path, even where another op's patch stands there now.
+    """Return the object of transformers at a path, even where another op's patch stands there now.
 
     Raises:
         AttributeError: there is nothing.
@@ -101,7 +101,7 @@ def original_at(module: Any, path: str, ledger: Ledger) -> Any:
 
 
 def _touched(patch: Patch, touch: Touch, owner: Any, name: str) -> Found:
-    """The state of a target where a patch stands; that of another op for it leaves it available."""
+    """Return the state of a target where a patch stands; that of another op for it leaves it available."""
     status: Status = "applied" if set(patch.ops).issubset(touch.ops) else "available"
     reason = ""
     if not touch.still_runs:
@@ -123,7 +123,7 @@ def _compared(patch: Patch, module: Any, owner: Any, name: str, ledger: Ledger) 
 
 
 def _judged(target: str, value: Any, digests: tuple[str, ...]) -> tuple[str | None, str]:
-    """The digest of a function, and what is wrong with it."""
+    """Return the digest of a function, and what is wrong with it."""
     digest, reason = _digest(value)
     if digest in digests:
         return digest, ""
@@ -138,7 +138,7 @@ def _digest(value: Any) -> tuple[str | None, str]:
 
 
 def _uncalled(module: Any, path: str, patch: Patch, ledger: Ledger) -> str:
-    """The fault of a method that should call the patched function by its global name; empty if it does."""
+    """Return the fault of a method that should call the patched function by its global name; empty if it does."""
     try:
         function = function_of(inspect.unwrap(original_at(module, path, ledger)))
     except AttributeError:

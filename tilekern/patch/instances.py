@@ -1,4 +1,4 @@
-"""Patching one model that exists: its modules get methods of their own, the classes stay as they are."""
+"""Patch a single model: its modules get methods of their own, and the classes stay as they are."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from collections.abc import Iterable
 from types import CodeType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from tilekern.patch.bound_method import Bound, StandIn
+from tilekern.patch.bound_method import Bound, StandIn, place_of
 from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.installed import Found, holder, original_at
-from tilekern.patch.ledger import Ledger, Touch
+from tilekern.patch.ledger import Ledger, Touch, is_inside
 from tilekern.patch.registry import registered
 from tilekern.patch.rewriting import rewritten
 from tilekern.patch.table import Patch
-from tilekern.patch.wrapped import is_inside, place_of
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +51,7 @@ def patch_modules(
 
 
 def _replaced(caller: str, module: str, rows: Iterable[Found]) -> dict[str, Any]:
-    """The replacements of a module's functions that a method of it calls, by their names."""
+    """Return the replacements of a module's functions that a method of it calls, by their names."""
     called = [x for x in rows if x.patch.module == module and caller in x.patch.callers]
     return {x.patch.attribute: x.patch.replacement(x.original) for x in called}
 
@@ -86,13 +85,13 @@ def _gives_way(touch: Touch, patch: Patch, replacement: Any) -> bool:
 
 
 def code_of(function: Any) -> CodeType:
-    """The code of a function inside of its decorators."""
+    """Return the code of a function inside of its decorators."""
     code: CodeType = inspect.unwrap(function).__code__
     return code
 
 
 def _having(modules: Iterable[Any], owner: type, name: str) -> list[Any]:
-    """The instances of a class that inherit its method, by way of transformers' wrapper too."""
+    """Return the instances of a class that inherit its method, by way of transformers' wrapper too."""
     method = getattr(owner, name)
     mine = [m for m in modules if isinstance(m, owner)]
     return [m for m in mine if (own := getattr(type(m), name)) is method or wraps_around(own, method)]

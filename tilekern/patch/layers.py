@@ -1,4 +1,4 @@
-"""Replacements for the forwards of a decoder's layer and of its attention, so that ops that meet there can be fused.
+"""Replacements for the forwards of decoder layers and attentions, which fuse neighbouring ops.
 
 Where a fused op would not compute the same (a norm of another class, a norm's forward or a rotation that somebody
 replaced, hooks on a norm or on all modules, DTensor and other subclasses of Tensor, terms of two dtypes), the steps are
@@ -52,7 +52,7 @@ def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mappin
     home = inspect.unwrap(original).__globals__["__name__"]
 
     def options_of(norm: Any, residual: torch.Tensor, x: torch.Tensor) -> tuple[float, float, str] | None:
-        """A norm's eps, offset and casting mode; None where an op would not do what it and the sum do."""
+        """Return a norm's eps, offset and casting mode; None where an op would not do what it and the sum do."""
         alike = residual.dtype == x.dtype and residual.shape == x.shape
         if not alike or not is_plain(residual, x) or not _is_ordinary(norm, home, kinds):
             count_own("fused_add_rms_norm_forward", _why(alike, norm, residual, x))
@@ -101,7 +101,7 @@ def layer_norm(original: Function, norms: Collection[str]) -> Function:
 
 
 def _normed(norms: Collection[str]) -> tuple[Callable[[ast.FunctionDef], int], dict[str, Function]]:
-    """What :func:`layer_norm` changes in a forward, and what the changed text names."""
+    """Return what :func:`layer_norm` changes in a forward, and what the changed text names."""
 
     def is_served(norm: Any, x: Any) -> bool:
         return is_layer_norm(norm) and is_plain(x) and replacements.are_normed_alike(x, norm.weight, norm.bias)
@@ -189,7 +189,7 @@ def _why_apart(kind: str | None, first: Any, last: Any, x: Any) -> str:
 
 
 def _linear(layer: Any, known: Collection[type]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """The weight [out, in] and the bias of a linear layer of torch's, of GPT-2's or of another known class."""
+    """Return the weight [out, in] and the bias of a linear layer of torch's, of GPT-2's or of another known class."""
     kind = type(layer)
     transposed = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
     if not (transposed or kind is torch.nn.Linear or kind in known) or not is_as_written(layer):
@@ -198,7 +198,7 @@ def _linear(layer: Any, known: Collection[type]) -> tuple[torch.Tensor, torch.Te
 
 
 def is_layer_norm(norm: Any) -> bool:
-    """Whether calling a norm is what torch's class for one dimension does, and nothing else."""
+    """Return whether calling a norm is what torch's class for one dimension does, and nothing else."""
     return (
         type(norm) is torch.nn.LayerNorm
         and len(norm.normalized_shape) == 1
@@ -233,13 +233,13 @@ class Turn:
         return x if self.paired or self.single else x.transpose(1, 2)
 
     def by(self, rotation: Function, q: torch.Tensor, k: torch.Tensor, *angles: torch.Tensor) -> Any:
-        """The results of the model's own function on q and k."""
+        """Return the results of the model's own function on q and k."""
         if self.single:
             return rotation(q, *angles, unsqueeze_dim=2), rotation(k, *angles, unsqueeze_dim=2)
         return rotation(q, k, *angles)
 
     def fits(self, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, ...]) -> bool:
-        """Whether the arguments are plain tensors of one dtype with angles for each token."""
+        """Return whether the arguments are plain tensors of one dtype with angles for each token."""
         known = len(angles) == (1 if self.paired else 2) and is_plain(q, k, *angles)
         if not known or q.dtype != k.dtype or q.dim() != 4 or angles[0].dim() != 3:
             return False
@@ -258,7 +258,7 @@ class Turn:
         return cos, -sin if self.back else sin
 
     def options(self, norm: Norm, angles: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-        """The op's arguments beside its tensors."""
+        """Return the op's arguments beside its tensors."""
         return {
             "offset": norm.offset,
             "casting_mode": "none" if self.cast_back else norm.casting_mode,
@@ -306,7 +306,7 @@ def qk_norm_rope(
         one: Any, other: Any, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, ...],
         norm_last: bool = False,
     ) -> Any:  # fmt: skip
-        """The rotated q and k; None where the op would not do what the norms and the rotation do."""
+        """Return the rotated q and k; None where the op would not do what the norms and the rotation do."""
         ordinary = is_known() and _is_ordinary(one, home, kinds) and _is_ordinary(other, home, kinds)
         if not ordinary or not turn.fits(q, k, angles) or not _alike(one, other, q, kinds, turn):
             return None
@@ -354,7 +354,7 @@ def qk_norm_rope(
 
 
 def _projected(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The results of q_proj, k_proj and v_proj on the hidden states."""
+    """Return the results of q_proj, k_proj and v_proj on the hidden states."""
     layers = (self.q_proj, self.k_proj, self.v_proj)
     if is_plain(hidden_states) and all(map(is_bare_linear, layers)):
         return ops.projections(hidden_states, *(layer.weight for layer in layers))
@@ -362,7 +362,7 @@ def _projected(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ..
 
 
 def _alike(one: Any, other: Any, q: torch.Tensor, kinds: Mapping[str, Norm], turn: Turn) -> bool:
-    """Whether two norms are of heads as those of q, written alike, and give the dtype that the op does."""
+    """Return whether two norms are of heads as those of q, written alike, and give the dtype that the op does."""
     norm = kinds[type(one).__name__]
     if kinds[type(other).__name__] != norm or getattr(one, norm.eps) != getattr(other, norm.eps):
         return False
@@ -374,7 +374,7 @@ def _alike(one: Any, other: Any, q: torch.Tensor, kinds: Mapping[str, Norm], tur
 
 
 def _why(alike: bool, norm: Any, *tensors: torch.Tensor) -> str:
-    """Why an op is not fused with a norm, in few words; ``alike``: whether tensors have one dtype and shape."""
+    """Return why an op is not fused with a norm, in few words; ``alike``: whether tensors have one dtype and shape."""
     if not is_plain(*tensors):
         return SUBCLASS
     if not alike:
@@ -383,7 +383,7 @@ def _why(alike: bool, norm: Any, *tensors: torch.Tensor) -> str:
 
 
 def _is_ordinary(norm: Any, home: str, kinds: Collection[str]) -> bool:
-    """Whether a norm :func:`is_known`, with a plain weight or none."""
+    """Return whether a norm :func:`is_known`, with a plain weight or none."""
     weight = getattr(norm, "weight", None)
     return is_known(norm, home, kinds) and (weight is None or is_plain(weight))
 

@@ -1,4 +1,7 @@
-"""The list of every attribute that a patch has touched, with what stood there before."""
+"""Every attribute that a patch has changed, with its old value, and how it is put back.
+
+Other libraries may hold a patched method by then: hooks that keep a module's forward, casts wrapped around it.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,15 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from types import MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from tilekern.patch.bound_method import COPIES, Bound, StandIn
-from tilekern.patch.checkpointing import follow
+from tilekern.patch.bound_method import COPIES, Bound, StandIn, place_of
+from tilekern.patch.checkpointing import checkpointed, wraps_around
 from tilekern.patch.table import ops_in
-from tilekern.patch.wrapped import exchange, is_inside, place_of, retire, settled
 from tilekern.warning import warn
 
 ABSENT = object()
-
-
-def _none() -> None:
-    """No method, as a reference that is gone."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Touch:
     replacement: Any
     is_bound: bool
     retires: bool = False
-    bound: Callable[[], Bound | None] = _none
+    bound: Callable[[], Bound | None] = lambda: None
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -86,34 +84,28 @@ class Touch:
         return found is owner
 
     def undo(self) -> None:
-        """Put back what stood there, or delete the attribute where nothing did.
+        """Put back what stood there, or delete the attribute if nothing did.
 
-        A wrapper around the replacement stays, and runs the original. Code that replaced it is taken away.
+        A wrapper around the replacement stays, and runs the original. Code that replaced it is removed.
         """
-        in_place, runs = self.in_place, self.still_runs
+        owner, place, now = self.owner(), self.place, self._now
+        runs = self.still_runs
         if not runs:
             warn(f"{self.where} was replaced by something else after it was patched; the original is back")
+        stays = runs and now is not self.replacement
         if self.is_bound:
-            self._undo_bound(stays=runs and not in_place)
-        else:
-            self._undo_shared(stays=runs and not in_place and self.retires)
-
-    def _undo_bound(self, stays: bool) -> None:
-        owner, place, bound = self.owner(), self.place, self.bound()
-        original = getattr(type(owner), self.name) if self.original is ABSENT else self.original
-        now = self._now
-        if bound is not None:
-            bound.stand_in = None
-        if stays:
-            exchange(now, self.replacement, original)
-        elif self.original is not ABSENT or place != self.name:
-            setattr(owner, place, MethodType(original, owner))
-        elif place in vars(owner):
-            delattr(owner, place)
-
-    def _undo_shared(self, stays: bool) -> None:
-        owner = self.owner()
-        if not stays:
+            original = getattr(type(owner), self.name) if self.original is ABSENT else self.original
+            bound = self.bound()
+            if bound is not None:
+                bound.stand_in = None
+            if stays:
+                exchange(now, self.replacement, original)
+            elif self.original is not ABSENT or place != self.name:
+                setattr(owner, place, MethodType(original, owner))
+            elif place in vars(owner):
+                delattr(owner, place)
+            return
+        if not (stays and self.retires):
             if self.original is not ABSENT:
                 setattr(owner, self.name, self.original)
             elif self.name in vars(owner):
@@ -130,11 +122,11 @@ class Ledger:
         self._touches: dict[tuple[int, str], Touch] = {}
 
     def __iter__(self) -> Iterator[Touch]:
-        """Those whose owners are alive."""
+        """Yield those whose owners are alive."""
         return (touch for _, touch in self._alive())
 
     def held(self, owner: Any, name: str) -> Touch | None:
-        """The note of an attribute, or None."""
+        """Return the note of an attribute, or None."""
         self.adopt()
         touch = self._touches.get((id(owner), name))
         return touch if touch is not None and touch.owner() is owner else None
@@ -212,3 +204,75 @@ class Ledger:
         alive = [(owner, touch) for owner, touch in pairs if owner is not None]
         self._touches = {(id(owner), touch.name): touch for owner, touch in alive}
         return alive
+
+
+def follow(owner: Any, name: str, before: Any, after: Any) -> None:
+    """Exchange a method in the subclasses of ``owner`` that hold the one that it had in transformers' wrapper."""
+    made_of: list[type] = type.__subclasses__(owner) if isinstance(owner, type) else []
+    for kind in made_of:
+        held = vars(kind).get(name)
+        if held is None:
+            follow(kind, name, before, after)
+        elif wraps_around(held, before):
+            wrapper = checkpointed(after)
+            setattr(kind, name, wrapper)
+            follow(kind, name, held, wrapper)
+
+
+def is_inside(function: Any, wrapper: Any) -> bool:
+    """Return whether ``wrapper`` is a function or is known to call it.
+
+    It is known if ``functools.wraps`` noted it, or if the wrapper holds a method that is bound to the function.
+    """
+    while wrapper is not None:
+        wrapper = settled(wrapper)
+        methods = (content(cell) for cell in getattr(wrapper, "__closure__", None) or ())
+        bound = (x.__func__ for x in methods if isinstance(x, (MethodType, Bound)))
+        if wrapper is function or any(settled(x) is function for x in bound):
+            return True
+        wrapper = getattr(wrapper, "__wrapped__", None)
+    return False
+
+
+def exchange(wrapper: Any, function: Any, other: Any) -> bool:
+    """Have the wrapper around a function call another one; return whether it does so now."""
+    around: Any = None
+    while wrapper is not None and wrapper is not function:
+        wrapper, around = settled(getattr(wrapper, "__wrapped__", None)), wrapper
+    if wrapper is None:
+        return False
+    cells = [cell for cell in getattr(around, "__closure__", None) or () if settled(content(cell)) is function]
+    for cell in cells:
+        cell.cell_contents = other
+        around.__wrapped__ = other
+    return bool(cells)
+
+
+def content(cell: Any) -> Any:
+    """Return the content of a closure's cell; None if it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def retire(function: Any, original: Any) -> None:
+    """Make a function call another one from now on, also for hooks and wrappers that hold it."""
+    if not isinstance(function, FunctionType):
+        return
+    code = _call_original.__code__
+    function.__code__ = code.replace(co_name=function.__name__, co_freevars=function.__code__.co_freevars)
+    function.__defaults__, function.__kwdefaults__ = None, {"_original": original}
+    function.__wrapped__ = original  # type: ignore[attr-defined]
+    function.retired_for = original  # type: ignore[attr-defined]
+
+
+def _call_original(*args: Any, _original: Any, **kwargs: Any) -> Any:
+    return _original(*args, **kwargs)
+
+
+def settled(function: Any) -> Any:
+    """Return the function that a retired one calls in the end; any other function itself."""
+    while isinstance(function, FunctionType) and hasattr(function, "retired_for"):
+        function = function.retired_for
+    return function

@@ -1,4 +1,4 @@
-"""Replacement for a causal language model's forward: in training, or where asked for, it makes no logits."""
+"""Replacement for a causal language model's forward that computes the loss without logits."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ import torch
 from tilekern import ops
 from tilekern.ops.registration import scalar
 from tilekern.patch import parallel, patterns
-from tilekern.patch.constant import constant_in_graphs
-from tilekern.patch.digests import digest_of
-from tilekern.patch.guards import count_own, forward_of, has_global_hooks, has_hooks, is_from, is_plain
+from tilekern.patch.digests import Table, definition_of
+from tilekern.patch.guards import (
+    constant_in_graphs,
+    count_own,
+    forward_of,
+    has_global_hooks,
+    has_hooks,
+    is_from,
+    is_plain,
+)
 from tilekern.patch.rewriting import rewritten
 from tilekern.patch.skipped_logits import SKIPPED
 from tilekern.warning import warn_once
 
 Function = Callable[..., Any]
-# Hugging Face's loss of transformers 5.0 to 5.23, which this computes.
-_LOSS = "ffd01ac8e9fd6e791f2f7933e4b94d1dd65a32d7fcede585281a108b1b919e67"
-_ITS_CROSS_ENTROPY = "c91f2e93eccd4694e06d3b61bb5c6d774f281c3d61ff5c94d817344c472b8009"
+# Hugging Face's loss, which this computes.
+_LOSS = Table("heads", {"ForCausalLMLoss + fixed_cross_entropy": True})
 
 
 def fused_linear_cross_entropy(original: Function, **functions: Function) -> Function:
@@ -40,7 +46,7 @@ def fused_linear_cross_entropy(original: Function, **functions: Function) -> Fun
     """
     from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 
-    known = digest_of(ForCausalLMLoss) == _LOSS and digest_of(fixed_cross_entropy) == _ITS_CROSS_ENTROPY
+    known = _LOSS.get(definition_of(ForCausalLMLoss), definition_of(fixed_cross_entropy))
     if not known:
         warn_once("transformers' ForCausalLMLoss is another one than tilekern knows, so it runs as it is")
 
@@ -67,7 +73,7 @@ def fused_linear_cross_entropy(original: Function, **functions: Function) -> Fun
 
 
 def unserved(model: Any, head: Any, loss: Any, is_gathered: bool = False) -> str:
-    """Why a model's own head and loss run, where ``loss`` is the one that tilekern knows; else empty.
+    """Return why a model's own head and loss run, where ``loss`` is the one that tilekern knows; else empty.
 
     ``is_gathered`` says that the head's parameters are plain tensors whenever the model runs, as FSDP makes it.
     """
@@ -82,7 +88,7 @@ def unserved(model: Any, head: Any, loss: Any, is_gathered: bool = False) -> str
 
 
 def _called_for(head: Any) -> Any:
-    """The layer that is called for a head: that of the active adapter in PEFT's ``modules_to_save``.
+    """Return the layer that is called for a head: that of the active adapter in PEFT's ``modules_to_save``.
 
     In what torch.compile made of a head alone, as accelerate's regions have it, the one that was compiled.
     """
@@ -104,14 +110,15 @@ def _say(message: str) -> None:
 
 
 def _other_than_linear(head: Any) -> str:
-    """Why calling a head is more than a linear layer, around which only FSDP's hooks may run; or empty."""
+    """Return why calling a head is more than a linear layer, around which only FSDP's hooks may run; or empty."""
     kind = type(head)
     if not isinstance(head, torch.nn.Linear):
         return f"its head is {kind.__name__} of {kind.__module__}"
     if not is_from(forward_of(head), torch.nn.Linear.__module__) and not _is_shared(head):
         return f"its head is {kind.__name__} with a forward of its own"
     hooks = (*head._forward_pre_hooks.values(), *head._forward_hooks.values())
-    if has_global_hooks() or head._backward_hooks or head._backward_pre_hooks or not all(map(_is_sharding, hooks)):
+    sharding = all(str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.") for hook in hooks)
+    if has_global_hooks() or head._backward_hooks or head._backward_pre_hooks or not sharding:
         return "its head has hooks"
     if hooks and torch.compiler.is_compiling():
         reason = "FSDP gathers its head, whose hooks torch.compile cannot have around another function"
@@ -121,16 +128,12 @@ def _other_than_linear(head: Any) -> str:
 
 
 def _is_shared(head: Any) -> bool:
-    """Whether tensor parallelism has spread a head's vocabulary over the ranks."""
+    """Return whether tensor parallelism has spread a head's vocabulary over the ranks."""
     return not torch.compiler.is_compiling() and not has_hooks(head) and parallel.part_of_head(head) is not None
 
 
-def _is_sharding(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
-
-
 def _wide() -> bool:
-    """Whether the gradient of the head's weight is added up in float32 (``TILEKERN_WIDE_SUMS=1``)."""
+    """Return whether the gradient of the head's weight is added up in float32 (``TILEKERN_WIDE_SUMS=1``)."""
     return os.environ.get("TILEKERN_WIDE_SUMS", "0") not in ("", "0")
 
 

@@ -1,4 +1,4 @@
-"""The masks of ``attn_implementation="tilekern"``, and what a model's own code makes of them."""
+"""The masks of ``attn_implementation="tilekern"``, and how a model's code uses them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 
 from tilekern.errors import InputError
 from tilekern.ops.packing import can_read
-from tilekern.patch.constant import constant_in_graphs
+from tilekern.patch.guards import constant_in_graphs
+from tilekern.patch.ledger import content
 from tilekern.patch.positions import (
     Positions,
     Sequences,
@@ -25,12 +26,11 @@ from tilekern.patch.positions import (
     positions_of_call,
 )  # fmt: skip
 from tilekern.patch.told import ToldMask
-from tilekern.patch.wrapped import content
 from tilekern.warning import warn_once
 
 
 def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> Any:
-    """A mask as transformers asks for it: None wherever the kernels' own causality and window say all of it.
+    """Return a mask as transformers asks for it: None wherever the kernels' own causality and window say all of it.
 
     A row that holds several sequences, by its ``position_ids``, gets a :class:`ToldMask`, as does a prompt with room of
     a cache behind it. The window is in the mask where layers do not hand theirs to their attention function:
@@ -121,7 +121,7 @@ class _Ask:
         return not positions_of_call().are_given or not (self.is_row or self.is_joined)
 
     def sequences(self) -> tuple[Sequences | None, torch.Tensor | None]:
-        """The sequences of a row, or the number of each token's, [tokens], where values are not looked at."""
+        """Return the sequences of a row, or the number of each token's, [tokens], where values are not looked at."""
         if not self.is_row or torch.compiler.is_compiling():
             return None, None
         told, joined = positions_of_call(), self.numbers
@@ -138,7 +138,7 @@ class _Ask:
         return None, number_of_sequences(ids, self.padding).to(self.given.get("device"))
 
     def _read(self, told: Positions, ids: torch.Tensor) -> Sequences | None:
-        """The sequences of a row whose values may be read; None if there is one."""
+        """Return the sequences of a row whose values may be read; None if there is one."""
         if told.starts is not None:
             return Sequences(told.starts.int(), self.keys)
         found = look(ids, None if self.numbers is None else self.numbers[0])
@@ -148,7 +148,7 @@ class _Ask:
         return found.to(self.given.get("device"))
 
     def with_room(self, window: int | None) -> torch.Tensor:
-        """The mask of a prompt at the beginning of a cache with room behind it."""
+        """Return the mask of a prompt at the beginning of a cache with room behind it."""
         from transformers.masking_utils import sdpa_mask
 
         if not self.can_read or not self.is_plain:
@@ -158,7 +158,7 @@ class _Ask:
 
 
 def _is_own(local_size: int, config: Any, given: dict[str, Any]) -> bool:
-    """Whether a local mask is the window that layers hand to the attention function: causal, and no chunks.
+    """Return whether a local mask is the window that layers hand to the attention function: causal, and no chunks.
 
     Masks in both directions count a window in another way.
     """
@@ -175,7 +175,7 @@ def _is_made_by(function: Any, name: str) -> bool:
 
 
 def _numbers(function: Any) -> torch.Tensor | None:
-    """The numbers of the tokens' sequences, [batch, tokens], in a function that keeps them apart; else None."""
+    """Return the numbers of the tokens' sequences, [batch, tokens], in a function that keeps them apart; else None."""
     for part in _functions(function):
         if _is_made_by(part, "packed_sequence_mask_function"):
             return content((part.__closure__ or (None,))[0])
@@ -189,7 +189,7 @@ def _shows_blocks(function: FunctionType, reading: Reading) -> bool:
 
 
 def _functions(made: Any) -> Iterator[FunctionType]:
-    """A function, and those that it has been made of."""
+    """Yield a function, and those that it has been made of."""
     if isinstance(made, FunctionType):
         yield made
         for cell in made.__closure__ or ():
@@ -200,7 +200,7 @@ def _functions(made: Any) -> Iterator[FunctionType]:
 
 
 def says_packing_alone(made: Any) -> bool:
-    """Whether the starts of packed sequences, causality and the layer's window say all that a mask says.
+    """Return whether the starts of packed sequences, causality and the layer's window say all that a mask says.
 
     A copy of the mask does not know it; what is computed with it is the same.
     """
@@ -208,7 +208,7 @@ def says_packing_alone(made: Any) -> bool:
 
 
 def lacks_sequences(made: Any) -> bool:
-    """Whether a mask was made while nobody could look whether its row holds several sequences."""
+    """Return whether a mask was made while nobody could look whether its row holds several sequences."""
     return made is None or getattr(made, "lacks_sequences", False)
 
 
@@ -261,7 +261,7 @@ _readings: dict[type, Reading] = {}
 
 @constant_in_graphs
 def reading_of(config: type) -> Reading:
-    """How the code of models with such a configuration uses masks; code that is not found counts as harmless."""
+    """Return how the code of models with such a configuration uses masks; code that is not found counts as harmless."""
     if config in _readings:
         return _readings[config]
     models = next(filter(None, map(_models, config.__mro__)), [])
@@ -272,7 +272,7 @@ def reading_of(config: type) -> Reading:
 
 
 def _models(config: type) -> list[Any]:
-    """The models with such a configuration, their common base first.
+    """Return the models with such a configuration, their common base first.
 
     The auto classes do not know every part of a model. Its code lies beside its configuration's, and is imported where
     a mask is asked for.
@@ -311,12 +311,12 @@ def _read(models: list[Any]) -> Reading:
 
 
 def _hands(argument: str) -> str:
-    """A call of the attention function that hands an argument over."""
+    """Return a call of the attention function that hands an argument over."""
     return rf"attention_interface\((?:(?!\n\s*\)\n)[\s\S])*\n\s+{argument}="
 
 
 def refusal_of(model: torch.nn.Module) -> str:
-    """Why attention "tilekern" cannot serve a model; empty where it can."""
+    """Return why attention "tilekern" cannot serve a model; empty where it can."""
     reading = reading_of(type(getattr(model, "config", None)))
     if reading.refusal or not reading.asks:
         return reading.refusal
@@ -325,7 +325,7 @@ def refusal_of(model: torch.nn.Module) -> str:
 
 
 def _source(module: str) -> str:
-    """The code of a module; empty where it is not at hand, for which a mask is what is right in any case."""
+    """Return the code of a module; empty where it is not at hand, for which a mask is what is right in any case."""
     try:
         return inspect.getsource(sys.modules[module])
     except OSError:

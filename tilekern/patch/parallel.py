@@ -1,4 +1,4 @@
-"""The wrappers of transformers' tensor and expert parallelism around modules: forwards that move tensors between ranks.
+"""Look inside the wrappers that transformers' tensor and expert parallelism puts around forwards.
 
 They are functions that a module has of its own, around the forward that it had. Inside of those of experts the weights
 are this rank's parts, plain tensors; the parameters outside are DTensors.
@@ -39,14 +39,14 @@ class Part(NamedTuple):
 
 
 def around(module: torch.nn.Module) -> FunctionType | None:
-    """The function that transformers has put around a module's forward; None where none is."""
+    """Return the function that transformers has put around a module's forward; None where none is."""
     own = module.__dict__.get("forward")
     is_its = isinstance(own, FunctionType) and own.__globals__.get("__name__", "").startswith(_HOME)
     return own if is_its else None
 
 
 def inside(module: torch.nn.Module) -> Any:
-    """The method inside of what transformers has put around a module's forward; None where that does not say."""
+    """Return the method inside of what transformers has put around a module's forward; None where that does not say."""
     outer = around(module)
     return None if outer is None else _variables(outer).get("original_forward")
 
@@ -90,7 +90,8 @@ def part_of_head(head: Any) -> Part | None:
         and not getattr(head, "_hf_quantized_needs_local_tp", False)
     )  # fmt: skip
     tensors = [x for x in (head.weight, head.bias) if x is not None]
-    if not usual or not all(map(_is_split_by_rows, tensors)):
+    by_rows = all(is_dtensor(x) and len(x.placements) == 1 and x.placements[0].is_shard(0) for x in tensors)
+    if not usual or not by_rows:
         return None
     weight, bias, mesh = head.weight, head.bias, head.weight.device_mesh
     # As torch.chunk cuts, which DTensors follow.
@@ -98,12 +99,8 @@ def part_of_head(head: Any) -> Part | None:
     return Part(weight.to_local(), None if bias is None else bias.to_local(), first, mesh.get_group())
 
 
-def _is_split_by_rows(x: Any) -> bool:
-    return is_dtensor(x) and len(x.placements) == 1 and x.placements[0].is_shard(0)
-
-
 def _variables(function: FunctionType) -> dict[str, Any]:
-    """The variables that a function took from where it was made, by name."""
+    """Return the variables that a function took from where it was made, by name."""
     return {
         name: cell.cell_contents
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)

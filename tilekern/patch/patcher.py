@@ -1,4 +1,4 @@
-"""Applying patches, putting everything back, and saying what is patched."""
+"""Apply patches, undo them, and list what is patched."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilekern.patch import attention as attention_door
 from tilekern.patch import comparing as ranks
 from tilekern.patch import defaults
 from tilekern.patch import experts as experts_door
-from tilekern.patch.families import FAMILIES, Family, imported, is_of_transformers
+from tilekern.patch.families import FAMILIES, imported, is_of_transformers
 from tilekern.patch.installed import Found, as_read, examine, transformers_version
 from tilekern.patch.instances import patch_modules
 from tilekern.patch.ledger import Ledger, Touch
@@ -37,7 +37,7 @@ from tilekern.runtime import dispatch
 from tilekern.runtime.awaiting import Arrivals
 from tilekern.runtime.locks import ForkLock
 from tilekern.runtime.settings import check_settings
-from tilekern.runtime.switches import ADAMW, ATTENTION, ATTENTIONS, EXPERTS, FORMS
+from tilekern.runtime.switches import ADAMW, ATTENTION, ATTENTIONS, EXPERTS, EXTRAS, FORMS, OPS
 from tilekern.warning import warn
 
 if TYPE_CHECKING:
@@ -115,20 +115,18 @@ def apply(
             False, or an environment variable of tilekern's with an unknown value.
         RanksDiffer: the ranks of the job could not agree.
     """
+    switches = _switches(locals())
     check_settings()
-    check_switches({ATTENTION: attention, ADAMW: adamw})
-    wish = _wish(
-        {"rms_norm": rms_norm, "layer_norm": layer_norm, "swiglu": swiglu, "qk_norm_rope": qk_norm_rope, "rope": rope}
-        | {"fused_add_rms_norm": fused_add_rms_norm, "fused_linear_cross_entropy": fused_linear_cross_entropy}
-        | {"mlp": mlp, EXPERTS: experts, **ops},
-        model_type,
-        forms,
-    )
+    check_switches({name: switches.pop(name) for name in _DOORS})
+    wish = _wish(switches, model_type, forms)
     if on_miss is not None:
         dispatch.set_miss_policy(on_miss)
     families = [family for family in FAMILIES.values() if model_type in (None, family.model_type)]
     with _lock:
-        _note(wish, model_type, families)
+        # For the families that are imported later too.
+        if model_type is None:
+            _wishes[None] = wish
+        _wishes.update({family.module: wish for family in families})
         _arrivals.watch()
     attention_door.register()
     experts_door.register()
@@ -159,6 +157,11 @@ def apply_first(**options: Any) -> None:
         apply(**options)
 
 
+def _switches(arguments: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the switches among the arguments of :func:`apply` or :func:`apply_to_model`."""
+    return {name: arguments[name] for name in (*OPS, *EXTRAS) if name in arguments} | arguments["ops"]
+
+
 def _wish(switches: Mapping[str, bool], model_type: str | None, forms: str) -> _Wish:
     check_ops(switches)
     check_switches(switches)
@@ -166,19 +169,12 @@ def _wish(switches: Mapping[str, bool], model_type: str | None, forms: str) -> _
     return _Wish(frozenset(op for op in known_ops() if switches.get(op, True)), forms)
 
 
-def _note(wish: _Wish, model_type: str | None, families: Iterable[Family]) -> None:
-    """Remember what was asked for, for the families that are imported later too."""
-    if model_type is None:
-        _wishes[None] = wish
-    _wishes.update({family.module: wish for family in families})
-
-
 def _awaits(name: str) -> bool:
     return name in _wishes or (_wishes[None].forms == "any" and is_of_transformers(name))
 
 
 def _wanted(name: str) -> list[Patch]:
-    """The patches of a module's classes that were asked for."""
+    """Return the patches of a module's classes that were asked for."""
     wish = _wishes.get(name, _wishes[None])
     return chosen(list(patches_for(name, wish.forms)), wish.ops)
 
@@ -282,16 +278,11 @@ def apply_to_model(
         InputError: as :func:`apply`, where nothing in the model is of a supported family, and where it has attention
             "tilekern", which cannot serve it.
     """
+    switches = _switches(locals())
     check_settings()
     if not hasattr(model, "modules"):
         raise InputError(f"apply_to_model takes a model, a torch.nn.Module, got {type(model).__name__}")
-    wish = _wish(
-        {"rms_norm": rms_norm, "layer_norm": layer_norm, "swiglu": swiglu, "qk_norm_rope": qk_norm_rope, "rope": rope}
-        | {"fused_add_rms_norm": fused_add_rms_norm, "fused_linear_cross_entropy": fused_linear_cross_entropy}
-        | {"mlp": mlp, EXPERTS: experts, **ops},
-        model_type,
-        forms,
-    )
+    wish = _wish(switches, model_type, forms)
     if getattr(getattr(model, "config", None), "_attn_implementation", None) in ATTENTIONS and (
         why := refusal_of(model)
     ):
@@ -335,14 +326,14 @@ def _take_back(model: torch.nn.Module, ops: Set[str]) -> None:
 
 
 def patches_of_model(model: torch.nn.Module, forms: str = "tested") -> list[Patch]:
-    """The patches of the families that a model's modules are of."""
+    """Return the patches of the families that a model's modules are of."""
     homes = dict.fromkeys(kind.__module__ for module in model.modules() for kind in type(module).__mro__)
     own = [patch for home in homes for patch in patches_for(home, forms if _may_be_any(home) else "tested")]
     return [*own, *(patch for patch in registered() if patch.module in homes)]
 
 
 def _may_be_any(home: str) -> bool:
-    """Whether code is looked for forms: that of models, and not torch's and transformers' own base classes."""
+    """Return whether code is looked for forms: that of models, and not torch's and transformers' own base classes."""
     return is_of_transformers(home) or home.partition(".")[0] not in ("builtins", "torch", "transformers", "typing")
 
 
@@ -398,7 +389,7 @@ def held() -> Iterator[Ledger]:
 
 
 def get_patched_ops() -> dict[str, list[str]]:
-    """The paths at which each op is patched now, with the number of modules where single models are patched.
+    """Return the paths at which each op is patched now, with the number of modules where single models are patched.
 
     What something else has replaced since is not among them; a class that another one has replaced in its module is
     said to be that of older models. Modules that have a forward of their own run no patch of
@@ -415,7 +406,7 @@ def get_patched_ops() -> dict[str, list[str]]:
 
 
 def codes() -> dict[CodeType, str]:
-    """The code of everything that stands in for a model's now, with its op."""
+    """Return the code of everything that stands in for a model's now, with its op."""
     with _lock:
         functions = [(inspect.unwrap(touch.replacement), touch.op) for touch in _ledger]
     doors = [(attention_door.attend, ATTENTION), (experts_door.run_experts, EXPERTS)]
@@ -423,7 +414,7 @@ def codes() -> dict[CodeType, str]:
 
 
 def list_patches(model_type: str | None = None) -> list[Found]:
-    """Every row of the table, or those of one family, with its status on the installed transformers.
+    """Return every row of the table, or those of one family, with its status on the installed transformers.
 
     Families' code is read, not imported.
 
@@ -445,7 +436,7 @@ _DOORS = (ATTENTION, ADAMW)
 
 
 def _doors_on() -> dict[str, list[str]]:
-    """Those of :data:`_DOORS` that are in force, with what they change."""
+    """Return those of :data:`_DOORS` that are in force, with what they change."""
     on = {
         ATTENTION: [defaults.CHOICE] if defaults.is_attention_on() else [],
         ADAMW: ["torch.optim.AdamW.__new__"] if defaults.is_adamw_on() else [],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ _NOT_AT_ONCE = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.Compare, ast.comprehensio
 
 
 def sums_and_norms(function: ast.FunctionDef, norms: Collection[str]) -> int:
-    """Sums with the norm of them, with a norm as one of their terms, and with both.
+    """Replace sums with their norm, sums with a norm as one term, and sums with both.
 
     Args:
         function: changed in place.
@@ -38,7 +39,7 @@ def sums_and_norms(function: ast.FunctionDef, norms: Collection[str]) -> int:
 
 
 def add_norm(function: ast.FunctionDef, norms: Collection[str]) -> int:
-    """A sum and the norm of it: ``a = x + y``, perhaps ``residual = a``, then ``b = self.norm(a)``.
+    """Replace a sum and the norm of it: ``a = x + y``, perhaps ``residual = a``, then ``b = self.norm(a)``.
 
     The norm may be inside of the last statement: ``b = a + self.mlp(self.norm(a))``. Behind the sum there may be an
     ``if`` of its own, as GPT-2 has one for cross attention: where that holds, the steps are those that there were.
@@ -98,7 +99,10 @@ def _parted(statements: list[ast.stmt], norms: Collection[str]) -> tuple[list[as
     total, value = _assigned(first)
     terms = [value.left, value.right] if isinstance(value, ast.BinOp) else []
     names = [total, *(x.id for x in terms if isinstance(x, ast.Name))]
-    if len(names) != 3 or not _asks_of_others(asked.test, names):
+    nodes = [x for x in ast.walk(asked.test) if isinstance(x, ast.expr)]
+    if len(names) != 3 or any(isinstance(x, ast.Name) and x.id in names for x in nodes):
+        return None
+    if not all(isinstance(x, ast.Compare | ast.Name | ast.Constant) for x in nodes):
         return None
     found = _sum_and_norm(copy.deepcopy([first, *rest]), norms)
     if found is None:
@@ -106,13 +110,6 @@ def _parted(statements: list[ast.stmt], norms: Collection[str]) -> tuple[list[as
     changed, length = found
     before = [copy.deepcopy(first), *asked.body, *copy.deepcopy(rest[: length - 1])]
     return [ast.copy_location(ast.If(asked.test, before, changed), asked)], length + 1
-
-
-def _asks_of_others(test: ast.expr, names: Collection[str | None]) -> bool:
-    """Whether a test compares variables that are not among some, and calls nothing."""
-    nodes = [x for x in ast.walk(test) if isinstance(x, ast.expr)]
-    simple = all(isinstance(x, ast.Compare | ast.Name | ast.Constant) for x in nodes)
-    return simple and not any(isinstance(x, ast.Name) and x.id in names for x in nodes)
 
 
 def _norm_of(statement: ast.stmt, norms: Collection[str], names: Collection[str]) -> ast.Call | None:
@@ -129,7 +126,7 @@ def _norm_of(statement: ast.stmt, norms: Collection[str], names: Collection[str]
 
 
 def norm_add(function: ast.FunctionDef, norms: Collection[str]) -> int:
-    """A norm and the sum of it and a variable: ``x = self.norm(x)``, then ``x = residual + x``.
+    """Replace a norm and the sum of it and a variable: ``x = self.norm(x)``, then ``x = residual + x``.
 
     The sum may be one that :func:`add_norm` has changed; the norm must not be used in any other way.
 
@@ -166,7 +163,7 @@ def _norm_and_sum(statements: list[ast.stmt], norms: Collection[str], function: 
 
 
 def _terms(statement: ast.stmt) -> tuple[list[ast.expr], list[ast.expr]]:
-    """The two terms of a sum, and the norm of it where :func:`add_norm` has found one."""
+    """Return the two terms of a sum, and the norm of it where :func:`add_norm` has found one."""
     value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
     if isinstance(value, ast.Call) and _text(value.func) == ADD_NORM:
         return value.args[:2], value.args[2:]
@@ -176,7 +173,7 @@ def _terms(statement: ast.stmt) -> tuple[list[ast.expr], list[ast.expr]]:
 
 
 def _is_dead(name: str, statements: list[ast.stmt], function: ast.FunctionDef) -> bool:
-    """Whether a variable that the first of some statements sets is read by the second alone."""
+    """Return whether a variable that the first of some statements sets is read by the second alone."""
     for statement in statements[1:]:
         copied = _assigned(statement)[1]
         is_copy = isinstance(copied, ast.Name) and copied.id != name
@@ -196,7 +193,7 @@ class _Exchanged(ast.NodeTransformer):
 
 
 def normed(function: ast.FunctionDef, norms: Collection[str]) -> int:
-    """Calls of norms, ``self.norm(x)`` of one value, wherever in the text they are.
+    """Replace calls of norms, ``self.norm(x)`` of one value, anywhere in the text.
 
     Args:
         function: changed in place.
@@ -211,7 +208,7 @@ def normed(function: ast.FunctionDef, norms: Collection[str]) -> int:
 
 
 def mlp(function: ast.FunctionDef, linears: Collection[str], activations: Collection[str]) -> int:
-    """``self.down(self.act(self.up(x)))``, at once or statement by statement, perhaps with dropout before the last.
+    """Replace ``self.down(self.act(self.up(x)))``, at once or in steps, perhaps with dropout before the last.
 
     Args:
         function: changed in place.
@@ -258,7 +255,7 @@ def _chain_before(
 
 
 def _dropout(value: Any) -> list[ast.keyword]:
-    """The share that ``dropout(x, p=share, training=self.training)`` leaves out, as an argument."""
+    """Return the share that ``dropout(x, p=share, training=self.training)`` leaves out, as an argument."""
     if not isinstance(value, ast.Call) or _text(value.func) not in _DROPOUTS:
         return []
     given = {keyword.arg: keyword.value for keyword in value.keywords}
@@ -281,7 +278,7 @@ def _given_to(call: Any, body: list[ast.stmt], place: int) -> tuple[Any, int]:
 
 
 def qk_norm_rope(function: ast.FunctionDef, norms: Collection[str], rotation: str) -> int:
-    """The norms of each head of q and k, and their rotation ``q, k = rotation(q, k, ...)``, in an attention's forward.
+    """Replace the norms of each head of q and k and their rotation ``q, k = rotation(q, k, ...)`` in a forward.
 
     The norms ``q = self.q_norm(q)`` stand before it, each perhaps in the statement that makes q or with a transpose of
     tokens and heads, or right behind it. Either may be under a condition. The layers that make q, k and v of one input
@@ -316,7 +313,7 @@ class _Single(NamedTuple):
 
 
 def _singles(body: list[ast.stmt], norms: Collection[str], rotation: str) -> list[_Single]:
-    """The variables that are normalised and rotated by themselves."""
+    """Return the variables that are normalised and rotated by themselves."""
     found = []
     for place, (name, value) in enumerate(map(_assigned, body[:-1])):
         turned, call = _assigned(body[place + 1])
@@ -354,12 +351,12 @@ def _normed_apart(body: list[ast.stmt], norms: Collection[str], rotation: str) -
 
 
 def _is_own(test: ast.expr) -> bool:
-    """Whether an expression is an attribute of ``self``."""
+    """Return whether an expression is an attribute of ``self``."""
     return isinstance(test, ast.Attribute) and _text(test.value) == "self"
 
 
 def _stores(statements: list[ast.stmt], names: Collection[str | None]) -> bool:
-    """Whether statements set one of some variables."""
+    """Return whether statements set one of some variables."""
     nodes = (x for statement in statements for x in ast.walk(statement))
     return any(isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store) and x.id in names for x in nodes)
 
@@ -373,18 +370,18 @@ class _Turn(NamedTuple):
     condition: ast.If | None
 
     def fused(self, norms: tuple[str, str], **said: bool) -> str:
-        """The call of what stands in for it and the norms of q and k."""
+        """Return the call of what stands in for it and the norms of q and k."""
         more = [_text(x) for x in self.call.args[2:]] + [f"{name}={value}" for name, value in said.items()]
         of = f"self.{norms[0]}, self.{norms[1]}, {self.q}, {self.k}"
         return f"{self.q}, {self.k} = {TURNED}({', '.join((of, *more))})"
 
     def alone(self) -> str:
-        """The call of the rotation by itself."""
+        """Return the call of the rotation by itself."""
         return f"{self.q}, {self.k} = {ROTATED}({', '.join(_text(x) for x in self.call.args)})"
 
 
 def _rotated(statement: ast.stmt, rotation: str) -> _Turn | None:
-    """The rotation that a statement is, or that is last in a condition without an alternative."""
+    """Return the rotation that a statement is, or that is last in a condition without an alternative."""
     condition = statement if isinstance(statement, ast.If) and not statement.orelse else None
     last = statement if condition is None else condition.body[-1]
     if not isinstance(last, ast.Assign) or not isinstance(last.targets[0], ast.Tuple) or len(last.targets) > 1:
@@ -413,7 +410,7 @@ class _Before(NamedTuple):
 
 
 def _norms_before(statements: list[ast.stmt], turn: _Turn, norms: Collection[str]) -> _Before | None:
-    """The norms of q and k in what stands before a rotation, where nothing else is done with them in between."""
+    """Return the norms of q and k in what stands before a rotation, where nothing else is done with them in between."""
     found: dict[str, tuple[str, bool]] = {}
     swapped = dict.fromkeys((turn.q, turn.k), False)
     changes: list[tuple[ast.stmt, list[ast.stmt]]] = []
@@ -510,7 +507,7 @@ _SWAP = ".transpose(1, 2)"
 
 
 def _untransposed(value: ast.expr | None) -> tuple[ast.expr | None, bool]:
-    """The value before a transpose of tokens and heads; else the value as it is."""
+    """Return the value before a transpose of tokens and heads; else the value as it is."""
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         swaps = f".{value.func.attr}({', '.join(map(_text, value.args))})" == _SWAP and not value.keywords
         return (value.func.value, True) if swaps else (value, False)
@@ -518,14 +515,14 @@ def _untransposed(value: ast.expr | None) -> tuple[ast.expr | None, bool]:
 
 
 def _is_norms(statement: ast.stmt, turn: _Turn, norms: Collection[str]) -> bool:
-    """Whether a statement is the norms of q and k under a condition that ``self`` tells."""
+    """Return whether a statement is the norms of q and k under a condition that ``self`` tells."""
     if not isinstance(statement, ast.If) or statement.orelse or len(statement.body) != 2:
         return False
     return _is_own(statement.test) and _norms_in(statement.body, norms).keys() == {turn.q, turn.k}
 
 
 def _norms_in(statements: list[ast.stmt], norms: Collection[str]) -> dict[str, str]:
-    """The norm of each variable ``x`` that a statement ``x = self.norm(x)`` normalises."""
+    """Return the norm of each variable ``x`` that a statement ``x = self.norm(x)`` normalises."""
     found = {}
     for name, value in map(_assigned, statements):
         norm = _own_call(value)
@@ -565,7 +562,7 @@ def head_and_loss(function: ast.FunctionDef) -> int:
     Between the two, logits may be multiplied, divided, or capped by a number of the configuration. A forward that
     gives a tuple to those who ask for it gives it with logits.
     """
-    body, names = function.body, {argument.arg for argument in _arguments(function)}
+    body, names = function.body, {x.arg for x in ast.walk(function.args) if isinstance(x, ast.arg)}
     for place, statement in enumerate(body):
         logits, value = _assigned(statement)
         call, scale = _scaled_call(value)
@@ -576,7 +573,11 @@ def head_and_loss(function: ast.FunctionDef) -> int:
         if found is None or "labels" not in names or _uses([*body[:place], call], logits) or SKIP_LOGITS in names:
             continue
         end, loss, arguments, settings = found
-        tuples = [x for x in body[end:] if _gives_tuple(x)]
+        # Statements that return a tuple to callers that ask for no dictionary.
+        asking = [x for x in body[end:] if isinstance(x, ast.If) and not x.orelse]
+        tuples: list[ast.stmt] = [
+            x for x in asking if _text(x.test) == "not return_dict" and isinstance(x.body[-1], ast.Return)
+        ]
         if not _only_returned([x for x in body[end:] if x not in tuples], logits):
             continue
         keep = "logits_to_keep" if "logits_to_keep" in names else "0"
@@ -609,16 +610,10 @@ def _scaled_call(value: ast.expr | None) -> tuple[ast.Call | None, list[ast.keyw
     return (value if isinstance(value, ast.Call) else None), scale
 
 
-def _gives_tuple(statement: ast.stmt) -> bool:
-    """Whether a statement returns a tuple to those who ask for no dictionary."""
-    asked = isinstance(statement, ast.If) and not statement.orelse and _text(statement.test) == "not return_dict"
-    return asked and isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Return)
-
-
 def _loss_after(
     body: list[ast.stmt], place: int, logits: str, options: list[ast.keyword]
 ) -> tuple[int, str, list[ast.keyword], list[ast.stmt]] | None:
-    """The end of the loss that follows a head, its variable, and the arguments that say how it is made.
+    """Return the end of the loss that follows a head, its variable, and the arguments that say how it is made.
 
     And what in between sets variables that these arguments name.
     """
@@ -638,7 +633,7 @@ def _loss_after(
 
 
 def _is_setting(statement: ast.stmt, logits: str) -> bool:
-    """Whether a statement names a value of the configuration."""
+    """Return whether a statement names a value of the configuration."""
     name, value = _assigned(statement)
     read = value is not None and _text(value).startswith(("self.config.", "getattr(self.config."))
     return read and name != logits and not _uses([statement], logits)
@@ -683,7 +678,7 @@ def _loss(statement: ast.stmt, logits: str) -> tuple[str, list[ast.keyword]] | N
 
 
 def _only_returned(statements: list[ast.stmt], name: str) -> bool:
-    """Whether all that is done with a variable is to return it as the field of its output that has its name."""
+    """Return whether all that is done with a variable is to return it as the field of its output that has its name."""
     fields = [
         keyword.arg
         for statement in statements
@@ -696,7 +691,7 @@ def _only_returned(statements: list[ast.stmt], name: str) -> bool:
 
 
 def _uses(nodes: Iterable[ast.AST], name: str) -> int:
-    """How often a variable is named."""
+    """Return how often a variable is named."""
     return sum(isinstance(x, ast.Name) and x.id == name for node in nodes for x in ast.walk(node))
 
 
@@ -731,11 +726,8 @@ def _is_doubled(value: ast.expr | None) -> bool:
 
 
 def _is_repeated(value: ast.expr | None) -> bool:
-    text = "" if value is None else _text(value)
-    name = text.removeprefix("torch.repeat_interleave(").removesuffix(", 2, dim=-1)")
-    name = name.removesuffix(".repeat_interleave(2, dim=-1)")
-    ways = (f"torch.repeat_interleave({name}, 2, dim=-1)", f"{name}.repeat_interleave(2, dim=-1)")
-    return name.isidentifier() and text in ways
+    way = r"(torch\.repeat_interleave\(\w+, |\w+\.repeat_interleave\()2, dim=-1\)"
+    return value is not None and re.fullmatch(way, _text(value)) is not None
 
 
 def _calls(function: ast.FunctionDef) -> list[ast.Call]:
@@ -747,7 +739,7 @@ def _statements(function: ast.FunctionDef) -> list[ast.stmt]:
 
 
 def _bodies(function: ast.FunctionDef) -> Iterator[list[ast.stmt]]:
-    """The lists of statements in a function."""
+    """Yield the lists of statements in a function."""
     for node in ast.walk(function):
         for name in ("body", "orelse"):
             body = getattr(node, name, None)
@@ -755,12 +747,8 @@ def _bodies(function: ast.FunctionDef) -> Iterator[list[ast.stmt]]:
                 yield body
 
 
-def _arguments(function: ast.FunctionDef) -> list[ast.arg]:
-    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-
-
 def _assigned(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
-    """The variable that a statement sets, where it sets a single one, and to what."""
+    """Return the variable that a statement sets, where it sets a single one, and to what."""
     if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
         return statement.target.id, statement.value
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
@@ -769,7 +757,7 @@ def _assigned(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
 
 
 def _own_call(call: ast.expr | None) -> str | None:
-    """The name of the attribute of ``self`` that an expression calls."""
+    """Return the name of the attribute of ``self`` that an expression calls."""
     function = call.func if isinstance(call, ast.Call) else None
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "self":
         return function.attr
@@ -777,7 +765,7 @@ def _own_call(call: ast.expr | None) -> str | None:
 
 
 def _argument(call: ast.expr | None) -> str | None:
-    """The variable that is the only argument of a call."""
+    """Return the variable that is the only argument of a call."""
     if not isinstance(call, ast.Call) or call.keywords or len(call.args) != 1 or not isinstance(call.args[0], ast.Name):
         return None
     return call.args[0].id
@@ -787,18 +775,13 @@ def _text(node: ast.AST) -> str:
     return ast.unparse(node)
 
 
-def _both(targets: str, value: str) -> tuple[str, str]:
-    """The two ways in which versions of Python write an assignment to a tuple."""
-    return f"{targets} = {value}", f"({targets}) = {value}"
-
-
 def _called(tree: ast.AST, name: str) -> ast.Call:
-    """The call of a function in a tree that has one."""
+    """Return the call of a function in a tree that has one."""
     return next(x for x in ast.walk(tree) if isinstance(x, ast.Call) and _text(x.func) == name)
 
 
 def _statement(text: str, place: ast.stmt) -> ast.stmt:
-    """The statement that a text says, on the line of another one."""
+    """Return the statement that a text says, on the line of another one."""
     made = ast.parse(text).body[0]
     for node in ast.walk(made):
         if hasattr(node, "lineno"):

@@ -1,4 +1,4 @@
-"""Which sequences a row holds, by its ``position_ids``, as far as the model was told any.
+"""Find the sequences in a row by the ``position_ids`` that the model was given.
 
 A flattening collator puts several sequences into one row, and their positions begin again in each. transformers hands
 positions to the maker of a mask in some families alone, and makes nothing of them beside a cache or a mask of ones.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilekern.patch.constant import constant_in_graphs
+from tilekern.patch.guards import constant_in_graphs
 
 _NAMES = ("text_position_ids", "position_ids")
 
@@ -31,7 +31,7 @@ class Sequences(NamedTuple):
     longest: int
 
     def to(self, device: torch.device | str | None) -> Sequences:
-        """The same on a device; None for where they are."""
+        """Return the same on a device; None for where they are."""
         return self._replace(starts=self.starts.to(device))
 
 
@@ -52,13 +52,13 @@ class Positions(NamedTuple):
 
 
 def has_values(tensor: torch.Tensor | None) -> bool:
-    """Whether a tensor is more than its shape."""
+    """Return whether a tensor is more than its shape."""
     fake = torch._subclasses.FakeTensor
     return tensor is None or not (tensor.device.type == "meta" or isinstance(tensor, fake))
 
 
 def positions_of_call() -> Positions:
-    """The positions of the model whose forward calls for a mask now, by the frames of that call."""
+    """Return the positions of the model whose forward calls for a mask now, by the frames of that call."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (ids := _ids(frame)) is None:
         if frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), torch.nn.Module):
@@ -81,7 +81,7 @@ def _ids(frame: FrameType) -> torch.Tensor | None:
 
 
 def _told(frame: FrameType | None) -> tuple[bool, torch.Tensor | None]:
-    """Whether the outermost model on the way to a frame was called with positions, and with which starts.
+    """Return whether the outermost model on the way to a frame was called with positions, and with which starts.
 
     So it is taken to be where nobody can tell.
     """
@@ -98,7 +98,7 @@ def _told(frame: FrameType | None) -> tuple[bool, torch.Tensor | None]:
 
 
 def _names_positions(code: CodeType, values: Any, otherwise: bool) -> bool:
-    """Whether a call names positions, by the arguments of a forward or of ``Module.__call__``."""
+    """Return whether a call names positions, by the arguments of a forward or of ``Module.__call__``."""
     if code.co_name == "_call_impl":
         # They stand behind the ids and the mask where they are given by their place.
         named, placed = values.get("kwargs"), values.get("args")
@@ -112,7 +112,7 @@ def _names_positions(code: CodeType, values: Any, otherwise: bool) -> bool:
 
 @constant_in_graphs
 def are_given_in_graph() -> bool:
-    """The same of a model that torch.compile traces as a whole; not so where it traces less than a model.
+    """Return the same of a model that torch.compile traces as a whole; not so where it traces less than a model.
 
     A layer that is compiled by itself gets a mask from a model that is not, in which positions were looked at.
     """
@@ -139,7 +139,7 @@ def are_given_in_graph() -> bool:
 
 
 def _value(variable: Any) -> Any:
-    """What a variable of torch.compile stands for, as far as None is told from others."""
+    """Return what a variable of torch.compile stands for, as far as None is told from others."""
     if hasattr(variable, "is_realized"):
         if not variable.is_realized():
             return variable.original_value()
@@ -150,7 +150,7 @@ def _value(variable: Any) -> Any:
 
 
 def number_of_sequences(ids: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
-    """The number of each token's sequence, [tokens], of a row's positions; nothing is waited for.
+    """Return the number of each token's sequence, [tokens], of a row's positions; nothing is waited for.
 
     A sequence begins where positions are the row's lowest, as FlashAttention's integration has it, and where they
     fall. Padding, which ``visible`` [1, tokens] hides, goes with the sequence before it.
@@ -172,7 +172,7 @@ _last: tuple[Any, ...] = (lambda: None, -1, None)
 
 
 def look(ids: torch.Tensor, known: torch.Tensor | None = None) -> Sequences | None:
-    """The sequences of a row's positions, whose values are read once for all masks of a forward; None if one.
+    """Return the sequences of a row's positions, whose values are read once for all masks of a forward; None if one.
 
     ``known`` are the numbers of the tokens' sequences, [tokens], where transformers has found them.
     """
@@ -198,6 +198,6 @@ def cut(numbers: torch.Tensor, device: torch.device) -> Sequences | None:
 
 
 def number_of_tokens(starts: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The number of each token's sequence, [tokens], by where sequences begin."""
+    """Return the number of each token's sequence, [tokens], by where sequences begin."""
     places = torch.arange(tokens, dtype=torch.int64, device=starts.device)
     return torch.searchsorted(starts.long(), places, right=True)

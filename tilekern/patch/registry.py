@@ -1,4 +1,4 @@
-"""Everything that can be patched: families by their forms, then patches that people register; and the choice."""
+"""All patches: those of families, found by their forms, then registered ones; and checks of a choice among them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from tilekern.errors import InputError
 from tilekern.patch.families import FAMILIES, family_of
-from tilekern.patch.forms import patches_in
+from tilekern.patch.matching import patches_in
 from tilekern.patch.table import Patch
 from tilekern.runtime.switches import ADAMW, ATTENTION, EXPERTS, FORMS, OPS
 
@@ -21,7 +21,7 @@ def patches(model_type: str | None = None) -> tuple[Patch, ...]:
 
 
 def patches_for(module: str, forms: str = "tested") -> tuple[Patch, ...]:
-    """The patches of the classes in a module; of a family that is not tested only with ``forms="any"``."""
+    """Return the patches of the classes in a module; of a family that is not tested only with ``forms="any"``."""
     family = family_of(module)
     if family is not None:
         return family.patches()
@@ -30,7 +30,7 @@ def patches_for(module: str, forms: str = "tested") -> tuple[Patch, ...]:
 
 
 def registered(model_type: str | None = None) -> tuple[Patch, ...]:
-    """The patches that people registered, of a family or of all."""
+    """Return the patches that people registered, of a family or of all."""
     return tuple(patch for patch in _registered if model_type in (None, patch.model_type))
 
 
@@ -70,12 +70,12 @@ def register_patch(patch: Patch) -> None:
 
 
 def known_ops() -> list[str]:
-    """The ops of the table, each once, in its order."""
+    """Return the ops of the table, each once, in its order."""
     return list(dict.fromkeys((*OPS, EXPERTS, *(patch.op for patch in _registered))))
 
 
 def known_families() -> list[str]:
-    """The model types that have patches: those tested here, and those that people registered patches of."""
+    """Return the model types that have patches: those tested here, and those that people registered patches of."""
     return list(dict.fromkeys((*FAMILIES, *(patch.model_type for patch in _registered))))
 
 

@@ -1,4 +1,4 @@
-"""Functions that stand in for those of Hugging Face models; each is made from the one that it replaces.
+"""Replacements for functions of Hugging Face models; each is made from the function that it replaces.
 
 The original runs wherever the kernel would not compute the same: another activation, a subclass of Tensor (DTensor and
 the like), shapes that only broadcasting makes fit.
@@ -83,7 +83,7 @@ def layer_norm_unbiased(original: Function) -> Function:
 
 
 def by_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """A layer norm over the last dimension by weights that differ along others, too, rounded last."""
+    """Return a layer norm over the last dimension by weights that differ along others, too, rounded last."""
     ones = torch.ones(x.shape[-1], dtype=torch.float32, device=x.device)
     return (layer_norm(x, ones, None, eps) * weight).to(x.dtype)
 
@@ -114,7 +114,7 @@ def layer_norm_alone(original: Function) -> Function:
 
 
 def are_normed_alike(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
-    """Whether torch's layer norm of ``x`` over the last dimension gives what the op does, in the same dtype."""
+    """Return whether torch's layer norm of ``x`` over the last dimension gives what the op does, in the same dtype."""
     given = [part for part in (weight, bias) if part is not None]
     # Autocast has layer norms give float32.
     cast = x.dtype != torch.float32 and is_autocast(x.device.type)
@@ -140,20 +140,14 @@ def gated_mlp(
         if gate is None or type(x) is not torch.Tensor:
             _count_gate(gate)
             return original(self, x)
-        made = getattr(self, first), getattr(self, second), getattr(self, last)
+        gate_layer, up_layer, down_layer = made = getattr(self, first), getattr(self, second), getattr(self, last)
         if gate is ops.swiglu and all(map(is_bare_linear, made)):
-            return ops.gated_mlp(x, *(layer.weight for layer in made))
-        gate_layer, up_layer, down_layer = made
-        return down_layer(gate(gate_layer(x), up_layer(x)))
+            y = ops.gated_mlp(x, *(layer.weight for layer in made))
+        else:
+            y = down_layer(gate(gate_layer(x), up_layer(x)))
+        return torch.nn.functional.dropout(y, getattr(self, dropout), self.training) if dropout else y
 
-    def forward_with_dropout(self: Any, x: torch.Tensor) -> Any:
-        gate = gate_of(self)
-        if gate is None or type(x) is not torch.Tensor:
-            _count_gate(gate)
-            return original(self, x)
-        return torch.nn.functional.dropout(forward(self, x), getattr(self, dropout), self.training)
-
-    return named_as(forward_with_dropout if dropout else forward, original)
+    return named_as(forward, original)
 
 
 def joined_mlp(
@@ -206,7 +200,7 @@ def _gates_by(activation: str) -> Callable[[Any], Function | None]:
 
 
 def gates() -> dict[type, Function]:
-    """The op that computes ``activation(gate) * up``, for each class of activations that has one."""
+    """Return the op that computes ``activation(gate) * up``, for each class of activations that has one."""
     from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 
     return {
@@ -238,7 +232,7 @@ def kind_of(module: Any, known: Mapping[type, str]) -> str | None:
 
 
 def kinds() -> dict[type, str]:
-    """The activation of :func:`tilekern.ops.activation` that a class's instances all compute."""
+    """Return the activation of :func:`tilekern.ops.activation` that a class's instances all compute."""
     from transformers import activations
 
     return {
@@ -259,78 +253,49 @@ def kinds() -> dict[type, str]:
     }
 
 
-def rope(original: Function) -> Function:
-    """For ``apply_rotary_pos_emb`` of a family whose cos and sin [batch or 1, tokens, head_dim] hold each angle twice.
+def rope(
+    original: Function, angles: str = "twice", *, part: bool = False, pairs: bool = False, back: bool = False,
+    cast_back: bool = False,
+) -> Function:  # fmt: skip
+    """For ``apply_rotary_pos_emb`` of q and k by cos and sin [batch or 1, tokens, size].
 
     q and k are [batch, heads, tokens, head_dim] with ``unsqueeze_dim`` 1, [batch, tokens, heads, head_dim] with 2.
+
+    Args:
+        original: the rotation.
+        angles: how cos and sin hold the angles of a head: ``twice``, one half after the other; ``in a row``, each twice
+            in a row; ``once``; or ``whole``, one angle for each number of a head.
+        part: whether only the first ``size`` numbers of each head are rotated.
+        pairs: whether pairs (x[2i], x[2i + 1]) are rotated, not halves.
+        back: whether to rotate by the angles' negatives.
+        cast_back: whether the results are cast to the dtypes of q and k.
     """
-    return _turning(original, partial(ops.rope, twice=True), lambda size, angles: angles == size)
-
-
-def rope_back(original: Function) -> Function:
-    """As :func:`rope`, for a rotation by the angles' negatives."""
-
-    def turn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return ops.rope(q, k, cos, -sin, twice=True)
-
-    return _turning(original, turn, lambda size, angles: angles == size)
-
-
-def rope_cast_back(original: Function) -> Function:
-    """As :func:`rope`, for a rotation that casts what it made to the dtypes of q and k."""
-    return _cast_back(rope(original))
-
-
-def rope_part(original: Function) -> Function:
-    """As :func:`rope`, for a rotation of as much of each head as cos has."""
-
-    def turn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return ops.rope(q, k, cos, sin, twice=True, rotary_dim=cos.shape[-1])
-
-    return _turning(original, turn, lambda size, angles: angles <= size and angles % 2 == 0)
-
-
-def rope_pairs(original: Function) -> Function:
-    """As :func:`rope_part`, for a rotation of the pairs (x[2i], x[2i + 1]) by angle i of the first half of cos."""
 
     def turn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         size = cos.shape[-1]
-        half = size // 2
-        return ops.rope(q, k, cos[..., :half], sin[..., :half], rotary_dim=size, interleaved=True)
+        if pairs and angles == "twice":
+            cos, sin = cos[..., : size // 2], sin[..., : size // 2]
+        sin, width = -sin if back else sin, size if part else None
+        return ops.rope(q, k, cos, sin, twice=angles == "twice" and not pairs, rotary_dim=width, interleaved=pairs)
 
-    return _turning(original, turn, lambda size, angles: angles <= size and angles % 2 == 0)
+    def fits(size: int, width: int) -> bool:
+        if part:
+            return width <= size and width % 2 == 0
+        return (2 * width if angles == "once" else width) == size
 
-
-def rope_pairs_cast_back(original: Function) -> Function:
-    """As :func:`rope_pairs`, for a rotation that casts what it made to the dtypes of q and k."""
-    return _cast_back(rope_pairs(original))
-
-
-def rope_pairs_in_a_row(original: Function) -> Function:
-    """For a rotation of pairs whose cos and sin [batch or 1, tokens, head_dim] hold each angle twice in a row.
-
-    It casts what it made to the dtypes of q and k.
-    """
-    return _cast_back(_turning(original, partial(ops.rope, interleaved=True), lambda size, angles: angles == size))
+    turned = _turning(original, turn, fits)
+    return _cast_back(turned) if cast_back else turned
 
 
-def rope_part_in_a_row(original: Function) -> Function:
-    """As :func:`rope_pairs_in_a_row`, of as much of each head as cos has, without a cast."""
-
-    def turn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return ops.rope(q, k, cos, sin, rotary_dim=cos.shape[-1], interleaved=True)
-
-    return _turning(original, turn, lambda size, angles: angles <= size and angles % 2 == 0)
-
-
-def rope_whole(original: Function) -> Function:
-    """As :func:`rope`, where the two halves of cos and sin may differ."""
-    return _turning(original, ops.rope, lambda size, angles: angles == size)
-
-
-def rope_whole_cast_back(original: Function) -> Function:
-    """As :func:`rope_whole`, for a rotation that casts what it made to the dtypes of q and k."""
-    return _cast_back(rope_whole(original))
+rope_back = partial(rope, back=True)
+rope_cast_back = partial(rope, cast_back=True)
+rope_part = partial(rope, part=True)
+rope_pairs = partial(rope, part=True, pairs=True)
+rope_pairs_cast_back = partial(rope, part=True, pairs=True, cast_back=True)
+rope_pairs_in_a_row = partial(rope, angles="in a row", pairs=True, cast_back=True)
+rope_part_in_a_row = partial(rope, angles="in a row", part=True, pairs=True)
+rope_whole = partial(rope, angles="whole")
+rope_whole_cast_back = partial(rope, angles="whole", cast_back=True)
 
 
 def rope_of_patches(original: Function) -> Function:
@@ -374,7 +339,7 @@ def rope_pairs_alone(original: Function) -> Function:
 
 
 def _one_by_one(original: Function, pair: Callable[[Function], Function]) -> Function:
-    """A rotation of one tensor: ``pair`` makes one of two, which here are the halves of its heads."""
+    """Return a rotation of one tensor: ``pair`` makes one of two, which here are the halves of its heads."""
     turned = pair(lambda q, k, *more: (original(q, *more), original(k, *more)))
 
     def apply_rotary_pos_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
@@ -388,7 +353,7 @@ def _one_by_one(original: Function, pair: Callable[[Function], Function]) -> Fun
 
 def rope_once(original: Function) -> Function:
     """As :func:`rope`, by angles [batch or 1, tokens, head_dim / 2] that are stored once."""
-    return _named(original, _turning(_unplaced(original), ops.rope, lambda size, angles: 2 * angles == size))
+    return _named(original, rope(_unplaced(original), "once"))
 
 
 def rope_pairs_apart(original: Function) -> Function:
@@ -416,32 +381,25 @@ def rope_multimodal(original: Function) -> Function:
     return apply_multimodal_rotary_pos_emb
 
 
-def rope_complex(original: Function) -> Function:
-    """For Llama 4's rotation of pairs: q and k [batch, tokens, heads, head_dim] by complex angles.
+def rope_complex(original: Function, *, by_heads: bool = False) -> Function:
+    """For a rotation of pairs of q and k [batch, tokens, heads, head_dim] by complex angles.
 
-    These are [batch or 1, tokens, head_dim / 2].
+    These are [batch or 1, tokens, head_dim / 2]. With ``by_heads`` heads come before tokens in q and k.
     """
 
     def apply_rotary_emb(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> Any:
-        if not _is_complex(xq, xk, freqs_cis, 1):
+        if not _is_complex(xq, xk, freqs_cis, 2 if by_heads else 1):
             _count_rope(xq)
             return original(xq, xk, freqs_cis)
-        return llama4_rope(xq, xk, freqs_cis)
-
-    return apply_rotary_emb
-
-
-def rope_complex_by_heads(original: Function) -> Function:
-    """As :func:`rope_complex`, of q and k [batch, heads, tokens, head_dim]; DeepSeek V2's."""
-
-    def apply_rotary_emb(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> Any:
-        if not _is_complex(xq, xk, freqs_cis, 2):
-            _count_rope(xq)
-            return original(xq, xk, freqs_cis)
+        if not by_heads:
+            return llama4_rope(xq, xk, freqs_cis)
         q, k = llama4_rope(xq.transpose(1, 2), xk.transpose(1, 2), freqs_cis.to(xq.device))
         return q.transpose(1, 2), k.transpose(1, 2)
 
     return apply_rotary_emb
+
+
+rope_complex_by_heads = partial(rope_complex, by_heads=True)
 
 
 def rope_complex_of_patches(original: Function) -> Function:
@@ -462,13 +420,13 @@ def _count_rope(x: torch.Tensor) -> None:
 
 
 def _is_complex(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor, tokens: int) -> bool:
-    """Whether the arguments are the ordinary ones; ``tokens`` is their dimension in q and k."""
+    """Return whether the arguments are the ordinary ones; ``tokens`` is their dimension in q and k."""
     usual = is_plain(q, k, angles) and angles.is_complex() and _is_usual(q, k, angles, 3 - tokens)
     return usual and 2 * angles.shape[2] == q.shape[3]
 
 
 def _unplaced(original: Function) -> Function:
-    """A rotation of q, k, cos, sin and ``unsqueeze_dim``, whatever else its place is for."""
+    """Return a rotation of q, k, cos, sin and ``unsqueeze_dim``, whatever else its place is for."""
 
     def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
         return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
@@ -492,7 +450,7 @@ def _named(original: Function, turned: Function) -> Function:
 
 
 def _turning(original: Function, turn: Function, fits: Callable[[int, int], bool]) -> Function:
-    """A rotation by ``turn`` of q and k [batch, heads, tokens, head_dim], where sizes of heads and angles fit.
+    """Return a rotation by ``turn`` of q and k [batch, heads, tokens, head_dim], where sizes of heads and angles fit.
 
     Pixtral's angles [tokens, head_dim] get their batch by an ``unsqueeze_dim`` of 0.
     """

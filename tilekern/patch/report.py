@@ -1,4 +1,4 @@
-"""``tilekern.report(model)``: which op serves each module of a model, which does not and why, and what calls ran."""
+"""``tilekern.report(model)``: which op serves each module of a model, why others do not, and what ran."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from tilekern.patch import experts, layers, loss, parallel, patcher, replacements
-from tilekern.patch.bound_method import Bound
+from tilekern.patch.bound_method import Bound, place_of
 from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.families import family_of, is_of_transformers
 from tilekern.patch.guards import has_hooks
 from tilekern.patch.installed import Found, examine
 from tilekern.patch.instances import code_of
-from tilekern.patch.ledger import Ledger
+from tilekern.patch.ledger import Ledger, is_inside
 from tilekern.patch.table import Patch, ops_in
-from tilekern.patch.wrapped import is_inside, place_of
 from tilekern.runtime import dispatch
 from tilekern.runtime.switches import ATTENTION, EXPERTS
 
@@ -82,7 +81,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Report:
-    """The code that runs in a model, and what its ops' calls did.
+    """The ops that serve a model, and the calls of these ops.
 
     Printed, it has a heading for each op, with its calls, and below it a line for all modules that are alike.
 
@@ -130,13 +129,13 @@ def _heading(op: str, patched: int, modules: int, calls: Calls) -> str:
 
 
 def because(reasons: dict[str, int]) -> str:
-    """The reasons in brackets, each with its number where there are several; empty where none is known."""
+    """Return the reasons in brackets, each with its number where there are several; empty if there is none known."""
     said = [f"{number} x {reason}" if len(reasons) > 1 else reason for reason, number in reasons.items()]
     return f" ({', '.join(said)})" if said else ""
 
 
 def _modules(rows: list[Row]) -> Iterator[str]:
-    """The rows of one op, modules of one class that differ in numbers alone on one line."""
+    """Yield the rows of one op, modules of one class that differ in numbers alone on one line."""
     groups: Counter[tuple[str, str, str]] = Counter(
         (re.sub(r"\d+", "*", row.module) or "(the model)", row.kind, row.reason) for row in rows
     )
@@ -238,7 +237,7 @@ def _op_by_its_name(module: Any) -> str:
 
 
 def _turns(kind: type) -> bool:
-    """Whether code of a class names a rotation."""
+    """Return whether code of a class names a rotation."""
     codes = [method.__code__ for base in kind.__mro__ for method in vars(base).values() if type(method) is FunctionType]
     return any("rotary" in name or "rope" in name for code in codes for name in (*code.co_names, *code.co_freevars))
 
@@ -254,7 +253,7 @@ def _path(patch: Patch, module: Any) -> str:
 
 
 def _reason(patch: Patch, found: Found, module: Any, path: str, ledger: Ledger, shards: bool) -> str:
-    """Why a patch does not serve a module; empty where it does."""
+    """Return why a patch does not serve a module; empty if it does."""
     kind, method = path.split(".")
     owner, own = getattr(sys.modules[patch.module], kind), _own(module, method)
     op, function = _given(own, module, method, ledger)
@@ -276,7 +275,7 @@ def _calls(function: Any, found: Found) -> bool:
 
 
 def _by_touches(module: Any, ledger: Ledger) -> Iterator[tuple[str, str]]:
-    """The op that has a module's forward, wherever its class is by now, and why it does not run."""
+    """Yield the op that has a module's forward, wherever its class is by now, and why it does not run."""
     own = _own(module, "forward")
     op, _ = _given(own, module, "forward", ledger)
     base = next(base for base in type(module).__mro__ if "forward" in vars(base))
@@ -288,12 +287,12 @@ def _by_touches(module: Any, ledger: Ledger) -> Iterator[tuple[str, str]]:
 
 
 def _own(module: Any, method: str) -> Any:
-    """The method that an instance has of its own; a forward's is the one inside of transformers' parallelism."""
+    """Return the method that an instance has of its own; a forward's is the one inside of transformers' parallelism."""
     return (method == "forward" and parallel.inside(module)) or vars(module).get(place_of(module, method))
 
 
 def _unknown(kind: type) -> str:
-    """Why no patch is of a class."""
+    """Return why no patch is of a class."""
     if getattr(sys.modules.get(kind.__module__), kind.__name__, kind) is not kind:
         return f"its module has another {kind.__name__} by now, another library's"
     return "its code has no form that is known"
@@ -326,7 +325,7 @@ def _is_the_class_s(own: Any, module: Any, name: str) -> bool:
 
 
 def _of_the_call(patch: Patch, module: Any, shards: bool) -> str:
-    """Why a patched module runs its steps one by one all the same; ``shards``: parts of the model are FSDP's."""
+    """Return why a patched module runs its steps one by one all the same; ``shards``: parts of the model are FSDP's."""
     others = [(name, norm) for name, norm in _norms_of(patch, module) if not _is_known(norm, patch)]
     if others:
         names = ", ".join(name for name, _ in others)
@@ -372,7 +371,7 @@ _JUDGES: dict[str, Callable[[Patch, Any, bool], str]] = {
 
 
 def _norms_of(patch: Patch, module: Any) -> list[tuple[str, Any]]:
-    """The norms of a module that an op fuses, by their names."""
+    """Return the norms of a module that an op fuses, by their names."""
     named = getattr(patch.replacement, "keywords", {}).get("norms", ())
     names = ("q_norm", "k_norm") if patch.op == "qk_norm_rope" else named
     return [(name, norm) for name in names if (norm := getattr(module, name, None)) is not None]
@@ -384,6 +383,6 @@ def _is_known(norm: Any, patch: Patch) -> bool:
 
 
 def _is_sharded_once(head: Any) -> bool:
-    """Whether a head's weight is spread over one dimension of ranks, as FSDP alone does it."""
+    """Return whether a head's weight is spread over one dimension of ranks, as FSDP alone does it."""
     placements = getattr(getattr(head, "weight", None), "placements", ())
     return sum(not placement.is_replicate() for placement in placements) == 1

@@ -1,4 +1,4 @@
-"""A function compiled again from its own text, changed: all its other code and all its globals stay the same."""
+"""Compile a function again from its source with some statements changed; its other code and globals stay the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DOCUMENTING = ("auto_docstring", "replace_return_docstrings", "add_start_docstr
 
 
 def rewritten(function: Any, change: Callable[[ast.FunctionDef], int], variables: dict[str, Any]) -> FunctionType:
-    """A twin of ``function``, decorated as it is, from whose text ``change`` made another.
+    """Return a twin of ``function``, decorated as it is, from whose text ``change`` made another.
 
     Args:
         function: a plain function, or one inside decorators that are in its text.

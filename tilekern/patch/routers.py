@@ -1,4 +1,4 @@
-"""Replacements for the routers of experts, and for the auxiliary loss that has them spread tokens over experts.
+"""Replacements for the routers of experts and for their auxiliary loss.
 
 Logits are made as the model makes them. The original runs under ``torch.compile``, and where tensors are not plain or
 not of the shapes that models have.
@@ -100,7 +100,7 @@ def balance(original: Function) -> Function:
 
 
 def _are_usual(gate_logits: Any, experts: int | None, mask: torch.Tensor | None) -> bool:
-    """Whether each layer has logits of the same tokens, which are those of the mask, and plain ones."""
+    """Return whether each layer has logits of the same tokens, which are those of the mask, and plain ones."""
     if torch.compiler.is_compiling() or not isinstance(gate_logits, tuple) or not gate_logits:
         return False
     tensors = gate_logits if mask is None else (*gate_logits, mask)

@@ -36,7 +36,7 @@ class SkippedLogits(metaclass=_Named):
     _only: SkippedLogits | None = None
 
     def __new__(cls, *_: Any) -> SkippedLogits:
-        """The instance; DataParallel makes the gathered output of the replicas' by calling its type."""
+        """Return the instance; DataParallel makes the gathered output of the replicas' by calling its type."""
         if cls._only is None:
             cls._only = super().__new__(cls)
         return cls._only

@@ -33,7 +33,7 @@ class Batch:
     padded: bool = False
 
     def inputs(self) -> dict[str, Any]:
-        """The arguments of a language model's forward, on meta."""
+        """Return the arguments of a language model's forward, on meta."""
         shape = (1, self.sequences * self.length) if self.packed else (self.sequences, self.length)
         ids = torch.zeros(shape, dtype=torch.long, device=_META)
         found: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
@@ -65,7 +65,7 @@ def model_of(config: Any, dtype: str, attention: str | None) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """The class of transformers that makes the language model of a configuration.
+    """Return the class of transformers that makes the language model of a configuration.
 
     Raises:
         InputError: transformers has no model that is trained on tokens with such a configuration.
@@ -101,7 +101,7 @@ def step_as_it_is(model: torch.nn.Module, batch: Batch) -> None:
     """
     core = core_of(model)
     try:
-        if any(map(_is_shard, core.parameters())):
+        if any(hasattr(x, "placements") or type(x).__name__ == "FlatParameter" for x in core.parameters()):
             step(_made_again(core), batch)
         else:
             _step_in_place(core, batch)
@@ -115,7 +115,7 @@ def step_as_it_is(model: torch.nn.Module, batch: Batch) -> None:
 
 
 def core_of(model: torch.nn.Module) -> Any:
-    """The outermost module of a model that has a configuration, as transformers' models and PEFT's do.
+    """Return the outermost module of a model that has a configuration, as transformers' models and PEFT's do.
 
     Raises:
         InputError: there is none.
@@ -131,7 +131,7 @@ def core_of(model: torch.nn.Module) -> Any:
 
 
 def one_line(error: Exception) -> str:
-    """The first line of what an error says."""
+    """Return the first line of what an error says."""
     said = str(error).strip().splitlines()
     return (said or [type(error).__name__])[0][:200]
 
@@ -157,12 +157,8 @@ class _Step(torch.nn.Module):
         step(self.model, batch)
 
 
-def _is_shard(parameter: Any) -> bool:
-    return hasattr(parameter, "placements") or type(parameter).__name__ == "FlatParameter"
-
-
 def _made_again(model: Any) -> Any:
-    """The model that a configuration makes, which runs what the model's classes are patched with."""
+    """Return the model that a configuration makes, which runs what the model's classes are patched with."""
     from tilekern.patch.bound_method import Bound
 
     if any(isinstance(own, Bound) for module in model.modules() for own in vars(module).values()):

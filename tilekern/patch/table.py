@@ -1,4 +1,4 @@
-"""A patch: one row that says which function of a model family is replaced by what, and when."""
+"""A patch: a row that names a function of a model family and its replacement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Norm:
-    """How a norm is written.
+    """The form of a norm.
 
     Attributes:
         eps: the attribute that holds what is added to the mean square.
@@ -23,7 +23,7 @@ class Norm:
     scaled: bool | str = True
 
     def weight_of(self, module: Any) -> Any:
-        """The weight by which a module that is written so multiplies, or None."""
+        """Return the weight by which a module that is written so multiplies, or None."""
         scaled = getattr(module, self.scaled) if isinstance(self.scaled, str) else self.scaled
         return module.weight if scaled else None
 
@@ -33,7 +33,7 @@ PLAIN = Norm()
 
 @dataclass(frozen=True)
 class Patch:
-    """One function of one model family, and what stands in for it.
+    """A function of a model family, and its replacement.
 
     Attributes:
         op: the name by which people switch it on and off, for example ``rms_norm``. A stand-in that serves several, for
@@ -77,12 +77,12 @@ class Patch:
 
 
 def ops_in(text: str) -> tuple[str, ...]:
-    """The ops that the op of a patch names."""
+    """Return the ops that the op of a patch names."""
     return tuple(text.split("+"))
 
 
 def chosen(rows: list[Patch], ops: Collection[str]) -> list[Patch]:
-    """The patches whose ops are all among some; of those that have one target that which serves most."""
+    """Return the patches whose ops are all among some; of those that have one target that which serves most."""
     on = [patch for patch in rows if set(patch.ops).issubset(ops)]
     most: dict[str, int] = {}
     for patch in on:

@@ -1,4 +1,4 @@
-"""A mask that is told in words, and made only where somebody looks at it."""
+"""A causal mask described by a few numbers; the dense mask is made only when it is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tilekern.ops.attention import shown
 
 
 class ToldMask(torch.Tensor):
-    """The boolean mask [1, 1, queries, keys] of a causal attention whose words are all that the kernels need.
+    """A boolean mask [1, 1, queries, keys] of a causal attention, of which the kernels read the attributes only.
 
     A query at ``i`` sees the keys up to ``i``, at a distance of less than ``window``, of its own sequence. Keys behind
     the queries are room of a cache, which none sees. Any operation of torch gets the mask itself; a kernel gets the
@@ -42,7 +42,7 @@ class ToldMask(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def dense(self) -> torch.Tensor:
-        """The mask as a tensor of its own."""
+        """Return the mask as a tensor of its own."""
         batch, _, queries, keys = self.shape
         starts = self.starts if len(self.starts) else None
         seen = shown(queries, queries, self.starts.device, True, self.window, starts)

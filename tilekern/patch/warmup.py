@@ -1,4 +1,4 @@
-"""Loading kernels before the first step, and forgetting them."""
+"""Load kernels before the first step, and forget them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def clear_autotune_cache() -> None:
 
 
 def problems_for(target: Target, layers: Sequence[Layer]) -> Iterator[tuple[KernelSpec, Problem]]:
-    """Each problem, once, that a layer has a record of for this GPU or for another one of its arch."""
+    """Yield each problem, once, that a layer has a record of for this GPU or for another one of its arch."""
     seen: set[tuple[str, Problem]] = set()
     places = [(layer, key) for layer in layers for key in layer.targets() if key.startswith(f"{target.arch}-")]
     for layer, key in places:
@@ -113,14 +113,14 @@ def launch_small(spec: KernelSpec, problem: Problem, plan: dispatch.Plan, device
 
 
 def sizes_of(spec: KernelSpec, problem: Problem) -> list[Any]:
-    """A problem as ops hand it to dispatch: dtypes are torch's."""
+    """Return a problem as ops hand it to dispatch: dtypes are torch's."""
     import torch
 
     return [getattr(torch, problem[d.name]) if d.kind == "dtype" else problem[d.name] for d in spec.dimensions]
 
 
 def asked_by(model: torch.nn.Module, target: Target) -> set[Exact]:
-    """The problems that a training step of a model asks for, whatever the number of tokens.
+    """Return the problems that a training step of a model asks for, whatever the number of tokens.
 
     Raises:
         InputError: the model has no configuration, or its step cannot be traced.

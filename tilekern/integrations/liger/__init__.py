@@ -69,7 +69,7 @@ def served() -> dict[str, str]:
 
 
 def left() -> list[str]:
-    """The names of the functions of the installed Liger that tilekern does not serve."""
+    """Return the names of the functions of the installed Liger that tilekern does not serve."""
     return [name for name in binding.all_functions() if name not in binding.replacements()]
 
 

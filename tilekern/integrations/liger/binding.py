@@ -1,4 +1,4 @@
-"""Knowledge of Liger-Kernel's modules: its two registries, its functions, and who holds them.
+"""Liger-Kernel's internals: its two registries, its functions, and the modules that hold them.
 
 Liger chooses in two places. ``liger_kernel.ops`` is a module of classes, each with an ``apply``; an implementation is a
 module whose names replace those when it is imported and ``LIGER_KERNEL_IMPL`` names that implementation. Modules above
@@ -35,7 +35,7 @@ kept: dict[str, Counter[str]] = {}
 
 
 def version() -> str:
-    """The version of Liger-Kernel, as its distribution says."""
+    """Return the version of Liger-Kernel, as its distribution says."""
     for distribution in ("liger-kernel", "liger-kernel-nightly"):
         try:
             return importlib.metadata.version(distribution)
@@ -79,7 +79,7 @@ def withdraw() -> None:
 
 @functools.cache
 def replacements() -> dict[str, type]:
-    """A class in the place of each of Liger's functions that the table serves, by name."""
+    """Return a class in the place of each of Liger's functions that the table serves, by name."""
     theirs = importlib.import_module("liger_kernel.ops")
     other = [name for name, row in TABLE.items() if not _fits(row, getattr(theirs, name, None))]
     if other:
@@ -100,13 +100,13 @@ def bind(ours: bool) -> None:
 
 
 def is_bound() -> bool:
-    """Whether Liger's functions are tilekern's now."""
+    """Return whether Liger's functions are tilekern's now."""
     module = sys.modules.get("liger_kernel.ops")
     return module is not None and all(vars(module).get(name) is found for name, found in replacements().items())
 
 
 def all_functions() -> list[str]:
-    """The names of all functions of Liger that have an ``apply``."""
+    """Return the names of all functions of Liger that have an ``apply``."""
     theirs = vars(importlib.import_module("liger_kernel.ops"))
     return sorted(name for name, value in theirs.items() if name.endswith("Function") and hasattr(value, "apply"))
 
@@ -121,7 +121,7 @@ def _holders() -> Iterator[ModuleType]:
 
 
 def _fits(row: Function, original: Any) -> bool:
-    """Whether Liger's function takes the arguments that the table knows."""
+    """Return whether Liger's function takes the arguments that the table knows."""
     if original is None:
         return False
     known = list(inspect.signature(row.call).parameters)
@@ -137,7 +137,7 @@ def _replacement(row: Function, original: Any) -> type:
 
 
 def _serving(row: Function, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """The row's call, and where it does not serve ``theirs``; both are counted, but under ``torch.compile``."""
+    """Return the row's call, and where it does not serve ``theirs``; both are counted, but under ``torch.compile``."""
     kept.setdefault(row.name, Counter())
 
     def apply(*args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ def _serving(row: Function, theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_shared(row: Function, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> bool:
-    """Whether a call that is not of plain tensors is one of DTensors, and has them where its op takes them."""
+    """Return whether a call that is not of plain tensors is one of DTensors, and has them where its op takes them."""
     if not row.dtensors or not all(is_dtensor(x) for x in args[: row.dtensors]):
         return False
     return all(is_plain(x) or is_dtensor(x) for x in tensors)
@@ -180,7 +180,7 @@ def _dispatched_ops() -> list[str]:
 
 
 def _dispatched(name: str) -> Callable[..., Any]:
-    """The callee of Liger's dispatcher for an op: the table's row, or for want of one the best of the others."""
+    """Return the callee of Liger's dispatcher for an op: the table's row, or for want of one the best of the others."""
 
     def other(*args: Any, **kwargs: Any) -> Any:
         backends = importlib.import_module("liger_kernel.backends")

@@ -1,4 +1,4 @@
-"""The module that Liger-Kernel takes functions from where ``LIGER_KERNEL_IMPL=tilekern``: its names replace Liger's."""
+"""The module that Liger-Kernel loads for ``LIGER_KERNEL_IMPL=tilekern``: its names replace Liger's."""
 
 from tilekern.integrations.liger.binding import replacements
 

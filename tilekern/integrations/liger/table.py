@@ -1,4 +1,4 @@
-"""The table: which of Liger's functions are served by which op, each with the arguments that Liger's function takes.
+"""The ops that serve Liger's functions, each called with the arguments of Liger's function.
 
 A row is a function with Liger's parameters that calls tilekern's op. It raises :class:`NotServed` before it computes
 anything where the op does not have what an argument asks for; that call then runs Liger's own function. What Liger
@@ -70,7 +70,7 @@ def _only(**unserved: Any) -> None:
 
 
 def _alike(x: torch.Tensor, y: torch.Tensor) -> Pair:
-    """A loss's input, and its target as a constant, in one dtype, which kernels of two matrices need."""
+    """Return a loss's input, and its target as a constant, in one dtype, which kernels of two matrices need."""
     if y.requires_grad:
         y = y.detach()
     if x.dtype != y.dtype:
@@ -80,7 +80,7 @@ def _alike(x: torch.Tensor, y: torch.Tensor) -> Pair:
 
 
 def _rows_that_count(target: torch.Tensor, ignore_index: int, weight: torch.Tensor | None) -> torch.Tensor:
-    """The divisor of Liger's mean; 1 where no row counts, whose sum is 0."""
+    """Return the divisor of Liger's mean; 1 where no row counts, whose sum is 0."""
     counts = target != ignore_index
     if weight is None:
         return counts.sum().clamp(min=1)
@@ -113,7 +113,7 @@ def _fused_add_rms_norm(
 
 
 def _mode(x: torch.Tensor, weight: torch.Tensor | None, casting_mode: str | int) -> str | int:
-    """The casting mode by its name; in float32 there is nothing to cast, and the three are one."""
+    """Return the casting mode by its name; in float32 there is nothing to cast, and the three are one."""
     if x.dtype == torch.float32 and (weight is None or weight.dtype == torch.float32):
         return "llama"
     return _CASTING_MODES.get(casting_mode, casting_mode)
