@@ -24,7 +24,7 @@ from tilekern.tuning.compile.stage import compile_all, settled
 from tilekern.tuning.pipeline import without_backends
 from tilekern.tuning.predict.ranking import ranking
 from tilekern.tuning.publishing import winners
-from tilekern.tuning.report.implementations import implementation_of
+from tilekern.tuning.report.implementations import standings
 from tilekern.tuning.sweep.folder import Sweep
 
 CUTILE = spec_named("scale")
@@ -160,7 +160,12 @@ def test_a_third_backend_is_compiled_recorded_and_planned_for_launch(sweep, tmp_
 
 
 def test_a_backend_has_defaults():
-    assert implementation_of(SimpleNamespace(config=TOYS[0])) == "the toy"
+    timed = {"kernel": "scale", "earlier_race": False, "status": "timed"}
+    rows = [
+        SimpleNamespace(config=TOYS[0], measured_us=1.0, **timed),
+        SimpleNamespace(config={}, measured_us=2.0, **timed),
+    ]
+    assert [standing.implementation for standing in standings([rows])] == ["the toy", "cuTile"]
     assert library_of(TOYS[0]) is None
     kernel = SPEC.device(PROBLEM, TOYS[0])
     assert backend_of(kernel).lowered_digest(kernel, H200, ALIGNED) is None
