@@ -112,7 +112,7 @@ class Service:
             elif not cache.serves(item):
                 self._failed(cache, item, "its record was published, and a lookup does not find it", passing=False)
             else:
-                facts = {
+                facts: dict[str, Any] = {
                     "kernel": item.kernel,
                     "problem": dict(item.problem),
                     "provenance": outcome.record.provenance,
