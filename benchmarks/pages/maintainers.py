@@ -11,7 +11,7 @@ from benchmarks.goals import GOALS, Goal, Verdict
 from benchmarks.pages.markdown import head, link, table
 from benchmarks.profiling import TOTAL
 from benchmarks.providers import OURS
-from benchmarks.results import RUN_FIELDS, Results, shown
+from benchmarks.results import ALL, RUN_FIELDS, Results, shown
 from benchmarks.sources import described
 
 NAME = "maintainers.md"
@@ -33,7 +33,7 @@ def page(everything: Sequence[Results]) -> dict[str, str]:
     for gpu in _WITH_TARGETS:
         if mine := [run for run in everything if run.run["gpu"] == gpu]:
             parts += _targets("No GPU" if gpu == NO_GPU else gpu, mine, gpu != NO_GPU)
-    parts += [_steps(everything), _sustained(everything), _runs(everything)]
+    parts += [_steps(everything), _sustained(everything), _strategies(everything), _runs(everything)]
     return {NAME: "\n".join(filter(None, parts))}
 
 
@@ -133,6 +133,33 @@ def _sustained(everything: Sequence[Results]) -> str:
         return ""
     columns = ("work", "provider", "GPU", "rate", "power, W", "limit, W", "clock, MHz", "source", "data")
     return f"## Rates held for seconds\n\n{table(columns, lines)}"
+
+
+def _strategies(everything: Sequence[Results]) -> str:
+    """Render the tuner's strategies on the same candidates, a line for each state of the GPU."""
+    lines = []
+    for run in (run for run in everything if run.benchmark == "strategies"):
+        for case, provider in dict.fromkeys((row.case, row.provider) for row in run.rows if row.case.startswith(ALL)):
+            figures = (run.row(case, provider, name) for name in ("gpu", "wall", "regret", "worst_regret"))
+            lines.append((case, provider, str(run.run["gpu"]), *map(shown, figures), described(run, case), link(run)))
+    if not lines:
+        return ""
+    text = (
+        "The time that a race of every problem takes once, and how much slower its choices are than the best by an "
+        "independent measurement: the mean over problems, and the worst choice.\n"
+    )
+    columns = (
+        "GPU's state",
+        "strategy",
+        "GPU",
+        "GPU time, ms",
+        "wall time, ms",
+        "mean loss, %",
+        "worst, %",
+        "source",
+        "data",
+    )
+    return "\n".join(["## Strategies of the tuner\n", text, table(columns, lines)])
 
 
 def _runs(everything: Sequence[Results]) -> str:
