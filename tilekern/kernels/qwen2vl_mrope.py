@@ -3,7 +3,7 @@
 A token has a position in time, in height and in width, and each frequency the angle of one of them: the first ``time``
 frequencies that of the first, the next ``height`` that of the second, all others that of the third. The halves of a
 head turn by these angles, or back by them where ``inverse``, as in ``rope``; of the three angles of a frequency one is
-read. As CuTe DSL compiles it (:mod:`tilekern.kernels.cute.positions`) a thread takes a few heads of one token.
+read.
 Arrays, all with any strides: q [batch, heads, tokens, 2h], k [batch, kv_heads, tokens, 2h]; cos and sin
 [3, 1 or batch, tokens, 2h], of which the first h are read. The angles of a single batch entry are shared by all.
 """
@@ -15,7 +15,6 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.families import cute_turns
 from tilekern.kernels.families.rotations import (
     GRADIENTS,
     HEADS_FIRST,
@@ -31,7 +30,7 @@ from tilekern.kernels.families.rotations import (
     write_halves,
 )
 from tilekern.kernels.tiles import ConstBool, ConstInt
-from tilekern.spec import Config, KernelSpec, Problem, ScalarParameter
+from tilekern.spec import Config, Problem, ScalarParameter
 from tilekern.spec.targets import Target
 
 
@@ -117,31 +116,22 @@ _GIVEN = (
 )
 
 
-def _in_cutile() -> KernelSpec:
-    return spec(
-        qwen2vl_mrope,
-        "rotary embedding of q and k by three positions, or its inverse",
-        arrays_of(HEADS_FIRST, _GIVEN, "dtype", _PRODUCT),
-        reference,
-        inverse=arrays_of(HEADS_FIRST, _GIVEN, _PRODUCT, "dtype"),
-        constants=(
-            "heads", "kv_heads", "half", "tile_t", "tile_h", "tile_hk", "width", "whole", "unrolled", "bounded", "tma",
-            "inverse",
-        ),
-        flags=("inverse",),
-        space=dataclasses.replace(space_of(tma=[False]), beside=(cute_turns.SPACE,)),
-        default=_default,
-        angles=_of_three,
-        flops=3,
-    )  # fmt: skip
-
-
-# What implements cuTile's configs, and the spec, which implements those of CuTe DSL as well. The digests of a spec are
-# read where calls make it.
-_IN_CUTILE = _in_cutile()
-SPEC = dataclasses.replace(
-    _in_cutile(), implement=lambda problem, config: cute_turns.implement_positions(_IN_CUTILE, problem, config)
-)
+SPEC = spec(
+    qwen2vl_mrope,
+    "rotary embedding of q and k by three positions, or its inverse",
+    arrays_of(HEADS_FIRST, _GIVEN, "dtype", _PRODUCT),
+    reference,
+    inverse=arrays_of(HEADS_FIRST, _GIVEN, _PRODUCT, "dtype"),
+    constants=(
+        "heads", "kv_heads", "half", "tile_t", "tile_h", "tile_hk", "width", "whole", "unrolled", "bounded", "tma",
+        "inverse",
+    ),
+    flags=("inverse",),
+    space=space_of(tma=[False]),
+    default=_default,
+    angles=_of_three,
+    flops=3,
+)  # fmt: skip
 # As the backward calls it: the rotation's transpose turns gradients back.
 INVERSE = dataclasses.replace(SPEC, arrays=arrays_of(HEADS_FIRST, _GIVEN, _PRODUCT, "dtype", GRADIENTS))
 

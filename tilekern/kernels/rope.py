@@ -4,8 +4,7 @@ A head of size 2h is split into halves (x1, x2): ``y1 = x1 * c1 - x2 * s1`` and 
 s are the cosine and sine of the position's angles. Where ``full`` each half has its own ([.., 2h]: c1, c2); else the
 first half's serve both, whether they are stored once ([.., h]) or, as Hugging Face does, twice. The backward is the
 transpose, the inverse rotation: ``dx1 = dy1 * c1 + dy2 * s2``, ``dx2 = dy2 * c2 - dy1 * s1``. One launch turns q and
-k: a block takes some tokens, loads their angles once, and goes through the heads; as CuTe DSL compiles it
-(:mod:`tilekern.kernels.cute.turns`) a thread takes a few heads of one token.
+k: a block takes some tokens, loads their angles once, and goes through the heads.
 Arrays: q [batch, heads, tokens, 2h], k [batch, kv_heads, tokens, 2h], cos and sin [1 or batch, tokens, 2h or h], all
 with any strides; the angles of a single batch entry are shared by all.
 """
@@ -17,7 +16,6 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.families import cute_turns
 from tilekern.kernels.families.rotations import (
     GRADIENTS,
     HEADS_FIRST,
@@ -31,7 +29,7 @@ from tilekern.kernels.families.rotations import (
     write_halves,
 )
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, load, power_of_two
-from tilekern.spec import Config, Constraint, KernelSpec, Problem, Space, Value
+from tilekern.spec import Config, Constraint, Problem, Space, Value
 from tilekern.spec.targets import Target
 
 
@@ -142,32 +140,23 @@ def reference(q: Any, k: Any, cos: Any, sin: Any, inverse: bool) -> dict[str, An
     return {"q_out": turn(q), "k_out": turn(k)}
 
 
-def _in_cutile() -> KernelSpec:
-    return spec(
-        rope,
-        "rotary embedding of q and k, or its inverse",
-        arrays_of(HEADS_FIRST, _ANGLES, "dtype", _PRODUCT),
-        reference,
-        inverse=arrays_of(HEADS_FIRST, _ANGLES, _PRODUCT, "dtype"),
-        constants=(
-            "heads", "kv_heads", "half", "tile_h", "tile_hk", "tile_t", "width", "whole", "full", "inverse", "unrolled",
-            "bounded", "latency", "tma",
-        ),
-        flags=("full", "inverse"),
-        space=Space(_axes, (_SIZED, TMA_NEEDS_HOPPER), (cute_turns.SPACE,)),
-        default=_default,
-        generic=_generic,
-        unrolls_lone=True,
-        flops=3,
-    )  # fmt: skip
-
-
-# What implements cuTile's configs, and the spec, which implements those of CuTe DSL as well. The digests of a spec are
-# read where calls make it.
-_IN_CUTILE = _in_cutile()
-SPEC = dataclasses.replace(
-    _in_cutile(), implement=lambda problem, config: cute_turns.implement(_IN_CUTILE, problem, config)
-)
+SPEC = spec(
+    rope,
+    "rotary embedding of q and k, or its inverse",
+    arrays_of(HEADS_FIRST, _ANGLES, "dtype", _PRODUCT),
+    reference,
+    inverse=arrays_of(HEADS_FIRST, _ANGLES, _PRODUCT, "dtype"),
+    constants=(
+        "heads", "kv_heads", "half", "tile_h", "tile_hk", "tile_t", "width", "whole", "full", "inverse", "unrolled",
+        "bounded", "latency", "tma",
+    ),
+    flags=("full", "inverse"),
+    space=Space(_axes, (_SIZED, TMA_NEEDS_HOPPER)),
+    default=_default,
+    generic=_generic,
+    unrolls_lone=True,
+    flops=3,
+)  # fmt: skip
 # As the backward calls it: the rotation's transpose turns gradients back.
 INVERSE = dataclasses.replace(SPEC, arrays=arrays_of(HEADS_FIRST, _ANGLES, _PRODUCT, "dtype", GRADIENTS))
 

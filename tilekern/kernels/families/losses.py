@@ -15,15 +15,12 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.families import cute_pairs
 from tilekern.kernels.families.arrays import ROWS, Arrays, bytes_of, drawn, tensors
-from tilekern.kernels.families.cute_configs import is_cute
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, grid_of, hints, load, power_of_two
 from tilekern.spec import (
     Array,
     Config,
     Constraint,
-    CuteKernel,
     Dimension,
     Implementation,
     KernelSpec,
@@ -130,11 +127,9 @@ def _default(problem: Problem, target: Target) -> Config:
 def _implement(
     losses: Any, gradients: Any, inputs: tuple[str, str], scalars: tuple[ScalarParameter, ...],
     flags: tuple[str, ...], problem: Problem, config: Config,
-) -> Implementation | CuteKernel:  # fmt: skip
+) -> Implementation:  # fmt: skip
     function = gradients if problem["graded"] else losses
     parameters = parameters_of(_arrays(inputs, scalars, problem), _dimensions(flags), problem)
-    if is_cute(config):
-        return cute_pairs.implement(function, parameters, flags, problem, config)
     return Implementation(
         function=function,
         parameters=parameters,
@@ -178,7 +173,7 @@ def spec(
         summary=summary,
         module=module_of(losses),
         dimensions=_dimensions(flags),
-        space=Space(_axes, (_FITS, TMA_NEEDS_HOPPER), (cute_pairs.SPACE,)),
+        space=Space(_axes, (_FITS, TMA_NEEDS_HOPPER)),
         implement=lambda problem, config: _implement(losses, gradients, inputs, scalars, flags, problem, config),
         default=_default,
         generic=lambda problem: _config(problem, 512, 1, tma=False),
