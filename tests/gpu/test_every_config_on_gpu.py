@@ -8,7 +8,6 @@ from spec_samples import id_of
 from tilekern.compile.cute_compiler import compiler
 from tilekern.compile.toolchain import toolkit
 from tilekern.kernels import all_specs, spec_named
-from tilekern.kernels.families.cute_configs import is_cute
 from tilekern.kernels.grouped import product, weight_gradient
 from tilekern.kernels.grouped.routing import VARIATIONS
 from tilekern.kernels.matmul.product import sizes
@@ -60,33 +59,6 @@ def test_rings_in_shared_memory(spec, rows, columns, dtype, weight_dtype):
         for outputs in found:
             assert_right(spec, problem, outputs, expected, config)
         assert_same_bits(*found, config)
-
-
-HEADS = {"tokens": 1009, "batch": 2, "heads": 28, "kv_heads": 4, "head_dim": 128, "full": False, "dtype": "bfloat16"}
-# Frequencies of time and of height: those of models, then such that end inside of a thread's vector, once or twice.
-SECTIONS = ((16, 24), (64, 0), (0, 0), (10, 27), (12, 2), (1, 62))
-
-
-def with_any_sections(spec, problem):
-    """Inputs of a problem with several sections where it has some; then with the angles of one batch entry alone."""
-    given = drawn(spec, problem)
-    sections = SECTIONS if "time" in given else ()
-    found = [given, *(given | {"time": time, "height": height} for time, height in sections)]
-    return [*found, *(each | {name: each[name][..., :1, :, :] for name in ("cos", "sin")} for each in found)]
-
-
-@needs_cute
-@pytest.mark.parametrize("name", ["rope", "qwen2vl_mrope"])
-@pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize("angle_dtype", ["bfloat16", "float32"])
-def test_turned_heads_by_cute_dsl(name, inverse, angle_dtype):
-    """With angles of one batch entry and sections of any sizes."""
-    spec, values = spec_named(name), HEADS | {"inverse": inverse, "angle_dtype": angle_dtype}
-    problem = spec.problem(**{d.name: values[d.name] for d in spec.dimensions})
-    given = [(inputs, expected_results(spec, problem, inputs)) for inputs in with_any_sections(spec, problem)]
-    for config, launch in each_config(spec, problem, is_cute):
-        for inputs, right in given:
-            assert_right(spec, problem, launch(inputs), right, config, inputs.get("time"), inputs.get("height"))
 
 
 LINEAR, GRADIENT, MATMUL = map(spec_named, ("grouped_linear", "grouped_weight_gradient", "matmul"))

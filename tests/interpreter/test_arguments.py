@@ -66,6 +66,7 @@ def test_dtypes_are_checked_as_by_the_launcher(dtype, other):
     )  # fmt: skip
 
     class Alone:
+        backend = "cutile"
         parameters, constants = (ArrayParameter("x", dtype, 1),), ()
 
     allowed = implies([seen], assumptions(Alone, GENERIC))

@@ -21,15 +21,14 @@ needs_cute = pytest.mark.skipif(compiler() is None, reason="nvidia-cutlass-dsl i
 ABLE = [spec for spec in SPECS if spec.space.beside]
 
 
-def with_dimension(name, *others):
-    return [spec for spec in ABLE if spec not in others and any(d.name == name for d in spec.dimensions)]
+def with_dimension(name):
+    return [spec for spec in ABLE if any(d.name == name for d in spec.dimensions)]
 
 
-TURNS = with_dimension("inverse")
-HEADS = with_dimension("heads", *TURNS)
-LOSSES, PAIRS = with_dimension("vocabulary"), with_dimension("graded")
+HEADS = with_dimension("heads")
+LOSSES = with_dimension("vocabulary")
 SUMS = [spec for spec in ABLE if spec.name == "column_sum"]
-ROWS = [spec for spec in ABLE if spec not in (*TURNS, *HEADS, *LOSSES, *PAIRS, *SUMS)]
+ROWS = [spec for spec in ABLE if spec not in (*HEADS, *LOSSES, *SUMS)]
 RINGS = [spec for spec in ROWS if spec.follower]
 # Columns of rows that are long enough for several blocks.
 LONG = 65536
@@ -39,7 +38,7 @@ GPUS = list({target.arch: target for target in KNOWN}.values())
 LIKE_OTHERS = ("sm_86", "sm_89", "sm_103", "sm_121")
 EVERYWHERE = (
     "rms_norm_backward", "fused_add_rms_norm_forward", "qk_norm_rope_backward",
-    "cross_entropy_fused", "jsd", "column_sum", "rope", "qwen2vl_mrope",
+    "cross_entropy_fused", "column_sum",
 )  # fmt: skip
 COMPILED = [
     pytest.param(
@@ -54,8 +53,7 @@ COMPILED = [
 
 def problem_of(spec, columns=4096, dtype="bfloat16", rows=8192, **sizes):
     sizes = {"vocabulary": 32000, "batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128} | sizes
-    problem = sized(spec, dtype, rows=rows, tokens=rows, columns=columns, **sizes)
-    return problem.but(graded=True) if spec in PAIRS else problem
+    return sized(spec, dtype, rows=rows, tokens=rows, columns=columns, **sizes)
 
 
 def configs(spec, problem, target=H200):
@@ -72,7 +70,7 @@ def values_of(axis, spec, problem, target=H200):
 
 def made_of(spec, columns=None, target=H200, **axes):
     """The first config that has some values of axes, and the kernel of it."""
-    problem = problem_of(spec, columns or (LONG if spec in PAIRS else 4096))
+    problem = problem_of(spec, columns or 4096)
     config = next(c for c in configs(spec, problem, target) if axes.items() <= c.items())
     return problem, config, spec.device(problem, config)
 
@@ -84,10 +82,8 @@ def matrices_read(kernel):
 def test_kernels_that_are_compiled_by_both():
     names = {spec.name.removesuffix("_forward").removesuffix("_backward") for spec in ROWS}
     assert {"rms_norm", "fused_add_rms_norm", "layer_norm", "softmax"} <= names
-    others = [[spec.name for spec in specs] for specs in (HEADS, TURNS, LOSSES, PAIRS, SUMS)]
-    assert others == [
-        ["qk_norm_rope_backward"], ["qwen2vl_mrope", "rope"], ["cross_entropy_fused"], ["jsd", "tvd"], ["column_sum"],
-    ]  # fmt: skip
+    others = [[spec.name for spec in specs] for specs in (HEADS, LOSSES, SUMS)]
+    assert others == [["qk_norm_rope_backward"], ["cross_entropy_fused"], ["column_sum"]]
 
 
 # What is left to cuTile: vectors that are not whole, rows too short to keep a block busy, options.
@@ -95,9 +91,7 @@ LEFT, TAKEN = (
     {
         "rms_norm_forward": ({"columns": 4100},),
         "qk_norm_rope_backward": tuple({"head_dim": n} for n in (80, 96, 10, 8, 1024)),
-        **dict.fromkeys(("rope", "qwen2vl_mrope"), tuple({"head_dim": n} for n in (10, 8, 72))),
         "cross_entropy_fused": tuple({"vocabulary": n} for n in (50257, 32004, 2048, 8)),
-        **dict.fromkeys(("jsd", "tvd"), tuple({"columns": n} for n in (50257, 32004, 8192, 4096, 8))),
         "column_sum": tuple(
             {"columns": n, "rows": 264, "dtype": dtype} for n in (12, 130, 4097) for dtype in ("bfloat16", "float32")
         ),
@@ -105,9 +99,7 @@ LEFT, TAKEN = (
     {
         "rms_norm_forward": ({}, {"columns": 4100, "dtype": "float32"}),
         "qk_norm_rope_backward": ({}, {"dtype": "float32", "head_dim": 8}),
-        **dict.fromkeys(("rope", "qwen2vl_mrope"), ({}, {"head_dim": 80}, {"dtype": "float32", "head_dim": 8})),
         "cross_entropy_fused": ({}, {"dtype": "float32", "vocabulary": 32004}),
-        **dict.fromkeys(("jsd", "tvd"), ({"columns": 32004, "dtype": "float32"}, {"columns": 16384})),
         "column_sum": tuple({"columns": 132, "rows": 264, "dtype": dtype} for dtype in ("bfloat16", "float32")),
     },
 )
@@ -123,30 +115,23 @@ def test_unaligned_or_short_rows_are_left_to_cutile(name):
         assert not configs(spec, problem_of(spec, **sizes), INTERPRETED), sizes
 
 
-def test_losses_with_options_are_left_to_cutile_and_those_without_a_gradient_are_not():
+def test_losses_with_options_are_left_to_cutile():
     for spec in LOSSES:
         for flag in ("weighted", "smoothed", "capped"):
             assert not configs(spec, problem_of(spec).but(**{flag: True}))
-    for spec in PAIRS:
-        assert configs(spec, problem_of(spec, 16384).but(graded=False))
 
 
 def test_heads_that_threads_take_together_are_all_of_a_token():
     (heads,) = HEADS
     assert values_of("together", heads, problem_of(heads)) == {1, 2}
     assert values_of("together", heads, problem_of(heads, heads=12, kv_heads=4)) == {1}
-    for spec in TURNS:
-        assert values_of("together", spec, problem_of(spec)) == {1, 2, 4, 8}
-        assert values_of("together", spec, problem_of(spec, heads=14, kv_heads=2)) == {1, 2}
-        # The threads of a block hold a head at least.
-        assert values_of("threads", spec, problem_of(spec, dtype="float32", head_dim=1024)) == {128, 256, 512}
 
 
 def test_no_clusters_before_sm_90():
-    softmax, loss, pairs, sums = map(spec_named, ("softmax_forward", "cross_entropy_fused", "jsd", "column_sum"))
+    softmax, loss, sums = map(spec_named, ("softmax_forward", "cross_entropy_fused", "column_sum"))
     for spec, problem, clusters in (
         (softmax, problem_of(softmax, LONG), {2, 4, 8}), (loss, problem_of(loss), {1, 2, 4}),
-        (pairs, problem_of(pairs, LONG), {1, 2, 4, 8}), (sums, problem_of(sums, 128, rows=264), {1, 2, 4}),
+        (sums, problem_of(sums, 128, rows=264), {1, 2, 4}),
         (sums, problem_of(sums), {1}),
     ):  # fmt: skip
         assert values_of("cluster", spec, problem) == clusters
@@ -173,19 +158,6 @@ def test_clusters_of_losses_are_whole_and_hold_a_row(spec, vocabulary):
         assert config["threads"] * config["cluster"] * 20 * 8 >= vocabulary
 
 
-@each(PAIRS)
-@pytest.mark.parametrize("columns", [16384, 32000, 128256])
-def test_clusters_of_pairs_are_whole_and_leave_no_sm_idle(spec, columns):
-    problem = problem_of(spec, columns)
-    found = configs(spec, problem)
-    assert 6 <= len(found) <= 30
-    for config in found:
-        kernel = spec.device(problem, config)
-        assert_resident(kernel, problem, config)
-        if config["schedule"] == "persistent":
-            assert kernel.grid(problem.but(rows=100_000), 132) == 132 * config["occupancy"]
-
-
 @each(HEADS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (5, 3), (64, 1)])
 def test_blocks_are_for_q_and_for_k_and_fill_the_gpu(spec, heads, kv_heads):
@@ -195,22 +167,6 @@ def test_blocks_are_for_q_and_for_k_and_fill_the_gpu(spec, heads, kv_heads):
         assert kernel.grid(problem.but(tokens=1), 132) >= 2
         assert kernel.grid(problem.but(tokens=3), 132) <= 3 * (heads + kv_heads)
         assert kernel.grid(problem.but(tokens=100_000), 132) == 132 * config["occupancy"]
-
-
-@each(TURNS)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (5, 3, 64), (64, 1, 80), (12, 2, 256)])
-def test_blocks_reach_all_heads_of_all_tokens_and_no_more(spec, heads, kv_heads, head_dim):
-    problem = problem_of(spec, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    found = configs(spec, problem)
-    assert 10 <= len(found) <= 32 or heads == 5
-    for config in found:
-        kernel = spec.device(problem, config)
-        at_once, constants = kernel.block // (head_dim // 16), dict(kernel.constants)
-        steps = [heads // constants["together"], kv_heads // constants["kv_together"]]
-        assert [heads, kv_heads] == [steps[0] * constants["together"], steps[1] * constants["kv_together"]]
-        for tokens in (1, 7, 100_000):
-            blocks = kernel.grid(problem.but(tokens=tokens, batch=2), 132)
-            assert blocks == sum(-(-2 * tokens * each // at_once) for each in steps)
 
 
 @each(ROWS)
@@ -285,14 +241,10 @@ def counts_of(made, target=H200):
 
 def vectors_of(kernel, config):
     """Vectors of 16 bytes that a thread has on their way at once: its parts of rows, or both halves of its heads."""
-    if "unroll" in config:
-        return 2 * config["unroll"]
     if "loads" in config:
         return config["loads"]
     if "warps" in config:
         return 2 * 2 * config["together"] * config["ahead"]
-    if "together" in config:
-        return 2 * config["together"] + 2
     if "rows" not in config:
         return -(-32000 // (8 * config["threads"] * config["cluster"]))
     return len(matrices_read(kernel)) * -(-4096 // (8 * config["threads"]))
@@ -303,7 +255,7 @@ def vectors_of(kernel, config):
 @pytest.mark.parametrize(("spec", "target"), COMPILED)
 @pytest.mark.share(32)
 def test_they_compile_for_each_gpu_with_the_parameters_that_are_passed(spec, target):
-    problem, config, kernel = made_of(spec, target=target, **({"cluster": 1} if spec in PAIRS else {}))
+    problem, config, kernel = made_of(spec, target=target)
     made = compile_candidate(spec, problem, config, target, ALIGNED)
     assert parameter_bytes(made.cubin, made.symbol) == passed_bytes(kernel)
     assert read_resources(made.cubin, made.symbol).threads == kernel.block
@@ -340,16 +292,10 @@ def test_they_compile_with_tails_several_rows_and_clusters(columns, dtype, axes)
 
 # The configs that take the most registers, by the values of some axes; of sums one candidate for each of their values.
 TIGHT_LOSSES = {(512, 8, 3), (512, 4, 2), (1024, 4, 1), (256, 2, 4), (512, 1, 2)}
-TIGHT_PAIRS = {(256, 8, 4), (256, 4, 4), (256, 4, 2), (512, 2, 8), (1024, 1, 2), (128, 8, 8)}
 HEAVY = [
-    *((spec, {"vocabulary": n}, True) for spec in LOSSES for n in (32000, 128256, 151936)),
+    *((spec, {"vocabulary": n}) for spec in LOSSES for n in (32000, 128256, 151936)),
     *(
-        (spec, {"columns": 128256, "dtype": dtype}, graded)
-        for spec in PAIRS
-        for dtype, graded in (("bfloat16", True), ("float32", True), ("bfloat16", False))
-    ),
-    *(
-        (spec, {"columns": columns, "rows": rows}, True)
+        (spec, {"columns": columns, "rows": rows})
         for spec in SUMS
         for rows, columns in ((512, 128), (1024, 4096), (1024, 28672))
     ),
@@ -359,46 +305,21 @@ HEAVY = [
 @pytest.mark.slow
 @pytest.mark.nightly
 @needs_cute
-@pytest.mark.parametrize(("spec", "sizes", "graded"), HEAVY, ids=id_of)
-def test_what_threads_hold_stays_in_registers(spec, sizes, graded):
+@pytest.mark.parametrize(("spec", "sizes"), HEAVY, ids=id_of)
+def test_what_threads_hold_stays_in_registers(spec, sizes):
     """A block with one row of logits, and sums, spill nothing; others addresses that each row needs, at most."""
-    problem = problem_of(spec, **sizes)
-    problem = problem.but(graded=graded) if spec in PAIRS else problem
-    last = "occupancy" if spec in LOSSES else "unroll" if spec in PAIRS else "loads"
+    problem, last = problem_of(spec, **sizes), "occupancy" if spec in LOSSES else "loads"
     found = {}
     for config in configs(spec, problem):
         found.setdefault((config["threads"], config["cluster"], config[last]), []).append(config)
     if spec in SUMS:
         found = [alike[-1] for alike in found.values()]
     else:
-        tight = TIGHT_LOSSES if spec in LOSSES else TIGHT_PAIRS
-        found = [config for key in tight & found.keys() for config in found[key]]
+        found = [config for key in TIGHT_LOSSES & found.keys() for config in found[key]]
         assert {config["schedule"] for config in found} == {"block", "persistent"}
     for config in found:
-        may_spill = spec in PAIRS or (spec in LOSSES and config["schedule"] == "persistent")
+        may_spill = spec in LOSSES and config["schedule"] == "persistent"
         assert compiled(spec, problem, config)[1].stack_bytes <= 64 * may_spill, config
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@needs_cute
-@each(TURNS)
-@pytest.mark.parametrize("is_inverse", [False, True])
-def test_heads_that_are_turned_stay_in_registers(spec, is_inverse):
-    """Also with angles that take the most registers; of those that take the fewest, each vector is loaded once."""
-    full = {"full": True} if "full" in problem_of(spec) else {}
-    heavy = problem_of(spec).but(**full, inverse=is_inverse, angle_dtype="float32")
-    light = heavy.but(**dict.fromkeys(full, False), angle_dtype="bfloat16")
-    # Where a section may end inside of a vector its angles behind the first are loaded by themselves as well.
-    alone = 2 * 7 if spec.name == "qwen2vl_mrope" else 0
-    for problem, axes in ((heavy, {"threads": 256, "together": 8}), (light, {"threads": 128, "occupancy": 1})):
-        for config in (c for c in configs(spec, problem) if axes.items() <= c.items()):
-            made, resources = compiled(spec, problem, config)
-            assert resources.stack_bytes == 0, (problem, config)
-            if problem is light:
-                # In code for q and in code for k.
-                vectors = vectors_of(spec.device(problem, config), config)
-                assert counts_of(made).global_loads == 2 * (vectors + alone), config
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@ in a shuffled order, the same at every launch. Errors:
 
 - :class:`OutOfBounds`: an access outside an array that the kernel neither masks nor pads.
 - :class:`InterpreterError`: two blocks touch the same element and one of them stores it; a block of a dependent launch
-  touches memory before it has waited; or the kernel uses a part of ``ct`` that no kernel of tilekern uses (atomics,
-  ``scan``, ``matmul``, printing).
+  touches memory before it has waited; or the kernel uses a part of ``ct`` that no kernel of tilekern uses (most
+  atomics, ``scan``, ``matmul``, printing).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The functions of ``ct`` that touch arrays. There are no atomics: kernels whose results repeat use none."""
+"""The functions of ``ct`` that touch arrays; of the atomic ones, the exchange that reports a wrong label."""
 
 from __future__ import annotations
 
@@ -100,13 +100,22 @@ class _Selection:
 
     def write(self, values: torch.Tensor) -> None:
         """Store the values, broadcast to the selection's shape, of the elements that count."""
-        array = self._array
+        self._array.launch.stored(self._operation, self._array, self._points)
+        self._put(values)
+
+    def exchange(self, values: torch.Tensor) -> Tile:
+        """Store as :meth:`write` and return the former elements, as one access, which races with plain stores only."""
+        former = self.read(filled(0, self._array.dtype))
+        self._put(values)
+        return former
+
+    def _put(self, values: torch.Tensor) -> None:
         try:
             flat = values.broadcast_to(self.shape).reshape(-1)
         except RuntimeError:
             raise InterpreterError(f"shape {tuple(values.shape)} does not broadcast to {self.shape}") from None
-        array.launch.stored(self._operation, array, self._points)
-        array.memory[self._points.offsets] = to_memory(flat if self._valid is None else flat[self._valid], array.dtype)
+        chosen = flat if self._valid is None else flat[self._valid]
+        self._array.memory[self._points.offsets] = to_memory(chosen, self._array.dtype)
 
 
 def _index_data(operation: str, entry: Any) -> torch.Tensor:
@@ -145,6 +154,13 @@ def scatter(
     _check("scatter", array, latency)
     selection = _Selection("scatter", array, indices, mask, check_bounds)
     selection.write(_stored_data(value, array.dtype, f"scatter to array {array.name!r}"))
+
+
+def atomic_xchg(array: Array, indices: Any, update: Any, /, *, check_bounds: bool = True) -> Tile:
+    """See ``ct.atomic_xchg``; its memory order and scope are the default ones."""
+    _check("atomic_xchg", array)
+    selection = _Selection("atomic_xchg", array, indices, None, check_bounds)
+    return selection.exchange(_stored_data(update, array.dtype, f"atomic_xchg of array {array.name!r}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,5 +210,6 @@ FUNCTIONS: dict[str, Any] = {
     "store": store,
     "gather": gather,
     "scatter": scatter,
+    "atomic_xchg": atomic_xchg,
     "load_advanced_indexing": load_advanced_indexing,
 }

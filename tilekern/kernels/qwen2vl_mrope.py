@@ -3,7 +3,7 @@
 A token has a position in time, in height and in width, and each frequency uses the angle of one of them: the first
 ``time`` frequencies that of the first, the next ``height`` that of the second, all others that of the third. The halves
 of a head turn by these angles, or back if ``inverse``, as in ``rope``; only one of the three angles of a frequency is
-read. In the CuTe DSL kernel (:mod:`tilekern.kernels.cute.positions`) a thread turns a few heads of one token.
+read.
 Arrays, all with any strides: q [batch, heads, tokens, 2h], k [batch, kv_heads, tokens, 2h]; cos and sin
 [3, 1 or batch, tokens, 2h], of which the first h are read. All batch entries share the angles of a single one.
 """
@@ -15,7 +15,6 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.families import cute_turns
 from tilekern.kernels.families.rotations import (
     GRADIENTS,
     HEADS_FIRST,
@@ -114,20 +113,17 @@ _GIVEN = (
 )
 
 
-_IN_CUTILE = spec(
+SPEC = spec(
     qwen2vl_mrope,
     "rotary embedding of q and k by three positions, or its inverse",
     arrays_of(HEADS_FIRST, _GIVEN, "dtype", _PRODUCT),
     reference,
     inverse=arrays_of(HEADS_FIRST, _GIVEN, _PRODUCT, "dtype"),
     flags=("inverse",),
-    space=dataclasses.replace(space_of(tma=[False]), beside=(cute_turns.SPACE,)),
+    space=space_of(tma=[False]),
     default=_default,
     angles=_of_three,
     flops=3,
-)
-SPEC = dataclasses.replace(
-    _IN_CUTILE, implement=lambda problem, config: cute_turns.implement_positions(_IN_CUTILE, problem, config)
 )
 # The backward calls this: the rotation's transpose turns gradients back.
 INVERSE = dataclasses.replace(SPEC, arrays=arrays_of(HEADS_FIRST, _GIVEN, _PRODUCT, "dtype", GRADIENTS))

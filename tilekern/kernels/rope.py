@@ -4,8 +4,7 @@ A head of size 2h is split into halves (x1, x2): ``y1 = x1 * c1 - x2 * s1`` and 
 s are the cosine and sine of the position's angles. If ``full``, each half has its own ([.., 2h]: c1, c2); else the
 first half's serve both, whether they are stored once ([.., h]) or, as by Hugging Face, twice. The backward is the
 transpose, the inverse rotation: ``dx1 = dy1 * c1 + dy2 * s2``, ``dx2 = dy2 * c2 - dy1 * s1``. One launch turns q and
-k: a block loads the angles of some tokens once, and goes through the heads; in the CuTe DSL kernel
-(:mod:`tilekern.kernels.cute.turns`) a thread turns a few heads of one token.
+k: a block loads the angles of some tokens once, and goes through the heads.
 Arrays: q [batch, heads, tokens, 2h], k [batch, kv_heads, tokens, 2h], cos and sin [1 or batch, tokens, 2h or h], all
 with any strides; all batch entries share the angles of a single one.
 """
@@ -17,7 +16,6 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.families import cute_turns
 from tilekern.kernels.families.rotations import (
     GRADIENTS,
     HEADS_FIRST,
@@ -140,21 +138,18 @@ def reference(q: Any, k: Any, cos: Any, sin: Any, inverse: bool) -> dict[str, An
     return {"q_out": turn(q), "k_out": turn(k)}
 
 
-_IN_CUTILE = spec(
+SPEC = spec(
     rope,
     "rotary embedding of q and k, or its inverse",
     arrays_of(HEADS_FIRST, _ANGLES, "dtype", _PRODUCT),
     reference,
     inverse=arrays_of(HEADS_FIRST, _ANGLES, _PRODUCT, "dtype"),
     flags=("full", "inverse"),
-    space=Space(_axes, (_SIZED, TMA_NEEDS_HOPPER), (cute_turns.SPACE,)),
+    space=Space(_axes, (_SIZED, TMA_NEEDS_HOPPER)),
     default=_default,
     generic=_generic,
     unrolls_lone=True,
     flops=3,
-)
-SPEC = dataclasses.replace(
-    _IN_CUTILE, implement=lambda problem, config: cute_turns.implement(_IN_CUTILE, problem, config)
 )
 # The backward calls this: the rotation's transpose turns gradients back.
 INVERSE = dataclasses.replace(SPEC, arrays=arrays_of(HEADS_FIRST, _ANGLES, _PRODUCT, "dtype", GRADIENTS))

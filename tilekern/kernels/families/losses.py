@@ -14,7 +14,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.families import cute_pairs, tables
+from tilekern.kernels.families import tables
 from tilekern.kernels.families.arrays import ROWS, Arrays, bytes_of, drawn, tensors
 from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, each_step, grid_of, load, power_of_two
 from tilekern.spec import Array, Config, Constraint, KernelSpec, Problem, ScalarParameter, Space, Value, module_of
@@ -136,13 +136,10 @@ def spec(
         module=module_of(losses),
         function=lambda problem, config: gradients if problem["graded"] else losses,
         grid=lambda sizes, config, sm_count: grid_of(sizes["rows"], config, sm_count),
-        space=Space(_axes, (_FITS, TMA_NEEDS_HOPPER), (cute_pairs.SPACE,)),
+        space=Space(_axes, (_FITS, TMA_NEEDS_HOPPER)),
         default=_default,
         generic=lambda problem: _config(problem, 512, 1, tma=False),
         given=given,
-        cute=lambda function, parameters, problem, config: cute_pairs.implement(
-            function, parameters, flags, problem, config
-        ),
         bytes_moved=lambda problem: bytes_of(tensors(arrays(problem)), problem),
         flops=lambda problem: flops * problem["rows"] * problem["columns"],
         result_dtype=lambda problem: problem["dtype"],
