@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 
 from tilekern.tuning.measure.timing import Timing
-from tilekern.tuning.strategies import BESIDE, HOPELESS, SLOWER, TIED, WON, Lineup, Runner
+from tilekern.tuning.strategies.lineup import BESIDE, HOPELESS, SLOWER, TIED, WON, Lineup, Runner
 
 # One in this many candidates runs on from field to field, until this few are left.
 KEPT, FEW = 3, 4

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tilekern.tuning.measure.tasks import on
 from tilekern.tuning.measure.timing import Launch, Stopwatch, Timing
-from tilekern.tuning.strategies import Runner
+from tilekern.tuning.strategies.lineup import Runner
 
 # Before a race the GPU may have been idle while inputs were made; this raises its clocks.
 WAKING_US = 2_000.0

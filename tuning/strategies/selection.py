@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from tilekern.tuning.strategies import WON
+from tilekern.tuning.strategies.lineup import WON
 
 Key = TypeVar("Key")
 
