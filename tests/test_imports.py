@@ -283,3 +283,18 @@ def test_every_public_name_resolves(name):
 def test_a_name_that_is_not_there_raises():
     with pytest.raises(AttributeError, match="module 'tilekern' has no attribute 'aply'"):
         tilekern.aply  # noqa: B018
+
+
+def test_tests_on_a_gpu_import_what_other_tests_define():
+    """They do not run here, so a name that moved would be found on a GPU only."""
+    tests = {path.stem: path for path in (ROOT / "tests").rglob("*.py")}
+    wrong = []
+    for path in (ROOT / "tests" / "gpu").glob("*.py"):
+        for node in (node for node in ast.walk(parsed(path)) if isinstance(node, ast.ImportFrom)):
+            if node.module in tests:
+                text = "\n".join(re.findall(r"^[^\s#].*", tests[node.module].read_text(), re.M))
+                missing = [alias.name for alias in node.names if not re.search(rf"\b{alias.name}\b", text)]
+                wrong += [f"{path.name}: {node.module}.{name}" for name in missing]
+            elif node.module.startswith("test_"):
+                wrong.append(f"{path.name}: {node.module}")
+    assert not wrong

@@ -1,10 +1,10 @@
 """MLPs without a gate on the GPU: every activation, weights as GPT-2 stores them, and what a layer keeps."""
 
+import formulas
 import pytest
 import torch
 from gpu_tolerances import OF_OPS
 from op_samples import assert_near
-from test_activation_op import REFERENCES
 
 from tilekern.ops import mlp
 from tilekern.ops.activation import CURVES
@@ -26,7 +26,7 @@ def ours(x, up, up_bias, down, down_bias, kind):
 
 
 def theirs(x, up, up_bias, down, down_bias, kind):
-    return torch.addmm(down_bias, REFERENCES[kind](torch.addmm(up_bias, x, up)), down)
+    return torch.addmm(down_bias, formulas.CURVES[kind](torch.addmm(up_bias, x, up)), down)
 
 
 @pytest.mark.parametrize("kind", CURVES)

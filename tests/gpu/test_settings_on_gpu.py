@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_settings_of_torch import assert_same, every_call, set_by_a_user, step
+from contract import CASES, Drawn, leaves, set_by_a_user
 
 from tilekern import ops
 from tilekern.compile.toolchain import assumptions
@@ -15,19 +15,22 @@ from tilekern.runtime.launcher import PrebuiltKernel, implies
 from tilekern.spec import GENERIC, ArrayParameter
 
 
-def moved(call):
-    function, given, options = call
-    return function, {name: x if x is None else x.cuda() for name, x in given.items()}, options
-
-
-@every_call
-def test_defaults_of_a_user_change_no_result(call, monkeypatch):
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_defaults_of_a_user_change_no_result(case, monkeypatch):
     """Among them calls without the arrays that a kernel may have, whose placeholders have no memory."""
     monkeypatch.setattr(registration, "_rows", {})
-    call = moved(call)
+    given = {
+        name: x.detach().cuda().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+        for name, x in case.given(Drawn()).items()
+    }
     with set_by_a_user():
-        found = step(call, graded=True)
-    assert_same(found, step(call, graded=True))
+        results = case.run(given)
+        found = torch.autograd.grad([y.sum() for y in results if y.requires_grad], leaves(given).values())
+    right = case.run(given)
+    wanted = torch.autograd.grad([y.sum() for y in right if y.requires_grad], leaves(given).values())
+    for one, other in zip((*results, *found), (*right, *wanted), strict=True):
+        assert (one.dtype, one.device) == (other.dtype, other.device)
+        assert torch.equal(one, other)
 
 
 def test_a_row_of_a_pool_is_not_kept(monkeypatch):

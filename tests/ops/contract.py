@@ -153,6 +153,22 @@ class Case:
         return list(found) if isinstance(found, tuple) else [found] * count
 
 
+@contextlib.contextmanager
+def set_by_a_user():
+    """All defaults that another tensor than the one that was meant may come from."""
+    warns = torch.is_warn_always_enabled()
+    torch.set_default_dtype(torch.bfloat16)
+    torch._C._set_deterministic_algorithms(True)  # what torch has around it imports its compiler, for seconds
+    torch.set_warn_always(True)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_warn_always(warns)
+        torch._C._set_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
+
+
 def several(results: Any) -> tuple[torch.Tensor, ...]:
     return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 

@@ -19,6 +19,7 @@ from contract import (
     mapped,
     near,
     same,
+    set_by_a_user,
     several,
     step,
     uncalled,
@@ -428,22 +429,6 @@ def test_a_training_step_goes_on_from_what_inference_mode_left(case, nothing_kep
     with torch.inference_mode():
         results = case.run(mapped(given, torch.Tensor.detach))
     same(results, step(case, given)[0], REORDERED)
-
-
-@contextlib.contextmanager
-def set_by_a_user():
-    """All defaults that another tensor than the one that was meant may come from."""
-    warns = torch.is_warn_always_enabled()
-    torch.set_default_dtype(torch.bfloat16)
-    torch._C._set_deterministic_algorithms(True)  # what torch has around it imports its compiler, for seconds
-    torch.set_warn_always(True)
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        torch.set_warn_always(warns)
-        torch._C._set_deterministic_algorithms(False)
-        torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture
