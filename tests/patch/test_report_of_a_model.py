@@ -116,6 +116,39 @@ def test_code_of_no_known_form_and_families_that_are_not_tested_are_told_apart(q
     assert reason.startswith("it is not patched: qwen3 is not among the families that are tested")
 
 
+class OwnRMSNorm(torch.nn.Module):
+    """Outside transformers, in the form of Llama's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.ones(16)), 1e-6
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class StrangeRMSNorm(torch.nn.Module):
+    def forward(self, hidden_states):
+        return hidden_states.pow(3)
+
+
+def test_code_outside_transformers_is_told_what_patches_it():
+    model = torch.nn.ModuleDict({"known": OwnRMSNorm(), "strange": StrangeRMSNorm()})
+    tilekern.apply(forms="any")
+    remedy = 'is not of transformers; tilekern.apply_to_model(model, forms="any") patches it'
+    found = reasons(model, "rms_norm")
+    assert found == {
+        "known": f"it is not patched: {__name__} {remedy}",
+        "strange": "its code has no form that is known",
+    }
+    tilekern.apply_to_model(model, forms="any")
+    assert reasons(model, "rms_norm") == {"known": "", "strange": "its code has no form that is known"}
+
+
 @pytest.mark.parametrize(
     ("family", "lacks"),
     [("gpt2", {"rope", "rms_norm", "swiglu", "qk_norm_rope", "fused_add_rms_norm"}), ("bloom", {"rope", "swiglu"}),

@@ -107,6 +107,12 @@ def is_of_transformers(module: str) -> bool:
     return module.startswith("transformers.models.") and ".modeling_" in module
 
 
+def may_have_forms(module: str) -> bool:
+    """Return whether a module may hold models: those of torch's and transformers' own base classes do not."""
+    top = module.partition(".")[0]
+    return is_of_transformers(module) or top not in ("builtins", "torch", "transformers", "typing", "tilekern")
+
+
 def imported() -> list[str]:
     """Return the modules of families that are imported, all of each, tested here or not."""
     modules = list(sys.modules.items())

@@ -17,7 +17,7 @@ from tilekern.patch import attention as attention_door
 from tilekern.patch import comparing as ranks
 from tilekern.patch import defaults
 from tilekern.patch import experts as experts_door
-from tilekern.patch.families import FAMILIES, imported, is_of_transformers
+from tilekern.patch.families import FAMILIES, imported, is_of_transformers, may_have_forms
 from tilekern.patch.installed import Found, as_read, examine, transformers_version
 from tilekern.patch.instances import patch_modules
 from tilekern.patch.ledger import Ledger, Touch
@@ -328,13 +328,8 @@ def _take_back(model: torch.nn.Module, ops: Set[str]) -> None:
 def patches_of_model(model: torch.nn.Module, forms: str = "tested") -> list[Patch]:
     """Return the patches of the families that a model's modules are of."""
     homes = dict.fromkeys(kind.__module__ for module in model.modules() for kind in type(module).__mro__)
-    own = [patch for home in homes for patch in patches_for(home, forms if _may_be_any(home) else "tested")]
+    own = [patch for home in homes for patch in patches_for(home, forms if may_have_forms(home) else "tested")]
     return [*own, *(patch for patch in registered() if patch.module in homes)]
-
-
-def _may_be_any(home: str) -> bool:
-    """Return whether code is looked for forms: that of models, and not torch's and transformers' own base classes."""
-    return is_of_transformers(home) or home.partition(".")[0] not in ("builtins", "torch", "transformers", "typing")
 
 
 def reset(names: str | Iterable[str] | None = None) -> list[str]:

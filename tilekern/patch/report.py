@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from tilekern.patch import experts, layers, loss, parallel, patcher, replacements
 from tilekern.patch.bound_method import Bound, place_of
 from tilekern.patch.checkpointing import wraps_around
-from tilekern.patch.families import family_of, is_of_transformers
+from tilekern.patch.families import family_of, is_of_transformers, may_have_forms
 from tilekern.patch.guards import has_hooks
 from tilekern.patch.installed import Found, examine
 from tilekern.patch.instances import code_of
 from tilekern.patch.ledger import Ledger, is_inside
+from tilekern.patch.registry import registered
 from tilekern.patch.table import Patch, ops_in
 from tilekern.runtime import dispatch
 from tilekern.runtime.switches import ATTENTION, EXPERTS
@@ -191,7 +192,7 @@ def _rows(name: str, module: Any, judged: list[tuple[Patch, Found]], ledger: Led
             told.setdefault(op, reason)
     if told.get("qk_norm_rope") == "":
         told.pop("rope", None)
-    if is_of_transformers(kind.__module__):
+    if may_have_forms(kind.__module__):
         op = _op_by_its_name(module)
         inside = any(_path(patch, child) for child in module.children() for patch, _ in judged if patch.op == op)
         if op and not inside and op not in told and not _FUSED_IN.get(op, set()).intersection(told):
@@ -310,10 +311,13 @@ def _given(own: Any, module: Any, method: str, ledger: Ledger) -> tuple[str, Any
 
 
 def _unpatched(patch: Patch) -> str:
-    if family_of(patch.module) is None and is_of_transformers(patch.module):
-        return (
-            f'it is not patched: {patch.model_type} is not among the families that are tested; forms="any" patches it'
+    if family_of(patch.module) is None and patch not in registered():
+        who = (
+            f'{patch.model_type} is not among the families that are tested; forms="any" patches it'
+            if is_of_transformers(patch.module)
+            else f'{patch.module} is not of transformers; tilekern.apply_to_model(model, forms="any") patches it'
         )
+        return f"it is not patched: {who}"
     return f"it is not patched; tilekern.apply({patch.op}=True) does so"
 
 
