@@ -12,6 +12,9 @@ from tilekern.cache_tools.shared.options import as_json, cache_dir, command
 from tilekern.cache_tools.shared.printing import plain, print_json, time_us_of
 from tilekern.warning import tell
 
+# Outcomes of steps that found no record (:class:`tilekern.cache.Step`).
+_ABSENT = ("not_there", "no_records", "no_other_bucket")
+
 
 @command
 @click.argument("kernel", metavar="KERNEL")
@@ -90,11 +93,16 @@ def _print(document: dict[str, Any], trace: list[Step]) -> None:
     tell(f"the toolkit here: {document['toolkit'] or 'none, so the newest of a layer comes first'}")
     tell(f"the kernel's source: {document['source_digest']}")
     tell(f"layers: {', '.join(document['layers'])}")
-    for number, step in enumerate(trace, 1):
-        tell(f"{number:3}. {plain(str(step))}")
+    tried = [(number, plain(str(step))) for number, step in enumerate(trace, 1) if step.outcome not in _ABSENT]
+    for number, text in tried:
+        tell(f"{number:3}. {text}")
+    if absent := dict.fromkeys(step.layer or "all layers" for step in trace if step.outcome in _ABSENT):
+        tell(f"no such record in: {', '.join(absent)}")
     hit = document["hit"]
     if hit is None:
         tell("nothing serves it: a job goes by its miss policy (TILEKERN_ON_MISS), and puts it on the wanted list")
+        if tried:
+            tell(f"the nearest record: {tried[0][1]}")
         return
     gpu = "of this very GPU" if hit["exact_target"] else f"of another GPU of its arch, {hit['target']}"
     bucket = "its own bucket" if hit["exact_bucket"] else f"the nearest bucket, {hit['problem_key']}"

@@ -67,7 +67,7 @@ def reason(op, module):
         # Those of towers that see are not of the language model.
         "layer_norm": False,
         "swiglu": any(f"= {kind}(" in text for kind in gated),
-        "rope": "apply_rotary" in text and module.rotaries,
+        "rope": "apply_rotary" in text and any("Rotary" in kind and "Vision" not in kind for kind in module.forwards),
         "fused_linear_cross_entropy": "labels" in text and "ForCausalLM" in text,
     }
     if op == "swiglu" and has[op] and "relu2" in _configuration(module):

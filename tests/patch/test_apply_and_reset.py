@@ -385,6 +385,14 @@ def test_a_registered_patch_is_applied_and_a_family_that_is_not_tested_where_one
     held(model, way, lambda model: [model(x)], {"rms_norm_forward": 1}, 1e-6, exactly=True)
 
 
+def test_a_registered_patch_whose_code_has_changed_says_what_to_do(aimv2_norm):
+    tilekern.register_patch(replace(aimv2_norm, digests=("0" * 64,)))
+    patched, said = warned(lambda: tilekern.apply(model_type="aimv2"))
+    assert patched == []
+    assert "register the patch with its new digest" in said[0]
+    assert "Install a transformers release" not in said[0]
+
+
 def test_a_module_that_is_gone_is_a_warning(aimv2_norm):
     tilekern.register_patch(replace(aimv2_norm, module="transformers.models.gone"))
     patched, said = warned(lambda: tilekern.apply(model_type="aimv2"))

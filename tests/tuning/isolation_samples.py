@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tilekern.compile import toolchain
+from tilekern.compile import cutile
 from tilekern.compile.toolchain import toolkit
 from tilekern.tuning import disposable
 from tilekern.tuning.compile.pool import Answer
@@ -158,7 +158,7 @@ def compile_by(compiler: Path, folder: Path, item: Candidate, **settings: Any) -
     """Compile a candidate in a worker with a compiler, and temporary files in a folder."""
     here = toolkit()
     assert here is not None
-    toolchain.toolkit = lambda: dataclasses.replace(here, path=compiler)  # type: ignore[assignment]
+    cutile.toolkit = lambda: dataclasses.replace(here, path=compiler)  # type: ignore[assignment]
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
     return compile_one(item, **settings)
 

@@ -9,7 +9,7 @@ import pytest
 from tilekern.errors import InputError
 from tilekern.tuning.plan.configs import config_named
 from tilekern.tuning.refreshing import Refresh
-from tilekern.tuning.serve.history import Failures, History
+from tilekern.tuning.serve.history import Failures
 from tilekern.tuning.sweep import quarantine
 from tilekern.tuning.sweep.plan import PlanFile
 
@@ -32,16 +32,13 @@ def test_what_is_needed_is_named(tmp_path, name, read, said):
     assert "\n" not in str(caught.value)
 
 
-def test_a_line_of_the_history_and_a_file_of_the_quarantine_are_passed_over(tmp_path):
+def test_a_file_of_the_quarantine_is_passed_over(tmp_path):
     shutil.copytree(GOLDEN, tmp_path / "cache")
-    history = tmp_path / "cache" / "service" / "history.jsonl"
     (folder,) = (tmp_path / "cache" / "quarantine").iterdir()
-    before = History(history).last(10), list(quarantine._read(folder))
-    with history.open("a") as file:
-        file.write(f"{DEEP}\n")
+    before = list(quarantine._read(folder))
     (folder / f"{'0' * 64}.json").write_text(DEEP)
-    assert all(before)
-    assert (History(history).last(10), list(quarantine._read(folder))) == before
+    assert before
+    assert list(quarantine._read(folder)) == before
 
 
 @pytest.mark.parametrize(
@@ -55,16 +52,6 @@ def test_a_failure_of_another_form_is_passed_over(tmp_path, damage):
     assert failures.why("item", state) is None
     failures.note("item", "it is full again", state, passing=True)
     assert failures.why("item", state) == "it is full again"
-
-
-@pytest.mark.parametrize("damage", ['"time_us": NaN', '"time_us": 1e999', '"reason": "\\ud800"'])
-def test_a_line_of_the_history_that_no_status_can_hold_is_passed_over(tmp_path, damage):
-    kept = History(tmp_path / "history.jsonl")
-    for item in ("first", "second"):
-        kept.note("failed", item, "scale", {"rows": 1}, reason="why")
-    first, second = (tmp_path / "history.jsonl").read_text().splitlines()
-    (tmp_path / "history.jsonl").write_text(f"{first}\n{second[:-1]}, {damage}}}\n")
-    assert [line["item"] for line in kept.last(10)] == ["first"]
 
 
 @pytest.mark.parametrize("kernel", [{}, [], None, 7])

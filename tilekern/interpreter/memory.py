@@ -130,7 +130,7 @@ def _index_data(operation: str, entry: Any) -> torch.Tensor:
 
 def _mask_data(operation: str, mask: Any, shape: tuple[int, ...]) -> torch.Tensor:
     if isinstance(mask, bool):
-        return torch.tensor(mask)
+        return torch.tensor(mask, dtype=torch.bool, device="cpu")
     if not isinstance(mask, Tile) or mask.dtype != ct.bool_:
         raise InterpreterError(f"{operation}: the mask must be a bool tile")
     return mask.data.broadcast_to(shape).reshape(-1)

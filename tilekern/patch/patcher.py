@@ -449,8 +449,13 @@ def _in_order(ops: set[str]) -> list[str]:
 
 def _warn(found: Found) -> None:
     known = f" ({found.patch.releases})" if found.patch.releases else ""
+    remedy = (
+        "Compare the code with the one that the patch replaces, and register the patch with its new digest"
+        if found.patch in registered()
+        else f"Install a transformers release that this tilekern knows{known} or a newer tilekern, or undo what else "
+        "replaced it"
+    )
     warn(
         f"{found.patch.op} is not patched: {found.reason}, in transformers {transformers_version()}; the model's own "
-        f"code runs. Install a transformers release that this tilekern knows{known} or a newer tilekern, or undo what "
-        "else replaced it"
+        f"code runs. {remedy}"
     )
