@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tilekern.cache import (, parse_problem_key
+from tilekern.cache import (
     note_misses,
     note_wanted,
+    parse_problem_key,
     read_misses,
     read_wanted,
     remove_wanted,

@@ -85,6 +85,7 @@ def test_the_interpreter_judges_arguments_as_the_launcher_does(made, dtype):
     }[made]  # fmt: skip
 
     class Alone:
+        backend = "cutile"
         parameters, constants = (ArrayParameter("x", dtype, 2),), ()
 
     kernel = PrebuiltKernel(rms_norm.rms_norm_forward, [])
