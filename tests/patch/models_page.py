@@ -57,7 +57,7 @@ def reason(op, module):
     if op == "qk_norm_rope":
         return next((of_heads(module, kind, x) for kind, x in bodies.items() if HEADS.search(x) and "rotary" in x), "-")
     if op == "fused_add_rms_norm":
-        layers = [x for kind, x in bodies.items() if "Layer" in kind and module.attributes(kind)]
+        layers = [x for kind, x in bodies.items() if "Layer" in kind and module.norms_set(kind)]
         return "another form" if layers else "-"
     if op == "mlp":
         return of_mlp(module, bodies)
@@ -119,7 +119,7 @@ def of_heads(module, kind, text):
         return "norm after"
     if "self.q_norm(self.q_proj(hidden_states))" in text:
         return "norm of all heads"
-    return "another form" if module.attributes(kind) else "another norm"
+    return "another form" if module.norms_set(kind) else "another norm"
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ from tilekern.runtime.switches import ATTENTION, EXPERTS
 if TYPE_CHECKING:
     import torch
 
+# Ops of modules that hold no other modules with ops.
+_LEAVES = ("rms_norm", "layer_norm", "swiglu", "mlp")
 # The kernels that a call of each op may launch forward. Those of rotations are launched backward as well.
 KERNELS: dict[str, tuple[str, ...]] = {
     "rms_norm": ("rms_norm_forward", "rms_norm_offset_forward"),
@@ -194,6 +196,8 @@ def _rows(name: str, module: Any, judged: list[tuple[Patch, Found]], ledger: Led
         told.pop("rope", None)
     if may_have_forms(kind.__module__):
         op = _op_by_its_name(module)
+        if not is_of_transformers(kind.__module__) and op not in _LEAVES:
+            op = ""  # what wraps a model, as an adapter does, may be called like one
         inside = any(_path(patch, child) for child in module.children() for patch, _ in judged if patch.op == op)
         if op and not inside and op not in told and not _FUSED_IN.get(op, set()).intersection(told):
             told[op] = _unknown(kind)
