@@ -2,7 +2,8 @@
 
 Not every rank calls every op, so looking up a problem's plan exchanges nothing. The ranks exchange once, when
 all are there: in :func:`tilekern.apply` or :func:`tilekern.apply_to_model` if torch.distributed is up, else at the end
-of ``init_process_group``. :func:`agree` repeats it. From then on lookups read the agreed snapshot instead of the caches (:class:`tilekern.runtime.ranks.agreement.Agreement`).
+of ``init_process_group``. :func:`agree` repeats it. From then on lookups read the agreed snapshot instead of the caches
+(:class:`tilekern.runtime.ranks.agreement.Agreement`).
 
 The steps use :class:`tilekern.runtime.ranks.peers.Peers`:
 
