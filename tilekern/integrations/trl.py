@@ -43,7 +43,7 @@ Results = tuple[torch.Tensor | None, ...]
 
 
 def register() -> list[str]:
-    """Make TRL's trainers run ``linear_log_probs``, also on models that have TRL's fused head; repeating changes nothing.
+    """Make TRL's trainers run ``linear_log_probs``, also on models with TRL's fused head; repeating changes nothing.
 
     Returns:
         The names in TRL that are now tilekern's. Empty, with a warning, if this version of TRL does not fit.

@@ -32,7 +32,7 @@ _ARRAYS = (
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
-    """``activation(x @ weight^T + bias)``, summed in float32.
+    """Return ``activation(x @ weight^T + bias)``, summed in float32.
 
     Without gradients, ``gelu_tanh`` and ``silu`` are applied before rounding. For training the value before the
     activation is kept, since computing it again would cost a third product.

@@ -18,7 +18,7 @@ from tilekern.ops.registration import differentiable_once, is_eager, needs_gradi
 
 
 def projections(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """``x @ weight.T`` for each weight.
+    """Return ``x @ weight.T`` for each weight.
 
     Args:
         x: [..., in_features].

@@ -37,7 +37,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute attention, with the arguments that transformers passes.
 
-    A call that runs no kernel counts as a fallback of ``attention_forward``; a compiled call counts when it is traced.
+    A call that runs no kernel counts among the ``fallbacks`` of ``attention_forward``, a compiled one when traced.
 
     Args:
         deterministic: whether gradients must be bitwise equal in every run.

@@ -176,7 +176,7 @@ def run_experts(
 ) -> torch.Tensor:
     """Run experts, with the arguments that transformers passes.
 
-    A call that runs no kernel counts as a fallback of ``experts_gate``, unless it was compiled.
+    A call that runs no kernel counts among the ``fallbacks`` of ``experts_gate``, unless it was compiled.
 
     Args:
         module: the experts, with their weights; ``is_transposed`` gives the layout.
