@@ -35,7 +35,7 @@ def dpo(
 
     Args:
         log_probs, ref_log_probs: [2 * pairs, tokens], of the policy and of the reference; ``r`` is of a sequence.
-        beta: how strongly the policy is held to the reference.
+        beta: how strongly the policy is kept close to the reference.
         label_smoothing: the probability that a pair has the opposite order (conservative DPO).
     """
     chosen, rejected = (log_probs - ref_log_probs).sum(-1).chunk(2)
@@ -63,7 +63,7 @@ def kto(
         log_probs, ref_log_probs: [sequences, tokens].
         desirable: [sequences] bool, whether a sequence is a good answer; then the sign is plus.
         baseline: the divergence from which ``r`` is measured, one number, from :func:`kto_baseline`.
-        beta: how strongly the policy is held to the reference.
+        beta: how strongly the policy is kept close to the reference.
         desirable_weight, undesirable_weight: the weights of good and of bad answers.
     """
     margin = beta * ((log_probs - ref_log_probs).sum(-1) - baseline)

@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """The plans of a call; those of the backward are None if no gradient is needed."""
+    """The plans of a call; the backward's are None if no gradient is needed."""
 
     forward: Plan
     backward: Plan | None
@@ -85,7 +85,7 @@ def attention(
         deterministic: whether gradients must be bitwise the same in every run. The kernels' gradients always are.
 
     Returns:
-        [batch, queries, heads, head_dim], contiguous; 0 where a query sees no key.
+        [batch, queries, heads, head_dim], contiguous; 0 if a query sees no key.
 
     Raises:
         ValueError: the shapes or the devices do not fit, or a number is out of its range.

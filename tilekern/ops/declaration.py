@@ -53,7 +53,7 @@ class Declaration:
         ungraded: tensors without a gradient; if one needs it, the formula runs.
         gradients: names of gradients that are not ``d<argument>``: two arguments may share a gradient, and a result's
             gradient may be passed on unchanged.
-        flags: the values of the specs' flags, as expressions of the scalars and of which optional tensors are None.
+        flags: values of the specs' flags: expressions of the scalars and of whether optional tensors are None.
         backward_flags: flags that differ in the backward.
         key: further expressions that plans depend on.
         apart: arguments whose gradients have plans of their own; ``graded`` is then a tuple that says which of them

@@ -78,7 +78,7 @@ class _Needs(NamedTuple):
 
 
 class _Plans(NamedTuple):
-    """The plans of a call; those of the backward are None if their results are not needed."""
+    """The plans of a call; the backward's are None if their results are not needed."""
 
     needs: _Needs
     route: tuple[Plan, Plan]

@@ -1,6 +1,6 @@
 """linear: ``activation(x @ weight^T + bias)``, its products by whichever kernel or library call was tuned.
 
-Its launches are written by hand: the three directions are problems of one spec, any of which a library may win.
+Its launches are written by hand: the three directions are problems of one spec, and a library may win any of them.
 """
 
 from __future__ import annotations

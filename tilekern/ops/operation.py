@@ -34,7 +34,7 @@ def operation(forward: KernelSpec, backward: KernelSpec | None = None, **declare
     ``d<argument>``. If an array's shape begins with ``rows``, that stands for all leading dimensions.
 
     Args:
-        forward, backward: the specs; without a backward the gradients are those of the formula.
+        forward, backward: the specs; without a backward the gradients are the formula's.
         declared: further fields of :class:`tilekern.ops.declaration.Declaration`, which describes them.
 
     Raises:

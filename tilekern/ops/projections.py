@@ -1,7 +1,7 @@
 """Linear layers that share their input: the gradient of the input is accumulated inside the matrix products.
 
-Autograd sums the gradients of a tensor that several layers read in separate passes, each of which reads two matrices
-and writes one. Here each further product is added to the first one's result.
+Autograd sums the gradients of a tensor that several layers read in separate passes. Each pass reads two matrices and
+writes one. Here each further product is added to the first one's result.
 
 It is written by hand and not declared, as no kernel of ours runs here.
 """

@@ -69,7 +69,7 @@ class Family(NamedTuple):
         return path_of(self.module) is not None
 
     def patches(self) -> tuple[Patch, ...]:
-        """Return patches for code that has a known form in the installed transformers, and an empty row for other ops.
+        """Return patches for code with a known form in the installed transformers, and an empty row for each other op.
 
         The module is read, not imported.
         """

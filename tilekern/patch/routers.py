@@ -46,7 +46,7 @@ def by_softmax(
 
 
 def by_sigmoid(original: Function) -> Function:
-    """Replace the forward of DeepSeek-V3's router: sigmoids, groups, and a bias for the choice."""
+    """Replace ``forward(self, hidden_states)`` of DeepSeek-V3's router: sigmoids, groups, and a bias for the choice."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         enough = self.topk_group * (self.num_experts // self.num_group) >= self.top_k
