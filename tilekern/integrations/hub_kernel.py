@@ -1,10 +1,11 @@
-"""tilekern as the library `kernels` of Hugging Face loads it, with `get_kernel` and its like.
+"""tilekern as loaded by Hugging Face's library `kernels`, with `get_kernel` etc.
 
 `python -m tilekern.cache_tools repository` writes this file as the ``__init__.py`` of each build, beside a copy of
-tilekern with packs in it. ``layers`` has what `kernelize` takes; ``ops``, ``apply`` and all else are tilekern's.
+tilekern that includes packs. ``layers`` contains the layers for `kernelize`; ``ops``, ``apply`` and all other names are
+tilekern's.
 
-Torch knows tilekern's ops by their names, so a process can have one tilekern. One that is imported already serves where
-it has the version of the copy, and reads the copy's packs as well; else the copy is imported.
+Torch registers tilekern's ops by name, so a process can have only one tilekern. If tilekern is imported already in the
+version of the copy, it is used and also reads the copy's packs; otherwise the copy is imported.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Layers for ``kernelize`` of Hugging Face's library ``kernels``: a forward each, and nothing else.
+"""Layers for ``kernelize`` of Hugging Face's library ``kernels``; each defines only a forward.
 
-Such a layer is never made. Its forward takes the place of that of a module which has the weights, and reads the
-module's attributes: those of Llama's norm and MLP, of torch's ``LayerNorm`` and so on. The forward takes the arguments
-that the module's takes (``kernels`` compares them), and calls the module's own where the op would not compute the same.
+These layers are never instantiated. ``kernels`` puts a layer's forward in place of a module's forward. It then reads
+the module's attributes: those of Llama's norm and MLP, of torch's ``LayerNorm`` etc. It has the signature of the
+module's forward (``kernels`` compares them), and calls the module's own forward if the op would compute something else.
 
-``python -m tilekern.cache_tools repository`` makes the folder out of which ``kernels`` loads them.
+``python -m tilekern.cache_tools repository`` makes the folder from which ``kernels`` loads them.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class GatedMLP(_Layer):
     """Llama's and Gemma's MLP: ``gate_proj``, ``up_proj``, ``down_proj``, and ``act_fn`` a silu or a gelu."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        """``down_proj(act_fn(gate_proj(x)) * up_proj(x))`` of ``x`` [..., hidden]."""
+        """Return ``down_proj(act_fn(gate_proj(x)) * up_proj(x))`` for ``x`` [..., hidden]."""
         return _gated_mlp(self, x)
 
 
 class GeLU(_Layer):
-    """``torch.nn.GELU``, by tanh where its ``approximate`` says so, and the gelu of transformers that has this name."""
+    """``torch.nn.GELU``, by tanh if its ``approximate`` says so, and transformers' gelu with this name."""
 
     def forward(self, input: torch.Tensor) -> Any:
         """Return the activation of each element of ``input`` [..., columns]."""
@@ -94,7 +94,7 @@ class GeLU(_Layer):
 
 
 class GeluTanh(_Layer):
-    """The gelu that is made of tanh, which transformers has as ``NewGELU`` and ``FastGELU``, too."""
+    """The tanh approximation of gelu, also named ``NewGELU`` and ``FastGELU`` in transformers."""
 
     def forward(self, input: torch.Tensor) -> Any:
         """Return the activation of each element of ``input`` [..., columns]."""
@@ -121,7 +121,7 @@ class SiluAndMul(_Layer):
     """``silu(x[..., :n]) * x[..., n:]`` for the two halves of the last dimension."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        """[..., 2n] to [..., n]."""
+        """Map [..., 2n] to [..., n]."""
         return ops.swiglu(*x.chunk(2, dim=-1))
 
 
@@ -129,21 +129,21 @@ class GeluAndMul(_Layer):
     """``gelu(x[..., :n]) * x[..., n:]`` for the two halves of the last dimension."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        """[..., 2n] to [..., n]."""
+        """Map [..., 2n] to [..., n]."""
         return geglu(*x.chunk(2, dim=-1))
 
 
 class GeluTanhAndMul(_Layer):
-    """As :class:`GeluAndMul`, with the gelu that is made of tanh."""
+    """Like :class:`GeluAndMul`, with the tanh approximation of gelu."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        """[..., 2n] to [..., n]."""
+        """Map [..., 2n] to [..., n]."""
         gate, up = x.chunk(2, dim=-1)
         return geglu(gate, up, tanh=True)
 
 
 class RotaryPosEmb(_Layer):
-    """The ``apply_rotary_pos_emb`` of Llama and of most others; the name in transformers is ``rotary_pos_emb``."""
+    """``apply_rotary_pos_emb`` of Llama and most other models; the name in transformers is ``rotary_pos_emb``."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
@@ -153,7 +153,7 @@ class RotaryPosEmb(_Layer):
 
 
 class CrossEntropyLoss(_Layer):
-    """``torch.nn.CrossEntropyLoss``; targets that are probabilities run as they are."""
+    """``torch.nn.CrossEntropyLoss``; targets that are probabilities run torch's own code."""
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> Any:
         """Return the loss of ``input`` [rows, classes] or [rows, classes, ...] against ``target`` [rows, ...]."""

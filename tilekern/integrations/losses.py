@@ -1,10 +1,10 @@
-"""Losses of post-training, each a few operations of torch on log-probabilities.
+"""Losses of post-training, each computed by a few torch operations on log-probabilities.
 
-These come from :func:`tilekern.ops.linear_log_probs`, or from ``sharded_linear_log_probs`` where the vocabulary is
-spread over ranks, so that the logits never exist. Preference losses take ``log_probs`` [2 * pairs, tokens], first the
-chosen sequences and then the rejected ones, in the order of TRL's trainers. ``mask`` has the shape of ``log_probs`` and
-is not 0 where a token counts, ``ids != ignore_index`` for the ids that the head was given; what does not count is 0
-there already. Results are scalars; the mean over pairs or sequences is taken.
+The log-probabilities come from :func:`tilekern.ops.linear_log_probs`, or, if the vocabulary is split over ranks, from
+``sharded_linear_log_probs``, so the logits never exist. Preference losses take ``log_probs`` [2 * pairs, tokens]: the
+chosen sequences first, then the rejected ones, as in TRL's trainers. ``mask`` has the shape of ``log_probs`` and is not
+0 for tokens that count (``ids != ignore_index`` for the head's ids). ``log_probs`` is already 0 for other tokens.
+Results are scalars: means over pairs or sequences.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ __all__ = [
     "top_k_log_probs",
 ]  # fmt: skip
 _REDUCTIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-# What logarithms of VESPO's importance weights are held between, of a token and of a sequence.
+# Bounds of the logarithms of VESPO's importance weights, for a token and for a sequence.
 _MOST, _LEAST = 20.0, math.log(1e-8)
 
 
 def dpo(
     log_probs: torch.Tensor, ref_log_probs: torch.Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0
 ) -> torch.Tensor:
-    """``-log sigmoid(beta * (r_chosen - r_rejected))``, ``r = log(p / p_ref)`` of a sequence (arXiv 2305.18290, eq. 7).
+    """Return ``-log sigmoid(beta * (r_chosen - r_rejected))``, ``r = log(p / p_ref)`` (arXiv 2305.18290, eq. 7).
 
     Args:
-        log_probs, ref_log_probs: [2 * pairs, tokens], of the policy and of the reference.
-        beta: how strongly the policy is held to the reference.
-        label_smoothing: the probability that a pair is the other way round (conservative DPO).
+        log_probs, ref_log_probs: [2 * pairs, tokens], of the policy and of the reference; ``r`` is of a sequence.
+        beta: how strongly the policy is kept close to the reference.
+        label_smoothing: the probability that a pair has the opposite order (conservative DPO).
     """
     chosen, rejected = (log_probs - ref_log_probs).sum(-1).chunk(2)
     return _smoothed(beta * (chosen - rejected), label_smoothing).mean()
 
 
 def ipo(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, mask: torch.Tensor, *, beta: float = 0.1) -> torch.Tensor:
-    """``(r_chosen - r_rejected - 1 / (2 * beta))^2``, ``r`` the mean over a sequence (arXiv 2310.12036, eq. 17).
+    """Return ``(r_chosen - r_rejected - 1 / (2 * beta))^2``, ``r`` a sequence's mean (arXiv 2310.12036, eq. 17).
 
     Args:
         log_probs, ref_log_probs, mask: [2 * pairs, tokens].
@@ -57,13 +57,13 @@ def kto(
     log_probs: torch.Tensor, ref_log_probs: torch.Tensor, desirable: torch.Tensor, baseline: torch.Tensor | float, *,
     beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
-    """``weight * (1 - sigmoid(+-beta * (r - baseline)))`` of single sequences (arXiv 2402.01306, eq. 8).
+    """Return ``weight * (1 - sigmoid(+-beta * (r - baseline)))`` of single sequences (arXiv 2402.01306, eq. 8).
 
     Args:
         log_probs, ref_log_probs: [sequences, tokens].
-        desirable: [sequences] bool, whether a sequence is a good answer; the sign is plus there.
-        baseline: the divergence that ``r`` is measured from, one number, as :func:`kto_baseline` gives it.
-        beta: how strongly the policy is held to the reference.
+        desirable: [sequences] bool, whether a sequence is a good answer; then the sign is plus.
+        baseline: the divergence from which ``r`` is measured, one number, from :func:`kto_baseline`.
+        beta: how strongly the policy is kept close to the reference.
         desirable_weight, undesirable_weight: the weights of good and of bad answers.
     """
     margin = beta * ((log_probs - ref_log_probs).sum(-1) - baseline)
@@ -73,11 +73,11 @@ def kto(
 
 
 def kto_baseline(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
-    """``max(0, mean(r))`` of answers to other prompts, without a gradient (arXiv 2402.01306, section 4.1).
+    """Return ``max(0, mean(r))`` of answers to other prompts, without a gradient (arXiv 2402.01306, section 4.1).
 
     Args:
-        log_probs, ref_log_probs: [sequences, tokens], of pairs of a prompt and the answer to another one. With several
-            ranks, take the mean of what each has before the maximum.
+        log_probs, ref_log_probs: [sequences, tokens], of pairs of a prompt and the answer to another prompt. With
+            several ranks, take the mean over the ranks before the maximum.
     """
     return (log_probs - ref_log_probs).sum(-1).mean().detach().clamp(min=0)
 
@@ -85,15 +85,15 @@ def kto_baseline(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.
 def orpo(
     log_probs: torch.Tensor, mask: torch.Tensor, *, beta: float = 0.1, chosen_nll: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``nll - beta * log sigmoid(log odds_chosen - log odds_rejected)`` (arXiv 2403.07691, eqs. 6 and 7).
+    """Return ``nll - beta * log sigmoid(log odds_chosen - log odds_rejected)`` (arXiv 2403.07691, eqs. 6 and 7).
 
     The odds are ``p / (1 - p)`` with ``log p`` the mean over a sequence's tokens.
 
     Args:
         log_probs, mask: [2 * pairs, tokens].
         beta: the paper's lambda.
-        chosen_nll: the loss of the chosen sequences, a scalar; that of their tokens in ``log_probs`` where it is None.
-            TRL takes the prompts' tokens in.
+        chosen_nll: the loss of the chosen sequences, a scalar; None computes it from their tokens in ``log_probs``. TRL
+            includes the prompts' tokens.
     """
     means = _means(log_probs, mask)
     chosen, rejected = (means - _log_of_rest(means)).chunk(2)
@@ -104,13 +104,13 @@ def orpo(
 def cpo(
     log_probs: torch.Tensor, mask: torch.Tensor, *, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0
 ) -> torch.Tensor:
-    """``-log sigmoid(beta * (log p_chosen - log p_rejected)) + alpha * nll`` (arXiv 2401.08417, eqs. 3 to 5).
+    """Return ``-log sigmoid(beta * (log p_chosen - log p_rejected)) + alpha * nll`` (arXiv 2401.08417, eqs. 3 to 5).
 
     Args:
         log_probs, mask: [2 * pairs, tokens].
         beta: the weight of the difference.
         alpha: the weight of the chosen tokens' loss.
-        label_smoothing: the probability that a pair is the other way round.
+        label_smoothing: the probability that a pair has the opposite order.
     """
     chosen, rejected = log_probs.sum(-1).chunk(2)
     return _smoothed(beta * (chosen - rejected), label_smoothing).mean() + alpha * _chosen_nll(log_probs, mask)
@@ -120,14 +120,14 @@ def simpo(
     log_probs: torch.Tensor, mask: torch.Tensor, *, beta: float = 2.0, gamma: float = 0.5, alpha: float = 0.0,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:  # fmt: skip
-    """``-log sigmoid(beta * (m_chosen - m_rejected) - gamma)``, ``m`` a sequence's mean (arXiv 2405.14734, eq. 6).
+    """Return ``-log sigmoid(beta * (m_chosen - m_rejected) - gamma)``, ``m`` the mean (arXiv 2405.14734, eq. 6).
 
     Args:
-        log_probs, mask: [2 * pairs, tokens].
+        log_probs, mask: [2 * pairs, tokens]; ``m`` is the mean over a sequence.
         beta: the weight of the difference.
-        gamma: the margin that is asked for, in units of the loss's argument.
+        gamma: the target margin, in units of the loss's argument.
         alpha: the weight of the chosen tokens' loss (CPO-SimPO).
-        label_smoothing: the probability that a pair is the other way round.
+        label_smoothing: the probability that a pair has the opposite order.
     """
     chosen, rejected = _means(log_probs, mask).chunk(2)
     loss = _smoothed(beta * (chosen - rejected) - gamma, label_smoothing).mean()
@@ -143,39 +143,47 @@ def grpo(
     sapo_temperatures: tuple[float, float] = (1.0, 1.05),
     vespo_gammas: tuple[tuple[float, float], tuple[float, float]] = ((2.0, 3.0), (3.0, 2.0)),
 ) -> torch.Tensor:  # fmt: skip
-    """``-min(w * A, clip(w) * A)`` with the importance weight ``w = p / p_old``, plus a divergence (arXiv 2402.03300).
+    """Return the loss ``-min(w * A, clip(w) * A)``, ``w = p / p_old``, plus a divergence (arXiv 2402.03300).
+
+    ``w`` is the importance weight. The values of ``loss_type`` are:
+
+    - ``grpo``: the mean over each sequence, then over the sequences.
+    - ``bnpo``: the mean over all tokens.
+    - ``dr_grpo`` (arXiv 2503.20783): divides by sequences times ``max_completion_length``.
+    - ``dapo`` (arXiv 2503.14476): divides by ``num_items``.
+    - ``cispo`` (arXiv 2506.13585): divides by ``num_items``; the terms are ``A * log p`` times the weight, which is
+      bounded from above by ``epsilon_high`` and has no gradient.
+    - ``sapo`` (arXiv 2511.20347): has ``4 / t * sigmoid(t * (w - 1)) * A`` instead of the clipped terms, and the mean
+      of ``grpo``.
+    - ``luspo`` (arXiv 2602.05261): the sum of each sequence's terms, then the mean over the sequences; the weights are
+      of sequences.
+    - ``vespo`` (arXiv 2602.10693): the terms are ``A * log p`` times ``w^k * exp(lambda * (1 - w))``, without a
+      gradient, where ``w`` is the product of a sequence's weights; divides like ``dapo``.
 
     Args:
         log_probs: [sequences, tokens], of the completions.
         advantages: [sequences], or [sequences, tokens].
         mask: [sequences, tokens].
-        old_log_probs: those of the policy that made the completions; ``log_probs`` without their gradient where None.
-        ref_log_probs: those of the reference; needed where ``beta`` is not 0.
-        loss_type: how tokens are added up. ``grpo`` takes the mean of each sequence and then of these; ``bnpo`` the
-            mean over all tokens; ``dr_grpo`` (arXiv 2503.20783) divides by sequences times ``max_completion_length``;
-            ``dapo`` (arXiv 2503.14476) by ``num_items``; ``cispo`` (arXiv 2506.13585) too, and bounds the weight from
-            above by ``epsilon_high``, without a gradient, as a factor of ``A * log p``. ``sapo`` (arXiv 2511.20347)
-            has ``4 / t * sigmoid(t * (w - 1)) * A`` in the place of the clipped terms, and the mean of ``grpo``.
-            ``luspo`` (arXiv 2602.05261) adds up each sequence's terms and takes the mean of these, of weights of
-            sequences. ``vespo`` (arXiv 2602.10693) has the factor ``w^k * exp(lambda * (1 - w))`` of ``A * log p``,
-            without a gradient, where ``w`` is the product of a sequence's weights, and divides as ``dapo`` does.
-        level: of the importance weight: ``token``, or ``sequence`` for the mean of a sequence's logarithms (GSPO,
+        old_log_probs: of the policy that made the completions; None means ``log_probs`` without their gradient.
+        ref_log_probs: of the reference; needed if ``beta`` is not 0.
+        loss_type: how terms are computed and added up, see above.
+        level: level of the importance weight: ``token``, or ``sequence`` for the mean of a sequence's logarithms (GSPO,
             arXiv 2507.18071).
         epsilon: weights are clipped from below at ``1 - epsilon``.
-        epsilon_high: and from above at ``1 + epsilon_high``; ``epsilon`` where None.
-        delta: bounds the weight that is not clipped from above (INTELLECT-2).
+        epsilon_high: weights are clipped from above at ``1 + epsilon_high``; None means ``epsilon``.
+        delta: upper bound of the unclipped weight (INTELLECT-2).
         beta: the weight of the divergence ``exp(d) - d - 1``, ``d = log(p_ref / p)``.
         kl_weighted: multiplies the divergence by the importance weight, which makes its gradient unbiased.
         sampling_ratio: a factor for each token, [sequences, tokens] or [sequences, 1], that corrects for samples of
             another engine. For ``vespo`` it is a factor of the sequence's weight.
         max_completion_length: the divisor of ``dr_grpo``.
-        num_items: how many tokens count, over all batches of a step; those of ``mask`` where None.
+        num_items: the number of tokens that count, over all batches of a step; None means those of ``mask``.
         sapo_temperatures: t for positive advantages and for others.
         vespo_gammas: (k, lambda) for advantages of 0 or more, and for negative ones.
 
     Raises:
-        ValueError: ``loss_type`` or ``level`` is unknown, they do not go together, or an argument that they or ``beta``
-            need is None.
+        ValueError: ``loss_type`` or ``level`` is unknown, they do not fit together, or an argument that they or
+            ``beta`` need is None.
     """
     _check_grpo(loss_type, level, beta, ref_log_probs, max_completion_length, epsilon_high)
     mask = mask.to(log_probs.dtype)
@@ -218,7 +226,7 @@ def _vespo_factor(
     ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, sampling_ratio: torch.Tensor | None,
     gammas: tuple[tuple[float, float], tuple[float, float]],
 ) -> torch.Tensor:  # fmt: skip
-    """``w^k * exp(lambda * (1 - w))`` of each sequence, [sequences, 1], or [sequences, tokens] as advantages are."""
+    """Return ``w^k * exp(lambda * (1 - w))``: [sequences, 1], or [sequences, tokens] if advantages have this shape."""
     log = (ratio.clamp(-_MOST, _MOST) * mask).sum(-1, keepdim=True)
     if sampling_ratio is not None:
         each = sampling_ratio.log().clamp(_LEAST, _MOST)
@@ -251,7 +259,7 @@ def jsd(
     hidden: torch.Tensor, weight: torch.Tensor, teacher_hidden: torch.Tensor, teacher_weight: torch.Tensor,
     mask: torch.Tensor, *, beta: float = 0.5, temperature: float = 1.0,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the generalised Jensen-Shannon divergence of two heads' distributions, the mean over the rows that count.
+    """Return the mean generalised Jensen-Shannon divergence of two heads' distributions over the rows that count.
 
     ``beta * KL(T || M) + (1 - beta) * KL(S || M)`` with ``M = beta * T + (1 - beta) * S``; ``KL(T || S)`` for beta 0
     and ``KL(S || T)`` for 1 (arXiv 2306.13649, eq. 1).
@@ -274,13 +282,13 @@ def top_k_log_probs(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, *, bias: torch.Tensor | None = None,
     temperature: float = 1.0, softcap: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Log-probabilities of several ids of each row, from :func:`tilekern.ops.linear_log_probs` of the first of them.
+    """Return log-probabilities of several ids per row, using :func:`tilekern.ops.linear_log_probs` for the first id.
 
-    The logits of the others are the rows' products with their weights, which are gathered for as many rows at a time as
-    take no more memory than the head, and again in the backward.
+    The logits of the other ids are products of the rows with gathered weights. They are computed for chunks of rows
+    that need no more memory than the head, and again in the backward.
 
     Args:
-        hidden, weight, bias, temperature, softcap: as those of ``linear_log_probs``.
+        hidden, weight, bias, temperature, softcap: as in ``linear_log_probs``.
         ids: [..., k], of the vocabulary.
 
     Returns:
@@ -305,13 +313,14 @@ def top_k_log_probs(
 def top_k_distillation(
     log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, mask: torch.Tensor, *, tail: bool = True
 ) -> torch.Tensor:
-    """``KL(teacher || student)`` over the teacher's k likeliest ids, the mean over the rows that count.
+    """Return ``KL(teacher || student)`` over the teacher's k likeliest ids, as the mean over the rows that count.
 
     Args:
         log_probs: [..., k], the student's log-probabilities of these ids, by :func:`top_k_log_probs`.
-        teacher_log_probs: [..., k]; where it is -inf there are fewer than k.
+        teacher_log_probs: [..., k]; -inf marks missing ids if there are fewer than k.
         mask: [...].
-        tail: all other ids count as one more, with the probability that is left; else both are normalised over the k.
+        tail: whether all other ids count as one more id with the remaining probability; else both are normalised over
+            the k ids.
     """
     counted = (mask != 0)[..., None]
     known = (teacher_log_probs > -torch.inf) | ~counted
@@ -326,19 +335,19 @@ def top_k_distillation(
 
 
 def _mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the mean over all that counts; 0 where nothing does."""
+    """Return the mean over all that counts; 0 if nothing does."""
     counted = mask.to(x.dtype)
     return (x * counted).sum() / counted.sum().clamp(min=1)
 
 
 def _means(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the tokens of each sequence that count, [sequences]; 0 where none does."""
+    """Return the mean over the counted tokens of each sequence, [sequences]; 0 if none counts."""
     counted = mask.to(x.dtype)
     return (x * counted).sum(-1) / counted.sum(-1).clamp(min=1)
 
 
 def _chosen_nll(log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the mean over all tokens of the chosen sequences that count."""
+    """Return the loss of the chosen sequences: the mean over their counted tokens."""
     return -_mean(log_probs.chunk(2)[0], mask.chunk(2)[0])
 
 
@@ -348,6 +357,6 @@ def _smoothed(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
 
 
 def _log_of_rest(x: torch.Tensor) -> torch.Tensor:
-    """``log(1 - exp(x))`` of x below 0, to the last bits on both sides of -log 2."""
+    """Return ``log(1 - exp(x))`` for x below 0, accurate on both sides of -log 2."""
     near = x > -math.log(2)
     return torch.where(near, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x.masked_fill(near, -1))))

@@ -1,6 +1,6 @@
-"""``attn_implementation="tilekern"`` and ``experts_implementation="tilekern"``, known from ``import tilekern`` on.
+"""``attn_implementation="tilekern"`` and ``experts_implementation="tilekern"``, available after ``import tilekern``.
 
-The code behind them is imported when it is first called, and takes their place where :func:`tilekern.apply` is.
+The functions here import the real ones when they are first called; :func:`tilekern.apply` registers the real ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MODELS = "transformers.modeling_utils"
 
 
 def register_later() -> None:
-    """Make the names known once transformers can make models, which an older release cannot with them."""
+    """Register the names once transformers can make models; older releases cannot make models with these names."""
     if is_imported(_MODELS):
         _register()
     else:
@@ -29,7 +29,7 @@ def _register(_: str = _MODELS) -> None:
     register_experts(_experts)
 
 
-# An import is a statement that torch.compile traces.
+# torch.compile can trace import statements.
 def _attend(deterministic: bool, *args: Any, **kwargs: Any) -> Any:
     from tilekern.patch.attention import attend
 

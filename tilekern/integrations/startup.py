@@ -1,7 +1,7 @@
-"""Runs at the end of ``import torch``, called by the entry point (``tilekern_startup.py``).
+"""Run at the end of ``import torch``, called by the entry point (``tilekern_startup.py``).
 
-It must cost next to nothing where nobody asks for tilekern, so it looks at the environment and imports what is asked
-for when that is used. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns all such entry points off.
+It must cost next to nothing if nobody uses tilekern. So it only reads the environment, and imports the requested
+modules when they are used. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns all such entry points off.
 """
 
 from __future__ import annotations
@@ -11,27 +11,26 @@ import sys
 from importlib import import_module
 from typing import Any
 
-# All code of models imports it, and it imports torch.
+# All model code imports this module, and the module imports torch.
 _MODELS = "transformers.modeling_utils"
 _REGISTRY = "liger_kernel.ops.backends.registry"
 _LIGER = ("LIGER_KERNEL_IMPL", "LIGER_KERNEL_BACKEND")
 
 
 def begin() -> None:
-    """Do what variables in the environment ask for, once the packages that it is about are imported.
+    """Handle tilekern's environment variables once the packages that they concern are imported.
 
-    Liger-Kernel is offered the ops where one of its variables names ``tilekern``; ``TILEKERN_APPLY`` calls
-    :func:`tilekern.apply`. A wrong value of a variable of tilekern's is a warning, as torch is imported for other
-    things, too; a process that imports transformers' code of models ends there, with 2 and one line. Where tilekern
-    cannot be loaded for what a variable asks, a broken dependency for example, that is a warning and models run their
-    own ops.
+    If one of Liger-Kernel's variables names ``tilekern``, the ops are offered to Liger. ``TILEKERN_APPLY`` calls
+    :func:`tilekern.apply`. A variable of tilekern's with a wrong value causes a warning, since torch may be imported
+    for other purposes; a process that then imports transformers' model code exits with code 2 and one line. If tilekern
+    cannot be loaded (a broken dependency, for example), this causes a warning and models run their own ops.
     """
     if os.environ.get("TILEKERN_APPLY", "").strip() not in ("", "0"):
         _apply_by_variable()
     if variables():
         from tilekern.runtime.awaiting import Arrivals
 
-        # By name: liger stands above this file.
+        # Imported by name: liger is above this file in the import order.
         Arrivals(_REGISTRY.__eq__, lambda _: _call("tilekern.integrations.liger", "offer", variables()[0])).watch()
 
 
@@ -59,10 +58,10 @@ def _end(message: str) -> None:
 
 
 def _call(module: str, function: str, variable: str, **options: Any) -> None:
-    """Call what a variable asks for, of a module that is named as it stands above this file."""
+    """Call the function that a variable asks for; its module is named, since it is above this file in import order."""
     try:
         called = getattr(import_module(module), function)
-    except Exception as error:  # noqa: BLE001 (a broken dependency may raise anything, and must not end the program)
+    except Exception as error:  # noqa: BLE001 (a broken dependency may raise any error, which must not end the program)
         from tilekern.warning import warn
 
         why = f"{type(error).__name__}: {error}"
@@ -72,13 +71,13 @@ def _call(module: str, function: str, variable: str, **options: Any) -> None:
 
 
 def apply_later(**options: Any) -> None:
-    """Have :func:`tilekern.apply` called with some options once transformers can make models; now where it can.
+    """Call :func:`tilekern.apply` with some options once transformers can make models, or now if it can.
 
-    A program that calls it before, by itself, has its own way.
+    If the program calls ``apply`` itself before that, its choice wins.
     """
     from tilekern.runtime.awaiting import Arrivals, is_imported
 
-    # By name: the patches stand above this file.
+    # Imported by name: the patches are above this file in the import order.
     if is_imported(_MODELS):
         import_module("tilekern.patch.patcher").apply(**options)
     else:

@@ -1,13 +1,13 @@
 """TRL's trainers on :func:`tilekern.ops.linear_log_probs`.
 
-``add_fused_lm_head``, by which TRL's DPO, GRPO, SFT, KTO and RLOO trainers get log-probabilities without logits, calls
-one autograd function: hidden states and the head's weight in, log-probabilities, entropies and some figures for its
-metrics out. :func:`register` puts ours in its place. The figures come from the same results where they say enough:
+``add_fused_lm_head`` lets TRL's DPO, GRPO, SFT, KTO and RLOO trainers get log-probabilities without logits. It calls
+one autograd function, from hidden states and the head's weight to log-probabilities, entropies and some metrics.
+:func:`register` replaces this function. The metrics are computed from the same results where possible:
 
 - The mean of the logits is the product with the mean of the weight's rows.
-- ``log(sum p^2)`` is ``2 * log p - log p'``, with p' at half the temperature, of any one id.
-- An id is the likeliest for certain with more than half of the probability, and for certain not with less than
-  ``exp(-entropy)``, which bounds the largest probability from below. Only the rows between take a product of their own.
+- ``log(sum p^2)`` is ``2 * log p - log p'``, with p' at half the temperature, for any one id.
+- An id with more than half of the probability is certainly the likeliest. One with less than ``exp(-entropy)``, a lower
+  bound of the largest probability, certainly is not. Only the rows in between need a product of their own.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _ARGUMENTS = (
     "logit_scale", "outputs",
 )  # fmt: skip
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-# How far rounding may take a logarithm from the bound that says whether an id is the likeliest.
+# Tolerance for rounding when a log-probability is compared with the bounds for the likeliest id.
 _SLACK = 1e-2
-# Rows of logits that exist at once where an id may be the likeliest.
+# Rows of logits that exist at once, for ids that may be the likeliest.
 _ROWS = 1024
 _served: Counter[str] = Counter()
 _left: Counter[str] = Counter()
@@ -43,10 +43,10 @@ Results = tuple[torch.Tensor | None, ...]
 
 
 def register() -> list[str]:
-    """Have TRL's trainers run ``linear_log_probs``, also on models that have their fused head; again changes nothing.
+    """Make TRL's trainers run ``linear_log_probs``, also on models with TRL's fused head; repeating changes nothing.
 
     Returns:
-        What is tilekern's in TRL now. Nothing where this version of TRL does not fit, of which a warning tells.
+        The names in TRL that are now tilekern's. Empty, with a warning, if this version of TRL does not fit.
 
     Raises:
         ImportError: TRL is not installed.
@@ -67,7 +67,7 @@ def register() -> list[str]:
 
 
 def unregister() -> list[str]:
-    """Give TRL its function back; what was tilekern's.
+    """Restore TRL's function; return the names that were tilekern's.
 
     Raises:
         ImportError: TRL is not installed.
@@ -81,7 +81,7 @@ def unregister() -> list[str]:
 
 
 def calls() -> dict[str, Any]:
-    """Return how often ``linear_log_probs`` ran (``served``), and TRL's own function, by the reason (``left``)."""
+    """Return how often ``linear_log_probs`` ran (``served``) and how often TRL's function ran, by reason (``left``)."""
     return {"served": _served["calls"], "left": dict(_left)}
 
 
@@ -97,7 +97,7 @@ def _misfit(theirs: Any) -> str | None:
 
 
 class _Function:
-    """Stands for TRL's autograd function, of which nothing but ``apply`` is used."""
+    """Replacement of TRL's autograd function; only ``apply`` is used."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -107,7 +107,7 @@ class _Function:
         temperature: float, chunk_size: int, softcap: float | None = None, logit_scale: float = 1.0,
         outputs: tuple[str, ...] = _OUTPUTS,
     ) -> Results:  # fmt: skip
-        """Return the fields of :data:`_OUTPUTS`, [rows] each; None for those that are not asked for."""
+        """Return the fields of :data:`_OUTPUTS`, [rows] each; None for those that are not requested."""
         if reason := _unserved(hidden, weight, softcap, logit_scale, outputs):
             _left[reason] += 1
             given = (hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)

@@ -1,4 +1,4 @@
-"""Runs cuTile kernels on CPU tensors, block by block, with no GPU and no compiler, and checks their memory accesses.
+"""Run cuTile kernels on CPU tensors, block by block, with no GPU and no compiler, and check their memory accesses.
 
 A kernel's own Python function is executed with ``ct`` bound to this package, where a tile is a torch tensor. Blocks run
 in a shuffled order, the same at every launch. Errors:
@@ -67,7 +67,7 @@ def _elementwise(name: str, python: Callable[..., Any]) -> Callable[..., Any]:
     return choose
 
 
-# In kernels, the built-in min and max of tiles are elementwise; the other built-ins reach tiles by their operators.
+# In kernels, the built-in min and max of tiles are elementwise; other built-ins use the tiles' operators.
 BUILTINS = {**vars(builtins), "min": _elementwise("minimum", min), "max": _elementwise("maximum", max)}
 
 
@@ -76,8 +76,8 @@ def launch(
 ) -> None:  # fmt: skip
     """Run a kernel (``ct.kernel`` or a plain function) over a grid of one to three axes; it writes tensors in place.
 
-    Arguments stand in the kernel's order: CPU tensors of any strides, Python scalars and constants. A float that is
-    not annotated as ``ct.Constant`` is a float32 scalar tile in the kernel, as it is on the GPU. For ``dependent`` see
+    Arguments are in the kernel's order: CPU tensors of any strides, Python scalars and constants. A float that is not
+    annotated as ``ct.Constant`` is a float32 scalar tile in the kernel, as on the GPU. For ``dependent`` see
     :class:`tilekern.spec.Implementation`.
     """
     function: FunctionType = getattr(kernel, "_pyfunc", kernel)

@@ -1,4 +1,4 @@
-"""What a kernel is launched with, held to its parameters as the launcher holds it to those of a cubin's variants."""
+"""Check a launch's arguments against the kernel's parameters, as the launcher does for the variants of a cubin."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 from tilekern.interpreter.errors import InterpreterError
 
-# How Python's numbers reach a kernel; the launcher takes no other type for them.
+# The types of Python numbers that a kernel accepts; the launcher accepts no other types.
 _SCALARS = {float: "float32", int: "int32", bool: "bool_"}
 
 
 class Parameters:
-    """The parameters of a kernel (those of a spec's implementation), to which each launch of it is held.
+    """The parameters of a kernel (those of a spec's implementation), against which each launch is checked.
 
-    The generic variant of a cubin takes any base and any strides of a last axis, so what it refuses no variant takes:
-    another dtype or rank, elements that share memory, and a number of another type than the scalar's.
+    The generic variant of a cubin accepts any base and any strides of a last axis. No variant accepts another dtype or
+    rank, elements that share memory, or a number of another type than the scalar's.
     """
 
     def __init__(self, kernel: str, parameters: Sequence[Any]) -> None:
@@ -32,7 +32,7 @@ class Parameters:
         """Refuse arguments that no variant allows.
 
         Raises:
-            InterpreterError: there is one, or there are too many or too few.
+            InterpreterError: an argument is not allowed, or there are too many or too few.
         """
         if len(arguments) != len(self._taken):
             raise InterpreterError(f"{self._kernel} takes {len(self._taken)} arguments, got {len(arguments)}")
@@ -55,7 +55,7 @@ class Parameters:
 
 
 def _disjoint(x: torch.Tensor) -> bool:
-    """Whether cuda.tile's launcher finds that no two elements of an array can share memory."""
+    """Return whether cuda.tile's launcher would see that no two elements of an array share memory."""
     reach = 1
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride < reach:

@@ -1,4 +1,4 @@
-"""cuTile's operators on tiles, with its promotion and rounding; importing this module gives them to :class:`Tile`.
+"""cuTile's operators on tiles, with its promotion and rounding; importing this module adds them to :class:`Tile`.
 
 Every operation rounds to its result's dtype, half types included: torch computes a half operation in float32 and
 rounds once, and so does the hardware's own half operation.
@@ -39,7 +39,7 @@ _remembered = functools.lru_cache(maxsize=4096, typed=True)(filled)
 
 
 def meet(left: Any, right: Any, force_float: bool = False) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Return the dtype in which two operands meet, and both in it; at least one of them is a tile."""
+    """Return the common dtype of two operands, and both operands in it; at least one is a tile."""
     if isinstance(left, Tile) and isinstance(right, Tile):
         dtype = promoted(left.dtype, right.dtype, force_float)
         return dtype, cast(left.data, left.dtype, dtype), cast(right.data, right.dtype, dtype)
@@ -47,14 +47,14 @@ def meet(left: Any, right: Any, force_float: bool = False) -> tuple[Any, torch.T
     if not is_scalar(scalar):
         raise InterpreterError(f"expected a tile or a scalar, got {type(scalar).__name__}")
     dtype = promoted(tile.dtype, scalar, force_float)
-    # Zeros are not remembered: 0.0 and -0.0 are the same key.
+    # Zeros are not cached: 0.0 and -0.0 are the same key.
     scalar_data = _remembered(scalar, dtype) if scalar else filled(scalar, dtype)
     tile_data = cast(tile.data, tile.dtype, dtype)
     return (dtype, tile_data, scalar_data) if tile is left else (dtype, scalar_data, tile_data)
 
 
 def check_rounding(operation: str, dtype: Any, rounding_mode: Any, flush_to_zero: bool) -> None:
-    """Refuse roundings that the compiler refuses, or that the interpreter does not know."""
+    """Refuse rounding modes that the compiler refuses or that the interpreter does not support."""
     if rounding_mode is not None and (rounding_mode is not ct.RoundingMode.APPROX or operation not in _APPROXIMATED):
         raise InterpreterError(f"the interpreter does not know rounding mode {rounding_mode.value} of {operation}")
     if (rounding_mode is not None or flush_to_zero) and dtype != ct.float32:

@@ -34,7 +34,7 @@ class Box:
         self.shape, self.strides, self.offset, self.start = shape, strides, offset, start
 
     def of(self, memory: torch.Tensor, scale: int = 1) -> torch.Tensor:
-        """Return the elements in a memory that has ``scale`` items, as a last axis, for each of them."""
+        """Return the elements in a memory with ``scale`` items for each of them, as a last axis."""
         if scale == 1:
             return memory.as_strided(self.shape, self.strides, self.offset)
         strides = [stride * scale for stride in self.strides]
@@ -63,7 +63,7 @@ class Points:
         return self.offsets[:, None] * scale + torch.arange(scale, dtype=torch.int64, device="cpu")
 
     def of(self, memory: torch.Tensor, scale: int = 1) -> torch.Tensor:
-        """Return a copy of the elements, as :meth:`Box.of`."""
+        """Return a copy of the elements, like :meth:`Box.of`."""
         return memory[self._items(scale)]
 
     def fill(self, memory: torch.Tensor, value: int, scale: int) -> None:
@@ -151,7 +151,7 @@ class TiledView:
 
 
 def check_hints(latency: int | None, allow_tma: bool | None) -> None:
-    """Refuse the hints that the compiler refuses; the others change no result."""
+    """Refuse the hints that the compiler refuses; other hints do not change results."""
     if latency is not None and not 1 <= latency <= 10:
         raise InterpreterError(f"latency must be between 1 and 10, got {latency}")
     if allow_tma is not None and not isinstance(allow_tma, bool):
@@ -161,9 +161,9 @@ def check_hints(latency: int | None, allow_tma: bool | None) -> None:
 def _window(
     operation: str, array: Array, index: Any, shape: tuple[int, ...], steps: tuple[int, ...] | None
 ) -> tuple[Box, bool]:
-    """The part of a tile that lies in the array, never empty, and whether that is the whole tile.
+    """Return the part of a tile that lies in the array, never empty, and whether it is the whole tile.
 
-    The shape () stands for one element.
+    The shape () means one element.
     """
     extents = shape or (1,) * array.ndim
     entries = index if isinstance(index, tuple) else (index,)
@@ -224,7 +224,7 @@ def padding_of(dtype: Any, mode: Any) -> float:
 
 
 def write_tile(array: Array, index: Any, data: torch.Tensor, check_bounds: bool) -> None:
-    """Store a tile that has the array's dtype; leave out what lies beyond the edge if bounds are checked."""
+    """Store a tile of the array's dtype; skip elements beyond the edge if bounds are checked."""
     shape = tuple(data.shape)
     box, whole = _window("store", array, index, shape, None)
     if not whole and not check_bounds:

@@ -32,7 +32,7 @@ IN_MEMORY: dict[Any, torch.dtype] = {
     ct.float8_e5m2: torch.float8_e5m2,
 }
 _FROM_TORCH = {carrier: dtype for dtype, carrier in IN_MEMORY.items()}
-# torch has next to no arithmetic for the wider unsigned integers, and no tfloat32 at all.
+# torch has almost no arithmetic for the wider unsigned integers, and no tfloat32.
 _WIDE_UNSIGNED = {ct.uint16: 0xFFFF, ct.uint32: 0xFFFF_FFFF}
 CARRIERS = {**IN_MEMORY, **dict.fromkeys(_WIDE_UNSIGNED, torch.int64), ct.tfloat32: torch.float32}
 HALVES = (ct.float16, ct.bfloat16)
@@ -107,7 +107,7 @@ def _to_tfloat32(data: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def promoted(dtype: Any, other: Any, force_float: bool = False) -> Any:
-    """Return the dtype in which a tile meets another dtype or a Python scalar, by the compiler's own rule."""
+    """Return the common dtype of a tile's dtype and another dtype or a Python scalar, by the compiler's own rule."""
     try:
         return promote_dtypes(dtype, LooselyTypedScalar(other) if is_scalar(other) else other, force_float)
     except ct.TileError as error:
@@ -120,7 +120,7 @@ def first_line(error: Exception) -> str:
 
 
 def check_stored(value: Any, target: Any, what: str) -> None:
-    """Refuse the implicit conversions of a dtype or a Python scalar that the compiler refuses in a store."""
+    """Refuse implicit conversions in a store that the compiler refuses."""
     if value == target:
         return
     try:

@@ -6,7 +6,7 @@ from tilekern.errors import TilekernError
 
 
 class InterpreterError(TilekernError):
-    """A kernel did what the compiler would refuse, what is a race, or what the interpreter does not know."""
+    """A kernel does something that the compiler refuses, that is a race, or that the interpreter does not support."""
 
 
 class OutOfBounds(InterpreterError):  # noqa: N818 (the name says what happened)

@@ -91,7 +91,7 @@ def static_assert(condition: Any, message: Any = None, /) -> None:
 
 
 def static_iter(iterable: Any) -> list[Any]:
-    """See ``ct.static_iter``; with its limit of 1000 iterations."""
+    """See ``ct.static_iter``; has the same limit of 1000 iterations."""
     items = list(iterable)
     if len(items) > 1000:
         raise InterpreterError(f"static_iter: {len(items)} iterations, the compiler takes 1000 at most")
@@ -148,7 +148,7 @@ def _extremum(name: str, find: Callable[..., torch.Tensor], worst: float) -> Any
 
 
 def cumsum(x: Tile, /, axis: int = 0) -> Tile:
-    """See ``ct.cumsum``; half types, whose every addition rounds, are refused."""
+    """See ``ct.cumsum``; half types are refused, since each of their additions rounds."""
     tile = _summand(x, "cumsum")
     if tile.dtype in HALVES:
         raise InterpreterError(f"the interpreter does not know cumsum of {tile.dtype}: cast to float32 first")
@@ -216,7 +216,7 @@ FUNCTIONS: dict[str, Any] = {
     "max": _extremum("max", torch.amax, -math.inf),
     "min": _extremum("min", torch.amin, math.inf),
     "static_eval": lambda expr, /: expr,
-    # Launches here follow one another anyway.
+    # Launches run one after the other here anyway.
     "grid_dependency_control_launch_dependents": lambda: None,
     **{
         function.__name__: function

@@ -1,4 +1,4 @@
-"""The functions of ``ct`` that touch arrays; of the atomic ones, the exchange that reports a wrong label."""
+"""The functions of ``ct`` that access arrays, and one atomic function: the exchange that reports a wrong label."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _check(operation: str, array: Any, latency: int | None = None, allow_tma: bo
 
 
 def _stored_data(value: Any, dtype: Any, what: str) -> torch.Tensor:
-    """A tile's or scalar's data in an array's dtype, if the compiler converts it implicitly."""
+    """Return a tile's or scalar's data in an array's dtype, if the compiler converts it implicitly."""
     if isinstance(value, Tile):
         check_stored(value.dtype, dtype, what)
         return cast(value.data, value.dtype, dtype)
@@ -54,13 +54,13 @@ def store(
     array: Array, /, index: Any, tile: Any, *, check_bounds: bool = True, latency: int | None = None,
     allow_tma: bool | None = None,
 ) -> None:  # fmt: skip
-    """See ``ct.store``; what lies beyond the edge is left out, unless that is everything."""
+    """See ``ct.store``; elements beyond the edge are skipped; a tile entirely outside is an error."""
     _check("store", array, latency, allow_tma)
     write_tile(array, index, _stored_data(tile, array.dtype, f"store to array {array.name!r}"), check_bounds)
 
 
 class _Selection:
-    """The elements that broadcast indices select: which of them count, and where those lie."""
+    """The elements that broadcast indices select: which of them count, and their places."""
 
     def __init__(self, operation: str, array: Array, indices: Any, mask: Any, check_bounds: bool) -> None:
         entries = indices if isinstance(indices, tuple) else (indices,)
@@ -88,7 +88,7 @@ class _Selection:
         self._points = Points(offsets, flat)
 
     def read(self, padding: torch.Tensor) -> Tile:
-        """Load the elements that count; ``padding`` stands in place of the others."""
+        """Load the elements that count; use ``padding`` for the others."""
         array = self._array
         array.launch.loaded(self._operation, array, self._points)
         loaded = from_memory(self._points.of(array.memory), array.dtype)
@@ -99,12 +99,12 @@ class _Selection:
         return Tile(result.reshape(self.shape), array.dtype)
 
     def write(self, values: torch.Tensor) -> None:
-        """Store the values, broadcast to the selection's shape, of the elements that count."""
+        """Store the values, broadcast to the selection's shape, for the elements that count."""
         self._array.launch.stored(self._operation, self._array, self._points)
         self._put(values)
 
     def exchange(self, values: torch.Tensor) -> Tile:
-        """Store as :meth:`write` and return the former elements, as one access, which races with plain stores only."""
+        """Store like :meth:`write` and return the former elements, in one access that only races with plain stores."""
         former = self.read(filled(0, self._array.dtype))
         self._put(values)
         return former

@@ -1,10 +1,10 @@
 """The state of a launch while it runs, and the check for races between its blocks and with the launch before.
 
 Blocks run one after another and are numbered in that order, so the running block has the greatest number so far. Each
-storage that is stored to gets one int32 "owner" for each element: the number of the block that stored it, or FREE,
-which is greater than any number. An owner smaller than the running block's number means that another block stored the
-element before, and one minimum over a store finds it. Loads are noted and checked at the end of the launch, when every
-owner is known: a load that came before the store of another block is a race as well.
+storage that is stored to gets an int32 "owner" per element: the number of the block that stored it, or FREE, which is
+greater than any number. An owner smaller than the running block's number means that another block has stored the
+element; one minimum over a store finds it. Loads are recorded and checked at the end of the launch, when all owners
+are known: a load before another block's store is also a race.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Launch:
     loads: list[tuple[int, str, Array, Box | Points]] = field(default_factory=list)
 
     def enter(self, number: int) -> None:
-        """Make the block with this number in the order of execution the running one."""
+        """Make the block at position ``number`` in execution order the running block."""
         self.number = number
         self.block = self.block_of(number)
         self.waited = False
 
     def wait(self) -> None:
-        """Note that the running block has waited for the launch before."""
+        """Record that the running block has waited for the previous launch."""
         self.waited = True
 
     def _touched(self, operation: str, array: Array) -> None:
@@ -68,23 +68,23 @@ class Launch:
         return x, y, z
 
     def where(self, number: int | None = None) -> str:
-        """Name the running block, or another one, in a message."""
+        """Name the running block, or the block at position ``number``, in a message."""
         block = self.block if number is None else self.block_of(number)
         return str(block[: len(self.grid)])
 
     def register(self, array: Array) -> None:
-        """Note an argument; arrays that share a storage have owners of their smallest element size."""
+        """Record an argument; arrays that share a storage have owners of their smallest element size."""
         size = array.memory.element_size()
         self.granules[array.key] = min(size, self.granules.get(array.key, size))
 
     def loaded(self, operation: str, array: Array, access: Box | Points) -> None:
-        """Note a load for :meth:`finish`."""
+        """Record a load for :meth:`finish`."""
         self._touched(operation, array)
         if self.check_races:
             self.loads.append((self.number, operation, array, access))
 
     def stored(self, operation: str, array: Array, access: Box | Points) -> None:
-        """Make the running block the owner of the elements; refuse those that another block owns."""
+        """Make the running block the owner of the elements; refuse elements that another block owns."""
         self._touched(operation, array)
         if not self.check_races:
             return
@@ -103,7 +103,7 @@ class Launch:
         access.fill(owners, self.number, scale)
 
     def finish(self) -> None:
-        """Check every noted load against the final owners."""
+        """Check every recorded load against the final owners."""
         for number, operation, array, access in self.loads:
             owners = self.owners.get(array.key)
             if owners is None:

@@ -1,8 +1,8 @@
 """Ops: torch functions with gradients over the kernels, one file per op, with the op's name.
 
 In a file that declares ops (:mod:`tilekern.ops.operation`) the function with the file's name is exported automatically.
-Functions that declare nothing, or that type checkers must know, are imported by name below. The module classes of
-:mod:`tilekern.ops.modules` are exported too.
+Functions without a declaration, and functions that type checkers must know, are imported by name below. The module
+classes of :mod:`tilekern.ops.modules` are exported too.
 """
 
 import importlib

@@ -61,7 +61,7 @@ def curve_of(op: str, kind: str) -> Curve:
 
 @operation(FORWARD, BACKWARD, flags={"erf": "erf", "relu": "relu"})
 def curved(x: Tensor, linear: float = 1.0, cubic: float = 0.0, erf: bool = False, relu: bool = False) -> Tensor:
-    """``x * p(x)``, by the p of a :class:`Curve`."""
+    """Return ``x * p(x)``, by the p of a :class:`Curve`."""
     if relu:
         return x.relu() if erf else x.relu().square()
     if erf:

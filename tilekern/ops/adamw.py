@@ -26,10 +26,10 @@ from tilekern.ops.registration import Rows, viewed
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
 Tensors = tuple[Tensor, ...]
-# Extents are int32 in the kernel; only odd numbers of elements come near.
+# Extents are int32 in the kernel; only an odd number of elements can come near this bound.
 _MOST_ROWS = (1 << 31) - 1
 _PLAIN = {Tensor, torch.nn.Parameter}
-# A model has few sizes of parameters, and needs the shape of each twice per step.
+# A model has few different parameter sizes and needs each one's shape twice per step.
 _rows_of = functools.lru_cache(maxsize=4096)(flat_shape)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OWN_WAY = "this optimizer has an implementation of its own; leave it out"
@@ -40,7 +40,7 @@ _REFUSED = {
     "foreach": _OWN_WAY,
     "fused": _OWN_WAY,
 }
-# Options of torch's implementations, which state dicts contain and which do not change what a step computes.
+# Options of torch's implementations that are in state dicts but do not change the result of a step.
 _IMPLEMENTATION = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 
 
@@ -55,8 +55,8 @@ class AdamW(torch.optim.AdamW):
         amsgrad, foreach, capturable, differentiable, fused: only for torch's signature; none may be True.
 
     Raises:
-        ValueError: an option is not served, torch refuses a value, or ``lr`` or ``betas`` are tensors on a GPU, for
-            which the host would wait at every step.
+        ValueError: an option is not supported, torch refuses a value, or ``lr`` or ``betas`` are tensors on a GPU,
+            which the host would wait for at every step.
     """
 
     # A GradScaler then divides the gradients itself, and skips steps with infinite gradients.
@@ -109,7 +109,7 @@ class AdamW(torch.optim.AdamW):
         Raises:
             RuntimeError: a gradient is sparse, a CUDA graph is being captured, or ``grad_scale`` or ``found_inf`` is
                 set, which only torch's fused implementation reads.
-            ValueError: a group got an option that is not served, or a tensor on a GPU for ``lr`` or ``betas``.
+            ValueError: a group has an option that is not supported, or a tensor on a GPU for ``lr`` or ``betas``.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -253,8 +253,8 @@ def _launch(
 def _in_order(shape: tuple[int, int], *tensors: Tensor) -> tuple[Tensors, Sequence[Tensors]]:
     """Return tensors as rows, in the memory order of the first one's dimensions: views, or copies.
 
-    Also return the pairs (copy, original) that must be copied back; the gradient, the second tensor, is never among
-    them.
+    Also return the pairs (copy, original) that must be copied back. The gradient, the second tensor, is never in a
+    pair.
     """
     strides = tensors[0].stride()
     order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)

@@ -22,7 +22,7 @@ from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array, KernelSpec
 from tilekern.warning import warn_once
 
-# Compiling the gradients of wider heads takes too long for a training step to wait.
+# Compiling the gradients of wider heads takes too long during a training step.
 WIDEST_HEAD = 256
 _DELTA, _DKDV, _DQ = backward_kernels.DELTA, backward_kernels.DKDV, backward_kernels.DQ
 _QUERIES, _KEYS = ("batch", "queries", "heads", "head_dim"), ("batch", "keys", "kv_heads", "head_dim")
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """The plans of a call; those of the backward are None if no gradient is needed."""
+    """The plans of a call; the backward's are None if no gradient is needed."""
 
     forward: Plan
     backward: Plan | None
@@ -62,7 +62,7 @@ def attention(
     softcap: float | None = None, sinks: Tensor | None = None, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, deterministic: bool = True,
 ) -> Tensor:  # fmt: skip
-    """``softmax(scale q k^T) v`` for each head; each group of query heads shares one key head.
+    """Return ``softmax(scale q k^T) v`` for each head; each group of query heads shares one key head.
 
     The last query is at the position of the last key. The softmax is in float32; probabilities are rounded to the dtype
     before they are multiplied by v.
@@ -85,7 +85,7 @@ def attention(
         deterministic: whether gradients must be bitwise the same in every run. The kernels' gradients always are.
 
     Returns:
-        [batch, queries, heads, head_dim], contiguous; 0 where a query sees no key.
+        [batch, queries, heads, head_dim], contiguous; 0 if a query sees no key.
 
     Raises:
         ValueError: the shapes or the devices do not fit, or a number is out of its range.
@@ -193,7 +193,7 @@ def _find(
     def found(spec: KernelSpec, **changes: Any) -> Plan | None:
         sizes = values | changes
         plan = plan_for(spec, q.device, *(sizes[d.name] for d in spec.dimensions))
-        # A record serves a bucket of sizes; cuDNN's causal mask differs if there are not as many queries as keys.
+        # A record serves a bucket of sizes; cuDNN's causal mask differs if queries and keys differ in number.
         library = plan is not None and plan.config.get("implementation") == "cudnn"
         return plan if square or not library else None
 
@@ -216,7 +216,7 @@ def _row_values(q: Tensor) -> Tensor:
 def _launch(
     plans: Plans, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, *numbers: Any
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse)."""
+    """Return (out, lse)."""
     call = plans.call
     starts = placeholder(1, torch.int32, q.device) if cu_seqlens is None else cu_seqlens
     most = q.shape[1] if cu_seqlens is None else call.max_seqlen
@@ -231,7 +231,7 @@ def _launch_backward(
     plans: Plans, needs: tuple[bool, ...], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     sinks: Tensor | None, cu_seqlens: Tensor | None, *numbers: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """(dq, dk, dv, dsinks)."""
+    """Return (dq, dk, dv, dsinks)."""
     assert plans.backward is not None
     assert plans.delta is not None
     device, call = q.get_device(), plans.call
@@ -255,7 +255,7 @@ def _fake(
 
 
 def _rest(q: Tensor, *rest: Any) -> tuple[Tensor]:
-    """A placeholder for lse: without a plan of the forward no backward kernel runs that would read it."""
+    """Return a placeholder for lse; without a forward plan no backward kernel reads it."""
     return (_row_values(q).fill_(torch.nan),)
 
 

@@ -94,7 +94,7 @@ def cross_entropy(
     return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     z_loss_by_rows: bool = False,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """Cross entropy as ``torch.nn.functional.cross_entropy`` defines it, plus a soft cap and a z-loss.
+    """Compute cross entropy as ``torch.nn.functional.cross_entropy`` defines it, plus a soft cap and a z-loss.
 
     Args:
         logits: [..., vocabulary]; bfloat16, float16 or float32, any strides. Unlike in torch, classes are always last.
@@ -152,7 +152,7 @@ def cross_entropy(
 
 
 def weights_by_rows(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """Rescale class weights so that those of the counted rows sum to their number, by which a mean then divides."""
+    """Rescale class weights so that they sum to the number of counted rows, by which a mean then divides."""
     valid = target != ignore_index
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     shares = wide[target.clamp(0, weight.shape[0] - 1).long()] * valid
@@ -163,7 +163,7 @@ def with_others(
     loss: Tensor, wanted: tuple[bool, bool, bool], lse: Tensor, predicted: Tensor | None, labels: Tensor, options: Any,
     total: Callable[[Tensor], Tensor], by_row: bool,
 ) -> CrossEntropyOutput:  # fmt: skip
-    """Return a loss with the z-loss, the accuracy and the predicted tokens, as far as they are wanted.
+    """Return a loss with the z-loss, the accuracy and the predicted tokens, if they are wanted.
 
     Args:
         loss: the reduced loss.
@@ -213,7 +213,7 @@ def composed(logits: Tensor, target: Tensor, options: Any) -> Tensor:
         label_smoothing=options.label_smoothing,
     )  # fmt: skip
     if options.z_loss:
-        # Filled, not multiplied by 0: if no row counts, the gradient of the mean is infinite in every row.
+        # Filled, not multiplied by 0: if no row counts, the mean's gradient is infinite in every row.
         square = rows.logsumexp(-1).square().masked_fill(labels == options.ignore_index, 0)
         loss = loss + options.z_loss * square
     return loss.view(target.shape)
@@ -226,7 +226,7 @@ def wide(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _count(target: Tensor, options: _Options) -> Tensor:
-    """The divisor of the mean: the class weights of the rows that count; empty for another reduction."""
+    """Return the divisor of the mean: the class weights of the rows that count; empty for another reduction."""
     if options.reduction != "mean":
         return target.new_empty(0, dtype=torch.int64)
     valid, weight = target != options.ignore_index, options.class_weight

@@ -33,36 +33,40 @@ _KINDS = {
 class Declaration:
     """An op.
 
-    Arguments and results below are tuples of names of tensors. The fields from ``check`` on are functions. ``check``
-    to ``fallback_backward`` replace written ones; the others are called by the written code. ``arguments`` are those
-    of the formula, ``slopes`` the gradients of the results, ``saved`` the arguments and results that the backward
-    reads, ``scalars`` the arguments that are not tensors. Gradients are a tuple, or a tensor if there is one, each once
-    and in the order of the arguments.
+    Arguments and results below are tuples of tensor names. The fields from ``check`` on are functions. ``check`` to
+    ``fallback_backward`` replace generated functions; the generated code calls the others. In their signatures:
+
+    - ``arguments`` are the formula's arguments.
+    - ``slopes`` are the gradients of the results.
+    - ``saved`` are the arguments and results that the backward reads.
+    - ``scalars`` are the arguments that are not tensors.
+
+    Gradients are a tuple, or a tensor if there is only one, each once and in the order of the arguments.
 
     Attributes:
         formula: the op in torch's own operations, which also gives its signature and its documentation.
         forward, backward: the specs, with their arrays unless the launches are given. Without a backward the gradients
             are torch's.
-        name: the op's name; that of the formula if empty.
-        sums: vectors whose gradients the backward leaves as ``partial`` [blocks, ...], one after the other, for
-            ``column_sum`` to add up. Nothing is added up if none of them needs a gradient.
-        ungraded: tensors that get no gradient; if one needs it, the formula runs.
-        gradients: names of gradients that are not ``d<argument>``: two arguments may share one, and that of a result
-            may be passed on as it is.
-        flags: the values of the specs' flags, as expressions of the scalars and of which optional tensors are None.
-        backward_flags: those that differ in the backward.
+        name: the op's name; empty means the formula's name.
+        sums: vectors whose gradients the backward leaves as ``partial`` [blocks, ...], one after the other, to be added
+            up by ``column_sum``. Nothing is added up if none of them needs a gradient.
+        ungraded: tensors without a gradient; if one needs it, the formula runs.
+        gradients: names of gradients that are not ``d<argument>``: two arguments may share a gradient, and a result's
+            gradient may be passed on unchanged.
+        flags: values of the specs' flags: expressions of the scalars and of whether optional tensors are None.
+        backward_flags: flags that differ in the backward.
         key: further expressions that plans depend on.
         apart: arguments whose gradients have plans of their own; ``graded`` is then a tuple that says which of them
-            need one. The registered backward of such an op makes only the gradients that are asked for.
-        strided: results have the strides of the tensors of their shape; otherwise they are contiguous.
+            need a gradient. The registered backward of such an op only computes the requested gradients.
+        strided: results have the strides of the tensors with the same shape; otherwise they are contiguous.
         arrays: the tensors and the results, if they are not the forward's arrays.
-        kept: the last results, if they are for the backward alone. The formula does not return them.
+        kept: the last results, if only the backward uses them. The formula does not return them.
         reads: the arguments and results that the backward reads, if its arrays do not say.
         options: the last arguments of the function, with defaults, that the op itself does not have.
-        unless: an expression of the arguments and options; if it holds, ``otherwise`` is called instead of the op. A
+        unless: an expression of the arguments and options; if it is true, ``otherwise`` is called instead of the op. A
             tensor that it tests (``weight is None``) is never None in the op itself.
-        gathered: if not None, the op takes DTensors, of which those of the first one's shape may be sharded. It is the
-            number of last dimensions that each rank must have whole, as in :func:`tilekern.ops.dtensors.by_shards`.
+        gathered: if not None, the op accepts DTensors; those of the first one's shape may be sharded. It is the number
+            of last dimensions that each rank must have whole, as in :func:`tilekern.ops.dtensors.by_shards`.
         check: (*arguments); raises ValueError if they do not fit.
         find: (graded, *arguments) -> the forward's plan, the backward's, and anything else that the launches use, as a
             tuple; None if torch must do the work.
@@ -112,13 +116,13 @@ class Declaration:
 
     @property
     def overrides(self) -> dict[str, Function]:
-        """The functions that the declaration brings, by name."""
+        """The functions given in the declaration, by name."""
         found = {name: getattr(self, name) for name in _OVERRIDES}
         return {name: function for name, function in found.items() if function is not None}
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
-        """The formula's."""
+        """The formula's signature."""
         return inspect.signature(self.formula)
 
     @functools.cached_property
@@ -132,7 +136,7 @@ class Declaration:
                 raise TypeError(f"{self.name}: the type of {name} must be one of {', '.join(_KINDS)}")
             if name not in self.options:
                 served[name] = kind
-        # A call in which it is None is left to other ops.
+        # If the argument is None, the call goes to other ops.
         return {name: _KINDS[kind].rstrip("?" * (f"{name} is None" in self.unless)) for name, kind in served.items()}
 
     @property
@@ -161,7 +165,7 @@ class Declaration:
         """The other tensors, which are whole on each rank.
 
         Raises:
-            TypeError: one stands before a tensor that is sharded.
+            TypeError: a shared tensor precedes a sharded one.
         """
         if self.tensors[: len(self.sharded)] != self.sharded:
             raise TypeError(f"{self.name}: tensors of the shape of {self.tensors[0]} must come first")
@@ -193,7 +197,7 @@ class Declaration:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """All results, those that are kept last."""
+        """All results, kept ones last."""
         return tuple(self.outputs)
 
     @property
@@ -203,7 +207,7 @@ class Declaration:
 
     @property
     def slopes(self) -> tuple[str, ...]:
-        """The gradients that come in."""
+        """The incoming gradients."""
         return tuple(f"d{name}" for name in self.shown)
 
     @property
@@ -231,12 +235,12 @@ class Declaration:
 
     @property
     def made(self) -> tuple[str, ...]:
-        """The gradients that the backward makes, each once; one that is passed on from a result is not among them."""
+        """The gradients that the backward computes, each once, except one that is passed on from a result."""
         return tuple(dict.fromkeys(name for name in self.gradients.values() if name not in self.slopes))
 
     @functools.cached_property
     def stand_ins(self) -> dict[str, str]:
-        """For each tensor one that the backward has with the same shape, if possible the tensor itself or its dtype."""
+        """For each tensor one of its shape that the backward has, preferably the tensor itself or one of its dtype."""
         arrays = {f"d{name}": replace(array, name=f"d{name}") for name, array in self.outputs.items()}
         arrays |= self.outputs | self.inputs
         at_hand = [arrays[name] for name in (*self.saved, *self.slopes)]
@@ -268,12 +272,12 @@ def _several(names: tuple[str, ...]) -> str:
 
 
 def arrays_of(spec: KernelSpec, *roles: str) -> tuple[Array, ...]:
-    """The arrays of a spec that have one of the roles."""
+    """Return the arrays of a spec that have one of the roles."""
     return tuple(array for array in spec.arrays if isinstance(array, Array) and array.role in roles)
 
 
 def names_of(op: Declaration) -> dict[str, Any]:
-    """Return the global names of an op's code, with a memo of its own."""
+    """Return the global names of an op's code, with a new memo."""
     names: dict[str, Any] = {
         "__op__": op.name,  # for a trace of a step, which looks at frames
         "torch": torch, "FORWARD": op.forward, "BACKWARD": op.backward, "SUM": column_sum.SPEC, "formula": op.formula,

@@ -76,7 +76,7 @@ def _launch_backward(
     gathered=1,
 )  # fmt: skip
 def dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> Tensor:
-    """``gamma * tanh(alpha * x) + beta``, computed in float32 and rounded once.
+    """Return ``gamma * tanh(alpha * x) + beta``, computed in float32 and rounded once.
 
     Args:
         x: [..., columns]; bfloat16, float16 or float32, any strides; DTensors as in :func:`tilekern.ops.rms_norm`.

@@ -78,7 +78,7 @@ class _Needs(NamedTuple):
 
 
 class _Plans(NamedTuple):
-    """The plans of a call; those of the backward are None if their results are not needed."""
+    """The plans of a call; the backward's are None if their results are not needed."""
 
     needs: _Needs
     route: tuple[Plan, Plan]
@@ -101,10 +101,11 @@ def experts(
     down_bias: Tensor | None = None, *, activation: str = "silu", alpha: float = 1.0, limit: float | None = None,
     shift: float = 0.0, interleaved: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``sum_k weights[t, k] * (down[e] @ gate(gate_up[e] @ x[t] + gate_up_bias[e]) + down_bias[e])``, e = ids[t, k].
+    """Return ``sum_k weights[t, k] * (down[e] @ gate(gate_up[e] @ x[t] + gate_up_bias[e]) + down_bias[e])``.
 
-    Summed over k in float32 in the order of k. With a and b the two halves of what ``gate_up`` gives, the gate is
-    ``p(min(a, limit)) * (min(max(b, -limit), limit) + shift)``, p being ``a * sigmoid(alpha * a)`` or gelu by tanh.
+    The expert e is ``ids[t, k]``. The sum is in float32, in the order of k. With a and b the two halves of the result
+    of ``gate_up``, the gate is ``p(min(a, limit)) * (min(max(b, -limit), limit) + shift)``, p being
+    ``a * sigmoid(alpha * a)`` or gelu by tanh.
 
     Args:
         x: [tokens, hidden], cast to the dtype of ``gate_up``.
@@ -127,7 +128,7 @@ def experts(
         ValueError: shapes, dtypes or devices do not fit, or an option has an invalid value.
     """
     if (gate_up_bias is None) != (down_bias is None):
-        # Kernels take both or none.
+        # Kernels accept both biases or none.
         gate_up_bias = gate_up.new_zeros(gate_up.shape[:2]) if gate_up_bias is None else gate_up_bias
         down_bias = down.new_zeros(down.shape[:2]) if down_bias is None else down_bias
     check_dtype("experts", "x", x)
@@ -194,7 +195,7 @@ def _find(
         remade = needs.down
         gate_backward = plan(gate.BACKWARD, *whole, weights.dtype, remade)
         if gate_backward is None and not remade:
-            # The kernel that also recomputes the activation serves too.
+            # The kernel that also recomputes the activation can be used too.
             remade, gate_backward = True, plan(gate.BACKWARD, *whole, weights.dtype, True)
         found += [
             plan(gather.SPEC, rows, hidden, dtype, is_biased),
@@ -231,7 +232,7 @@ def _launch(
 
 
 def _seen(gate_up: Tensor, down: Tensor, how: Gate) -> tuple[Tensor, Tensor]:
-    """Return the weights as products take them."""
+    """Return the weights in the layout of the products."""
     return gate_up.mT if how.up_turned else gate_up, down.mT if how.down_turned else down
 
 

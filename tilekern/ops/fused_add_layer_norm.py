@@ -24,7 +24,7 @@ def _otherwise(residual: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor 
 def fused_add_layer_norm(
     residual: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5
 ) -> Pair:
-    """``total = residual + x``, and ``layer_norm(total, weight, bias, eps)``.
+    """Return ``total = residual + x``, and ``layer_norm(total, weight, bias, eps)``.
 
     Args:
         residual, x: [..., columns] of one shape; bfloat16, float16 or float32, any strides.

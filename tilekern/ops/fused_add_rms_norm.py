@@ -28,7 +28,7 @@ def fused_add_rms_norm(
     residual: Tensor, x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0,
     casting_mode: str = "llama",
 ) -> Pair:  # fmt: skip
-    """``total = residual + x``, and ``rms_norm(total, weight, eps, offset, casting_mode)``.
+    """Return ``total = residual + x``, and ``rms_norm(total, weight, eps, offset, casting_mode)``.
 
     Args:
         residual, x: [..., columns] of one shape; bfloat16, float16 or float32, any strides; DTensors as in

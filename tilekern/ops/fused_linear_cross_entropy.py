@@ -52,7 +52,7 @@ def fused_linear_cross_entropy(
     use_token_scaling: bool = False, accum_dtype: torch.dtype | None = None, return_z_loss: bool = False,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False, z_loss_by_rows: bool = False,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """Cross entropy of ``hidden @ weight.T + bias`` against ``target``; the arguments that torch has too mean the same.
+    """Compute cross entropy of ``hidden @ weight.T + bias`` against ``target``; torch's arguments have torch's meaning.
 
     Under autocast ``hidden``, ``weight`` and ``bias`` are cast as a linear layer's are.
 

@@ -39,7 +39,7 @@ def fused_linear_jsd(
     shift_labels: Tensor | None = None, jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
     accum_dtype: torch.dtype | None = None, *, wide_logits: bool = False,
 ) -> Tensor:  # fmt: skip
-    """:func:`tilekern.ops.jsd` of ``log_softmax(input @ weight.T / temperature)`` of a student and a teacher.
+    """Return :func:`tilekern.ops.jsd` of ``log_softmax(input @ weight.T / temperature)`` of a student and a teacher.
 
     Under autocast inputs and weights are cast as a linear layer's are. Only the student gets gradients, as in Liger.
 
@@ -54,8 +54,8 @@ def fused_linear_jsd(
         temperature: positive and finite.
         accum_dtype: ``torch.float32`` adds up the gradient of the weight over chunks of rows in float32; None in the
             weight's dtype.
-        wide_logits: keep logits in float32; otherwise they are rounded to the inputs' dtype. A student that is close to
-            its teacher needs this: with bfloat16 inputs its gradient may be off by 10 % without.
+        wide_logits: keep logits in float32; otherwise they are rounded to the inputs' dtype. It is needed for a student
+            close to its teacher: with bfloat16 inputs the gradient may otherwise be off by 10 %.
 
     Returns:
         The sum of the rows' divergences divided by the number of rows that count, a scalar in float32 (float64 for
@@ -119,7 +119,7 @@ def _loss(
     if not graded:
         return _run(plan, *tensors, slope, options)[0].sum()
     if student.dtype == torch.float16:
-        # The backward brings a loss scale: rows count fully in the forward, and are weighted afterwards.
+        # The loss scale comes with the backward: the forward counts rows fully, and they are weighted afterwards.
         counted = (slope != 0).float()
         losses = made_ahead.rows(
             lambda *given: _run(plan, *given, counted, _ungraded(options))[0],

@@ -23,7 +23,7 @@ from tilekern.ops.attention import attention
 def fused_neighborhood_attention(
     query: Tensor, key: Tensor, value: Tensor, kernel_size: int = 7, dilation: int = 1, scale: float | None = None
 ) -> Tensor:
-    """``softmax(scale query key^T) value`` where a token sees ``kernel_size`` neighbours, ``dilation`` apart.
+    """Return ``softmax(scale query key^T) value`` where a token sees ``kernel_size`` neighbours, ``dilation`` apart.
 
     Args:
         query: [batch, heads, tokens, head_dim]; bfloat16, float16 or float32, any strides, as are key and value.
@@ -57,7 +57,7 @@ def fused_neighborhood_attention(
 
 
 def _by_remainder(x: Tensor, dilation: int) -> list[Tensor]:
-    """[batch, steps, remainders * heads, head_dim] of [batch, tokens, heads, head_dim], longer sequences first."""
+    """Return [batch, tokens, heads, head_dim] as [batch, steps, remainders * heads, head_dim], longer ones first."""
     if dilation == 1:
         return [x]
     longer = x.shape[1] % dilation
@@ -75,7 +75,7 @@ def _apart(x: Tensor) -> Tensor:
 
 
 def _in_order(parts: list[Tensor]) -> Tensor:
-    """[batch, tokens, heads, head_dim] of sequences [batch, steps, remainders, heads, head_dim]."""
+    """Return sequences [batch, steps, remainders, heads, head_dim] as [batch, tokens, heads, head_dim]."""
     if len(parts) == 1:
         return parts[0].flatten(1, 2)
     longer, shorter = parts

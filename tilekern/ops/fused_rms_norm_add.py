@@ -18,17 +18,17 @@ def fused_rms_norm_add(
     residual: Tensor, x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0,
     casting_mode: str = "llama",
 ) -> Tensor:  # fmt: skip
-    """``residual + rms_norm(x, weight, eps, offset, casting_mode)``, as in OLMo 2 and EXAONE 4.
+    """Return ``residual + rms_norm(x, weight, eps, offset, casting_mode)``, as in OLMo 2 and EXAONE 4.
 
-    The norm is rounded to the dtype of ``x`` before the sum, like that of a separate module. If the casting mode
-    ``llama`` gives the norm another dtype than that of ``x``, the norm and the sum are two steps.
+    The norm is rounded to the dtype of ``x`` before the sum, like a separate module's result. If the casting mode
+    ``llama`` gives the norm another dtype than ``x`` has, the norm and the sum are two steps.
 
     Args:
         residual, x: [..., columns] of one shape; bfloat16, float16 or float32, any strides; DTensors as in
             :func:`tilekern.ops.rms_norm`. If their dtypes differ, the formula runs.
         weight: [columns], of the dtype of ``x`` or another of the three, or None.
         eps: added to the mean square.
-        offset, casting_mode: as those of :func:`tilekern.ops.rms_norm`.
+        offset, casting_mode: as in :func:`tilekern.ops.rms_norm`.
 
     Returns:
         [..., columns], contiguous, in the dtype that torch promotes the residual and the norm to.

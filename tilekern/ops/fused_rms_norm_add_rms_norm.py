@@ -21,11 +21,14 @@ def fused_rms_norm_add_rms_norm(
     residual: Tensor, x: Tensor, weight: Tensor | None, next_weight: Tensor | None, eps: float = 1e-6,
     offset: float = 0.0, casting_mode: str = "llama",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``total = fused_rms_norm_add(residual, x, weight, ...)`` and ``rms_norm(total, next_weight, ...)``.
+    """Return ``total = fused_rms_norm_add(residual, x, weight, ...)`` and ``rms_norm(total, next_weight, ...)``.
 
     Gemma's and GLM-4's layers have a norm before and after a sum, with the same eps, offset and casting mode. The
-    second norm reads the rounded sum. These are two steps if the casting mode ``llama`` gives a norm another dtype than
-    that of ``x``, if the weights' dtypes differ, or if a weight is None.
+    second norm reads the rounded sum. The op runs as two steps if
+
+    - the casting mode ``llama`` gives a norm another dtype than ``x`` has
+    - the weights' dtypes differ
+    - a weight is None
 
     Args:
         residual, x: [..., columns] of one shape; bfloat16, float16 or float32, any strides; DTensors as in
@@ -33,7 +36,7 @@ def fused_rms_norm_add_rms_norm(
         weight, next_weight: [columns], of the dtype of ``x`` or another of the three, or None: for the norm before the
             sum, and for the norm after it.
         eps: added to the mean squares.
-        offset, casting_mode: as those of :func:`tilekern.ops.rms_norm`.
+        offset, casting_mode: as in :func:`tilekern.ops.rms_norm`.
 
     Returns:
         The sum, in the dtype that torch promotes the residual and the first norm to, and the norm of it, in the dtype

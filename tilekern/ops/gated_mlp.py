@@ -24,7 +24,7 @@ _plans: dict[Any, tuple[Plan, Plan] | None] = memo()
 
 
 def gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
-    """``(silu(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T``.
+    """Return ``(silu(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T``.
 
     Args:
         x: [..., hidden].

@@ -11,7 +11,7 @@ from tilekern.ops.operation import operation
 
 @operation(FORWARD, BACKWARD, flags={"tanh": "tanh"})
 def geglu(gate: Tensor, up: Tensor, tanh: bool = False) -> Tensor:
-    """``gelu(gate) * up``, computed in float32 and rounded once.
+    """Return ``gelu(gate) * up``, computed in float32 and rounded once.
 
     Args:
         gate, up: [..., columns], of one shape and dtype; bfloat16, float16 or float32, any strides.

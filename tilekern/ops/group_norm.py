@@ -28,7 +28,7 @@ _IMAGES = ("batch", "channels", "height", "width")
 def group_norm(
     x: Tensor, weight: Tensor, bias: Tensor, num_channels: int, num_groups: int, eps: float = 1e-6
 ) -> Tensor:
-    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over each group of channels, rounded once.
+    """Return ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over each group of channels, rounded once.
 
     Args:
         x: [batch, channels, ...], three dimensions or more; bfloat16, float16 or float32, any strides. Non-contiguous

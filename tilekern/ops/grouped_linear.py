@@ -1,7 +1,7 @@
 """grouped_linear: the product of each row with the weight of its expert, for rows that are sorted by expert.
 
-Its launches are written by hand: the gradients of weights and biases are specs of their own, a weight may lie either
-way, and rows may be read where they are.
+Its launches are written by hand: the gradients of weights and biases are specs of their own, a weight may be stored in
+either layout, and rows may be read in place.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def grouped_linear(
     x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, order: Tensor | None = None, slots: int = 1,
     *, partial: bool = True,
 ) -> Tensor:  # fmt: skip
-    """``x[r] @ weight[e]^T + bias[e]`` for each row r and its expert e, summed in float32.
+    """Return ``x[r] @ weight[e]^T + bias[e]`` for each row r and its expert e, summed in float32.
 
     Nothing waits for the host: the GPU reads which rows an expert has. Gradients of weights and biases are summed in a
-    fixed order; those of experts without rows are zeros.
+    fixed order; experts without rows get zeros.
 
     Args:
         x: [rows, in_features], sorted by expert, or, with ``order``, [tokens, in_features]; bfloat16, float16 or
             float32.
         weight: [experts, out_features, in_features] of the dtype of ``x``; a view of
             [experts, in_features, out_features], as in GPT-OSS, is read without a copy.
-        offsets: [experts], int32: the end of each expert's rows, as torch's grouped product takes them.
+        offsets: [experts], int32: the end of each expert's rows, as in torch's grouped product.
         bias: [experts, out_features], of the dtype of ``x``, or None.
         order: [tokens * slots], int32, a permutation: the slot ``token * slots + k`` of each sorted row. Row r of the
             product then reads row ``order[r] // slots`` of x, and no rows are copied.
@@ -64,8 +64,8 @@ def grouped_linear(
     Raises:
         ValueError: shapes, dtypes or devices do not fit; on the CPU also if ``offsets`` decrease or exceed the rows, or
             ``order`` is not a permutation.
-        RuntimeError: on a GPU, an assertion on the device: ``offsets`` are wrong likewise, or a number of ``order`` is
-            out of range.
+        RuntimeError: on a GPU, an assertion on the device: ``offsets`` are wrong in this way, or a number of ``order``
+            is out of range.
     """
     if not torch.compiler.is_compiling() or offsets.is_cuda:
         _check_numbers(x, offsets, order)
@@ -106,7 +106,7 @@ def by_experts(
 def stored(weight: Tensor) -> tuple[Tensor, bool]:
     """Return a weight [experts, out_features, in_features] as it is stored, and whether that is transposed.
 
-    Gradients are then stored likewise; autograd would copy those of a view.
+    Gradients are then stored in the same way; autograd would copy gradients of a view.
     """
     inner_first = weight.dim() == 3 and weight.stride(1) == 1 != weight.stride(2)
     return weight.transpose(1, 2) if inner_first else weight, inner_first
@@ -274,7 +274,7 @@ def _grouped_linear(
 def grouped_outer(
     dy: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None = None, slots: int = 1, *, inner_first: bool = False
 ) -> Tensor:
-    """``dy_e^T @ x_e`` over the rows of each expert: only the gradient of a weight, for backwards written by hand.
+    """Return ``dy_e^T @ x_e`` over the rows of each expert: only a weight's gradient, for handwritten backwards.
 
     Args:
         dy: [rows, out_features], sorted by expert; bfloat16, float16 or float32.
@@ -316,7 +316,7 @@ def plans_of_sum(
 
 
 def summed(plans: SumPlans, x: Tensor, offsets: Tensor, *weighting: Tensor) -> Tensor:
-    """The rows of each expert added up, [experts, columns].
+    """Return the sum of each expert's rows, [experts, columns].
 
     Args:
         plans: from :func:`plans_of_sum`.

@@ -21,7 +21,7 @@ from tilekern.ops.registration import check_share
 def jsd(
     _input: Tensor, target: Tensor, shift_labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100
 ) -> Tensor:
-    """``beta * KL(P || M) + (1 - beta) * KL(Q || M)`` with ``M = beta * P + (1 - beta) * Q``; Q is the input's.
+    """Return ``beta * KL(P || M) + (1 - beta) * KL(Q || M)`` with ``M = beta * P + (1 - beta) * Q``; Q is the input's.
 
     For ``beta`` 0 it is ``KL(P || Q)`` and for 1 ``KL(Q || P)``, which are not the limits. The sum is divided by the
     number of rows that count. The gradient is computed with the loss and kept for one backward.

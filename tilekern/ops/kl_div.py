@@ -10,7 +10,7 @@ from tilekern.ops.operation import operation
 
 
 def kl_div(input: Tensor, target: Tensor, reduction: str = "batchmean", log_target: bool = False) -> Tensor:
-    """``target * (log(target) - input)``, reduced; ``torch.nn.functional.kl_div`` defines it.
+    """Return ``target * (log(target) - input)``, reduced; ``torch.nn.functional.kl_div`` defines it.
 
     Args:
         input: [..., columns], log-probabilities; bfloat16, float16 or float32, any strides.
@@ -20,8 +20,9 @@ def kl_div(input: Tensor, target: Tensor, reduction: str = "batchmean", log_targ
         log_target: ``target`` holds log-probabilities.
 
     Returns:
-        The loss in float32 (float64 for float64 inputs). For ``none`` the shape of ``input``, contiguous, in the dtype
-        that torch promotes ``input`` and ``target`` to. An element is NaN where both logarithms are -inf, as in torch.
+        The loss in float32 (float64 for float64 inputs). For ``none``, a contiguous tensor with the shape of ``input``,
+        in the dtype that torch promotes ``input`` and ``target`` to. An element is NaN if both logarithms are -inf, as
+        in torch.
 
     Raises:
         ValueError: ``reduction`` is unknown, or the shapes or the devices differ.
@@ -50,7 +51,7 @@ def _slope_of_rows(dloss: Tensor, target: Tensor, log_target: bool) -> Tensor:
     fallback_backward=_slope_of_rows,
 )  # fmt: skip
 def _rows(input: Tensor, target: Tensor, log_target: bool = False) -> Tensor:
-    """The sum of each row, in float32."""
+    """Return the sum of each row, in float32."""
     dtype = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
     return _divergence(input.to(dtype), target.to(dtype), log_target).sum(-1)
 

@@ -17,7 +17,7 @@ from tilekern.kernels import labels as kernels
 from tilekern.ops.registration import Rows, shaped, viewed
 from tilekern.runtime import dispatch
 
-# In a word they are numbered from 1.
+# The word refers to ops by these numbers, from 1.
 OPS = ("cross_entropy", "fused_linear_cross_entropy", "linear_log_probs", "sharded_linear_log_probs")
 _SPEC = kernels.SPEC
 _HOW_TO_FIND = "find it with ((labels < 0) | (labels >= vocabulary)) & (labels != ignore_index)"
@@ -48,7 +48,7 @@ class Seen:
         )
 
 
-# By the number of the device; that of a CPU is -1.
+# By device number; -1 is the CPU.
 _seen: dict[int, Seen] = {}
 _known = dispatch.memo()
 
@@ -72,7 +72,7 @@ def check_labels(*, wait: bool = True) -> None:
 
 
 def checked(op: str, labels: Tensor, vocabulary: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Return labels as kernels take them, and the number of labels that count.
+    """Return labels as kernels accept them, and the number of labels that count.
 
     Args:
         op: the op that was called, one of :data:`OPS`.
@@ -81,8 +81,8 @@ def checked(op: str, labels: Tensor, vocabulary: int, ignore_index: int) -> tupl
         ignore_index: the label of rows that do not count; fits into int32.
 
     Returns:
-        int32 [rows], with an invalid label for each one outside the vocabulary; int64 numbers whose sum is the number
-        of labels that are not ``ignore_index``.
+        int32 [rows], with an invalid label in place of each one outside the vocabulary; int64 numbers whose sum is the
+        number of labels that are not ``ignore_index``.
 
     Raises:
         ValueError: an earlier call of one of these ops got a label outside the vocabulary.
@@ -91,7 +91,7 @@ def checked(op: str, labels: Tensor, vocabulary: int, ignore_index: int) -> tupl
     try:
         seen = _seen[device]
     except KeyError:
-        # If two threads race, the first word is kept: memory that a kernel may write to is never freed.
+        # If two threads race, the first word stays: memory that a kernel may write to is never freed.
         seen = _seen.setdefault(device, Seen(labels.device))
     if seen.word.value:
         seen.refuse()
@@ -132,7 +132,7 @@ def refuse_outside(op: str, labels: Tensor, vocabulary: int, ignore_index: int) 
     """Refuse labels outside the vocabulary by torch's operations: at once on the CPU, by an assertion on a GPU.
 
     Raises:
-        ValueError: one is outside, on the CPU.
+        ValueError: a label is outside, on the CPU.
     """
     outside = (labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))
     if labels.is_cuda:

@@ -22,11 +22,11 @@ def _otherwise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     unless="weight is None or bias is None", otherwise=_otherwise,
 )  # fmt: skip
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:
-    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over the last dimension, rounded once.
+    """Return ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over the last dimension, rounded once.
 
     Args:
         x: [..., columns]; bfloat16, float16 or float32, any strides; DTensors as in :func:`tilekern.ops.rms_norm`.
-        weight, bias: [columns], of the dtype of ``x`` or another of the three, or None for a norm without it. If their
+        weight, bias: [columns], of the dtype of ``x`` or another of the three, or None if the norm has none. If their
             dtypes differ, the formula runs.
         eps: added to the variance, which is the mean square of the deviations.
 

@@ -1,6 +1,6 @@
 """linear: ``activation(x @ weight^T + bias)``, its products by whichever kernel or library call was tuned.
 
-Its launches are written by hand: the three directions are problems of one spec, any of which a library may win.
+Its launches are written by hand: the three directions are problems of one spec, and a library may win any of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ARRAYS = (
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
-    """``activation(x @ weight^T + bias)``, summed in float32.
+    """Return ``activation(x @ weight^T + bias)``, summed in float32.
 
     Without gradients, ``gelu_tanh`` and ``silu`` are applied before rounding. For training the value before the
     activation is kept, since computing it again would cost a third product.

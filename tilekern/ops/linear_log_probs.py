@@ -33,7 +33,7 @@ from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array, KernelSpec
 
 _INT32 = torch.iinfo(torch.int32)
-# The plans of a call with gradients end with its room.
+# The plans of a call with gradients end with the room for its backward.
 Graded = tuple[Plan, Plan] | tuple[Plan, Plan, composite.Room]
 Plans = tuple[Plan, None] | Graded
 Results = tuple[Tensor, Tensor, Tensor]
@@ -51,7 +51,7 @@ def linear_log_probs(
     hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
     softcap: float | None = None, ignore_index: int = -100, wide_sums: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the log-probability of one id for each row, and the entropy, of a head's logits, which never exist.
+    """Return the log-probability of one id per row and the entropy, from a head whose logits are never stored.
 
     ``logits = softcap * tanh((hidden @ weight.T + bias) / softcap) / temperature``; without a cap there is no tanh.
     Both results can be differentiated, once. Under autocast ``hidden``, ``weight`` and ``bias`` are cast as a linear

@@ -2,8 +2,8 @@
 
 A layer saves two matrices [tokens, intermediate], before and after the activation; this saves only the first. In the
 backward one kernel recomputes the activation, computes the gradient before it, and sums that over the tokens, which is
-the gradient of the first bias. It reads two such matrices and writes two; an activation's own backward reads two and
-writes one, which the bias's gradient reads again. The biases are added inside the products.
+the gradient of the first bias. It reads two such matrices and writes two. An activation's own backward reads two and
+writes one, which the bias's gradient then reads again. The biases are added inside the products.
 
 It is written by hand and not declared, as it is a sequence of torch's matrix products around three launches. If it is
 traced, cast by autocast or needs no gradient, its parts run as ops of their own, so there is nothing to register.
@@ -39,7 +39,7 @@ def mlp(
     x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None,
     kind: str = "gelu",
 ) -> Tensor:  # fmt: skip
-    """``activation(x @ up_weight.T + up_bias, kind) @ down_weight.T + down_bias``.
+    """Return ``activation(x @ up_weight.T + up_bias, kind) @ down_weight.T + down_bias``.
 
     Args:
         x: [..., hidden].
@@ -48,7 +48,7 @@ def mlp(
         up_bias: [intermediate], of x's dtype, or None.
         down_weight: [out, intermediate], of x's dtype, any strides.
         down_bias: [out], of x's dtype, or None.
-        kind: of :func:`tilekern.ops.activation`.
+        kind: as in :func:`tilekern.ops.activation`.
 
     Returns:
         [..., out].

@@ -41,7 +41,7 @@ class LayerNorm(torch.nn.LayerNorm):
 class RMSNorm(torch.nn.RMSNorm):
     """:func:`tilekern.ops.rms_norm` as ``torch.nn.RMSNorm``, with the casts and the ``eps`` of Llama's norm.
 
-    Gemma's has ``offset=1.0, casting_mode="gemma"``. A new weight is 1 less the offset.
+    Gemma's norm has ``offset=1.0, casting_mode="gemma"``. A new weight is ``1 - offset``.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class DyT(torch.nn.Module):
         self.beta = torch.nn.Parameter(torch.zeros(hidden_size)) if beta else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] to [..., hidden_size]."""
+        """Map [..., hidden_size] to [..., hidden_size]."""
         return _ops.dyt(x, self.alpha, self.gamma, self.beta)
 
     def extra_repr(self) -> str:
@@ -125,7 +125,7 @@ class PolyNorm(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., columns] to [..., columns]."""
+        """Map [..., columns] to [..., columns]."""
         return _ops.poly_norm(x, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
@@ -134,7 +134,7 @@ class PolyNorm(torch.nn.Module):
 
 
 class Softmax(torch.nn.Softmax):
-    """:func:`tilekern.ops.softmax` as ``torch.nn.Softmax``, along any dimension; the last where none is named."""
+    """:func:`tilekern.ops.softmax` as ``torch.nn.Softmax``, along any dimension; the default is the last one."""
 
     def __init__(self, dim: int = -1) -> None:
         super().__init__(dim)
@@ -163,7 +163,7 @@ class Sparsemax(torch.nn.Module):
 
 
 class KLDiv(torch.nn.KLDivLoss):
-    """:func:`tilekern.ops.kl_div` as ``torch.nn.KLDivLoss``, whose reduction is ``mean`` if none is named."""
+    """:func:`tilekern.ops.kl_div` as ``torch.nn.KLDivLoss``; the default reduction is ``mean``."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Return the divergence of log-probabilities ``input`` from ``target``."""
@@ -227,7 +227,7 @@ class FusedLinearCrossEntropy(torch.nn.Module):
         self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
         num_items: Tensor | float | None = None,
     ) -> Any:  # fmt: skip
-        """The loss of ``hidden`` [..., hidden] through the head ``weight`` [vocabulary, hidden] against ``target``."""
+        """Return the loss of ``hidden`` [..., hidden] through the head ``weight`` [vocabulary, hidden]."""
         given = {"class_weight": self.class_weight, "bias": bias, "num_items": num_items}
         return _ops.fused_linear_cross_entropy(hidden, weight, target, **given, **self.options)
 
@@ -264,7 +264,7 @@ class _GatedMLP(torch.nn.Module):
     The projections are called as modules, so adapters, hooks and quantised layers keep working.
     """
 
-    # Activations by their names in transformers, the default first, with the op's argument for each.
+    # Activations by their names in transformers, with the op's argument for each; the first is the default.
     activations: ClassVar[dict[str, Any]]
 
     def __init__(self, config: Any) -> None:
@@ -287,27 +287,27 @@ class _GatedMLP(torch.nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] to [..., hidden]."""
+        """Map [..., hidden] to [..., hidden]."""
         return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
 
 
 class SwiGLUMLP(_GatedMLP):
-    """Llama's MLP by :func:`tilekern.ops.swiglu`; made from a configuration, as ``LlamaMLP`` is."""
+    """Llama's MLP with :func:`tilekern.ops.swiglu`, created from a configuration like ``LlamaMLP``."""
 
     activations: ClassVar = {"silu": None, "swish": None}
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """``silu(gate) * up``."""
+        """Return ``silu(gate) * up``."""
         return _ops.swiglu(gate, up)
 
 
 class GEGLUMLP(_GatedMLP):
-    """Gemma's MLP by :func:`tilekern.ops.geglu`; made from a configuration, as ``GemmaMLP`` is."""
+    """Gemma's MLP with :func:`tilekern.ops.geglu`, created from a configuration like ``GemmaMLP``."""
 
     activations: ClassVar = {"gelu_pytorch_tanh": True, "gelu_new": True, "gelu": False}
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """``gelu(gate) * up``."""
+        """Return ``gelu(gate) * up``."""
         return _ops.geglu(gate, up, self.activation)
 
 
@@ -319,7 +319,7 @@ class _Tiled(_GatedMLP):
         self.num_shards = num_shards
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., tokens, hidden] to [..., tokens, hidden]."""
+        """Map [..., tokens, hidden] to [..., tokens, hidden]."""
         return tiled(super().forward, x, self.num_shards, type(self).__name__)
 
 
@@ -347,7 +347,7 @@ class FusedNeighborhoodAttention(torch.nn.Module):
         self.dropout = torch.nn.Dropout(dropout)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[batch, tokens, hidden] to [batch, tokens, hidden]."""
+        """Map [batch, tokens, hidden] to [batch, tokens, hidden]."""
         heads = (
             projection(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)

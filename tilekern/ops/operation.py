@@ -1,8 +1,8 @@
 """Make an op from one declaration: the specs of both directions, and a function that is the op in torch's own steps.
 
 The function's signature gives the schema. Its body runs on the CPU and if there is no kernel. The arrays of the specs
-give the checks, the sizes that plans are found by, the launches, the results and what is saved for the backward.
-The code of each op is written out without helpers or loops over arguments, which would cost host time. It is checked in
+determine the checks, the sizes for finding plans, the launches, the results and the tensors saved for the backward. The
+code of each op is generated without helpers or loops over arguments, which would cost host time. It is checked in
 (``_generated/``), so tracebacks and break points find it; ``python -m tilekern.ops.writing`` writes it.
 """
 
@@ -27,18 +27,18 @@ GENERATED = Path(__file__).with_name("_generated")
 
 
 def operation(forward: KernelSpec, backward: KernelSpec | None = None, **declared: Any) -> Callable[[F], F]:
-    """Make the op of a function, which gives its signature, its documentation and its formula.
+    """Make an op of a function, which provides its signature, its documentation and its formula.
 
     Each array that the forward reads, and each of its scalars, is an argument of that name; its outputs are the
     results. The backward reads arguments, results, and the results' gradients under the names ``d<result>``; it writes
     ``d<argument>``. If an array's shape begins with ``rows``, that stands for all leading dimensions.
 
     Args:
-        forward, backward: the specs; without a backward the gradients are those of the formula.
+        forward, backward: the specs; without a backward the gradients are the formula's.
         declared: further fields of :class:`tilekern.ops.declaration.Declaration`, which describes them.
 
     Raises:
-        TypeError: the declaration does not fit together.
+        TypeError: the declaration is inconsistent.
     """
 
     def declare(formula: F) -> F:

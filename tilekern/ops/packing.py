@@ -43,7 +43,7 @@ def is_capturing() -> bool:
         return False
 
 
-# The last starts that were read, their version then, and the length of their longest sequence.
+# The last starts that were read, their version at that time, and the length of their longest sequence.
 _last: tuple[Any, int, int] = (lambda: None, 0, 0)
 
 

@@ -78,7 +78,7 @@ def _launch_backward(
     check=_check, find=_find, launch=_launch, launch_backward=_launch_backward,
 )  # fmt: skip
 def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6, in_place: bool = True) -> Tensor:
-    """``w0 * norm(x^3) + w1 * norm(x^2) + w2 * norm(x) + bias``, where ``norm(u) = u / sqrt(mean(u^2) + eps)``.
+    """Return ``w0 * norm(x^3) + w1 * norm(x^2) + w2 * norm(x) + bias``, where ``norm(u) = u / sqrt(mean(u^2) + eps)``.
 
     Args:
         x: [..., columns]; bfloat16, float16 or float32, any strides; DTensors as in :func:`tilekern.ops.rms_norm`.

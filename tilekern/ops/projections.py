@@ -1,7 +1,7 @@
 """Linear layers that share their input: the gradient of the input is accumulated inside the matrix products.
 
-Autograd sums the gradients of a tensor that several layers read in separate passes, each of which reads two matrices
-and writes one. Here each further product is added to the first one's result.
+Autograd sums the gradients of a tensor that several layers read in separate passes. Each pass reads two matrices and
+writes one. Here each further product is added to the first one's result.
 
 It is written by hand and not declared, as no kernel of ours runs here.
 """
@@ -18,7 +18,7 @@ from tilekern.ops.registration import differentiable_once, is_eager, needs_gradi
 
 
 def projections(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """``x @ weight.T`` for each weight.
+    """Return ``x @ weight.T`` for each weight.
 
     Args:
         x: [..., in_features].

@@ -28,13 +28,13 @@ def qk_norm_rope(
         q: [batch, tokens, heads, head_dim]; bfloat16, float16 or float32, any strides.
         k: [batch, tokens, kv_heads, head_dim], any strides.
         q_weight, k_weight: [head_dim], the norms' weights; None for norms without one, which have no offset either.
-        cos, sin: [1 or batch, tokens, head_dim] (or without the first dimension), of which the second half repeats
-            the first, as Hugging Face stores angles, and is not read; or [.., head_dim / 2]. If they need a gradient,
+        cos, sin: [1 or batch, tokens, head_dim] (or without the first dimension), with the second half repeating the
+            first, as Hugging Face stores angles; it is not read. Or [.., head_dim / 2]. If they need a gradient,
             torch's own operations run.
         eps: added to the mean squares.
         offset: added to the weights, in float32; 1 for Gemma.
         casting_mode: the dtype of the result: ``llama`` promotes ``q``, its weight and ``cos``, ``gemma`` promotes
-            ``q`` and ``cos``, ``none`` keeps that of ``q``. Only the result is rounded in any of them.
+            ``q`` and ``cos``, ``none`` keeps the dtype of ``q``. In all modes only the result is rounded.
         rotary_dim: how many numbers at the beginning of each head are rotated, an even number; the others are only
             normalised. cos and sin then have this size, or half of it. None for the whole head.
         interleaved: rotate the pairs (x[2i], x[2i + 1]) by angle i instead of (x[i], x[i + rotary_dim / 2]). Angles of

@@ -22,11 +22,11 @@ def qwen2vl_mrope(
     Args:
         q: [batch, heads, tokens, head_dim]; bfloat16, float16 or float32, any strides.
         k: [batch, kv_heads, tokens, head_dim], of the dtype of ``q``.
-        cos, sin: [3, batch, tokens, head_dim], of which the second half of the last dimension repeats the first, as
-            Hugging Face stores angles, and is not read. If they need a gradient, torch's own operations run.
-        mrope_section: how many frequencies take the angle of each position in turn, head_dim / 2 in all. If there are
-            not three sections, torch selects the angles, and ``rope`` does the rest.
-        unsqueeze_dim: the dimension of the heads; 2 where q is [batch, tokens, heads, head_dim], and k likewise.
+        cos, sin: [3, batch, tokens, head_dim], with the second half of the last dimension repeating the first, as
+            Hugging Face stores angles; it is not read. If they need a gradient, torch's own operations run.
+        mrope_section: the number of frequencies that use the angle of each position in turn, head_dim / 2 in all. If
+            there are not three sections, torch selects the angles, and ``rope`` does the rest.
+        unsqueeze_dim: the dimension of the heads; 2 if q and k are [batch, tokens, heads, head_dim].
 
     Returns:
         The rotated q and k in the layout of their inputs, in the dtype that torch promotes q and cos to.
@@ -57,7 +57,7 @@ def qwen2vl_mrope(
 
 
 def _chosen(cos: Tensor, sin: Tensor, sections: Sequence[int]) -> Pair:
-    """Select, of each [3, batch, tokens, head_dim], the first half of the last dimension, by sections of positions.
+    """Select the first half of the last dimension of [3, batch, tokens, head_dim], by sections of positions.
 
     Both are views of the result of one launch.
     """

@@ -14,11 +14,11 @@ from torch.autograd import forward_ad
 from tilekern.kernels.families.placeholders import TYPES
 from tilekern.runtime.dispatch import Plan, plan_for
 
-# Kept alive for as long as the process: torch drops a library's registrations with the object.
+# Kept for the life of the process: torch drops a library's registrations with the object.
 _LIBRARY = torch.library.Library("tilekern", "DEF")
 _TYPES = {getattr(torch, dtype): name for dtype, name in TYPES.items()}
-# How many dispatch modes are on (FakeTensorMode, make_fx, selective checkpoints), and the innermost of functorch's
-# transforms or None: each a call of 40 ns.
+# The number of active dispatch modes (FakeTensorMode, make_fx, selective checkpoints), and functorch's innermost
+# transform or None; each call takes 40 ns.
 modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 # Bounds of factors: kernels multiply and divide by them in float32, and both must stay finite.
 _LEAST, _MOST = 1e-30, 1e30
@@ -63,7 +63,7 @@ def check_devices(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_tensors(op: str, *whole: str, **tensors: Tensor | None) -> None:
-    """Raise ValueError for tensors on several devices, or of another dtype than floating (integer if in ``whole``)."""
+    """Raise ValueError for tensors on several devices, or of a dtype that is not floating (integer if in ``whole``)."""
     check_devices(op, **tensors)
     for name, tensor in tensors.items():
         if tensor is not None:
@@ -138,7 +138,7 @@ def keeps_graph() -> bool:
 
 
 def cast_as_products(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Cast what goes into matrix products as autocast would, if it is on; it leaves float64 alone."""
+    """Cast the inputs of matrix products as autocast would, if it is on; it does not cast float64."""
     first = tensors[0]
     assert first is not None
     if not is_autocast(first.device.type) or any(x is not None and x.dtype == torch.float64 for x in tensors):
@@ -150,9 +150,9 @@ def cast_as_products(*tensors: Tensor | None) -> tuple[Any, ...]:
 def plans_of_both(
     graded: bool, device: torch.device, forward: tuple[Any, ...], backward: tuple[Any, ...]
 ) -> tuple[Plan, Plan | None] | None:
-    """Find the plans of the forward and, if there is a gradient, of the backward; each is (spec, *sizes).
+    """Return the plans of the forward and, if there is a gradient, of the backward; each is found by (spec, *sizes).
 
-    None if one of them is missing, so that torch must do the work.
+    Return None if one of them is missing, so that torch must do the work.
     """
     first = plan_for(forward[0], device, *forward[1:])
     second = plan_for(backward[0], device, *backward[1:]) if graded and first is not None else None

@@ -70,7 +70,7 @@ def _otherwise(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama"
 ) -> Tensor:
-    """``(weight + offset) * cast(x / sqrt(mean(x^2) + eps))`` over the last dimension.
+    """Return ``(weight + offset) * cast(x / sqrt(mean(x^2) + eps))`` over the last dimension.
 
     Args:
         x: [..., columns]; bfloat16, float16 or float32, any strides. With a DTensor each rank computes its own rows;
@@ -98,7 +98,7 @@ def rms_norm(
 
 @operation(OFFSET_FORWARD, OFFSET_BACKWARD, sums=("weight",), flags={"cast": "cast"})
 def rms_norm_offset(x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 1.0, cast: bool = False) -> Tensor:
-    """The norm with ``weight + offset``, rounded before the weight where ``cast``; a result in the dtype of ``x``."""
+    """Return the norm with ``weight + offset`` in the dtype of ``x``; ``cast`` rounds before the weight."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     normal = wide.to(x.dtype) if cast else wide

@@ -31,10 +31,11 @@ def rope(
         twice: promises that the last dimension of cos and sin holds the same angles twice, as Hugging Face stores
             them; then only the first half is read.
         rotary_dim: how many numbers at the beginning of each head are rotated, an even number; the others are copied.
-            None for the whole head if cos has its size or half of it; otherwise, without ``twice``, for the size of
-        cos. interleaved: rotate the pairs (x[2i], x[2i + 1]) by angle i instead of (x[i], x[i + rotary_dim / 2]).
-            Angles of the size ``rotary_dim`` then have each angle twice in a row, as Cohere stores them; of GLM's
-            angles, pass the first half.
+            None for the whole head if cos has its size or half of it; otherwise, without ``twice``, None for the size
+            of cos.
+        interleaved: rotate the pairs (x[2i], x[2i + 1]) by angle i instead of (x[i], x[i + rotary_dim / 2]). Angles of
+            the size ``rotary_dim`` then contain each angle twice in a row, as Cohere stores them; for GLM's angles,
+            pass the first half.
 
     Returns:
         The rotated q and k in the layout of their inputs, in the dtype that torch promotes q and cos to.
@@ -88,7 +89,7 @@ def refuse(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, size: int) -
 
 
 def check_angles(op: str, cos: Tensor, sin: Tensor, batch: int, tokens: int, head_dim: int) -> None:
-    """Refuse angles that are not one for each token and number (or pair of numbers) of heads of an even size."""
+    """Refuse angles that are not one for each token and number (or pair of numbers) of heads of even size."""
     fits = (
         cos.dim() == 3
         and cos.shape[0] in (1, batch)

@@ -16,10 +16,10 @@ from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 
 
 class Routing(NamedTuple):
-    """The slots t * choices + k sorted by expert, the first of an expert first.
+    """The slots ``t * choices + k`` sorted by expert, keeping the order of an expert's slots.
 
     Attributes:
-        offsets: int32 [experts], the end of each expert's rows, as torch's grouped product takes them (``offs``).
+        offsets: int32 [experts], the end of each expert's rows, as in torch's grouped product (``offs``).
         order: int32 [tokens * choices], the slot of each row.
         ranks: int32 [tokens, choices], the row of each slot.
         experts: int32 [tokens * choices], the expert of each row.

@@ -75,7 +75,7 @@ def router(
         groups: the number of equal groups of adjacent experts; for sigmoids.
         kept_groups: the number of groups whose experts may be chosen.
         scale: a factor of all weights.
-        dtype: of the weights; None for that of ``logits``.
+        dtype: dtype of the weights; None means the dtype of ``logits``.
 
     Raises:
         ValueError: shapes or devices do not fit, or an option has an invalid value.

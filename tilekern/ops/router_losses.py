@@ -44,9 +44,10 @@ _known: dict[Any, Plans | None] = memo()
 
 
 def router_losses(logits: Tensor, ids: Tensor, shares: Tensor | None = None) -> Losses:
-    """The load balancing loss of Switch (arXiv:2101.03961) and the z loss of ST-MoE (arXiv:2202.08906), in float32.
+    """Compute the load balancing loss of Switch (arXiv:2101.03961) and the z loss of ST-MoE (arXiv:2202.08906).
 
-    All sums have a fixed order. The ids have no gradient, so the balance has that of the probabilities alone.
+    The losses are computed in float32, and all sums have a fixed order. The ids have no gradient, so the balance only
+    has the gradient of the probabilities.
 
     Args:
         logits: [rows, experts]; bfloat16, float16 or float32. Concatenated logits of several layers give the losses

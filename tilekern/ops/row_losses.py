@@ -85,9 +85,9 @@ def parts(
 
     Args:
         spec: the kernel, of :func:`tilekern.kernels.families.losses.spec`.
-        name: of the op, for errors.
-        names: of both matrices.
-        terms: as :func:`total` takes it, of float32 or float64.
+        name: the op's name, for errors.
+        names: the names of both matrices.
+        terms: a function as for :func:`total`, for float32 or float64.
         flags: (*own) -> the spec's flags after ``graded``.
     """
 

@@ -1,10 +1,10 @@
-"""sharded_linear_log_probs: ``linear_log_probs`` of a head whose vocabulary is spread over the ranks of a group.
+"""sharded_linear_log_probs: ``linear_log_probs`` of a head whose vocabulary is split over the ranks of a group.
 
 Each rank computes its own part; a maximum and one sum over the ranks give the whole. With ``lse_r`` and ``H_r`` the
 logsumexp and the entropy of part r, ``w_r = exp(lse_r - lse)`` is the probability of the part, and the entropy is
 ``sum_r w_r * (H_r - log(w_r))``.
 
-It is written by hand and not declared: it has no kernel of its own, but collectives around another op.
+It is written by hand and not declared: it has no kernel of its own, only collectives around another op.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _largest(x: Tensor, group: Any) -> Tensor:
 
 
 class _Added(torch.autograd.Function):
-    """The sum over ranks, which all compute the same loss: each part's gradient is that of the sum."""
+    """The sum over ranks, which all compute the same loss; the gradient of each part equals the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:  # noqa: ARG004
@@ -82,7 +82,7 @@ class _Added(torch.autograd.Function):
 
 
 class _Copied(torch.autograd.Function):
-    """A tensor that all ranks have; its gradient is the sum of those of the ranks' parts."""
+    """A tensor that all ranks have; its gradient is the sum of the gradients of the ranks' parts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

@@ -17,7 +17,7 @@ def _slope(dy: Tensor, y: Tensor) -> Tensor:
 
 @operation(FORWARD, BACKWARD, fallback_backward=_slope)
 def softmax(x: Tensor) -> Tensor:
-    """``exp(x) / sum(exp(x))`` over the last dimension, computed in float32 and rounded once.
+    """Return ``exp(x) / sum(exp(x))`` over the last dimension, computed in float32 and rounded once.
 
     Args:
         x: [..., columns]; bfloat16, float16 or float32, any strides.

@@ -10,7 +10,7 @@ from tilekern.ops.operation import operation
 
 
 def sparsemax(x: Tensor, dim: int = -1) -> Tensor:
-    """``max(x - tau, 0)`` with the tau for which it sums to 1 over a dimension, computed in float32 and rounded once.
+    """Return ``max(x - tau, 0)`` with the tau that makes it sum to 1 over a dimension, in float32, rounded once.
 
     Args:
         x: bfloat16, float16 or float32, any shape of one dimension or more, any strides.
@@ -34,7 +34,7 @@ def _slope(dy: Tensor, y: Tensor) -> Tensor:
 
 @operation(FORWARD, BACKWARD, name="sparsemax_rows", fallback_backward=_slope)
 def _rows(x: Tensor) -> Tensor:
-    """Of the last dimension."""
+    """Compute the op over the last dimension."""
     if x.numel() == 0:
         return x.clone()
     return by_sorting(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)

@@ -11,7 +11,7 @@ from tilekern.ops.operation import operation
 
 @operation(SCALED_FORWARD, SCALED_BACKWARD)
 def swiglu_scaled(gate: Tensor, up: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
-    """``swiglu`` with multipliers that are not both 1."""
+    """Return ``swiglu`` with multipliers that are not both 1."""
     dtype = torch.promote_types(gate.dtype, torch.float32)
     y = torch.nn.functional.silu(gate.to(dtype) * gate_multiplier) * up.to(dtype) * down_multiplier
     return y.to(torch.promote_types(gate.dtype, up.dtype))
@@ -22,7 +22,7 @@ def swiglu_scaled(gate: Tensor, up: Tensor, gate_multiplier: float = 1.0, down_m
     unless="gate_multiplier != 1.0 or down_multiplier != 1.0", otherwise=swiglu_scaled,
 )  # fmt: skip
 def swiglu(gate: Tensor, up: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
-    """``silu(gate_multiplier * gate) * up * down_multiplier``, computed in float32 and rounded once.
+    """Return ``silu(gate_multiplier * gate) * up * down_multiplier``, computed in float32 and rounded once.
 
     Args:
         gate, up: [..., columns], of one shape and dtype; bfloat16, float16 or float32, any strides. With DTensors each

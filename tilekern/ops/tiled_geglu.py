@@ -18,12 +18,12 @@ def tiled_geglu(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, num_shards: int | None = None,
     tanh: bool = True,
 ) -> Tensor:  # fmt: skip
-    """``(gelu(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T``, saving only x and the weights.
+    """Return ``(gelu(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T``, saving only x and the weights.
 
     Activations [tokens / num_shards, intermediate] exist for one shard at a time, and are recomputed in the backward.
 
     Args:
-        x: [..., tokens, hidden]; the shards are of the tokens of the whole batch.
+        x: [..., tokens, hidden]; the shards split the tokens of the whole batch.
         gate_weight, up_weight: [intermediate, hidden], of the dtype of ``x``.
         down_weight: [hidden, intermediate], of the dtype of ``x``.
         num_shards: the number of shards; None for ``tokens / hidden``, rounded up.

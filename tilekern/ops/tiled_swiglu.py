@@ -15,12 +15,12 @@ from tilekern.ops.tiled_mlp import gated
 def tiled_swiglu(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, num_shards: int | None = None
 ) -> Tensor:
-    """``(silu(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T``, saving only x and the weights.
+    """Return ``(silu(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T``, saving only x and the weights.
 
     Activations [tokens / num_shards, intermediate] exist for one shard at a time, and are recomputed in the backward.
 
     Args:
-        x: [..., tokens, hidden]; the shards are of the tokens of the whole batch.
+        x: [..., tokens, hidden]; the shards split the tokens of the whole batch.
         gate_weight, up_weight: [intermediate, hidden], of the dtype of ``x``.
         down_weight: [hidden, intermediate], of the dtype of ``x``.
         num_shards: the number of shards; None for ``tokens / hidden``, rounded up.

@@ -18,7 +18,7 @@ from tilekern.ops.operation import operation
 def tvd(
     p: Tensor, q: Tensor, shift_labels: Tensor | None = None, reduction: str = "batchmean", ignore_index: int = -100
 ) -> Tensor:
-    """``0.5 * |p - q|``, reduced over the rows that count.
+    """Return ``0.5 * |p - q|``, reduced over the rows that count.
 
     Unless the reduction is ``none``, the gradient is computed with the loss and kept for one backward.
 
@@ -26,8 +26,8 @@ def tvd(
         p: [..., columns]; bfloat16, float16 or float32, any strides.
         q: of the shape of ``p``. If the dtypes differ, or it needs a gradient, the formula runs.
         shift_labels: [...] or None; rows whose label is ``ignore_index`` do not count, and may hold any values.
-        reduction: ``batchmean`` divides the sum by the number of rows that count, ``mean`` by that of their elements;
-            ``sum``; ``none`` gives each element, 0 in rows that do not count.
+        reduction: ``batchmean`` divides the sum by the number of rows that count, ``mean`` by the number of their
+            elements; ``sum``; ``none`` gives each element, 0 in rows that do not count.
         ignore_index: the label of rows that do not count.
 
     Returns:

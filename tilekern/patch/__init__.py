@@ -1,4 +1,4 @@
-"""Patch models of transformers so that they run the kernels; transformers is imported when a patch is applied.
+"""Patch models of transformers to run the kernels; transformers is imported only when a patch is applied.
 
 Use::
 

@@ -155,7 +155,7 @@ def _path(family: Family, folder: Path | None) -> Path | None:
 
 
 def _read(folder: Path) -> Iterator[Row]:
-    """Yield the code of a known form in an unpacked release, and the families that lack some."""
+    """Yield the code of a known form in an unpacked release, and the families in which some is missing."""
     for family in FAMILIES.values():
         path = _path(family, folder)
         if path is None:

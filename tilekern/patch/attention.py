@@ -1,7 +1,7 @@
 """``attn_implementation="tilekern"``: the attention kernels, registered with transformers as an attention function.
 
-Their backward gives the same bits in every run. ``"tilekern_nondeterministic"`` lets the tuner choose among those
-that do not, too.
+By default the backward gives the same bits in every run. ``"tilekern_nondeterministic"`` also lets the tuner choose
+nondeterministic kernels.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tilekern.runtime import implementation
 from tilekern.runtime.dispatch import count_fallback
 from tilekern.warning import warn_once
 
-# Further arguments that change the numbers, by which some models ask for what neither the kernels nor SDPA compute:
-# chosen keys, sinks of each query, the paged cache of continuous batching.
+# Arguments that change the result and that neither the kernels nor SDPA support: chosen keys, sinks of each query,
+# the paged cache of continuous batching.
 UNSERVED = ("indices", "block_indices", "sinks", "cache")
 
 
@@ -37,32 +37,36 @@ def attend(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute attention, with the arguments that transformers passes.
 
-    A call that runs no kernel counts among the ``fallbacks`` of ``attention_forward``; one that is compiled counts
-    when it is traced.
+    A call that runs no kernel counts among the ``fallbacks`` of ``attention_forward``, a compiled one when traced.
 
     Args:
-        deterministic: whether gradients must be the same, bit for bit, in every run.
-        module: the attention layer; its ``is_causal`` holds where the argument is None.
-        query: [batch, heads, queries, head_dim]. Under autocast query, key and value are cast as SDPA's are.
+        deterministic: whether gradients must be bitwise equal in every run.
+        module: the attention layer; its ``is_causal`` applies if the argument is None.
+        query: [batch, heads, queries, head_dim]. Under autocast, query, key and value are cast as for SDPA.
         key, value: [batch, kv_heads, keys, head_dim].
-        attention_mask: None, what :func:`mask` made, or a user's of four dimensions. With packed sequences both hold.
-        dropout: of the probabilities.
-        scaling: of the scores; None is ``head_dim ** -0.5``.
-        sliding_window: how many keys a query sees, itself included; None for all.
+        attention_mask: None, the result of :func:`mask`, or a 4-dimensional mask of the user's. It combines with packed
+            sequences.
+        dropout: dropout of the probabilities.
+        scaling: factor of the scores; None means ``head_dim ** -0.5``.
+        sliding_window: number of keys that a query sees, itself included; None means all.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         is_causal: whether a query sees no later key.
-        s_aux: [heads], a logit for each head that takes part in the softmax and has no value (attention sinks).
-        kwargs: ``cu_seq_lens_q`` and the like, as flash attention takes them, for packed sequences; without them a
-            mask tells the sequences that ``position_ids`` say. A tensor as ``max_length_q`` is not looked at.
-            ``position_bias``, which is added to the scores, goes to SDPA.
+        s_aux: [heads], one attention sink per head: a logit that takes part in the softmax and has no value.
+        kwargs: ``cu_seq_lens_q`` etc. for packed sequences, as flash attention takes them. Without them, a mask marks
+            the sequences given by ``position_ids``. ``max_length_q`` is ignored if it is a tensor. ``position_bias`` is
+            added to the scores, by SDPA.
 
     Returns:
         [batch, queries, heads, head_dim], and None for the probabilities.
 
     Raises:
-        InputError: dropout, a position bias or an additive mask comes together with a soft cap or sinks, which SDPA
-            cannot compute; packed sequences in a batch of several or with a cache; one of :data:`UNSERVED` is given;
-            there are keys of which no mask tells.
+        InputError: one of these:
+
+            - dropout, a position bias or an additive mask is combined with a soft cap or sinks, which SDPA cannot
+              compute
+            - packed sequences come in a batch of several rows or with a cache
+            - an argument in :data:`UNSERVED` is given
+            - there are keys that no mask describes
     """
     _check_served(module, kwargs)
     bias = kwargs.get("position_bias")
@@ -83,7 +87,7 @@ def attend(
             'use "eager"'
         )
     if told is not None and query.shape[2] < key.shape[2]:
-        # The rest is room of a cache.
+        # The remaining keys are unused room of a cache.
         key, value = (x[:, :, : query.shape[2]] for x in (key, value))
         if bias is not None:
             bias = kwargs["position_bias"] = bias[..., : query.shape[2]]
@@ -96,7 +100,7 @@ def attend(
     special = softcap is not None or s_aux is not None
     if dropout or masked or bias is not None or _is_foreign(query) or (decoding and not special):
         if packed or sliding_window is not None:
-            # What None leaves to the kernels, others have to be told.
+            # The kernels take the window and the sequences as arguments; here the mask must contain them.
             attention_mask = _told(attention_mask, query, key, causal, sliding_window, starts if packed else None)
         if special:
             _check_special(query, attention_mask, dropout, bias)
@@ -129,7 +133,7 @@ def _kept_apart(
     attention_mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, window: int | None,
     ids: torch.Tensor | None,
 ) -> torch.Tensor | None:  # fmt: skip
-    """Return the mask of a model that is compiled as a whole and was given positions, which nobody can look at."""
+    """Return a mask that separates sequences in a whole-model graph, where values of positions cannot be read."""
     tokens = query.shape[2]
     if query.shape[0] != 1 or not 1 < tokens == key.shape[2] or not are_given_in_graph():
         return attention_mask
@@ -155,7 +159,7 @@ def _note_unseen() -> None:
 
 @constant_in_graphs
 def _note_fallback(reason: str, masked: bool) -> None:
-    """Count a call that runs no kernel; one that is compiled when it is traced."""
+    """Count a call that runs no kernel; a compiled call counts when it is traced."""
     count_fallback(SPEC, reason)
     if masked and not can_read():
         warn_once(
@@ -165,7 +169,7 @@ def _note_fallback(reason: str, masked: bool) -> None:
 
 
 def _capturable() -> contextlib.AbstractContextManager[None]:
-    """SDPA without cuDNN while a graph is captured, as cuDNN allocates by itself where sizes are new to it."""
+    """Disable SDPA's cuDNN backend during graph capture: it allocates memory for new sizes."""
     if torch.compiler.is_compiling() or not is_capturing():
         return contextlib.nullcontext()
     backends = torch.nn.attention.SDPBackend
@@ -187,7 +191,7 @@ def _told(
     attention_mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None,
     starts: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the mask, within each sequence; where there is none, of causality and the window too."""
+    """Return the mask restricted to each sequence; if there is none, build it from causality, window and sequences."""
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is None:
         return shown(queries, keys, query.device, causal, window, starts)[None, None]
@@ -212,7 +216,7 @@ def _special(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor, scaling: float | None,
     softcap: float | None, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """A soft cap or sinks with a mask such as :func:`mask` makes of padding: SDPA knows neither, so torch's steps."""
+    """Compute a soft cap or sinks with a boolean mask in torch's own steps, since SDPA supports neither."""
     query, key, value = (x.transpose(1, 2) for x in _autocast(query, key, value))
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     call = Call(False, scale, None, softcap, key.shape[1], deterministic=True)
@@ -220,7 +224,7 @@ def _special(
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors as autocast hands them to SDPA: norms in float32 leave queries wider than values."""
+    """Cast tensors as autocast does for SDPA: norms in float32 leave queries wider than values."""
     kind = tensors[0].device.type
     if not is_autocast(kind) or any(x.dtype == torch.float64 for x in tensors):
         return tensors
@@ -228,7 +232,7 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _is_foreign(query: torch.Tensor) -> bool:
-    """Whether it is another tensor than a plain one (DTensor and the like), for which the kernels are not made."""
+    """Return whether a tensor is of a subclass (DTensor and the like), which the kernels do not support."""
     return type(query) is not torch.Tensor
 
 
@@ -239,5 +243,5 @@ def _sdpa() -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Make the names known to transformers with this code itself, which costs a call less than the names alone."""
+    """Register the functions themselves with transformers: calls are cheaper than with the names alone."""
     implementation.register(attend, mask)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 
 class StandIn(NamedTuple):
-    """A patch's replacement in one module: the function, the patched op, the path of what it stands in for, for people.
+    """A patch's replacement in one module: the function, the patched op, and the path of the original for messages.
 
-    ``original`` is the function of a bound method that the module had of its own before, or None. ``retires`` says that
-    nothing but one model and its copies has the function.
+    ``original`` is the function of a bound method that the module already had of its own, or None. ``retires`` means
+    that only this model and its copies have the function.
     """
 
     function: Callable[..., Any]
@@ -25,11 +25,11 @@ class StandIn(NamedTuple):
 
 
 class Bound:
-    """A stand-in bound to one module: a bound method, but for copies and pickles.
+    """A stand-in bound to one module: a bound method with its own behaviour for copies and pickles.
 
-    Python pickles a bound method as its name: what comes back is the class's method of that moment, fixed in the
-    module's ``__dict__``, where no later patch of the class reaches it. What comes back of this one has no stand-in:
-    it calls the class's method of the moment of each call.
+    Python pickles a bound method by name. Unpickling would fix the class's current method in the module's ``__dict__``,
+    and later patches of the class would not reach it. An unpickled ``Bound`` has no stand-in: each call looks up the
+    class's method at that moment.
     """
 
     def __init__(self, instance: Any, name: str, stand_in: StandIn | None = None) -> None:
@@ -62,7 +62,7 @@ class Bound:
         return Bound, (self.__self__, self.method)
 
 
-# Those of deep copies, as PEFT makes them of single modules too, until the ledger has noted them.
+# Methods of deep copies (PEFT copies single modules too) that the ledger has not noted yet.
 COPIES: weakref.WeakSet[Bound] = weakref.WeakSet()
 
 

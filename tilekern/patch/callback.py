@@ -19,18 +19,19 @@ from tilekern.warning import tell
 
 
 class TrainerCallback(transformers.TrainerCallback):
-    """Patches the Trainer's model before accelerate wraps it, and says once, on stderr, what serves its modules.
+    """Patch the Trainer's model before accelerate wraps it, and print once to stderr which ops serve its modules.
 
-    A model in which something is patched already, by ``tilekern.apply`` for example, stays as it is. After training it
-    says how often kernels fell back to torch meanwhile. In a job of several ranks the first of each host speaks.
+    A model that is already partly patched, for example by ``tilekern.apply``, stays as it is. After training the
+    callback prints how often kernels fell back to torch. In a job of several ranks only the first rank of each host
+    prints.
     """
 
     def __init__(self, *, reset: bool = False, **options: Any) -> None:
-        """Make one for ``Trainer(callbacks=[...])``.
+        """Make a callback for ``Trainer(callbacks=[...])``.
 
         Args:
-            reset: after training, give the model's modules their own code back, where this callback patched them.
-            options: those of :func:`tilekern.apply_to_model`.
+            reset: after training, restore the original code of the modules that this callback patched.
+            options: options of :func:`tilekern.apply_to_model`.
         """
         self.reset, self.options = reset, options
         self._patched: weakref.ref[torch.nn.Module] | None = None
@@ -39,17 +40,17 @@ class TrainerCallback(transformers.TrainerCallback):
         self._reasons: dict[str, dict[str, int]] = {}
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Patch the model before the Trainer gives it a forward of its own for mixed precision.
+        """Patch the model before the Trainer wraps its forward for mixed precision.
 
         Raises:
-            InputError: as :func:`tilekern.apply_to_model`; or the Trainer would run the model by
+            InputError: as :func:`tilekern.apply_to_model`; or the Trainer would run the model with
                 ``torch.nn.DataParallel``, which needs ``tilekern.apply``.
         """
         if model is not None:
             self._begin(model, args, state)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Patch the model if it is another one by now, or if this callback was added late; begin to count.
+        """Patch the model if it was exchanged meanwhile or if this callback was added late; start counting.
 
         Raises:
             InputError: as :meth:`on_init_end`.

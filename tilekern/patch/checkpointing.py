@@ -1,6 +1,7 @@
-"""The wrapper that transformers from 5.23 on puts around the forward of a layer, and of each class made of a layer's.
+"""The checkpointing wrapper around the forward of layers in transformers 5.23 and later.
 
-A class that is made of a layer's, as FSDP2 makes one for each module that it shards, holds the forward of that moment.
+Each subclass of a layer has the wrapper too. Subclasses made at run time (FSDP2 makes one for each module that it
+shards) keep the forward that the layer's class had at that moment.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ Function = Callable[..., Any]
 
 
 def checkpointed(run: Function) -> Function:
-    """Put ``run`` into the wrapper that transformers from 5.23 on puts around a layer's forward, for checkpoints.
+    """Wrap ``run`` in transformers' checkpointing wrapper for layer forwards (5.23 and later).
 
-    That wrapper works for a class whose ``forward`` it is. Where one module has it as a method of its own, the
-    checkpoint is made here, as the wrapper makes it.
+    That wrapper only works as the ``forward`` of a class. If a single module has it as its own method, this function
+    makes the same checkpoint itself.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -28,10 +29,11 @@ def checkpointed(run: Function) -> Function:
         wanted = self.gradient_checkpointing and self.training and type(self).forward is not wrapper
         if wanted and getattr(vars(self).get(place_of(self, "forward")), "__func__", None) is wrapper:
             keeps = getattr(self, "_can_checkpoint_with_cache", False)
-            # transformers calls it `cache` from 5.24 on.
+            # transformers 5.24 and later call it `cache`.
             caches = () if keeps else ("cache", "past_key_values", "layer_past")
             none = {"use_cache": False, **dict.fromkeys(caches)}
-            # By keyword alone: a layer need not have these, and may have been given them by place.
+            # Only keyword arguments are changed: a layer need not have these, and they may have been passed by
+            # position.
             kwargs |= {name: value for name, value in none.items() if name in kwargs}
             return self._gradient_checkpointing_func(partial(run, self, **kwargs), *args)
         return run(self, *args, **kwargs)
@@ -42,7 +44,7 @@ def checkpointed(run: Function) -> Function:
 
 
 def wraps_around(function: Any, inner: Any) -> bool:
-    """Return whether a function is transformers' wrapper, or ours, with another function inside at any depth."""
+    """Return whether a function is transformers' wrapper, or ours, around another function at any depth."""
     if not is_checkpointing(function):
         return False
     while (function := getattr(function, "__wrapped__", None)) is not None:

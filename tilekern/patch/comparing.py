@@ -1,18 +1,22 @@
 """Make the ranks of a job run the same kernels: they compare their caches, and the lowest rank's choice wins.
 
-Not every rank calls every op, so nothing is exchanged when a problem's plan is looked up. The ranks exchange once, when
-all of them are there: in :func:`tilekern.apply` or :func:`tilekern.apply_to_model` if torch.distributed is up, else at
-the end of ``init_process_group``. :func:`agree` repeats it. From then on lookups read the agreed snapshot and no cache
+Not every rank calls every op, so looking up a problem's plan exchanges nothing. The ranks exchange once, when
+all are there: in :func:`tilekern.apply` or :func:`tilekern.apply_to_model` if torch.distributed is up, else at the end
+of ``init_process_group``. :func:`agree` repeats it. From then on lookups read the agreed snapshot instead of the caches
 (:class:`tilekern.runtime.ranks.agreement.Agreement`).
 
-The steps are those of :class:`tilekern.runtime.ranks.peers.Peers`. Each rank says in some hundred bytes what it has.
-Every rank finds the leader from that: for each arch the lowest rank with such a GPU
-(:mod:`tilekern.runtime.ranks.election`). If all digests of an arch are equal, nothing else is sent. Otherwise the
-leader names its records, the others ask for those that they need, the leader sends them once for all, and each rank
-names those that it does not trust, which all drop. At the end all compare what they hold.
+The steps use :class:`tilekern.runtime.ranks.peers.Peers`:
 
-No rank trusts another more than a cache: records are checked field by field, and with ``TILEKERN_TRUST=signed`` each
-rank asks its own trust roots.
+1. Each rank sends a status of some hundred bytes.
+2. From the statuses every rank derives the leader of each arch: the lowest rank with such a GPU
+   (:mod:`tilekern.runtime.ranks.election`). If all digests of an arch are equal, nothing else is sent.
+3. Otherwise the leader lists its records, the others request the records that they need, and the leader sends these
+   once to all.
+4. Each rank lists the records that it does not trust; all ranks drop these.
+5. All ranks compare their final records.
+
+A rank trusts another rank no more than a cache: records are checked field by field, and with
+``TILEKERN_TRUST=signed`` each rank uses its own trust roots.
 """
 
 from __future__ import annotations
@@ -62,15 +66,15 @@ class Agreed:
     """The outcome of an exchange on this rank.
 
     Attributes:
-        ranks: how many took part.
-        leader: whose records are run here.
-        digest: of the records that were agreed on, in hexadecimal.
-        records: how many these are.
-        received: how many of them came from the leader, since the caches here did not have them.
-        untrusted: how many of the leader's records were left out, since a rank does not trust them.
-        sent_bytes: how much this rank said.
-        received_bytes: how much the others said to it.
-        seconds: what it took, the caches' reading included.
+        ranks: number of ranks that took part.
+        leader: the rank whose records are run here.
+        digest: digest of the agreed records, in hexadecimal.
+        records: number of agreed records.
+        received: number of records that came from the leader because the caches here did not have them.
+        untrusted: number of the leader's records that were left out because a rank does not trust them.
+        sent_bytes: bytes sent by this rank.
+        received_bytes: bytes received from the others.
+        seconds: duration, including the reading of the caches.
     """
 
     ranks: int
@@ -85,14 +89,14 @@ class Agreed:
 
 
 def agree() -> Agreed | None:
-    """Have all ranks of the job run the kernels of one: compare what their caches hold, and take over what differs.
+    """Make all ranks of the job run the leader's kernels: compare the caches and copy the records that differ.
 
-    Every rank must call it, between two steps: it drops all plans, and the caches of the leader are read anew. Without
-    torch.distributed, with one rank and without a GPU nothing is done, and None returned.
+    Every rank must call it, between two steps: it drops all plans and reads the leader's caches again. Without
+    torch.distributed, with a single rank or without a GPU it does nothing and returns None.
 
     Raises:
         RanksDiffer: a rank did not come within the process group's timeout, has other sources of the kernels, could
-            not take the records over, or holds other ones in the end.
+            not take the records over, or has other records in the end.
     """
     global _agreed_in, _round  # noqa: PLW0603
     if not of_several_ranks():
@@ -106,13 +110,13 @@ def agree() -> Agreed | None:
         done = _agreed(_round)
         _agreed_in = weakref.ref(dist.group.WORLD)
         return done
-    except (RuntimeError, MemoryError) as error:  # a rank is gone, or the network to it
+    except (RuntimeError, MemoryError) as error:  # a rank died, or the network failed
         reason = f"{one_line(str(error)):.200}"
         raise RanksDiffer(f"rank {dist.get_rank()} lost the ranks that it agrees with on kernels: {reason}") from None
 
 
 def agree_when_up() -> None:
-    """Agree, as patching does: at once where torch.distributed is up and has not agreed, else as soon as it is up."""
+    """Agree at once if torch.distributed is up and has not agreed yet, else as soon as it is up."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -123,7 +127,7 @@ def agree_when_up() -> None:
 
 
 def unarm() -> None:
-    """Agree no more when torch.distributed comes up."""
+    """Stop agreeing when torch.distributed comes up."""
     global _unarm  # noqa: PLW0603
     if _unarm is not None:
         _unarm()
@@ -131,12 +135,12 @@ def unarm() -> None:
 
 
 def cache_digest(model: torch.nn.Module | None = None, *, gpu: str = "auto") -> str:
-    """Return a digest of the records that run here; equal ones on two ranks mean that they run the same kernels.
+    """Return a digest of the records that run here; equal digests on two ranks mean that they run the same kernels.
 
     Args:
-        model: None for what this process has resolved so far, the model's own op where there is no record; a model for
-            what a training step of it, patched or not as it is, would resolve, however many tokens it has.
-        gpu: with a model, for which GPU: ``auto``, a name or an arch.
+        model: None for the lookups of this process so far; a lookup without a record counts as the model's own op. With
+            a model, the digest is of the lookups of its training step, patched or not, for any number of tokens.
+        gpu: with a model, the GPU: ``auto``, a name or an arch.
 
     Returns:
         64 hexadecimal digits.
@@ -163,7 +167,7 @@ def _snapshot(target: Target, wanted: Callable[[KernelSpec, Problem], bool] | No
 
 
 def _agreed(number: int) -> Agreed | None:
-    """Take part in one agreement; dispatch goes by the outcome from here on. ``number`` counts them in this process."""
+    """Take part in one agreement and make dispatch use the outcome; ``number`` counts this process's agreements."""
     started = time.perf_counter()
     target, own = None if dispatch.interpreting() else dispatch.here(), Snapshot(())
     said: bytes | Exception
@@ -204,7 +208,7 @@ def _agreed(number: int) -> Agreed | None:
 
 
 def _arm() -> None:
-    """Agree whenever ``init_process_group`` has come to its end, by whichever module's name it is called."""
+    """Agree at the end of each ``init_process_group``, whichever module's name it is called by."""
     global _unarm  # noqa: PLW0603
     if _unarm is not None:
         return

@@ -1,7 +1,8 @@
 """Change the defaults of a job that names neither attention nor optimizer.
 
-``apply(attention=True)`` and ``apply(adamw=True)`` put tilekern's in their place, for trainers whose code and options
-one does not edit. A name that is given, or an optimizer's option that tilekern does not serve, gets what it asks for.
+``apply(attention=True)`` and ``apply(adamw=True)`` make tilekern's the default, for trainers whose code and options
+you do not edit. An explicitly named implementation wins, and so does an optimizer option that tilekern does not
+support.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from tilekern.warning import warn_once
 
 Function = Callable[..., Any]
 _NAME = "get_correct_attn_implementation"
-# What chooses the attention of a model that names none.
+# Chooses the attention of a model if no implementation is named.
 CHOICE = f"transformers.modeling_utils.PreTrainedModel.{_NAME}"
 
 
 def attention_stand_in(is_on: bool) -> None:
-    """Have models that are made from now on, and name no attention, get ``attn_implementation="tilekern"``, or not.
+    """Make ``attn_implementation="tilekern"`` the default of models created from now on, or undo this.
 
-    It is for models of the tested families that ask transformers for an attention function, with arguments that ours
-    computes; others keep what they have.
+    It applies to models of the tested families that call transformers' attention functions with arguments that ours
+    supports; others keep their default.
     """
     if is_on == is_attention_on():
         return
@@ -62,7 +63,7 @@ def _choosing(original: Function) -> Function:
 
 
 class AdamW(_OurAdamW):
-    """tilekern's, called as torch's is: by which of its implementations torch would run does not matter."""
+    """tilekern's optimizer with torch's signature: the choice of torch's implementation (foreach, fused) is ignored."""
 
     def __init__(self, *args: Any, foreach: bool | None = None, fused: bool | None = None, **options: Any) -> None:  # noqa: ARG002
         super().__init__(*args, **options)
@@ -70,14 +71,14 @@ class AdamW(_OurAdamW):
 
 @functools.cache
 def _asks_for_more(home: str) -> bool:
-    """Return whether attentions of a module hand over arguments that ours does not compute, such as chosen keys."""
+    """Return whether attentions of a module pass arguments that ours does not support, such as chosen keys."""
     kinds: list[Any] = [
         kind for kind in vars(sys.modules[home]).values() if isinstance(kind, type) and kind.__module__ == home
     ]
     forwards = [
         inspect.unwrap(kind.forward) for kind in kinds if "Attention" in kind.__name__ and "forward" in vars(kind)
     ]
-    # The names of a call's keyword arguments are a constant of the code that makes it.
+    # CPython stores the names of a call's keyword arguments as a constant in the caller's code.
     named = [
         name
         for forward in forwards
@@ -89,15 +90,15 @@ def _asks_for_more(home: str) -> bool:
 
 
 def adamw_stand_in(is_on: bool) -> None:
-    """Have each call of ``torch.optim.AdamW`` from now on make tilekern's, or no longer; subclasses stay as they are.
+    """Make calls of ``torch.optim.AdamW`` create tilekern's, or undo this; subclasses stay as they are.
 
-    It is the class's ``__new__`` that chooses, so that whoever has imported the name before gets it too.
+    The class's ``__new__`` chooses, so that code that imported the name earlier is served too.
     """
     kind = torch.optim.AdamW
     if is_on:
         kind.__new__ = _new
     elif vars(kind).get("__new__") is not None:
-        # Without it Python would refuse the constructor's arguments: it does not go back to the inherited one.
+        # A deleted `__new__` does not bring the inherited one back: Python would refuse the constructor's arguments.
         kind.__new__ = _new_as_it_is
 
 
@@ -107,7 +108,7 @@ def is_adamw_on() -> bool:
 
 
 def _new(cls: type, *args: Any, **options: Any) -> Any:
-    # Copies and pickles call it without arguments, for an object of this very class.
+    # Copies and pickles call it without arguments, to get an object of this class itself.
     if cls is not torch.optim.AdamW or not (args or options):
         return object.__new__(cls)
     reason = _unserved(args, options)
@@ -122,11 +123,11 @@ def _new_as_it_is(cls: type, *_: Any, **__: Any) -> Any:
 
 
 def _unserved(args: tuple[Any, ...], options: dict[str, Any]) -> str:
-    """Return why tilekern's optimizer does not take the arguments of torch's; empty if it does."""
+    """Return why tilekern's optimizer does not accept the arguments of torch's; empty if it does."""
     try:
         given = inspect.signature(torch.optim.AdamW.__init__).bind_partial(None, *args, **options).arguments
     except TypeError:
-        return ""  # the constructor says it better
+        return ""  # the constructor raises a better error
     asked = [name for name in ("amsgrad", "capturable", "differentiable") if given.get(name)]
     if asked:
         return f"{asked[0]}=True was given"

@@ -12,7 +12,7 @@ from tilekern.patch.digests import quoted
 from tilekern.patch.families import Family
 from tilekern.patch.matching import Module, patches_of
 
-# By op: the file of its forms, and how the names of classes or functions that may have one look.
+# For each op: the file of its forms, and a pattern for the names of classes or functions that may contain one.
 _CANDIDATES = {
     "rms_norm": ("norms", ("Norm",)),
     "layer_norm": ("norms", ("LayerNorm",)),
@@ -27,10 +27,9 @@ _CANDIDATES = {
 
 
 def differences(family: Family, path: Path, ops: Collection[str] = ()) -> Iterator[str]:
-    """Yield the lines of unified diffs between the forms and code of a family that should have one and has none.
+    """Yield unified diffs between the forms and the code of a family that should match one but does not.
 
-    Each class or function that an unserved op may be for is compared with the form that is most like it.
-
+    Each class or function that may implement an unserved op is compared with the most similar form.
     Args:
         family: the family.
         path: the file that holds its code.
@@ -54,7 +53,7 @@ def differences(family: Family, path: Path, ops: Collection[str] = ()) -> Iterat
 
 
 class _Bare(ast.NodeTransformer):
-    """Removes what forms do not quote: annotations, decorators and docstrings."""
+    """Remove code that forms do not quote: annotations, decorators and docstrings."""
 
     def visit_arg(self, node: ast.arg) -> ast.arg:
         node.annotation = None
@@ -71,7 +70,7 @@ class _Bare(ast.NodeTransformer):
 
 
 def _lines(function: ast.FunctionDef, name: str) -> list[str]:
-    """Return the lines of a function as a form quotes them, under a name."""
+    """Return the lines of a function as a form quotes them, under the name ``name``."""
     bare: ast.FunctionDef = _Bare().visit(pickle.loads(pickle.dumps(function)))
     bare.name = name
     return ast.unparse(ast.fix_missing_locations(bare)).splitlines()

@@ -1,7 +1,7 @@
-"""Digests and shapes of functions: how a patch recognises the code that it replaces.
+"""Digests and shapes of functions: a patch recognises by them the code that it replaces.
 
-A digest is the sha256 of a function's syntax tree without docstrings: comments, blank lines, indentation and the
-version of Python do not matter, while every name, constant, annotation and decorator does. A shape is looser, and tells
+A digest is the sha256 of a function's syntax tree without docstrings. Comments, blank lines, indentation and the
+Python version do not change it; every name, constant, annotation and decorator does. A shape is looser and identifies
 forms: functions quoted from transformers in the files of ``forms/``.
 """
 
@@ -20,19 +20,19 @@ from typing import Any
 
 FORMS = Path(__file__).with_name("forms")
 _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-# What older and newer parsers note beside the code itself.
+# Fields that only some versions of the parser set, and that are not code.
 _NOTES = ("kind", "type_comment")
 # Fields that do not count in a shape.
 _UNSHAPED = (*_NOTES, "ctx", "returns", "decorator_list", "type_params")
-# By the identity of code objects, which stay alive here: code that is equal may have another text around it.
+# By id of the code object, which is kept alive here; equal code objects may have different source text.
 _digests: dict[int, tuple[Any, str, int]] = {}
 
 
 def digest_of(value: Any) -> str:
-    """Return the digest of a function, or of the function inside a module that the ``kernels`` package made of one.
+    """Return the digest of a function, or of the function inside a module made by the ``kernels`` package.
 
     Raises:
-        ValueError: ``value`` is not a Python function, its source is missing, or something is wrapped around it.
+        ValueError: ``value`` is not a Python function, its source is missing, or something else wraps it.
     """
     function = function_of(value)
     if function is None:
@@ -45,7 +45,7 @@ def digest_of(value: Any) -> str:
         definition = definition_of(function)
         known = code, digest_of_tree(definition), len(definition.decorator_list)
         _digests[id(code)] = known
-    # Each decorator makes one wrapper at most.
+    # Each decorator adds at most one wrapper.
     wrappers = 0
     while (function := getattr(function, "__wrapped__", None)) is not None:
         wrappers += 1
@@ -68,7 +68,7 @@ def definition_of(function: Any) -> ast.FunctionDef:
 
 
 def is_checkpointing(function: Any) -> bool:
-    """Return whether a function is the wrapper that transformers from 5.23 on puts around a layer's forward."""
+    """Return whether a function is the wrapper of transformers 5.23 and later around a layer's forward."""
     made_by = getattr(function, "__globals__", {}).get("__name__")
     return made_by == "transformers.modeling_layers" and hasattr(function, "__wrapped__")
 
@@ -77,7 +77,7 @@ def function_of(value: Any) -> FunctionType | None:
     """Return the Python function that ``value`` is or stands for, or None.
 
     The ``kernels`` package turns decorated functions into instances of a module class whose ``forward`` calls the
-    function as ``func``; an instance whose ``forward`` was exchanged stands for no function.
+    function as ``func``; an instance whose ``forward`` was replaced represents no function.
     """
     if isinstance(value, FunctionType):
         return value
@@ -94,7 +94,7 @@ def digest_of_tree(tree: ast.AST) -> str:
 
 
 def _pieces(node: Any) -> Iterator[str]:
-    """Yield the tree as text; empty fields are left out, since versions of Python differ in which they have."""
+    """Yield the tree as text, without empty fields, since Python versions have different ones."""
     if isinstance(node, ast.AST):
         yield f"{type(node).__name__}("
         for name, value in ast.iter_fields(node):
@@ -120,10 +120,10 @@ def _undocumented(node: ast.AST, body: Any) -> Any:
 
 
 def shape_of(function: ast.FunctionDef) -> str:
-    """Return the text of a function's tree without annotations, decorators and docstrings, its variables numbered.
+    """Return a function's tree as text, with numbered variables and no annotations, decorators and docstrings.
 
-    Functions of one shape compute the same if the attributes and globals that they name are the same. The function's
-    own name does not count; the name ``self`` does.
+    Functions with the same shape compute the same if the attributes and globals that they name are the same. The
+    function's own name does not count; the name ``self`` does.
     """
     nodes = list(ast.walk(function))
     stored = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
@@ -177,8 +177,8 @@ class Table:
 
         Args:
             file: the name of the file.
-            rows: values by form. A form is a class, for its ``forward``, or the path of a function; " + " joins
-                several that go together.
+            rows: values by form. A form is a class (meaning its ``forward``) or the path of a function; " + " joins
+                several functions that belong together.
         """
         self.file, self.rows = file, rows
 
@@ -188,5 +188,5 @@ class Table:
         return {tuple(shapes[path] for path in form.split(" + ")): value for form, value in self.rows.items()}
 
     def get(self, *functions: ast.FunctionDef) -> Any:
-        """Return the value of the form whose functions have the shapes of these, else None."""
+        """Return the value of the form whose functions have the same shapes as these, else None."""
         return self._by_shapes.get(tuple(map(shape_of, functions)))

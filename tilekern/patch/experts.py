@@ -1,8 +1,12 @@
 """``experts_implementation="tilekern"``, registered with transformers; Llama 4's layers of experts need a patch.
 
-A module of experts says by its attributes how its weights lie, and its gate is a method, which is known by its shape
-(:mod:`tilekern.patch.digests`). Modules with another gate, an activation that has no op, a norm behind the experts,
-hooks on their activation or tensors that are not plain run transformers' own grouped products.
+Attributes of a module of experts describe the layout of its weights. Its gate is a method, recognised by its shape
+(:mod:`tilekern.patch.digests`). Transformers' own grouped products run for modules with:
+
+- another gate
+- an activation without an op, or with hooks
+- a norm after the experts
+- tensors that are not plain
 """
 
 from __future__ import annotations
@@ -28,8 +32,8 @@ from tilekern.runtime.dispatch import count_fallback
 from tilekern.runtime.switches import IMPLEMENTATION
 from tilekern.warning import warn_once
 
-# What transformers runs where nothing is chosen, and where a configuration notes what is; the same without the suffix
-# is a property that would choose for the configurations inside of it, too.
+# transformers' default, and the attribute in which a configuration stores the choice. The name without the suffix is a
+# property whose setter would also change nested configurations.
 _DEFAULT, _NAME = "grouped_mm", "_experts_implementation_internal"
 # Models whose experts were chosen here.
 _chosen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -37,14 +41,14 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class GateForm(NamedTuple):
-    """How a gate is written; attributes are the module's, empty where it has none.
+    """How a gate is written; attributes are the module's, and empty if it has none.
 
     Attributes:
-        activation: holds the activation; empty for silu, or for ``x * sigmoid(alpha * x)`` where there is an alpha.
-        limit: holds the limit of both halves.
-        alpha: holds the factor inside of the sigmoid.
-        shift: is added to the up half.
-        interleaved: whether the halves stand in turn.
+        activation: attribute of the activation; empty for silu, or for ``x * sigmoid(alpha * x)`` if alpha is set.
+        limit: attribute of the limit of both halves.
+        alpha: attribute of the factor inside the sigmoid.
+        shift: number added to the up half.
+        interleaved: whether gate and up alternate.
     """
 
     activation: str = "act_fn"
@@ -113,8 +117,8 @@ def _unserved_by(
 def reason_of(module: torch.nn.Module, shards: bool = False) -> str:
     """Return why the op does not run for a module of experts as it is now; empty if it does.
 
-    ``shards`` says that parts of the model are FSDP's, which gathers weights before it runs them; the forwards of
-    transformers' parallelism give it this rank's part.
+    ``shards`` says that FSDP shards parts of the model; it gathers weights before running them. The forwards of
+    transformers' parallelism pass this rank's part.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -133,7 +137,7 @@ def _form(module: torch.nn.Module) -> GateForm | None:
 
 
 def _activation(module: torch.nn.Module, form: GateForm) -> str | None:
-    """Return the op's name of a module's activation."""
+    """Return the op's name for a module's activation."""
     if not form.activation:
         return "silu"
     function = getattr(module, form.activation, None)
@@ -161,7 +165,7 @@ def _activations() -> dict[Any, str]:
 
 
 def _weights(module: Any) -> tuple[Any, ...]:
-    """Return the weights of both products, then their biases where it has them."""
+    """Return the weights of both products, then their biases if it has any."""
     names = ("gate_up_proj", "down_proj")
     biases = tuple(f"{name}_bias" for name in names) if getattr(module, "has_bias", False) else ()
     return tuple(getattr(module, name, None) for name in (*names, *biases))
@@ -175,10 +179,10 @@ def run_experts(
     A call that runs no kernel counts among the ``fallbacks`` of ``experts_gate``, unless it was compiled.
 
     Args:
-        module: the experts, with their weights; ``is_transposed`` says how these lie.
+        module: the experts, with their weights; ``is_transposed`` gives the layout.
         hidden_states: [tokens, hidden].
-        top_k_index: [tokens, choices]; an id that is not below the number of experts, as those of other ranks under
-            expert parallelism, adds nothing.
+        top_k_index: [tokens, choices]; an id not below the number of experts adds nothing (expert parallelism uses such
+            ids for other ranks' experts).
         top_k_weights: [tokens, choices].
 
     Returns:
@@ -194,7 +198,7 @@ def run_experts(
     if reason:
         return _otherwise()(module, hidden_states, top_k_index, top_k_weights)
     if top_k_weights.shape != top_k_index.shape:
-        # As routers of some families give them in older releases of transformers: for every expert.
+        # In older releases of transformers, routers of some families return a weight for every expert.
         top_k_weights = top_k_weights.gather(1, top_k_index)
     form = _form(module)
     assert form is not None
@@ -209,7 +213,7 @@ def run_experts(
 
 
 def unserved_layer(module: Any) -> str:
-    """Return why :func:`scaled_layer` runs a layer's own code; empty if it does not."""
+    """Return why a layer's own code runs instead of :func:`scaled_layer`; empty if it does not."""
     experts, homes = module.experts, {kind.__module__ for kind in type(module).__mro__}
     if has_hooks(experts) or not is_from(forward_of(experts), *homes):
         return "its experts are called by hooks or by another forward than their own"
@@ -217,9 +221,9 @@ def unserved_layer(module: Any) -> str:
 
 
 def scaled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For ``forward(self, hidden_states)`` of a layer whose router scales what goes into an expert: Llama 4's.
+    """Replace ``forward(self, hidden_states)`` of a layer whose router scales the experts' inputs (Llama 4).
 
-    Its own code has every expert compute every token, in most of them zeros, as the scores of others are.
+    The original code computes every token in every expert, mostly on zeros, because the other scores are zero.
     """
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
@@ -245,12 +249,12 @@ def _otherwise() -> Callable[..., torch.Tensor]:
 
 
 def register() -> None:
-    """Make the name known to transformers with this code itself."""
+    """Register the function itself with transformers."""
     implementation.register_experts(run_experts)
 
 
 def stand_in(is_on: bool) -> None:
-    """Have all models that run transformers' grouped products, its default, run the op in their place, or no longer."""
+    """Make all models that use transformers' default, grouped products, run the op instead, or undo this."""
     if is_on:
         from transformers.integrations import moe
 
@@ -262,10 +266,10 @@ def stand_in(is_on: bool) -> None:
 
 
 def choose(model: torch.nn.Module, is_on: bool) -> bool:
-    """Have the models inside of a model run the op in the place of transformers' grouped products, or no longer.
+    """Make the models inside a model run the op instead of transformers' grouped products, or undo this.
 
     Returns:
-        Whether one of them does now by this choice.
+        Whether at least one of them now runs the op by this choice.
     """
     for module in model.modules():
         config = getattr(module, "config", None) if hasattr(module, "set_experts_implementation") else None
@@ -279,7 +283,7 @@ def choose(model: torch.nn.Module, is_on: bool) -> bool:
 
 @contextlib.contextmanager
 def chosen(model: torch.nn.Module, is_on: bool) -> Iterator[None]:
-    """Have the models inside of a model run the op, where asked, for a while."""
+    """Make the models inside a model run the op for a while, if ``is_on``."""
     if is_on:
         choose(model, True)
     try:

@@ -11,9 +11,9 @@ from tilekern.patch.table import Patch
 from tilekern.runtime.awaiting import is_being_imported
 from tilekern.runtime.switches import EXPERTS, OPS
 
-# By their first letters: norm, layer norm, mlp, plain mlp, qk_norm_rope, rope, sum and norm, head and loss.
+# One letter per op, in the order of OPS: norm, layer norm, mlp, plain mlp, qk_norm_rope, rope, sum and norm, loss.
 _LETTERS = dict(zip("nlmpqrsh", OPS, strict=True))
-# The families with each set of ops; the test of each runs every op that is named here.
+# The families with each set of ops; the test of each family runs every op named here.
 _SERVED = {
     "nmqrsh": "afmoe doge dots1 exaone4 exaone_moe flint gemma3 gemma4 glm4_moe hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
     "laguna lfm2 lfm2_moe llama4 mellum qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe",
@@ -35,7 +35,7 @@ _SERVED = {
     "lp": "clip siglip",
     "h": "aya_vision got_ocr2 idefics3 internvl llava llava_next mistral3 paligemma smolvlm",
 }
-# What of them runs for images alone: towers, and what brings the towers' results to the text.
+# Ops that run only for images: in vision encoders, and in layers that pass their results to the text model.
 _SEEN = {
     "nlp": "internvl",
     "np": "mistral3",
@@ -49,9 +49,9 @@ class Family(NamedTuple):
     """A family of models.
 
     Attributes:
-        model_type: as a configuration names it, and transformers the folder of its code.
-        ops: what is patched of it, on the newest release of transformers that tilekern knows; its routers beside them.
-        seen: those of its ops that run for images alone.
+        model_type: ``model_type`` of the configuration, and transformers' folder of its code.
+        ops: ops patched on the newest supported release of transformers, not counting routers.
+        seen: the ops among these that run only for images.
     """
 
     model_type: str
@@ -69,9 +69,9 @@ class Family(NamedTuple):
         return path_of(self.module) is not None
 
     def patches(self) -> tuple[Patch, ...]:
-        """Its code of one of the forms, in the installed transformers; for an op without any, an empty row.
+        """Return patches for code with a known form in the installed transformers, and an empty row for each other op.
 
-        Its module is read, and not imported.
+        The module is read, not imported.
         """
         found = patches_in(self.module, self.model_type)
         lacking = [op for op in self.ops if op not in {patch.op for patch in found}]
@@ -103,18 +103,18 @@ def family_of(module: str) -> Family | None:
 
 
 def is_of_transformers(module: str) -> bool:
-    """Return whether a module of this name holds the classes of a family of transformers, tested here or not."""
+    """Return whether a module of this name holds the classes of a transformers family, tested here or not."""
     return module.startswith("transformers.models.") and ".modeling_" in module
 
 
 def may_have_forms(module: str) -> bool:
-    """Return whether a module may hold models: those of torch's and transformers' own base classes do not."""
+    """Return whether a module may contain models; torch's and transformers' own base classes do not."""
     top = module.partition(".")[0]
     return is_of_transformers(module) or top not in ("builtins", "torch", "transformers", "typing", "tilekern")
 
 
 def imported() -> list[str]:
-    """Return the modules of families that are imported, all of each, tested here or not."""
+    """Return the imported modules of all families, tested here or not; modules still being imported are left out."""
     modules = list(sys.modules.items())
     return [name for name, module in modules if is_of_transformers(name) and not is_being_imported(module)]
 

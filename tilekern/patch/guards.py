@@ -20,10 +20,10 @@ SHAPES = "shapes or dtypes that the op does not take"
 
 
 def constant_in_graphs(function: Function) -> Function:
-    """Mark a function whose result is a constant of the graph that torch.compile traces.
+    """Mark a function whose result is constant in a graph that torch.compile traces.
 
-    ``torch.compiler.assume_constant_result`` sets the same attribute, but imports ``torch._dynamo``: 0.9 s of each
-    ``import tilekern.patch``, and 3 s without bytecode.
+    ``torch.compiler.assume_constant_result`` sets the same attribute but imports ``torch._dynamo``, which adds 0.9 s to
+    each ``import tilekern.patch`` (3 s without bytecode).
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -31,17 +31,17 @@ def constant_in_graphs(function: Function) -> Function:
 
 @constant_in_graphs
 def count_own(kernel: str, reason: str) -> None:
-    """Count a call that a patch leaves to the model's own code; once for each graph that torch.compile traces.
+    """Count a call that runs the model's own code in spite of a patch; in torch.compile, once for each traced graph.
 
     Args:
         kernel: the name of the kernel that would have run.
-        reason: why, in few words.
+        reason: a few words.
     """
     count_fallback(kernel, reason)
 
 
 def is_plain(*tensors: torch.Tensor) -> bool:
-    """Return whether no tensor is of a subclass of its own (DTensor and the like)."""
+    """Return whether no tensor is of a subclass (DTensor and the like)."""
     return all(type(tensor) in _TENSORS for tensor in tensors)
 
 
@@ -51,7 +51,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 
 def has_global_hooks() -> bool:
-    """Return whether calling any module at all runs more than its forward."""
+    """Return whether a global hook makes calling any module run more than its forward."""
     return bool(
         modules._global_forward_hooks
         or modules._global_forward_pre_hooks
@@ -63,24 +63,24 @@ def has_global_hooks() -> bool:
 def is_from(function: Any, *homes: str) -> bool:
     """Return whether a function's code was written in one of the modules that ``homes`` names.
 
-    Its globals tell: ``functools.wraps`` gives a wrapper the ``__module__`` of what it wraps.
+    Its globals decide: ``functools.wraps`` gives a wrapper the ``__module__`` of the wrapped function.
     """
     return getattr(function, "__globals__", {}).get("__name__") in homes
 
 
 def forward_of(module: torch.nn.Module) -> Any:
-    """The function of a module's forward: its own method's, else its class's; None if its own is not a method."""
+    """Return the function of a module's own forward, else of its class's; None if its own is not a method."""
     own = module.__dict__.get("forward")
     return type(module).forward if own is None else getattr(own, "__func__", None)
 
 
 def is_bare_linear(module: torch.nn.Module) -> bool:
-    """Whether calling a module is ``x @ weight.T`` and nothing else: no bias, adapter, hook, or forward of its own."""
+    """Return whether calling a module is only ``x @ weight.T``: no bias, adapter, hook, or forward of its own."""
     return type(module) is torch.nn.Linear and module.bias is None and is_as_written(module)
 
 
 def is_as_written(module: torch.nn.Module) -> bool:
-    """Return whether calling a linear layer is its class's own forward, on plain weights, and nothing else."""
+    """Return whether calling a linear layer only runs its class's own forward on plain weights."""
     kind = type(module)
     return (
         "forward" not in module.__dict__

@@ -17,17 +17,17 @@ Status = Literal["applied", "available", "changed", "missing"]
 
 @dataclass(frozen=True)
 class Found:
-    """The state of a patch's target here.
+    """The state of a patch's target in the installed transformers.
 
     Attributes:
         patch: the row.
-        status: ``applied`` (to the class or module), ``available``, ``changed`` (another source than the patch knows)
-            or ``missing``.
-        reason: one sentence on a target that is changed or missing.
-        digest: the digest of the function that is installed, where it has one.
+        status: ``applied`` (to the class or module), ``available``, ``changed`` (the source is not one that the patch
+            knows) or ``missing``.
+        reason: one sentence if the target is changed or missing.
+        digest: digest of the installed function, if it has one.
         owner: the class or module that holds the function.
         name: the function's name there.
-        original: the function as transformers has it.
+        original: transformers' own function.
     """
 
     patch: Patch
@@ -40,19 +40,19 @@ class Found:
 
     @property
     def usable(self) -> bool:
-        """Whether the replacement may stand in."""
+        """Whether the replacement may be used."""
         return self.status in ("applied", "available")
 
 
 def as_read(patch: Patch) -> Found:
-    """Return the state of a form's target in the text of a module that is not imported."""
+    """Return the state of a form's target in a module that was read but not imported."""
     if not patch.attribute:
         return Found(patch, "missing", f"no code of {patch.module} has a form that is known")
     return Found(patch, "available", digest=patch.digests[0])
 
 
 def examine(patch: Patch, ledger: Ledger) -> Found:
-    """Import the patch's module and compare its functions with what the patch knows."""
+    """Import the patch's module and compare its functions with the digests of the patch."""
     if not patch.attribute:
         return as_read(patch)
     try:
@@ -71,7 +71,7 @@ def holder(module: Any, path: str) -> tuple[Any, str]:
     """Return the class or module that holds the attribute at a path, and the attribute's name.
 
     Raises:
-        AttributeError: there is none.
+        AttributeError: the attribute does not exist.
     """
     *outer, name = path.split(".")
     owner = module
@@ -90,10 +90,10 @@ def transformers_version() -> str:
 
 
 def original_at(module: Any, path: str, ledger: Ledger) -> Any:
-    """Return the object of transformers at a path, even where another op's patch stands there now.
+    """Return transformers' own object at a path, even if another op's patch replaces it now.
 
     Raises:
-        AttributeError: there is nothing.
+        AttributeError: the path does not exist.
     """
     owner, name = holder(module, path)
     touch = ledger.held(owner, name)
@@ -101,7 +101,7 @@ def original_at(module: Any, path: str, ledger: Ledger) -> Any:
 
 
 def _touched(patch: Patch, touch: Touch, owner: Any, name: str) -> Found:
-    """Return the state of a target where a patch stands; that of another op for it leaves it available."""
+    """Return the state of a patched target; the target of another op's patch counts as available."""
     status: Status = "applied" if set(patch.ops).issubset(touch.ops) else "available"
     reason = ""
     if not touch.still_runs:
@@ -123,7 +123,7 @@ def _compared(patch: Patch, module: Any, owner: Any, name: str, ledger: Ledger) 
 
 
 def _judged(target: str, value: Any, digests: tuple[str, ...]) -> tuple[str | None, str]:
-    """Return the digest of a function, and what is wrong with it."""
+    """Return the digest of a function, and the reason why it does not match (empty if it does)."""
     digest, reason = _digest(value)
     if digest in digests:
         return digest, ""

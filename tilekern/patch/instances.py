@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 def patch_modules(
     found: Found, model: torch.nn.Module, ledger: Ledger, beside: Iterable[Found] = ()
 ) -> tuple[int, str]:
-    """Patch every module of ``model`` that has the function which ``found`` describes.
+    """Patch every module of ``model`` that has the function described by ``found``.
 
-    A method that calls several functions of one op, or some of an op that it takes in, is given the replacements of
-    all of them, those ``beside`` too.
+    A method may call several functions of one op, or functions of an op in its patch's ``takes_in``. Its replacement
+    gets the replacements of all of these, including those in ``beside``.
 
     Returns:
-        The number of modules that are patched now, and what was left alone with its reason (empty where nothing was).
+        The number of modules that are patched now, and a description of the modules left alone (empty if none).
     """
     patch = found.patch
     if inspect.isclass(found.owner):
@@ -51,7 +51,7 @@ def patch_modules(
 
 
 def _replaced(caller: str, module: str, rows: Iterable[Found]) -> dict[str, Any]:
-    """Return the replacements of a module's functions that a method of it calls, by their names."""
+    """Return, by name, the replacements of a module's functions that one of its methods calls."""
     called = [x for x in rows if x.patch.module == module and caller in x.patch.callers]
     return {x.patch.attribute: x.patch.replacement(x.original) for x in called}
 
@@ -78,29 +78,30 @@ def _give(found: Found, path: str, replacement: Any, model: torch.nn.Module, led
 
 
 def _gives_way(touch: Touch, patch: Patch, replacement: Any) -> bool:
-    """Whether a stand-in is superfluous beside a patch's, or one of the same patch that was given other functions."""
+    """Return whether a stand-in is superfluous beside a patch's, or is of the same patch but got other functions."""
     if touch.op != patch.op or not patch.takes_in:
         return touch.op in (*patch.covers, *patch.takes_in)
     return code_of(touch.replacement).co_freevars != code_of(replacement).co_freevars
 
 
 def code_of(function: Any) -> CodeType:
-    """Return the code of a function inside of its decorators."""
+    """Return the code of a function, inside its decorators."""
     code: CodeType = inspect.unwrap(function).__code__
     return code
 
 
 def _having(modules: Iterable[Any], owner: type, name: str) -> list[Any]:
-    """Return the instances of a class that inherit its method, by way of transformers' wrapper too."""
+    """Return the instances of a class that inherit its method, directly or through transformers' wrapper."""
     method = getattr(owner, name)
     mine = [m for m in modules if isinstance(m, owner)]
     return [m for m in mine if (own := getattr(type(m), name)) is method or wraps_around(own, method)]
 
 
 def _ordinary(instance: Any, name: str, methods: list[Any]) -> Any:
-    """Which of its class's methods an instance has: it has none of its own, or that one bound, perhaps in wrappers.
+    """Return the class method that an instance runs: directly, or as its own bound method, perhaps inside wrappers.
 
-    Output capturing leaves it so, unpickling, and accelerate's hooks and casts. None where it has another.
+    Output capturing, unpickling, and accelerate's hooks and casts leave such bound methods. Return None if the instance
+    has another method of its own.
     """
     own = vars(instance).get(place_of(instance, name))
     if own is None:

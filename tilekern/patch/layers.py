@@ -1,8 +1,12 @@
 """Replacements for the forwards of decoder layers and attentions, which fuse neighbouring ops.
 
-Where a fused op would not compute the same (a norm of another class, a norm's forward or a rotation that somebody
-replaced, hooks on a norm or on all modules, DTensor and other subclasses of Tensor, terms of two dtypes), the steps are
-taken one by one, by the modules and functions that are there.
+The model's own modules and functions run the steps one by one where a fused op would compute something else:
+
+- a norm of another class
+- a norm's forward or a rotation that was replaced
+- hooks on a norm or on all modules
+- DTensor and other subclasses of Tensor
+- terms of two dtypes
 """
 
 from __future__ import annotations
@@ -42,17 +46,17 @@ Function = Callable[..., Any]
 
 
 def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mapping[str, Norm]) -> Function:
-    """For ``forward`` of a decoder layer: a sum with the norm of it, with that of one of its terms, or both, as one op.
+    """Fuse sums and norms in the ``forward`` of a decoder layer: a norm of the sum, a norm of one term, or both.
 
     Args:
         original: the forward.
-        norms: the attributes that are norms.
-        kinds: their classes' names, and how each is written.
+        norms: attributes that hold norms.
+        kinds: form of each norm class, by class name.
     """
     home = inspect.unwrap(original).__globals__["__name__"]
 
     def options_of(norm: Any, residual: torch.Tensor, x: torch.Tensor) -> tuple[float, float, str] | None:
-        """Return a norm's eps, offset and casting mode; None where an op would not do what it and the sum do."""
+        """Return a norm's eps, offset and casting mode; None if the op would not compute the same as norm and sum."""
         alike = residual.dtype == x.dtype and residual.shape == x.shape
         if not alike or not is_plain(residual, x) or not _is_ordinary(norm, home, kinds):
             count_own("fused_add_rms_norm_forward", _why(alike, norm, residual, x))
@@ -92,16 +96,16 @@ def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mappin
 
 
 def layer_norm(original: Function, norms: Collection[str]) -> Function:
-    """For ``forward`` of a module whose attributes ``norms`` are torch's LayerNorm: each call of one as the op.
+    """Replace each call of torch's LayerNorm in ``forward`` by the op; ``norms`` are the attributes that hold them.
 
-    A sum that stands right before the call of its norm is one op with that.
+    A sum right before the call of its norm is fused with it into one op.
     """
     run = rewritten(original, *_normed(norms))
     return checkpointed(run) if is_checkpointing(original) else run
 
 
 def _normed(norms: Collection[str]) -> tuple[Callable[[ast.FunctionDef], int], dict[str, Function]]:
-    """Return what :func:`layer_norm` changes in a forward, and what the changed text names."""
+    """Return the change that :func:`layer_norm` makes to a forward, and the variables that the new text uses."""
 
     def is_served(norm: Any, x: Any) -> bool:
         return is_layer_norm(norm) and is_plain(x) and replacements.are_normed_alike(x, norm.weight, norm.bias)
@@ -126,7 +130,7 @@ def _normed(norms: Collection[str]) -> tuple[Callable[[ast.FunctionDef], int], d
 
 
 def layer_norm_per_head(original: Function) -> Function:
-    """For ``forward(self, hidden_states)`` of torch's layer norms ``norms``, one for each head, without biases.
+    """Replace ``forward(self, hidden_states)`` of a module whose ``norms`` are torch's bias-free LayerNorms, per head.
 
     ``hidden_states`` is [batch, heads, tokens, size].
     """
@@ -147,16 +151,16 @@ def mlp(
     original: Function, linears: Collection[str], activations: Collection[str], others: Collection[str] = (),
     norms: Collection[str] = (),
 ) -> Function:  # fmt: skip
-    """For ``forward`` of an MLP without a gate: two linear layers and the activation between them as one op.
+    """Replace two linear layers and the activation between them by one op, in the ``forward`` of an MLP without a gate.
 
-    Dropout of the activation leaves that one alone to an op.
+    With dropout after the activation only the activation is an op.
 
     Args:
         original: the forward.
-        linears: the attributes that are linear layers.
-        activations: those that are activations.
-        others: classes beside the original, of linear layers that compute what torch's do.
-        norms: attributes that are torch's LayerNorm, whose calls are what :func:`layer_norm` makes of them.
+        linears: attributes that hold linear layers.
+        activations: attributes that hold activations.
+        others: names of further classes of linear layers that compute the same as torch's.
+        norms: attributes that hold torch's LayerNorm; their calls are replaced as by :func:`layer_norm`.
     """
     names, kinds = inspect.unwrap(original).__globals__, replacements.kinds()
 
@@ -182,14 +186,14 @@ def mlp(
 
 
 def _why_apart(kind: str | None, first: Any, last: Any, x: Any) -> str:
-    """Why an MLP's parts run one by one; ``first`` and ``last`` are None where a layer is more than a linear one."""
+    """Return why an MLP's parts run one by one; ``first`` or ``last`` is None if it is not a bare linear layer."""
     if kind is None:
         return "an activation without an op, or with hooks" if is_plain(x) else SUBCLASS
     return "a linear layer with an adapter, hooks or another forward" if first is None or last is None else "dropout"
 
 
 def _linear(layer: Any, known: Collection[type]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Return the weight [out, in] and the bias of a linear layer of torch's, of GPT-2's or of another known class."""
+    """Return the weight [out, in] and the bias of a linear layer of torch, of GPT-2 or of another known class."""
     kind = type(layer)
     transposed = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
     if not (transposed or kind is torch.nn.Linear or kind in known) or not is_as_written(layer):
@@ -198,7 +202,7 @@ def _linear(layer: Any, known: Collection[type]) -> tuple[torch.Tensor, torch.Te
 
 
 def is_layer_norm(norm: Any) -> bool:
-    """Return whether calling a norm is what torch's class for one dimension does, and nothing else."""
+    """Return whether calling a norm only runs torch's LayerNorm over one dimension."""
     return (
         type(norm) is torch.nn.LayerNorm
         and len(norm.normalized_shape) == 1
@@ -210,16 +214,16 @@ def is_layer_norm(norm: Any) -> bool:
 
 @dataclass(frozen=True)
 class Turn:
-    """A rotation as the op that is fused with norms takes it.
+    """A rotation, described by arguments of the op that is fused with norms.
 
     Attributes:
-        part: of as much of each head as cos has.
-        back: by the angles' negatives.
-        cast_back: what it made has the dtypes of q and k.
-        paired: of pairs by complex angles.
-        single: q and k have a call each.
+        part: only as many numbers of each head as cos has are rotated.
+        back: rotates by the negative angles.
+        cast_back: the results have the dtypes of q and k.
+        paired: rotates pairs by complex angles.
+        single: q and k are rotated in a call each.
 
-    With the last two q and k are [batch, tokens, heads, head_dim], else heads stand before tokens.
+    With ``paired`` or ``single`` q and k are [batch, tokens, heads, head_dim], else [batch, heads, tokens, head_dim].
     """
 
     part: bool = False
@@ -229,7 +233,7 @@ class Turn:
     single: bool = False
 
     def placed(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` with tokens before heads; of such a one the other way around."""
+        """Return ``x`` with tokens before heads, or convert such a result back."""
         return x if self.paired or self.single else x.transpose(1, 2)
 
     def by(self, rotation: Function, q: torch.Tensor, k: torch.Tensor, *angles: torch.Tensor) -> Any:
@@ -250,7 +254,7 @@ class Turn:
         return fits and alike and angles[0].shape[0] in (1, batch) and angles[0].shape[1] == tokens
 
     def angles(self, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines."""
+        """Return cosines and sines."""
         if self.paired:
             cos, sin = torch.view_as_real(given[0].resolve_conj()).movedim(-1, 0).contiguous()
             return cos, sin
@@ -258,7 +262,7 @@ class Turn:
         return cos, -sin if self.back else sin
 
     def options(self, norm: Norm, angles: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-        """Return the op's arguments beside its tensors."""
+        """Return the op's options."""
         return {
             "offset": norm.offset,
             "casting_mode": "none" if self.cast_back else norm.casting_mode,
@@ -267,7 +271,7 @@ class Turn:
         }
 
 
-# The rotations that are fused with norms, by what makes their stand-ins.
+# The rotations that are fused with norms, by the function that makes their stand-ins.
 TURNS: dict[Function, Turn] = {
     replacements.rope: Turn(),
     replacements.rope_back: Turn(back=True),
@@ -281,18 +285,19 @@ TURNS: dict[Function, Turn] = {
 def qk_norm_rope(
     original: Function, norms: Collection[str], kinds: Mapping[str, Norm], rotation: str, make: Function
 ) -> Function:
-    """For ``forward`` of an attention: the norms of each head of q and k and their rotation as one op.
+    """Replace the norms of each head of q and k and their rotation by one op, in the ``forward`` of an attention.
 
     Args:
         original: the forward.
-        norms: the attributes that are norms.
-        kinds: their classes' names, and how each is written.
-        rotation: the name of the function that rotates.
-        make: makes that function's stand-in; one of :data:`TURNS`.
+        norms: attributes that hold norms.
+        kinds: form of each norm class, by class name.
+        rotation: name of the function that rotates.
+        make: makes that function's stand-in; a key of :data:`TURNS`.
     """
     names, turn = inspect.unwrap(original).__globals__, TURNS[make]
     home = names["__name__"]
-    # transformers' own or tilekern's stand-in, as the patch's digests say; with the kernels package it is no function.
+    # transformers' own function or tilekern's stand-in, as the patch's digests say; with the kernels package it is not
+    # a function.
     known = names[rotation]
     stand_in = make(known)
 
@@ -306,7 +311,7 @@ def qk_norm_rope(
         one: Any, other: Any, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, ...],
         norm_last: bool = False,
     ) -> Any:  # fmt: skip
-        """Return the rotated q and k; None where the op would not do what the norms and the rotation do."""
+        """Return the rotated q and k; None if the op would not compute the same as the norms and the rotation."""
         ordinary = is_known() and _is_ordinary(one, home, kinds) and _is_ordinary(other, home, kinds)
         if not ordinary or not turn.fits(q, k, angles) or not _alike(one, other, q, kinds, turn):
             return None
@@ -337,7 +342,7 @@ def qk_norm_rope(
 
     def turned_alone(norm: Any, x: torch.Tensor, *angles: torch.Tensor) -> Any:
         if is_plain(x) and x.dim() == 4:
-            # The halves of its heads are q and k to the op.
+            # The op gets the two halves of the heads as q and k.
             q, k = x.tensor_split(2, 2)
             made = fused(norm, norm, q, k, angles)
             if made is not None:
@@ -362,7 +367,7 @@ def _projected(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ..
 
 
 def _alike(one: Any, other: Any, q: torch.Tensor, kinds: Mapping[str, Norm], turn: Turn) -> bool:
-    """Return whether two norms are of heads as those of q, written alike, and give the dtype that the op does."""
+    """Return whether two norms fit the heads of q, have the same form, and give the op's dtype."""
     norm = kinds[type(one).__name__]
     if kinds[type(other).__name__] != norm or getattr(one, norm.eps) != getattr(other, norm.eps):
         return False
@@ -374,7 +379,7 @@ def _alike(one: Any, other: Any, q: torch.Tensor, kinds: Mapping[str, Norm], tur
 
 
 def _why(alike: bool, norm: Any, *tensors: torch.Tensor) -> str:
-    """Return why an op is not fused with a norm, in few words; ``alike``: whether tensors have one dtype and shape."""
+    """Return in few words why an op is not fused with a norm; ``alike``: the tensors have one dtype and shape."""
     if not is_plain(*tensors):
         return SUBCLASS
     if not alike:
@@ -389,10 +394,10 @@ def _is_ordinary(norm: Any, home: str, kinds: Collection[str]) -> bool:
 
 
 def is_known(norm: Any, home: str, kinds: Collection[str]) -> bool:
-    """Whether calling a norm computes what its class, one of ``kinds`` in ``home``, was written to do and nothing else.
+    """Return whether calling a norm computes exactly what its class, one of ``kinds`` in ``home``, was written to do.
 
-    Its forward, the class's or one of its own, must be that class's code or tilekern's stand-in for it: output
-    capturing leaves the class's with an instance, and either may be replaced at any time.
+    Its forward, of the class or its own, must be that class's code or tilekern's stand-in for it. Output capturing
+    stores the class's forward in the instance, and either may be replaced at any time.
     """
     kind = type(norm)
     ordinary = kind.__module__ == home and kind.__name__ in kinds and not has_hooks(norm)

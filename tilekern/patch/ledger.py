@@ -1,6 +1,6 @@
-"""Every attribute that a patch has changed, with its old value, and how it is put back.
+"""Record every attribute that a patch has changed, with its old value, and put it back.
 
-Other libraries may hold a patched method by then: hooks that keep a module's forward, casts wrapped around it.
+Other libraries may hold a patched method when it is put back: hooks that keep a module's forward, casts around it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ABSENT = object()
 
 @dataclass(frozen=True)
 class Touch:
-    """One touched attribute.
+    """One changed attribute.
 
-    ``where`` is its path, for people. ``original`` is what the owner's own dictionary held, or :data:`ABSENT`; methods
-    bound to a single instance are kept as their functions, so that nothing here keeps a model alive. ``retires`` says
-    that the replacement was made for this place alone, so that once it is taken back it may stand for the original;
-    ``bound`` is the method of a single instance, where one was made.
+    ``where`` is its path, for messages. ``original`` is the value in the owner's own dictionary, or :data:`ABSENT`. For
+    a method bound to a single instance it is the function, so that the ledger keeps no model alive. ``retires`` says
+    that the replacement was made for this attribute alone: after undoing, it may be redirected to the original.
+    ``bound`` returns the method of a single instance, if one was made.
     """
 
     op: str
@@ -42,12 +42,12 @@ class Touch:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """The ops that the replacement serves, as of :class:`tilekern.patch.table.Patch`."""
+        """The ops that the replacement serves, as in :class:`tilekern.patch.table.Patch`."""
         return ops_in(self.op)
 
     @property
     def module(self) -> str:
-        """The module that is touched, or that holds the owner's class."""
+        """The name of the changed module, or of the module with the owner's class."""
         owner = self.owner()
         return owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
 
@@ -58,23 +58,23 @@ class Touch:
 
     @property
     def _now(self) -> Any:
-        """The function that stands there now."""
+        """The function that the attribute holds now."""
         found = vars(self.owner()).get(self.place)
         return getattr(found, "__func__", None) if self.is_bound else found
 
     @property
     def in_place(self) -> bool:
-        """Whether the replacement still stands where it was put."""
+        """Whether the attribute still holds the replacement itself."""
         return self._now is self.replacement
 
     @property
     def still_runs(self) -> bool:
-        """Whether the replacement stands where it was put, or inside of what wraps it, as accelerate's casts do."""
+        """Whether the attribute holds the replacement, or a wrapper of it such as accelerate's casts."""
         return is_inside(self.replacement, self._now)
 
     @property
     def has_its_name(self) -> bool:
-        """Whether the owner is found where its name says; another library may have put a class of its own there."""
+        """Whether the owner's name still leads to it; another library may have put its own class there."""
         owner = self.owner()
         if self.is_bound or isinstance(owner, ModuleType):
             return True
@@ -84,9 +84,9 @@ class Touch:
         return found is owner
 
     def undo(self) -> None:
-        """Put back what stood there, or delete the attribute if nothing did.
+        """Put back the original, or delete the attribute if there was none.
 
-        A wrapper around the replacement stays, and runs the original. Code that replaced it is removed.
+        A wrapper around the replacement stays and runs the original. Code that replaced the replacement is removed.
         """
         owner, place, now = self.owner(), self.place, self._now
         runs = self.still_runs
@@ -116,17 +116,17 @@ class Touch:
 
 
 class Ledger:
-    """Touched attributes by owner and name; instances are held weakly. Callers hold the lock of the patcher."""
+    """Changed attributes by owner and name; instances are held weakly. Callers hold the patcher's lock."""
 
     def __init__(self) -> None:
         self._touches: dict[tuple[int, str], Touch] = {}
 
     def __iter__(self) -> Iterator[Touch]:
-        """Yield those whose owners are alive."""
+        """Yield the changed attributes of living owners."""
         return (touch for _, touch in self._alive())
 
     def held(self, owner: Any, name: str) -> Touch | None:
-        """Return the note of an attribute, or None."""
+        """Return the entry of an attribute, or None."""
         self.adopt()
         touch = self._touches.get((id(owner), name))
         return touch if touch is not None and touch.owner() is owner else None
@@ -134,7 +134,7 @@ class Ledger:
     def put(
         self, op: str, where: str, owner: Any, name: str, replacement: Callable[..., Any], retires: bool = False
     ) -> None:
-        """Set an attribute of a class or module; ``retires`` as of :class:`Touch`."""
+        """Set an attribute of a class or module; for ``retires`` see :class:`Touch`."""
         original = vars(owner).get(name, ABSENT)
         self._touches[id(owner), name] = Touch(op, where, lambda: owner, name, original, replacement, False, retires)
         before = getattr(owner, name, None)
@@ -142,14 +142,14 @@ class Ledger:
         follow(owner, name, before, replacement)
 
     def put_bound(self, instance: Any, name: str, given: StandIn, known: Callable[..., Any]) -> None:
-        """Give one instance a method of its own in the place of ``known``, its class's, which it may have bound.
+        """Give an instance its own method instead of ``known``, its class's, which it may hold as a bound method.
 
-        Where that is inside of a wrapper of the instance's own, the wrapper calls the replacement from then on; one
-        that has no variable for what it calls is left alone.
+        If a wrapper on the instance calls ``known``, the wrapper calls the replacement from then on. A wrapper that
+        does not keep the wrapped function in a variable is left alone.
         """
         place = place_of(instance, name)
         before = vars(instance).get(place)
-        # What unpickling left calls the class's method, as having none does.
+        # A method left by unpickling only calls the class's method, the same as having none.
         original = None if before is None or isinstance(before, Bound) else before.__func__
         if original is None or original is getattr(type(instance), name) or settled(original) is known:
             bound = Bound(instance, name, given._replace(original=original))
@@ -161,7 +161,7 @@ class Ledger:
             )
 
     def adopt(self) -> None:
-        """Note the methods that deep copies of patched instances came with."""
+        """Record the methods of deep copies of patched instances."""
         for bound in list(COPIES):
             instance = bound.__self__
             if bound.stand_in and vars(instance).get(place_of(instance, bound.method)) is bound:
@@ -177,13 +177,13 @@ class Ledger:
         )  # fmt: skip
 
     def undo_one(self, touch: Touch) -> None:
-        """Put back one attribute, whose owner is alive."""
+        """Put back one attribute of a living owner."""
         owner = touch.owner()
         touch.undo()
         del self._touches[id(owner), touch.name]
 
     def undo_all(self, touches: Collection[Touch]) -> None:
-        """Put back attributes, whose owners are alive; what shallow copies of modules still hold is retired."""
+        """Put back attributes of living owners; replacements that shallow copies still hold are retired."""
         for touch in touches:
             self.undo_one(touch)
         held = {id(touch.replacement) for touch in self._touches.values()}
@@ -192,13 +192,13 @@ class Ledger:
                 retire(touch.replacement, getattr(type(touch.owner()), touch.name))
 
     def undo(self, ops: Collection[str]) -> set[str]:
-        """Put back every attribute that the ops touched, and say which of the ops had touched any."""
+        """Put back every attribute that the ops changed; return the ops that had changed any."""
         alive = [(owner, touch) for owner, touch in self._alive() if not set(ops).isdisjoint(touch.ops)]
         self.undo_all([touch for _, touch in alive])
         return {op for _, touch in alive for op in touch.ops if op in ops}
 
     def _alive(self) -> list[tuple[Any, Touch]]:
-        """The touches with their owners, which the list keeps alive; those of owners that are gone are dropped."""
+        """Return the entries with their owners, which the list keeps alive; drop those of dead owners."""
         self.adopt()
         pairs = [(touch.owner(), touch) for touch in self._touches.values()]
         alive = [(owner, touch) for owner, touch in pairs if owner is not None]
@@ -207,7 +207,7 @@ class Ledger:
 
 
 def follow(owner: Any, name: str, before: Any, after: Any) -> None:
-    """Exchange a method in the subclasses of ``owner`` that hold the one that it had in transformers' wrapper."""
+    """Exchange a method in the subclasses of ``owner`` that hold its previous value in transformers' wrapper."""
     made_of: list[type] = type.__subclasses__(owner) if isinstance(owner, type) else []
     for kind in made_of:
         held = vars(kind).get(name)
@@ -220,9 +220,9 @@ def follow(owner: Any, name: str, before: Any, after: Any) -> None:
 
 
 def is_inside(function: Any, wrapper: Any) -> bool:
-    """Return whether ``wrapper`` is a function or is known to call it.
+    """Return whether ``wrapper`` is the function or is known to call it.
 
-    It is known if ``functools.wraps`` noted it, or if the wrapper holds a method that is bound to the function.
+    It is known from ``functools.wraps``, or from a bound method of the function in the wrapper's closure.
     """
     while wrapper is not None:
         wrapper = settled(wrapper)
@@ -235,7 +235,7 @@ def is_inside(function: Any, wrapper: Any) -> bool:
 
 
 def exchange(wrapper: Any, function: Any, other: Any) -> bool:
-    """Have the wrapper around a function call another one; return whether it does so now."""
+    """Make the wrapper around a function call another function; return whether this worked."""
     around: Any = None
     while wrapper is not None and wrapper is not function:
         wrapper, around = settled(getattr(wrapper, "__wrapped__", None)), wrapper
@@ -257,7 +257,7 @@ def content(cell: Any) -> Any:
 
 
 def retire(function: Any, original: Any) -> None:
-    """Make a function call another one from now on, also for hooks and wrappers that hold it."""
+    """Redirect a function to the original for good, also for hooks and wrappers that hold it."""
     if not isinstance(function, FunctionType):
         return
     code = _call_original.__code__
@@ -272,7 +272,7 @@ def _call_original(*args: Any, _original: Any, **kwargs: Any) -> Any:
 
 
 def settled(function: Any) -> Any:
-    """Return the function that a retired one calls in the end; any other function itself."""
+    """Return the function that a retired one calls in the end, or any other function itself."""
     while isinstance(function, FunctionType) and hasattr(function, "retired_for"):
         function = function.retired_for
     return function

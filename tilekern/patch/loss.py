@@ -26,23 +26,27 @@ from tilekern.patch.skipped_logits import SKIPPED
 from tilekern.warning import warn_once
 
 Function = Callable[..., Any]
-# Hugging Face's loss, which this computes.
+# Hugging Face's loss, which this module computes.
 _LOSS = Table("heads", {"ForCausalLMLoss + fixed_cross_entropy": True})
 
 
 def fused_linear_cross_entropy(original: Function, **functions: Function) -> Function:
-    """For ``forward`` of a ``ForCausalLM`` whose text makes logits by one linear layer and Hugging Face's loss of them.
+    """Replace the ``forward`` of a ``ForCausalLM`` that makes logits by one linear layer and passes them to HF's loss.
 
-    Without logits the loss is Hugging Face's: the labels are shifted by one (or taken from ``shift_labels``), and the
-    sum is divided by ``num_items_in_batch`` or by the number of labels that count. The output's ``logits`` are
-    :data:`tilekern.patch.skipped_logits.SKIPPED`, which says how to get them.
+    Without logits the loss is the same as Hugging Face's: the labels are shifted by one (or taken from
+    ``shift_labels``), and the sum is divided by ``num_items_in_batch`` or by the number of labels that count. The
+    output's ``logits`` are :data:`tilekern.patch.skipped_logits.SKIPPED`, whose errors tell how to get them.
 
-    The forward has an argument more, ``skip_logits``, as Liger's have: True makes no logits, in evaluation too, and
-    raises ``ValueError`` without labels; False makes them; None, the default, makes none while the model trains and
-    labels are given, unless ``logits_to_keep`` asks for some. Everything else runs the statements that were there: a
-    head with an adapter, or with hooks that expect its logits. Of a head whose vocabulary tensor parallelism has spread
-    over ranks each makes the loss of its part (:func:`tilekern.ops.sharded_linear_log_probs`). ``functions`` stand in,
-    by their names, for others that it calls.
+    The forward gets an additional argument ``skip_logits``, as in Liger:
+
+    - True skips logits, in evaluation too, and raises ``ValueError`` without labels.
+    - False makes logits.
+    - None, the default, skips logits if the model trains and labels are given, unless ``logits_to_keep`` asks for some.
+
+    In all other cases the original statements run, for example for a head with an adapter or with hooks that expect its
+    logits. If tensor parallelism has split the head's vocabulary over ranks, each rank computes the loss of its part
+    (:func:`tilekern.ops.sharded_linear_log_probs`). ``functions`` replace, by name, other functions that the forward
+    calls.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 
@@ -73,9 +77,9 @@ def fused_linear_cross_entropy(original: Function, **functions: Function) -> Fun
 
 
 def unserved(model: Any, head: Any, loss: Any, is_gathered: bool = False) -> str:
-    """Return why a model's own head and loss run, where ``loss`` is the one that tilekern knows; else empty.
+    """Return why a model's own head and loss run; empty if the fused loss runs. ``loss`` is the one tilekern knows.
 
-    ``is_gathered`` says that the head's parameters are plain tensors whenever the model runs, as FSDP makes it.
+    ``is_gathered`` says that the head's parameters are plain tensors whenever the model runs, as FSDP makes them.
     """
     if model.loss_function is not loss:
         return "its loss is not the one of transformers that tilekern knows"
@@ -88,9 +92,9 @@ def unserved(model: Any, head: Any, loss: Any, is_gathered: bool = False) -> str
 
 
 def _called_for(head: Any) -> Any:
-    """Return the layer that is called for a head: that of the active adapter in PEFT's ``modules_to_save``.
+    """Return the layer that a call of a head runs: in PEFT's ``modules_to_save``, the active adapter's layer.
 
-    In what torch.compile made of a head alone, as accelerate's regions have it, the one that was compiled.
+    For a head that torch.compile compiled on its own, as for accelerate's regions, return the original layer.
     """
     kind = type(head)
     if kind.__name__ == "OptimizedModule" and kind.__module__ == "torch._dynamo.eval_frame" and not has_hooks(head):
@@ -105,12 +109,12 @@ def _called_for(head: Any) -> Any:
 
 @constant_in_graphs
 def _say(message: str) -> None:
-    """Warn once, in a graph while it is traced."""
+    """Warn once; in a graph, while it is traced."""
     warn_once(message)
 
 
 def _other_than_linear(head: Any) -> str:
-    """Return why calling a head is more than a linear layer, around which only FSDP's hooks may run; or empty."""
+    """Return why calling a head is more than a linear layer with FSDP's hooks; empty if it is not."""
     kind = type(head)
     if not isinstance(head, torch.nn.Linear):
         return f"its head is {kind.__name__} of {kind.__module__}"
@@ -128,12 +132,12 @@ def _other_than_linear(head: Any) -> str:
 
 
 def _is_shared(head: Any) -> bool:
-    """Return whether tensor parallelism has spread a head's vocabulary over the ranks."""
+    """Return whether tensor parallelism has split a head's vocabulary over the ranks."""
     return not torch.compiler.is_compiling() and not has_hooks(head) and parallel.part_of_head(head) is not None
 
 
 def _wide() -> bool:
-    """Return whether the gradient of the head's weight is added up in float32 (``TILEKERN_WIDE_SUMS=1``)."""
+    """Return whether the gradient of the head's weight is accumulated in float32 (``TILEKERN_WIDE_SUMS=1``)."""
     return os.environ.get("TILEKERN_WIDE_SUMS", "0") not in ("", "0")
 
 
@@ -142,7 +146,7 @@ def _loss(
     shift_labels: torch.Tensor | None = None, factor: float = 1.0, divisor: float = 1.0, softcap: float | None = None,
     **_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Hugging Face's ``ForCausalLMLoss`` of ``head(hidden) * factor / divisor``, capped."""
+    """Compute Hugging Face's ``ForCausalLMLoss`` of ``head(hidden) * factor / divisor``, capped."""
     head = _called_for(head)
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -166,7 +170,7 @@ def _loss(
 
     if not head._forward_pre_hooks:
         return compute(hidden)
-    # Under FSDP the head's weight is whole only between the hooks around its forward.
+    # Under FSDP the head's weight is complete only between the hooks around its forward.
     head.forward = compute
     try:
         return head(hidden)

@@ -30,19 +30,19 @@ from tilekern.warning import warn_once
 
 
 def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> Any:
-    """Return a mask as transformers asks for it: None wherever the kernels' own causality and window say all of it.
+    """Return a mask for transformers; None if causality and window of the kernels describe it completely.
 
-    A row that holds several sequences, by its ``position_ids``, gets a :class:`ToldMask`, as does a prompt with room of
-    a cache behind it. The window is in the mask where layers do not hand theirs to their attention function:
-    Qwen2-MoE's and Phi-MoE's.
+    A row with several sequences, according to its ``position_ids``, gets a :class:`ToldMask`; so does a prompt with
+    unused cache room behind it. The mask includes the window if layers do not pass theirs to the attention function
+    (Qwen2-MoE and Phi-MoE).
 
-    Padding, blocks of images and the like give SDPA's boolean mask. So does what only its values can tell, while a
-    graph is traced or captured: a mask of padding, and position ids of the user's. A model for which transformers has
-    neither SDPA nor flash attention always gets the additive one that it is written for.
+    Padding, blocks of images and the like give SDPA's boolean mask. While a graph is traced or captured, so does
+    everything that depends on values: a padding mask, and position ids of the user's. A model for which transformers
+    supports neither SDPA nor flash attention always gets the additive mask that it expects.
 
     Raises:
-        InputError: the model computes its attention by itself, where no mask would mean that each token sees all; or
-            it hands over keys that no mask is made for.
+        InputError: the model computes its attention by itself, where a missing mask would let each token see all; or it
+            passes keys that no mask is made for.
     """
     from transformers.masking_utils import and_masks, eager_mask, packed_sequence_mask_function, sdpa_mask
 
@@ -74,21 +74,21 @@ def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> 
 
 
 class _Ask:
-    """What transformers asks a mask for.
+    """The arguments of transformers' request for a mask.
 
     Attributes:
-        queries, keys: how many there are.
+        queries, keys: their numbers.
         is_causal: whether no query sees a later key.
-        is_joined: whether transformers keeps sequences apart in its function, as it does while it cannot look.
-        is_plain: whether the function says no more than causality, the layers' own window and where sequences begin.
-        is_row: whether it is one row from its first token on, which may hold several sequences.
+        is_joined: whether transformers' mask function already separates sequences, as it does if values are unreadable.
+        is_plain: whether the mask function only expresses causality, the layers' window and the starts of sequences.
+        is_row: whether it is a single row from its first token on, which may hold several sequences.
         can_read: whether values may be read now.
     """
 
     def __init__(self, given: dict[str, Any], reading: Reading, own: bool, config: Any) -> None:
         self.given, self.reading, self.config = given, reading, config
         self.padding, function = given.get("attention_mask"), given["mask_function"]
-        # Releases before 5.17 hand over the places of the queries.
+        # Releases before 5.17 pass the positions of the queries.
         self.queries = given["q_length"] if "q_length" in given else len(given["cache_position"])
         self.keys = given["kv_length"]
         self.is_causal = _is_causal(given)
@@ -102,26 +102,26 @@ class _Ask:
         self.is_row = self.is_causal and given["batch_size"] == 1 and 1 < self.queries == self.keys
 
     def _is_joined(self, function: Any) -> bool:
-        if torch.compiler.is_compiling():  # which cannot look into a function
+        if torch.compiler.is_compiling():  # it cannot inspect a function
             return not self.given.get("allow_is_causal_skip", True) and _is_made_by(function, "and_masks")
         return self.numbers is not None
 
     def is_dropped_in_graph(self) -> bool:
-        """Whether nothing but causality and the window is to be said, while a graph is made, of which None says all.
+        """Return whether, while a graph is made, None expresses the mask: only causality and the window are needed.
 
-        transformers makes a mask then, and keeps sequences apart by positions that a model counted by itself, too.
+        transformers makes a mask in this case, and also separates sequences by positions that the model counted itself.
         """
         if self.can_read or not self.is_plain or self.padding is not None or self.reading.reads_mask:
             return False
         if not 1 < self.queries == self.keys or self.given.get("kv_offset", 0):
             return False
         if torch.compiler.is_compiling():
-            # Where transformers joins nothing, the attention function does.
+            # If transformers does not separate the sequences, the attention function does.
             return not self.is_joined or not are_given_in_graph()
         return not positions_of_call().are_given or not (self.is_row or self.is_joined)
 
     def sequences(self) -> tuple[Sequences | None, torch.Tensor | None]:
-        """Return the sequences of a row, or the number of each token's, [tokens], where values are not looked at."""
+        """Return the sequences of a row, or, if values cannot be read, each token's sequence number, [tokens]."""
         if not self.is_row or torch.compiler.is_compiling():
             return None, None
         told, joined = positions_of_call(), self.numbers
@@ -138,7 +138,7 @@ class _Ask:
         return None, number_of_sequences(ids, self.padding).to(self.given.get("device"))
 
     def _read(self, told: Positions, ids: torch.Tensor) -> Sequences | None:
-        """Return the sequences of a row whose values may be read; None if there is one."""
+        """Return the sequences of a row with readable values; None if it has one sequence."""
         if told.starts is not None:
             return Sequences(told.starts.int(), self.keys)
         found = look(ids, None if self.numbers is None else self.numbers[0])
@@ -148,7 +148,7 @@ class _Ask:
         return found.to(self.given.get("device"))
 
     def with_room(self, window: int | None) -> torch.Tensor:
-        """Return the mask of a prompt at the beginning of a cache with room behind it."""
+        """Return the mask of a prompt at the beginning of a cache that has more room."""
         from transformers.masking_utils import sdpa_mask
 
         if not self.can_read or not self.is_plain:
@@ -158,9 +158,9 @@ class _Ask:
 
 
 def _is_own(local_size: int, config: Any, given: dict[str, Any]) -> bool:
-    """Return whether a local mask is the window that layers hand to the attention function: causal, and no chunks.
+    """Return whether a local mask equals the window that layers pass to the attention function: causal, not chunked.
 
-    Masks in both directions count a window in another way.
+    Bidirectional masks count a window differently.
     """
     chunked = getattr(config, "attention_chunk_size", None) is not None
     return local_size == getattr(config, "sliding_window", None) and not chunked and _is_causal(given)
@@ -175,7 +175,7 @@ def _is_made_by(function: Any, name: str) -> bool:
 
 
 def _numbers(function: Any) -> torch.Tensor | None:
-    """Return the numbers of the tokens' sequences, [batch, tokens], in a function that keeps them apart; else None."""
+    """Return the tokens' sequence numbers, [batch, tokens], if a mask function separates sequences; else None."""
     for part in _functions(function):
         if _is_made_by(part, "packed_sequence_mask_function"):
             return content((part.__closure__ or (None,))[0])
@@ -183,13 +183,13 @@ def _numbers(function: Any) -> torch.Tensor | None:
 
 
 def _shows_blocks(function: FunctionType, reading: Reading) -> bool:
-    if torch.compiler.is_compiling():  # which cannot look into a function
+    if torch.compiler.is_compiling():  # it cannot inspect a function
         return reading.shows_blocks
     return any(_is_made_by(part, "or_masks") for part in _functions(function))
 
 
 def _functions(made: Any) -> Iterator[FunctionType]:
-    """Yield a function, and those that it has been made of."""
+    """Yield a function and the functions in its closure."""
     if isinstance(made, FunctionType):
         yield made
         for cell in made.__closure__ or ():
@@ -200,20 +200,20 @@ def _functions(made: Any) -> Iterator[FunctionType]:
 
 
 def says_packing_alone(made: Any) -> bool:
-    """Return whether the starts of packed sequences, causality and the layer's window say all that a mask says.
+    """Return whether a mask only expresses packed sequences, causality and the layer's window.
 
-    A copy of the mask does not know it; what is computed with it is the same.
+    A copy of the mask loses this attribute; the result computed with it is the same.
     """
     return getattr(made, "says_packing_alone", False)
 
 
 def lacks_sequences(made: Any) -> bool:
-    """Return whether a mask was made while nobody could look whether its row holds several sequences."""
+    """Return whether a mask was made while the sequences in its row could not be read."""
     return made is None or getattr(made, "lacks_sequences", False)
 
 
 def _warn_of_mixing(config: Any, reading: Reading) -> None:
-    """Say once that a packed row goes through layers that are no attention as one sequence."""
+    """Warn once that layers other than attention process a packed row as one sequence."""
     kinds = getattr(config, "layer_types", None)
     if any(re.search(_RECURRENT, kind) for kind in kinds) if kinds else reading.recurrent:
         warn_once(
@@ -226,15 +226,14 @@ class Reading(NamedTuple):
     """How a model's code uses its masks.
 
     Attributes:
-        refusal: why attention "tilekern" cannot serve it; empty where it can.
-        asks: what its layers may ask for that attention "tilekern" does not compute, each with the name of the module
-            that they have then.
-        by_mask_alone: whether its layers may say nothing, or what is not so, of their causality, and add the mask by
-            themselves here and there.
-        hands_window: whether layers hand their window to the attention function.
-        shows_blocks: whether blocks of tokens, as of an image, may see each other beside what is causal.
-        reads_mask: whether it reads its mask by itself, so that there must be one.
-        recurrent: whether it has layers, as of Mamba, that run over a row as one sequence.
+        refusal: why attention "tilekern" cannot serve it; empty if it can.
+        asks: features of its layers that attention "tilekern" does not compute, each with the name of the module that
+            such layers have.
+        by_mask_alone: whether its layers may pass no or a wrong ``is_causal``, or add the mask by themselves in places.
+        hands_window: whether layers pass their window to the attention function.
+        shows_blocks: whether blocks of tokens, for example of an image, may see each other in addition to causality.
+        reads_mask: whether it reads its mask itself, so that a mask is required.
+        recurrent: whether it has layers, such as Mamba, that process a row as one sequence.
     """
 
     refusal: str = ""
@@ -246,27 +245,27 @@ class Reading(NamedTuple):
     recurrent: bool = False
 
 
-# A bias that a model's code adds to a mask for keys of its own (DeepSeek V4's compressed ones).
+# A bias that a model's code adds to a mask for additional keys (DeepSeek V4's compressed keys).
 _ADDED_KEYS = r"torch\.cat\(\[attention_mask, \w*bias"
-# What an attention function may be handed beside a mask, and none here computes; by which module it is made.
+# Arguments of attention functions that no kernel here supports, each with the module that makes them.
 _ASKED = {
     "indices": ("indexer", "has an indexer choose the keys of each query"),
     "block_indices": ("indexer", "has an indexer choose the blocks of keys of each query"),
     "sinks": ("sink_proj", "has an attention sink of each query"),
 }
-# Layers that are no attention, by the names of classes and of ``layer_types``.
+# Layers that are not attention, by the names of classes and of ``layer_types``.
 _RECURRENT = "Mamba|mamba|GatedDelta|KimiDelta|linear_attention|Lightning|ShortConv|conv|Recurrent|recurrent|hybrid"
 _readings: dict[type, Reading] = {}
 
 
 @constant_in_graphs
 def reading_of(config: type) -> Reading:
-    """Return how the code of models with such a configuration uses masks; code that is not found counts as harmless."""
+    """Return how the code of models with such a configuration uses masks; missing code counts as harmless."""
     if config in _readings:
         return _readings[config]
     models = next(filter(None, map(_models, config.__mro__)), [])
     if not models:
-        # Code that is imported later may answer.
+        # Code that is imported later may give the answer.
         return Reading()
     return _readings.setdefault(config, _read(models))
 
@@ -274,8 +273,8 @@ def reading_of(config: type) -> Reading:
 def _models(config: type) -> list[Any]:
     """Return the models with such a configuration, their common base first.
 
-    The auto classes do not know every part of a model. Its code lies beside its configuration's, and is imported where
-    a mask is asked for.
+    The auto classes do not know every part of a model. The model's code is beside its configuration's, and has been
+    imported when a mask is requested.
     """
     beside = f"{config.__module__.rpartition('.')[0]}.modeling_"
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(beside)]
@@ -311,12 +310,12 @@ def _read(models: list[Any]) -> Reading:
 
 
 def _hands(argument: str) -> str:
-    """Return a call of the attention function that hands an argument over."""
+    """Return a pattern for a call of the attention function that passes an argument."""
     return rf"attention_interface\((?:(?!\n\s*\)\n)[\s\S])*\n\s+{argument}="
 
 
 def refusal_of(model: torch.nn.Module) -> str:
-    """Return why attention "tilekern" cannot serve a model; empty where it can."""
+    """Return why attention "tilekern" cannot serve a model; empty if it can."""
     reading = reading_of(type(getattr(model, "config", None)))
     if reading.refusal or not reading.asks:
         return reading.refusal
@@ -325,7 +324,7 @@ def refusal_of(model: torch.nn.Module) -> str:
 
 
 def _source(module: str) -> str:
-    """Return the code of a module; empty where it is not at hand, for which a mask is what is right in any case."""
+    """Return a module's code; empty if it is not available, in which case a mask is always made."""
     try:
         return inspect.getsource(sys.modules[module])
     except OSError:

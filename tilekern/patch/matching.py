@@ -1,7 +1,7 @@
 """Match the code of a module against known forms, whatever its family.
 
 Norms, MLPs, rotations and routers match if they have the shape of a function in ``forms/``. Attentions, layers and
-heads match if they have the statements that are exchanged (:mod:`tilekern.patch.patterns`).
+heads match if they contain the statements that are replaced (:mod:`tilekern.patch.patterns`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LAYER_NORMS = Table(
         "OlmoLayerNorm": replacements.layer_norm_alone,
     },
 )
-# How ``__init__`` makes torch's layer norms; the last may make another one, which then runs as it is.
+# How ``__init__`` creates torch's layer norms; the last may create another norm, which then runs unchanged.
 _TORCHS = ("nn.LayerNorm", "torch.nn.LayerNorm", "LayerNorm", "NORM2FN[config.norm_type]")
 _MLPS = Table(
     "mlps",
@@ -64,16 +64,16 @@ _MLPS = Table(
         ),
     },
 )
-# A layer of experts, what it calls ``experts``, and what it calls ``router``.
+# Layers of experts, each with the classes of its ``experts`` and its ``router``.
 _EXPERTS = Table("experts", {"Llama4TextMoe + Llama4TextExperts + Llama4Router": experts.scaled_layer})
-# Linear layers that compute what torch's do.
+# Linear layers that compute the same as torch's.
 _LINEARS = Table("mlps", {"FalconLinear": True})
-# An activation's forward and what that calls, which has a gradient of its own.
+# An activation's forward and the functions that it calls; the activation has its own gradient.
 _ACTIVATIONS = Table(
     "mlps",
     {"BloomGelu + GeLUFunction + GeLUFunction.backward + bloom_gelu_forward + bloom_gelu_back": "gelu_tanh"},
 )
-# How ``__init__`` makes linear layers and activations.
+# How ``__init__`` creates linear layers and activations.
 _MADE_LINEAR, _MADE_ACTIVE = ("nn.Linear", "torch.nn.Linear", "Conv1D"), ("ACT2FN[", "get_activation(", "nn.GELU(")
 # A rotation, and the functions of its module that it calls. Angles are stored twice, one half after the other.
 _TWICE = Table(
@@ -105,7 +105,7 @@ _IN_A_ROW = Table(
         "glm4v_apply_rotary_pos_emb + deepseek_v4_rotate_half": replacements.rope_part_in_a_row,
     },
 )
-# Angles of any kind: their stand-ins take them as they are.
+# Angles of any kind: the stand-ins accept them unchanged.
 _AS_THEY_ARE = Table(
     "rotations",
     {
@@ -132,7 +132,7 @@ _ROUTERS = Table(
         "DeepseekV3TopkRouter": routers.by_sigmoid,
     },
 )
-# The auxiliary loss: of releases from 5.23, from 5.17 and from 5.0 on.
+# The auxiliary loss in releases from 5.23, from 5.17 and from 5.0 on.
 _BALANCE = "load_balancing_loss_func"
 _BALANCES = Table(
     "experts", dict.fromkeys((f"mixtral_{_BALANCE}", f"mixtral_5_17_0_{_BALANCE}", f"mixtral_5_0_0_{_BALANCE}"), True)
@@ -140,7 +140,7 @@ _BALANCES = Table(
 
 
 class Module:
-    """The classes and functions of a module's text, which is not executed."""
+    """The classes and functions in a module's text, which is not executed."""
 
     def __init__(self, name: str, text: str) -> None:
         self.name = name
@@ -174,7 +174,7 @@ class Module:
 
     @functools.cached_property
     def norms(self) -> dict[str, Norm]:
-        """The norms of a known form by class, and how each is written."""
+        """The norms with a known form: class name to description."""
         found = self.shaped(_NORMS, "Norm")
         return {kind: norm for kind, norm in found.items() if self.methods_of(kind) is not None}
 
@@ -193,7 +193,7 @@ class Module:
 
     @functools.cached_property
     def experts(self) -> dict[str, tuple[Callable[..., Any], tuple[str, ...]]]:
-        """The layers of experts of a known form by class: the replacement, and the paths that it relies on."""
+        """The layers of experts with a known form: class name to the replacement and the paths that it relies on."""
         found: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
         for kind, forward in self.forwards.items():
             parts = self.parts(kind) if "Mo" in kind else {}
@@ -205,7 +205,7 @@ class Module:
 
     @functools.cached_property
     def linears(self) -> list[str]:
-        """The classes of linear layers that compute what torch's do."""
+        """The classes of linear layers that compute the same as torch's."""
         return [kind for kind, x in self.forwards.items() if "Linear" in kind and _LINEARS.get(x)]
 
     def parts_of_mlp(self, kind: str) -> tuple[list[str], list[str]]:
@@ -217,7 +217,7 @@ class Module:
 
     @functools.cached_property
     def activations(self) -> dict[str, tuple[str, tuple[str, ...]]]:
-        """The activations of a known form by class: the activation's name, and the paths of what the forward calls."""
+        """The activations with a known form: class name to the activation's name and the paths of the code it calls."""
         found: dict[str, tuple[str, tuple[str, ...]]] = {}
         for kind, forward in self.forwards.items():
             if "gelu" in kind.lower():
@@ -246,9 +246,9 @@ class Module:
 
     @functools.cached_property
     def rotations(self) -> dict[str, tuple[Callable[..., Any], tuple[str, ...]]]:
-        """The rotations of a known form by name: the replacement of each, and the paths that it relies on.
+        """The rotations with a known form: name to the replacement and the paths that it relies on.
 
-        A rotation has a replacement if the module stores its angles as the replacement takes them.
+        A rotation has a replacement if the module stores its angles in the layout that the replacement expects.
         """
         rotaries = [kind for kind in self.forwards if "Rotary" in kind and "Vision" not in kind]
         made_by = (f"{kind}.{name}" for kind in rotaries for name in ("forward", "recomposition_frequencies"))
@@ -274,7 +274,7 @@ class Module:
         return {name: made for name, made in self.parts(kind).items() if made in self.norms}
 
     def parts(self, kind: str) -> dict[str, str]:
-        """Return the attributes that ``__init__`` of a class sets to classes of the module, and these."""
+        """Return the attributes that ``__init__`` of a class sets to the module's classes, and these classes."""
         found: dict[str, str | None] = {}
         for name, value in self.attributes_set(kind):
             made = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else None
@@ -286,7 +286,7 @@ class Module:
         return [path for path, method in self.methods.items() if self.names(method, function)]
 
     def has(self, kind: str, pattern: Callable[[ast.FunctionDef], int]) -> bool:
-        """Return whether the forward of a class has the statements of a pattern."""
+        """Return whether the forward of a class contains the statements of a pattern."""
         copied: ast.FunctionDef = pickle.loads(pickle.dumps(self.forwards[kind]))
         return pattern(copied) > 0
 
@@ -311,7 +311,7 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
     _add_shaped(module, add)
     for kind in module.forwards:
         _add_fused(module, kind, add)
-    # One method has one stand-in; a function that it calls may have one of its own.
+    # A method has one stand-in; a function that it calls may have its own.
     taken = {patch.attribute for patch in patches}
     for kind in module.forwards:
         if f"{kind}.forward" not in taken:
@@ -380,7 +380,7 @@ def patches_in(name: str, model_type: str) -> tuple[Patch, ...]:
 
 
 def path_of(name: str) -> Path | None:
-    """Return the path of a module's source; a module that is not imported is looked up in its package's folder."""
+    """Return the path of a module's source; look in its package's folder if the module is not imported."""
     module = sys.modules.get(name)
     if module is not None:
         file = getattr(module, "__file__", None)

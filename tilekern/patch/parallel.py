@@ -1,7 +1,7 @@
 """Look inside the wrappers that transformers' tensor and expert parallelism puts around forwards.
 
-They are functions that a module has of its own, around the forward that it had. Inside of those of experts the weights
-are this rank's parts, plain tensors; the parameters outside are DTensors.
+A wrapper is a function that the module has as its own attribute, around its former forward. Inside the wrappers of
+experts the weights are plain tensors, this rank's parts; the parameters outside are DTensors.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tilekern.ops.dtensors import is_dtensor
 from tilekern.patch import guards as plain
 
 _HOME = "transformers.distributed."
-# Around modules that all ranks have whole: it adds the gradients of their parameters up over the ranks.
+# Wrapper of modules that every rank has completely: it sums the gradients of their parameters over the ranks.
 _SUMMED = "ReplicatedWithGradAllReduce.install_forward.<locals>.tp_forward"
-# What it knows: the hook that does so, and the parameters that have it.
+# Variables of that wrapper: the hook that sums, and the parameters that have it.
 _HOOK, _HOOKED = "_all_reduce_grad", "is_already_hooked"
 _SPLIT = "TensorParallelLayer.install_forward.<locals>.tp_forward"
 
@@ -39,32 +39,32 @@ class Part(NamedTuple):
 
 
 def around(module: torch.nn.Module) -> FunctionType | None:
-    """Return the function that transformers has put around a module's forward; None where none is."""
+    """Return the function that transformers has put around a module's forward; None if there is none."""
     own = module.__dict__.get("forward")
     is_its = isinstance(own, FunctionType) and own.__globals__.get("__name__", "").startswith(_HOME)
     return own if is_its else None
 
 
 def inside(module: torch.nn.Module) -> Any:
-    """Return the method inside of what transformers has put around a module's forward; None where that does not say."""
+    """Return the method inside transformers' wrapper around a module's forward; None if it cannot be found."""
     outer = around(module)
     return None if outer is None else _variables(outer).get("original_forward")
 
 
 def forward_of(module: torch.nn.Module) -> Any:
-    """As :func:`tilekern.patch.guards.forward_of`; where the sums of gradients are around it, the one inside."""
+    """Return :func:`tilekern.patch.guards.forward_of`, or the forward inside the wrapper that sums gradients."""
     outer = around(module)
     if outer is None or outer.__qualname__ != _SUMMED or torch.compiler.is_compiling():
         return plain.forward_of(module)
-    # Another release may do it in another way, which is not known then.
+    # Another release may implement it differently; then it is not recognised.
     is_known = {_HOOK, _HOOKED} <= _variables(outer).keys()
     return getattr(inside(module), "__func__", None) if is_known else None
 
 
 def see_to_sums(*modules: torch.nn.Module) -> None:
-    """Have the gradients of modules' parameters added up over the ranks, though their forwards are not called.
+    """Sum the gradients of modules' parameters over the ranks, although their wrapped forwards are not called.
 
-    These put a hook on each parameter when they are first called, which stays there.
+    The wrapper's first call puts a hook on each parameter, which stays; this function does the same.
     """
     for module in modules:
         outer = around(module)
@@ -79,7 +79,7 @@ def see_to_sums(*modules: torch.nn.Module) -> None:
 
 
 def part_of_head(head: Any) -> Part | None:
-    """This rank's part of a linear layer whose outputs are spread over ranks and gathered; None of any other head."""
+    """Return this rank's part of a linear layer with sharded, gathered outputs; None for any other head."""
     outer = around(head)
     if outer is None or outer.__qualname__ != _SPLIT:
         return None
@@ -94,13 +94,13 @@ def part_of_head(head: Any) -> Part | None:
     if not usual or not by_rows:
         return None
     weight, bias, mesh = head.weight, head.bias, head.weight.device_mesh
-    # As torch.chunk cuts, which DTensors follow.
+    # DTensors are cut as torch.chunk cuts.
     first = min(len(weight), mesh.get_local_rank() * -(-len(weight) // mesh.size()))
     return Part(weight.to_local(), None if bias is None else bias.to_local(), first, mesh.get_group())
 
 
 def _variables(function: FunctionType) -> dict[str, Any]:
-    """Return the variables that a function took from where it was made, by name."""
+    """Return a function's closure variables by name."""
     return {
         name: cell.cell_contents
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)

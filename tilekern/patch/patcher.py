@@ -48,13 +48,13 @@ _ledger = Ledger()
 
 
 class _Wish(NamedTuple):
-    """The request for families: the ops that are on, and whether those that are not tested are patched too."""
+    """A request for families: the ops that are on, and whether untested families are patched too."""
 
     ops: frozenset[str] = frozenset()
     forms: str = "tested"
 
 
-# For the module of each family, and for all others under None.
+# By module of a family; None is the key for all other modules.
 _wishes: dict[str | None, _Wish] = {None: _Wish()}
 
 
@@ -78,41 +78,39 @@ def apply(
 ) -> list[str]:
     """Patch the supported model families, so that all their models, old and new, run tilekern's kernels.
 
-    A family's code is patched as soon as it is imported, as making a model does; families that a job never uses cost it
-    nothing. It makes ``attn_implementation="tilekern"`` known to transformers as well; which attention a model runs
-    stays its configuration's choice. Call it before the model is made; it works on models that exist as well, except
-    where a hook (accelerate's, for example) already holds their old methods. Applying twice does no harm, and a second
-    call with fewer ops takes the others back. A target that is not the code that its patch was made for is left alone,
-    with a warning.
+    A family's code is patched when it is imported, which making a model does; unused families cost nothing. ``apply``
+    also registers ``attn_implementation="tilekern"`` with transformers; the configuration of each model still chooses
+    its attention. Call it before the model is made. It works on existing models as well, unless a hook (accelerate's,
+    for example) already holds their old methods. Applying twice is harmless; a second call with fewer ops undoes the
+    others. A target whose code is not known to its patch is left alone, with a warning.
 
-    In a job of several ranks every rank must call it: they agree here on the records that all of them run, or when
+    In a job of several ranks every rank must call it. The ranks agree on the records that all of them run, now or when
     torch.distributed comes up later (:mod:`tilekern.patch.comparing`).
 
     Args:
         rms_norm, swiglu, rope, fused_linear_cross_entropy, layer_norm, mlp, fused_add_rms_norm, qk_norm_rope: which
-            ops to patch. ``swiglu`` is for MLPs with a gate, by gelu too, ``mlp`` for those without one. With the fused
-            loss a model in training gives a loss and no logits.
-        experts: whether models of all families whose experts run by transformers' grouped products, its default, run
-            ``experts_implementation="tilekern"`` in their place; and routers of known forms, with their auxiliary
-            loss, the ops ``router`` and ``router_losses``.
-        attention: whether models of the tested families that are made from now on without a name of
-            ``attn_implementation`` get "tilekern", where their code asks for an attention function that it computes.
+            ops to patch. ``swiglu`` is for MLPs with a gate, including gelu gates; ``mlp`` for those without one. With
+            the fused loss a model in training returns a loss and no logits.
+        experts: whether models of all families that use transformers' default, grouped products, run
+            ``experts_implementation="tilekern"`` instead; includes routers of known forms and their auxiliary loss (ops
+            ``router`` and ``router_losses``).
+        attention: whether "tilekern" becomes the default ``attn_implementation`` of models created from now on, in
+            tested families whose code calls attention functions with supported arguments.
         adamw: whether ``torch.optim.AdamW(...)`` makes :class:`tilekern.AdamW` from now on; a call with ``amsgrad``,
             ``capturable`` or ``differentiable`` makes torch's, with a warning.
-        model_type: one family only, for example ``qwen3``; the others stay as they are. None means all. Attention,
-            experts and the optimizer are of all families in any case.
+        model_type: patch one family only, for example ``qwen3``; None means all. Attention, experts and the optimizer
+            always apply to all families.
         forms: ``tested`` patches the families whose tests pass here (``python -m tilekern.patch`` lists them), ``any``
-            all families of transformers whose code has a form that is known.
-        on_miss: what a problem that no cache holds does from now on: ``compile``, ``fallback`` or ``error``.
+            patches all families of transformers whose code has a known form.
+        on_miss: handling of problems without a record from now on: ``compile``, ``fallback`` or ``error``.
         ops: further ops by name, from :func:`register_patch`; they too are on unless given as False.
-
     Returns:
-        The ops that are patched now in the families that are imported; where none is, those that will be. In the
-        table's order.
+        The ops that are now patched in imported families, in the table's order. If none of the families is imported,
+        those that will be patched.
 
     Raises:
-        InputError: an op, model type, kind of forms or miss policy that is not known, a switch that is neither True nor
-            False, or an environment variable of tilekern's with an unknown value.
+        InputError: an op, model type, kind of forms or miss policy is unknown, a switch is neither True nor False, or
+            one of tilekern's environment variables has an unknown value.
         RanksDiffer: the ranks of the job could not agree.
     """
     switches = _switches(locals())
@@ -123,7 +121,7 @@ def apply(
         dispatch.set_miss_policy(on_miss)
     families = [family for family in FAMILIES.values() if model_type in (None, family.model_type)]
     with _lock:
-        # For the families that are imported later too.
+        # Also for families that are imported later.
         if model_type is None:
             _wishes[None] = wish
         _wishes.update({family.module: wish for family in families})
@@ -140,7 +138,7 @@ def apply(
         later = [] if mine.intersection(homes) else [family for family in families if family.is_here]
     own = registered(model_type)
     for patch in own:
-        # Where no lock of ours is held: another thread may wait for it while it imports the module.
+        # Our lock must not be held here: another thread may wait for it while it imports the module.
         with contextlib.suppress(ImportError):
             importlib.import_module(patch.module)
     rows += [patch for patch in own if patch.op in wish.ops]
@@ -174,7 +172,7 @@ def _awaits(name: str) -> bool:
 
 
 def _wanted(name: str) -> list[Patch]:
-    """Return the patches of a module's classes that were asked for."""
+    """Return the requested patches of a module's classes."""
     wish = _wishes.get(name, _wishes[None])
     return chosen(list(patches_for(name, wish.forms)), wish.ops)
 
@@ -188,7 +186,7 @@ _arrivals = Arrivals(_awaits, _arrived)
 
 
 def _put(rows: Iterable[Patch], homes: Collection[str]) -> set[str]:
-    """Apply patches and take back those of the same modules that are not among them; the ops that are patched now."""
+    """Apply patches, undo other patches of the same modules, and return the ops that are patched now."""
     rows = list(rows)
     kept = {patch.target: patch.op for patch in rows}
     done: set[str] = set()
@@ -206,9 +204,9 @@ def _put(rows: Iterable[Patch], homes: Collection[str]) -> set[str]:
 
 
 def _apply(patch: Patch) -> Found:
-    """Apply a patch unless it is, or its target is another code than it knows; what the target was like before.
+    """Apply a patch if its target is known and not patched yet; return the target's state before.
 
-    Where a patch of another op has the target, that one stays.
+    If a patch of another op has the target, that one stays.
     """
     found = examine(patch, _ledger)
     if found.status == "available" and _ledger.held(found.owner, found.name) is not None:
@@ -221,9 +219,9 @@ def _apply(patch: Patch) -> Found:
 
 @contextlib.contextmanager
 def applied(model: torch.nn.Module, ops: Collection[str]) -> Iterator[None]:
-    """Patch the families that a model's modules are of with some ops, for a while; what was patched before stays so.
+    """Patch the families of a model's modules with some ops for a while; earlier patches stay.
 
-    Other ranks have nothing to agree on.
+    Other ranks need not take part.
 
     Raises:
         InputError: an unknown op.
@@ -261,21 +259,21 @@ def apply_to_model(
     on_miss: str | None = None,
     **ops: bool,
 ) -> list[str]:
-    """Patch one model that exists and no other; arguments, result and warnings as of :func:`apply`.
+    """Patch one existing model and no other; for arguments, result and warnings see :func:`apply`.
 
-    The model's modules get methods of their own. Wrappers (PEFT, torch.compile, DistributedDataParallel) are looked
-    through, since their modules contain the model's; accelerate's hooks and casts stay around what runs. A module that
-    has another method of its own already is left alone with a warning. ``rope`` is left out of models whose attention
-    ``qk_norm_rope`` serves.
+    The model's modules get methods of their own. Modules inside wrappers (PEFT, torch.compile, DistributedDataParallel)
+    are patched too; accelerate's hooks and casts stay around the patched methods. A module that already has another
+    method of its own is left alone with a warning. ``rope`` is not patched in models whose attention is patched by
+    ``qk_norm_rope``.
 
-    A deep copy made afterwards is patched too, until :func:`reset`. A pickle is not patched, and needs tilekern where
-    it is loaded. A shallow copy shares the methods, and they work on the modules of the model it was copied from: so do
-    the replicas of ``torch.nn.DataParallel``, for which there is :func:`apply`.
+    A deep copy made afterwards is patched too, until :func:`reset`. A pickle is not patched, but needs tilekern when it
+    is loaded. A shallow copy shares the methods, which work on the modules of the original model. So do the replicas of
+    ``torch.nn.DataParallel``; use :func:`apply` for these.
 
     The attention of a model is chosen by ``model.set_attn_implementation("tilekern")``.
 
     Raises:
-        InputError: as :func:`apply`, where nothing in the model is of a supported family, and where it has attention
+        InputError: as :func:`apply`; or nothing in the model is of a supported family, or the model has attention
             "tilekern", which cannot serve it.
     """
     switches = _switches(locals())
@@ -320,24 +318,24 @@ def apply_to_model(
 
 
 def _take_back(model: torch.nn.Module, ops: Set[str]) -> None:
-    """Put back what patches of some ops gave a model's modules."""
+    """Undo patches of some ops on a model's modules."""
     owners = set(map(id, model.modules()))
     _ledger.undo_all([x for x in _ledger if x.is_bound and not ops.isdisjoint(x.ops) and id(x.owner()) in owners])
 
 
 def patches_of_model(model: torch.nn.Module, forms: str = "tested") -> list[Patch]:
-    """Return the patches of the families that a model's modules are of."""
+    """Return the patches of the families that a model's modules belong to."""
     homes = dict.fromkeys(kind.__module__ for module in model.modules() for kind in type(module).__mro__)
     own = [patch for home in homes for patch in patches_for(home, forms if may_have_forms(home) else "tested")]
     return [*own, *(patch for patch in registered() if patch.module in homes)]
 
 
 def reset(names: str | Iterable[str] | None = None) -> list[str]:
-    """Put back every attribute that patches of the named ops (None: of all) have touched, models' own included.
+    """Undo the patches of the named ops (None means all), including those of single models.
 
-    What others have wrapped around a patch meanwhile (accelerate's hooks and casts) stays, and runs the original.
-    Experts that :func:`apply` chose are put back with the op ``experts``; the auxiliary loss of one patched model stays
-    with its ``fused_linear_cross_entropy``, where it has that. The miss policy stays as it is.
+    Wrappers that others have put around a patch meanwhile (accelerate's hooks and casts) stay and run the original.
+    Experts that :func:`apply` chose are undone with the op ``experts``. The auxiliary loss of a single patched model
+    stays if its ``fused_linear_cross_entropy`` stays. The miss policy does not change.
 
     Returns:
         The ops that had been patched, in the table's order.
@@ -367,7 +365,7 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
 
 
 def _put_the_rest(owner: Any, touch: Touch, ops: set[str]) -> None:
-    """Patch what a stand-in for several ops was taken from with those that stay."""
+    """Patch an owner, whose stand-in for several ops was removed, with the ops that stay."""
     home, _, _ = touch.where.rsplit(".", 2)
     for patch in chosen([patch for patch in patches_for(home, "any") if patch.target == touch.where], ops):
         if touch.is_bound:
@@ -378,17 +376,17 @@ def _put_the_rest(owner: Any, touch: Touch, ops: set[str]) -> None:
 
 @contextlib.contextmanager
 def held() -> Iterator[Ledger]:
-    """The table of what is patched, which nobody changes meanwhile."""
+    """Hold the lock and return the ledger, which nobody changes meanwhile."""
     with _lock:
         yield _ledger
 
 
 def get_patched_ops() -> dict[str, list[str]]:
-    """Return the paths at which each op is patched now, with the number of modules where single models are patched.
+    """Return the paths at which each op is patched now, with the number of modules if single models are patched.
 
-    What something else has replaced since is not among them; a class that another one has replaced in its module is
-    said to be that of older models. Modules that have a forward of their own run no patch of
-    their class; :func:`tilekern.report` tells of them.
+    Patches that something else has replaced since are left out. A class that was replaced in its module is listed as
+    the class of older models. Modules with a forward of their own do not run a patch of their class;
+    :func:`tilekern.report` shows these.
     """
     with _lock:
         runs = [touch for touch in _ledger if touch.still_runs]
@@ -401,7 +399,7 @@ def get_patched_ops() -> dict[str, list[str]]:
 
 
 def codes() -> dict[CodeType, str]:
-    """Return the code of everything that stands in for a model's now, with its op."""
+    """Return the code of every active replacement, with its op."""
     with _lock:
         functions = [(inspect.unwrap(touch.replacement), touch.op) for touch in _ledger]
     doors = [(attention_door.attend, ATTENTION), (experts_door.run_experts, EXPERTS)]
@@ -414,7 +412,7 @@ def list_patches(model_type: str | None = None) -> list[Found]:
     Families' code is read, not imported.
 
     Raises:
-        InputError: a model type that is not known.
+        InputError: an unknown model type.
     """
     check_choice(model_type, FORMS[0])
     own = registered()
@@ -426,12 +424,12 @@ def list_patches(model_type: str | None = None) -> list[Found]:
         ]
 
 
-# What stands in for the choices of other libraries, and not for code of models.
+# Ops that replace choices of other libraries instead of model code.
 _DOORS = (ATTENTION, ADAMW)
 
 
 def _doors_on() -> dict[str, list[str]]:
-    """Return those of :data:`_DOORS` that are in force, with what they change."""
+    """Return the :data:`_DOORS` that are in force, with the attributes that they change."""
     on = {
         ATTENTION: [defaults.CHOICE] if defaults.is_attention_on() else [],
         ADAMW: ["torch.optim.AdamW.__new__"] if defaults.is_adamw_on() else [],

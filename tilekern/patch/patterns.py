@@ -1,7 +1,7 @@
-"""Replace statements of a function by a call, in the function's own text; all its other code stays.
+"""Replace statements of a function by a call, in the function's own text; all other code stays.
 
-Each pattern changes a definition in place and says how often it was there. What it does not know exactly is left: a
-statement in between, a result that is used in another way.
+Each pattern changes a definition in place and returns the number of replacements. Code that it does not recognise
+exactly is left alone: an extra statement in between, or a result that is used differently.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
-# The names under which a changed function calls what stands in.
+# Names under which a changed function calls the replacements.
 ADD_NORM, NORM_ADD, NORM_ADD_NORM = "tilekern_add_norm", "tilekern_norm_add", "tilekern_norm_add_norm"
 TURNED, TURNED_ALONE = "tilekern_turned", "tilekern_turned_alone"
 SERVES, LOSS = "tilekern_serves", "tilekern_loss"
 NORMED, ROTATED, PROJECTED, MLP = "tilekern_normed", "tilekern_rotated", "tilekern_projected", "tilekern_mlp"
 SKIPPED = "tilekern_skipped"
-# The argument that a forward gets whose logits may be skipped.
+# Argument added to a forward whose logits may be skipped.
 SKIP_LOGITS = "skip_logits"
-# What may be done to logits and leaves their loss as it is.
+# Operations on logits that do not change their loss.
 _SAME_LOGITS = (").float()", ").contiguous()")
 _UNUSED, _NORMAL = "tilekern_sum", "tilekern_normal"
 _DROPOUTS = ("nn.functional.dropout", "torch.nn.functional.dropout", "F.dropout")
-# What may leave a part of a statement out, or run it later.
+# Expressions that may skip a part of a statement or run it later.
 _NOT_AT_ONCE = (ast.Lambda, ast.IfExp, ast.BoolOp, ast.Compare, ast.comprehension, ast.NamedExpr)
 
 
@@ -33,20 +33,20 @@ def sums_and_norms(function: ast.FunctionDef, norms: Collection[str]) -> int:
 
     Args:
         function: changed in place.
-        norms: the attributes of ``self`` that are norms.
+        norms: attributes of ``self`` that hold norms.
     """
     return add_norm(function, norms) + norm_add(function, norms)
 
 
 def add_norm(function: ast.FunctionDef, norms: Collection[str]) -> int:
-    """Replace a sum and the norm of it: ``a = x + y``, perhaps ``residual = a``, then ``b = self.norm(a)``.
+    """Replace a sum and its norm: ``a = x + y``, optionally ``residual = a``, then ``b = self.norm(a)``.
 
-    The norm may be inside of the last statement: ``b = a + self.mlp(self.norm(a))``. Behind the sum there may be an
-    ``if`` of its own, as GPT-2 has one for cross attention: where that holds, the steps are those that there were.
+    The norm may be inside the last statement: ``b = a + self.mlp(self.norm(a))``. An ``if`` may follow the sum, such as
+    GPT-2's for cross attention; if its test is true, the original steps run.
 
     Args:
         function: changed in place.
-        norms: the attributes of ``self`` that are norms.
+        norms: attributes of ``self`` that hold norms.
     """
     number = 0
     for body in _bodies(function):
@@ -92,7 +92,7 @@ def _sum_and_norm(statements: list[ast.stmt], norms: Collection[str]) -> tuple[l
 
 
 def _parted(statements: list[ast.stmt], norms: Collection[str]) -> tuple[list[ast.stmt], int] | None:
-    """A sum of two variables and the norm of it around an ``if`` that asks neither of its terms nor of the sum."""
+    """Fuse a sum of two variables and its norm around an ``if`` whose test reads neither the terms nor the sum."""
     if len(statements) < 3 or not isinstance(asked := statements[1], ast.If) or asked.orelse:
         return None
     first, rest = statements[0], statements[2:]
@@ -113,7 +113,7 @@ def _parted(statements: list[ast.stmt], norms: Collection[str]) -> tuple[list[as
 
 
 def _norm_of(statement: ast.stmt, norms: Collection[str], names: Collection[str]) -> ast.Call | None:
-    """The call of a norm of one of some variables in a statement that makes no other calls but with its result."""
+    """Return the call of a norm of one of ``names``, if all other calls in the statement use its result."""
     nodes = list(ast.walk(statement))
     at_once = isinstance(statement, ast.Assign | ast.AnnAssign)
     if not at_once or any(isinstance(x, _NOT_AT_ONCE) for x in nodes):
@@ -126,13 +126,13 @@ def _norm_of(statement: ast.stmt, norms: Collection[str], names: Collection[str]
 
 
 def norm_add(function: ast.FunctionDef, norms: Collection[str]) -> int:
-    """Replace a norm and the sum of it and a variable: ``x = self.norm(x)``, then ``x = residual + x``.
+    """Replace a norm and its sum with a variable: ``x = self.norm(x)``, then ``x = residual + x``.
 
-    The sum may be one that :func:`add_norm` has changed; the norm must not be used in any other way.
+    The sum may already be changed by :func:`add_norm`. The norm's result must have no other use.
 
     Args:
         function: changed in place.
-        norms: the attributes of ``self`` that are norms.
+        norms: attributes of ``self`` that hold norms.
     """
     number = 0
     for body in _bodies(function):
@@ -163,7 +163,7 @@ def _norm_and_sum(statements: list[ast.stmt], norms: Collection[str], function: 
 
 
 def _terms(statement: ast.stmt) -> tuple[list[ast.expr], list[ast.expr]]:
-    """Return the two terms of a sum, and the norm of it where :func:`add_norm` has found one."""
+    """Return the two terms of a sum, and its norm if :func:`add_norm` has replaced it."""
     value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
     if isinstance(value, ast.Call) and _text(value.func) == ADD_NORM:
         return value.args[:2], value.args[2:]
@@ -173,7 +173,7 @@ def _terms(statement: ast.stmt) -> tuple[list[ast.expr], list[ast.expr]]:
 
 
 def _is_dead(name: str, statements: list[ast.stmt], function: ast.FunctionDef) -> bool:
-    """Return whether a variable that the first of some statements sets is read by the second alone."""
+    """Return whether only the second statement reads the variable that the first one sets."""
     for statement in statements[1:]:
         copied = _assigned(statement)[1]
         is_copy = isinstance(copied, ast.Name) and copied.id != name
@@ -193,11 +193,11 @@ class _Exchanged(ast.NodeTransformer):
 
 
 def normed(function: ast.FunctionDef, norms: Collection[str]) -> int:
-    """Replace calls of norms, ``self.norm(x)`` of one value, anywhere in the text.
+    """Replace calls of norms, ``self.norm(x)`` with one argument, anywhere in the text.
 
     Args:
         function: changed in place.
-        norms: the attributes of ``self`` that are norms.
+        norms: attributes of ``self`` that hold norms.
     """
     calls = [x for x in _calls(function) if _own_call(x) in norms and len(x.args) == 1 and not x.keywords]
     calls = [x for x in calls if not isinstance(x.args[0], ast.Starred)]
@@ -208,12 +208,12 @@ def normed(function: ast.FunctionDef, norms: Collection[str]) -> int:
 
 
 def mlp(function: ast.FunctionDef, linears: Collection[str], activations: Collection[str]) -> int:
-    """Replace ``self.down(self.act(self.up(x)))``, at once or in steps, perhaps with dropout before the last.
+    """Replace ``self.down(self.act(self.up(x)))`` in one or more statements, optionally with dropout before ``down``.
 
     Args:
         function: changed in place.
-        linears: the attributes of ``self`` that are linear layers.
-        activations: those that are activations.
+        linears: attributes of ``self`` that hold linear layers.
+        activations: attributes of ``self`` that hold activations.
     """
     body = function.body
     for place, statement in enumerate(body):
@@ -232,9 +232,9 @@ def mlp(function: ast.FunctionDef, linears: Collection[str], activations: Collec
 def _chain_before(
     body: list[ast.stmt], place: int, call: ast.Call, linears: Collection[str], activations: Collection[str]
 ) -> tuple[int, ast.expr, ast.expr, ast.expr, list[ast.keyword]] | None:
-    """The first of the statements that make what ``down`` is called with; the activation, ``up``, and its argument.
+    """Return the index of the first statement that computes the argument of ``down``, and the parts of the MLP.
 
-    And the share that a dropout in between leaves out.
+    The parts are the activation, ``up``, its argument, and the dropout in between as a keyword argument, if any.
     """
     value, first = _given_to(call, body, place)
     dropout = _dropout(value)
@@ -255,7 +255,7 @@ def _chain_before(
 
 
 def _dropout(value: Any) -> list[ast.keyword]:
-    """Return the share that ``dropout(x, p=share, training=self.training)`` leaves out, as an argument."""
+    """Return the rate of ``dropout(x, p=rate, training=self.training)`` as a keyword argument."""
     if not isinstance(value, ast.Call) or _text(value.func) not in _DROPOUTS:
         return []
     given = {keyword.arg: keyword.value for keyword in value.keywords}
@@ -266,7 +266,7 @@ def _dropout(value: Any) -> list[ast.keyword]:
 
 
 def _given_to(call: Any, body: list[ast.stmt], place: int) -> tuple[Any, int]:
-    """The only argument of a call, and its statement: the one before, where that sets the variable which it is."""
+    """Return a call's only argument and its place; if it is a variable set by the statement before, that value."""
     if len(call.args) != 1 or call.keywords or isinstance(call.args[0], ast.Starred):
         return None, place
     given = call.args[0]
@@ -280,14 +280,14 @@ def _given_to(call: Any, body: list[ast.stmt], place: int) -> tuple[Any, int]:
 def qk_norm_rope(function: ast.FunctionDef, norms: Collection[str], rotation: str) -> int:
     """Replace the norms of each head of q and k and their rotation ``q, k = rotation(q, k, ...)`` in a forward.
 
-    The norms ``q = self.q_norm(q)`` stand before it, each perhaps in the statement that makes q or with a transpose of
-    tokens and heads, or right behind it. Either may be under a condition. The layers that make q, k and v of one input
-    are called together where they are there too. Or q and k have one statement each, ``q = rotation(q, ...)``, k's in
-    the alternative of a condition (:func:`_normed_apart`).
+    The norms ``q = self.q_norm(q)`` are before the rotation (possibly in the statement that makes q, or with a
+    transpose of tokens and heads) or right after it. Norms or rotation may be under a condition. The layers that make
+    q, k and v from one input are called together if they are in the forward too. Alternatively q and k have a statement
+    each, ``q = rotation(q, ...)``, with k's in the ``else`` of a condition (:func:`_normed_apart`).
 
     Args:
         function: changed in place.
-        norms: the attributes of ``self`` that are norms.
+        norms: attributes of ``self`` that hold norms.
         rotation: the name of the function that rotates.
     """
     for body in _bodies(function):
@@ -304,7 +304,7 @@ def qk_norm_rope(function: ast.FunctionDef, norms: Collection[str], rotation: st
 
 
 class _Single(NamedTuple):
-    """``x = self.norm(x)`` and ``x = rotation(x, *angles, unsqueeze_dim=2)``, statements from ``place`` on."""
+    """Two statements from ``place`` on: ``x = self.norm(x)`` and ``x = rotation(x, *angles, unsqueeze_dim=2)``."""
 
     place: int
     name: str
@@ -313,7 +313,7 @@ class _Single(NamedTuple):
 
 
 def _singles(body: list[ast.stmt], norms: Collection[str], rotation: str) -> list[_Single]:
-    """Return the variables that are normalised and rotated by themselves."""
+    """Return the variables that are normalised and rotated on their own."""
     found = []
     for place, (name, value) in enumerate(map(_assigned, body[:-1])):
         turned, call = _assigned(body[place + 1])
@@ -327,9 +327,9 @@ def _singles(body: list[ast.stmt], norms: Collection[str], rotation: str) -> lis
 
 
 def _normed_apart(body: list[ast.stmt], norms: Collection[str], rotation: str) -> bool:
-    """Take q's norm and rotation to those of k, which stand in the alternative of a condition that ``self`` tells.
+    """Move q's norm and rotation next to k's, which are in the ``else`` of a condition on an attribute of ``self``.
 
-    What else is done with q before the condition is done in both of its branches. Where it holds, q has one call alone.
+    Other statements on q before the condition move into both branches. In the ``if`` branch q is rotated alone.
     """
     for q in _singles(body, norms, rotation):
         last = next((i for i, x in enumerate(body) if i > q.place + 1 and _assigned(x)[0] != q.name), q.place)
@@ -356,7 +356,7 @@ def _is_own(test: ast.expr) -> bool:
 
 
 def _stores(statements: list[ast.stmt], names: Collection[str | None]) -> bool:
-    """Return whether statements set one of some variables."""
+    """Return whether statements set one of the variables."""
     nodes = (x for statement in statements for x in ast.walk(statement))
     return any(isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store) and x.id in names for x in nodes)
 
@@ -370,7 +370,7 @@ class _Turn(NamedTuple):
     condition: ast.If | None
 
     def fused(self, norms: tuple[str, str], **said: bool) -> str:
-        """Return the call of what stands in for it and the norms of q and k."""
+        """Return the call that replaces the rotation and the norms of q and k."""
         more = [_text(x) for x in self.call.args[2:]] + [f"{name}={value}" for name, value in said.items()]
         of = f"self.{norms[0]}, self.{norms[1]}, {self.q}, {self.k}"
         return f"{self.q}, {self.k} = {TURNED}({', '.join((of, *more))})"
@@ -381,7 +381,7 @@ class _Turn(NamedTuple):
 
 
 def _rotated(statement: ast.stmt, rotation: str) -> _Turn | None:
-    """Return the rotation that a statement is, or that is last in a condition without an alternative."""
+    """Return the rotation of a statement: the statement itself, or the last one of an ``if`` without ``else``."""
     condition = statement if isinstance(statement, ast.If) and not statement.orelse else None
     last = statement if condition is None else condition.body[-1]
     if not isinstance(last, ast.Assign) or not isinstance(last.targets[0], ast.Tuple) or len(last.targets) > 1:
@@ -399,8 +399,8 @@ def _rotated(statement: ast.stmt, rotation: str) -> _Turn | None:
 class _Before(NamedTuple):
     """The norms of q and k before a rotation.
 
-    ``swapped``: they are taken before heads are put before tokens. ``asked`` is the condition that they are under, if
-    any; ``changes`` are what stands in the place of some statements, without them.
+    ``swapped``: the norms come before the transpose of heads and tokens. ``asked`` is the condition around them, if
+    any. ``changes`` are pairs of a statement and its replacement without the norms.
     """
 
     names: tuple[str, str]
@@ -410,7 +410,7 @@ class _Before(NamedTuple):
 
 
 def _norms_before(statements: list[ast.stmt], turn: _Turn, norms: Collection[str]) -> _Before | None:
-    """Return the norms of q and k in what stands before a rotation, where nothing else is done with them in between."""
+    """Return the norms of q and k before a rotation; None if q or k is used differently in between."""
     found: dict[str, tuple[str, bool]] = {}
     swapped = dict.fromkeys((turn.q, turn.k), False)
     changes: list[tuple[ast.stmt, list[ast.stmt]]] = []
@@ -438,9 +438,9 @@ def _norms_before(statements: list[ast.stmt], turn: _Turn, norms: Collection[str
 def _without_norm(
     statement: ast.stmt, norms: Collection[str], swapped: dict[str, bool]
 ) -> tuple[str | None, list[ast.stmt] | None]:
-    """The norm in a statement that makes q or k, and what stands in its place without; None, None where it does more.
+    """Return the norm in a statement that makes q or k, and the statements left without it; else None, None.
 
-    ``swapped`` learns of a transpose of tokens and heads, which may be all that the statement does.
+    ``swapped`` records a transpose of tokens and heads, which may be all that the statement does.
     """
     name, value = _assigned(statement)
     value, transposed = _untransposed(value)
@@ -455,7 +455,7 @@ def _without_norm(
 
 
 def _normed_before(body: list[ast.stmt], place: int, turn: _Turn, norms: Collection[str]) -> bool:
-    """Take away the norms of q and k before a rotation, and call what does both in its place."""
+    """Replace a rotation and the norms of q and k before it by one call."""
     before, first = _norms_before(body[:place], turn, norms), body[place]
     named = all(isinstance(x, ast.Name) for x in turn.call.args)
     if before is None or not named or (before.asked is not None and turn.condition is not None):
@@ -478,7 +478,7 @@ def _normed_before(body: list[ast.stmt], place: int, turn: _Turn, norms: Collect
 
 
 def _normed_after(body: list[ast.stmt], place: int, turn: _Turn, norms: Collection[str]) -> bool:
-    """Take away the norms of q and k right behind a rotation, and call what does both in its place."""
+    """Replace a rotation and the norms of q and k right after it by one call."""
     last = body[place + 1 : place + 2]
     asked = last[0] if last and isinstance(last[0], ast.If) else None
     behind = body[place + 1 : place + 3] if asked is None else asked.body
@@ -502,12 +502,12 @@ def _normed_after(body: list[ast.stmt], place: int, turn: _Turn, norms: Collecti
     return True
 
 
-# Between heads before tokens and tokens before heads.
+# Transposes [batch, heads, tokens, ...] to [batch, tokens, heads, ...] and back.
 _SWAP = ".transpose(1, 2)"
 
 
 def _untransposed(value: ast.expr | None) -> tuple[ast.expr | None, bool]:
-    """Return the value before a transpose of tokens and heads; else the value as it is."""
+    """Return the value before a transpose of tokens and heads, or the value itself."""
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         swaps = f".{value.func.attr}({', '.join(map(_text, value.args))})" == _SWAP and not value.keywords
         return (value.func.value, True) if swaps else (value, False)
@@ -515,14 +515,14 @@ def _untransposed(value: ast.expr | None) -> tuple[ast.expr | None, bool]:
 
 
 def _is_norms(statement: ast.stmt, turn: _Turn, norms: Collection[str]) -> bool:
-    """Return whether a statement is the norms of q and k under a condition that ``self`` tells."""
+    """Return whether a statement is the norms of q and k under a condition on an attribute of ``self``."""
     if not isinstance(statement, ast.If) or statement.orelse or len(statement.body) != 2:
         return False
     return _is_own(statement.test) and _norms_in(statement.body, norms).keys() == {turn.q, turn.k}
 
 
 def _norms_in(statements: list[ast.stmt], norms: Collection[str]) -> dict[str, str]:
-    """Return the norm of each variable ``x`` that a statement ``x = self.norm(x)`` normalises."""
+    """Return the norm of each variable ``x`` in statements ``x = self.norm(x)``."""
     found = {}
     for name, value in map(_assigned, statements):
         norm = _own_call(value)
@@ -532,7 +532,7 @@ def _norms_in(statements: list[ast.stmt], norms: Collection[str]) -> dict[str, s
 
 
 def _project_together(function: ast.FunctionDef) -> None:
-    """``self.q_proj(x)``, ``self.k_proj(x)`` and ``self.v_proj(x)`` of a variable, in three statements, as one call."""
+    """Replace ``self.q_proj(x)``, ``self.k_proj(x)`` and ``self.v_proj(x)`` in three statements by one call."""
     layers = {f"{kind}_proj": f"tilekern_{kind}" for kind in "qkv"}
     for body in _bodies(function):
         made: dict[str, tuple[int, ast.Call]] = {}
@@ -556,11 +556,11 @@ def _project_together(function: ast.FunctionDef) -> None:
 
 
 def head_and_loss(function: ast.FunctionDef) -> int:
-    """``logits = self.lm_head(x)`` and the loss of them: in training one call makes the loss, without logits.
+    """Replace ``logits = self.lm_head(x)`` and their loss: in training one call computes the loss without logits.
 
-    The function gets an argument more, ``skip_logits``, by which a call says whether there are.
-    Between the two, logits may be multiplied, divided, or capped by a number of the configuration. A forward that
-    gives a tuple to those who ask for it gives it with logits.
+    The function gets an additional argument ``skip_logits``. Between head and loss the logits may be multiplied,
+    divided, or capped by a number of the configuration. A forward that returns a tuple on request makes logits in this
+    case.
     """
     body, names = function.body, {x.arg for x in ast.walk(function.args) if isinstance(x, ast.arg)}
     for place, statement in enumerate(body):
@@ -573,7 +573,7 @@ def head_and_loss(function: ast.FunctionDef) -> int:
         if found is None or "labels" not in names or _uses([*body[:place], call], logits) or SKIP_LOGITS in names:
             continue
         end, loss, arguments, settings = found
-        # Statements that return a tuple to callers that ask for no dictionary.
+        # Statements that return a tuple if the caller sets return_dict to False.
         asking = [x for x in body[end:] if isinstance(x, ast.If) and not x.orelse]
         tuples: list[ast.stmt] = [
             x for x in asking if _text(x.test) == "not return_dict" and isinstance(x.body[-1], ast.Return)
@@ -600,12 +600,12 @@ def head_and_loss(function: ast.FunctionDef) -> int:
 
 
 def _scaled_call(value: ast.expr | None) -> tuple[ast.Call | None, list[ast.keyword]]:
-    """A call whose result may be cast to float32, made contiguous or multiplied; a factor as the loss's argument."""
+    """Return a call whose result may be cast to float32, made contiguous or multiplied, and the loss's ``factor``."""
     scale = []
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult) and _text(value.right).startswith("self."):
         scale, value = [ast.keyword("factor", value.right)], value.left
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and _text(value).endswith(_SAME_LOGITS):
-        # The loss is computed in float32 in any case, and by rows.
+        # The loss is computed in float32 and row by row in any case.
         value = value.func.value
     return (value if isinstance(value, ast.Call) else None), scale
 
@@ -613,9 +613,9 @@ def _scaled_call(value: ast.expr | None) -> tuple[ast.Call | None, list[ast.keyw
 def _loss_after(
     body: list[ast.stmt], place: int, logits: str, options: list[ast.keyword]
 ) -> tuple[int, str, list[ast.keyword], list[ast.stmt]] | None:
-    """Return the end of the loss that follows a head, its variable, and the arguments that say how it is made.
+    """Return the end of the loss after a head, its variable, its arguments, and the statements that set these.
 
-    And what in between sets variables that these arguments name.
+    The last item lists the statements in between that set variables which the arguments name.
     """
     settings: list[ast.stmt] = []
     for end, statement in enumerate(body[place:], place + 1):
@@ -633,14 +633,14 @@ def _loss_after(
 
 
 def _is_setting(statement: ast.stmt, logits: str) -> bool:
-    """Return whether a statement names a value of the configuration."""
+    """Return whether a statement reads a value of the configuration into a variable."""
     name, value = _assigned(statement)
     read = value is not None and _text(value).startswith(("self.config.", "getattr(self.config."))
     return read and name != logits and not _uses([statement], logits)
 
 
 def _scale(statement: ast.stmt, logits: str) -> ast.keyword | None:
-    """``logits = logits * factor`` or ``/ divisor`` as an argument of the loss."""
+    """Return ``logits = logits * factor`` or ``/ divisor`` as an argument of the loss."""
     name, value = _assigned(statement)
     if name != logits or not isinstance(value, ast.BinOp) or _text(value.left) != logits:
         return None
@@ -650,7 +650,7 @@ def _scale(statement: ast.stmt, logits: str) -> ast.keyword | None:
 
 
 def _softcap(statement: ast.stmt, logits: str) -> ast.keyword | None:
-    """Logits capped where the configuration, a variable or one that is set on the way has a cap."""
+    """Return the cap of logits, from the configuration, a variable or an assignment in the test, as an argument."""
     if not isinstance(statement, ast.If) or statement.orelse or not isinstance(statement.test, ast.Compare):
         return None
     value = statement.test.left
@@ -663,7 +663,7 @@ def _softcap(statement: ast.stmt, logits: str) -> ast.keyword | None:
 
 
 def _loss(statement: ast.stmt, logits: str) -> tuple[str, list[ast.keyword]] | None:
-    """``loss = self.loss_function(logits, labels, ...)`` where labels are given: its variable and other arguments."""
+    """Return the variable and the other arguments of ``loss = self.loss_function(logits, labels, ...)`` with labels."""
     if not isinstance(statement, ast.If) or statement.orelse or _text(statement.test) != "labels is not None":
         return None
     name, call = _assigned(statement.body[0]) if len(statement.body) == 1 else (None, None)
@@ -678,7 +678,7 @@ def _loss(statement: ast.stmt, logits: str) -> tuple[str, list[ast.keyword]] | N
 
 
 def _only_returned(statements: list[ast.stmt], name: str) -> bool:
-    """Return whether all that is done with a variable is to return it as the field of its output that has its name."""
+    """Return whether a variable is only returned, as the output's field ``logits``."""
     fields = [
         keyword.arg
         for statement in statements
@@ -691,14 +691,14 @@ def _only_returned(statements: list[ast.stmt], name: str) -> bool:
 
 
 def _uses(nodes: Iterable[ast.AST], name: str) -> int:
-    """Return how often a variable is named."""
+    """Return how often a variable occurs."""
     return sum(isinstance(x, ast.Name) and x.id == name for node in nodes for x in ast.walk(node))
 
 
 def stores_twice(rotary: ast.ClassDef, in_a_row: bool = False) -> bool:
-    """Whether a rotary embedding gives cosines and sines of angles that were doubled by ``cat((angles, angles))``.
+    """Return whether a rotary embedding returns cosines and sines of angles doubled by ``cat((angles, angles))``.
 
-    ``in_a_row``: by ``repeat_interleave(angles, 2)``. A method ``recomposition_frequencies`` may do it to both.
+    ``in_a_row``: doubled by ``repeat_interleave(angles, 2)``. A method ``recomposition_frequencies`` may double both.
     """
     methods = {x.name: x for x in rotary.body if isinstance(x, ast.FunctionDef)}
     forward, joined = methods.get("forward"), methods.get("recomposition_frequencies")
@@ -748,7 +748,7 @@ def _bodies(function: ast.FunctionDef) -> Iterator[list[ast.stmt]]:
 
 
 def _assigned(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
-    """Return the variable that a statement sets, where it sets a single one, and to what."""
+    """Return the variable and the value of an assignment to a single variable, else None, None."""
     if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
         return statement.target.id, statement.value
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
@@ -776,12 +776,12 @@ def _text(node: ast.AST) -> str:
 
 
 def _called(tree: ast.AST, name: str) -> ast.Call:
-    """Return the call of a function in a tree that has one."""
+    """Return the first call of a function in a tree."""
     return next(x for x in ast.walk(tree) if isinstance(x, ast.Call) and _text(x.func) == name)
 
 
 def _statement(text: str, place: ast.stmt) -> ast.stmt:
-    """Return the statement that a text says, on the line of another one."""
+    """Parse a statement and give it the line of another one."""
     made = ast.parse(text).body[0]
     for node in ast.walk(made):
         if hasattr(node, "lineno"):

@@ -1,8 +1,8 @@
 """Find the sequences in a row by the ``position_ids`` that the model was given.
 
-A flattening collator puts several sequences into one row, and their positions begin again in each. transformers hands
-positions to the maker of a mask in some families alone, and makes nothing of them beside a cache or a mask of ones.
-They are looked at here once a forward, where the model's own code called for a mask.
+A flattening collator puts several sequences into one row; their positions restart in each. Only in some families does
+transformers pass positions to the function that makes a mask, and with a cache or a mask of ones it ignores them. This
+module reads them once per forward, from the frame of the model's code that requested the mask.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ _NAMES = ("text_position_ids", "position_ids")
 
 
 class Sequences(NamedTuple):
-    """Sequences that stand one after the other in a row.
+    """Consecutive sequences in a row.
 
     Attributes:
         starts: [sequences + 1] int32 on the row's device, as ``cu_seqlens`` of attention.
-        longest: at least the length of the longest; few values, since each makes plans of its own.
+        longest: at least the length of the longest one; takes few different values, since each needs its own plans.
     """
 
     starts: torch.Tensor
     longest: int
 
     def to(self, device: torch.device | str | None) -> Sequences:
-        """Return the same on a device; None for where they are."""
+        """Return the same on a device; None keeps the current device."""
         return self._replace(starts=self.starts.to(device))
 
 
 class Positions(NamedTuple):
-    """What a model was told of the positions in its rows, where it calls for a mask.
+    """The positions that a model was given, as seen when it requests a mask.
 
     Attributes:
-        ids: ``position_ids``, [batch, tokens], or [axes, batch, tokens] where a token has several; None without any.
-        are_seen: whether transformers looks at them by itself.
-        are_given: whether they are the user's, and not what a model counts by itself where it is given none.
-        starts: the ``cu_seq_lens_q`` that came with them; None without.
+        ids: ``position_ids``, [batch, tokens], or [axes, batch, tokens] if a token has several; None if absent.
+        are_seen: whether transformers evaluates them itself.
+        are_given: whether they are the user's; False if the model counted them itself because it got none.
+        starts: the ``cu_seq_lens_q`` given with them; None if absent.
     """
 
     ids: torch.Tensor | None = None
@@ -52,13 +52,13 @@ class Positions(NamedTuple):
 
 
 def has_values(tensor: torch.Tensor | None) -> bool:
-    """Return whether a tensor is more than its shape."""
+    """Return whether a tensor has values, and not only a shape."""
     fake = torch._subclasses.FakeTensor
     return tensor is None or not (tensor.device.type == "meta" or isinstance(tensor, fake))
 
 
 def positions_of_call() -> Positions:
-    """Return the positions of the model whose forward calls for a mask now, by the frames of that call."""
+    """Return the positions of the model whose forward requests a mask now, from the frames of that call."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (ids := _ids(frame)) is None:
         if frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), torch.nn.Module):
@@ -81,9 +81,9 @@ def _ids(frame: FrameType) -> torch.Tensor | None:
 
 
 def _told(frame: FrameType | None) -> tuple[bool, torch.Tensor | None]:
-    """Return whether the outermost model on the way to a frame was called with positions, and with which starts.
+    """Return whether the outermost model above a frame was called with positions, and its ``cu_seq_lens_q``.
 
-    So it is taken to be where nobody can tell.
+    If this is unknown, positions count as given.
     """
     from transformers import PreTrainedModel
 
@@ -98,9 +98,9 @@ def _told(frame: FrameType | None) -> tuple[bool, torch.Tensor | None]:
 
 
 def _names_positions(code: CodeType, values: Any, otherwise: bool) -> bool:
-    """Return whether a call names positions, by the arguments of a forward or of ``Module.__call__``."""
+    """Return whether a call passes positions, from the arguments of a forward or of ``Module.__call__``."""
     if code.co_name == "_call_impl":
-        # They stand behind the ids and the mask where they are given by their place.
+        # As positional arguments they follow the ids and the mask.
         named, placed = values.get("kwargs"), values.get("args")
         return (
             otherwise if named is None or placed is None else named.get("position_ids") is not None or len(placed) > 2
@@ -112,16 +112,16 @@ def _names_positions(code: CodeType, values: Any, otherwise: bool) -> bool:
 
 @constant_in_graphs
 def are_given_in_graph() -> bool:
-    """Return the same of a model that torch.compile traces as a whole; not so where it traces less than a model.
+    """Return the same for a model that torch.compile traces as a whole; False if it traces less than a model.
 
-    A layer that is compiled by itself gets a mask from a model that is not, in which positions were looked at.
+    A layer that is compiled alone gets its mask from a model that is not compiled and whose positions were read.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from transformers import PreTrainedModel
 
     try:
         root = InstructionTranslator.current_tx()
-    except AttributeError:  # torch.export runs the code itself
+    except AttributeError:  # torch.export runs the code as Python
         return _told(sys._getframe(1))[0]
     level, models = getattr(root.output, "current_tx", root), []
     while level is not None:
@@ -134,12 +134,12 @@ def are_given_in_graph() -> bool:
     traced = root.f_locals.get("self")
     if isinstance(traced, torch.nn.Module) and not isinstance(traced, PreTrainedModel):
         return False
-    # The graph was broken on the way, so that what called this part of a model runs as Python.
+    # The graph was broken above this part of a model, so its caller runs as Python.
     return _told(sys._getframe(1))[0]
 
 
 def _value(variable: Any) -> Any:
-    """Return what a variable of torch.compile stands for, as far as None is told from others."""
+    """Return the value of a torch.compile variable, accurate enough to distinguish None from other values."""
     if hasattr(variable, "is_realized"):
         if not variable.is_realized():
             return variable.original_value()
@@ -150,10 +150,10 @@ def _value(variable: Any) -> Any:
 
 
 def number_of_sequences(ids: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the number of each token's sequence, [tokens], of a row's positions; nothing is waited for.
+    """Return each token's sequence number, [tokens], from a row's positions, without synchronizing.
 
-    A sequence begins where positions are the row's lowest, as FlashAttention's integration has it, and where they
-    fall. Padding, which ``visible`` [1, tokens] hides, goes with the sequence before it.
+    A sequence begins at each occurrence of the row's lowest position, as in FlashAttention's integration, and where
+    positions fall. Padding, hidden by ``visible`` [1, tokens], belongs to the sequence before it.
     """
     rows = ids.reshape(-1, ids.shape[-1]).long()
     if visible is None:
@@ -172,13 +172,13 @@ _last: tuple[Any, ...] = (lambda: None, -1, None)
 
 
 def look(ids: torch.Tensor, known: torch.Tensor | None = None) -> Sequences | None:
-    """Return the sequences of a row's positions, whose values are read once for all masks of a forward; None if one.
+    """Return the sequences of a row's positions, read once for all masks of a forward; None if there is one sequence.
 
-    ``known`` are the numbers of the tokens' sequences, [tokens], where transformers has found them.
+    ``known`` are the tokens' sequence numbers, [tokens], if transformers has computed them.
     """
     global _last  # noqa: PLW0603
     tensor, version, found = _last
-    # Tensors of inference mode do not know how often they were written to.
+    # Tensors of inference mode have no version counter.
     current = -1 if ids.is_inference() else ids._version
     if current >= 0 and tensor() is ids and version == current:
         return found
@@ -188,7 +188,7 @@ def look(ids: torch.Tensor, known: torch.Tensor | None = None) -> Sequences | No
 
 
 def cut(numbers: torch.Tensor, device: torch.device) -> Sequences | None:
-    """Sequences by the number of each token's, which lie on the CPU; None if there is one."""
+    """Return sequences from each token's sequence number, on the CPU; None if there is one sequence."""
     ends = (numbers[1:] != numbers[:-1]).nonzero().view(-1) + 1
     if not len(ends):
         return None
@@ -198,6 +198,6 @@ def cut(numbers: torch.Tensor, device: torch.device) -> Sequences | None:
 
 
 def number_of_tokens(starts: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return the number of each token's sequence, [tokens], by where sequences begin."""
+    """Return each token's sequence number, [tokens], from the starts of the sequences."""
     places = torch.arange(tokens, dtype=torch.int64, device=starts.device)
     return torch.searchsorted(starts.long(), places, right=True)

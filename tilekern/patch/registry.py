@@ -15,27 +15,27 @@ _registered: list[Patch] = []
 
 
 def patches(model_type: str | None = None) -> tuple[Patch, ...]:
-    """Every patch of a family or of all, in the order in which they are applied; families' modules are only read."""
+    """Return every patch of a family or of all, in the order of application; families' modules are only read."""
     families = [x for x in FAMILIES.values() if model_type in (None, x.model_type) and x.is_here]
     return (*(patch for family in families for patch in family.patches()), *registered(model_type))
 
 
 def patches_for(module: str, forms: str = "tested") -> tuple[Patch, ...]:
-    """Return the patches of the classes in a module; of a family that is not tested only with ``forms="any"``."""
+    """Return the patches of the classes in a module; untested families only with ``forms="any"``."""
     family = family_of(module)
     if family is not None:
         return family.patches()
-    # A folder of transformers' models has the family's name; other code has its module's.
+    # The folder of a transformers model is named after the family; other code goes by its module name.
     return patches_in(module, module.split(".")[-2 if "." in module else -1]) if forms == "any" else ()
 
 
 def registered(model_type: str | None = None) -> tuple[Patch, ...]:
-    """Return the patches that people registered, of a family or of all."""
+    """Return the patches that users registered, of a family or of all."""
     return tuple(patch for patch in _registered if model_type in (None, patch.model_type))
 
 
 def register_patch(patch: Patch) -> None:
-    """Add a patch of one's own to the table; ``apply`` and ``apply_to_model`` use it from then on.
+    """Add your own patch to the table; ``apply`` and ``apply_to_model`` use it from then on.
 
     Registering the same patch again does nothing. Its digests come from :func:`tilekern.patch.digest_of`, or from
     ``python -m tilekern.patch --json``::
@@ -54,8 +54,8 @@ def register_patch(patch: Patch) -> None:
         )
 
     Raises:
-        InputError: the op's name cannot be a keyword argument, no digest is given, or another patch of the same family
-            has the same target.
+        InputError: the op's name cannot be a keyword argument, the patch has no digest, or another patch of the same
+            family has the same target.
     """
     if not patch.op.isidentifier():
         raise InputError(f"register_patch: op must be a name such as rms_norm, got {patch.op!r}")
@@ -75,7 +75,7 @@ def known_ops() -> list[str]:
 
 
 def known_families() -> list[str]:
-    """Return the model types that have patches: those tested here, and those that people registered patches of."""
+    """Return the model types that have patches: tested families, and families with registered patches."""
     return list(dict.fromkeys((*FAMILIES, *(patch.model_type for patch in _registered))))
 
 
@@ -91,7 +91,7 @@ def check_ops(names: Iterable[str]) -> None:
             raise InputError(f"unknown op {name!r}{hint}; known: {', '.join(known_ops())}")
 
 
-# Ops that `apply` alone switches, and what is called for one model.
+# Ops that only `apply` switches, and the alternative for one model.
 _ELSEWHERE = {
     ATTENTION: ' of one model, which model.set_attn_implementation("tilekern") chooses',
     ADAMW: " of one model, for which tilekern.AdamW is made",
@@ -102,7 +102,7 @@ def check_switches(switches: Mapping[str, object]) -> None:
     """Raise unless every switch is True or False.
 
     Raises:
-        InputError: one is not; where it is the name of an op, the message says how that is switched.
+        InputError: a value is neither; if it is the name of an op, the message says how to switch that op.
     """
     for name, value in switches.items():
         if isinstance(value, bool):
@@ -119,7 +119,7 @@ def check_switches(switches: Mapping[str, object]) -> None:
 
 
 def check_choice(model_type: str | None, forms: str) -> None:
-    """Raise unless a family, where one is named, and the kind of forms are known.
+    """Raise unless the family (if any is named) and the kind of forms are known.
 
     Raises:
         InputError: one is not.

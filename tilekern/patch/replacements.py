@@ -1,7 +1,7 @@
 """Replacements for functions of Hugging Face models; each is made from the function that it replaces.
 
-The original runs wherever the kernel would not compute the same: another activation, a subclass of Tensor (DTensor and
-the like), shapes that only broadcasting makes fit.
+The original runs whenever the kernel would compute something else: another activation, a subclass of Tensor (DTensor
+and the like), shapes that need broadcasting.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NORM, _LAYER_NORM = "rms_norm_forward", "layer_norm_forward"
 
 
 def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
-    """For ``forward(self, hidden_states)`` of a norm with ``weight`` [columns], or without one."""
+    """Replace ``forward(self, hidden_states)`` of a norm with ``weight`` [columns], or without one."""
     eps, offset, casting_mode = norm.eps, norm.offset, norm.casting_mode
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
@@ -48,9 +48,9 @@ def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
 
 
 def rms_norm_gated(original: Function) -> Function:
-    """For ``forward(self, hidden_states, gate)`` of a norm whose result is multiplied by ``silu(gate)``.
+    """Replace ``forward(self, hidden_states, gate)`` of a norm whose result is multiplied by ``silu(gate)``.
 
-    They are two ops, of which the second computes in float32 as well.
+    The two steps are two ops; the second computes in float32 as well.
     """
 
     def forward(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor) -> Any:
@@ -65,7 +65,7 @@ def rms_norm_gated(original: Function) -> Function:
 
 
 def layer_norm_unbiased(original: Function) -> Function:
-    """For ``forward(self, hidden_states)`` of a layer norm with ``weight`` [columns] and no bias, rounded last."""
+    """Replace ``forward(self, hidden_states)`` of a layer norm with ``weight`` [columns] and no bias, rounded last."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         if type(hidden_states) is not torch.Tensor:
@@ -83,13 +83,13 @@ def layer_norm_unbiased(original: Function) -> Function:
 
 
 def by_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return a layer norm over the last dimension by weights that differ along others, too, rounded last."""
+    """Return a layer norm over the last dimension, with weights that also vary over other dimensions; rounds last."""
     ones = torch.ones(x.shape[-1], dtype=torch.float32, device=x.device)
     return (layer_norm(x, ones, None, eps) * weight).to(x.dtype)
 
 
 def layer_norm_from_1(original: Function) -> Function:
-    """For ``forward(self, input)`` of a layer norm whose ``weight`` [columns] is 1 less than what it scales by."""
+    """Replace ``forward(self, input)`` of a layer norm that scales by ``weight + 1``; ``weight`` is [columns]."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         x, weight, bias = hidden_states, self.weight, self.bias
@@ -102,7 +102,7 @@ def layer_norm_from_1(original: Function) -> Function:
 
 
 def layer_norm_alone(original: Function) -> Function:
-    """For ``forward(self, hidden_states)`` of a layer norm without weight and bias, which adds 1e-5 to the variance."""
+    """Replace ``forward(self, hidden_states)`` of a layer norm without weight and bias, whose eps is 1e-5."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         if type(hidden_states) is not torch.Tensor or hidden_states.shape[-1:] != self.normalized_shape:
@@ -114,9 +114,9 @@ def layer_norm_alone(original: Function) -> Function:
 
 
 def are_normed_alike(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
-    """Return whether torch's layer norm of ``x`` over the last dimension gives what the op does, in the same dtype."""
+    """Return whether torch's layer norm of ``x`` over the last dimension equals the op's, in the same dtype."""
     given = [part for part in (weight, bias) if part is not None]
-    # Autocast has layer norms give float32.
+    # Under autocast layer norms return float32.
     cast = x.dtype != torch.float32 and is_autocast(x.device.type)
     return not cast and is_plain(*given) and all(y.shape == x.shape[-1:] and y.dtype == x.dtype for y in given)
 
@@ -125,12 +125,12 @@ def gated_mlp(
     original: Function, activation: str = "act_fn",
     layers: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), dropout: str = "",
 ) -> Function:  # fmt: skip
-    """For ``forward(self, x)`` of an MLP whose layers make gate, up and the result.
+    """Replace ``forward(self, x)`` of an MLP whose layers make gate, up and the result.
 
     Args:
-        activation: the attribute that holds it; empty for ``torch.nn.functional.silu``.
-        layers: the attributes that hold the layers.
-        dropout: the attribute with the share of the result that training leaves out; empty where it leaves out none.
+        activation: attribute that holds the activation; empty for ``torch.nn.functional.silu``.
+        layers: attributes that hold the layers.
+        dropout: attribute with the dropout rate of the result in training; empty without dropout.
     """
     gate_of = _gates_by(activation)
     first, second, last = layers
@@ -153,7 +153,7 @@ def gated_mlp(
 def joined_mlp(
     original: Function, activation: str = "activation_fn", layers: tuple[str, str] = ("gate_up_proj", "down_proj")
 ) -> Function:
-    """For ``forward`` of an MLP whose first layer makes gate and up, one beside the other."""
+    """Replace ``forward`` of an MLP whose first layer makes gate and up, concatenated."""
     gate_of = _gates_by(activation)
     first, last = layers
 
@@ -168,7 +168,7 @@ def joined_mlp(
 
 
 def multiplied_mlp(original: Function) -> Function:
-    """As :func:`gated_mlp`, for Falcon-H1's MLP, which multiplies the gate before its activation, and the result."""
+    """Replace the forward of Falcon-H1's MLP, which multiplies the gate before its activation, and the result."""
     gate_of = _gates_by("act_fn")
 
     def forward(self: Any, x: torch.Tensor) -> Any:
@@ -182,12 +182,12 @@ def multiplied_mlp(original: Function) -> Function:
 
 
 def _count_gate(gate: Function | None) -> None:
-    """Count a call that runs an MLP's own code, whose gate is this op or, where None, no op's."""
+    """Count a call that runs an MLP's own code; ``gate`` is the op of its gate, or None if no op has it."""
     count_own("swiglu_forward", "an activation without an op, or with hooks" if gate is None else SUBCLASS)
 
 
 def _gates_by(activation: str) -> Callable[[Any], Function | None]:
-    """Which op computes ``activation(gate) * up`` for a module; None where none does."""
+    """Return a function from a module to the op that computes ``activation(gate) * up``, or None if no op does."""
     gated = gates()
 
     def gate_of(module: Any) -> Function | None:
@@ -211,7 +211,7 @@ def gates() -> dict[type, Function]:
 
 
 def activation(original: Function, kind: str) -> Function:
-    """For ``forward(self, x)`` of an activation."""
+    """Replace ``forward(self, x)`` of an activation."""
 
     def forward(self: Any, x: torch.Tensor) -> Any:
         if type(x) is not torch.Tensor:
@@ -223,7 +223,7 @@ def activation(original: Function, kind: str) -> Function:
 
 
 def kind_of(module: Any, known: Mapping[type, str]) -> str | None:
-    """The activation of :func:`tilekern.ops.activation` that calling a module computes; None where it does another."""
+    """Return the activation of :func:`tilekern.ops.activation` that a module's call computes; None if there is none."""
     if has_hooks(module) or "forward" in module.__dict__:
         return None
     if type(module) is torch.nn.GELU:
@@ -232,7 +232,7 @@ def kind_of(module: Any, known: Mapping[type, str]) -> str | None:
 
 
 def kinds() -> dict[type, str]:
-    """Return the activation of :func:`tilekern.ops.activation` that a class's instances all compute."""
+    """Return the activation of :func:`tilekern.ops.activation` that all instances of a class compute, by class."""
     from transformers import activations
 
     return {
@@ -257,17 +257,17 @@ def rope(
     original: Function, angles: str = "twice", *, part: bool = False, pairs: bool = False, back: bool = False,
     cast_back: bool = False,
 ) -> Function:  # fmt: skip
-    """For ``apply_rotary_pos_emb`` of q and k by cos and sin [batch or 1, tokens, size].
+    """Replace ``apply_rotary_pos_emb`` of q and k by cos and sin [batch or 1, tokens, size].
 
     q and k are [batch, heads, tokens, head_dim] with ``unsqueeze_dim`` 1, [batch, tokens, heads, head_dim] with 2.
 
     Args:
         original: the rotation.
-        angles: how cos and sin hold the angles of a head: ``twice``, one half after the other; ``in a row``, each twice
-            in a row; ``once``; or ``whole``, one angle for each number of a head.
+        angles: layout of a head's angles in cos and sin: ``twice`` (one half after the other), ``in a row`` (each twice
+            in a row), ``once``, or ``whole`` (one angle for each number of a head).
         part: whether only the first ``size`` numbers of each head are rotated.
         pairs: whether pairs (x[2i], x[2i + 1]) are rotated, not halves.
-        back: whether to rotate by the angles' negatives.
+        back: whether to rotate by the negative angles.
         cast_back: whether the results are cast to the dtypes of q and k.
     """
 
@@ -299,7 +299,7 @@ rope_whole_cast_back = partial(rope, angles="whole", cast_back=True)
 
 
 def rope_of_patches(original: Function) -> Function:
-    """As :func:`rope_whole_cast_back`, of q and k [patches, heads, head_dim] by cos and sin [patches, head_dim]."""
+    """Like :func:`rope_whole_cast_back`, for q and k [patches, heads, head_dim], cos and sin [patches, head_dim]."""
 
     def of_one_batch(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, _: int = 1) -> Any:
         return tuple(x[None] for x in original(q[0], k[0], cos[0], sin[0]))
@@ -317,12 +317,12 @@ def rope_of_patches(original: Function) -> Function:
 
 
 def rope_alone(original: Function) -> Function:
-    """As :func:`rope_whole`, for a rotation of one tensor, q or k."""
+    """Like :func:`rope_whole`, for a rotation of one tensor, q or k."""
     return _one_by_one(original, rope_whole)
 
 
 def rope_pairs_alone(original: Function) -> Function:
-    """For GPT-J's rotation of one tensor [batch, tokens, heads, head_dim] in pairs (x[2i], x[2i + 1]).
+    """Replace GPT-J's rotation of one tensor [batch, tokens, heads, head_dim] in pairs (x[2i], x[2i + 1]).
 
     Its sines come before its cosines, each [batch, tokens, head_dim / 2].
     """
@@ -339,7 +339,7 @@ def rope_pairs_alone(original: Function) -> Function:
 
 
 def _one_by_one(original: Function, pair: Callable[[Function], Function]) -> Function:
-    """Return a rotation of one tensor: ``pair`` makes one of two, which here are the halves of its heads."""
+    """Return a rotation of one tensor: ``pair`` makes one for two tensors, which here are the halves of its heads."""
     turned = pair(lambda q, k, *more: (original(q, *more), original(k, *more)))
 
     def apply_rotary_pos_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
@@ -352,12 +352,12 @@ def _one_by_one(original: Function, pair: Callable[[Function], Function]) -> Fun
 
 
 def rope_once(original: Function) -> Function:
-    """As :func:`rope`, by angles [batch or 1, tokens, head_dim / 2] that are stored once."""
+    """Like :func:`rope`, with angles [batch or 1, tokens, head_dim / 2] that are stored once."""
     return _named(original, rope(_unplaced(original), "once"))
 
 
 def rope_pairs_apart(original: Function) -> Function:
-    """As :func:`rope`, for a rotation of pairs (x[2i], x[2i + 1]) whose results are halves as :func:`rope`'s are."""
+    """Like :func:`rope`, for pairs (x[2i], x[2i + 1]) whose results are stored as halves, as :func:`rope`'s are."""
 
     def turn(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
@@ -367,7 +367,7 @@ def rope_pairs_apart(original: Function) -> Function:
 
 
 def rope_multimodal(original: Function) -> Function:
-    """For a rotation by angles [3, batch, tokens, head_dim], of which each section has one of a token's positions."""
+    """Replace a rotation by angles [3, batch, tokens, head_dim]; each section uses one of a token's positions."""
 
     def apply_multimodal_rotary_pos_emb(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mrope_section: Any,
@@ -382,9 +382,9 @@ def rope_multimodal(original: Function) -> Function:
 
 
 def rope_complex(original: Function, *, by_heads: bool = False) -> Function:
-    """For a rotation of pairs of q and k [batch, tokens, heads, head_dim] by complex angles.
+    """Replace a rotation of pairs of q and k [batch, tokens, heads, head_dim] by complex angles.
 
-    These are [batch or 1, tokens, head_dim / 2]. With ``by_heads`` heads come before tokens in q and k.
+    The angles are [batch or 1, tokens, head_dim / 2]. With ``by_heads``, q and k are [batch, heads, tokens, head_dim].
     """
 
     def apply_rotary_emb(xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor) -> Any:
@@ -403,7 +403,7 @@ rope_complex_by_heads = partial(rope_complex, by_heads=True)
 
 
 def rope_complex_of_patches(original: Function) -> Function:
-    """As :func:`rope_complex`, by complex angles [tokens, 1, head_dim / 2]; of Llama 4's tower."""
+    """Like :func:`rope_complex`, with complex angles [tokens, 1, head_dim / 2], for Llama 4's vision encoder."""
 
     def vision_apply_rotary_emb(query: torch.Tensor, key: torch.Tensor, freqs_ci: torch.Tensor) -> Any:
         angles = freqs_ci.transpose(0, 1)
@@ -420,13 +420,13 @@ def _count_rope(x: torch.Tensor) -> None:
 
 
 def _is_complex(q: torch.Tensor, k: torch.Tensor, angles: torch.Tensor, tokens: int) -> bool:
-    """Return whether the arguments are the ordinary ones; ``tokens`` is their dimension in q and k."""
+    """Return whether the arguments have the usual form; ``tokens`` is the dimension of tokens in q and k."""
     usual = is_plain(q, k, angles) and angles.is_complex() and _is_usual(q, k, angles, 3 - tokens)
     return usual and 2 * angles.shape[2] == q.shape[3]
 
 
 def _unplaced(original: Function) -> Function:
-    """Return a rotation of q, k, cos, sin and ``unsqueeze_dim``, whatever else its place is for."""
+    """Return a rotation that passes ``unsqueeze_dim`` by keyword, since its place may have another use."""
 
     def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
         return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
@@ -435,13 +435,13 @@ def _unplaced(original: Function) -> Function:
 
 
 def _named(original: Function, turned: Function) -> Function:
-    """``turned`` with the arguments of the original, one of which may be ``position_ids``, which it does not read."""
+    """Return ``turned``, with an unused ``position_ids`` argument if the original has one."""
     if "position_ids" not in inspect.signature(original).parameters:
         return turned
 
     def apply_rotary_pos_emb(
         q: Any, k: Any, cos: Any, sin: Any,
-        position_ids: Any = None,  # noqa: ARG001 (callers may give it)
+        position_ids: Any = None,  # noqa: ARG001 (callers may pass it)
         unsqueeze_dim: int = 1,
     ) -> Any:  # fmt: skip
         return turned(q, k, cos, sin, unsqueeze_dim)
@@ -450,9 +450,9 @@ def _named(original: Function, turned: Function) -> Function:
 
 
 def _turning(original: Function, turn: Function, fits: Callable[[int, int], bool]) -> Function:
-    """Return a rotation by ``turn`` of q and k [batch, heads, tokens, head_dim], where sizes of heads and angles fit.
+    """Return a rotation by ``turn`` of q and k [batch, heads, tokens, head_dim], if the sizes of heads and angles fit.
 
-    Pixtral's angles [tokens, head_dim] get their batch by an ``unsqueeze_dim`` of 0.
+    Pixtral's angles [tokens, head_dim] get a batch dimension if ``unsqueeze_dim`` is 0.
     """
 
     def apply_rotary_pos_emb(
@@ -482,7 +482,7 @@ def _cast_back(turned: Function) -> Function:
 
 
 def _is_usual(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, unsqueeze_dim: int) -> bool:
-    """Whether the arguments are the ordinary ones: no broadcasting but over heads and the batch of cos and sin."""
+    """Return whether the arguments have the usual form: broadcasting only over heads and the batch of cos and sin."""
     if type(q) is not torch.Tensor or unsqueeze_dim not in (1, 2) or q.dtype != k.dtype:
         return False
     shape, others, angles = q.shape, k.shape, cos.shape

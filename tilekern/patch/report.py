@@ -56,9 +56,9 @@ class Row:
 
     Attributes:
         module: the module's path in the model; empty for the model itself.
-        kind: the name of its class.
+        kind: the name of the module's class.
         op: the op.
-        reason: why the op does not serve the module; empty where it does.
+        reason: why the op does not serve the module; empty if it does.
     """
 
     module: str
@@ -69,12 +69,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Calls:
-    """The calls of an op in this process so far, of all its models.
+    """The calls of an op in this process so far, for all models.
 
     Attributes:
         launches: launches of its kernels.
         fallbacks: calls that ran the model's own op.
-        reasons: why these did, with how often.
+        reasons: how many calls fell back for each reason.
     """
 
     launches: int = 0
@@ -86,13 +86,13 @@ class Calls:
 class Report:
     """The ops that serve a model, and the calls of these ops.
 
-    Printed, it has a heading for each op, with its calls, and below it a line for all modules that are alike.
+    ``str()`` gives a heading for each op, with its calls, and a line for each group of similar modules.
 
     Attributes:
         rows: in the order of the model's modules.
-        calls: by op, those of this process; calls of other models, and of ops by themselves, are among them.
-        fallbacks: by kernel, how often calls in this process have run torch's own operations in its place.
-        reasons: by kernel, why, with how often.
+        calls: calls of this process by op, including those of other models and direct calls of the ops.
+        fallbacks: by kernel, how often calls in this process ran torch's own operations instead.
+        reasons: by kernel, the reasons of these fallbacks, with their counts.
     """
 
     rows: tuple[Row, ...]
@@ -101,7 +101,7 @@ class Report:
     reasons: dict[str, dict[str, int]]
 
     def __str__(self) -> str:
-        """By op: whether its modules are patched, what its calls did, and the modules."""
+        """Return, for each op, whether its modules are patched, its calls, and the modules."""
         lines = []
         for op in dict.fromkeys(row.op for row in self.rows):
             rows = [row for row in self.rows if row.op == op]
@@ -132,13 +132,13 @@ def _heading(op: str, patched: int, modules: int, calls: Calls) -> str:
 
 
 def because(reasons: dict[str, int]) -> str:
-    """Return the reasons in brackets, each with its number where there are several; empty if there is none known."""
+    """Return the reasons in brackets, with counts if there are several; empty if there are none."""
     said = [f"{number} x {reason}" if len(reasons) > 1 else reason for reason, number in reasons.items()]
     return f" ({', '.join(said)})" if said else ""
 
 
 def _modules(rows: list[Row]) -> Iterator[str]:
-    """Yield the rows of one op, modules of one class that differ in numbers alone on one line."""
+    """Yield lines for the rows of one op; modules of one class whose paths differ only in numbers share a line."""
     groups: Counter[tuple[str, str, str]] = Counter(
         (re.sub(r"\d+", "*", row.module) or "(the model)", row.kind, row.reason) for row in rows
     )
@@ -151,16 +151,15 @@ def _times(number: int) -> str:
 
 
 def report(model: torch.nn.Module) -> Report:
-    """Say for each module of a model which of tilekern's ops serves it, and which does not and why.
+    """List for each module of a model which of tilekern's ops serves it, and which does not and why.
 
-    It looks at what would run if the model was called now: patches of classes and of this model, methods that modules
-    have of their own, hooks and subclasses. What a call's own arguments decide (a mask, dropout, a subclass of Tensor,
-    a device, a record that is missing) is counted when it happens, and told by op: how many calls fell back, and why.
-    Counts are of the process, not of the model; a CUDA graph is counted when it is captured, and code that
-    ``torch.compile`` keeps as it is when it is traced.
+    The rows describe a call made now: patches of classes and of this model, modules' own methods, hooks and subclasses.
+    Some fallbacks depend on a call's arguments (a mask, dropout, a subclass of Tensor, a device, a missing record).
+    They are counted when they happen and reported by op, with reasons. Counts are of the process, not of the model. A
+    CUDA graph is counted when it is captured, and code compiled by ``torch.compile`` when it is traced.
 
     Args:
-        model: any module; of wrappers (PEFT, torch.compile, DistributedDataParallel) the modules in them are told of.
+        model: any module; for wrappers (PEFT, torch.compile, DistributedDataParallel) the modules inside are reported.
     """
     shards = any(base.__name__ == "FSDPModule" for module in model.modules() for base in type(module).__mro__)
     with patcher.held() as ledger:
@@ -210,7 +209,7 @@ def _rows(name: str, module: Any, judged: list[tuple[Patch, Found]], ledger: Led
     yield from (Row(name, kind.__name__, op, reason) for op, reason in told.items())
 
 
-# By the ends of classes' names, longer ones first.
+# By suffix of class names, longer suffixes first.
 _CALLED = {
     "LayerNorm": "layer_norm",
     "Norm": "rms_norm",
@@ -220,14 +219,14 @@ _CALLED = {
     "ForCausalLM": "fused_linear_cross_entropy",
     "Router": EXPERTS,
 }
-# The ops that do the work of another one, too.
+# Ops that include the work of the key.
 _FUSED_IN = {"rope": {"qk_norm_rope"}, "swiglu": {"mlp"}, "mlp": {"swiglu"}}
 
 
 def _op_by_its_name(module: Any) -> str:
-    """The op that a module of a family without a known form would have, by its class's name and what it has inside.
+    """Return the op that a module of unknown form would have, by its class's name and its children.
 
-    Empty where it has nothing that an op computes: an attention without a rotation, a layer without such a norm.
+    Empty if no op computes a part of it: an attention without a rotation, a layer without an RMS norm.
     """
     name = type(module).__name__
     part = next((part for part in _CALLED if name.endswith(part)), "")
@@ -242,13 +241,13 @@ def _op_by_its_name(module: Any) -> str:
 
 
 def _turns(kind: type) -> bool:
-    """Return whether code of a class names a rotation."""
+    """Return whether the code of a class names a rotation."""
     codes = [method.__code__ for base in kind.__mro__ for method in vars(base).values() if type(method) is FunctionType]
     return any("rotary" in name or "rope" in name for code in codes for name in (*code.co_names, *code.co_freevars))
 
 
 def _path(patch: Patch, module: Any) -> str:
-    """The path of the method of a module that a patch exchanges, or whose function it does; empty where none is."""
+    """Return the path of the module's method that a patch replaces or whose function it replaces; empty if none."""
     home = sys.modules.get(patch.module)
     for path in patch.callers or ((patch.attribute,) if "." in patch.attribute else ()):
         owner = getattr(home, path.partition(".")[0], None)
@@ -274,13 +273,13 @@ def _reason(patch: Patch, found: Found, module: Any, path: str, ledger: Ledger, 
 
 
 def _calls(function: Any, found: Found) -> bool:
-    """Whether another op's stand-in calls what stands in for a plain function: its own, or that of all models."""
+    """Return whether another op's stand-in calls the replacement of a plain function: its own, or the global one."""
     code, name = code_of(function), found.patch.attribute
     return name in code.co_freevars or (found.status == "applied" and name in code.co_names)
 
 
 def _by_touches(module: Any, ledger: Ledger) -> Iterator[tuple[str, str]]:
-    """Yield the op that has a module's forward, wherever its class is by now, and why it does not run."""
+    """Yield the op whose patch has a module's forward, wherever its class is now, and why it does not run."""
     own = _own(module, "forward")
     op, _ = _given(own, module, "forward", ledger)
     base = next(base for base in type(module).__mro__ if "forward" in vars(base))
@@ -292,7 +291,7 @@ def _by_touches(module: Any, ledger: Ledger) -> Iterator[tuple[str, str]]:
 
 
 def _own(module: Any, method: str) -> Any:
-    """Return the method that an instance has of its own; a forward's is the one inside of transformers' parallelism."""
+    """Return an instance's own method; for a forward, the one inside the wrappers of transformers' parallelism."""
     return (method == "forward" and parallel.inside(module)) or vars(module).get(place_of(module, method))
 
 
@@ -304,7 +303,7 @@ def _unknown(kind: type) -> str:
 
 
 def _given(own: Any, module: Any, method: str, ledger: Ledger) -> tuple[str, Any]:
-    """The op whose stand-in a module has of its own, noted or not, as a copy's is not, and that; empty without one."""
+    """Return the op and the function of a module's own stand-in, recorded or not (a copy's is not); else empty."""
     if isinstance(own, Bound) and own.stand_in is not None:
         return own.stand_in.op, own.stand_in.function
     touch = ledger.held(module, method)
@@ -326,14 +325,14 @@ def _unpatched(patch: Patch) -> str:
 
 
 def _is_the_class_s(own: Any, module: Any, name: str) -> bool:
-    """Whether what an instance has of its own calls its class's method: bound, unpickled, or in accelerate's casts."""
+    """Return whether an instance's own method calls its class's: bound, unpickled, or in accelerate's casts."""
     if isinstance(own, Bound):
         return True
     return isinstance(own, MethodType) and is_inside(getattr(type(module), name), own.__func__)
 
 
 def _of_the_call(patch: Patch, module: Any, shards: bool) -> str:
-    """Return why a patched module runs its steps one by one all the same; ``shards``: parts of the model are FSDP's."""
+    """Return why a patched module still runs its steps one by one; ``shards``: FSDP shards parts of the model."""
     others = [(name, norm) for name, norm in _norms_of(patch, module) if not _is_known(norm, patch)]
     if others:
         names = ", ".join(name for name, _ in others)
@@ -368,9 +367,9 @@ def _of_the_gate(patch: Patch, module: Any, _: bool) -> str:
     return "hooks on its activation have the steps run one by one" if has_hooks(activation) else ""
 
 
-# By op: why a patched module runs its steps one by one, from the patch, the module and whether parts are FSDP's.
+# By op: why a patched module still runs its steps one by one; the bool says whether FSDP shards the model.
 _JUDGES: dict[str, Callable[[Patch, Any, bool], str]] = {
-    # Llama 4's layer; else a router.
+    # Llama 4's layer; otherwise the module is a router.
     EXPERTS: lambda _patch, module, _shards: experts.unserved_layer(module) if hasattr(module, "experts") else "",
     "fused_linear_cross_entropy": _of_the_head,
     "mlp": _of_the_mlp,
@@ -379,7 +378,7 @@ _JUDGES: dict[str, Callable[[Patch, Any, bool], str]] = {
 
 
 def _norms_of(patch: Patch, module: Any) -> list[tuple[str, Any]]:
-    """Return the norms of a module that an op fuses, by their names."""
+    """Return the norms of a module that an op fuses, with their names."""
     named = getattr(patch.replacement, "keywords", {}).get("norms", ())
     names = ("q_norm", "k_norm") if patch.op == "qk_norm_rope" else named
     return [(name, norm) for name in names if (norm := getattr(module, name, None)) is not None]
@@ -391,6 +390,6 @@ def _is_known(norm: Any, patch: Patch) -> bool:
 
 
 def _is_sharded_once(head: Any) -> bool:
-    """Return whether a head's weight is spread over one dimension of ranks, as FSDP alone does it."""
+    """Return whether a head's weight is sharded over one dimension of ranks, as by FSDP alone."""
     placements = getattr(getattr(head, "weight", None), "placements", ())
     return sum(not placement.is_replicate() for placement in placements) == 1

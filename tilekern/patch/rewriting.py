@@ -9,20 +9,20 @@ from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
-# They write documentation alone, which takes them long.
+# Decorators that only write documentation, slowly.
 _DOCUMENTING = ("auto_docstring", "replace_return_docstrings", "add_start_docstrings")
 
 
 def rewritten(function: Any, change: Callable[[ast.FunctionDef], int], variables: dict[str, Any]) -> FunctionType:
-    """Return a twin of ``function``, decorated as it is, from whose text ``change`` made another.
+    """Return a twin of ``function`` whose text ``change`` has changed, with the same decorators.
 
     Args:
         function: a plain function, or one inside decorators that are in its text.
-        change: changes the definition in place; 0 says that it could not.
-        variables: what the changed text names beside the function's own globals, as variables around it.
+        change: changes the definition in place; returns 0 if it could not.
+        variables: additional variables of the changed text, which become closure variables.
 
     Raises:
-        ValueError: the function has variables around it already, its source is not at hand, or nothing was changed.
+        ValueError: the function has closure variables already, its source is not available, or nothing was changed.
     """
     core = inspect.unwrap(function)
     if not isinstance(core, FunctionType) or core.__code__.co_freevars:
@@ -49,7 +49,7 @@ def rewritten(function: Any, change: Callable[[ast.FunctionDef], int], variables
 
 
 def named_as(function: Any, original: Any) -> Any:
-    """``function`` with the names of ``original``'s arguments, by which people may pass them."""
+    """Rename the arguments of ``function`` to those of ``original``, so that callers may pass them by name."""
     names = original.__code__.co_varnames[: original.__code__.co_argcount]
     code = function.__code__
     function.__code__ = code.replace(co_varnames=(*names, *code.co_varnames[len(names) :]))

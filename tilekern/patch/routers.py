@@ -1,7 +1,7 @@
 """Replacements for the routers of experts and for their auxiliary loss.
 
-Logits are made as the model makes them. The original runs under ``torch.compile``, and where tensors are not plain or
-not of the shapes that models have.
+Logits are computed as in the model. The original runs under ``torch.compile``, and for tensors that are not plain or
+have unusual shapes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tilekern.patch.rewriting import named_as
 def by_softmax(
     original: Function, normalized: bool | str = True, biased: bool = False, wide: bool = False, weights: str = "logits"
 ) -> Function:
-    """For ``forward(self, hidden_states)``, [tokens, hidden], of a router that gives logits, weights and ids.
+    """Replace ``forward(self, hidden_states)``, [tokens, hidden], of a router that returns logits, weights and ids.
 
     Args:
-        original: is replaced.
-        normalized: whether the weights of a token sum to 1; a text is the attribute that says so.
+        original: the forward to replace.
+        normalized: whether the weights of a token sum to 1; a string is the attribute with this flag.
         biased: whether logits have a bias.
         wide: whether logits are cast to float32.
-        weights: whose dtype the weights have, ``logits`` or ``hidden_states``; or ``float32``.
+        weights: the tensor whose dtype the weights get, ``logits`` or ``hidden_states``; or ``float32``.
     """
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
@@ -46,11 +46,11 @@ def by_softmax(
 
 
 def by_sigmoid(original: Function) -> Function:
-    """For ``forward(self, hidden_states)`` of DeepSeek-V3's router: sigmoids, groups, and a bias of the choice."""
+    """Replace ``forward(self, hidden_states)`` of DeepSeek-V3's router: sigmoids, groups, and a bias for the choice."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         enough = self.topk_group * (self.num_experts // self.num_group) >= self.top_k
-        # Autocast would round the logits, and the model's sigmoids with them.
+        # Autocast would round the logits, and so change the model's sigmoids.
         if not enough or not _is_usual(self, hidden_states) or is_autocast(hidden_states.device.type):
             count_own("router_sigmoid_forward", _why(hidden_states))
             return original(self, hidden_states)
@@ -77,9 +77,9 @@ def _is_usual(router: Any, hidden_states: torch.Tensor) -> bool:
 
 
 def balance(original: Function) -> Function:
-    """For ``load_balancing_loss_func`` of the logits [tokens, experts] of each layer, of which padding may be masked.
+    """Replace ``load_balancing_loss_func`` for logits [tokens, experts] of each layer, with an optional padding mask.
 
-    As in the original, the softmax of the logits chooses experts, whatever the router goes by.
+    As in the original, the softmax of the logits chooses the experts, whatever rule the router uses.
     """
 
     def load_balancing_loss_func(
@@ -100,7 +100,7 @@ def balance(original: Function) -> Function:
 
 
 def _are_usual(gate_logits: Any, experts: int | None, mask: torch.Tensor | None) -> bool:
-    """Return whether each layer has logits of the same tokens, which are those of the mask, and plain ones."""
+    """Return whether all layers have plain logits for the same tokens, and the mask (if any) has these tokens."""
     if torch.compiler.is_compiling() or not isinstance(gate_logits, tuple) or not gate_logits:
         return False
     tensors = gate_logits if mask is None else (*gate_logits, mask)

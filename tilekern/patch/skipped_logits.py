@@ -1,7 +1,7 @@
-"""Placeholder for logits that were not made: an output with it can be moved, but it cannot be used.
+"""Placeholder for logits that were not made: an output with it can be moved, but its logits cannot be used.
 
-A trainer's wrappers move, cast, pickle and gather an output without reading it; so they may do with this. Whatever asks
-for a value, a shape or a dtype gets :class:`tilekern.errors.LogitsSkipped`, which says how to get logits.
+A trainer's wrappers may move, cast, pickle and gather an output without reading it. Reading a value, a shape or a dtype
+raises :class:`tilekern.errors.LogitsSkipped`, which says how to get logits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from tilekern.errors import LogitsSkipped
 
 _SAYS = "there are no logits, as tilekern computed the loss without them; call the model with skip_logits=False"
-# Methods of tensors by which whole outputs are moved or cast.
+# Tensor methods that move or cast whole outputs.
 _PASSING = {"to", "cpu", "cuda", "detach", "clone", "contiguous", "float", "half", "bfloat16", "double"}
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 _REFUSED = (
@@ -24,19 +24,19 @@ _GATHER = "torch.nn.parallel.scatter_gather"
 
 
 class _Named(type):
-    """Has the class named in others' errors, which tell the type of what they cannot take, by what is to be done."""
+    """Metaclass whose repr explains the problem: other libraries' errors show the type of an unsuitable object."""
 
     def __repr__(cls) -> str:
         return f"<logits that were skipped: {_SAYS}>"
 
 
 class SkippedLogits(metaclass=_Named):
-    """The only instance of its kind, :data:`SKIPPED`, stands for logits of any shape."""
+    """The class of :data:`SKIPPED`, its only instance, which stands for logits of any shape."""
 
     _only: SkippedLogits | None = None
 
     def __new__(cls, *_: Any) -> SkippedLogits:
-        """Return the instance; DataParallel makes the gathered output of the replicas' by calling its type."""
+        """Return the instance; DataParallel calls its type to make the gathered output of the replicas."""
         if cls._only is None:
             cls._only = super().__new__(cls)
         return cls._only
@@ -47,7 +47,7 @@ class SkippedLogits(metaclass=_Named):
         return lambda *_, **__: self
 
     def __iter__(self) -> Iterator[Any]:
-        """Nothing for DataParallel, which goes through what the replicas gave without knowing what it is."""
+        """Return an empty iterator for DataParallel, which iterates over the replicas' outputs of unknown type."""
         if sys._getframe(1).f_globals.get("__name__") != _GATHER:
             refuse()
         return iter(())
@@ -66,7 +66,7 @@ class SkippedLogits(metaclass=_Named):
 
 
 def refuse(*_: Any, **__: Any) -> NoReturn:
-    """Say how to get logits.
+    """Raise an error that says how to get logits.
 
     Raises:
         LogitsSkipped: always.

@@ -1,6 +1,6 @@
-"""A model's training step on meta tensors: forward, loss, backward and optimizer, with nothing computed.
+"""Run a model's training step on meta tensors: forward, loss, backward and optimizer, with nothing computed.
 
-Run inside :func:`tilekern.trace`, it shows what a job of the model asks for.
+Inside :func:`tilekern.trace`, it shows which problems a job of the model asks for.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _META = torch.device("meta")
 class Batch:
     """The inputs of a step: ``sequences`` of ``length`` tokens each.
 
-    ``packed`` ones stand one after the other in a batch of one, with ``cu_seq_lens_q`` and the like, as transformers'
-    ``DataCollatorWithFlattening`` makes them. ``padded`` ones have a mask that says more than causality.
+    ``packed`` sequences follow one another in a batch of one, with ``cu_seq_lens_q`` etc., as transformers'
+    ``DataCollatorWithFlattening`` makes them. With ``padded`` there is a mask that is more than causal.
     """
 
     sequences: int
@@ -42,19 +42,19 @@ class Batch:
             found |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "position_ids": ids}
             found |= {"max_length_q": self.length, "max_length_k": self.length}
         if self.padded:
-            # What transformers makes of a mask that is not all ones; which values it has does not matter.
+            # transformers makes such a mask if the given one is not all ones; its values do not matter.
             mask = torch.ones((shape[0], 1, shape[1], shape[1]), dtype=torch.bool, device=_META)
             found["attention_mask"] = mask
         return found
 
 
 def model_of(config: Any, dtype: str, attention: str | None) -> Any:
-    """A causal language model, or whatever else of transformers has such a configuration, on meta and in training mode.
+    """Return a causal language model, or another model with such a configuration, on meta and in training mode.
 
     Args:
-        config: the configuration, which stays as it is.
-        dtype: of its parameters.
-        attention: transformers' name of the attention implementation; its own choice where None.
+        config: the configuration, which is not changed.
+        dtype: dtype of the parameters.
+        attention: transformers' name of the attention implementation; None means its own choice.
 
     Raises:
         InputError: transformers has no model that is trained on tokens with such a configuration.
@@ -65,7 +65,7 @@ def model_of(config: Any, dtype: str, attention: str | None) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """Return the class of transformers that makes the language model of a configuration.
+    """Return transformers' class that makes the language model of a configuration.
 
     Raises:
         InputError: transformers has no model that is trained on tokens with such a configuration.
@@ -79,7 +79,7 @@ def auto_class(config: Any) -> Any:
 
 
 def step(model: Any, batch: Batch, *, adamw: bool = True) -> None:
-    """Take a training step of a model on meta, with or without that of ``tilekern.AdamW``."""
+    """Take a training step of a model on meta, with or without the step of ``tilekern.AdamW``."""
     with torch.enable_grad():
         loss = model(**batch.inputs()).loss
         if loss is None:
@@ -91,13 +91,13 @@ def step(model: Any, batch: Batch, *, adamw: bool = True) -> None:
 
 
 def step_as_it_is(model: torch.nn.Module, batch: Batch) -> None:
-    """Take a training step of a model on any device, patched or not, on meta tensors in the place of its own.
+    """Take a training step of a model on any device, patched or not, with meta tensors instead of its own.
 
-    The model is as it was afterwards. Wrappers (torch.compile, DistributedDataParallel) are left out. One whose
-    parameters are sharded (FSDP) is made anew from its configuration.
+    The model is not changed. Wrappers (torch.compile, DistributedDataParallel) are ignored. A model with sharded
+    parameters (FSDP) is created again from its configuration.
 
     Raises:
-        InputError: it has no configuration, or its step cannot be taken on meta tensors.
+        InputError: the model has no configuration, or its step cannot be taken on meta tensors.
     """
     core = core_of(model)
     try:
@@ -115,10 +115,10 @@ def step_as_it_is(model: torch.nn.Module, batch: Batch) -> None:
 
 
 def core_of(model: torch.nn.Module) -> Any:
-    """Return the outermost module of a model that has a configuration, as transformers' models and PEFT's do.
+    """Return the outermost module that has a configuration, as transformers' and PEFT's models have.
 
     Raises:
-        InputError: there is none.
+        InputError: no module has one.
     """
     whole = getattr(model, "_orig_mod", model)
     for module in whole.modules():
@@ -131,7 +131,7 @@ def core_of(model: torch.nn.Module) -> Any:
 
 
 def one_line(error: Exception) -> str:
-    """Return the first line of what an error says."""
+    """Return the first line of an error's message."""
     said = str(error).strip().splitlines()
     return (said or [type(error).__name__])[0][:200]
 
@@ -147,7 +147,7 @@ def _step_in_place(model: torch.nn.Module, batch: Batch) -> None:
 
 
 class _Step(torch.nn.Module):
-    """A step as one call, so that its backward, which may run a forward again, has the same parameters."""
+    """A step as one call: its backward, which may run a forward again, then has the same parameters."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class _Step(torch.nn.Module):
 
 
 def _made_again(model: Any) -> Any:
-    """Return the model that a configuration makes, which runs what the model's classes are patched with."""
+    """Return a new model from the configuration, which runs the patches of the model's classes."""
     from tilekern.patch.bound_method import Bound
 
     if any(isinstance(own, Bound) for module in model.modules() for own in vars(module).values()):
@@ -171,7 +171,7 @@ def _made_again(model: Any) -> Any:
 
 @contextlib.contextmanager
 def _training(model: torch.nn.Module) -> Iterator[None]:
-    """The model and all its modules in training mode."""
+    """Put the model and all its modules into training mode for a while."""
     modes = {module: module.training for module in model.modules()}
     model.train()
     try:

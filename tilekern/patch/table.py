@@ -12,9 +12,9 @@ class Norm:
     """The form of a norm.
 
     Attributes:
-        eps: the attribute that holds what is added to the mean square.
-        offset, casting_mode: as those of :func:`tilekern.ops.rms_norm`.
-        scaled: whether it multiplies by its ``weight``: always, never, or where its attribute of this name is true.
+        eps: attribute of the number added to the mean square.
+        offset, casting_mode: as in :func:`tilekern.ops.rms_norm`.
+        scaled: whether it multiplies by its ``weight``: True, False, or the name of an attribute with this flag.
     """
 
     eps: str = "variance_epsilon"
@@ -23,7 +23,7 @@ class Norm:
     scaled: bool | str = True
 
     def weight_of(self, module: Any) -> Any:
-        """Return the weight by which a module that is written so multiplies, or None."""
+        """Return the weight by which a module of this form multiplies, or None."""
         scaled = getattr(module, self.scaled) if isinstance(self.scaled, str) else self.scaled
         return module.weight if scaled else None
 
@@ -36,21 +36,21 @@ class Patch:
     """A function of a model family, and its replacement.
 
     Attributes:
-        op: the name by which people switch it on and off, for example ``rms_norm``. A stand-in that serves several, for
-            where all of them are on, has their names with a ``+`` between them.
-        model_type: the family, as a configuration's ``model_type`` names it.
+        op: the name by which users switch it on and off, for example ``rms_norm``. A stand-in for several ops, used if
+            all of them are on, has their names joined by ``+``.
+        model_type: the family's ``model_type``, as in a configuration.
         module: dotted name of the module that holds the function.
-        attribute: the function's path inside the module: ``Class.method``, or the name of a plain function; empty where
-            the module has no code of a form that is known.
-        replacement: called with the function that is replaced; returns the one that stands in, of the same signature.
+        attribute: the function's path inside the module: ``Class.method``, or the name of a plain function; empty if
+            no code of the module has a known form.
+        replacement: called with the original function; returns the stand-in, with the same signature.
         digests: digests (:func:`tilekern.patch.digest_of`) of every version of the function that the replacement
             equals; the installed one must be among them.
-        relies_on: paths in the module of further functions that must be as they were, each with its digests.
-        callers: for a plain function, the ``Class.method`` paths that call it by its global name; they are what
-            ``apply_to_model`` exchanges, so that other models keep the function. Empty: all models or none.
-        covers: ops whose stand-ins give way to this one where both want the same method of one model.
-        takes_in: ops whose stand-ins for plain functions that the method calls its replacement is given by name.
-        releases: the transformers releases whose sources were compared, for people.
+        relies_on: paths of further functions in the module that must be unchanged, each with its digests.
+        callers: for a plain function, the ``Class.method`` paths that call it by its global name. ``apply_to_model``
+            replaces these, so that other models keep the function. Empty: only all models can be patched.
+        covers: ops whose stand-ins are dropped if they and this patch want the same method of one model.
+        takes_in: ops whose stand-ins, for plain functions that the method calls, are passed to the replacement by name.
+        releases: the transformers releases whose sources were compared, for messages.
     """
 
     op: str
@@ -67,22 +67,22 @@ class Patch:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """The op, or those of a stand-in that serves several."""
+        """The op, or the ops of a stand-in that serves several."""
         return ops_in(self.op)
 
     @property
     def target(self) -> str:
-        """The full dotted path of what is replaced."""
+        """The full dotted path of the replaced function."""
         return f"{self.module}.{self.attribute}" if self.attribute else self.module
 
 
 def ops_in(text: str) -> tuple[str, ...]:
-    """Return the ops that the op of a patch names."""
+    """Return the op names in the op of a patch."""
     return tuple(text.split("+"))
 
 
 def chosen(rows: list[Patch], ops: Collection[str]) -> list[Patch]:
-    """Return the patches whose ops are all among some; of those that have one target that which serves most."""
+    """Return the patches whose ops are all wanted; per target, the one that serves most."""
     on = [patch for patch in rows if set(patch.ops).issubset(ops)]
     most: dict[str, int] = {}
     for patch in on:

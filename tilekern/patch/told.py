@@ -10,16 +10,16 @@ from tilekern.ops.attention import shown
 
 
 class ToldMask(torch.Tensor):
-    """A boolean mask [1, 1, queries, keys] of a causal attention, of which the kernels read the attributes only.
+    """A boolean mask [1, 1, queries, keys] of a causal attention; kernels read only its attributes.
 
-    A query at ``i`` sees the keys up to ``i``, at a distance of less than ``window``, of its own sequence. Keys behind
-    the queries are room of a cache, which none sees. Any operation of torch gets the mask itself; a kernel gets the
-    words, so it takes no memory where layers hand it to an attention function.
+    The query at ``i`` sees the keys up to ``i``, at a distance below ``window``, in its own sequence. Keys behind the
+    queries are unused room of a cache, which no query sees. Any torch operation gets the dense mask; a kernel gets the
+    attributes, so the mask uses no memory if layers pass it to an attention function.
 
     Attributes:
-        starts: [sequences + 1] int32, where each of the sequences begins; empty where there is one.
-        longest: at least the length of the longest of them.
-        window: how many keys a query sees, itself included; None for all.
+        starts: [sequences + 1] int32, the start of each sequence; empty if there is one sequence.
+        longest: at least the length of the longest sequence.
+        window: number of keys that a query sees, itself included; None means all.
     """
 
     starts: torch.Tensor
@@ -30,7 +30,7 @@ class ToldMask(torch.Tensor):
     def __new__(
         cls, starts: torch.Tensor, longest: int, window: int | None, queries: int, keys: int, batch: int
     ) -> ToldMask:
-        """Words on the device of ``starts``; no mask is made."""
+        """Make a mask on the device of ``starts``, without its values."""
         size = (batch, 1, queries, keys)
         made = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=starts.device)
         made.starts, made.longest, made.window = starts, longest, window
@@ -42,7 +42,7 @@ class ToldMask(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def dense(self) -> torch.Tensor:
-        """Return the mask as a tensor of its own."""
+        """Return the dense mask."""
         batch, _, queries, keys = self.shape
         starts = self.starts if len(self.starts) else None
         seen = shown(queries, queries, self.starts.device, True, self.window, starts)
@@ -53,13 +53,13 @@ class ToldMask(torch.Tensor):
         kwargs = kwargs or {}
         mask = args[0] if args else None
         if func in _THE_SAME and isinstance(mask, cls) and kwargs.get("dtype", torch.bool) == torch.bool:
-            # A model that is spread over devices moves it to each.
+            # A model that is spread over devices moves the mask to each.
             starts = mask.starts.to(kwargs.get("device") or mask.starts.device)
             return cls(starts, mask.longest, mask.window, mask.shape[2], mask.shape[3], mask.shape[0])
         given = torch.utils._pytree.tree_map_only(cls, cls.dense, (args, kwargs))
         return func(*given[0], **given[1])
 
-    # torch.compile takes it apart and puts it together, so that layers that are compiled read its words, too.
+    # torch.compile takes the mask apart and puts it together, so that compiled layers can read its attributes, too.
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         return ["starts"], (self.longest, self.window)

@@ -17,7 +17,7 @@ from tilekern.warning import warn_once
 if TYPE_CHECKING:
     import torch
 
-# Bucketed sizes of the inputs that kernels are loaded with; a multiple of what the aligned variants assume.
+# Bucketed sizes of the inputs that kernels are loaded with; a multiple of the sizes that aligned variants assume.
 _SMALL = 64
 Exact = tuple[str, tuple[Value, ...]]
 
@@ -25,13 +25,13 @@ Exact = tuple[str, tuple[Value, ...]]
 def warmup_all_kernels(
     model: torch.nn.Module | None = None, *, device: torch.device | str | int | None = None
 ) -> dict[str, int]:
-    """Launch each kernel that the caches hold for a GPU once, on small inputs, so that no step has to load one.
+    """Launch each kernel that the caches hold for a GPU once, on small inputs, so that no step has to load it.
 
-    Nothing is compiled: a record that is stale or bad is skipped. Without a CUDA GPU this warns, and does nothing;
-    under ``TILEKERN_INTERPRET=1`` there is nothing to load.
+    Nothing is compiled: a stale or bad record is skipped. Without a CUDA GPU this warns and does nothing. With
+    ``TILEKERN_INTERPRET=1`` there is nothing to load.
 
     Args:
-        model: only kernels that a training step of the model, patched or not as it is, asks for; None: all.
+        model: only load kernels that a training step of the model, patched or not, asks for; None means all.
         device: the CUDA device; None means torch's current one.
 
     Returns:
@@ -75,7 +75,7 @@ def clear_autotune_cache() -> None:
 
 
 def problems_for(target: Target, layers: Sequence[Layer]) -> Iterator[tuple[KernelSpec, Problem]]:
-    """Yield each problem, once, that a layer has a record of for this GPU or for another one of its arch."""
+    """Yield each problem that a layer has a record of, for this GPU or for another one of its arch, once."""
     seen: set[tuple[str, Problem]] = set()
     places = [(layer, key) for layer in layers for key in layer.targets() if key.startswith(f"{target.arch}-")]
     for layer, key in places:
@@ -89,9 +89,9 @@ def problems_for(target: Target, layers: Sequence[Layer]) -> Iterator[tuple[Kern
 
 
 def launch_small(spec: KernelSpec, problem: Problem, plan: dispatch.Plan, device: torch.device, sm_count: int) -> None:
-    """Launch a plan's kernel on inputs of at most 64 rows or tokens, on the grid that these need; not counted.
+    """Launch a plan's kernel on inputs of at most 64 rows or tokens, with a grid for these; do not count the launch.
 
-    A library's call has no kernel of ours to load.
+    Do nothing for a library's kernel.
     """
     import torch
 
@@ -113,14 +113,14 @@ def launch_small(spec: KernelSpec, problem: Problem, plan: dispatch.Plan, device
 
 
 def sizes_of(spec: KernelSpec, problem: Problem) -> list[Any]:
-    """Return a problem as ops hand it to dispatch: dtypes are torch's."""
+    """Return a problem in the form that ops pass to dispatch, with torch's dtypes."""
     import torch
 
     return [getattr(torch, problem[d.name]) if d.kind == "dtype" else problem[d.name] for d in spec.dimensions]
 
 
 def asked_by(model: torch.nn.Module, target: Target) -> set[Exact]:
-    """Return the problems that a training step of a model asks for, whatever the number of tokens.
+    """Return the problems that a training step of a model asks for, for any number of tokens.
 
     Raises:
         InputError: the model has no configuration, or its step cannot be traced.
@@ -133,5 +133,5 @@ def asked_by(model: torch.nn.Module, target: Target) -> set[Exact]:
 
 
 def exact_part(spec: KernelSpec, problem: Problem) -> Exact:
-    """A kernel and the sizes of a problem that a record must have exactly; not the bucketed ones, dtypes and flags."""
+    """Return a kernel's name and the sizes that a record must match exactly: not bucketed sizes, dtypes and flags."""
     return spec.name, tuple(problem[d.name] for d in spec.dimensions if d.kind == "exact")

@@ -1,8 +1,8 @@
 """tilekern as an implementation in Liger-Kernel: ``apply_liger_kernel_to_*`` then runs the ops from the cache.
 
-``LIGER_KERNEL_IMPL=tilekern`` in the environment is enough where both are installed; :func:`register` does the same in
-a running process. What the ops do not serve stays Liger's: whole functions (:func:`left`) and single calls
-(:func:`calls`).
+If both are installed, ``LIGER_KERNEL_IMPL=tilekern`` in the environment is enough; :func:`register` does the same in a
+running process. Liger's code still runs for functions (:func:`left`) and single calls (:func:`calls`) that the ops do
+not serve.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _pins: list[Any] = []
 
 
 def register() -> list[str]:
-    """Have Liger-Kernel run tilekern's ops, also in models that it has patched before; again changes nothing.
+    """Make Liger-Kernel run tilekern's ops, also in models that it has patched before; repeated calls change nothing.
 
-    Functions that other packages have taken out of ``liger_kernel.ops`` before stay what they were.
+    Functions that other packages have imported from ``liger_kernel.ops`` before stay as they were.
 
     Returns:
-        The names of Liger's functions that are tilekern's now. None where this version of Liger does not fit, of which
-        a warning tells.
+        The names of Liger's functions that tilekern now serves. Empty, with a warning, if this version of Liger does
+        not fit.
 
     Raises:
-        ImportError: Liger-Kernel or what it needs is not installed.
+        ImportError: Liger-Kernel or one of its dependencies is not installed.
     """
-    import liger_kernel.ops  # noqa: F401 (what is asked for must be there)
+    import liger_kernel.ops  # noqa: F401 (raises if Liger-Kernel is missing)
     from liger_kernel.backends import get_impl, set_impl
 
     if not offer():
@@ -44,11 +44,11 @@ def register() -> list[str]:
 
 
 def unregister() -> list[str]:
-    """Give Liger-Kernel its functions back; the names of those that were tilekern's.
+    """Restore Liger-Kernel's functions; return the names of those that tilekern served.
 
     Raises:
-        ImportError: as of :func:`register`.
-        InputError: a variable of Liger's in the environment asks for tilekern, so that Liger would not find it.
+        ImportError: as in :func:`register`.
+        InputError: an environment variable of Liger's asks for tilekern, which Liger would then not find.
     """
     import liger_kernel.ops  # noqa: F401
     from liger_kernel.backends import get_impl, set_impl
@@ -64,7 +64,7 @@ def unregister() -> list[str]:
 
 
 def served() -> dict[str, str]:
-    """Which of tilekern's ops serves which of Liger's functions, whether they are registered or not."""
+    """Return the op that serves each of Liger's functions, whether registered or not."""
     return {name: row.op for name, row in sorted(TABLE.items())}
 
 
@@ -74,6 +74,6 @@ def left() -> list[str]:
 
 
 def calls() -> dict[str, dict[str, Any]]:
-    """Of each function that was called: how often an op ran (``served``), and Liger's own, by the reason (``left``)."""
+    """Return for each called function how often an op ran (``served``) and how often Liger's, by reason (``left``)."""
     names = sorted({*binding.calls, *(name for name, reasons in binding.kept.items() if reasons)})
     return {name: {"served": binding.calls[name], "left": dict(binding.kept.get(name, {}))} for name in names}

@@ -25,7 +25,7 @@ def command() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the exit code, 2 where Liger-Kernel is not installed."""
+    """Run the command line and return the exit code, 2 if Liger-Kernel is not installed."""
     try:
         command.main(args=arguments, prog_name="python -m tilekern.integrations.liger", standalone_mode=False)
         sys.stdout.flush()

@@ -1,9 +1,9 @@
 """Liger-Kernel's internals: its two registries, its functions, and the modules that hold them.
 
-Liger chooses in two places. ``liger_kernel.ops`` is a module of classes, each with an ``apply``; an implementation is a
-module whose names replace those when it is imported and ``LIGER_KERNEL_IMPL`` names that implementation. Modules above
-it have taken the classes from there by then or later. ``liger_kernel.backends`` chooses at each call of
-``liger_kernel.functional``, among implementations by name and by rank.
+Liger chooses an implementation in two ways. ``liger_kernel.ops`` is a module of classes, each with an ``apply``. An
+implementation is a module whose names replace these classes on import if ``LIGER_KERNEL_IMPL`` names it. Other modules
+of Liger may have imported the classes before or after that. ``liger_kernel.backends`` chooses among implementations, by
+name and by rank, at each call of ``liger_kernel.functional``.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from tilekern.warning import warn_once
 
 NAME = "tilekern"
 KNOWN_VERSION = "0.8.5"
-# So far behind that it is chosen by name alone.
+# A rank so low that tilekern is only chosen by name.
 _LAST = 1000
-# Calls of each of Liger's functions that tilekern's ops served, and those that Liger's own ran, by the reason.
+# Calls of each of Liger's functions served by tilekern's ops, and those that Liger's code ran, by reason.
 calls: Counter[str] = Counter()
 kept: dict[str, Counter[str]] = {}
 
 
 def version() -> str:
-    """Return the version of Liger-Kernel, as its distribution says."""
+    """Return the version of the installed Liger-Kernel distribution."""
     for distribution in ("liger-kernel", "liger-kernel-nightly"):
         try:
             return importlib.metadata.version(distribution)
@@ -45,7 +45,7 @@ def version() -> str:
 
 
 def offer() -> bool:
-    """Enter tilekern in both of Liger's registries; whether this Liger has them."""
+    """Enter tilekern in both of Liger's registries; return whether this Liger has them."""
     try:
         implementations = importlib.import_module("liger_kernel.ops.backends.registry")
         dispatched = importlib.import_module("liger_kernel.backends")
@@ -79,7 +79,7 @@ def withdraw() -> None:
 
 @functools.cache
 def replacements() -> dict[str, type]:
-    """Return a class in the place of each of Liger's functions that the table serves, by name."""
+    """Return, by name, a replacement class for each of Liger's functions that the table serves."""
     theirs = importlib.import_module("liger_kernel.ops")
     other = [name for name, row in TABLE.items() if not _fits(row, getattr(theirs, name, None))]
     if other:
@@ -91,7 +91,7 @@ def replacements() -> dict[str, type]:
 
 
 def bind(ours: bool) -> None:
-    """Put the replacements, or what they replace, where Liger's modules hold the other."""
+    """Put the replacements, or the originals, into all of Liger's modules that hold the other."""
     for module in _holders():
         for name, replacement in replacements().items():
             found, original = vars(module).get(name), replacement.original  # type: ignore[attr-defined]
@@ -112,7 +112,7 @@ def all_functions() -> list[str]:
 
 
 def _holders() -> Iterator[ModuleType]:
-    """Liger's modules but those that define or wrap its own kernels."""
+    """Yield Liger's modules, except those that define or wrap its own kernels."""
     for name, module in list(sys.modules.items()):
         if name == "liger_kernel.ops" or (
             name.startswith("liger_kernel.") and not name.startswith("liger_kernel.ops.") and module is not None
@@ -131,13 +131,13 @@ def _fits(row: Function, original: Any) -> bool:
 
 
 def _replacement(row: Function, original: Any) -> type:
-    # It is not a subclass: torch.compile would trace the forward of one and pass its apply by.
+    # Not a subclass: torch.compile would trace a subclass's forward and ignore its apply.
     members = {name: value for name, value in vars(original).items() if not name.startswith("_")}
     return type(row.name, (), {**members, "apply": staticmethod(_serving(row, original.apply)), "original": original})
 
 
 def _serving(row: Function, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the row's call, and where it does not serve ``theirs``; both are counted, but under ``torch.compile``."""
+    """Return a function that calls the row's op, or else ``theirs``; it counts both, except under ``torch.compile``."""
     kept.setdefault(row.name, Counter())
 
     def apply(*args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ def _serving(row: Function, theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_shared(row: Function, args: tuple[Any, ...], tensors: list[torch.Tensor]) -> bool:
-    """Return whether a call that is not of plain tensors is one of DTensors, and has them where its op takes them."""
+    """Return whether the first ``row.dtensors`` arguments are DTensors, and all others plain tensors or DTensors."""
     if not row.dtensors or not all(is_dtensor(x) for x in args[: row.dtensors]):
         return False
     return all(is_plain(x) or is_dtensor(x) for x in tensors)
@@ -175,12 +175,12 @@ def _note(row: Function, reason: str) -> None:
 
 
 def _dispatched_ops() -> list[str]:
-    """All names that Liger's dispatcher may be asked for: with its variable set, each must be there."""
+    """Return all names that Liger's dispatcher may be asked for; with its variable set, each must exist."""
     return list(importlib.import_module("liger_kernel.backends.registry")._DISCOVERY_MAP)
 
 
 def _dispatched(name: str) -> Callable[..., Any]:
-    """Return the callee of Liger's dispatcher for an op: the table's row, or for want of one the best of the others."""
+    """Return the callee of Liger's dispatcher for an op: the table's row, else the best other implementation."""
 
     def other(*args: Any, **kwargs: Any) -> Any:
         backends = importlib.import_module("liger_kernel.backends")

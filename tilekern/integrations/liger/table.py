@@ -1,9 +1,9 @@
 """The ops that serve Liger's functions, each called with the arguments of Liger's function.
 
-A row is a function with Liger's parameters that calls tilekern's op. It raises :class:`NotServed` before it computes
-anything where the op does not have what an argument asks for; that call then runs Liger's own function. What Liger
-promises and the op does differently is put right here: results have Liger's dtype, a loss over no rows is 0, targets
-and angles get no gradient. ``in_place`` is a permission in Liger, of which the ops make no use.
+A row is a function with Liger's parameters that calls tilekern's op. If the op does not support an argument, the row
+raises :class:`NotServed` before it computes anything, and the call runs Liger's own function. Rows also correct
+differences from Liger: results have Liger's dtype, a loss over no rows is 0, targets and angles get no gradient.
+Liger's ``in_place`` is a permission, which the ops do not use.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from tilekern.ops.dtensors import is_dtensor
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Losses = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-# Ops that are found by themselves are attributes of the package once it is imported.
+# Ops that are exported automatically are attributes of the package once it is imported.
 ops: Any = _modules
-# Of ``torch.tensor(1e-8) * log`` nothing is left in float32 beside a loss.
+# In float32 a term ``torch.tensor(1e-8) * log`` vanishes beside a loss.
 _NO_EPS = 1e-8
-# The numbers by which Liger knows casting modes, too.
+# Liger also accepts these numbers for casting modes.
 _CASTING_MODES: dict[str | int, str] = {0: "llama", 1: "gemma", -1: "none"}
 
 
 class NotServed(Exception):  # noqa: N818 (it is not an error: the call goes to Liger)
-    """The op does not have what a call asks for; the message names the arguments."""
+    """The op does not support a call; the message names the arguments."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,12 @@ class Function:
     """A row of the table.
 
     Attributes:
-        name: of the class in ``liger_kernel.ops``.
+        name: the class's name in ``liger_kernel.ops``.
         op: the op's name in ``tilekern.ops``.
         call: takes the arguments of that class's ``apply``.
-        dispatched: the function's name in ``liger_kernel.functional``, or None where it is not there.
-        dtensors: of how many of the first arguments the call takes DTensors, for all of them; 0 where it takes none.
+        dispatched: the function's name in ``liger_kernel.functional``, or None if it is not there.
+        dtensors: the number of first arguments that may be DTensors, all of them or none; 0 if DTensors are not
+            accepted.
     """
 
     name: str
@@ -64,13 +65,13 @@ def _serves(
 
 
 def _only(**unserved: Any) -> None:
-    """Raise :class:`NotServed` with the names of those that are given."""
+    """Raise :class:`NotServed` with the names of the arguments that are given."""
     if given := [name for name, value in unserved.items() if value]:
         raise NotServed(", ".join(sorted(given)))
 
 
 def _alike(x: torch.Tensor, y: torch.Tensor) -> Pair:
-    """Return a loss's input, and its target as a constant, in one dtype, which kernels of two matrices need."""
+    """Return a loss's input and its target, without gradient, in one dtype, as kernels of two matrices require."""
     if y.requires_grad:
         y = y.detach()
     if x.dtype != y.dtype:
@@ -80,7 +81,7 @@ def _alike(x: torch.Tensor, y: torch.Tensor) -> Pair:
 
 
 def _rows_that_count(target: torch.Tensor, ignore_index: int, weight: torch.Tensor | None) -> torch.Tensor:
-    """Return the divisor of Liger's mean; 1 where no row counts, whose sum is 0."""
+    """Return the divisor of Liger's mean; 1 if no row counts, since the sum is then 0."""
     counts = target != ignore_index
     if weight is None:
         return counts.sum().clamp(min=1)
@@ -94,7 +95,7 @@ def _rms_norm(
     in_place: bool = True, row_mode: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
     if is_dtensor(X):
-        # Liger's norm gives every rank the whole rows, no DTensor, and takes DTensors as their gradient.
+        # Liger's norm returns all rows on every rank, not a DTensor, and accepts DTensors as their gradient.
         weight = W.full_tensor() if W is not None and is_dtensor(W) else W
         y = _rms_norm(X.full_tensor(), weight, eps, offset, casting_mode)
         if y.requires_grad:
@@ -113,7 +114,7 @@ def _fused_add_rms_norm(
 
 
 def _mode(x: torch.Tensor, weight: torch.Tensor | None, casting_mode: str | int) -> str | int:
-    """Return the casting mode by its name; in float32 there is nothing to cast, and the three are one."""
+    """Return the casting mode's name; in float32 nothing is cast, so the three modes are the same."""
     if x.dtype == torch.float32 and (weight is None or weight.dtype == torch.float32):
         return "llama"
     return _CASTING_MODES.get(casting_mode, casting_mode)
@@ -200,8 +201,8 @@ def _rope(
 ) -> Pair:  # fmt: skip
     size = q.shape[-1]
     rotary = min(cos.shape[-1], size) if rotary_dim is None else rotary_dim
-    rotary -= rotary % 2  # the last number of a head of an odd size stays
-    # Liger reads the first half of the angles alone, as tilekern does where they are promised to come twice.
+    rotary -= rotary % 2  # in a head of odd size the last number is not rotated
+    # Liger reads only the first half of the angles, as tilekern does with ``twice``.
     width = rotary if cos.shape[-1] == rotary else rotary // 2
     angles = [_without_heads(x, unsqueeze_dim)[..., :width] for x in (cos, sin)]
     q_out, k_out = ops.rope(q, k, *angles, twice=True, rotary_dim=None if rotary == size else rotary)
@@ -209,7 +210,7 @@ def _rope(
 
 
 def _without_heads(angles: torch.Tensor, dim: int) -> torch.Tensor:
-    """[batch, tokens, size] of what has a dimension of 1 for the heads; anything else as it is."""
+    """Return angles as [batch, tokens, size], without a heads dimension of size 1; other shapes are returned as is."""
     if angles.dim() != 4:
         return angles
     return angles.squeeze(dim) if angles.shape[dim] == 1 else angles.squeeze(1)
@@ -226,7 +227,7 @@ def _qwen2vl_mrope(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mrope_section: list[int],
     unsqueeze_dim: int = 1,
 ) -> Pair:  # fmt: skip
-    # Liger takes [batch, heads, tokens, head_dim] whatever unsqueeze_dim says.
+    # Liger expects [batch, heads, tokens, head_dim] for any unsqueeze_dim.
     q_out, k_out = ops.qwen2vl_mrope(q, k, cos, sin, mrope_section)
     return q_out.to(q.dtype), k_out.to(k.dtype)
 
@@ -253,7 +254,7 @@ def _cross_entropy(
 
 
 def _with_others(found: Any) -> Losses:
-    """A loss, its z-loss, the accuracy and the predicted tokens, as Liger gives them; None for what is not there."""
+    """Return the loss, z-loss, accuracy and predicted tokens, as Liger does; None for missing ones."""
     if isinstance(found, torch.Tensor):
         return found, None, None, None
     return found.loss, found.z_loss, found.token_accuracy, found.predicted_tokens
