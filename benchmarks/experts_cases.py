@@ -257,7 +257,7 @@ class Products:
 
 
 def by_expert(ids: Any, experts: int) -> tuple[Any, Any, Any]:
-    """Return each row's expert and slot, sorted by expert, and the ends of the experts' rows; never wait for the GPU."""
+    """Return each row's expert and slot, sorted by expert, and the ends of the experts' rows; do not wait."""
     import torch
 
     chosen, order = ids.flatten().sort()

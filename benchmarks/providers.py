@@ -148,7 +148,7 @@ def _liger(name: str, package: str, *, in_place: bool = False) -> Provider:
 
 
 def tiled_mlp(apply: Call, activation: Call) -> Call:
-    """Return a gated MLP by ``apply(fn, module, x)``, Liger's and TileGym's interface; the weights' gradients are results.
+    """Return a gated MLP by ``apply(fn, module, x)`` of Liger and TileGym; the weights' gradients are results.
 
     Its backward adds the gradients to the module's parameters; each call makes new parameters in the memory of the
     weights.
@@ -261,7 +261,7 @@ def _quack() -> Provider:
 
 
 def _quack_layer_norm() -> Call:
-    """Wrap quack's forward and backward, which have no autograd; weights are converted to float32, which quack requires."""
+    """Wrap quack's forward and backward, which have no autograd; convert weights to float32, as quack requires."""
     import torch
     from quack.rmsnorm import layernorm_bwd, layernorm_fwd
 

@@ -1,4 +1,4 @@
-"""Compare the tuner's race with an exhaustive sweep and with cuda.tile's own search, on candidates that passed their checks.
+"""Compare the tuner's race with an exhaustive sweep and cuda.tile's own search, on candidates that passed their checks.
 
 Each problem is raced twice, and cuda.tile's search runs once. Then an exhaustive sweep judges the choices. All
 candidates, except those that are soon far behind, run in five times as many rounds as the search takes. Candidates
@@ -92,7 +92,7 @@ def measure(
 
 
 def right(sweep: Sweep, kernel: str, problem: Problem, *, unchecked: bool = False) -> list[Entrant]:
-    """Return the candidates that passed their checks, the best predicted first; ``unchecked`` adds those without a check."""
+    """Return the candidates that passed their checks, the best predicted first; ``unchecked`` adds unchecked ones."""
     measured = sweep.measured()
     order = {item.key: place for place, (item, _) in enumerate(ranking(sweep, kernel, problem, sweep.target))}
     running = entrants(kernel, problem, sweep.target, sweep.compiled(), sweep.quarantined())
@@ -135,7 +135,7 @@ class Field:
         return [*figures, *rows, Row(BENCHMARK, self._case, SEARCH, "quality", round(times[searched] / best, 5), "1")]
 
     def _beside_search(self, found: list[Entrant]) -> tuple[str, list[Row]]:
-        """Return the choice of cuda.tile's search, and the GPU times of the search and of a race over the same candidates."""
+        """Return the choice of cuda.tile's search, and the GPU times of it and of a race over the same candidates."""
         runner, started = self.runner(), time.perf_counter()
         race.run(runner, Lineup(tuple(entrant.key for entrant in found), predicted=self._predicted))
         ours_s = time.perf_counter() - started
@@ -184,7 +184,7 @@ def judged(
     case: str, fresh: Callable[[], Runner], lineup: Lineup, effort: Effort,
     fields: Sequence[Sequence[str]] = (), others: Collection[str] = (),
 ) -> tuple[dict[str, float], list[Row]]:  # fmt: skip
-    """Judge two races by an exhaustive sweep; return the time ratios to the winner of close candidates, by key, and the rows.
+    """Judge two races by an exhaustive sweep; return close candidates' times over the winner's, by key, and the rows.
 
     Args:
         case: the problem's name.
@@ -228,7 +228,7 @@ def _winner(timings: Mapping[str, Timing]) -> str:
 
 
 def summary(rows: list[Row]) -> list[Row]:
-    """Return the rows over all problems: shares of choices near the best, of repeated choices, and of the search's time."""
+    """Return the rows over all problems: shares near the best, repeated shares, and shares of the search's time."""
     found: dict[tuple[bool, str], list[float]] = {}
     for row in rows:
         found.setdefault((row.provider == OURS, row.metric), []).append(row.value)

@@ -1,4 +1,4 @@
-"""Read and write results in one format: ``{"run": {date, gpu, driver, toolkit, torch, commit, ...}, "rows": [...]}``."""
+"""Read and write results: ``{"run": {date, gpu, driver, toolkit, torch, commit, ...}, "rows": [...]}``."""
 
 from __future__ import annotations
 

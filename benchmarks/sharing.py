@@ -64,7 +64,7 @@ def join(ranks: int, device: str, meet: str) -> None:
 
 
 def shared(model: Any, way: str, ranks: int, device: str) -> Any:
-    """Share a model that each rank has made whole; each rank keeps its part, by FSDP2 of the layers or by the model's own plan."""
+    """Share a model that each rank has made whole: each rank keeps a part, by FSDP2 of layers or the model's plan."""
     import torch
 
     if way == "fsdp":

@@ -1,4 +1,4 @@
-"""Note the kernels behind a figure with the digests of their sources; every run notes them, the report compares them."""
+"""Note the kernels behind a figure with their sources' digests; every run notes them, the report compares them."""
 
 from __future__ import annotations
 

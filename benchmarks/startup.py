@@ -118,7 +118,7 @@ def _steps(provider: str, caches: str) -> dict[str, Any]:
 
 
 def _first_loads(target: Target) -> list[Row]:
-    """Time the lookup and first launch of kernels that this process has not loaded yet; the driver is already set up."""
+    """Time the lookup and first launch of kernels not loaded in this process yet; the driver is already set up."""
     import torch
 
     parts = [part for case in training_cases() for part in (case.forward, case.backward)]
