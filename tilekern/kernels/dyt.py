@@ -25,7 +25,7 @@ from tilekern.spec import Array, Problem, cdiv
 _TWICE_LOG2_E = 2.8853900817779268
 # The odd terms of tanh's series from the third: below 1/4 they leave 1e-8, where 1 - exp(-2 u) has lost digits.
 _THIRD, _FIFTH, _SEVENTH, _NINTH = -0.3333333333, 0.1333333333, -0.0539682540, 0.0218694885
-# Below this, u is tanh(u) to 5e-6 relative; above it, 1 - 2 / (1 + exp(2 u)) is to 1e-4.
+# Below this, u equals tanh(u) to 5e-6 of it; above it, 1 - 2 / (1 + exp(2 u)) does to 1e-4.
 _LINEAR = 0.00390625
 
 

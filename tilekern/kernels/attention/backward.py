@@ -103,7 +103,7 @@ def _keys_gradients(
     item, q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, heads,
     kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed, precise,
 ):  # fmt: skip
-    """Compute dk and dv of one tile of keys of one key head of one sequence, from the queries of all heads that read it."""
+    """Compute dk and dv of a tile of keys of one key head of a sequence, with the queries of all heads that read it."""
     batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
     group = ct.static_eval(max(1, heads // kv_heads))
     abreast = heads_abreast(q.shape[1], depth * group, 1, budget)
@@ -338,7 +338,7 @@ DELTA = spec(
 def _spec(
     name: str, summary: str, side: str, outputs: tuple[Array, ...], function: Any, products: int
 ) -> KernelSpec:  # fmt: skip
-    """Return the spec of a kernel whose blocks own tiles of ``side``, queries or keys, and compute ``products`` products."""
+    """Make the spec of a kernel whose blocks own tiles of ``side``, queries or keys, and run ``products`` products."""
     space = shared.space_of(side)
     arrays: Arrays = (*shared.READ, ScalarParameter(f"most_{side}", "int32"), *SCALARS, *outputs)
     heads, rows = ("heads", "tile_m") if side == "queries" else ("kv_heads", "tile_n")

@@ -211,7 +211,7 @@ def space_of(side: str) -> Space:
 
 
 def _small_side(problem: Problem) -> int:
-    """Return the side of a small tile that compiles in 3 s with packed rows, a window and a cap; eight warps share it."""
+    """Return the side of a small tile for eight warps that compiles in 3 s with packed rows, a window and a cap."""
     return 32 if shared.depth_of(problem) <= (64 if problem["dtype"] == "float32" else 128) else _SMALLEST
 
 

@@ -29,7 +29,7 @@ def first_head_of(kv_head, heads, kv_heads):
 
 
 def sequence(starts, number, length, packed):
-    """Return (first row, length) of a sequence: its part of the packed tokens, or a whole batch entry of ``length`` rows."""
+    """Return (first row, length) of a sequence: its part of the packed tokens, or a batch entry of ``length`` rows."""
     if ct.static_eval(packed):
         first = ct.load(starts, (number,), ())
         return first, ct.load(starts, (number + 1,), ()) - first
@@ -60,7 +60,7 @@ def store_rows(array, number, first, length, tile, head, values, packed):
 
 
 def cut(rows, index, length, packed):
-    """Zero rows from ``length`` on: after a packed sequence comes the next one, and a weight of 0 does not stop its NaN.
+    """Zero rows from ``length`` on: after a packed sequence comes the next; a weight of 0 does not stop its NaN.
 
     ``index`` (int32, of one axis that is not 1) says which row of the sequence each is.
     """
@@ -123,7 +123,7 @@ def query_tiles(first_key, rows, queries, keys, window, tile, causal, windowed):
 
 
 def edge_tile(number, first, full, edge):
-    """Return the tile of step ``number`` of a loop over the tiles that need a mask: [first, full), then [edge, stop)."""
+    """Return the tile of step ``number`` of a loop over tiles that need a mask: [first, full), then [edge, stop)."""
     return ct.where(first + number < full, first + number, edge + number - (full - first))
 
 
@@ -158,7 +158,7 @@ def product(left, right, total):
 
 
 def soft_tanh(x, precise):
-    """Return tanh of float32 for soft caps; unless ``precise``, by the hardware's exponential, exact to 2e-7 absolute."""
+    """Return tanh of float32 for soft caps; unless ``precise``, by the hardware's exponential, to 2e-7 absolute."""
     if ct.static_eval(precise):
         return ct.tanh(x)
     grown = 1.0 + ct.exp2(x * (2.0 * LOG2_E), flush_to_zero=True)
@@ -166,7 +166,7 @@ def soft_tanh(x, precise):
 
 
 def factors_of(scale, softcap, capped):
-    """Return (slope, factor): exponents of base 2 are factor * tanh(slope * products) if capped, else factor * products."""
+    """Return (slope, factor): base-2 exponents are factor * tanh(slope * product) if capped, else factor * product."""
     if ct.static_eval(capped):
         return scale / softcap, softcap * LOG2_E
     return scale, scale * LOG2_E
@@ -187,5 +187,5 @@ def head_and_tile(item, tiles, heads, abreast, longest_last):
 
 
 def heads_abreast(keys, depth, group, budget):
-    """Count the query heads that share ``budget`` elements of keys and values: whole groups of ``group``, at least one."""
+    """Count the query heads that share ``budget`` elements of keys and values: one or more groups of ``group``."""
     return group * ct.maximum(1, budget // (2 * depth * ct.maximum(1, keys)))

@@ -55,8 +55,8 @@ def gradient_of_row(scale, found, options):
     """Return the shift and the factors of a row's gradient, from its scale and the results of :func:`store_loss`."""
     target_x, share, top, total, row_of_lse = found
     factors = shared.gradient_factors(scale, share, row_of_lse, options)
-    # Every store needs the target's logit, so none can precede its load, even if the compiler assumes that logits and
-    # dlogits are two arrays.
+    # Every store needs the target's logit, so no store can precede its load, even if the compiler assumes that logits
+    # and dlogits are two arrays.
     shift = ct.where(ct.isnan(target_x), shared.NAN, top)
     return shift, (factors[0] / total, factors[1], factors[2])
 

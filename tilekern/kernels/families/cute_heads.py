@@ -33,7 +33,7 @@ _LEAST_LOADS, _MOST_LOADS = 12, 24
 
 
 def _threads(problem: Problem) -> int:
-    """Return the threads that share a head, one a vector of a half; 0 unless these are a power of two of whole vectors."""
+    """Return the threads that share a head, one a vector of a half; 0 unless a half is 2^n whole vectors."""
     threads, rest = divmod(problem["head_dim"] // 2, vector_of(problem))
     return threads if rest == 0 and 1 <= threads == power_of_two(threads) <= WARP else 0
 

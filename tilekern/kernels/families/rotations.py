@@ -251,7 +251,7 @@ def cut_in_halves(problem: Problem) -> dict[str, int | bool]:
 
 
 def _angles_of_a_token(problem: Problem) -> int:
-    """Return a token's cosines that are read: one for each rotated pair, or each number if the halves have their own."""
+    """Return the cosines that are read for a token: one a rotated pair, or one a number if the halves differ."""
     return int(problem["head_dim"] if problem.get("full") else problem.get("pairs", problem["head_dim"] // 2))
 
 
