@@ -70,7 +70,7 @@ def described(results: Results, case: str) -> str:
 
 
 def _joined(sources: Mapping[str, str]) -> str:
-    """The first digits of one kernel's digest, or of a digest over those of several."""
+    """Return the first digits of one kernel's digest, or of a digest over several digests."""
     if len(sources) == 1:
         return f"`{next(iter(sources.values()))[:_DIGITS]}`"
     text = "".join(f"{kernel}={digest}\n" for kernel, digest in sorted(sources.items()))

@@ -74,7 +74,7 @@ def _moved(mass, pull, peak, top):
 
 
 def _scan_row(logits, bias, row, unroll, form):
-    """Read a row once; return the maximum of z, the sum of ``e = exp(z - maximum)``, and that of ``e * (z - maximum)``.
+    """Read a row once; return the maximum of z, and the sums of ``e = exp(z - maximum)`` and ``e * (z - maximum)``.
 
     All three have the shape (1, 1). Each lane of a tile keeps its own maximum.
     """

@@ -181,7 +181,7 @@ class Bench:
         return found
 
     def _shared_outputs(self, blocks: int) -> dict[str, Any]:
-        """Return outputs of the full size, shared by all entrants, each of which writes all of them."""
+        """Return outputs of the full size, shared by all entrants; each entrant writes all of them."""
         found = {}
         for name, kind in self._spec.outputs(self._problem, blocks).items():
             if (name, kind) not in self._outputs:

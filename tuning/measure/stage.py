@@ -90,7 +90,7 @@ def measure_all(
         elif turns is not None:
             _measure(executor, work, work.coming([singles]), tell)
         else:
-            # First kernels without a follower, then those that are timed together with theirs.
+            # First kernels without a follower, then kernels that are timed together with theirs.
             followed = [pair for pair in singles if spec_named(pair[0]).follower is not None]
             for some in filter(None, ([pair for pair in singles if pair not in followed], followed)):
                 _measure(executor, work, list(work.coming([some])), tell)

@@ -259,7 +259,7 @@ def estimate_compile(counts: Sequence[Count], jobs: int, sweeps: Sequence[Sweep]
 
 
 def estimate_together(compiles: Estimate, measures: Estimate) -> Estimate:
-    """Estimate the time of both stages if each problem is measured when it is compiled: that of the longer one.
+    """Estimate the time of both stages if each problem is measured once it is compiled: the longer stage's time.
 
     The GPU waits until the first problem is compiled, and the compilers while the last one is measured.
     """

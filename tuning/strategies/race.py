@@ -19,8 +19,8 @@ KEPT, FEW = 3, 4
 LEAST_US, MORE_ROUNDS, MOST_US = 20_000.0, 0.55, 4e6
 # GPU time for further samples before the first cut. On an H100, a single sample of 2 us once cost a winner 15 %.
 FIRST_US = 10_000.0
-# Samples of a candidate of the last field: at least, whatever they cost, and at most; then of each key that needs a
-# timing.
+# Samples of a candidate of the last field: at least, whatever they cost, and at most; then the least of the winner and
+# of each key that needs a timing.
 ENOUGH_SAMPLES, MOST_SAMPLES, LEAST_SAMPLES = 6, 100, 4
 # Candidates predicted to take this many times as long as the best do not run, except the first few. In a sweep of
 # Qwen3-8B on an H200 no winner was predicted to take 1.5 times as long.
@@ -52,7 +52,7 @@ class Samples:
         return statistics.median(self.taken_us[key])
 
     def outcome(self, field: Sequence[str]) -> dict[str, Timing]:
-        """Return a timing of each key that has run; the winner is in the field, whose keys have equally many samples."""
+        """Return a timing of each key that has run; the winner is in ``field``, whose keys have equal sample counts."""
         taken, lineup, least = self.taken_us, self._lineup, min(map(self.median_us, field))
         equals = [key for key in lineup.keys if key in field and self.median_us(key) <= EQUAL * least]
         winner = lineup.default if lineup.default in equals else equals[0]

@@ -7,8 +7,8 @@ With P = exp(S - lse), S the scaled (and capped) scores, and delta = rowsum(out 
 
 dS times 1 - tanh^2 where the scores are capped. P is computed again from q, k and lse: once for dk and dv, by blocks
 that own a tile of keys (:data:`DKDV`), and once for dq, by blocks that own a tile of queries (:data:`DQ`); delta is
-computed before, by :data:`DELTA`. A gradient of lse itself is subtracted from delta. The layout is that of
-:mod:`tilekern.kernels.attention.problem`.
+computed before, by :data:`DELTA`. A gradient of lse itself is subtracted from delta.
+:mod:`tilekern.kernels.attention.problem` describes the layout.
 """
 
 from __future__ import annotations

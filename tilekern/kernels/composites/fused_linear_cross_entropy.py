@@ -44,7 +44,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """A loss's parameters beside logits and targets; the fields of torch's ``cross_entropy`` mean the same here.
+    """A loss's parameters besides logits and targets; the fields of torch's ``cross_entropy`` mean the same here.
 
     ``class_weight`` is float32 [vocabulary]. ``hidden_gradient`` and ``weight_gradient`` say which gradients are
     wanted; ``wide_sums`` adds the weight's gradient up in float32. ``bias`` [vocabulary], of the dtype of the weight,
@@ -68,7 +68,7 @@ class LossOptions:
 
     @functools.cached_property
     def flags(self) -> tuple[bool, bool, bool]:
-        """The flags of the cross-entropy specs: weighted, smoothed, capped."""
+        """Return the flags of the cross-entropy specs: weighted, smoothed, capped."""
         return self.class_weight is not None, self.label_smoothing > 0, self.softcap is not None
 
     def arguments(self, device: Any) -> tuple[Any, ...]:

@@ -140,7 +140,7 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
     inputs = _inputs(problem, generator, device)
     weight, ids, options = inputs["weight"].float(), inputs["ids"], inputs["options"]
     # In parts, since all logits at once may not fit; of rounded logits, else the gradient of a nearly certain row,
-    # which is a small difference, would be that of the rounding.
+    # which is a small difference, would be only rounding.
     parts = zip(inputs["hidden"].split(_PART_ROWS), ids.split(_PART_ROWS), strict=True)
     held = (((x.float() @ weight.t()).to(x.dtype).float(), of_part) for x, of_part in parts)
     known = [log_probs.row_results(logits, of_part, options.ignore_index) for logits, of_part in held]

@@ -2,9 +2,9 @@
 
 A block reads a row, then reads it again while it writes the gradient, last tile first, so that the second read hits the
 L2 cache, if the rows in flight fit there. In the CuTe DSL kernel (:mod:`tilekern.kernels.cute.losses`) a cluster of
-blocks keeps a row in registers. ``dlogits`` may be the memory of ``logits``. The gradient is that of
-``(scale * loss).sum()``; rows whose scale is 0 still get their loss. Ignored rows and targets that are not a class are
-treated as in the module ``separate``.
+blocks keeps a row in registers. ``dlogits`` may be the memory of ``logits``. The gradient is of ``(scale *
+loss).sum()``; rows whose scale is 0 still get their loss. Ignored rows and targets that are not a class are treated as
+in the module ``separate``.
 """
 
 from __future__ import annotations

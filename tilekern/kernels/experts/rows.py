@@ -31,7 +31,7 @@ def sizes(problem: Problem) -> dict[str, int]:
 
 
 def widths(columns: int) -> list[int]:
-    """Return widths of tiles, widest first, at most a third of which lies beyond the row's end."""
+    """Return widths of tiles, widest first; at most a third lies beyond the row's end."""
     fitting = [n for n in (4096, 2048, 1024, 512, 256) if n <= power_of_two(columns)]
     return [n for n in fitting if cdiv(columns, n) * n <= 1.5 * columns] or [min(256, power_of_two(columns))]
 

@@ -409,7 +409,7 @@ def spec(
 
     follower = None
     if sums:
-        # The last dtype is that of the weights.
+        # The last dtype is the weights'.
         dtype = [dimension.name for dimension in dimensions if dimension.kind == "dtype"][-1]
         follower = followed_by_sum(tensors(arrays, "scratch")[0], dtype)
     fields: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Grouped products: ``y[r] = x[r] @ weight[e(r)] + bias[e(r)]`` for rows sorted by expert, in float32, rounded once.
 
-The layout is that of ``torch._grouped_mm``: ``offsets`` [experts] (int32) are the ends of the experts' rows. If a
+The layout is ``torch._grouped_mm``'s: ``offsets`` [experts] (int32) are the ends of the experts' rows. If a
 problem is ``gathered``, row r of the product reads row ``order[r] // slots`` of x, and no rows are copied; for each
 sorted row ``order`` (int32) is its slot ``token * slots + k``. If it is ``partial``, rows beyond the last offset belong
 to no expert (sentinels of expert parallel), and their results are zeros; otherwise they are not written. Weights are
