@@ -3,7 +3,7 @@
 The terms are those of :mod:`tilekern.tuning.predict.launch_costs`.
 
 The steps of one thread (its waits, its chain of instructions, its barriers) add up; the work of an SM's units overlaps,
-but never completely, which the p-norm of the terms models. Added are a constant cost of every launch, and a factor for
+but never completely, which the p-norm of the terms models. Every launch also has a constant cost, and a factor covers
 traits of the code that counts do not show:
 
     seconds = (overhead + (sum of (w_i t_i)^p over the parallel terms + (sum of w_j t_j over the serial ones)^p)^(1/p))

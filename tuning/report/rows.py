@@ -210,7 +210,7 @@ def _rows_of_problem(
 def _yardsticks(winner: Winner | None, how: str, default_us: float | None) -> tuple[float | None, float | None]:
     """Return the times of the default config and at the roofline, where known.
 
-    They come from the record: the candidate that was timed for the default, and the copy of its race.
+    They come from the record: the candidate that was timed in place of the default, and the copy of its race.
     """
     if winner is None or winner.record.provenance != how:
         return default_us, None

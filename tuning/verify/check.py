@@ -50,7 +50,7 @@ class Leeway:
         norm: an error of the norm, on top; and
         peak: of each element: what float32 loses in torch too.
         plain: if the inputs hold NaN or infinity, the result without them, in float64; and
-        reached: which elements depend on them. The other elements are right if they equal ``plain``, whatever the
+        reached: which elements depend on them. The other elements are right if they match ``plain``, whatever the
             reference says: it gives NaN for zero times a masked NaN, and a kernel that never reads masked elements is
             better.
         tainted: if the inputs hold infinity, which elements may be NaN whatever the reference says, or infinite if it

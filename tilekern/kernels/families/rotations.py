@@ -320,8 +320,8 @@ def spec(
         function: the kernel, which calls :func:`each_step`; its parameters are the arrays and scalars, then constants:
             of the problem, of the config, of ``cut``, ``tile_hk`` for the heads of k in a tile, ``unrolled`` and
             ``bounded``.
-        arrays: in the order of the kernel; the first and last are the heads of :func:`arrays_of`; scalars with their
-            samples, unless ``angles`` draws them. The first output's dtype sets the tolerance.
+        arrays: in the order of the kernel; the first and the last ones are the heads of :func:`arrays_of`; scalars with
+            their samples, unless ``angles`` draws them. The first output's dtype sets the tolerance.
         flops: floating-point operations for each element of q and k.
         cut: problem -> the constants that cut heads into tiles, and whether these make a tile ``bounded``.
         angles: draws the angles, and other inputs that are not in ``arrays``.
