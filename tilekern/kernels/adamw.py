@@ -1,6 +1,6 @@
 """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): one step of a parameter and its two moments, in place.
 
-With the gradient g (its sign turned where the objective is maximised) at step t:
+With the gradient g (with its sign turned if the objective is maximised) at step t:
 ``m = m + (1 - beta1) * (g - m)``; ``v = beta2 * v + (1 - beta2) * g^2``;
 ``p = (1 - lr * weight_decay) * p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)``.
 Numerator and denominator of the last fraction are multiplied by ``sqrt(1 - beta2^t)``, so that the host computes

@@ -4,7 +4,7 @@ Forward, for rows r (residual) and x of n columns, with ``rstd = 1 / sqrt(mean(x
 cast((weight + offset) * x * rstd))`` (RMSNorm: Zhang and Sennrich 2019, arXiv:1910.07467). Both casts go to the arrays'
 dtype, as in Hugging Face's decoder layers: the norm's result is rounded before the sum. Llama's norm also rounds before
 the weight (``cast``), Gemma's and OLMo's do not.
-One launch reads r and x and writes y: three matrices, where a norm and a sum move five. In the backward, the gradient
+One launch reads r and x and writes y: three matrices; a separate norm and sum move five. In the backward, the gradient
 of r equals the gradient of y, and ``rms_norm_offset_backward`` computes the gradients of x and the weight.
 """
 

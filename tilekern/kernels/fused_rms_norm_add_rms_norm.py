@@ -7,7 +7,7 @@ and order of casts. Backward, with g = dy * (next_weight + offset) and the sum's
 gradient of the first norm's result too, and dx follows from it and x in the same way. Rows are read anyway, so both
 rstd are computed again, and only x, total and the weights are saved. Each block stores its rows' share of the gradients
 of both weights as one row of ``partial``, and the spec ``column_sum`` adds these up in a fixed order. The forward moves
-four matrices and the backward six, where a norm and a sum with its norm move six and seven.
+four matrices and the backward six; a separate norm, and a sum with its norm, move six and seven.
 """
 
 from __future__ import annotations

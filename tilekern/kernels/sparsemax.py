@@ -10,7 +10,7 @@ Most steps look at a part of the row: the largest of each column over the chunks
 only raise tau, so the steps over the whole row may begin at the tau of that part. Mostly the first of these is the
 last, since it finds no further number above tau.
 
-Backward, from the stored y: dx is dy minus its mean over the support where y > 0, and 0 elsewhere.
+Backward, from the stored y: dx is dy minus its mean over the support (y > 0), and 0 elsewhere.
 
 Rows that registers hold are read once, longer ones in each step out of the L2 cache. A row is NaN if it holds NaN or
 +inf, or only -inf.

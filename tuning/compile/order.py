@@ -24,7 +24,7 @@ from tilekern.kernels import spec_named
 from tilekern.tuning.sweep.candidates import Candidate
 from tilekern.tuning.sweep.plan import Named
 
-# Core-seconds of an artifact where nothing is known of this machine: means over samples of Qwen3-8B's artifacts for the
+# Core-seconds of an artifact if nothing is known about this machine: means over samples of Qwen3-8B's artifacts for the
 # H200 and the B200, tileiras 13.4, on one core of an AMD EPYC. ``OTHER_S`` is their mean, for other kernels.
 COMPILE_S = {
     "fused_add_rms_norm_backward": 0.49,

@@ -26,7 +26,7 @@ STATUSES = ("timed", "checked", "compiled", "duplicate", "planned", "wrong", "qu
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate of a sweep. A field is None where it is not known or has no meaning.
+    """One candidate of a sweep. A field is None if it is unknown or has no meaning.
 
     Attributes:
         kernel: name of the spec.
@@ -65,7 +65,7 @@ class Row:
         threads: threads of a block.
         code_bytes: machine code.
         resident_blocks: blocks that fit on one SM of the target at once.
-        relative_error: norm of the error over the norm of the reference; infinite where a result is not a number.
+        relative_error: norm of the error over the norm of the reference; infinite if a result is not a number.
         elementwise_error: largest error over the largest element of the reference; infinite likewise.
     """
 

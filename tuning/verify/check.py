@@ -44,7 +44,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Leeway:
-    """The errors that one result is allowed beside the tolerance.
+    """The errors that one result is allowed on top of the tolerance.
 
     Attributes:
         norm: an error of the norm, on top; and

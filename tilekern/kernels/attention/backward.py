@@ -5,7 +5,7 @@ With P = exp(S - lse), S the scaled (and capped) scores, and delta = rowsum(out 
 
     dv = P^T dout,   dS = P * (dout v^T - delta),   dq = scale dS k,   dk = scale dS^T q,
 
-dS times 1 - tanh^2 where the scores are capped. P is computed again from q, k and lse: once for dk and dv, by blocks
+with dS times 1 - tanh^2 if the scores are capped. P is computed again from q, k and lse: once for dk and dv, by blocks
 that own a tile of keys (:data:`DKDV`), and once for dq, by blocks that own a tile of queries (:data:`DQ`); delta is
 computed before, by :data:`DELTA`. A gradient of lse itself is subtracted from delta.
 :mod:`tilekern.kernels.attention.problem` describes the layout.

@@ -57,7 +57,7 @@ class Head:
         memory: memory of an earlier head, used if it has enough rows.
 
     Attributes:
-        gradients: dhidden, dweight and dbias, None where it is not wanted.
+        gradients: dhidden, dweight and dbias; an unwanted one is None.
     """
 
     def __init__(

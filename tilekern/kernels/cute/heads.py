@@ -44,7 +44,7 @@ class Step:
 class Heads(Program):
     """The device function of one config.
 
-    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
+    Args besides those of :class:`~tilekern.kernels.cute.sharing.Program`:
         heads: heads of q.
         kv_heads: heads of k.
         half: elements of half a head; a power-of-two number of vectors.

@@ -177,7 +177,7 @@ class WordsOfLosses(Words):
 class FusedLoss(LongRows):
     """The device function of one config.
 
-    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
+    Args besides those of :class:`~tilekern.kernels.cute.sharing.Program`:
         columns: columns of a row; whole vectors.
         vector: elements of a vector.
         persistent: whether clusters process further rows.

@@ -35,7 +35,7 @@ class StagedRow:
 class Ring(Rows):
     """The device function of one config.
 
-    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
+    Args besides those of :class:`~tilekern.kernels.cute.sharing.Program`:
         columns: columns of a row; whole vectors.
         vector: elements of a vector.
         stages: the number of rows in the ring.

@@ -31,7 +31,7 @@ class Step:
 class Rows(Program):
     """The device function of one config.
 
-    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
+    Args besides those of :class:`~tilekern.kernels.cute.sharing.Program`:
         columns: columns of a row; whole vectors.
         vector: elements of a vector.
         persistent: whether blocks process further rows.

@@ -24,7 +24,7 @@ _VECTOR = 8 * ALIGNED_BYTES // Float32.width
 class ColumnSum(Program):
     """The device function of one config.
 
-    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
+    Args besides those of :class:`~tilekern.kernels.cute.sharing.Program`:
         columns: columns of the matrix; whole vectors.
         width: columns of a block; at most one for each thread, and one vector for each lane of a warp.
         loads: rows that a thread has in flight at the same time.

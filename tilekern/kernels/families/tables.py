@@ -79,7 +79,7 @@ def spec(
         function: the device function, or (problem, config) -> the device function; it, or the lambda, stands in the
             spec's module.
         grid: real sizes, config and number of SMs -> number of blocks.
-        sizes: problem -> sizes and dtypes that arrays and constants use beside the dimensions.
+        sizes: problem -> sizes and dtypes that arrays and constants use besides the dimensions.
         constants: (problem with its sizes, config) -> the constants without a dimension, size or axis of the same name.
         given: (problem with its sizes, generator, device) -> the inputs that are not normal numbers or samples.
         library: (problem, config) -> the library's call of a config without a device function.
