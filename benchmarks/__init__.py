@@ -1,1 +1,1 @@
-"""Benchmarks: kernels, host time, start-up and regret beside tilekern's peers, kept as JSON in one form."""
+"""Benchmarks: compare kernels, host time, start-up and regret with tilekern's peers; write JSON files of one format."""

@@ -1,4 +1,4 @@
-"""The door of ``python -m benchmarks``."""
+"""Run ``python -m benchmarks``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.cli import app
 from tilekern.errors import InputError, ToolchainMissing
 from tilekern.warning import shown_plainly
 
-# The base of bad usage in click, or in the copy of click that newer releases of typer bring along.
+# The base class of usage errors in click, or in the copy of click that newer releases of typer contain.
 _UsageError: Any = typer.BadParameter.__base__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0, 2 for bad input, 4 where the compiler is missing."""
+    """Run one command; return the exit code: 0, 2 for bad input, 4 if the compiler is missing."""
     try:
         with shown_plainly():
             return app(args=arguments, prog_name="benchmarks", standalone_mode=False) or 0

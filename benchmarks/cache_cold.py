@@ -1,9 +1,9 @@
-"""The cost of the cache in a fresh process: ``python -m benchmarks.cache_cold CLOCK KERNELS NUMBER [NEAR]``.
+"""Measure the cost of the cache in a fresh process: ``python -m benchmarks.cache_cold CLOCK KERNELS NUMBER [NEAR]``.
 
 It imports the cache, makes the default layers, looks up problem ``NUMBER`` of the first ``KERNELS`` kernels, with
-``NEAR`` in another bucket, and prints JSON. It has imported torch before the clock starts, as every job has that runs
-kernels, since torch and the cache need much of the same of Python's library. ``CLOCK`` is ``wall``, or ``processor``:
-seconds that other processes of a busy machine do not lengthen.
+``NEAR`` in another bucket, and prints JSON. It imports torch before the clock starts: every job that runs kernels does
+so, and torch and the cache share many imports from Python's library. ``CLOCK`` is ``wall``, or ``processor``: seconds
+of CPU time, which other processes on a busy machine do not lengthen.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Records whose every byte follows from a few numbers, so that a reader knows a wrong answer when it sees one."""
+"""Make records whose bytes all follow from a few numbers, so that a reader can detect a wrong answer."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ VARIANTS = ("aligned", "generic")
 
 
 def content(number: int, version: int, variant: str, size_bytes: int = 6000) -> bytes:
-    """The bytes of an artifact."""
+    """Return the bytes of an artifact."""
     seed = hashlib.sha256(f"{number} {version} {variant}".encode()).digest()
     return (seed * (size_bytes // len(seed) + 1))[:size_bytes]
 
 
 def problem(number: int) -> dict[str, Value]:
-    """One of the problems, by its number from 0 on."""
+    """Return a problem by its number, from 0."""
     return {"rows": 8192, "columns": 128 * (number + 1), "dtype": "bfloat16"}
 
 
 def sample(number: int, version: int, size_bytes: int = 6000, **changes: Any) -> tuple[Record, dict[str, bytes]]:
-    """The record of a problem in one of its versions, and its blobs."""
+    """Return the record of one version of a problem, and its blobs."""
     blobs, artifacts = {}, {}
     for variant in VARIANTS:
         data = content(number, version, variant, size_bytes)
@@ -49,7 +49,7 @@ def sample(number: int, version: int, size_bytes: int = 6000, **changes: Any) ->
 
 
 def find(layers: Sequence[Layer], number: int) -> Hit | None:
-    """A lookup of one of the problems; no other size serves it."""
+    """Look up one of the problems; no other size serves it."""
     return lookup(
         KERNEL, problem(number), bucketed=[], target_key=TARGET["key"], arch="sm_90", toolkit_key=TOOLKIT["key"],
         source=SOURCE, layers=layers,
@@ -57,7 +57,7 @@ def find(layers: Sequence[Layer], number: int) -> Hit | None:
 
 
 def fault_of(hit: Hit, number: int) -> str | None:
-    """The fault of a hit on a problem, or None: it must be one of its versions, whole, with that one's blobs."""
+    """Return the fault of a hit on a problem, or None: a hit must be one complete version with its own blobs."""
     version = hit.record.config.get("version")
     size_bytes = hit.record.artifacts[VARIANTS[0]].size if VARIANTS[0] in hit.record.artifacts else 0
     if not isinstance(version, int) or hit.record != sample(number, version, size_bytes)[0]:
@@ -67,5 +67,5 @@ def fault_of(hit: Hit, number: int) -> str | None:
 
 
 def counted(counts: Mapping[str, int]) -> str:
-    """Counts as text for people."""
+    """Return counts as readable text."""
     return ", ".join(f"{number:,} {what}" for what, number in counts.items())

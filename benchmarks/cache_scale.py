@@ -1,4 +1,4 @@
-"""A cache of 100,000 records: what a listing, a lookup, a check and a start cost."""
+"""Measure listing, lookup, check and start-up on a cache of 100,000 records."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OTHER = {"key": "sm_100-b200-148", "name": "B200", "arch": "sm_100"}
 
 
 def fill(root: Path, records: int, blobs: int) -> int:
-    """Write records of many kernels, two targets and sizes as they are, without the store's fsync; bytes written."""
+    """Write real-size records of many kernels and two targets, without the store's fsync; return the bytes written."""
     written, digests = 0, [_blob(root, number) for number in range(blobs)]
     written += blobs * BLOB_BYTES
     for number in range(records):
@@ -67,8 +67,8 @@ def measure(records: Sequence[int] = (FEW_RECORDS, RECORDS), repeats: int = 3) -
     """Time the commands and lookups on caches of few records and of many.
 
     Args:
-        records: how many each cache has.
-        repeats: samples of what takes a whole process.
+        records: the number of records in each cache.
+        repeats: samples of each measurement that takes a whole process.
     """
     results = Results(facts(gpu=NO_GPU))
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +86,7 @@ def measure(records: Sequence[int] = (FEW_RECORDS, RECORDS), repeats: int = 3) -
 
 
 def _lookups(case: str, root: Path, records: int, repeats: int) -> Iterator[Row]:
-    """First lookups of fresh processes, off the disk and out of the page cache, and starts with many kernels."""
+    """Time first lookups in fresh processes, from disk and from the page cache, and start-up with many kernels."""
     number = records // (2 * KERNELS) - 1
     for metric, kernels, evicted, near in (
         ("first_lookup_off_disk", 1, True, ""),
@@ -111,7 +111,7 @@ def _lookups(case: str, root: Path, records: int, repeats: int) -> Iterator[Row]
 
 
 def _disk_alone(root: Path, number: int) -> Iterator[float]:
-    """Seconds to read a record off the disk, then its artifacts at once, for each kernel: no lookup can take less."""
+    """Time reading a record from disk, then its artifacts at once, for each kernel: the lower bound of a lookup."""
     records = sorted(root.glob(f"v1/{TARGET['key']}/*/*/{_file_of(number)}"))
     artifacts = [sorted({one["sha256"] for one in json.loads(p.read_bytes())["artifacts"].values()}) for p in records]
     blobs = [[str(root / blob_path(digest)) for digest in digests] for digests in artifacts]
@@ -146,7 +146,7 @@ def _evict(root: Path, number: int) -> None:
 
 
 def _listing(case: str, root: Path, repeats: int) -> Iterator[Row]:
-    """A listing of one kernel's records, as a process of its own."""
+    """Time a process that lists one kernel's records."""
     times = [
         _times("tilekern.cache_tools", "ls", "--kernel", "kernel_7", "--cache-dir", str(root)) for _ in range(repeats)
     ]
@@ -155,7 +155,7 @@ def _listing(case: str, root: Path, repeats: int) -> Iterator[Row]:
 
 
 def _checking(root: Path, case: str, written: int, repeats: int) -> Iterator[Row]:
-    """`verify` as a process of its own: its rate is that of one core, of which it never uses more."""
+    """Time `verify` in its own process; it uses one core only."""
     times = [_times("tilekern.cache_tools", "verify", "--cache-dir", str(root)) for _ in range(repeats)]
     yield _row(case, "verified", [written / 1e6], "MB")
     yield _row(case, "verify", [wall for wall, _ in times], "s")
@@ -163,7 +163,7 @@ def _checking(root: Path, case: str, written: int, repeats: int) -> Iterator[Row
 
 
 def _times(*command: str) -> tuple[float, float]:
-    """Seconds of a process by the wall's clock and by the processor's."""
+    """Return the wall seconds and the CPU seconds of a process."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     _output(*command, environment=dict(os.environ))

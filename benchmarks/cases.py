@@ -1,4 +1,4 @@
-"""Cases to measure: an op at a size, its tensors, what it must equal and what it must move. Sizes and references
+"""Make the cases to measure: an op at a size, its tensors, its expected results and its work. Sizes and references
 come from the specs."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Part = tuple[KernelSpec, Problem]
 
 @dataclass(frozen=True)
 class Tensors:
-    """An op's arguments: ``inputs`` have gradients, ``constants`` come after them, ``slopes`` are of its outputs."""
+    """An op's arguments: ``inputs`` have gradients, ``constants`` follow, ``slopes`` are gradients of its outputs."""
 
     inputs: tuple[Any, ...]
     constants: tuple[Any, ...]
@@ -32,8 +32,8 @@ class Tensors:
 class Work:
     """The work of forward and backward: bytes moved through device memory, and floating-point operations.
 
-    An op whose ``flops`` are given is bound by arithmetic: its speed is said in TFLOP/s. The others are set against a
-    copy of their bytes.
+    An op with ``flops`` is bound by arithmetic: its speed is in TFLOP/s. The others are compared with a copy of their
+    bytes.
     """
 
     bytes_moved: tuple[int, int] = (0, 0)
@@ -46,14 +46,14 @@ class Case:
 
     Attributes:
         op: name of the op; providers have a call of that name.
-        label: op and size, as results name it.
-        dtype: what the op works in; sets the tolerance.
+        label: op and size, the name in the results.
+        dtype: the op's dtype; sets the tolerance.
         tensors: device -> random arguments.
         expected: arguments -> outputs and then gradients of the inputs, wider than the dtype.
-        work: what must move and be computed.
+        work: the bytes and operations.
         roundings: how many times values are rounded to the dtype on the way to a result; widens the tolerance.
-        metrics: which of :data:`METRICS` are timed.
-        products: arguments -> the products that forward and backward need, alone; timed beside them where it is given.
+        metrics: the ones of :data:`METRICS` to time.
+        products: arguments -> the matrix products of forward and backward alone; timed too, if set.
     """
 
     op: str
@@ -67,17 +67,17 @@ class Case:
     products: Callable[[Tensors], Any] | None = None
 
     def bytes_of(self, metric: str) -> int:
-        """Bytes that must move for one of :data:`METRICS`."""
+        """Return the bytes that must move for one of :data:`METRICS`."""
         return _of(metric, self.work.bytes_moved)
 
     def flops_of(self, metric: str) -> int:
-        """Floating-point operations of one of :data:`METRICS`; 0 where the op is bound by memory."""
+        """Return the floating-point operations of one of :data:`METRICS`; 0 if the op is bound by memory."""
         return _of(metric, self.work.flops)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpecCase(Case):
-    """A case whose forward and backward are one spec's problem each, for those who launch kernels by themselves."""
+    """A case whose forward and backward are each one spec's problem, for benchmarks that launch kernels directly."""
 
     forward: Part
     backward: Part
@@ -99,14 +99,14 @@ def _spec_case(
 
 
 def seeded(device: str) -> Any:
-    """A generator of random numbers that gives the same at every run; none on ``meta``, where nothing is drawn."""
+    """Return a generator with a fixed seed; None on ``meta``, where nothing is drawn."""
     import torch
 
     return None if device == "meta" else torch.Generator(device=device).manual_seed(SEED)
 
 
 def rms_norm_case(rows: int, columns: int, dtype: str = "bfloat16") -> SpecCase:
-    """RMSNorm of ``rows`` rows, weight in the dtype of x."""
+    """Make RMSNorm of ``rows`` rows, weight in the dtype of x."""
     forward, backward = rms_norm_kernels.FORWARD, rms_norm_kernels.BACKWARD
     problem = backward.problem(rows=rows, columns=columns, dtype=dtype, weight_dtype=dtype)
 
@@ -123,7 +123,7 @@ def rms_norm_case(rows: int, columns: int, dtype: str = "bfloat16") -> SpecCase:
 
 
 def swiglu_case(rows: int, columns: int, dtype: str = "bfloat16") -> SpecCase:
-    """SwiGLU's elementwise part over ``rows`` rows."""
+    """Make SwiGLU's elementwise part over ``rows`` rows."""
     forward, backward = swiglu_kernels.FORWARD, swiglu_kernels.BACKWARD
     problem = backward.problem(rows=rows, columns=columns, dtype=dtype)
 
@@ -142,7 +142,7 @@ def swiglu_case(rows: int, columns: int, dtype: str = "bfloat16") -> SpecCase:
 def rope_case(
     batch: int, tokens: int, heads: int = 32, kv_heads: int = 8, head_dim: int = 128, dtype: str = "bfloat16"
 ) -> SpecCase:
-    """Rotary embedding of q and k as projections leave them, with positions that all sequences share."""
+    """Make the rotary embedding of q and k in the projections' layout; all sequences share their positions."""
     spec = rope_kernels.SPEC
     sizes: dict[str, Any] = {"tokens": tokens, "batch": batch, "heads": heads, "kv_heads": kv_heads}
     sizes |= {"head_dim": head_dim, "full": False, "dtype": dtype, "angle_dtype": dtype}
@@ -164,7 +164,7 @@ def rope_case(
 
 
 def angles_of(tokens: int, head_dim: int, device: str, dtype: Any) -> tuple[Any, Any]:
-    """cos and sin as Qwen3's rotary embedding makes them: both halves alike, [1, tokens, head_dim]."""
+    """Return cos and sin like Qwen3's rotary embedding: two equal halves, [1, tokens, head_dim]."""
     import torch
 
     half = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
@@ -174,7 +174,7 @@ def angles_of(tokens: int, head_dim: int, device: str, dtype: Any) -> tuple[Any,
 
 
 def training_cases() -> list[SpecCase]:
-    """The sizes of Qwen3-8B's and Llama-3-8B's layers at 8192 tokens and more."""
+    """Return cases with the sizes of Qwen3-8B's and Llama-3-8B's layers at 8192 tokens and more."""
     return [
         rms_norm_case(8192, 4096),
         rms_norm_case(32768, 4096),
@@ -187,7 +187,7 @@ def training_cases() -> list[SpecCase]:
 
 
 def in_batches(case: SpecCase, batch: int) -> SpecCase:
-    """A case of rows whose matrices are [batch, rows, columns], as the hidden states of a model are."""
+    """Return a case of rows with matrices [batch, rows, columns], the shape of a model's hidden states."""
 
     def seen(tensors: tuple[Any, ...], *leading: int) -> tuple[Any, ...]:
         return tuple(x.view(*leading, -1, x.shape[-1]) if x.dim() > 1 else x for x in tensors)
@@ -206,6 +206,6 @@ def in_batches(case: SpecCase, batch: int) -> SpecCase:
 
 
 def small_cases() -> list[SpecCase]:
-    """Sizes at which the GPU is done before the host: for host time."""
+    """Return cases so small that the GPU finishes before the host: for host time."""
     rows = [rms_norm_case(16, 4096), swiglu_case(16, 12288)]
     return [*rows, *(in_batches(case, 2) for case in rows), rope_case(1, 16)]

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measure, and make the report."""
+"""Define the commands of ``python -m benchmarks``: measure, and make the report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _all(
 
 
 def _folder(path: Path | None) -> Path | None:
-    """The folder of ``--out``, refused before anything is measured where nothing could be written into it."""
+    """Return the folder of ``--out``; refuse it before anything is measured if it is not writable."""
     there = path
     while there and not there.exists():
         there = there.parent
@@ -95,7 +95,7 @@ def kernels(
     ] = None,
     gpu: Annotated[str, typer.Option(help="GPU that the plan is for.")] = "auto",
 ) -> None:
-    """GPU time of every op, tilekern and its peers, beside a copy: at fixed sizes, or a model's over token counts."""
+    """Measure GPU time of every op, tilekern, its peers and a copy: at fixed sizes, or a model's over token counts."""
     from benchmarks import kernels as bench
     from benchmarks.providers import LOADERS, OPS
     from benchmarks.suite_cases import SUITE
@@ -141,7 +141,7 @@ def train(
     profile: Annotated[bool, typer.Option("--profile", help="Say where tilekern's steps spend the GPU.")] = False,
     device: Annotated[Device, typer.Option(help="Where the model trains.")] = Device.cuda,
 ) -> None:
-    """Training steps of a whole model, tilekern and its peers: tokens per second, memory, first steps."""
+    """Measure training steps of a whole model, tilekern and its peers: tokens per second, memory, first steps."""
     from benchmarks import train as bench
     from benchmarks.trainers import TRAINERS, USUAL
 
@@ -174,7 +174,7 @@ def families(
     steps: Annotated[int, typer.Option(min=1, help="Timed steps, after two that warm up.")] = 20,
     providers: Annotated[str, typer.Option(help="Trainers, by commas; default all that a model's table has.")] = "",
 ) -> None:
-    """Training steps of a model of each family, two layers at real width, tilekern and its peers, into one file."""
+    """Measure training steps of a model of each family, two layers at real width, tilekern and its peers: one file."""
     from benchmarks import families as bench
     from benchmarks.trainers import TRAINERS
 
@@ -209,7 +209,7 @@ def experts(
     ] = None,
     gpu: Annotated[str, typer.Option(help="GPU that the plan is for.")] = "auto",
 ) -> None:
-    """One layer of experts at real width, forward and backward, tilekern and its peers: time, memory, waits."""
+    """Measure one layer of experts at real width, forward and backward, tilekern and its peers: time, memory, waits."""
     from benchmarks import experts as bench
     from benchmarks.experts_cases import KINDS, MAKERS, MODELS
     from benchmarks.kernels import Effort
@@ -250,7 +250,7 @@ def parallel(
     steps: Annotated[int, typer.Option(min=1, help="Timed steps, after three that warm up.")] = 10,
     device: Annotated[Device, typer.Option(help="Where the models train.")] = Device.cuda,
 ) -> None:
-    """Training steps of models that GPUs of this host share, tilekern and its peers, beside those of one GPU."""
+    """Measure training steps of models on several GPUs of this host and on one GPU, tilekern and its peers."""
     import torch
 
     from benchmarks import parallel as bench
@@ -279,7 +279,7 @@ def parallel(
 
 @app.command()
 def host(out: Out = None, name: Name = None, providers: Providers = "") -> None:
-    """Host time of one op call."""
+    """Measure the host time of one op call."""
     from benchmarks.host import NAMES, measure
 
     stem = name or "host"
@@ -288,7 +288,7 @@ def host(out: Out = None, name: Name = None, providers: Providers = "") -> None:
 
 @app.command()
 def startup(out: Out = None, name: Name = None, providers: Providers = "") -> None:
-    """Lag of the first step, the first launch, the import and the cache's command line."""
+    """Measure the lag of the first step, the first launch, the import and the cache's command line."""
     from benchmarks.startup import NAMES, measure
 
     stem = name or "startup"
@@ -305,7 +305,7 @@ def counters(out: Out = None, name: Name = None) -> None:
 
 @app.command()
 def sustained(out: Out = None, name: Name = None) -> None:
-    """Rates held for seconds, with the power drawn and the clock."""
+    """Measure rates held for seconds, with the power drawn and the clock."""
     from benchmarks.sustained import measure
 
     require_gpu()
@@ -318,7 +318,7 @@ def regret(
     out: Out = None,
     name: Name = None,
 ) -> None:
-    """Predicted winner's time over the best measured one."""
+    """Compute the predicted winner's time over the best measured time."""
     from benchmarks.regret import measure
     from tilekern.tuning.sweep import folder as sweeps
 
@@ -334,7 +334,7 @@ def races(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of the candidates that come close to the best.")] = 250,
     seconds: Annotated[float, typer.Option(help="GPU seconds of them for a problem; then there are fewer.")] = 4,
 ) -> None:
-    """The tuner's race beside an exhaustive sweep and cuda.tile's own search: what they choose, and GPU time."""
+    """Compare the tuner's race with an exhaustive sweep and cuda.tile's own search: their choices and GPU time."""
     from benchmarks.races import Effort, measure
     from tilekern.kernels import all_specs
 
@@ -355,7 +355,7 @@ def strategies(
     seconds: Annotated[float, typer.Option(help="GPU seconds of them for a problem; then there are fewer.")] = 2,
     limit_s: Annotated[float, typer.Option("--limit-s", help="Begin no problem that would end later.")] = 1e9,
 ) -> None:
-    """The tuner's strategies on the same candidates, on a rested GPU and at its power limit: time and regret."""
+    """Compare the tuner's strategies on the same candidates, on a rested GPU and at the power limit: time, regret."""
     from benchmarks.strategies import BENCHMARK, Effort, measure
     from tilekern.kernels import all_specs
     from tilekern.tuning.strategies import STRATEGIES
@@ -379,7 +379,7 @@ def compile_stage(
     ] = None,
     sample: Annotated[int, typer.Option(min=1, help="Artifacts of that sample, at least.")] = 60,
 ) -> None:
-    """The compile stage's use of the cores."""
+    """Measure the compile stage's use of the cores."""
     from benchmarks.compiling import measure, measure_sample
     from tilekern.spec.targets import resolve
 
@@ -397,7 +397,7 @@ def tune(
     out: Out = None,
     name: Name = None,
 ) -> None:
-    """A whole tune in empty folders: the seconds of each stage, and what was timed, wrong and quarantined."""
+    """Measure a whole tune in empty folders: the seconds of each stage; candidates timed, wrong and quarantined."""
     from benchmarks.whole_tune import measure
 
     require_gpu()
@@ -413,7 +413,7 @@ def gpus(
     out: Out = None,
     name: Name = None,
 ) -> None:
-    """The measure stage on one GPU and on several of this host: seconds, and the share of one GPU's time."""
+    """Measure the measure stage on one GPU and on several of this host: seconds, and the share of one GPU's time."""
     from benchmarks.several_gpus import measure
 
     require_gpu()
@@ -426,7 +426,7 @@ def cache_scale(
     out: CpuOut = RESULTS / "cpu",
     name: Name = None,
 ) -> None:
-    """Listing, lookups, verify and start-up on a cache of many records; needs no GPU."""
+    """Measure listing, lookups, verify and start-up on a cache of many records; needs no GPU."""
     from benchmarks.cache_scale import FEW_RECORDS, measure
 
     _keep(measure((FEW_RECORDS, records)), out, name or "cache_scale")
@@ -462,10 +462,10 @@ def _needs_gpu_or_out(device: Device, out: Path | None) -> None:
 
 
 def counts(text: str) -> list[int]:
-    """Token counts in a list by commas, each once.
+    """Parse a comma-separated list of token counts; drop repeated ones.
 
     Raises:
-        InputError: one of them is not a whole number from 1 on.
+        InputError: one of them is not a positive whole number.
     """
     found = [part.strip() for part in text.split(",")]
     for part in found:
@@ -475,10 +475,10 @@ def counts(text: str) -> list[int]:
 
 
 def among(text: str, known: Sequence[str], kind: str) -> list[str]:
-    """Names in a list by commas, each once; all that are known where it is empty.
+    """Parse a comma-separated list of names, drop repeated ones; return all known names if it is empty.
 
     Raises:
-        InputError: one of them is not known.
+        InputError: a name is unknown.
     """
     found = [part.strip() for part in text.split(",")] if text else list(known)
     for part in found:
@@ -492,7 +492,7 @@ def _path(out: Path | None, name: str) -> Path:
 
 
 def _kept_by_case(out: Path | None, name: str) -> Callable[[str, Results], None]:
-    """A function that says which case is done and writes what there is by then."""
+    """Return a function that reports a finished case and writes the results so far."""
 
     def keep(case: str, results: Results) -> None:
         print(case, flush=True)
@@ -502,7 +502,7 @@ def _kept_by_case(out: Path | None, name: str) -> Callable[[str, Results], None]
 
 
 def _write_some(results: Results, out: Path | None, name: str) -> None:
-    """Write what there is, if anything, so that a run that is cut off leaves it."""
+    """Write the results so far, if any, so that an interrupted run keeps them."""
     if results.rows:
         write_results(_path(out, name), results)
 

@@ -1,13 +1,13 @@
-"""GPU time of whole op calls, Python and autograd included, with the host's work hidden.
+"""Measure the GPU time of whole op calls, Python and autograd included, with the host's work hidden.
 
 Before each call the arguments are restored, a sleep kernel is queued, and then one that flushes the L2 cache. While
-these run, the host queues an event, the call's kernels and another event: the time between the two events is then the
-GPU's alone, gaps between its kernels included. That the host was ahead is proved for each sample: when it has queued
-everything, the first event must not have been reached. A sample for which it had is thrown away and the sleep doubled;
-a call that is late all the same waits for the GPU by itself, and its samples are taken as they are, waits included.
-This holds for whatever can be called, needs no capture into a CUDA graph, and leaves every provider the launch path
-that it has in training. All entrants of a race take turns in every round, so that a drift of clocks meets them alike;
-each round has another order: what runs before a call sets the clock that a GPU at its power limit has for it.
+these run, the host queues an event, the call's kernels and another event: the time between the two events is then GPU
+time only, including gaps between kernels. Each sample is checked: when the host has queued everything, the GPU must not
+have reached the first event. Otherwise the sample is dropped and the sleep is doubled. If a call is still late, it
+waits for the GPU by itself; its samples count, waits included. This works for any callable, needs no capture into a
+CUDA graph, and every provider keeps its launch path from training. All entrants of a race take turns in every round, so
+that clock drift affects them equally. Each round has another order, because at the power limit the work before a call
+sets the GPU's clock during the call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEAST_SAMPLES = 5
 
 @dataclass
 class Entrant:
-    """A call to time, what to do before it outside of the timed region, and its samples so far."""
+    """A call to time, its untimed preparation, and its samples so far."""
 
     run: Callable[[], Any]
     prepare: Callable[[], None] = lambda: None
@@ -37,7 +37,7 @@ class Entrant:
     waits: bool = False
 
     def late(self) -> None:
-        """Note that the host was not ahead: it needs more time, or the call waits for the GPU whatever it gets."""
+        """Note that the host was not ahead: it needs a longer sleep, or the call itself waits for the GPU."""
         if self.sleep >= LONGEST_SLEEP:
             self.waits, self.sleep = True, FIRST_SLEEP
         elif not self.waits:
@@ -48,9 +48,9 @@ class Race(Stopwatch):
     """Times entrants in turns."""
 
     def run(self, entrants: Mapping[str, Entrant], samples: int, seconds: float) -> dict[str, Timing]:
-        """A timing for each entrant that got its samples within thrice as many turns; the others are left out.
+        """Return a timing for each entrant that got its samples within three times as many turns; omit the others.
 
-        There are ``samples`` of each, or fewer where so many would take longer than ``seconds``.
+        Each entrant gets ``samples`` samples, or fewer if these would take longer than ``seconds``.
         """
         given, draw = list(entrants.items()), random.Random(0)
         for _ in range(WARM_UP):
@@ -71,7 +71,7 @@ class Race(Stopwatch):
         }
 
     def turn(self, entrants: Mapping[str, Entrant]) -> None:
-        """One sample of each entrant, in their order."""
+        """Take one sample of each entrant, in their order."""
         events = {name: self._sample(entrant) for name, entrant in entrants.items()}
         self._torch.cuda.synchronize()
         for name, (start, end, ahead) in events.items():

@@ -1,4 +1,4 @@
-"""The compile stage: how much of the cores' time goes into the compiler, and how fast it is beside one core."""
+"""Measure the compile stage: the compiler's share of the cores' time, and the speedup over one core."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def measure(model: str, gpu: str, *, alone: bool = False) -> Results:
     Args:
         model: the model.
         gpu: the GPU.
-        alone: whether they are compiled once more one after the other, which takes as many times longer as there are
-            cores, to tell what part of that many times the speed the stage reaches.
+        alone: whether to compile them again on one core, to compare the speedup with the number of cores. This takes
+            longer by that number.
     """
     start_server()  # before the plan, as the tuner's command line does
     from tilekern.tuning.plan.models import (
@@ -67,20 +67,20 @@ def measure(model: str, gpu: str, *, alone: bool = False) -> Results:
 
 
 def measure_sample(folder: Path, count: int) -> Results:
-    """Compile all that a sweep wants on all cores, and before and after it a sample of that on one core alone.
+    """Compile all artifacts that a sweep wants on all cores; before and after, compile a sample of them on one core.
 
-    What one core would take for all is told from the work of the stage (``work_share`` of the time that the cores were
-    held), over how much longer the work for the sample takes in it than alone. The sample is of whole batches, which
-    one core would lower once each, as it does for the sample. Alone is both before and after, since the cores of a host
-    are not equally fast all the time. ``bound_of_linear`` is what cores reach that share nothing but the machine, of
-    the compiler's time alone: each compiles the whole sample by itself.
+    The time of one core for everything is estimated: the work of the stage (``work_share`` of the time that the cores
+    were held), divided by the slowdown of the sample's work in the stage against alone. The sample consists of whole
+    batches, because one core would lower each batch once. It runs alone before and after the stage, because the cores'
+    speed varies over time. ``bound_of_linear`` is the share of a linear speedup that independent cores reach, by the
+    compiler's time only: each core compiles the whole sample by itself.
 
     Args:
-        folder: a sweep folder with a plan; what is compiled in it does not count.
-        count: how many artifacts the sample has at least; batches are drawn at random until they have so many.
+        folder: a sweep folder with a plan; artifacts already compiled in it are ignored.
+        count: the least number of artifacts in the sample; random batches are added until it is reached.
 
     Raises:
-        InputError: nothing is planned there, or nothing of it can be compiled.
+        InputError: the plan is empty, or nothing in it compiles.
     """
     start_server()
     sweep = Sweep(folder)
@@ -120,7 +120,7 @@ def measure_sample(folder: Path, count: int) -> Results:
 
 
 def _sample(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
-    """The candidates of some batches, ``count`` or more where there are so many."""
+    """Return the candidates of random batches: at least ``count``, or all if there are fewer."""
     batches: dict[Any, list[Candidate]] = {}
     for item in candidates:
         batches.setdefault(lowered_as(item), []).append(item)
@@ -131,14 +131,14 @@ def _sample(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
 
 
 def _together(items: Sequence[Candidate], target: Target, processes: int) -> float:
-    """The compiler's time for candidates where so many processes each compile all of them, seconds a process.
+    """Return the compiler's seconds per process if several processes each compile all candidates.
 
-    Each begins at another candidate, so that they do not do the same at the same time.
+    Each process begins at another candidate, so that they do different work at the same time.
     """
     starts = [place * len(items) // processes for place in range(processes)]
     turned = [[*items[start:], *items[:start]] for start in starts]
     with ProcessPoolExecutor(processes, mp_context=get_context("forkserver")) as pool:
-        # None begins before all have been started.
+        # No process begins before all have been started.
         list(pool.map(time.sleep, [0.2] * processes))
         return sum(pool.map(_compiler_s, turned, itertools.repeat(target))) / processes
 
@@ -152,7 +152,7 @@ def _compiler_s(items: Iterable[Candidate], target: Target) -> float:
 def _made(
     sweep: Sweep, jobs: int, only: Collection[str] | None = None
 ) -> tuple[CompileSummary, dict[str, dict[str, Any]]]:
-    """The time to compile a sweep's candidates in an empty folder, and the lines of those that compile."""
+    """Compile a sweep's candidates in an empty folder; return the time, and the lines of those that compile."""
     with tempfile.TemporaryDirectory() as folder:
         again = sweep.again(Path(folder))
         done = compile_all(again, jobs, only=only)

@@ -1,7 +1,7 @@
-"""The GPU's own counters of the kernels whose targets are hard, as Nsight Compute (``ncu``) reads them.
+"""Read the GPU's counters for the kernels with the hardest targets, by Nsight Compute (``ncu``).
 
 Kernels run one at a time and several times over, each time with cold caches, at the clocks that the GPU chooses: their
-shares of peak rates say what bounds them, and their times are not those of the other benchmarks.
+shares of peak rates show what bounds them, and their times differ from the other benchmarks'.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.suite_cases import suite_case
 from benchmarks.suites import fixed_cases
 from tilekern.errors import InputError, TilekernError
 
-# Cases by their labels, and which of their passes.
+# Cases by label, and the passes to count.
 CASES = (
     ("rms_norm 8192x4096", "backward"),
     ("qk_norm_rope 1x8192 32+8x128", "backward"),
@@ -42,14 +42,14 @@ CASES = (
     ("kl_div 8192x128256", "forward"),
     ("softmax 8192x4096", "backward"),
 )
-# Ops of the Liger suite in the sizes that a sweep of Llama-3-8B has at these tokens.
+# Ops of the Liger suite, in the sizes of a Llama-3-8B sweep at these token counts.
 _SWEPT, _TOKENS = ("sparsemax", "dyt", "group_norm", "poly_norm", "kl_div"), 8192
 SECTIONS = ("SpeedOfLight", "Occupancy", "LaunchStats", "ComputeWorkloadAnalysis")
 # A fused loss launches the same kernels for each of its chunks.
 MOST_LAUNCHES = 24
 LIMIT_S = 120
 _PERCENT = "%"
-# The report's figures by ncu's names of them.
+# The report's figures by their names in ncu.
 _FIGURES: Mapping[str, tuple[str, str]] = {
     "gpu__time_duration.sum": ("time", "us"),
     "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": ("memory, of peak", _PERCENT),
@@ -61,17 +61,17 @@ _FIGURES: Mapping[str, tuple[str, str]] = {
 }
 _TENSOR = re.compile(r"^sm__(inst_executed_)?pipe_tensor\w*\.avg\.pct_of_peak_sustained_active$")
 _MICROSECONDS = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3}
-# A cubin's symbol is the kernel's name, then what its arguments are.
+# A cubin's symbol is the kernel's name, then a description of its arguments.
 _SYMBOL = re.compile(r"^(\w+?)_Kt\d")
 
 
 def counted_cases() -> list[Case]:
-    """All cases of which some have their counters read."""
+    """Return the cases from which the counted ones are chosen."""
     return [*fixed_cases(), *(suite_case(op, tokens=_TOKENS) for op in _SWEPT)]
 
 
 def measure() -> Results:
-    """Have ncu read the counters of each case's kernels, each case in a process of its own.
+    """Read the counters of each case's kernels with ncu, one process for each case.
 
     Raises:
         InputError: there is no GPU, or no ncu.
@@ -93,7 +93,7 @@ def measure() -> Results:
 
 
 def _launches(ncu: str, label: str, metric: str) -> list[dict[str, str]]:
-    """The figures of ncu for each launch, by its names; the unit of a figure stands under the name with ``unit of``."""
+    """Return ncu's figures of each launch, keyed by ncu's names; ``unit of NAME`` has the unit of ``NAME``."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.csv")
         sections = [argument for section in SECTIONS for argument in ("--section", section)]
@@ -112,7 +112,7 @@ def _launches(ncu: str, label: str, metric: str) -> list[dict[str, str]]:
 
 
 def read_table(lines: Iterable[str]) -> list[dict[str, str]]:
-    """The launches in ncu's raw page as CSV, whose second row has the units."""
+    """Parse the launches of ncu's raw page in CSV; its second row has the units."""
     header, *rows = csv.reader(line for line in lines if line.startswith('"'))
     if not rows:
         return []
@@ -121,7 +121,7 @@ def read_table(lines: Iterable[str]) -> list[dict[str, str]]:
 
 
 def rows_of(case: str, launches: Sequence[Mapping[str, str]]) -> Iterator[Row]:
-    """The figures of each kernel: means over its launches, and how many of them there were."""
+    """Return the figures of each kernel: means over its launches, and the number of launches."""
     kernels: dict[str, list[Mapping[str, str]]] = {}
     for launch in launches:
         kernels.setdefault(short_name(launch["Kernel Name"]), []).append(launch)
@@ -146,7 +146,7 @@ def _figures(launch: Mapping[str, str]) -> Iterator[tuple[tuple[str, str], float
 
 
 def short_name(symbol: str) -> str:
-    """A kernel's name without what a cubin's symbol says of its arguments."""
+    """Return a kernel's name without the description of arguments in a cubin's symbol."""
     found = _SYMBOL.match(symbol)
     return found[1] if found else symbol.partition("(")[0][:48]
 
@@ -156,7 +156,7 @@ def _number(text: str) -> float:
 
 
 def main(label: str, metric: str) -> None:
-    """Run one pass of a case under ncu; all before it is not profiled."""
+    """Run one pass of a case under ncu; nothing before it is profiled."""
     import torch
 
     case = next(case for case in counted_cases() if case.label == label)

@@ -1,4 +1,4 @@
-"""The environment of a run: the facts that every results file carries."""
+"""Describe the environment of a run, for the results file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tilekern.spec.targets import Target, here
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-# In the place of a GPU's name, where there is none or what was measured uses none.
+# Replaces a GPU's name if there is no GPU or the benchmark uses none.
 NO_GPU = "none"
 
 
 def facts(gpu: str | None = None) -> dict[str, Any]:
-    """Date, GPU, driver, toolkit, torch and commit of a run that starts now.
+    """Return date, GPU, driver, toolkit, torch and commit of a run that starts now.
 
     Args:
-        gpu: the GPU's name where it is not the one at hand.
+        gpu: the GPU's name if it is not this host's GPU.
     """
     import torch
 
@@ -43,10 +43,10 @@ def facts(gpu: str | None = None) -> dict[str, Any]:
 
 
 def require_gpu() -> Target:
-    """The GPU at hand.
+    """Return this host's GPU.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no GPU.
     """
     target = here()
     if target is None:
@@ -55,7 +55,7 @@ def require_gpu() -> Target:
 
 
 def version_of(distribution: str) -> str:
-    """The version of an installed distribution."""
+    """Return the version of an installed distribution."""
     return metadata.version(distribution)
 
 

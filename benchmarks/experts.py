@@ -1,13 +1,12 @@
-"""One layer of experts at real width, forward and backward: GPU time, memory and waits of tilekern and its peers.
+"""Measure one layer of experts at real width: GPU time, memory and waits of tilekern and its peers, both passes.
 
-Providers take turns in a process for each model and token count; those who are known to die or to hang have one of
-their own. A process that dies is started once more, without whoever it was at, or with the cases that are left.
+Providers take turns in one process for each model and token count; those that are known to die or to hang have their
+own process. A process that dies is started again, without the provider that it tried, or with the remaining cases.
 
 python -m benchmarks.experts JOB LINES
 
-is that process, and JOB a :class:`Job` as JSON. Each line of LINES is an object with a ``kind``: ``ready``, ``at``
-(what is tried now: a case, and a provider where it is not a race of all), ``row``, ``note``, or ``case`` (one that is
-done).
+is that process; JOB is a :class:`Job` as JSON. Each line of LINES is an object with a ``kind``: ``ready``, ``at`` (the
+case that is tried now, and its provider unless all race), ``row``, ``note``, or ``case`` (a case that is done).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from tilekern.errors import InputError
 from tilekern.tuning.measure.timing import Timing
 
 BENCHMARK = "experts"
-# Seconds that a process may take for each of its cases: compilers and autotuners take most of them.
+# Time limit of a process in seconds for each of its cases; compilers and autotuners take most of the time.
 CASE_S = 60.0
 KEPT, WAITS = "kept_for_backward", "waits"
 Line = dict[str, Any]
@@ -48,7 +47,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Job:
-    """The work of one process: cases of one model and token count, by these providers."""
+    """The work of one process: cases of one model and token count, and the providers to run."""
 
     model: str
     tokens: int
@@ -60,16 +59,16 @@ class Job:
 
     @classmethod
     def read(cls, text: str) -> Job:
-        """The job of :meth:`written`."""
+        """Parse the text of :meth:`written`."""
         found = json.loads(text)
         return cls(**{**found, "kinds": tuple(found["kinds"]), "providers": tuple(found["providers"])})
 
     def written(self) -> str:
-        """The job as text."""
+        """Return the job as text."""
         return json.dumps(asdict(self))
 
     def after(self, lines: Sequence[Line]) -> Job | None:
-        """The rest of a job when a process has died: without the provider that it tried, or without its case."""
+        """Return the rest of a job after its process died: without the provider that it tried, or without its case."""
         done = [line["case"] for line in lines if line["kind"] == "case"]
         kinds = tuple(kind for kind in self.kinds if layers.label(self.model, self.tokens, kind) not in done)
         tried = next((line["provider"] for line in reversed(lines) if line["kind"] == "at"), "")
@@ -90,10 +89,10 @@ def measure(
         tokens: token counts.
         kinds: of :data:`benchmarks.experts_cases.KINDS`.
         names: of :data:`benchmarks.experts_cases.MAKERS`.
-        effort: how much is measured.
-        keep: called after each process with what there is by then, so that a run that is cut off leaves something.
-        say: told what is done at the moment.
-        device: where; the times of the CPU mean nothing.
+        effort: the samples to take.
+        keep: called after each process with the results so far, so that an interrupted run keeps them.
+        say: called with the current step.
+        device: the device to run on; times on the CPU mean nothing.
 
     Raises:
         InputError: nothing was measured.
@@ -120,14 +119,14 @@ def measure(
 
 
 def left_out(note: str) -> tuple[str, list[str], str]:
-    """Of which case or layer a note says who was left out, empty for all; the names; why. Other notes have no names."""
+    """Parse a note on omitted providers: case or layer (empty for all), names, reason. Other notes have no names."""
     told, _, why = note.partition(" left out: ")
     where, _, names = told.rpartition(": ")
     return where, [name.split(" ")[0] for name in names.split(", ")] if why else [], why
 
 
 def failures(results: Results) -> list[str]:
-    """The notes on cases that tilekern failed in, alone or with those with whom it took turns."""
+    """Return the notes on cases in which tilekern failed, alone or with the providers that shared its process."""
     return [note for note in results.run["notes"] if OURS in left_out(note)[1]]
 
 
@@ -143,7 +142,7 @@ def _installed(names: Sequence[str], notes: list[str]) -> list[str]:
 
 
 def _groups(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Those who take turns in one process, then each who has one of its own."""
+    """Return the group of providers that take turns in one process, then each provider with its own process."""
     together = tuple(name for name in names if not layers.MAKERS[name].apart)
     return [group for group in (together, *((name,) for name in names if layers.MAKERS[name].apart)) if group]
 
@@ -154,7 +153,7 @@ def _start(job: Job) -> Process:
 
 
 def _tries(job: Job, process: Process, notes: list[str]) -> Iterator[list[Line]]:
-    """The lines of a job's processes, of which there is another after each that died while anything is left."""
+    """Yield the lines of a job's processes; after a process dies, another one does the rest."""
     left: Job | None = job
     while left is not None:
         trouble, lines = process.done()
@@ -170,7 +169,7 @@ def _tries(job: Job, process: Process, notes: list[str]) -> Iterator[list[Line]]
 
 
 def _once(results: Results) -> None:
-    """One row of each figure: the products alone are timed in each process, and those beside tilekern count."""
+    """Keep one row of each figure: every process times the products alone; the ones timed with tilekern count."""
     rows: dict[tuple[str, str, str], Row] = {}
     for row in results.rows:
         rows.setdefault((row.case, row.provider, row.metric), row)
@@ -178,10 +177,10 @@ def _once(results: Results) -> None:
 
 
 def write_plan(path: Path, models: Sequence[str], tokens: Sequence[int], kinds: Sequence[str], gpu: str) -> list[str]:
-    """Write the plan of what tilekern asks for in these cases; return notes about what no kernel serves.
+    """Write the plan of the problems that tilekern needs in these cases; return notes on problems without a kernel.
 
     Raises:
-        InputError: there is no such GPU, or nothing is asked for.
+        InputError: the GPU is unknown, or no problem is needed.
     """
     ours = {model: layers.provider(OURS, model) for model in models}
     return plan_of(
@@ -190,10 +189,10 @@ def write_plan(path: Path, models: Sequence[str], tokens: Sequence[int], kinds: 
 
 
 class HostClock:
-    """Takes the time of each entrant by the host's clock, for runs on the CPU, whose times mean nothing."""
+    """Times each entrant by the host's clock, for runs on the CPU, whose times mean nothing."""
 
     def run(self, entrants: Mapping[str, Entrant], samples: int, seconds: float) -> dict[str, Timing]:
-        """A timing for each entrant: of so many samples, or of fewer when these seconds are over."""
+        """Return a timing for each entrant: of ``samples`` samples, or fewer if ``seconds`` are over."""
         times: dict[str, list[float]] = {name: [] for name in entrants}
         until = time.perf_counter() + seconds
         for turn in range(samples):
@@ -208,7 +207,7 @@ class HostClock:
 
 
 def run(job: Job) -> Iterator[Line]:
-    """Check and time a job's cases, one after the other."""
+    """Check and time a job's cases one after the other."""
     providers = []
     for name in job.providers:
         try:
@@ -271,7 +270,7 @@ def _note(text: str) -> Line:
 
 
 def _settle(device: str) -> None:
-    """Wait for the GPU, and give back what nobody holds any more."""
+    """Wait for the GPU, and free unused memory."""
     import torch
 
     if device == "cuda":
@@ -280,7 +279,7 @@ def _settle(device: str) -> None:
 
 
 def kept_row(case: Case, tensors: Tensors, provider: Provider) -> Row:
-    """The bytes that a forward leaves in memory for its backward, above its inputs and its result."""
+    """Measure the bytes that a forward keeps for its backward, besides its inputs and its result."""
     import torch
 
     mine = clone(tensors)
@@ -293,7 +292,7 @@ def kept_row(case: Case, tensors: Tensors, provider: Provider) -> Row:
 
 
 def waits_row(case: Case, tensors: Tensors, provider: Provider) -> Row:
-    """How often the host waits for the GPU in forward and backward, as far as torch knows of it."""
+    """Count the waits of the host for the GPU in forward and backward, as far as torch reports them."""
     import torch
 
     mine = clone(tensors)
@@ -309,7 +308,7 @@ def waits_row(case: Case, tensors: Tensors, provider: Provider) -> Row:
 
 
 def main(text: str, lines: str) -> None:
-    """Do a job when told to, and append its lines to a file as they come, so that none is lost with the process."""
+    """Do a job when told to; append each line to a file at once, so that none is lost if the process dies."""
     import transformers.integrations.moe  # noqa: F401 (takes seconds, in which others load, too)
 
     if not has_a_turn(lines):

@@ -1,9 +1,9 @@
-"""One layer of experts of a model at its real width: its tensors, what it must equal, and who computes it.
+"""Make cases of a model's layer of experts at real width: its tensors, its expected results, and its providers.
 
 A layer is called ``layer(x, ids, scores, *weights)`` with x [tokens, hidden], the experts of each token and their
-weights [tokens, choices], and the parameters of transformers' module in their order, as they lie there. Of each layer
-there are four cases: all parameters are trained, with balanced and with Zipf routing; the parameters are frozen; LoRA
-is on them as PEFT has it for parameters, which adds its product to each before the layer runs.
+weights [tokens, choices], and the parameters of transformers' module in its order and layout. Each layer has four
+cases: all parameters are trained, with balanced and with Zipf routing; the parameters are frozen; LoRA is applied like
+PEFT's LoRA for parameters, which adds its product to each parameter before the layer runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Layer = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Experts:
-    """A model's module of experts on ``meta``, which says how its parameters lie and what its gate is."""
+    """A model's module of experts on ``meta``, which tells the layout of its parameters and its gate."""
 
     model: str
     module: Any
@@ -45,26 +45,26 @@ class Experts:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Its parameters."""
+        """Return the shapes of its parameters."""
         return {name: tuple(x.shape) for name, x in self.module.named_parameters()}
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """How many experts there are, and the columns of x and of the pre-activation."""
+        """Return the number of experts, and the columns of x and of the pre-activation."""
         number, *pair = self.shapes["gate_up_proj"]
         hidden, double = pair if self.module.is_transposed else pair[::-1]
         return number, hidden, double
 
     def given(self, weights: Sequence[Any]) -> dict[str, Any]:
-        """Parameters by name."""
+        """Return parameters by name."""
         return dict(zip(self.shapes, weights, strict=True))
 
     def facing(self, weight: Any) -> Any:
-        """A weight as [experts, in, out]."""
+        """Return a weight as [experts, in, out]."""
         return weight if self.module.is_transposed else weight.transpose(1, 2)
 
     def run(self, implementation: str) -> Layer:
-        """The layer by transformers' module, which runs one of the implementations of experts that it knows."""
+        """Run the layer by transformers' module, with one of its implementations of experts."""
         import torch
 
         module = _module(self.model, implementation)
@@ -77,10 +77,10 @@ class Experts:
 
 @functools.cache
 def experts_of(model: str) -> Experts:
-    """A model's layer of experts.
+    """Return a model's layer of experts.
 
     Raises:
-        InputError: there is no such model, or it has none.
+        InputError: the model is unknown, or it has no experts.
     """
     config = config_named(model)[1].get_text_config()
     return Experts(model, _module(model, "grouped_mm"), config.num_experts_per_tok)
@@ -96,13 +96,13 @@ def _module(model: str, implementation: str) -> Any:
 
 
 def cases(model: str, tokens: Sequence[int], kinds: Sequence[str], dtype: str = "bfloat16") -> list[Case]:
-    """The layer of a model at these token counts, in these of :data:`KINDS`."""
+    """Return the cases of a model's layer at these token counts, of these :data:`KINDS`."""
     experts = experts_of(model)
     return [_case(experts, count, kind, dtype) for count in tokens for kind in kinds]
 
 
 def label(model: str, tokens: int, kind: str) -> str:
-    """How results name a case."""
+    """Return a case's name in the results."""
     return f"{name_of(model)} {tokens} tokens, {kind}"
 
 
@@ -146,10 +146,10 @@ def _tensors(experts: Experts, tokens: int, kind: str, dtype: str, device: str) 
 
 
 def routed(tokens: int, choices: int, experts: int, skewed: bool, device: str) -> Any:
-    """The experts [tokens, choices] of each token, in any order: equally many rows each, or by Zipf's law.
+    """Draw the experts [tokens, choices] of each token, in any order: an equal number of rows each, or by Zipf's law.
 
-    Of skewed ones each token draws different experts, the expert of rank r with a probability proportional to 1 / r,
-    as a router does: the first one then gets fewer rows than by that law, since no token has it twice.
+    For a skewed routing each token draws different experts, like a router; the expert of rank r has a probability
+    proportional to 1 / r. The first expert gets fewer rows than by Zipf's law, since no token has it twice.
     """
     import torch
 
@@ -163,7 +163,7 @@ def routed(tokens: int, choices: int, experts: int, skewed: bool, device: str) -
 
 
 def _of_kind(kind: str, layer: Layer) -> Layer:
-    """The layer as a case of this kind calls it: inputs that have gradients, then constants."""
+    """Return the layer as a case of this kind calls it: inputs with gradients, then constants."""
     import torch
 
     def trained(x: Any, scores: Any, *rest: Any) -> Any:
@@ -181,17 +181,17 @@ def _of_kind(kind: str, layer: Layer) -> Layer:
 
 
 def calls_of(layer: Layer) -> dict[str, Layer]:
-    """A layer's calls by the ops of the cases."""
+    """Return a layer's calls by the ops of the cases."""
     return {op: _of_kind(kind, layer) for kind, op in _OPS.items()}
 
 
 def by_loop(experts: Experts, x: Any, ids: Any, scores: Any, *weights: Any) -> Any:
-    """The layer, expert by expert."""
+    """Compute the layer, expert by expert."""
     import torch
 
     given = experts.given(weights)
     total = torch.zeros_like(x)
-    # Else each expert's gradient would be a whole one of zeros but for its own part.
+    # Else each expert's gradient would be a full-size tensor, zero outside its own part.
     apart = [(name, weight.unbind()) for name, weight in given.items()]
     for number in range(experts.sizes[0]):
         own = {name: parts[number] for name, parts in apart}
@@ -209,7 +209,7 @@ def _linear(experts: Experts, own: Mapping[str, Any], name: str, rows: Any) -> A
 
 
 def _expected(loop: Layer, t: Tensors) -> tuple[Any, ...]:
-    """The loop's result and gradients in float64."""
+    """Return the loop's result and gradients in float64."""
     import torch
 
     wide = [x.detach().double().requires_grad_() for x in t.inputs]
@@ -218,9 +218,9 @@ def _expected(loop: Layer, t: Tensors) -> tuple[Any, ...]:
 
 
 class Products:
-    """The grouped products of a case alone, by torch: two forward, two of rows and two of weights backward.
+    """Only the grouped products of a case, by torch: two forward; two of rows and two of weights backward.
 
-    Their factors are made at the first call. Weights' gradients are left out where nobody asks for them.
+    Their factors are made at the first call. Weights' gradients are omitted if they are not needed.
     """
 
     def __init__(self, experts: Experts, weighted: bool) -> None:
@@ -228,7 +228,7 @@ class Products:
         self.operands: tuple[Any, ...] | None = None
 
     def __call__(self, t: Tensors) -> None:
-        """Compute them of a case's tensors."""
+        """Compute the products of a case's tensors."""
         import torch
 
         if self.operands is None:
@@ -243,7 +243,7 @@ class Products:
             torch._grouped_mm(rows.t(), act, offs=offsets)
 
     def _made(self, t: Tensors) -> tuple[Any, ...]:
-        """Rows of hidden, double and inner columns, both weights as [experts, in, out], and the rows' ends."""
+        """Make rows of hidden, double and inner columns, both weights as [experts, in, out], and the rows' ends."""
         import torch
 
         (x, _, *trained), (ids, *frozen) = (tuple(x.detach() for x in part) for part in (t.inputs, t.constants))
@@ -257,7 +257,7 @@ class Products:
 
 
 def by_expert(ids: Any, experts: int) -> tuple[Any, Any, Any]:
-    """The expert of each row and its slot, sorted by expert, and the ends of the experts' rows; nothing waits."""
+    """Return each row's expert and slot, sorted by expert, and the ends of the experts' rows; do not wait."""
     import torch
 
     chosen, order = ids.flatten().sort()
@@ -266,7 +266,7 @@ def by_expert(ids: Any, experts: int) -> tuple[Any, Any, Any]:
 
 
 def _by_hand(experts: Experts) -> Layer:
-    """As few of torch's operations around its grouped product as a layer can do with."""
+    """Compute the layer with the fewest torch operations around torch's grouped product."""
     import torch
 
     def linear(given: Mapping[str, Any], name: str, rows: Any, chosen: Any, offsets: Any) -> Any:
@@ -286,10 +286,10 @@ def _by_hand(experts: Experts) -> Layer:
 
 
 def _by_liger(experts: Experts) -> Layer:
-    """Liger's replacement for Qwen3-MoE's experts.
+    """Compute the layer by Liger's replacement for Qwen3-MoE's experts.
 
     Raises:
-        InputError: it has nothing for such a layer.
+        InputError: Liger does not support the layer.
     """
     from transformers.integrations.moe import _default_apply_gate
 
@@ -312,9 +312,9 @@ def _compiled(layer: Layer) -> Layer:
 
 @dataclass(frozen=True)
 class Maker:
-    """How a provider's layer is made, and of which distribution it is; tilekern's is none.
+    """How to make a provider's layer, and its distribution; empty for tilekern.
 
-    Those who are ``apart`` run in a process of their own, as they are known to die or to hang.
+    A provider that is ``apart`` runs in its own process, because it is known to die or to hang.
     """
 
     make: Callable[[Experts], Layer]
@@ -333,7 +333,7 @@ MAKERS: Mapping[str, Maker] = {
 
 
 def full_name(name: str) -> str:
-    """A provider's name with its version, as results have it.
+    """Return a provider's name with its version, as in the results.
 
     Raises:
         importlib.metadata.PackageNotFoundError: it is not installed.
@@ -343,5 +343,5 @@ def full_name(name: str) -> str:
 
 
 def provider(name: str, model: str) -> Provider:
-    """The provider of a model's layer, by name of :data:`MAKERS`; raises what its import does."""
+    """Return the provider of a model's layer by its name in :data:`MAKERS`; errors of its import pass through."""
     return Provider(full_name(name), calls_of(MAKERS[name].make(experts_of(model))))

@@ -1,4 +1,4 @@
-"""The families of models in training, each against its peers: two layers at real width, or a small model whole."""
+"""Train a model of each family, tilekern against its peers: two layers at real width, or a whole small model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from benchmarks.training import Job
 
 BENCHMARK = "train_families"
 WARM_UP = 2
-# Hugging Face and Liger by the faster of SDPA's libraries on this GPU; the unpatched model by the other one, too.
+# Hugging Face and Liger use the faster of SDPA's libraries on this GPU; the unpatched model is also run with the other.
 _SDPA = (OURS, "hf-sdpa-flash", "hf-sdpa-cudnn", "liger-triton-cudnn", "torch.compile-layers-cudnn")
 # SDPA has no soft cap.
 _CAPPED = (
     OURS, "hf-eager", "hf-flex", "hf-flash", "liger-triton-eager", "liger-triton-flex", "torch.compile-layers-eager",
     "torch.compile-layers-flex",
 )  # fmt: skip
-# transformers gives sinks to its eager attention and to FlexAttention alone.
+# transformers passes sinks only to its eager attention and to FlexAttention.
 _SINKS = (
     OURS, "hf-eager", "hf-flex", "liger-triton-eager", "liger-triton-flex", "torch.compile-layers-eager",
     "torch.compile-layers-flex",
@@ -66,14 +66,14 @@ FAMILIES: Mapping[str, Family] = {
 def measure(
     families: Sequence[Family], providers: Sequence[str], steps: int, keep: Keep, say: Say, device: str = "cuda"
 ) -> Results:  # fmt: skip
-    """Train each family by those of its providers that are among ``providers``; all where that is empty.
+    """Train each family with its providers that are in ``providers``; with all if that is empty.
 
     Args:
-        families: what is trained, one after the other.
+        families: the families to train, in this order.
         providers: names of :data:`benchmarks.trainers.TRAINERS`.
         steps: timed steps of each.
-        keep, say: as :func:`benchmarks.train.measure` has them.
-        device: where.
+        keep, say: see :func:`benchmarks.train.measure`.
+        device: the device to run on.
 
     Raises:
         InputError: nothing took a step.

@@ -1,13 +1,13 @@
-"""Fits the cost model's weights to a measured sweep: ``python -m benchmarks.fit_cost_model SWEEP``.
+"""Fit the cost model's weights to a measured sweep: ``python -m benchmarks.fit_cost_model SWEEP``.
 
-The weights of :mod:`tilekern.tuning.predict.cost_model` are what this prints; it needs numpy, which the model itself
-does not. The error is that of the logarithm of the time. Candidates near the best of their problem count most, and what
-all candidates of a problem have in common counts less than what tells them apart, since a ranking is what the model is
-for. Fitted by Levenberg's and Marquardt's method (Marquardt 1963, doi:10.1137/0111030), with the weights' logarithms as
+This prints the weights of :mod:`tilekern.tuning.predict.cost_model`; it needs numpy, the model itself does not. The
+error is measured on the logarithm of the time. Candidates near the best of their problem count most. The error that all
+candidates of a problem share counts less than the differences between them, since the model is for ranking. The fit
+uses the method of Levenberg and Marquardt (Marquardt 1963, doi:10.1137/0111030), with the weights' logarithms as
 parameters, so that none becomes negative.
 
-Three regrets are printed: of the weights on what they were fitted to, of problems that were left out of the fit (one in
-eight at a time), and of whole kernels that were left out.
+Three regrets are printed: on the fitted problems, on problems that were left out of the fit (one in eight at a time),
+and on whole kernels that were left out.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from tilekern.tuning.sweep.candidates import Candidate
 from tilekern.tuning.sweep.folder import Sweep
 
 # A candidate this much (natural logarithm) behind its problem's best counts 1/e of it in the fit, and never less
-# than the floor; what a problem's candidates have in common counts the share.
+# than the floor; the error that a problem's candidates share counts by this share.
 _NEAR, _FLOOR, _SHARED = 0.1, 0.02, 0.2
 # How firmly parameters are held where the data say little: the weights' logarithms near their start, traits near 0.
 _HOLD, _HOLD_TRAITS = 1.5e-4, 6e-4
 _STEPS, _DIFFERENCE = 40, 1e-4
 _FOLDS = 8
 KINDS = {"MEMORY": cost_model.MEMORY, "PRODUCTS": cost_model.PRODUCTS}
-# Where the fit begins, and what holds parameters of which the data say little: the hardware's figures, roughly.
+# The start of the fit, which also holds parameters that the data determine weakly: roughly the hardware's figures.
 START = {
     "MEMORY": {
         "copy": 1.0, "intake": 0.5, "issue": 0.4, "access": 0.4, "local": 1.0, "boxes": 0.5, "latency": 1.0,
@@ -67,12 +67,12 @@ class Sample:
 
     @property
     def problem(self) -> str:
-        """The problem's name."""
+        """Return the problem's name."""
         return f"{self.candidate.kernel} {self.candidate.problem.key}"
 
 
 def samples_of(sweep: Sweep) -> list[Sample]:
-    """The measured candidates of a sweep, one for each that does something else."""
+    """Return the measured candidates of a sweep, one for each distinct code and grid."""
     target, compiled = sweep.target, sweep.compiled()
     found = []
     for kernel, problem in sweep.problems():
@@ -93,7 +93,7 @@ def samples_of(sweep: Sweep) -> list[Sample]:
 
 
 class _Fit:
-    """The problem of least squares for one kind of kernel."""
+    """The least-squares problem of one kind of kernel."""
 
     def __init__(self, kind: str, samples: Sequence[Sample]) -> None:
         start = dataclasses.replace(
@@ -113,7 +113,7 @@ class _Fit:
         self._totals = np.bincount(self._groups, self._share)
 
     def solve(self) -> Weights:
-        """The weights of the least error."""
+        """Return the weights of the least error."""
         begin = np.array([
             *(math.log(weight) for weight in self._start.terms.values()),
             math.log(1e6 * self._start.overhead_s), math.log(self._start.norm - 1), *self._start.traits.values(),
@@ -147,13 +147,13 @@ class _Fit:
         return float(residual @ residual + ((at - held_at) ** 2 * hold).sum()), residual
 
     def _weighed(self, columns: Any) -> Any:
-        """Less of what a problem's candidates have in common, times the root of how much each counts."""
+        """Reduce the part that a problem's candidates share, and multiply by the root of each candidate's weight."""
         sums = [np.bincount(self._groups, column * self._share) for column in columns.T]
         common = np.stack(sums, 1) / self._totals[:, None]
         return (columns - (1 - _SHARED) * common[self._groups]) * np.sqrt(self._share)[:, None]
 
     def _logarithms(self, at: Any) -> Any:
-        """The logarithms of :meth:`tilekern.tuning.predict.cost_model.Weights.seconds`, for all samples at once."""
+        """Return logarithms of :meth:`tilekern.tuning.predict.cost_model.Weights.seconds` for all samples at once."""
         count = len(self._terms)
         weighed, norm = self._counted * np.exp(at[:count]), 1 + math.exp(at[count + 1])
         work = (weighed[:, ~self._serial] ** norm).sum(1) + weighed[:, self._serial].sum(1) ** norm
@@ -176,13 +176,13 @@ class _Fit:
 
 
 def fit(samples: Sequence[Sample]) -> dict[str, Weights]:
-    """The weights of each kind, by its name; a kind of which there is no sample keeps its own."""
+    """Fit the weights of each kind, by its name; a kind without samples keeps its weights."""
     of_kind = {kind: [sample for sample in samples if sample.kind == kind] for kind in KINDS}
     return {kind: _Fit(kind, of_kind[kind]).solve() if of_kind[kind] else now for kind, now in KINDS.items()}
 
 
 def predicted(samples: Sequence[Sample], weights: dict[str, Weights], sweep: Sweep) -> list[float]:
-    """Predicted seconds of each sample."""
+    """Return the predicted seconds of each sample."""
     return [
         weights[sample.kind].seconds(sample.costs)
         if sample.costs is not None
@@ -194,7 +194,7 @@ def predicted(samples: Sequence[Sample], weights: dict[str, Weights], sweep: Swe
 def left_out(
     samples: Sequence[Sample], sweep: Sweep, groups: Collection[Any], group_of: Callable[[Sample], Any]
 ) -> list[float]:
-    """Predicted seconds of each sample by weights that were fitted without its group."""
+    """Return the predicted seconds of each sample by weights that were fitted without its group."""
     found: dict[int, float] = {}
     for group in groups:
         rest = [sample for sample in samples if group_of(sample) != group]
@@ -204,7 +204,7 @@ def left_out(
 
 
 def regrets(samples: Sequence[Sample], seconds: Sequence[float]) -> dict[str, float]:
-    """By problem: the time of the candidate that ranks first over the best one."""
+    """Return by problem the time of the candidate that ranks first over the best time."""
     problems = defaultdict(list)
     for sample, said in zip(samples, seconds, strict=True):
         problems[sample.problem].append(((sample.spills, said * (1 - sample.bonus)), sample.seconds))
@@ -212,7 +212,7 @@ def regrets(samples: Sequence[Sample], seconds: Sequence[float]) -> dict[str, fl
 
 
 def library_ratios(samples: Sequence[Sample], sweep: Sweep) -> dict[str, tuple[float, int]]:
-    """Medians of what plain and composite library calls take over the roofline, their overhead taken off."""
+    """Return the median ratios to the roofline of plain and composite library calls, after subtracting the overhead."""
     found = defaultdict(list)
     for sample in samples:
         item = sample.candidate
@@ -225,13 +225,13 @@ def library_ratios(samples: Sequence[Sample], sweep: Sweep) -> dict[str, tuple[f
 
 
 def summary(name: str, found: Collection[float]) -> str:
-    """A line of regrets."""
+    """Return a line of regrets."""
     middle, high = statistics.median(found), percentile(found, 90)
     return f"{name}: median {middle:.3f}, 90th percentile {high:.3f}, worst {max(found):.3f}"
 
 
 def main() -> None:
-    """Print the weights and how well they do."""
+    """Print the weights and their regrets."""
     parser = argparse.ArgumentParser(description="Fit the cost model's weights to a measured sweep.")
     parser.add_argument("sweep", type=Path, help="the sweep folder")
     sweep = Sweep.carried(parser.parse_args().sweep)

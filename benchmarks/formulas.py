@@ -1,6 +1,6 @@
-"""The ops in torch, exactly as Hugging Face's Qwen3 and Llama write them; torch.compile is given the same functions.
+"""Define the ops in torch exactly like Hugging Face's Qwen3 and Llama; torch.compile gets the same functions.
 
-Attention is not here: as Hugging Face's eager formula it needs all scores at once, and nobody trains with that.
+Attention is not here: Hugging Face's eager formula needs all scores at once, and nobody trains with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Cases whose references are written here in torch: fused ops, losses, attention and matmul.
+"""Make cases whose references are written here in torch: fused ops, losses, attention and matmul.
 
-References are in float64 where that fits, else in float32 products of values widened before them, in chunks: a chunk
-is what keeps a reference's temporaries to some GB.
+References are in float64 if memory allows, else in float32 products of widened values. They run in chunks, which limit
+a reference's temporaries to some GB.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _random(device: str, dtype: str, *shapes: tuple[int, ...], scale: float = 1.
 
 
 def fused_add_rms_norm_case(rows: int, columns: int, dtype: str = "bfloat16") -> Case:
-    """Residual and x added, and the sum's RMSNorm; both are given on."""
+    """Make the sum of residual and x and its RMSNorm; both are outputs."""
     item = ITEM_BYTES[dtype]
     matrix = rows * columns * item
 
@@ -37,7 +37,7 @@ def fused_add_rms_norm_case(rows: int, columns: int, dtype: str = "bfloat16") ->
 
         residual, x, weight = (one.detach() for one in t.inputs)
         dtotal, dy = t.slopes
-        total = residual + x  # rounded to the dtype, as the op means it
+        total = residual + x  # the op's definition rounds the sum to the dtype
         y = rms_norm.reference_forward(total, weight, EPS)["y"]
         gradients = rms_norm.reference_backward(dy, total, weight, EPS)
         dx = gradients["dx"] + dtotal.double()
@@ -53,7 +53,7 @@ def fused_add_rms_norm_case(rows: int, columns: int, dtype: str = "bfloat16") ->
 def qk_norm_rope_case(
     batch: int, tokens: int, heads: int = 32, kv_heads: int = 8, head_dim: int = 128, dtype: str = "bfloat16"
 ) -> Case:
-    """RMSNorm of each head of q and k, then the rotary embedding, on projections' outputs."""
+    """Make the RMSNorm of each head of q and k, then the rotary embedding, on projections' outputs."""
     import torch
 
     item = ITEM_BYTES[dtype]
@@ -87,7 +87,7 @@ def qk_norm_rope_case(
 
 
 def cross_entropy_case(rows: int, vocabulary: int, dtype: str = "bfloat16") -> Case:
-    """Mean cross entropy of logits; the gradient may be written in their place."""
+    """Make the mean cross entropy of logits; the gradient may overwrite them."""
     import torch
 
     matrix = rows * vocabulary * ITEM_BYTES[dtype]
@@ -113,7 +113,7 @@ def cross_entropy_case(rows: int, vocabulary: int, dtype: str = "bfloat16") -> C
 
 
 def _loss_and_slope(logits: Any, target: Any, count: int) -> tuple[Any, Any]:
-    """A chunk's share of the mean loss over ``count`` rows, and its gradient, in the dtype of the logits."""
+    """Return a chunk's share of the mean loss over ``count`` rows, and its gradient, in the dtype of the logits."""
     import torch
 
     lost = torch.nn.functional.cross_entropy(logits, target, reduction="sum") / count
@@ -123,7 +123,7 @@ def _loss_and_slope(logits: Any, target: Any, count: int) -> tuple[Any, Any]:
 
 
 def fused_linear_cross_entropy_case(rows: int, columns: int, vocabulary: int, dtype: str = "bfloat16") -> Case:
-    """The head's matmul and the mean cross entropy of its logits, which nobody asks for."""
+    """Make the head's matmul and the mean cross entropy of its logits; the logits are not an output."""
     import torch
 
     def tensors(device: str) -> Tensors:
@@ -155,7 +155,7 @@ def fused_linear_cross_entropy_case(rows: int, columns: int, vocabulary: int, dt
 def attention_case(
     batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int = 128, dtype: str = "bfloat16"
 ) -> Case:
-    """Causal attention; the backward counts its five products, as is usual."""
+    """Make causal attention; the backward counts as five products, as usual."""
     import torch
 
     def tensors(device: str) -> Tensors:
@@ -186,7 +186,7 @@ def attention_case(
 
 
 def _one_head(q: Any, k: Any, v: Any, dout: Any, hidden: Any) -> tuple[Any, ...]:
-    """Attention of one head and the gradients of q, k and v, all [tokens, head_dim]; ``hidden`` masks scores."""
+    """Return attention of one head and the gradients of q, k and v, all [tokens, head_dim]; ``hidden`` masks scores."""
     import torch
 
     scale = q.shape[-1] ** -0.5
@@ -197,7 +197,7 @@ def _one_head(q: Any, k: Any, v: Any, dout: Any, hidden: Any) -> tuple[Any, ...]
 
 
 def linear_case(rows: int, in_features: int, out_features: int, dtype: str = "bfloat16") -> Case:
-    """A linear layer without bias."""
+    """Make a linear layer without bias."""
 
     def tensors(device: str) -> Tensors:
         x, weight, dy = _random(device, dtype, (rows, in_features), (out_features, in_features), (rows, out_features))

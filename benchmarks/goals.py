@@ -1,4 +1,4 @@
-"""The targets, most of them for speed on the H200: what one file of results reached of each, and was it enough."""
+"""Define the targets, most of them for speed on the H200, and judge a file of results by them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.suite_cases import SUITE
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of the report: what, on what, the target, the figure, whether it meets the target, the peers'."""
+    """One line of the report: op, case, target, figure, whether it meets the target, and the peers' figures."""
 
     what: str
     case: str
@@ -31,10 +31,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Goal:
-    """A line of the table of targets: its title, the benchmark that it reads, and its verdicts on results.
+    """A line of the table of targets: its title, the benchmark that it reads, and a function that returns its verdicts.
 
-    ``needs_gpu`` is False for what is measured on a machine without one, where the others are not missed; ``target`` is
-    what stands beside the title where nothing was measured.
+    ``needs_gpu`` is False for goals that are measured without a GPU; there, goals that need one do not count as
+    missing. ``target`` is shown beside the title if nothing was measured.
     """
 
     title: str
@@ -61,7 +61,7 @@ def _kernel_goal(
 
 
 def _no_slower(op: str, metrics: Sequence[str], benchmark: str = _SWEEP, only: str = "") -> Goal:
-    """A goal of an op that a copy cannot measure: no slower than the best peer, at every length or in one case."""
+    """Make a goal for an op without a copy to compare: no slower than the best peer, at every length or in one case."""
 
     def judge(results: Results) -> Iterator[Verdict]:
         for case, metric in itertools.product(results.cases(), metrics):
@@ -77,7 +77,7 @@ def _no_slower(op: str, metrics: Sequence[str], benchmark: str = _SWEEP, only: s
 def _times_faster(
     op: str, than: str, factor: float, benchmark: str, case: str = "", metric: str = "forward_backward"
 ) -> Goal:
-    """A goal of so many times a peer's speed, where the peer is below 60 % of a copy or the case is named."""
+    """Make a goal of a multiple of a peer's speed, if the peer is below 60 % of a copy or the case is named."""
     what = f"{op} {metric}, times {than}'s speed"
 
     def judge(results: Results) -> Iterator[Verdict]:
@@ -100,7 +100,7 @@ def _kernel_verdict(results: Results, case: str, metric: str, least_share: float
         return
     peers = _peers(results, case, metric)
     best = min(peers, key=lambda row: row.value, default=None)
-    # Equal within what the two medians leave open counts as no slower.
+    # A difference within the uncertainty of the two medians counts as no slower.
     slower = best is not None and ours.value - best.value > ours.spread + best.spread
     target = f"≥ {least_share:.0%} of a copy; no slower than the best peer"
     figure = f"{shown(ours)} us, {share.value:.1%} of a copy"
@@ -138,7 +138,7 @@ def _host(results: Results) -> Iterator[Verdict]:
 
 
 def _in_batches(results: Results, case: str) -> Iterator[Verdict]:
-    """Host time above the bare launch's of a case ``<op> <batch>x<rows>x<columns>``, against that of its rows alone."""
+    """Compare a case ``<op> <batch>x<rows>x<columns>`` with its rows alone: host time above the bare launch."""
     op, _, size = case.partition(" ")
     sizes = size.split("x")
     if len(sizes) != 3 or not all(map(str.isdecimal, sizes)):
@@ -166,7 +166,7 @@ def _at_most(
     target: str = "",
     needs_gpu: bool = True,
 ) -> Goal:
-    """A goal that every case with the metric (whose name starts with one of ``cases``) is at most ``limit``."""
+    """Make a goal that every case with the metric (whose name starts with one of ``cases``) is at most ``limit``."""
 
     def judge(results: Results) -> Iterator[Verdict]:
         for case in results.cases():
@@ -192,7 +192,7 @@ def _at_least(benchmark: str, metric: str, limit: float, what: str, needs_gpu: b
 
 
 def _no_worse_than_peers(metric: str, factor: float, what: str, target: str, *, more_is_better: bool) -> Goal:
-    """A goal of training: at least (or at most) ``factor`` times the best peer's figure of the same case."""
+    """Make a goal of training: at least (or at most) ``factor`` times the best peer's figure of the same case."""
 
     def judge(results: Results) -> Iterator[Verdict]:
         for case in results.cases():
@@ -209,7 +209,7 @@ def _no_worse_than_peers(metric: str, factor: float, what: str, target: str, *, 
 
 
 def _family(model: str, factor: float, most_gib: float | None = None) -> list[Goal]:
-    """The goals of a family's model: ``factor`` times the best peer's speed in the run, and at most so much memory."""
+    """Make the goals of a family's model: ``factor`` times the best peer's speed in the run, and a limit of memory."""
     speed, memory = f"training {model}, tokens a second", f"training {model}, peak memory"
     wanted = f"≥ {factor:.2f} x the best peer"
 
@@ -236,7 +236,7 @@ def _family(model: str, factor: float, most_gib: float | None = None) -> list[Go
 
 
 def _layer(model: str, tokens: int, most_ms: float) -> Goal:
-    """A goal of the GPU time of one layer of experts, forward and backward, with balanced routing."""
+    """Make a goal for the GPU time of one layer of experts, forward and backward, with balanced routing."""
     what, case = f"layer of experts, {model} {tokens} tokens", label(model, tokens, BALANCED)
     return _at_most(
         EXPERTS, "forward_backward", 1000 * most_ms, what, cases=case, target=f"≤ {most_ms:g} ms"
@@ -244,7 +244,7 @@ def _layer(model: str, tokens: int, most_ms: float) -> Goal:
 
 
 def _skewed(most: float) -> Goal:
-    """A goal of Zipf routing: at most so many times the time of the same layer with balanced routing."""
+    """Make a goal for Zipf routing: at most a multiple of the same layer's time with balanced routing."""
     what, target = "layer of experts with Zipf routing", f"≤ {most:g} x balanced"
 
     def judge(results: Results) -> Iterator[Verdict]:
@@ -259,7 +259,7 @@ def _skewed(most: float) -> Goal:
 
 
 def _faster_layer(kind: str, factor: float) -> Goal:
-    """A goal of layers of this kind: at least so many times the best peer's speed."""
+    """Make a goal for layers of this kind: at least a multiple of the best peer's speed."""
     what, target = f"layer of experts, {kind}", f"≥ {factor:g} x the best peer"
 
     def judge(results: Results) -> Iterator[Verdict]:
@@ -273,7 +273,7 @@ def _faster_layer(kind: str, factor: float) -> Goal:
 
 
 def _lag_beside_unpatched(most_s: float) -> Goal:
-    """A goal of the first step's lag: at most so much above the least lag of the unpatched model in the same run."""
+    """Make a goal for the first step's lag: a limit above the least lag of the unpatched model in the same run."""
     what = "training, first step over the second, above the unpatched model's"
 
     def judge(results: Results) -> Iterator[Verdict]:
@@ -290,7 +290,7 @@ def _lag_beside_unpatched(most_s: float) -> Goal:
 
 
 def _rate(op: str, case: str, metric: str, least: float, than: str = "") -> Goal:
-    """A goal of one op bound by arithmetic: a least rate in TFLOP/s, or ``least`` times a peer's."""
+    """Make a goal for one op bound by arithmetic: a least rate in TFLOP/s, or ``least`` times a peer's."""
     what = f"{op} {metric}, TFLOP/s"
 
     def judge(results: Results) -> Iterator[Verdict]:
@@ -310,11 +310,11 @@ _ATTENTION, _LINEAR = "attention 4x4096 32+32x128 causal", "linear 8192x4096x143
 _LOSS, _HEAD = "cross_entropy 4096x128256", "fused_linear_cross_entropy 8192x4096x128256"
 _HEADS = (_HEAD, "fused_linear_cross_entropy 8192x4096x151936")
 _NORMS = ("rms_norm 8192x4096", "rms_norm 32768x4096")
-# Models of a run of the families whose targets are alike.
+# Models of a run of the families that share their targets.
 _OTHERS = ("mistral-7b", "gemma-3-12b", "phi-4", "qwen2.5-vl-7b", "olmo-2-7b")
 _BOTH = ("forward", "backward", "forward_backward")
-# What the suite must reach at every length of a sweep; ops whose gradient is made with the loss have both at once.
-# Short lengths are bound by launches and are judged all the same.
+# Targets of the suite at every length of a sweep; ops whose gradient is made with the loss are timed for both at once.
+# Short lengths are bound by launches and are judged too.
 _ONE_WAY, _ARITHMETIC = ("jsd", "tvd"), ("tiled_geglu", "tiled_swiglu", "fused_linear_jsd", "linear_log_probs")
 # Neither rows nor elements: each token reads those around it.
 _NEIGHBOURS = "fused_neighborhood_attention"

@@ -1,6 +1,6 @@
-"""Host time of op calls: what Python, autograd and dispatch cost, with tensors so small that the GPU always waits.
+"""Measure host time of op calls: Python, autograd and dispatch, with tensors so small that the GPU always waits.
 
-Beside each op runs what its forward cannot do without: a bare launch of its kernel, and torch's allocation of its
+The unavoidable parts of each op's forward are timed too: a bare launch of its kernel, and torch's allocation of its
 results.
 """
 
@@ -31,9 +31,9 @@ def measure(names: Sequence[str], keep: Keep, calls: int = CALLS, batches: int =
 
     Args:
         names: of :data:`NAMES`.
-        keep: called after each case with its label and what there is by then, so that a run that is cut off leaves it.
-        calls: in each batch.
-        batches: that count.
+        keep: called after each case with its label and the results so far, so that an interrupted run keeps them.
+        calls: calls in each batch.
+        batches: batches that count.
 
     Raises:
         InputError: there is no GPU, or a kernel is missing from the cache.
@@ -56,12 +56,12 @@ def measure(names: Sequence[str], keep: Keep, calls: int = CALLS, batches: int =
     return results
 
 
-# Makes a number of calls.
+# Make a number of calls.
 Batch = Callable[[int], None]
 
 
 def repeat(call: Callable[[], Any]) -> Batch:
-    """A batch of calls."""
+    """Make a batch of calls."""
 
     def run(calls: int) -> None:
         for _ in range(calls):
@@ -71,14 +71,14 @@ def repeat(call: Callable[[], Any]) -> Batch:
 
 
 def repeat_without_gradients(call: Callable[[], Any]) -> Batch:
-    """A batch of calls under one ``torch.no_grad``, as an evaluation loop makes them."""
+    """Make a batch of calls under one ``torch.no_grad``, like an evaluation loop."""
     import torch
 
     return torch.no_grad()(repeat(call))
 
 
 def host_times(todo: Mapping[Any, Batch], calls: int, batches: int) -> dict[Any, Timing]:
-    """Host time of one call of each: the mean over a batch of calls, its median and spread over batches, in turns."""
+    """Return the host time of a call of each: means over a batch of calls; median and spread over batches, in turns."""
     import torch
 
     means: dict[Any, list[float]] = {name: [] for name in todo}
@@ -95,7 +95,7 @@ def host_times(todo: Mapping[Any, Batch], calls: int, batches: int) -> dict[Any,
 
 
 def _ours_alone(part: Part, target: Target) -> dict[tuple[str, str], Batch]:
-    """The bare launch of the forward's kernel, and the lookup of its plan."""
+    """Time the bare launch of the forward's kernel, and the lookup of its plan."""
     import torch
 
     from tilekern.patch.warmup import sizes_of
@@ -110,7 +110,7 @@ def _ours_alone(part: Part, target: Target) -> dict[tuple[str, str], Batch]:
 
 
 def _allocation(tensors: Tensors) -> dict[tuple[str, str], Batch]:
-    """Torch's allocation of the forward's results, which every implementation pays for beside its launch."""
+    """Time torch's allocation of the forward's results, which every implementation pays for besides its launch."""
     import torch
 
     like = [torch.empty_like(x) for x in tensors.slopes]

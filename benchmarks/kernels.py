@@ -1,4 +1,4 @@
-"""GPU time and memory of each op's forward, backward and both, for tilekern and its peers, beside a copy."""
+"""Measure GPU time and memory of each op's forward, backward and both, for tilekern, its peers and a copy."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Keep = Callable[[str, Results], None]
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: samples of each figure, and seconds after which there are fewer."""
+    """The effort of a measurement: samples of each figure, and the seconds after which fewer are taken."""
 
     samples: int = 80
     seconds: float = 6.0
 
 
 def measure(cases: Sequence[Case], names: Sequence[str], effort: Effort, keep: Keep) -> Results:
-    """Time the providers of these names on all cases; ``keep`` is told each case, with the results before it.
+    """Time the named providers on all cases; ``keep`` gets each case and the results before it.
 
     Raises:
         InputError: there is no GPU, or no such provider.
@@ -48,7 +48,7 @@ def measure(cases: Sequence[Case], names: Sequence[str], effort: Effort, keep: K
 def sweep(
     model: str, tokens: Sequence[int], ops: Sequence[str], names: Sequence[str], effort: Effort, keep: Keep
 ) -> Results:  # fmt: skip
-    """Time the providers on a model's ops over token counts; a case is named by its op and count.
+    """Time the providers on a model's ops over token counts; a case's name is its op and count.
 
     Raises:
         InputError: there is no GPU, or no such provider.
@@ -60,17 +60,17 @@ def sweep(
 
 
 def write_plan(path: Path, cases: Sequence[Case], gpu: str) -> list[str]:
-    """Write the plan of what tilekern asks for in these cases; return notes about cases that are not in it.
+    """Write the plan of the problems that tilekern needs in these cases; return notes on cases that are not in it.
 
     Raises:
-        InputError: there is no such GPU, or nothing is asked for.
+        InputError: the GPU is unknown, or no problem is needed.
     """
     ours = load([OURS], [])[0]
     return plan_of(path, [(case, ours) for case in cases], gpu)
 
 
 def plan_of(path: Path, calls: Sequence[tuple[Case, Provider]], gpu: str) -> list[str]:
-    """The same of cases each with tilekern's calls for it."""
+    """Do the same for pairs of a case and tilekern's calls for it."""
     from tilekern import trace
 
     notes: list[str] = []
@@ -107,7 +107,7 @@ def _measure(
 def _measure_case(race: Race, case: Case, providers: Sequence[Provider], effort: Effort, notes: list[str]) -> list[Row]:
     import torch
 
-    torch._dynamo.reset()  # a function is compiled anew for at most eight sizes, then no more
+    torch._dynamo.reset()  # torch.compile recompiles a function for at most eight sizes
     tensors = case.tensors("cuda")
     with kernels_used() as used:
         right = right_ones(case, tensors, providers, notes)
@@ -121,7 +121,7 @@ def _measure_case(race: Race, case: Case, providers: Sequence[Provider], effort:
 def timed_rows(
     race: Race, case: Case, tensors: Tensors, right: Sequence[Provider], effort: Effort, notes: list[str]
 ) -> list[Row]:  # fmt: skip
-    """Rows of the times of these providers, who take turns, beside a copy or the products alone."""
+    """Return the times of these providers, which take turns with a copy or with the products alone."""
     rows: list[Row] = []
     for metric in case.metrics:
         entrants = {provider.name: entrant(case, tensors, provider, metric) for provider in right}
@@ -140,7 +140,7 @@ def timed_rows(
 
 
 def rows_of(case: Case, metric: str, timings: dict[str, Timing]) -> list[Row]:
-    """Rows of the times, and of each as a rate: bytes or operations a second, and a share of the copy's speed."""
+    """Return rows of the times and of rates: bytes or operations a second, and a share of the copy's speed."""
     rows = []
     for name, timing in timings.items():
         time_us, spread = timing.median_us, timing.spread_us / timing.median_us
@@ -162,7 +162,7 @@ def rows_of(case: Case, metric: str, timings: dict[str, Timing]) -> list[Row]:
 
 
 def memory_row(case: Case, tensors: Tensors, provider: Provider) -> Row:
-    """The peak of memory in forward and backward above the inputs and the gradients that are given back."""
+    """Return the peak of memory in forward and backward above the inputs and the returned gradients."""
     import torch
 
     mine = clone(tensors)
@@ -178,11 +178,11 @@ def memory_row(case: Case, tensors: Tensors, provider: Provider) -> Row:
 
 
 def right_ones(case: Case, tensors: Tensors, providers: Sequence[Provider], notes: list[str]) -> list[Provider]:
-    """Those providers that have the op and get it right; peers that do not are noted.
+    """Return the providers that have the op and compute it correctly; note the peers that fail.
 
     Raises:
         AssertionError: tilekern is wrong.
-        InputError: a peer has left the GPU in a state in which nothing runs any more.
+        InputError: a peer has left the GPU unusable.
     """
     import torch
 
@@ -205,7 +205,7 @@ def right_ones(case: Case, tensors: Tensors, providers: Sequence[Provider], note
 
 
 def check(case: Case, tensors: Tensors, expected: Sequence[Any], provider: Provider) -> None:
-    """Run a provider once, forward and backward, and judge all that it gives.
+    """Run a provider once, forward and backward, and judge all its results.
 
     Raises:
         AssertionError: an output or gradient is wrong.
@@ -224,26 +224,26 @@ def check(case: Case, tensors: Tensors, expected: Sequence[Any], provider: Provi
 
 
 def clone(tensors: Tensors) -> Tensors:
-    """Arguments of one's own, with the same strides, whose inputs ask for gradients."""
+    """Copy arguments, with the same strides; the inputs require gradients."""
     inputs = tuple(x.detach().clone().requires_grad_() for x in tensors.inputs)
     return Tensors(inputs, tensors.constants, tuple(dy.clone() for dy in tensors.slopes))
 
 
 def forward(case: Case, tensors: Tensors, provider: Provider) -> tuple[Any, ...]:
-    """Call the op; its outputs as a tuple."""
+    """Call the op; return its outputs as a tuple."""
     outputs = provider.calls[case.op](*tensors.inputs, *tensors.constants)
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 def backward(tensors: Tensors, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The gradients of the inputs."""
+    """Return the gradients of the inputs."""
     import torch
 
     return torch.autograd.grad(outputs, tensors.inputs, tensors.slopes)
 
 
 def entrant(case: Case, tensors: Tensors, provider: Provider, metric: str) -> Entrant:
-    """An entrant with arguments of its own; for the backward alone the forward runs first, untimed."""
+    """Return an entrant with its own arguments; for the backward alone the forward runs first, untimed."""
     mine = clone(tensors)
     kept: list[tuple[Any, ...]] = []
 
@@ -263,7 +263,7 @@ def entrant(case: Case, tensors: Tensors, provider: Provider, metric: str) -> En
 
 
 def copy(moved: int) -> Entrant:
-    """An entrant that copies as many bytes as must move, half of them read and half written."""
+    """Return an entrant that copies the bytes that must move: half of them are read, half written."""
     import torch
 
     source = torch.randint(0, 255, (moved // 2,), dtype=torch.uint8, device="cuda")

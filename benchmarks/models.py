@@ -1,4 +1,4 @@
-"""Models of a known shape with random bf16 weights, made where they are trained."""
+"""Make models of a known shape with random bf16 weights, on the device that trains them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tilekern.patch.stepping import auto_class
 
 
 def make_model(config: Any, layers: int = 0, attention: str = "sdpa", device: str = "cuda") -> Any:
-    """A language model of a configuration in training mode, which keeps no cache of keys and values.
+    """Make a language model of a configuration in training mode, without a cache of keys and values.
 
     Args:
-        config: the configuration, which stays as it is.
-        layers: number of layers, the first ones, and at most as many that look at images; 0 for all.
+        config: the configuration; it is not changed.
+        layers: keep this number of first layers, and at most as many vision layers; 0 for all.
         attention: transformers' name of the attention implementation.
-        device: where the weights are made; none of them passes through another device.
+        device: the device on which the weights are made directly.
     """
     import torch
 
@@ -37,7 +37,7 @@ def make_model(config: Any, layers: int = 0, attention: str = "sdpa", device: st
 
 
 def layers_of(model: Any) -> list[Any]:
-    """The layers of a model, in order, those that look at images left out."""
+    """Return the layers of a model in order, without vision layers."""
     return list(next(part for name, part in model.get_decoder().named_children() if name in ("layers", "h")))
 
 

@@ -1,4 +1,4 @@
-"""Training steps of models that two or more GPUs of a host share, tilekern and its peers, beside those of one GPU."""
+"""Measure training steps of models on several GPUs of a host and on one GPU, tilekern and its peers."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from tilekern.tuning.plan.configs import config_named
 
 BENCHMARK, LOSS_ON_ONE = "parallel", "loss_on_one"
 MODELS = ("qwen3-8b", "qwen3-30b-a3b")
-# The field's best on one H200 without a compiler.
+# The fastest trainers on one H200 without a compiler.
 PROVIDERS = (OURS, "hf-sdpa-flash", "liger-triton")
 WARM_UP = 3
-# A rank that waits for one that hangs would wait for the limit of a whole model's training.
+# A rank that waits for a hung rank would wait for the limit of a whole model's training.
 LIMIT_S = 75.0
 
 
 def measure(
     models: Sequence[str], ways: Sequence[str], providers: Sequence[str], job: Job, keep: Keep, say: Say
 ) -> Results:
-    """Train each model on one GPU and shared out each way; each cell of the table in processes of its own.
+    """Train each model on one GPU and in each way of sharing; each combination has its own processes.
 
-    A step has the same sequences in all ways, so its loss is one GPU's: of FSDP2 each rank takes its share of them.
+    A step has the same sequences in all ways, so its loss equals the loss of one GPU; under FSDP2 each rank takes its
+    share.
 
     Args:
-        models: as the tuner takes them.
-        ways: of :data:`benchmarks.sharing.WAYS`; what a model has no plan for is left out.
+        models: models as the tuner takes them.
+        ways: of :data:`benchmarks.sharing.WAYS`; ways for which a model has no plan are left out.
         providers: names of :data:`benchmarks.trainers.TRAINERS`.
-        job: what each provider does; its ``ranks`` are those of the ways.
-        keep, say: as :func:`benchmarks.train.measure` has them.
+        job: the job of each provider; the ways set its ``ranks``.
+        keep, say: see :func:`benchmarks.train.measure`.
 
     Raises:
         InputError: an unknown provider or model, or nothing took a step.
@@ -56,7 +57,7 @@ def _possible(model: str, ways: Sequence[str]) -> list[str]:
 
 
 def beside_one(results: Results, jobs: Sequence[Job]) -> Iterator[Row]:
-    """One GPU's figures beside those of several: its loss, and the rate of several over its."""
+    """Compare the figures of several GPUs with one GPU: its loss, and the ratio of the rates."""
     for job in jobs:
         for tokens in job.tokens if job.way else ():
             case, alone = label(job, tokens), label(replace(job, way="", ranks=1), tokens)

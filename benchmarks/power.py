@@ -1,4 +1,4 @@
-"""The GPU's power and clock while something runs, as nvidia-smi reads it."""
+"""Read the GPU's power and clock by nvidia-smi while something runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Draw:
 
 
 class PowerMeter:
-    """Reads power and clock of one GPU from the start of the block to its end; of nothing where there is no GPU.
+    """Reads power and clock of one GPU from the start of the block to its end; nothing without a GPU.
 
     Args:
         device: the index among the GPUs that this process sees.
@@ -63,7 +63,7 @@ class PowerMeter:
                 self._readings.append((time.perf_counter(), reading))
 
     def between(self, start_s: float, end_s: float) -> Draw | None:
-        """The medians of what was read between two readings of ``time.perf_counter``; None where nothing was."""
+        """Return the medians of the readings between two values of ``time.perf_counter``; None if there are none."""
         found = [values for at, values in self._readings if start_s <= at <= end_s]
         if not found:
             return None
@@ -72,7 +72,7 @@ class PowerMeter:
 
 
 def parsed(line: str) -> list[float] | None:
-    """A line of nvidia-smi as watts, MHz and the limit in watts; None where a figure is missing."""
+    """Parse a line of nvidia-smi into watts, MHz and the limit in watts; None if a figure is missing."""
     try:
         values = [float(part) for part in line.split(",")]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Bare launches: a record of the cache as a kernel object and its arguments, with none of the op layer around it."""
+"""Make bare launches from a record of the cache: a kernel object and its arguments, without the op layer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tilekern.tuning.verify import check
 
 
 def bare_plan(spec: KernelSpec, problem: Problem, target: Target) -> Plan:
-    """The plan of the cache's record, with a kernel object that has not been launched yet.
+    """Return the plan of the cache's record, with a kernel object that has not been launched yet.
 
     Raises:
-        InputError: no cache holds the problem.
+        InputError: no cache has the problem.
     """
     hit = find(spec, spec.bucketed(problem), target)
     if hit is None:
@@ -30,7 +30,7 @@ def bare_plan(spec: KernelSpec, problem: Problem, target: Target) -> Plan:
 
 
 def arguments_of(spec: KernelSpec, problem: Problem, plan: Plan) -> tuple[Any, ...]:
-    """The arguments of a plan's launch: inputs drawn, and outputs."""
+    """Return the arguments of a plan's launch: random inputs, and outputs."""
     import torch
 
     inputs = spec.inputs(problem, torch.Generator(device="cuda").manual_seed(0), "cuda")
@@ -39,7 +39,7 @@ def arguments_of(spec: KernelSpec, problem: Problem, plan: Plan) -> tuple[Any, .
 
 
 def launcher_of(spec: KernelSpec, problem: Problem, target: Target) -> Callable[[], None]:
-    """A function that does nothing but call cuda.tile's launch, without a plan's own steps around it."""
+    """Return a function that only calls cuda.tile's launch, without the plan's other steps."""
     import cuda.tile as ct
     import torch
 

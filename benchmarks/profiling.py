@@ -1,4 +1,4 @@
-"""The GPU's time of a training step by parts, and the floor under it: its matmuls alone, one by one."""
+"""Split the GPU time of a training step into parts, and compute its floor: its matmuls alone, one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 IDLE = "idle"
 TOTAL = "total"
 OTHER = "elementwise, copies and other"
-# The first pattern that a kernel's name holds says what it is: cuTile's and Triton's are named by their functions.
+# The first pattern in a kernel's name gives its category: kernels of cuTile and Triton are named by their functions.
 CATEGORIES = tuple(
     (name, re.compile(pattern, re.IGNORECASE))
     for name, pattern in (
@@ -33,12 +33,12 @@ SAMPLES = 12
 
 
 def category(kernel: str) -> str:
-    """The category of a kernel of this name."""
+    """Return the category of a kernel by its name."""
     return next((name for name, pattern in CATEGORIES if pattern.search(kernel)), OTHER)
 
 
 def parts_of(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Milliseconds of each category in the events of a trace, of idle gaps between them, and of the whole.
+    """Return milliseconds of each category in a trace's events, of the idle gaps, and of the whole.
 
     Where two kernels overlap, the later one counts from the earlier one's end, so that the parts add up to the whole.
     """
@@ -62,7 +62,7 @@ def _add(parts: dict[str, float], name: str, duration_us: float) -> None:
 
 
 def profile(step: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds of each category of one step on the GPU."""
+    """Return milliseconds of each category of one step on the GPU."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
@@ -75,7 +75,7 @@ def profile(step: Callable[[], Any]) -> dict[str, float]:
 
 
 def products(config: Any, layers: int) -> dict[tuple[int, int], int]:
-    """How many linear layers there are of each (in_features, out_features), the head included."""
+    """Count the linear layers of each (in_features, out_features), the head included."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     each = [
@@ -89,7 +89,7 @@ def products(config: Any, layers: int) -> dict[tuple[int, int], int]:
 
 
 def matmul_floor_ms(config: Any, layers: int, tokens: int, device: str) -> float:
-    """Milliseconds of all matmuls of a step, were each as fast as it is alone: forward and both gradients."""
+    """Return milliseconds of all matmuls of a step if each were as fast as alone: forward and both gradients."""
     from tilekern.tuning.measure.timing import Stopwatch
 
     watch = Stopwatch(0)
@@ -102,7 +102,7 @@ def matmul_floor_ms(config: Any, layers: int, tokens: int, device: str) -> float
 
 
 def _three_products(tokens: int, columns: int, rows: int, device: str) -> Iterable[Callable[[], Any]]:
-    """y = x w^T, dx = dy w and dw = dy^T x, made one after the other so that one output lives at a time."""
+    """Yield y = x w^T, dx = dy w and dw = dy^T x; only one output lives at a time."""
     import torch
 
     def random(*sizes: int) -> Any:

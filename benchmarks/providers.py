@@ -1,14 +1,14 @@
-"""The implementations that are measured: tilekern and its peers, each with a call for every op that it has.
+"""Define the measured implementations: tilekern and its peers, each with a call for every op that it has.
 
-Calls take what :mod:`benchmarks.formulas` takes, and ``attention(q, k, v)`` causally with [batch, tokens, heads,
-head_dim]; all are what a user of the peer calls. torch's ``linear`` is cuBLAS. Liger's Triton back end is its default;
-its cuTile and CuTe DSL ones are what ``LIGER_KERNEL_IMPL=cutile`` and ``=cutedsl`` put in the default's place, imported
-from their modules so that all three fit in one process. Three of Liger's habits overwrite what they are given: swiglu's
-backward writes gradients over gate and up, rope (Triton and cuTile) turns q, k and their gradients in place, and cross
-entropy writes the gradient over the logits, as tilekern and quack are then asked to do. The benchmark restores all
-arguments before each call, outside of the timed region. Liger's RMSNorm backward may write dx over dy (its default,
-which Qwen3 gets) or fills a new dx with zeros first; both are measured, the default as ``liger-triton-inplace``.
-TileGym's is measured as its default has it, dx over dy.
+Calls take the arguments of :mod:`benchmarks.formulas`; ``attention(q, k, v)`` is causal, with [batch, tokens, heads,
+head_dim]. Each call is the one that a user of the peer makes. torch's ``linear`` is cuBLAS. Liger's default back end is
+Triton; ``LIGER_KERNEL_IMPL=cutile`` and ``=cutedsl`` replace it by the cuTile and CuTe DSL back ends, which are
+imported from their modules here so that all three fit in one process. Three of Liger's ops overwrite their arguments:
+swiglu's backward writes gradients over gate and up, rope (Triton and cuTile) turns q, k and their gradients in place,
+and cross entropy writes the gradient over the logits; tilekern and quack are asked to do the same there. The benchmark
+restores all arguments before each call, outside of the timed region. Liger's RMSNorm backward writes dx over dy (its
+default, which Qwen3 gets) or fills a new dx with zeros first; both are measured, the default as
+``liger-triton-inplace``. TileGym's is measured with its default, dx over dy.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ OPS = (
     "rms_norm", "swiglu", "rope", "fused_add_rms_norm", "qk_norm_rope", "cross_entropy", "fused_linear_cross_entropy",
     "attention", "linear", *SUITE,
 )  # fmt: skip
-# Peers round more often than tilekern does, as the formulas that they replace do.
+# Peers round more often than tilekern, like the formulas that they replace.
 PEER_SLACK = 4.0
 
 
 @dataclass(frozen=True)
 class Provider:
-    """A maker of ops: its name with its version, and its calls by the op's name."""
+    """A provider of ops: its name with its version, and its calls by the op's name."""
 
     name: str
     calls: Mapping[str, Call]
 
     @property
     def slack(self) -> float:
-        """How many times tilekern's tolerance its errors may be."""
+        """Return the factor on tilekern's tolerance that its errors may reach."""
         return 1.0 if self.name == OURS else PEER_SLACK
 
 
 def _tilekern() -> Provider:
-    """All ops that there are, rope and cross entropy as the patches for models call them."""
+    """Return all ops; rope and cross entropy are called like the patches for models call them."""
     calls = {op: getattr(importlib.import_module(f"tilekern.ops.{op}"), op) for op in OPS if _has(op)}
     if "rope" in calls:
         calls["rope"] = functools.partial(calls["rope"], twice=True)
     if loss := calls.get("cross_entropy"):
-        # A leaf keeps its memory; in a model the logits are none.
+        # A leaf keeps its memory; in a model the logits are not a leaf.
         calls["cross_entropy"] = lambda logits, target: loss(logits.view_as(logits), target, in_place=True)
     calls |= {op: SUITE[op].ours(call) for op, call in calls.items() if op in SUITE}
     return Provider(OURS, calls)
@@ -113,7 +113,7 @@ def _liger_cutedsl() -> Provider:
 
 
 def _liger(name: str, package: str, *, in_place: bool = False) -> Provider:
-    """One of Liger's back ends, with those of the ops that it has."""
+    """Return one of Liger's back ends, with the ops that it has."""
     ops = importlib.import_module(package)
 
     def rms_norm(x: Any, weight: Any, eps: float) -> Any:
@@ -148,9 +148,10 @@ def _liger(name: str, package: str, *, in_place: bool = False) -> Provider:
 
 
 def tiled_mlp(apply: Call, activation: Call) -> Call:
-    """A gated MLP by ``apply(fn, module, x)``, as Liger and TileGym have it, with the weights' gradients as results.
+    """Return a gated MLP by ``apply(fn, module, x)`` of Liger and TileGym; the weights' gradients are results.
 
-    Its backward adds them to the module's parameters; these are new ones at each call, in the memory of the weights.
+    Its backward adds the gradients to the module's parameters; each call makes new parameters in the memory of the
+    weights.
     """
     import torch
     from torch.nn.functional import linear
@@ -176,7 +177,7 @@ def tiled_mlp(apply: Call, activation: Call) -> Call:
 
 
 def _tilegym() -> Provider:
-    """TileGym's suite of Liger's ops, which has functions of their names, called with their defaults."""
+    """Return TileGym's suite of Liger's ops: functions of the same names, called with their defaults."""
     suite = importlib.import_module("tilegym.suites.liger")
 
     def fused_add_rms_norm(residual: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
@@ -194,7 +195,7 @@ def _tilegym() -> Provider:
 
 
 def _tilegym_unsloth() -> Provider:
-    """Those of its suite of Unsloth's ops that have gradients of their own and take what the formulas take."""
+    """Return the ops of TileGym's Unsloth suite that have their own gradients and take the formulas' arguments."""
     suite = importlib.import_module("tilegym.suites.unsloth")
 
     def cross_entropy(logits: Any, target: Any) -> Any:
@@ -205,7 +206,7 @@ def _tilegym_unsloth() -> Provider:
 
 
 def _trl() -> Provider:
-    """TRL's log-probabilities and entropies of a head, as the fused heads of its trainers compute them, in chunks."""
+    """Return TRL's log-probabilities and entropies of a head, computed in chunks like its trainers' fused heads."""
     trainers = importlib.import_module("trl.trainer.utils")
     apply, chunk = trainers._ChunkedLogProbFunction.apply, trainers._CHUNKED_LOGPROB_CHUNK_SIZE
 
@@ -216,7 +217,7 @@ def _trl() -> Provider:
 
 
 def _trl_logits() -> Provider:
-    """The same as TRL's trainers compute them of logits, where a head is not fused."""
+    """Return TRL's log-probabilities and entropies of logits, computed like its trainers without a fused head."""
     trainers = importlib.import_module("trl.trainer.utils")
 
     def linear_log_probs(hidden: Any, weight: Any, ids: Any) -> tuple[Any, Any]:
@@ -243,7 +244,7 @@ def _quack() -> Provider:
         return loss(logits, target, inplace_backward=True)
 
     def rope(q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
-        """Of views: tokens before heads, and a half of the angles, which all sequences share."""
+        """Call rope on views: tokens before heads, and one half of the angles, which all sequences share."""
         angles = [x[0, :, : x.shape[-1] // 2] for x in (cos, sin)]
         q, k = (apply_rotary_emb(x.transpose(1, 2), *angles).transpose(1, 2) for x in (q, k))
         return q, k
@@ -260,7 +261,7 @@ def _quack() -> Provider:
 
 
 def _quack_layer_norm() -> Call:
-    """Its forward and backward, which it has without autograd; weights go to float32, which they ask for."""
+    """Wrap quack's forward and backward, which have no autograd; convert weights to float32, as quack requires."""
     import torch
     from quack.rmsnorm import layernorm_bwd, layernorm_fwd
 
@@ -280,7 +281,7 @@ def _quack_layer_norm() -> Call:
 
 
 def _quack_fused_linear_cross_entropy() -> dict[str, Call]:
-    """The op where this quack imports with the CuTe DSL that is here; its matmuls run untuned, to spare minutes."""
+    """Return the op if quack imports with the installed CuTe DSL; its matmuls run untuned, which saves minutes."""
     try:
         from quack.linear_cross_entropy import chunked_linear_cross_entropy
     except Exception:  # noqa: BLE001 (an import that breaks half-way raises what it likes)
@@ -307,10 +308,10 @@ LOADERS: Mapping[str, Callable[[], Provider]] = {
 
 
 def load(names: Sequence[str], notes: list[str]) -> list[Provider]:
-    """The providers of these names; a peer that cannot be imported is left out and noted.
+    """Return the named providers; a peer that cannot be imported is left out and noted.
 
     Raises:
-        InputError: no such provider.
+        InputError: a provider is unknown.
     """
     found = []
     for name in names:
@@ -330,5 +331,5 @@ def load(names: Sequence[str], notes: list[str]) -> list[Provider]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error as one short line."""
+    """Return an error as one short line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -1,12 +1,11 @@
-"""The tuner's race beside an exhaustive sweep and beside cuda.tile's own search, over what a sweep found right.
+"""Compare the tuner's race with an exhaustive sweep and cuda.tile's own search, on candidates that passed their checks.
 
-Each problem is raced twice, and cuda.tile's search runs once. Then all candidates but those that are soon seen to be
-far behind are swept in five times as many rounds as that search takes, and those that come close to the best in many
-more, so that chance does not choose the best among them; their times there, freed from the clocks' drift, judge what
-was chosen. The search and a race of the very same candidates, with nothing beside
-them, give the GPU time that each takes: launches and flushes of the L2 cache. The search's warm-up runs count, its
-flushes count as ours were measured, and its gaps between launches do not; the wall clock's time, gaps and the host's
-work included, stands beside it.
+Each problem is raced twice, and cuda.tile's search runs once. Then an exhaustive sweep judges the choices. All
+candidates, except those that are soon far behind, run in five times as many rounds as the search takes. Candidates
+close to the best run in many more rounds, so that chance does not choose the best of them; their times there are
+corrected for clock drift. The search and a race of the same candidates also run alone, to measure the GPU time of each:
+launches and flushes of the L2 cache. The search's warm-up runs count, its flushes count with our measured time, and its
+gaps between launches do not count. The wall clock's time, with gaps and the host's work, is reported too.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ from tilekern.tuning.sweep.lines import COPY
 BENCHMARK = "races"
 SEARCH = f"cuda.tile {version_of('cuda-tile')}"
 NEAR = 1.01
-# Who is behind the best by more than this factor after so many rounds leaves the sweep, as no chance brings it back.
+# A candidate slower than the best by more than this factor after this many rounds leaves the sweep: it cannot win.
 FAR, GLANCE_ROUNDS = 1.3, 5
-# Who is within this of the best after the sweep, or was chosen, runs in the rounds that decide.
+# Candidates within this factor of the best after the sweep, and the chosen ones, run in the deciding rounds.
 CLOSE = 1.05
-# cuda.tile's search runs each candidate so often before it takes a sample.
+# Warm-up runs of each candidate in cuda.tile's search.
 WARM_UP_RUNS = 3
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How often those run that come close to the best: rounds, and the GPU seconds after which there are fewer."""
+    """The runs of candidates close to the best: rounds, and the GPU seconds after which there are fewer."""
 
     rounds: int
     seconds: float
@@ -65,12 +64,12 @@ def measure(
 
     Args:
         folder: the sweep folder, measured on the GPU at hand.
-        kernels: names of the kernels whose problems are raced; all where empty.
-        effort: how thorough the sweep is that judges.
+        kernels: names of the kernels whose problems are raced; all if empty.
+        effort: the effort of the judging sweep.
         keep: called after each problem with its name and the results so far.
 
     Raises:
-        InputError: there is no GPU, or another one, or the folder holds nothing that was measured.
+        InputError: there is no GPU, it is another model, or the folder has no measurements.
     """
     require_gpu()
     sweep = Sweep.carried(folder)
@@ -84,7 +83,7 @@ def measure(
         found = right(sweep, kernel, problem) if not kernels or kernel in kernels else []
         if found:
             rows += Field(sweep, watch, kernel, problem, found, followers(settled, found)).rows(effort)
-            gc.collect()  # the arrays of a problem hang on launches that hold each other
+            gc.collect()  # launches in reference cycles keep a problem's arrays alive
             results = Results(results.run, [*rows, *summary(rows)])
             keep(f"{kernel} {problem.key}", results)
     if not rows:
@@ -93,7 +92,7 @@ def measure(
 
 
 def right(sweep: Sweep, kernel: str, problem: Problem, *, unchecked: bool = False) -> list[Entrant]:
-    """The candidates that passed their checks, the best predicted first; with ``unchecked`` those without one too."""
+    """Return the candidates that passed their checks, the best predicted first; ``unchecked`` adds unchecked ones."""
     measured = sweep.measured()
     order = {item.key: place for place, (item, _) in enumerate(ranking(sweep, kernel, problem, sweep.target))}
     running = entrants(kernel, problem, sweep.target, sweep.compiled(), sweep.quarantined())
@@ -121,11 +120,11 @@ class Field:
         self.lineup = Lineup(keys, default, (COPY,), predicted=self._predicted)
 
     def runner(self) -> GpuRunner:
-        """A runner that has not run yet."""
+        """Return a runner that has not run yet."""
         return GpuRunner(self._watch, self._launches, self._bench.load_code, self._bench.refresh())
 
     def rows(self, effort: Effort) -> list[Row]:
-        """The results of the races and the search."""
+        """Return the results of the races and the search."""
         with_code = [entrant for entrant in self._task.entrants if not entrant.candidate.is_library]
         searched, rows = self._beside_search(with_code) if with_code else (None, [])
         fields = [self.lineup.keys, [entrant.key for entrant in with_code]]
@@ -136,7 +135,7 @@ class Field:
         return [*figures, *rows, Row(BENCHMARK, self._case, SEARCH, "quality", round(times[searched] / best, 5), "1")]
 
     def _beside_search(self, found: list[Entrant]) -> tuple[str, list[Row]]:
-        """The choice of cuda.tile's search, and the GPU time of it and of a race over the same candidates."""
+        """Return the choice of cuda.tile's search, and the GPU times of it and of a race over the same candidates."""
         runner, started = self.runner(), time.perf_counter()
         race.run(runner, Lineup(tuple(entrant.key for entrant in found), predicted=self._predicted))
         ours_s = time.perf_counter() - started
@@ -171,13 +170,13 @@ class Field:
 
 
 class _Kept:
-    """A prebuilt kernel that cuda.tile's search takes as it is: other hints would make another kernel of it."""
+    """A prebuilt kernel that cuda.tile's search takes unchanged: other hints would make another kernel."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
 
     def replace_hints(self) -> Any:
-        """The kernel itself."""
+        """Return the kernel itself."""
         return self._kernel
 
 
@@ -185,14 +184,14 @@ def judged(
     case: str, fresh: Callable[[], Runner], lineup: Lineup, effort: Effort,
     fields: Sequence[Sequence[str]] = (), others: Collection[str] = (),
 ) -> tuple[dict[str, float], list[Row]]:  # fmt: skip
-    """Two races judged by an exhaustive sweep: times over the winner's by key of who came close, and the rows.
+    """Judge two races by an exhaustive sweep; return close candidates' times over the winner's, by key, and the rows.
 
     Args:
         case: the problem's name.
         fresh: makes a runner that knows nothing yet.
-        lineup: who runs.
-        effort: how often those run that come close to the best.
-        fields: keys among which there is a best; all where none is given. An empty one has none.
+        lineup: the candidates.
+        effort: the runs of candidates close to the best.
+        fields: sets of keys that each have a best one; by default one of all keys. An empty set has no best.
         others: keys that something else chose, to be judged too.
     """
     outcomes = [race.run(fresh(), lineup) for _ in range(2)]
@@ -214,7 +213,7 @@ def judged(
 def _close(
     fresh: Callable[[], Runner], keys: Sequence[str], fields: Sequence[Sequence[str]], chosen: Collection[str]
 ) -> tuple[str, ...]:
-    """The chosen keys and those that may be the best of a field, by sweeps whose second leaves out the far slower."""
+    """Return the chosen keys and those that may be the best of a field; the second sweep omits far slower ones."""
     for rounds, most in ((GLANCE_ROUNDS, FAR), (race.LEAST_ROUNDS, CLOSE)):
         swept = race.exhaustive(fresh(), Lineup(tuple(keys)), rounds)
         times = {key: 1 + (timing.behind or 0.0) for key, timing in swept.items()}
@@ -229,7 +228,7 @@ def _winner(timings: Mapping[str, Timing]) -> str:
 
 
 def summary(rows: list[Row]) -> list[Row]:
-    """The rows over all problems: shares that were near the best and that were repeated, and of the search's time."""
+    """Return the rows over all problems: shares near the best, repeated shares, and shares of the search's time."""
     found: dict[tuple[bool, str], list[float]] = {}
     for row in rows:
         found.setdefault((row.provider == OURS, row.metric), []).append(row.value)

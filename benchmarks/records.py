@@ -1,4 +1,4 @@
-"""A cache of made-up records, as large as asked for: what ``cache_tools ls`` is timed on."""
+"""Make a cache of artificial records of any size, on which ``cache_tools ls`` is timed."""
 
 from __future__ import annotations
 

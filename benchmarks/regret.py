@@ -1,4 +1,4 @@
-"""Regret: the time of the winner that is predicted without a GPU over the best one that was measured."""
+"""Compute the regret: the time of the winner predicted without a GPU over the best measured time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tilekern.tuning.sweep.folder import Sweep
 
 
 def measure(folder: Path) -> Results:
-    """Regret of each problem of a measured sweep, and their median, 90th percentile and worst.
+    """Return the regret of each problem of a measured sweep, and their median, 90th percentile and worst.
 
     Raises:
         InputError: the folder holds no sweep, or none of its problems was measured.
@@ -40,15 +40,15 @@ def measure(folder: Path) -> Results:
 
 
 def percentile(values: Collection[float], percent: int) -> float:
-    """The least value that ``percent`` of the values do not exceed."""
+    """Return the least value that ``percent`` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[-(-len(ordered) * percent // 100) - 1]
 
 
 def timed_candidates(sweep: Sweep, kernel: str, problem: Problem) -> dict[Any, tuple[Candidate, Mapping[str, Any]]]:
-    """A problem's timings by what a candidate does (:func:`does`), each with the first candidate that does it.
+    """Return a problem's timings by the key of :func:`does`, each with the first candidate of that key.
 
-    Of candidates whose code and grid are the same only one was timed: its time is that of all.
+    Candidates with the same code and grid share one timing.
     """
     compiled, measured = sweep.compiled(), sweep.measured()
     found: dict[Any, tuple[Candidate, Mapping[str, Any]]] = {}
@@ -64,7 +64,7 @@ def timed_candidates(sweep: Sweep, kernel: str, problem: Problem) -> dict[Any, t
 
 
 def does(sweep: Sweep, item: Candidate, compiled: Mapping[str, Any]) -> tuple[str, str, int] | None:
-    """Equal for candidates that do the same on the GPU; None where one was not compiled."""
+    """Return a key that is equal for candidates that do the same on the GPU; None if the candidate was not compiled."""
     line = LIBRARY_LINE if item.is_library else compiled.get(item.artifact, {})
     return identity(item, line, sweep.target) if line.get("status") == "ok" else None
 

@@ -1,4 +1,4 @@
-"""Results in their one form: ``{"run": {date, gpu, driver, toolkit, torch, commit, ...}, "rows": [...]}``."""
+"""Read and write results: ``{"run": {date, gpu, driver, toolkit, torch, commit, ...}, "rows": [...]}``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from tilekern.errors import InputError
 
-# The case of figures over all cases of a run.
+# The name of the case for figures over all cases of a run.
 ALL = "all problems"
 RUN_FIELDS = ("date", "gpu", "driver", "toolkit", "torch", "commit")
 _TEXTS = ("benchmark", "case", "provider", "metric", "unit")
@@ -39,11 +39,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Results:
-    """The rows of one run, and what it ran on.
+    """The rows of one run, and its environment.
 
     Attributes:
-        run: date, GPU, versions and commit; ``run["notes"]`` says what was left out and why.
-        rows: the figures; they are added and removed, and never exchanged for others.
+        run: date, GPU, versions and commit; ``run["notes"]`` lists omissions and their reasons.
+        rows: the figures; rows are added and removed, never replaced.
         file: path of the JSON file below the folder of all results; empty for results that were not read from one.
     """
 
@@ -54,16 +54,16 @@ class Results:
 
     @property
     def benchmark(self) -> str:
-        """The benchmark that the rows belong to."""
+        """Return the benchmark of the rows."""
         return self.rows[0].benchmark if self.rows else "none"
 
     def row(self, case: str, provider: str, metric: str) -> Row | None:
-        """The row of a case, provider and metric; a provider is named with or without its version."""
+        """Return the row of a case, provider and metric; the provider's version may be omitted."""
         found = self.figures(case, metric)
         return next((row for row in found if provider in (row.provider, row.provider.split(" ")[0])), None)
 
     def figures(self, case: str, metric: str) -> list[Row]:
-        """The rows of a case and metric, one for each provider."""
+        """Return the rows of a case and metric, one for each provider."""
         if sum(map(len, self._groups.values())) != len(self.rows):
             self._groups.clear()
             for row in self.rows:
@@ -71,15 +71,15 @@ class Results:
         return list(self._groups.get((case, metric), ()))
 
     def cases(self) -> list[str]:
-        """The cases in the order of the rows."""
+        """Return the cases in the order of the rows."""
         return list(dict.fromkeys(row.case for row in self.rows))
 
 
 def write_results(path: Path, results: Results) -> None:
-    """Check results and write them; the folder is made.
+    """Check results and write them; make the folder.
 
     Raises:
-        InputError: they are not in the form, or the file cannot be written.
+        InputError: the format is wrong, or the file cannot be written.
     """
     document = {"run": results.run, "rows": [_written(row) for row in results.rows]}
     _check(document, str(path))
@@ -93,7 +93,7 @@ def write_results(path: Path, results: Results) -> None:
 
 
 def _written(row: Row) -> dict[str, Any]:
-    """The fields of a row; ``sources`` only if there are any."""
+    """Return the fields of a row; ``sources`` only if there are any."""
     return {name: value for name, value in asdict(row).items() if name != "sources" or value}
 
 
@@ -101,7 +101,7 @@ def read_results(path: Path) -> Results:
     """Read a results file.
 
     Raises:
-        InputError: it cannot be read or is not in the form.
+        InputError: the file cannot be read, or its format is wrong.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -147,7 +147,7 @@ def _check_row(row: Any, where: str) -> None:
 
 
 def print_table(title: str, rows: Iterable[Row]) -> None:
-    """Show rows to people: one line for each case and metric, one column for each provider."""
+    """Print rows: one line for each case and metric, one column for each provider."""
     from rich.console import Console
     from rich.table import Table
 
@@ -167,7 +167,7 @@ def _by_line(rows: Sequence[Row]) -> dict[tuple[str, str, str], dict[str, Row]]:
 
 
 def shown(row: Row | None) -> str:
-    """Return a figure as people read it: at least four digits, and its spread."""
+    """Return a figure as text: at least four digits, and its spread."""
     if row is None:
         return "-"
     value = f"{row.value:,.0f}" if abs(row.value) >= 10_000 else f"{row.value:.4g}"

@@ -1,4 +1,4 @@
-"""The configs that served tilekern's kernels in this process, where that was not a config measured for the problem."""
+"""Report kernels that this process served with a config not measured for the problem."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _ODD = ("fallbacks", "misses", "compiled", "nearest")
 
 
 def doubts() -> Iterator[str]:
-    """A line for each kernel that did not always hit, and for each record that was hit and not measured.
+    """Return a line for each kernel with a miss, and for each record that was hit but not measured.
 
-    A fallback to torch must never pass for a kernel of ours, nor a default, which an earlier process may have compiled
-    on a miss, for what the tuner chose.
+    A fallback to torch must not count as our kernel. A default config, which an earlier process may have compiled on a
+    miss, must not count as the tuner's choice.
     """
     import tilekern
     from tilekern.runtime import dispatch

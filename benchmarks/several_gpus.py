@@ -1,4 +1,4 @@
-"""The measure stage on one GPU of this host and on several: the same sweep, from where it is compiled."""
+"""Time the measure stage on one GPU of this host and on several, from the same compiled sweep."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def measure(model: str, tokens: str, folder: Path, count: int = 2) -> Results:
     Args:
         model: as the tuner takes it.
         tokens: tokens of a step, with commas between.
-        folder: where the sweeps are left, as ``compiled``, ``1`` and the number of GPUs; it must not hold them yet.
-        count: how many GPUs are several, 2 or more.
+        folder: the folder for the sweeps, named ``compiled``, ``1`` and the number of GPUs; these must not exist yet.
+        count: the number of GPUs to compare with one, 2 or more.
 
     Raises:
-        InputError: there are not so many GPUs alike, or the folder holds such sweeps.
+        InputError: there are fewer equal GPUs, or the folder already has such sweeps.
         TilekernError: the tuner failed.
     """
     if (here := len(devices())) < count:
@@ -41,11 +41,11 @@ def measure(model: str, tokens: str, folder: Path, count: int = 2) -> Results:
 
 
 def rows(case: str, seconds: dict[int, float]) -> list[Row]:
-    """The figures of one GPU and of several.
+    """Return the figures of one GPU and of several.
 
     Args:
-        case: what was tuned.
-        seconds: the measure stage's, by the number of GPUs: of one, and of several.
+        case: the tuned model and tokens.
+        seconds: the measure stage's seconds by the number of GPUs: one, and several.
     """
     alone_s, (count, together_s) = seconds[1], max(seconds.items())
     figures = {"measure_on_one": (alone_s, "s"), "measure_on_several": (together_s, "s"), "gpus": (count, "1")}

@@ -1,4 +1,4 @@
-"""Ranks that train one model: the processes of the others, and how the model is shared out among all."""
+"""Start the ranks that train one model, and share the model among them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 
 from benchmarks.models import layers_of
 
-# What each way is called; expert parallelism has the tensors of the other layers shared as well.
+# The title of each way; expert parallelism also shares the tensors of the other layers.
 WAYS = {"fsdp": "FSDP2", "tp": "tensor parallel", "ep": "tensor and expert parallel"}
 
 
 def rank() -> int:
-    """This process's number among those that train the model."""
+    """Return this process's number among the ranks."""
     return int(os.environ.get("RANK", "0"))
 
 
 @contextlib.contextmanager
 def others(ranks: int, arguments: list[str]) -> Iterator[None]:
-    """Start the other ranks where this is the first of several; all of them end with it, and it with any that fails."""
+    """Start the other ranks if this is the first of several; they end with it, and it ends if any of them fails."""
     environment = os.environ | {"WORLD_SIZE": str(ranks)}
     children = [
         subprocess.Popen(
@@ -43,7 +43,7 @@ def others(ranks: int, arguments: list[str]) -> Iterator[None]:
 
 
 def _end_with(child: subprocess.Popen[bytes], children: list[subprocess.Popen[bytes]]) -> None:
-    # Who waits for a rank that is gone would wait until the benchmark's limit; that rank has said why it ended.
+    # Waiting for a dead rank would last until the benchmark's limit; that rank has reported why it ended.
     if child.wait() > 0:
         for other in children:
             other.kill()
@@ -51,7 +51,7 @@ def _end_with(child: subprocess.Popen[bytes], children: list[subprocess.Popen[by
 
 
 def join(ranks: int, device: str, meet: str) -> None:
-    """Meet the other ranks at a file, each with a GPU of its own."""
+    """Connect to the other ranks through a file; each rank has its own GPU."""
     import torch
 
     if ranks == 1:
@@ -64,7 +64,7 @@ def join(ranks: int, device: str, meet: str) -> None:
 
 
 def shared(model: Any, way: str, ranks: int, device: str) -> Any:
-    """A model of which each rank has made the whole, and keeps its part: by FSDP2 of its layers, or its own plan."""
+    """Share a model that each rank has made whole: each rank keeps a part, by FSDP2 of layers or the model's plan."""
     import torch
 
     if way == "fsdp":
@@ -77,17 +77,17 @@ def shared(model: Any, way: str, ranks: int, device: str) -> Any:
     kind, settings = type(model), {"tp_size": ranks} | ({"ep_size": ranks} if way == "ep" else {})
     config, _, meshes = kind.prepare_distribute_model(configured(settings))
     model = kind.maybe_distribute_model(model, config, meshes)
-    # A part by rows is a view, which would keep the whole in memory.
+    # A part by rows is a view, which would keep the whole tensor in memory.
     model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
     return model
 
 
 def configured(settings: dict[str, int]) -> Any:
-    """transformers' configuration of how a model is shared out; None where this release has no such way."""
+    """Return transformers' configuration for sharing a model; None if this release does not support the way."""
     from transformers.distributed import DistributedConfig
 
     if "ep_size" in settings and "ep_size" not in inspect.signature(DistributedConfig).parameters:
-        # Up to 5.20 experts are shared by the ranks of tensor parallelism, and no other parts then.
+        # Up to 5.20, the ranks of tensor parallelism share the experts, and then no other parts.
         if "fsdp_size" in settings:
             return None
         return DistributedConfig(tp_size=settings["tp_size"], enable_expert_parallel=True)
@@ -95,7 +95,7 @@ def configured(settings: dict[str, int]) -> Any:
 
 
 def averaged(loss: Any) -> Any:
-    """The mean of the ranks' losses: under FSDP2 each has that of its own sequences."""
+    """Return the mean of the ranks' losses: under FSDP2 each rank has the loss of its own sequences."""
     import torch
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -1,4 +1,4 @@
-"""The kernels behind a figure, each with the digest of its source: noted by every run, compared by the report."""
+"""Note the kernels behind a figure with their sources' digests; every run notes them, the report compares them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.spec.source import source_digest
 
-# Benchmarks whose figures of tilekern are times of its kernels; those of the others are of its Python code.
+# Benchmarks that time tilekern's kernels; the other benchmarks time its Python code.
 OF_KERNELS = ("kernels", "kernels_sweep", "experts", "train", "train_families", "train_profile", "parallel", "host")
-# Counters that rise when a call is served by a kernel's record and not by torch's own operations.
+# Counters that rise when a kernel's record serves a call, instead of torch's own operations.
 _SERVED = ("hits", "nearest", "compiled", "launches")
 _DIGITS = 8
 
 
 @functools.cache
 def digest_today(kernel: str) -> str | None:
-    """Return the digest of a kernel's source as it stands now, or None if there is no such kernel."""
+    """Return the current digest of a kernel's source, or None if the kernel does not exist."""
     try:
         return source_digest(spec_named(kernel).module)[:12]
     except InputError:
@@ -38,7 +38,7 @@ def digests(kernels: Iterable[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def kernels_used() -> Iterator[list[str]]:
-    """Give a list that holds, once the block has ended, the names of the kernels that served calls in it."""
+    """Yield a list; after the block it contains the names of the kernels that served calls in the block."""
     from tilekern.runtime import dispatch
 
     before = dispatch.stats()
@@ -53,7 +53,7 @@ def kernels_used() -> Iterator[list[str]]:
 
 
 def with_sources(rows: Sequence[Row], kernels: Iterable[str]) -> list[Row]:
-    """Return the rows, of which tilekern's carry the digests of these kernels."""
+    """Return the rows; tilekern's rows get the digests of these kernels."""
     found = digests(kernels)
     return [replace(row, sources=found) if row.provider.startswith(OURS) else row for row in rows]
 
@@ -70,7 +70,7 @@ def described(results: Results, case: str) -> str:
 
 
 def _joined(sources: Mapping[str, str]) -> str:
-    """The first digits of one kernel's digest, or of a digest over those of several."""
+    """Return the first digits of one kernel's digest, or of a digest over several digests."""
     if len(sources) == 1:
         return f"`{next(iter(sources.values()))[:_DIGITS]}`"
     text = "".join(f"{kernel}={digest}\n" for kernel, digest in sorted(sources.items()))

@@ -1,7 +1,7 @@
-"""Start-up: the lag of a job's first step, of a kernel's first launch, of an import, and of the cache's command line.
+"""Measure start-up: the lag of a job's first step, a kernel's first launch, an import, and the cache's command line.
 
-The first step of a fresh process is set against its second. Peers that compile keep what they made on disk: each
-provider's first process gets empty compiler caches (``first_step_lag_cold``), those after it find them filled.
+The first step of a fresh process is compared with its second. Peers that compile keep compiled code on disk: each
+provider's first process gets empty compiler caches (``first_step_lag_cold``), later processes find them filled.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def measure(names: Sequence[str], keep: Keep) -> Results:
 
     Args:
         names: of :data:`NAMES`.
-        keep: called after each part with its name and what there is by then, so that a run that is cut off leaves it.
+        keep: called after each part with its name and the results so far, so that an interrupted run keeps them.
 
     Raises:
         InputError: there is no GPU, or a kernel is missing from the cache.
@@ -58,7 +58,7 @@ def measure(names: Sequence[str], keep: Keep) -> Results:
     parts: dict[str, Callable[[], list[Row]]] = {
         "commands": command_rows,
         **{f"first steps of {name}": functools.partial(_first_steps, name, notes) for name in names},
-        # Last, as it makes this process one that holds the GPU beside those that are timed.
+        # Last: from here this process holds the GPU, which would disturb the timed processes.
         "first launches": functools.partial(_first_loads, target),
     }
     for part, rows in parts.items():
@@ -68,7 +68,7 @@ def measure(names: Sequence[str], keep: Keep) -> Results:
 
 
 def command_rows(repeats: int = 7) -> list[Row]:
-    """Wall time of ``import tilekern`` and of ``python -m tilekern.cache_tools ls`` on many records; needs no GPU."""
+    """Time ``import tilekern`` and ``python -m tilekern.cache_tools ls`` on many records, by the wall; needs no GPU."""
     rows = []
     imports = [float(_output(sys.executable, "-c", _IMPORT)) for _ in range(repeats)]
     rows.append(_row("import tilekern", OURS, "import", [1000 * seconds for seconds in imports], "ms"))
@@ -110,7 +110,7 @@ def _first_steps(provider: str, notes: list[str]) -> list[Row]:
 
 
 def _steps(provider: str, caches: str) -> dict[str, Any]:
-    """Run one fresh process; compilers keep their caches in a folder of ours."""
+    """Run one fresh process with the compilers' caches in our folder."""
     folders = {"TRITON_CACHE_DIR": f"{caches}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor"}
     environment = {**os.environ, **folders}
     said = _output(sys.executable, "-m", "benchmarks.step", provider, str(LAYERS), str(TOKENS), environment=environment)
@@ -118,7 +118,7 @@ def _steps(provider: str, caches: str) -> dict[str, Any]:
 
 
 def _first_loads(target: Target) -> list[Row]:
-    """Lookup and first launch of kernels that this process has not loaded yet, the driver set up before."""
+    """Time the lookup and first launch of kernels not loaded in this process yet; the driver is already set up."""
     import torch
 
     parts = [part for case in training_cases() for part in (case.forward, case.backward)]

@@ -1,4 +1,4 @@
-"""One fresh process: forward and backward of Qwen3-8B with few layers, again and again; the times go out as JSON.
+"""Run forward and backward of Qwen3-8B with few layers repeatedly in a fresh process; print the times as JSON.
 
 python -m benchmarks.step PROVIDER LAYERS TOKENS
 """
@@ -17,7 +17,7 @@ STEPS = 4
 
 
 def patch(provider: str) -> None:
-    """Patch Qwen3 as a user of the provider does, before the model is made; ``transformers`` is left as it is."""
+    """Patch Qwen3 like a user of the provider, before the model is made; ``transformers`` does nothing."""
     if provider == "tilekern":
         import tilekern
 
@@ -31,12 +31,12 @@ def patch(provider: str) -> None:
 
 
 def make_model(layers: int, device: str = "cuda") -> Any:
-    """Qwen3-8B with fewer layers and random bf16 weights."""
+    """Make Qwen3-8B with fewer layers and random bf16 weights."""
     return models.make_model(config_named("qwen3-8b")[1], layers, device=device)
 
 
 def main(provider: str, layers: int, tokens: int) -> dict[str, Any]:
-    """Seconds of each step, with the GPU waited for, and the loss."""
+    """Print the seconds of each step, including a wait for the GPU, and the loss."""
     import torch
 
     patch(provider)

@@ -1,9 +1,9 @@
-"""The tuner's strategies on the same candidates: the time each one takes, and how good its choices are.
+"""Compare the tuner's strategies on the same candidates: the time that each takes, and the quality of its choices.
 
 Each strategy times the candidates of a problem several times, in turn with the others, on a GPU that rested before and
-on one that matrix products keep at its power limit. Then the candidates that were chosen and those that come close to
-the best run in many interleaved rounds, each in another order, which no strategy has a part in. The median over these
-rounds of a candidate's share of its round is its true time; the regret is how much longer that is than the best.
+on a GPU that matrix products keep at its power limit. Then the chosen candidates and those close to the best run in
+many interleaved rounds, independent of the strategies, each round in another order. A candidate's true time is the
+median over these rounds of its share of the round; the regret is its excess over the best.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tilekern.tuning.sweep.folder import Sweep
 
 BENCHMARK = "strategies"
 RESTED, HOT = "rested", "at the power limit"
-# Seconds that the GPU rests or is heated before a strategy begins; while it is at work the GPU is heated after this
-# many seconds, for as long again.
+# Seconds that the GPU rests or is heated before a strategy begins; while a strategy runs, the GPU is heated again after
+# this many seconds, for the same time.
 BEFORE_S, AGAIN_S = 0.4, 0.05
-# Candidates that are further from the best than this after a few rounds are not judged, unless they were chosen.
+# Candidates further from the best than this after a few rounds are judged only if they were chosen.
 GLANCE_ROUNDS, CLOSE = 7, 1.06
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How often each strategy runs, and the rounds that judge, with the GPU seconds after which there are fewer."""
+    """The runs of each strategy, and the judging rounds, with the GPU seconds after which there are fewer."""
 
     repeats: int = 3
     rounds: int = 200
@@ -50,7 +50,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy's choice, with the GPU's and the wall clock's time that it took."""
+    """A strategy's choice, with the GPU time and the wall time that it took."""
 
     key: str
     gpu_us: float
@@ -58,7 +58,7 @@ class Choice:
 
 
 class Heated:
-    """A runner on a GPU that is heated before it begins, and again and again between rounds."""
+    """A runner on a GPU that is heated before it begins and repeatedly between rounds."""
 
     def __init__(self, runner: Runner, heat: Callable[[float], None]) -> None:
         self._runner, self._heat = runner, heat
@@ -67,11 +67,11 @@ class Heated:
 
     @property
     def spent_us(self) -> float:
-        """GPU time so far, without that of the heating."""
+        """Return the GPU time so far, without the heating."""
         return self._runner.spent_us
 
     def round(self, keys: Sequence[str]) -> list[float]:
-        """A sample of each key in microseconds."""
+        """Take a sample of each key in microseconds."""
         if (began := time.perf_counter()) - self._at > AGAIN_S:
             self._heat(AGAIN_S)
             self._at = time.perf_counter()
@@ -92,11 +92,11 @@ def measure(
         kernels: names of the kernels to time; all if empty.
         names: the strategies.
         effort: how thorough the comparison is.
-        limit_s: no problem is begun that is expected to end later than this many seconds from now.
+        limit_s: skip problems that are expected to end later than this many seconds from now.
         keep: called after each problem with its name and the results so far.
 
     Raises:
-        InputError: there is no GPU, or another one, or the folder holds no compiled problem.
+        InputError: there is no GPU, it is another model, or the folder has no compiled problem.
     """
     require_gpu()
     started = time.perf_counter()
@@ -127,7 +127,7 @@ def measure(
             rows, notes = [], [f"{case}: {type(error).__name__}: {str(error).splitlines()[0]}"]
         choices += rows
         results.run["notes"] += notes
-        gc.collect()  # the arrays of a problem hang on launches that hold each other
+        gc.collect()  # launches in reference cycles keep a problem's arrays alive
         results = Results(results.run, [*choices, *summary(choices)])
         keep(case, results)
         longest_s = max(longest_s, time.perf_counter() - began)
@@ -137,7 +137,7 @@ def measure(
 
 
 def _heater() -> Callable[[float], None]:
-    """A function that runs matrix products of random numbers back to back for some seconds."""
+    """Return a function that runs matrix products of random numbers back to back for some seconds."""
     import torch
 
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -176,7 +176,7 @@ def _in_both_states(
 def compared(
     case: str, fresh: Callable[[], Runner], lineup: Lineup, names: Sequence[str], effort: Effort
 ) -> tuple[list[Row], list[str]]:
-    """The rows of one problem in one state of the GPU, and what each strategy chose in words.
+    """Return the rows of one problem in one state of the GPU, and a text on each strategy's choice.
 
     Args:
         case: the problem and the state.
@@ -218,7 +218,7 @@ def compared(
 
 
 def judged(runner: Runner, lineup: Lineup, chosen: Collection[str], effort: Effort) -> dict[str, float]:
-    """The true times in microseconds of the chosen candidates and of those close to the best, by key."""
+    """Return the true times in microseconds of the chosen candidates and of those close to the best, by key."""
     glance = _interleaved(runner, lineup.keys, GLANCE_ROUNDS)
     best = min(glance.values())
     keys = [key for key in lineup.keys if key in chosen or glance[key] <= CLOSE * best]
@@ -226,7 +226,7 @@ def judged(runner: Runner, lineup: Lineup, chosen: Collection[str], effort: Effo
 
 
 def _interleaved(runner: Runner, keys: Sequence[str], rounds: int, most_us: float = float("inf")) -> dict[str, float]:
-    """The times by key: medians of a sample over the mean of its round, times the median of these means."""
+    """Return the times by key: medians of a sample over the mean of its round, times the median of these means."""
     shares: dict[str, list[float]] = {key: [] for key in keys}
     means: list[float] = []
     runner.round(keys)  # loads their code
@@ -242,7 +242,7 @@ def _interleaved(runner: Runner, keys: Sequence[str], rounds: int, most_us: floa
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
-    """The rows over all problems in each state of the GPU: sums of times, mean and worst regret."""
+    """Return the rows over all problems in each state of the GPU: sums of times, mean and worst regret."""
     total = []
     for state in (RESTED, HOT):
         for name in dict.fromkeys(row.provider for row in rows):

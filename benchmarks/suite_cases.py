@@ -1,6 +1,6 @@
-"""The ops of the Liger suite: one entry each, with its formula in torch, its sizes, and how peers are called.
+"""List the ops of the Liger suite: one entry each, with its formula in torch, its sizes, and the calls of peers.
 
-An entry is all that an op needs to be measured: :data:`SUITE` is read by the providers, the cases and the targets.
+An entry is enough to measure an op: the providers, the cases and the targets read :data:`SUITE`.
 References are the formulas in float64, in chunks of rows where a vocabulary makes them large.
 """
 
@@ -17,7 +17,7 @@ from tilekern.spec import ITEM_BYTES
 Call = Callable[..., Any]
 # Rows of a reference at a time.
 CHUNK = 512
-# Rows of a head's products at a time, of which 1 GiB holds the logits of a large vocabulary.
+# Rows of a head's products at a time: 1 GiB holds their logits for a large vocabulary.
 HEAD_CHUNK = 4096
 POSITIONS, CHANNELS_OF_A_GROUP = 512, 4
 
@@ -43,12 +43,12 @@ class SuiteOp:
     """An op of the suite.
 
     Attributes:
-        formula: the op in torch; what eager torch and torch.compile run, and, in float64, the reference.
+        formula: the op in torch; eager torch and torch.compile run it, and in float64 it is the reference.
         case: (sizes, dtype) -> the case.
         liger: the name of Liger's autograd function.
-        call: how its ``apply`` takes the op's arguments.
-        tilegym: how the function of that name in TileGym's suite does.
-        ours: how tilekern's does.
+        call: calls Liger's ``apply`` with the op's arguments.
+        tilegym: calls the function of that name in TileGym's suite.
+        ours: calls tilekern's op.
     """
 
     formula: Call
@@ -60,7 +60,7 @@ class SuiteOp:
 
 
 def sizes_of(config: Any, tokens: int) -> Sizes:
-    """The sizes of a model's configuration."""
+    """Return the sizes of a model's configuration."""
     return Sizes(
         tokens, config.hidden_size, config.intermediate_size, config.vocab_size, config.num_attention_heads,
         config.num_key_value_heads, config.head_dim,
@@ -75,15 +75,16 @@ def _normal(device: str, dtype: str, *shapes: tuple[int, ...]) -> list[Any]:
 
 
 def _expected(formula: Call, cut: tuple[int, ...], t: Tensors) -> tuple[Any, ...]:
-    """Results and gradients in float32 or wider, of chunks of rows where some tensors are cut.
+    """Return results and gradients in float32 or wider, by chunks of rows if some tensors are cut.
 
-    ``cut`` has the places of these among the inputs and constants. A result that is one number is a mean over rows.
+    ``cut`` has the indices of the cut tensors among the inputs and constants. A result that is one number is a mean
+    over rows.
     """
     import torch
 
     rows = t.inputs[0].shape[0] if cut else 1
     results: list[list[Any]] = []
-    # Chunks of a gradient, or their sum so far: those of a head's weight are 5 GB each.
+    # Chunks of a gradient, or their sum so far: chunks of a head's weight are 5 GB each.
     gradients: list[list[Any]] = [[] for _ in t.inputs]
     for start in range(0, rows, CHUNK if cut else 1):
         part = slice(start, start + CHUNK)
@@ -114,7 +115,7 @@ def _wide(x: Any) -> Any:
 
 
 def _joined(parts: tuple[Any, ...], rows: bool) -> Any:
-    """Chunks one after the other, or added up."""
+    """Concatenate chunks, or add them up."""
     import torch
 
     if len(parts) == 1:
@@ -134,7 +135,7 @@ def _case(
 
 
 def _over_rows(op: str, weights: Callable[[int], list[tuple[int, ...]]], *constants: Any, roundings: int = 1) -> Maker:
-    """Cases of x [tokens, hidden] and some weights: a matrix is read and one written, and backward two are read."""
+    """Make cases of x [tokens, hidden] and some weights: one matrix is read and one written; the backward reads two."""
 
     def case(sizes: Sizes, dtype: str) -> Case:
         shape, others = (sizes.tokens, sizes.hidden), weights(sizes.hidden)
@@ -166,7 +167,7 @@ def _gated(sizes: Sizes, dtype: str) -> Case:
 def _divergence(
     op: str, logs: tuple[bool, bool], matrices: tuple[int, int], metrics: tuple[str, ...] = METRICS
 ) -> Maker:
-    """Cases of a loss of two distributions [tokens, vocabulary], either of which may be given by its logarithms."""
+    """Make cases of a loss of two distributions [tokens, vocabulary]; each may be given by its logarithms."""
 
     def case(sizes: Sizes, dtype: str) -> Case:
         import torch
@@ -190,7 +191,7 @@ def _divergence(
 
 
 def _images(sizes: Sizes, dtype: str) -> Case:
-    """As Liger's benchmark has it: 512 positions, groups of four channels."""
+    """Make images like Liger's benchmark: 512 positions, groups of four channels."""
     channels = max(CHANNELS_OF_A_GROUP, sizes.hidden // 4 // CHANNELS_OF_A_GROUP * CHANNELS_OF_A_GROUP)
     batch = max(1, sizes.tokens * sizes.hidden // (channels * POSITIONS))
     shape, matrix = (batch, channels, POSITIONS), batch * channels * POSITIONS * ITEM_BYTES[dtype]
@@ -282,7 +283,7 @@ def _two_heads(sizes: Sizes, dtype: str) -> Case:
         return Tensors((x, weight * scale), (teacher, teacher_weight * scale), slopes)
 
     def products(t: Tensors) -> None:
-        """Both heads' logits, and both gradients by a matrix of their size, in chunks of rows."""
+        """Compute both heads' logits, and both gradients by a matrix of their size, in chunks of rows."""
         (x, weight), (teacher, teacher_weight) = (tuple(y.detach() for y in given) for given in (t.inputs, t.constants))
         gradient = torch.zeros_like(weight)
         for start in range(0, rows, HEAD_CHUNK):
@@ -317,7 +318,7 @@ def _log_probs_of_head(sizes: Sizes, dtype: str) -> Case:
 
 
 def _liger_linear_log_probs(apply: Call) -> Call:
-    """Its loss is the log-probability without the sign; temperature 1, one tile of rows a cluster, the entropy too."""
+    """Call Liger's loss, which is minus the log-probability: temperature 1, one tile of rows a cluster, and entropy."""
 
     def call(hidden: Any, weight: Any, ids: Any) -> tuple[Any, Any]:
         losses, entropy = apply(hidden, weight, ids, 1.0, -100, 1, True)[:2]
@@ -349,7 +350,7 @@ SUITE: Mapping[str, SuiteOp] = {
     "poly_norm": SuiteOp(
         formula=formulas.poly_norm, case=_over_rows("poly_norm", lambda _: [(3,), (1,)], EPS),
         liger="LigerPolyNormFunction",
-        # Liger's Triton gives the bias's gradient without a dimension, so the bias is a view without one.
+        # Liger's Triton returns the bias's gradient without a dimension, so the bias is passed as such a view.
         call=lambda apply: lambda x, weight, bias, eps: apply(x, weight, bias.view(()), eps, False),
     ),
     "group_norm": SuiteOp(
@@ -363,7 +364,7 @@ SUITE: Mapping[str, SuiteOp] = {
         formula=formulas.kl_div, case=_divergence("kl_div", (True, False), (2, 2)), liger="LigerKLDivLossFunction",
         call=lambda apply: lambda x, target: apply(x, target, "batchmean", False, 1e-10),
     ),
-    # The gradients of these are made with the loss, here and by peers, so neither direction says much alone.
+    # The gradients of these are made with the loss, here and by peers, so one direction alone tells little.
     "jsd": SuiteOp(
         formula=formulas.jsd, case=_divergence("jsd", (True, True), (2, 1), _ONE_WAY), liger="LigerJSDFunction",
         call=lambda apply: lambda x, target: apply(x, target, None, 0.5, -100),
@@ -377,7 +378,7 @@ SUITE: Mapping[str, SuiteOp] = {
         formula=formulas.fused_neighborhood_attention, case=_neighbours,
         liger="LigerFusedNeighborhoodAttentionFunction",
     ),
-    # Liger and TileGym have one function for both, which takes a module; the providers call it.
+    # Liger and TileGym have one function for both ops, which takes a module; the providers call it.
     "tiled_geglu": SuiteOp(formula=formulas.tiled_geglu, case=_tiled("tiled_geglu"), tilegym=None),
     "tiled_swiglu": SuiteOp(formula=formulas.tiled_swiglu, case=_tiled("tiled_swiglu"), tilegym=None),
     "fused_linear_jsd": SuiteOp(
@@ -391,7 +392,7 @@ SUITE: Mapping[str, SuiteOp] = {
 
 
 def suite_case(op: str, dtype: str = "bfloat16", **sizes: int) -> Case:
-    """A case of an op of the suite with the sizes that it needs; Llama-3-8B's are taken for the others."""
+    """Make a case of an op of the suite with the sizes that it needs; Llama-3-8B's sizes are the defaults."""
     llama = {
         "tokens": 4096, "hidden": 4096, "intermediate": 14336, "vocabulary": 128256, "heads": 32, "kv_heads": 8,
         "head_dim": 128,
@@ -400,7 +401,7 @@ def suite_case(op: str, dtype: str = "bfloat16", **sizes: int) -> Case:
 
 
 def fixed_suite_cases() -> list[Case]:
-    """The sizes that the targets name."""
+    """Return the cases of the sizes that the targets name."""
     return [
         suite_case("jsd", "float32", tokens=2048),
         suite_case("jsd", tokens=4096),

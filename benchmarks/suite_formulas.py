@@ -1,4 +1,4 @@
-"""The ops of the Liger suite in torch, as their definitions are written; torch.compile is given the same functions."""
+"""Define the ops of the Liger suite in torch, by their definitions; torch.compile gets the same functions."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def kl_div(x: Any, target: Any) -> Any:
 
 
 def jsd(x: Any, target: Any) -> Any:
-    """Of log-probabilities, with both weighted alike, by rows; in float32 at least, as Liger's own test has it."""
+    """Of log-probabilities, with equal weights, by rows; in float32 at least, like Liger's own test."""
     import torch
     from torch.nn import functional
 
@@ -117,7 +117,7 @@ def qwen2vl_mrope(q: Any, k: Any, cos: Any, sin: Any, sections: list[int]) -> tu
 
 
 def fused_neighborhood_attention(q: Any, k: Any, v: Any) -> Any:
-    """Each token sees the 7 around it, those that there are."""
+    """Each token sees the 7 around it that exist."""
     import torch
     from torch.nn import functional
 
@@ -133,14 +133,14 @@ def fused_neighborhood_attention(q: Any, k: Any, v: Any) -> Any:
 
 
 def tiled_swiglu(x: Any, gate: Any, up: Any, down: Any) -> Any:
-    """A gated MLP; in torch all of it at once."""
+    """A gated MLP; torch computes it without tiles."""
     from torch.nn import functional
 
     return (functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
 def tiled_geglu(x: Any, gate: Any, up: Any, down: Any) -> Any:
-    """The same by gelu."""
+    """The same with gelu."""
     return geglu(x @ gate.T, x @ up.T) @ down.T
 
 

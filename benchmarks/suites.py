@@ -1,4 +1,4 @@
-"""Which cases a run takes: the fixed sizes that the targets name, or a model's over a range of token counts."""
+"""Choose the cases of a run: the fixed sizes that the targets name, or a model's over a range of token counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.suite_cases import SUITE, fixed_suite_cases, sizes_of
 
 
 def fixed_cases() -> list[Case]:
-    """The sizes of the targets: Llama-3-8B's and Qwen3-8B's, mostly at 8192 tokens."""
+    """Return the cases of the targets: Llama-3-8B's and Qwen3-8B's sizes, mostly at 8192 tokens."""
     return [
         *training_cases(),
         fused_add_rms_norm_case(8192, 4096),
@@ -34,7 +34,7 @@ def fixed_cases() -> list[Case]:
 
 
 def model_cases(config: Any, tokens: int) -> list[Case]:
-    """Every op of a model's layer and head at one token count, batch 1; one case for each op."""
+    """Return every op of a model's layer and head at one token count, batch 1; one case for each op."""
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     hidden, intermediate, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
     cases = [
@@ -54,5 +54,5 @@ def model_cases(config: Any, tokens: int) -> list[Case]:
 
 
 def sweep_cases(config: Any, tokens: Sequence[int], ops: Sequence[str]) -> list[tuple[int, Case]]:
-    """A model's cases of these ops over token counts, in their order, each with its count."""
+    """Return a model's cases of these ops over token counts, in order, each with its count."""
     return [(count, case) for count in tokens for case in model_cases(config, count) if case.op in ops]

@@ -1,4 +1,4 @@
-"""Rates that the GPU holds for seconds, with the power that it draws: what bounds a training step in the end.
+"""Measure rates that the GPU holds for seconds, with the power drawn: these bound a training step.
 
 A short measurement after idle time finds the clock at its highest. Under matrix products back to back the GPU reaches
 its power limit and lowers the clock, so the floor of a training step is set by these rates.
@@ -19,7 +19,7 @@ from benchmarks.results import Results, Row
 PRODUCTS = ((8192, 4096, 12288), (8192, 12288, 4096), (8192, 4096, 4096))
 COPY_BYTES = 2 << 30
 OPTIMIZER_ELEMENTS, OPTIMIZER_TENSORS = 12288 * 4096, 20
-# Parameter, gradient and both moments are read, all but the gradient are written.
+# Parameter, gradient and both moments are read; all except the gradient are written.
 OPTIMIZER_STREAMS = 7
 ITEM_BYTES = 2
 SETTLE_S, TIMED_S, PAUSE_S = 1.0, 1.5, 0.5
@@ -27,7 +27,7 @@ Work = tuple[str, str, Callable[[], Any], float, str]
 
 
 def measure() -> Results:
-    """Matrix products of random numbers and of zeros, a copy, and both AdamW, each alone and back to back."""
+    """Measure matrix products of random numbers and of zeros, a copy, and both AdamW, each alone and back to back."""
     import torch
 
     results = Results(facts())
@@ -44,7 +44,7 @@ def measure() -> Results:
 
 
 def sustained(run: Callable[[], Any], amount: float) -> tuple[float, Draw | None]:
-    """The rate of something done again and again, ``amount`` a second, and the power that it took."""
+    """Return the rate of a repeated call in ``amount`` a second, and the power drawn."""
     with PowerMeter() as meter:
         _repeat(run, SETTLE_S)
         started = time.perf_counter()

@@ -1,9 +1,9 @@
-"""Training against training: tokens per second, memory and first steps of tilekern and its peers, over lengths.
+"""Compare training: tokens per second, memory and first steps of tilekern and its peers, over lengths.
 
-Each provider has processes of its own. One process takes all lengths in rising order, since making a large model is
-what costs; a length that does not fit is tried once more in a process that has done nothing before. The processes of
-some providers load their modules together, before the first of them measures: a step of GPT-2, which waits for the
-host, took 40 ms on an H100 beside a process that loaded, and 21 ms alone.
+Each provider has its own processes. One process takes all lengths in rising order, since making a large model takes
+most of the time; a length that does not fit is tried once more in a fresh process. The processes of some providers load
+their modules together, before the first of them measures: a step of GPT-2, which waits for the host, took 40 ms on an
+H100 beside a loading process, and 21 ms alone.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from tilekern.tuning.plan.configs import config_named
 
 GIB = 1 << 30
 MOST_AT_THE_LONGEST = 3
-# Losses of one case are of the same weights and tokens; bf16 and a few steps leave them this far apart at most.
+# The losses of one case have the same weights and tokens; with bf16 they differ at most by this after a few steps.
 SAME_LOSS = 0.02
 # Processes that wait for their turn at a time.
 READY_TOGETHER = 8
-# How often it is looked whether one does.
+# How often to check whether a process waits.
 _LOOK_S = 0.05
 T = TypeVar("T")
 Keep = Callable[[Results, Results], None]
@@ -50,20 +50,20 @@ Say = Callable[[str], None]
 
 
 def timed_steps(tokens: Sequence[int], steps: int) -> tuple[int, ...]:
-    """Timed steps at each length: fewer at the longest of several, whose steps are the longest too."""
+    """Return the number of timed steps at each length: fewer at the longest of several, whose steps take longest."""
     if len(tokens) < 2:
         return (steps,) * len(tokens)
     return (*[steps] * (len(tokens) - 1), min(steps, MOST_AT_THE_LONGEST))
 
 
 def measure(job: Job, providers: Sequence[str], keep: Keep, say: Say) -> tuple[Results, Results]:
-    """Train with each provider as the job says; gives the results, and those of the profile.
+    """Train with each provider as the job says; return the results, and the profile's results.
 
     Args:
-        job: what each provider does, its name aside.
+        job: the job of each provider, without its name.
         providers: names of :data:`benchmarks.trainers.TRAINERS`.
-        keep: called after each provider with what there is by then, so that a run that is cut off leaves something.
-        say: told what is done at the moment.
+        keep: called after each provider with the results so far, so that an interrupted run keeps them.
+        say: called with the current step.
 
     Raises:
         InputError: an unknown provider or model, or no provider took a step at any length.
@@ -77,13 +77,13 @@ def measure(job: Job, providers: Sequence[str], keep: Keep, say: Say) -> tuple[R
 def measure_jobs(
     jobs: Sequence[Job], run: dict[str, Any], benchmark: str, keep: Keep, say: Say
 ) -> tuple[Results, Results]:
-    """Do jobs one after the other, each in processes of its own; gives the results, and those of profiles.
+    """Do jobs one after the other, each in its own processes; return the results, and the profiles' results.
 
     Args:
-        jobs: what is done, each by its provider.
-        run: what the results say of the run.
+        jobs: the jobs, each with its provider.
+        run: the run's facts for the results.
         benchmark: the name of the results.
-        keep, say: as :func:`measure` has them.
+        keep, say: see :func:`measure`.
 
     Raises:
         InputError: an unknown provider or model, or nothing took a step.
@@ -107,7 +107,7 @@ def measure_jobs(
 
 
 def _installed(jobs: Sequence[Job], notes: list[str]) -> list[Job]:
-    """The jobs whose providers are installed; the others are noted."""
+    """Return the jobs whose providers are installed; note the others."""
     found = []
     for job in jobs:
         try:
@@ -120,7 +120,7 @@ def _installed(jobs: Sequence[Job], notes: list[str]) -> list[Job]:
 
 @contextlib.contextmanager
 def in_turns(jobs: Sequence[T], start: Callable[[T], Process]) -> Iterator[Iterator[tuple[T, Process]]]:
-    """Each job with its process, of which some get ready together before one has its turn; all are ended at the end."""
+    """Yield each job with its process; some processes get ready together before their turns; end all at the end."""
     running: list[Process] = []
 
     def turns() -> Iterator[tuple[T, Process]]:
@@ -140,13 +140,13 @@ def in_turns(jobs: Sequence[T], start: Callable[[T], Process]) -> Iterator[Itera
 
 
 def name_of(model: str) -> str:
-    """A model's name as results have it: of a config.json, its folder's."""
+    """Return a model's name in the results: for a config.json, its folder's name."""
     name = config_named(model)[0]
     return Path(name).resolve().parent.name if name.endswith(".json") else name
 
 
 def label(job: Job, tokens: int) -> str:
-    """How results name the job at one length."""
+    """Return the job's name in the results at one length."""
     batch = f"{tokens // job.sequence} x {job.sequence}" if job.sequence else f"{tokens}"
     said = f"{name_of(job.model)} {batch} tokens"
     said += f", {job.layers} layers" if job.layers else ""
@@ -155,7 +155,7 @@ def label(job: Job, tokens: int) -> str:
 
 
 def with_a_loss(lines: Iterable[Line], name: str, job: Job, notes: list[str]) -> Iterator[Line]:
-    """The lines but for lengths whose loss is not a number; they are noted: figures of a broken step mean nothing."""
+    """Drop lengths whose loss is not a number, and note them: figures of a broken step mean nothing."""
     for line in lines:
         if line["kind"] == "length" and not math.isfinite(line["loss"]):
             notes.append(f"{label(job, line['tokens'])}: {name} left out, its loss is {line['loss']}")
@@ -164,7 +164,7 @@ def with_a_loss(lines: Iterable[Line], name: str, job: Job, notes: list[str]) ->
 
 
 def rows_of(line: Line, name: str, job: Job) -> list[Row]:
-    """The rows of one length."""
+    """Return the rows of one length."""
     if line["kind"] != "length":
         return []
     case, tokens = label(job, line["tokens"]), line["tokens"]
@@ -193,9 +193,9 @@ def rows_of(line: Line, name: str, job: Job) -> list[Row]:
 
 
 def profile_rows(lines: Sequence[Line], name: str, job: Job) -> list[Row]:
-    """The rows of profiles: each category's milliseconds and share, and the floor.
+    """Return the rows of profiles: each category's milliseconds and share, and the floor.
 
-    The floor is the sum of all matmuls as fast as each is alone, and of attention and the optimizer as measured.
+    The floor is the sum of all matmuls, each at its speed alone, and of attention and the optimizer as measured.
     """
     floors = {line["tokens"]: line["matmuls_ms"] for line in lines if line["kind"] == "floor"}
     kernels = {line["tokens"]: line.get("kernels", ()) for line in lines if line["kind"] == "length"}
@@ -217,7 +217,7 @@ def profile_rows(lines: Sequence[Line], name: str, job: Job) -> list[Row]:
 
 
 def odd_losses(results: Results) -> Iterator[str]:
-    """Notes on losses that are not what most providers of the same case have: one of them computes something else."""
+    """Note losses that differ from most providers of the same case: one of them computes something else."""
     for case in results.cases():
         losses = [row for row in results.rows if (row.case, row.metric) == (case, "loss")]
         middle = statistics.median(row.value for row in losses)
@@ -227,7 +227,7 @@ def odd_losses(results: Results) -> Iterator[str]:
 
 
 def _lines(job: Job, notes: list[str], process: Process) -> Iterator[Line]:
-    """All lines of a provider, from as many processes as it needs; the first one waits for its turn."""
+    """Return all lines of a provider, from as many processes as it needs; the first one waits for its turn."""
     left = job
     while left.tokens:
         trouble, lines = process.done()
@@ -240,7 +240,7 @@ def _lines(job: Job, notes: list[str], process: Process) -> Iterator[Line]:
                 rest = [tokens for tokens in left.tokens if tokens not in done]
                 notes.append(f"{job.provider}: {trouble}; not measured: {', '.join(map(str, rest)) or 'none'}")
             return
-        if full[0] == left.tokens[0] or full[0] in done:  # in a process that had done nothing before, or its profile
+        if full[0] == left.tokens[0] or full[0] in done:  # in a fresh process, or its profile
             notes.append(f"{label(job, full[0])}: {job.provider} is out of memory, so longer ones were not tried")
             return
         at = left.tokens.index(full[0])
@@ -263,10 +263,10 @@ def _start(job: Job) -> Process:
 
 
 class Process:
-    """A process that gets ready and waits for its turn, in a process group of its own, all of which ends with it.
+    """A process that gets ready and waits for its turn; its whole process group ends with it.
 
     Args:
-        command: what it runs; the path of the file for its lines is put behind.
+        command: its command; the path of the file for its lines is appended.
         environment: its variables.
         limit_s: seconds that it may take from its turn on.
     """
@@ -282,13 +282,13 @@ class Process:
         )  # fmt: skip
 
     def wait_until_ready(self) -> None:
-        """Until it waits for its turn, has ended, or its time is up."""
+        """Block until it waits for its turn, has ended, or its time is up."""
         latest = time.monotonic() + self.limit_s
         while self.child.poll() is None and not self.kept.stat().st_size and time.monotonic() < latest:
             time.sleep(_LOOK_S)
 
     def done(self) -> tuple[str, list[Line]]:
-        """Give it its turn; what went wrong, in one line or empty, and its lines up to then."""
+        """Give it its turn; return the error in one line, or an empty text, and its lines so far."""
         try:
             said = self.child.communicate("go\n", timeout=self.limit_s)[1]
             trouble = f"ended with {_last(said, self.child.returncode)}" if self.child.returncode else ""

@@ -1,7 +1,7 @@
-"""The trainers of a whole model: tilekern and its peers, each as its users switch it on before the model is made.
+"""Define the trainers of a whole model: tilekern and its peers, each enabled as its users do, before the model is made.
 
-Each runs in processes of its own, since patches and compiler settings hold for a process. Liger chooses its back end
-by ``LIGER_KERNEL_IMPL``. quack is not among them: it has kernels and modules, but no patch for a model of transformers.
+Each runs in its own processes, since patches and compiler settings affect a whole process. Liger chooses its back end
+by ``LIGER_KERNEL_IMPL``. quack is not included: it has kernels and modules, but no patch for a model of transformers.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Trainer:
     """A way to train.
 
     Attributes:
-        distribution: the package whose version is put behind the name; empty for tilekern.
+        distribution: the package whose version follows the name; empty for tilekern.
         patch: called with the model's configuration before the model is made.
         attention: the attention implementation to make the model with.
-        backend: the one of torch's SDPA back ends that may run; empty for torch's own choice.
-        compiled: what torch.compile is given: nothing, the whole model, or each layer by itself.
+        backend: the only SDPA back end of torch that may run; empty for torch's choice.
+        compiled: the part that torch.compile gets: nothing, the whole model, or each layer by itself.
         environment: variables of the process.
         limit_s: seconds that one process may take.
-        own_optimizer: whether ``tilekern.AdamW`` takes the steps, and not torch's fused AdamW.
-        needs: another package that it cannot do without.
+        own_optimizer: whether ``tilekern.AdamW`` takes the steps instead of torch's fused AdamW.
+        needs: another required package.
     """
 
     distribution: str = "transformers"
@@ -50,7 +50,7 @@ class Trainer:
     needs: str = ""
 
     def held_to_backend(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of the steps: torch's SDPA is held to one back end where the trainer names it."""
+        """Return the context of the steps: it restricts torch's SDPA to the trainer's back end, if it names one."""
         if not self.backend:
             return contextlib.nullcontext()
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -58,7 +58,7 @@ class Trainer:
         return sdpa_kernel(getattr(SDPBackend, self.backend))
 
     def optimizer(self, model: Any, learning_rate: float) -> Any:
-        """AdamW over all parameters of a model, in one pass over memory whoever takes it."""
+        """Return AdamW over all parameters of a model; each variant takes one pass over memory."""
         import torch
 
         if self.own_optimizer:
@@ -73,7 +73,7 @@ class Trainer:
         return torch.optim.AdamW(alike, lr=learning_rate, fused=True)
 
     def compile(self, model: Any) -> None:
-        """Hand the model to torch.compile, which works at its first call."""
+        """Compile the model with torch.compile, which works at its first call."""
         if self.compiled == "model":
             model.compile(dynamic=False)
         elif self.compiled == "layers":
@@ -82,14 +82,14 @@ class Trainer:
 
 
 def _tilekern(_: Any) -> None:
-    """All patches, that of experts among them: gradients repeat bit by bit."""
+    """Apply all patches, including the one for experts: gradients repeat bit by bit."""
     import tilekern
 
     tilekern.apply(experts=True)
 
 
 def _without_experts(_: Any) -> None:
-    """The patches that are on by default: experts run transformers' grouped products."""
+    """Apply the patches that are on by default: experts run transformers' grouped products."""
     import tilekern
 
     tilekern.apply()
@@ -108,7 +108,7 @@ _FLASH, _CUDNN = "FLASH_ATTENTION", "CUDNN_ATTENTION"
 _LIGER = "liger-kernel"
 TRAINERS: Mapping[str, Trainer] = {
     OURS: Trainer("", _tilekern, OURS, own_optimizer=True),
-    # As the peers' attention is: dq is added up in any order.
+    # Like the peers' attention: dq is added up in any order.
     f"{OURS}-nondeterministic": Trainer("", _tilekern, f"{OURS}_nondeterministic", own_optimizer=True),
     f"{OURS}-torch-adamw": Trainer("", _tilekern, OURS),
     f"{OURS}-grouped_mm": Trainer("", _without_experts, OURS, own_optimizer=True),
@@ -130,15 +130,15 @@ TRAINERS: Mapping[str, Trainer] = {
     "torch.compile-layers-eager": Trainer("torch", attention="eager", compiled="layers", limit_s=150),
     "torch.compile": Trainer("torch", compiled="model", limit_s=150),
 }
-# Enough for one run of some minutes: of each family of peers that which is the fastest on an H200.
+# Enough for a run of some minutes: the fastest of each family of peers on an H200.
 USUAL = (OURS, f"{OURS}-nondeterministic", "hf-sdpa-cudnn", "liger-triton-cudnn", "torch.compile-layers-cudnn")
 
 
 def trainer_named(name: str) -> Trainer:
-    """The trainer of a name.
+    """Return the trainer of a name.
 
     Raises:
-        InputError: there is none.
+        InputError: the name is unknown.
     """
     if name not in TRAINERS:
         raise InputError(f"unknown provider {name!r}; known: {', '.join(TRAINERS)}")
@@ -146,10 +146,10 @@ def trainer_named(name: str) -> Trainer:
 
 
 def full_name(name: str) -> str:
-    """A trainer's name with its version, as results have it.
+    """Return a trainer's name with its version, as in the results.
 
     Raises:
-        importlib.metadata.PackageNotFoundError: it is not installed, or what it needs is not.
+        importlib.metadata.PackageNotFoundError: the trainer, or a package that it needs, is not installed.
     """
     trainer = trainer_named(name)
     if trainer.needs:

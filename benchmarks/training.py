@@ -1,11 +1,11 @@
-"""One fresh process that trains a model at one length after another; what it finds goes to a file, a line each.
+"""Train a model at one length after another in a fresh process; append each result to a file as a line.
 
 python -m benchmarks.training JOB LINES
 
 JOB is a :class:`Job` as JSON. The process loads its modules and patches, says that it is ready, and waits for a line on
-its standard input. Where several share a model it starts the others, which write no lines. Each line of LINES is an
-object with a ``kind``: ``ready``, ``length`` (the kernels that ran, the times of a length's steps, peak memory, loss,
-power and clock), ``begun``, ``profile``, ``floor``, ``note``, or ``out_of_memory``, the last length's.
+its standard input. If several processes share a model, it starts the others, which write no lines. Each line of LINES
+is an object with a ``kind``: ``ready``, ``length`` (the kernels that ran, the times of a length's steps, peak memory,
+loss, power and clock), ``begun``, ``profile``, ``floor``, ``note``, or ``out_of_memory`` for the last length.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ READY: Line = {"kind": "ready"}
 class Job:
     """The work of one process: ``timed`` is the number of timed steps of each of ``tokens``, after ``warm_up``.
 
-    A step is a batch of sequences of ``sequence`` tokens, or one sequence where that is 0. ``ranks`` processes share
+    A step is a batch of sequences of ``sequence`` tokens, or one sequence if that is 0. ``ranks`` processes share
     the model in one of :data:`benchmarks.sharing.WAYS`; ``limit_s`` are the seconds that they may take, 0 for the
     provider's.
     """
@@ -59,18 +59,18 @@ class Job:
 
     @classmethod
     def read(cls, text: str) -> Job:
-        """The job of :meth:`written`."""
+        """Parse the text of :meth:`written`."""
         found = json.loads(text)
         return cls(**{**found, "tokens": tuple(found["tokens"]), "timed": tuple(found["timed"])})
 
     def written(self) -> str:
-        """The job as text."""
+        """Return the job as text."""
         return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A model and its optimizer, and the step that trains them."""
+    """A model, its optimizer, and the training step."""
 
     trainer: Trainer
     model: Any
@@ -79,7 +79,7 @@ class Loop:
     shares: int = 1
 
     def step(self, ids: Any) -> Any:
-        """One step on random tokens; its loss."""
+        """Take one step on random tokens; return its loss."""
         self.optimizer.zero_grad(set_to_none=True)
         with self.trainer.held_to_backend():
             loss = self.model(input_ids=ids, labels=ids).loss
@@ -88,7 +88,7 @@ class Loop:
         return loss.detach()
 
     def seconds_of_step(self, ids: Any) -> tuple[float, Any]:
-        """Seconds of a step, with the GPU waited for on both sides, and its loss."""
+        """Return the seconds of a step, between two waits for the GPU, and its loss."""
         self.wait()
         started = time.perf_counter()
         loss = self.step(ids)
@@ -103,7 +103,7 @@ class Loop:
             torch.cuda.synchronize()
 
     def free(self) -> None:
-        """Give back what the last step left, and count memory anew."""
+        """Free the last step's memory, and reset the memory count."""
         import torch
 
         self.optimizer.zero_grad(set_to_none=True)
@@ -112,9 +112,9 @@ class Loop:
             torch.cuda.reset_peak_memory_stats()
 
     def tokens(self, count: int, sequence: int) -> Any:
-        """The same random tokens for every provider, [batch, sequence]; one sequence where ``sequence`` is 0.
+        """Draw the same random tokens for every provider, [batch, sequence]; one sequence if ``sequence`` is 0.
 
-        Of several shares of the batch it is this rank's.
+        If ranks share the batch, return this rank's share.
         """
         import torch
 
@@ -153,7 +153,7 @@ def run(job: Job) -> Iterator[Line]:
 
 
 def prepare(job: Job) -> None:
-    """Load all that a job needs and patch, so that a process waits for its turn ready to make its model."""
+    """Load the modules of a job and patch, so that the waiting process is ready to make its model."""
     config = config_named(job.model)[1]
     auto_class(config)._model_mapping[type(config)]
     trainer_named(job.provider).patch(config)
@@ -173,7 +173,7 @@ def begin(job: Job) -> Loop:
 
 
 def train(loop: Loop, ids: Any, warm_up: int, timed: int) -> Line:
-    """Steps on these tokens: seconds of each, the peak of memory, the last loss."""
+    """Take steps on these tokens; return the seconds of each, the peak of memory, the last loss."""
     loop.free()
     with PowerMeter() as meter:
         steps = [loop.seconds_of_step(ids) for _ in range(warm_up)]
@@ -207,14 +207,14 @@ def _patched() -> list[str]:
 
 
 def has_a_turn(lines: str) -> bool:
-    """Say in a file that this process is ready, and wait for its turn; there is none once who started it has gone."""
+    """Write to the file that this process is ready, and wait for its turn; return False if its parent has ended."""
     with Path(lines).open("a", encoding="utf-8") as file:
         file.write(json.dumps(READY) + "\n")
     return bool(sys.stdin.readline())
 
 
 def main(text: str, lines: str) -> None:
-    """Do a job when told to, and append its lines to a file as they come, so that none is lost with the process."""
+    """Do a job when told to; append each line to a file at once, so that none is lost if the process dies."""
     job = Job.read(text)
     with sharing.others(job.ranks, [text, lines]):
         prepare(job)

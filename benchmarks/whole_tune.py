@@ -1,4 +1,4 @@
-"""A whole tune as a user runs it: how long each stage takes, and what became of the candidates."""
+"""Measure a whole tune like a user's: the seconds of each stage, and the states of the candidates."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ BENCHMARK = "tune"
 
 
 def measure(model: str, tokens: str, sweep: Path | None = None) -> Results:
-    """Tune a model for the GPU at hand, in a sweep folder and a cache that are empty.
+    """Tune a model for this host's GPU, in an empty sweep folder and an empty cache.
 
     Args:
         model: as the tuner takes it.
         tokens: tokens of a step, with commas between.
-        sweep: where the sweep folder is made and left; None leaves nothing.
+        sweep: the path of the new sweep folder; None keeps none.
 
     Raises:
-        InputError: the sweep folder is there already.
+        InputError: the sweep folder exists.
         TilekernError: the tuner failed.
     """
     if sweep is not None and sweep.exists():
@@ -38,7 +38,7 @@ def measure(model: str, tokens: str, sweep: Path | None = None) -> Results:
 
 
 def tuned(*arguments: str | Path) -> dict[str, Any]:
-    """The output of the tuner with ``--json``, run with an empty cache that is dropped.
+    """Run the tuner with ``--json`` and a temporary empty cache; return its output.
 
     Raises:
         TilekernError: the tuner failed.
@@ -53,7 +53,7 @@ def tuned(*arguments: str | Path) -> dict[str, Any]:
 
 
 def rows(case: str, outcome: Mapping[str, Any]) -> list[Row]:
-    """The figures of what the tuner printed with ``--json``."""
+    """Return the figures of the tuner's output with ``--json``."""
     seconds = outcome["seconds"]
     figures = {f"{stage}_s": (took, "s") for stage, took in {**seconds, "whole": sum(seconds.values())}.items()}
     counts = {"problems": len(outcome["problems"]), "artifacts": outcome["compile"]["distinct"]}

@@ -1,4 +1,4 @@
-"""The result pages: pure functions of the JSON files and of the kernels' source, one page for each audience."""
+"""Make the result pages: pure functions of the JSON files and of the kernels' source, one page for each audience."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts as SVG text: panels side by side, each with bars or lines of providers over the same labels.
+"""Draw charts as SVG text: panels side by side, each with bars or lines of providers over the same labels.
 
 The same figures make the same text on every machine, so the charts are checked in and compared by a test.
 """
@@ -17,7 +17,7 @@ _WIDTH, _HEIGHT = 320, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 58, 46
 _LINE, _LETTER = 18, 6.3
 _GREY = "#8c8c8c"
-# The colour of a provider is that of the longest of these beginnings that its name has.
+# A provider has the colour of the longest of these prefixes of its name.
 _COLOURS = {
     OURS: "#0b6e4f",
     "hf": "#4c78a8",
@@ -38,7 +38,7 @@ _COLOURS = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram: the values of each provider at each label; None where there is none."""
+    """One diagram: the values of each provider at each label, None if missing."""
 
     title: str
     unit: str
@@ -68,7 +68,7 @@ class _Look:
 
 @dataclass(frozen=True)
 class _Axes:
-    """A panel's place, and the scale from its values to heights."""
+    """A panel's position, and the scale from its values to heights."""
 
     left: float
     low: float
@@ -85,11 +85,11 @@ class _Axes:
 
     @property
     def step(self) -> float:
-        """The width of a label's place."""
+        """Return the width of a label's slot."""
         return (_WIDTH - _LEFT - _RIGHT) / self.count
 
     def x(self, number: int) -> float:
-        """The middle of a label's place."""
+        """Return the middle of a label's slot."""
         return self.left + _LEFT + self.step * (number + 0.5)
 
 
@@ -118,7 +118,7 @@ def _chart(title: str, panels: Sequence[Panel], drawn: _Drawn, is_log: Callable[
 
 
 def _looks(providers: Sequence[str]) -> dict[str, _Look]:
-    """Colours by provider; a second provider of the same colour is paler and dashed."""
+    """Return colours by provider; a second provider of the same colour is paler and dashed."""
     looks: dict[str, _Look] = {}
     for name in providers:
         beginning = max((one for one in _COLOURS if name.startswith(one)), key=len, default="")
@@ -137,7 +137,7 @@ def _axes(panel: Panel, left: float, is_log: bool) -> _Axes:
 
 
 def _frame(panel: Panel, axes: _Axes) -> Iterator[str]:
-    """The title, the grid with its numbers, and the labels."""
+    """Draw the title, the grid with its numbers, and the labels."""
     begin, end = axes.left + _LEFT, axes.left + _WIDTH - _RIGHT
     yield _text((begin + end) / 2, _TOP - 12, f"{panel.title}, {panel.unit}" if panel.unit else panel.title, size=12)
     for value in _ticks(axes):
@@ -198,7 +198,7 @@ def _lines(panel: Panel, axes: _Axes, looks: Mapping[str, _Look]) -> Iterator[st
 
 
 def _legend(providers: Sequence[str], looks: Mapping[str, _Look], width: float) -> Iterator[list[str]]:
-    """Rows of names, each with its colour."""
+    """Draw rows of names, each with its colour."""
     row: list[str] = []
     x, y = 20.0, _TOP + _HEIGHT + _BOTTOM + 6.0
     for name in providers:

@@ -1,4 +1,4 @@
-"""The page for maintainers: targets, misses and why, where a step's time goes, and what each file was measured on."""
+"""Write the page for maintainers: targets, misses and reasons, a step's time by parts, and each file's environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.sources import described
 NAME = "maintainers.md"
 UNEXPLAINED = "not explained yet"
 _MISSES = Path(__file__).parents[1] / "misses.md"
-# The GPU that the targets are for, and no GPU.
+# The GPU of the targets, and no GPU.
 _WITH_TARGETS = ("H200", NO_GPU)
 _TEXT = """
 Targets, and why figures miss them. The explanations are written by hand in
@@ -60,7 +60,7 @@ def _named(goal: Goal) -> str:
 
 
 def _summary(verdicts: Sequence[Verdict]) -> str:
-    """A line for each target: how many of its figures meet it."""
+    """Make a line for each target: the number of its figures that meet it."""
     all_of, met = (Counter((one.what, one.target) for one in some) for some in (verdicts, filter(_is_met, verdicts)))
     lines = [(what, target, f"{met[what, target]} of {count}") for (what, target), count in all_of.items()]
     return table(("figure", "target", "met"), lines)
@@ -71,7 +71,7 @@ def _is_met(verdict: Verdict) -> bool:
 
 
 def _misses(missed: Sequence[tuple[Results, Verdict]]) -> list[str]:
-    """The misses that share an explanation in one table, with the explanation below it."""
+    """Put misses that share an explanation in one table, with the explanation below it."""
     why = explanations()
     groups: dict[str, list[tuple[Results, Verdict]]] = {}
     for run, verdict in missed:
@@ -99,7 +99,7 @@ def explanations() -> dict[tuple[str, str], str]:
 
 
 def _steps(everything: Sequence[Results]) -> str:
-    """Where a training step's time goes: a line for each profile, its parts in percent, and the floor under it."""
+    """Split a training step's time: a line for each profile, its parts in percent, and the floor."""
     runs = [run for run in everything if run.benchmark == "train_profile"]
     ending = " share"
     parts = sorted({row.metric.removesuffix(ending) for run in runs for row in run.rows if row.metric.endswith(ending)})
@@ -118,7 +118,7 @@ def _steps(everything: Sequence[Results]) -> str:
 
 
 def _sustained(everything: Sequence[Results]) -> str:
-    """Rates that a GPU holds for seconds: a line for each kind of work."""
+    """Show rates that a GPU holds for seconds: a line for each kind of work."""
     lines = []
     for run in (run for run in everything if run.benchmark == "sustained"):
         for case, provider in dict.fromkeys((row.case, row.provider) for row in run.rows):
@@ -163,7 +163,7 @@ def _strategies(everything: Sequence[Results]) -> str:
 
 
 def _runs(everything: Sequence[Results]) -> str:
-    """A line for each file: what it ran on, and how often its notes doubt a figure."""
+    """Make a line for each file: its environment, and the number of doubts in its notes."""
     commits = {str(run.run["commit"])[:7] for run in everything}
     lines = []
     for run in everything:

@@ -1,4 +1,4 @@
-"""Pieces of the result pages: tables, links to the JSON files, and the first lines of a page."""
+"""Make parts of the result pages: tables, links to the JSON files, and the first lines of a page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def link(results: Results) -> str:
-    """Return a link to the JSON file of results, or its benchmark if they are of no file."""
+    """Return a link to the JSON file of results, or the benchmark's name if they have no file."""
     name = results.file.rpartition("/")[2]
     return f"[{name}]({_TO_JSON}/{results.file})" if results.file else results.benchmark
 
@@ -47,7 +47,7 @@ def slug(*parts: str) -> str:
 
 
 def by_gpu(everything: Iterable[Results]) -> dict[str, list[Results]]:
-    """Return the results of each GPU, in the order in which they come; not those of machines without one."""
+    """Return the results of each GPU, in order; omit machines without a GPU."""
     found: dict[str, list[Results]] = {}
     for results in everything:
         if results.run["gpu"] != NO_GPU:

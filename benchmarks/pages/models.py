@@ -1,4 +1,4 @@
-"""The page for users: how fast whole models train, beside their peers, on each GPU."""
+"""Write the page for users: the training speed of whole models, compared with peers, on each GPU."""
 
 from __future__ import annotations
 
@@ -73,26 +73,26 @@ class Step:
 
     @property
     def order(self) -> tuple[int, str]:
-        """Steps of a model in the order of their tokens."""
+        """Sort a model's steps by their tokens."""
         return max(map(int, re.findall(r"\d+", self.rest.partition(" tokens")[0]))), self.rest
 
     def row(self, provider: str, metric: str) -> Row | None:
-        """The figure of a trainer."""
+        """Return the figure of a trainer."""
         return self.run.row(self.case, provider, metric)
 
     def trainers(self) -> list[str]:
-        """All trainers, the fastest first."""
+        """Return all trainers, the fastest first."""
         return [row.provider for row in sorted(self.run.figures(self.case, SPEED), key=lambda row: -row.value)]
 
     def fastest_peer(self) -> str | None:
-        """The fastest trainer that is not tilekern."""
+        """Return the fastest trainer that is not tilekern."""
         return next((name for name in self.trainers() if name in self.peers), None)
 
 
 def _of_models(training: Iterable[Results]) -> tuple[dict[str, list[Step]], list[Step]]:
-    """Steps of whole models by model, and steps of models with few layers.
+    """Return steps of whole models by model, and steps of models with few layers.
 
-    Runs without a peer say nothing here. The newest run of a step counts.
+    Runs without a peer are ignored. The newest run of a step counts.
     """
     newest: dict[str, Step] = {}
     for run in sorted(training, key=lambda run: str(run.run["date"])):
@@ -132,7 +132,7 @@ def _pair(step: Step, peer: str | None, metric: str) -> tuple[Row | None, Row | 
 
 
 def _details(steps: Sequence[Step]) -> str:
-    """A line for each step and trainer."""
+    """Make a line for each step and trainer."""
     lines = []
     for step in steps:
         for name in step.trainers():
@@ -145,14 +145,14 @@ def _details(steps: Sequence[Step]) -> str:
 
 
 def _without_room(step: Step) -> list[str]:
-    """The trainers that ran out of memory at this step, as the run's notes say."""
+    """Return the trainers that ran out of memory at this step, according to the run's notes."""
     begin = f"{step.case}: "
     notes = [note for note in step.run.run.get("notes", []) if note.startswith(begin) and "out of memory" in note]
     return [note.removeprefix(begin).split(" ")[0] for note in notes]
 
 
 def _chart(title: str, steps: Sequence[Step]) -> str:
-    """Throughput, memory and first step: a bar for each trainer at each number of tokens."""
+    """Draw throughput, memory and first step: a bar for each trainer at each number of tokens."""
     labels = [step.tokens.replace(", ", "\n") for step in steps]
     trainers = list(dict.fromkeys(name for step in steps for name in step.trainers()))
     panels = [
@@ -163,7 +163,7 @@ def _chart(title: str, steps: Sequence[Step]) -> str:
 
 
 def _two_layers(steps: Sequence[Step]) -> str:
-    """A line for each step; of models that several GPUs share, with the loss beside that of one GPU."""
+    """Make a line for each step; models on several GPUs also show their loss and one GPU's loss."""
     columns = (
         "model", "tilekern, tokens/s", "fastest peer, tokens/s", "speed-up", "peak memory, GiB: tilekern, peer",
         "first step, s: tilekern, peer", "loss, and on one GPU", "source", "data",
@@ -178,7 +178,7 @@ def _two_layers(steps: Sequence[Step]) -> str:
 
 
 def fastest(run: Results, case: str | None, family: str) -> Row | None:
-    """Return the row of a trainer's fastest variant; for tilekern that of its default: variants are other choices."""
+    """Return the row of a trainer's fastest variant; for tilekern the default's: its variants are choices."""
     rows = [row for row in run.rows if row.metric == SPEED and case in (None, row.case)]
     variants = () if family == OURS else (f"{family}-",)
     mine = [row for row in rows if row.provider.split(" ")[0] == family or row.provider.startswith(variants)]

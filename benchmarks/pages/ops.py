@@ -1,4 +1,4 @@
-"""The page for those who call ops: each op beside its peers, over token counts and at fixed sizes, with a plot."""
+"""Write the page for users of single ops: each op and its peers, over token counts and at fixed sizes, with a plot."""
 
 from __future__ import annotations
 
@@ -63,18 +63,18 @@ class _Part:
             self.cases = sorted(cases, key=_tokens)
 
     def size(self, case: str) -> str:
-        """The size of a case, without the op's name."""
+        """Return the size of a case, without the op's name."""
         if self.run.benchmark == EXPERTS:
             return case
         size = case.partition(" ")[2]
         return f"{size.removesuffix(' tokens')} tokens of {self.run.run['model']}" if self.sweeps else size
 
     def rows(self, case: str, metric: str = _TIME) -> list[Row]:
-        """The figures of all providers, the lowest first."""
+        """Return the figures of all providers, the lowest first."""
         return sorted(self.run.figures(case, metric), key=lambda row: row.value)
 
     def best_peer(self, case: str) -> Row | None:
-        """The lowest time of a provider that is neither tilekern nor only there to compare with."""
+        """Return the lowest time of a peer; tilekern and providers that are only a yardstick do not count."""
         peers = [row for row in self.rows(case) if row.provider not in (COPY, PRODUCTS)]
         return next((row for row in peers if not row.provider.startswith(OURS)), None)
 
@@ -88,7 +88,7 @@ def _tokens(case: str) -> int:
 
 
 def _overview(gpu: str, ops: dict[str, list[_Part]]) -> str:
-    """A line for each op: its longest sequence, or the first of its fixed sizes."""
+    """Make a line for each op: its longest sequence, or the first of its fixed sizes."""
     found = []
     for op, parts in ops.items():
         part = next((part for part in parts if part.sweeps), parts[0])
@@ -109,7 +109,7 @@ def _anchor(gpu: str, op: str) -> str:
 
 
 def _section(gpu: str, op: str, parts: Sequence[_Part]) -> tuple[str, dict[str, str]]:
-    """The text of an op, and its plots."""
+    """Return the text of an op, and its plots."""
     text, plots = [f"### {_heading(gpu, op)}\n"], {}
     swept, fixed = [part for part in parts if part.sweeps], [part for part in parts if not part.sweeps]
     parts = [*swept, *fixed]
@@ -155,7 +155,7 @@ def _both(run: Results, case: str, metric: str) -> str:
 
 
 def _why_missing(run: Results, case: str) -> str:
-    """The error by which tilekern has no figure."""
+    """Return the error because of which tilekern has no figure."""
     for note in run.run["notes"]:
         found = _LEFT_OUT.search(note)
         if found and found[1] == OURS and note.startswith(case):
@@ -168,7 +168,7 @@ def _ratio(ours: Row | None, peer: Row | None) -> str:
 
 
 def _remarks(op: str, runs: Iterable[Results]) -> str:
-    """Who was left out of the op and why, and whose time holds the host's work, as the runs' notes say."""
+    """Return the runs' notes on omitted providers, and on times that include the host's work."""
     left_out: dict[str, str] = {}
     waited: dict[str, None] = {}
     for run in runs:
@@ -191,7 +191,7 @@ def _over_tokens(title: str, part: _Part) -> str:
 
 
 def _of_layers(title: str, model: str, parts: Sequence[_Part]) -> str:
-    """A panel for each number of tokens, with bars for each way to train the layer."""
+    """Draw a panel for each number of tokens, with bars for each way to train the layer."""
     cases = [(part, case) for part in parts for case in part.cases if case.split(" ")[0] == model]
     panels = []
     for tokens in sorted({_tokens(case) for _, case in cases}):
@@ -208,7 +208,7 @@ def _at_sizes(title: str, parts: Sequence[_Part]) -> str:
 
 
 def _panel(title: str, unit: str, labels: Sequence[str], cases: Sequence[tuple[_Part, str]], metric: str) -> Panel:
-    """All providers' figures of a metric over these cases."""
+    """Draw all providers' figures of a metric over these cases."""
     names = dict.fromkeys(row.provider for part, case in cases for row in part.rows(case, metric))
     series = {
         name: [row.value if (row := part.run.row(case, name, metric)) else None for part, case in cases]

@@ -1,4 +1,4 @@
-"""The page for those who run jobs and tunes: start-up and host time, tuning, and the cache."""
+"""Write the page for people who run jobs and tunes: start-up and host time, tuning, and the cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Costs outside of the kernels. Figures are medians with half the distance between
 name the commit that they measured; figures of kernels have the digest of the kernels' source, and *stale* means that it
 has changed since. The JSON files have more figures.
 """
-# The figures shown of each benchmark: how a metric is called here.
+# The figures shown of each benchmark: the page's title of each metric.
 _START: Mapping[str, Mapping[str, str]] = {
     "startup": {
         "import": "`import tilekern`, without torch",
@@ -105,7 +105,7 @@ def page(everything: Sequence[Results]) -> dict[str, str]:
 
 
 def _section(title: str, everything: Sequence[Results], shown_of: Mapping[str, Mapping[str, str]]) -> str:
-    """A table over all runs of these benchmarks, with a column for each provider."""
+    """Make a table over all runs of these benchmarks, with a column for each provider."""
     runs = [run for benchmark in shown_of for run in everything if run.benchmark == benchmark]
     rows = [row for run in runs for row in run.rows if row.metric in shown_of[run.benchmark]]
     peers = sorted({row.provider.split(" ")[0] for row in rows} - {OURS})
@@ -116,7 +116,7 @@ def _section(title: str, everything: Sequence[Results], shown_of: Mapping[str, M
 
 
 def _lines(run: Results, names: Mapping[str, str], peers: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The lines of a run; a metric that cases have each by themselves and all together is shown of all together."""
+    """Make the lines of a run: one for each case and metric with a figure."""
     for case in run.cases():
         for metric, name in names.items():
             figures = [run.row(case, provider, metric) for provider in (OURS, *peers)]
@@ -126,7 +126,7 @@ def _lines(run: Results, names: Mapping[str, str], peers: Sequence[str]) -> Iter
 
 
 def _first_steps(everything: Sequence[Results]) -> str:
-    """First steps of whole models in runs of tilekern alone, each of which says in its notes what was special."""
+    """Show first steps of whole models in runs of tilekern alone; each run's notes describe its conditions."""
     lines = []
     for run in everything:
         for case in run.cases() if run.benchmark == "train" else ():

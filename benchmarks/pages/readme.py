@@ -1,4 +1,4 @@
-"""The README's table: training one model, with the fastest variant of each trainer."""
+"""Write the README's table: training one model, with the fastest variant of each trainer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Kernels: one file each, device code first, then its specs.
 
-``families`` states once what many kernels share, ``composites`` launch kernels. The registry below finds all specs:
-ours, and those of users' modules.
+``families`` has the shared parts of kernels, ``composites`` launch kernels. The registry below finds all specs: ours,
+and the specs of users' modules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from tilekern.errors import InputError
 from tilekern.spec import KernelSpec
 
-# Names users' modules, with commas between; processes that this one starts inherit it.
+# The names of users' modules, separated by commas; child processes inherit it.
 VARIABLE = "TILEKERN_SPECS"
 ENTRY_POINTS = "tilekern.specs"
 
@@ -43,7 +43,7 @@ def own_specs() -> tuple[KernelSpec, ...]:
 
 
 def users_modules(names: str | None = None) -> list[str]:
-    """Return the names of users' modules: those of ``TILEKERN_SPECS`` and of the entry points, each once."""
+    """Return the names of users' modules from ``TILEKERN_SPECS`` and the entry points, each once."""
     listed = os.environ.get(VARIABLE, "") if names is None else names
     found = [name.strip() for name in listed.split(",") if name.strip()]
     return list(dict.fromkeys([*found, *_installed()]))
@@ -55,10 +55,10 @@ def _installed() -> tuple[str, ...]:
 
 
 def add_specs(*modules: str) -> None:
-    """Add users' modules to ``TILEKERN_SPECS``, for this process and those that it starts.
+    """Add users' modules to ``TILEKERN_SPECS``, for this process and its children.
 
     Raises:
-        InputError: as :func:`all_specs`; nothing is added then.
+        InputError: see :func:`all_specs`; nothing is added then.
     """
     before = os.environ.get(VARIABLE, "")
     names = ",".join(dict.fromkeys([*filter(None, before.split(",")), *modules]))
@@ -80,7 +80,7 @@ def _specs_in(module: str) -> Iterator[KernelSpec]:
 
 
 def by_name(specs: Iterable[KernelSpec]) -> dict[str, KernelSpec]:
-    """Return specs by their names, which are part of the cache's paths.
+    """Return specs by name; names are part of the cache's paths.
 
     Raises:
         InputError: two have one name.

@@ -1,11 +1,11 @@
 """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): one step of a parameter and its two moments, in place.
 
-With the gradient g (its sign turned where the objective is maximised) at step t:
+With the gradient g (with its sign turned if the objective is maximised) at step t:
 ``m = m + (1 - beta1) * (g - m)``; ``v = beta2 * v + (1 - beta2) * g^2``;
 ``p = (1 - lr * weight_decay) * p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)``.
-Numerator and denominator of the last fraction are multiplied by ``sqrt(1 - beta2^t)``, so that the host computes all
-that changes from step to step: the kernel gets ``decay``, ``step_size`` and the scaled ``eps`` as scalars, and one
-artifact serves every learning rate. All in float32 registers, each result rounded once.
+Numerator and denominator of the last fraction are multiplied by ``sqrt(1 - beta2^t)``, so that the host computes
+everything that changes from step to step: the kernel gets ``decay``, ``step_size`` and the scaled ``eps`` as scalars,
+and one artifact serves every learning rate. All in float32 registers, each result rounded once.
 
 The order of the elements does not matter, so a parameter's memory is viewed as rows of a few widths
 (:func:`flat_shape`), whatever its shape: few problems, and rows that start at aligned addresses.
@@ -52,7 +52,7 @@ def adamw(
 ):  # fmt: skip
     """One tile a block, or resident blocks that loop; all arrays [rows, columns].
 
-    Each ``new_`` array is the memory of the array after which it is named.
+    Each ``new_`` array shares the memory of the array with the rest of its name.
     """
     # Its launch overlaps the end of the kernel before it, mostly the same one for another parameter.
     ct.grid_dependency_control_wait()
@@ -126,7 +126,7 @@ def _config(problem: Problem, schedule: str, elements: int, occupancy: int) -> C
 
 
 def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Draw parameters that a step moves by many ulps, but not near zero, where they had no relative accuracy."""
+    """Draw parameters that a step moves by many ulps, but not near zero, where relative accuracy is lost."""
     import torch
 
     shape, dtype = (problem["rows"], problem["columns"]), getattr(torch, problem["dtype"])

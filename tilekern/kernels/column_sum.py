@@ -18,7 +18,7 @@ from tilekern.spec.targets import Target
 
 
 def sum_columns(x, y, columns, tile_m, tile_n, latency, tma):
-    """The sums of all columns: those of a block's ``tile_n``, then of those that are a grid further on."""
+    """Sum all columns: a block's ``tile_n`` columns, then the columns that are a grid further on."""
     for c in range(ct.bid(0), ct.cdiv(columns, tile_n), ct.num_blocks(0)):
         total = ct.zeros((tile_m, tile_n), ct.float32)
         for r in range(ct.cdiv(x.shape[0], tile_m)):
@@ -35,7 +35,7 @@ def column_sum(x, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, late
 
 
 def _arrays(problem: Problem) -> Arrays:
-    # A store by 16 bytes would reach beyond a result that is shorter.
+    # A store of 16 bytes would reach beyond a shorter result.
     return Array("x", "float32", ROWS), Array("y", "dtype", COLUMNS, "output", problem["columns"] >= 8)
 
 

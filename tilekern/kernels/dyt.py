@@ -1,4 +1,4 @@
-"""Dynamic Tanh (Zhu et al. 2025, arXiv:2503.10622), in the place of a norm: ``gamma * tanh(alpha * x) + beta``.
+"""Dynamic Tanh (Zhu et al. 2025, arXiv:2503.10622), instead of a norm: ``gamma * tanh(alpha * x) + beta``.
 
 alpha is one number, gamma and beta have one for each column, and beta is optional. With t = tanh(alpha * x) and its
 slope s = 1 - t^2 the gradients are ``dx = dy * gamma * s * alpha``, ``dalpha = sum(dy * gamma * s * x)``,
@@ -25,12 +25,12 @@ from tilekern.spec import Array, Problem, cdiv
 _TWICE_LOG2_E = 2.8853900817779268
 # The odd terms of tanh's series from the third: below 1/4 they leave 1e-8, where 1 - exp(-2 u) has lost digits.
 _THIRD, _FIFTH, _SEVENTH, _NINTH = -0.3333333333, 0.1333333333, -0.0539682540, 0.0218694885
-# Below this u is tanh(u) but for 5e-6 of it, and above it 1 - 2 / (1 + exp(2 u)) but for 1e-4.
+# Below this, u equals tanh(u) to 5e-6 of it; above it, 1 - 2 / (1 + exp(2 u)) does to 1e-4.
 _LINEAR = 0.00390625
 
 
 def _tanh(u, dtype):
-    """Return tanh of float32 tiles and a quarter of its slope, as exact as results in a dtype need them."""
+    """Return tanh of float32 tiles and a quarter of its slope, as exact as results in the dtype need."""
     if ct.static_eval(dtype == ct.float32):
         return _exact_tanh(u)
     e = ct.exp2(u * _TWICE_LOG2_E, flush_to_zero=True)
@@ -144,7 +144,7 @@ def reference_forward(x: Any, alpha: Any, gamma: Any, beta: Any, shifted: bool) 
 def reference_backward(dy: Any, x: Any, alpha: Any, gamma: Any, shifted: bool) -> dict[str, Any]:
     """Return the gradients of :func:`reference_forward` in float64.
 
-    Those of alpha, gamma and beta are one vector: alone, a sum of terms of both signs may be 0 but for its rounding.
+    The gradients of alpha, gamma and beta are one vector: a single sum of terms of both signs may be only rounding.
     """
     import torch
 
@@ -202,7 +202,7 @@ def _sums_arrays(problem: Problem) -> Arrays:
         Array("partial", "float32", ("rows", width)),
         Array("slopes", "float32", ("slopes",)),
         Array("slope", "dtype", ("1",), "output", aligned=False),
-        # A store by 16 bytes would reach beyond a result that is shorter.
+        # A store of 16 bytes would reach beyond a shorter result.
         dataclasses.replace(sums, aligned=sums.shape_in(problem)[0] >= 8),
     )
 

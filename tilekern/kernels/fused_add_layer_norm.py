@@ -1,7 +1,7 @@
 """A residual sum and its layer normalisation in one pass over memory, forward and backward.
 
-Forward, for rows r (residual) and x: ``total = cast(r + x)`` and ``y = layer_norm(total)``, as in the module
-``layer_norm``. The cast goes to the dtype of the arrays, as in Hugging Face's decoder layers: the norm reads the
+Forward, for rows r (residual) and x: ``total = cast(r + x)`` and ``y = layer_norm(total)``, like in the module
+``layer_norm``. The cast goes to the dtype of the arrays, like in Hugging Face's decoder layers: the norm reads the
 rounded sum. Backward: ``dx = dtotal + dx of layer_norm``, where dtotal is the gradient that reaches the sum past the
 norm. dx is the gradient of r too. Each block stores its rows' share of dweight and dbias as one row of ``partial``, and
 the spec ``column_sum`` adds these up in a fixed order. Only total and weight are saved; every matrix is read or written

@@ -1,11 +1,11 @@
-"""A sublayer's RMSNorm and the residual sum behind it in one pass over memory.
+"""A sublayer's RMSNorm and the residual sum after it in one pass over memory.
 
 Forward, for rows r (residual) and x of n columns, with ``rstd = 1 / sqrt(mean(x^2) + eps)``: ``y = cast(r +
 cast((weight + offset) * x * rstd))`` (RMSNorm: Zhang and Sennrich 2019, arXiv:1910.07467). Both casts go to the arrays'
 dtype, as in Hugging Face's decoder layers: the norm's result is rounded before the sum. Llama's norm also rounds before
 the weight (``cast``), Gemma's and OLMo's do not.
-One launch reads r and x and writes y: three matrices, where a norm and a sum move five. Backward, the gradient of r is
-that of y, and ``rms_norm_offset_backward`` computes those of x and the weight.
+One launch reads r and x and writes y: three matrices; a separate norm and sum move five. In the backward, the gradient
+of r equals the gradient of y, and ``rms_norm_offset_backward`` computes the gradients of x and the weight.
 """
 
 from __future__ import annotations

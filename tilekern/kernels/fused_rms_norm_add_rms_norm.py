@@ -1,14 +1,13 @@
-"""The RMSNorm of a sublayer, the residual sum behind it and the norm of that sum in one pass, forward and backward.
+"""The RMSNorm of a sublayer, the residual sum after it and the norm of that sum in one pass, forward and backward.
 
 Gemma and GLM-4 have two norms around each sum. Forward, for rows r (residual) and x: ``total = cast(r + norm(x,
-weight))`` as in the module ``fused_rms_norm_add``, and ``y = norm(total, next_weight)``; both norms have one eps, one
-offset and one order of casts.
-Backward, with g = dy * (next_weight + offset) and the sum's rstd: ``dresidual = dtotal + rstd * (g - total * rstd^2 *
-mean(g * total))``, where dtotal is the gradient that reaches the sum past its norm. dresidual is the gradient of the
-first norm's result too, and dx follows from it and x in the same way. Rows are read anyway, so both rstd are computed
-again, and only x, total and the weights are saved. Each block stores its rows' share of the gradients of both weights
-as one row of ``partial``, and the spec ``column_sum`` adds these up in a fixed order.
-The forward moves four matrices and the backward six, where a norm and a sum with its norm move six and seven.
+weight))`` like in the module ``fused_rms_norm_add``, and ``y = norm(total, next_weight)``; both norms share eps, offset
+and order of casts. Backward, with g = dy * (next_weight + offset) and the sum's rstd: ``dresidual = dtotal + rstd * (g
+- total * rstd^2 * mean(g * total))``, where dtotal is the gradient that reaches the sum past its norm. dresidual is the
+gradient of the first norm's result too, and dx follows from it and x in the same way. Rows are read anyway, so both
+rstd are computed again, and only x, total and the weights are saved. Each block stores its rows' share of the gradients
+of both weights as one row of ``partial``, and the spec ``column_sum`` adds these up in a fixed order. The forward moves
+four matrices and the backward six; a separate norm, and a sum with its norm, move six and seven.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def _of_total(tiles, weights, known):
 
 
 def _dresidual(tiles, weights, known):
-    """Return dresidual; ``known`` are the sum's rstd, what pulls its gradient along it, and the offset."""
+    """Return dresidual; ``known`` are the sum's rstd, the factor of its gradient along it, and the offset."""
     rstd, pull, offset = known
     return tiles[0] + gradient((tiles[1], tiles[2]), (weights[1],), (rstd, pull, 0, offset, 0))[0]
 
@@ -81,7 +80,7 @@ def _of_x(tiles, weights, known):
 
 
 def _slopes(rows, columns, eps, offset, dtype):
-    """Return, for the sum and for x, rstd and what pulls the gradient along it, [tile_m, 1] each."""
+    """Return, for the sum and for x, rstd and the factor of the gradient along it, [tile_m, 1] each."""
     square, product = add_up(_of_total, 2, rows, (offset,), False)
     next_rstd = ct.rsqrt(square / columns + eps)
     next_pull = product * next_rstd * next_rstd / columns
@@ -141,7 +140,7 @@ def reference_backward(
 
 
 def _default_backward(problem: Problem, target: Target) -> Config:
-    """One resident block of eight warps, two of short rows: more would spill, and so would chunks of 1024 columns."""
+    """Return one resident block of eight warps, two for short rows: more, or chunks of 1024 columns, would spill."""
     columns, hopper = problem["columns"], target.has_tma
     width, held = power_of_two(columns), columns <= (4096 if problem["dtype"] == "float32" else HELD_BY_DEFAULT)
     return Config(

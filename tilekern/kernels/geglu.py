@@ -3,7 +3,7 @@
 gelu (Hendrycks and Gimpel 2016, arXiv:1606.08415) is ``x * p(x)``. Exact, p is the normal distribution function
 ``(1 + erf(x / sqrt(2))) / 2``; with ``tanh``, it is ``(1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2``, a sigmoid.
 Then ``dgate = dy * up * (p + gate * p')`` and ``dup = dy * gate * p``. All in float32 registers, rounded once. cuTile
-has no erf; that of Abramowitz and Stegun (1964, 7.1.26) gives p within 8e-8.
+has no erf; the formula of Abramowitz and Stegun (1964, 7.1.26) gives p within 8e-8.
 """
 
 from __future__ import annotations

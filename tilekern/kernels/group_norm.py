@@ -73,7 +73,7 @@ def _less(x, mean, piece, channels, positions, shape):
 
 def _sum(x):
     if ct.static_eval(x.shape[0] == 1):
-        # As one row: one reduction for a block's warps to wait for.
+        # As one row, so that a block's warps wait for one reduction.
         row = x.reshape((1, x.shape[1] * x.shape[2]))
         return ct.sum(row, axis=1, keepdims=True).reshape((1, 1, 1))
     return ct.sum(ct.sum(x, axis=2, keepdims=True), axis=1, keepdims=True)
@@ -198,7 +198,7 @@ def _backward(arrays, b, g, channels, positions, eps, long, shape):
             pull = pull + ct.sum(products * each, axis=1, keepdims=True)
         rstd = ct.rsqrt(_sum(square) / (channels * positions) + eps)
         for c in range(down):
-            # The block reads what it alone has stored; neither goes through TMA's other memory proxy.
+            # The block reads its own stores; neither goes through TMA's other memory proxy.
             products = load(scales, (b, g, c), (1, tile_g, tile_c), True, 0, False).reshape((tile_g, tile_c, 1))
             _keep(scales, products * rstd, b, g, c, shape)
         pull = pull * rstd
@@ -221,7 +221,7 @@ def _backward(arrays, b, g, channels, positions, eps, long, shape):
 
 
 _SHAPE, _CHANNELS = ("batch", "groups", "channels", "positions"), ("groups", "channels")
-# Rows of a few channels begin anywhere.
+# Rows of a few channels are not aligned.
 _X, _WEIGHT = Array("x", "dtype", _SHAPE), Array("weight", "weight_dtype", _CHANNELS, aligned=False)
 _EPS = ScalarParameter("eps", "float32", 1e-6)
 _DIMENSIONS = (
@@ -344,7 +344,7 @@ def _spec(
     function: Any, summary: str, arrays: Arrays, reference: Any, *, live: int, flops: int, schedule: str, **more: Any
 ) -> KernelSpec:
     def placed(problem: Problem) -> Arrays:
-        """Return the arrays, not aligned if the channels of a number of positions begin anywhere."""
+        """Return the arrays, not aligned if that number of positions leaves channels unaligned."""
         size = problem["positions"]
         whole = {x.name for x in tensors(arrays) if size * ITEM_BYTES[x.dtype_in(problem)] % 16 == 0}
         return tuple(
@@ -353,7 +353,7 @@ def _spec(
         )
 
     def bytes_moved(problem: Problem) -> int:
-        # Shares of sums count as the one row that is made of them.
+        # Shares of sums count as one row, their sum.
         scratch = tensors(arrays, "scratch")
         return bytes_of(tensors(arrays, "input", "output"), problem) + bytes_of(scratch, problem.but(batch=1))
 

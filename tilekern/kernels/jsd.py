@@ -1,8 +1,8 @@
 """The generalised Jensen-Shannon divergence of log-probabilities, input X = log Q and target Y = log P.
 
 With M = beta * P + (1 - beta) * Q each element adds ``beta * P * (Y - log M) + (1 - beta) * Q * (X - log M)``, whose
-gradient by X is ``(1 - beta) * Q * (X - log M)``. At the ends (the flag ``pure``) the divergence is another, as in
-Liger: for beta 0 that of P from Q, ``P * (Y - X)`` with the gradient ``-P``; for beta 1 that of Q from P,
+gradient by X is ``(1 - beta) * Q * (X - log M)``. At the ends (the flag ``pure``) the divergence differs, like in
+Liger: for beta 0 it is the divergence of P from Q, ``P * (Y - X)`` with the gradient ``-P``; for beta 1 of Q from P,
 ``Q * (X - Y)`` with the gradient ``Q * (X - Y) + Q``. A probability of 0 adds nothing.
 """
 
@@ -37,7 +37,7 @@ def _power(x):
 def between(x, y, beta):
     """Return each element's term for a beta inside (0, 1), its derivative by the input, and a multiple of Q.
 
-    x and y are logarithms to base 2 of Q and P. The results are divided by ln(2), as are all of this module.
+    x and y are logarithms to base 2 of Q and P. The results are divided by ln(2), like all results of this module.
     """
     x, y = _raised(x), _raised(y)
     of_x, of_y = (1.0 - beta) * _power(x), beta * _power(y)
@@ -47,7 +47,7 @@ def between(x, y, beta):
 
 
 def between_close(x, y, beta):
-    """Return the same for P and Q that may differ by the last bits of their logarithms, as 16-bit ones cannot.
+    """Return the same for P and Q that may differ in the last bits of their logarithms; 16-bit ones cannot.
 
     Probabilities are shares of the larger one: their difference is rounded once, and equal ones have no divergence.
     """

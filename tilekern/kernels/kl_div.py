@@ -1,9 +1,9 @@
-"""The Kullback-Leibler divergence of probabilities from log-probabilities, as in torch's ``kl_div``.
+"""The Kullback-Leibler divergence of probabilities from log-probabilities, like torch's ``kl_div``.
 
 Each element of the target t and of the input x adds ``t * log(t) - t * x``, where ``0 * log(0)`` is 0. With
 ``log_target`` the target holds logarithms, and each element adds ``exp(t) * (t - x)``. The gradient by x is ``-t`` or
-``-exp(t)``, so the backward does not read x. Two kernels each way: over rows, which sums each row in float32, and over
-elements, without sums.
+``-exp(t)``, so the backward does not read x. Each direction has two kernels: over rows, which sums each row in float32,
+and over elements, without sums.
 """
 
 from __future__ import annotations

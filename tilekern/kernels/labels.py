@@ -1,9 +1,8 @@
 """Labels for the losses' kernels: as int32, counted, and checked against the vocabulary.
 
-A label counts unless it is ``ignore_index``. A label that counts and is not from 0 to ``vocabulary`` - 1 is outside: it
-is replaced by :func:`outside_label`, which is in no vocabulary and makes the losses' kernels return NaN, and ``seen``
-gets :func:`word_of` the label. That word lies in the host's memory: the host reads it without waiting for the GPU
-(:mod:`tilekern.ops.labels`).
+A label counts unless it is ``ignore_index``. A label that counts and is not from 0 to ``vocabulary`` - 1 is outside:
+:func:`outside_label`, which makes the losses' kernels return NaN, replaces it, and ``seen`` gets :func:`word_of` the
+label. That word is in the host's memory: the host reads it without waiting for the GPU (:mod:`tilekern.ops.labels`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rotary position embedding of adjacent pairs of q and k, as in Llama 4 (Su et al. 2021, arXiv:2104.09864).
+"""Rotary position embedding of adjacent pairs of q and k, like Llama 4 (Su et al. 2021, arXiv:2104.09864).
 
 The pair (x_2i, x_2i+1) of a head is a complex number. It is multiplied by the complex number c + is of its token and
 index: ``y_2i = x_2i * c - x_2i+1 * s`` and ``y_2i+1 = x_2i+1 * c + x_2i * s``, in float32, rounded once. The backward
@@ -78,13 +78,13 @@ def _cut(problem: Problem) -> dict[str, int | bool]:
 
 
 def _default(problem: Problem, target: Target) -> Config:
-    # Wide numbers spill. If heads are no whole vectors, elements are loaded one by one, which makes the code long.
+    # Wide numbers spill. If heads are not whole vectors, elements are loaded one by one, which makes the code long.
     wide = ITEM_BYTES[problem["dtype"]] > 2 or problem["head_dim"] % 16
     return default_of(problem, "block", 512 if wide else 1024, 4)
 
 
 def _generic(problem: Problem) -> Config:
-    # The compiler unrolls a loop over smaller steps, into code that takes it 6 s for one head of 192 a step.
+    # The compiler unrolls a loop over smaller steps, which takes 6 s to compile for one head of 192 a step.
     tile_h = min(power_of_two(problem["heads"]), max(1, 1024 // power_of_two(problem["head_dim"])))
     return Config(schedule="persistent", tile_t=1, tile_h=tile_h, occupancy=1, num_worker_warps=8)
 

@@ -1,14 +1,14 @@
-"""Log-probabilities of one id a row and entropies of rows of logits, and the gradient of both in the logits' place.
+"""Log-probabilities of one id a row, entropies of rows of logits, and their gradient, which may overwrite the logits.
 
 With x a row of logits, b an optional bias, cap an optional ``softcap * tanh(x / softcap)``, s = 1 / temperature:
 ``z = cap(x + b) * s``, ``lse = log(sum(exp(z)))`` and ``p = exp(z - lse)``. Of the id y a row has
 ``log_prob = z_y - lse`` and ``entropy = lse - sum(p * z)``. The gradient is
 ``dz_c = [c = y] dlog_prob + p_c * (dlse - dlog_prob - dentropy * (z_c - lse + entropy))``.
 
-The forward reads a row once, as cross entropy does (:mod:`tilekern.kernels.cross_entropy.tiles`). The backward reads a
+The forward reads a row once, like cross entropy (:mod:`tilekern.kernels.cross_entropy.tiles`). The backward reads a
 row's lse and entropy, so that each tile of the gradient needs only that tile of the logits.
 
-Rows with the id ``ignore_index`` give 0, and so does the backward for rows whose slopes are all 0, whatever they hold.
+Rows with the id ``ignore_index`` give 0. The backward also gives 0 for rows whose slopes are all 0, whatever they hold.
 Any other id outside the vocabulary gives a log-probability and an lse of NaN, and so NaN in the backward. A slope that
 is not finite gives NaN to its row: infinity times ``z_c - lse + entropy`` would have the sign of a rounding error if
 that is near 0.
@@ -74,7 +74,7 @@ def _moved(mass, pull, peak, top):
 
 
 def _scan_row(logits, bias, row, unroll, form):
-    """Read a row once; return the maximum of z, the sum of ``e = exp(z - maximum)``, and that of ``e * (z - maximum)``.
+    """Read a row once; return the maximum of z, and the sums of ``e = exp(z - maximum)`` and ``e * (z - maximum)``.
 
     All three have the shape (1, 1). Each lane of a tile keeps its own maximum.
     """
@@ -170,7 +170,7 @@ def log_probs_backward(
 
 @dataclass(frozen=True)
 class Options:
-    """The parameters beside logits, bias and ids."""
+    """The parameters besides logits, bias and ids."""
 
     ignore_index: int = -100
     temperature: float = 1.0
@@ -178,7 +178,7 @@ class Options:
 
     @property
     def scalars(self) -> tuple[int, float, float]:
-        """The arguments from ``ignore_index`` to ``softcap``."""
+        """Return the arguments from ``ignore_index`` to ``softcap``."""
         return self.ignore_index, 1.0 / self.temperature, float(self.softcap or 1.0)
 
     def flags(self, bias: Any) -> tuple[bool, bool]:

@@ -1,4 +1,4 @@
-"""The generalised Jensen-Shannon divergence of two heads' logits, row by row, and its gradient in the student's place.
+"""The generalised Jensen-Shannon divergence of two heads' logits, and its gradient, which may overwrite the student's.
 
 With ``x = log_softmax(student / t)`` and ``y = log_softmax(teacher / t)`` each element adds the term of
 :mod:`tilekern.kernels.jsd`, with the derivative g by x. The gradient by the student's logits is
@@ -113,8 +113,8 @@ def _forward_row(
         shared.store_row(loss, row, ct.sum(terms, axis=1, keepdims=True) * of_row)
         shared.store_row(student_total, row, sums[0][0] * factor + sums[0][1])
         shared.store_row(teacher_total, row, sums[1][0] * factor + sums[1][1])
-        # Divided by the sum of the same shares that subtract it later: if g is alike in a few likely columns, little is
-        # left.
+        # Divided by the sum of the same shares that subtract it later: if g is nearly equal in a few likely columns,
+        # little is left.
         pulled = ct.sum(derivatives, axis=1, keepdims=True) / ct.sum(shares, axis=1, keepdims=True)
         shared.store_row(pull, row, pulled)
 

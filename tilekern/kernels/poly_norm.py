@@ -4,8 +4,8 @@ With rms(u) the root mean square of a row of n numbers, ``sqrt(mean(u^2) + eps)`
 ``y = w0 * x^3 / rms(x^3) + w1 * x^2 / rms(x^2) + w2 * x / rms(x) + b``.
 Backward, where r is 1 / rms(x^p) and w the weight of the power p: each power adds
 ``w * p * x^(p-1) * (r * dy - x^p * r^3 * mean(dy * x^p))`` to dx; each row adds ``r * sum(dy * x^p)`` to the gradient
-of w, and sum(dy) to that of b. A block adds its rows' shares up and stores all four as its row of ``partial``; the
-spec ``column_sum`` adds these up.
+of w, and sum(dy) to the gradient of b. A block adds up its rows' shares and stores all four as its row of ``partial``;
+the spec ``column_sum`` adds these up.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def reference_forward(x: Any, weight: Any, bias: Any, eps: float) -> dict[str, A
 def reference_backward(dy: Any, x: Any, weight: Any, eps: float) -> dict[str, Any]:
     """Return the gradients of :func:`reference_forward`, which are the same for any bias.
 
-    Those of weight and bias are one vector: alone, a sum of terms of both signs may be 0 but for its rounding.
+    The gradients of weight and bias are one vector: a single sum of terms of both signs may be only rounding.
     """
     import torch
 
@@ -209,8 +209,8 @@ _BACKWARD_ARRAYS = (
     Array("dy", PRODUCT, ROWS), _X, _WEIGHT, Array("dx", "dtype", ROWS, "output"),
     Array("partial", "float32", ("blocks", "4"), "scratch"), _EPS,
 )  # fmt: skip
-# No arrays in the specs, since the op declares other ones. Its cubes overflow for values that ops with such arrays
-# take.
+# The specs have no arrays, since the op declares different ones. Its cubes overflow for values that ops with such
+# arrays accept.
 FORWARD = replace(
     spec(
         poly_norm_forward,

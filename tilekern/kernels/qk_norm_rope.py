@@ -2,9 +2,9 @@
 
 For a head x of size n, with its weight w: ``rstd = 1 / sqrt(mean(x^2) + eps)`` and ``z = w * x * rstd`` (RMSNorm:
 Zhang and Sennrich 2019, arXiv:1910.07467), then with the halves (z1, z2) and the cosines c and sines s of the token's
-angles ``y1 = z1 * c - z2 * s``, ``y2 = z2 * c + z1 * s`` (Su et al. 2021, arXiv:2104.09864). All of it is computed in
-float32 and rounded once, where Hugging Face's Qwen3 rounds the norm, its product with w and each term of the rotation.
-A block loads the angles of some tokens once, and goes through the heads of q and k.
+angles ``y1 = z1 * c - z2 * s``, ``y2 = z2 * c + z1 * s`` (Su et al. 2021, arXiv:2104.09864). Everything is computed in
+float32 and rounded once; Hugging Face's Qwen3 rounds the norm, its product with w and each term of the rotation. A
+block loads the angles of some tokens once, and goes through the heads of q and k.
 
 ``qk_norm_rope_general`` serves other models than Qwen3:
 
@@ -13,11 +13,11 @@ A block loads the angles of some tokens once, and goes through the heads of q an
   ``interleaved``;
 - with ``norm_last`` the rotation comes before the norm, as in HunYuan, NanoChat and Llama 4.
 
-Arrays, all with any strides: q [batch, tokens, heads, n] and k [batch, tokens, kv_heads, n], as the projections leave
-them; q_weight and k_weight [n]; cos and sin [1 or batch, tokens, n/2 or n], of which the first n/2 are read, since
-Hugging Face stores each angle twice; those of the general kernel [1 or batch, tokens, pairs]. All batch entries share
-the angles of a single one.
-The form of both kernels: (cut, rest, interleaved, eps, norm_last), where ``rest`` numbers of a head do not turn.
+Arrays, all with any strides: q [batch, tokens, heads, n] and k [batch, tokens, kv_heads, n], the projections' layout;
+q_weight and k_weight [n]; cos and sin [1 or batch, tokens, n/2 or n]: only the first n/2 are read, since Hugging Face
+stores each angle twice; in the general kernel they are [1 or batch, tokens, pairs]. All batch entries share the angles
+of a single one. The form of both kernels: (cut, rest, interleaved, eps, norm_last), where ``rest`` numbers of a head
+are not rotated.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tilekern.spec import Problem, ScalarParameter
 
 
 def pieces_of(pairs: int, rest: int) -> tuple[tuple[int, int], ...]:
-    """Return the start and the size of each piece of a head's numbers that do not turn; a tile has a piece.
+    """Return the start and the size of each piece of a head's unrotated numbers; a tile has a piece.
 
     A piece whose size is a power of two that divides its start is a tile of the array itself, without a mask. Odd sizes
     are one piece.
@@ -78,7 +78,7 @@ def shaped(shape, width, interleaved):
 
 
 def read_parts(x, place, shape, form):
-    """Load a step of tokens and heads as it is stored: two halves or a tile of pairs, then pieces that do not turn."""
+    """Load a step of tokens and heads in its stored dtype: two halves or a tile of pairs, then the unrotated pieces."""
     (pairs, width, whole, bounded, tma, _), rest, interleaved, _, _ = form
     if ct.static_eval(interleaved):
         turning = x if ct.static_eval(whole) else x.slice(3, 0, 2 * pairs)
@@ -93,7 +93,7 @@ def read_parts(x, place, shape, form):
 
 
 def numbers_of(tiles, shape, form):
-    """Return a step in float32: the first numbers of the pairs, the second ones, and pieces that do not turn."""
+    """Return a step in float32: the first numbers of the pairs, the second ones, and the unrotated pieces."""
     (pairs, width, _, _, _, _), rest, interleaved, _, _ = form
     if ct.static_eval(interleaved):
         numbers = parts_of_pairs(ct.reshape(tiles[0].astype(ct.float32), shape + (width, 2)))
@@ -131,7 +131,7 @@ def angles(turns, at, t, tile_t, form):
 
 
 def general_angles(turns, at, t, tile_t, form):
-    """Load the tokens' cosines and sines, as numbers that broadcast over heads."""
+    """Load the tokens' cosines and sines, shaped to broadcast over heads."""
     shape = shaped((1, tile_t, 1), form[0][1], form[2])
     c = ct.reshape(read_angles(turns[0], at, t, tile_t, form), shape)
     return c, ct.reshape(read_angles(turns[1], at, t, tile_t, form), shape)
@@ -221,10 +221,10 @@ def qk_norm_rope_general_forward(
 
 
 def cut(problem: Problem) -> dict[str, int | bool]:
-    """Return the constants that say how heads are cut into tiles.
+    """Return the constants that cut heads into tiles.
 
     Raises:
-        ValueError: more numbers would turn than a head has.
+        ValueError: more numbers would be rotated than a head has.
     """
     pairs, rest = problem["pairs"], problem["head_dim"] - 2 * problem["pairs"]
     if rest < 0:

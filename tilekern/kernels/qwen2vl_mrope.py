@@ -1,11 +1,10 @@
-"""Rotary position embedding of q and k by three positions, as in Qwen2-VL (Wang et al. 2024, arXiv:2409.12191).
+"""Rotary position embedding of q and k by three positions, like Qwen2-VL (Wang et al. 2024, arXiv:2409.12191).
 
 A token has a position in time, in height and in width, and each frequency uses the angle of one of them: the first
-``time`` frequencies that of the first, the next ``height`` that of the second, all others that of the third. The halves
-of a head turn by these angles, or back if ``inverse``, as in ``rope``; only one of the three angles of a frequency is
-read.
-Arrays, all with any strides: q [batch, heads, tokens, 2h], k [batch, kv_heads, tokens, 2h]; cos and sin
-[3, 1 or batch, tokens, 2h], of which the first h are read. All batch entries share the angles of a single one.
+``time`` frequencies use time, the next ``height`` use height, all others use width. The halves of a head turn by these
+angles, or back if ``inverse``, like in ``rope``; only one of the three angles of a frequency is read. Arrays, all with
+any strides: q [batch, heads, tokens, 2h], k [batch, kv_heads, tokens, 2h]; cos and sin [3, 1 or batch, tokens, 2h];
+only the first h are read. All batch entries share the angles of a single one.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from tilekern.spec.targets import Target
 def _of_positions(array, at, t, tile_t, form):
     """Load the tokens' cosines or sines in float32 by their frequency's position, shaped to broadcast over heads.
 
-    Every index is inside: the last token repeats behind the last, and the frequencies are stored twice.
+    Every index is inside: the last token repeats past the end, and the frequencies are stored twice.
     """
     (_, width, _, _, _, _), time, height, _ = form
     frequency = ct.reshape(ct.arange(width, dtype=ct.int32), (1, 1, 1, width))

@@ -3,13 +3,13 @@
 Forward, for a row x of n columns: ``rstd = 1 / sqrt(mean(x^2) + eps)``, ``y = weight * cast(x * rstd)``, where the
 cast goes to the dtype of x before the weight is applied, as in Llama and Qwen3.
 Backward, with g = dy * weight: ``dx = rstd * (g - x * rstd^2 * mean(g * x))`` and ``dweight = sum over rows of
-dy * cast(x * rstd)``. The row is read anyway, so rstd is computed again and nothing but x and weight is saved. Each
+dy * cast(x * rstd)``. The row is read anyway, so rstd is computed again and only x and weight are saved. Each
 block adds up its rows' share of dweight in float32 and stores one row of ``partial``; the spec ``column_sum`` adds
 these up in a fixed order, so that the result does not depend on timing.
 
-A second pair of kernels multiplies by ``weight + offset``, as Gemma does with an offset of 1, and casts inside only
-with ``cast``; else the row is rounded once, at its end, to the dtype of x. Both pairs have the same formulas, and the
-same times: for 4096 rows of 3584 bfloat16 an H200 takes 19.8 and 19.7 us forward, 31.9 and 30.9 us backward.
+A second pair of kernels multiplies by ``weight + offset``, like Gemma with an offset of 1, and casts inside only with
+``cast``; else the row is rounded once, at its end, to the dtype of x. Both pairs have the same formulas, and the same
+times: for 4096 rows of 3584 bfloat16 an H200 takes 19.8 and 19.7 us forward, 31.9 and 30.9 us backward.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _square_and_product(tiles, weights, known):
 
 
 def slopes(rows, columns, eps, offset, dtype):
-    """Return rstd and what pulls dx along x, [tile_m, 1] each."""
+    """Return rstd and the factor of dx along x, [tile_m, 1] each."""
     square, product = add_up(_square_and_product, 2, rows, (offset,), False)
     rstd = ct.rsqrt(square / columns + eps)
     return rstd, product * rstd * rstd / columns
@@ -126,13 +126,13 @@ EPS, OFFSET = ScalarParameter("eps", "float32", 1e-6), ScalarParameter("offset",
 
 
 def with_offset(arrays: Arrays) -> Arrays:
-    """Return the arrays of a kernel with an offset, which follows eps; all but the weight have the dtype of x."""
+    """Return the arrays of a kernel with an offset, which follows eps; all except the weight have the dtype of x."""
     plain = (replace(x, dtype="dtype") if isinstance(x, Array) and x.dtype == PRODUCT else x for x in arrays)
     return tuple(one for x in plain for one in ((x, OFFSET) if x == EPS else (x,)))
 
 
 def reference_forward(x: Any, weight: Any, eps: float, offset: float = 0.0, cast: bool = True) -> dict[str, Any]:
-    """Return the formula in float64, with the cast of the normalised row, which belongs to the op, if there is one."""
+    """Return the formula in float64, with the op's cast of the normalised row, if there is one."""
     import torch
 
     wide = x.double()

@@ -1,9 +1,9 @@
 """Rotary position embedding of q and k (Su et al. 2021, arXiv:2104.09864), out of place, in Hugging Face's layout.
 
 A head of size 2h is split into halves (x1, x2): ``y1 = x1 * c1 - x2 * s1`` and ``y2 = x2 * c2 + x1 * s2``, where c and
-s are the cosine and sine of the position's angles. If ``full``, each half has its own ([.., 2h]: c1, c2); else the
-first half's serve both, whether they are stored once ([.., h]) or, as by Hugging Face, twice. The backward is the
-transpose, the inverse rotation: ``dx1 = dy1 * c1 + dy2 * s2``, ``dx2 = dy2 * c2 - dy1 * s1``. One launch turns q and
+s are the cosine and sine of the position's angles. If ``full``, each half has its own ([.., 2h]: c1, c2); else both
+halves use the first half's, stored once ([.., h]) or, like Hugging Face's, twice. The backward is the transpose, the
+inverse rotation: ``dx1 = dy1 * c1 + dy2 * s2``, ``dx2 = dy2 * c2 - dy1 * s1``. One launch turns q and
 k: a block loads the angles of some tokens once, and goes through the heads.
 Arrays: q [batch, heads, tokens, 2h], k [batch, kv_heads, tokens, 2h], cos and sin [1 or batch, tokens, 2h or h], all
 with any strides; all batch entries share the angles of a single one.

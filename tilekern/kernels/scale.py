@@ -1,7 +1,7 @@
 """``x *= factor`` in place, with ``factor`` in device memory: if it is 1, nothing is read or written.
 
-A loss computes its gradients in its forward; the factor that the backward brings is almost always 1, which the host
-cannot know without waiting for the GPU.
+A loss computes its gradients in its forward; the backward's factor is almost always 1, but the host cannot know it
+without waiting for the GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tilekern.spec import Array, Config, Problem, Space, Value
 
 @ct.kernel
 def scale_persistent(x, factor, y, columns: ConstInt, tile_n: ConstInt, bounded: ConstBool):
-    """Resident blocks that loop over tiles, unless there is nothing to do; x and y [rows, columns], factor [1].
+    """Resident blocks that loop over tiles, unless the factor is 1; x and y [rows, columns], factor [1].
 
     ``y`` is the memory of ``x``.
     """

@@ -1,6 +1,6 @@
 """Softmax of rows forward and backward, in float32.
 
-Forward: ``y = exp(x - max(x)) / sum(exp(x - max(x)))``. Backward, from the y that was stored:
+Forward: ``y = exp(x - max(x)) / sum(exp(x - max(x)))``. Backward, from the stored y:
 ``dx = y * (dy - sum(dy * y))``. Rows that fit registers are read once, longer ones again out of the L2 cache. A row is
 NaN if it holds NaN or +inf, or only -inf.
 """

@@ -1,19 +1,19 @@
 """Sparsemax of rows (Martins and Astudillo 2016, arXiv:1602.02068) forward and backward, in float32.
 
 Forward: ``y = max(x - tau, 0)`` with the tau for which a row of y sums to 1. The row is not sorted. Michelot's steps
-(1986) lead to tau: ``tau = (sum(x) - 1) / count`` over the x that are above the tau before, which begins at max(x) - 1.
-They are Newton's on the excess ``sum(max(x - tau, 0)) - 1``, convex and falling, so tau rises to its end, and is exact
-once a step finds as many numbers as the one before. Each step divides the product of excess and count by 4 or more: 32
-are enough for float32 and 2^20 columns, and rows of normal numbers take about five.
+(1986) lead to tau: ``tau = (sum(x) - 1) / count`` over the x above the previous tau; the first tau is max(x) - 1. They
+are Newton steps on the excess ``sum(max(x - tau, 0)) - 1``, which is convex and falling, so tau rises to its final
+value, and is exact once a step finds as many numbers as the previous one. Each step divides the product of excess and
+count by 4 or more: 32 are enough for float32 and 2^20 columns, and rows of normal numbers take about five.
 
-Most steps look at a part of the row: the largest of each column over the chunks that the row is cut into. The rest
-can only raise tau, so the tau of that part is one that the steps over the whole row may begin at. They mostly end
-with the first, which finds no number above tau that the part did not have.
+Most steps look at a part of the row: the largest of each column over the chunks that the row is cut into. The rest can
+only raise tau, so the steps over the whole row may begin at the tau of that part. Mostly the first of these is the
+last, since it finds no further number above tau.
 
-Backward, from the y that was stored: dx is dy less its mean over the support, where y > 0, and 0 elsewhere.
+Backward, from the stored y: dx is dy minus its mean over the support (y > 0), and 0 elsewhere.
 
-Rows that registers hold are read once, longer ones in each step out of the L2 cache. A row is NaN where it holds NaN or
-+inf, or nothing but -inf.
+Rows that registers hold are read once, longer ones in each step out of the L2 cache. A row is NaN if it holds NaN or
++inf, or only -inf.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ def _x(tiles, weights, known):
 
 
 def _above(left, tau):
-    """Return the elements of tiles less the maximum that are above tau, and 1 for each; NaN counts."""
+    """Return the elements of tiles minus the maximum that are above tau, and 1 for each; NaN counts."""
     below = left <= tau
     return ct.where(below, 0.0, left), ct.where(below, 0.0, 1.0)
 
 
 def _support(tiles, weights, known):
-    """Return the support's elements and their number; ``known`` are the maximum, and tau less the maximum."""
+    """Return the support's elements and their number; ``known`` are the maximum, and tau minus the maximum."""
     return _above(tiles[0] - known[0], known[1])
 
 
 def _step(total, count, before, tau, steps):
-    """Return tau after a step of Michelot's, and how many may follow: none if the support did not change."""
+    """Return tau after a step of Michelot's, and how many steps may follow: none if the support did not change."""
     after = (total - 1.0) / count
-    # By rounding the last step may fall. NaN is taken.
+    # Rounding may lower tau in the last step. NaN is kept.
     return ct.where(after <= tau, tau, after), (steps - 1) * ct.max(ct.where(count != before, 1, 0))
 
 
 def _top_and_tau(rows, columns):
-    """Return the maximum, and tau less the maximum, [tile_m, 1] each; large x have no digits for tau itself."""
+    """Return the maximum, and tau minus the maximum, [tile_m, 1] each; large x have no digits for tau itself."""
     part = maxima(_x, rows, ())
     top = ct.max(part, axis=1, keepdims=True)
     left = part - top

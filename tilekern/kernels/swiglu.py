@@ -1,10 +1,10 @@
 """SwiGLU's elementwise part (Shazeer 2020, arXiv:2002.05202): ``y = silu(gate) * up``, forward and backward.
 
 With s = sigmoid(gate): ``y = gate * s * up``; ``dgate = dy * up * s * (1 + gate * (1 - s))``; ``dup = dy * gate * s``.
-All in float32 registers, rounded once. The backward computes s again, so that no activation is kept; one form of it
-also computes y again, for a caller that did not keep y either.
+All in float32 registers, rounded once. The backward computes s again, so that no activation is saved; one form of it
+also computes y again, for a caller that did not save y either.
 
-With multipliers, as in Falcon-H1: ``y = silu(gate_multiplier * gate) * up * down_multiplier``.
+With multipliers, like Falcon-H1: ``y = silu(gate_multiplier * gate) * up * down_multiplier``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Code that kernels share: loads with their hints, the shape of a tile, and the axes that most spaces have."""
+"""Code that kernels share: loads with hints, tile shapes, and the axes of most search spaces."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def row_tiles(columns: int, least: int, most: int) -> list[Value]:
 # A default config holds rows of up to this many columns in registers: the compiler takes 6 s and more for the chunks of
 # 16384, which spill, and 1 s for a loop that reads them twice.
 HELD_BY_DEFAULT = 8192
-# Rows of a norm of up to this many columns are held in registers by some config; longer ones are read twice.
+# For rows of a norm with up to this many columns, some config holds them in registers; longer ones are read twice.
 LONGEST_HELD = {"forward": 16384, "backward": 8192}
 
 

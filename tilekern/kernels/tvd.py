@@ -1,8 +1,8 @@
 """The total variation distance: each element of p and of q adds ``0.5 * |p - q|``.
 
 Its gradient by p is ``0.5 * sign(p - q)``, 0 for equal elements. One read of p and q gives the sums over rows and the
-gradient (:mod:`tilekern.kernels.families.losses`). Element by element there is a kernel each way; ``counted`` is 0 for
-rows that do not count, whatever they hold, else 1.
+gradient (:mod:`tilekern.kernels.families.losses`). Without sums there is a kernel over elements for each direction;
+``counted`` is 0 for ignored rows, whatever they hold, else 1.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The compile stage: every distinct artifact of a sweep, in disposable processes over all cores."""
+"""The compile stage: compile every distinct artifact of a sweep, in disposable processes on all cores."""

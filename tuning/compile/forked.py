@@ -1,6 +1,6 @@
-"""Loaded once by the server that compile workers are forked from, so that a worker starts with all it needs.
+"""Preload modules in the server that compile workers are forked from, so that a worker starts with them.
 
-cuda-tile's front end imports torch where it can, which takes seconds, and compiling needs none of it.
+cuda-tile's front end imports torch if it is installed, which takes seconds; compiling does not need it.
 """
 
 import os

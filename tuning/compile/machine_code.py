@@ -53,10 +53,10 @@ class Counts:
     Attributes:
         instructions: all but padding.
         cycles: cycles from each instruction to the next, as the compiler set them, without waits.
-        load_waits: times that a thread waits for a load from global memory which it issued since its last such wait:
-            loads that are in flight together count once.
-        load_bytes: what a thread loads from global memory through registers.
-        store_bytes: what it stores there.
+        load_waits: times that a thread waits for a load from global memory that it issued since its last such wait:
+            loads in flight together count once.
+        load_bytes: the bytes that a thread loads from global memory through registers.
+        store_bytes: the bytes that it stores there.
         others: by the names of :data:`OPCODES`.
     """
 
@@ -130,7 +130,7 @@ def branch_target(place: int, low: int, high: int, capability: int) -> int:
 
 
 def _loops(opcodes: Sequence[int], lows: Sequence[int], highs: Sequence[int], capability: int) -> list[tuple[int, int]]:
-    """[start, end) of the innermost loops with traffic: those that hold no other."""
+    """Return [start, end) of the innermost loops with traffic: loops without another one inside."""
     traffic = [0, *itertools.accumulate(_KIND.get(opcode) in _TRAFFIC for opcode in opcodes)]
     spans = set()
     for place, opcode in enumerate(opcodes):
@@ -161,7 +161,7 @@ def _count(opcodes: Sequence[int], highs: Sequence[int], start: int, end: int, *
 
 
 def _load_waits(opcodes: Sequence[int], highs: Sequence[int], *, repeated: bool) -> int:
-    """Waits of one pass; of a loop's second one, which waits for what the first has loaded ahead."""
+    """Return the waits of one pass; for a loop, of the second pass, which waits for the first pass's loads."""
     issued: dict[int, int] = {}
     last, waits = -1, 0
     for turn in range(2 if repeated else 1):

@@ -24,7 +24,7 @@ from tilekern.kernels import spec_named
 from tilekern.tuning.sweep.candidates import Candidate
 from tilekern.tuning.sweep.plan import Named
 
-# Core-seconds of an artifact where nothing is known of this machine: means over samples of Qwen3-8B's artifacts for the
+# Core-seconds of an artifact if nothing is known about this machine: means over samples of Qwen3-8B's artifacts for the
 # H200 and the B200, tileiras 13.4, on one core of an AMD EPYC. ``OTHER_S`` is their mean, for other kernels.
 COMPILE_S = {
     "fused_add_rms_norm_backward": 0.49,
@@ -52,7 +52,7 @@ OTHER_S = 0.65
 # A tile of this many elements is expected to take twice as long as a small one. Replayed from a stage of 516 artifacts,
 # 2 workers are busy 99.9 % of the time, 8 workers 99.6 % and 16 workers 97.9 %.
 LARGE_TILE = 16384
-# A batch at work is as urgent as one candidate if it has this many left for each of its workers plus one.
+# A batch in progress is as urgent as one candidate if it has this many left for each of its workers plus one.
 HELP_FROM = 4
 
 
@@ -139,8 +139,8 @@ class Order:
 def turns_of(problems: Sequence[Named]) -> dict[Named, int]:
     """Return the turn of each problem: kernels that compile fastest first.
 
-    Followers come before all, since other kernels are timed with them. A kernel's time is taken as that of all points
-    of its problems' spaces, so that nothing need be listed.
+    Followers come before all, since other kernels are timed with them. A kernel's time is estimated over all points of
+    its problems' spaces, so that nothing must be listed.
     """
     seconds: Counter[str] = Counter()
     for kernel, problem in problems:
@@ -152,6 +152,6 @@ def turns_of(problems: Sequence[Named]) -> dict[Named, int]:
 
 
 def lowered_as(item: Candidate) -> tuple[object, Hashable, tuple[object, ...]]:
-    """The key of a candidate's lowering, the same for all of a batch: its device function, parameters and constants."""
+    """Return the key of a candidate's lowering, shared by a batch: its device function, parameters and constants."""
     kernel = item.spec.device(item.problem, item.config)
     return item.backend.front_end_key(kernel), kernel.parameters, (*kernel.constants, item.variant)

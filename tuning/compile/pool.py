@@ -59,7 +59,7 @@ class Lost:
 
 # How long to wait for the exit code of a worker that died.
 _PATIENCE_S = 1.0
-# Give up after this many workers in one place died at their start.
+# Give up after this many workers of one slot died at their start.
 _MOST_STILLBORN = 3
 # The longest path of a temporary folder to which multiprocessing can add its 35 bytes.
 _MOST_FOLDER_BYTES = 70
@@ -142,7 +142,7 @@ def _ready(busy: list[_Worker], order: Order) -> list[_Worker]:
 
 
 class _Worker:
-    """One place of the pool: a process, replaced after a loss, and its current candidate."""
+    """One slot of the pool: a process, replaced after a loss, and its current candidate."""
 
     def __init__(self, compile_one: Compile, limit_s: float, memory_bytes: int) -> None:
         self._compile_one, self._limit_s, self._memory_bytes = compile_one, limit_s, memory_bytes

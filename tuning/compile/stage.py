@@ -75,8 +75,9 @@ class CompileSummary:
     """The outcome of the compile stage.
 
     ``open`` counts artifacts that a temporary failure kept from being compiled; the next run tries them again.
-    ``tileiras_share`` is the compiler's share of the time that the cores were held, 0 to 1; ``work_share`` is that of
-    all work (:func:`work_s`), including what a single core would do too. ``reasons`` counts the failures by reason.
+    ``tileiras_share`` is the compiler's share of the time that the cores were held, 0 to 1; ``work_share`` is the share
+    of all work (:func:`work_s`), including work that a single core would do too. ``reasons`` counts the failures by
+    reason.
     """
 
     distinct: int

@@ -78,7 +78,7 @@ class Bench:
         return check
 
     def _code(self, entrant: Entrant) -> Hashable:
-        """Return a key of all that decides what an entrant does at sizes that do not grow with the problem's.
+        """Return a key of everything that determines an entrant's work at sizes that do not grow with the problem's.
 
         None for a sequence of kernels and libraries, whose plans may change before the next problem.
         """
@@ -157,7 +157,7 @@ class Bench:
         return lambda: sink.copy_(source)
 
     def refresh(self) -> Launch | None:
-        """Return a launch that puts the inputs into L2, if the spec finds them there in real use."""
+        """Return a launch that puts the inputs into L2, if they are there in real use of the spec."""
         if not self._spec.inputs_in_l2:
             return None
         inputs = self._inputs.get(None, {}).values()
@@ -181,7 +181,7 @@ class Bench:
         return found
 
     def _shared_outputs(self, blocks: int) -> dict[str, Any]:
-        """Return outputs of the full size, shared by all entrants, each of which writes all of them."""
+        """Return outputs of the full size, shared by all entrants; each entrant writes all of them."""
         found = {}
         for name, kind in self._spec.outputs(self._problem, blocks).items():
             if (name, kind) not in self._outputs:

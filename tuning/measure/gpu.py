@@ -1,4 +1,4 @@
-"""Look at the GPU here: it must be the sweep's target, and records name it with its driver."""
+"""Inspect this host's GPU: it must be the sweep's target, and records name it with its driver."""
 
 from __future__ import annotations
 

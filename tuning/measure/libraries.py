@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
 
 
 def _installed() -> dict[str, str]:
-    """Return the versions of those that torch was installed with as separate wheels."""
+    """Return the versions of the libraries that torch was installed with as separate wheels."""
     found = {}
     for requirement in importlib.metadata.requires("torch") or ():
         if named := re.match(r"nvidia-(cudnn|cublas)\b[\w-]*", requirement):

@@ -1,4 +1,4 @@
-"""The parent's side of measuring processes: hand tasks to a process, take its answers, and survive its death.
+"""Run measuring processes from the parent: hand tasks to a process, take its answers, and survive its death.
 
 The loss of a process costs only the candidate that caused it:
 

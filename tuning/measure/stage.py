@@ -52,7 +52,7 @@ def measure_all(
     progress: Callable[[int, int], None] | None = None, coming: Iterable[Sequence[Named]] | None = None,
     turns: Mapping[Named, int] | None = None, is_over: threading.Event | None = None,
 ) -> MeasureSummary:  # fmt: skip
-    """Check and time what the sweep lacks; journal each check when it comes, and each race when it is over.
+    """Check and time the sweep's open candidates; journal each check when it comes, and each race when it is over.
 
     Composites come last, after ``keep_winners`` has put the winners of their parts into the sweep's own cache.
 
@@ -90,7 +90,7 @@ def measure_all(
         elif turns is not None:
             _measure(executor, work, work.coming([singles]), tell)
         else:
-            # First kernels without a follower, then those that are timed together with theirs.
+            # First kernels without a follower, then kernels that are timed together with theirs.
             followed = [pair for pair in singles if spec_named(pair[0]).follower is not None]
             for some in filter(None, ([pair for pair in singles if pair not in followed], followed)):
                 _measure(executor, work, list(work.coming([some])), tell)
@@ -218,7 +218,7 @@ class _Entry:
         self.task, self._gpu = task, gpu
         # The seconds of the measuring process by part of the task.
         self.seconds: Mapping[str, float] = {}
-        # The compiled lines of all that is measured; the copy has none.
+        # The compiled lines of all measured candidates; the copy has none.
         self.compiled = {entrant.key: entrant.compiled for entrant in task.entrants}
         self.compiled[copy_key(task.kernel, task.problem)] = {}
         self._of_libraries = {entrant.key for entrant in task.entrants if entrant.candidate.is_library}
@@ -273,7 +273,7 @@ def is_composite(kernel: str, problem: Problem, target: Target) -> bool:
 def tasks(sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str) -> Iterator[Task]:
     """Yield a task for each problem with something to measure, its entrants in the predicted order.
 
-    Of candidates that were timed before, only the fastest and the first race again, for comparison with new ones.
+    Of the candidates timed before, only the fastest and the first race again, for comparison with new ones.
     """
     settled = Settled(sweep, strategy)
     target = settled.target

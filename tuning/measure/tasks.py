@@ -1,4 +1,4 @@
-"""Tasks of a measuring process, and the step that it is at.
+"""Define the tasks of a measuring process, and its current step.
 
 Tasks are plain data that travels between processes and machines. Steps are announced through shared memory: that costs
 no system call, so each launch may be announced, and the announcement outlives the process.

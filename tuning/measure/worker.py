@@ -150,7 +150,7 @@ class _Measuring:
         return Check(False, math.inf, math.inf, reason)
 
     def _free_bytes(self) -> int:
-        """Return how many bytes could be allocated."""
+        """Return the number of bytes that could be allocated."""
         cuda = self._torch.cuda
         return int(cuda.mem_get_info()[0] + cuda.memory_reserved() - cuda.memory_allocated())
 

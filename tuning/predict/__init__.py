@@ -1,1 +1,1 @@
-"""Ranks candidates with no GPU: the roofline, what a launch has to do, and the cost model over it."""
+"""Rank candidates without a GPU: the roofline, the costs of a launch, and the cost model over them."""

@@ -1,10 +1,10 @@
-"""From the terms of a launch to its time: one formula, two sets of weights.
+"""Compute the time of a launch from its terms: one formula, two sets of weights.
 
 The terms are those of :mod:`tilekern.tuning.predict.launch_costs`.
 
-The steps of one thread (its waits, its chain of instructions, its barriers) add up; the work of an SM's units side by
-side overlaps, but never wholly, for which the p-norm of the terms stands; then there is the cost of every launch, and
-a factor for traits of the code that no count tells:
+The steps of one thread (its waits, its chain of instructions, its barriers) add up; the work of an SM's units overlaps,
+but never completely, which the p-norm of the terms models. Every launch also has a constant cost, and a factor covers
+traits of the code that counts do not show:
 
     seconds = (overhead + (sum of (w_i t_i)^p over the parallel terms + (sum of w_j t_j over the serial ones)^p)^(1/p))
               * exp(sum of v_k trait_k)
@@ -12,16 +12,16 @@ a factor for traits of the code that no count tells:
 No weight of a term is negative: more bytes, more spilled values or more waits are never predicted to be faster.
 
 The weights come from ``python -m benchmarks.fit_cost_model`` on a sweep of Qwen3-8B, 2048 to 32768 tokens, measured on
-an H200 on 21 November 2026 (driver 580.159.04): 4395 candidates of 109 problems that memory bounds, 600 of 33 that the
-matrix units bound. The time of the predicted winner over the best one, on all 157 problems: median 1.018 and 90th
-percentile 1.134 on what the weights were fitted to, 1.017 and 1.146 for problems left out of the fit, 1.019 and 1.160
-for kernels left out. Which terms there are and the default's bonus were chosen with that same sweep in view; with
-another bonus of 0.5 to 4 % the 90th percentile is 1.158 to 1.160, with none 1.210. On an older sweep on another H200,
-118 problems with the same code and no libraries, these weights give 1.029 and 1.253, where they give 1.022 and 1.176 on
-those problems of this one. No other model of GPU was measured.
+an H200 on 21 November 2026 (driver 580.159.04): 4395 candidates of 109 problems bound by memory, 600 of 33 bound by the
+matrix units. The time of the predicted winner over the best one, on all 157 problems: median 1.018 and 90th percentile
+1.134 on what the weights were fitted to, 1.017 and 1.146 for problems left out of the fit, 1.019 and 1.160 for kernels
+left out. The choice of terms and the default's bonus used the same sweep; with another bonus of 0.5 to 4 % the 90th
+percentile is 1.158 to 1.160, with none 1.210. On an older sweep on another H200, 118 problems with the same code and no
+libraries, these weights give 1.029 and 1.253, against 1.022 and 1.176 on the same problems of this sweep. No other
+model of GPU was measured.
 
-What libraries reach is the median of their times over the roofline's in the same sweep, once the overhead is off, which
-was set by hand: events around a library's call also see the host's work in it.
+The figure of libraries is the median of their times over the roofline's in the same sweep, after subtracting the
+overhead, which was set by hand: events around a library's call also see the host's work in it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Weights:
 
     Attributes:
         terms: factor of each term, by its name in :class:`tilekern.tuning.predict.launch_costs.Costs`; none is
-        negative. serial: the names of the terms that add up. traits: coefficient of each trait. overhead_s: what every
-        launch takes. norm: the exponent p; terms add up at 1, and the largest alone counts at infinity.
+        negative. serial: the names of the terms that add up. traits: coefficient of each trait. overhead_s: seconds
+        that every launch takes. norm: the exponent p; terms add up at 1, and the largest alone counts at infinity.
     """
 
     terms: Mapping[str, float]
@@ -50,7 +50,7 @@ class Weights:
     norm: float
 
     def seconds(self, costs: Costs) -> float:
-        """The predicted time of a launch."""
+        """Return the predicted time of a launch."""
         weighed = {name: weight * costs.terms[name] for name, weight in self.terms.items()}
         serial = sum(weighed[name] for name in self.serial)
         parallel = [weighed[name] for name in weighed.keys() - self.serial]
@@ -105,8 +105,8 @@ PRODUCTS = Weights(
 # A library's call takes this, and the roofline's time times a factor; composites launch kernels of ours in between.
 LIBRARY_OVERHEAD_S = 100e-6
 LIBRARY, COMPOSITE = 1.61, 1.67
-# Those of which more is known, by the library's name. On an H200 torch 2.11's grouped products took 1.74 to 2.77 times
+# Libraries with their own figures, by name. On an H200 torch 2.11's grouped products took 1.74 to 2.77 times
 # the roofline's time: all six of a layer of GPT-OSS-20B or Qwen3-30B-A3B, 4096 or 8192 tokens, balanced routing.
 LIBRARIES = {"torch": 1.9}
-# A default is what the kernel's author believes in: others must promise more than this to be preferred to it.
+# The kernel's author chose the default: another config must be predicted faster by more than this to be preferred.
 DEFAULT_BONUS = 0.01

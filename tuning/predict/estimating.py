@@ -1,7 +1,7 @@
 """Count the candidates of a plan and estimate the time of each stage, for a dry run.
 
-Nothing here compiles, measures or writes. The counts are exact, except that candidates with the same machine code are
-timed once, which is known only after they are compiled. The times are means of earlier sweeps.
+Nothing here compiles, measures or writes. The counts are exact, with one exception: candidates with the same machine
+code are timed once, which is known only after they are compiled. The times are means of earlier sweeps.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class Count:
 
     ``bucketed``: the dimensions that are rounded up to a bucket. ``space``: all points of the axes, or the configs to
     which the plan is limited. ``ruled_out``: points that a constraint forbids, by reason. ``candidates``: the others,
-    the default config and the generic variant. ``artifacts``: those that no earlier problem has. ``compiled``: those of
-    them that the sweep has. ``settled`` and ``to_measure``: candidates that need no measurement, and those that do.
+    the default config and the generic variant. ``artifacts``: artifacts that no earlier problem has. ``compiled``: the
+    ones of them that the sweep has. ``settled`` and ``to_measure``: candidates that need no measurement, and those that
+    do.
     """
 
     kernel: str
@@ -137,7 +138,7 @@ def report_on(
     """Count a plan and estimate its time.
 
     Args:
-        model: the model's name, for people.
+        model: the model's name, for display.
         target: the GPU to tune for.
         problems: the planned problems.
         sweep: the sweep whose journals say what is done already; its folder need not exist.
@@ -147,7 +148,7 @@ def report_on(
         root: the cache whose earlier sweeps tell how long stages take here.
         done: keys of the artifacts that are not compiled again (:func:`count`).
         limits: the configs to try of a problem; by default its whole space.
-        notes: further notes for people.
+        notes: further notes to display.
         here: whether this host compiles.
         overlapped: whether one run compiles and measures, both at the same time.
     """
@@ -258,7 +259,7 @@ def estimate_compile(counts: Sequence[Count], jobs: int, sweeps: Sequence[Sweep]
 
 
 def estimate_together(compiles: Estimate, measures: Estimate) -> Estimate:
-    """Estimate the time of both stages if each problem is measured when it is compiled: that of the longer one.
+    """Estimate the time of both stages if each problem is measured once it is compiled: the longer stage's time.
 
     The GPU waits until the first problem is compiled, and the compilers while the last one is measured.
     """

@@ -1,9 +1,9 @@
-"""How much tuning is expected to gain, by kernel: what a budget of time is spent on first."""
+"""Expected gains of tuning by kernel: a budget of time is spent on the largest first."""
 
 from __future__ import annotations
 
 # The share of the default config's time that the winner saves: means over the 749 records of the shipped packs that
-# were measured on an H200 and know the default's time. Kernels below a tenth are taken together as ``OTHER_GAIN``.
+# were measured on an H200 and know the default's time. Kernels below a tenth share ``OTHER_GAIN``.
 GAINS = {
     "attention_delta": 0.25,
     "attention_dkdv": 0.17,

@@ -27,7 +27,7 @@ _STEP_S = 0.1e-6
 _PRODUCER_THREADS = 128
 # Bytes a cycle of an SM's first-level cache, for spilled registers.
 _LOCAL_BYTES_A_CYCLE = 64
-# Bytes a cycle of the L2 cache to one SM, however few SMs are at work.
+# Bytes a cycle of the L2 cache to one SM, even if few SMs are at work.
 _INTAKE_BYTES_A_CYCLE = 64
 # Cycles of a warp's access to global memory at the load-store unit, and of a TMA load.
 _ACCESS_CYCLES, _BOX_CYCLES = 4, 20

@@ -77,7 +77,7 @@ def costs_of(candidate: Candidate, resources: Resources, target: Target, code: M
 
 
 def predict_library(candidate: Candidate, target: Target) -> Prediction:
-    """Predict the time of a library's call: the roofline's time over the share that libraries reached of it."""
+    """Predict the time of a library's call: the roofline's time over the share of it that libraries reach."""
     call = candidate.spec.implement(candidate.problem, candidate.config)
     factor = LIBRARIES.get(library_of(candidate.config) or "", LIBRARY)
     factor = COMPOSITE if call.composite else factor

@@ -1,4 +1,4 @@
-"""Report on a sweep: a page to look at, and the same rows as CSV and JSON for programs."""
+"""Report on a sweep: an HTML page, and the same rows as CSV and JSON for programs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def as_json(report: Report) -> str:
     It has ``format`` (1), ``model``, ``target``, ``gpu``, ``toolkits``, ``date``, ``implementations`` and ``rows``.
     Each of ``implementations`` has the fields of :class:`tilekern.tuning.report.implementations.Standing`. Each row is
     an object on a line of its own, with the fields of :class:`tilekern.tuning.report.rows.Row`; problem and config are
-    objects. Unknown values are null, and so is an infinite error, whose reason says that it is.
+    objects. Unknown values are null. An infinite error is null too; the row's reason says so.
     """
     names = ("model", "target", "gpu", "toolkits", "date")
     head = {"format": FORMAT} | {name: getattr(report, name) for name in names}
@@ -47,8 +47,8 @@ def as_json(report: Report) -> str:
 def as_csv(report: Report) -> str:
     """Write a line with the names of the fields, then a line for each row.
 
-    Problem and config are ``name=value`` with commas between. Unknown values are empty, flags are 0 or 1, an infinite
-    error is ``inf``.
+    Problem and config are ``name=value`` pairs separated by commas. Unknown values are empty, flags are 0 or 1, an
+    infinite error is ``inf``.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -61,7 +61,7 @@ def as_csv(report: Report) -> str:
 
 
 def as_html(report: Report) -> str:
-    """The page that holds all it needs.
+    """Return the page as one self-contained file.
 
     Raises:
         InputError: Bokeh, the extra ``report``, is not installed.
@@ -79,7 +79,7 @@ def as_html(report: Report) -> str:
 
 
 def write_report(sweep: Sweep, folder: Path) -> list[Path]:
-    """Write ``report.csv``, ``report.json`` and ``report.html`` into a folder; their paths.
+    """Write ``report.csv``, ``report.json`` and ``report.html`` into a folder; return their paths.
 
     Raises:
         InputError: the sweep or the folder is not usable, or Bokeh is not installed; CSV and JSON are written then.
@@ -90,17 +90,17 @@ def write_report(sweep: Sweep, folder: Path) -> list[Path]:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a file of the report; its path. A failure leaves the file that was there.
+    """Write a file of the report; return its path. A failure keeps the old file.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the file cannot be written.
     """
     try:
         if path.exists() and not path.is_file():  # a pipe or a device, which is written to and not replaced
             path.write_text(text, encoding="utf-8", newline="")
         else:
-            place = path.resolve()  # a link stays one
-            place.parent.stat()  # a folder that is not there is not made
+            place = path.resolve()  # a link stays a link
+            place.parent.stat()  # a missing folder is not made
             write_whole(place, text.encode())
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None

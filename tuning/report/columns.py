@@ -13,7 +13,7 @@ from tilekern.spec import Value
 from tilekern.tuning.report.rows import STATUSES, Row
 
 Columns = dict[str, Any]
-# The kinds of points; the first that holds for a candidate counts.
+# The kinds of points; a candidate has the first kind that applies.
 MARKS = ("winner", "default", "measured", "predicted")
 _NUMBERS = (
     "number", "time_us", "measured_us", "spread_us", "samples", "predicted_us", "share_of_roofline",
@@ -43,7 +43,7 @@ def frontier(rows: Iterable[Row]) -> list[Row]:
 def candidate_columns(problems: Sequence[Sequence[Row]]) -> Columns:
     """Return a line for each candidate.
 
-    ``problem_id`` is the index of its problem as text, ``rank`` its place by time, from 1.
+    ``problem_id`` is the index of its problem as text, ``rank`` its rank by time, from 1.
     """
     rows = [row for group in problems for row in group]
     columns: Columns = {name: _numbers(getattr(row, name) for row in rows) for name in _NUMBERS}

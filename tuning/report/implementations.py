@@ -19,9 +19,9 @@ class Standing:
     Attributes:
         kernel: name of the spec.
         implementation: the backend's title, such as ``cuTile``, or the library's name as configs have it.
-        raced: problems in which it and another implementation were timed in the last race.
-        won: problems of these in which it was the fastest.
-        ahead: the best other implementation's time over its own, median over the problems that it won; None if none.
+        raced: the number of problems whose last race timed it and another implementation.
+        won: the number of these problems in which it was the fastest.
+        ahead: the best other implementation's time over its own, median over the won problems; None without wins.
     """
 
     kernel: str
@@ -55,7 +55,7 @@ def standings(problems: Iterable[Sequence[Row]]) -> list[Standing]:
 
 
 def _best(rows: Sequence[Row]) -> dict[str, float]:
-    """The least time of each implementation in a problem's last race, in microseconds."""
+    """Return the least time of each implementation in a problem's last race, in microseconds."""
     best: dict[str, float] = {}
     for row in rows:
         if row.measured_us is not None and not row.earlier_race and row.status == "timed":

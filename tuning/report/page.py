@@ -67,7 +67,7 @@ dd {{ margin: 0 }}
 """
 _NOTICE = """<p class="notice" role="note">\
 Nothing was measured: all times are predicted from compile-time facts, with no GPU.</p>"""
-# A plot is drawn for the width of the screen, and the paper's is known to the style sheets alone.
+# A plot is drawn for the width of the screen; only the style sheets know the paper's width.
 _START = f"""
 const report = document.getElementById("report")
 Bokeh.embed.embed_item(JSON.parse(document.getElementById("report-data").textContent), report)
@@ -90,7 +90,7 @@ def as_html(report: Report) -> str:
     problems = problems_of(report.rows)
     title = f"Tuning of {report.model} on {report.target['name']}"
     item = json_item(_layout(problems))
-    # A script's text ends at the first "</", wherever it stands.
+    # A script's text ends at the first "</", even in a string.
     data = json.dumps(_renumbered(item), separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
     return _PAGE.format(
         title=html.escape(title), notice="" if report.is_measured else _NOTICE, facts=_facts(report),

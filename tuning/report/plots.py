@@ -1,4 +1,4 @@
-"""The page's plots: of the winners of all problems, and of the candidates of the problem that is chosen."""
+"""Draw the page's plots: the winners of all problems, and the candidates of the chosen problem."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bokeh.plotting import figure
 
 from tilekern.tuning.report.columns import MARKS
 
-# Colours of Okabe and Ito, which people of any colour vision tell apart; shapes differ too, for print.
+# Colours of Okabe and Ito, which people with any colour vision can distinguish; shapes differ too, for print.
 _BLUE, _ORANGE, _GREY = Colorblind[8][0], Colorblind[8][5], "#767676"
 _LOOKS: dict[str, dict[str, Any]] = {
     "measured": {"marker": "circle", "size": 7, "fill_color": _BLUE, "line_color": _BLUE, "fill_alpha": 0.55},
@@ -35,7 +35,7 @@ _PROBLEM_TIPS = _tips("name", "winner", "time_text", "worth_text")
 
 
 def overview_plots(problems: ColumnDataSource) -> list[figure]:
-    """Of each problem's winner: the share of the roofline and the gain over the default config, against its time."""
+    """Plot each problem's winner: the share of the roofline and the gain over the default config, against its time."""
     x = "winner's time, µs" if "measured" in problems.data["provenance"] else "winner's predicted time, µs"
     share = _plot("Share of roofline of the winners", x, "time at the roofline / time", "share", log_x=True)
     gain = _plot("Gain of the winners over the default", x, "default's time / time", "gain", log_x=True)
@@ -52,14 +52,14 @@ def overview_plots(problems: ColumnDataSource) -> list[figure]:
 
 
 def candidate_plots(candidates: ColumnDataSource, frontier: ColumnDataSource, chosen: Filter) -> list[figure]:
-    """Of the chosen problem's candidates: times, registers against time, share of roofline, predicted against measured.
+    """Plot the chosen problem's candidates: times, registers and share of roofline by time, predicted by measured time.
 
-    The last is there where anything was measured.
+    The last plot exists only if anything was measured.
 
     Args:
         candidates: columns of :func:`tilekern.tuning.report.columns.candidate_columns`.
         frontier: columns of :func:`tilekern.tuning.report.columns.frontier_columns`.
-        chosen: lets the rows of the chosen problem through, by their ``problem_id``.
+        chosen: filters the rows of the chosen problem by their ``problem_id``.
     """
     is_measured = np.isfinite(candidates.data["measured_us"]).any()
     y = "time, µs" if is_measured else "predicted time, µs"

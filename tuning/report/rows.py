@@ -1,4 +1,4 @@
-"""Collect what a sweep knows of each candidate in one flat row, for the report's CSV, JSON and page."""
+"""Collect a sweep's facts on each candidate in one flat row, for the report's CSV, JSON and page."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ STATUSES = ("timed", "checked", "compiled", "duplicate", "planned", "wrong", "qu
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate of a sweep. A field is None where it is not known or has no meaning.
+    """One candidate of a sweep. A field is None if it is unknown or has no meaning.
 
     Attributes:
         kernel: name of the spec.
         problem: sizes, dtypes and flags, in the order of the spec's dimensions.
-        number: place of the candidate in its problem's list, from 0.
+        number: index of the candidate in its problem's list, from 0.
         config: the point of the space.
-        variant: ``aligned``, or ``generic`` for the artifact that every record carries beside its winner's.
+        variant: ``aligned``, or ``generic`` for the artifact that every record has besides its winner's.
         library: whether a library runs it, so that it has no artifact.
-        default: whether it is the spec's default config, which gains are told against.
+        default: whether it is the spec's default config, the reference of gains.
         winner: whether the problem's record would name it.
         status: one of :data:`STATUSES`. ``planned``: not compiled yet. ``failed``: the compiler gave up.
-            ``open``: it was kept from being compiled by what passes.
+            ``open``: a temporary failure kept it from being compiled.
             ``compiled``: compiled (or a library's), not run yet. ``duplicate``: the same machine code and grid as
             candidate ``same_as``, so it is not run. ``wrong``: it did not pass its check. ``quarantined``: it crashed
             or hung. ``checked``: right, not timed. ``timed``: right, and measured on the GPU.
-        reason: why it is ``failed``, ``wrong`` or ``quarantined``, or ``checked`` where its race was run without it.
-        same_as: ``number`` of the candidate that stands for a ``duplicate``.
-        provenance: ``measured`` or ``predicted``: what ``time_us`` is. Predicted ones are given in problems of which
-            nothing was timed, and in no other.
+        reason: why it is ``failed``, ``wrong`` or ``quarantined``, or ``checked`` if its race was run without it.
+        same_as: ``number`` of the candidate that represents a ``duplicate``.
+        provenance: the source of ``time_us``, ``measured`` or ``predicted``. Predicted times are given only in problems
+            without any timing.
         time_us: measured median or predicted time, microseconds.
         measured_us: median of the timings, microseconds.
         spread_us: half the distance between the quartiles of the timings, microseconds.
-        samples: number of timings; a candidate that was dropped early has few.
-        earlier_race: whether the timings are of a race before the problem's last one: only what raced together
-            competes, as clocks drift in between.
+        samples: number of timings; a candidate dropped early has few.
+        earlier_race: whether the timings come from a race before the problem's last one: only candidates of the same
+            race compete, since clocks drift between races.
         predicted_us: the cost model's time, microseconds.
         share_of_roofline: the time at the roofline over ``time_us``: of a copy of the bytes that must move, or of the
             operations at the peak of products of the dtype, whichever is longer; as the records have it.
@@ -65,7 +65,7 @@ class Row:
         threads: threads of a block.
         code_bytes: machine code.
         resident_blocks: blocks that fit on one SM of the target at once.
-        relative_error: norm of the error over the norm of the reference; infinite where a result is not a number.
+        relative_error: norm of the error over the norm of the reference; infinite if a result is not a number.
         elementwise_error: largest error over the largest element of the reference; infinite likewise.
     """
 
@@ -104,14 +104,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The rows of a sweep, and where they come from.
+    """The rows of a sweep, and their origin.
 
     Attributes:
-        model: the model that was planned for.
+        model: the planned model.
         target: key, name, architecture and number of SMs of the target.
-        gpu: GPU, driver and torch that measured; empty where nothing was.
+        gpu: GPU, driver and torch of the measurements; empty if there are none.
         toolkits: keys of the compilers that made the artifacts.
-        date: when the last run on the sweep began, in UTC, as ISO 8601; empty where there was none.
+        date: when the last run on the sweep began, in UTC, as ISO 8601; empty if there was none.
         rows: the candidates, problem by problem, in the order of the plan.
     """
 
@@ -124,12 +124,12 @@ class Report:
 
     @property
     def is_measured(self) -> bool:
-        """Whether anything was timed."""
+        """Return whether anything was timed."""
         return any(row.measured_us is not None for row in self.rows)
 
     @property
     def counts(self) -> Counter[str]:
-        """How many candidates there are of each status."""
+        """Count the candidates of each status."""
         return Counter(row.status for row in self.rows)
 
 
@@ -210,7 +210,7 @@ def _rows_of_problem(
 def _yardsticks(winner: Winner | None, how: str, default_us: float | None) -> tuple[float | None, float | None]:
     """Return the times of the default config and at the roofline, where known.
 
-    The record knows them: which candidate was timed in place of the default, and the copy of its race.
+    They come from the record: the candidate that was timed in place of the default, and the copy of its race.
     """
     if winner is None or winner.record.provenance != how:
         return default_us, None

@@ -1,4 +1,4 @@
-"""The page's tables: the winners of all problems, and the candidates of the problem that is chosen."""
+"""Make the page's tables: the winners of all problems, and the candidates of the chosen problem."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tilekern.tuning.report.rows import STATUSES
 
 ANY = "any"
 _MOST_LINES, _LINE_HEIGHT = 14, 25
-# Indices of the rows whose status and config are the wanted ones.
+# Indices of the rows with the wanted status and config.
 _MATCHES = """
 const words = text.value_input.toLowerCase().split(/\\s+/).filter((word) => word)
 const {status: states, config, role} = source.data
@@ -23,7 +23,7 @@ return Array.from(states.keys()).filter((i) => {
 
 
 def overview_table(problems: ColumnDataSource) -> DataTable:
-    """A line for each problem, with its winner."""
+    """Make a line for each problem, with its winner."""
     return _table(
         problems, CDSView(), "winners",
         [
@@ -38,7 +38,7 @@ def overview_table(problems: ColumnDataSource) -> DataTable:
 
 
 def candidate_table(candidates: ColumnDataSource, chosen: Filter) -> tuple[Select, TextInput, DataTable]:
-    """The candidates of the chosen problem, with a choice of the status and a search in the configs."""
+    """Make the table of the chosen problem's candidates, with a choice of the status and a search in the configs."""
     states: list[Any] = [ANY, *(status for status in STATUSES if status in candidates.data["status"])]
     status = Select(title="status", value=ANY, options=states, width=160, name="status")
     text = TextInput(
@@ -65,7 +65,7 @@ def candidate_table(candidates: ColumnDataSource, chosen: Filter) -> tuple[Selec
 
 
 def _table(source: ColumnDataSource, view: CDSView, name: str, columns: list[TableColumn]) -> DataTable:
-    """A table that sorts; columns wider than the page together would be cut off on paper."""
+    """Make a sortable table; on paper, columns wider than the page in total would be cut off."""
     lines = min(_MOST_LINES, len(source.data[columns[0].field]))
     return DataTable(
         source=source, view=view, columns=columns, name=name, height=_LINE_HEIGHT * (lines + 2),
@@ -75,7 +75,7 @@ def _table(source: ColumnDataSource, view: CDSView, name: str, columns: list[Tab
 
 
 def _text(field: str, title: str, width: int, full: str = "value") -> TableColumn:
-    """A column of texts that are cut off where they are too long; the browser shows the ``full`` one on the cell."""
+    """Make a column of texts, cut off if too long; the browser shows the ``full`` text over the cell."""
     formatter = HTMLTemplateFormatter(template=f'<span title="<%- {full} %>"><%- value %></span>')
     return TableColumn(field=field, title=title, width=width, formatter=formatter)
 

@@ -14,7 +14,7 @@ __all__ = [
     "BESIDE", "HOPELESS", "SLOWER", "STRATEGIES", "TIED", "WON", "Lineup", "Runner", "Strategy", "strategy_named",
 ]  # fmt: skip
 
-# By name, what a strategy does, and its function.
+# A description and the function of each strategy, by name.
 STRATEGIES: dict[str, tuple[str, Strategy]] = {
     "race": ("keeps the best third by medians of short rounds until few are left, which run in more rounds", race.run),
     "exhaustive": ("times every candidate equally often", race.exhaustive),

@@ -1,7 +1,7 @@
 """The strategies: all candidates run in the same rounds, and medians of their samples compare them.
 
-Each round runs its keys in another order. So medians compare whatever the clocks do meanwhile, and no key always pays
-for its neighbour's power on a GPU at its limit.
+Each round runs its keys in another order. So medians are comparable even if clocks change, and no key always pays for
+its neighbour's power on a GPU at its limit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ KEPT, FEW = 3, 4
 LEAST_US, MORE_ROUNDS, MOST_US = 20_000.0, 0.55, 4e6
 # GPU time for further samples before the first cut. On an H100, a single sample of 2 us once cost a winner 15 %.
 FIRST_US = 10_000.0
-# Samples of a candidate of the last field at least, whatever they cost, and at most; and of all that must be known.
+# Samples of a candidate of the last field: at least, whatever they cost, and at most; then the least of the winner and
+# of each key that needs a timing.
 ENOUGH_SAMPLES, MOST_SAMPLES, LEAST_SAMPLES = 6, 100, 4
 # Candidates predicted to take this many times as long as the best do not run, except the first few. In a sweep of
 # Qwen3-8B on an H200 no winner was predicted to take 1.5 times as long.
@@ -41,17 +42,17 @@ class Samples:
         self.taken_us: dict[str, list[float]] = {}
 
     def take(self, keys: Sequence[str]) -> None:
-        """Run a round; the first of all in the order given."""
+        """Run a round; the first round keeps the given order."""
         order = self._shuffle.sample(keys, len(keys)) if self.taken_us else list(keys)
         for key, time_us in zip(order, self._runner.round(order), strict=True):
             self.taken_us.setdefault(key, []).append(max(time_us, TICK_US))
 
     def median_us(self, key: str) -> float:
-        """The median of a key that has run."""
+        """Return the median of a key that has run."""
         return statistics.median(self.taken_us[key])
 
     def outcome(self, field: Sequence[str]) -> dict[str, Timing]:
-        """A timing of each key that has run; the winner is one of the field, of which all have as many samples."""
+        """Return a timing of each key that has run; the winner is in ``field``, whose keys have equal sample counts."""
         taken, lineup, least = self.taken_us, self._lineup, min(map(self.median_us, field))
         equals = [key for key in lineup.keys if key in field and self.median_us(key) <= EQUAL * least]
         winner = lineup.default if lineup.default in equals else equals[0]
@@ -105,13 +106,13 @@ def run(runner: Runner, lineup: Lineup) -> dict[str, Timing]:
 def exhaustive(
     runner: Runner, lineup: Lineup, rounds: int = ROUNDS, longest_us: float = LONGEST_US
 ) -> dict[str, Timing]:
-    """Time every candidate equally often, which is what other strategies are judged by.
+    """Time every candidate equally often; other strategies are judged by this one.
 
     Args:
         runner: takes the times.
         lineup: the candidates.
-        rounds: how often.
-        longest_us: no round after the first ones begins when so much GPU time is spent.
+        rounds: the number of rounds.
+        longest_us: after the first rounds, no round begins once this much GPU time is spent.
     """
     samples, started_us = Samples(runner, lineup), runner.spent_us
     for done in range(rounds):

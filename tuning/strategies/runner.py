@@ -30,7 +30,7 @@ class GpuRunner:
         watch: the stopwatch.
         launches: functions that launch, by key.
         load_code: loads a key's code without running it; returns False if it cannot, and an untimed launch loads it.
-        refresh: puts into L2 what a launch finds there in real use, before each sample; None for nothing.
+        refresh: before each sample, puts the arrays into L2 that are there in real use; None for nothing.
         announce: called with a key before its first launch and when it is waited for, while the GPU works: it must take
             only some microseconds.
     """

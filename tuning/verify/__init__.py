@@ -1,1 +1,1 @@
-"""Whether a candidate is right: inputs of many kinds, guard bands, and how results are judged beside the reference."""
+"""Check whether a candidate is right: inputs of many kinds, guard bands, and the comparison with the reference."""

@@ -22,7 +22,7 @@ from tilekern.tuning.verify.adversarial import Change, drawn, placed
 from tilekern.tuning.verify.canaries import GuardedInputs
 from tilekern.tuning.verify.check import Check, Leeway, expected_results, judge, odd_problem
 
-# A candidate may have this many times torch's own float32 error beside the tolerance: it sums in another order, its
+# A candidate may have this many times torch's own float32 error on top of the tolerance: it sums in another order, its
 # exponentials and quotients are the hardware's, and three tf32 products that make one of float32 keep 2^-21.
 FLOAT32_SLACK = 16.0
 # Large draws keep torch's float32 within this many times the tolerance of float32 results: a softmax of larger scores
@@ -83,7 +83,7 @@ class Case:
         return self._guarded[padded]
 
     def forget_guarded(self) -> None:
-        """Have the guarded inputs made anew, after a run wrote to them."""
+        """Drop the guarded inputs after a run wrote to them; they are made again."""
         self._guarded.clear()
 
     @property
@@ -139,14 +139,15 @@ class ValueCases:
             expected = expected_results(spec, self._odd, inputs)
         self.random = Case("random", self._odd, inputs, expected)
         tried = [odd_problem(spec, problem, most) for most in _SMALL]
-        # What the reference writes whatever the bucketed sizes, as weights' gradients are, and what grows with them.
+        # The reference's bytes that do not depend on the bucketed sizes, like weights' gradients, and those that grow
+        # with them.
         least_inputs = drawn(spec, tried[-1], device)
         with _BytesWritten() as least:
             expected_results(spec, tried[-1], least_inputs)
         self._fixed_bytes, self._growing_bytes = least.total, max(0, written.total - least.total)
         part = Room(max(room.bytes // _SMALL_PART, 2 * self._fixed_bytes), room.flops // _SMALL_PART)
         self._small = next((one for one in tried if self.fits(one, part)), tried[-1])
-        # By their place among the makers.
+        # By their index among the makers.
         self._made: dict[int, list[Case]] = {}
 
     @property

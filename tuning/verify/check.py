@@ -44,16 +44,17 @@ class Check:
 
 @dataclass(frozen=True)
 class Leeway:
-    """The errors that one result is allowed beside the tolerance.
+    """The errors that one result is allowed on top of the tolerance.
 
     Attributes:
         norm: an error of the norm, on top; and
         peak: of each element: what float32 loses in torch too.
-        plain: where the inputs hold NaN or infinity, the result without, in float64; and
-        reached: which elements depend on it. Those that do not are right if they are as without, whatever the reference
-            says: it gives NaN for zero times a masked NaN, and a kernel that never reads what is masked does better.
-        tainted: where the inputs hold infinity, which elements may be NaN whatever the reference says, or infinite
-            where it says NaN: those that it makes NaN where NaN stands in place of infinity.
+        plain: if the inputs hold NaN or infinity, the result without them, in float64; and
+        reached: which elements depend on them. The other elements are right if they match ``plain``, whatever the
+            reference says: it gives NaN for zero times a masked NaN, and a kernel that never reads masked elements is
+            better.
+        tainted: if the inputs hold infinity, which elements may be NaN whatever the reference says, or infinite if it
+            says NaN: the elements that are NaN if NaN replaces infinity in the inputs.
     """
 
     norm: float = 0.0
@@ -121,10 +122,10 @@ def judge(
     """Judge results: NaN and infinity where the reference has them and nowhere else, the rest near it.
 
     Args:
-        results: what is judged, by name.
-        expected: what is right, in float64, by name.
+        results: the results to judge, by name.
+        expected: the right results, in float64, by name.
         tolerance: errors allowed of the norm and of each element, over the elements that are finite.
-        leeway: what is allowed beside that, by name.
+        leeway: the errors allowed on top, by name.
     """
     worst = Check(True, 0.0, 0.0)
     for name, reference in expected.items():
@@ -158,7 +159,7 @@ def errors(actual: Any, reference: Any) -> tuple[float, float]:
 
 
 def _ratios(difference: Any, reference: Any) -> tuple[float, float]:
-    """Return the norm and the peak of one over those of the other."""
+    """Return the norm and the peak of one divided by the other's."""
     import torch
 
     if difference.numel() == 0:
@@ -197,7 +198,7 @@ def _judged(actual: Any, reference: Any, extra: Leeway) -> tuple[float, float, s
 
 
 def _misplaced(actual: Any, reference: Any) -> str:
-    """Describe elements that are NaN or infinite unlike those of a reference of the same dtype."""
+    """Describe elements that are NaN or infinite where a reference of the same dtype differs."""
     odd = (actual != reference) & ~(actual.isfinite() & reference.isfinite()) & ~(actual.isnan() & reference.isnan())
     if not bool(odd.any()):
         return ""

@@ -5,10 +5,10 @@ With P = exp(S - lse), S the scaled (and capped) scores, and delta = rowsum(out 
 
     dv = P^T dout,   dS = P * (dout v^T - delta),   dq = scale dS k,   dk = scale dS^T q,
 
-dS times 1 - tanh^2 where the scores are capped. P is computed anew from q, k and lse: once for dk and dv, by blocks
+with dS times 1 - tanh^2 if the scores are capped. P is computed again from q, k and lse: once for dk and dv, by blocks
 that own a tile of keys (:data:`DKDV`), and once for dq, by blocks that own a tile of queries (:data:`DQ`); delta is
-computed before, by :data:`DELTA`. A gradient of lse itself is subtracted from delta. The layout is that of
-:mod:`tilekern.kernels.attention.problem`.
+computed before, by :data:`DELTA`. A gradient of lse itself is subtracted from delta.
+:mod:`tilekern.kernels.attention.problem` describes the layout.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = ["DELTA", "DKDV", "DQ", "SPECS"]
 
 
 def _score_gradients(products, pulled, lse, delta, shown, factors, capped, precise, masked):
-    """P and dS (but for the scale) from the products q k^T and dout v^T, in either orientation."""
+    """Compute P and dS, without the scale, from the products q k^T and dout v^T, in either orientation."""
     slope, factor = factors
     if ct.static_eval(capped):
         products = soft_tanh(products * slope, precise)
@@ -73,7 +73,7 @@ def _score_gradients(products, pulled, lse, delta, shown, factors, capped, preci
 def _add_queries(
     arrays, place, owned, sums, span, factors, tile_m, depth, latency, causal, windowed, capped, packed, precise, masked
 ):
-    """dk and dv of a tile of keys with one more tile of queries."""
+    """Add a tile of queries to dk and dv of a tile of keys."""
     (q, dout, lse, delta), (number, first, tile, head), (k_tile, v_tile, key) = arrays, place, owned
     queries, keys, window = span
     q_tile = load_rows(q, number, first, tile, head, tile_m, depth, packed, latency)
@@ -85,7 +85,7 @@ def _add_queries(
         q_tile, dout_tile = cut(q_tile, query, queries, packed), cut(dout_tile, query, queries, packed)
         if ct.static_eval(packed):
             delta_row = ct.where(query < queries, delta_row, 0.0)
-    # Keys stand in the rows: P^T and dS^T are left operands of the next products as they lie in registers.
+    # Keys are the rows: P^T and dS^T are left operands of the next products without a change of layout in registers.
     nothing = ct.zeros((k_tile.shape[0], tile_m), ct.float32)
     products = ct.mma(k_tile, ct.transpose(q_tile), nothing)
     pulled = ct.mma(v_tile, ct.transpose(dout_tile), nothing)
@@ -103,7 +103,7 @@ def _keys_gradients(
     item, q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, heads,
     kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed, precise,
 ):  # fmt: skip
-    """One tile of keys of one key head of one sequence, with the queries of all heads that read it."""
+    """Compute dk and dv of a tile of keys of one key head of a sequence, with the queries of all heads that read it."""
     batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
     group = ct.static_eval(max(1, heads // kv_heads))
     abreast = heads_abreast(q.shape[1], depth * group, 1, budget)
@@ -111,7 +111,8 @@ def _keys_gradients(
     number, kv_head = row // kv_heads, row % kv_heads
     first_query, queries = sequence(query_starts, number, q.shape[1], packed)
     first_key, keys = sequence(key_starts, number, k.shape[1], packed)
-    # One turn, or none beyond the end of a packed sequence: tileiras 13.4 rejects a branch in dq's kernel for sm_100.
+    # One iteration, or none beyond the end of a packed sequence: tileiras 13.4 rejects a branch in dq's kernel for
+    # sm_100.
     for _ in range(ct.where(tile * tile_n < keys, 1, 0) if ct.static_eval(packed) else 1):
         arrays, span, factors = (q, dout, lse, delta), (queries, keys, window), factors_of(scale, softcap, capped)
         key = tile * tile_n + ct.arange(tile_n, dtype=ct.int32)[:, None]
@@ -155,7 +156,7 @@ def attention_dkdv(
     """One tile of keys a block, or resident blocks that loop; k, v, dk and dv [batch, keys, kv_heads, head_dim].
 
     q and dout [batch, queries, heads, head_dim], lse and delta [batch, heads, queries], query_starts and key_starts
-    [batch + 1]; where ``packed`` the sequences stand one after the other in a batch of one.
+    [batch + 1]; if ``packed``, the sequences follow one another in a batch of one.
     """
     arguments = (
         q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, heads, kv_heads,
@@ -173,7 +174,7 @@ def _add_keys(
     arrays, place, owned, dq_sum, span, factors, tile_n, depth, latency, causal, windowed, capped, packed, precise,
     masked,
 ):  # fmt: skip
-    """dq of a tile of queries with one more tile of keys."""
+    """Add a tile of keys to dq of a tile of queries."""
     (k, v), (number, first, tile, kv_head), (q_tile, dout_tile, lse, delta, query) = arrays, place, owned
     queries, keys, window = span
     k_tile = load_rows(k, number, first, tile, kv_head, tile_n, depth, packed, latency)
@@ -195,7 +196,7 @@ def _queries_gradients(
     item, q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads,
     kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed, precise,
 ):  # fmt: skip
-    """One tile of queries of one head of one sequence."""
+    """Compute dq of one tile of queries of one head of one sequence."""
     batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
     abreast = heads_abreast(k.shape[1], depth, ct.static_eval(max(1, heads // kv_heads)), budget)
     row, tile = head_and_tile(item, ct.cdiv(most_queries, tile_m), batch * heads, abreast, causal)
@@ -239,7 +240,7 @@ def attention_dq(
 ):  # fmt: skip
     """One tile of queries a block, or resident blocks that loop; dq [batch, queries, heads, head_dim].
 
-    Other arrays as in :func:`attention_dkdv`.
+    Other arrays: see :func:`attention_dkdv`.
     """
     arguments = (
         q, k, v, dout, lse, delta, query_starts, key_starts, most_queries, scale, softcap, window, dq, heads, kv_heads,
@@ -337,7 +338,7 @@ DELTA = spec(
 def _spec(
     name: str, summary: str, side: str, outputs: tuple[Array, ...], function: Any, products: int
 ) -> KernelSpec:  # fmt: skip
-    """The spec of a kernel whose blocks own tiles of ``side``, queries or keys, and compute ``products`` products."""
+    """Make the spec of a kernel whose blocks own tiles of ``side``, queries or keys, and run ``products`` products."""
     space = shared.space_of(side)
     arrays: Arrays = (*shared.READ, ScalarParameter(f"most_{side}", "int32"), *SCALARS, *outputs)
     heads, rows = ("heads", "tile_m") if side == "queries" else ("kv_heads", "tile_n")
@@ -349,7 +350,7 @@ def _spec(
         shared.REFERENCES[side],
         function=lambda problem, config: function,
         sizes=sizes,
-        # Loads of packed rows are long code, which a second loop would have twice.
+        # Loads of packed rows are long code, which a second loop would double.
         constants=lambda problem, config: {"one_loop": problem["packed"] or is_one_loop(config)},
         grid=lambda sizes, config, sm_count: grid_of(
             sizes["batch"] * sizes[heads] * cdiv(sizes[side], config[rows]), config, sm_count

@@ -1,4 +1,4 @@
-"""Attention's backward but for its kernels: dimensions, arrays, inputs, the formula of the gradients, search spaces.
+"""Attention's backward without its kernels: dimensions, arrays, inputs, the formula of the gradients, search spaces.
 
 The layout and the flags are those of :mod:`tilekern.kernels.attention.problem`. Sinks act only through the log-sum-exp:
 no backward kernel takes them.
@@ -49,12 +49,12 @@ def inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     return {**found, "lse": lse.float(), "delta": delta.float() - dlse}
 
 
-# Scores of one sequence that are computed at a time.
+# Scores of one sequence computed at a time.
 _SCORES = 1 << 28
 
 
 def _by_head(problem: Problem, found: dict[str, Any]) -> tuple[Any, Any]:
-    """lse and delta in float64, some heads at a time: the scores of all heads may not fit in memory."""
+    """Compute lse and delta in float64, some heads at a time: the scores of all heads may not fit in memory."""
     import torch
 
     flags = {flag: problem[flag] for flag in FLAGS} | {"sinks": False}
@@ -74,7 +74,7 @@ def _sequence_gradients(
     q: Any, k: Any, v: Any, dout: Any, lse: Any, delta: Any, scale: float, softcap: float, window: int,
     causal: bool, windowed: bool, capped: bool,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """dq, dk and dv of one sequence, [tokens, heads, head_dim] each."""
+    """Compute dq, dk and dv of one sequence, [tokens, heads, head_dim] each."""
     import torch
 
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -92,7 +92,7 @@ def _sequence_gradients(
     gradients = scale * slope * weights * (pulled - delta.double()[..., None])
     dq = torch.einsum("hqk,khd->qhd", gradients, k_heads)
     by_head = (torch.einsum("hqk,qhd->khd", left, right) for left, right in ((gradients, q), (weights, dout)))
-    # Group by group, since an index_add_ on a GPU adds heads up in another order each time.
+    # Group by group, since index_add_ on a GPU adds heads in a different order each time.
     dk, dv = (torch.stack([found[:, of_head == kv_head].sum(1) for kv_head in range(kv_heads)], 1) for found in by_head)
     return dq, dk, dv
 
@@ -131,7 +131,7 @@ def _of(outputs: tuple[str, ...]) -> Callable[..., dict[str, Any]]:
     return reference
 
 
-# The results of the kernel that owns tiles of queries, and of the one that owns tiles of keys.
+# The results of the kernels that own tiles of queries, or tiles of keys.
 REFERENCES = {"queries": _of(("dq",)), "keys": _of(("dk", "dv"))}
 
 
@@ -211,12 +211,12 @@ def space_of(side: str) -> Space:
 
 
 def _small_side(problem: Problem) -> int:
-    """The side of a small tile that compiles in 3 s with packed rows, a window and a cap; eight warps share it."""
+    """Return the side of a small tile for eight warps that compiles in 3 s with packed rows, a window and a cap."""
     return 32 if shared.depth_of(problem) <= (64 if problem["dtype"] == "float32" else 128) else _SMALLEST
 
 
 def _is_quick(problem: Problem, config: Config, target: Target) -> bool:
-    """Whether a config compiles in 3 s: without large matrix units, products and packed rows are long code."""
+    """Return whether a config compiles in 3 s: without large matrix units, products and packed rows are long code."""
     long = problem["dtype"] == "float32" or problem["packed"]
     wide = config["tile_m"] >= 64 and (shared.depth_of(problem) <= 128 or target.has_wgmma)
     return bool(not long or wide or config["tile_m"] <= _small_side(problem))

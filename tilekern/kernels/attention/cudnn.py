@@ -1,8 +1,8 @@
 """cuDNN's attention, through torch, as a point of the attention specs' spaces.
 
-torch passes it tensors as [batch, heads, tokens, head_dim] of any strides, so the specs' layout goes in as a view. Its
+torch passes it tensors [batch, heads, tokens, head_dim] of any strides, so the specs' layout is passed as a view. Its
 backward adds dq up atomically, whatever ``torch.use_deterministic_algorithms`` says (cuDNN 9.19 through torch 2.11 on
-an H200: dk and dv repeat bit by bit, dq does not), so it serves only where that is allowed.
+an H200: dk and dv repeat bit by bit, dq does not), so it serves only if that is allowed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Attention's forward: softmax(scale q k^T) v with its log-sum-exp, online over tiles of keys.
 
-The online softmax is Milakov and Gimelshein's (2018, arXiv:1805.02867), its use tile by tile FlashAttention's (Dao et
-al. 2022, arXiv:2205.14135). Scores are kept in base 2, so that one exponential instruction serves; probabilities are
-rounded to the dtype for the second product, as every implementation on matrix units does. The mask's meaning stands
-in :mod:`tilekern.kernels.attention.tiles`, the layout in :mod:`tilekern.kernels.attention.problem`.
+The online softmax is Milakov and Gimelshein's (2018, arXiv:1805.02867), its use tile by tile is FlashAttention's (Dao
+et al. 2022, arXiv:2205.14135). Scores are kept in base 2, so that one exponential instruction serves; probabilities are
+rounded to the dtype for the second product, like in every implementation on matrix units. The mask is described in
+:mod:`tilekern.kernels.attention.tiles`, the layout in :mod:`tilekern.kernels.attention.problem`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tilekern.spec.targets import Target
 
 
 def _scores(q_tile, k_tile, slope, capped, precise):
-    """The scores of a tile in base 2, but for the factor of :func:`~tilekern.kernels.attention.tiles.factors_of`."""
+    """Compute a tile's scores in base 2, without the factor of :func:`~tilekern.kernels.attention.tiles.factors_of`."""
     products = product(q_tile, ct.transpose(k_tile), ct.zeros((q_tile.shape[0], k_tile.shape[0]), ct.float32))
     if ct.static_eval(capped):
         products = soft_tanh(products * slope, precise)
@@ -51,7 +51,7 @@ def _scores(q_tile, k_tile, slope, capped, precise):
 
 
 def _add_keys(biggest, total, summed, products, v_tile, factor):
-    """The running maximum, denominator and weighted sum with one more tile of keys."""
+    """Add a tile of keys to the running maximum, denominator and weighted sum."""
     most = ct.maximum(biggest, ct.max(products, axis=1, keepdims=True) * factor)
     shrink = ct.exp2(biggest - most, flush_to_zero=True)
     weights = ct.exp2(products * factor - most, flush_to_zero=True)
@@ -61,7 +61,7 @@ def _add_keys(biggest, total, summed, products, v_tile, factor):
 
 
 def _start(sink_logits, head, rows, sinks):
-    """The running maximum and denominator before the first key: a sink is a key whose value is zero."""
+    """Return the running maximum and denominator before the first key: a sink is a key whose value is zero."""
     if ct.static_eval(sinks):
         logit = ct.load(sink_logits, (head,), ()) * LOG2_E
         biggest = ct.full((rows, 1), ct.maximum(logit, LOWEST), ct.float32)
@@ -70,13 +70,13 @@ def _start(sink_logits, head, rows, sinks):
 
 
 def _rows(array, where, j):
-    """Key tile ``j`` of k or v."""
+    """Load key tile ``j`` of k or v."""
     number, first_key, kv_head, tile_n, depth, packed, latency = where
     return load_rows(array, number, first_key, j, kv_head, tile_n, depth, packed, latency)
 
 
 def _whole_tiles(state, q_tile, k, v, where, full, edge, slope, factor, capped, precise, ahead):
-    """The state after the key tiles [full, edge), of which every query sees all.
+    """Return the state after the key tiles [full, edge), in which every query sees all keys.
 
     ``ahead`` issues the product of queries and the next keys before the softmax of this tile.
     """
@@ -97,7 +97,7 @@ def _whole_tiles(state, q_tile, k, v, where, full, edge, slope, factor, capped, 
 
 
 def _attend(item, q, k, v, sink_logits, query_starts, key_starts, numbers, out, lse, sizes, flags):
-    """One tile of queries of one head of one sequence."""
+    """Compute one tile of queries of one head of one sequence."""
     most_queries, scale, softcap, window = numbers
     heads, kv_heads, depth, tile_m, tile_n, budget, latency = sizes
     one_loop, ahead, causal, windowed, capped, sinks, packed, precise = flags
@@ -145,7 +145,7 @@ def attention_forward(
     """One tile of queries a block, or resident blocks that loop; q and out [batch, queries, heads, head_dim].
 
     k and v [batch, keys, kv_heads, head_dim], lse [batch, heads, queries], sink_logits [heads], query_starts and
-    key_starts [batch + 1]; where ``packed`` the sequences stand one after the other in a batch of one.
+    key_starts [batch + 1]; if ``packed``, the sequences follow one another in a batch of one.
     """
     numbers = (most_queries, scale, softcap, window)
     sizes = (heads, kv_heads, depth, tile_m, tile_n, budget, latency)
@@ -167,12 +167,12 @@ def _config(tile_m: int, tile_n: int, occupancy: int, warps: int, schedule: str 
 
 
 def _is_roomy(problem: Problem) -> bool:
-    """Whether tiles may be large: float32 takes three products each, and heads of 512 fill the registers."""
+    """Return whether tiles may be large: float32 takes three products each, and heads of 512 fill the registers."""
     return problem["dtype"] != "float32" and shared.depth_of(problem) <= 256
 
 
 def _fits(problem: Problem, config: Config, target: Target) -> bool:
-    """Accumulators (scores, those of the next tile where they go ahead, output) in a worker's registers."""
+    """Return whether the accumulators (scores, the next tile's with ``ahead``, output) fit a worker's registers."""
     if target.has_tensor_memory or not _is_roomy(problem):
         return True
     columns = config["tile_n"] * (1 + config["ahead"]) + shared.depth_of(problem)
@@ -251,7 +251,7 @@ def _default(problem: Problem, target: Target) -> Config:
 
 
 def _generic(problem: Problem) -> Config:
-    """Small tiles of eight warps: four write out twice as many loads of single elements."""
+    """Return small tiles of eight warps: four would write out twice as many loads of single elements."""
     side = 16 if problem["dtype"] == "float32" or shared.depth_of(problem) > 256 else 32
     return _config(side, side, 1, 8, "persistent")
 

@@ -1,8 +1,8 @@
-"""Attention's backward as one spec: by the kernels of this package, which repeat bit by bit, or by cuDNN.
+"""Attention's backward as one spec: by the kernels of this package, with the same bits in every run, or by cuDNN.
 
 The kernels run one after the other: delta, then dk and dv by tiles of keys, then dq by tiles of queries. They compute
-the scores twice (seven matrix products against five), and no two blocks add to the same element. A ``deterministic``
-problem is left to them.
+the scores twice (seven matrix products against five), and no two blocks add to the same element. Only they serve a
+``deterministic`` problem.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The parts of attention's specs that forward and backward share: dimensions, arrays, inputs, the formula, the cost.
 
 Layout: q [batch, queries, heads, head_dim], k and v [batch, keys, kv_heads, head_dim], out like q, lse (the natural
-log of the softmax's denominator) [batch, heads, queries] float32. Where ``packed``, the ``batch`` sequences stand one
-after the other in a batch of one, ``queries`` and ``keys`` are the lengths of the longest, and ``query_starts`` and
+log of the softmax's denominator) [batch, heads, queries] float32. If ``packed``, the ``batch`` sequences follow one
+another in a batch of one, ``queries`` and ``keys`` are the lengths of the longest, and ``query_starts`` and
 ``key_starts`` (int32, [batch + 1]) are their first rows. An array that a flag turns off is a placeholder of one
 element: ``sink_logits`` [heads] float32 without ``sinks``, the starts without ``packed``.
 """
@@ -33,7 +33,7 @@ SCALARS = (
     *(ScalarParameter(name, "float32") for name in ("scale", "softcap")),
     ScalarParameter("window", "int32"),
 )
-# Bytes that the blocks at work at one time should read again and again: they stay in any data-centre GPU's L2.
+# Bytes that the blocks running at the same time should share and reuse: they fit any data-centre GPU's L2.
 _WAVE_BYTES = 16 << 20
 
 
@@ -48,7 +48,7 @@ def lengths(batch: int, longest: int) -> list[int]:
 
 
 def is_one_loop(config: Config) -> bool:
-    """Tell whether one loop masks all tiles, instead of one loop over whole tiles and one over those at edges.
+    """Tell whether one loop masks all tiles, instead of one loop over whole tiles and one over edge tiles.
 
     A small tile's mask costs little, and the second loop takes as long to compile as the first.
     """

@@ -1,11 +1,11 @@
-"""Device code of attention's forward and backward: tiles of heads, which of them see each other, masks.
+"""Device code of attention's forward and backward: tiles of heads, which tiles see each other, masks.
 
-Query q of a sequence of ``queries`` queries and ``keys`` keys stands at position q + keys - queries (the last query
+Query q of a sequence of ``queries`` queries and ``keys`` keys has the position q + keys - queries (the last query
 at the last key, as in FlashAttention 2). ``causal``: it sees the keys up to its position. ``windowed``: it sees the
 keys whose distance from its position is less than ``window``, on both sides unless ``causal`` takes one away.
 
-A loop over tiles takes those that need no mask first and then those that an edge crosses (:func:`edge_tile`); tiles in
-which nothing is seen are not visited.
+A loop over tiles first takes tiles without a mask, then tiles that an edge crosses (:func:`edge_tile`); tiles in which
+nothing is seen are skipped.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ LOWEST = -1e30
 
 
 def kv_head_of(head, heads, kv_heads):
-    """The key head that a query head reads: heads in equal groups, or nearly so where they do not divide."""
+    """Return the key head that a query head reads: groups of heads are equal, or nearly equal if they do not divide."""
     return head * kv_heads // heads
 
 
 def first_head_of(kv_head, heads, kv_heads):
-    """The first query head that reads a key head; the last one comes before the first of the next key head."""
+    """Return the first query head that reads a key head; the last one precedes the next key head's first."""
     return ct.cdiv(kv_head * heads, kv_heads)
 
 
 def sequence(starts, number, length, packed):
-    """(first row, length) of a sequence: its part of the packed tokens, or a whole batch entry of ``length`` rows."""
+    """Return (first row, length) of a sequence: its part of the packed tokens, or a batch entry of ``length`` rows."""
     if ct.static_eval(packed):
         first = ct.load(starts, (number,), ())
         return first, ct.load(starts, (number + 1,), ()) - first
@@ -37,9 +37,9 @@ def sequence(starts, number, length, packed):
 
 
 def load_rows(array, number, first, tile, head, rows, depth, packed, latency):
-    """Tile ``tile`` of a sequence's rows for one head of array [batch, tokens, heads, head_dim], as (rows, depth).
+    """Load tile ``tile`` of a sequence's rows for one head of array [batch, tokens, heads, head_dim], as (rows, depth).
 
-    Zeros beyond the array; beyond the end of a packed sequence the rows of the next one.
+    Beyond the array are zeros; beyond the end of a packed sequence are the next sequence's rows.
     """
     hint = ct.static_eval(latency if latency > 0 else None)
     zero = ct.PaddingMode.ZERO
@@ -51,7 +51,7 @@ def load_rows(array, number, first, tile, head, rows, depth, packed, latency):
 
 
 def store_rows(array, number, first, length, tile, head, values, packed):
-    """Store what :func:`load_rows` loads, but nothing beyond the end of the sequence."""
+    """Store a tile of :func:`load_rows`, but nothing beyond the end of the sequence."""
     values = ct.reshape(values, (1, values.shape[0], 1, values.shape[1]))
     if ct.static_eval(packed):
         ct.store(array.slice(1, first, first + length), (0, tile, head, 0), values)
@@ -60,7 +60,7 @@ def store_rows(array, number, first, length, tile, head, values, packed):
 
 
 def cut(rows, index, length, packed):
-    """Rows with zeros from ``length`` on: behind a packed sequence stands the next one, whose NaN no weight of 0 stops.
+    """Zero rows from ``length`` on: after a packed sequence comes the next; a weight of 0 does not stop its NaN.
 
     ``index`` (int32, of one axis that is not 1) says which row of the sequence each is.
     """
@@ -70,7 +70,7 @@ def cut(rows, index, length, packed):
 
 
 def load_row_values(array, number, first, tile, head, rows, packed):
-    """One float32 for each row, of array [batch, heads, tokens] (log-sum-exp, delta), as (rows,)."""
+    """Load one float32 for each row of array [batch, heads, tokens] (log-sum-exp, delta), as (rows,)."""
     zero = ct.PaddingMode.ZERO
     if ct.static_eval(packed):
         view = array.tiled_view((1, 1, rows), padding_mode=zero, traversal_steps=(1, 1, 1))
@@ -79,7 +79,7 @@ def load_row_values(array, number, first, tile, head, rows, packed):
 
 
 def store_row_values(array, number, first, length, tile, head, values, packed):
-    """Store what :func:`load_row_values` loads, but nothing beyond the end of the sequence."""
+    """Store values of :func:`load_row_values`, but nothing beyond the end of the sequence."""
     values = ct.reshape(values, (1, 1, values.shape[0]))
     if ct.static_eval(packed):
         ct.store(array.slice(2, first, first + length), (0, head, tile), values)
@@ -88,7 +88,7 @@ def store_row_values(array, number, first, length, tile, head, values, packed):
 
 
 def _split(lower, upper, full_lower, full_upper, tile):
-    """(first, full, edge, stop) in tiles: some row sees tiles [first, stop), every row all of tiles [full, edge)."""
+    """Return (first, full, edge, stop) in tiles: some row sees tiles [first, stop), every row all of [full, edge)."""
     first = ct.maximum(lower, 0) // tile
     stop = ct.maximum(first, ct.cdiv(ct.maximum(upper, 0), tile))
     full = ct.minimum(ct.maximum(first, ct.cdiv(ct.maximum(full_lower, 0), tile)), stop)
@@ -97,7 +97,7 @@ def _split(lower, upper, full_lower, full_upper, tile):
 
 
 def key_tiles(first_query, rows, queries, keys, window, tile, causal, windowed):
-    """The key tiles that queries [first_query, first_query + rows) see, as :func:`_split` gives them."""
+    """Return the key tiles that queries [first_query, first_query + rows) see, in the form of :func:`_split`."""
     low = first_query + keys - queries
     high = ct.minimum(first_query + rows, queries) - 1 + keys - queries
     lower, upper, full_lower, full_upper = 0, keys, 0, keys
@@ -110,7 +110,7 @@ def key_tiles(first_query, rows, queries, keys, window, tile, causal, windowed):
 
 
 def query_tiles(first_key, rows, queries, keys, window, tile, causal, windowed):
-    """The query tiles that see keys [first_key, first_key + rows), as :func:`_split` gives them."""
+    """Return the query tiles that see keys [first_key, first_key + rows), in the form of :func:`_split`."""
     low = first_key + queries - keys
     high = ct.minimum(first_key + rows, keys) - 1 + queries - keys
     lower, upper, full_lower, full_upper = 0, queries, 0, queries
@@ -123,12 +123,12 @@ def query_tiles(first_key, rows, queries, keys, window, tile, causal, windowed):
 
 
 def edge_tile(number, first, full, edge):
-    """The tile of step ``number`` of a loop over the tiles that need a mask: [first, full), then [edge, stop)."""
+    """Return the tile of step ``number`` of a loop over tiles that need a mask: [first, full), then [edge, stop)."""
     return ct.where(first + number < full, first + number, edge + number - (full - first))
 
 
 def seen(query, key, queries, keys, window, causal, windowed):
-    """Whether each query sees each key, where both exist; int32 indices that broadcast, in either orientation."""
+    """Return whether each query sees each key, if both exist; int32 indices that broadcast, in either orientation."""
     position = query + (keys - queries)
     stop = ct.where(query < queries, keys, 0)
     if ct.static_eval(windowed):
@@ -142,11 +142,11 @@ def seen(query, key, queries, keys, window, causal, windowed):
 
 
 def product(left, right, total):
-    """``left @ right + total`` by the matrix units: exact products of half types; of float32 to 2^-21 or so.
+    """Return ``left @ right + total`` by the matrix units: exact products of half types; of float32 to 2^-21 or so.
 
-    A float32 is split into two tfloat32 parts, of which the three larger products count (Ootomo and Yokota 2022,
-    arXiv:2203.03341): the plain units, on which such a product runs else, do a fraction of that.
-    Tiles of fewer than 32 rows take the plain units all the same, whose code is a third as long.
+    A float32 is split into two tfloat32 parts; the three larger products of parts are used (Ootomo and Yokota 2022,
+    arXiv:2203.03341): without the split the product would run on the plain units, at a fraction of the speed. Tiles of
+    fewer than 32 rows use the plain units, whose code is a third as long.
     """
     if ct.static_eval(left.dtype == ct.float32 and left.shape[0] >= 32):
         left_high, right_high = left.astype(ct.tfloat32), right.astype(ct.tfloat32)
@@ -158,7 +158,7 @@ def product(left, right, total):
 
 
 def soft_tanh(x, precise):
-    """tanh of float32 for soft caps; unless ``precise`` by the hardware's exponential, exact to 2e-7 absolute."""
+    """Return tanh of float32 for soft caps; unless ``precise``, by the hardware's exponential, to 2e-7 absolute."""
     if ct.static_eval(precise):
         return ct.tanh(x)
     grown = 1.0 + ct.exp2(x * (2.0 * LOG2_E), flush_to_zero=True)
@@ -166,16 +166,16 @@ def soft_tanh(x, precise):
 
 
 def factors_of(scale, softcap, capped):
-    """(slope, factor): exponents of base 2 are factor * tanh(slope * products) if capped, else factor * products."""
+    """Return (slope, factor): base-2 exponents are factor * tanh(slope * product) if capped, else factor * product."""
     if ct.static_eval(capped):
         return scale / softcap, softcap * LOG2_E
     return scale, scale * LOG2_E
 
 
 def head_and_tile(item, tiles, heads, abreast, longest_last):
-    """(head, tile) of a work item: ``abreast`` heads at a time, whose keys the L2 cache holds, the longest rows first.
+    """Return (head, tile) of a work item: ``abreast`` heads at a time, whose keys fit the L2 cache; longest rows first.
 
-    ``heads`` counts those of all sequences; ``longest_last`` says that a later tile has more to do.
+    ``heads`` counts the heads of all sequences; ``longest_last`` means that a later tile has more work.
     """
     wave = item // (abreast * tiles)
     inside = item % (abreast * tiles)
@@ -187,5 +187,5 @@ def head_and_tile(item, tiles, heads, abreast, longest_last):
 
 
 def heads_abreast(keys, depth, group, budget):
-    """How many query heads share ``budget`` elements of keys and values: whole groups of ``group``, one at least."""
+    """Count the query heads that share ``budget`` elements of keys and values: one or more groups of ``group``."""
     return group * ct.maximum(1, budget // (2 * depth * ct.maximum(1, keys)))

@@ -1,7 +1,7 @@
 """Cross entropy of ``hidden @ weight.T`` without the logits: chunk by chunk, with both gradients in the same pass.
 
 :mod:`tilekern.kernels.composites.head` computes a chunk; one kernel (:mod:`tilekern.kernels.cross_entropy.fused`)
-computes the loss, and the gradient in the logits' place.
+computes the loss, and overwrites the logits with the gradient.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """A loss's parameters beside logits and targets; the fields of torch's ``cross_entropy`` mean the same here.
+    """A loss's parameters besides logits and targets; the fields of torch's ``cross_entropy`` mean the same here.
 
     ``class_weight`` is float32 [vocabulary]. ``hidden_gradient`` and ``weight_gradient`` say which gradients are
     wanted; ``wide_sums`` adds the weight's gradient up in float32. ``bias`` [vocabulary], of the dtype of the weight,
@@ -68,7 +68,7 @@ class LossOptions:
 
     @functools.cached_property
     def flags(self) -> tuple[bool, bool, bool]:
-        """The flags of the cross-entropy specs: weighted, smoothed, capped."""
+        """Return the flags of the cross-entropy specs: weighted, smoothed, capped."""
         return self.class_weight is not None, self.label_smoothing > 0, self.softcap is not None
 
     def arguments(self, device: Any) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ def plans(
 ) -> list[tuple[Any, ...]] | None:
     """Return each chunk with the plans of the loss alone and of the loss with its gradient; None if one has no plan.
 
-    A plan that is not wanted is None too.
+    An unwanted plan is None too.
     """
     specs = (cross_entropy.FORWARD if loss else None, cross_entropy_fused.FUSED if gradient else None)
     sizes = (len(hidden), weight.shape[0], hidden.dtype, *options.flags)
@@ -97,7 +97,8 @@ def loss_and_gradients(
 
     Args:
         plan_for: gives the plans of the cross-entropy kernels and of the products.
-        config: ``chunk`` rows have their logits at a time; ``products`` says who multiplies.
+        config: ``chunk`` is the number of rows with logits in memory; ``products`` chooses the implementation of
+            products.
         hidden: [rows, hidden].
         weight: [vocabulary, hidden], of the same dtype.
         target: int32 [rows].

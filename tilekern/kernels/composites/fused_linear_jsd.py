@@ -1,15 +1,15 @@
 """The Jensen-Shannon divergence of a student's head from a teacher's, without the logits of either: chunk by chunk.
 
-For each chunk of rows: the student's logits; for each part of the chunk the teacher's logits, the loss and the gradient
-in the place of the student's (:mod:`tilekern.kernels.logits_jsd`); then the products for the student's hidden states
-and weight (:mod:`tilekern.kernels.composites.head`). The teacher gets no gradient, so its logits are not needed after
-the student's gradient. The fewer of its rows are held, the longer the student's chunks may be: for 4096 rows by 128256
-columns, two chunks of 2048 take 2 to 6 % less time on an H200 than three of 1408, which do not fill the last wave of
-the product for the hidden states; each chunk also adds to the weight's gradient.
+For each chunk of rows: the student's logits; for each part of the chunk the teacher's logits, the loss, and the
+gradient over the student's logits (:mod:`tilekern.kernels.logits_jsd`); then the products for the student's hidden
+states and weight (:mod:`tilekern.kernels.composites.head`). The teacher gets no gradient, so its logits are not needed
+after the student's gradient. If fewer teacher rows are in memory, the student's chunks may be longer: for 4096 rows by
+128256 columns, two chunks of 2048 take 2 to 6 % less time on an H200 than three of 1408, which do not fill the last
+wave of the product for the hidden states; each chunk also adds to the weight's gradient.
 
-If two distributions are almost alike, their divergence is a small difference, and 16 bits of a logit are too few for
+If two distributions are almost equal, their divergence is a small difference, and 16 bits of a logit are too few for
 its gradient. With ``wide_logits`` the logits of both heads are float32, for one part of the chunk at a time, and only
-the gradient is rounded. Chunks are half as long then, so that no more memory is held.
+the gradient is rounded. Chunks are half as long then, so that memory does not grow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tilekern.kernels.composites.head import (
 from tilekern.spec import ITEM_BYTES, Config, Constraint, Problem, Space, Value, cdiv
 from tilekern.spec.targets import Target
 
-# A chunk of the student's rows with, for each part of it, the plans of the loss and of the gradient.
+# A chunk of the student's rows, and for each of its parts the plans of the loss and of the gradient.
 Plans = list[tuple[slice, list[tuple[Any, ...]]]]
 _PARTS = (1, 2, 4)
 
@@ -53,7 +53,7 @@ class Options:
 
     @property
     def graded(self) -> bool:
-        """Whether a gradient is wanted."""
+        """Return whether a gradient is wanted."""
         return self.hidden_gradient or self.weight_gradient
 
 
@@ -90,8 +90,8 @@ def loss_and_gradients(
 
     Args:
         plan_for: gives the plans of the kernels over rows, and of the products.
-        config: the student's logits are held for ``chunk`` rows, the teacher's for one of ``parts`` parts of a chunk;
-            ``products`` says who multiplies.
+        config: the student's logits are in memory for ``chunk`` rows, the teacher's for one of ``parts`` parts of a
+            chunk; ``products`` chooses the implementation of products.
         student_input: [rows, hidden].
         student_weight: [vocabulary, hidden].
         teacher_input: [rows, teacher_hidden].
@@ -150,7 +150,7 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     slope = torch.rand(rows, generator=generator, device=device) + 0.5
     slope[5::11] = 0
     if dtype == torch.float16:
-        # As with a loss scaler: else the gradient of many logits is below float16's smallest number.
+        # Like a loss scaler: else the gradient of many logits is below float16's smallest number.
         slope *= 4096
     heads = matrices("student", problem["hidden"]) | matrices("teacher", problem["teacher_hidden"])
     return heads | {"slope": slope, "options": Options()}
@@ -161,7 +161,7 @@ def reference(
 ) -> dict[str, Any]:
     """Return losses and gradients in float64 through rounded logits and their rounded gradient, for a plain loss.
 
-    If many columns are alike, their sums may consist of rounding errors alone.
+    If many columns are equal, their sums may consist only of rounding errors.
     """
     assert options in (Options(), Options(wide_logits=True)), "the reference knows the plain loss only"
     x, w, y = student_input.double(), student_weight.double(), teacher_input.double()
@@ -179,7 +179,7 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
 
 
 def _fits(problem: Problem, config: Config, target: Target) -> bool:
-    """Return whether both heads' logits take no more than those of one head may; the least chunk always fits."""
+    """Return whether both heads' logits fit the limit of one head's logits; the smallest chunk always fits."""
     chunk = config["chunk"]
     return chunk == min(chunks(problem)) or chunk + _rows_of_part(config) <= rows_that_fit(problem)
 

@@ -1,9 +1,10 @@
 """Composites over a language model's head; its logits ``hidden @ weight.T`` never exist as a whole.
 
 For each chunk of rows: logits by a matrix product, a kernel over them that may replace them by their gradient, then
-``dhidden = dlogits @ weight`` and ``dweight += dlogits.T @ hidden``. The memory above inputs and gradients is one chunk
-of logits. With small chunks ``dweight`` is read and written more often, large ones need more memory: the tuner chooses
-the rows of a chunk, and whether cuBLAS or the winner of each product runs it (:mod:`tilekern.kernels.matmul.product`).
+``dhidden = dlogits @ weight`` and ``dweight += dlogits.T @ hidden``. The memory besides inputs and gradients is one
+chunk of logits. With small chunks ``dweight`` is read and written more often, large ones need more memory: the tuner
+chooses the rows of a chunk, and whether cuBLAS or the tuned winner runs each product
+(:mod:`tilekern.kernels.matmul.product`).
 
 :class:`Head` computes a chunk; :func:`spec_of_head` makes the spec of a composite.
 """
@@ -45,18 +46,18 @@ class Head:
 
     Args:
         plan_for: gives the plans of the products.
-        config: ``products`` says who multiplies.
+        config: ``products`` chooses the implementation of products.
         hidden: [rows, hidden].
         weight: [vocabulary, hidden], of the same dtype.
-        most_rows: of a chunk.
+        most_rows: the most rows of a chunk.
         bias: [vocabulary], of that dtype too, or None; added to the logits.
         graded: whether to compute dhidden, dweight and the float32 dbias.
         wide_sums: add dweight up in float32.
-        wide_logits: keep logits in float32, as products add them up, not in the head's dtype.
+        wide_logits: keep logits in float32, the products' accumulator, not in the head's dtype.
         memory: memory of an earlier head, used if it has enough rows.
 
     Attributes:
-        gradients: dhidden, dweight and dbias, None where it is not wanted.
+        gradients: dhidden, dweight and dbias; an unwanted one is None.
     """
 
     def __init__(
@@ -81,12 +82,12 @@ class Head:
         return logits if self._bias is None else logits.add_(self._bias)
 
     def room(self, part: slice) -> Any:
-        """Return the memory of some rows, as it is."""
+        """Return the memory of some rows without a change."""
         return self.memory[: part.stop - part.start]
 
     @functools.cached_property
     def memory(self) -> Any:
-        """The memory of a chunk of logits."""
+        """Return the memory of a chunk of logits."""
         import torch
 
         if self._given is not None:
@@ -95,7 +96,7 @@ class Head:
         return room_for_logits(self._most_rows, self._weight.shape[0], dtype, self._hidden.device)
 
     def take(self, part: slice) -> None:
-        """Add a chunk's share to the head's gradients; the gradient of the logits is in their place."""
+        """Add a chunk's share to the head's gradients; the logits' memory holds their gradient."""
         import torch
 
         (dhidden, dweight, dbias), dlogits = self.gradients, self.room(part)
@@ -136,13 +137,13 @@ def room_for_logits(rows: int, vocabulary: int, dtype: Any, device: Any) -> Any:
     """Allocate a chunk of logits; rows begin at multiples of 16 elements for any vocabulary."""
     import torch
 
-    # oneDNN's bfloat16 products on AMX read elements behind a row, and NaN there would spread.
+    # oneDNN's bfloat16 products on AMX read elements after a row, and NaN there would spread.
     make = torch.zeros if device.type == "cpu" else torch.empty
     return make((rows, cdiv(vocabulary, _PITCH) * _PITCH), dtype=dtype, device=device)[:, :vocabulary]
 
 
 def split(rows: int, chunk: int) -> list[slice]:
-    """Return the fewest parts of at most ``chunk`` rows, all but the last of one size."""
+    """Return the fewest parts of at most ``chunk`` rows; all except the last have one size."""
     size = min(chunk, whole(cdiv(rows, cdiv(rows, chunk))))
     return [slice(first, min(rows, first + size)) for first in range(0, rows, size)]
 
@@ -157,7 +158,7 @@ def chunk_plans(
 ) -> list[tuple[Any, ...]] | None:
     """Return the rows of each chunk with its plan of each spec; None if a spec has no plan.
 
-    A spec that is None has the plan None. ``sizes`` are the values of the specs' dimensions behind their rows.
+    A spec that is None has the plan None. ``sizes`` are the values of the specs' dimensions after their rows.
     """
     parts = split(rows, chunk)
     plans = [[spec and plan_for(spec, device, part.stop - part.start, *sizes) for part in parts] for spec in specs]
@@ -167,13 +168,13 @@ def chunk_plans(
 
 
 def rows_that_fit(problem: Problem) -> int:
-    """Return the most rows of a chunk, in whole tiles; one tile if not even that fits."""
+    """Return the most rows of a chunk, in whole tiles; one tile even if it does not fit."""
     row_bytes = problem["vocabulary"] * ITEM_BYTES[problem["dtype"]]
     return int(max(_MOST_CHUNK_BYTES // row_bytes // STEP, 1) * STEP)
 
 
 def chunks(problem: Problem) -> list[int]:
-    """Return sizes of chunks: all rows, the fewest parts that fit, and parts by powers of two and three times those."""
+    """Return sizes of chunks: all rows, the fewest parts that fit, and 2^n or 3 * 2^n parts."""
     rows = problem["rows"]
     halvings = [1 << n for n in range(rows.bit_length())]
     parts = {cdiv(rows, rows_that_fit(problem)), *halvings, *(3 * n for n in halvings)}
@@ -195,7 +196,7 @@ _FEW_CHUNKS = Constraint(
 
 
 def axes(problem: Problem) -> dict[str, list[Value]]:
-    """Return the axes: the rows of a chunk, and who multiplies."""
+    """Return the axes: the rows of a chunk, and the implementation of products."""
     return {"chunk": [*chunks(problem)], "products": ["cublas", "tuned"]}
 
 
@@ -210,7 +211,7 @@ def spec_of_head(
     Args:
         run: the composite; the names of its parameters are those of the inputs.
         exact: names of the exact dimensions.
-        fields: the other fields of the spec, and those that replace the ones for a single head.
+        fields: the other fields of the spec, and replacements of the fields for a single head.
     """
     reads = run.__code__.co_varnames[2 : run.__code__.co_argcount]
     usual: dict[str, Any] = {

@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of a language model's head, and their gradients, chunk by chunk of its rows.
 
 :mod:`tilekern.kernels.composites.head` and the kernels of :mod:`tilekern.kernels.log_probs` compute a chunk. The
-backward begins with the last chunk, whose logits the forward leaves in a :class:`Room`, and computes those of the
-others again.
+backward begins with the last chunk, whose logits the forward leaves in a :class:`Room`, and computes the other chunks'
+logits again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tilekern.spec import Config, Problem
 
 @dataclass(frozen=True)
 class Wanted:
-    """The gradients to compute; ``wide_sums`` adds that of the weight up in float32."""
+    """The gradients to compute; ``wide_sums`` adds up the weight's gradient in float32."""
 
     hidden: bool = True
     weight: bool = True
@@ -68,7 +68,8 @@ def results(
 
     Args:
         plan_for: gives the plan of the kernel over rows, and of the products.
-        config: ``chunk`` rows have their logits at a time; ``products`` says who multiplies.
+        config: ``chunk`` is the number of rows with logits in memory; ``products`` chooses the implementation of
+            products.
         hidden: [rows, hidden].
         weight: [vocabulary, hidden], of the same dtype.
         ids: int32 [rows].
@@ -101,7 +102,7 @@ def gradients(
     plan_for: PlanFor, config: Config, hidden: Any, weight: Any, ids: Any, bias: Any, lse: Any, entropy: Any,
     dlog_probs: Any, dentropy: Any, dlse: Any, options: log_probs.Options, wanted: Wanted, room: Room | None,
 ) -> tuple[Any, Any, Any] | None:  # fmt: skip
-    """Return dhidden, dweight and dbias of the results of :func:`results`, whose arguments mean the same.
+    """Return dhidden, dweight and dbias of the results of :func:`results`; its arguments mean the same here.
 
     Sums over chunks begin with the last one, whether its logits are in the room or not, and so have the same bits. The
     slopes are float32 [rows]. A gradient that is not wanted is None; all are None if no kernel serves the problem.
@@ -139,12 +140,12 @@ def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str,
     inputs = _inputs(problem, generator, device)
     weight, ids, options = inputs["weight"].float(), inputs["ids"], inputs["options"]
     # In parts, since all logits at once may not fit; of rounded logits, else the gradient of a nearly certain row,
-    # which is a small difference, would be that of the rounding.
+    # which is a small difference, would be only rounding.
     parts = zip(inputs["hidden"].split(_PART_ROWS), ids.split(_PART_ROWS), strict=True)
     held = (((x.float() @ weight.t()).to(x.dtype).float(), of_part) for x, of_part in parts)
     known = [log_probs.row_results(logits, of_part, options.ignore_index) for logits, of_part in held]
     saved = {name: torch.cat([part[name] for part in known]) for name in ("lse", "entropy")}
-    # With such slopes few gradients have another sign than the others, so no sum is a small difference.
+    # With such slopes few gradients differ in sign from the others, so no sum is a small difference.
     least = {"dlog_probs": 0.0, "dentropy": 0.0, "dlse": 1.5}
     slopes = {name: x + torch.rand(len(ids), generator=generator, device=device) for name, x in least.items()}
     for slope in slopes.values():
@@ -166,7 +167,7 @@ def reference_backward(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the gradients in float64 through rounded logits and their rounded gradient, for plain options.
 
-    If many columns are alike, their sums may consist of rounding errors alone.
+    If many columns are equal, their sums may consist only of rounding errors.
     """
     assert (bias, options, room) == (None, log_probs.Options(), None), "the reference knows plain logits only"
     x, w = hidden.double(), weight.double()

@@ -2,9 +2,9 @@
 
 A block reads a row, then reads it again while it writes the gradient, last tile first, so that the second read hits the
 L2 cache, if the rows in flight fit there. In the CuTe DSL kernel (:mod:`tilekern.kernels.cute.losses`) a cluster of
-blocks keeps a row in registers. ``dlogits`` may be the memory of ``logits``. The gradient is that of
-``(scale * loss).sum()``; rows whose scale is 0 still get their loss. Ignored rows and targets that are not a class are
-treated as in the module ``separate``.
+blocks keeps a row in registers. ``dlogits`` may be the memory of ``logits``. The gradient is of ``(scale *
+loss).sum()``; rows whose scale is 0 still get their loss. Ignored rows and targets that are not a class are treated as
+in the module ``separate``.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def gradient_of_row(scale, found, options):
     """Return the shift and the factors of a row's gradient, from its scale and the results of :func:`store_loss`."""
     target_x, share, top, total, row_of_lse = found
     factors = shared.gradient_factors(scale, share, row_of_lse, options)
-    # Every store needs the target's logit, so none can precede its load, even if the compiler assumes that logits and
-    # dlogits are two arrays.
+    # Every store needs the target's logit, so no store can precede its load, even if the compiler assumes that logits
+    # and dlogits are two arrays.
     shift = ct.where(ct.isnan(target_x), shared.NAN, top)
     return shift, (factors[0] / total, factors[1], factors[2])
 

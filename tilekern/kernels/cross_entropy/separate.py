@@ -4,7 +4,7 @@ The forward reads each row once (online softmax, Milakov and Gimelshein 2018, ar
 the softmax again from the row's ``lse``. ``dlogits`` may be the memory of ``logits``.
 
 A row whose target is ``ignore_index`` has loss, lse and gradient 0 and is not read. If its target is another number
-that is not a class, loss and gradient are NaN; no memory outside the arrays is accessed.
+that is not a class, loss and gradient are NaN; nothing outside the arrays is accessed.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ _TMA_IS_PERSISTENT = Constraint(
 
 
 def _forward_default(problem: Problem, target: Target) -> Config:
-    """Return resident blocks for long rows, which end together; for short ones many blocks, which hide latencies."""
+    """Return resident blocks for long rows, which end together; many blocks for short rows, which hide latencies."""
     shapes = family.step_shapes(problem["vocabulary"], 0)
     if len(shapes) < 4:
         return family.step_config("block", *shapes[0])

@@ -5,7 +5,7 @@ weights (1 without), W their sum, V the number of classes, e the label smoothing
 the weight of the z-loss (PaLM, arXiv:2204.02311), y the target and ``lse = log sum_c exp(x_c)``:
 ``loss = (1 - e) w_y (lse - x_y) + e / V (W lse - sum_c w_c x_c) + z lse^2``;
 ``dloss / dx_c = a exp(x_c - lse) - (1 - e) w_y [c = y] - e / V w_c`` with ``a = (1 - e) w_y + e / V W + 2 z lse``.
-``options`` are the kernels' arguments beside logits and rows: the class weights and their sum, ``smoothing``,
+``options`` are the kernels' arguments besides logits and rows: the class weights and their sum, ``smoothing``,
 ``z_loss``, ``softcap``, ``columns``, ``weighted``, ``smoothed``, ``capped`` and ``tma``.
 """
 

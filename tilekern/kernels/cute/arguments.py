@@ -1,4 +1,4 @@
-"""A kernel's arguments in the form in which cuTile's launcher passes them.
+"""Represent a kernel's arguments in the form that cuTile's launcher passes.
 
 An array of n axes is 1 + 2 n parameters of the cubin: its address, then its n sizes and its n strides in elements, all
 int32; a scalar is one. CuTe DSL makes a parameter of each value of a tuple, in its order.
@@ -27,7 +27,7 @@ NUMERIC = {
 
 
 class Argument:
-    """An array in a kernel, made of its parameter and the values passed for it: address, sizes and strides."""
+    """An array in a kernel, from its parameter and the passed values: address, sizes and strides."""
 
     def __init__(self, parameter: ArrayParameter, values: Any) -> None:
         self.parameter, self.address = parameter, values[0]
@@ -35,16 +35,16 @@ class Argument:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of cuTile."""
+        """Return the dtype of cuTile."""
         return getattr(ct, self.parameter.dtype)
 
     @property
     def numeric(self) -> Any:
-        """The dtype of CuTe DSL."""
+        """Return the dtype of CuTe DSL."""
         return NUMERIC[self.parameter.dtype]
 
     def row(self, place: tuple[Any, ...]) -> Any:
-        """Return the elements before a row; ``place`` is its index in each axis but the last."""
+        """Return the number of elements before a row; ``place`` is its index in each axis except the last."""
         # The variant's assumptions promise rows that begin at whole 16 bytes.
         divisor = 8 * ALIGNED_BYTES // self.numeric.width
         steps = [

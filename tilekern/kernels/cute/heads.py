@@ -1,8 +1,8 @@
 """Gradients of normed and rotated heads (:mod:`tilekern.kernels.families.normed_rotations`) in CuTe DSL.
 
-The kernel's own formula is compiled, with another loop around it. Several threads of a warp share a head; each has the
-same 16 bytes of both halves, so that numbers which turn together are in one thread. The heads of all tokens are rows in
-memory order. All blocks go over them side by side, and a thread loads its next rows while it computes one. A block
+The kernel's own formula is compiled, with another loop around it. Several threads of a warp share a head; each holds
+the same 16 bytes of both halves, so both numbers of a rotated pair are in one thread. The heads of all tokens are rows
+in memory order. All blocks go over them side by side, and a thread loads its next rows while it computes one. A block
 works on q or on k, in the ratio of their heads, so that a thread holds one weight and its sums. The sums stay in
 registers to the end, and are then added up in a fixed order.
 """
@@ -24,7 +24,7 @@ from tilekern.spec import ArrayParameter, ScalarParameter
 
 
 class Step:
-    """A thread's part of a step that is loaded ahead: the first head's place, angles, and heads as stored."""
+    """A thread's part of a step loaded ahead: the first head's place, angles, and heads in their stored dtype."""
 
     def __init__(self, share: Share, arrays: tuple[Argument, ...], turns: tuple[Argument, ...], together: int) -> None:
         self._place = cute.make_rmem_tensor((3,), Int32)
@@ -37,27 +37,27 @@ class Step:
             self._place[axis] = index
 
     def kept(self) -> tuple[Any, ...]:
-        """The place that is kept."""
+        """Return the place in registers."""
         return tuple(self._place[axis] for axis in range(3))
 
 
 class Heads(Program):
     """The device function of one config.
 
-    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
-        heads: of q.
-        kv_heads: of k.
-        half: elements of half a head: a power of two of vectors.
+    Args besides those of :class:`~tilekern.kernels.cute.sharing.Program`:
+        heads: heads of q.
+        kv_heads: heads of k.
+        half: elements of half a head; a power-of-two number of vectors.
         vector: elements of a vector.
-        together: heads of a token that a thread takes in one step, where q or k has as many.
-        ahead: steps whose loads are on their way.
+        together: heads of a token that a thread takes in one step, if q or k has that many.
+        ahead: steps with loads in flight.
     """
 
     def __init__(
         self, function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], *, capability: int, block: int,
         cluster: int, heads: int, kv_heads: int, half: int, vector: int, together: int, ahead: int, occupancy: int,
     ) -> None:  # fmt: skip
-        # Of the cuTile loops, which are not run.
+        # Constants of the cuTile loops, which do not run.
         tiles = {"tile_t": 1, "tile_h": 1, "tile_hk": 1, "width": half, "whole": True, "unrolled": False}
         known = {"heads": heads, "kv_heads": kv_heads, "half": half, **tiles, "bounded": False, "tma": False}
         instead: dict[Any, Any] = {family.each_step_with_sums: self._each_step_with_sums}
@@ -80,7 +80,7 @@ class Heads(Program):
 
     @cute.jit
     def run(self, pull, q, k, turns, partial, form):
-        """The rows of q, or those of k, that are this block's; then its row of ``partial``."""
+        """Process this block's rows of q or of k; then store its row of ``partial``."""
         blocks, heads = self.stride, self.heads + self.kv_heads
         of_q = cutlass.max(cutlass.min((2 * self.heads * blocks + heads) // (2 * heads), blocks - 1), 1)
         if self.first < of_q:
@@ -90,12 +90,12 @@ class Heads(Program):
 
     @cute.jit
     def run_one(self, pull, work, turns, partial, form, heads, block, blocks, which):
-        """As :meth:`run`: ``work`` is of q or of k, for which the block is one of ``blocks``."""
+        """Do :meth:`run` for q or for k: ``work`` belongs to it, and the block is one of its ``blocks``."""
         arrays, y, weight = work
         together = self.together_of(heads)
         sizes = (*arrays[0].sizes[:2], heads)
         rows, at_once = sizes[0] * sizes[1] * heads, self.in_warp * together
-        # Then a warp's rows are all there, or none of them.
+        # If so, either all rows of a warp exist or none.
         is_whole = heads % at_once == 0
         weights = tuple(wide(self.share.held(weight, (), None, start)) for start in self.starts)
         totals = [self.share.registers(Float32) for _ in range(2)]
@@ -108,7 +108,7 @@ class Heads(Program):
             steps = [Step(self.share, arrays, turns, together) for _ in range(self.ahead)]
             for n in cutlass.range_constexpr(self.ahead):
                 row = first + n * stride + group
-                # A thread that has no row loads one that is there, and stores nothing.
+                # A thread without a row loads an existing row, and stores nothing.
                 steps[n].keep(self.place_of(Int32(cutlass.select_(row < rows, row, first)), sizes))
                 self.load_angles(steps[n], turns)
                 for u in cutlass.range_constexpr(together):
@@ -132,11 +132,11 @@ class Heads(Program):
 
     @property
     def starts(self) -> tuple[int, int]:
-        """Where the halves of a head begin."""
+        """Return the starts of a head's halves."""
         return 0, self.half
 
     def together_of(self, heads: int) -> int:
-        """Heads of a token that a thread takes in one step."""
+        """Return the heads of a token that a thread takes in one step."""
         most = self.together
         while most > 1 and heads % (self.in_warp * most):
             most //= 2
@@ -145,7 +145,7 @@ class Heads(Program):
     # Places: the batch entry, the token and the head of a row.
 
     def place_of(self, row: Any, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The place of a row."""
+        """Return the place of a row."""
         _, tokens, heads = sizes
         token = row // heads
         return token // tokens, token % tokens, row % heads
@@ -153,7 +153,7 @@ class Heads(Program):
     def moved(
         self, place: tuple[Any, ...], by: tuple[Any, ...], is_there: Any, sizes: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """The place of a row that is as far behind another as ``by`` is behind the first; else the same place."""
+        """Return ``place`` advanced by the offset ``by`` if that row exists, else ``place``."""
         (b, t, h), (bs, ts, hs), (_, tokens, heads) = place, by, sizes
         carry = Int32(h + hs >= heads)
         h = h + hs - carry * heads
@@ -165,14 +165,14 @@ class Heads(Program):
     # Loads and stores.
 
     def load_angles(self, step: Step, turns: tuple[Argument, ...]) -> None:
-        """Load the angles of a step to come."""
+        """Load the angles of a later step."""
         b, t, _ = step.kept()
         for array, values in zip(turns, step.angles, strict=True):
             place = (cutlass.min(b, array.sizes[0] - 1), t)
             self.share.copy(array, place, None, 0, values, is_store=False)
 
     def load_head(self, step: Step, number: int, arrays: tuple[Argument, ...]) -> None:
-        """Load one head of a step to come."""
+        """Load one head of a later step."""
         b, t, h = step.kept()
         for array, halves in zip(arrays, step.heads[number], strict=True):
             for values, start in zip(halves, self.starts, strict=True):
@@ -195,14 +195,14 @@ class Heads(Program):
 
     @cute.jit
     def add(self, totals, sums, inside):
-        """Keep sums to which a head was added, if that is there."""
+        """Store the sums with a head's share, if the head exists."""
         if const_expr(inside is None) or inside:
             for total, part in zip(totals, sums, strict=True):
                 total.store(part.value)
 
     @cute.jit
     def store_sums(self, partial, totals, which: int):
-        """Add up all threads' sums for a weight as a row of ``partial``; those for the other weight are zero."""
+        """Add up all threads' sums for a weight into a row of ``partial``; the other weight's sums are zero."""
         sums, warp, size = self.sums, self.slot // self.in_warp, 2 * self.half
         for total, start in zip(totals, self.starts, strict=True):
             for v in cutlass.range_constexpr(self.share.vector):

@@ -1,9 +1,9 @@
-"""Cross entropy of rows of logits, loss and gradient in one launch, in CuTe DSL: cuTile's formulas, and other loops.
+"""Cross entropy of rows of logits, loss and gradient in one launch, in CuTe DSL: cuTile's formulas in other loops.
 
-A row is spread over all threads of a cluster of blocks, which hold it in registers as it is stored: it is read from
+A row is spread over all threads of a cluster of blocks, which hold it in registers in its stored dtype: it is read from
 memory once, and its gradient is computed from the registers. A thread finds the maximum of its share and the sum of
-exponentials relative to it; a warp combines those of its threads. The results of all warps go to all blocks of the
-cluster in one exchange, and each warp combines them in the same order.
+exponentials relative to it; a warp combines the results of its threads. The results of all warps go to all blocks of
+the cluster in one exchange, and each warp combines them in the same order.
 
 A thread reads only its own columns, the target's logit included, and reads all of them before it stores one: so
 ``dlogits`` may be the memory of ``logits``.
@@ -33,7 +33,7 @@ class LongShare(Share):
     """A thread's share of a long row, whose vectors are at constant distances from one address."""
 
     def column(self, chunk: int) -> Any:
-        """Return the column in 64 bits, where the compiler knows that no sum overflows."""
+        """Return the column in 64 bits, so that the compiler knows that no sum overflows."""
         program = self._program
         return Int64(program.place * self.vector) + chunk * program.threads * program.cluster * self.vector
 
@@ -46,7 +46,7 @@ class LongRows(Program):
     while a slow one reads the values exchanged for this one.
     """
 
-    # Whether clusters go on with further rows.
+    # Whether clusters process further rows.
     persistent: bool
     is_ignored: Callable[[Any, Any], Any]
     store_zeros: Callable[[Any, Any], None]
@@ -61,10 +61,10 @@ class LongRows(Program):
         elif self.first < rows:
             number = number_of(numbers, self.first)[0]
             for row in cutlass.range(self.first, rows, self.stride):
-                # Then the loads of the next row wait for no number.
+                # Then the loads of the next row need not wait for a number.
                 following = number_of(numbers, cutlass.min(row + self.stride, rows - 1))[0]
                 self.run_row(work, row, number, turn)
-                # A row that does not count has no exchange.
+                # An ignored row has no exchange.
                 turn = turn ^ (1 - Int32(self.is_ignored(work, number)))
                 number = following
 
@@ -83,36 +83,36 @@ def number_of(array: Argument, place: Any) -> Any:
 
 
 class Row:
-    """A row being computed; formulas take it in place of the row's number.
+    """A row being computed; formulas take it instead of the row's number.
 
     Attributes:
-        number: of the row.
-        held: a thread's share of its logits, which the gradient overwrites.
+        number: the row's number.
+        held: a thread's share of its logits; the gradient overwrites it.
         is_class: whether its label is a class.
-        is_mine: whether this thread stores its loss: the thread with the target's logit, if there is one.
-        turn: whose turn it is in the exchange, 0 or 1.
+        is_mine: whether this thread stores the loss: the thread with the target's logit, if the target is a class.
+        turn: the turn of the exchange, 0 or 1.
     """
 
     def __init__(self, number: Any, held: Any, is_class: Any, is_mine: Any, turn: Any) -> None:
         self.number, self.held, self.is_class, self.is_mine, self.turn = number, held, is_class, is_mine, turn
 
     def forget(self) -> None:
-        """Make the compiler widen vectors again: kept in float32 they would take twice the registers."""
+        """Make the compiler widen vectors again: float32 copies would take twice the registers."""
         if self.held.element_type.width == Float32.width:
             return
-        # It does not know that grids have one axis, so that this is zero.
+        # The compiler does not know that this is zero, since grids have one axis.
         _, zero, _ = cute.arch.block_idx()
         words = cute.recast_tensor(self.held, Int32)
         for n in range(cute.size(words)):
             words[n] = words[n] + zero
 
     def wide(self, chunk: int) -> Part:
-        """A vector in float32."""
+        """Return a vector in float32."""
         return Part(self.held[None, chunk].load().to(Float32))
 
 
 class Columns:
-    """The columns of a thread's vector, to compare with a label."""
+    """The columns of a thread's vector, for comparison with a label."""
 
     def __init__(self, first: Any, count: int) -> None:
         self._first, self._count = first, count
@@ -127,10 +127,10 @@ class Columns:
 
 
 class WordsOfLosses(Words):
-    """The words of cuTile that these formulas use beside those of all kernels; a tile (1, 1) is a number.
+    """The cuTile functions that these formulas use besides :class:`Words`; a tile (1, 1) is a number.
 
     Args:
-        program: whose shares of rows are stored.
+        program: the program whose shares of rows are stored.
         capability: compute capability of the GPU as one number: 90 for sm_90.
     """
 
@@ -177,17 +177,17 @@ class WordsOfLosses(Words):
 class FusedLoss(LongRows):
     """The device function of one config.
 
-    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
-        columns: of a row; whole vectors.
+    Args besides those of :class:`~tilekern.kernels.cute.sharing.Program`:
+        columns: columns of a row; whole vectors.
         vector: elements of a vector.
-        persistent: whether clusters go on with further rows.
+        persistent: whether clusters process further rows.
     """
 
     def __init__(
         self, function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], *, capability: int, block: int,
         cluster: int, columns: int, vector: int, persistent: bool, occupancy: int,
     ) -> None:  # fmt: skip
-        # Of the cuTile loops, which are not run.
+        # Constants of the cuTile loops, which do not run.
         sizes = {"tile_n": vector, "unroll": 1, "tma": False}
         known = {"columns": columns, "persistent": persistent, **sizes, **PLAIN}
         super().__init__(
@@ -201,7 +201,7 @@ class FusedLoss(LongRows):
         formulas: Any = (tiles.exponential, tiles.store_loss, family.gradient_of_row, tiles.store_gradient)
         copies = map(Rebinder(WordsOfLosses(self, capability), instead).function, formulas)
         self._exponential, self._store_loss, self._gradient_of_row, self._store_gradient = copies
-        # Each warp's maximum and sum, twice.
+        # For each warp a maximum and a sum, twice.
         self.shape_of_sums = (self.slots, 2, 2)
 
     # The loop.
@@ -212,12 +212,12 @@ class FusedLoss(LongRows):
         self.run((logits, scale, ignore_index.value, loss, lse, dlogits, options), target)
 
     def is_ignored(self, work: Any, label: Any) -> Any:
-        """Whether a row's label is the one of rows that do not count."""
+        """Return whether a row's label is the ignored one."""
         return label == work[2]
 
     @cute.jit
     def store_zeros(self, work, number):
-        """The results of an ignored row."""
+        """Store the results of an ignored row."""
         _, _, _, loss, lse, dlogits, _ = work
         of_loss, of_lse = number_of(loss, number), number_of(lse, number)
         if self.place == 0:
@@ -229,10 +229,10 @@ class FusedLoss(LongRows):
 
     @cute.jit
     def run_counted(self, work, number, label, turn):
-        """The results of a row that is not ignored."""
+        """Store the results of a row that is not ignored."""
         logits, scale, _, loss, lse, dlogits, options = work
         held, vector = self.share.registers(logits.numeric), self.share.vector
-        # What is behind the end of the row adds nothing to a sum of exponentials.
+        # Elements beyond the end of the row add nothing to a sum of exponentials.
         held.fill(-math.inf)
         self.share.copy(logits, (number,), None, 0, held, is_store=False)
         is_class = (label >= 0) & (label < self.columns)
@@ -248,11 +248,11 @@ class FusedLoss(LongRows):
             )
         )
 
-    # What formulas ask for of a row.
+    # Functions of a row that formulas call.
 
     @cute.jit
     def _target_logit(self, logits, row, label, softcap, capped):
-        """In a thread that does not have the target's logit 0 stands for it."""
+        """Return the target's logit, or 0 in threads that do not hold it."""
         value = cute.make_rmem_tensor((1,), Float32)
         value[0] = Float32(cutlass.select_(row.is_class, Float32(0.0), Float32(tiles.NAN)))
         there = number_of(logits, logits.row((row.number,)) + label)
@@ -283,7 +283,7 @@ class FusedLoss(LongRows):
         return Part(top), Part(total), None
 
     def over_warp(self, found: list[Any], width: int) -> tuple[Any, Any]:
-        """Maxima, and sums of exponentials above each, put together over ``width`` lanes of a warp."""
+        """Combine maxima, and sums of exponentials relative to each, over ``width`` lanes of a warp."""
         top = found[0][0]
         for other, _ in found[1:]:
             top = cute.arch.fmax(top, other)
@@ -295,7 +295,7 @@ class FusedLoss(LongRows):
 
     @cute.jit
     def over_row(self, top, total, turn):
-        """As :meth:`over_warp`, of what all warps of the cluster found; all get the same."""
+        """Combine the results of all warps of the cluster like :meth:`over_warp`; all get the same values."""
         warp, in_warp, sums = self.lane // WARP, self.lane % WARP, self.sums
         slot = self.rank * self.warps + warp
         if const_expr(self.cluster == 1):

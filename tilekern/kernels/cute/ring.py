@@ -1,8 +1,8 @@
-"""Sums over rows whose loads run far ahead: rows come into a ring in shared memory, without passing through registers.
+"""Sums over rows with loads far ahead: rows are copied into a ring in shared memory, without passing through registers.
 
-Thread 0 of a block has the GPU copy whole rows (``cp.async.bulk``) into the ring's stages, each with a barrier in
-shared memory (mbarrier) that tells when all of a row has come. Since registers hold no rows to come, the blocks of the
-sum over ``partial``, which is launched next, have room beside these from the start.
+Thread 0 of a block makes the GPU copy whole rows (``cp.async.bulk``) into the ring's stages; each stage has a barrier
+in shared memory (mbarrier) that signals when the whole row has arrived. Since registers do not hold later rows, the
+blocks of the sum over ``partial``, which is launched next, fit beside these blocks from the start.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from tilekern.spec import ArrayParameter, ScalarParameter
 
 
 class StagedRow:
-    """A row in shared memory, which a thread reads its parts of as of an array."""
+    """A row in shared memory; a thread reads its parts of it like from an array."""
 
     def __init__(self, numeric: Any, address: Any) -> None:
         self.numeric, self.address = numeric, address
 
     def row(self, place: tuple[Any, ...]) -> Any:
-        """Where the row begins: there are no others."""
+        """Return the start of the row, the only one."""
         return Int64(0)
 
 
 class Ring(Rows):
     """The device function of one config.
 
-    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
-        columns: of a row; whole vectors.
+    Args besides those of :class:`~tilekern.kernels.cute.sharing.Program`:
+        columns: columns of a row; whole vectors.
         vector: elements of a vector.
-        stages: rows of the ring.
-        early: whether a stage is filled again before the outputs of its row are made, or after.
-        flags: the kernel's constants that are no sizes.
+        stages: the number of rows in the ring.
+        early: whether a stage is refilled before the outputs of its row are computed, instead of after.
+        flags: the kernel's constants that are not sizes.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Ring(Rows):
 
     @cute.jit
     def run_backward(self, statistics, formula, share, inputs, weights, outputs, partial, sums, scalars):
-        """All rows that are this block's, then its row of ``partial``."""
-        # What is launched next waits for this kernel's end by itself, if it is launched early at all.
+        """Process this block's rows, then store its row of ``partial``."""
+        # The next launch waits for this kernel's end by itself, if it is launched early at all.
         cute.arch.griddepcontrol_launch_dependents()
         self.prepare()
         read = self.columns * sum(x.numeric.width for x in inputs) // 8
@@ -74,7 +74,7 @@ class Ring(Rows):
         for row in cutlass.range(self.first, rows, self.stride, unroll=1):
             cute.arch.mbarrier_wait(self.barriers + stage, phase)
             held = self.read_stage(inputs, stage)
-            # All threads have read their parts when they have met in the sums over the row.
+            # After the exchange in the sums over the row, all threads have read their parts.
             refill = functools.partial(self.fetch, inputs, row + self.stages * self.stride, stage, rows)
             if const_expr(self.early):
                 self.backward_step(work, held, row, turn, refill)
@@ -90,7 +90,7 @@ class Ring(Rows):
 
     @cute.jit
     def prepare(self):
-        """Make the barriers, one for each stage, on which thread 0 alone arrives."""
+        """Make one barrier for each stage; only thread 0 arrives on it."""
         self.barriers = cute.arch.alloc_smem(Int64, self.stages, alignment=8)
         self.memory = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128)
         if self.lane == 0:
@@ -101,7 +101,7 @@ class Ring(Rows):
 
     @cute.jit
     def fetch(self, inputs, row, stage, rows):
-        """Have a row of each input copied into a stage, if that row is there."""
+        """Start the copy of a row of each input into a stage, if that row exists."""
         if (self.lane == 0) & (row < rows):
             barrier = self.barriers + stage
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.stage_bytes)
@@ -109,14 +109,14 @@ class Ring(Rows):
                 self.copy_row(x, row, address, barrier)
 
     def copy_row(self, array: Any, row: Any, target: Any, barrier: Any) -> None:
-        """Have a row copied."""
+        """Start the copy of a row."""
         bits, layout = self.columns * array.numeric.width, cute.make_layout(self.columns)
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), array.numeric, num_bits_per_copy=bits)
         source = cute.make_tensor(array.address + array.row((row,)), layout)
         cute.copy(atom, source, cute.make_tensor(target, layout), mbar_ptr=barrier)
 
     def staged(self, inputs: Any, stage: Any) -> list[Any]:
-        """The places of all inputs' rows in a stage."""
+        """Return the rows of all inputs in a stage."""
         places, offset = [], stage * self.stage_bytes
         for x in inputs:
             address = self.memory + cute.assume(offset, divby=ALIGNED_BYTES)
@@ -125,6 +125,6 @@ class Ring(Rows):
         return places
 
     def read_stage(self, inputs: Any, stage: Any) -> list[Any]:
-        """A thread's parts of a stage's rows, in registers."""
+        """Read a thread's parts of a stage's rows into registers."""
         rows = [StagedRow(x.numeric, place) for x, place in zip(inputs, self.staged(inputs, stage), strict=True)]
         return [self.share.held(row, (), None, 0) for row in rows]

@@ -1,8 +1,8 @@
-"""The kernels of :mod:`tilekern.kernels.families.rows` in CuTe DSL: their own functions, with other loops around them.
+"""The kernels of :mod:`tilekern.kernels.families.rows` in CuTe DSL: the same functions in other loops.
 
-``threads`` threads share a row, and a block has ``rows`` rows at work; a thread holds ``chunks`` vectors of 16 bytes of
-each array in registers. With a ``cluster`` a row is spread over its blocks. Sums over rows stay in registers to the
-end, in the order of the rows, so that they have the same bits every time.
+``threads`` threads share a row, and a block processes ``rows`` rows at a time; a thread holds ``chunks`` vectors of 16
+bytes of each array in registers. With a ``cluster`` a row is spread over its blocks. Sums over rows stay in registers
+to the end, in the order of the rows, so that their bits are the same every time.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Step:
 class Rows(Program):
     """The device function of one config.
 
-    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
-        columns: of a row; whole vectors.
+    Args besides those of :class:`~tilekern.kernels.cute.sharing.Program`:
+        columns: columns of a row; whole vectors.
         vector: elements of a vector.
-        persistent: whether blocks go on with further rows.
-        ahead: whether those load the next rows while they are at these.
-        flags: the kernel's constants that are no sizes.
+        persistent: whether blocks process further rows.
+        ahead: whether persistent blocks load the next rows while they compute the current ones.
+        flags: the kernel's constants that are not sizes.
     """
 
     reductions, values = 4, 2
@@ -46,7 +46,7 @@ class Rows(Program):
         cluster: int, columns: int, threads: int, rows: int, vector: int, persistent: bool, ahead: bool,
         occupancy: int, **flags: bool,
     ) -> None:  # fmt: skip
-        # Of the cuTile loops, which are not run.
+        # Constants of the cuTile loops, which do not run.
         sizes = {"tile_m": 1, "tile_n": columns, "chunks": 1, "long": False, "bounded": False, "tma": False}
         known = {"columns": columns, "persistent": persistent, **sizes, **flags}
         instead: dict[Any, Any] = {family.forward: self._forward, family.backward: self._backward}
@@ -74,7 +74,7 @@ class Rows(Program):
 
     @cute.jit
     def run_forward(self, statistics, formula, inputs, weights, outputs, scalars, made, kept):
-        """One step of rows, or all that are this block's."""
+        """Process one step of rows, or all rows of this block."""
         vectors = tuple(wide(self.share.held(weight, (), None, 0)) for weight in weights)
         work = (statistics, formula, inputs, vectors, outputs, scalars, made, kept)
         now = self.rows_of(inputs, self.first, may_be_outside=self.persistent or self.rows > 1)
@@ -93,7 +93,7 @@ class Rows(Program):
 
     @cute.jit
     def forward_step(self, work, held, step, turn):
-        """Outputs of one row for each group of threads, whose inputs are in registers."""
+        """Compute the outputs of one row for each group of threads; the inputs are in registers."""
         statistics, formula, inputs, weights, outputs, scalars, made, kept = work
         row = step * self.rows + self.slot
         inside = row < inputs[0].sizes[0] if const_expr(self.rows > 1) else None
@@ -109,7 +109,7 @@ class Rows(Program):
 
     @cute.jit
     def run_backward(self, statistics, formula, share, inputs, weights, outputs, partial, sums, scalars):
-        """All rows that are this block's, then its row of ``partial``."""
+        """Process this block's rows, then store its row of ``partial``."""
         vectors = tuple(wide(self.share.held(weight, (), None, 0)) for weight in weights)
         totals = [self.share.registers(Float32) for _ in range(sums)]
         for total in totals:
@@ -134,9 +134,9 @@ class Rows(Program):
 
     @cute.jit
     def backward_step(self, work, held, row, turn, meanwhile: Callable = lambda: None):
-        """Outputs of a row whose inputs are in registers, and its share of the sums.
+        """Compute the outputs of a row with inputs in registers, and its share of the sums.
 
-        ``meanwhile`` is called when all threads have met in the sums over the row.
+        ``meanwhile`` is called after the threads' exchange in the sums over the row.
         """
         statistics, formula, share, weights, outputs, scalars, totals = work
         tiles = tuple(wide(values) for values in held)
@@ -148,17 +148,17 @@ class Rows(Program):
             total.store(total.load() + part.value)
 
     def steps(self, inputs: Any) -> Any:
-        """How many steps take all rows."""
+        """Return the number of steps for all rows."""
         return (inputs[0].sizes[0] + (self.rows - 1)) // self.rows
 
     def rows_of(self, inputs: Any, step: Any, *, may_be_outside: bool) -> list[Any]:
-        """A thread's parts of a step's row, of each input; zeros of a row that is not there."""
+        """Load a thread's parts of a step's row, for each input; zeros if the row does not exist."""
         row = step * self.rows + self.slot
         inside = row < inputs[0].sizes[0] if may_be_outside else None
         return [self.share.held(x, (row,), inside, 0) for x in inputs]
 
     def empty_row(self, inputs: Any) -> list[Any]:
-        """Registers for a thread's parts of a row; zeros behind the end of the columns, which no load writes."""
+        """Make registers for a thread's parts of a row; zeros beyond the end of the columns, where no load writes."""
         values = [self.share.registers(x.numeric) for x in inputs]
         if self.share.may_end(self.share.chunks - 1):
             for one in values:
@@ -167,7 +167,7 @@ class Rows(Program):
 
     @cute.jit
     def load_row(self, inputs, row, values):
-        """Load a thread's parts of a row, if that is there."""
+        """Load a thread's parts of a row, if it exists."""
         if row < inputs[0].sizes[0]:
             for x, one in zip(inputs, values, strict=True):
                 self.share.copy(x, (row,), None, 0, one, is_store=False)
@@ -190,7 +190,7 @@ class Rows(Program):
         return self.over_row(step, [value.reduce(cute.ReductionOp.MAX, -math.inf, 0)], "max")[0]
 
     def within(self, value: Any, beyond: float) -> Any:
-        """Elements of a row, with ``beyond`` behind its end."""
+        """Return elements of a row, and ``beyond`` for elements past its end."""
         share = self.share
         if not share.may_end(share.chunks - 1):
             return value
@@ -201,7 +201,7 @@ class Rows(Program):
         return cute.where(inside.load(), value, cute.full_like(value, beyond))
 
     def over_row(self, step: Step, values: Sequence[Any], how: str) -> tuple[Part, ...]:
-        """Each thread's values put together over all threads of the row, in one exchange."""
+        """Combine each thread's values over all threads of the row, in one exchange."""
         combine, neutral = {"add": (operator.add, 0.0), "max": (cute.arch.fmax, -math.inf)}[how]
         number, step.reduction = step.reduction, step.reduction + 1
         assert number < self.reductions, f"a row has more than {self.reductions} reductions"

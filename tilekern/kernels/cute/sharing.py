@@ -1,6 +1,6 @@
 """Rows that threads share: the frame of a kernel, a thread's share of a row, and exchanges between threads.
 
-Sums over a row go through shuffles, then through shared memory, that of all blocks of a cluster.
+Sums over a row go through shuffles, then through the shared memory of all blocks of a cluster.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _BITS = 8 * ALIGNED_BYTES
 
 
 def parameter_in_kernel(parameter: Any, values: Any) -> Argument | Part:
-    """Return a parameter in the form that the kernel's function takes: an array, or a scalar of all threads."""
+    """Return a parameter in the form that the kernel's function takes: an array, or a scalar shared by all threads."""
     return Argument(parameter, values) if isinstance(parameter, ArrayParameter) else Part(values)
 
 
 class Program:
-    """A kernel of cuTile, with other loops around its formulas.
+    """A cuTile kernel with other loops around its formulas.
 
     Args:
         function: the kernel in cuTile, whose formulas are compiled.
         parameters: its arrays and scalars.
-        capability: of the GPU, as one number: 90 for sm_90.
+        capability: compute capability of the GPU as one number: 90 for sm_90.
         block: threads of a block.
         cluster: blocks over which a row is spread.
         threads: threads that share a row in a block.
-        rows: rows that a block computes at once.
-        occupancy: blocks for which an SM must have registers; 0 for any number.
+        rows: rows that a block computes at the same time.
+        occupancy: blocks that must fit into an SM's registers; 0 for any number.
         known: values of the function's constants, and possibly others.
-        instead: the loops, by the functions of cuTile that they replace.
+        instead: the loops, by the cuTile functions that they replace.
     """
 
-    # Reductions of a row, and values of each, for which there is shared memory.
+    # Reductions of a row, and values of each, that have shared memory.
     reductions, values = 1, 1
 
     def __init__(
@@ -56,7 +56,7 @@ class Program:
         self.occupancy = occupancy
         self.warps = max(1, threads // WARP)
         self.slots = self.warps * cluster
-        # Of the float32 values in shared memory; a subclass may set another one.
+        # The number of float32 values in shared memory; a subclass may change it.
         self.shape_of_sums: tuple[int, ...] = (self.slots, self.values, rows, self.reductions, 2)
         # Each block of a cluster gets a warp's sums from one of its threads.
         assert cluster <= min(WARP, threads), f"{threads} threads of a row cannot reach {cluster} blocks"
@@ -67,7 +67,7 @@ class Program:
 
     @cute.jit
     def __call__(self, arguments: tuple):
-        """Make a kernel of it; the launch is another's, so that its grid does not count."""
+        """Compile it as a kernel; cuTile's launcher launches it, so the grid here has no effect."""
         self.kernel(arguments).launch(
             grid=(self.cluster, 1, 1),
             block=(self.block, 1, 1),
@@ -92,7 +92,7 @@ class Program:
         memory = cute.arch.alloc_smem(Float32, math.prod(self.shape_of_sums), alignment=ALIGNED_BYTES)
         self.sums = cute.make_tensor(memory, cute.make_layout(self.shape_of_sums))
         if const_expr(self.cluster > 1):
-            # Another block may write into this one's memory only when it runs.
+            # Another block may write into this block's memory only after this block has started.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         given = zip(self.parameters, arguments, strict=True)
@@ -107,7 +107,7 @@ class Program:
             cute.arch.cluster_wait()
 
     def over_alike(self, value: Any) -> Any:
-        """The sum over those threads of a warp that have the same columns of different rows."""
+        """Return the sum over the threads of a warp that have the same columns of different rows."""
         distance = self.threads
         while distance < WARP:
             value = value + cute.arch.shuffle_sync_bfly(value, offset=distance)
@@ -116,9 +116,10 @@ class Program:
 
     @cute.jit
     def exchange(self, values, combine: Callable, neutral: float, number: int, turn):
-        """The values of all threads of a row, put together in the order of the warps.
+        """Combine the values of all threads of a row, in the order of the warps.
 
-        ``turn`` is 0 and 1 in turns: a fast thread may be at the next row while a slow one reads the sums of this one.
+        ``turn`` alternates between 0 and 1: a fast thread may be at the next row while a slow one reads this row's
+        sums.
         """
         width = min(WARP, self.threads)
         mine = [cute.arch.warp_reduction(value, combine, threads_in_group=width) for value in values]
@@ -148,7 +149,7 @@ class Share:
     """A thread's share of some columns of a row: vectors in registers, ``chunks`` of them.
 
     Args:
-        program: whose threads share the columns.
+        program: the program whose threads share the columns.
         columns: whole vectors.
         vector: elements of a vector.
     """
@@ -158,30 +159,30 @@ class Share:
         self.chunks = math.ceil(columns / (program.threads * program.cluster * vector))
 
     def registers(self, dtype: Any) -> Any:
-        """Registers for the share."""
+        """Make registers for the share."""
         return cute.make_rmem_tensor((self.vector, self.chunks), dtype)
 
     def rounded(self, array: Argument, part: Part) -> Any:
-        """A part in registers of an array's dtype."""
+        """Return a part in registers of an array's dtype."""
         values = self.registers(array.numeric)
         values.store(part.value.to(array.numeric))
         return values
 
     def column(self, chunk: int) -> Any:
-        """The column of the first element of a thread's vector."""
+        """Return the column of the first element of a thread's vector."""
         program = self._program
         return (chunk * program.threads * program.cluster + program.place) * self.vector
 
     def may_end(self, chunk: int) -> bool:
-        """Whether some thread's vector of a chunk is behind the end of the columns."""
+        """Return whether some thread's vector of a chunk is past the end of the columns."""
         program = self._program
         return (chunk + 1) * program.threads * program.cluster * self.vector > self.columns
 
     @cute.jit
     def held(self, array, place, inside, start):
-        """The share of the row at a place, see :meth:`Argument.row`; zeros where it is not inside.
+        """Load the share of the row at a place (:meth:`Argument.row`); zeros if the row is not ``inside``.
 
-        The columns are those from ``start`` on.
+        The columns begin at ``start``.
         """
         values = self.registers(array.numeric)
         if const_expr(inside is not None or self.may_end(self.chunks - 1)):
@@ -190,18 +191,18 @@ class Share:
         return values
 
     def put(self, array: Argument, place: tuple[Any, ...], inside: Any, start: Any, values: Any) -> None:
-        """Store the share, whose columns are those of a row from ``start`` on."""
+        """Store the share in a row's columns from ``start`` on."""
         self.copy(array, place, inside, start, values, is_store=True)
 
     @cute.jit
     def copy(self, array, place, inside, start, values, is_store: bool):
-        """Copy the share of a row, if that is inside."""
+        """Copy the share of a row, if it is ``inside``."""
         if const_expr(inside is None) or inside:
             self.each(lambda chunk: self.copy_vector(array, place, start, chunk, values, is_store))
 
     @cute.jit
     def each(self, do: Callable):
-        """Do something for each chunk whose vector is not behind the end of the columns."""
+        """Call a function for each chunk whose vector is not past the end of the columns."""
         for c in cutlass.range_constexpr(self.chunks):
             if const_expr(self.may_end(c)):
                 if self.column(c) < self.columns:
@@ -226,13 +227,13 @@ class Share:
 
 
 def wide(values: Any) -> Part:
-    """Registers as a part in float32."""
+    """Return registers as a part in float32."""
     return Part(values.load().to(Float32))
 
 
 @dsl_user_op
 def store_remote(address: Any, peer: Any, value: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """Store a float32 at the place of ``address`` in another block of the cluster."""
+    """Store a float32 at ``address`` in another block of the cluster."""
     where = cute.arch.map_dsmem_ptr(address, peer, loc=loc, ip=ip).toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
     llvm.inline_asm(
         None, [where, Float32(value).ir_value(loc=loc, ip=ip)], "st.shared::cluster.f32 [$0], $1;", "r,f",

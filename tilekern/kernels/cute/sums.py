@@ -1,10 +1,9 @@
-"""Sums down the columns of a float32 matrix in CuTe DSL: other loops than cuTile's.
+"""Sums down the columns of a float32 matrix in CuTe DSL, with other loops than cuTile's.
 
-Some lanes side by side take a row of a block's columns, each a vector of 16 bytes of it, and the block's threads are
-spread over the rows, as are the blocks of a cluster. A thread has the loads of several of its rows on their way before
-it adds up the first of them. Then sums go through shuffles from the lanes of a warp that have the same columns, and
-through the shared memory of the cluster's first block from all warps; a thread for each column adds these up. Each step
-has a fixed order.
+Adjacent lanes share a row of a block's columns, one vector of 16 bytes each. The block's threads, and the blocks of a
+cluster, are spread over the rows. A thread has the loads of several rows in flight before it adds up the first one.
+Then shuffles combine the lanes of a warp that have the same columns; all warps store their sums in the shared memory of
+the cluster's first block, where one thread for each column adds them up. Each step has a fixed order.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ _VECTOR = 8 * ALIGNED_BYTES // Float32.width
 class ColumnSum(Program):
     """The device function of one config.
 
-    Args beside those of :class:`~tilekern.kernels.cute.sharing.Program`:
-        columns: of the matrix; whole vectors.
-        width: columns of a block; at most one for each of its threads, and a vector for each lane of a warp.
-        loads: rows of which a thread has its loads on their way at once.
+    Args besides those of :class:`~tilekern.kernels.cute.sharing.Program`:
+        columns: columns of the matrix; whole vectors.
+        width: columns of a block; at most one for each thread, and one vector for each lane of a warp.
+        loads: rows that a thread has in flight at the same time.
     """
 
     def __init__(
         self, function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], *, capability: int, block: int,
         cluster: int, columns: int, width: int, loads: int,
     ) -> None:  # fmt: skip
-        # The others are of the cuTile loop, which is not run.
+        # The other constants belong to the cuTile loop, which does not run.
         known = {"columns": columns, "tile_m": loads, "tile_n": width, "latency": 0, "tma": False}
         threads = width // _VECTOR
         self.columns, self.width, self.loads, self.in_block = columns, width, loads, block // WARP
@@ -43,7 +42,7 @@ class ColumnSum(Program):
             function, parameters, capability=capability, block=block, cluster=cluster, threads=threads,
             rows=block // threads, occupancy=0, known=known, instead={family.sum_columns: self._sum_columns},
         )  # fmt: skip
-        # For each column of a block the sums of each warp of the cluster.
+        # For each column of a block, a sum of each warp of the cluster.
         self.shape_of_sums = (width, self.in_block * cluster)
 
     def _sum_columns(self, x, y, columns, tile_m, tile_n, latency, tma):
@@ -51,7 +50,7 @@ class ColumnSum(Program):
 
     @cute.jit
     def run(self, x, y):
-        """All rows of the columns of a cluster."""
+        """Sum all rows of a cluster's columns."""
         total = cute.make_rmem_tensor((_VECTOR,), Float32)
         total.fill(0.0)
         self.add_rows(x, total)
@@ -82,7 +81,7 @@ class ColumnSum(Program):
 
     @cute.jit
     def gather(self, total):
-        """Put the sums of each warp into the memory of the cluster's first block."""
+        """Store the sums of each warp in the memory of the cluster's first block."""
         thread = self.slot * self.threads + self.lane
         place, sums = self.rank * self.in_block + thread // WARP, self.sums
         for v in cutlass.range_constexpr(_VECTOR):
@@ -97,7 +96,7 @@ class ColumnSum(Program):
 
     @cute.jit
     def store(self, y):
-        """Add up the sums of all warps, and store a column for each thread that has one."""
+        """Add up the sums of all warps; each thread with a column stores its sum."""
         place, sums = self.slot * self.threads + self.lane, self.sums
         column = self.first * self.width + place
         there = cute.make_tensor(y.address + column, cute.make_layout(1))
@@ -107,7 +106,7 @@ class ColumnSum(Program):
 
 
 def pairwise(values: list[Any]) -> Any:
-    """The sum of some values, a power of two of them: in pairs, so that few additions wait for one another."""
+    """Return the sum of values, in pairs so that few additions wait for one another; their number is a power of two."""
     while len(values) > 1:
         values = [one + other for one, other in zip(values[::2], values[1::2], strict=True)]
     return values[0]

@@ -1,6 +1,6 @@
-"""The stand-in for ``ct`` while CuTe DSL compiles a formula: the functions of cuTile that formulas use.
+"""Replace ``ct`` while CuTe DSL compiles a formula: define the cuTile functions that formulas use.
 
-A tile is a :class:`Part`: the elements of it that one thread holds, or one value that all threads of a row have.
+A tile is a :class:`Part`: the elements that one thread holds, or one value that all threads of a row share.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Part:
 
 
 class Words:
-    """Stand-in for the module ``cuda.tile``.
+    """Replacement for the module ``cuda.tile``.
 
     Args:
         capability: compute capability of the GPU as one number: 90 for sm_90.

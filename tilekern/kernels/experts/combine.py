@@ -1,7 +1,7 @@
 """The sum of each token's expert rows: ``y[t] = sum_k weights[t, k] * (x[ranks[t, k]] + bias[expert])``.
 
-It is summed in float32 in the order of k, with the same bits in every run, and rounded once. A slot of no expert adds
-nothing, whatever its row holds. Without weights it is the gradient of :mod:`tilekern.kernels.experts.gather`.
+It is summed in float32 in the order of k, with the same bits in every run, and rounded once. A slot without an expert
+adds nothing, whatever its row holds. Without weights it is the gradient of :mod:`tilekern.kernels.experts.gather`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UNROLLED = 8
 
 
 def _row(x, ranks, experts, weights, bias, total, token, k, c, shape, bounded, biased, weighted):
-    """The share of the k-th expert in tile ``c`` of a token."""
+    """Return the share of the k-th expert in tile ``c`` of a token."""
     rank = ct.load(ranks, (token, k), ())
     expert = ct.load(experts, (rank,), ())
     tile = load(x, (rank, c), shape, bounded, 0, False).astype(ct.float32)

@@ -3,12 +3,12 @@
 With a and b the gate's and the up half of a row of the first product, the bias of the row's expert added, and
 ``g = min(a, limit)``, ``u = min(max(b, -limit), limit)``: ``y = p(g) * (u + shift)``, where p is ``x * sigmoid(alpha *
 x)`` or gelu by tanh (:mod:`tilekern.kernels.geglu`). An infinite limit, alpha 1 and shift 0 are SwiGLU; 7, 1.702 and 1
-are GPT-OSS's (arXiv:2508.10925). The halves stand one behind the other, or are interleaved: a, b, a, b.
+are GPT-OSS's (arXiv:2508.10925). The halves follow one another, or are interleaved: a, b, a, b.
 
 The backward takes dy, the gradient of the weighted sum of rows multiplied by the down weight. With w the routing weight
-of a row: ``da = w * dy * (u + shift) * p'(g)`` where a is not above the limit, ``db = w * dy * p(g)`` where b is
-within it, and ``dw = sum(dy * y) + share``, where share comes from the down bias. It recomputes ``w * y`` for the
-gradient of the down weight, so that only a and b are kept of both products. Rows of no expert get zeros.
+of a row: ``da = w * dy * (u + shift) * p'(g)`` if a is not above the limit, ``db = w * dy * p(g)`` if b is within it,
+and ``dw = sum(dy * y) + share``, where share comes from the down bias. It recomputes ``w * y`` for the gradient of the
+down weight, so that only a and b are kept of both products. Rows without an expert get zeros.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from tilekern.spec import Array, Config, Constraint, Dimension, KernelSpec, Prob
 
 
 def _is_odd():
-    """Marks the second number of each pair."""
+    """Return which numbers are the second of a pair."""
     return ct.reshape(ct.arange(2, dtype=ct.int32), (1, 1, 2)) == 1
 
 
 def _halves(array, row, c, columns, shape, bounded, interleaved):
-    """The gate's and the up numbers of a tile, in float32."""
+    """Return the gate's and the up numbers of a tile, in float32."""
     if ct.static_eval(interleaved):
         tile = load(array, (row, c), (shape[0], 2 * shape[1]), bounded, 0, False).astype(ct.float32)
         pairs = ct.reshape(tile, (shape[0], shape[1], 2))
-        # Each sum has one term that is not 0: a thread that has loaded 16 bytes has whole pairs.
+        # Each sum has one nonzero term: a thread that has loaded 16 bytes has whole pairs.
         return ct.sum(ct.where(_is_odd(), 0.0, pairs), axis=2), ct.sum(ct.where(_is_odd(), pairs, 0.0), axis=2)
     gate = load(array.slice(1, 0, columns), (row, c), shape, bounded, 0, False)
     up = load(array.slice(1, columns, 2 * columns), (row, c), shape, bounded, 0, False)
@@ -58,7 +58,7 @@ def _store_halves(array, row, c, columns, shape, bounded, interleaved, gate, up)
 
 
 def _read(pre, bias, experts, row, c, columns, shape, bounded, biased, interleaved):
-    """The halves of a tile, with the bias of its only expert."""
+    """Load the halves of a tile, with the bias of its only expert."""
     gate, up = _halves(pre, row, c, columns, shape, bounded, interleaved)
     if ct.static_eval(biased):
         more, above = _halves(bias, expert_of(experts, row, bias), c, columns, shape, bounded, interleaved)
@@ -67,7 +67,7 @@ def _read(pre, bias, experts, row, c, columns, shape, bounded, biased, interleav
 
 
 def _parts(gate, up, alpha, limit, shift, tanh):
-    """p(g), its slope, and u + shift."""
+    """Return p(g), its slope, and u + shift."""
     g = ct.where(gate > limit, limit, gate)
     u = ct.where(up > limit, limit, ct.where(up < -limit, -limit, up))
     if ct.static_eval(tanh):
@@ -205,7 +205,7 @@ def value_of(
     pre: Any, bias: Any, experts: Any, alpha: float, limit: float, shift: float, tanh: bool, interleaved: bool,
     biased: bool,
 ) -> Any:  # fmt: skip
-    """Compute the gate by torch, in the dtype of ``pre``, also for rows of no expert."""
+    """Compute the gate by torch, in the dtype of ``pre``, also for rows without an expert."""
     import torch
 
     if biased:
@@ -221,7 +221,7 @@ def reference(
     pre: Any, bias: Any, experts: Any, total: int, alpha: float, limit: float, shift: float, tanh: bool,
     interleaved: bool, biased: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Compute the gate's value; 0 for rows of no expert."""
+    """Compute the gate's value; 0 for rows without an expert."""
     y = value_of(pre.double(), bias.double(), experts, alpha, limit, shift, tanh, interleaved, biased)
     return {"y": y.where((experts < total)[:, None], 0.0)}
 
@@ -240,7 +240,7 @@ def backward_reference(
     y, found = forward(pre)["y"], gradients(forward, {"y": dy.double() * factor}, pre=pre)
     summed = (y * dy.double()).sum(1) + (shares.double() if biased else 0.0)
     dweights = summed.new_zeros(len(summed)).scatter_(0, slot, summed.where(counts[:, 0], 0.0))
-    # In rows of no expert, which nobody reads, 0 times a weight that is not finite is NaN.
+    # In rows without an expert, which nobody reads, 0 times a non-finite weight is NaN.
     made = {"y": y * factor} if remade else {}
     return {"dpre": found["dpre"].where(counts, 0.0), "dweights": dweights, **made}
 
@@ -249,7 +249,7 @@ def _spec(
     name: str, summary: str, dimensions: tuple[Dimension, ...], arrays: Table, of: Callable[..., dict[str, Any]],
     most: int, **more: Any,
 ) -> KernelSpec:  # fmt: skip
-    """The spec of the gate or its gradient, with tiles of at most ``most`` elements."""
+    """Return the spec of the gate or its gradient, with tiles of at most ``most`` elements."""
     return spec(
         name, summary, dimensions, arrays, of,
         sizes=sizes,

@@ -1,4 +1,4 @@
-"""Rows of tokens copied in the order of experts: ``y[r] = x[order[r] // choices]``.
+"""Copy rows of tokens in the order of experts: ``y[r] = x[order[r] // choices]``.
 
 It brings the gradient of a layer of experts to its rows. If the down product has a bias, ``shares`` is the part
 ``sum_c x[token, c] * bias[expert, c]`` of the gradient of a row's routing weight, in float32.
@@ -36,7 +36,7 @@ def gather_rows(x, order, experts, bias, choices, y, shares, tile_n: ConstInt, b
 
 
 def _sizes(problem: Problem) -> dict[str, int]:
-    """Sizes of inputs with two choices for each token, if there are two rows."""
+    """Return sizes of inputs with two choices for each token, if there are two rows."""
     choices = min(2, problem["rows"])
     return sizes(problem) | {"choices": choices, "tokens": cdiv(problem["rows"], choices)}
 
@@ -62,7 +62,7 @@ def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 def reference(
     x: Any, order: Any, experts: Any, bias: Any, choices: int, biased: bool, shares: Any = None
 ) -> dict[str, Any]:
-    """Copy the rows, and multiply them by the bias where there is one."""
+    """Copy the rows; multiply them by the bias if there is one."""
     y = x.double()[order.long() // choices]
     if not biased:
         return {"y": y}
@@ -70,7 +70,7 @@ def reference(
 
 
 def _bytes(problem: Problem) -> int:
-    """Bytes of each row's token and of its expert's bias, which may have left the cache."""
+    """Return the bytes of each row's token and of its expert's bias, which may have left the cache."""
     each = ITEM_BYTES[problem["dtype"]] * problem["columns"] * (2 + problem["biased"])
     return problem["rows"] * (each + (12 if problem["biased"] else 4))
 

@@ -1,9 +1,9 @@
-"""Routing: the slots of a layer of experts sorted by expert, those of one expert in their order, by two launches.
+"""Sort the slots of a layer of experts by expert, in a stable order, by two launches.
 
-The first counts each expert's slots in each part of ``PART`` slots. The second adds up the counts of all parts, which
-gives the ends of the experts' rows, and those of the parts before its own, which gives its first row of each expert,
-and places its slots from there. Both take ``chunk`` slots at a time, as rows of a matrix [chunk, experts] of zeros and
-ones. The host waits for nothing, and nothing is atomic: the order is the same in every run.
+The first launch counts each expert's slots in each part of ``PART`` slots. The second adds up the counts of all parts,
+which gives the ends of the experts' rows, and the counts of the parts before its own, which gives its first row of each
+expert; its slots follow from there. Both take ``chunk`` slots at a time, as rows of a matrix [chunk, experts] of zeros
+and ones. The host does not wait and nothing is atomic: the order is the same in every run.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tilekern.spec import Array, Config, Constraint, Dimension, KernelSpec, Prob
 
 # Slots of one block.
 PART = 512
-# For more experts, a matrix of ones and zeros for 16 slots is long code.
+# With more experts, a matrix of ones and zeros for 16 slots is long code.
 MOST_EXPERTS = 256
 _MOST_ELEMENTS = 8192
-# Parts whose counts are read at once.
+# Parts whose counts are read at the same time.
 _ROWS = 8
 
 
 def _chosen(ids, step, chunk, width, experts):
-    """For ``chunk`` slots: ones where they chose an expert [chunk, width], the expert or -1, and which slots exist."""
+    """Return for ``chunk`` slots: ones at chosen experts [chunk, width], the expert or -1, and which slots exist."""
     number = ct.load(ids, (step,), (chunk,), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
     is_slot = step * chunk + ct.arange(chunk, dtype=ct.int32) < ids.shape[0]
     expert = ct.where(is_slot & (number >= 0) & (number < experts), number, -1).astype(ct.int32)
@@ -38,7 +38,7 @@ def _chosen(ids, step, chunk, width, experts):
 
 
 def _earlier(expert, chunk):
-    """For each slot, how many before it in the tile chose its expert; in pairs, as a scan of a matrix is long code."""
+    """Count for each slot the tile's earlier slots with its expert; in pairs, as a scan of a matrix is long code."""
     number = ct.arange(chunk, dtype=ct.int32)
     is_before = ct.reshape(number, (1, chunk)) < ct.reshape(number, (chunk, 1))
     is_same = ct.reshape(expert, (1, chunk)) == ct.reshape(expert, (chunk, 1))
@@ -47,7 +47,7 @@ def _earlier(expert, chunk):
 
 @ct.kernel
 def route_count(ids, experts, counts, width: ConstInt, chunk: ConstInt, part: ConstInt):
-    """How many slots of each part chose each expert; ids [slots], counts [parts, width]."""
+    """Count the slots of each part that chose each expert; ids [slots], counts [parts, width]."""
     steps = ct.cdiv(ids.shape[0], chunk)
     for number in range(ct.bid(0), ct.cdiv(ids.shape[0], part), ct.num_blocks(0)):
         total = ct.zeros((chunk, width), ct.int32)
@@ -59,7 +59,7 @@ def route_count(ids, experts, counts, width: ConstInt, chunk: ConstInt, part: Co
 
 @ct.kernel
 def route_place(ids, counts, experts, offsets, order, ranks, chosen, width: ConstInt, chunk: ConstInt, part: ConstInt):
-    """The row of each slot, the slot and the expert of each row, and the ends of the experts' rows.
+    """Store the row of each slot, the slot and the expert of each row, and the ends of the experts' rows.
 
     ids, order, ranks and chosen [slots], counts [parts, width], offsets [experts].
     """
@@ -77,7 +77,7 @@ def route_place(ids, counts, experts, offsets, order, ranks, chosen, width: Cons
         if number == 0:
             ct.store(offsets, (0,), ct.reshape(ends, (width,)), allow_tma=False)
         first = ends - total + before
-        # Slots of no expert come after all others.
+        # Slots without an expert come after all others.
         behind = ct.sum(total) + number * part - ct.sum(before)
         for step in range(number * (part // chunk), ct.minimum((number + 1) * (part // chunk), steps)):
             ones, expert, is_slot = _chosen(ids, step, chunk, width, experts)
@@ -124,7 +124,7 @@ def _sizes(problem: Problem) -> dict[str, Any]:
         "parts": parts(problem["rows"]),
         "width": width_of(problem["experts"]),
         "part": PART,
-        # Under this name the compiler does not know the extent.
+        # With this name the compiler does not know the extent.
         "ends": problem["experts"],
     }
 
@@ -146,7 +146,7 @@ def counted(ids: Any, experts: int) -> Any:
 
 
 def routed(ids: Any, experts: int) -> tuple[Any, Any, Any, Any]:
-    """Return (offsets, order, ranks, experts of rows) of slots, int32, by torch without a wait of the host."""
+    """Return (offsets, order, ranks, experts of rows) of slots, int32, by torch; the host does not wait."""
     import torch
 
     ids = ids.reshape(-1).long()
@@ -190,7 +190,7 @@ def _spec(
     name: str, summary: str, function: Any, arrays: Arrays, reference: Callable[..., dict[str, Any]], given: Any,
     flops: int, **more: Any,
 ) -> KernelSpec:  # fmt: skip
-    """The spec of a launch, with ``flops`` operations for each slot and expert."""
+    """Return the spec of a launch, with ``flops`` operations for each slot and expert."""
     return spec(
         name, summary, _DIMENSIONS, lambda problem: arrays, reference,
         function=lambda problem, config: function,

@@ -1,15 +1,15 @@
 """Routers: each token's K experts and their weights, in float32, and the gradient of its logits.
 
-By softmax: the experts are those of the K largest logits. With p the softmax of all logits, ``weights[k] = scale *
+By softmax: the K largest logits choose the experts. With p the softmax of all logits, ``weights[k] = scale *
 p[ids[k]]``; normalised, p is the softmax of the chosen logits alone, which is the same as p of all over its sum.
 ``dlogits = scale * p * (g - sum(g * p))``, g being dweights at the chosen experts and 0 elsewhere.
 
-By sigmoid (DeepSeek-V3, arXiv:2412.19437): ``s = sigmoid(logits)``, and the experts are those of the K largest s + bias
-in the groups that are kept, which are those with the largest sums of their two best. ``weights[k] = scale *
-s[ids[k]]``, normalised over ``sum_k s[ids[k]] + 1e-20``. The bias is for the choice alone and has no gradient.
+By sigmoid (DeepSeek-V3, arXiv:2412.19437): ``s = sigmoid(logits)``, and the K largest s + bias in the kept groups
+choose the experts; kept are the groups with the largest sums of their two best. ``weights[k] = scale * s[ids[k]]``,
+normalised over ``sum_k s[ids[k]] + 1e-20``. The bias affects only the choice and has no gradient.
 
 The largest are found one after the other, each as the maximum of the rest. Among equals the lower id is first, and NaN
-counts as infinity, so ids are K different experts whatever the logits hold, and the same in every run.
+counts as infinity. So the ids are K different experts for any logits, and the same in every run.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tilekern.spec import Array, Config, Dimension, KernelSpec, Problem, ScalarP
 
 # A step cannot hold a row of more logits.
 MOST_EXPERTS = 256
-# Each group is compared with each.
+# Each group is compared with every group.
 MOST_GROUPS = 32
 _LOG2_E = 1.4426950408889634
 _INFINITY = math.inf
-# The lane, behind all experts, of elements that may not be chosen.
+# The lane, after all experts, of elements that may not be chosen.
 _NOWHERE = 1 << 20
 # Added to a sum of sigmoids, so that it is never 0.
 _LEAST = 1e-20
@@ -40,23 +40,23 @@ _FEWEST, _MOST = 256, 4096
 
 
 def _better(value, lane, other, other_lane):
-    """The larger of two; the lower lane of equals."""
+    """Return the larger of two; among equals, the lower lane."""
     takes = (other > value) | ((other == value) & (other_lane < lane))
     return ct.where(takes, other, value), ct.where(takes, other_lane, lane)
 
 
 def _best(keys, lanes):
-    """The largest of each row and its lane, [tile_m, 1] each."""
+    """Return the largest of each row and its lane, [tile_m, 1] each."""
     return ct.reduce((keys, lanes), 1, _better, (-_INFINITY, _NOWHERE), keepdims=True)
 
 
 def _ordered(x):
-    """NaN becomes the largest of all."""
+    """Replace NaN by the largest value."""
     return ct.where(ct.isnan(x), _INFINITY, x)
 
 
 def _chosen(keys, lanes, number, tile_m, wide):
-    """The ``number`` largest of each row and their lanes, [tile_m, wide] each; -infinity and 0 behind them."""
+    """Return the ``number`` largest of each row and their lanes, [tile_m, wide] each; then -infinity and 0."""
     place = ct.reshape(ct.arange(wide, dtype=ct.int32), (1, wide))
     values, ids = ct.full((tile_m, wide), -_INFINITY, ct.float32), ct.zeros((tile_m, wide), ct.int32)
     for k in range(number):
@@ -72,14 +72,14 @@ def _power(x, top):
 
 
 def _sigmoid(x):
-    """sigmoid(x) and its derivative, neither by a difference nor by an infinite power."""
+    """Return sigmoid(x) and its derivative, without a difference or an infinite power."""
     power = ct.exp2(-ct.abs(x) * _LOG2_E, flush_to_zero=True)
     share = 1.0 / (1.0 + power)
     return ct.where(x < 0.0, power, 1.0) * share, power * share * share
 
 
 def _lanes(tile_m, width, experts):
-    """The expert of each element of [tile_m, width], and whether there is such an expert [1, width]."""
+    """Return the expert of each element of [tile_m, width], and whether that expert exists [1, width]."""
     lane = ct.reshape(ct.arange(width, dtype=ct.int32), (1, width))
     return lane + ct.zeros((tile_m, width), ct.int32), lane < experts
 
@@ -110,7 +110,7 @@ def router_softmax_forward(
 
 
 def _slopes(dweights, ids, step, lane, tile_m, width):
-    """dweights at the chosen experts and 0 elsewhere, and whether an expert is chosen, [tile_m, width] each."""
+    """Return dweights at the chosen experts and 0 elsewhere, and whether an expert is chosen, [tile_m, width] each."""
     slopes, is_chosen = ct.zeros((tile_m, width), ct.float32), ct.zeros((tile_m, width), ct.float32)
     for k in range(ids.shape[1]):
         here = load(ids, (step, k), (tile_m, 1), True, 0, False).astype(ct.int32) == lane
@@ -139,7 +139,7 @@ def router_softmax_backward(
 
 
 def _in_kept_groups(keys, kept, tile_m, groups, wide_groups, wide_size):
-    """Whether an expert's group is one of the ``kept`` best, [tile_m, wide_groups, 1]."""
+    """Return whether an expert's group is one of the ``kept`` best, [tile_m, wide_groups, 1]."""
     lane = ct.reshape(ct.arange(wide_size, dtype=ct.int32), (1, 1, wide_size))
     lanes = lane + ct.zeros((tile_m, wide_groups, wide_size), ct.int32)
     first, at = ct.reduce((keys, lanes), 2, _better, (-_INFINITY, _NOWHERE), keepdims=True)
@@ -177,7 +177,7 @@ def router_sigmoid_forward(
         flat = (tile_m, width)
         _, found = _chosen(ct.reshape(keys, flat), ct.reshape(lanes, flat), choices, tile_m, wide)
         row = step * tile_m + ct.reshape(ct.arange(tile_m, dtype=ct.int32), (tile_m, 1))
-        # The choice was made by a sum, of which the bias cannot be taken away again without a loss.
+        # The choice used the sum with the bias; subtracting the bias again would lose digits.
         value, _ = _sigmoid(ct.gather(logits, (row, found // size, found % size)).astype(ct.float32))
         value = ct.where(is_choice, value, 0.0)
         if ct.static_eval(normalized):
@@ -206,7 +206,7 @@ def router_sigmoid_backward(
 
 
 def choices_of(problem: Problem) -> int:
-    """Return the choices of a token, which chooses no expert twice."""
+    """Return the choices of a token; it does not choose an expert twice."""
     return min(problem["choices"], problem["experts"])
 
 
@@ -219,13 +219,13 @@ def groups_of(problem: Problem) -> int:
 
 
 def _widths(problem: Problem) -> tuple[int, int]:
-    """The sizes of the tile's axes of groups and of experts of a group."""
+    """Return the sizes of the tile's axes of groups and of experts of a group."""
     groups = groups_of(problem)
     return power_of_two(groups), power_of_two(problem["experts"] // groups)
 
 
 def _elements(problem: Problem) -> int:
-    """The elements of a row: its experts, or the pairs of groups if there are more."""
+    """Return the elements of a row: its experts, or the pairs of groups if there are more."""
     groups, size = _widths(problem)
     return max(groups * size, groups * groups)
 
@@ -302,7 +302,7 @@ def by_sigmoid(logits: Any, bias: Any, kept: int, choices: int, scale: float, no
     if keys.shape[1] > 1:
         best = largest(keys.masked_fill(keys.isnan(), math.inf).topk(2).values.sum(-1), kept)
         is_left_out = torch.ones_like(keys[..., 0], dtype=torch.bool).scatter_(1, best, False)
-        # Below all experts of the groups that are kept.
+        # Below all experts of the kept groups.
         keys = keys.clamp(min=torch.finfo(keys.dtype).min).masked_fill(is_left_out[..., None], -math.inf)
     ids = largest(keys.flatten(1), choices)
     weights = logits.flatten(1).gather(1, ids).sigmoid()
@@ -322,7 +322,7 @@ def _reference_sigmoid(
 
 
 def _reference_softmax_backward(dweights: Any, logits: Any, ids: Any, scale: float, normalized: bool) -> dict[str, Any]:
-    """Written out: a logit that is not finite spoils its row, even where it is not chosen."""
+    """Compute the gradient without autograd: a non-finite logit spoils its row, even if it is not chosen."""
     wide = logits.double()
     slopes = wide.new_zeros(wide.shape).scatter_(1, ids, dweights.double())
     powers = (wide - wide.amax(1, keepdim=True)).exp()
@@ -333,7 +333,7 @@ def _reference_softmax_backward(dweights: Any, logits: Any, ids: Any, scale: flo
 
 
 def _reference_sigmoid_backward(dweights: Any, logits: Any, ids: Any, scale: float, normalized: bool) -> dict[str, Any]:
-    """Written out: of a single expert, autograd would leave the rounding error of a difference that is 0."""
+    """Compute the gradient without autograd, which leaves a rounding error instead of 0 for a single expert."""
     slopes, chosen = dweights.double(), logits.double().gather(1, ids)
     share, rise = chosen.sigmoid(), chosen.sigmoid() * (-chosen).sigmoid()
     if normalized:
@@ -350,7 +350,7 @@ def _softmax_inputs(problem: Problem, generator: Any, device: str) -> dict[str, 
 
 
 def _sigmoid_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Sigmoids in 64 steps, and a bias that separates equal ones, and sums of two, by more than float32's error."""
+    """Draw sigmoids in 64 steps, and a bias that separates equal ones and sums of two by more than float32's error."""
     import torch
 
     tokens, experts, groups = problem["tokens"], problem["experts"], groups_of(problem)
@@ -366,7 +366,7 @@ def _sigmoid_inputs(problem: Problem, generator: Any, device: str) -> dict[str, 
 
 
 def _backward_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Similar logits and slopes of both signs: no result is a small difference of large terms."""
+    """Draw similar logits and slopes of both signs: no result is a small difference of large terms."""
     import torch
 
     shape, dtype = (problem["tokens"], problem["experts"]), getattr(torch, problem["dtype"])
@@ -382,7 +382,7 @@ def _spec(
     name: str, summary: str, function: Any, arrays: Table, reference: Callable[..., dict[str, Any]], given: Any,
     flops: int, of_kind: tuple[Dimension, ...],
 ) -> KernelSpec:  # fmt: skip
-    """The spec of a router or its gradient, with ``flops`` operations for each logit and one for each choice."""
+    """Return the spec of a router or its gradient, with ``flops`` operations for each logit and one for each choice."""
     return spec(
         name, summary,
         (

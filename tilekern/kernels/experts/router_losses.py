@@ -6,7 +6,8 @@ to 6) and z is the mean of ``lse^2``, lse being the logarithm of the sum of exp(
 arXiv:2202.08906, equation 5). Shares weight the rows; R is then their sum.
 
 The forward stores each block's sums of p, counts and sum of lse^2. For the gradient, ``slopes[e]`` is the losses'
-derivative by p[e] and ``pull`` that by lse^2 / 2: ``dlogits = share * p * (slopes - sum(p * slopes) + pull * lse)``.
+derivative by p[e] and ``pull`` their derivative by lse^2 / 2: ``dlogits = share * p * (slopes - sum(p * slopes) + pull
+* lse)``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _FEWEST, _MOST = 256, 4096
 
 
 def _softmax(logits, step, lane, experts, tile_m, width):
-    """The softmax [tile_m, width] of a step of rows, and the logarithm of its divisor [tile_m, 1]."""
+    """Return the softmax [tile_m, width] of a step of rows, and the logarithm of its divisor [tile_m, 1]."""
     x = load(logits, (step, 0), (tile_m, width), True, 0, False).astype(ct.float32)
     x = ct.where(lane < experts, x, -_INFINITY)
     top = ct.max(x, axis=1, keepdims=True)
@@ -41,7 +42,7 @@ def _softmax(logits, step, lane, experts, tile_m, width):
 
 
 def _share(shares, step, tile_m, rows, masked):
-    """The weight of each row [tile_m, 1]; 0 beyond the last one."""
+    """Return the weight of each row [tile_m, 1]; 0 beyond the last one."""
     row = step * tile_m + ct.reshape(ct.arange(tile_m, dtype=ct.int32), (tile_m, 1))
     share = ct.where(row < rows, 1.0, 0.0)
     if ct.static_eval(masked):
@@ -64,7 +65,7 @@ def router_losses_forward(
     for step in range(ct.bid(0), ct.cdiv(logits.shape[0], tile_m), ct.num_blocks(0)):
         p, lse = _softmax(logits, step, lane, experts, tile_m, width)
         share = _share(shares, step, tile_m, logits.shape[0], masked)
-        # A row that does not count may hold anything.
+        # An ignored row may hold any values.
         added = added + ct.where(share > 0.0, p * share, 0.0)
         square = square + ct.where(share > 0.0, lse * lse * share, 0.0)
         for k in range(choices):
@@ -110,7 +111,7 @@ _LOGITS, _SUMS = ("rows", "experts"), ("blocks", "experts")
 
 
 def _shares(problem: Problem) -> Array:
-    """The shares of all rows, or one element that is not aligned."""
+    """Return the shares of all rows, or one element that is not aligned."""
     return Array("shares", "float32", ("rows",), aligned=problem["masked"], flag="masked")
 
 
@@ -164,7 +165,7 @@ def _reference_backward(logits: Any, shares: Any, slopes: Any, pull: Any, masked
 
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Similar logits; with shares each third row does not count."""
+    """Draw similar logits; with shares every third row has the weight 0."""
     import torch
 
     rows, dtype = problem["rows"], getattr(torch, problem["dtype"])
@@ -191,7 +192,7 @@ def _spec(
     name: str, summary: str, function: Any, arrays: Table, reference: Callable[..., dict[str, Any]], given: Any,
     flops: Callable[[Problem], int], exact: tuple[str, ...], **more: Any,
 ) -> KernelSpec:  # fmt: skip
-    """The spec of the sums or of the gradient, with ``flops`` operations for each logit."""
+    """Return the spec of the sums or of the gradient, with ``flops`` operations for each logit."""
     return spec(
         name, summary,
         (

@@ -1,4 +1,4 @@
-"""Shared by kernels that take one row of a layer of experts at a time: its expert and bias, tiles, routing."""
+"""Code shared by kernels that take one row of a layer of experts at a time: its expert and bias, tiles, routing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tilekern.kernels.grouped.routing import drawn_experts
 from tilekern.kernels.tiles import power_of_two
 from tilekern.spec import Array, Config, Problem, Space, Value, cdiv
 
-# Experts of the inputs that kernels are checked and timed with.
+# The number of experts in inputs for checks and timings.
 EXPERTS = 5
 
 
 def expert_of(experts, row, weights):
-    """The expert of a row; the last expert for a row of none, whose numbers do not count."""
+    """Return the expert of a row; for a row without an expert, whose numbers are ignored, the last one."""
     return ct.minimum(ct.load(experts, (row,), ()), weights.shape[0] - 1)
 
 
@@ -26,12 +26,12 @@ def bias_of(columns: str = "columns") -> Array:
 
 
 def sizes(problem: Problem) -> dict[str, int]:
-    """Return the number of experts of the inputs; it is part of no problem."""
+    """Return the number of experts of the inputs; it is not part of a problem."""
     return {"experts": EXPERTS}
 
 
 def widths(columns: int) -> list[int]:
-    """Return widths of tiles, widest first, at most a third of which lies beyond the row's end."""
+    """Return widths of tiles, widest first; at most a third lies beyond the row's end."""
     fitting = [n for n in (4096, 2048, 1024, 512, 256) if n <= power_of_two(columns)]
     return [n for n in fitting if cdiv(columns, n) * n <= 1.5 * columns] or [min(256, power_of_two(columns))]
 

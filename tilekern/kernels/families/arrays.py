@@ -1,4 +1,4 @@
-"""Arrays of kernels of all families: inputs drawn for them, the bytes they move, and gradients by autograd."""
+"""Describe the arrays of all families' kernels: random inputs, moved bytes, and gradients by autograd."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def partial_sums(count: int) -> Array:
 
 
 def followed_by_sum(partial: Array, dtype: str) -> Follower:
-    """Return the spec ``column_sum`` as the follower of a kernel whose blocks each store a row of an array.
+    """Return ``column_sum`` as the follower of a kernel in which each block stores a row of an array.
 
     Args:
         partial: the array, [blocks, ...].
@@ -41,19 +41,19 @@ def followed_by_sum(partial: Array, dtype: str) -> Follower:
 
 
 def tensors(arrays: Arrays, *roles: str) -> list[Array]:
-    """Return the arrays with one of some roles; without roles, all that are not scalars."""
+    """Return the arrays with one of the roles; without roles, all except scalars."""
     return [x for x in arrays if isinstance(x, Array) and (not roles or x.role in roles)]
 
 
 def drawn(arrays: Arrays, problem: Problem, generator: Any, device: str, *, about_one: bool = True) -> dict[str, Any]:
-    """Draw normal numbers for every input, and take the samples of scalars.
+    """Draw normal numbers for every input; scalars take their samples.
 
-    Numbers of a nonnegative input have no signs. Weights are about 1, as in norms, unless ``about_one`` is false.
+    A nonnegative input gets absolute values. Weights are about 1, as in norms, unless ``about_one`` is false.
     """
     import torch
 
     def normal(array: Array) -> Any:
-        # An array of no size is one element, in one axis.
+        # An array without sizes has one element, in one axis.
         values = torch.randn(array.shape_in(problem) or (1,), generator=generator, device=device)
         values = values.abs() if array.nonnegative else values
         values = 1 + values / 4 if about_one and array.name.endswith("weight") else values

@@ -27,13 +27,13 @@ from tilekern.spec.targets import Target
 _KERNEL = "tilekern.kernels.cute.heads:Heads"
 # Registers of a thread for addresses and the like.
 _OWN_REGISTERS = 24
-# Heads of which an SM's warps have loads on their way, each warp as many as it takes at once: with fewer the memory
-# waits, and more gain nothing.
+# Heads that an SM's warps have in flight, counting the heads that each warp takes at once: fewer leave the memory idle,
+# and more gain nothing.
 _LEAST_LOADS, _MOST_LOADS = 12, 24
 
 
 def _threads(problem: Problem) -> int:
-    """Threads that share a head, one for each vector of a half; 0 where these are not a power of two of whole ones."""
+    """Return the threads that share a head, one a vector of a half; 0 unless a half is 2^n whole vectors."""
     threads, rest = divmod(problem["head_dim"] // 2, vector_of(problem))
     return threads if rest == 0 and 1 <= threads == power_of_two(threads) <= WARP else 0
 
@@ -45,14 +45,15 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
         "warps": [4, 8] if _threads(problem) else [],
         "together": [1, 2],
         "ahead": [1, 2],
-        # One block of 8 warps is two of 4 and four are two, whose grids need sums of sizes that no other config needs.
+        # One block of 8 warps equals two of 4, and four of 4 equal two of 8; their grids would need sums of sizes that
+        # no other config needs.
         "occupancy": [2, 3],
     }
 
 
 def _registers(problem: Problem, config: Config) -> int:
-    # Of both halves in float32: x, dz and its product with the weight, the weight and its sums; then what is loaded
-    # ahead, as it is stored.
+    # For both halves in float32: x, dz and its product with the weight, the weight and its sums; then the values loaded
+    # ahead, in their stored dtype.
     of_halves = 2 * vector_of(problem)
     loaded = config["together"] * 2 * ITEM_BYTES[problem["dtype"]] + ITEM_BYTES[problem["angle_dtype"]]
     return int(_OWN_REGISTERS + of_halves * (5 + config["ahead"] * loaded / 4))
@@ -100,7 +101,7 @@ def implement(
     def grid(sizes: Problem, sm_count: int) -> int:
         tokens = sizes["batch"] * sizes["tokens"]
         steps = sum(cdiv(tokens * sizes[heads], at_once) for heads in ("heads", "kv_heads"))
-        # One block at least is for q, and one for k.
+        # At least one block is for q, and one for k.
         return max(2, grid_of(steps, config, sm_count))
 
     return CuteKernel(

@@ -24,11 +24,11 @@ from tilekern.spec import (
 from tilekern.spec.targets import Target
 
 _KERNEL = "tilekern.kernels.cute.losses:FusedLoss"
-# Registers that a thread needs for addresses, a vector in float32 and the like, and those of a vector that it holds.
+# Registers of a thread for addresses, a vector in float32 and the like, and for each vector that it holds.
 _OWN_REGISTERS, _OF_A_VECTOR = 24, 4
 # Vectors that a thread may hold: a row's code is written out for each of them.
 _MOST_CHUNKS = 20
-# Vectors that the threads of an SM hold: 64 KiB, of which some are on their way while others are worked at.
+# Vectors that the threads of an SM hold: 64 KiB; some are in flight while others are processed.
 _LEAST_HELD = 4096
 
 
@@ -80,7 +80,7 @@ _CONSTRAINTS = (
 
 
 def space(flags: tuple[str, ...]) -> Space:
-    """The space; problems for which one of the flags is set have no config."""
+    """Return the space; problems with one of the flags set have no config."""
     return Space(lambda problem: _axes(problem, flags), _CONSTRAINTS)
 
 

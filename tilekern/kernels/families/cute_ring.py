@@ -1,8 +1,8 @@
-"""Sums over rows whose loads run far ahead, in CuTe DSL: search space and launches.
+"""Sums over rows with loads far ahead, in CuTe DSL: search space and launches.
 
 The device code is :mod:`tilekern.kernels.cute.ring`: a block of ``threads`` threads takes one row at a time out of a
-ring of ``stages`` rows in shared memory, into which the GPU copies those that are next; ``early`` says that it does so
-before the outputs of a row are made, which pays where they take long.
+ring of ``stages`` rows in shared memory, into which the GPU copies the next rows; with ``early`` it does so before the
+outputs of a row are computed, which is faster if they take long.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tilekern.spec import (
 from tilekern.spec.targets import Target
 
 _KERNEL = "tilekern.kernels.cute.ring:Ring"
-# Vectors of each array that a thread has of a row.
+# Vectors of a row that a thread has, of each array.
 _MOST_CHUNKS = 2
 # Registers of a thread for addresses and the like.
 _OWN_REGISTERS = 24
 # Bytes of an SM's rings: on an H200 fewer leave the memory idle, and more gain nothing.
 _LEAST_BYTES, _MOST_BYTES = 80 << 10, 112 << 10
-# Shared memory of a block beside its ring, for its sums and barriers, and what each block takes of it for itself.
+# Shared memory of a block besides its ring, for its sums and barriers, and the system's share for each block.
 _OTHER_BYTES = 3 << 10
 
 
@@ -84,11 +84,11 @@ _CONSTRAINTS = (
 
 
 def space(live: int, arrays: Arrays) -> Space:
-    """The space of a kernel with sums over rows.
+    """Return the space of a kernel with sums over rows.
 
     Args:
-        live: as of :func:`tilekern.kernels.families.rows.spec`.
-        arrays: the kernel's.
+        live: see :func:`tilekern.kernels.families.rows.spec`.
+        arrays: the kernel's arrays.
     """
     read = [array for array in tensors(arrays, "input") if array.shape == ROWS]
 

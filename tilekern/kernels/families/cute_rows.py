@@ -1,7 +1,7 @@
 """Kernels over rows in CuTe DSL: search space and launches.
 
 The device code is :mod:`tilekern.kernels.cute.rows`, which holds a row in registers: ``threads`` threads share a row in
-a block, ``rows`` rows a block are at work at once, and a ``cluster`` of blocks shares a long row.
+a block, a block processes ``rows`` rows at a time, and a ``cluster`` of blocks shares a long row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LARGEST_BLOCK = 1024
 _MOST_CHUNKS = 8
 # Registers of a thread for addresses and the like.
 _OWN_REGISTERS = 24
-# From so many columns on a row may be shared by several blocks.
+# Several blocks may share a row with at least this many columns.
 _LONG = 16384
 
 
@@ -55,7 +55,7 @@ def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
 
 
 def _registers(problem: Problem, config: Config, live: int) -> int:
-    # What is loaded ahead is as it is stored, most of it in 16 bits.
+    # Values loaded ahead have their stored dtype, mostly 16 bits.
     return _OWN_REGISTERS + (live + config["ahead"]) * _chunks(problem, config) * vector_of(problem)
 
 
@@ -106,10 +106,10 @@ _CONSTRAINTS = (
 
 
 def space(live: int, direction: str) -> Space:
-    """The space of a kernel over rows.
+    """Return the space of a kernel over rows.
 
     Args:
-        live: as of :func:`tilekern.kernels.families.rows.spec`.
+        live: see :func:`tilekern.kernels.families.rows.spec`.
         direction: ``backward`` for a kernel with sums over rows, else ``forward``.
     """
     fits = Constraint(

@@ -1,7 +1,7 @@
 """Sums down columns in CuTe DSL: search space and launches.
 
 The device code is :mod:`tilekern.kernels.cute.sums`: a block of ``threads`` threads has ``width`` columns, each thread
-has ``loads`` rows on their way at once, and a ``cluster`` of blocks shares the rows of few columns.
+has ``loads`` rows in flight at the same time, and a ``cluster`` of blocks shares the rows of few columns.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _VECTOR = 4
 _NARROWEST, _WIDEST = 16, 128
 # Registers that a thread needs for addresses, its sums and the like.
 _OWN_REGISTERS = 24
-# Rows that a cluster has on their way at once; all matrices have the same candidates, whatever their rows, so that what
-# is compiled for one of them is there for others.
+# Rows that a cluster has in flight at the same time; all matrices have the same candidates, whatever their rows, so
+# that they share compiled artifacts.
 _LEAST_ROWS, _MOST_ROWS = 256, 1024
-# Sums of so many warps are added up by one thread.
+# One thread adds up the sums of this many warps.
 _MOST_WARPS = 32
 
 

@@ -1,6 +1,6 @@
 """A logarithm for kernels that read a vocabulary's probabilities at the speed of memory.
 
-``ct.log`` and ``ct.log2`` take 25 instructions an element on sm_90, longer than to read the element in bfloat16; this
+``ct.log`` and ``ct.log2`` take 25 instructions an element on sm_90, longer than reading the element in bfloat16; this
 one takes 7.
 """
 
@@ -18,5 +18,5 @@ def log2(x):
     """
     near = ct.bitcast(x, ct.int32).astype(ct.float32) * 2.0**-23 - 127.0
     left = x * ct.exp2(-near, flush_to_zero=True) - 1.0
-    # Products before sums: the compiler fuses no others.
+    # Products before sums: the compiler fuses only these.
     return ((left * 0.4410657 - 0.7199619) * left + 1.4426812) * left + near

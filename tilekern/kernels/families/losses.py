@@ -2,7 +2,7 @@
 
 A kernel is its formula and :func:`each_row` around it. ``formula(first, second, *scalars)`` returns two float32 tiles:
 each element's term of its row's loss, and the derivative of the term by the first matrix. A row's loss and gradient are
-multiplied by its ``slope``; a row with the slope 0 is not read, whatever it holds. :func:`spec` makes the spec.
+multiplied by its ``slope``; a row with the slope 0 is not read. :func:`spec` makes the spec.
 
 A loss has one kernel with the gradient and one without; the flag ``graded`` tells them apart.
 """
@@ -114,9 +114,9 @@ def spec(
         inputs: the names of both matrices.
         reference: (inputs, ``slope``, scalars, ``graded``, flags) -> the results, as :func:`expected` returns them.
         flops: floating-point operations for each element.
-        scalars: with their samples.
+        scalars: scalars with their samples.
         flags: names of dimensions that are True or False, on which the formula depends.
-        of_draws: makes either input of normal numbers, if the loss does not take any number.
+        of_draws: makes either input from normal numbers, if the loss does not accept all numbers.
     """
 
     def arrays(problem: Problem) -> Arrays:

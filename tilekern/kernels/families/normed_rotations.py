@@ -67,7 +67,7 @@ def _store_sums(partial, sums, offset, half, width, whole):
 
 
 def given(angles: Arrays, *scalars: ScalarParameter) -> Arrays:
-    """Return the inputs of both directions beside q and k."""
+    """Return the inputs of both directions besides q and k."""
     weights = (Array("q_weight", "weight_dtype", ("head_dim",)), Array("k_weight", "weight_dtype", ("head_dim",)))
     return (*weights, *angles, *scalars)
 
@@ -91,7 +91,7 @@ def default(problem: Problem, target: Target) -> Config:
 def default_of_gradients(arrays: Arrays, problem: Problem) -> Config:
     """Return the default of the backward with these arrays."""
     pairs, product = problem.get("pairs", problem["head_dim"] // 2), tensors(arrays)[0].dtype_in(problem)
-    # Twice as many elements of float32, or of heads that fill no tile, take the compiler 4 s; pairs spill.
+    # Twice as many elements take the compiler 4 s in float32, or if heads do not fill a tile; pairs spill.
     short = product != "float32" and pairs == power_of_two(pairs) and not problem.get("interleaved")
     return default_of(problem, "persistent", 1024 if short else 512, 2, tma=False)
 

@@ -1,4 +1,4 @@
-"""Placeholders for arrays that a call does not have: kernels are launched with no tensor and no memory for them."""
+"""Make placeholders for the arrays that a call does not have: they need no tensor and no memory."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Kernels that turn the heads of q and k by their tokens' angles, alone or beside a norm of each head.
+"""Kernels that turn the heads of q and k by their tokens' angles, alone or together with a norm of each head.
 
-Such a kernel is three functions, and :func:`each_step` around them: a block takes some tokens of one batch entry, loads
-their angles once, and goes through the heads of q, then of k.
+Such a kernel consists of three functions, called by :func:`each_step`: a block takes some tokens of one batch entry,
+loads their angles once, and goes through the heads of q, then of k.
 
-- ``read(x, place, shape, form)`` loads a step of heads of one array, as it is stored.
+- ``read(x, place, shape, form)`` loads a step of heads of one array, in its stored dtype.
 - ``angles(turns, at, t, tile_t, form)`` returns the tokens' angles for ``turn``.
 - ``turn(y, tiles, weights, angles, sums, place, shape, form)`` stores a step's results in ``y``, and returns the sums
   with the step's share added; ``tiles`` are those of all arrays that are read.
 
-``place`` is the tile index of a step in all axes but the last, ``shape`` its size there, ``form`` a tuple of the
-kernel's own; if heads are read in halves, it begins with their ``cut``: (half, width, whole, bounded, tma, latency).
-The arrays have tokens before heads, as the projections leave them, or heads before tokens. All batch entries share the
+``place`` is the tile index of a step in all axes except the last, ``shape`` its size there, ``form`` a tuple defined by
+the kernel; if heads are read in halves, it begins with their ``cut``: (half, width, whole, bounded, tma, latency). The
+arrays have tokens before heads, like the projections' outputs, or heads before tokens. All batch entries share the
 angles of a single one. :func:`spec` makes the spec.
 """
 
@@ -45,7 +45,8 @@ from tilekern.spec import (
 def each_step(read, angles, turn, q, k, turns, sums, sizes, form):
     """Turn all heads by blocks that take steps of tokens; unrolled, every load is issued before its first use.
 
-    ``q`` and ``k`` are each (arrays that are read, array that is written, weights); ``sums`` are those of q and of k.
+    ``q`` and ``k`` are each (arrays that are read, array that is written, weights); ``sums`` are the sums of q and of
+    k.
     """
     heads, kv_heads, tile_t, tile_h, tile_hk, unrolled, heads_first = sizes
     q_sums, k_sums = sums
@@ -81,8 +82,8 @@ def each_step(read, angles, turn, q, k, turns, sums, sizes, form):
 
 
 def _step(b, t, h, tile_t, tile_h, heads_first):
-    """Return the place and the shape of a step of tokens and heads, in all axes but the last."""
-    # Returned in one place: of a return inside an `if` the front end makes a loop.
+    """Return the place and the shape of a step of tokens and heads, in all axes except the last."""
+    # One return: the front end turns a return inside an `if` into a loop.
     return ((b, h, t), (1, tile_h, tile_t)) if ct.static_eval(heads_first) else ((b, t, h), (1, tile_t, tile_h))
 
 
@@ -169,7 +170,7 @@ def step_elements(problem: Problem, config: Config) -> int:
 
 
 # Steps of heads that are written out, and the bytes of them that the blocks on an SM, four or more, hold at once: a
-# third of its registers. The compiler takes 1 s for a loop; 73 and 155 heads of 92, written out, took it 29 s, and so
+# third of its registers. The compiler takes 1 s for a loop; 73 and 155 heads of 92, written out, took it 29 s, as
 # do fewer that spill.
 _MOST_STEPS, _MOST_BYTES = 8, 80 << 10
 
@@ -250,7 +251,7 @@ def cut_in_halves(problem: Problem) -> dict[str, int | bool]:
 
 
 def _angles_of_a_token(problem: Problem) -> int:
-    """Return its cosines that are read: one for each pair that turns, or each number if the halves have their own."""
+    """Return the cosines that are read for a token: one a rotated pair, or one a number if the halves differ."""
     return int(problem["head_dim"] if problem.get("full") else problem.get("pairs", problem["head_dim"] // 2))
 
 
@@ -265,7 +266,7 @@ def drawn_angles(problem: Problem, generator: Any, device: str) -> dict[str, Any
 
 
 def drawn_angles_twice(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Draw angles as :func:`drawn_angles`, each stored twice, as Hugging Face does."""
+    """Draw angles like :func:`drawn_angles`, each stored twice like Hugging Face's."""
     import torch
 
     return {name: torch.cat((x, x), -1) for name, x in drawn_angles(problem, generator, device).items()}
@@ -275,7 +276,7 @@ _IN_MEMORY: dict[tuple[str, ...], tuple[str, ...]] = dict(zip(HEADS_FIRST, TOKEN
 
 
 def _drawn_heads(arrays: Arrays, problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Draw all inputs but the angles; heads lie in memory as projections leave them, behind tokens."""
+    """Draw all inputs except the angles; in memory heads follow tokens, like the projections' outputs."""
     given = [array for array in tensors(arrays, "input") if array.dtype != "angle_dtype"]
     stored = [dataclasses.replace(array, shape=_IN_MEMORY.get(array.shape, array.shape)) for array in given]
     scalars = [scalar for scalar in arrays if isinstance(scalar, ScalarParameter)]
@@ -285,7 +286,7 @@ def _drawn_heads(arrays: Arrays, problem: Problem, generator: Any, device: str) 
 
 
 def rotated(x: Any, cos: Any, sin: Any, *, interleaved: bool = False) -> Any:
-    """Turn heads [batch, tokens, heads, head_dim] by angles [batch, tokens, pairs]; numbers behind the pairs stay."""
+    """Turn heads [batch, tokens, heads, head_dim] by angles [batch, tokens, pairs]; numbers after the pairs stay."""
     import torch
 
     size, c, s = 2 * cos.shape[-1], cos.unsqueeze(2), sin.unsqueeze(2)
@@ -319,12 +320,12 @@ def spec(
         function: the kernel, which calls :func:`each_step`; its parameters are the arrays and scalars, then constants:
             of the problem, of the config, of ``cut``, ``tile_hk`` for the heads of k in a tile, ``unrolled`` and
             ``bounded``.
-        arrays: in the order of the kernel; in front and at the back heads as :func:`arrays_of` returns them; scalars
-            with their samples, unless ``angles`` draws them. The first output's dtype sets the tolerance.
+        arrays: in the order of the kernel; the first and the last ones are the heads of :func:`arrays_of`; scalars with
+            their samples, unless ``angles`` draws them. The first output's dtype sets the tolerance.
         flops: floating-point operations for each element of q and k.
-        cut: problem -> the constants that say how heads are cut into tiles, and whether these make a tile ``bounded``.
+        cut: problem -> the constants that cut heads into tiles, and whether these make a tile ``bounded``.
         angles: draws the angles, and other inputs that are not in ``arrays``.
-        sizes: names of exact dimensions beyond those of heads.
+        sizes: names of exact dimensions besides the heads' dimensions.
         flags: names of dimensions that are True or False.
         inverse: the arrays of problems that turn back, if their dtypes differ.
         unrolls_lone: whether steps are written out even if one block is on an SM. The generic config has one block, and

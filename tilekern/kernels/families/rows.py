@@ -160,7 +160,7 @@ def add_up(terms, count, rows, known, masked):
 
 
 def largest(term, rows, known):
-    """Return each row's maximum [tile_m, 1] of the tile that ``term(tiles, weights, known)`` returns, but for NaN."""
+    """Return each row's maximum [tile_m, 1] of the tile that ``term(tiles, weights, known)`` returns, ignoring NaN."""
     return ct.max(maxima(term, rows, known), axis=1, keepdims=True)
 
 
@@ -236,7 +236,7 @@ def _at(rows, c):
 
 
 def _held(arrays, place, tile, shape):
-    """Load all chunks of a step's rows, or of the weights, as they are stored; none if they are read again."""
+    """Load all chunks of a step's rows, or of the weights, in their stored dtype; none if they are read again."""
     _, _, _, chunks, long, bounded, tma = shape
     held = ()
     for c in ct.static_iter(range(0 if long else chunks)):
@@ -298,7 +298,7 @@ def _axes(problem: Problem, direction: str) -> dict[str, list[Value]]:
 
 
 def space_of(live: int, direction: str = "forward", **other: Callable[[Problem, list[Value]], list[Value]]) -> Space:
-    """Return the space of a kernel; each of ``other`` makes another axis of the problem and the axis."""
+    """Return the space of a kernel; functions in ``other`` replace axes: (problem, usual values) -> values."""
 
     def axes(problem: Problem) -> dict[str, list[Value]]:
         usual = _axes(problem, direction)
@@ -332,7 +332,7 @@ def _default(live: int, direction: str, problem: Problem, target: Target) -> Con
 def default_in_blocks(
     live: int, occupancy: int, problem: Problem, target: Target, tile_n: int = 4096, num_worker_warps: int = 0
 ) -> Config:
-    """Return a default of one block a row, for kernels without sums over rows; for short or long rows the family's.
+    """Return a default of one block a row, for kernels without sums over rows; the family's for short or long rows.
 
     Many blocks at once hide each other's loads. Shorter rows leave blocks too little to do.
 
@@ -389,8 +389,8 @@ def spec(
             The first output's dtype sets the tolerance.
         live: float32 values for each element of a step that stay in registers: rows, weights, and sums over rows.
         flops: floating-point operations for each element.
-        sums: names of the sums over all rows, in the order of ``partial``; a kernel that has some calls
-            :func:`backward`, any other one :func:`forward`.
+        sums: names of the sums over all rows, in the order of ``partial``; a kernel with sums calls :func:`backward`,
+            one without calls :func:`forward`.
         flags: names of dimensions that are True or False, on which the kernel depends.
         cute: whether CuTe DSL compiles the kernel too, as it can if its function calls nothing of this module but
             :func:`forward` or :func:`backward`, :func:`add_up` and :func:`largest`.
@@ -409,7 +409,7 @@ def spec(
 
     follower = None
     if sums:
-        # The last dtype is that of the weights.
+        # The last dtype is the weights'.
         dtype = [dimension.name for dimension in dimensions if dimension.kind == "dtype"][-1]
         follower = followed_by_sum(tensors(arrays, "scratch")[0], dtype)
     fields: dict[str, Any] = {

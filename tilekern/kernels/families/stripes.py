@@ -1,8 +1,8 @@
 """Kernels over elements with sums down the columns, whose blocks go down stripes of columns.
 
-No row depends on its other columns, so rows are cut into stripes, the same ones for any config. A block goes down one
+Elements do not depend on other columns, so rows are cut into stripes, the same for all configs. A block goes down one
 stripe of its share of the rows, and stores one row of sums for that stripe. The partial sums of all blocks are some
-hundred rows of a stripe's width, not of the row's. Another kernel adds them up.
+hundred rows of a stripe's width, not of the full width. Another kernel adds them up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tilekern.spec.targets import Target
 
 
 def stripe_of(columns: int) -> int:
-    """Return the width of the widest stripe for which the last one of a row wastes little."""
+    """Return the width of the widest stripe whose last one in a row wastes little."""
     widths = [width for width in (1024, 512, 256) if cdiv(columns, width) * width <= 1.125 * columns]
     return widths[0] if widths else min(256, power_of_two(columns))
 
@@ -29,7 +29,7 @@ def stripes_of(columns: int) -> int:
 
 
 def groups_of(blocks: int, columns: int) -> int:
-    """Return the number of rows of partial sums that a number of blocks leaves."""
+    """Return the number of rows of partial sums for a number of blocks."""
     return cdiv(blocks, stripes_of(columns))
 
 

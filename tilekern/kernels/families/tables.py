@@ -1,10 +1,11 @@
-"""The spec of a kernel, made from a table of arrays, sizes, constants, a grid and a space.
+"""Make the spec of a kernel from a table of arrays, sizes, constants, a grid and a space.
 
 Sizes and dtypes of arrays are dimensions of the problem, or among its ``sizes``: numbers and dtypes that follow from
 it. The compiler knows the extent of an array's last axis if that is a dimension or a number, and not one of ``sizes``.
 
 A constant of the device function takes the value of the dimension, the size or the axis of the config with its name;
-``persistent`` says whether the schedule is. The spec gives the others. The families make their specs with :func:`spec`.
+``persistent`` tells whether the schedule is persistent. The spec gives the others. The families make their specs with
+:func:`spec`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def flags_of(names: tuple[str, ...]) -> tuple[Dimension, ...]:
 
 
 def dimensions_of(arrays: Arrays, flags: tuple[str, ...]) -> tuple[Dimension, ...]:
-    """Return rows, columns, their dtype, the weights' dtype if there are weights with their own, and flags."""
+    """Return rows, columns, their dtype, the weights' dtype if it differs, and flags."""
     weighted = any(array.dtype == "weight_dtype" for array in tensors(arrays))
     return (*MATRIX, *([Dimension("weight_dtype", "dtype")] if weighted else []), *flags_of(flags))
 
@@ -78,14 +79,14 @@ def spec(
         function: the device function, or (problem, config) -> the device function; it, or the lambda, stands in the
             spec's module.
         grid: real sizes, config and number of SMs -> number of blocks.
-        sizes: problem -> sizes and dtypes that arrays and constants use beside the dimensions.
-        constants: (problem with its sizes, config) -> the constants that no dimension, size or axis is named like.
+        sizes: problem -> sizes and dtypes that arrays and constants use besides the dimensions.
+        constants: (problem with its sizes, config) -> the constants without a dimension, size or axis of the same name.
         given: (problem with its sizes, generator, device) -> the inputs that are not normal numbers or samples.
-        library: (problem, config) -> the library's call of a config that no device function runs.
+        library: (problem, config) -> the library's call of a config without a device function.
         cute: (device function, parameters, problem, config) -> the kernel of a config that CuTe DSL compiles.
         hints: config -> compiler hints.
-        dependent: as :attr:`Implementation.dependent`.
-        more: further fields of the spec; they replace those that follow from the arrays.
+        dependent: see :attr:`Implementation.dependent`.
+        more: further fields of the spec; they replace the fields that follow from the arrays.
     """
 
     def stated(problem: Problem) -> tuple[Arrays, Problem]:
@@ -118,7 +119,7 @@ def spec(
         return drawn(tuple(x for x in arrays if x.name not in special), known, generator, device) | special
 
     def result_dtype(problem: Problem) -> str:
-        """Return the dtype of the first output that is not of whole numbers; float32 if all are."""
+        """Return the dtype of the first floating-point output; float32 if all outputs are integers."""
         arrays, known = stated(problem)
         dtypes = [array.dtype_in(known) for array in tensors(arrays, "output")]
         return next((dtype for dtype in dtypes if not dtype.startswith("int")), "float32")

@@ -1,7 +1,7 @@
-"""Kernels over rows of logits: a block computes a row, or a tile of one, and goes on to others if it stays resident.
+"""Kernels over rows of logits: a block computes a row, or a tile of a row; resident blocks loop over more.
 
-A kernel is the step of a row or of a tile, and :func:`each_step` or :func:`each_tile` around it. A step goes over a
-whole row by :func:`each_part`. :func:`spec` makes the spec.
+A kernel is the step of a row or of a tile, called by :func:`each_step` or :func:`each_tile`. A step reads a whole row
+by :func:`each_part`. :func:`spec` makes the spec.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tilekern.kernels.tiles import each_step, grid_of, power_of_two
 from tilekern.spec import Array, Config, Constraint, Dimension, KernelSpec, Problem, Space, Value, cdiv, name_of
 from tilekern.spec.targets import Target
 
-# Shapes: of logits, of a number for each row, and of a number for each column.
+# Shapes of logits, of a number for each row, and of a number for each column.
 LOGITS, ROWS, COLUMNS = ("rows", "vocabulary"), ("rows",), ("1", "vocabulary")
 
 
@@ -41,14 +41,14 @@ def _in_item(item, step, columns, tile_n, arguments):
 
 
 def each_tile(step, rows, columns, tile_n, persistent, arguments):
-    """Call :func:`in_tile` for all tiles of a number of rows."""
+    """Call :func:`in_tile` for all tiles of some rows."""
     each_step(_in_item, rows * ct.cdiv(columns, tile_n), persistent, (step, columns, tile_n, arguments))
 
 
 def each_part(step, sums, steps, columns, tile_n, unroll, arguments):
     """Return sums over a row: ``step(sums, first, count, partial, *arguments)`` adds ``count`` tiles to them.
 
-    ``steps`` of ``unroll`` whole tiles need no check of bounds; the rest is one step, the last tile of which may be
+    ``steps`` of ``unroll`` whole tiles need no check of bounds; the rest is one step, whose last tile may be
     ``partial``.
     """
     whole = ct.static_eval(columns // (tile_n * unroll))
@@ -145,7 +145,7 @@ SPACE_OF_TILES = Space(lambda problem: tile_axes(problem, 1024, 2048, 4096), (ti
 
 
 def by_parts(function: Callable[..., dict[str, Any]], *rows: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return float32 results of a function of rows, called with some at a time: all may not fit in float64."""
+    """Return float32 results of a function of rows, called for some rows at a time: all rows may not fit in float64."""
     import torch
 
     parts = [function(*part) for part in zip(*(x.split(1024) for x in rows), strict=True)]
@@ -171,7 +171,7 @@ def spec(
         arrays: in the order of the kernel, with its scalars.
         flags: names of dimensions that are True or False, on which the kernel depends.
         flops: floating-point operations for each logit.
-        exact_as: the dtype that sets the tolerance, or the dimension that says it.
+        exact_as: the dtype that sets the tolerance, or the dimension that has it.
         more: further arguments of :func:`tilekern.kernels.families.tables.spec`.
     """
     sizes = (Dimension("rows", "bucketed"), Dimension("vocabulary", "exact"), Dimension("dtype", "dtype"))

@@ -1,11 +1,11 @@
 """Grouped products: ``y[r] = x[r] @ weight[e(r)] + bias[e(r)]`` for rows sorted by expert, in float32, rounded once.
 
-The layout is that of ``torch._grouped_mm``: ``offsets`` [experts] (int32) are the ends of the experts' rows. Where a
+The layout is ``torch._grouped_mm``'s: ``offsets`` [experts] (int32) are the ends of the experts' rows. If a
 problem is ``gathered``, row r of the product reads row ``order[r] // slots`` of x, and no rows are copied; for each
-sorted row ``order`` (int32) is its slot ``token * slots + k``. Where it is ``partial``, rows beyond
-the last offset belong to no expert (sentinels of expert parallel), and their results are zeros; where it is not, they
-are not written. Weights are stored [experts, columns, inner], as ``torch.nn.Linear`` stores one, or, ``inner_first``,
-[experts, inner, columns], as GPT-OSS does; the gradient of x is the product with the weight in its other role.
+sorted row ``order`` (int32) is its slot ``token * slots + k``. If it is ``partial``, rows beyond the last offset belong
+to no expert (sentinels of expert parallel), and their results are zeros; otherwise they are not written. Weights are
+stored [experts, columns, inner], like those of ``torch.nn.Linear``, or with ``inner_first`` [experts, inner, columns],
+like GPT-OSS's; the gradient of x is the product with the weight in its other role.
 
 A block finds the rows of its tiles itself (:mod:`tilekern.kernels.grouped.tiles`): the host waits for no counts.
 """
@@ -40,7 +40,7 @@ def _tile(
     x, weight, offsets, order, slots, bias, y, item, experts, groups, turns, tile_m, tile_n, tile_k, group_m, latency,
     inner_first,
 ):  # fmt: skip
-    """Tile number ``item`` of all places, if it is not empty. The last rows of a tile may be the next expert's."""
+    """Compute tile number ``item`` of all places, if it is not empty. A tile's last rows may be the next expert's."""
     place, j = place_and_column(item, y.shape[0] // tile_m + groups, ct.cdiv(y.shape[1], tile_n), group_m)
     group = group_at(offsets, place, tile_m, groups, turns)
     begin, end = rows_of(offsets, group, experts, y.shape[0])
@@ -95,7 +95,7 @@ def grouped_plain(
 ):  # fmt: skip
     """The product of sorted rows; x [rows, inner], weight [experts, columns, inner], offsets [experts].
 
-    y [rows, columns]; the weight is [experts, inner, columns] where ``inner_first``.
+    y [rows, columns]; the weight is [experts, inner, columns] if ``inner_first``.
     """
     _product(
         x, weight, offsets, None, None, None, y, persistent, experts, groups, turns, tile_m, tile_n, tile_k, group_m,
@@ -191,7 +191,7 @@ def _constants(problem: Problem, config: Config) -> dict[str, int]:
 
 
 def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """A weight that keeps the variance of rows."""
+    """Draw a weight that keeps the variance of rows."""
     import torch
 
     inner, columns, dtype = problem["inner"], problem["columns"], getattr(torch, problem["dtype"])

@@ -1,4 +1,4 @@
-"""The routings of rows to experts on which kernels are timed and checked.
+"""Make the routings of rows to experts with which kernels are timed and checked.
 
 A tuned record serves any routing, so a routing is not part of a problem. Candidates of grouped products are timed on
 equal shares and on shares that fall as 1 / rank (Zipf), and checked on extremes as well. The layer's other kernels have
@@ -23,7 +23,7 @@ def held(problem: Problem) -> int:
 
 
 def _ends(problem: Problem, device: str, shares: list[float]) -> Any:
-    """Offsets of experts that get these shares of the rows that belong to one."""
+    """Return offsets of experts that get these shares of the rows that belong to an expert."""
     import torch
 
     total, rows, sums = sum(shares), held(problem), [sum(shares[: n + 1]) for n in range(len(shares))]
@@ -41,7 +41,7 @@ def _varied(shares: Callable[[Problem], list[float]]) -> Callable[[Problem, Any,
 
 
 def _one_each(problem: Problem) -> list[float]:
-    """A row for each expert, while there are any, and the rest for the last one."""
+    """Give each expert one row while rows remain, and the rest to the last expert."""
     rows, others = held(problem), problem["experts"] - 1
     return [float(n < rows) for n in range(others)] + [float(max(0, rows - others))]
 
@@ -57,7 +57,7 @@ VARIATIONS = {
     ),
     "one row each": _varied(_one_each),
 }
-# Those for sums over rows: rows beyond the last offset add nothing.
+# Offsets for sums over rows: rows beyond the last offset add nothing.
 OF_SUMS = VARIATIONS | {
     "rows of nobody": lambda problem, generator, device: {"offsets": balanced(problem, device) * 7 // 8}
 }

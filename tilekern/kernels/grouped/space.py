@@ -1,4 +1,4 @@
-"""The spec of a grouped product; its search space is that of one matrix product for an expert's part of the rows.
+"""The spec of a grouped product; its search space is the one of a matrix product of an expert's part of the rows.
 
 A tile's rows are stored through a view that ends with the expert's rows. On tcgen05 the compiler refuses to store such
 a view by four warps, so eight work there. Units and where they hold their sums are those of
@@ -65,23 +65,23 @@ def readable(x: Any) -> Any:
 
 
 def groups_of(problem: Problem) -> int:
-    """Count the experts, and the group of rows without an expert where there may be some."""
+    """Count the experts, plus the group of rows without an expert if such rows are possible."""
     return int(problem["experts"] + problem["partial"])
 
 
 def _is_gradient(problem: Problem) -> bool:
-    """Whether sums run over rows, and each expert's result is a whole matrix."""
+    """Return whether sums run over rows, so that each expert's result is a whole matrix."""
     return "inner_first" not in problem
 
 
 def _extents(problem: Problem) -> tuple[int, int, int]:
-    """Rows and columns of one expert's result, and the length of its sums, if all experts get the same."""
+    """Return rows and columns of one expert's result, and the length of its sums, if all experts get the same share."""
     rows, inner, columns = max(1, problem["rows"] // problem["experts"]), problem["inner"], problem["columns"]
     return (inner, columns, rows) if _is_gradient(problem) else (rows, columns, inner)
 
 
 def tiles(problem: Problem, config: Config) -> int:
-    """Count the tiles of a grid, places that may be empty included."""
+    """Count the tiles of a grid, including places that may be empty."""
     tile_m, across = config["tile_m"], cdiv(problem["columns"], config["tile_n"])
     if _is_gradient(problem):
         return int(problem["experts"] * cdiv(problem["inner"], tile_m) * across)
@@ -109,13 +109,13 @@ def _gathers(problem: Problem) -> bool:
 
 
 def _is_large(problem: Problem, target: Target) -> bool:
-    """Whether tiles of 128 x 128 fill the GPU twice."""
+    """Return whether tiles of 128 x 128 fill the GPU twice."""
     m, n, _ = _extents(problem)
     return min(m, n) >= 128 and problem["experts"] * cdiv(m, 128) * cdiv(n, 128) >= 2 * target.sm_count
 
 
 def _has_library(problem: Problem) -> bool:
-    """Whether torch's grouped product takes matrices of these sizes."""
+    """Return whether torch's grouped product takes matrices of these sizes."""
     item = ITEM_BYTES[problem["dtype"]]
     return all(problem[name] * item % _LIBRARY_BYTES == 0 for name in ("inner", "columns"))
 
@@ -130,7 +130,7 @@ def _is_wide_enough(problem: Problem, config: Config, target: Target) -> bool:
 
 
 def _addresses_rows(problem: Problem, target: Target) -> bool:
-    """Whether registers hold the addresses of gathered rows while others hold the sums."""
+    """Return whether registers hold the addresses of gathered rows while other registers hold the sums."""
     return _gathers(problem) and unit_of(target) == "wgmma"
 
 
@@ -202,7 +202,7 @@ _TILES: dict[Unit, tuple[tuple[int, int, int], ...]] = {
 
 
 def default(problem: Problem, target: Target) -> Config:
-    """Return torch if it takes the problem without a wait of the host, else :func:`first_tile`.
+    """Return torch if it takes the problem without making the host wait, else :func:`first_tile`.
 
     On an H200 torch reaches 350 to 520 TFLOP/s in bfloat16.
     """
@@ -228,10 +228,10 @@ def generic(problem: Problem) -> Config:
     return _config(64, 64, 8).but(tile_k=32)
 
 
-# Specs by their arrays.
+# Arrays of the specs.
 
 OFFSETS = Array("offsets", "int32", ("experts",), aligned=False)
-# Of rows that are read where they are.
+# Arrays for gathered rows.
 ORDER = (Array("order", "int32", ("rows",), aligned=False), ScalarParameter("slots", "int32", SLOTS))
 
 
@@ -257,7 +257,7 @@ def rows_in(is_gathered: bool) -> str:
 
 
 def _given(more: Any, arrays: Arrays, problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Equal shares, an order, and the kernel's own inputs."""
+    """Draw equal shares, an order, and the kernel's own inputs."""
     is_gathered = any(array.name == "order" for array in tensors(arrays))
     order = {"order": shuffled(problem["rows"], generator, device)} if is_gathered else {}
     return {"offsets": balanced(problem, device), **order, **more(problem, generator, device)}

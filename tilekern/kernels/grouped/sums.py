@@ -1,7 +1,7 @@
 """The sum of each expert's rows, weighted or not: the gradients of the experts' biases.
 
 ``partial[s, e] = sum of weights[order[r]] * x[r]`` over share s of the rows r of expert e, in float32 and in a fixed
-order; an expert without rows gets zeros, and rows beyond the last offset count for nobody. ``SHARES`` blocks take the
+order; an expert without rows gets zeros, and rows beyond the last offset are ignored. ``SHARES`` blocks take the
 tiles of an expert's rows in turn, so that an expert with most of the rows keeps several blocks busy; ``column_sum``
 adds the shares up.
 """
@@ -23,7 +23,7 @@ SHARES = 8
 
 
 def _sums(x, offsets, order, weights, partial, columns, shares, tile_m, tile_n):
-    """Tiles begin at multiples of ``tile_m``: rows of other experts in them, and of none, count as zeros."""
+    """Store the sums; tiles begin at multiples of ``tile_m``: rows outside the expert's count as zeros."""
     experts, across = offsets.shape[0], ct.cdiv(columns, tile_n)
     for item in range(ct.bid(0), experts * shares * across, ct.num_blocks(0)):
         c, of = item % across, item // across
@@ -36,7 +36,7 @@ def _sums(x, offsets, order, weights, partial, columns, shares, tile_m, tile_n):
             if ct.static_eval(weights is not None):
                 slot = load(order, (step,), (tile_m,), True, 0, False)
                 tile = tile * ct.expand_dims(ct.gather(weights, slot).astype(ct.float32), 1)
-            # Rows of others may be NaN.
+            # Other experts' rows may be NaN.
             total = total + ct.where(ct.expand_dims((row >= begin) & (row < end), 1), tile, 0.0)
         added = ct.reshape(ct.sum(total, axis=0), (1, 1, tile_n))
         ct.store(partial, (share, expert, c), added, allow_tma=False)
@@ -92,13 +92,13 @@ def reference(x: Any, offsets: Any, order: Any = None, weights: Any = None, *, w
     rows = x.double()
     if weighted:
         rows = rows * weights.double()[order.long()][:, None]
-    # Rows of no expert go to one that is left out.
+    # Rows without an expert go to an extra one that is dropped.
     sums = rows.new_zeros(len(offsets) + 1, x.shape[1]).index_add_(0, expert_rows(offsets, len(x)), rows)
     return {"partial": sums[:-1]}
 
 
 def _bytes(problem: Problem) -> int:
-    """Bytes of the rows and of one sum: all shares count as the sum that is made of them."""
+    """Return the bytes of the rows and of one sum: all shares count as their sum."""
     each = problem["columns"] * ITEM_BYTES[problem["dtype"]]
     numbers = 4 + ITEM_BYTES[problem["weight_dtype"]] if problem["weighted"] else 0
     return problem["rows"] * (each + numbers) + 4 * problem["experts"] * problem["columns"]

@@ -1,9 +1,9 @@
 """Gradients of the experts' weights: ``c[e] = a_e^T @ b_e`` over the rows of expert e, in float32, rounded once.
 
-With rows sorted by expert and dy [rows, columns], the gradient of a weight that is stored [experts, columns, inner] has
-a = dy and b = x, of one that is stored [experts, inner, columns] a = x and b = dy. Rows are added up in their order, so
-that every run gives the same bits; an expert without rows gets zeros; rows beyond the last offset count for nobody.
-Rows may be gathered through ``order``, as in :mod:`tilekern.kernels.grouped.product`.
+With rows sorted by expert and dy [rows, columns], the gradient of a weight stored as [experts, columns, inner] has a =
+dy and b = x; stored as [experts, inner, columns], it has a = x and b = dy. Rows are added up in their order, so that
+every run gives the same bits; an expert without rows gets zeros; rows beyond the last offset are ignored. Rows may be
+gathered through ``order``, like in :mod:`tilekern.kernels.grouped.product`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tilekern.spec import Array, Problem
 
 
 def _rows(array, tokens, part, step, i, tile_k, tile, latency):
-    """Step ``step`` of an expert's rows, columns [i * tile, ...), as (tile_k, tile); zeros behind its last row."""
+    """Load step ``step`` of an expert's rows, columns [i * tile, ...), as (tile_k, tile); zeros after its last row."""
     if ct.static_eval(tokens is not None):
         return gathered(array, tokens, i, tile, latency)
     return load(part, (step, i), (tile_k, tile), True, latency, True)
@@ -34,7 +34,7 @@ def _rows(array, tokens, part, step, i, tile_k, tile, latency):
 def _sums(
     a, b, order, slots, begin, end, i, j, tile_m, tile_n, tile_k, latency, a_gathered, b_gathered,
 ):  # fmt: skip
-    """A tile of an expert's gradient, of rows [begin, end)."""
+    """Compute a tile of an expert's gradient, from rows [begin, end)."""
     total = ct.zeros((tile_m, tile_n), ct.float32)
     if begin < end:
         a_part = None if ct.static_eval(a_gathered) else a.slice(0, begin, end)
@@ -58,7 +58,7 @@ def _sums(
 def _tile(
     a, b, offsets, order, slots, c, item, tile_m, tile_n, tile_k, group_m, latency, a_gathered, b_gathered,
 ):  # fmt: skip
-    """Tile number ``item`` of all experts' gradients."""
+    """Compute tile number ``item`` of all experts' gradients."""
     down, across = ct.cdiv(c.shape[1], tile_m), ct.cdiv(c.shape[2], tile_n)
     expert = item // (down * across)
     i, j = place_and_column(item % (down * across), down, across, group_m)

@@ -32,18 +32,18 @@ _LOG2_E = 1.4426950408889634
 _GELU_LINEAR, _GELU_CUBIC = 1.5957691216057308, 0.07135481627260025
 # Kernels index with 32 bits.
 MOST_ELEMENTS = (1 << 31) - 1
-# Where the rows of an array begin for loads of full width, and what a store by TMA is made of.
+# The alignment of rows for loads of full width, and the unit of a store by TMA.
 _ALIGNMENT_BYTES = 16
 
 
 def _sigmoid(x):
-    """1 / (1 + exp(-x)) by the hardware's exponential and reciprocal."""
+    """Return 1 / (1 + exp(-x)) by the hardware's exponential and reciprocal."""
     grown = 1.0 + ct.exp2(x * -_LOG2_E, flush_to_zero=True)
     return ct.truediv(1.0, grown, rounding_mode=ct.RoundingMode.APPROX, flush_to_zero=True)
 
 
 def place_and_column(item, down, across, group):
-    """Row and column of a tile: bands of ``group`` rows of tiles, column by column, so that operands stay in L2."""
+    """Return a tile's row and column: bands of ``group`` rows of tiles, column by column: operands stay in L2."""
     band = group * across
     first = item // band * group
     height = min(down - first, group)
@@ -52,7 +52,7 @@ def place_and_column(item, down, across, group):
 
 
 def _operand(array, outer, step, tile_outer, tile_k, depth_first, latency):
-    """A tile [tile_outer, tile_k] of an array that is stored that way or, where ``depth_first``, transposed."""
+    """Load a tile [tile_outer, tile_k] of an array stored in that order or (``depth_first``) transposed."""
     if ct.static_eval(depth_first):
         return load(array, (step, outer), (tile_k, tile_outer), True, latency, True).transpose()
     return load(array, (outer, step), (tile_outer, tile_k), True, latency, True)
@@ -69,7 +69,7 @@ def _finish(z, bias, column, tile_n, gelu_tanh, silu):
 
 
 def _store(c, i, j, tile, tile_n, whole_rows):
-    """A tile of ``c``; TMA writes 16 bytes at a time, so the end of rows that are not whole is stored without it."""
+    """Store a tile of ``c``; TMA writes whole 16 bytes, so the ends of other rows are stored without it."""
     if ct.static_eval(whole_rows) or (j + 1) * tile_n <= c.shape[1]:
         ct.store(c, (i, j), tile)
     else:
@@ -80,7 +80,7 @@ def _tile(
     a, b, bias, addend, c, item, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed, b_transposed,
     gelu_tanh, silu, whole_rows,
 ):  # fmt: skip
-    """Tile number ``item`` of the result; its sums begin at the addend, or at zero."""
+    """Compute tile number ``item`` of the result; its sums begin at the addend, or at zero."""
     i, j = place_and_column(item, ct.cdiv(c.shape[0], tile_m), ct.cdiv(c.shape[1], tile_n), group_m)
     depth = ct.static_eval(0 if a_transposed else 1)
     if ct.static_eval(from_addend):
@@ -124,8 +124,8 @@ def matmul_plain(
 ):  # fmt: skip
     """The product and its activations; a [rows, inner], b [inner, columns], c [rows, columns].
 
-    b is [columns, inner] where ``b_transposed``. Where ``a_transposed`` the sums are over rows: b is [rows, columns]
-    and c [inner, columns]. ``whole_rows`` says that the rows of c are whole 16 bytes.
+    b is [columns, inner] if ``b_transposed``. If ``a_transposed``, the sums are over rows: b is [rows, columns]
+    and c [inner, columns]. ``whole_rows`` means that the rows of c are whole 16 bytes.
     """
     _product(
         a, b, None, None, c, persistent, tile_m, tile_n, tile_k, group_m, latency, from_addend, a_transposed,
@@ -208,7 +208,7 @@ def by_cublas(a: Any, b: Any, out: Any, on: Collection[str]) -> Any:
 
 
 def by_winner(plan_for: Callable[..., Any], a: Any, b: Any, out: Any, on: Collection[str]) -> Any:
-    """Compute as :func:`by_cublas` by the problem's winner: a kernel of this module or cuBLAS.
+    """Compute :func:`by_cublas`'s result by the problem's winner: a kernel of this module or cuBLAS.
 
     cuBLAS also runs if ``plan_for`` returns None, and for arrays that no kernel reads in wide loads.
     """
@@ -222,7 +222,7 @@ def by_winner(plan_for: Callable[..., Any], a: Any, b: Any, out: Any, on: Collec
 
 
 def _is_wide(x: Any) -> bool:
-    """Whether a matrix meets the aligned variant's assumptions, and has no more elements than kernels can index."""
+    """Return whether a matrix meets the aligned variant's assumptions, and kernels can index all its elements."""
     reach, step = x.stride()
     starts = x.data_ptr() % _ALIGNMENT_BYTES == 0 and reach * x.element_size() % _ALIGNMENT_BYTES == 0
     return bool(starts and step == 1 and x.shape[0] * reach <= MOST_ELEMENTS)

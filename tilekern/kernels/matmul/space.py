@@ -1,6 +1,6 @@
-"""The search space of matrix products: which tiles suit which matrix unit and which problem, and the heuristic.
+"""The search space of matrix products: tiles for each matrix unit and problem, and the heuristic.
 
-Three kinds of matrix unit differ in where a tile's sums live and who adds them:
+Three kinds of matrix unit differ in the place of a tile's sums and in the threads that add them:
 
     mma       sm_80 to sm_89, sm_120: registers; operands go through registers too
     wgmma     sm_90: registers of one or two groups of 4 warps; operands in shared memory, by TMA
@@ -17,7 +17,7 @@ from tilekern.spec import ITEM_BYTES, Config, Constraint, Problem, Space, Value,
 from tilekern.spec.targets import INTERPRETED, Target
 
 Unit = Literal["mma", "wgmma", "tcgen05"]
-# The most sums in a thread that left registers for the rest; beyond it the compiler's code spilled.
+# The most sums in a thread that leave registers for other values; above it the compiler's code spilled.
 _SUMS_A_THREAD = {"mma": 64, "wgmma": 128}
 _TENSOR_MEMORY = 128 * 512
 _SIDES = (64, 128, 256)
@@ -37,7 +37,7 @@ def sizes_of(problem: Problem) -> tuple[int, int, int]:
 
 
 def is_tile(config: Config) -> bool:
-    """Tell whether a device function, and not a library, runs the config."""
+    """Tell whether a device function, not a library, runs the config."""
     return bool(config["implementation"] == "tile")
 
 
@@ -92,7 +92,7 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
         "num_ctas": [1, 2],
         "num_worker_warps": [0, 8],
         "latency": [0, 6],
-        # The addend is added after an epilogue, so sums can begin with it only where there is none.
+        # The addend is added after an epilogue, so sums can begin with it only without an epilogue.
         "sums_begin": ["zero", "addend"]
         if problem["accumulated"] and not problem["gelu_tanh"] and not problem["silu"]
         else ["zero"],
@@ -105,7 +105,7 @@ def elements(config: Config) -> int:
 
 
 def _is_large(problem: Problem, target: Target) -> bool:
-    """Whether tiles of 128 x 128 fill the GPU twice."""
+    """Return whether tiles of 128 x 128 fill the GPU twice."""
     m, n, _ = sizes_of(problem)
     return min(m, n) >= 128 and cdiv(m, 128) * cdiv(n, 128) >= 2 * target.sm_count
 
@@ -235,7 +235,7 @@ def default(problem: Problem, target: Target) -> Config:
     if unit == "mma":
         fitting = [config.but(schedule="block", tile_k=32) for config in fitting]
     elif problem["accumulated"] and (problem["gelu_tanh"] or problem["silu"]):
-        # The compiler takes 4 s for what four warps of tcgen05 have to do with so many sums, and 2 s for eight.
+        # With this many sums the compiler takes 4 s for four warps of tcgen05, and 2 s for eight.
         fitting = [config.but(num_worker_warps=8) if elements(config) >= 128 * 256 else config for config in fitting]
     return next((config for config in fitting if tiles(problem, config) >= target.sm_count), fitting[-1])
 
