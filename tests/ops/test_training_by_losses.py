@@ -9,6 +9,7 @@ import tilekern
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.share(4)
+@pytest.mark.slow
 def test_the_curve_is_torch_s(name):
     kernel = LOSSES[name][1]
     before = tilekern.stats()[kernel]["launches"]

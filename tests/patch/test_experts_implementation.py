@@ -219,6 +219,7 @@ def test_a_traced_step_asks_for_the_kernels_of_experts(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "llama4"])
+@pytest.mark.slow
 def test_torch_compile_traces_a_layer_of_experts_whole(family):
     """The same launches and bits as without it: no break of the graph, and no fallback."""
     torch._dynamo.reset()

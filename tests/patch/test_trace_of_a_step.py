@@ -138,6 +138,7 @@ def test_so_it_is_in_other_dtypes_and_with_checkpointing(h200, dtype, checkpoint
 
 @pytest.mark.parametrize("tokens", [1, 33, 600, pytest.param(1100, marks=pytest.mark.nightly)])
 @pytest.mark.share(4)
+@pytest.mark.slow
 def test_so_it_is_in_steps_of_odd_lengths(h200, tokens):
     """Beyond a chunk of the fused loss, with a part that is left over."""
     apply()

@@ -67,6 +67,7 @@ def test_measured_records_name_their_gpu_and_passed_their_check(name: str):
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_the_models_problems_are_all_there(name: str):
     target = resolve(PACKS[name][0])
     layer = PackLayer(FOLDER / name)

@@ -54,6 +54,7 @@ def files(folder: Path) -> set[Path]:
     return {path.relative_to(folder) for path in folder.rglob("*")}
 
 
+@pytest.mark.slow
 def test_the_counts_of_a_plan_are_those_of_the_sweep(tmp_path: Path, h200: Target):
     problems = plan_of_model("qwen3-0.6b", Steps([2048]), h200).problems
     sweep = Sweep(tmp_path / "sweep")

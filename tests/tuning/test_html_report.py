@@ -128,6 +128,7 @@ def test_a_timing_of_an_earlier_race_is_told_apart(sweep: Sweep):
     assert {row.earlier_race for row in others if row.measured_us is None} == {None}
 
 
+@pytest.mark.slow
 def test_a_sweep_without_measurements_never_says_measured(compiled_sweep: Sweep, tmp_path: Path):
     report = report_of(planned(compiled_sweep, tmp_path / "sweep"))
     assert not report.is_measured
@@ -267,6 +268,7 @@ def run(*arguments: object) -> int:
     return cli.main(["report", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_the_command_writes_all_three_and_the_same_sweep_gives_the_same_files(sweep: Sweep, tmp_path: Path, capsys):
     assert run(sweep.folder) == 0
     printed = [Path(path) for path in capsys.readouterr().out.split()]

@@ -112,6 +112,7 @@ def test_counts_add_up_and_are_kept_whole():
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.share(2)
+@pytest.mark.slow
 def test_products_and_their_loop_are_found_on_every_architecture(arch):
     found = made("matmul", arch)
     code = read_machine_code(code_of(found.cubin, found.symbol), resolve(arch).capability)

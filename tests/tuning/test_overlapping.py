@@ -48,6 +48,7 @@ def configs(sweep: Sweep):
 pytestmark = needs_compiler
 
 
+@pytest.mark.slow
 def test_a_problem_is_measured_while_others_are_compiled(both, sweep):
     """The last artifact waits until a problem was measured, which would not come where the stages are apart."""
     seen = threading.Event()
@@ -74,6 +75,7 @@ def test_a_problem_is_measured_while_others_are_compiled(both, sweep):
     assert all(run["ended"] for run in stages.values())
 
 
+@pytest.mark.slow
 def test_what_is_compiled_already_is_measured_at_once_and_only_once(both, tmp_path):
     sweep = Sweep(Path(shutil.copytree(both.folder, tmp_path / "copy")))
     (sweep.folder / "races.jsonl").unlink()

@@ -81,6 +81,7 @@ def sizes(problems, *names):
     return {tuple(problem[name] for name in names) for problem in problems}
 
 
+@pytest.mark.slow
 def test_the_presets_are_the_published_models():
     models_of = {name: model_of(config_named(name)[1], "bfloat16", None) for name in PRESETS}
     assert {name: model.num_parameters() for name, model in models_of.items()} == PUBLISHED

@@ -94,6 +94,7 @@ def test_an_empty_cache_lacks_everything_and_is_not_made(tmp_path):
     ],
 )
 @pytest.mark.share(2)
+@pytest.mark.slow
 def test_what_is_there_has_a_name(tmp_path, target, rows, provenance, state, meets):
     for need in rope().needs:
         put(tmp_path / "cache", need.kernel, need.problem.but(tokens=rows), target, provenance)
@@ -223,6 +224,7 @@ def test_what_any_record_serves_is_promised_on_every_machine(model, monkeypatch,
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_fix_tunes_what_lacks_and_nothing_else(model, default_configs, tmp_path, capsys):
     first = rope().needs[0]
     put(tmp_path / "cache", first.kernel, first.problem, provenance="measured")
@@ -237,6 +239,7 @@ def test_fix_tunes_what_lacks_and_nothing_else(model, default_configs, tmp_path,
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_fix_by_compiling_takes_the_defaults(model, tmp_path, capsys):
     arguments = [model, "--gpu", "H200", "--tokens", "64", "--ops", "rope", "--json", "--cache-dir", tmp_path / "other"]
     assert run(*map(str, arguments), "--fix", "--by", "compile") == 0
@@ -246,6 +249,7 @@ def test_fix_by_compiling_takes_the_defaults(model, tmp_path, capsys):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_what_cannot_be_made_keeps_its_reason(tmp_path):
     found = checks.fix(rope(), checks.COMPILE, timeout_s=0.001)
     assert len(found.missing) == len(found.needs)
