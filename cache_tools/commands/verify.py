@@ -81,6 +81,8 @@ def verify(context: click.Context, path: Path | None, signed: bool, store: Store
     else:
         _print(document)
     untrusted = document["records"] - document["signatures"]["trusted"]
+    if untrusted and signed and not as_json:
+        tell(f"{count(untrusted, 'record')} without a trust root's signature, which signed trust needs")
     if document["broken"] or (untrusted and signed):
         context.exit(1)
 
