@@ -12,7 +12,7 @@ from tilekern.doctor.report import Report
 from tilekern.spec.targets import Target
 
 if TYPE_CHECKING:
-    from tilekern.cache import Layer
+    from tilekern.cache import Layer, Record
 
 _SET = "set TILEKERN_CACHE_DIR to a folder of yours"
 # Records read of one cache; of a larger one only the first are read.
@@ -104,11 +104,13 @@ def _counts(report: Report, layer: Layer, target: Target | None) -> Counter[str]
         kind = "other" if target is None or not address.target_key.startswith(f"{target.arch}-") else "near"
         kind = "own" if target is not None and address.target_key == target.key else kind
         counts[kind] += 1
-        if kind != "own" or counts["own"] > _MOST_RECORDS:
+        # On a machine without a GPU, none is of its own.
+        if (kind != "own" and target is not None) or counts[kind] > _MOST_RECORDS:
             continue
         try:
             record = layer.read_record(*address[:3], parse_problem_key(address.problem_key))
             counts[record.provenance] += 1
+            counts["stale"] += _is_stale(record)
         except Untrusted as error:
             counts["untrusted"] += 1
             if counts["untrusted"] == 1:
@@ -117,7 +119,22 @@ def _counts(report: Report, layer: Layer, target: Target | None) -> Counter[str]
             counts["of another version"] += 1
         except CacheError:
             counts["bad"] += 1
+    if counts["stale"]:
+        report.complain(
+            f"{layer.name}: {_records(counts['stale'])} stale, as the source of their kernels has changed; "
+            "python -m tilekern.tune refresh --same-code keeps those with the same machine code"
+        )
     return counts
+
+
+def _is_stale(record: Record) -> bool:
+    from tilekern.cache import STALE, freshness
+    from tilekern.spec.source import source_digest
+
+    try:
+        return freshness(record, source_digest(record.module)) == STALE
+    except (ImportError, OSError, SyntaxError, ValueError):
+        return False  # a user's module that is not here
 
 
 def _files_below(report: Report, root: Path) -> list[str]:
