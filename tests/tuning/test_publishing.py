@@ -52,6 +52,15 @@ def test_the_fastest_right_one_wins_and_the_wrong_one_never(sweep: Sweep):
     assert [r["median_us"] for r in record.runners_up] == [7.0, 10.0]
 
 
+def test_a_candidate_that_went_into_quarantine_after_its_timing_does_not_win(sweep: Sweep):
+    measure(sweep, [(0, RIGHT, timing(10.0)), (2, RIGHT, timing(5.0))])
+    [(before, _)] = winners(sweep, TOOLKIT)
+    key = next(item.key for item in sweep.candidates(*SMALL) if dict(item.config) == before.record.config)
+    sweep.note("quarantine", {"candidate": key, "reason": "the process died"})
+    [(after, _)] = winners(sweep, TOOLKIT)
+    assert (before.time_us, after.time_us) == (5.0, 10.0)
+
+
 def test_few_samples_do_not_win_over_a_finalist(sweep: Sweep):
     measure(sweep, [(0, RIGHT, timing(10.0)), (2, RIGHT, timing(9.0, 5))])
     [(winner, _)] = winners(sweep, TOOLKIT)
