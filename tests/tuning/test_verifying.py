@@ -9,7 +9,7 @@ import torch
 
 from tilekern.kernels import all_specs, spec_named
 from tilekern.spec import Tolerance
-from tilekern.tuning.verify.check import Check, Leeway, compare, errors, judge, odd_problem
+from tilekern.tuning.verify.check import Check, Leeway, compare, errors, judge, make_outputs, odd_problem
 
 TOLERANCE = Tolerance(relative=1e-2, elementwise=2e-2)
 NAN, INF = math.nan, math.inf
@@ -23,6 +23,17 @@ def judged(actual, expected, dtype=torch.float32, **leeway):
 # Of two elements the second depends on what is not finite.
 SECOND = torch.tensor([False, True])
 WITHOUT = {"plain": torch.tensor([5.0, 7.0]).double(), "reached": SECOND}
+
+
+def test_an_element_that_a_kernel_does_not_write_is_no_zero():
+    """A reference may be zero there."""
+    scale, labels = spec_named("scale"), spec_named("labels")
+    floats = make_outputs(scale, scale.problem(rows=3, columns=5, dtype="bfloat16"), 1, "cpu")
+    integers = make_outputs(labels, labels.problem(rows=3, wide=True), 1, "cpu")
+    assert all(x.isnan().all() for x in floats.values())
+    assert all((x == torch.iinfo(x.dtype).min).all() for x in integers.values())
+    assert floats
+    assert integers
 
 
 def test_errors_are_of_the_norm_and_of_the_largest_element():
