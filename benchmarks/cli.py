@@ -336,11 +336,9 @@ def races(
 ) -> None:
     """Compare the tuner's race with an exhaustive sweep and cuda.tile's own search: their choices and GPU time."""
     from benchmarks.races import Effort, measure
-    from tilekern.kernels import all_specs
 
-    chosen = among(kernels, list(all_specs()), "kernel") if kernels else []
     stem = name or "races"
-    _keep(measure(sweep, chosen, Effort(rounds, seconds), _kept_by_case(out, stem)), out, stem)
+    _keep(measure(sweep, _kernels_among(kernels), Effort(rounds, seconds), _kept_by_case(out, stem)), out, stem)
 
 
 @app.command()
@@ -357,13 +355,11 @@ def strategies(
 ) -> None:
     """Compare the tuner's strategies on the same candidates, on a rested GPU and at the power limit: time, regret."""
     from benchmarks.strategies import BENCHMARK, Effort, measure
-    from tilekern.kernels import all_specs
     from tilekern.tuning.strategies import STRATEGIES
 
-    only = among(kernels, list(all_specs()), "kernel") if kernels else []
     names, stem = among(chosen, list(STRATEGIES), "strategy"), name or BENCHMARK
     effort = Effort(repeats, rounds, seconds)
-    _keep(measure(sweep, only, names, effort, limit_s, _kept_by_case(out, stem)), out, stem)
+    _keep(measure(sweep, _kernels_among(kernels), names, effort, limit_s, _kept_by_case(out, stem)), out, stem)
 
 
 @app.command("compile")
@@ -472,6 +468,13 @@ def counts(text: str) -> list[int]:
         if not part.isdecimal() or int(part) < 1:
             raise InputError(f"token counts are whole numbers from 1 on, by commas; got {part!r}")
     return list(dict.fromkeys(int(part) for part in found))
+
+
+def _kernels_among(text: str) -> list[str]:
+    """Return the named kernels; none if no name is given, which stands for all of a sweep."""
+    from tilekern.kernels import all_specs
+
+    return among(text, list(all_specs()), "kernel") if text else []
 
 
 def among(text: str, known: Sequence[str], kind: str) -> list[str]:

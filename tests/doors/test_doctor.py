@@ -266,7 +266,7 @@ def test_a_user_without_a_home_is_told_what_to_set(capsys, monkeypatch):
 @pytest.mark.parametrize("gpu", [("--gpu", "H200"), ()], ids=["named", "none here"])
 def test_stale_records_are_wrong_with_the_command_that_mends_them(capsys, monkeypatch, compiled, tmp_path, gpu):
     shutil.copytree(compiled, tmp_path / "cache")
-    monkeypatch.setattr("tilekern.spec.source.source_digest", lambda _: "0" * 64)
+    monkeypatch.setattr("tilekern.cache_tools.shared.installed.digest_today", lambda _: "0" * 64)
     told = run(capsys, *gpu, code=1)
     assert "1 stale" in told
     assert "1 record stale, as the source of their kernels has changed" in told

@@ -12,7 +12,7 @@ from tilekern.doctor.report import Report
 from tilekern.spec.targets import Target
 
 if TYPE_CHECKING:
-    from tilekern.cache import Layer, Record
+    from tilekern.cache import Layer
 
 _SET = "set TILEKERN_CACHE_DIR to a folder of yours"
 # Records read of one cache; of a larger one only the first are read.
@@ -86,6 +86,7 @@ def _counts(report: Report, layer: Layer, target: Target | None) -> Counter[str]
     from tilekern.cache import CacheError, PackLayer, UnknownSchema, Untrusted
     from tilekern.cache.keys import Address, parse_path, parse_problem_key
     from tilekern.cache.packs.pack import Pack
+    from tilekern.cache_tools.shared.installed import is_stale
 
     counts: Counter[str] = Counter()
     addresses: list[Address] = []
@@ -110,7 +111,7 @@ def _counts(report: Report, layer: Layer, target: Target | None) -> Counter[str]
         try:
             record = layer.read_record(*address[:3], parse_problem_key(address.problem_key))
             counts[record.provenance] += 1
-            counts["stale"] += _is_stale(record)
+            counts["stale"] += is_stale(record) is True
         except Untrusted as error:
             counts["untrusted"] += 1
             if counts["untrusted"] == 1:
@@ -125,16 +126,6 @@ def _counts(report: Report, layer: Layer, target: Target | None) -> Counter[str]
             "python -m tilekern.tune refresh --same-code keeps those with the same machine code"
         )
     return counts
-
-
-def _is_stale(record: Record) -> bool:
-    from tilekern.cache import STALE, freshness
-    from tilekern.spec.source import source_digest
-
-    try:
-        return freshness(record, source_digest(record.module)) == STALE
-    except (ImportError, OSError, SyntaxError, ValueError):
-        return False  # a user's module that is not here
 
 
 def _files_below(report: Report, root: Path) -> list[str]:
