@@ -1,0 +1,442 @@
+"""One form of a model's training step, captured: a CUDA graph of its forward and one of its backward.
+
+A graph reads and writes the same memory in each replay. Its inputs are copied into that memory before; its results are
+copied out of it, but for gradients of parameters: ``grad`` is that memory itself until something else must be kept
+there. While graphs are made, the parameters are exchanged for stand-ins in the same memory, so that no hook of theirs
+runs then, and gradients reach the parameters through autograd in each step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_TORCH = str(Path(torch.__file__).parent)
+CAPTURE_FAILED = "its capture failed"
+_PLAIN = (type(None), bool, int, float, str)
+
+
+class Refused(Exception):  # noqa: N818
+    """A step cannot be captured; its text says why, in a few words."""
+
+
+class Recording(Protocol):
+    """Work on a GPU that is recorded once and replayed."""
+
+    def record(self, run: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
+        """Record what ``run`` does, and return its results, which each replay fills again."""
+
+    def replay(self) -> None:
+        """Do it again."""
+
+
+class Graph:
+    """A recording in a CUDA graph."""
+
+    def __init__(self, pool: Any, stream: Any) -> None:
+        self._graph, self._pool, self._stream = torch.cuda.CUDAGraph(), pool, stream
+
+    def record(self, run: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
+        """Capture; other threads may go on meanwhile, as the one that pins a data loader's memory does."""
+        with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            return run()
+
+    def replay(self) -> None:
+        """Queue the graph on the current stream."""
+        self._graph.replay()
+
+
+class Room:
+    """The memory that the graphs of one model share, which one step at a time may use.
+
+    Attributes:
+        gradients: those of each parameter, in the first captured step's memory; later ones copy theirs to it.
+        random: whether some captured step draws random numbers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.gradients: dict[str, Tensor] = {}
+        self._pool: Any = None
+        self._stream: Any = None
+        self._waiting: weakref.ref[_Turn] | None = None
+
+    def recording(self) -> Recording:
+        """Return a new, empty recording."""
+        if self._pool is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+        return Graph(self._pool, self._stream)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a step's backward is still to come, for which the memory must stay as it is."""
+        turn = self._waiting and self._waiting()
+        return turn is not None and not turn.is_over
+
+    def turn(self) -> _Turn:
+        """Begin a step."""
+        turn = _Turn()
+        self._waiting = weakref.ref(turn)
+        return turn
+
+
+class _Turn:
+    """One step, from its forward to its backward; it ends with the last reference to its loss as well."""
+
+    is_over = False
+
+
+class Call(NamedTuple):
+    """The arguments of a call of a model: tensors, whose values are copied into graphs, and plain values by name."""
+
+    tensors: dict[str, Tensor]
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> Call:
+        """Tell tensors from plain values.
+
+        Raises:
+            Refused: an argument is neither.
+        """
+        found = cls({}, {})
+        for name, value in arguments.items():
+            if type(value) is Tensor:
+                found.tensors[name] = value
+            elif isinstance(value, _PLAIN):
+                found.constants[name] = value
+            else:
+                raise Refused(f"the argument {name} of the type {type(value).__name__}")
+        return found
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What two calls share that the same graphs serve."""
+        told = ((name, x.shape, x.dtype, x.requires_grad) for name, x in self.tensors.items())
+        return (*told, *self.constants.items())
+
+
+class CapturedStep:
+    """The graphs of one form of a model's step.
+
+    Args:
+        model: the model; the call runs its hooks and its forward.
+        call: a call of the form.
+        room: the memory of the model's graphs.
+
+    Raises:
+        Refused: the step cannot be captured.
+    """
+
+    def __init__(self, model: torch.nn.Module, call: Call, room: Room) -> None:
+        self._call, self._room = call, room
+        self._model = weakref.ref(model)
+        self._inputs = {name: _room_for(x) for name, x in call.tensors.items()}
+        named = {name: x for name, x in model.named_parameters() if x.requires_grad}
+        self._names, self.parameters = tuple(named), tuple(named.values())
+        # A Parameter of its own, since a model's code and patches may ask for that class.
+        self._stand_ins = {name: torch.nn.Parameter(x.detach()) for name, x in named.items()}
+        self._slopes: list[Tensor] = []
+        self._is_random = self._rehearse(model)
+        self._forward, self._backward = room.recording(), room.recording()
+        self._record(model)
+
+    def __call__(self, call: Call) -> Any:
+        """Return what the model returns for a call of this form."""
+        turn, graded = self._room.turn(), [x for x in call.tensors.values() if x.requires_grad]
+        for name, given in call.tensors.items():
+            self._inputs[name].detach().copy_(given.detach())
+        made = iter(_Replay.apply(self, turn, *self.parameters, *graded))  # type: ignore[no-untyped-call]
+        leaves = [
+            (next(made) if leaf.requires_grad else leaf.clone()) if isinstance(leaf, Tensor) else leaf
+            for leaf in self._leaves
+        ]
+        return pytree.tree_unflatten(leaves, self._form)
+
+    def replay(self) -> list[Tensor]:
+        """Run the forward; return the results with a gradient, in memory of their own."""
+        self._forward.replay()
+        return [x.detach().clone() for x in self._graded]
+
+    def replay_backward(self, turn: _Turn, slopes: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the backward for the gradients of the results; return those of parameters and inputs."""
+        if turn.is_over:
+            raise RuntimeError(
+                "tilekern: the backward of a captured step runs once, and its memory is the next step's then; add up "
+                "what you differentiate, or leave this model out of graphs"
+            )
+        turn.is_over = True
+        if any((slope is not None) != (number in self._roots) for number, slope in enumerate(slopes)):
+            return self._run_again(slopes)
+        self._set_aside()
+        for mine, number in zip(self._slopes, self._roots, strict=True):
+            mine.copy_(slopes[number])  # type: ignore[arg-type]
+        self._backward.replay()
+        count = len(self._names)
+        # New objects in the same memory: autograd makes them ``grad`` without a copy.
+        return [
+            None if x is None else x.detach() if number < count else x.clone()
+            for number, x in enumerate(self._gradients)
+        ]
+
+    def _set_aside(self) -> None:
+        """Give gradients that are to be added to memory of their own, before the backward writes into theirs."""
+        kept = [
+            x for x, made in zip(self.parameters, self._gradients, strict=False)
+            if x.grad is not None and made is not None and x.grad.data_ptr() == made.data_ptr()
+        ]  # fmt: skip
+        if kept:
+            held = [x.grad for x in kept]
+            copies = [torch.empty_like(x) for x in held]
+            torch._foreach_copy_(copies, held)
+            for x, copied in zip(kept, copies, strict=True):
+                x.grad = copied
+
+    def _run_again(self, slopes: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of other results than the loss: the step runs once more, without graphs."""
+        model = self._model()
+        if model is None or self._is_random:
+            raise RuntimeError(
+                "tilekern: a captured step that draws random numbers has a gradient for its loss alone; leave the "
+                "model out of graphs to use its other results"
+            )
+        self._forget_gradients()
+        with torch.enable_grad():
+            result = _on_stand_ins(model, self._stand_ins, lambda one: one(**self._call.constants, **self._inputs))
+            graded = [x for x in _leaves_of(result)[0] if isinstance(x, Tensor) and x.requires_grad]
+            pairs = [(x, slope) for x, slope in zip(graded, slopes, strict=True) if slope is not None]
+            roots, given = [x for x, _ in pairs], [slope for _, slope in pairs]
+            _on_stand_ins(model, self._stand_ins, lambda _: torch.autograd.backward(roots, given))
+        found = [x.grad for x in (*self._stand_ins.values(), *self._inputs.values()) if x.requires_grad]
+        self._forget_gradients()
+        return found
+
+    def _rehearse(self, model: torch.nn.Module) -> bool:
+        """Run the step as a capture would see it; return whether it draws random numbers.
+
+        Raises:
+            Refused: it waits for the GPU, changes buffers, or cannot run so.
+        """
+        before = _random_state(self._room.device)
+        buffers = [(name, x, x.detach().clone()) for name, x in model.named_buffers()]
+        versions = [x._version for _, x, _ in buffers if not x.is_inference()]
+        try:
+            with _as_captured(), _waiting_refused(self._room.device), torch.enable_grad():
+                self._run_forward(model)
+                self._slopes = self._ones()
+                self._run_backward(model)
+            after = _random_state(self._room.device)
+        except Exception as error:  # noqa: BLE001
+            raise Refused(_why(error)) from None
+        finally:
+            _set_random_state(self._room.device, before)
+            self._forget_gradients()
+            self._graded, self._leaves = [], []
+        if versions != [x._version for _, x, _ in buffers if not x.is_inference()]:
+            with torch.no_grad():
+                for _, x, value in buffers:
+                    x.copy_(value)
+            raise Refused("its buffers change in training")
+        is_random = not all(map(torch.equal, before, after))
+        if is_random and any(getattr(x, "gradient_checkpointing", False) for x in model.modules()):
+            raise Refused("random numbers, as of dropout, with gradient checkpointing")
+        return is_random
+
+    def _record(self, model: torch.nn.Module) -> None:
+        gc.collect()  # cycles of earlier steps may hold memory
+        with _as_captured(), _no_collection(), torch.enable_grad():
+            try:
+                self._forward.record(lambda: self._run_forward(model))
+                # Outside of both graphs: each step writes here what its backward begins with.
+                self._slopes = self._ones()
+                self._gradients = self._backward.record(lambda: self._at_home(self._run_backward(model)))
+            except Exception as error:  # noqa: BLE001
+                raise Refused(f"{CAPTURE_FAILED}: {_why(error)}") from None
+        for name, x in zip(self._names, self._gradients, strict=False):
+            if x is not None:
+                self._room.gradients.setdefault(name, x)
+        self._graded = [x.detach() for x in self._graded]
+        self._leaves = [_untaped(x) for x in self._leaves]
+
+    def _run_forward(self, model: torch.nn.Module) -> list[Tensor | None]:
+        torch.clear_autocast_cache()
+        result = _on_stand_ins(model, self._stand_ins, lambda one: one(**self._call.constants, **self._inputs))
+        torch.clear_autocast_cache()
+        self._leaves, self._form = _leaves_of(result)
+        self._graded = [x for x in self._leaves if isinstance(x, Tensor) and x.requires_grad]
+        loss = result.get("loss") if isinstance(result, dict) else None
+        self._roots = [number for number, x in enumerate(self._graded) if loss is None or x is loss]
+        if not self._roots:
+            raise Refused("no result has a gradient")
+        return list(self._graded)
+
+    def _ones(self) -> list[Tensor]:
+        return [torch.ones_like(self._graded[number]) for number in self._roots]
+
+    def _run_backward(self, model: torch.nn.Module) -> list[Tensor | None]:
+        """Return the gradients of the parameters, then those of inputs that require one."""
+        self._forget_gradients()
+        roots = [self._graded[number] for number in self._roots]
+        with torch.autocast(self._room.device.type, enabled=False):
+            # Checkpoints run parts of the forward again.
+            _on_stand_ins(model, self._stand_ins, lambda _: torch.autograd.backward(roots, self._slopes))
+        return [x.grad for x in (*self._stand_ins.values(), *self._inputs.values()) if x.requires_grad]
+
+    def _forget_gradients(self) -> None:
+        for x in (*self._stand_ins.values(), *self._inputs.values()):
+            x.grad = None
+
+    def _at_home(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Return gradients with those of the parameters in the memory that all forms share."""
+        homes, copied = [], []
+        for number, (name, x) in enumerate(self._stand_ins.items()):
+            made, home = gradients[number], self._room.gradients.get(name)
+            if made is not None and home is None and made.stride() != x.stride():
+                home = torch.empty_like(x)  # autograd makes no gradient with other strides ``grad``
+            if made is not None and home is not None:
+                homes.append(home.detach())
+                copied.append(made)
+                gradients[number] = home
+        if homes:
+            with torch.no_grad():
+                torch._foreach_copy_(homes, copied)
+        return gradients
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: CapturedStep, turn: _Turn, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.step, ctx.turn = step, turn
+        ctx.set_materialize_grads(False)
+        return tuple(step.replay())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Any, ...]:
+        return None, None, *ctx.step.replay_backward(ctx.turn, slopes)
+
+
+class _Whole(torch.nn.Module):
+    """A model as part of another, whose call runs any function: its parameters are exchanged meanwhile."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, run: Callable[[torch.nn.Module], Any]) -> Any:
+        return run(self.model)
+
+
+def _on_stand_ins(model: torch.nn.Module, stand_ins: dict[str, Tensor], run: Callable[..., Any]) -> Any:
+    named = {f"model.{name}": x for name, x in stand_ins.items()}
+    return torch.func.functional_call(_Whole(model), named, (run,))
+
+
+def _room_for(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x).requires_grad_(x.requires_grad)
+
+
+def _leaves_of(result: Any) -> tuple[list[Any], Any]:
+    from tilekern.patch.skipped_logits import SkippedLogits
+
+    leaves, form = pytree.tree_flatten(result)
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, SkippedLogits, *_PLAIN)):
+            raise Refused(f"a result of the type {type(leaf).__name__}")
+    return leaves, form
+
+
+def _untaped(leaf: Any) -> Any:
+    """Return a result without what its gradient needs, which is in the graph of the backward."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+@contextlib.contextmanager
+def _exchanged(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+@contextlib.contextmanager
+def _as_captured() -> Iterator[None]:
+    """Let code that asks see a capture, and let nothing read values that the caller has checked.
+
+    The caller has refused masks that say something and positions of several sequences. torch's checkpoints keep the
+    state of random numbers, which cannot be read in a capture; with random numbers they are refused.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_exchanged(torch.cuda, "is_current_stream_capturing", lambda: True))
+        stack.enter_context(_exchanged(torch.utils.checkpoint, "get_device_states", lambda *_: ([], [])))
+        masks: Any = sys.modules.get("transformers.masking_utils")
+        if hasattr(masks, "find_packed_sequence_indices"):
+            stack.enter_context(_exchanged(masks, "find_packed_sequence_indices", lambda *_, **__: None))
+        yield
+
+
+@contextlib.contextmanager
+def _waiting_refused(device: torch.device) -> Iterator[None]:
+    """Let each operation that waits for the GPU raise."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from collecting cycles, whose tensors a capture may not free."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, ...]:
+    on_gpu = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
+    return torch.get_rng_state(), *on_gpu
+
+
+def _set_random_state(device: torch.device, state: tuple[Tensor, ...]) -> None:
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def _why(error: Exception) -> str:
+    """Return in a line why a rehearsal failed: where code waits for the GPU, or the error."""
+    if isinstance(error, Refused):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    said = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    if "synchronizing CUDA operation" not in said:
+        return said[:200]
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if not x.filename.startswith(_TORCH)]
+    at = next((x for x in reversed(frames) if x.filename != __file__), None)
+    return (
+        "its backward waits for the GPU" if at is None else f"{at.filename}:{at.lineno} waits for the GPU ({at.line})"
+    )

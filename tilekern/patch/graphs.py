@@ -1,0 +1,448 @@
+"""``tilekern.graphed``: a model whose training steps are replayed from CUDA graphs, once a form of them was seen.
+
+A step of a small model takes the host longer than the GPU. A replay takes the host one call, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import weakref
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilekern.errors import InputError
+from tilekern.ops.registration import modes, transforms
+from tilekern.patch.captured import CAPTURE_FAILED, Call, CapturedStep, Refused, Room
+from tilekern.patch.guards import has_global_hooks
+from tilekern.runtime import dispatch
+from tilekern.warning import warn_once
+
+# Steps of a form that run eagerly before it is captured: they look up kernels and fill torch's own caches.
+EAGER_STEPS = 2
+# Forms that are remembered until they are captured.
+_MOST_SEEN = 1024
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PARTS = ("_modules", "_parameters", "_buffers")
+# Hooks that a replay need not call: their work is in the graph. PEFT's trainers have embeddings require a gradient so.
+_HARMLESS = {"make_inputs_require_grads"}
+# Attributes of modules that change what their forward computes, beside parts, parameters and buffers.
+_SWITCHES = ("training", "forward", "gradient_checkpointing", "p", "_disable_adapters", "_active_adapter")
+
+
+def graphed(
+    model: torch.nn.Module, *, lengths: Iterable[int] | None = None, most: int = 8
+) -> torch.nn.Module:  # fmt: skip
+    """Let a model replay its training steps from CUDA graphs.
+
+    A call in training mode with gradients is captured, forward and backward, when its form comes for the third time:
+    the shapes and dtypes of its tensors, and its other arguments. Calls of other forms run as they are, and so do
+    evaluation and generation. Losses and gradients are bit by bit those of the eager step. Optimizer, clipping and
+    everything else between two calls stays outside of the graphs, and so do hooks of parameters.
+
+    A call runs as it is, counted with its reason, if one of these holds:
+
+    - a mask hides tokens, or positions do not count up from 0 in each row
+    - it comes before the backward of the last captured call
+    - something in the step waits for the GPU, draws random numbers inside a checkpoint, or changes buffers
+    - a module has hooks, or a parameter is sharded
+    - the model is on several GPUs, or torch.compile runs it
+
+    :func:`tilekern.report` shows the counts. A model that changed (its mode, its parts, its parameters' places, the
+    patches in force) is captured anew.
+
+    Args:
+        model: a model on one CUDA GPU; patched or not, wrapped by PEFT or not. It is changed in place.
+        lengths: lengths to which batches [rows, tokens] with labels are padded at their right, so that few forms come;
+            for causal models whose loss leaves padding out. None pads nothing.
+        most: the most forms that are captured; those of one model share their memory.
+
+    Returns:
+        The model.
+
+    Raises:
+        InputError: ``model`` is not a module, ``lengths`` has no positive numbers, or ``most`` is not positive.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"graphed takes a model, a torch.nn.Module, got {type(model).__name__}")
+    known = sorted(set(lengths)) if lengths is not None else []
+    if (lengths is not None and not known) or any(type(x) is not int or x < 1 for x in known):
+        raise InputError(f"graphed: lengths must be positive numbers of tokens, got {lengths}")
+    if type(most) is not int or most < 1:
+        raise InputError(f"graphed: most must be a positive number, got {most!r}")
+    _put_place(type(model))
+    vars(model)[_NAME] = Graphs(model, known, most)
+    return model
+
+
+def ungraphed(model: torch.nn.Module) -> None:
+    """Let a model and the models inside it run eagerly again, and drop their graphs."""
+    for module in model.modules():
+        vars(module).pop(_NAME, None)
+
+
+def graphs_of(model: torch.nn.Module) -> dict[str, Graphs]:
+    """Return the graphs of a model and of the models inside it, by their paths."""
+    return {name: found for name, module in model.named_modules() if (found := _own(module)) is not None}
+
+
+class Graphs:
+    """The captured steps of one model.
+
+    Attributes:
+        replays: steps that were replayed.
+        reasons: why other training calls ran eagerly, and how often.
+    """
+
+    def __init__(self, model: torch.nn.Module, lengths: Sequence[int] = (), most: int = 8) -> None:
+        self._model, self._lengths, self._most = weakref.ref(model), lengths, most
+        self._names = list(inspect.signature(model.forward).parameters)
+        self._steps: dict[Any, CapturedStep] = {}
+        self._plans: object = None
+        self._seen: Counter[Any] = Counter()
+        self._refused: dict[Any, str] = {}
+        self._facts: _Facts | None = None
+        self._room: Room | None = None
+        self._values = _Values()
+        self.replays = 0
+        self.reasons: Counter[str] = Counter()
+
+    @property
+    def captured(self) -> int:
+        """The number of forms that are captured."""
+        return len(self._steps)
+
+    def __str__(self) -> str:
+        """Return the counts in a line."""
+        eager = [f"{number} x {reason}" for reason, number in self.reasons.most_common()]
+        said = f"{self.captured} form{'s' * (self.captured != 1)} captured, {self.replays} replays"
+        return f"{said}; eager: {', '.join(eager)}" if eager else said
+
+    def is_of(self, module: torch.nn.Module) -> bool:
+        """Return whether these are the graphs of a module, and not of the one that it is a copy or a replica of."""
+        return self._model() is module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Return None: a copy of a model has no graphs."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Pickle as None."""
+        return type(None), ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        model = self._model()
+        assert model is not None  # the module that is called
+        if not model.training or not torch.is_grad_enabled() or _inside.now or is_traced():
+            return model._call_impl(*args, **kwargs)
+        _inside.now = True
+        try:
+            try:
+                found = self._step(model, {**dict(zip(self._names, args, strict=False)), **kwargs})
+            except Refused as error:
+                self.reasons[str(error)] += 1
+                found = None
+            if found is None:
+                return model._call_impl(*args, **kwargs)
+            step, call = found
+            self.replays += 1
+            return step(call)
+        finally:
+            _inside.now = False
+
+    def _step(self, model: torch.nn.Module, arguments: dict[str, Any]) -> tuple[CapturedStep, Call] | None:
+        """Return the captured step of a call, captured now if it is time; None while its form is new.
+
+        Raises:
+            Refused: this call runs as it is.
+        """
+        facts, plans = self._facts, _plans.setdefault("now", object())
+        if facts is None or plans is not self._plans or not facts.hold():
+            facts, self._plans = _Facts(model), plans
+            self._facts = facts
+            self._steps.clear()
+            self._refused.clear()
+            self._room = Room(facts.device) if facts.device is not None else None
+        if facts.refusal:
+            raise self._said(model, facts.refusal)
+        assert self._room is not None
+        call = Call.of(self._values.without(self._padded(_with_plain_numbers(arguments, self._room.device))))
+        for name, x in call.tensors.items():
+            if x.device != self._room.device:
+                raise Refused(f"the argument {name} on {x.device}")
+        key = call.key, _settings(self._room.device.type)
+        step = self._steps.get(key)
+        if step is None:
+            if key in self._refused:
+                raise Refused(self._refused[key])
+            if self._seen[key] < EAGER_STEPS:
+                if len(self._seen) >= _MOST_SEEN:
+                    self._seen.clear()
+                self._seen[key] += 1
+                return None
+            if len(self._steps) >= self._most:
+                raise Refused(f"more than {self._most} forms; lengths= pads batches to few")
+        if self._room.is_taken:
+            raise Refused("it came before the backward of the last captured call")
+        if step is None:
+            try:
+                step = CapturedStep(model, call, self._room)
+            except Refused as error:
+                self._refused[key] = str(error)
+                if str(error).startswith(CAPTURE_FAILED):
+                    facts.refusal = str(error)  # the allocator may still think that the capture goes on
+                raise self._said(model, str(error)) from None
+            self._steps[key] = step
+        return step, call
+
+    def _said(self, model: torch.nn.Module, reason: str) -> Refused:
+        warn_once(f"graphed: {type(model).__name__} runs eagerly: {reason}")
+        return Refused(reason)
+
+    def _padded(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments with their tokens padded to the next of the lengths.
+
+        No token sees a later one, so those of padding change nothing but their own results, and labels of -100 leave
+        these out of the loss. A mask that hides tokens at the right alone says no more than that, and goes.
+        """
+        ids, labels = arguments.get("input_ids"), arguments.get("labels")
+        if not self._lengths or ids is None or labels is None or ids.dim() != 2 or labels.shape != ids.shape:
+            return arguments
+        tokens = ids.shape[1]
+        place = bisect_left(self._lengths, tokens)
+        if place == len(self._lengths):
+            raise Refused(f"more tokens than {self._lengths[-1]}, the longest of lengths=")
+        mask, room = arguments.get("attention_mask"), self._lengths[place] - tokens
+        unknown = [
+            name for name, x in arguments.items()
+            if isinstance(x, Tensor) and x.dim() > 0 and name not in ("input_ids", "labels", "attention_mask")
+        ]  # fmt: skip
+        if unknown and room:
+            raise Refused(f"lengths= cannot pad {unknown[0]}")
+        if mask is not None and not self._values.hides_padding_alone(mask, labels):
+            raise Refused("a mask that hides more than padding at the right")
+        pad = torch.nn.functional.pad
+        return arguments | {
+            "input_ids": pad(ids, (0, room)), "labels": pad(labels, (0, room), value=-100), "attention_mask": None,
+        }  # fmt: skip
+
+
+def _with_plain_numbers(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return arguments with the batch's number of labels as a tensor: it differs in each step.
+
+    A model that trains makes no cache of keys and values in a captured step unless it is asked for one.
+    """
+    count = arguments.get("num_items_in_batch")
+    if type(count) in (int, float):
+        arguments = {**arguments, "num_items_in_batch": torch.full((), count, device=device)}
+    elif isinstance(count, Tensor) and count.is_cpu and device.type != "cpu":
+        arguments = {**arguments, "num_items_in_batch": torch.full((), count.item(), dtype=count.dtype, device=device)}
+    return arguments if "labels" not in arguments else {"use_cache": False, **arguments}
+
+
+class _Values:
+    """What is known of the values of masks and positions: they are read once for each tensor."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[weakref.ref[Tensor], int, bool]] = {}
+
+    def without(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments without a mask of ones and positions that count up, which models take for granted.
+
+        Raises:
+            Refused: they say something else.
+        """
+        said = dict(arguments)
+        for name, reason in _SAY_NOTHING.items():
+            x = said.get(name)
+            if x is None:
+                continue
+            if not isinstance(x, Tensor) or x.dim() != 2 or not self._holds(name, x):
+                raise Refused(reason)
+            said[name] = None
+        return {name: x for name, x in said.items() if x is not None or name not in _SAY_NOTHING}
+
+    def hides_padding_alone(self, mask: Tensor, labels: Tensor) -> bool:
+        """Return whether a mask [rows, tokens] hides tokens at the right of rows alone, none with a label."""
+        if mask.shape != labels.shape:
+            return False
+        shown = mask.bool()
+        return bool(((shown[:, :-1] | ~shown[:, 1:]).all() & (shown | (labels == -100)).all()).item())
+
+    def _holds(self, name: str, x: Tensor) -> bool:
+        last, version, holds = self._known.get(name, (lambda: None, 0, False))
+        now = -1 if x.is_inference() else x._version
+        if now >= 0 and last() is x and version == now:
+            return holds
+        if name == "attention_mask":
+            holds = bool(x.all().item())
+        else:
+            holds = bool((x == torch.arange(x.shape[1], device=x.device)).all().item())
+        self._known[name] = weakref.ref(x), now, holds
+        return holds
+
+
+# Arguments whose usual values models take for granted, and why a call with others is not captured.
+_SAY_NOTHING = {
+    "attention_mask": "a mask that hides tokens",
+    "position_ids": "positions that do not count up from 0 in each row",
+}
+
+
+class _Facts:
+    """What graphs of a model rest on beside a call's arguments: its modules, parameters, hooks and patches.
+
+    They are looked at in each call, so nothing here loops in Python.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._own = list(map(vars, self._modules))
+        self._parts = [own[name] for own in self._own for name in _PARTS if own[name]]
+        self._hooks = [own[name] for own in self._own for name in _HOOKS]
+        self._switches = [(itemgetter(name), [own for own in self._own if name in own]) for name in _SWITCHES]
+        self._kinds = list({type(module) for module in self._modules})
+        self._config = getattr(model, "config", None)
+        self._parameters = list(model.parameters())
+        self._numbers, self._objects = self._count(), [*self._look(), _END]
+        devices = {x.device for x in self._parameters} | {x.device for x in model.buffers()}
+        self.device = next(iter(devices)) if len(devices) == 1 else None
+        self.refusal = self._refusal()
+
+    def hold(self) -> bool:
+        """Return whether nothing has changed."""
+        try:
+            return self._numbers == self._count() and all(map(is_, self._objects, chain(self._look(), [_END])))
+        except KeyError:  # an attribute that is gone
+            return False
+
+    def _count(self) -> list[int]:
+        """Return addresses of parameters and numbers of attributes and hooks."""
+        numbers = chain(map(Tensor.data_ptr, self._parameters), map(len, self._own), map(len, self._hooks))
+        return [*numbers, *map(_IS_TRAINED, self._parameters)]
+
+    def _look(self) -> Iterator[Any]:
+        """Return classes and their forwards, parts of modules, hooks, and switches."""
+        switches = (map(get, owners) for get, owners in self._switches)
+        forwards = [kind.forward for kind in self._kinds]
+        attention = getattr(self._config, "_attn_implementation", None)
+        values = chain.from_iterable(map(dict.values, chain(self._parts, filter(None, self._hooks))))
+        return chain(forwards, [attention], map(type, self._modules), values, *switches)
+
+    def _refusal(self) -> str:
+        """Return why no step of the model can be captured; empty if some may."""
+        if self.device is None:
+            return "its parameters are on several devices"
+        if self.device.type not in DEVICES:
+            return f"it is on the device {self.device}"
+        if not any(x.requires_grad for x in self._parameters):
+            return "no parameter requires a gradient"
+        for x in self._parameters:
+            if hasattr(x, "placements") or type(x).__name__ == "FlatParameter":
+                return "its parameters are sharded"
+        if has_global_hooks():
+            return "hooks on all modules"
+        for module in self._modules:
+            hooks = chain.from_iterable(vars(module)[name].values() for name in _HOOKS)
+            if any(getattr(hook, "__name__", "") not in _HARMLESS for hook in hooks):
+                return f"hooks on {type(module).__name__}"
+        return ""
+
+
+_IS_TRAINED, _END = attrgetter("requires_grad"), object()
+# Devices whose work can be recorded.
+DEVICES = ("cuda",)
+
+
+def is_traced() -> bool:
+    """Return whether torch.compile, a transform, a mode or hooks on saved tensors see what a replay would hide."""
+    if torch.compiler.is_compiling() or transforms() is not None or modes():
+        return True
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return True
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+def _settings(kind: str) -> tuple[Any, ...]:
+    """Return the process's settings that a captured step keeps as they were."""
+    return (
+        torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(), torch.is_inference_mode_enabled(),
+    )  # fmt: skip
+
+
+class _Inside(threading.local):
+    """Whether this thread is inside a call of a model with graphs: models inside it are part of them."""
+
+    now = False
+
+
+_inside = _Inside()
+# The attribute that holds a model's graphs.
+_NAME = "_tilekern_graphs"
+# Emptied by dispatch when plans change; what graphs launch is of the plans of their time.
+_plans: dict[str, object] = dispatch.memo()
+
+
+def _own(module: torch.nn.Module) -> Graphs | None:
+    found = vars(module).get(_NAME)
+    return found if isinstance(found, Graphs) and found.is_of(module) else None
+
+
+class _Place:
+    """Stands where torch keeps a module's compiled call, and finds the graphs of an instance.
+
+    A module that is compiled in place has that call in its own dictionary, which comes first.
+    """
+
+    def __get__(self, module: torch.nn.Module | None, kind: type) -> Graphs | None:
+        if module is None:
+            return None
+        found = _own(module)
+        if found is None and module.training and not _inside.now and any(x in _everywhere for x in kind.__mro__):
+            found = vars(module)[_NAME] = Graphs(module)
+        return found
+
+
+# Classes whose models have graphs without being asked: of :func:`stand_in`.
+_everywhere: set[type] = set()
+# The classes of models outside of which there is no other, by the modules that have them.
+_KINDS = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_model": "PeftModel"}
+
+
+def _put_place(kind: type) -> None:
+    if not any(isinstance(vars(base).get("_compiled_call_impl"), _Place) for base in kind.__mro__):
+        kind._compiled_call_impl = _Place()  # type: ignore[attr-defined]
+
+
+def awaits(module: str) -> bool:
+    """Return whether :func:`stand_in` is in force and a module brings a class that it is for."""
+    return module in _KINDS and bool(_everywhere)
+
+
+def stand_in(is_on: bool) -> None:
+    """Let all models of transformers and PEFT have graphs as from :func:`graphed`, or no longer make any."""
+    if not is_on:
+        _everywhere.clear()
+        return
+    import transformers.modeling_utils  # noqa: F401
+
+    for home, name in _KINDS.items():
+        if home in sys.modules:
+            kind = getattr(sys.modules[home], name)
+            _put_place(kind)
+            _everywhere.add(kind)
+
+
+def is_on() -> bool:
+    """Return whether :func:`stand_in` is in force."""
+    return bool(_everywhere)
