@@ -15,6 +15,7 @@ _WHERE = {
     "apply": "tilekern.patch",
     "apply_to_model": "tilekern.patch",
     "reset": "tilekern.patch",
+    "graphed": "tilekern.patch.graphs",
     "get_patched_ops": "tilekern.patch",
     "list_patches": "tilekern.patch",
     "report": "tilekern.patch.report",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from tilekern.patch.callback import TrainerCallback as TrainerCallback
     from tilekern.patch.comparing import agree as agree
     from tilekern.patch.comparing import cache_digest as cache_digest
+    from tilekern.patch.graphs import graphed as graphed
     from tilekern.patch.report import report as report
     from tilekern.patch.warmup import clear_autotune_cache as clear_autotune_cache
     from tilekern.patch.warmup import warmup_all_kernels as warmup_all_kernels

@@ -21,7 +21,7 @@ from tilekern import __version__
 from tilekern.errors import InputError
 from tilekern.integrations.startup import apply_later
 from tilekern.runtime.settings import APPLY, check_settings
-from tilekern.runtime.switches import ADAMW, ATTENTION, EXPERTS, FORMS, OPS, text_of
+from tilekern.runtime.switches import ADAMW, ATTENTION, EXPERTS, FORMS, GRAPHS, OPS, text_of
 from tilekern.warning import tell
 
 # Ops that are off by default.
@@ -29,6 +29,7 @@ _ASKED = {
     EXPERTS: "Run layers of experts and their routers by tilekern too.",
     ATTENTION: 'Give models without an attn_implementation "tilekern".',
     ADAMW: "Replace torch.optim.AdamW by tilekern's.",
+    GRAPHS: "Replay training steps from CUDA graphs, as tilekern.graphed does.",
 }
 
 

@@ -1,8 +1,9 @@
 """Trains a model under one condition that users meet, patched and as it is, and compares both.
 
-``python conditions.py NAME [small|wide]`` is one process of ``test_conditions_on_gpu.py``: the last line it prints is
-``OK``, ``SKIP`` (the model as it is fails too) or ``FAIL``, with what was seen. ``small`` is a Qwen3 of two layers, 512
-wide; ``wide`` has the widths of Qwen3-8B, for which records are shipped.
+``python conditions.py NAME [small|wide|captured]`` is one process of ``test_conditions_on_gpu.py``: the last line it
+prints is ``OK``, ``SKIP`` (the model as it is fails too) or ``FAIL``, with what was seen. ``small`` is a Qwen3 of two
+layers, 512 wide; ``wide`` has the widths of Qwen3-8B, for which records are shipped; ``captured`` is small, and its
+steps are replayed from CUDA graphs once they can be.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Run:
 
 def run(step: Step, model: Any, steps: int = STEPS) -> Run:
     """The losses of some steps, and the norms of the last one's gradients."""
-    losses = []
+    losses, steps = [], steps + 3 * (SIZE == "captured")
     for number in range(steps):
         model.zero_grad(set_to_none=True)
         losses.append(float(step(model, number)))
@@ -193,7 +194,7 @@ def as_it_is() -> Iterator[None]:
 def patch() -> None:
     import tilekern
 
-    tilekern.apply()
+    tilekern.apply(graphs=SIZE == "captured")
 
 
 def both(
@@ -678,11 +679,19 @@ def two_models_in_two_threads() -> str:
     return said
 
 
+def counts_of_graphs() -> str:
+    if SIZE != "captured":
+        return ""
+    from tilekern.patch.graphs import _models, graphs_of
+
+    return f" graphs: {[str(found) for model in _models for found in graphs_of(model).values()]}"
+
+
 def main() -> None:
     global SIZE
     name, SIZE = sys.argv[1], (sys.argv[2:] or ["small"])[0]
     try:
-        said = f"OK {CONDITIONS[name].run()}"
+        said = f"OK {CONDITIONS[name].run()}{counts_of_graphs()}"
     except FailsAsItIs as error:
         said = f"SKIP the model as it is fails too: {error}"
     except Exception as error:  # noqa: BLE001 (the test says it)

@@ -1,6 +1,6 @@
 """Programs as users write them, in their default environment: each trains a model patched, or as it is.
 
-``python programs.py NAME patched|plain`` prints the losses as its last line, ``torchrun`` runs those of two GPUs. The
+``python programs.py NAME patched|captured|plain`` prints the losses as its last line, ``torchrun`` runs those of two GPUs. The
 model has the widths of Qwen3-8B and two layers, so that the shipped records serve and no compiler is needed.
 """
 
@@ -61,7 +61,7 @@ def make(patched: bool, device: str | None = "cuda", **more: Any) -> Any:
     import tilekern
 
     if patched:
-        tilekern.apply()
+        tilekern.apply(graphs=sys.argv[2] == "captured")
     attention = "tilekern" if patched else "sdpa"
     config = Qwen3Config(**SIZES, **more, attn_implementation=attention)
     torch.manual_seed(0)
@@ -308,16 +308,19 @@ def trainer_of_ranks(patched: bool) -> list[float]:
 
 def main() -> None:
     name, how = sys.argv[1:]
-    losses = PROGRAMS[name].run(how == "patched")
+    losses = PROGRAMS[name].run(how != "plain")
     counted: dict[str, Any] = {}
-    if how == "patched":
+    graphs: list[str] = []
+    if how != "plain":
         import tilekern
+        from tilekern.patch.graphs import _models, graphs_of
 
+        graphs = [str(found) for model in _models for found in graphs_of(model).values()]
         counted = {
             kernel: {"launches": n["launches"], "fallbacks": n["fallbacks"]} for kernel, n in tilekern.stats().items()
         }
     if os.environ.get("RANK", "0") == "0":
-        sys.stdout.write(json.dumps({"losses": losses, "counted": counted}) + "\n")
+        sys.stdout.write(json.dumps({"losses": losses, "counted": counted, "graphs": graphs}) + "\n")
     if PROGRAMS[name].ranks > 1:
         import torch.distributed as dist
 

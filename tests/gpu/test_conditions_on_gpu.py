@@ -54,6 +54,11 @@ def test_a_small_model_trains_alike(name, kernels):
     train(name, "small", kernels)
 
 
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_a_captured_model_trains_alike(name, kernels):
+    train(name, "captured", kernels)
+
+
 @pytest.mark.parametrize("name", WIDE)
 def test_a_model_of_real_width_trains_alike(name, kernels):
     train(name, "wide", kernels)

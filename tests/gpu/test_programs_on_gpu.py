@@ -27,13 +27,16 @@ def result_of(name, how):
     return json.loads(said[-1])
 
 
+@pytest.mark.parametrize("how", ["patched", "captured"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_trains_alike(name):
+def test_a_program_trains_alike(name, how):
     if torch.cuda.device_count() < PROGRAMS[name].gpus:
         pytest.skip(f"needs {PROGRAMS[name].gpus} GPUs")
-    mine, theirs = result_of(name, "patched"), result_of(name, "plain")
+    mine, theirs = result_of(name, how), result_of(name, "plain")
     fallbacks = {kernel: each["fallbacks"] for kernel, each in mine["counted"].items() if each["fallbacks"]}
-    sys.stdout.write(f"{name}: {mine['losses']}, as it is {theirs['losses']}, fell back: {fallbacks}\n")
+    sys.stdout.write(
+        f"{name}: {mine['losses']}, as it is {theirs['losses']}, fell back: {fallbacks}, graphs: {mine['graphs']}\n"
+    )
     assert len(mine["losses"]) == len(theirs["losses"]) > 0
     assert all(map(math.isfinite, mine["losses"]))
     # A machine without a compiler has the records of the packs, and falls back where these do not reach.

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from tilekern.errors import InputError
+from tilekern.patch.graphs import graphed, graphs_of, ungraphed
 from tilekern.patch.patcher import apply_to_model
 from tilekern.patch.registry import known_ops
 from tilekern.patch.report import because, report
@@ -26,14 +27,16 @@ class TrainerCallback(transformers.TrainerCallback):
     prints.
     """
 
-    def __init__(self, *, reset: bool = False, **options: Any) -> None:
+    def __init__(self, *, reset: bool = False, graphs: bool = False, **options: Any) -> None:
         """Make a callback for ``Trainer(callbacks=[...])``.
 
         Args:
             reset: after training, restore the original code of the modules that this callback patched.
+            graphs: replay training steps from CUDA graphs, as after :func:`tilekern.graphed`; afterwards the callback
+                prints how many.
             options: options of :func:`tilekern.apply_to_model`.
         """
-        self.reset, self.options = reset, options
+        self.reset, self.graphs, self.options = reset, graphs, options
         self._patched: weakref.ref[torch.nn.Module] | None = None
         self._has_said = False
         self._fallbacks: dict[str, int] = {}
@@ -56,6 +59,8 @@ class TrainerCallback(transformers.TrainerCallback):
             InputError: as :meth:`on_init_end`.
         """
         self._begin(model, args, state)
+        if self.graphs and not graphs_of(model):
+            graphed(model)
         self._fallbacks, self._reasons = _fallbacks(), reasons()
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -68,8 +73,11 @@ class TrainerCallback(transformers.TrainerCallback):
             for kernel, number in counted.items()
             if number
         ]
-        _say(state, lines or ["no kernel fell back to torch"])
+        found = graphs_of(model) if model is not None else {}
+        _say(state, [*(lines or ["no kernel fell back to torch"]), *(f"graphs: {said}" for said in found.values())])
         patched = None if self._patched is None else self._patched()
+        if self.reset and self.graphs and model is not None:
+            ungraphed(model)
         if self.reset and patched is not None:
             none: dict[str, Any] = dict.fromkeys(known_ops(), False)
             apply_to_model(patched, **none)

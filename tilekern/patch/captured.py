@@ -78,10 +78,28 @@ class Room:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
         return Graph(self._pool, self._stream)
 
+    def holds(self) -> Callable[[Tensor], bool]:
+        """Return whether a tensor lies in the part of the graphs' memory that is in use now."""
+        pool, spans = self._pool, []
+        if self.device.type != "cuda":
+            return lambda _: False
+        try:
+            segments = torch.cuda.memory_snapshot()
+        except RuntimeError:  # the allocator has no pools, and cannot tell
+            return lambda _: True
+        for part in segments:
+            if tuple(part["segment_pool_id"]) == tuple(pool):
+                end = part["address"]
+                for block in part["blocks"]:
+                    end += block["size"]
+                    if block["state"] != "inactive":
+                        spans.append((end - block["size"], end))
+        return lambda x: any(start <= x.data_ptr() < end for start, end in spans)
+
     @property
     def is_taken(self) -> bool:
         """Whether a step's backward is still to come, for which the memory must stay as it is."""
-        turn = self._waiting and self._waiting()
+        turn = None if self._waiting is None else self._waiting()
         return turn is not None and not turn.is_over
 
     def turn(self) -> _Turn:
@@ -148,6 +166,8 @@ class CapturedStep:
         # A Parameter of its own, since a model's code and patches may ask for that class.
         self._stand_ins = {name: torch.nn.Parameter(x.detach()) for name, x in named.items()}
         self._slopes: list[Tensor] = []
+        self._graded: list[Tensor] = []
+        self._leaves: list[Any] = []
         self._is_random = self._rehearse(model)
         self._forward, self._backward = room.recording(), room.recording()
         self._record(model)
@@ -157,7 +177,7 @@ class CapturedStep:
         turn, graded = self._room.turn(), [x for x in call.tensors.values() if x.requires_grad]
         for name, given in call.tensors.items():
             self._inputs[name].detach().copy_(given.detach())
-        made = iter(_Replay.apply(self, turn, *self.parameters, *graded))  # type: ignore[no-untyped-call]
+        made = iter(_Replay.apply(self, turn, *self.parameters, *graded))
         leaves = [
             (next(made) if leaf.requires_grad else leaf.clone()) if isinstance(leaf, Tensor) else leaf
             for leaf in self._leaves
@@ -181,7 +201,7 @@ class CapturedStep:
             return self._run_again(slopes)
         self._set_aside()
         for mine, number in zip(self._slopes, self._roots, strict=True):
-            mine.copy_(slopes[number])  # type: ignore[arg-type]
+            mine.copy_(slopes[number])
         self._backward.replay()
         count = len(self._names)
         # New objects in the same memory: autograd makes them ``grad`` without a copy.
@@ -259,8 +279,8 @@ class CapturedStep:
             try:
                 self._forward.record(lambda: self._run_forward(model))
                 # Outside of both graphs: each step writes here what its backward begins with.
-                self._slopes = self._ones()
-                self._gradients = self._backward.record(lambda: self._at_home(self._run_backward(model)))
+                self._slopes, held = self._ones(), self._room.holds()
+                self._gradients = self._backward.record(lambda: self._at_home(self._run_backward(model), held))
             except Exception as error:  # noqa: BLE001
                 raise Refused(f"{CAPTURE_FAILED}: {_why(error)}") from None
         for name, x in zip(self._names, self._gradients, strict=False):
@@ -297,13 +317,17 @@ class CapturedStep:
         for x in (*self._stand_ins.values(), *self._inputs.values()):
             x.grad = None
 
-    def _at_home(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Return gradients with those of the parameters in the memory that all forms share."""
+    def _at_home(self, gradients: list[Tensor | None], held: Callable[[Tensor], bool]) -> list[Tensor | None]:
+        """Return gradients with those of the parameters in the memory that all forms share.
+
+        The forward writes into memory that it ``held`` at its end, before the last gradient there has been kept.
+        """
         homes, copied = [], []
         for number, (name, x) in enumerate(self._stand_ins.items()):
             made, home = gradients[number], self._room.gradients.get(name)
-            if made is not None and home is None and made.stride() != x.stride():
-                home = torch.empty_like(x)  # autograd makes no gradient with other strides ``grad``
+            # Autograd does not make a gradient with other strides ``grad``.
+            if made is not None and home is None and (made.stride() != x.stride() or held(made)):
+                home = torch.empty_like(x)
             if made is not None and home is not None:
                 homes.append(home.detach())
                 copied.append(made)

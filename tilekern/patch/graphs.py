@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tilekern.errors import InputError
+from tilekern.ops.packing import is_capturing
 from tilekern.ops.registration import modes, transforms
 from tilekern.patch.captured import CAPTURE_FAILED, Call, CapturedStep, Refused, Room
 from tilekern.patch.guards import has_global_hooks
@@ -32,8 +33,9 @@ EAGER_STEPS = 2
 _MOST_SEEN = 1024
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PARTS = ("_modules", "_parameters", "_buffers")
-# Hooks that a replay need not call: their work is in the graph. PEFT's trainers have embeddings require a gradient so.
-_HARMLESS = {"make_inputs_require_grads"}
+# The modules of hooks that a replay need not call, since their work is in the graph: embeddings that require a gradient
+# for PEFT, and hidden states that become results.
+_HARMLESS = {"transformers.modeling_utils", "transformers.utils.output_capturing"}
 # Attributes of modules that change what their forward computes, beside parts, parameters and buffers.
 _SWITCHES = ("training", "forward", "gradient_checkpointing", "p", "_disable_adapters", "_active_adapter")
 
@@ -79,7 +81,7 @@ def graphed(
     if type(most) is not int or most < 1:
         raise InputError(f"graphed: most must be a positive number, got {most!r}")
     _put_place(type(model))
-    vars(model)[_NAME] = Graphs(model, known, most)
+    _give(model, Graphs(model, known, most))
     return model
 
 
@@ -164,44 +166,59 @@ class Graphs:
         Raises:
             Refused: this call runs as it is.
         """
-        facts, plans = self._facts, _plans.setdefault("now", object())
-        if facts is None or plans is not self._plans or not facts.hold():
-            facts, self._plans = _Facts(model), plans
-            self._facts = facts
-            self._steps.clear()
-            self._refused.clear()
-            self._room = Room(facts.device) if facts.device is not None else None
-        if facts.refusal:
-            raise self._said(model, facts.refusal)
-        assert self._room is not None
-        call = Call.of(self._values.without(self._padded(_with_plain_numbers(arguments, self._room.device))))
+        room = self._room_of(model)
+        call = Call.of(self._values.without(self._padded(_with_plain_numbers(arguments, room.device))))
         for name, x in call.tensors.items():
-            if x.device != self._room.device:
+            if x.device != room.device:
                 raise Refused(f"the argument {name} on {x.device}")
-        key = call.key, _settings(self._room.device.type)
+        key = call.key, _settings(room.device.type)
         step = self._steps.get(key)
-        if step is None:
-            if key in self._refused:
-                raise Refused(self._refused[key])
-            if self._seen[key] < EAGER_STEPS:
-                if len(self._seen) >= _MOST_SEEN:
-                    self._seen.clear()
-                self._seen[key] += 1
-                return None
-            if len(self._steps) >= self._most:
-                raise Refused(f"more than {self._most} forms; lengths= pads batches to few")
-        if self._room.is_taken:
+        if step is None and self._is_new(key):
+            return None
+        if room.is_taken:
             raise Refused("it came before the backward of the last captured call")
         if step is None:
-            try:
-                step = CapturedStep(model, call, self._room)
-            except Refused as error:
-                self._refused[key] = str(error)
-                if str(error).startswith(CAPTURE_FAILED):
-                    facts.refusal = str(error)  # the allocator may still think that the capture goes on
-                raise self._said(model, str(error)) from None
-            self._steps[key] = step
+            step = self._steps[key] = self._captured(model, call, key, room)
         return step, call
+
+    def _room_of(self, model: torch.nn.Module) -> Room:
+        """Return the memory of the model's graphs, without any if the model or its plans have changed."""
+        plans = _plans.setdefault("now", object())
+        if self._facts is None or plans is not self._plans or not self._facts.hold():
+            self._facts, self._plans = _Facts(model), plans
+            self._steps.clear()
+            self._refused.clear()
+            self._room = None if self._facts.device is None else Room(self._facts.device)
+        if self._facts.refusal or self._room is None:
+            raise self._said(model, self._facts.refusal)
+        return self._room
+
+    def _is_new(self, key: Any) -> bool:
+        """Return whether a form still has to run eagerly.
+
+        Raises:
+            Refused: it is not captured.
+        """
+        if key in self._refused:
+            raise Refused(self._refused[key])
+        if self._seen[key] < EAGER_STEPS:
+            if len(self._seen) > _MOST_SEEN:
+                self._seen.clear()
+            self._seen[key] += 1
+            return True
+        if len(self._steps) >= self._most:
+            raise Refused(f"more than {self._most} forms; lengths= pads batches to few")
+        return False
+
+    def _captured(self, model: torch.nn.Module, call: Call, key: Any, room: Room) -> CapturedStep:
+        assert self._facts is not None
+        try:
+            return CapturedStep(model, call, room)
+        except Refused as error:
+            reason = self._refused[key] = str(error)
+            if reason.startswith(CAPTURE_FAILED):
+                self._facts.refusal = reason  # the allocator may still think that the capture goes on
+            raise self._said(model, reason) from None
 
     def _said(self, model: torch.nn.Module, reason: str) -> Refused:
         warn_once(f"graphed: {type(model).__name__} runs eagerly: {reason}")
@@ -339,22 +356,29 @@ class _Facts:
 
     def _refusal(self) -> str:
         """Return why no step of the model can be captured; empty if some may."""
-        if self.device is None:
-            return "its parameters are on several devices"
-        if self.device.type not in DEVICES:
-            return f"it is on the device {self.device}"
-        if not any(x.requires_grad for x in self._parameters):
-            return "no parameter requires a gradient"
-        for x in self._parameters:
-            if hasattr(x, "placements") or type(x).__name__ == "FlatParameter":
-                return "its parameters are sharded"
-        if has_global_hooks():
-            return "hooks on all modules"
-        for module in self._modules:
-            hooks = chain.from_iterable(vars(module)[name].values() for name in _HOOKS)
-            if any(getattr(hook, "__name__", "") not in _HARMLESS for hook in hooks):
-                return f"hooks on {type(module).__name__}"
-        return ""
+        hooked = next((module for module in self._modules if any(map(_is_missed, _hooks_of(module)))), None)
+        reasons = {
+            "its parameters are on several devices": self.device is None,
+            f"it is on the device {self.device}": self.device is not None and self.device.type not in DEVICES,
+            "no parameter requires a gradient": not any(x.requires_grad for x in self._parameters),
+            "its parameters are sharded": any(map(_is_sharded, self._parameters)),
+            "hooks on all modules": has_global_hooks(),
+            f"hooks on {type(hooked).__name__}": hooked is not None,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
+    return chain.from_iterable(vars(module)[name].values() for name in _HOOKS)
+
+
+def _is_missed(hook: Any) -> bool:
+    """Return whether a hook must run in each step, so that replays would miss it."""
+    return getattr(hook, "__module__", "") not in _HARMLESS
+
+
+def _is_sharded(x: Tensor) -> bool:
+    return hasattr(x, "placements") or type(x).__name__ == "FlatParameter"
 
 
 _IS_TRAINED, _END = attrgetter("requires_grad"), object()
@@ -363,8 +387,11 @@ DEVICES = ("cuda",)
 
 
 def is_traced() -> bool:
-    """Return whether torch.compile, a transform, a mode or hooks on saved tensors see what a replay would hide."""
-    if torch.compiler.is_compiling() or transforms() is not None or modes():
+    """Return whether something sees what a replay would hide.
+
+    That is torch.compile, a capture of the caller's, a transform, a mode, or hooks on saved tensors.
+    """
+    if torch.compiler.is_compiling() or is_capturing() or transforms() is not None or modes():
         return True
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return True
@@ -393,6 +420,15 @@ _NAME = "_tilekern_graphs"
 _plans: dict[str, object] = dispatch.memo()
 
 
+_models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def _give(model: torch.nn.Module, made: Graphs) -> Graphs:
+    vars(model)[_NAME] = made
+    _models.add(model)
+    return made
+
+
 def _own(module: torch.nn.Module) -> Graphs | None:
     found = vars(module).get(_NAME)
     return found if isinstance(found, Graphs) and found.is_of(module) else None
@@ -409,7 +445,7 @@ class _Place:
             return None
         found = _own(module)
         if found is None and module.training and not _inside.now and any(x in _everywhere for x in kind.__mro__):
-            found = vars(module)[_NAME] = Graphs(module)
+            found = _give(module, Graphs(module))
         return found
 
 
@@ -443,6 +479,13 @@ def stand_in(is_on: bool) -> None:
             _everywhere.add(kind)
 
 
-def is_on() -> bool:
-    """Return whether :func:`stand_in` is in force."""
-    return bool(_everywhere)
+def put_back() -> None:
+    """Undo :func:`stand_in` and :func:`graphed` for all models."""
+    stand_in(False)
+    for model in list(_models):
+        ungraphed(model)
+
+
+def places() -> list[str]:
+    """Return the attributes that :func:`stand_in` has changed, if it is in force."""
+    return [f"{kind.__module__}.{kind.__qualname__}._compiled_call_impl" for kind in _everywhere]

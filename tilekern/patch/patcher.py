@@ -17,6 +17,7 @@ from tilekern.patch import attention as attention_door
 from tilekern.patch import comparing as ranks
 from tilekern.patch import defaults
 from tilekern.patch import experts as experts_door
+from tilekern.patch import graphs as graphs_door
 from tilekern.patch.families import FAMILIES, imported, is_of_transformers, may_have_forms
 from tilekern.patch.installed import Found, as_read, examine, transformers_version
 from tilekern.patch.instances import patch_modules
@@ -37,7 +38,7 @@ from tilekern.runtime import dispatch
 from tilekern.runtime.awaiting import Arrivals
 from tilekern.runtime.locks import ForkLock
 from tilekern.runtime.settings import check_settings
-from tilekern.runtime.switches import ADAMW, ATTENTION, ATTENTIONS, EXPERTS, EXTRAS, FORMS, OPS
+from tilekern.runtime.switches import ADAMW, ATTENTION, ATTENTIONS, EXPERTS, EXTRAS, FORMS, GRAPHS, OPS
 from tilekern.warning import warn
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def apply(
     experts: bool = False,
     attention: bool = False,
     adamw: bool = False,
+    graphs: bool = False,
     model_type: str | None = None,
     forms: str = "tested",
     on_miss: str | None = None,
@@ -98,8 +100,10 @@ def apply(
             tested families whose code calls attention functions with supported arguments.
         adamw: whether ``torch.optim.AdamW(...)`` makes :class:`tilekern.AdamW` from now on; a call with ``amsgrad``,
             ``capturable`` or ``differentiable`` makes torch's, with a warning.
-        model_type: patch one family only, for example ``qwen3``; None means all. Attention, experts and the optimizer
-            always apply to all families.
+        graphs: whether models of transformers and PEFT replay their training steps from CUDA graphs, as after
+            :func:`tilekern.graphed`.
+        model_type: patch one family only, for example ``qwen3``; None means all. Attention, experts, the optimizer and
+            graphs always apply to all families.
         forms: ``tested`` patches the families whose tests pass here (``python -m tilekern.patch`` lists them), ``any``
             patches all families of transformers whose code has a known form.
         on_miss: handling of problems without a record from now on: ``compile``, ``fallback`` or ``error``.
@@ -131,6 +135,7 @@ def apply(
     experts_door.stand_in(experts)
     defaults.attention_stand_in(attention)
     defaults.adamw_stand_in(adamw)
+    graphs_door.stand_in(graphs)
     with _lock:
         mine = {family.module for family in families}
         homes = [name for name in imported() if model_type is None or name in mine]
@@ -145,7 +150,7 @@ def apply(
     done = _put(rows, {*homes, *(patch.module for patch in own)})
     ranks.agree_when_up()
     done |= {op for family in later for op in family.ops if op in wish.ops} | ({EXPERTS} & wish.ops)
-    done |= {op for op, is_on in ((ATTENTION, attention), (ADAMW, adamw)) if is_on}
+    done |= {op for op, is_on in ((ATTENTION, attention), (ADAMW, adamw), (GRAPHS, graphs)) if is_on}
     return _in_order(done)
 
 
@@ -168,7 +173,7 @@ def _wish(switches: Mapping[str, bool], model_type: str | None, forms: str) -> _
 
 
 def _awaits(name: str) -> bool:
-    return name in _wishes or (_wishes[None].forms == "any" and is_of_transformers(name))
+    return name in _wishes or graphs_door.awaits(name) or (_wishes[None].forms == "any" and is_of_transformers(name))
 
 
 def _wanted(name: str) -> list[Patch]:
@@ -178,6 +183,8 @@ def _wanted(name: str) -> list[Patch]:
 
 
 def _arrived(name: str) -> None:
+    if graphs_door.awaits(name):
+        graphs_door.stand_in(True)
     with _lock:
         _put(_wanted(name), {name})
 
@@ -354,6 +361,8 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
         defaults.attention_stand_in(False)
     if ADAMW in wanted:
         defaults.adamw_stand_in(False)
+    if GRAPHS in wanted:
+        graphs_door.put_back()
     with _lock:
         for home, wish in _wishes.items():
             _wishes[home] = wish._replace(ops=wish.ops.difference(wanted))
@@ -425,7 +434,7 @@ def list_patches(model_type: str | None = None) -> list[Found]:
 
 
 # Ops that replace choices of other libraries instead of model code.
-_DOORS = (ATTENTION, ADAMW)
+_DOORS = (ATTENTION, ADAMW, GRAPHS)
 
 
 def _doors_on() -> dict[str, list[str]]:
@@ -433,6 +442,7 @@ def _doors_on() -> dict[str, list[str]]:
     on = {
         ATTENTION: [defaults.CHOICE] if defaults.is_attention_on() else [],
         ADAMW: ["torch.optim.AdamW.__new__"] if defaults.is_adamw_on() else [],
+        GRAPHS: graphs_door.places(),
     }
     return {op: places for op, places in on.items() if places}
 

@@ -9,7 +9,7 @@ from tilekern.errors import InputError
 from tilekern.patch.families import FAMILIES, family_of
 from tilekern.patch.matching import patches_in
 from tilekern.patch.table import Patch
-from tilekern.runtime.switches import ADAMW, ATTENTION, EXPERTS, FORMS, OPS
+from tilekern.runtime.switches import ADAMW, ATTENTION, EXPERTS, FORMS, GRAPHS, OPS
 
 _registered: list[Patch] = []
 
@@ -95,6 +95,7 @@ def check_ops(names: Iterable[str]) -> None:
 _ELSEWHERE = {
     ATTENTION: ' of one model, which model.set_attn_implementation("tilekern") chooses',
     ADAMW: " of one model, for which tilekern.AdamW is made",
+    GRAPHS: " of one model, which tilekern.graphed(model) captures",
 }
 
 

@@ -14,6 +14,7 @@ from tilekern.patch import experts, layers, loss, parallel, patcher, replacement
 from tilekern.patch.bound_method import Bound, place_of
 from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.families import family_of, is_of_transformers, may_have_forms
+from tilekern.patch.graphs import graphs_of
 from tilekern.patch.guards import has_hooks
 from tilekern.patch.installed import Found, examine
 from tilekern.patch.instances import code_of
@@ -93,12 +94,14 @@ class Report:
         calls: calls of this process by op, including those of other models and direct calls of the ops.
         fallbacks: by kernel, how often calls in this process ran torch's own operations instead.
         reasons: by kernel, the reasons of these fallbacks, with their counts.
+        graphs: by module, how many steps were replayed from CUDA graphs and why others were not.
     """
 
     rows: tuple[Row, ...]
     calls: dict[str, Calls]
     fallbacks: dict[str, int]
     reasons: dict[str, dict[str, int]]
+    graphs: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return, for each op, whether its modules are patched, its calls, and the modules."""
@@ -114,6 +117,7 @@ class Report:
             for kernel, number in self.fallbacks.items()
             if kernel not in shown
         ]
+        lines += [f"graphs of {name or 'the model'}: {said}" for name, said in self.graphs.items()]
         return "\n".join(lines)
 
 
@@ -167,7 +171,8 @@ def report(model: torch.nn.Module) -> Report:
         rows = [row for name, module in model.named_modules() for row in _rows(name, module, judged, ledger, shards)]
     counted, why = dispatch.stats(), dispatch.reasons()
     fallbacks = {kernel: counts["fallbacks"] for kernel, counts in counted.items() if counts["fallbacks"]}
-    return Report(tuple(rows), {op: _calls_of(names, counted, why) for op, names in KERNELS.items()}, fallbacks, why)
+    calls = {op: _calls_of(names, counted, why) for op, names in KERNELS.items()}
+    return Report(tuple(rows), calls, fallbacks, why, {name: str(found) for name, found in graphs_of(model).items()})
 
 
 def _calls_of(

@@ -15,12 +15,14 @@ ATTENTION = "attention"
 EXPERTS = "experts"
 # The optimizer, which replaces torch's.
 ADAMW = "adamw"
+# CUDA graphs of training steps.
+GRAPHS = "graphs"
 # The name by which a model's configuration selects tilekern's code, and the attentions by name: whether gradients have
 # the same bits in every run.
 IMPLEMENTATION = "tilekern"
 ATTENTIONS = {IMPLEMENTATION: True, "tilekern_nondeterministic": False}
 # Ops that are off by default.
-EXTRAS = (EXPERTS, ATTENTION, ADAMW)
+EXTRAS = (EXPERTS, ATTENTION, ADAMW, GRAPHS)
 # The families to patch: those with tests in tilekern, or all whose code has a known form.
 FORMS = ("tested", "any")
 _ALL = "1"
