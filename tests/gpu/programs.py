@@ -1,7 +1,7 @@
 """Programs as users write them, in their default environment: each trains a model patched, or as it is.
 
-``python programs.py NAME patched|captured|plain`` prints the losses as its last line, ``torchrun`` runs those of two GPUs. The
-model has the widths of Qwen3-8B and two layers, so that the shipped records serve and no compiler is needed.
+``python programs.py NAME patched|captured|plain`` prints the losses as its last line, ``torchrun`` runs those of two
+GPUs. The model has the widths of Qwen3-8B and two layers, so that the shipped records serve and no compiler is needed.
 """
 
 from __future__ import annotations

@@ -34,9 +34,8 @@ def make(attention="tilekern", dtype=torch.bfloat16, **more):
 
 def gpt2():
     """A model with dropout, and with weights whose gradients have other strides."""
-    config = GPT2Config(
-        vocab_size=2048, n_embd=256, n_layer=3, n_head=4, use_cache=False, bos_token_id=0, eos_token_id=0
-    )
+    tokens = {"vocab_size": 2048, "bos_token_id": 0, "eos_token_id": 0}
+    config = GPT2Config(**tokens, n_embd=256, n_layer=3, n_head=4, use_cache=False)
     torch.manual_seed(0)
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
@@ -113,6 +112,19 @@ def counting(model, optimizer, number):
     loss = loss_of(
         model, x, labels=labels, attention_mask=torch.ones_like(x), position_ids=positions, num_items_in_batch=count
     )
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def padded(model, optimizer, number):
+    """Rows of different lengths, padded at the left or the right."""
+    optimizer.zero_grad()
+    x = ids(number)
+    mask = torch.ones_like(x)
+    mask[0, : number % 5 * 8] = 0
+    mask[1, 256 - number % 7 * 8 :] = 0
+    loss = loss_of(model, x, labels=x.masked_fill(mask == 0, -100), attention_mask=mask)
     loss.backward()
     optimizer.step()
     return loss
@@ -210,7 +222,7 @@ def keeping(model, optimizer, number):
 
 
 LOOPS = [
-    plain, accumulating, accumulating_over_steps, emptied_late, zeroed, scheduled, counting, of_logits,
+    plain, accumulating, accumulating_over_steps, emptied_late, zeroed, scheduled, counting, padded, of_logits,
     of_hidden_states, evaluating_between, freezing, moving, forgetting, abandoning, keeping,
 ]  # fmt: skip
 
@@ -301,7 +313,12 @@ def test_an_optimizer_in_the_backward_runs_in_each_step():
     def prepare(model):
         for x in model.parameters():
             own = torch.optim.SGD([x], lr=0.1)
-            x.register_post_accumulate_grad_hook(lambda _, own=own: (own.step(), own.zero_grad()))
+
+            def take(_, own=own):
+                own.step()
+                own.zero_grad()
+
+            x.register_post_accumulate_grad_hook(take)
         return model
 
     def loop(model, _, number):

@@ -22,7 +22,7 @@ class Rerun:
 
 def use(monkeypatch):
     """Let graphs of models on the CPU be such recordings."""
-    monkeypatch.setattr(captured.Room, "recording", lambda _: Rerun())
+    monkeypatch.setattr(captured.Room, "recording", lambda *_: Rerun())
     monkeypatch.setattr(graphs, "DEVICES", ("cpu", "cuda"))
 
 

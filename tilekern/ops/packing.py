@@ -35,6 +35,10 @@ def can_read() -> bool:
     return not (torch.compiler.is_compiling() or torch.jit.is_tracing() or is_capturing())
 
 
+# Whether the step that is captured has run before in the same way, so that libraries have made their plans for it.
+is_rehearsed = False
+
+
 def is_capturing() -> bool:
     """Return whether a CUDA graph is being captured; a build of torch without CUDA cannot tell."""
     try:

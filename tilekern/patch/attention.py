@@ -14,6 +14,7 @@ import torch
 
 from tilekern.errors import InputError
 from tilekern.kernels.attention.forward import SPEC
+from tilekern.ops import packing
 from tilekern.ops.attention import Call, attention, formula, shown
 from tilekern.ops.packing import can_read, is_capturing
 from tilekern.ops.registration import is_autocast
@@ -169,8 +170,8 @@ def _note_fallback(reason: str, masked: bool) -> None:
 
 
 def _capturable() -> contextlib.AbstractContextManager[None]:
-    """Disable SDPA's cuDNN backend during graph capture: it allocates memory for new sizes."""
-    if torch.compiler.is_compiling() or not is_capturing():
+    """Disable SDPA's cuDNN backend in a capture that was not rehearsed: it allocates memory for new sizes."""
+    if torch.compiler.is_compiling() or not is_capturing() or packing.is_rehearsed:
         return contextlib.nullcontext()
     backends = torch.nn.attention.SDPBackend
     return torch.nn.attention.sdpa_kernel([backends.FLASH_ATTENTION, backends.EFFICIENT_ATTENTION, backends.MATH])

@@ -22,6 +22,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from tilekern.ops import packing
+
 _TORCH = str(Path(torch.__file__).parent)
 CAPTURE_FAILED = "its capture failed"
 _PLAIN = (type(None), bool, int, float, str)
@@ -57,43 +59,40 @@ class Graph:
         self._graph.replay()
 
 
+_streams: dict[torch.device, Any] = {}
+
+
 class Room:
     """The memory that the graphs of one model share, which one step at a time may use.
 
+    Forwards have one pool and backwards another: gradients are in the backwards' and last over further forwards.
+
     Attributes:
         gradients: those of each parameter, in the first captured step's memory; later ones copy theirs to it.
-        random: whether some captured step draws random numbers.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.gradients: dict[str, Tensor] = {}
-        self._pool: Any = None
-        self._stream: Any = None
+        self._pools: dict[str, Any] = {}
         self._waiting: weakref.ref[_Turn] | None = None
 
-    def recording(self) -> Recording:
-        """Return a new, empty recording."""
-        if self._pool is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
-        return Graph(self._pool, self._stream)
+    def recording(self, of: str) -> Recording:
+        """Return a new, empty recording of a ``forward`` or a ``backward``."""
+        if of not in self._pools:
+            self._pools[of] = torch.cuda.graph_pool_handle()
+        # One stream for all captures: torch's libraries keep a workspace for each that they see.
+        if self.device not in _streams:
+            _streams[self.device] = torch.cuda.Stream(self.device)
+        return Graph(self._pools[of], _streams[self.device])
 
-    def holds(self) -> Callable[[Tensor], bool]:
-        """Return whether a tensor lies in the part of the graphs' memory that is in use now."""
-        pool, spans = self._pool, []
+    def in_forwards(self) -> Callable[[Tensor], bool]:
+        """Return whether a tensor lies in the pool of the forwards, which each of them may overwrite."""
         if self.device.type != "cuda":
             return lambda _: False
-        try:
-            segments = torch.cuda.memory_snapshot()
-        except RuntimeError:  # the allocator has no pools, and cannot tell
-            return lambda _: True
-        for part in segments:
-            if tuple(part["segment_pool_id"]) == tuple(pool):
-                end = part["address"]
-                for block in part["blocks"]:
-                    end += block["size"]
-                    if block["state"] != "inactive":
-                        spans.append((end - block["size"], end))
+        pool = tuple(self._pools["forward"])
+        parts = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) == pool]
+        spans = [(part["address"], part["address"] + part["total_size"]) for part in parts]
         return lambda x: any(start <= x.data_ptr() < end for start, end in spans)
 
     @property
@@ -169,7 +168,7 @@ class CapturedStep:
         self._graded: list[Tensor] = []
         self._leaves: list[Any] = []
         self._is_random = self._rehearse(model)
-        self._forward, self._backward = room.recording(), room.recording()
+        self._forward, self._backward = room.recording("forward"), room.recording("backward")
         self._record(model)
 
     def __call__(self, call: Call) -> Any:
@@ -279,8 +278,8 @@ class CapturedStep:
             try:
                 self._forward.record(lambda: self._run_forward(model))
                 # Outside of both graphs: each step writes here what its backward begins with.
-                self._slopes, held = self._ones(), self._room.holds()
-                self._gradients = self._backward.record(lambda: self._at_home(self._run_backward(model), held))
+                self._slopes, is_passing = self._ones(), self._room.in_forwards()
+                self._gradients = self._backward.record(lambda: self._at_home(self._run_backward(model), is_passing))
             except Exception as error:  # noqa: BLE001
                 raise Refused(f"{CAPTURE_FAILED}: {_why(error)}") from None
         for name, x in zip(self._names, self._gradients, strict=False):
@@ -317,16 +316,16 @@ class CapturedStep:
         for x in (*self._stand_ins.values(), *self._inputs.values()):
             x.grad = None
 
-    def _at_home(self, gradients: list[Tensor | None], held: Callable[[Tensor], bool]) -> list[Tensor | None]:
+    def _at_home(self, gradients: list[Tensor | None], is_passing: Callable[[Tensor], bool]) -> list[Tensor | None]:
         """Return gradients with those of the parameters in the memory that all forms share.
 
-        The forward writes into memory that it ``held`` at its end, before the last gradient there has been kept.
+        Some are made by the forward, as a loss head's, in memory that ``is_passing``.
         """
         homes, copied = [], []
         for number, (name, x) in enumerate(self._stand_ins.items()):
             made, home = gradients[number], self._room.gradients.get(name)
             # Autograd does not make a gradient with other strides ``grad``.
-            if made is not None and home is None and (made.stride() != x.stride() or held(made)):
+            if made is not None and home is None and (made.stride() != x.stride() or is_passing(made)):
                 home = torch.empty_like(x)
             if made is not None and home is not None:
                 homes.append(home.detach())
@@ -388,9 +387,9 @@ def _untaped(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _exchanged(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def _exchanged(module: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(module, name)
-    setattr(module, name, function)
+    setattr(module, name, value)
     try:
         yield
     finally:
@@ -401,12 +400,14 @@ def _exchanged(module: Any, name: str, function: Callable[..., Any]) -> Iterator
 def _as_captured() -> Iterator[None]:
     """Let code that asks see a capture, and let nothing read values that the caller has checked.
 
-    The caller has refused masks that say something and positions of several sequences. torch's checkpoints keep the
+    The caller has refused positions of several sequences, and masks of ones are not given. torch's checkpoints keep the
     state of random numbers, which cannot be read in a capture; with random numbers they are refused.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_exchanged(torch.cuda, "is_current_stream_capturing", lambda: True))
         stack.enter_context(_exchanged(torch.utils.checkpoint, "get_device_states", lambda *_: ([], [])))
+        # What has been rehearsed allocates nothing in a capture.
+        stack.enter_context(_exchanged(packing, "is_rehearsed", True))
         masks: Any = sys.modules.get("transformers.masking_utils")
         if hasattr(masks, "find_packed_sequence_indices"):
             stack.enter_context(_exchanged(masks, "find_packed_sequence_indices", lambda *_, **__: None))

@@ -6,6 +6,7 @@ A step of a small model takes the host longer than the GPU. A replay takes the h
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import threading
 import weakref
@@ -52,11 +53,11 @@ def graphed(
 
     A call runs as it is, counted with its reason, if one of these holds:
 
-    - a mask hides tokens, or positions do not count up from 0 in each row
+    - positions do not count up from 0 in each row
     - it comes before the backward of the last captured call
     - something in the step waits for the GPU, draws random numbers inside a checkpoint, or changes buffers
     - a module has hooks, or a parameter is sharded
-    - the model is on several GPUs, or torch.compile runs it
+    - the model is on several GPUs, torch.compile runs it, or the allocator is not torch's own
 
     :func:`tilekern.report` shows the counts. A model that changed (its mode, its parts, its parameters' places, the
     patches in force) is captured anew.
@@ -266,26 +267,28 @@ def _with_plain_numbers(arguments: dict[str, Any], device: torch.device) -> dict
 
 
 class _Values:
-    """What is known of the values of masks and positions: they are read once for each tensor."""
+    """What is known of the values of masks and positions: they are read once for each tensor.
+
+    A mask of ones and positions that count up are not given to a captured step, since a model takes them for granted.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[weakref.ref[Tensor], int, bool]] = {}
 
     def without(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments without a mask of ones and positions that count up, which models take for granted.
+        """Return arguments without those that say nothing.
 
         Raises:
-            Refused: they say something else.
+            Refused: there are positions of several sequences.
         """
-        said = dict(arguments)
-        for name, reason in _SAY_NOTHING.items():
-            x = said.get(name)
-            if x is None:
-                continue
-            if not isinstance(x, Tensor) or x.dim() != 2 or not self._holds(name, x):
-                raise Refused(reason)
-            said[name] = None
-        return {name: x for name, x in said.items() if x is not None or name not in _SAY_NOTHING}
+        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+        if isinstance(mask, Tensor) and mask.dim() == 2 and self._holds("attention_mask", mask):
+            mask = None
+        if positions is not None:
+            if not isinstance(positions, Tensor) or positions.dim() != 2 or not self._holds("position_ids", positions):
+                raise Refused("positions that do not count up from 0 in each row")
+        said = {name: x for name, x in arguments.items() if name not in ("attention_mask", "position_ids")}
+        return said if mask is None else said | {"attention_mask": mask}
 
     def hides_padding_alone(self, mask: Tensor, labels: Tensor) -> bool:
         """Return whether a mask [rows, tokens] hides tokens at the right of rows alone, none with a label."""
@@ -305,13 +308,6 @@ class _Values:
             holds = bool((x == torch.arange(x.shape[1], device=x.device)).all().item())
         self._known[name] = weakref.ref(x), now, holds
         return holds
-
-
-# Arguments whose usual values models take for granted, and why a call with others is not captured.
-_SAY_NOTHING = {
-    "attention_mask": "a mask that hides tokens",
-    "position_ids": "positions that do not count up from 0 in each row",
-}
 
 
 class _Facts:
@@ -362,6 +358,7 @@ class _Facts:
             f"it is on the device {self.device}": self.device is not None and self.device.type not in DEVICES,
             "no parameter requires a gradient": not any(x.requires_grad for x in self._parameters),
             "its parameters are sharded": any(map(_is_sharded, self._parameters)),
+            "the allocator keeps no memory for graphs": self.device is not None and not _has_pools(self.device),
             "hooks on all modules": has_global_hooks(),
             f"hooks on {type(hooked).__name__}": hooked is not None,
         }
@@ -375,6 +372,12 @@ def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
 def _is_missed(hook: Any) -> bool:
     """Return whether a hook must run in each step, so that replays would miss it."""
     return getattr(hook, "__module__", "") not in _HARMLESS
+
+
+def _has_pools(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_allocator_backend() == "native" and not os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")
 
 
 def _is_sharded(x: Tensor) -> bool:
