@@ -54,7 +54,11 @@ def test_a_small_model_trains_alike(name, kernels):
     train(name, "small", kernels)
 
 
-@pytest.mark.parametrize("name", CONDITIONS)
+# Their own steps are captured, or are as many as they say.
+OWN_GRAPHS = {name for name in CONDITIONS if "captured" in name or "replayed" in name}
+
+
+@pytest.mark.parametrize("name", [name for name in CONDITIONS if name not in OWN_GRAPHS])
 def test_a_captured_model_trains_alike(name, kernels):
     train(name, "captured", kernels)
 

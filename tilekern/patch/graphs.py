@@ -284,9 +284,8 @@ class _Values:
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
         if isinstance(mask, Tensor) and mask.dim() == 2 and self._holds("attention_mask", mask):
             mask = None
-        if positions is not None:
-            if not isinstance(positions, Tensor) or positions.dim() != 2 or not self._holds("position_ids", positions):
-                raise Refused("positions that do not count up from 0 in each row")
+        if positions is not None and not self._count_up(positions):
+            raise Refused("positions that do not count up from 0 in each row")
         said = {name: x for name, x in arguments.items() if name not in ("attention_mask", "position_ids")}
         return said if mask is None else said | {"attention_mask": mask}
 
@@ -296,6 +295,9 @@ class _Values:
             return False
         shown = mask.bool()
         return bool(((shown[:, :-1] | ~shown[:, 1:]).all() & (shown | (labels == -100)).all()).item())
+
+    def _count_up(self, positions: Any) -> bool:
+        return isinstance(positions, Tensor) and positions.dim() == 2 and self._holds("position_ids", positions)
 
     def _holds(self, name: str, x: Tensor) -> bool:
         last, version, holds = self._known.get(name, (lambda: None, 0, False))
