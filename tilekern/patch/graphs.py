@@ -25,7 +25,9 @@ from tilekern.ops.packing import is_capturing
 from tilekern.ops.registration import modes, transforms
 from tilekern.patch.captured import CAPTURE_FAILED, Call, CapturedStep, Refused, Room
 from tilekern.patch.guards import has_global_hooks
+from tilekern.patch.positions import look
 from tilekern.runtime import dispatch
+from tilekern.runtime.switches import ATTENTIONS
 from tilekern.warning import warn_once
 
 # Steps of a form that run eagerly before it is captured: they look up kernels and fill torch's own caches.
@@ -53,7 +55,7 @@ def graphed(
 
     A call runs as it is, counted with its reason, if one of these holds:
 
-    - positions do not count up from 0 in each row
+    - positions neither count up from 0 in each row nor show the sequences packed in one row, for attention "tilekern"
     - it comes before the backward of the last captured call
     - something in the step waits for the GPU, draws random numbers inside a checkpoint, or changes buffers
     - a module has hooks, or a parameter is sharded
@@ -168,7 +170,8 @@ class Graphs:
             Refused: this call runs as it is.
         """
         room = self._room_of(model)
-        call = Call.of(self._values.without(self._padded(_with_plain_numbers(arguments, room.device))))
+        arguments = self._padded(_with_plain_numbers(arguments, room.device))
+        call = Call.of(_with_starts(model, self._values.without(arguments)))
         for name, x in call.tensors.items():
             if x.device != room.device:
                 raise Refused(f"the argument {name} on {x.device}")
@@ -276,18 +279,13 @@ class _Values:
         self._known: dict[str, tuple[weakref.ref[Tensor], int, bool]] = {}
 
     def without(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments without those that say nothing.
-
-        Raises:
-            Refused: there are positions of several sequences.
-        """
-        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-        if isinstance(mask, Tensor) and mask.dim() == 2 and self._holds("attention_mask", mask):
-            mask = None
-        if positions is not None and not self._count_up(positions):
-            raise Refused("positions that do not count up from 0 in each row")
-        said = {name: x for name, x in arguments.items() if name not in ("attention_mask", "position_ids")}
-        return said if mask is None else said | {"attention_mask": mask}
+        """Return arguments without those that say nothing."""
+        said = {name: x for name, x in arguments.items() if x is not None or name not in _SAY_NOTHING}
+        for name in _SAY_NOTHING:
+            x = said.get(name)
+            if isinstance(x, Tensor) and x.dim() == 2 and self._holds(name, x):
+                del said[name]
+        return said
 
     def hides_padding_alone(self, mask: Tensor, labels: Tensor) -> bool:
         """Return whether a mask [rows, tokens] hides tokens at the right of rows alone, none with a label."""
@@ -295,9 +293,6 @@ class _Values:
             return False
         shown = mask.bool()
         return bool(((shown[:, :-1] | ~shown[:, 1:]).all() & (shown | (labels == -100)).all()).item())
-
-    def _count_up(self, positions: Any) -> bool:
-        return isinstance(positions, Tensor) and positions.dim() == 2 and self._holds("position_ids", positions)
 
     def _holds(self, name: str, x: Tensor) -> bool:
         last, version, holds = self._known.get(name, (lambda: None, 0, False))
@@ -310,6 +305,35 @@ class _Values:
             holds = bool((x == torch.arange(x.shape[1], device=x.device)).all().item())
         self._known[name] = weakref.ref(x), now, holds
         return holds
+
+
+_SAY_NOTHING = ("attention_mask", "position_ids")
+# Numbers of packed sequences are rounded up to a power of two, and at least to this, so that few forms come.
+_FEWEST_SEQUENCES = 8
+
+
+def _with_starts(model: torch.nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments with the starts of the sequences that positions show, which no graph can look for.
+
+    Further sequences, without tokens, make their number a round one.
+
+    Raises:
+        Refused: positions are odd, or nothing passes the starts on to tilekern's attention.
+    """
+    positions = arguments.get("position_ids")
+    if positions is None or arguments.get("cu_seq_lens_q") is not None:
+        return arguments
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    passes_on = any(x.kind is x.VAR_KEYWORD for x in inspect.signature(model.forward).parameters.values())
+    is_row = isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[0] == 1
+    is_served = attention in ATTENTIONS and passes_on and "attention_mask" not in arguments
+    found = look(positions) if is_row and is_served else None
+    if found is None:
+        raise Refused("positions that do not count up from 0 in each row")
+    count = max(_FEWEST_SEQUENCES, 1 << (len(found.starts) - 2).bit_length())
+    starts = torch.nn.functional.pad(found.starts, (0, count + 1 - len(found.starts)), value=positions.shape[1])
+    lengths = dict.fromkeys(("max_length_q", "max_length_k"), found.longest)
+    return {**arguments, **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), starts), **lengths}
 
 
 class _Facts:

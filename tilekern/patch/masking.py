@@ -129,6 +129,8 @@ class _Ask:
         given = joined is not None or (ids is not None and told.are_given and not told.are_seen)
         if not given or (self.padding is not None and self.padding.shape[-1] != self.keys):
             return None, None
+        if told.starts is not None and self.padding is None and not self.is_joined:
+            return Sequences(told.starts.int(), self.keys), None
         if self.can_read and has_values(ids) and (self.padding is None or bool(self.padding.all())):
             self.padding = None
             return self._read(told, joined if ids is None else ids), None
