@@ -174,7 +174,7 @@ def begin(job: Job) -> Loop:
 
 
 def train(loop: Loop, ids: Any, warm_up: int, timed: int) -> Line:
-    """Take steps on these tokens; return their seconds, those of host and GPU, the peak of memory, and the last loss."""
+    """Take steps on these tokens; return their times, those of host and GPU, the peak of memory, and the last loss."""
     loop.free()
     with PowerMeter() as meter:
         steps = [loop.timed_step(ids) for _ in range(warm_up)]
