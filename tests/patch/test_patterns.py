@@ -297,7 +297,9 @@ def test_the_norms_of_heads_and_their_rotation():
     assert body.pop(4).strip("()").startswith("cos, sin")
     assert body == [
         "tilekern_q, tilekern_k, tilekern_v = tilekern_projected(self, h)",
-        *(f"{x} = tilekern_{x}.view(s).transpose(1, 2)" for x in "qkv"),
+        "q = tilekern_q.view(s)",
+        "k = tilekern_k.view(s)",
+        "v = tilekern_v.view(s).transpose(1, 2)",
         "q, k = tilekern_turned(self.q_norm, self.k_norm, q, k, cos, sin, swapped=True)",
     ]
 
@@ -306,10 +308,11 @@ TURNED = "q, k = tilekern_turned(self.q_norm, self.k_norm, q, k, cos, sin, {})"
 # The statements behind those that make q, k and v, and what is made of them.
 ORDERS = {
     "heads first": ([*SWAPPED, *NORMS, ROTATION], [*SWAPPED, TURNED.format("swapped=False")]),
-    "tokens first": ([*NORMS, *SWAPPED, ROTATION], [*SWAPPED, TURNED.format("swapped=True")]),
+    "tokens first": ([*NORMS, *SWAPPED, ROTATION], [SWAPPED[2], TURNED.format("swapped=True")]),
     "under a condition": (
         ["if self.has:", *(f"    {x}" for x in NORMS), *SWAPPED, ROTATION],
-        [*SWAPPED, "if self.has:", TURNED.format("swapped=True"), "else:", "q, k = tilekern_rotated(q, k, cos, sin)"],
+        [SWAPPED[2], "if self.has:", TURNED.format("swapped=True"), "else:", *SWAPPED[:2],
+         "q, k = tilekern_rotated(q, k, cos, sin)"],
     ),
     "of some layers": (
         [*SWAPPED, *NORMS, "if self.a is None or self.b:", f"    {ROTATION}"],
@@ -317,8 +320,7 @@ ORDERS = {
     ),
     "of some layers, tokens first": (
         [*NORMS, *SWAPPED, "if self.a:", "    c = h", f"    {ROTATION}"],
-        [*SWAPPED, "if self.a:", "c = h", TURNED.format("swapped=True"), "else:",
-         *(f"{x} = self.{x}_norm({x}.transpose(1, 2)).transpose(1, 2)" for x in "qk")],
+        [SWAPPED[2], "if self.a:", "c = h", TURNED.format("swapped=True"), "else:", *NORMS, *SWAPPED[:2]],
     ),
     "behind the rotation": ([*SWAPPED, ROTATION, *NORMS], [*SWAPPED, TURNED.format("norm_last=True")]),
     "both under conditions": (
@@ -428,6 +430,7 @@ def test_other_norms_and_rotations_are_left(old, new):
         ["if h.any():", f"    {ROTATION}", "if self.a:", *(f"    {x}" for x in NORMS)],
         ["if self.a:", f"    {ROTATION}", "else:", "    h = h", *NORMS],
         [*NORMS, "q = q.transpose(1, 2)", ROTATION],
+        [*NORMS, *SWAPPED, *SWAPPED, ROTATION],
     ],
 )
 def test_orders_that_are_not_known_are_left(lines):

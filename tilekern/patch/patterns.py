@@ -400,7 +400,7 @@ class _Before(NamedTuple):
     """The norms of q and k before a rotation.
 
     ``swapped``: the norms come before the transpose of heads and tokens. ``asked`` is the condition around them, if
-    any. ``changes`` are pairs of a statement and its replacement without the norms.
+    any. ``changes`` are pairs of a statement and its replacement without the norms, and without such a transpose.
     """
 
     names: tuple[str, str]
@@ -427,7 +427,7 @@ def _norms_before(statements: list[ast.stmt], turn: _Turn, norms: Collection[str
                 return None
             if norm is not None:
                 found[named[0]] = norm, swapped[named[0]]
-                changes.append((statement, others))
+            changes.append((statement, others))
         if len(found) == 2:
             names = found[turn.q][0], found[turn.k][0]
             alike = found[turn.q][1] == found[turn.k][1]
@@ -440,18 +440,20 @@ def _without_norm(
 ) -> tuple[str | None, list[ast.stmt] | None]:
     """Return the norm in a statement that makes q or k, and the statements left without it; else None, None.
 
-    ``swapped`` records a transpose of tokens and heads, which may be all that the statement does.
+    A transpose of tokens and heads, which may be all that the statement does, is left out too; ``swapped`` records it.
     """
     name, value = _assigned(statement)
     value, transposed = _untransposed(value)
     if name not in swapped or any(_uses([statement], other) for other in swapped if other != name):
         return None, None
-    swapped[name] ^= transposed
+    if transposed and swapped[name]:
+        return None, None
+    swapped[name] |= transposed
     norm = _own_call(value)
     if norm in norms and isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords:
-        text = f"{name} = {_text(value.args[0])}{_SWAP if transposed else ''}"
+        text = f"{name} = {_text(value.args[0])}"
         return norm, [] if text == f"{name} = {name}" else [_statement(text, statement)]
-    return None, [statement] if transposed and value is not None and _text(value) == name else None
+    return None, [] if transposed and value is not None and _text(value) == name else None
 
 
 def _normed_before(body: list[ast.stmt], place: int, turn: _Turn, norms: Collection[str]) -> bool:
@@ -461,16 +463,18 @@ def _normed_before(body: list[ast.stmt], place: int, turn: _Turn, norms: Collect
     if before is None or not named or (before.asked is not None and turn.condition is not None):
         return False
     fused = turn.fused(before.names, swapped=before.swapped)
+    # What the norms take, as the rotation takes it.
+    turns = [f"{x} = {x}{_SWAP}" for x in turn[:2]] if before.swapped else []
     if before.asked is not None:
-        made = _statement(f"if {_text(before.asked.test)}:\n    {fused}\nelse:\n    {turn.alone()}", first)
+        alone = "\n    ".join([*turns, turn.alone()])
+        made = _statement(f"if {_text(before.asked.test)}:\n    {fused}\nelse:\n    {alone}", first)
         before.changes.append((first, [made]))
     elif turn.condition is None:
         before.changes.append((first, [_statement(fused, first)]))
     else:
-        swap = _SWAP if before.swapped else ""
-        alone = [f"{x} = self.{norm}({x}{swap}){swap}" for x, norm in zip(turn[:2], before.names, strict=True)]
+        normed = [f"{x} = self.{norm}({x})" for x, norm in zip(turn[:2], before.names, strict=True)]
         turn.condition.body[-1] = _statement(fused, first)
-        turn.condition.orelse = [_statement(text, first) for text in alone]
+        turn.condition.orelse = [_statement(text, first) for text in (*normed, *turns)]
     for statement, others in before.changes:
         at = next(i for i, x in enumerate(body) if x is statement)
         body[at : at + 1] = others

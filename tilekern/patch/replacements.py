@@ -20,7 +20,18 @@ from tilekern.ops.layer_norm import layer_norm
 from tilekern.ops.llama4_rope import llama4_rope
 from tilekern.ops.qwen2vl_mrope import qwen2vl_mrope
 from tilekern.ops.registration import is_autocast
-from tilekern.patch.guards import SHAPES, SUBCLASS, count_own, has_hooks, is_bare_linear, is_plain
+from tilekern.patch.guards import (
+    SHAPES,
+    SUBCLASS,
+    bare_weights,
+    count_own,
+    forward_of,
+    has_hooks,
+    is_from,
+    is_plain,
+    parameter_of,
+    weight_of,
+)
 from tilekern.patch.rewriting import named_as
 from tilekern.patch.table import PLAIN, Norm
 
@@ -36,13 +47,13 @@ def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
         if type(hidden_states) is not torch.Tensor:
             count_own(_NORM, SUBCLASS)
             return original(self, hidden_states)
-        return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return ops.rms_norm(hidden_states, parameter_of(self, "weight"), self.variance_epsilon)
 
     def forward_with_options(self: Any, hidden_states: torch.Tensor) -> Any:
         if type(hidden_states) is not torch.Tensor:
             count_own(_NORM, SUBCLASS)
             return original(self, hidden_states)
-        return ops.rms_norm(hidden_states, norm.weight_of(self), getattr(self, eps), offset, casting_mode)
+        return ops.rms_norm(hidden_states, weight_of(norm, self), getattr(self, eps), offset, casting_mode)
 
     return named_as(forward if norm == PLAIN else forward_with_options, original)
 
@@ -140,11 +151,11 @@ def gated_mlp(
         if gate is None or type(x) is not torch.Tensor:
             _count_gate(gate)
             return original(self, x)
-        gate_layer, up_layer, down_layer = made = getattr(self, first), getattr(self, second), getattr(self, last)
-        if gate is ops.swiglu and all(map(is_bare_linear, made)):
-            y = ops.gated_mlp(x, *(layer.weight for layer in made))
+        weights = bare_weights(self, layers) if gate is ops.swiglu else None
+        if weights is not None:
+            y = ops.gated_mlp(x, *weights)
         else:
-            y = down_layer(gate(gate_layer(x), up_layer(x)))
+            y = getattr(self, last)(gate(getattr(self, first)(x), getattr(self, second)(x)))
         return torch.nn.functional.dropout(y, getattr(self, dropout), self.training) if dropout else y
 
     return named_as(forward, original)
@@ -193,10 +204,16 @@ def _gates_by(activation: str) -> Callable[[Any], Function | None]:
     def gate_of(module: Any) -> Function | None:
         if not activation:
             return ops.swiglu
-        function = getattr(module, activation)
-        return None if has_hooks(function) else gated.get(type(function))
+        function = module.__dict__["_modules"].get(activation)
+        op = gated.get(type(function))
+        return None if op is None or not is_ordinary(function) else op
 
     return gate_of
+
+
+def is_ordinary(activation: torch.nn.Module) -> bool:
+    """Return whether calling an activation only runs the forward of its class, as written or as replaced here."""
+    return not has_hooks(activation) and is_from(forward_of(activation), type(activation).__module__, __name__)
 
 
 def gates() -> dict[type, Function]:
@@ -224,11 +241,9 @@ def activation(original: Function, kind: str) -> Function:
 
 def kind_of(module: Any, known: Mapping[type, str]) -> str | None:
     """Return the activation of :func:`tilekern.ops.activation` that a module's call computes; None if there is none."""
-    if has_hooks(module) or "forward" in module.__dict__:
-        return None
-    if type(module) is torch.nn.GELU:
-        return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate)
-    return known.get(type(module))
+    kind = type(module)
+    name = {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate) if kind is torch.nn.GELU else known.get(kind)
+    return None if name is None or not is_ordinary(module) else name
 
 
 def kinds() -> dict[type, str]:
