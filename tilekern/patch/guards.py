@@ -11,9 +11,10 @@ from torch.nn.modules import module as modules
 from tilekern.patch.table import Norm
 from tilekern.runtime.dispatch import count_fallback
 
+Linear = torch.nn.Linear
 Function = TypeVar("Function", bound=Callable[..., object])
 TENSORS = (torch.Tensor, torch.nn.Parameter)
-_LINEAR = torch.nn.Linear.__module__
+_LINEAR = Linear.__module__
 
 SUBCLASS = "a subclass of Tensor"
 SHAPES = "shapes or dtypes that the op does not take"
@@ -48,17 +49,14 @@ def is_plain(*tensors: torch.Tensor) -> bool:
     return True
 
 
-def has_hooks(module: Any) -> bool:
-    """Return whether calling a module runs more than its forward; a function can only have global hooks."""
-    return (isinstance(module, torch.nn.Module) and has_own_hooks(module)) or has_global_hooks()
-
-
-def has_own_hooks(module: torch.nn.Module) -> bool:
-    """Return whether a module has hooks of its own."""
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether calling a module runs more than its forward."""
     own = module.__dict__
     return bool(
         own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    )
+        or modules._global_forward_hooks or modules._global_forward_pre_hooks
+        or modules._global_backward_hooks or modules._global_backward_pre_hooks
+    )  # fmt: skip
 
 
 def has_global_hooks() -> bool:
@@ -76,7 +74,10 @@ def is_from(function: Any, *homes: str) -> bool:
 
     Its globals decide: ``functools.wraps`` gives a wrapper the ``__module__`` of the wrapped function.
     """
-    return getattr(function, "__globals__", {}).get("__name__") in homes
+    try:
+        return function.__globals__["__name__"] in homes
+    except (AttributeError, KeyError):
+        return False
 
 
 def forward_of(module: torch.nn.Module) -> Any:
@@ -91,20 +92,21 @@ def parameter_of(module: torch.nn.Module, name: str) -> Any:
     Torch's lookup first fails to find it among the attributes, then looks in three dictionaries in Python.
     """
     own = module.__dict__
-    if name not in own:
-        try:
-            # Not by ``get``: DeepSpeed's dictionary gathers a parameter when it is read.
-            return own["_parameters"][name]
-        except KeyError:
-            pass
-    # FSDP1 and weight_norm make a plain attribute of a parameter.
-    return getattr(module, name)
+    parameters = own["_parameters"]
+    # FSDP1 and weight_norm make a plain attribute of a parameter. Not by ``get``: DeepSpeed's dictionary gathers a
+    # parameter when it is read.
+    return parameters[name] if name in parameters and name not in own else getattr(module, name)
 
 
 def weight_of(form: Norm, module: torch.nn.Module) -> Any:
     """Return the weight by which a norm of this form multiplies, or None."""
-    scaled = form.scaled if form.scaled is True or form.scaled is False else getattr(module, form.scaled)
-    return parameter_of(module, "weight") if scaled else None
+    scaled = form.scaled
+    if scaled is not True and not (scaled and getattr(module, scaled)):
+        return None
+    own = module.__dict__
+    parameters = own["_parameters"]
+    # As parameter_of, whose call would take as long as the rest.
+    return parameters["weight"] if "weight" in parameters and "weight" not in own else module.weight
 
 
 def parameters_as_written(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -113,11 +115,10 @@ def parameters_as_written(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None
     Both are plain tensors. The caller knows what the class's own forward computes.
     """
     kind = type(layer)
-    if has_global_hooks() or not is_from(kind.forward, kind.__module__) or "forward" in layer.__dict__:
+    if "forward" in layer.__dict__ or has_hooks(layer) or not is_from(kind.forward, kind.__module__):
         return None
     weight, bias = parameter_of(layer, "weight"), parameter_of(layer, "bias")
-    is_served = type(weight) in TENSORS and (bias is None or type(bias) in TENSORS) and not has_own_hooks(layer)
-    return (weight, bias) if is_served else None
+    return (weight, bias) if type(weight) in TENSORS and (bias is None or type(bias) in TENSORS) else None
 
 
 def bare_weights(module: torch.nn.Module, names: Iterable[str]) -> list[torch.Tensor] | None:
@@ -125,20 +126,22 @@ def bare_weights(module: torch.nn.Module, names: Iterable[str]) -> list[torch.Te
 
     Return None if one has a bias, an adapter, hooks, a forward of its own or a weight of a subclass of Tensor.
     """
-    if has_global_hooks() or not is_from(torch.nn.Linear.forward, _LINEAR):
+    if has_global_hooks() or not is_from(Linear.forward, _LINEAR):
         return None
     layers, weights = module.__dict__["_modules"], []
     for name in names:
         layer = layers.get(name)
-        if type(layer) is not torch.nn.Linear:
+        if type(layer) is not Linear:
             return None
         own = layer.__dict__
+        parameters = own["_parameters"]
         if (
             own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-            or "forward" in own or parameter_of(layer, "bias") is not None
+            or "forward" in own or "bias" in own or parameters.get("bias") is not None
         ):  # fmt: skip
             return None
-        weight = parameter_of(layer, "weight")
+        # As parameter_of.
+        weight = parameters["weight"] if "weight" in parameters and "weight" not in own else layer.weight
         if type(weight) not in TENSORS:
             return None
         weights.append(weight)

@@ -35,11 +35,10 @@ from tilekern.patch.guards import (
     TENSORS,
     bare_weights,
     count_own,
-    has_global_hooks,
     has_hooks,
-    has_own_hooks,
     is_from,
     is_plain,
+    parameter_of,
     parameters_as_written,
     weight_of,
 )
@@ -111,19 +110,25 @@ def layer_norm(original: Function, norms: Collection[str]) -> Function:
 def _normed(norms: Collection[str]) -> tuple[Callable[[ast.FunctionDef], int], dict[str, Function]]:
     """Return the change that :func:`layer_norm` makes to a forward, and the variables that the new text uses."""
 
-    def is_served(norm: Any, x: Any) -> bool:
-        return is_layer_norm(norm) and is_plain(x) and replacements.are_normed_alike(x, norm.weight, norm.bias)
+    def given_of(norm: Any, x: Any) -> tuple[Any, Any, float] | None:
+        """Return weight, bias and eps of a norm that the op computes; None for any other."""
+        if type(x) not in TENSORS or not is_layer_norm(norm):
+            return None
+        weight, bias = parameter_of(norm, "weight"), parameter_of(norm, "bias")
+        return (weight, bias, norm.eps) if replacements.are_normed_alike(x, weight, bias) else None
 
     def normed(norm: Any, x: Any) -> Any:
-        if is_served(norm, x):
-            return layer_norm_op(x, norm.weight, norm.bias, norm.eps)
+        given = given_of(norm, x)
+        if given is not None:
+            return layer_norm_op(x, *given)
         count_own("layer_norm_forward", _why(True, norm, x))
         return norm(x)
 
     def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
         alike = residual.dtype == x.dtype and residual.shape == x.shape
-        if alike and is_plain(residual) and is_served(norm, x):
-            return fused_add_layer_norm(residual, x, norm.weight, norm.bias, norm.eps)
+        given = given_of(norm, x) if alike and type(residual) in TENSORS else None
+        if given is not None:
+            return fused_add_layer_norm(residual, x, *given)
         total = residual + x
         return total, normed(norm, total)
 
@@ -169,8 +174,8 @@ def mlp(
     names, kinds = inspect.unwrap(original).__globals__, replacements.kinds()
 
     def run(up: Any, act: Any, down: Any, x: Any, dropout: float = 0.0) -> Any:
-        kind = replacements.kind_of(act, kinds) if is_plain(x) else None
-        known = [names[name] for name in others]
+        kind = replacements.kind_of(act, kinds) if type(x) in TENSORS else None
+        known = [names[name] for name in others] if others else ()
         first, last = _linear(up, known), _linear(down, known)
         if kind is not None and first is not None and last is not None and not dropout:
             return ops.mlp(x, *first, *last, kind)
@@ -212,8 +217,7 @@ def is_layer_norm(norm: Any) -> bool:
         type(norm) is torch.nn.LayerNorm
         and len(norm.normalized_shape) == 1
         and "forward" not in norm.__dict__
-        and not has_own_hooks(norm)
-        and not has_global_hooks()
+        and not has_hooks(norm)
         and is_from(torch.nn.LayerNorm.forward, _LAYER_NORM)
     )
 
@@ -238,34 +242,29 @@ class Turn:
     paired: bool = False
     single: bool = False
 
-    @property
-    def tokens_first(self) -> bool:
-        """Whether q and k are [batch, tokens, heads, head_dim]."""
-        return self.paired or self.single
-
     def by(self, rotation: Function, q: torch.Tensor, k: torch.Tensor, *angles: torch.Tensor) -> Any:
         """Return the results of the model's own function on q and k."""
         if self.single:
             return rotation(q, *angles, unsqueeze_dim=2), rotation(k, *angles, unsqueeze_dim=2)
         return rotation(q, k, *angles)
 
-    def fits(self, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, ...], tokens: int) -> bool:
-        """Return whether the arguments are plain tensors of one dtype with angles for each token.
+    def fits(self, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, ...], tokens: int) -> int | None:
+        """Return the size of heads; None unless the arguments are plain tensors of one dtype with angles of each token.
 
         ``tokens`` is the dimension of tokens in q and k.
         """
         if len(angles) != (1 if self.paired else 2):
-            return False
+            return None
         cos, sin = angles[0], angles[-1]
         if type(q) not in TENSORS or type(k) not in TENSORS or type(cos) not in TENSORS or type(sin) not in TENSORS:
-            return False
+            return None
         shape, given = q.shape, cos.shape
         if q.dtype != k.dtype or len(shape) != 4 or len(given) != 3 or cos.dtype != sin.dtype:
-            return False
+            return None
         size, width = shape[3], given[2]
         fits = width <= size and width % 2 == 0 if self.part else width == (size // 2 if self.paired else size)
         by_tokens = given[1] == shape[tokens] and (given[0] == 1 or given[0] == shape[0])
-        return fits and by_tokens and cos.is_complex() == self.paired
+        return size if fits and by_tokens and cos.is_complex() == self.paired else None
 
     def angles(self, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines."""
@@ -300,6 +299,7 @@ def qk_norm_rope(
         make: makes that function's stand-in; a key of :data:`TURNS`.
     """
     names, turn = inspect.unwrap(original).__globals__, TURNS[make]
+    tokens_first = turn.paired or turn.single
     home = names["__name__"]
     # transformers' own function or tilekern's stand-in, as the patch's digests say; with the kernels package it is not
     # a function.
@@ -307,7 +307,7 @@ def qk_norm_rope(
     stand_in = make(known)
 
     def is_known() -> bool:
-        return names[rotation] is known or is_from(names[rotation], home, replacements.__name__)
+        return names[rotation] is known or is_from(names[rotation], home, _STAND_INS)
 
     def rotated(*given: Any) -> Any:
         return (stand_in if is_known() else names[rotation])(*given)
@@ -320,10 +320,10 @@ def qk_norm_rope(
 
         ``tokens`` is the dimension of tokens in q and k: 1, or 2 behind the heads.
         """
-        if not is_known() or not turn.fits(q, k, angles, tokens):
-            return None
-        first, second = _given_of(one, home, kinds), _given_of(other, home, kinds)
-        if first is None or second is None or first[1:] != second[1:] or not _fit(q, first[0], second[0]):
+        size = turn.fits(q, k, angles, tokens) if is_known() else None
+        first = None if size is None else _given_of(one, home, kinds)
+        second = None if first is None else _given_of(other, home, kinds)
+        if first is None or second is None or first[1:] != second[1:] or not _fit(size, first[0], second[0]):
             return None
         weight, eps, offset, mode = first
         if turn.cast_back:
@@ -331,7 +331,7 @@ def qk_norm_rope(
                 return None
             mode = "none"
         width = angles[0].shape[2] if turn.part else None
-        cos, sin = turn.angles(angles)
+        cos, sin = turn.angles(angles) if turn.paired or turn.back else angles
         if tokens == 2:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         return ops.qk_norm_rope(
@@ -348,10 +348,10 @@ def qk_norm_rope(
         With ``swapped`` the norms get q and k as they are, with tokens before heads, and the rotation has heads before
         tokens. Otherwise both have the layout of :class:`Turn`.
         """
-        tokens = 1 if swapped or turn.tokens_first else 2
+        tokens = 1 if swapped or tokens_first else 2
         made = fused(one, other, q, k, angles, tokens, norm_last)
         if made is not None:
-            return made if turn.tokens_first else (made[0].transpose(1, 2), made[1].transpose(1, 2))
+            return made if tokens_first else (made[0].transpose(1, 2), made[1].transpose(1, 2))
         count_own("qk_norm_rope_forward", _why(True, one, q, k))
         if norm_last:
             q, k = names[rotation](q, k, *angles)
@@ -390,12 +390,11 @@ def _projected(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ..
     return tuple(getattr(self, name)(hidden_states) for name in _PROJECTIONS)
 
 
-def _fit(q: torch.Tensor, weight: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Return whether the weights of the norms of q and k fit their heads and have one dtype, or both are None."""
+def _fit(size: int | None, weight: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Return whether the weights of the norms of q and k fit heads of a size and have one dtype, or both are None."""
     if weight is None or other is None:
         return weight is other
-    size = (q.shape[3],)
-    return weight.shape == size and other.shape == size and weight.dtype == other.dtype
+    return weight.shape == other.shape == (size,) and weight.dtype == other.dtype
 
 
 def _why(alike: bool, norm: Any, *tensors: torch.Tensor) -> str:
@@ -430,7 +429,7 @@ def is_known(norm: Any, home: str, kinds: Collection[str]) -> bool:
     stores the class's forward in the instance, and either may be replaced at any time.
     """
     kind = type(norm)
-    if kind.__name__ not in kinds or kind.__module__ != home or has_own_hooks(norm) or has_global_hooks():
+    if kind.__name__ not in kinds or kind.__module__ != home or has_hooks(norm):
         return False
     forward = parallel.forward_of(norm) if "forward" in norm.__dict__ else kind.forward
     return is_from(forward, home, _STAND_INS)

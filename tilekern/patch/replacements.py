@@ -23,6 +23,7 @@ from tilekern.ops.registration import is_autocast
 from tilekern.patch.guards import (
     SHAPES,
     SUBCLASS,
+    TENSORS,
     bare_weights,
     count_own,
     forward_of,
@@ -36,6 +37,7 @@ from tilekern.patch.rewriting import named_as
 from tilekern.patch.table import PLAIN, Norm
 
 Function = Callable[..., Any]
+is_autocast_anywhere = torch._C._is_any_autocast_enabled
 _NORM, _LAYER_NORM = "rms_norm_forward", "layer_norm_forward"
 
 
@@ -126,10 +128,14 @@ def layer_norm_alone(original: Function) -> Function:
 
 def are_normed_alike(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
     """Return whether torch's layer norm of ``x`` over the last dimension equals the op's, in the same dtype."""
-    given = [part for part in (weight, bias) if part is not None]
     # Under autocast layer norms return float32.
-    cast = x.dtype != torch.float32 and is_autocast(x.device.type)
-    return not cast and is_plain(*given) and all(y.shape == x.shape[-1:] and y.dtype == x.dtype for y in given)
+    if is_autocast_anywhere() and x.dtype != torch.float32 and is_autocast(x.device.type):
+        return False
+    size, dtype = x.shape[-1:], x.dtype
+    for part in (weight, bias):
+        if part is not None and (type(part) not in TENSORS or part.dtype != dtype or part.shape != size):
+            return False
+    return True
 
 
 def gated_mlp(
@@ -151,11 +157,14 @@ def gated_mlp(
         if gate is None or type(x) is not torch.Tensor:
             _count_gate(gate)
             return original(self, x)
-        weights = bare_weights(self, layers) if gate is ops.swiglu else None
-        if weights is not None:
+        weights = bare_weights(self, layers)
+        if weights is None:
+            y = getattr(self, last)(gate(getattr(self, first)(x), getattr(self, second)(x)))
+        elif gate is ops.swiglu:
             y = ops.gated_mlp(x, *weights)
         else:
-            y = getattr(self, last)(gate(getattr(self, first)(x), getattr(self, second)(x)))
+            linear = torch.nn.functional.linear
+            y = linear(gate(linear(x, weights[0]), linear(x, weights[1])), weights[2])
         return torch.nn.functional.dropout(y, getattr(self, dropout), self.training) if dropout else y
 
     return named_as(forward, original)
@@ -213,7 +222,11 @@ def _gates_by(activation: str) -> Callable[[Any], Function | None]:
 
 def is_ordinary(activation: torch.nn.Module) -> bool:
     """Return whether calling an activation only runs the forward of its class, as written or as replaced here."""
-    return not has_hooks(activation) and is_from(forward_of(activation), type(activation).__module__, __name__)
+    if has_hooks(activation):
+        return False
+    kind = type(activation)
+    forward = forward_of(activation) if "forward" in activation.__dict__ else kind.forward
+    return is_from(forward, kind.__module__, __name__)
 
 
 def gates() -> dict[type, Function]:
