@@ -322,6 +322,39 @@ def test_other_ways_to_call_a_model(way, run):
     assert counted(lambda: step(model))[1].keys() >= FUSED
 
 
+# Families by the order of the norms of q and k, the transpose of heads and tokens, and the rotation.
+ORDERS = {
+    "norms first": "qwen3", "transpose first": "gemma3", "transpose first, some layers rotated": "exaone4",
+    "rotation before norms": "hunyuan_v1_dense",
+}  # fmt: skip
+
+
+@interpreted
+@both_ways
+@pytest.mark.parametrize("family", ORDERS.values(), ids=ORDERS)
+def test_hooks_of_norms_of_heads_see_the_layout_that_they_saw(way, family):
+    def hooked():
+        model, ids, _ = make_family(family)
+        norm = next(x for name, x in model.named_modules() if name.endswith(("k_norm", "key_layernorm")))
+
+        def scale(_, __, out):
+            return out * torch.linspace(1, 2, out.shape[1]).view(-1, 1, 1)
+
+        norm.register_forward_hook(scale)
+        return model.train(), ids
+
+    def loss(model, ids):
+        return [model(input_ids=ids, labels=ids).loss]
+
+    reference = loss(*hooked())
+    model, ids = hooked()
+    way(model)
+    found, ran = counted(lambda: loss(model, ids))
+    assert worst(found, reference) < 1e-5
+    kernels = {name: number for name, number in ran.items() if name.startswith("qk_norm_rope")}
+    assert sum(kernels.values()) < model.config.num_hidden_layers
+
+
 # Python functions of tilekern.patch that run in the forward of one layer, by family, around the ops that it calls.
 CALLS = {"qwen3": 40, "llama": 24, "gemma2": 37, "gemma3": 53, "gpt2": 36, "gpt_oss": 16}
 

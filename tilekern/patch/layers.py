@@ -341,18 +341,20 @@ def qk_norm_rope(
 
     def turned(
         one: Any, other: Any, q: torch.Tensor, k: torch.Tensor, *angles: torch.Tensor, swapped: bool = False,
-        norm_last: bool = False,
+        behind: bool = False, norm_last: bool = False,
     ) -> Any:  # fmt: skip
-        """Return the rotated q and k.
+        """Return the rotated q and k, in the layout of :class:`Turn`.
 
-        With ``swapped`` the norms get q and k as they are, with tokens before heads, and the rotation has heads before
-        tokens. Otherwise both have the layout of :class:`Turn`.
+        With ``swapped`` or ``behind`` q and k are given with tokens before heads, and rotated with heads before tokens.
+        The norms get the former if ``swapped``, and the latter if ``behind`` or ``norm_last``.
         """
-        tokens = 1 if swapped or tokens_first else 2
+        tokens = 1 if swapped or behind or tokens_first else 2
         made = fused(one, other, q, k, angles, tokens, norm_last)
         if made is not None:
             return made if tokens_first else (made[0].transpose(1, 2), made[1].transpose(1, 2))
         count_own("qk_norm_rope_forward", _why(True, one, q, k))
+        if behind:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
         if norm_last:
             q, k = names[rotation](q, k, *angles)
             return one(q), other(k)
