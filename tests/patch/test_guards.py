@@ -226,6 +226,9 @@ def replaced(model):
     layer.mlp.gate_proj = torch.nn.Sequential(layer.mlp.gate_proj, Doubling())
     layer.self_attn.k_proj = torch.nn.Sequential(layer.self_attn.k_proj, Doubling())
     layer.post_attention_layernorm = torch.nn.Sequential(layer.post_attention_layernorm, Doubling())
+    norm = layer.self_attn.k_norm
+    del layer.self_attn.k_norm
+    layer.self_attn.k_norm = lambda x: 2 * norm(x)
 
 
 def tied(model):
@@ -251,7 +254,9 @@ class Change(NamedTuple):
 
 
 MODELS = {
-    "modules replaced": Change(replaced, {"swiglu_backward_remake", "fused_add_rms_norm_forward"}),
+    "modules replaced": Change(
+        replaced, {"swiglu_backward_remake", "fused_add_rms_norm_forward", "qk_norm_rope_forward"}
+    ),
     "weights tied": Change(tied),
     "another dtype": Change(as_bfloat16, tolerance=5e-2),
 }

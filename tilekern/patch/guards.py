@@ -49,14 +49,17 @@ def is_plain(*tensors: torch.Tensor) -> bool:
     return True
 
 
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Return whether calling a module runs more than its forward."""
-    own = module.__dict__
-    return bool(
-        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-        or modules._global_forward_hooks or modules._global_forward_pre_hooks
-        or modules._global_backward_hooks or modules._global_backward_pre_hooks
-    )  # fmt: skip
+def has_hooks(module: Any) -> bool:
+    """Return whether calling a module runs more than its forward; a function can only have global hooks."""
+    try:
+        own = module.__dict__
+        return bool(
+            own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+            or modules._global_forward_hooks or modules._global_forward_pre_hooks
+            or modules._global_backward_hooks or modules._global_backward_pre_hooks
+        )  # fmt: skip
+    except (AttributeError, KeyError):
+        return has_global_hooks()
 
 
 def has_global_hooks() -> bool:
