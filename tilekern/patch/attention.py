@@ -28,7 +28,7 @@ from tilekern.warning import warn_once
 # Arguments that change the result and that neither the kernels nor SDPA support: chosen keys, sinks of each query,
 # the paged cache of continuous batching.
 UNSERVED = frozenset(("indices", "block_indices", "sinks", "cache"))
-is_compiling, is_autocast_anywhere = torch.compiler.is_compiling, torch._C._is_any_autocast_enabled
+is_compiling = torch.compiler.is_compiling
 
 
 def attend(
@@ -111,7 +111,7 @@ def attend(
             return _sdpa()(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
             )
-    query, key, value = _autocast(query, key, value) if is_autocast_anywhere() else (query, key, value)
+    query, key, value = _autocast(query, key, value) if is_autocast(query) else (query, key, value)
     out = attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), causal=causal, scale=scaling,
         window=sliding_window, softcap=softcap, sinks=s_aux, cu_seqlens=starts if packed else None,
@@ -227,10 +227,10 @@ def _special(
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cast tensors as autocast does for SDPA: norms in float32 leave queries wider than values."""
-    kind = tensors[0].device.type
-    if not is_autocast(kind) or any(x.dtype == torch.float64 for x in tensors):
+    if not is_autocast(tensors[0]) or any(x.dtype == torch.float64 for x in tensors):
         return tensors
-    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(x.to(dtype) for x in tensors)
 
 
 def _is_foreign(query: torch.Tensor) -> bool:

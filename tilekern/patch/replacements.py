@@ -37,7 +37,6 @@ from tilekern.patch.rewriting import named_as
 from tilekern.patch.table import PLAIN, Norm
 
 Function = Callable[..., Any]
-is_autocast_anywhere = torch._C._is_any_autocast_enabled
 _NORM, _LAYER_NORM = "rms_norm_forward", "layer_norm_forward"
 
 
@@ -129,7 +128,7 @@ def layer_norm_alone(original: Function) -> Function:
 def are_normed_alike(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
     """Return whether torch's layer norm of ``x`` over the last dimension equals the op's, in the same dtype."""
     # Under autocast layer norms return float32.
-    if is_autocast_anywhere() and x.dtype != torch.float32 and is_autocast(x.device.type):
+    if x.dtype != torch.float32 and is_autocast(x):
         return False
     size, dtype = x.shape[-1:], x.dtype
     for part in (weight, bias):
