@@ -90,7 +90,7 @@ def forward_of(module: torch.nn.Module) -> Any:
 
 
 def parameter_of(module: torch.nn.Module, name: str) -> Any:
-    """Return ``getattr(module, name)`` of a parameter, in a tenth of the time.
+    """Return ``getattr(module, name)`` of a parameter, in a fifth of the time.
 
     Torch's lookup first fails to find it among the attributes, then looks in three dictionaries in Python.
     """
