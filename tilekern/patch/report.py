@@ -369,7 +369,9 @@ def _of_the_gate(patch: Patch, module: Any, _: bool) -> str:
         return ""
     if type(activation) not in replacements.gates():
         return f"no op has its activation, {type(activation).__name__}"
-    return "hooks on its activation have the steps run one by one" if has_hooks(activation) else ""
+    if has_hooks(activation):
+        return "hooks on its activation have the steps run one by one"
+    return "" if replacements.is_ordinary(activation) else "its activation has another forward than its class's"
 
 
 # By op: why a patched module still runs its steps one by one; the bool says whether FSDP shards the model.
