@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from model_contract import both_ways
 from tiny_families import IDS, make
 from tiny_qwen3 import apply
 
@@ -76,8 +77,9 @@ def test_hooks_on_a_norm_keep_a_layer_from_being_fused(qwen3):
     }
 
 
-def test_hooks_on_what_an_op_has_inside_are_seen(qwen3):
-    apply()
+@both_ways
+def test_hooks_on_what_an_op_has_inside_are_seen(way, qwen3):
+    way(qwen3)
     first, second = qwen3.model.layers
     first.self_attn.q_norm.register_forward_hook(lambda *_: None)
     second.self_attn.k_norm.forward = lambda x: x
@@ -85,6 +87,7 @@ def test_hooks_on_what_an_op_has_inside_are_seen(qwen3):
         "model.layers.0.self_attn": "hooks on q_norm have the steps run one by one",
         "model.layers.1.self_attn": "the op does not know its k_norm",
     }
+    assert set(reasons(qwen3, "rope").values()) == {""}
     first.mlp.act_fn.register_forward_hook(lambda *_: None)
     said = "hooks on its activation have the steps run one by one"
     assert reasons(qwen3, "swiglu") == {"model.layers.0.mlp": said, "model.layers.1.mlp": ""}

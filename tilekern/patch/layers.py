@@ -32,6 +32,7 @@ from tilekern.patch.digests import is_checkpointing
 from tilekern.patch.guards import (
     SHAPES,
     SUBCLASS,
+    constant_in_graphs,
     count_own,
     has_hooks,
     is_as_written,
@@ -62,11 +63,11 @@ def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mappin
             count_own("fused_add_rms_norm_forward", _why(alike, norm, residual, x))
             return None
         parallel.see_to_sums(norm)
-        kind = kinds[type(norm).__name__]
+        kind = kinds[class_of(norm, home, kinds)]
         return getattr(norm, kind.eps), kind.offset, kind.casting_mode
 
     def weight_of(norm: Any) -> torch.Tensor | None:
-        weight: torch.Tensor | None = kinds[type(norm).__name__].weight_of(norm)
+        weight: torch.Tensor | None = kinds[class_of(norm, home, kinds)].weight_of(norm)
         return weight
 
     def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -304,8 +305,8 @@ def qk_norm_rope(
     def is_known() -> bool:
         return names[rotation] is known or is_from(names[rotation], home, replacements.__name__)
 
-    def rotated(*given: Any) -> Any:
-        return (stand_in if is_known() else names[rotation])(*given)
+    def rotated(*given: Any, **options: Any) -> Any:
+        return (stand_in if is_known() else names[rotation])(*given, **options)
 
     def fused(
         one: Any, other: Any, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, ...],
@@ -313,10 +314,12 @@ def qk_norm_rope(
     ) -> Any:  # fmt: skip
         """Return the rotated q and k; None if the op would not compute the same as the norms and the rotation."""
         ordinary = is_known() and _is_ordinary(one, home, kinds) and _is_ordinary(other, home, kinds)
-        if not ordinary or not turn.fits(q, k, angles) or not _alike(one, other, q, kinds, turn):
+        if not ordinary or not turn.fits(q, k, angles):
+            return None
+        norm = kinds[class_of(one, home, kinds)]
+        if norm != kinds[class_of(other, home, kinds)] or not _alike(one, other, q, norm, turn):
             return None
         parallel.see_to_sums(one, other)
-        norm = kinds[type(one).__name__]
         weights, eps = (norm.weight_of(one), norm.weight_of(other)), getattr(one, norm.eps)
         options, angles = turn.options(norm, angles), turn.angles(angles)
         q, k = turn.placed(q), turn.placed(k)
@@ -332,13 +335,13 @@ def qk_norm_rope(
             return made
         count_own("qk_norm_rope_forward", _why(True, one, q, k))
         if norm_last:
-            q, k = names[rotation](q, k, *angles)
+            q, k = rotated(q, k, *angles)
             return one(q), other(k)
         if swapped:
             q, k = one(q.transpose(1, 2)).transpose(1, 2), other(k.transpose(1, 2)).transpose(1, 2)
         else:
             q, k = one(q), other(k)
-        return turn.by(names[rotation], q, k, *angles)
+        return turn.by(rotated, q, k, *angles)
 
     def turned_alone(norm: Any, x: torch.Tensor, *angles: torch.Tensor) -> Any:
         if is_plain(x) and x.dim() == 4:
@@ -348,7 +351,7 @@ def qk_norm_rope(
             if made is not None:
                 return torch.cat(made, 2)
         count_own("qk_norm_rope_forward", _why(True, norm, x))
-        return names[rotation](norm(x), *angles, unsqueeze_dim=2)
+        return rotated(norm(x), *angles, unsqueeze_dim=2)
 
     change = partial(patterns.qk_norm_rope, norms=norms, rotation=rotation)
     variables = {
@@ -366,10 +369,9 @@ def _projected(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ..
     return tuple(layer(hidden_states) for layer in layers)
 
 
-def _alike(one: Any, other: Any, q: torch.Tensor, kinds: Mapping[str, Norm], turn: Turn) -> bool:
-    """Return whether two norms fit the heads of q, have the same form, and give the op's dtype."""
-    norm = kinds[type(one).__name__]
-    if kinds[type(other).__name__] != norm or getattr(one, norm.eps) != getattr(other, norm.eps):
+def _alike(one: Any, other: Any, q: torch.Tensor, norm: Norm, turn: Turn) -> bool:
+    """Return whether two norms of a form fit the heads of q, have the same eps, and give the op's dtype."""
+    if getattr(one, norm.eps) != getattr(other, norm.eps):
         return False
     weights = norm.weight_of(one), norm.weight_of(other)
     if weights[0] is None or weights[1] is None:
@@ -399,6 +401,24 @@ def is_known(norm: Any, home: str, kinds: Collection[str]) -> bool:
     Its forward, of the class or its own, must be that class's code or tilekern's stand-in for it. Output capturing
     stores the class's forward in the instance, and either may be replaced at any time.
     """
+    ordinary = class_of(norm, home, kinds) and not has_hooks(norm)
+    return bool(ordinary) and is_from(parallel.forward_of(norm), home, replacements.__name__)
+
+
+def class_of(norm: Any, home: str, kinds: Collection[str]) -> str:
+    """Return the name of a norm's class if it is one of ``kinds`` in ``home``, or of the one that it inherits from.
+
+    Empty for other classes, and for a subclass with methods of its own except ``__init__``.
+    """
     kind = type(norm)
-    ordinary = kind.__module__ == home and kind.__name__ in kinds and not has_hooks(norm)
-    return ordinary and is_from(parallel.forward_of(norm), home, replacements.__name__)
+    return kind.__name__ if kind.__module__ == home and kind.__name__ in kinds else _inherited(kind, home, kinds)
+
+
+@constant_in_graphs
+def _inherited(kind: type, home: str, kinds: Collection[str]) -> str:
+    for base in kind.__mro__:
+        if base.__module__ == home and base.__name__ in kinds:
+            return base.__name__
+        if any(callable(value) and name != "__init__" for name, value in vars(base).items()):
+            break
+    return ""

@@ -262,7 +262,9 @@ def _reason(patch: Patch, found: Found, module: Any, path: str, ledger: Ledger, 
     owner, own = getattr(sys.modules[patch.module], kind), _own(module, method)
     op, function = _given(own, module, method, ledger)
     if op:
-        runs = patch.op in ops_in(op) or (patch.callers and _calls(function, found))
+        # Where qk_norm_rope does not fuse, it runs the norms and the op rope.
+        apart = (patch.op, op) == ("rope", "qk_norm_rope")
+        runs = patch.op in ops_in(op) or apart or (patch.callers and _calls(function, found))
         return _of_the_call(patch, module, shards) if runs else f"{op} has its {method}"
     if own is not None and not _is_the_class_s(own, module, method):
         return _HELD if method == "forward" and parallel.around(module) else _OWN.format(method)
