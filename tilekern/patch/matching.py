@@ -386,8 +386,9 @@ def path_of(name: str) -> Path | None:
         file = getattr(module, "__file__", None)
         return Path(file) if file else None
     package, *parts = name.split(".")
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
+    spec = importlib.util.find_spec(package) if package else None
+    if spec is None:
         return None
-    path = Path(spec.origin).parent.joinpath(*parts).with_suffix(".py")
-    return path if path.exists() else None
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = [folder.joinpath(*parts).with_suffix(".py") for folder in folders] if parts else [Path(spec.origin or "")]
+    return next((file for file in files if file.suffix == ".py" and file.exists()), None)
