@@ -17,7 +17,7 @@ from tilekern.patch.warmup import sizes_of
 from tilekern.runtime import dispatch, plans
 from tilekern.runtime.launcher import PrebuiltKernel, Variant
 from tilekern.runtime.records import launch_in
-from tilekern.spec import ALIGNED, ArrayParameter, Config, KernelSpec, LibraryCall, Problem
+from tilekern.spec import ALIGNED, Config, KernelSpec, LibraryCall, Problem
 from tilekern.spec.targets import Target, resolve
 from tilekern.tuning.plan.choosing import plan_of_problem
 from tilekern.tuning.plan.models import plan_of_model
@@ -202,11 +202,7 @@ def run(spec: KernelSpec, problem: Problem, inputs: dict[str, Any]) -> Check:
         given = plan.run(torch.cuda.current_device(), tuple(inputs[name] for name in found.inputs), tuple)
         return _judged(spec, problem, given, inputs)
     outputs = make_outputs(spec, problem, plan.blocks, "cuda")
-    arguments = [
-        outputs[p.name] if isinstance(p, ArrayParameter) and p.role == "output" else inputs[p.name]
-        for p in found.parameters
-    ]
-    plan.launch(torch.cuda.current_device(), *arguments)
+    plan.launch(torch.cuda.current_device(), *arguments_of(found, inputs, outputs))
     torch.cuda.synchronize()
     return compare(spec, problem, outputs, expected_results(spec, problem, inputs))
 

@@ -7,7 +7,7 @@ import functools
 import cuda.tile as ct
 import pytest
 import torch
-from spec_samples import NAMES, SPECS, draws_of, sized
+from spec_samples import NAMES, SPECS, draws_of, launch_arguments, sized
 
 from tilekern import interpreter
 from tilekern.errors import CannotRun
@@ -19,7 +19,6 @@ from tilekern.spec import DTYPES, Config, KernelSpec, LibraryCall, Problem
 from tilekern.spec.targets import INTERPRETED
 from tilekern.tuning.verify.battery import Battery
 from tilekern.tuning.verify.cases import Kept, Room, ValueCases
-from tilekern.tuning.verify.check import launch_arguments
 
 pytestmark = pytest.mark.slow
 
