@@ -82,7 +82,8 @@ def command(
         return
     releases = {str(folder): asked(_read(folder, families)) for folder in folders}
     if not folders:
-        found = [found for model in models or [None] for found in list_patches(model)]
+        asked_for: Sequence[str | None] = models or [None]
+        found = [found for model in asked_for for found in list_patches(model)]
         rows = [Row(x.status, x.patch.op, x.patch.model_type, x.patch.target, x.digest, x.reason) for x in found]
         releases = {transformers_version(): asked(rows)}
     if as_json:
