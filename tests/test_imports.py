@@ -64,7 +64,7 @@ def imported(path):
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{path}: relative import"
                 found.extend((named(node.module, alias.name), is_inside) for alias in node.names)
-            elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            elif not (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"):
                 is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
                 for field in ("body", "orelse", "handlers", "finalbody", "cases"):
                     look(getattr(node, field, ()), is_inside or is_function)
@@ -184,6 +184,7 @@ def test_nothing_imports_the_rooms_at_the_top_by_their_folders():
 @pytest.mark.parametrize(
     "module", ["tilekern.tuning.options", "tilekern.tuning.preflight", "tilekern.tuning.serve.loop"]
 )
+@pytest.mark.processes
 def test_modules_that_may_plan_do_not_load_torch(module):
     assert "torch" not in run(f"import sys, {module}; print(*sys.modules)")
 
@@ -249,6 +250,7 @@ def run(code, *flags):
     ["tilekern", "tilekern.cache", "tilekern.spec", "tilekern.spec.targets", "tilekern.errors", "tilekern.spec.source",
      "tilekern.doctor"],
 )  # fmt: skip
+@pytest.mark.processes
 def test_light_modules_load_nothing_heavy(module):
     loaded = run(f"import sys, {module}; print(*sys.modules)")
     assert module in loaded
@@ -256,12 +258,14 @@ def test_light_modules_load_nothing_heavy(module):
         assert heavy not in loaded
 
 
+@pytest.mark.processes
 def test_importing_tilekern_takes_less_than_50_ms():
     """Of the processor's time, which other processes of a busy machine do not lengthen."""
     code = "import time; started = time.process_time(); import tilekern; print(time.process_time() - started)"
     assert min(float(run(code)[0]) for _ in range(5)) < 0.05
 
 
+@pytest.mark.processes
 def test_listing_a_cache_never_loads_torch(tmp_path):
     code = (
         "import sys; from tilekern.cache_tools.__main__ import main\n"

@@ -72,6 +72,7 @@ def test_a_pack_of_another_user_is_not_loaded(tmp_path):
 
 
 @as_root
+@pytest.mark.processes
 def test_what_is_roots_is_loaded_by_other_users(tmp_path):
     put(tmp_path / "cache")
     for path in (tmp_path, *tmp_path.parents):

@@ -151,6 +151,7 @@ write_pack(sys.argv[1], shuffled, {digest: {} for digest in {"a", "b"}})
 """
 
 
+@pytest.mark.processes
 def test_two_processes_with_other_hash_seeds_clocks_and_zones_write_the_same_bytes(tmp_path):
     written = []
     for seed, clock, zone in (("1", "0", "UTC"), ("2", "4e9", "Asia/Kathmandu")):

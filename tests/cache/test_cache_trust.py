@@ -188,6 +188,7 @@ def test_a_secret_that_others_can_read_or_replace_is_not_used(tmp_path, roots, s
     assert find([FolderLayer(tmp_path / "cache", f"exposed {place}")])
 
 
+@pytest.mark.processes
 def test_many_writers_make_one_secret(tmp_path, roots, settings):
     children = []
     for number in range(8):
@@ -369,6 +370,7 @@ def test_a_lookup_writes_nothing_under_either_policy(tmp_path, key, roots, monke
     assert files_of(tmp_path) == before
 
 
+@pytest.mark.processes
 def test_any_loads_no_cryptography(tmp_path):
     put(tmp_path)
     code = (

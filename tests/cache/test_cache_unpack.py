@@ -236,6 +236,7 @@ def test_files_of_a_killed_unpack_are_deleted_after_a_while(cache):
     assert not (cache / "v1" / "incoming").exists()
 
 
+@pytest.mark.processes
 def test_many_at_once_leave_whole_records(pack, tmp_path):
     root, children = tmp_path / "there", []
     for _ in range(6):

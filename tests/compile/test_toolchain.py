@@ -56,6 +56,7 @@ def test_a_missing_compiler_is_reported_with_its_install_command(fresh, monkeypa
             ask()
 
 
+@pytest.mark.processes
 def test_a_machine_without_the_package_and_with_an_empty_path_has_no_compiler(tmp_path):
     """A `nvidia` package without a compiler stands before the real one."""
     (tmp_path / "nvidia").mkdir()

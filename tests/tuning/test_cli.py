@@ -36,6 +36,7 @@ LATENT = {
 }
 
 
+@pytest.mark.processes
 def test_a_sweep_in_which_nothing_compiled_is_an_error(monkeypatch, tmp_path: Path, capsys, h200, first_configs):
     sweep = Sweep(tmp_path / "sweep")
     sweep.begin(h200, "test", [SMALL], first_configs)
@@ -68,6 +69,7 @@ def test_a_sweep_that_plans_nothing_has_no_winner(tmp_path: Path, capsys, h200):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.processes
 def test_an_output_that_cannot_be_written_is_one_line(compiled_sweep: Sweep):
     with Path("/dev/full").open("w") as full:
         ran = subprocess.run(
@@ -77,6 +79,7 @@ def test_an_output_that_cannot_be_written_is_one_line(compiled_sweep: Sweep):
     assert (ran.returncode, ran.stderr) == (2, "tilekern: input or output: No space left on device\n")
 
 
+@pytest.mark.processes
 def test_a_reader_who_has_gone_is_no_error(compiled_sweep: Sweep):
     command = f"{sys.executable} -m tilekern.tune status {compiled_sweep.folder} --json | true; exit ${{PIPESTATUS[0]}}"
     found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
@@ -175,6 +178,7 @@ def test_the_measure_stage_is_given_the_strategy_and_the_gpus(compiled_sweep: Sw
     assert notes == [f"not measured: {SMALL[0]} {SMALL[1].key}: no candidate was timed"]
 
 
+@pytest.mark.processes
 def test_a_run_that_compiles_and_measures_does_both_at_once(compiled_sweep: Sweep, h200, monkeypatch, tmp_path, capsys):
     folder = Path(shutil.copytree(compiled_sweep.folder, tmp_path / "sweep"))
     first = next(iter(compiled_sweep.compiled().values()))["sha256"]

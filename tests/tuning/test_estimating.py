@@ -98,6 +98,7 @@ def test_a_lost_artifact_is_counted_as_one_to_compile(compiled_sweep: Sweep, tmp
     assert found.compiled == 0
 
 
+@pytest.mark.processes
 def test_what_ran_out_of_time_counts_again_for_a_run_that_gives_more(compiled_sweep: Sweep, tmp_path: Path, capsys):
     sweep = Sweep(Path(shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")))
     late, wrong = candidates(*SMALL, sweep.target)[1:3]

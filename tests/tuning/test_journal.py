@@ -77,6 +77,7 @@ def append_many(path: Path, writer: int, count: int) -> None:
         journal.append({"key": f"{writer} {number}", "filler": "x" * random.Random(number).randrange(20_000)})
 
 
+@pytest.mark.processes
 def test_lines_of_processes_that_append_at_once_do_not_mix(tmp_path):
     path = tmp_path / "journal.jsonl"
     writers = [FORK.Process(target=append_many, args=(path, writer, 150)) for writer in range(4)]
@@ -188,6 +189,7 @@ def hold(folder: Path, has_it, seconds: float) -> None:
             sweep.note("compiled", {"key": str(number)} | COMPILED)
 
 
+@pytest.mark.processes
 def test_two_runs_on_one_folder_are_told_apart(sweep: Sweep):
     has_it = FORK.Event()
     other = FORK.Process(target=hold, args=(sweep.folder, has_it, 60))
@@ -208,6 +210,7 @@ def test_two_runs_on_one_folder_are_told_apart(sweep: Sweep):
     assert sweep.holder.is_held() is False
 
 
+@pytest.mark.processes
 def test_the_time_of_runs_is_kept_even_of_one_that_was_killed(sweep: Sweep, monkeypatch):
     monkeypatch.setattr("tilekern.tuning.sweep.holding.BEAT_S", 0.05)
     has_it = FORK.Event()

@@ -149,6 +149,7 @@ def test_an_error_of_the_measure_stage_ends_the_compilers(both, sweep):
     assert configs(sweep) == configs(both)
 
 
+@pytest.mark.processes
 def test_a_kill_in_the_middle_takes_nothing_of_what_was_done(both, sweep):
     arguments = (Sweep(sweep.folder), Known(both, lambda _: time.sleep(0.02)), RecordedExecutor(pause_s=0.02))
     run = multiprocessing.get_context("fork").Process(target=overlapped, args=arguments)

@@ -319,6 +319,7 @@ class TestTune:
             "from tilekern import tune as before; import tilekern; after = tilekern.tune",
         ],
     )
+    @pytest.mark.processes
     def test_it_can_be_called_however_it_was_imported(self, lines):
         check = "import inspect; print(before is after, callable(after), *inspect.signature(after).parameters)"
         ran = subprocess.run(
@@ -331,6 +332,7 @@ class TestTune:
             tilekern.tune("no such model", gpu="B200")
         assert tilekern.tune.main.__module__ == "tilekern.tune"
 
+    @pytest.mark.processes
     def test_the_module_is_run_as_ever(self):
         command = [sys.executable, "-W", "error", "-m", "tilekern.tune", "--version"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)

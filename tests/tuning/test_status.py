@@ -94,6 +94,7 @@ def test_a_problem_whose_artifacts_are_not_all_tried_is_not_done(sweep: Sweep, s
     assert status("--json")["measure"]["done"] == 3
 
 
+@pytest.mark.processes
 def test_a_run_at_work_is_named_with_what_it_has_done(sweep: Sweep, status):
     context = multiprocessing.get_context("fork")
     arguments = (Sweep(sweep.folder), RecordedExecutor(pause_s=0.01), keep_winners)

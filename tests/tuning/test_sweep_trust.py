@@ -337,6 +337,7 @@ def test_a_seal_counts_for_its_journal_and_its_line_alone(compiled_sweep, tmp_pa
     assert not Sweep(folder).races()
 
 
+@pytest.mark.processes
 def test_settings_that_cannot_be_written_cost_a_later_run_its_head_start(compiled_sweep, tmp_path, monkeypatch, h200):
     monkeypatch.setenv("XDG_CONFIG_HOME", "/dev/null/settings")
     sweep = Sweep(tmp_path / "sweep")
@@ -353,6 +354,7 @@ def test_settings_that_cannot_be_written_cost_a_later_run_its_head_start(compile
     assert ran.stdout.strip() == "0"
 
 
+@pytest.mark.processes
 def test_files_of_a_sweep_are_not_others_to_write_whatever_the_umask(tmp_path, h200):
     before = os.umask(0o002)
     try:
