@@ -78,6 +78,7 @@ def in_place(job):
     tilekern.reset()
 
 
+@pytest.mark.slow
 def test_all_models_go_into_one_file_by_those_of_their_providers_that_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "_start", lambda job: Standing(job, in_place))
     chosen = [tiny(FAMILIES[name], tmp_path) for name in ("gemma-2-9b", "gpt2")]

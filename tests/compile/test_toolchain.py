@@ -156,6 +156,7 @@ def test_a_variable_of_cuda_tile_s_own_tests_compiles_nothing(monkeypatch):
 
 
 @pytest.mark.skipif(cute_compiler.compiler() is None, reason="CuTe DSL is not installed")
+@pytest.mark.slow
 def test_variables_for_users_cute_kernels_are_hidden_while_tilekern_compiles(monkeypatch):
     """With line numbers a cubin is twice as large, and has paths of the machine that compiled it."""
     cute_compiler.CuteDsl().preload()
