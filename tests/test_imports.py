@@ -88,10 +88,6 @@ def under(name, prefixes):
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
-def rule_of(name, rules):
-    return max((prefix for prefix in rules if under(name, [prefix])), key=len)
-
-
 def within(*prefixes):
     """The modules below these names; of the closed rooms those alone that are named themselves."""
     closed = [room for room in ROOMS_APART if not any(under(prefix, [room]) for prefix in prefixes)]

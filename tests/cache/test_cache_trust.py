@@ -77,7 +77,7 @@ def test_a_later_layer_serves_if_the_first_is_not_trusted(tmp_path, key, roots):
     assert quietly(layers).layer.name == "signed.pack"
 
 
-def test_a_key_that_is_no_trust_root_is_not_enough(tmp_path, key, roots):
+def test_a_key_outside_the_trust_roots_is_not_enough(tmp_path, key, roots):
     other = new_key(tmp_path / "other")
     pack = signed_pack(tmp_path / "a.pack", other)
     assert quietly([PackLayer(pack)]) is None

@@ -94,7 +94,7 @@ def test_the_version_is_read_from_what_the_compiler_says(fresh, tmp_path, monkey
 
 
 @pytest.mark.parametrize("script", ["exit 1", "kill -9 $$"])
-def test_a_compiler_that_cannot_say_its_version_is_none(fresh, tmp_path, monkeypatch, script):
+def test_a_compiler_without_a_version_is_not_used(fresh, tmp_path, monkeypatch, script):
     compiler(tmp_path, "", monkeypatch).write_text(f"#!/bin/sh\n{script}\n")
     assert toolkit() is None
 
@@ -140,7 +140,7 @@ def test_the_compiler_sees_where_programs_lie_and_nothing_that_others_have_set(f
         ("echo 'error: no such op' >&2; exit 3", CompileFailed),
     ],
 )
-def test_passing_conditions_are_told_from_rejected_candidates(fresh, tmp_path, monkeypatch, script, kind):
+def test_passing_conditions_are_not_taken_for_rejected_candidates(fresh, tmp_path, monkeypatch, script, kind):
     compiler(tmp_path, script, monkeypatch)
     with pytest.raises(CompileFailed) as caught:
         compile_candidate(*candidate(), H200, GENERIC)

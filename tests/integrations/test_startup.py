@@ -181,7 +181,7 @@ def test_a_broken_dependency_is_one_line_and_models_run_their_own_ops(monkeypatc
     assert message.startswith(f"{variable} asks for tilekern, which cannot be loaded (ModuleNotFoundError: ")
 
 
-def test_what_a_working_tilekern_raises_is_no_broken_dependency(monkeypatch, finders):
+def test_an_error_of_tilekern_itself_is_not_called_a_broken_dependency(monkeypatch, finders):
     """An error of apply itself is the program's to see."""
 
     def fail(**options):

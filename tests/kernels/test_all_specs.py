@@ -147,7 +147,7 @@ LEFT_OUT = {
 
 @every_flag
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_rows_that_do_not_count_add_nothing_whatever_they_hold(name, flags):
+def test_rows_that_do_not_count_add_nothing_even_if_not_finite(name, flags):
     spec, (by, value) = spec_named(name), LEFT_OUT[name]
     # Without its flag router_losses has no shares.
     flags = flags or by == "shares"

@@ -169,6 +169,18 @@ def set_by_a_user():
         torch.set_default_dtype(torch.float32)
 
 
+def is_the_same_under_defaults(case, given):
+    """Hold results and gradients under a user's defaults to those without them, bit for bit."""
+    with set_by_a_user():
+        results = case.run(given)
+        found = torch.autograd.grad([y.sum() for y in results if y.requires_grad], leaves(given).values())
+    right = case.run(given)
+    wanted = torch.autograd.grad([y.sum() for y in right if y.requires_grad], leaves(given).values())
+    for one, other in zip((*results, *found), (*right, *wanted), strict=True):
+        assert (one.dtype, one.device) == (other.dtype, other.device)
+        assert torch.equal(one, other)
+
+
 def several(results: Any) -> tuple[torch.Tensor, ...]:
     return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 

@@ -15,11 +15,11 @@ from contract import (
     as_on_a_gpu,
     check,
     gradients,
+    is_the_same_under_defaults,
     leaves,
     mapped,
     near,
     same,
-    set_by_a_user,
     several,
     step,
     uncalled,
@@ -413,14 +413,7 @@ def test_functorch_s_transforms_go_through_torch_s_own_operations(case):
 @every()
 def test_defaults_of_a_user_change_no_result(case, kernel, nothing_kept):
     given = case.given(Drawn())
-    with set_by_a_user():
-        results = case.run(given)
-        found = torch.autograd.grad([y.sum() for y in results if y.requires_grad], leaves(given).values())
-    right = case.run(given)
-    wanted = torch.autograd.grad([y.sum() for y in right if y.requires_grad], leaves(given).values())
-    for one, other in zip((*results, *found), (*right, *wanted), strict=True):
-        assert (one.dtype, one.device) == (other.dtype, other.device)
-        assert torch.equal(one, other)
+    is_the_same_under_defaults(case, given)
 
 
 @every()

@@ -35,7 +35,7 @@ def test_every_file_is_of_an_op():
     assert {path.stem for path in GENERATED.glob("*.py")} == set(SHIPPED)
 
 
-def test_a_function_says_where_it_stands():
+def test_a_generated_function_has_its_source_file():
     """For break points, tracebacks and whoever looks it up."""
     path = generated_file(DECLARED["rms_norm"])
     function = ops.rms_norm.functions["plans_of"]

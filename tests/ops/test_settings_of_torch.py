@@ -52,7 +52,7 @@ NUMBERS = [(op, name) for op in SHIPPED.values() for name in op.scalars if op.ki
 
 
 @pytest.mark.parametrize(("op", "name"), NUMBERS, ids=[f"{op.name} {name}" for op, name in NUMBERS])
-def test_a_whole_number_stands_for_a_float(op, name):
+def test_an_integer_is_accepted_for_a_float(op, name):
     """As a configuration has it: 30 for 30.0."""
     function = public(op)
     if name not in inspect.signature(function).parameters:

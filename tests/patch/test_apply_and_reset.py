@@ -246,7 +246,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize(("owner", "name", "other", "ops", "said"), CHANGED.values(), ids=CHANGED)
-def test_what_is_changed_or_missing_is_left_alone_with_one_warning_each(monkeypatch, owner, name, other, ops, said):
+def test_changed_or_missing_code_is_left_alone_with_one_warning_each(monkeypatch, owner, name, other, ops, said):
     model = make()
     if other is None:
         monkeypatch.delattr(owner, name)

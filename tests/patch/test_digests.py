@@ -63,7 +63,7 @@ def test_code_does(old, new):
     assert digest_in(PLAIN, "Norm.forward") != digest_in(PLAIN.replace(old, new), "Norm.forward")
 
 
-def test_a_string_that_is_no_docstring_and_a_decorator_do():
+def test_other_strings_and_decorators_change_the_digest():
     bare = digest_in("def f():\n    return 1", "f")
     assert digest_in("def f():\n    'said'\n    return 1", "f") == bare
     assert digest_in("def f():\n    return 1\n    'said'", "f") != bare

@@ -309,7 +309,7 @@ def test_what_else_a_module_has_runs_as_it_is(family, place, other, kernels):
     held(model, patching(family, fused_linear_cross_entropy=False), step, kernels)
 
 
-def test_another_activation_is_told():
+def test_another_activation_is_reported():
     model = make("gpt2")[0]
     tilekern.apply(model_type="gpt2")
     model.transformer.h[0].mlp.act = torch.nn.Mish()
@@ -432,7 +432,7 @@ def test_norms_whose_result_a_gate_multiplies(made, kernels, tolerance):
 
 
 @both_ways
-def test_a_gated_norm_is_told_as_one_of_rms_norm_s(way):
+def test_the_report_lists_a_gated_norm_under_rms_norm(way):
     model = eval_of("qwen3_5")
     way(model)
     rows = [row for row in tilekern.report(model).rows if row.kind == "Qwen3_5RMSNormGated"]

@@ -193,7 +193,7 @@ def test_printed_it_has_a_heading_for_each_op_and_a_line_for_modules_that_are_al
     assert report.fallbacks["swiglu_forward"] == 2
 
 
-def test_calls_that_run_kernels_and_calls_that_do_not_are_told_apart(qwen3, uncounted, monkeypatch):
+def test_calls_with_and_without_kernels_are_counted_apart(qwen3, uncounted, monkeypatch):
     apply()
     monkeypatch.setenv("TILEKERN_INTERPRET", "1")
     qwen3.eval()(input_ids=IDS)

@@ -376,7 +376,7 @@ def test_rows_that_do_not_count_are_not_read(cluster):
 
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("label", [-1, 1000, 1 << 30, -(1 << 31)])
-def test_a_label_that_is_no_class_gives_nan(label, cluster):
+def test_a_label_outside_the_classes_gives_nan(label, cluster):
     problem = problem_of(LOSS, rows=3)
     inputs = drawn(LOSS, problem)
     inputs["target"][:] = torch.tensor([7, label, 999])

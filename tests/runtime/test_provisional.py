@@ -256,7 +256,7 @@ def test_the_interval_is_a_minute_unless_it_is_set_and_a_bad_one_is_named(monkey
         provisional.interval_s()
 
 
-def test_a_process_that_may_have_no_more_threads_goes_on(root, monkeypatch):
+def test_a_process_at_its_limit_of_threads_goes_on(root, monkeypatch):
     def refuse(_):
         raise RuntimeError("can't start new thread")
 
@@ -356,7 +356,7 @@ for _ in range(122): op()
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_ranks_of_a_job_look_nothing_up_unless_they_are_told_to(root, compiled, monkeypatch, asked):
+def test_ranks_of_a_job_look_up_nothing_unless_asked_to(root, compiled, monkeypatch, asked):
     monkeypatch.setattr(provisional, "of_several_ranks", lambda: True)
     monkeypatch.setattr(provisional, "INTERVAL_S", float(EVERY_S))
     if not asked:

@@ -50,7 +50,7 @@ def test_a_sweep_in_which_nothing_compiled_is_an_error(monkeypatch, tmp_path: Pa
     assert f"tune status {sweep.folder} has the others" in said
 
 
-def test_a_sweep_of_which_nothing_was_compiled_says_what_to_run(monkeypatch, tmp_path: Path, capsys, h200):
+def test_a_sweep_without_compiled_candidates_says_what_to_run(monkeypatch, tmp_path: Path, capsys, h200):
     monkeypatch.setattr(pipeline, "here", lambda: h200)
     monkeypatch.setattr("tilekern.tuning.executors.local.LocalExecutor", lambda *_: RecordedExecutor())
     sweep = Sweep(tmp_path / "sweep")
@@ -80,7 +80,7 @@ def test_an_output_that_cannot_be_written_is_one_line(compiled_sweep: Sweep):
 
 
 @pytest.mark.processes
-def test_a_reader_who_has_gone_is_no_error(compiled_sweep: Sweep):
+def test_a_closed_pipe_is_not_an_error(compiled_sweep: Sweep):
     command = f"{sys.executable} -m tilekern.tune status {compiled_sweep.folder} --json | true; exit ${{PIPESTATUS[0]}}"
     found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert "Traceback" not in found.stderr
@@ -246,7 +246,7 @@ def test_every_command_has_h_and_version(name, capsys):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_a_word_that_is_neither_a_command_nor_a_model_is_told_both(arguments, nearest, capsys):
+def test_an_unknown_word_is_told_the_commands_and_the_models(arguments, nearest, capsys):
     assert cli.main(arguments) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -256,7 +256,7 @@ def test_a_word_that_is_neither_a_command_nor_a_model_is_told_both(arguments, ne
         assert part in err
 
 
-def test_a_command_behind_options_is_told_where_it_stands(capsys):
+def test_a_command_after_options_is_told_to_come_first(capsys):
     assert cli.main(["--gpu", "B200", "status"]) == 2
     assert "status is a command, which stands before its options" in capsys.readouterr().err
 

@@ -56,7 +56,7 @@ def test_a_journal_that_is_appended_to_a_torn_one_loses_no_line(tmp_path):
         assert Journal(path, "name").latest().keys() == {"a", "c"}
 
 
-def test_a_line_that_lacks_only_its_end_counts_once(tmp_path):
+def test_a_line_without_its_newline_counts_once(tmp_path):
     path = tmp_path / "journal.jsonl"
     path.write_text('{"key": "a", "n": 1}')
     journal = Journal(path, "key")
@@ -65,7 +65,7 @@ def test_a_line_that_lacks_only_its_end_counts_once(tmp_path):
     assert journal.latest() == {"a": {"key": "a", "n": 1}, "b": {"key": "b", "n": 2}}
 
 
-def test_what_is_no_line_of_the_journal_is_skipped(tmp_path):
+def test_text_that_is_not_a_line_of_the_journal_is_skipped(tmp_path):
     path = tmp_path / "journal.jsonl"
     path.write_bytes(b'[1]\n7\n\n{"other": 1}\n{"key": 3}\n\xff\xfe\n\x00\x00\n{"key": "a"}\n')
     assert read(path) == {"a": {"key": "a"}}
@@ -190,7 +190,7 @@ def hold(folder: Path, has_it, seconds: float) -> None:
 
 
 @pytest.mark.processes
-def test_two_runs_on_one_folder_are_told_apart(sweep: Sweep):
+def test_two_runs_on_one_folder_are_distinguished(sweep: Sweep):
     has_it = FORK.Event()
     other = FORK.Process(target=hold, args=(sweep.folder, has_it, 60))
     other.start()
@@ -238,7 +238,7 @@ def test_a_run_takes_the_lock_it_has_again(sweep: Sweep):
     assert sweep.model == "again"
 
 
-def test_what_a_killed_run_was_writing_is_removed_by_the_next(sweep: Sweep):
+def test_the_next_run_removes_partial_files_of_a_killed_one(sweep: Sweep):
     left = sweep.folder / "artifacts" / ".new-0123"
     left.write_bytes(b"half")
     with sweep.running("compile"):

@@ -110,7 +110,7 @@ def test_candidates_that_do_the_same_are_measured_once(compiled_sweep: Sweep, h2
     assert chosen[-1].candidate.variant == "generic"
 
 
-def test_what_is_in_quarantine_is_not_measured(sweep: Sweep, h200):
+def test_quarantined_candidates_are_not_measured(sweep: Sweep, h200):
     first = entrants(*SMALL, h200, sweep.compiled(), sweep.quarantined())[0].candidate
     sweep.note("quarantine", {"candidate": first.key, "reason": "the process died"})
     assert first.key not in [e.key for e in entrants(*SMALL, h200, sweep.compiled(), sweep.quarantined())]

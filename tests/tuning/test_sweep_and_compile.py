@@ -117,7 +117,7 @@ def test_a_folder_keeps_what_was_said_of_a_gpu_that_is_not_listed(tmp_path: Path
 
 
 @pytest.mark.parametrize("content", ["{", "[]", json.dumps({"format": 99}), json.dumps({"format": 1})])
-def test_a_folder_that_is_no_sweep(tmp_path: Path, content: str):
+def test_a_folder_that_is_not_a_sweep(tmp_path: Path, content: str):
     (tmp_path / "sweep.json").write_text(content)
     with pytest.raises(InputError):
         Sweep(tmp_path).problems()
@@ -141,7 +141,7 @@ def test_a_plan_of_another_version_is_said_and_planned_again(tmp_path: Path, h20
     assert sweep.problems() == [SMALL]
 
 
-def test_a_dry_run_on_a_folder_that_cannot_be_is_no_traceback(tmp_path: Path, capsys):
+def test_a_dry_run_on_an_impossible_folder_ends_without_a_traceback(tmp_path: Path, capsys):
     (tmp_path / "file").touch()
     command = ["qwen3-0.6b", "--gpu", "H200", "--ops", "rope", "--sweep", str(tmp_path / "file" / "sweep")]
     assert cli.main([*command, "--dry-run"]) == 0

@@ -85,7 +85,7 @@ def test_the_commands_of_the_page_run_and_a_job_finds_the_record(here, capsys, m
         assert plan.blocks > 0
 
 
-def test_records_stay_and_are_told_of_where_the_module_is_not(here, default_configs, capsys, monkeypatch):
+def test_records_of_a_missing_module_stay_and_are_reported(here, default_configs, capsys, monkeypatch):
     assert run(COMMANDS[0]) == 0
     forget()
     (here / "my_kernels.py").unlink()
