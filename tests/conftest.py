@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis' profiles, and settings of their own."""
+"""Shared by all tests: hypothesis' profiles, and settings apart from the user's."""
 
 import gc
 import os
@@ -69,7 +69,7 @@ def settings_of_these_tests(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def numbers_of_this_test(request):
-    """What a test draws hangs on its name alone, so that one that fails does so again, in any order and alone."""
+    """Seed a test's random numbers by its name alone, so that a failure repeats alone and in any order."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 

@@ -1,4 +1,4 @@
-"""Who may import whom, and what `import tilekern` costs."""
+"""The rules of imports, and the cost of `import tilekern`."""
 
 import ast
 import functools
@@ -95,7 +95,7 @@ def within(*prefixes):
 
 
 def strangers(modules, known, *, everywhere=True):
-    """What modules import at the first level of names that is not known, as lines that say who imports what."""
+    """Yield a line for each unknown top-level package that modules import."""
     for module in modules:
         for name in imports(MODULES[module], everywhere=everywhere):
             top = name.partition(".")[0]
@@ -120,7 +120,7 @@ def by_name(path):
 
 
 def test_imports_run_downwards():
-    """Those by name too; only the lazy names of the package itself lead upwards."""
+    """Imports by name too; only the package's own lazy names lead upwards."""
     wrong = []
     for module, path in MODULES.items():
         height = HEIGHT.get(room_of(module))
@@ -256,7 +256,7 @@ def test_light_modules_load_nothing_heavy(module):
 
 @pytest.mark.processes
 def test_importing_tilekern_takes_less_than_50_ms():
-    """Of the processor's time, which other processes of a busy machine do not lengthen."""
+    """Measure processor time, which other processes of a busy machine do not lengthen."""
     code = "import time; started = time.process_time(); import tilekern; print(time.process_time() - started)"
     assert min(float(run(code)[0]) for _ in range(5)) < 0.05
 

@@ -1,4 +1,4 @@
-"""Which tests a pull request runs."""
+"""The choice of tests that a pull request runs."""
 
 import subprocess
 from pathlib import Path

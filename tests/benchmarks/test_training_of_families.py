@@ -72,7 +72,7 @@ def test_each_family_has_the_same_loss_by_tilekern_as_unpatched(name, tmp_path):
 
 
 def in_place(job):
-    """What a job's process says, by this one."""
+    """Yield what the job's process would print, but run the job in this process."""
     prepare(job)
     yield from run(job)
     tilekern.reset()

@@ -36,7 +36,7 @@ PACKS = ("version-1.pack", "version-2.pack")
 
 @pytest.fixture(params=SCHEMAS)
 def schema(request):
-    """That of the record."""
+    """Return the schema of the record."""
     return request.param
 
 

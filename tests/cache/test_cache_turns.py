@@ -1,4 +1,4 @@
-"""Of those that want to make the same thing at the same time one does, and nobody depends on it."""
+"""Processes that would compile the same thing at once take turns, and none depends on its turn."""
 
 import os
 import threading

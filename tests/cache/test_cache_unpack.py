@@ -22,7 +22,7 @@ CHANGING = (*WRITING, "os.remove", "os.rmdir")
 
 
 def changes(event, arguments):
-    """Whether an audit event is one of a call that changes the file system."""
+    """Return whether an audit event is a call that changes the file system."""
     return event in CHANGING or (event == "open" and bool(arguments[2] & (os.O_CREAT | os.O_WRONLY | os.O_RDWR)))
 
 
@@ -96,7 +96,7 @@ def interrupted(root, pack, step, act):
 
 
 def is_whole(root):
-    """Whether a folder of an unpack waits for its files to be moved."""
+    """Return whether the folder of an unpack is complete and only its files must be moved."""
     return any(path.suffix != ".tmp" for path in (root / "v1" / "incoming").glob("*"))
 
 

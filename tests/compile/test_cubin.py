@@ -1,4 +1,4 @@
-"""What is read from a cubin's ELF sections."""
+"""Facts read from a cubin's ELF sections."""
 
 import shutil
 import subprocess

@@ -117,7 +117,7 @@ def test_a_compiler_failure_is_reported_in_one_line(fresh, tmp_path, monkeypatch
 
 
 def test_the_compiler_sees_where_programs_lie_and_nothing_that_others_have_set(fresh, tmp_path, monkeypatch):
-    """By some variables it would take the parts of another CUDA toolkit."""
+    """Some variables would make it use parts of another CUDA toolkit."""
     compiler(tmp_path, 'env > "$3"', monkeypatch)
     for name in ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "LLVM_OVERRIDE_PRODUCER", "PTXAS_OPTIONS", "LD_PRELOAD"):
         monkeypatch.setenv(name, "")
@@ -210,7 +210,7 @@ HINTS = ({"occupancy": 1}, {"occupancy": 4, "num_worker_warps": 8}, {"occupancy"
 
 
 def one_now_and_others_slow(specs):
-    """What holds for all of them changes with cuda-tile and hardly with a kernel: a quarter of them show it."""
+    """Return one spec, and a quarter of the others as slow ones: the result depends on cuda-tile, hardly on a kernel."""
     first, *others = sorted(specs, key=lambda spec: spec.name != "swiglu_forward")
     return [first, *(pytest.param(spec, marks=pytest.mark.slow) for spec in others[::4])]
 

@@ -74,7 +74,7 @@ def run(capsys, *arguments, code):
 
 
 def wrong(capsys, *arguments):
-    """What is wrong, by the JSON document."""
+    """Return the faults in the JSON document."""
     document = json.loads(run(capsys, *arguments, "--json", code=1))
     assert not document["ok"]
     return document["wrong"]

@@ -147,7 +147,7 @@ BY_HAND = (
 
 
 def _model_cases() -> Iterator[Case]:
-    """What the training of the small model asks for, op by op too, and calls of ops that no patched step makes."""
+    """Yield the problems of the small model's training, patched as a whole and op by op, and calls of other ops."""
     target, single = resolve("H200"), ["rms_norm", "swiglu", "rope"]
     steps = (Steps([TOKENS], attention=("tilekern", "tilekern_nondeterministic")), Steps([TOKENS], ops=single))
     plans = [plan_of_model(CONFIG, step, target) for step in steps]
@@ -188,7 +188,7 @@ def problem_of(case: Case, rows: int) -> tuple[KernelSpec, Problem]:
 
 
 def plan_of(spec: KernelSpec, problem: Problem) -> dispatch.Plan:
-    """What dispatch finds for a problem on the current GPU."""
+    """Return the plan that dispatch finds for a problem on the current GPU."""
     plan = dispatch.plan_for(spec, torch.device("cuda", torch.cuda.current_device()), *sizes_of(spec, problem))
     assert plan is not None
     return plan

@@ -1,4 +1,4 @@
-"""What runs at the end of `import torch`, and what waits for another package's import."""
+"""Code that runs at the end of `import torch` or waits for another package's import."""
 
 import ast
 import importlib
@@ -315,7 +315,7 @@ def test_the_entry_point_of_torch_names_it():
 
 @pytest.mark.processes
 def test_it_adds_a_few_milliseconds_to_the_import_of_torch():
-    """Of the processor's time. What torch has loaded by then is loaded before."""
+    """Measure processor time, with the modules loaded that torch has loaded by then."""
     code = (
         "import __future__, importlib, sys, time, typing, warnings\n"
         "known, now = set(sys.modules), time.process_time()\n"

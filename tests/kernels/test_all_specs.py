@@ -112,7 +112,7 @@ def test_long_rows(spec, rows, columns):
 
 @pytest.mark.parametrize(("kernel", "rows", "columns"), [("column_sum", 300, 1030), ("scale", 3, 5121)])
 def test_many_chunks(kernel, rows, columns):
-    """By a config of each tile; a single resident block computes all rows."""
+    """Run a config of each tile; a single resident block computes all rows."""
     spec = spec_named(kernel)
     problem = sized(spec, "bfloat16", rows=rows, columns=columns)
     for config in one_of_each(spec, problem, "tile_n"):

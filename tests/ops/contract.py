@@ -145,7 +145,7 @@ class Case:
         return several(self.formula(**given))
 
     def dtypes(self, given: Given, count: int) -> list[torch.dtype]:
-        """Those of so many results."""
+        """Return the dtypes of this number of results."""
         if self.dtype is None:
             floats = [x.dtype for x in given.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
             return [promoted(*floats)] * count
@@ -204,7 +204,7 @@ def wide(given: Given) -> Given:
 
 
 def gradients(results: Any, of: Given, layout: str = "contiguous", **more: Any) -> dict[str, torch.Tensor]:
-    """Those of the results times normal slopes, of each leaf by its name."""
+    """Return the gradients of the results times normal slopes, by the name of each leaf."""
     return dict(zip(of, _pulled(results, of, slopes_of(results, layout), **more), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What a declaration makes: the text of the shipped ops, and ops of other forms than theirs."""
+"""Code made from declarations: the text of the shipped ops, and ops of other forms."""
 
 import dataclasses
 import inspect

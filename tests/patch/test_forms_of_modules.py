@@ -53,7 +53,7 @@ def logits(model):
 
 
 def graded(function, *leaves, **options):
-    """What a function makes of some leaves, and the gradients by them."""
+    """Return a function's results on some leaves, and their gradients."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     return results(lambda: function(*leaves, **options), leaves)
 

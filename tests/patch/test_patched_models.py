@@ -213,7 +213,7 @@ RUN = {
 @interpreted
 def test_gradients_of_every_parameter_are_as_near_to_float64_as_hugging_faces():
     def gradients(seed, attention, wide=False):
-        """Of a model with bfloat16 weights, but float32 frequencies, as ``from_pretrained`` makes one."""
+        """Return gradients of a model like ``from_pretrained``'s: bfloat16 weights, float32 frequencies."""
         torch.manual_seed(seed)
         config = make(use_cache=False).config
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What ``tilekern.report`` says of models as they are, as they are patched, and as others have changed them."""
+"""``tilekern.report`` on unpatched models, patched ones, and those that other code has changed."""
 
 import itertools
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning
 
 
 def reasons(model, op):
-    """By module, why an op does not serve it; empty where it does."""
+    """Return why an op does not serve each module; empty if it does."""
     return {row.module: row.reason for row in tilekern.report(model).rows if row.op == op}
 
 

@@ -1,4 +1,4 @@
-"""What masks tell attention "tilekern": sequences of a row, room of a cache, and what nobody may look at."""
+"""Masks that describe to attention "tilekern" a row's sequences, a cache's room, and values not to be read."""
 
 import contextlib
 

@@ -86,7 +86,7 @@ def sharded(model, **options):
 
 
 class Wrapper(NamedTuple):
-    """What wraps a model, and what holds of the wrapped one.
+    """A wrapper of a model, and the facts that hold for the wrapped model.
 
     Attributes:
         wrap: wraps it.

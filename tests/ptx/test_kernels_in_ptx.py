@@ -122,7 +122,7 @@ def assert_right(name, problem, kernel, clusters=None, inputs=None, *, expected=
 
 
 def each(names, *cases, clusters=None, **how):
-    """Of each spec the cases, which are sizes and flags of a problem and axes of a config."""
+    """Yield the cases of each spec: sizes and flags of a problem, and axes of a config."""
     names = (names,) if isinstance(names, str) else names
     return [(name, sizes, axes, clusters, how) for name in names for sizes, axes in cases]
 
@@ -415,7 +415,7 @@ def test_no_heads_give_sums_of_zero():
 
 @pytest.mark.parametrize("columns", [128, 64])
 def test_heads_share_the_angles_of_one_batch_entry(columns):
-    """Of angles that are stored twice the first ones alone are read."""
+    """If angles are stored twice, only the first ones are read."""
     problem = problem_of(HEADS, batch=3)
     inputs = drawn(HEADS, problem)
     inputs |= {key: inputs[key][..., :1, :, :64] for key in ("cos", "sin")}

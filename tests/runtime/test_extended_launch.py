@@ -72,7 +72,7 @@ for number, calls in enumerate(sys.argv[2:]):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """By calls: the addresses of both matrices, the launches, and what was printed; each in a fork of one process."""
+    """Return, by calls, both matrices' addresses, the launches and the output; each in a fork of one process."""
     folder = tmp_path_factory.mktemp("driver")
     source = Path(__file__).with_name("driver_stub.c")
     subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", folder / "libcuda.so.1", source], check=True)

@@ -12,7 +12,7 @@ LIMIT_S = 20
 
 
 def ends(work):
-    """Whether a forked child comes to the end of a function."""
+    """Return whether a forked child reaches the end of a function."""
     child = os.fork()
     if child == 0:
         signal.alarm(LIMIT_S)

@@ -45,7 +45,7 @@ def watching(root, monkeypatch):
 
 
 def publish(compiled, root, **changes):
-    """What another process does: blobs first, then the record, each in one step."""
+    """Publish like another process: blobs first, then the record, each in one step."""
     layer = cache.FolderLayer(compiled, "compiled")
     [tools] = layer.toolkits(H200.key)
     record = layer.read_record(H200.key, tools, SPEC.name, dict(PROBLEM))
@@ -152,7 +152,7 @@ def test_an_eval_before_training_does_not_let_a_step_see_two_plans(root, compile
 
 
 def test_an_eval_comes_first_and_the_first_step_takes_long(root, compiled):
-    """What Lightning's sanity check and a compiled model's first step amount to."""
+    """Lightning's sanity check and a compiled model's first step look like this."""
     weight = torch.nn.Parameter(torch.ones(2))
     with torch.no_grad():
         assert plan() is None

@@ -95,7 +95,7 @@ def situations(compiled, tmp_path_factory):
 
 
 def configs(outcome):
-    """Of what a rank was asked for, the configs that run."""
+    """Return the configs that run for the calls of a rank."""
     return [run and run[0] for run in outcome["runs"]]
 
 

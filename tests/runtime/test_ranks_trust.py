@@ -69,7 +69,7 @@ class Home:
             file.write_bytes(self.keys[key].sign(data))
 
     def pack(self, name, root):
-        """What a cache holds, as a pack."""
+        """Return a cache's contents as a pack."""
         held, signatures = [], {}
         for entry, data in cache.Store(root).read_entries():
             digest = hashlib.sha256(data).hexdigest()

@@ -1,4 +1,4 @@
-"""What a call meets where caches, homes, disks, processes and clocks are not as they should be."""
+"""Calls when caches, homes, disks, processes and clocks are not as they should be."""
 
 import contextlib
 import dataclasses

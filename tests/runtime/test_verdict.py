@@ -1,4 +1,4 @@
-"""What ranks say of themselves, and the verdict that each comes to: nothing that is said is believed unchecked."""
+"""The statuses of ranks and the verdict that each computes; no statement is believed unchecked."""
 
 import contextlib
 import json

@@ -281,7 +281,7 @@ def test_a_command_that_takes_a_model_names_no_commands(capsys):
 
 @pytest.mark.parametrize("name", ["long" * 55, "with [bold]brackets[/bold] :bug: and spaces"], ids=["long", "odd"])
 def test_what_holds_a_path_or_a_command_is_one_line(name, tmp_path, capsys):
-    """As a pipe gets it: neither broken at some width nor read as markup."""
+    """In a pipe it is neither wrapped nor read as markup."""
     folder = tmp_path / name
     given = ["qwen3-8b", "--gpu", "H200", "--ops", "rope", "--tokens", "64", "--cache-dir", str(tmp_path / "cache")]
     assert cli.main([*given, "--stages", "plan", "--sweep", str(folder)]) == 0

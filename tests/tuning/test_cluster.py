@@ -134,7 +134,7 @@ def keys(lines):
 
 
 def handed(folder):
-    """Who was handed which problem with how many known checks, in order."""
+    """Return which node got which problem with how many known checks, in order."""
     return [(name, int(rows), int(checks)) for name, rows, checks in map(str.split, open(folder / "handed"))]
 
 

@@ -1,4 +1,4 @@
-"""What a compile does to its compiler costs one candidate; and no core waits for another at the end."""
+"""A compile that kills its compiler costs one candidate, and no core waits for another at the end."""
 
 import functools
 import gzip

@@ -1,4 +1,4 @@
-"""What is counted in machine code, beside nvdisasm and the compiler's own remarks."""
+"""Counts in machine code, compared with nvdisasm and the compiler's own remarks."""
 
 import importlib.util
 import os

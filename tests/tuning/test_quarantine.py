@@ -1,4 +1,4 @@
-"""What one sweep found out about a candidate spares the next one the loss."""
+"""A candidate that one sweep put into quarantine costs the next sweep nothing."""
 
 import json
 import shutil

@@ -115,7 +115,7 @@ def test_it_runs_in_the_interpreter_as_the_page_says(here, monkeypatch):
 
 
 def test_its_candidates_are_verified_and_timed(here, default_configs, monkeypatch):
-    """By the real worker, on a GPU that the interpreter simulates."""
+    """The real worker does it, on a GPU that the interpreter simulates."""
     monkeypatch.setattr(process, "serve", simulated_gpu.serve)
     monkeypatch.setattr(process, "get_context", lambda _: get_context("fork"))
     monkeypatch.setattr(local, "devices", lambda: ["0"])
