@@ -210,7 +210,7 @@ HINTS = ({"occupancy": 1}, {"occupancy": 4, "num_worker_warps": 8}, {"occupancy"
 
 
 def one_now_and_others_slow(specs):
-    """Return one spec, and a quarter of the others as slow ones: the result depends on cuda-tile, hardly on a kernel."""
+    """Return one spec, and a quarter of the others as slow ones: it depends on cuda-tile, hardly on a kernel."""
     first, *others = sorted(specs, key=lambda spec: spec.name != "swiglu_forward")
     return [first, *(pytest.param(spec, marks=pytest.mark.slow) for spec in others[::4])]
 
