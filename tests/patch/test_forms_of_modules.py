@@ -431,6 +431,24 @@ def test_norms_whose_result_a_gate_multiplies(made, kernels, tolerance):
     held(norm, patching("qwen3_next"), lambda norm: results(lambda: norm(x, gate), leaves), kernels, tolerance)
 
 
+class Tripled(gemma4.Gemma4RMSNorm):
+    def _norm(self, hidden_states):
+        return 3 * super()._norm(hidden_states)
+
+
+@both_ways
+def test_a_subclass_of_a_norm_that_overrides_its_helper_runs_its_own_code(way):
+    model = eval_of("gemma4")
+    norm = next(x for x in model.modules() if type(x) is gemma4.Gemma4RMSNorm)
+    norm.__class__ = Tripled
+    others = sum(type(x) is gemma4.Gemma4RMSNorm for x in model.modules())
+    assert 0 < sum(held(model, way, logits, **only("rms_norm")).values()) <= others
+    way(model)
+    assert {row.reason for row in tilekern.report(model).rows if row.op == "rms_norm" and row.kind == "Tripled"} == {
+        "Tripled has a _norm of its own"
+    }
+
+
 @both_ways
 def test_the_report_lists_a_gated_norm_under_rms_norm(way):
     model = eval_of("qwen3_5")

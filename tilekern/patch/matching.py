@@ -322,8 +322,10 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
 def _add_shaped(module: Module, add: Callable[..., None]) -> None:
     """Add the patches of functions that match as a whole."""
     for kind, norm in module.norms.items():
-        make = partial(replacements.rms_norm, norm=norm) if norm != PLAIN else replacements.rms_norm
-        add("rms_norm", f"{kind}.forward", make, (module.methods_of(kind) or ())[1:])
+        helpers = (module.methods_of(kind) or ())[1:]
+        by_helper = partial(replacements.rms_norm_by_helper, norm=norm)
+        whole = partial(replacements.rms_norm, norm=norm) if norm != PLAIN else replacements.rms_norm
+        add("rms_norm", f"{kind}.forward", by_helper if helpers else whole, helpers)
     for op, table, part in (
         ("rms_norm", _GATED_NORMS, "NormGated"), ("layer_norm", _LAYER_NORMS, "LayerNorm"), ("swiglu", _MLPS, ""),
     ):  # fmt: skip

@@ -20,7 +20,7 @@ from tilekern.ops.layer_norm import layer_norm
 from tilekern.ops.llama4_rope import llama4_rope
 from tilekern.ops.qwen2vl_mrope import qwen2vl_mrope
 from tilekern.ops.registration import is_autocast
-from tilekern.patch.guards import SHAPES, SUBCLASS, count_own, has_hooks, is_bare_linear, is_plain
+from tilekern.patch.guards import SHAPES, SUBCLASS, count_own, has_hooks, is_bare_linear, is_from, is_plain
 from tilekern.patch.rewriting import named_as
 from tilekern.patch.table import PLAIN, Norm
 
@@ -45,6 +45,19 @@ def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
         return ops.rms_norm(hidden_states, norm.weight_of(self), getattr(self, eps), offset, casting_mode)
 
     return named_as(forward if norm == PLAIN else forward_with_options, original)
+
+
+def rms_norm_by_helper(original: Function, norm: Norm) -> Function:
+    """Like :func:`rms_norm`, for a norm that computes by its method ``_norm``, which subclasses may override."""
+    home, stand_in = inspect.unwrap(original).__globals__["__name__"], rms_norm(original, norm)
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        if not is_from(type(self)._norm, home):
+            count_own(_NORM, "a subclass with a _norm of its own")
+            return original(self, hidden_states)
+        return stand_in(self, hidden_states)
+
+    return named_as(forward, original)
 
 
 def rms_norm_gated(original: Function) -> Function:
