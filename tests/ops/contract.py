@@ -17,7 +17,7 @@ from typing import Any
 
 import formulas
 import torch
-from experts_samples import GATES, by_loop, layer
+from experts_samples import GATES, by_loop, clear_limit, layer
 from hypothesis import strategies as st
 from op_samples import APART, EPS, LAYOUTS, OPS, SHIPPED, laid_out, slopes_of
 from tolerances import ONCE, TOLERANCE
@@ -387,6 +387,7 @@ def of_experts(d: Drawn) -> Given:
     how = d.one_of(*GATES.values())
     is_biased = d.one_of(True, False)
     found = layer(*sizes, biased=is_biased, transposed=is_biased, seed=d.size(0, 0, 5))
+    how = how | {"limit": clear_limit(found)} if "limit" in how else how
     return {name: x.detach() for name, x in found.items()} | how
 
 
