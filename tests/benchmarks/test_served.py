@@ -1,4 +1,4 @@
-"""What is said of configs that nobody measured."""
+"""Reports on configs without a measurement."""
 
 from pathlib import Path
 

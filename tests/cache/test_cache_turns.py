@@ -1,4 +1,4 @@
-"""Of those that want to make the same thing at the same time one does, and nobody depends on it."""
+"""Processes that would compile the same thing at once take turns, and none depends on its turn."""
 
 import os
 import threading
@@ -64,6 +64,7 @@ def test_without_locks_every_process_has_a_turn(tmp_path, place):
             assert not waited
 
 
+@pytest.mark.processes
 def test_a_child_that_is_forked_meanwhile_does_not_keep_the_turn(tmp_path):
     reading, writing = os.pipe()
     with turn(tmp_path, "a record"):

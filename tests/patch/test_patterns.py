@@ -221,7 +221,7 @@ TUPLE = """if not return_dict:
         return output"""
 
 
-def test_those_who_ask_for_tuples_get_logits():
+def test_a_call_that_asks_for_a_tuple_gets_logits():
     text = head(after=TUPLE).replace("logits_to_keep=0", "return_dict=None")
     number, body = changed(text, patterns.head_and_loss)
     assert number == 1

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accelerate.state import AcceleratorState
 from accelerate.utils import compile_regions
-from model_contract import counted, is_put_back, reasons
+from model_contract import both_ways, counted, is_put_back, reasons
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny_qwen3 import IDS, OPS, apply, make, same, step, worst
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -86,7 +86,7 @@ def sharded(model, **options):
 
 
 class Wrapper(NamedTuple):
-    """What wraps a model, and what holds of the wrapped one.
+    """A wrapper of a model, and the facts that hold for the wrapped model.
 
     Attributes:
         wrap: wraps it.
@@ -191,6 +191,15 @@ def test_hooks_are_called_and_taken_out_of_a_model_that_was_put_back():
     assert same(step(model), reference)
     assert tilekern.apply_to_model(model)
     assert set(reasons(model, "fused_add_rms_norm").values()) == {""}
+
+
+@both_ways
+def test_hooks_that_hold_a_stand_in_call_the_original_after_a_reset(way):
+    model = make(layers=1)
+    reference = step(model)
+    way(model)
+    hooked(model)
+    is_put_back(lambda: step(model), reference)
 
 
 def test_hooks_that_hold_what_the_class_had_before_are_reported():

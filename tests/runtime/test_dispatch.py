@@ -1,4 +1,4 @@
-"""What a call finds in a real cache for a GPU that is not here, and what happens where it finds nothing."""
+"""Lookups of calls in a real cache for a GPU that is not here, and misses."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""What a compile does to its compiler costs one candidate; and no core waits for another at the end."""
+"""A compile that kills its compiler costs one candidate, and no core waits for another at the end."""
 
 import functools
 import gzip
@@ -172,7 +172,7 @@ def test_workers_that_cannot_start_are_no_candidates_fault(sweep, monkeypatch):
     assert sweep.compiled() == {}
 
 
-def test_what_failed_is_tried_again_by_another_toolkit_only(sweep, monkeypatch):
+def test_failures_are_tried_again_only_by_another_toolkit(sweep, monkeypatch):
     item, other = sweep.candidates(*SMALL)[:2]
     tools = toolkit()
     failed, made = {"status": "failed", "reason": "a crash"}, COMPILED | {"sha256": sweep.store(b"an artifact")}
@@ -185,7 +185,7 @@ def test_what_failed_is_tried_again_by_another_toolkit_only(sweep, monkeypatch):
     assert other.artifact not in lacking(sweep)
 
 
-def test_a_toolkit_that_failed_before_is_told_from_one_that_is_not_there(sweep, monkeypatch):
+def test_a_failure_of_another_toolkit_is_tried_again_if_a_toolkit_is_installed(sweep, monkeypatch):
     item = sweep.candidates(*SMALL)[0]
     sweep.note("compiled", {"key": item.artifact, "status": "failed", "reason": "x", "toolkit": {"key": "old"}})
     assert item.artifact in lacking(sweep)
@@ -282,7 +282,7 @@ def test_what_is_listed_later_is_handed_out_when_nothing_else_is_left(h200):
     assert order.take_in() == 0
 
 
-def test_a_long_temporary_folder_is_no_hindrance(tmp_path, monkeypatch):
+def test_a_long_temporary_folder_works(tmp_path, monkeypatch):
     """The path of the socket that workers are asked for through has at most 107 bytes."""
     usual, chosen = str(tmp_path / ("a" * 60) / ("b" * 60)), []
     monkeypatch.setattr("tempfile.tempdir", usual)

@@ -219,7 +219,7 @@ class TestBudget:
         assert len(sweep.races()) == 4
 
     @needs_compiler
-    def test_what_is_finished_is_published_and_the_rest_is_named(self, start, both, tmp_path, capsys):
+    def test_finished_problems_are_published_and_the_rest_named(self, start, both, tmp_path, capsys):
         """The second problem to be measured is the last one."""
         runs, pool = [], Known(both)
 
@@ -256,7 +256,7 @@ class TestBudget:
         assert "; nothing is left out" in capsys.readouterr().out
 
     @needs_compiler
-    def test_of_a_space_that_was_compiled_in_part_there_is_no_winner(self, start, both, tmp_path):
+    def test_a_partly_compiled_space_has_no_winner(self, start, both, tmp_path):
         runs = []
 
         def before(item):
@@ -319,6 +319,7 @@ class TestTune:
             "from tilekern import tune as before; import tilekern; after = tilekern.tune",
         ],
     )
+    @pytest.mark.processes
     def test_it_can_be_called_however_it_was_imported(self, lines):
         check = "import inspect; print(before is after, callable(after), *inspect.signature(after).parameters)"
         ran = subprocess.run(
@@ -331,7 +332,8 @@ class TestTune:
             tilekern.tune("no such model", gpu="B200")
         assert tilekern.tune.main.__module__ == "tilekern.tune"
 
-    def test_the_module_is_run_as_ever(self):
+    @pytest.mark.processes
+    def test_the_module_runs_as_before(self):
         command = [sys.executable, "-W", "error", "-m", "tilekern.tune", "--version"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (ran.stdout, ran.stderr) == (f"tilekern {tilekern.__version__}\n", "")

@@ -34,6 +34,7 @@ from tilekern.patch.guards import (
     SUBCLASS,
     TENSORS,
     bare_weights,
+    constant_in_graphs,
     count_own,
     has_hooks,
     is_from,
@@ -309,8 +310,8 @@ def qk_norm_rope(
     def is_known() -> bool:
         return names[rotation] is known or is_from(names[rotation], home, _STAND_INS)
 
-    def rotated(*given: Any) -> Any:
-        return (stand_in if is_known() else names[rotation])(*given)
+    def rotated(*given: Any, **options: Any) -> Any:
+        return (stand_in if is_known() else names[rotation])(*given, **options)
 
     def fused(
         one: Any, other: Any, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, ...], tokens: int,
@@ -356,12 +357,12 @@ def qk_norm_rope(
         if behind:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         if norm_last:
-            q, k = names[rotation](q, k, *angles)
+            q, k = rotated(q, k, *angles)
             return one(q), other(k)
         q, k = one(q), other(k)
         if swapped:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        return turn.by(names[rotation], q, k, *angles)
+        return turn.by(rotated, q, k, *angles)
 
     def turned_alone(norm: Any, x: torch.Tensor, *angles: torch.Tensor) -> Any:
         if is_plain(x) and x.dim() == 4:
@@ -371,7 +372,7 @@ def qk_norm_rope(
             if made is not None:
                 return torch.cat(made, 2)
         count_own("qk_norm_rope_forward", _why(True, norm, x))
-        return names[rotation](norm(x), *angles, unsqueeze_dim=2)
+        return rotated(norm(x), *angles, unsqueeze_dim=2)
 
     change = partial(patterns.qk_norm_rope, norms=norms, rotation=rotation)
     variables = {
@@ -415,7 +416,7 @@ def _given_of(norm: Any, home: str, kinds: Mapping[str, Norm]) -> tuple[Any, flo
     """
     if not is_known(norm, home, kinds):
         return None
-    form = kinds[type(norm).__name__]
+    form = kinds[class_of(norm, home, kinds)]
     weight = weight_of(form, norm)
     if weight is not None and type(weight) not in TENSORS:
         return None
@@ -430,8 +431,26 @@ def is_known(norm: Any, home: str, kinds: Collection[str]) -> bool:
     Its forward, of the class or its own, must be that class's code or tilekern's stand-in for it. Output capturing
     stores the class's forward in the instance, and either may be replaced at any time.
     """
-    kind = type(norm)
-    if kind.__name__ not in kinds or kind.__module__ != home or has_hooks(norm):
+    if not class_of(norm, home, kinds) or has_hooks(norm):
         return False
-    forward = parallel.forward_of(norm) if "forward" in norm.__dict__ else kind.forward
+    forward = parallel.forward_of(norm) if "forward" in norm.__dict__ else type(norm).forward
     return is_from(forward, home, _STAND_INS)
+
+
+def class_of(norm: Any, home: str, kinds: Collection[str]) -> str:
+    """Return the name of a norm's class if it is one of ``kinds`` in ``home``, or of the one that it inherits from.
+
+    Empty for other classes, and for a subclass with methods of its own except ``__init__``.
+    """
+    kind = type(norm)
+    return kind.__name__ if kind.__module__ == home and kind.__name__ in kinds else _inherited(kind, home, kinds)
+
+
+@constant_in_graphs
+def _inherited(kind: type, home: str, kinds: Collection[str]) -> str:
+    for base in kind.__mro__:
+        if base.__module__ == home and base.__name__ in kinds:
+            return base.__name__
+        if any(callable(value) and name != "__init__" for name, value in vars(base).items()):
+            break
+    return ""

@@ -27,6 +27,7 @@ from tilekern.patch.registry import (
     check_choice,
     check_ops,
     check_switches,
+    home_of,
     known_families,
     known_ops,
     patches,
@@ -271,7 +272,7 @@ def apply_to_model(
     The model's modules get methods of their own. Modules inside wrappers (PEFT, torch.compile, DistributedDataParallel)
     are patched too; accelerate's hooks and casts stay around the patched methods. A module that already has another
     method of its own is left alone with a warning. ``rope`` is not patched in models whose attention is patched by
-    ``qk_norm_rope``.
+    ``qk_norm_rope``, which runs the op ``rope`` after norms that it cannot fuse.
 
     A deep copy made afterwards is patched too, until :func:`reset`. A pickle is not patched, but needs tilekern when it
     is loaded. A shallow copy shares the methods, which work on the modules of the original model. So do the replicas of
@@ -420,10 +421,15 @@ def list_patches(model_type: str | None = None) -> list[Found]:
 
     Families' code is read, not imported.
 
+    Args:
+        model_type: a family of transformers, or the name of a module with other models; if it is not tested here, the
+            result is what ``forms="any"`` patches.
+
     Raises:
         InputError: an unknown model type.
     """
-    check_choice(model_type, FORMS[0])
+    if model_type is None or not home_of(model_type):
+        check_choice(model_type, FORMS[0])
     own = registered()
     with _lock:
         return [

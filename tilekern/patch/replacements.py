@@ -59,6 +59,19 @@ def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
     return named_as(forward if norm == PLAIN else forward_with_options, original)
 
 
+def rms_norm_by_helper(original: Function, norm: Norm) -> Function:
+    """Like :func:`rms_norm`, for a norm that computes by its method ``_norm``, which subclasses may override."""
+    home, stand_in = inspect.unwrap(original).__globals__["__name__"], rms_norm(original, norm)
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        if not is_from(type(self)._norm, home):
+            count_own(_NORM, "a subclass with a _norm of its own")
+            return original(self, hidden_states)
+        return stand_in(self, hidden_states)
+
+    return named_as(forward, original)
+
+
 def rms_norm_gated(original: Function) -> Function:
     """Replace ``forward(self, hidden_states, gate)`` of a norm whose result is multiplied by ``silu(gate)``.
 
