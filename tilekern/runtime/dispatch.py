@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -34,6 +34,7 @@ from tilekern.warning import warn_once
 
 if TYPE_CHECKING:
     from tilekern.cache import Address, Hit, Layer, Record, Step
+    from tilekern.runtime.ahead import Coming
     from tilekern.runtime.ranks.agreement import Agreement
     from tilekern.runtime.recorder import Trace
 
@@ -43,6 +44,8 @@ COUNTED = ("hits", "nearest", "misses", "fallbacks", "compiled", "launches")
 MOST_PLANS = 65536
 # A kernel, a problem at its buckets, and the key of a target.
 _Asked = tuple[str, Problem, str]
+# Returns the problems, at their buckets, that the step which runs now asks for on a GPU; None if it cannot tell.
+Foresight = Callable[[Target], "Sequence[tuple[KernelSpec, Problem]] | None"]
 
 
 @dataclass
@@ -54,13 +57,14 @@ class State:
         refusals: why plans are None.
         memos: dictionaries that ops keep beside the plans.
         kernels: by their artifacts; they are never dropped, since a captured graph may launch the code they loaded.
-        resolved: the record that each problem, at its bucket, runs by; None for the model's own op, or for a library's
+        resolved: the hit that each problem, at its bucket, runs by; None for the model's own op, or for a library's
             default without a record.
         unkept: defaults that were compiled here and could not be stored in a cache.
         failed: why defaults could not be compiled, so that each is tried once.
         misfits: addresses of valid records that fit no kernel.
         layers: the layers of this process, once they were looked up.
         policy: the miss policy; None goes by the environment.
+        foresight: returns what the running step asks for, for a miss; None if no model is patched.
         agreement: what the ranks agreed on, which replaces the caches.
         trace: answers for meta tensors.
     """
@@ -71,12 +75,13 @@ class State:
     refusals: dict[tuple[Any, ...], str] = field(default_factory=dict)
     memos: list[dict[Any, Any]] = field(default_factory=list)
     kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-    resolved: dict[tuple[str, Problem], Record | None] = field(default_factory=dict)
+    resolved: dict[tuple[str, Problem], Hit | None] = field(default_factory=dict)
     unkept: dict[_Asked, Hit] = field(default_factory=dict)
     failed: dict[_Asked, Exception] = field(default_factory=dict)
     misfits: set[Address] = field(default_factory=set)
     layers: list[Layer] | None = None
     policy: MissPolicy | None = None
+    foresight: Foresight | None = None
     agreement: Agreement | None = None
     trace: Trace | None = None
 
@@ -147,8 +152,11 @@ def agree_on(agreement: Agreement | None) -> None:
 
 def resolved() -> dict[tuple[str, Problem], Record | None]:
     """Return the record that each problem asked for, at its bucket, runs by; None for the model's own op."""
+    from tilekern.runtime.defaults import AHEAD
+
+    AHEAD.finish()
     with _state.lock:
-        return dict(_state.resolved)
+        return {named: None if found is None else found.record for named, found in _state.resolved.items()}
 
 
 def forget() -> None:
@@ -180,6 +188,11 @@ def look_again() -> int:
 def trace_by(trace: Trace | None) -> None:
     """Let a trace answer for meta tensors, and see other calls too if it is ``real``; None ends it."""
     _state.trace = trace
+
+
+def foresee_by(foresight: Foresight | None) -> None:
+    """Ask ``foresight`` at a miss what else the running step will miss; None asks nothing."""
+    _state.foresight = foresight
 
 
 def _empty_memos() -> None:
@@ -361,7 +374,7 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, 
     else:
         count.hits += 1
         count.nearest += not found.exact_bucket
-    _state.resolved[spec.name, wanted] = None if found is None or plan is None else found.record
+    _state.resolved[spec.name, wanted] = None if plan is None else found
     if not is_settled(found):
         look, take = functools.partial(find, spec, wanted, target), functools.partial(_take, spec, problem, target, key)
         _watch.add(spec.name, wanted, target, look, found, plan, key, take)
@@ -460,7 +473,7 @@ def _take(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ..
         if key not in _state.plans or (_state.agreement is not None and found.layer is not _state.agreement.snapshot):
             return None
         plan = _keep(spec, _made(spec, problem, target, key[1], found), problem)
-        _state.resolved[spec.name, spec.bucketed(problem)] = found.record
+        _state.resolved[spec.name, spec.bucketed(problem)] = found
         counters(spec.name).hits += 1
         # Last, since calls read it without the lock and the plan must be counted by then.
         _state.plans[key] = plan
@@ -596,6 +609,7 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
     if policy == "compile":
         asked = (spec.name, wanted, target.key)
         if asked not in _state.failed:
+            _look_ahead(spec, wanted, target)
             try:
                 return _compiled(spec, wanted, target)
             except RanksDiffer:
@@ -612,6 +626,48 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
     warn_once(f"no cache holds {spec.name} for this model on {target.name}{why}; the model's own op runs; {tune}")
     _refuse(refusal)
     return None
+
+
+def _look_ahead(spec: KernelSpec, wanted: Problem, target: Target) -> None:
+    """Begin to compile all that the running step will miss, on all cores."""
+    from tilekern.compile.toolchain import toolkit
+    from tilekern.runtime.defaults import AHEAD
+
+    goal = target if _state.agreement is None else _state.agreement.target
+    if _state.foresight is None or _state.trace is not None or AHEAD.is_coming(spec, wanted, goal) or not toolkit():
+        return
+    problems = _state.foresight(target)
+    if problems:
+        compile_ahead([(spec, wanted), *problems], goal)
+
+
+def missing(problems: Iterable[tuple[KernelSpec, Problem]], target: Target) -> list[tuple[KernelSpec, Problem]]:
+    """Return the problems, at their buckets, for which a call compiles a default, each once."""
+    return [
+        (spec, problem)
+        for spec, problem in dict.fromkeys(problems)
+        if not spec.is_library(problem, spec.default(problem, target))
+        and (spec.name, problem, target.key) not in _state.failed
+        and find(spec, problem, target) is None
+    ]
+
+
+def compile_ahead(problems: Iterable[tuple[KernelSpec, Problem]], target: Target) -> list[Coming]:
+    """Begin to compile the defaults of problems without a record, on all cores; return them.
+
+    A call of such a problem waits for its own one. Other processes with this cache have their turn at what is left out.
+    """
+    from tilekern.compile.toolchain import require_toolkit
+    from tilekern.runtime.defaults import default_in_cache, make_ahead
+
+    key = require_toolkit().key
+
+    def by_another(spec: KernelSpec, problem: Problem) -> Hit | None:
+        if _state.agreement is not None:
+            return default_in_cache(spec, problem, target, key)
+        return find(spec, problem, target)
+
+    return make_ahead(missing(problems, target), target, by_another, misfits=_state.misfits)
 
 
 def _compiled(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:

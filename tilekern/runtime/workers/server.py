@@ -48,7 +48,7 @@ class Server:
     @property
     def pid(self) -> int | None:
         """The process, once it was started."""
-        return self._forks._forkserver_pid
+        return self._forks._forkserver_pid  # type: ignore[attr-defined]
 
     def start(self) -> None:
         """Start the process unless it runs. It loads its modules in the background.
@@ -116,10 +116,10 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(process, work)
         finally:
             context.set_spawning_popen(None)
-        self.sentinel, written = self._server.connect(self._fds)
+        self.sentinel, written = self._server.connect(self._fds)  # type: ignore[attr-defined]
         # The worker sees this process's end by what is kept open here.
         kept = os.dup(written)
-        self.finalizer = util.Finalize(self, util.close_fds, (kept, self.sentinel))
+        self.finalizer = util.Finalize(self, util.close_fds, (kept, self.sentinel))  # type: ignore[attr-defined]
         with open(written, "wb", closefd=True) as file:
             file.write(work.getbuffer())
         self.pid = forkserver.read_signed(self.sentinel)
