@@ -84,7 +84,7 @@ def prepare(model: torch.nn.Module, batch: Mapping[str, Any] | None = None, *, g
     begun = dispatch.compile_ahead(asked, target)
     AHEAD.finish()
     left = dispatch.missing(asked, target)
-    compiled = sum(not coming.is_left for coming in begun)
+    compiled = sum(coming.is_whole for coming in begun)
     return Prepared(len(asked), compiled, tuple((spec.name, problem) for spec, problem in left))
 
 

@@ -77,7 +77,7 @@ class Coming:
         self.artifacts: dict[str, Artifact] = {}
         self.code: dict[str, bytes] = {}
         self.record: Record | None = None
-        self.is_left = False
+        self._gone: set[str] = set()
         self._end_turn = end_turn
 
     @property
@@ -88,7 +88,16 @@ class Coming:
     @property
     def is_over(self) -> bool:
         """Whether nothing more comes."""
-        return self.is_left or len(self.artifacts) == len(self.configs)
+        return all(map(self.is_settled, self.configs))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all variants have come."""
+        return self.artifacts.keys() == self.configs.keys()
+
+    def is_settled(self, variant: str) -> bool:
+        """Return whether a variant has come, or does not come any more."""
+        return variant in self.artifacts or variant in self._gone
 
     def take(self, variant: str, artifact: Artifact, code: bytes) -> None:
         """Take a compiled variant. With the aligned one there is a record, with both it is whole."""
@@ -119,13 +128,14 @@ class Coming:
         """Return the code of the compiled variants by sha256."""
         return {artifact.sha256: self.code[variant] for variant, artifact in self.artifacts.items()}
 
-    def leave(self) -> None:
-        """Give up what has not come; calls compile it themselves."""
-        self.is_left = True
-        self.end_turn()
+    def leave(self, *variants: str) -> None:
+        """Give up variants that have not come; calls compile them themselves."""
+        self._gone |= set(variants) - self.artifacts.keys()
+        if ALIGNED in self._gone or self.is_over:
+            self.end_turn()
 
     def end_turn(self) -> None:
-        """Let other processes have the turn."""
+        """Let other processes have the turn, and this one's calls."""
         end, self._end_turn = self._end_turn, lambda: None
         end()
 
@@ -231,9 +241,9 @@ class Ahead:
         if coming is None:
             return None
         with self._told_of_long():
-            self._wait(lambda: ALIGNED in coming.artifacts or coming.is_left)
+            self._wait(lambda: coming.is_settled(ALIGNED))
         if ALIGNED not in coming.artifacts:
-            coming.leave()
+            coming.leave(*coming.configs)
         if coming.is_over:
             self._coming.pop(coming.key, None)
         return _ComingHit(self, coming, layer) if ALIGNED in coming.artifacts else None
@@ -247,7 +257,7 @@ class Ahead:
         for batch in self._batches:
             batch.order.urge(coming.items[variant])
         with self._told_of_long():
-            self._wait(lambda: variant in coming.artifacts or coming.is_left)
+            self._wait(lambda: coming.is_settled(variant))
         if variant not in coming.code:
             try:
                 made = compile_candidate(coming.spec, coming.problem, coming.configs[variant], coming.target, variant)
@@ -363,13 +373,11 @@ class _Batch:
     def _take(self, answer: Answer | Lost) -> None:
         key = answer.item.artifact if isinstance(answer, Lost) else answer.line["key"]
         for coming, variant in self._takers[key]:
-            if coming.is_left:
-                continue
             if isinstance(answer, Lost) or answer.cubin is None:
-                coming.leave()
+                coming.leave(variant)
             else:
                 coming.take(variant, answer.line["artifact"], answer.cubin)
-                if coming.is_over and coming.record is not None:
+                if coming.is_whole:
                     self._keep(coming)
                     coming.end_turn()
         with self._changed:
@@ -377,8 +385,7 @@ class _Batch:
 
     def _leave(self, error: Exception | None) -> None:
         for coming in self._coming:
-            if not coming.is_over:
-                coming.leave()
+            coming.leave(*coming.configs)
         if error is not None:
             warn_once(
                 f"no processes can compile kernels on all cores ({str(error) or type(error).__name__}); they are "
