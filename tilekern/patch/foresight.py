@@ -108,7 +108,7 @@ def foresee(target: Target) -> list[tuple[KernelSpec, Problem]] | None:
 
     def trace() -> None:
         # What cannot be traced is compiled when it is called.
-        with contextlib.suppress(TilekernError):
+        with dispatch.looking_nothing_up(), contextlib.suppress(TilekernError):
             asked.extend(_problems_of(model, call.on_meta(), target))
 
     # In a thread of its own: the call on this one's stack, its modes and its gradient state are the job's.

@@ -7,6 +7,7 @@ up again periodically, outside the calls' path (:mod:`tilekern.runtime.provision
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -235,11 +236,14 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
             return _state.trace.plan(spec, _problem(spec, sizes))
         _refuse("tensors without values, on meta")
         return None
-    # On the CPU the answer depends on the environment, and a look at it costs nothing there.
-    key = (spec.name, device.index if device.type == "cuda" else interpreting(), *sizes)
+    # On the CPU the answer depends on the environment, and a look at it costs nothing there. (A bool would be a GPU's
+    # number.)
+    key = (spec.name, device.index if device.type == "cuda" else f"{device.type} {interpreting()}", *sizes)
     try:
         plan = _state.plans[key]
     except KeyError:
+        if getattr(_refused, "looks_nothing_up", False):
+            raise InputError(f"{spec.name} is called with tensors on {device} in a step on meta tensors") from None
         with _state.lock:
             if key in _state.plans:  # another thread has looked it up meanwhile
                 return plan_for(spec, device, *sizes)
@@ -626,6 +630,16 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
     warn_once(f"no cache holds {spec.name} for this model on {target.name}{why}; the model's own op runs; {tune}")
     _refuse(refusal)
     return None
+
+
+@contextlib.contextmanager
+def looking_nothing_up() -> Iterator[None]:
+    """Refuse lookups of this thread, which another one waits for that holds the lock; a trace's answers go on."""
+    _refused.looks_nothing_up = True
+    try:
+        yield
+    finally:
+        _refused.looks_nothing_up = False
 
 
 def _look_ahead(spec: KernelSpec, wanted: Problem, target: Target) -> None:
