@@ -11,20 +11,22 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tilekern.compile.toolchain import require_toolkit
+from tilekern.compile.toolchain import require_toolkit, toolkit
 from tilekern.errors import InputError, TilekernError
 from tilekern.ops.adamw import AdamW
 from tilekern.patch.stepping import Batch, Call, core_of, step_as_it_is
 from tilekern.runtime import dispatch
 from tilekern.runtime.defaults import AHEAD
+from tilekern.runtime.dispatch import Foreseen
 from tilekern.runtime.recorder import Trace, tracing
 from tilekern.runtime.settings import check_settings
 from tilekern.spec import KernelSpec, Problem
@@ -32,6 +34,7 @@ from tilekern.spec.targets import Target, resolve
 
 # Steps of one model that are traced; a trace takes a second for each thousand calls of its ops.
 _MOST_STEPS = 8
+_T = TypeVar("_T")
 _CALL = torch.nn.Module._call_impl.__code__
 _traced: weakref.WeakKeyDictionary[torch.nn.Module, set[Hashable]] = weakref.WeakKeyDictionary()
 
@@ -80,7 +83,7 @@ def prepare(model: torch.nn.Module, batch: Mapping[str, Any] | None = None, *, g
     require_toolkit()
     core = core_of(model)
     step = Batch(1, 2048) if batch is None else Call(kwargs=batch).on_meta()
-    asked = _problems_of(core, step, target)
+    asked = _traced_step(core, step, target).problems
     begun = dispatch.compile_ahead(asked, target)
     AHEAD.finish()
     left = dispatch.missing(asked, target)
@@ -88,7 +91,7 @@ def prepare(model: torch.nn.Module, batch: Mapping[str, Any] | None = None, *, g
     return Prepared(len(asked), compiled, tuple((spec.name, problem) for spec, problem in left))
 
 
-def foresee(target: Target) -> list[tuple[KernelSpec, Problem]] | None:
+def foresee(target: Target) -> Foreseen | None:
     """Return what the step of the model asks for in whose forward this is called; None if that is not known.
 
     A step of a model is traced once for the shapes that it is given.
@@ -104,28 +107,83 @@ def foresee(target: Target) -> list[tuple[KernelSpec, Problem]] | None:
     if shapes in traced or len(traced) >= _MOST_STEPS:
         return None
     traced.add(shapes)
-    asked: list[tuple[KernelSpec, Problem]] = []
+    counts = toolkit() is None
+    if not counts:
+        AHEAD.get_ready()
+    asked = _apart(lambda: _traced_step(model, call.on_meta(), target, counts=counts))
+    if asked is None or not asked.problems:
+        return None
 
-    def trace() -> None:
+    def cost_s(kernels: Collection[str]) -> float | None:
+        # SDPA moves as little as attention's kernels.
+        names = [name for name in kernels if not name.startswith("attention")]
+        own = _apart(lambda: _traced_step(model, call.on_meta(), target, lacking=names, counts=True))
+        return None if own is None else max(0.0, (own.bytes - asked.bytes) / (1e9 * target.copy_gbs))
+
+    return Foreseen(type(core_of(model)).__name__, asked.problems, cost_s)
+
+
+def _apart(trace: Callable[[], _T]) -> _T | None:
+    """Run a trace in a thread of its own; return None if the step cannot be traced.
+
+    The call on this thread's stack, its modes and its gradient state are the job's.
+    """
+    found: list[_T] = []
+
+    def run() -> None:
         # What cannot be traced is compiled when it is called.
         with dispatch.looking_nothing_up(), contextlib.suppress(TilekernError):
-            asked.extend(_problems_of(model, call.on_meta(), target))
+            found.append(trace())
 
-    # In a thread of its own: the call on this one's stack, its modes and its gradient state are the job's.
-    thread = threading.Thread(target=trace, name="tilekern trace", daemon=True)
-    AHEAD.get_ready()
+    thread = threading.Thread(target=run, name="tilekern trace", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # the process may have no more threads
         return None
     thread.join()
-    return asked
+    return found[0] if found else None
 
 
-def _problems_of(model: torch.nn.Module, step: Batch | Call, target: Target) -> list[tuple[KernelSpec, Problem]]:
-    with tracing(Trace(target)) as found:
+class _Step(NamedTuple):
+    """A traced step: what it asks for, and the bytes that it moves on the GPU if they were counted."""
+
+    problems: list[tuple[KernelSpec, Problem]]
+    bytes: float
+
+
+def _traced_step(
+    model: torch.nn.Module, step: Batch | Call, target: Target, *, lacking: Collection[str] = (), counts: bool = False
+) -> _Step:
+    """Trace a step of a model, in which the model's own ops run in place of the kernels named in ``lacking``."""
+    with (
+        tracing(Trace(target, lacking=lacking)) as found,
+        _Traffic() if counts else contextlib.nullcontext() as traffic,
+    ):
         step_as_it_is(model, step, adamw=AdamW.is_in_use())
-    return [(found.specs[kernel], problem) for kernel, problem in found.asked]
+    launched = (found.specs[kernel].bytes_moved(problem) * n for (kernel, problem), n in found.launches.items())
+    problems = [(found.specs[kernel], problem) for kernel, problem in found.asked]
+    return _Step(problems, traffic.bytes + sum(launched) if traffic is not None else 0.0)
+
+
+class _Traffic(TorchDispatchMode):
+    """Counts the bytes that torch's own operations read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func.overloadpacket not in _NO_TRAFFIC:
+            leaves = tree_leaves((args, kwargs, result))
+            self.bytes += sum(x.numel() * x.element_size() for x in leaves if isinstance(x, torch.Tensor))
+        return result
+
+
+_aten = torch.ops.aten
+_NO_TRAFFIC = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten._unsafe_view, _aten.resize_)
 
 
 def _running() -> tuple[torch.nn.Module, Call] | None:

@@ -43,7 +43,6 @@ from tilekern.warning import warn
 if TYPE_CHECKING:
     import torch
 
-    from tilekern.spec import KernelSpec, Problem
     from tilekern.spec.targets import Target
 
 _lock = ForkLock()
@@ -322,7 +321,7 @@ def apply_to_model(
     return _in_order(done)
 
 
-def _foresee(target: Target) -> list[tuple[KernelSpec, Problem]] | None:
+def _foresee(target: Target) -> dispatch.Foreseen | None:
     from tilekern.patch.foresight import foresee  # which only a job with a miss needs
 
     return foresee(target)

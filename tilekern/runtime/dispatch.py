@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -45,8 +45,26 @@ COUNTED = ("hits", "nearest", "misses", "fallbacks", "compiled", "launches")
 MOST_PLANS = 65536
 # A kernel, a problem at its buckets, and the key of a target.
 _Asked = tuple[str, Problem, str]
-# Returns the problems, at their buckets, that the step which runs now asks for on a GPU; None if it cannot tell.
-Foresight = Callable[[Target], "Sequence[tuple[KernelSpec, Problem]] | None"]
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What the step of a model asks for.
+
+    Attributes:
+        model: the model's name.
+        problems: kernels and problems at their buckets, in the order of their calls.
+        cost_s: returns how much longer the step takes on the GPU if the model's own ops run in place of some kernels,
+            by the bytes that both move; None if that is not known.
+    """
+
+    model: str
+    problems: Sequence[tuple[KernelSpec, Problem]]
+    cost_s: Callable[[Collection[str]], float | None]
+
+
+# Returns what the step that runs now asks for on a GPU; None if it cannot tell.
+Foresight = Callable[[Target], Foreseen | None]
 
 
 @dataclass
@@ -62,6 +80,7 @@ class State:
             default without a record.
         unkept: defaults that were compiled here and could not be stored in a cache.
         failed: why defaults could not be compiled, so that each is tried once.
+        told: missing problems that one warning has named together.
         misfits: addresses of valid records that fit no kernel.
         layers: the layers of this process, once they were looked up.
         policy: the miss policy; None goes by the environment.
@@ -79,6 +98,7 @@ class State:
     resolved: dict[tuple[str, Problem], Hit | None] = field(default_factory=dict)
     unkept: dict[_Asked, Hit] = field(default_factory=dict)
     failed: dict[_Asked, Exception] = field(default_factory=dict)
+    told: set[_Asked] = field(default_factory=set)
     misfits: set[Address] = field(default_factory=set)
     layers: list[Layer] | None = None
     policy: MissPolicy | None = None
@@ -167,7 +187,7 @@ def forget() -> None:
     """
     with _state.lock:
         for kept in (
-            _state.plans, _state.refusals, _state.resolved, _state.unkept, _state.failed, _state.misfits,
+            _state.plans, _state.refusals, _state.resolved, _state.unkept, _state.failed, _state.told, _state.misfits,
         ):  # fmt: skip
             kept.clear()
         _watch.forget()
@@ -627,7 +647,8 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
             library = library_of(config)
             warn_once(f"no cache holds {spec.name} on {target.name}; its default, a call of {library}, runs; {tune}")
             return None
-    warn_once(f"no cache holds {spec.name} for this model on {target.name}{why}; the model's own op runs; {tune}")
+    if (spec.name, wanted, target.key) not in _state.told:
+        warn_once(f"no cache holds {spec.name} for this model on {target.name}{why}; the model's own op runs; {tune}")
     _refuse(refusal)
     return None
 
@@ -643,16 +664,37 @@ def looking_nothing_up() -> Iterator[None]:
 
 
 def _look_ahead(spec: KernelSpec, wanted: Problem, target: Target) -> None:
-    """Begin to compile all that the running step will miss, on all cores."""
+    """Begin to compile all that the running step will miss, on all cores; without a compiler say what it is, once."""
     from tilekern.compile.toolchain import toolkit
+
+    if _state.foresight is None or _state.trace is not None:
+        return
+    goal = target if _state.agreement is None else _state.agreement.target
+    if not toolkit():
+        asked = (spec.name, wanted, target.key)
+        if asked not in _state.told and (foreseen := _state.foresight(target)):
+            _tell_of_missing(foreseen, target)
+        return
     from tilekern.runtime.defaults import AHEAD
 
-    goal = target if _state.agreement is None else _state.agreement.target
-    if _state.foresight is None or _state.trace is not None or AHEAD.is_coming(spec, wanted, goal) or not toolkit():
+    if not AHEAD.is_coming(spec, wanted, goal) and (foreseen := _state.foresight(target)):
+        compile_ahead([(spec, wanted), *foreseen.problems], goal)
+
+
+def _tell_of_missing(foreseen: Foreseen, target: Target) -> None:
+    lacking = missing(foreseen.problems, target)
+    # A default that a library runs needs no compiler.
+    names = sorted({spec.name for spec, _ in lacking})
+    if not names:
         return
-    problems = _state.foresight(target)
-    if problems:
-        compile_ahead([(spec, wanted), *problems], goal)
+    _state.told |= {(spec.name, problem, target.key) for spec, problem in lacking}
+    cost_s = foreseen.cost_s(names)
+    cost = "" if cost_s is None else f", which costs some {1000 * cost_s:.2g} ms of GPU time a step by the bytes moved"
+    warn_once(
+        f"no cache holds {len(lacking)} of the {len(foreseen.problems)} problems that a step of {foreseen.model} asks "
+        f"for on {target.name}, and no compiler is installed; the model's own ops run for {', '.join(names)}{cost}; "
+        "mend it with: pip install 'tilekern[compile]'"
+    )
 
 
 def missing(problems: Iterable[tuple[KernelSpec, Problem]], target: Target) -> list[tuple[KernelSpec, Problem]]:

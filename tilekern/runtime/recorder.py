@@ -13,7 +13,7 @@ import json
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -89,6 +89,7 @@ class Trace:
     Args:
         target: the GPU with the defaults and grids to use.
         real: whether tensors on devices are traced too.
+        lacking: names of kernels that have no plan, so that the model's own ops run.
 
     Attributes:
         asked: the problems that the steps asked for, at their buckets, in order.
@@ -102,8 +103,8 @@ class Trace:
             only the first.
     """
 
-    def __init__(self, target: Target, *, real: bool = False) -> None:
-        self.target, self.real = target, real
+    def __init__(self, target: Target, *, real: bool = False, lacking: Collection[str] = ()) -> None:
+        self.target, self.real, self._lacking = target, real, lacking
         self.asked: dict[Named, None] = {}
         self.others: dict[Named, None] = {}
         self.fallbacks: Counter[str] = Counter()
@@ -136,8 +137,8 @@ class Trace:
             self._times = before
 
     def plan(self, spec: KernelSpec, problem: Problem | None) -> TracedPlan | None:
-        """Note a problem of real sizes and return its traced plan; None if it is not a problem."""
-        if problem is None:
+        """Note a problem of real sizes and return its traced plan; None if it has none."""
+        if problem is None or spec.name in self._lacking:
             return None
         self._note(spec, problem)
         return TracedPlan(self, spec, problem)
