@@ -111,6 +111,18 @@ def test_what_is_foreseen_is_what_the_step_asks_for(interpreted, name, attention
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
 
 
+@pytest.mark.parametrize("attention", ["eager", "tilekern"])
+@pytest.mark.parametrize("wide", [True, False])
+def test_autocast_is_foreseen(interpreted, attention, wide):
+    tilekern.apply(model_type="qwen3")
+    model = make(attention=attention).train().to(torch.float32 if wide else torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        foreseen, _ = seen_from_inside(model, input_ids=IDS, labels=IDS)
+        real = asked(model, input_ids=IDS, labels=IDS)
+    assert named(foreseen) == set(real)
+    assert any("bfloat16" in problem.key for _, problem in foreseen)
+
+
 def test_without_a_gradient_no_backward_is_foreseen(interpreted):
     tilekern.apply(model_type="qwen3")
     model = make().eval()
@@ -243,8 +255,11 @@ def test_the_cost_is_the_difference_of_the_bytes_moved(interpreted):
     tilekern.apply_to_model(model)
     ids = torch.zeros(2, 8, dtype=torch.long)  # as many as a bucket has
     step = Call(kwargs={"input_ids": ids, "labels": ids}).on_meta()
-    fused = foresight._traced_step(model, step, H200, counts=True)
-    own = foresight._traced_step(model, step, H200, counts=True, lacking=["swiglu_forward", "swiglu_backward_remake"])
+    fused = foresight._traced_step(model, step, H200, torch.autocast("cpu", enabled=False), counts=True)
+    own = foresight._traced_step(
+        model, step, H200, torch.autocast("cpu", enabled=False), counts=True,
+        lacking=["swiglu_forward", "swiglu_backward_remake"],
+    )  # fmt: skip
     assert {spec.name for spec, _ in fused.problems} - {spec.name for spec, _ in own.problems} == {
         "swiglu_forward", "swiglu_backward_remake",
     }  # fmt: skip

@@ -16,7 +16,7 @@ from tilekern.errors import InputError
 from tilekern.kernels.attention.forward import SPEC
 from tilekern.ops.attention import Call, attention, formula, shown
 from tilekern.ops.packing import can_read, is_capturing
-from tilekern.ops.registration import is_autocast
+from tilekern.ops.registration import autocast_dtype, is_autocast
 from tilekern.patch.guards import SUBCLASS, constant_in_graphs
 from tilekern.patch.masking import lacks_sequences, mask, says_packing_alone
 from tilekern.patch.positions import are_given_in_graph, number_of_sequences
@@ -228,7 +228,7 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     kind = tensors[0].device.type
     if not is_autocast(kind) or any(x.dtype == torch.float64 for x in tensors):
         return tensors
-    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
+    return tuple(x.to(autocast_dtype(kind)) for x in tensors)
 
 
 def _is_foreign(query: torch.Tensor) -> bool:

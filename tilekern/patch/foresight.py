@@ -27,7 +27,7 @@ from tilekern.patch.stepping import Batch, Call, core_of, step_as_it_is
 from tilekern.runtime import dispatch
 from tilekern.runtime.defaults import AHEAD
 from tilekern.runtime.dispatch import Foreseen
-from tilekern.runtime.recorder import Trace, tracing
+from tilekern.runtime.recorder import Trace, products_cast, tracing
 from tilekern.runtime.settings import check_settings
 from tilekern.spec import KernelSpec, Problem
 from tilekern.spec.targets import Target, resolve
@@ -83,7 +83,7 @@ def prepare(model: torch.nn.Module, batch: Mapping[str, Any] | None = None, *, g
     require_toolkit()
     core = core_of(model)
     step = Batch(1, 2048) if batch is None else Call(kwargs=batch).on_meta()
-    asked = _traced_step(core, step, target).problems
+    asked = _traced_step(core, step, target, _autocast_of(core)).problems
     begun = dispatch.compile_ahead(asked, target)
     AHEAD.finish()
     left = dispatch.missing(asked, target)
@@ -107,17 +107,17 @@ def foresee(target: Target) -> Foreseen | None:
     if shapes in traced or len(traced) >= _MOST_STEPS:
         return None
     traced.add(shapes)
-    counts = toolkit() is None
+    casts, counts = _autocast_of(model), toolkit() is None
     if not counts:
         AHEAD.get_ready()
-    asked = _apart(lambda: _traced_step(model, call.on_meta(), target, counts=counts))
+    asked = _apart(lambda: _traced_step(model, call.on_meta(), target, casts, counts=counts))
     if asked is None or not asked.problems:
         return None
 
     def cost_s(kernels: Collection[str]) -> float | None:
         # SDPA moves as little as attention's kernels.
         names = [name for name in kernels if not name.startswith("attention")]
-        own = _apart(lambda: _traced_step(model, call.on_meta(), target, lacking=names, counts=True))
+        own = _apart(lambda: _traced_step(model, call.on_meta(), target, casts, lacking=names, counts=True))
         return None if own is None else max(0.0, (own.bytes - asked.bytes) / (1e9 * target.copy_gbs))
 
     return Foreseen(type(core_of(model)).__name__, asked.problems, cost_s)
@@ -151,14 +151,25 @@ class _Step(NamedTuple):
     bytes: float
 
 
+def _autocast_of(model: torch.nn.Module) -> torch.autocast:
+    """Return the autocast that is in force for a model's device."""
+    kind = next((x.device.type for x in model.parameters() if not x.is_meta), "cuda")
+    is_on = torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=is_on)
+
+
 def _traced_step(
-    model: torch.nn.Module, step: Batch | Call, target: Target, *, lacking: Collection[str] = (), counts: bool = False
-) -> _Step:
-    """Trace a step of a model, in which the model's own ops run in place of the kernels named in ``lacking``."""
-    with (
-        tracing(Trace(target, lacking=lacking)) as found,
-        _Traffic() if counts else contextlib.nullcontext() as traffic,
-    ):
+    model: torch.nn.Module, step: Batch | Call, target: Target, casts: torch.autocast, *,
+    lacking: Collection[str] = (), counts: bool = False,
+) -> _Step:  # fmt: skip
+    """Trace a step of a model under an autocast.
+
+    The model's own ops run in place of the kernels named in ``lacking``.
+    """
+    trace = Trace(target, lacking=lacking)
+    trace.stands_for = casts.device
+    counting = _Traffic() if counts else contextlib.nullcontext()
+    with tracing(trace) as found, counting as traffic, products_cast(casts.device), casts:
         step_as_it_is(model, step, adamw=AdamW.is_in_use())
     launched = (found.specs[kernel].bytes_moved(problem) * n for (kernel, problem), n in found.launches.items())
     problems = [(found.specs[kernel], problem) for kernel, problem in found.asked]

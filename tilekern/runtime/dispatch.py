@@ -216,6 +216,11 @@ def foresee_by(foresight: Foresight | None) -> None:
     _state.foresight = foresight
 
 
+def meta_stands_for() -> str | None:
+    """Return the type of device that meta tensors of the running trace stand for; None without one."""
+    return None if _state.trace is None else _state.trace.stands_for
+
+
 def _empty_memos() -> None:
     for kept in _state.memos:
         kept.clear()

@@ -99,6 +99,7 @@ class Trace:
         launches: launches of each problem by steps on meta tensors. A layer that stands for others like it counts once
             for each of them (:meth:`repeated`).
         specs: the specs of all problems, by name.
+        stands_for: the type of device whose autocast counts for meta tensors.
         askers: the patches whose code asked for each problem, or else the ops. A plan that dispatch returns again has
             only the first.
     """
@@ -111,6 +112,7 @@ class Trace:
         self.launches: Counter[Named] = Counter()
         self.patches: dict[CodeType, str] = {}
         self.specs: dict[str, KernelSpec] = {}
+        self.stands_for = "cuda"
         self.askers: defaultdict[Named, set[str]] = defaultdict(set)
         self._into = self.asked
         self._times = 1
@@ -304,6 +306,13 @@ def document(
         for kernel, problem in problems
     ]
     return {"format": FORMAT, "target": target.describe_whole(), "model": model, "problems": items}
+
+
+def products_cast(kind: str) -> contextlib.AbstractContextManager[Any]:
+    """Have matrix products of meta tensors cast as autocast does on a type of device, while that is on."""
+    from tilekern.runtime.ordinary import ProductsCast
+
+    return ProductsCast(kind)
 
 
 def ordinary_values() -> contextlib.AbstractContextManager[Any]:
