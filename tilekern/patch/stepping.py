@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,7 +171,7 @@ def step_as_it_is(model: torch.nn.Module, batch: Batch | Call, *, adamw: bool = 
     """
     core = core_of(model)
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with _nothing_compiled():
             if any(hasattr(x, "placements") or type(x).__name__ == "FlatParameter" for x in core.parameters()):
                 step(_made_again(core), batch, adamw=adamw)
             else:
@@ -182,6 +183,11 @@ def step_as_it_is(model: torch.nn.Module, batch: Batch | Call, *, adamw: bool = 
             f"{type(core).__name__} cannot be stepped on meta tensors: {one_line(error)}; run its step inside "
             "tilekern.trace() yourself"
         ) from error
+
+
+def _nothing_compiled() -> contextlib.AbstractContextManager[Any]:
+    """Have compiled modules run as Python; without torch's compiler, whose import takes a second, there are none."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 def core_of(model: torch.nn.Module) -> Any:

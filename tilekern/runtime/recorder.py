@@ -118,6 +118,7 @@ class Trace:
         self._times = 1
         self._grids: dict[Named, frozenset[int]] = {}
         self._composites: dict[Named, list[Config]] = {}
+        self._defaults: dict[Named, tuple[Config, int]] = {}
 
     @property
     def problems(self) -> list[Named]:
@@ -168,6 +169,17 @@ class Trace:
             found = [config for config, way in ways if way.composite]
             self._composites[spec.name, wanted] = found
         return self._composites[spec.name, wanted]
+
+    def default(self, spec: KernelSpec, problem: Problem) -> tuple[Config, int]:
+        """Return the default config of a problem of real sizes, and its number of blocks; 1 for a library's call."""
+        named = spec.name, problem
+        if named not in self._defaults:
+            config = spec.default(spec.bucketed(problem), self.target)
+            implementation, blocks = spec.implement(problem, config), 1
+            if implementation.makes_artifact:
+                blocks = self.blocks(spec, problem, implementation.grid(problem, self.target.sm_count))
+            self._defaults[named] = config, blocks
+        return self._defaults[named]
 
     def blocks(self, spec: KernelSpec, problem: Problem, count: int) -> int:
         """Return the size of a grid; it knows the sizes under other configs if a problem uses it."""
@@ -267,10 +279,7 @@ class TracedPlan(Plan):
         self._trace, self._spec, self._problem = trace, spec, problem
         # A backward is launched after the layer that asked for its plan has ended.
         self._times = trace.times
-        self.config, self.launches, self.blocks = spec.default(spec.bucketed(problem), trace.target), 0, 1
-        implementation = spec.implement(problem, self.config)
-        if implementation.makes_artifact:
-            self.blocks = trace.blocks(spec, problem, implementation.grid(problem, trace.target.sm_count))
+        (self.config, self.blocks), self.launches = trace.default(spec, problem), 0
         self.grid = (self.blocks,)
 
     def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
