@@ -196,6 +196,19 @@ def test_a_model_that_calls_kernels_with_values_in_its_trace_foresees_nothing(in
     assert foreseen is None
 
 
+def test_an_error_of_foresight_does_not_reach_the_step(tmp_path, monkeypatch):
+    def fail(_):
+        raise RuntimeError("a model of an odd kind")
+
+    compiled = []
+    monkeypatch.setattr(dispatch, "_compiled", lambda *asked: compiled.append(asked))
+    with asked_for_nothing(tmp_path / "cache", monkeypatch):
+        dispatch.foresee_by(fail)
+        spec, sizes = dispatch_swiglu()
+        assert dispatch.plan_for(spec, torch.device("cuda", 0), *sizes) is None
+    assert len(compiled) == 1
+
+
 def test_a_miss_of_a_patched_model_has_its_step_compiled(tmp_path, monkeypatch):
     """Only one of the calls is a real one: without a GPU no kernel is launched."""
     begun = []

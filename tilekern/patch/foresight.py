@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tilekern.compile.toolchain import require_toolkit, toolkit
-from tilekern.errors import InputError, TilekernError
+from tilekern.errors import InputError
 from tilekern.ops.adamw import AdamW
 from tilekern.patch.stepping import Batch, Call, core_of, step_as_it_is
 from tilekern.runtime import dispatch
@@ -132,7 +132,7 @@ def _apart(trace: Callable[[], _T]) -> _T | None:
 
     def run() -> None:
         # What cannot be traced is compiled when it is called.
-        with dispatch.looking_nothing_up(), contextlib.suppress(TilekernError):
+        with dispatch.looking_nothing_up(), contextlib.suppress(Exception):
             found.append(trace())
 
     thread = threading.Thread(target=run, name="tilekern trace", daemon=True)
