@@ -10,7 +10,8 @@ import time
 import ahead_samples
 import msgspec
 import pytest
-from environments import ROOT, environment
+import rank_jobs
+from environments import ROOT, environment, python_path
 from interrupts import hear_interrupts
 from marks import needs_compiler
 from one_record import GPU, H200, PROBLEM, SIZES, SPEC, numbers
@@ -267,3 +268,37 @@ def test_of_several_processes_with_one_cache_one_compiles_each(root):
     assert (sum(map(int, counts)), set(lacking)) == (3, {"False"}), ended
     assert len(list(root.rglob("v1/*/*/*/*.json"))) == 3
     assert not list((root / "turns").iterdir())
+
+
+# A rank of a job on two machines, each with a cache of its own, which ranks share.
+RANK = """
+import os, sys
+import torch.distributed as dist
+from one_record import GPU, H200, SIZES, SPEC
+from test_ahead import STEP
+import tilekern
+from tilekern.runtime import dispatch
+from tilekern.runtime.defaults import AHEAD
+
+meet, rank, ranks, root = sys.argv[1:]
+os.environ["TILEKERN_CACHE_DIR"] = os.path.join(root, str(int(rank) // 2))
+dispatch.here = lambda _device=None: H200
+dist.init_process_group("gloo", init_method=meet, rank=int(rank), world_size=int(ranks))
+tilekern.agree()
+begun = dispatch.compile_ahead(STEP, H200)
+plans = [dispatch.plan_for(SPEC, GPU, rows, *SIZES[1:]) for rows in (50, 128)]
+print(len(begun), None in plans, tilekern.cache_digest())
+"""
+
+
+def test_the_ranks_of_each_machine_share_the_work_and_run_the_same(root, tmp_path):
+    job = rank_jobs.start(
+        tmp_path, RANK, 4, root, TILEKERN_ON_MISS="compile",
+        PYTHONPATH=python_path(ROOT, ROOT / "tests", ROOT / "tests" / "runtime"),
+    )  # fmt: skip
+    ended = rank_jobs.finish(job)
+    counts, lacking, digests = zip(*(out.split() for out, _, _ in ended), strict=True)
+    assert [sum(map(int, counts[:2])), sum(map(int, counts[2:]))] == [3, 3], ended
+    assert (set(lacking), len(set(digests))) == ({"False"}, 1)
+    for machine in "01":
+        assert len(list((root / machine).rglob("v1/*/*/*/*.json"))) == 3
