@@ -196,6 +196,27 @@ def test_a_model_that_calls_kernels_with_values_in_its_trace_foresees_nothing(in
     assert foreseen is None
 
 
+def test_a_model_that_another_thread_calls_is_not_traced(interpreted):
+    """A trace has meta tensors in place of the model's for a while."""
+    tilekern.apply(model_type="qwen3")
+    model, is_inside, goes_on = make().eval(), threading.Event(), threading.Event()
+    embed = model.model.embed_tokens
+
+    def wait(*_):
+        is_inside.set()
+        goes_on.wait(60)
+
+    hold = embed.register_forward_pre_hook(wait)
+    other = threading.Thread(target=model, kwargs={"input_ids": IDS})
+    other.start()
+    assert is_inside.wait(60)
+    hold.remove()
+    assert seen_from_inside(model, input_ids=IDS)[0] is None
+    goes_on.set()
+    other.join()
+    assert seen_from_inside(model, input_ids=IDS)[0]
+
+
 def test_an_error_of_foresight_does_not_reach_the_step(tmp_path, monkeypatch):
     def fail(_):
         raise RuntimeError("a model of an odd kind")

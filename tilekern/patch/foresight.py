@@ -100,7 +100,7 @@ def foresee(target: Target) -> Foreseen | None:
     if found is None:
         return None
     model, call = found
-    if _is_split(model):
+    if _is_split(model) or _is_called_elsewhere(model):
         return None
     traced = _traced.setdefault(model, set())
     shapes = (call.has_gradient, model.training, *map(_shape, tree_leaves((call.args, dict(call.kwargs)))))
@@ -217,6 +217,18 @@ def _is_split(model: torch.nn.Module) -> bool:
     """Return whether ranks share tensors for computing, as in tensor parallelism; FSDP computes with whole ones."""
     is_sharded = any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
     return not is_sharded and any(hasattr(x, "placements") for x in model.parameters())
+
+
+def _is_called_elsewhere(model: torch.nn.Module) -> bool:
+    """Return whether another thread is in a call of the model, whose tensors a trace replaces for a while."""
+    own, modules = threading.get_ident(), set(model.modules())
+    for thread, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost if thread != own else None
+        while frame is not None:
+            if frame.f_code is _CALL and frame.f_locals["self"] in modules:
+                return True
+            frame = frame.f_back
+    return False
 
 
 def _has_config(module: torch.nn.Module) -> bool:
