@@ -64,6 +64,11 @@ def test_a_problem_in_the_cache_becomes_a_plan(filled, no_compiler):
     assert cache.read_wanted(filled) == []
 
 
+def test_a_refusal_on_the_cpu_is_none_of_the_first_gpu(filled, no_compiler):
+    assert dispatch.plan_for(SPEC, torch.device("cpu"), *SIZES) is None
+    assert isinstance(dispatch.plan_for(SPEC, GPU, *SIZES)._kernel, PrebuiltKernel)
+
+
 def test_the_plan_s_kernel_holds_both_variants_and_their_bytes(filled):
     kernel = dispatch.plan_for(SPEC, GPU, *SIZES)._kernel
     record = json.loads(record_of(filled).read_text())

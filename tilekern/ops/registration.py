@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilekern.kernels.families.placeholders import TYPES
-from tilekern.runtime.dispatch import Plan, plan_for
+from tilekern.runtime.dispatch import Plan, meta_stands_for, plan_for
 
 # Kept for the life of the process: torch drops a library's registrations with the object.
 _LIBRARY = torch.library.Library("tilekern", "DEF")
@@ -141,7 +141,14 @@ def is_autocast(x: Tensor) -> bool:
 
 def _is_autocast(kind: str) -> bool:
     """Return the same for a type of device; torch raises if asked about ``meta``."""
-    return kind != "meta" and torch.is_autocast_enabled(kind)
+    if kind == "meta":
+        return (stood_for := meta_stands_for()) is not None and torch.is_autocast_enabled(stood_for)
+    return torch.is_autocast_enabled(kind)
+
+
+def autocast_dtype(kind: str) -> torch.dtype:
+    """Return the dtype that autocast, which is on, casts to for a type of device."""
+    return torch.get_autocast_dtype(meta_stands_for() or kind if kind == "meta" else kind)
 
 
 def keeps_graph() -> bool:
@@ -155,7 +162,7 @@ def cast_as_products(*tensors: Tensor | None) -> tuple[Any, ...]:
     assert first is not None
     if not is_autocast(first) or any(x is not None and x.dtype == torch.float64 for x in tensors):
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
+    dtype = autocast_dtype(first.device.type)
     return tuple(None if x is None else x.to(dtype) for x in tensors)
 
 
@@ -173,7 +180,9 @@ def plans_of_both(
 
 def uncast(kind: str) -> contextlib.AbstractContextManager[Any]:
     """Disable autocast, so that torch's operations give the same dtypes as the kernel."""
-    return torch.autocast(kind, enabled=False) if _is_autocast(kind) else contextlib.nullcontext()
+    if not _is_autocast(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(meta_stands_for() or kind if kind == "meta" else kind, enabled=False)
 
 
 def is_traced(x: Tensor) -> bool:

@@ -17,7 +17,7 @@ from tilekern.kernels.attention.forward import SPEC
 from tilekern.ops import packing
 from tilekern.ops.attention import Call, attention, formula, shown
 from tilekern.ops.packing import can_read, is_capturing
-from tilekern.ops.registration import is_autocast
+from tilekern.ops.registration import autocast_dtype, is_autocast
 from tilekern.patch.guards import SUBCLASS, constant_in_graphs
 from tilekern.patch.masking import lacks_sequences, mask, says_packing_alone
 from tilekern.patch.positions import are_given_in_graph, number_of_sequences
@@ -230,7 +230,7 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cast tensors as autocast does for SDPA: norms in float32 leave queries wider than values."""
     if not is_autocast(tensors[0]) or any(x.dtype == torch.float64 for x in tensors):
         return tensors
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    dtype = autocast_dtype(tensors[0].device.type)
     return tuple(x.to(dtype) for x in tensors)
 
 

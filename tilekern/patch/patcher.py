@@ -45,6 +45,8 @@ from tilekern.warning import warn
 if TYPE_CHECKING:
     import torch
 
+    from tilekern.spec.targets import Target
+
 _lock = ForkLock()
 _ledger = Ledger()
 
@@ -149,6 +151,7 @@ def apply(
             importlib.import_module(patch.module)
     rows += [patch for patch in own if patch.op in wish.ops]
     done = _put(rows, {*homes, *(patch.module for patch in own)})
+    dispatch.foresee_by(_foresee)
     ranks.agree_when_up()
     done |= {op for family in later for op in family.ops if op in wish.ops} | ({EXPERTS} & wish.ops)
     done |= {op for op, is_on in ((ATTENTION, attention), (ADAMW, adamw), (GRAPHS, graphs)) if is_on}
@@ -321,8 +324,15 @@ def apply_to_model(
                 done.update(found.patch.ops)
             if left:
                 warn(f"{op} is not patched everywhere: {left}")
+    dispatch.foresee_by(_foresee)
     ranks.agree_when_up()
     return _in_order(done)
+
+
+def _foresee(target: Target) -> dispatch.Foreseen | None:
+    from tilekern.patch.foresight import foresee  # which only a job with a miss needs
+
+    return foresee(target)
 
 
 def _take_back(model: torch.nn.Module, ops: Set[str]) -> None:
@@ -353,6 +363,7 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
     """
     if names is None:
         ranks.unarm()
+        dispatch.foresee_by(None)
     wanted = _all_ops() if names is None else [names] if isinstance(names, str) else list(names)
     check_ops(op for op in wanted if op not in _DOORS)
     doors = {op for op in _doors_on() if op in wanted}
