@@ -135,7 +135,7 @@ def train(
     tokens: Annotated[str, typer.Option(help="Token counts, by commas.")] = "2048,4096,8192,16384",
     sequence: Annotated[int, typer.Option(min=0, help="Tokens of a sequence; 0 means that a step is one.")] = 0,
     layers: Annotated[int, typer.Option(min=0, help="Layers of the model; 0 means all.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps at each length, after two that warm up.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps at each length, after four that warm up.")] = 5,
     providers: Annotated[str, typer.Option(help="Trainers, by commas; default the fastest of each family.")] = "",
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Compute activations again.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Say where tilekern's steps spend the GPU.")] = False,
@@ -152,7 +152,7 @@ def train(
     timed = bench.timed_steps(lengths, steps)
     if sequence and any(length % sequence for length in lengths):
         raise InputError(f"--sequence {sequence}: each of --tokens must be a whole number of sequences")
-    job = bench.Job("", model, layers, tuple(lengths), timed, 2, device.value, checkpointing, profile, sequence)
+    job = bench.Job("", model, layers, tuple(lengths), timed, 4, device.value, checkpointing, profile, sequence)
     names = among(providers, list(TRAINERS), "provider") if providers else list(USUAL)
     stem = name or "train"
 

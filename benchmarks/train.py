@@ -177,6 +177,11 @@ def rows_of(line: Line, name: str, job: Job) -> list[Row]:
     ]
     if len(warm) > 1:
         values += [("first_step_s", warm[0], "s", 0.0), ("first_step_lag_s", warm[0] - warm[1], "s", 0.0)]
+    if "host" in line:
+        host = Timing.of([1e6 * seconds for seconds in line["host"]])
+        values.append(("host_s", host.median_us / 1e6, "s", host.spread_us / 1e6))
+    if "gpu_ms" in line:
+        values.append(("gpu_s", line["gpu_ms"] / 1000, "s", 0.0))
     for metric, key in (("peak_gib", "peak_bytes"), ("reserved_gib", "reserved_bytes")):
         if key in line:
             values.append((metric, line[key] / GIB, "GiB", 0.0))

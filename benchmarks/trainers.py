@@ -33,6 +33,7 @@ class Trainer:
         attention: the attention implementation to make the model with.
         backend: the only SDPA back end of torch that may run; empty for torch's choice.
         compiled: the part that torch.compile gets: nothing, the whole model, or each layer by itself.
+        mode: torch.compile's mode; empty for its default.
         environment: variables of the process.
         limit_s: seconds that one process may take.
         own_optimizer: whether ``tilekern.AdamW`` takes the steps instead of torch's fused AdamW.
@@ -44,6 +45,7 @@ class Trainer:
     attention: str = "sdpa"
     backend: str = ""
     compiled: Literal["", "model", "layers"] = ""
+    mode: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     limit_s: float = 240.0
     own_optimizer: bool = False
@@ -74,11 +76,9 @@ class Trainer:
 
     def compile(self, model: Any) -> None:
         """Compile the model with torch.compile, which works at its first call."""
-        if self.compiled == "model":
-            model.compile(dynamic=False)
-        elif self.compiled == "layers":
-            for layer in layers_of(model):
-                layer.compile(dynamic=False)
+        parts = {"model": [model], "layers": layers_of(model)}.get(self.compiled, [])
+        for part in parts:
+            part.compile(dynamic=False, mode=self.mode or None)
 
 
 def _tilekern(_: Any) -> None:
@@ -93,6 +93,13 @@ def _without_experts(_: Any) -> None:
     import tilekern
 
     tilekern.apply()
+
+
+def _graphs(_: Any) -> None:
+    """Apply all patches, and replay training steps from CUDA graphs."""
+    import tilekern
+
+    tilekern.apply(experts=True, graphs=True)
 
 
 def _liger(config: Any) -> None:
@@ -111,6 +118,7 @@ TRAINERS: Mapping[str, Trainer] = {
     # Like the peers' attention: dq is added up in any order.
     f"{OURS}-nondeterministic": Trainer("", _tilekern, f"{OURS}_nondeterministic", own_optimizer=True),
     f"{OURS}-torch-adamw": Trainer("", _tilekern, OURS),
+    f"{OURS}-graphs": Trainer("", _graphs, OURS),
     f"{OURS}-grouped_mm": Trainer("", _without_experts, OURS, own_optimizer=True),
     "hf-sdpa-flash": Trainer(backend=_FLASH),
     "hf-sdpa-cudnn": Trainer(backend=_CUDNN),
@@ -125,6 +133,7 @@ TRAINERS: Mapping[str, Trainer] = {
     "liger-triton-eager": Trainer(_LIGER, _liger, "eager"),
     "liger-cutile": Trainer(_LIGER, _liger, backend=_FLASH, environment={"LIGER_KERNEL_IMPL": "cutile"}),
     "torch.compile-layers": Trainer("torch", compiled="layers", limit_s=150),
+    "torch.compile-layers-overhead": Trainer("torch", compiled="layers", mode="reduce-overhead", limit_s=150),
     "torch.compile-layers-cudnn": Trainer("torch", backend=_CUDNN, compiled="layers", limit_s=150),
     "torch.compile-layers-flex": Trainer("torch", attention="flex_attention", compiled="layers", limit_s=150),
     "torch.compile-layers-eager": Trainer("torch", attention="eager", compiled="layers", limit_s=150),

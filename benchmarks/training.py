@@ -87,13 +87,14 @@ class Loop:
         self.optimizer.step()
         return loss.detach()
 
-    def seconds_of_step(self, ids: Any) -> tuple[float, Any]:
-        """Return the seconds of a step, between two waits for the GPU, and its loss."""
+    def timed_step(self, ids: Any) -> tuple[float, float, Any]:
+        """Return the seconds of a step between two waits for the GPU, those of the host alone, and its loss."""
         self.wait()
         started = time.perf_counter()
         loss = self.step(ids)
+        on_host = time.perf_counter()
         self.wait()
-        return time.perf_counter() - started, loss
+        return time.perf_counter() - started, on_host - started, loss
 
     def wait(self) -> None:
         """Wait for the GPU."""
@@ -173,16 +174,20 @@ def begin(job: Job) -> Loop:
 
 
 def train(loop: Loop, ids: Any, warm_up: int, timed: int) -> Line:
-    """Take steps on these tokens; return the seconds of each, the peak of memory, the last loss."""
+    """Take steps on these tokens; return their times, those of host and GPU, the peak of memory, and the last loss."""
     loop.free()
     with PowerMeter() as meter:
-        steps = [loop.seconds_of_step(ids) for _ in range(warm_up)]
+        steps = [loop.timed_step(ids) for _ in range(warm_up)]
         started = time.perf_counter()
-        steps += [loop.seconds_of_step(ids) for _ in range(timed)]
+        steps += [loop.timed_step(ids) for _ in range(timed)]
         draw = meter.between(started, time.perf_counter())
-    seconds = [taken for taken, _ in steps]
+    seconds = [taken for taken, _, _ in steps]
     line: Line = {"warm_up": seconds[:warm_up], "timed": seconds[warm_up:]}
-    line |= {"loss": float(sharing.averaged(steps[-1][1]))} | _peaks(loop.device)
+    line["host"] = [on_host for _, on_host, _ in steps[warm_up:]]
+    line |= {"loss": float(sharing.averaged(steps[-1][2]))} | _peaks(loop.device)
+    if loop.device == "cuda":
+        parts = profiling.profile(lambda: loop.timed_step(ids))
+        line["gpu_ms"] = parts[profiling.TOTAL] - parts.get(profiling.IDLE, 0.0)
     return line | ({"draw": asdict(draw)} if draw else {})
 
 
@@ -197,7 +202,7 @@ def _peaks(device: str) -> Line:
 
 def _profile(loop: Loop, ids: Any) -> dict[str, float]:
     loop.step(ids)
-    return profiling.profile(lambda: loop.seconds_of_step(ids))
+    return profiling.profile(lambda: loop.timed_step(ids))
 
 
 def _patched() -> list[str]:

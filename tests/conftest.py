@@ -1,5 +1,6 @@
-"""What all tests share: hypothesis' profiles, and settings of their own."""
+"""Shared by all tests: hypothesis' profiles, and settings apart from the user's."""
 
+import gc
 import os
 import zlib
 from random import Random
@@ -29,6 +30,11 @@ def pytest_collection_modifyitems(config, items):
     if share := SHARES.get(os.environ.get("TEST_PARAMETERS", "")):
         keep_a_share(config, items, *share)
     items.sort(key=lambda item: next((at for at, mark in enumerate(LONG) if item.get_closest_marker(mark)), len(LONG)))
+
+
+def pytest_collection_finish():
+    # All that is imported and collected stays; to look through it takes each collection of garbage a second.
+    gc.freeze()
 
 
 def keep_a_share(config, items, many, of):
@@ -63,7 +69,7 @@ def settings_of_these_tests(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def numbers_of_this_test(request):
-    """What a test draws hangs on its name alone, so that one that fails does so again, in any order and alone."""
+    """Seed a test's random numbers by its name alone, so that a failure repeats alone and in any order."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 

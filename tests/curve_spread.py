@@ -1,4 +1,4 @@
-"""Whether two groups of trainings that add up in different orders follow the same curve.
+"""Test whether two groups of trainings that sum in different orders follow the same curve.
 
 One curve against another tells little: what a rounding changes in a step shows in all the losses after it, and in the
 steps where a model learns fastest a small lead or lag is a large gap. A group's mean curve strays less, and how much it

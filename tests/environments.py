@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def environment(*folders: Path | str, without: tuple[str, ...] = ("TILEKERN_",), **more: str) -> dict[str, str]:
-    """What a user without a GPU has: this process's variables but for tilekern's settings, and ``more``.
+    """Return a user's environment without a GPU: this process's variables without tilekern's settings, and ``more``.
 
     Args:
         folders: where Python looks first; the checkout where none is given.

@@ -31,7 +31,7 @@ def stressed(count: int, least: int = 1) -> int:
 
 
 def load_profile() -> None:
-    """What holds for tests that say nothing."""
+    """Load the profile of tests without settings of their own."""
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
     settings.register_profile(
         profile, deadline=None, derandomize=profile != "thorough", suppress_health_check=slow, max_examples=scaled(100)

@@ -20,7 +20,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model, its batches and its training."""
+    """Sizes of the model, its batches and its training."""
 
     vocabulary: int = 61
     hidden: int = 32

@@ -1,4 +1,4 @@
-"""What tests of Ctrl-C share."""
+"""Helpers for tests of Ctrl-C."""
 
 import signal
 

@@ -25,7 +25,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _lead(each: Tensor) -> Tensor:
-    """What the chosen sequences have more than the rejected ones."""
+    """Return the lead of the chosen sequences over the rejected ones."""
     better, worse = each.chunk(2)
     return better - worse
 
@@ -35,7 +35,7 @@ def _means(p: Tensor, mask: Tensor) -> Tensor:
 
 
 def _nll(p: Tensor, mask: Tensor) -> Tensor:
-    """Of the chosen sequences."""
+    """Return the mean loss of the chosen sequences."""
     half = len(p) // 2
     return -p[:half][mask[:half]].mean()
 

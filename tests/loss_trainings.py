@@ -18,7 +18,7 @@ from tilekern.integrations import losses
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model, its batches and its training."""
+    """Sizes of the model, its batches and its training."""
 
     vocabulary: int = 83
     hidden: int = 32
@@ -32,7 +32,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Step:
-    """What a loss is made from; rows are [sequences, tokens]."""
+    """Inputs of a loss; rows are [sequences, tokens]."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -53,7 +53,7 @@ class Step:
         return self.teacher_hidden @ self.teacher_weight.T
 
     def log_probs(self, fused: bool) -> torch.Tensor:
-        """Of the labels, 0 where a row does not count."""
+        """Return log-probabilities of the labels, 0 for rows that do not count."""
         if fused:
             return ops.linear_log_probs(self.hidden, self.weight, self.labels)[0]
         return formulas.chosen(self.logits.float(), self.labels)

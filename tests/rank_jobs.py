@@ -51,7 +51,7 @@ def start(tmp_path, code_or_file, count, *arguments, meet=None, modules="torch",
 
 
 def finish(job):
-    """What each rank of a job said, by rank: its output, its errors and its exit code."""
+    """Return each rank's output, errors and exit code, in the order of ranks."""
     process, home = job
     try:
         codes, errors = process.communicate(timeout=PATIENCE_S)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Noise:
-    """What surrounds a recorded median.
+    """Noise around a recorded median.
 
     Attributes:
         drift_share: the share of the variance that is the clocks' drift.

@@ -1,4 +1,4 @@
-"""What a command prints in a terminal."""
+"""The output of commands in a terminal."""
 
 import os
 import pty

@@ -75,7 +75,7 @@ def runs_here(block):
 
 
 def environment(tree=ROOT, **more):
-    """What a user has, and neither pytest's nor anybody's tilekern settings; Python finds a tree first."""
+    """Return a user's environment without pytest's or tilekern's settings; Python finds a tree first."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return environments.environment(tree, without=("TILEKERN_", "PYTEST_"), PATH=path, HF_HUB_OFFLINE="1", **more)
 
@@ -319,7 +319,7 @@ def test_the_two_scripts_fit_the_readme():
 
 
 def resolves(dotted):
-    """Whether a dotted name is a module, or an attribute of one."""
+    """Return whether a dotted name is a module, or an attribute of one."""
     parts = dotted.split(".")
     for at in range(len(parts), 0, -1):
         try:

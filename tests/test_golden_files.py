@@ -64,7 +64,7 @@ def test_the_counts_of_all_processes_are_added_up():
     assert read_misses(GOLDEN) == {NAMES["swiglu_forward"]: 41, NAMES["attention_forward"]: 2}
 
 
-def test_a_problem_has_the_same_name_as_ever():
+def test_the_name_of_a_problem_has_not_changed():
     assert wanted_name("swiglu_forward", SWIGLU, TARGET) == NAMES["swiglu_forward"]
     assert wanted_name("attention_forward", ATTENTION, TARGET) == NAMES["attention_forward"]
 

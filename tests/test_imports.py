@@ -1,4 +1,4 @@
-"""Who may import whom, and what `import tilekern` costs."""
+"""The rules of imports, and the cost of `import tilekern`."""
 
 import ast
 import functools
@@ -64,7 +64,7 @@ def imported(path):
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{path}: relative import"
                 found.extend((named(node.module, alias.name), is_inside) for alias in node.names)
-            elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            elif not (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"):
                 is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
                 for field in ("body", "orelse", "handlers", "finalbody", "cases"):
                     look(getattr(node, field, ()), is_inside or is_function)
@@ -88,10 +88,6 @@ def under(name, prefixes):
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
-def rule_of(name, rules):
-    return max((prefix for prefix in rules if under(name, [prefix])), key=len)
-
-
 def within(*prefixes):
     """The modules below these names; of the closed rooms those alone that are named themselves."""
     closed = [room for room in ROOMS_APART if not any(under(prefix, [room]) for prefix in prefixes)]
@@ -99,7 +95,7 @@ def within(*prefixes):
 
 
 def strangers(modules, known, *, everywhere=True):
-    """What modules import at the first level of names that is not known, as lines that say who imports what."""
+    """Yield a line for each unknown top-level package that modules import."""
     for module in modules:
         for name in imports(MODULES[module], everywhere=everywhere):
             top = name.partition(".")[0]
@@ -124,7 +120,7 @@ def by_name(path):
 
 
 def test_imports_run_downwards():
-    """Those by name too; only the lazy names of the package itself lead upwards."""
+    """Imports by name too; only the package's own lazy names lead upwards."""
     wrong = []
     for module, path in MODULES.items():
         height = HEIGHT.get(room_of(module))
@@ -184,6 +180,7 @@ def test_nothing_imports_the_rooms_at_the_top_by_their_folders():
 @pytest.mark.parametrize(
     "module", ["tilekern.tuning.options", "tilekern.tuning.preflight", "tilekern.tuning.serve.loop"]
 )
+@pytest.mark.processes
 def test_modules_that_may_plan_do_not_load_torch(module):
     assert "torch" not in run(f"import sys, {module}; print(*sys.modules)")
 
@@ -249,6 +246,7 @@ def run(code, *flags):
     ["tilekern", "tilekern.cache", "tilekern.spec", "tilekern.spec.targets", "tilekern.errors", "tilekern.spec.source",
      "tilekern.doctor"],
 )  # fmt: skip
+@pytest.mark.processes
 def test_light_modules_load_nothing_heavy(module):
     loaded = run(f"import sys, {module}; print(*sys.modules)")
     assert module in loaded
@@ -256,12 +254,14 @@ def test_light_modules_load_nothing_heavy(module):
         assert heavy not in loaded
 
 
+@pytest.mark.processes
 def test_importing_tilekern_takes_less_than_50_ms():
-    """Of the processor's time, which other processes of a busy machine do not lengthen."""
+    """Measure processor time, which other processes of a busy machine do not lengthen."""
     code = "import time; started = time.process_time(); import tilekern; print(time.process_time() - started)"
     assert min(float(run(code)[0]) for _ in range(5)) < 0.05
 
 
+@pytest.mark.processes
 def test_listing_a_cache_never_loads_torch(tmp_path):
     code = (
         "import sys; from tilekern.cache_tools.__main__ import main\n"

@@ -1,4 +1,4 @@
-"""Which tests a pull request runs."""
+"""The choice of tests that a pull request runs."""
 
 import subprocess
 from pathlib import Path
@@ -36,6 +36,7 @@ def test_a_folder_of_tests_runs_when_its_room_is_reached_or_it_has_none():
     assert is_reached("ops", None)
 
 
+@pytest.mark.processes
 def test_new_files_are_changes(tmp_path):
     def git(*arguments):
         settings = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]

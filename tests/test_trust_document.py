@@ -9,10 +9,10 @@ PAGE = TESTS.parent / "docs" / "trust.md"
 ATTACKS = """
 a stranger who can write your cache folder | put a record
     test_a_folder_that_others_can_write_is_not_loaded_unless_that_is_allowed
-    test_what_belongs_to_another_user_is_not_loaded
+    test_files_of_another_user_are_not_loaded
     test_a_shared_folder_with_signatures_beside_is_safe_to_allow
 whoever hands you a pack | put any cubin
-    test_a_key_that_is_no_trust_root_is_not_enough
+    test_a_key_outside_the_trust_roots_is_not_enough
     test_a_change_of_one_byte_is_never_loaded
 the same, or who runs the registry | hand you an older pack
     test_the_better_record_stays
@@ -26,7 +26,7 @@ the same | answer without end
     test_no_more_of_a_registry_s_pack_is_taken_than_its_manifest_says
     test_no_more_of_a_web_server_s_pack_is_taken_than_it_says
 whoever hands you a cache folder | put links
-    test_nothing_is_changed_through_a_link_whatever_is_done_to_the_cache
+    test_no_operation_on_the_cache_changes_anything_through_a_link
     test_a_link_that_takes_a_folders_place_at_the_last_moment_is_not_followed
     test_nothing_is_written_or_deleted_through_a_link_in_a_sweep_folder
     test_the_default_place_of_a_sweep_is_not_behind_a_link
@@ -36,7 +36,7 @@ the same | leave an unfinished unpack
     test_what_another_user_left_in_incoming_is_theirs_to_finish
     test_a_look_at_an_unfinished_unpack_writes_nothing_and_says_it
 the same | put a pipe
-    test_what_is_not_a_regular_file_is_refused_at_once
+    test_irregular_files_are_refused_at_once
     test_a_huge_file_takes_no_memory
     test_odd_files_in_shared_places_hold_nobody_up
 the same, or whoever hands you a sweep folder | put escape sequences
@@ -53,7 +53,7 @@ whoever hands you a sweep folder | run a cubin
     test_under_signed_nothing_is_measured_that_nobody_vouches_for
     test_a_carried_folder_is_measured_and_its_records_are_nobodys
 the same | have you sign it
-    test_what_another_compiled_is_not_signed_by_who_measures_it
+    test_the_measurer_does_not_sign_what_a_stranger_compiled
 the same | name a file of yours
     test_an_artifact_is_named_by_a_digest_alone
 the same | make a slow or wrong kernel win
@@ -72,13 +72,13 @@ whoever can write the current folder | have
     test_the_installed_command_runs_nothing_of_the_folder_that_it_is_run_in
 whoever can change tilekern | anything
 a process that is not a rank | name a leader
-    test_a_process_that_is_no_rank_cannot_have_ranks_go_on_alone
+    test_a_process_that_is_not_a_rank_cannot_have_ranks_go_on_alone
 the same, before the ranks have connected | give them
     test_only_records_that_each_rank_trusts_are_taken_over
 a rank that lies | hand out altered
     test_a_record_that_one_rank_does_not_trust_is_a_miss_on_all
  | hand out one record
-    test_a_record_stands_where_it_says_and_no_two_stand_at_one_place
+    test_a_record_has_the_path_that_it_says_and_no_two_share_one
  | hand out an older record
     test_revoked_records_are_never_loaded
  | have a rank compile

@@ -79,7 +79,7 @@ def test_it_names_what_it_needs(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
 
 
-def test_the_version_stands_in_one_form_everywhere():
+def test_the_version_has_one_form_everywhere():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     import tilekern
 

@@ -22,6 +22,7 @@ _WHERE = {
     "register_patch": "tilekern.patch",
     "warmup_all_kernels": "tilekern.patch.warmup",
     "clear_autotune_cache": "tilekern.patch.warmup",
+    "prepare": "tilekern.patch.foresight",
     "agree": "tilekern.patch.comparing",
     "cache_digest": "tilekern.patch.comparing",
     "trace": "tilekern.runtime.recorder",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from tilekern.patch.callback import TrainerCallback as TrainerCallback
     from tilekern.patch.comparing import agree as agree
     from tilekern.patch.comparing import cache_digest as cache_digest
+    from tilekern.patch.foresight import prepare as prepare
     from tilekern.patch.graphs import graphed as graphed
     from tilekern.patch.report import report as report
     from tilekern.patch.warmup import clear_autotune_cache as clear_autotune_cache

@@ -7,7 +7,7 @@ Importing a submodule sets it as an attribute of its package and would replace a
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -17,22 +17,28 @@ if TYPE_CHECKING:
 
 
 def tune(
-    model: Any, tokens: int | Sequence[int] = (2048, 8192), *, gpu: str = "auto", budget_s: float | None = None,
+    model: Any, tokens: int | Sequence[int] | Mapping[str, Any] = (2048, 8192), *, gpu: str = "auto",
+    budget_s: float | None = None,
     sequence: int | Sequence[int] = (), dtype: Any = ("bfloat16",), ops: str | Sequence[str] | None = None,
     attention: str | Sequence[str] = ("tilekern",), tp: int = 1, packed: bool = False, padded: bool = False,
     checkpointing: bool = False, optimizer: str = "adamw", experts: bool = False, strategy: str = "race",
     executor: str = "local", jobs: int | None = None, gpus: int | None = None, timeout_s: float = 60.0,
     cache_dir: str | Path | None = None, sweep: str | Path | None = None, tell: Tell | None = None,
-) -> Result:  # fmt: skip
+) -> Result | None:  # fmt: skip
     """Tune the kernels that a model's training steps ask for, and fill the cache::
 
         result = tilekern.tune(model, tokens=8192, budget_s=600)
         for winner in result.winners:
             print(winner.kernel, winner.problem.key, winner.record.provenance, winner.time_us)
 
+    In a job, before its first step, with what ``model(**batch)`` gets: ``tilekern.tune(model, batch, budget_s=60)``.
+    The job's next calls look their kernels up again. In a job of several ranks every rank calls it; rank 0 tunes on the
+    GPUs that it sees, and all ranks run what it found (:func:`tilekern.agree`). The others wait within the timeout of
+    the process group, so give a budget below that.
+
     Winners are ``measured`` if the GPU is here, else ``predicted``. A run that was stopped, or whose budget was spent,
-    continues when it is called again. Call it from a script below ``if __name__ == "__main__":``, since compilers and
-    measuring run in other processes.
+    continues when it is called again. Call it from a script below ``if __name__ == "__main__":``, since measuring runs
+    in other processes.
 
     Args:
         model: a preset's name, the path of a config.json, a hub id, or a configuration of transformers or its
@@ -40,7 +46,8 @@ def tune(
             (:func:`tilekern.trace`) or its file, to which the arguments from ``tokens`` to ``experts`` do not apply,
             except ``gpu`` and ``budget_s``.
         tokens: tokens of a step, batch times sequence. This, ``sequence``, ``dtype``, ``ops`` and ``attention`` take
-            one value or several.
+            one value or several. Or, for a model, a job's own batch: the arguments of its forward by name, with tensors
+            on any device; the other arguments up to ``experts`` then do not apply, except ``gpu`` and ``budget_s``.
         gpu: the GPU to tune for: ``auto`` (the one here), a name, an arch, a key, or figures
             (:func:`tilekern.spec.targets.resolve`).
         budget_s: wall seconds, planning included, after which no more work is started. The problems that gain most per
@@ -65,39 +72,63 @@ def tune(
         tell: called with the current stage (``compile``, ``measure``, ``publish``), its finished parts and all parts.
 
     Returns:
-        The winners by problem, the problems that the budget left out and what serves them, and the time spent.
+        The winners by problem, the problems that the budget left out and what serves them, and the time spent; None on
+        the ranks that do not tune.
 
     Raises:
         InputError: an argument is unknown, a step cannot be traced, or no problem has a winner.
+        RanksDiffer: the ranks of the job could not agree.
         ToolchainMissing: no compiler is installed.
         tilekern.cache.CacheError: the cache cannot be written.
     """
     from tilekern.cache import Store, user_root
+    from tilekern.runtime import dispatch
+    from tilekern.runtime.provisional import of_several_ranks
     from tilekern.runtime.recorder import Trace
     from tilekern.runtime.settings import check_settings
     from tilekern.spec.targets import resolve
     from tilekern.tuning.pipeline import Options, Pipeline
     from tilekern.tuning.plan.choosing import plan_of_anything
-    from tilekern.tuning.plan.steps import Steps, as_list
+    from tilekern.tuning.plan.steps import TOKENS, Steps, as_list
 
     check_settings()
     options = Options(
         strategy=strategy, executor=executor, jobs=jobs, gpus=gpus, timeout_s=timeout_s, budget_s=budget_s
     )  # fmt: skip
+    call = tokens if isinstance(tokens, Mapping) else None
     steps = Steps(
-        as_list(tokens), as_list(sequence), as_list(dtype), None if ops is None else as_list(ops), as_list(attention),
-        tp, packed, padded, checkpointing, optimizer, experts,
+        TOKENS if isinstance(tokens, Mapping) else as_list(tokens), as_list(sequence), as_list(dtype),
+        None if ops is None else as_list(ops), as_list(attention), tp, packed, padded, checkpointing, optimizer,
+        experts, call,
     )  # fmt: skip
     target = model.target if isinstance(model, Trace) and gpu == "auto" else resolve(gpu)
     store = Store(cache_dir or user_root())
-    planned = plan_of_anything(model, steps, target, store.root)
-    return Pipeline.of(planned, target, store, options, tell, folder=None if sweep is None else Path(sweep)).run()
+
+    def run() -> Result:
+        planned = plan_of_anything(model, steps, target, store.root)
+        result = Pipeline.of(planned, target, store, options, tell, folder=None if sweep is None else Path(sweep)).run()
+        dispatch.forget()
+        return result
+
+    return _by_one_rank(run) if of_several_ranks() else run()
+
+
+def _by_one_rank(run: Callable[[], Result]) -> Result | None:
+    """Tune on rank 0 while the others wait to agree with it; they do not wait for a rank that failed."""
+    import torch.distributed as dist
+
+    from tilekern.patch.comparing import agree
+
+    try:
+        return run() if dist.get_rank() == 0 else None
+    finally:
+        agree()
 
 
 class _CallableModule(ModuleType):
     """A module that can be called like the function of its name."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Result:
+    def __call__(self, *args: Any, **kwargs: Any) -> Result | None:
         return tune(*args, **kwargs)
 
 

@@ -58,9 +58,9 @@ def warn_once(message: str, about: object = None) -> None:
 
 
 @contextlib.contextmanager
-def warned_after(seconds: float, message: str) -> Iterator[None]:
-    """Warn while the block runs if it takes longer than ``seconds``."""
-    timer = threading.Timer(seconds, _warn_from_a_thread, [message])
+def warned_after(seconds: float, message: str, about: object = None) -> Iterator[None]:
+    """Warn while the block runs if it takes longer than ``seconds``; only once if it is said what ``about``."""
+    timer = threading.Timer(seconds, _warn_from_a_thread, [message, about])
     timer.daemon = True  # a process that ends does not wait for it
     with contextlib.suppress(RuntimeError):  # if no thread can be started, there is no warning
         timer.start()
@@ -70,10 +70,13 @@ def warned_after(seconds: float, message: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _warn_from_a_thread(message: str) -> None:
+def _warn_from_a_thread(message: str, about: object) -> None:
     # If warnings are errors, nothing in a timer's thread would catch this one.
     with contextlib.suppress(TilekernWarning):
-        warn(message)
+        if about is None:
+            warn(message)
+        else:
+            warn_once(message, about)
 
 
 @contextlib.contextmanager

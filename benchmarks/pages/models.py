@@ -15,7 +15,7 @@ from benchmarks.results import Results, Row
 from benchmarks.sources import described
 
 NAME = "models.md"
-SPEED, MEMORY, LAG = "tokens_per_s", "peak_gib", "first_step_lag_s"
+SPEED, MEMORY, LAG, HOST, GPU = "tokens_per_s", "peak_gib", "first_step_lag_s", "host_s", "gpu_s"
 _TRAINING = ("train", FAMILIES, PARALLEL)
 _PANELS = ((SPEED, "throughput", "tokens/s"), (MEMORY, "peak memory", "GiB"), (LAG, "first step over the second", "s"))
 _TEXT = """
@@ -28,9 +28,12 @@ this GPU.
 - **first step**: seconds by which the first step takes longer than the second: compiling, autotuning and loading. A
   process goes through the token counts of one file in rising order, so only the lowest is its first step. Peers that
   keep compiled code on disk may have it from an earlier run.
+- **host**, **GPU**: the time until the host has queued a step, and the time that the GPU works at one. If the host's is
+  longer, the GPU waits for it.
 - **source**: the digest of the source of the kernels that ran. *Stale* means that this source has changed since.
 
 `tilekern` has gradients that are the same, bit for bit, in every run; `tilekern-nondeterministic` has not.
+`tilekern-graphs` replays its steps from CUDA graphs ([`tilekern.graphed`](../graphs.md)), with torch's AdamW.
 """
 _TWO_LAYERS = """
 These models have two layers at real width. Embedding and head are as large as in the whole model, so they are a far
@@ -137,10 +140,17 @@ def _details(steps: Sequence[Step]) -> str:
     for step in steps:
         for name in step.trainers():
             source = described(step.run, step.case) if name.startswith(OURS) else "-"
-            figures = (_whole(step.row(name, SPEED)), _figure(step.row(name, MEMORY), ".1f"))
+            times = (_milliseconds(step.row(name, HOST)), _milliseconds(step.row(name, GPU)))
+            figures = (_whole(step.row(name, SPEED)), *times, _figure(step.row(name, MEMORY), ".1f"))
             lines.append((step.tokens, name, *figures, _figure(step.row(name, LAG), ".2f"), source, link(step.run)))
-        lines += [(step.tokens, name, "out of memory", "-", "-", "-", link(step.run)) for name in _without_room(step)]
-    columns = ("tokens of a step", "trainer", "tokens/s", "peak memory, GiB", "first step, s", "source", "data")
+        lines += [
+            (step.tokens, name, "out of memory", "-", "-", "-", "-", "-", link(step.run))
+            for name in _without_room(step)
+        ]
+    columns = (
+        "tokens of a step", "trainer", "tokens/s", "host, ms", "GPU, ms", "peak memory, GiB", "first step, s", "source",
+        "data",
+    )  # fmt: skip
     return table(columns, lines)
 
 
@@ -195,6 +205,10 @@ def _whole(row: Row | None) -> str:
 
 def _figure(row: Row | None, form: str) -> str:
     return format(row.value, form) if row else "-"
+
+
+def _milliseconds(row: Row | None) -> str:
+    return f"{1000 * row.value:.1f}" if row else "-"
 
 
 def _value(row: Row | None) -> float | None:

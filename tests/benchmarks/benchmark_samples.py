@@ -15,7 +15,7 @@ def rows(benchmark, *found):
 
 
 def is_one_line(capsys, arguments, *words):
-    """Whether a command says these words in one line on standard error, and ends with 2."""
+    """Return whether a command printed one line with these words on standard error and exited with 2."""
     assert main(arguments) == 2
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)

@@ -268,7 +268,7 @@ def test_directions_are_timed_alone_where_the_gradient_is_not_made_with_the_loss
 
 
 def turned(x, cos, sin):
-    """As quack has it: tokens before heads, angles of a half [tokens, head_dim / 2]."""
+    """Rotate in quack's layout: tokens before heads, angles of a half [tokens, head_dim / 2]."""
     low, high = x.chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)

@@ -114,7 +114,7 @@ def test_a_made_up_cache_holds_as_many_records_as_asked_for(tmp_path):
     assert len(list(Store(tmp_path).entries())) == 3
 
 
-def test_a_late_host_gets_more_time_but_not_for_ever():
+def test_a_late_host_gets_more_time_up_to_a_limit():
     entrant = Entrant(lambda: None)
     for _ in range(WARM_UP - 1):
         entrant.late()

@@ -1,4 +1,4 @@
-"""What share of all cores' speed the compile stage reaches, told from a sample that is compiled on one core."""
+"""The compile stage's share of the speed of all cores, estimated from a sample compiled on one core."""
 
 import pytest
 

@@ -247,7 +247,7 @@ def test_the_plan_is_what_the_layers_ask_for(model, tiny, tmp_path, capsys):
 
 
 def figures():
-    """Of both models at both lengths, each target just met."""
+    """Return figures of both models at both lengths that just meet each target."""
     rows = []
     for (model, tokens), took in {
         ("gpt-oss-20b", 4096): 5000, ("gpt-oss-20b", 8192): 9800,

@@ -59,7 +59,7 @@ def test_a_divergence_of_the_targets_is_judged_by_the_best_peer_as_well():
     assert "no slower than the best peer" not in wide
 
 
-def test_a_difference_within_the_spreads_is_no_slower():
+def test_a_difference_within_the_spreads_is_not_slower():
     assert "| yes |" in line_of(render([kernels(40, 0.93, 39.8)]), "rms_norm forward")
 
 

@@ -195,7 +195,7 @@ def test_what_needs_no_gpu_is_judged_apart_and_missed_by_no_gpu():
 
 
 @pytest.mark.parametrize("draw", [charts.bars, charts.lines])
-def test_a_chart_is_svg_with_all_providers_and_no_marks_where_there_is_no_figure(draw):
+def test_a_chart_is_svg_with_all_providers_and_marks_only_the_figures(draw):
     panel = Panel("time", "us", ["1024", "2048 <a>"], {"torch 2": [4.0, 8.0], "tilekern": [1.0, None]})
     text = draw("rms & norm", [panel, dataclasses.replace(panel, unit="MiB")])
     root = ET.fromstring(text)

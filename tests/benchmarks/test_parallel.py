@@ -70,7 +70,7 @@ def test_each_rank_of_fsdp_has_its_own_sequences(tiny, monkeypatch):
     assert torch.equal(Loop(None, model, None, "cpu", 2).tokens(32, 16), whole[1:])
 
 
-def test_each_figure_stands_beside_that_of_one_gpu(tiny):
+def test_each_figure_is_beside_that_of_one_gpu(tiny):
     ways = [tiny, *(Job(**vars(tiny) | {"way": way, "ranks": 2}) for way in ("fsdp", "tp"))]
     figures = ((10.0, 4.0), (18.0, 4.01), (12.0, 5.0))
     results = Results({"notes": []})

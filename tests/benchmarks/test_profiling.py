@@ -1,4 +1,4 @@
-"""Where a step's time goes: kernels by their names, gaps between them, and the products of a model."""
+"""The time of a step by parts: kernels by name, gaps between them, and the products of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark of races makes of recorded measurements; the GPU's part runs on a GPU."""
+"""The benchmark of races on recorded measurements; the GPU's part runs on a GPU."""
 
 import itertools
 

@@ -41,7 +41,7 @@ def test_rows_of_tilekern_alone_carry_digests():
     assert ours.sources == {"swiglu_forward": sources.digest_today("swiglu_forward")}
 
 
-def test_a_figure_of_another_source_is_stale_and_says_of_which_kernel():
+def test_a_figure_of_another_source_is_stale_and_names_its_kernel():
     fresh = sources.digests(["swiglu_forward", "rope_forward"])
     today = sources.described(results(fresh), "a")
     assert "stale" not in today

@@ -72,12 +72,13 @@ def test_each_family_has_the_same_loss_by_tilekern_as_unpatched(name, tmp_path):
 
 
 def in_place(job):
-    """What a job's process says, by this one."""
+    """Yield what the job's process would print, but run the job in this process."""
     prepare(job)
     yield from run(job)
     tilekern.reset()
 
 
+@pytest.mark.slow
 def test_all_models_go_into_one_file_by_those_of_their_providers_that_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "_start", lambda job: Standing(job, in_place))
     chosen = [tiny(FAMILIES[name], tmp_path) for name in ("gemma-2-9b", "gpt2")]

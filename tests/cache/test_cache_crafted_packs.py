@@ -240,7 +240,7 @@ def test_names_that_are_one_after_unicode_normalisation_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", RECORD_PATH])
-def test_a_member_that_stands_twice_is_refused(tmp_path, name):
+def test_a_duplicate_member_is_refused(tmp_path, name):
     path = pack(tmp_path / "a.pack", members())
     with warnings.catch_warnings(), zipfile.ZipFile(path, "a") as archive:
         warnings.simplefilter("ignore")
@@ -352,7 +352,7 @@ def test_a_blob_of_another_size_than_the_record_says_is_refused(tmp_path):
     )
 
 
-def test_what_a_pack_may_not_hold_is_not_written(tmp_path, monkeypatch):
+def test_forbidden_members_of_a_pack_are_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr("tilekern.cache.packs.writing.MOST_MEMBERS", 3)
     with pytest.raises(CacheError, match="select fewer records"):
         write_pack(tmp_path / "a.pack", [make()])

@@ -52,7 +52,7 @@ def test_a_record_or_pack_that_others_can_write_is_not_loaded(tmp_path, monkeypa
 
 @as_root
 @pytest.mark.parametrize("place", ["", "v1", "v1/sm_90-h200-132", "record"])
-def test_what_belongs_to_another_user_is_not_loaded(tmp_path, monkeypatch, place):
+def test_files_of_another_user_are_not_loaded(tmp_path, monkeypatch, place):
     record = put(tmp_path / "cache")
     os.chown(record if place == "record" else tmp_path / "cache" / place, OTHER_USER, 0)
     layer = FolderLayer(tmp_path / "cache", f"foreign {place}")
@@ -72,6 +72,7 @@ def test_a_pack_of_another_user_is_not_loaded(tmp_path):
 
 
 @as_root
+@pytest.mark.processes
 def test_what_is_roots_is_loaded_by_other_users(tmp_path):
     put(tmp_path / "cache")
     for path in (tmp_path, *tmp_path.parents):

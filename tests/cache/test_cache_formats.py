@@ -36,7 +36,7 @@ PACKS = ("version-1.pack", "version-2.pack")
 
 @pytest.fixture(params=SCHEMAS)
 def schema(request):
-    """That of the record."""
+    """Return the schema of the record."""
     return request.param
 
 
@@ -151,6 +151,7 @@ write_pack(sys.argv[1], shuffled, {digest: {} for digest in {"a", "b"}})
 """
 
 
+@pytest.mark.processes
 def test_two_processes_with_other_hash_seeds_clocks_and_zones_write_the_same_bytes(tmp_path):
     written = []
     for seed, clock, zone in (("1", "0", "UTC"), ("2", "4e9", "Asia/Kathmandu")):

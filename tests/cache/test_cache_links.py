@@ -44,7 +44,7 @@ PLACES = ["v1", "v1/incoming", "v1/incoming/x", "v1/incoming/x/v1", "v1/incoming
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_nothing_is_changed_through_a_link_whatever_is_done_to_the_cache(tmp_path, own, place):
+def test_no_operation_on_the_cache_changes_anything_through_a_link(tmp_path, own, place):
     root = tmp_path / "from-elsewhere"
     (root / place).parent.mkdir(parents=True)
     (root / place).symlink_to(own)

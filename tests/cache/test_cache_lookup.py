@@ -342,6 +342,7 @@ def test_a_pack_is_a_layer(tmp_path):
     assert hit.load("generic") == blobs[record.artifacts["generic"].sha256]
 
 
+@pytest.mark.processes
 def test_a_forked_child_reads_the_pack_for_itself(tmp_path):
     write_pack(tmp_path / "a.pack", [make()])
     pack = PackLayer(tmp_path / "a.pack")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path, kind, monkeypatch):
+def test_irregular_files_are_refused_at_once(tmp_path, kind, monkeypatch):
     monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path / "cache"))
     record = put(tmp_path / "cache", b"one", b"two")
     put_odd(tmp_path / "odd", kind)

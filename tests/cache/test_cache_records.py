@@ -122,13 +122,13 @@ def test_a_hostile_text_is_refused_in_one_line(old, new):
     assert "\n" not in str(caught.value)
 
 
-def test_of_a_field_that_stands_twice_the_last_counts():
+def test_the_last_of_a_repeated_field_counts():
     text = sealed(TEXT.replace('"candidates": 24', '"candidates": 1,\n "candidates": 24'))
     assert Record.from_json(text) == RECORD
 
 
 @pytest.mark.parametrize("schema", [1, 2, 99])
-def test_another_schema_is_told_apart_from_corruption(schema):
+def test_another_schema_is_not_taken_for_corruption(schema):
     for text in (f'{{"schema": {schema}, "anything": "else"}}', changed(RECORD, schema=schema)):
         with pytest.raises(UnknownSchema, match=f"schema {schema} .* reads 3 and 4"):
             Record.from_json(text)
@@ -167,7 +167,7 @@ def test_a_sound_record_with_another_value_than_was_written_is_corrupt():
         json.dumps(json.loads(TEXT)),
     ],
 )
-def test_the_digest_stands_at_the_end(text):
+def test_the_digest_is_at_the_end(text):
     with pytest.raises(Corrupt, match="sha256"):
         Record.from_json(text)
 

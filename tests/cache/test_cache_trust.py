@@ -77,7 +77,7 @@ def test_a_later_layer_serves_if_the_first_is_not_trusted(tmp_path, key, roots):
     assert quietly(layers).layer.name == "signed.pack"
 
 
-def test_a_key_that_is_no_trust_root_is_not_enough(tmp_path, key, roots):
+def test_a_key_outside_the_trust_roots_is_not_enough(tmp_path, key, roots):
     other = new_key(tmp_path / "other")
     pack = signed_pack(tmp_path / "a.pack", other)
     assert quietly([PackLayer(pack)]) is None
@@ -188,6 +188,7 @@ def test_a_secret_that_others_can_read_or_replace_is_not_used(tmp_path, roots, s
     assert find([FolderLayer(tmp_path / "cache", f"exposed {place}")])
 
 
+@pytest.mark.processes
 def test_many_writers_make_one_secret(tmp_path, roots, settings):
     children = []
     for number in range(8):
@@ -369,6 +370,7 @@ def test_a_lookup_writes_nothing_under_either_policy(tmp_path, key, roots, monke
     assert files_of(tmp_path) == before
 
 
+@pytest.mark.processes
 def test_any_loads_no_cryptography(tmp_path):
     put(tmp_path)
     code = (

@@ -1,4 +1,4 @@
-"""Of those that want to make the same thing at the same time one does, and nobody depends on it."""
+"""Processes that would compile the same thing at once take turns, and none depends on its turn."""
 
 import os
 import threading
@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tilekern.cache import turns
-from tilekern.cache.turns import turn
+from tilekern.cache.turns import free_turn, turn
 
 PATIENCE_S = 30
 
@@ -64,6 +64,7 @@ def test_without_locks_every_process_has_a_turn(tmp_path, place):
             assert not waited
 
 
+@pytest.mark.processes
 def test_a_child_that_is_forked_meanwhile_does_not_keep_the_turn(tmp_path):
     reading, writing = os.pipe()
     with turn(tmp_path, "a record"):
@@ -87,3 +88,29 @@ def test_an_error_within_a_turn_ends_it(tmp_path):
         raise ValueError("inside")
     with turn(tmp_path, "a record") as waited:
         assert not waited
+
+
+def test_a_turn_that_nobody_has_is_taken_and_another_s_is_not_waited_for(tmp_path):
+    end = free_turn(tmp_path, "a record")
+    assert end is not None
+    assert free_turn(tmp_path, "a record") is None
+    end()
+    assert list((tmp_path / "turns").iterdir()) == []
+    others_end = others_turn(tmp_path)
+    assert free_turn(tmp_path, "a record") is None
+    others_end()
+    with turn(tmp_path, "a record") as waited:
+        assert not waited
+
+
+def test_who_waits_for_a_turn_that_was_taken_free_gets_it(tmp_path):
+    end = free_turn(tmp_path, "a record")
+    threading.Timer(0.2, end).start()
+    with turn(tmp_path, "a record") as waited:
+        assert waited
+
+
+def test_without_locks_a_free_turn_is_taken(tmp_path):
+    (tmp_path / "root").touch()
+    for root in (None, tmp_path / "root"):
+        free_turn(root, "a record")()

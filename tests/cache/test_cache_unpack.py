@@ -22,7 +22,7 @@ CHANGING = (*WRITING, "os.remove", "os.rmdir")
 
 
 def changes(event, arguments):
-    """Whether an audit event is one of a call that changes the file system."""
+    """Return whether an audit event is a call that changes the file system."""
     return event in CHANGING or (event == "open" and bool(arguments[2] & (os.O_CREAT | os.O_WRONLY | os.O_RDWR)))
 
 
@@ -96,7 +96,7 @@ def interrupted(root, pack, step, act):
 
 
 def is_whole(root):
-    """Whether a folder of an unpack waits for its files to be moved."""
+    """Return whether the folder of an unpack is complete and only its files must be moved."""
     return any(path.suffix != ".tmp" for path in (root / "v1" / "incoming").glob("*"))
 
 
@@ -236,6 +236,7 @@ def test_files_of_a_killed_unpack_are_deleted_after_a_while(cache):
     assert not (cache / "v1" / "incoming").exists()
 
 
+@pytest.mark.processes
 def test_many_at_once_leave_whole_records(pack, tmp_path):
     root, children = tmp_path / "there", []
     for _ in range(6):

@@ -23,7 +23,7 @@ def process(*arguments, **options):
 
 
 def is_refusal(code, out, err, *words):
-    """Whether a command ended in one line on standard error, which has these words."""
+    """Return whether a command ended with one line on standard error that has these words."""
     assert (code, out) == (2, "")
     assert err.startswith("tilekern: ")
     assert err.count("\n") == 1

@@ -28,7 +28,7 @@ def sha256(path):
 
 
 def has_both(path):
-    """Whether a cache or pack has the two records of :func:`make_pack`."""
+    """Return whether a cache or pack has the two records of :func:`make_pack`."""
     if path.is_dir():
         return sum(1 for entry in Store(path).entries() if entry.record) == 2
     return PackLayer(path).targets() == ["sm_100-b200-148", "sm_90-h200-132"]

@@ -378,7 +378,7 @@ def test_a_reader_that_goes_away_is_not_an_error(thousand):
 
 
 def test_ls_of_a_thousand_records_is_quick(thousand):
-    """By the processor's time, which does not hang on what else runs here."""
+    """Measure processor time, which other processes do not lengthen."""
     before = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     assert process("ls", "--cache-dir", thousand).stdout.count("rms_norm ") == 1000
     assert sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before < 1.5

@@ -121,7 +121,7 @@ COMMANDS = [
 @pytest.mark.parametrize(
     ("command", "code"), COMMANDS, ids=lambda value: " ".join(map(str, value))[:60] if isinstance(value, list) else ""
 )
-def test_what_a_command_prints_is_what_its_schema_says(cli, named, command, code):
+def test_the_output_of_a_command_matches_its_schema(cli, named, command, code):
     document = cli.json(*named(command), code=code)
     assert command[0] != "diff" or document["same"] or document["new"] or document["gone"]
 

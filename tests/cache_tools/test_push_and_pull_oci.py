@@ -89,7 +89,7 @@ def test_the_same_pack_is_neither_pushed_nor_pulled_twice(cli, registry, pack, t
     assert cli.json("pull", first["place"], "--cache-dir", tmp_path / "other")["installed"] == 2
 
 
-def test_a_digest_names_one_push_for_ever(cli, registry, pack, tmp_path):
+def test_a_digest_always_names_the_same_push(cli, registry, pack, tmp_path):
     url = f"oci://{registry.host}/moved/kernels:b200"
     place = cli.json("push", pack, url)["place"]
     assert place.startswith(f"oci://{registry.host}/moved/kernels@sha256:")

@@ -62,7 +62,7 @@ def interpreted(monkeypatch):
 
 @pytest.fixture
 def kernelized(made):
-    """Has the modules of some classes run layers of the repository, by its own name for each class."""
+    """Return a function that makes modules of some classes run layers of the repository, named by class."""
     classes = {}
 
     def run(model, names, mode=Mode.TRAINING):

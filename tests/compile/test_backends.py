@@ -41,7 +41,7 @@ class ToyKernel(DeviceKernel):
 
 
 class Toy(Backend):
-    """Has cuTile compile, and launches in its own way."""
+    """Compile with cuTile, and launch differently."""
 
     name, title = "toy", "the toy"
     implementations = ("toy",)

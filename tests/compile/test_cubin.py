@@ -1,4 +1,4 @@
-"""What is read from a cubin's ELF sections."""
+"""Facts read from a cubin's ELF sections."""
 
 import shutil
 import subprocess
@@ -28,7 +28,7 @@ def test_a_kernel_that_is_not_there_is_named(made):
 
 
 @pytest.mark.parametrize("content", [b"", b"not an ELF file" * 10])
-def test_bytes_that_are_no_cubin_are_refused(content):
+def test_bytes_that_are_not_a_cubin_are_refused(content):
     from elftools.common.exceptions import ELFError
 
     with pytest.raises(ELFError):

@@ -56,6 +56,7 @@ def test_a_missing_compiler_is_reported_with_its_install_command(fresh, monkeypa
             ask()
 
 
+@pytest.mark.processes
 def test_a_machine_without_the_package_and_with_an_empty_path_has_no_compiler(tmp_path):
     """A `nvidia` package without a compiler stands before the real one."""
     (tmp_path / "nvidia").mkdir()
@@ -93,7 +94,7 @@ def test_the_version_is_read_from_what_the_compiler_says(fresh, tmp_path, monkey
 
 
 @pytest.mark.parametrize("script", ["exit 1", "kill -9 $$"])
-def test_a_compiler_that_cannot_say_its_version_is_none(fresh, tmp_path, monkeypatch, script):
+def test_a_compiler_without_a_version_is_not_used(fresh, tmp_path, monkeypatch, script):
     compiler(tmp_path, "", monkeypatch).write_text(f"#!/bin/sh\n{script}\n")
     assert toolkit() is None
 
@@ -116,7 +117,7 @@ def test_a_compiler_failure_is_reported_in_one_line(fresh, tmp_path, monkeypatch
 
 
 def test_the_compiler_sees_where_programs_lie_and_nothing_that_others_have_set(fresh, tmp_path, monkeypatch):
-    """By some variables it would take the parts of another CUDA toolkit."""
+    """Some variables would make it use parts of another CUDA toolkit."""
     compiler(tmp_path, 'env > "$3"', monkeypatch)
     for name in ("CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "LLVM_OVERRIDE_PRODUCER", "PTXAS_OPTIONS", "LD_PRELOAD"):
         monkeypatch.setenv(name, "")
@@ -139,7 +140,7 @@ def test_the_compiler_sees_where_programs_lie_and_nothing_that_others_have_set(f
         ("echo 'error: no such op' >&2; exit 3", CompileFailed),
     ],
 )
-def test_passing_conditions_are_told_from_rejected_candidates(fresh, tmp_path, monkeypatch, script, kind):
+def test_passing_conditions_are_not_taken_for_rejected_candidates(fresh, tmp_path, monkeypatch, script, kind):
     compiler(tmp_path, script, monkeypatch)
     with pytest.raises(CompileFailed) as caught:
         compile_candidate(*candidate(), H200, GENERIC)
@@ -155,6 +156,7 @@ def test_a_variable_of_cuda_tile_s_own_tests_compiles_nothing(monkeypatch):
 
 
 @pytest.mark.skipif(cute_compiler.compiler() is None, reason="CuTe DSL is not installed")
+@pytest.mark.slow
 def test_variables_for_users_cute_kernels_are_hidden_while_tilekern_compiles(monkeypatch):
     """With line numbers a cubin is twice as large, and has paths of the machine that compiled it."""
     cute_compiler.CuteDsl().preload()
@@ -208,7 +210,7 @@ HINTS = ({"occupancy": 1}, {"occupancy": 4, "num_worker_warps": 8}, {"occupancy"
 
 
 def one_now_and_others_slow(specs):
-    """What holds for all of them changes with cuda-tile and hardly with a kernel: a quarter of them show it."""
+    """Return one spec, and a quarter of the others as slow ones: it depends on cuda-tile, hardly on a kernel."""
     first, *others = sorted(specs, key=lambda spec: spec.name != "swiglu_forward")
     return [first, *(pytest.param(spec, marks=pytest.mark.slow) for spec in others[::4])]
 

@@ -142,7 +142,7 @@ def test_a_bad_config_is_named_with_its_field(here, text, part):
     assert not here.cache.exists()
 
 
-def test_a_file_that_is_no_text_is_no_config(here):
+def test_a_file_that_is_not_text_is_not_a_config(here):
     path = here.folder / "config.json"
     path.write_bytes(b"\xff\xfe\x00")
     assert f"{path} is not a readable JSON file" in said(here.tune(here.folder, "--gpu", "B200"), 2)
@@ -238,7 +238,7 @@ def test_the_cache_tools_say_what_is_wrong_in_one_line(here, arguments, part):
     assert not list(here.folder.iterdir())
 
 
-def test_a_file_that_is_no_pack_puts_nothing_into_the_cache(here):
+def test_a_file_that_is_not_a_pack_puts_nothing_into_the_cache(here):
     (here.folder / "bad.pack").write_bytes(b"PK\x03\x04 not a pack")
     assert "bad.pack is not a pack" in said(here.tools("unpack", "bad.pack"), 2)
     assert not here.cache.exists()

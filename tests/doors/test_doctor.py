@@ -74,7 +74,7 @@ def run(capsys, *arguments, code):
 
 
 def wrong(capsys, *arguments):
-    """What is wrong, by the JSON document."""
+    """Return the faults in the JSON document."""
     document = json.loads(run(capsys, *arguments, "--json", code=1))
     assert not document["ok"]
     return document["wrong"]
@@ -90,7 +90,7 @@ def test_a_sound_machine_exits_with_0(capsys):
     assert document["packages"]["cuda-tile"]["needs"] == ">=1.7,<1.8"
 
 
-def test_a_gpu_is_told_with_its_key_and_the_records_that_it_has(capsys, monkeypatch):
+def test_the_report_names_a_gpu_its_key_and_its_records(capsys, monkeypatch):
     _with(monkeypatch, Devices(True, (resolve("H200"), resolve("H200"), resolve("H100"))), 13000, "580.95.05")
     monkeypatch.setattr(cache, "default_layers", DEFAULT_LAYERS)
     told = run(capsys, code=1)

@@ -246,7 +246,7 @@ known("mem_pool", within(lambda: torch.cuda.use_mem_pool(torch.cuda.MemPool())))
 
 @condition()
 def out_of_memory_and_on() -> str:
-    """What a step that ran out of memory leaves behind does not disturb the next one."""
+    """A step that ran out of memory leaves nothing behind that disturbs the next one."""
     theirs = run(plain, make(patched=False))
     patch()
     model = make(patched=True)
@@ -373,7 +373,7 @@ def on_a_side_stream(model: Any, number: int) -> Any:
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
-    """What a function gives that a new thread runs."""
+    """Return the result of a function that runs in a new thread."""
     results: list[Any] = []
     errors: list[BaseException] = []
 
@@ -580,7 +580,7 @@ def replayed(between: Callable[[], object] = lambda: None, **arguments: Any) -> 
 
 
 def drop_plans() -> None:
-    """What a graph launches stays loaded, whatever the process looks up anew."""
+    """The kernels of a graph stay loaded when the process looks its plans up again."""
     import tilekern
 
     tilekern.clear_autotune_cache()

@@ -1,4 +1,4 @@
-"""What is started as a process of its own, and how it ends."""
+"""Start processes, and judge how they end."""
 
 import os
 import subprocess

@@ -17,7 +17,7 @@ from tilekern.patch.warmup import sizes_of
 from tilekern.runtime import dispatch, plans
 from tilekern.runtime.launcher import PrebuiltKernel, Variant
 from tilekern.runtime.records import launch_in
-from tilekern.spec import ALIGNED, ArrayParameter, Config, KernelSpec, LibraryCall, Problem
+from tilekern.spec import ALIGNED, Config, KernelSpec, LibraryCall, Problem
 from tilekern.spec.targets import Target, resolve
 from tilekern.tuning.plan.choosing import plan_of_problem
 from tilekern.tuning.plan.models import plan_of_model
@@ -147,7 +147,7 @@ BY_HAND = (
 
 
 def _model_cases() -> Iterator[Case]:
-    """What the training of the small model asks for, op by op too, and calls of ops that no patched step makes."""
+    """Yield the problems of the small model's training, patched as a whole and op by op, and calls of other ops."""
     target, single = resolve("H200"), ["rms_norm", "swiglu", "rope"]
     steps = (Steps([TOKENS], attention=("tilekern", "tilekern_nondeterministic")), Steps([TOKENS], ops=single))
     plans = [plan_of_model(CONFIG, step, target) for step in steps]
@@ -188,7 +188,7 @@ def problem_of(case: Case, rows: int) -> tuple[KernelSpec, Problem]:
 
 
 def plan_of(spec: KernelSpec, problem: Problem) -> dispatch.Plan:
-    """What dispatch finds for a problem on the current GPU."""
+    """Return the plan that dispatch finds for a problem on the current GPU."""
     plan = dispatch.plan_for(spec, torch.device("cuda", torch.cuda.current_device()), *sizes_of(spec, problem))
     assert plan is not None
     return plan
@@ -202,11 +202,7 @@ def run(spec: KernelSpec, problem: Problem, inputs: dict[str, Any]) -> Check:
         given = plan.run(torch.cuda.current_device(), tuple(inputs[name] for name in found.inputs), tuple)
         return _judged(spec, problem, given, inputs)
     outputs = make_outputs(spec, problem, plan.blocks, "cuda")
-    arguments = [
-        outputs[p.name] if isinstance(p, ArrayParameter) and p.role == "output" else inputs[p.name]
-        for p in found.parameters
-    ]
-    plan.launch(torch.cuda.current_device(), *arguments)
+    plan.launch(torch.cuda.current_device(), *arguments_of(found, inputs, outputs))
     torch.cuda.synchronize()
     return compare(spec, problem, outputs, expected_results(spec, problem, inputs))
 

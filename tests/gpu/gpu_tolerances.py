@@ -1,4 +1,4 @@
-"""What results on a GPU may differ by, each with its reason."""
+"""Tolerances of results on a GPU, each with its reason."""
 
 import torch
 

@@ -121,7 +121,7 @@ def datasets(**columns: list[Any]) -> Any:
 
 
 def blocks() -> Any:
-    """Whole rows of tokens, as Trainer takes them."""
+    """Return whole rows of tokens for Trainer."""
     ids = tokenizer()(TEXT.read_text())["input_ids"]
     rows = [ids[at : at + TOKENS] for at in range(0, 64 * 61, 61)]
     return datasets(input_ids=rows, labels=rows)

@@ -52,7 +52,7 @@ def test_inputs_of_any_layout(case, view, variants):
 
 
 def test_an_aligned_tensor_gets_the_aligned_cubin(variants):
-    """Those that training at 16-bit precision launches: the first case of each has sizes that 16 divides."""
+    """Try kernels of 16-bit training; the first case of each has sizes that 16 divides."""
     for kernel in all_specs():
         case = next(case for case in CASES if case[0] == kernel)
         spec, problem = problem_of(case, 64)

@@ -29,7 +29,7 @@ def registered():
 
 
 def ligers_own(call, arguments):
-    """What Liger's own kernels give."""
+    """Return the results of Liger's own kernels."""
     liger.unregister()
     try:
         return results_and_gradients(getattr(liger_kernel.ops, call.name).apply, arguments)

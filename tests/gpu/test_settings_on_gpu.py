@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from contract import CASES, Drawn, leaves, set_by_a_user
+from contract import CASES, Drawn, is_the_same_under_defaults
 
 from tilekern import ops
 from tilekern.compile.toolchain import assumptions
@@ -23,14 +23,7 @@ def test_defaults_of_a_user_change_no_result(case, monkeypatch):
         name: x.detach().cuda().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
         for name, x in case.given(Drawn()).items()
     }
-    with set_by_a_user():
-        results = case.run(given)
-        found = torch.autograd.grad([y.sum() for y in results if y.requires_grad], leaves(given).values())
-    right = case.run(given)
-    wanted = torch.autograd.grad([y.sum() for y in right if y.requires_grad], leaves(given).values())
-    for one, other in zip((*results, *found), (*right, *wanted), strict=True):
-        assert (one.dtype, one.device) == (other.dtype, other.device)
-        assert torch.equal(one, other)
+    is_the_same_under_defaults(case, given)
 
 
 def test_a_row_of_a_pool_is_not_kept(monkeypatch):

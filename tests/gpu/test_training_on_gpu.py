@@ -50,7 +50,7 @@ def references():
 
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
-    """What is compiled or written goes to a cache of the test's own; what the shared one has is read."""
+    """Write to a cache of the test's own, and read the shared one too."""
     known = [str(cache.user_root()), *os.environ.get("TILEKERN_CACHE_PATH", "").split(os.pathsep)]
     monkeypatch.setenv("TILEKERN_CACHE_PATH", os.pathsep.join(path for path in known if os.path.exists(path)))
     monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path))

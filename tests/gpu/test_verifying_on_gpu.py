@@ -51,7 +51,7 @@ def task_of(spec, problem):
 
 @needs_a_compiler
 @pytest.mark.parametrize("spec", all_specs().values(), ids=lambda spec: spec.name)
-def test_every_spec_stands_the_battery_at_the_sizes_of_a_model(spec):
+def test_every_spec_passes_the_battery_at_the_sizes_of_a_model(spec):
     """The aligned and the generic variant, and what it costs once the references are there."""
     task = task_of(spec, problem_of(spec))
     bench = Bench(task)

@@ -35,7 +35,7 @@ class Batch:
         return self.other_hidden, self.other_weight
 
     def log_probs(self, hidden=None, weight=None):
-        """By the op, or of other leaves from their logits."""
+        """Return log-probabilities by the op, or from logits for other leaves."""
         if hidden is None:
             return linear_log_probs(self.hidden, self.weight, self.ids)[0]
         return formulas.chosen(hidden @ weight.T, self.ids)

@@ -86,7 +86,7 @@ def test_a_module_finds_what_it_finds_under_python(folder, monkeypatch, module, 
     assert ops == SERVED
 
 
-def test_a_program_that_calls_apply_before_has_its_own_way(unpatched):
+def test_the_choices_of_a_program_that_calls_apply_itself_win(unpatched):
     tilekern.apply(rope=False)
     places = tilekern.get_patched_ops()
     patcher.apply_first(swiglu=False)

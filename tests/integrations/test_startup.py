@@ -1,4 +1,4 @@
-"""What runs at the end of `import torch`, and what waits for another package's import."""
+"""Code that runs at the end of `import torch` or waits for another package's import."""
 
 import ast
 import importlib
@@ -181,7 +181,7 @@ def test_a_broken_dependency_is_one_line_and_models_run_their_own_ops(monkeypatc
     assert message.startswith(f"{variable} asks for tilekern, which cannot be loaded (ModuleNotFoundError: ")
 
 
-def test_what_a_working_tilekern_raises_is_no_broken_dependency(monkeypatch, finders):
+def test_an_error_of_tilekern_itself_is_not_called_a_broken_dependency(monkeypatch, finders):
     """An error of apply itself is the program's to see."""
 
     def fail(**options):
@@ -315,7 +315,7 @@ def test_the_entry_point_of_torch_names_it():
 
 @pytest.mark.processes
 def test_it_adds_a_few_milliseconds_to_the_import_of_torch():
-    """Of the processor's time. What torch has loaded by then is loaded before."""
+    """Measure processor time, with the modules loaded that torch has loaded by then."""
     code = (
         "import __future__, importlib, sys, time, typing, warnings\n"
         "known, now = set(sys.modules), time.process_time()\n"

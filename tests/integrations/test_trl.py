@@ -51,7 +51,7 @@ class Scored(torch.nn.Module):
 
 
 def trainer(kind, batch, **options):
-    """What a trainer's methods read of it, without making one."""
+    """Stand in for a trainer: only the attributes that its methods read."""
     shared = {
         "accelerator": accelerator(), "_metrics": {"train": defaultdict(list)}, "aux_loss_enabled": False,
         "_total_train_tokens": 0, "_tp_size": 1, "model": Scored(batch.log_probs), "ref_model": Scored(batch.ref),

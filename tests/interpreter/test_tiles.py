@@ -24,7 +24,7 @@ NUMBERS = (*INTEGERS, *FLOATS)
 
 
 def run(function, *tensors):
-    """What a function of tiles gives in a kernel, as (ct dtype, list)."""
+    """Return the result of a function of tiles in a kernel, as (ct dtype, list)."""
     results = []
 
     def kernel(*arrays):

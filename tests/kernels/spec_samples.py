@@ -17,10 +17,10 @@ from tilekern.compile.cubin import Resources, read_resources
 from tilekern.compile.toolchain import Compiled
 from tilekern.kernels import all_specs
 from tilekern.runtime.dispatch import plan_for
-from tilekern.spec import ALIGNED, DTYPES, Config, KernelSpec, LibraryCall, Problem
+from tilekern.spec import ALIGNED, DTYPES, Config, Implementation, KernelSpec, LibraryCall, Problem
 from tilekern.spec.source import source_digest
 from tilekern.spec.targets import INTERPRETED, Target
-from tilekern.tuning.verify.check import Check, compare, expected_results, launch_arguments, make_outputs
+from tilekern.tuning.verify.check import Check, arguments_of, compare, expected_results, make_outputs
 
 SPECS = list(all_specs().values())
 NAMES = [spec.name for spec in SPECS]
@@ -202,6 +202,13 @@ def one_of_each_code(spec: KernelSpec, problem: Problem) -> list[Config]:
         made = spec.implement(problem, config)
         found.setdefault(config if isinstance(made, LibraryCall) else (made.function, made.constants), config)
     return list(found.values())
+
+
+def launch_arguments(
+    implementation: Implementation, inputs: dict[str, Any], outputs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Return all arguments in the device function's order, as the interpreter takes them."""
+    return (*arguments_of(implementation, inputs, outputs), *(value for _, value in implementation.constants))
 
 
 def launched(

@@ -112,7 +112,7 @@ def test_long_rows(spec, rows, columns):
 
 @pytest.mark.parametrize(("kernel", "rows", "columns"), [("column_sum", 300, 1030), ("scale", 3, 5121)])
 def test_many_chunks(kernel, rows, columns):
-    """By a config of each tile; a single resident block computes all rows."""
+    """Run a config of each tile; a single resident block computes all rows."""
     spec = spec_named(kernel)
     problem = sized(spec, "bfloat16", rows=rows, columns=columns)
     for config in one_of_each(spec, problem, "tile_n"):
@@ -147,7 +147,7 @@ LEFT_OUT = {
 
 @every_flag
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_rows_that_do_not_count_add_nothing_whatever_they_hold(name, flags):
+def test_rows_that_do_not_count_add_nothing_even_if_not_finite(name, flags):
     spec, (by, value) = spec_named(name), LEFT_OUT[name]
     # Without its flag router_losses has no shares.
     flags = flags or by == "shares"

@@ -124,7 +124,7 @@ def test_queries_without_keys_have_no_gradient():
 
 @all_three
 def test_sums_over_many_tiles_are_kept_in_float32(spec):
-    """Of terms of one sign, whose sums rounded to bfloat16 after each tile would be off by percents."""
+    """Sum terms of one sign; rounding to bfloat16 after each tile would be off by percents."""
     sizes = {"queries": 4096, "keys": 16} if spec is DKDV else {"queries": 16, "keys": 4096}
     problem = problem_of(spec, "bfloat16", batch=1, heads=1, kv_heads=1, head_dim=16, **sizes)
     inputs = plain_inputs(spec, problem)

@@ -163,7 +163,7 @@ def test_infinite_logarithms_and_probabilities_of_0_equal_torch(spec, log_target
     assert_right(spec, problem, configs(spec, problem), {"input": logs, "target": targets})
 
 
-def test_numbers_that_are_no_probabilities_equal_torch_too():
+def test_numbers_that_are_not_probabilities_equal_torch_too():
     """Logarithms of 0 leave only the entropies."""
     tiny = torch.finfo(torch.float32).tiny
     numbers = torch.cat([

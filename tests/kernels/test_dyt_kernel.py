@@ -23,7 +23,7 @@ def test_numbers_near_0_keep_their_digits():
 @pytest.mark.parametrize("flags", [False, True])
 @pytest.mark.parametrize("columns", [1500, 5121])
 def test_rows_of_several_stripes(columns, flags):
-    """By a block for each group, by one block for all stripes, and by more blocks than rows."""
+    """Run one block for each group, one block for all stripes, and more blocks than rows."""
     problem = sized(BACKWARD, "bfloat16", rows=7, columns=columns, flags=flags)
     inputs = inputs_of(BACKWARD, problem)
     ways = one_of_each(BACKWARD, problem, "tile_m", "tile_n")

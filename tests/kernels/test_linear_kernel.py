@@ -138,7 +138,7 @@ def test_no_winner_leaves_the_product_to_the_library():
 
 @pytest.mark.parametrize("group", [1, 8, 16])
 @pytest.mark.parametrize("blocks", [1, 5, 40])
-def test_each_tile_is_computed_once_whatever_the_bands(group, blocks):
+def test_each_tile_is_computed_once_for_any_bands(group, blocks):
     """19 x 3 tiles: the last band is not full. The interpreter finds tiles that two blocks store."""
     problem = problem_of(19 * 64 - 3, 16, 3 * 64 - 5, *FORWARD, dtype="float32")
     config = generic(problem).but(group_m=group)

@@ -94,7 +94,7 @@ DANGEROUS = [
 
 
 @every_spec
-def test_dangerous_points_are_refused_with_their_reason_and_are_no_candidates(spec):
+def test_dangerous_points_are_refused_with_a_reason_and_are_not_candidates(spec):
     problem = sized(spec, "bfloat16", rows=4096, columns=4096, tokens=4096, heads=32, kv_heads=8, head_dim=128)
     for target in KNOWN:
         for changes, reason in DANGEROUS:

@@ -34,7 +34,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a call: everything that has rows has these."""
+    """Sizes of a call, shared by all arguments with rows."""
 
     rows: int = 6
     columns: int = 24
@@ -340,7 +340,7 @@ CALLS = [
 
 
 def results_and_gradients(call: Callable[..., Any], arguments: tuple[Any, ...]) -> list[torch.Tensor]:
-    """What a call gives, and the gradients of its arguments for slopes that are the same for each call."""
+    """Return the results of a call, and the arguments' gradients for slopes that are equal in each call."""
     # Of leaves nothing is overwritten; a loss may write its gradient over the logits that it is given.
     given = [x * 1 if isinstance(x, torch.Tensor) and x.requires_grad else x for x in arguments]
     results = call(*given)

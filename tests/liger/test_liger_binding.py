@@ -39,7 +39,7 @@ def liger_as_it_was():
 
 
 def held():
-    """Who holds which function of Liger's."""
+    """Return which function of Liger's each module holds."""
     return {
         (module.__name__, name): value
         for module in binding._holders()

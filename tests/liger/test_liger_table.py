@@ -142,6 +142,7 @@ def test_subclasses_of_tensors_go_to_liger(counted):
         assert apply(X.as_subclass(Own)) == "Liger's"
 
 
+@pytest.mark.slow
 def test_rows_compile_without_a_break(counted):
     apply = binding._serving(TABLE["LigerSiLUMulFunction"], None)
     compiled = torch.compile(lambda *given: apply(*given) + 1, backend="eager", fullgraph=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import formulas
 import torch
-from experts_samples import GATES, by_loop, layer
+from experts_samples import GATES, by_loop, clear_limit, layer
 from hypothesis import strategies as st
 from op_samples import APART, EPS, LAYOUTS, OPS, SHIPPED, laid_out, slopes_of
 from tolerances import ONCE, TOLERANCE
@@ -145,7 +145,7 @@ class Case:
         return several(self.formula(**given))
 
     def dtypes(self, given: Given, count: int) -> list[torch.dtype]:
-        """Those of so many results."""
+        """Return the dtypes of this number of results."""
         if self.dtype is None:
             floats = [x.dtype for x in given.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
             return [promoted(*floats)] * count
@@ -167,6 +167,18 @@ def set_by_a_user():
         torch.set_warn_always(warns)
         torch._C._set_deterministic_algorithms(False)
         torch.set_default_dtype(torch.float32)
+
+
+def is_the_same_under_defaults(case, given):
+    """Hold results and gradients under a user's defaults to those without them, bit for bit."""
+    with set_by_a_user():
+        results = case.run(given)
+        found = torch.autograd.grad([y.sum() for y in results if y.requires_grad], leaves(given).values())
+    right = case.run(given)
+    wanted = torch.autograd.grad([y.sum() for y in right if y.requires_grad], leaves(given).values())
+    for one, other in zip((*results, *found), (*right, *wanted), strict=True):
+        assert (one.dtype, one.device) == (other.dtype, other.device)
+        assert torch.equal(one, other)
 
 
 def several(results: Any) -> tuple[torch.Tensor, ...]:
@@ -192,7 +204,7 @@ def wide(given: Given) -> Given:
 
 
 def gradients(results: Any, of: Given, layout: str = "contiguous", **more: Any) -> dict[str, torch.Tensor]:
-    """Those of the results times normal slopes, of each leaf by its name."""
+    """Return the gradients of the results times normal slopes, by the name of each leaf."""
     return dict(zip(of, _pulled(results, of, slopes_of(results, layout), **more), strict=True))
 
 
@@ -375,6 +387,7 @@ def of_experts(d: Drawn) -> Given:
     how = d.one_of(*GATES.values())
     is_biased = d.one_of(True, False)
     found = layer(*sizes, biased=is_biased, transposed=is_biased, seed=d.size(0, 0, 5))
+    how = how | {"limit": clear_limit(found)} if "limit" in how else how
     return {name: x.detach() for name, x in found.items()} | how
 
 

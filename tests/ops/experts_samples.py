@@ -40,6 +40,17 @@ def layer(
     return found | {"ids": ids, "weights": scores.to(weight_dtype or dtype).requires_grad_()}
 
 
+def clear_limit(found: dict[str, Any]) -> float:
+    """Return a limit that is far from all gates: rounding one across it would switch its gradient on or off."""
+    pairs = [(t, n) for t, ids in enumerate(found["ids"].tolist()) for n in ids if n < len(found["gate_up"])]
+    bias = found.get("gate_up_bias")
+    gates = [found["gate_up"][n] @ found["x"][t] + (0 if bias is None else bias[n]) for t, n in pairs]
+    limits = torch.linspace(0.5, 0.9, 41)
+    if not gates:
+        return 0.7
+    return float(limits[(torch.cat(gates).detach().abs()[:, None] - limits).abs().amin(0).argmax()])
+
+
 def by_loop(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
     gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, *, activation: str = "silu",

@@ -217,7 +217,7 @@ def log_probs(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, *, bias: Any = None, temperature: float = 1.0,
     softcap: float | None = None, ignore_index: int = -100, **_: Any,
 ) -> Pair:  # fmt: skip
-    """Of each row the log-probability of its id, and the entropy."""
+    """Return the log-probability of each row's id, and its entropy."""
     logits = functional.linear(hidden, weight, bias)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     log, counts = (logits / temperature).log_softmax(-1), ids != ignore_index

@@ -90,7 +90,7 @@ def _shape(sizes: Sequence[str], values: dict[str, int]) -> tuple[int, ...]:
 
 
 def _op(op: Declaration) -> Op:
-    """What tests of all ops must know of one, from its declaration and its spec's reference."""
+    """Return the facts on an op that tests of all ops need, from its declaration and its spec's reference."""
     first = next(iter(op.inputs.values()))
     rows = first.shape[0] == "rows"
     scalars, names = scalars_of(op), inspect.signature(op.forward.reference).parameters

@@ -176,7 +176,7 @@ def test_memory_that_several_elements_share_is_refused_as_torch_refuses_it():
 
 
 def test_memory_that_moves_between_steps_is_followed():
-    """As by offloading: the parameter's data and the moments are other tensors at the next step."""
+    """With offloading, the parameter's data and the moments are other tensors at the next step."""
     ours = parameters([(6, 16)])
     exact = twins(ours, torch.float64)
     pairs = (tilekern.AdamW(ours, lr=0.1), ours), (torch.optim.AdamW(exact, lr=0.1), exact)

@@ -39,7 +39,7 @@ def test_heads_that_would_take_the_compiler_too_long_run_in_torch_and_that_is_sa
     assert launches() == before + run
 
 
-def test_expanded_inputs_and_slopes_are_taken_as_well():
+def test_expanded_inputs_and_slopes_are_accepted():
     q, k, v = tensors()
     one_head = [x.detach()[:, :, :1].expand(-1, -1, 2, -1).requires_grad_() for x in (k, v)]
     check(q.detach()[:, :1].expand(-1, 23, -1, -1).requires_grad_(), *one_head)
@@ -60,7 +60,7 @@ def test_a_query_that_sees_no_key_gives_zeros():
     assert bool(out[:, 5:].abs().amin() > 0)
 
 
-def test_a_window_that_holds_all_keys_is_none():
+def test_a_window_over_all_keys_counts_as_no_window():
     q, k, v = tensors()
     assert module._call(q, k, None, True, None, 23, None, None, True).window is None
     assert module._call(q, k, None, True, None, 22, None, None, True).window == 22

@@ -1,4 +1,4 @@
-"""What every op keeps: numbers as in float64, one launch, graphs, autocast, tracing, torch's settings and modes.
+"""Every op: numbers as in float64, one launch, graphs, autocast, tracing, torch's settings and modes.
 
 :data:`contract.CASES` has the ops; a new one is held to all of this by its declaration, or by a row there.
 """
@@ -15,11 +15,11 @@ from contract import (
     as_on_a_gpu,
     check,
     gradients,
+    is_the_same_under_defaults,
     leaves,
     mapped,
     near,
     same,
-    set_by_a_user,
     several,
     step,
     uncalled,
@@ -63,7 +63,7 @@ def every_tensor(chosen):
 
 @pytest.fixture(params=[True, False], ids=["kernel", "torch"])
 def kernel(request, monkeypatch):
-    """Whether kernels run, or torch's own operations."""
+    """Return whether kernels run, or torch's own operations."""
     monkeypatch.setenv("TILEKERN_INTERPRET", "1" if request.param else "0")
     return request.param
 
@@ -81,7 +81,7 @@ def test_every_op_is_called():
 @examples(30)
 @given(data=st.data())
 def test_float64(case, data):
-    """Of any shape, dtype, layout and options."""
+    """Draw shape, dtype, layout and options."""
     drawn = Drawn(data)
     dtype = data.draw(st.sampled_from(DTYPES), label="dtype")
     other = data.draw(st.sampled_from(DTYPES), label="of the others") if case.apart else None
@@ -167,7 +167,7 @@ def test_without_rows(case, leading):
 @pytest.mark.share(12)
 @pytest.mark.slow
 def test_torch_compile_without_a_graph_break(case, variant):
-    """Of sizes that are known and of others, in turn, and of other strides."""
+    """Compile known sizes, then others, then other strides."""
     torch._dynamo.reset()
     dynamic = variant % 2 == 1
     given = case.given(Drawn(variant=variant), layouts=case.layouts[dynamic : dynamic + 1])
@@ -252,7 +252,7 @@ def test_second_derivatives_are_refused_and_not_wrong(case, variant):
 
 @every("kept")
 def test_a_graph_that_is_kept_gives_the_same_gradients_each_time(case):
-    """Whose they then are: they may be changed."""
+    """The caller owns the gradients and may change them."""
     given = case.given(Drawn())
     _, right = step(case, given)
     results = case.run(given)
@@ -291,7 +291,7 @@ def test_what_is_saved_may_be_kept_elsewhere(case):
 
 @every()
 def test_gradients_are_accumulated_without_a_copy_of_them(case):
-    """What was made for one backward becomes the leaf's gradient, and no two leaves share one."""
+    """The tensor of one backward becomes the leaf's gradient, and no two leaves share one."""
     given, made = case.given(Drawn()), []
     hooks = [x.register_hook(lambda grad: made.append(grad.data_ptr())) for x in leaves(given).values()]
     sum(y.square().sum() for y in case.run(given)).backward()
@@ -359,7 +359,7 @@ def test_results_are_in_memory_of_their_own_and_inputs_stay_as_they_are(case):
 
 
 def saved_by(case, given):
-    """Where what the backward of a call reads lies; and the results of another call."""
+    """Return the addresses of a call's tensors that its backward reads, and the call's results."""
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.data_ptr()) or x, lambda x: x):
         first = case.run(given)
@@ -413,14 +413,7 @@ def test_functorch_s_transforms_go_through_torch_s_own_operations(case):
 @every()
 def test_defaults_of_a_user_change_no_result(case, kernel, nothing_kept):
     given = case.given(Drawn())
-    with set_by_a_user():
-        results = case.run(given)
-        found = torch.autograd.grad([y.sum() for y in results if y.requires_grad], leaves(given).values())
-    right = case.run(given)
-    wanted = torch.autograd.grad([y.sum() for y in right if y.requires_grad], leaves(given).values())
-    for one, other in zip((*results, *found), (*right, *wanted), strict=True):
-        assert (one.dtype, one.device) == (other.dtype, other.device)
-        assert torch.equal(one, other)
+    is_the_same_under_defaults(case, given)
 
 
 @every()
@@ -433,7 +426,7 @@ def test_a_training_step_goes_on_from_what_inference_mode_left(case, nothing_kep
 
 @pytest.fixture
 def nothing_kept(monkeypatch):
-    """As in a process whose first call is the test's."""
+    """Empty the stores, as in a process whose first call is the test's."""
     monkeypatch.setattr(registration, "_rows", {})
     monkeypatch.setattr(labels, "_seen", {})
 

@@ -106,7 +106,7 @@ def test_all_rows_ignored(dtype, options, reduction):
 
 
 @pytest.mark.parametrize("wrong", [-1, -101, 30, 31, 2**31 - 1, -(2**31)])
-def test_a_target_that_is_no_class_gives_nan_and_touches_nothing_else(wrong):
+def test_a_target_outside_the_classes_gives_nan_and_touches_nothing_else(wrong):
     logits, target = sample(4, 30, ignored=1)
     target[2] = wrong
     weight = torch.rand(30) + 0.5
@@ -190,7 +190,7 @@ def test_narrow_class_weights_are_added_up_without_rounding(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("far", [2**40, -(2**31) - 1])
-def test_an_index_to_ignore_that_is_no_int32(far, dtype):
+def test_an_ignored_index_outside_int32(far, dtype):
     logits, target = sample()
     near = -100 if dtype == torch.int64 else 2**31 - 1
     given = target.where(target >= 0, far if dtype == torch.int64 else 3).to(dtype)

@@ -89,6 +89,7 @@ def test_probabilities_of_0_make_no_nan(beta):
         assert torch.autograd.grad(value, x)[0].isfinite().all()
 
 
+@pytest.mark.slow
 def test_under_compile_what_no_kernel_serves_has_its_gradient():
     x, y, labels = drawn(jsd)
     x, y = x.detach().double().requires_grad_(), y.double()

@@ -13,7 +13,7 @@ from tilekern.runtime import dispatch
 
 
 def made_by(function):
-    """What a function gives, and how often it launches each kernel."""
+    """Return a function's result, and how often it launches each kernel."""
     found = []
     launched = launched_by(lambda: found.append(function()))
     return found[0], launched

@@ -25,7 +25,7 @@ module = importlib.import_module("tilekern.ops.fused_linear_cross_entropy")
 
 @pytest.fixture(params=["cublas", "tuned"])
 def products(request, monkeypatch):
-    """Whether cuBLAS multiplies or the kernels do."""
+    """Multiply with cuBLAS, or with the kernels."""
 
     def default(problem, target):
         return composite.SPEC.default(problem, target).but(products=request.param)

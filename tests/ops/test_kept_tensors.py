@@ -114,7 +114,7 @@ def test_what_lies_in_a_pool_of_its_own_is_not_kept(monkeypatch, address, lasts)
     assert not registration._lasts(OnGpu(address))
 
 
-def test_no_row_is_dropped_and_no_more_are_kept_than_so_many(rows, monkeypatch):
+def test_no_row_is_dropped_and_the_number_kept_is_bounded(rows, monkeypatch):
     monkeypatch.setattr(registration, "_MOST_ROWS", 2)
     kept = [registration.constant_row(torch.ones(1, size), 1.0) for size in (3, 4, 5)]
     assert [x.data_ptr() for x in rows.values()] == [x.data_ptr() for x in kept[:2]]

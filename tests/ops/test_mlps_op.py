@@ -54,7 +54,7 @@ def test_what_is_made_again_and_added_up_hangs_on_what_learns(frozen):
 
 
 def test_a_gradient_has_the_layout_of_its_weight():
-    """Of a weight that is stored transposed, autograd would copy another gradient."""
+    """Autograd would copy a gradient of another layout than that of a weight stored transposed."""
     x, up, up_bias, down, down_bias, _ = usual("mlp").values()
     wanted = torch.autograd.grad(mlp(x, up, up_bias, down, down_bias).sum(), (up, down))
     up, down = (weight.detach().t().contiguous().requires_grad_() for weight in (up, down))

@@ -209,7 +209,7 @@ def test_another_activation_is_refused(kind, config):
         kind(config)
 
 
-def test_every_class_stands_beside_the_ops():
+def test_every_module_class_is_public():
     from tilekern.ops import modules
 
     found = {name for name, kind in vars(modules).items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}

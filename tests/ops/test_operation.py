@@ -1,4 +1,4 @@
-"""What a declaration makes: the text of the shipped ops, and ops of other forms than theirs."""
+"""Code made from declarations: the text of the shipped ops, and ops of other forms."""
 
 import dataclasses
 import inspect
@@ -35,7 +35,7 @@ def test_every_file_is_of_an_op():
     assert {path.stem for path in GENERATED.glob("*.py")} == set(SHIPPED)
 
 
-def test_a_function_says_where_it_stands():
+def test_a_generated_function_has_its_source_file():
     """For break points, tracebacks and whoever looks it up."""
     path = generated_file(DECLARED["rms_norm"])
     function = ops.rms_norm.functions["plans_of"]

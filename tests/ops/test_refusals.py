@@ -313,7 +313,7 @@ def test_offsets_at_the_ends_are_taken(offsets):
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 6], [-1, 1, 2, 3, 4, 5], [0, 0, 2, 3, 4, 5]])
-def test_an_order_that_is_no_permutation_is_refused(order):
+def test_an_order_that_is_not_a_permutation_is_refused(order):
     given = torch.tensor([2, 4, 6], dtype=torch.int32), None, torch.tensor(order, dtype=torch.int32)
     with pytest.raises(ValueError, match="order must be a permutation of the numbers from 0 to 5, got"):
         ops.grouped_linear(ones(3, 8), ones(3, 5, 8), *given, 2)

@@ -31,6 +31,6 @@ def test_no_slot_at_all(shape):
     checked(ops.route(ids, 4), ids, 4)
 
 
-def test_it_is_two_launches_whatever_the_size():
+def test_it_is_two_launches_for_any_size():
     launched = launched_by(lambda: ops.route(torch.zeros(2000, 1, dtype=torch.int64), 4))
     assert launched == {"route_count": 1, "route_place": 1}

@@ -17,7 +17,7 @@ def logits_of(tokens, experts, dtype=torch.float32, seed=0):
 
 
 def mixtral(logits, choices, normalized):
-    """As Mixtral, Qwen3-MoE, OLMoE and Qwen2-MoE: the softmax comes first."""
+    """Route like Mixtral, Qwen3-MoE, OLMoE and Qwen2-MoE: the softmax comes first."""
     weights, ids = logits.softmax(-1).topk(choices, -1)
     return ids, weights / weights.sum(-1, keepdim=True) if normalized else weights
 
@@ -28,7 +28,7 @@ def gpt_oss(logits, choices):
 
 
 def deepseek_v3(logits, choices, bias, groups, kept, scale, normalized):
-    """As the class of transformers, with a loop over tokens in the place of masks."""
+    """Route like the class of transformers, with a loop over tokens instead of masks."""
     rows, share = [], logits.sigmoid()
     for row in (share + bias).detach():
         parts = row.view(groups, -1)

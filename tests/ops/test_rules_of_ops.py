@@ -164,7 +164,7 @@ def test_what_differs_from_a_known_call_in_any_tensor_is_checked_again(op, on_gp
 
 
 def memory(arguments):
-    """Where the tensors of a launch lie."""
+    """Return the addresses of a launch's tensors."""
     tensors = [getattr(x, "tensor", x) for x in arguments]
     return {x.data_ptr() for x in tensors if isinstance(x, torch.Tensor)}
 

@@ -1,4 +1,4 @@
-"""What a user has set in torch changes nothing that an op computes, nor what later calls find kept."""
+"""A user's settings of torch change neither what an op computes nor what it keeps for later calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOMS = ("interpreter", "ops", "patch", "runtime", "integrations")
 
 
 def made_by_defaults():
-    """Where a factory of torch's is called without a dtype or a device, as file:line."""
+    """Return the calls of torch's factories without a dtype or a device, as file:line."""
     root = Path(tilekern.__file__).parent
     for room in ROOMS:
         for path in (root / room).rglob("*.py"):
@@ -52,8 +52,8 @@ NUMBERS = [(op, name) for op in SHIPPED.values() for name in op.scalars if op.ki
 
 
 @pytest.mark.parametrize(("op", "name"), NUMBERS, ids=[f"{op.name} {name}" for op, name in NUMBERS])
-def test_a_whole_number_stands_for_a_float(op, name):
-    """As a configuration has it: 30 for 30.0."""
+def test_an_integer_is_accepted_for_a_float(op, name):
+    """Configurations contain 30 for 30.0."""
     function = public(op)
     if name not in inspect.signature(function).parameters:
         pytest.skip("not an argument of the function")

@@ -3,7 +3,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def nothing_patched(unpatched):
-    """As each of these tests begins and ends."""
+    """Start and end each of these tests with nothing patched."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What holds for every patched model: it computes what it did, by kernels that are named, and is put back exactly."""
+"""Every patched model computes the same by the named kernels, and is put back exactly."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def only(*ops):
 
 
 def counted(run):
-    """What a function returns, and the launches of each kernel in it."""
+    """Return a function's result, and the launches of each kernel in it."""
     before = launches()
     return run(), launched(before)
 

@@ -33,7 +33,7 @@ def page(of_experts):
 
 
 def served(op, family):
-    """What the page says of an op that serves a family; nothing where it does not."""
+    """Return the page's entry for an op of a family; empty if the op does not serve it."""
     return "images" if op in family.seen else "yes" if op in family.ops else ""
 
 
@@ -76,18 +76,18 @@ def reason(op, module):
 
 
 def is_of_its_text(text):
-    """Whether a module's language model is one of another family."""
+    """Return whether a module's language model is one of another family."""
     return "AutoModel.from_config(" in text and "DecoderLayer" not in text
 
 
 def experts_said(model_type):
-    """What the page says of a family's experts."""
+    """Return the page's entry for a family's experts."""
     rows = (line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines())
     return next((row[-1] for row in rows if row[0] == model_type), "")
 
 
 def experts_of(family, model):
-    """Whether the op serves the experts in a family's model, or why not."""
+    """Return whether the op serves the experts in a family's model, or why not."""
     if any(patch.replacement is experts.scaled_layer for patch in family.patches()):
         return "yes"
     own = [x for x in model.modules() if type(x).__module__ == family.module]

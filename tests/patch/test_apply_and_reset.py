@@ -246,7 +246,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize(("owner", "name", "other", "ops", "said"), CHANGED.values(), ids=CHANGED)
-def test_what_is_changed_or_missing_is_left_alone_with_one_warning_each(monkeypatch, owner, name, other, ops, said):
+def test_changed_or_missing_code_is_left_alone_with_one_warning_each(monkeypatch, owner, name, other, ops, said):
     model = make()
     if other is None:
         monkeypatch.delattr(owner, name)
@@ -598,7 +598,7 @@ def test_another_library_s_patch_of_modules_runs_and_is_not_called_ours(first):
 
 
 def test_a_class_that_another_library_s_has_replaced_is_said_to_be_that_of_older_models(monkeypatch):
-    """As Liger replaces classes, in models that are made afterwards."""
+    """Liger replaces classes like this, for models that are made afterwards."""
     kind = qwen3.Qwen3MLP
     older, whole = make(), make()
     reference = step(older)

@@ -32,7 +32,7 @@ def forwards():
 
 
 class Layer(torch.nn.Module):
-    """What an attention function may ask of its layer."""
+    """A layer with only the attributes that an attention function reads."""
 
     num_key_value_groups, is_causal = 2, True
 

@@ -90,7 +90,7 @@ def test_batches_with_padding_go_to_sdpa(other, padded, windowed):
     check(run, *pair(other, **(WINDOW if windowed else {})), 0)
 
 
-def test_a_mask_of_ones_is_none():
+def test_a_mask_of_ones_counts_as_no_mask():
     check(functools.partial(logits, input_ids=IDS, attention_mask=torch.ones_like(IDS)), *pair(), 2)
 
 

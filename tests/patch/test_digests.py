@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def test_code_does(old, new):
     assert digest_in(PLAIN, "Norm.forward") != digest_in(PLAIN.replace(old, new), "Norm.forward")
 
 
-def test_a_string_that_is_no_docstring_and_a_decorator_do():
+def test_other_strings_and_decorators_change_the_digest():
     bare = digest_in("def f():\n    return 1", "f")
     assert digest_in("def f():\n    'said'\n    return 1", "f") == bare
     assert digest_in("def f():\n    return 1\n    'said'", "f") != bare
@@ -242,8 +243,26 @@ def test_the_command_filters_by_model_and_op_and_has_json(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[1:]] == [op for op in OPS if op in FAMILIES["llama"].ops]
     assert max(map(len, lines)) <= 100
+    assert main(["--model", "llama", "--op", "layer_norm"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["no code of llama has a form that is known"]
     for arguments, said in ((["--model", "lama"], "did you mean llama?"), (["--op", "ropes"], "unknown op 'ropes'")):
         assert main(arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("tilekern: ")
         assert said in line
+
+
+def test_the_command_takes_a_module_of_another_model(capsys, monkeypatch, tmp_path):
+    source = matching.path_of("transformers.models.qwen3.modeling_qwen3").read_text()
+    source = source.replace("Qwen3", "Mine").replace("from ...", "from transformers.")
+    for name in ("of_mine/modeling.py", "modeling_of_mine.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, own in (("of_mine.modeling", "of_mine"), ("modeling_of_mine", "modeling_of_mine")):
+        assert main(["--model", name]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+        assert [line[:3] for line in lines] == [["available", op, own] for op in OPS if op in FAMILIES["qwen3"].ops]
+        assert name not in sys.modules
+    assert main(["--model", "blt"]) == 0
+    assert "BltMLP.forward" in capsys.readouterr().out

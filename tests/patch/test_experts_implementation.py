@@ -101,7 +101,7 @@ def test_ids_of_other_ranks_add_nothing():
 
 
 def test_weights_of_all_experts_are_read_where_they_were_chosen():
-    """As PhiMoE's router gives them in transformers 5.0."""
+    """PhiMoE's router returns them like this in transformers 5.0."""
     module = module_of()
     x, ids, weights = routed(module)
     of_all = torch.zeros(len(x), module.num_experts).scatter(1, ids, weights)
@@ -152,7 +152,7 @@ def test_after_import_tilekern_alone_the_name_is_known():
 
 
 def said(model):
-    """What the report has on a model's layers of experts."""
+    """Return the report's rows on a model's layers of experts."""
     rows = [row for row in tilekern.report(model).rows if row.kind.endswith(("Experts", "Moe"))]
     return {row.reason for row in rows if row.op == "experts"}
 
@@ -165,7 +165,7 @@ def test_the_report_says_whether_experts_run_the_op():
 
 
 def test_llama_4_computes_the_chosen_experts_alone(monkeypatch):
-    """By a patch: transformers has no choice of its experts, which compute all tokens."""
+    """A patch does this: transformers offers no choice of its experts, which compute all tokens."""
     model, rows, run = make("llama4")[0], [], ops.experts
     monkeypatch.setattr(ops, "experts", lambda x, *more, **how: rows.append(len(x)) or run(x, *more, **how))
     expected = step(model)

@@ -53,7 +53,7 @@ def logits(model):
 
 
 def graded(function, *leaves, **options):
-    """What a function makes of some leaves, and the gradients by them."""
+    """Return a function's results on some leaves, and their gradients."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     return results(lambda: function(*leaves, **options), leaves)
 
@@ -309,7 +309,7 @@ def test_what_else_a_module_has_runs_as_it_is(family, place, other, kernels):
     held(model, patching(family, fused_linear_cross_entropy=False), step, kernels)
 
 
-def test_another_activation_is_told():
+def test_another_activation_is_reported():
     model = make("gpt2")[0]
     tilekern.apply(model_type="gpt2")
     model.transformer.h[0].mlp.act = torch.nn.Mish()
@@ -431,8 +431,26 @@ def test_norms_whose_result_a_gate_multiplies(made, kernels, tolerance):
     held(norm, patching("qwen3_next"), lambda norm: results(lambda: norm(x, gate), leaves), kernels, tolerance)
 
 
+class Tripled(gemma4.Gemma4RMSNorm):
+    def _norm(self, hidden_states):
+        return 3 * super()._norm(hidden_states)
+
+
 @both_ways
-def test_a_gated_norm_is_told_as_one_of_rms_norm_s(way):
+def test_a_subclass_of_a_norm_that_overrides_its_helper_runs_its_own_code(way):
+    model = eval_of("gemma4")
+    norm = next(x for x in model.modules() if type(x) is gemma4.Gemma4RMSNorm)
+    norm.__class__ = Tripled
+    others = sum(type(x) is gemma4.Gemma4RMSNorm for x in model.modules())
+    assert 0 < sum(held(model, way, logits, **only("rms_norm")).values()) <= others
+    way(model)
+    assert {row.reason for row in tilekern.report(model).rows if row.op == "rms_norm" and row.kind == "Tripled"} == {
+        "Tripled has a _norm of its own"
+    }
+
+
+@both_ways
+def test_the_report_lists_a_gated_norm_under_rms_norm(way):
     model = eval_of("qwen3_5")
     way(model)
     rows = [row for row in tilekern.report(model).rows if row.kind == "Qwen3_5RMSNormGated"]

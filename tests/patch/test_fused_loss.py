@@ -43,7 +43,7 @@ def fused():
 
 @pytest.fixture(params=["cublas", "tuned"])
 def products(request, monkeypatch):
-    """Who multiplies in the fused loss."""
+    """Multiply in the fused loss with cuBLAS, or with the kernels."""
     module = importlib.import_module("tilekern.ops.fused_linear_cross_entropy")
     spec = module._SPEC
 

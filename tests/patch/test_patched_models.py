@@ -84,6 +84,13 @@ class Doubled(modeling_qwen3.Qwen3RMSNorm):
         return 2 * super().forward(hidden_states)
 
 
+class Named(modeling_qwen3.Qwen3RMSNorm):
+    """A norm of somebody's model that computes what its base does."""
+
+    def __init__(self, size):
+        super().__init__(size)
+
+
 class Marked(torch.nn.Parameter):
     pass
 
@@ -136,9 +143,14 @@ CASES = {
     "hidden states and attentions": Case(make, {"rms_norm_forward": 3, "qk_norm_rope_forward": 2}, recorded),
     "no_grad": Case(make, FORWARDS, without_gradients(torch.no_grad)),
     "inference_mode": Case(make, FORWARDS, without_gradients(torch.inference_mode)),
+    "a class of norms that inherits all": Case(
+        functools.partial(with_norms, lambda norm: setattr(norm, "__class__", Named)), FUSED
+    ),
+    # The first layer's rotation runs alone, there and back.
     **{
         f"{name} of norms": Case(
-            functools.partial(with_norms, change), {"fused_add_rms_norm_forward": 1, "qk_norm_rope_forward": 1}
+            functools.partial(with_norms, change),
+            {"fused_add_rms_norm_forward": 1, "qk_norm_rope_forward": 1, "rope": 2},
         )
         for name, change in NORMS.items()
     },
@@ -201,7 +213,7 @@ RUN = {
 @interpreted
 def test_gradients_of_every_parameter_are_as_near_to_float64_as_hugging_faces():
     def gradients(seed, attention, wide=False):
-        """Of a model with bfloat16 weights, but float32 frequencies, as ``from_pretrained`` makes one."""
+        """Return gradients of a model like ``from_pretrained``'s: bfloat16 weights, float32 frequencies."""
         torch.manual_seed(seed)
         config = make(use_cache=False).config
         torch.manual_seed(seed)

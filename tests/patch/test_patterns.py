@@ -221,7 +221,7 @@ TUPLE = """if not return_dict:
         return output"""
 
 
-def test_those_who_ask_for_tuples_get_logits():
+def test_a_call_that_asks_for_a_tuple_gets_logits():
     text = head(after=TUPLE).replace("logits_to_keep=0", "return_dict=None")
     number, body = changed(text, patterns.head_and_loss)
     assert number == 1
@@ -297,7 +297,9 @@ def test_the_norms_of_heads_and_their_rotation():
     assert body.pop(4).strip("()").startswith("cos, sin")
     assert body == [
         "tilekern_q, tilekern_k, tilekern_v = tilekern_projected(self, h)",
-        *(f"{x} = tilekern_{x}.view(s).transpose(1, 2)" for x in "qkv"),
+        "q = tilekern_q.view(s)",
+        "k = tilekern_k.view(s)",
+        "v = tilekern_v.view(s).transpose(1, 2)",
         "q, k = tilekern_turned(self.q_norm, self.k_norm, q, k, cos, sin, swapped=True)",
     ]
 
@@ -305,22 +307,33 @@ def test_the_norms_of_heads_and_their_rotation():
 TURNED = "q, k = tilekern_turned(self.q_norm, self.k_norm, q, k, cos, sin, {})"
 # The statements behind those that make q, k and v, and what is made of them.
 ORDERS = {
-    "heads first": ([*SWAPPED, *NORMS, ROTATION], [*SWAPPED, TURNED.format("swapped=False")]),
-    "tokens first": ([*NORMS, *SWAPPED, ROTATION], [*SWAPPED, TURNED.format("swapped=True")]),
+    "heads first": ([*SWAPPED, *NORMS, ROTATION], [SWAPPED[2], TURNED.format("behind=True")]),
+    "transposed elsewhere": (
+        [SWAPPED[0], *NORMS, ROTATION],
+        [SWAPPED[0], "q, k = tilekern_turned(self.q_norm, self.k_norm, q, k, cos, sin)"],
+    ),
+    "heads first, under a condition": (
+        [*SWAPPED, "if self.has:", *(f"    {x}" for x in NORMS), ROTATION],
+        [SWAPPED[2], "if self.has:", TURNED.format("behind=True"), "else:", *SWAPPED[:2],
+         "q, k = tilekern_rotated(q, k, cos, sin)"],
+    ),
+    "tokens first": ([*NORMS, *SWAPPED, ROTATION], [SWAPPED[2], TURNED.format("swapped=True")]),
     "under a condition": (
         ["if self.has:", *(f"    {x}" for x in NORMS), *SWAPPED, ROTATION],
-        [*SWAPPED, "if self.has:", TURNED.format("swapped=True"), "else:", "q, k = tilekern_rotated(q, k, cos, sin)"],
+        [SWAPPED[2], "if self.has:", TURNED.format("swapped=True"), "else:", *SWAPPED[:2],
+         "q, k = tilekern_rotated(q, k, cos, sin)"],
     ),
     "of some layers": (
         [*SWAPPED, *NORMS, "if self.a is None or self.b:", f"    {ROTATION}"],
-        [*SWAPPED, "if self.a is None or self.b:", TURNED.format("swapped=False"), "else:", *NORMS],
+        [SWAPPED[2], "if self.a is None or self.b:", TURNED.format("behind=True"), "else:", *SWAPPED[:2], *NORMS],
     ),
     "of some layers, tokens first": (
         [*NORMS, *SWAPPED, "if self.a:", "    c = h", f"    {ROTATION}"],
-        [*SWAPPED, "if self.a:", "c = h", TURNED.format("swapped=True"), "else:",
-         *(f"{x} = self.{x}_norm({x}.transpose(1, 2)).transpose(1, 2)" for x in "qk")],
+        [SWAPPED[2], "if self.a:", "c = h", TURNED.format("swapped=True"), "else:", *NORMS, *SWAPPED[:2]],
     ),
-    "behind the rotation": ([*SWAPPED, ROTATION, *NORMS], [*SWAPPED, TURNED.format("norm_last=True")]),
+    "behind the rotation": (
+        [*SWAPPED, ROTATION, *NORMS], [SWAPPED[2], TURNED.format("norm_last=True, behind=True")],
+    ),
     "both under conditions": (
         ["if self.a:", f"    {ROTATION}", "if hasattr(self, 'norm'):", *(f"    {x}" for x in NORMS)],
         ["if self.a and hasattr(self, 'norm'):", TURNED.format("norm_last=True"), "else:", "if self.a:",
@@ -428,6 +441,7 @@ def test_other_norms_and_rotations_are_left(old, new):
         ["if h.any():", f"    {ROTATION}", "if self.a:", *(f"    {x}" for x in NORMS)],
         ["if self.a:", f"    {ROTATION}", "else:", "    h = h", *NORMS],
         [*NORMS, "q = q.transpose(1, 2)", ROTATION],
+        [*NORMS, *SWAPPED, *SWAPPED, ROTATION],
     ],
 )
 def test_orders_that_are_not_known_are_left(lines):

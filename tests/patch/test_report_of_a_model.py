@@ -1,9 +1,10 @@
-"""What ``tilekern.report`` says of models as they are, as they are patched, and as others have changed them."""
+"""``tilekern.report`` on unpatched models, patched ones, and those that other code has changed."""
 
 import itertools
 
 import pytest
 import torch
+from model_contract import both_ways
 from tiny_families import IDS, make
 from tiny_qwen3 import apply
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning
 
 
 def reasons(model, op):
-    """By module, why an op does not serve it; empty where it does."""
+    """Return why an op does not serve each module; empty if it does."""
     return {row.module: row.reason for row in tilekern.report(model).rows if row.op == op}
 
 
@@ -76,8 +77,9 @@ def test_hooks_on_a_norm_keep_a_layer_from_being_fused(qwen3):
     }
 
 
-def test_hooks_on_what_an_op_has_inside_are_seen(qwen3):
-    apply()
+@both_ways
+def test_hooks_on_what_an_op_has_inside_are_seen(way, qwen3):
+    way(qwen3)
     first, second = qwen3.model.layers
     first.self_attn.q_norm.register_forward_hook(lambda *_: None)
     second.self_attn.k_norm.forward = lambda x: x
@@ -85,6 +87,7 @@ def test_hooks_on_what_an_op_has_inside_are_seen(qwen3):
         "model.layers.0.self_attn": "hooks on q_norm have the steps run one by one",
         "model.layers.1.self_attn": "the op does not know its k_norm",
     }
+    assert set(reasons(qwen3, "rope").values()) == {""}
     first.mlp.act_fn.register_forward_hook(lambda *_: None)
     said = "hooks on its activation have the steps run one by one"
     assert reasons(qwen3, "swiglu") == {"model.layers.0.mlp": said, "model.layers.1.mlp": ""}
@@ -190,7 +193,7 @@ def test_printed_it_has_a_heading_for_each_op_and_a_line_for_modules_that_are_al
     assert report.fallbacks["swiglu_forward"] == 2
 
 
-def test_calls_that_run_kernels_and_calls_that_do_not_are_told_apart(qwen3, uncounted, monkeypatch):
+def test_calls_with_and_without_kernels_are_counted_apart(qwen3, uncounted, monkeypatch):
     apply()
     monkeypatch.setenv("TILEKERN_INTERPRET", "1")
     qwen3.eval()(input_ids=IDS)

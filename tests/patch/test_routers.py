@@ -29,7 +29,7 @@ def routers_of(model):
 
 
 def step(model):
-    """What each router chose in order of ids, then what a training step gives."""
+    """Return each router's choices in order of ids, then the results of a training step."""
     chosen, found = [], {}
     hooks = [x.register_forward_hook(lambda _, __, out: chosen.append(out[1:])) for x in routers_of(model)]
     made = trained(model, IDS)
@@ -102,13 +102,13 @@ def losses(model):
 
 
 def said(model):
-    """By kind of module, whether the op serves it."""
+    """Return whether the op serves each kind of module."""
     rows = [row for row in tilekern.report(model).rows if row.op == "experts"]
     return {row.kind: not row.reason for row in rows}
 
 
 def serves_head(model):
-    """Whether a model's loss is made without logits."""
+    """Return whether a model's loss is made without logits."""
     return not next(row for row in tilekern.report(model).rows if row.op == "fused_linear_cross_entropy").reason
 
 

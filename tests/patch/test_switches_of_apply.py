@@ -46,7 +46,7 @@ def test_other_values_are_refused(door, name, value):
     assert not tilekern.get_patched_ops()
 
 
-def test_a_model_is_told_of_its_own_function_and_only_a_model_is_one():
+def test_wrong_arguments_are_told_which_function_takes_them():
     with pytest.raises(InputError, match=r"tilekern.apply_to_model\(model\)"):
         tilekern.apply(make())
     with pytest.raises(InputError, match="apply_to_model takes a model"):

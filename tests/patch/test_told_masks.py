@@ -1,4 +1,4 @@
-"""What masks tell attention "tilekern": sequences of a row, room of a cache, and what nobody may look at."""
+"""Masks that describe to attention "tilekern" a row's sequences, a cache's room, and values not to be read."""
 
 import contextlib
 
@@ -161,14 +161,14 @@ def test_padding_around_packed_sequences():
     assert worst([found], [wanted]) < 1e-5
 
 
-def test_keys_of_which_no_mask_tells_are_refused():
+def test_keys_that_the_mask_does_not_cover_are_refused():
     layer, (q, k) = torch.nn.Module(), (torch.randn(1, 2, n, 16) for n in (7, 9))
     for told in (None, ToldMask(STARTS, 4, None, 7, 7, 1), ToldMask(STARTS[:0], 7, None, 7, 8, 1)):
         with pytest.raises(InputError, match="Module hands over 9 keys for 7 queries, and its mask tells of"):
             implementation.attend(True, layer, q, k, k, told)
 
 
-def test_room_behind_a_prompt_is_told():
+def test_a_mask_covers_a_cache_longer_than_the_prompt():
     from transformers import StaticCache
 
     cache = StaticCache(config=config(num_hidden_layers=2), max_cache_len=16)

@@ -1,4 +1,4 @@
-"""What is traced on meta tensors is what a step of a patched model asks for, and nothing else."""
+"""A trace on meta tensors has the problems of a patched model's step, and no others."""
 
 import hashlib
 import itertools

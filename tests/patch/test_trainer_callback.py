@@ -49,7 +49,7 @@ def test_a_step_of_a_trainer_is_patched_and_told(tmp_path, capsys, bf16):
     assert list(tilekern.get_patched_ops()) == (SERVED if bf16 else [])
 
 
-def test_what_fell_back_meanwhile_is_told(capsys, monkeypatch):
+def test_fallbacks_meanwhile_are_reported(capsys, monkeypatch):
     from tilekern.runtime import dispatch
 
     monkeypatch.setattr(dispatch._state, "counters", {})

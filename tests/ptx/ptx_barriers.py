@@ -64,7 +64,7 @@ class Mbarrier:
         return self._end_phase()
 
     def seen_by(self, phase: int, threads: Any) -> Any:
-        """Which threads have seen the end of a phase."""
+        """Return which threads have seen the end of a phase."""
         return self.seen[threads] > phase
 
     def _end_phase(self) -> bool:

@@ -99,7 +99,7 @@ class Cluster:
         return f"{int((self._waiting > 0).sum())} threads wait at {texts}; {int(self._ended.sum())} have ended"
 
     def running(self) -> Any:
-        """Which threads run, as an array."""
+        """Return which threads run, as an array."""
         return np.ones(self.count, bool) if self.mask is None else self.mask
 
     def of_running(self, values: Any) -> Any:
@@ -246,5 +246,5 @@ class Lanes:
         return (~(named & there) | running[np.minimum(places, len(running) - 1)]).all(axis=1)
 
     def exists(self, lane: Any) -> Any:
-        """Whether a block has a lane."""
+        """Return whether a block has a lane."""
         return self.first + lane < (self.rank + 1) * self._threads

@@ -43,7 +43,7 @@ class _Region:
 
     @functools.cached_property
     def inside_each(self) -> list[Any]:
-        """Which bytes belong to an element of each tensor."""
+        """Return which bytes belong to an element of each tensor."""
         masks = [np.zeros(len(self.bytes), np.uint8) for _ in self._tensors]
         for tensor, mask in zip(self._tensors, masks, strict=True):
             self._mark(tensor, mask)
@@ -179,7 +179,7 @@ class _Touched:
         self.group, self._several = np.full(words, _NOBODY, np.int32), several
 
     def by_others(self, words: Any, groups: Any) -> Any:
-        """Whether another group has touched a word."""
+        """Return whether another group has touched a word."""
         there = self.group[words]
         return (there != _NOBODY) & (there != groups)
 

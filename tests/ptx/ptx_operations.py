@@ -84,7 +84,7 @@ TYPES = _types()
 
 
 def is_float(name: str) -> bool:
-    """Whether a type has floating-point numbers."""
+    """Return whether a type has floating-point numbers."""
     return name.removesuffix("x2") in ("f16", "bf16", "f32", "f64")
 
 

@@ -122,7 +122,7 @@ def assert_right(name, problem, kernel, clusters=None, inputs=None, *, expected=
 
 
 def each(names, *cases, clusters=None, **how):
-    """Of each spec the cases, which are sizes and flags of a problem and axes of a config."""
+    """Yield the cases of each spec: sizes and flags of a problem, and axes of a config."""
     names = (names,) if isinstance(names, str) else names
     return [(name, sizes, axes, clusters, how) for name in names for sizes, axes in cases]
 
@@ -376,7 +376,7 @@ def test_rows_that_do_not_count_are_not_read(cluster):
 
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("label", [-1, 1000, 1 << 30, -(1 << 31)])
-def test_a_label_that_is_no_class_gives_nan(label, cluster):
+def test_a_label_outside_the_classes_gives_nan(label, cluster):
     problem = problem_of(LOSS, rows=3)
     inputs = drawn(LOSS, problem)
     inputs["target"][:] = torch.tensor([7, label, 999])
@@ -415,7 +415,7 @@ def test_no_heads_give_sums_of_zero():
 
 @pytest.mark.parametrize("columns", [128, 64])
 def test_heads_share_the_angles_of_one_batch_entry(columns):
-    """Of angles that are stored twice the first ones alone are read."""
+    """If angles are stored twice, only the first ones are read."""
     problem = problem_of(HEADS, batch=3)
     inputs = drawn(HEADS, problem)
     inputs |= {key: inputs[key][..., :1, :, :64] for key in ("cos", "sin")}

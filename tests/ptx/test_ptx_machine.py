@@ -77,7 +77,7 @@ def numbers(seed):
 
 
 def same(actual, expected):
-    """Whether numbers are the same bit by bit, or both NaN."""
+    """Return whether numbers are equal bit by bit, or both NaN."""
     bits = {2: torch.int16, 4: torch.int32}[expected.element_size()]
     return bool((expected.isnan() & actual.isnan() | (actual.view(bits) == expected.view(bits))).all())
 

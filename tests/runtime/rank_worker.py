@@ -176,7 +176,7 @@ def keeps_less(_):
 
 
 def has_no_backend_for_the_cpu(_):
-    """As with NCCL: the world has no collective on the CPU."""
+    """The world has no collective on the CPU, as with NCCL alone."""
     return swapped(torch.distributed, "get_backend_config", lambda: "cuda:nccl")
 
 

@@ -1,4 +1,4 @@
-"""What a call finds in a real cache for a GPU that is not here, and what happens where it finds nothing."""
+"""Lookups of calls in a real cache for a GPU that is not here, and misses."""
 
 import dataclasses
 import hashlib
@@ -62,6 +62,11 @@ def test_a_problem_in_the_cache_becomes_a_plan(filled, no_compiler):
     assert plan.grid == (plan.blocks,)
     assert dispatch.stats() == {SPEC.name: numbers(hits=1)}
     assert cache.read_wanted(filled) == []
+
+
+def test_a_refusal_on_the_cpu_is_none_of_the_first_gpu(filled, no_compiler):
+    assert dispatch.plan_for(SPEC, torch.device("cpu"), *SIZES) is None
+    assert isinstance(dispatch.plan_for(SPEC, GPU, *SIZES)._kernel, PrebuiltKernel)
 
 
 def test_the_plan_s_kernel_holds_both_variants_and_their_bytes(filled):

@@ -20,7 +20,7 @@ import torch
 from tilekern.cache import Launch
 from tilekern.kernels import spec_named
 from tilekern.runtime.launcher import PrebuiltKernel, Variant
-from tilekern.runtime.plans import ExtendedPlan
+from tilekern.runtime.plans import DependentPlan, ExtendedPlan, Plan
 from tilekern.spec import Config
 from tilekern.compile.toolchain import assumptions
 
@@ -54,6 +54,10 @@ weight = OnGpu(torch.zeros(64, dtype=torch.float16))
 def plan(launch, dependent=False, otherwise=None):
     return ExtendedPlan(kernel("aligned", launch, otherwise), Config(), 8, dependent=dependent)
 
+def of_each_kind():
+    own = kernel("own")
+    return Plan(own, Config(), 8), DependentPlan(own, Config(), 8), plan(Launch((256, 1, 1), 1, False, 0))
+
 import os, sys
 for number, calls in enumerate(sys.argv[2:]):
     if not os.fork():
@@ -68,7 +72,7 @@ for number, calls in enumerate(sys.argv[2:]):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """By calls: the addresses of both matrices, the launches, and what was printed; each in a fork of one process."""
+    """Return, by calls, both matrices' addresses, the launches and the output; each in a fork of one process."""
     folder = tmp_path_factory.mktemp("driver")
     source = Path(__file__).with_name("driver_stub.c")
     subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", folder / "libcuda.so.1", source], check=True)
@@ -105,11 +109,8 @@ ATTRIBUTES = """
 
 
 CONTEXT = """
-    from tilekern.runtime.plans import DependentPlan, Plan
-
     os.environ["STUB_WITHOUT_CONTEXT"] = "1"
-    own = kernel("own")
-    for made in (Plan(own, Config(), 8), DependentPlan(own, Config(), 8), plan(Launch((256, 1, 1), 1, False, 0))):
+    for made in of_each_kind():
         made.launch(0, whole, weight, whole, 1e-6)
         print(made.launches)
         import ctypes
@@ -132,10 +133,11 @@ DEVICE = """
             current[0] = self.before
 
     torch.cuda.device = Device
-    both = plan(Launch((256, 1, 1), 1, False, 0))
-    both.launch(1, whole, weight, whole, 1e-6)
-    both.launch(0, whole, weight, whole, 1e-6)
-    print(*seen, current[0], both.launches)
+    for made in of_each_kind():
+        made.launch(1, whole, weight, whole, 1e-6)
+        made.launch(0, whole, weight, whole, 1e-6)
+        print(*seen, current[0], made.launches)
+        seen.clear()
 """
 
 
@@ -163,5 +165,5 @@ def test_a_launch_makes_sure_of_its_context(ran):
 def test_a_launch_is_on_the_device_of_its_tensors(ran):
     """The number of a default stream is 0 on every device: it names one of the current context."""
     _, launches, printed = ran[DEVICE]
-    assert len(launches) == 2
-    assert printed == ["(1, 1) (0, 0) 0 2"]
+    assert len(launches) == 6
+    assert printed == ["(1, 1) (0, 0) 0 2"] * 3

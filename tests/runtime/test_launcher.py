@@ -1,4 +1,4 @@
-"""Which stored variant serves which arguments, judged on cuda.tile's own constraint objects."""
+"""The choice of a stored variant for arguments, on cuda.tile's own constraint objects."""
 
 import inspect
 from importlib import metadata
@@ -25,7 +25,7 @@ STRONG, PLAIN = (assumptions(IMPLEMENTATION, variant) for variant in (ALIGNED, G
 
 
 def array(ndim=2, dtype=ct.bfloat16, **changes):
-    """What the launcher states of a contiguous, aligned array with a last axis that 16 divides."""
+    """Return the launcher's constraint of a contiguous, aligned array with a last axis that 16 divides."""
     stated = {
         "index_dtype": ct.int32,
         "stride_lower_bound_incl": 0,
@@ -211,7 +211,7 @@ class TestTheContractWithCudaTile:
         assert "programmatic_dependent_launch" in (ct.launch.__doc__ or "") + str(inspect.signature(ct.launch))
 
     def test_a_library_that_replaces_launch_does_not_reach_tilekern(self, monkeypatch):
-        """As TileGym does when it is imported, by a function that knows no dependent launch."""
+        """TileGym does so on import, with a function without dependent launches."""
         monkeypatch.setattr(ct, "launch", lambda *_: pytest.fail("the other's launch"))
         monkeypatch.setattr(plans, "_ct_launch", plans._ct_launch)
         with pytest.raises(TypeError, match="kernel"):

@@ -12,7 +12,7 @@ LIMIT_S = 20
 
 
 def ends(work):
-    """Whether a forked child comes to the end of a function."""
+    """Return whether a forked child reaches the end of a function."""
     child = os.fork()
     if child == 0:
         signal.alarm(LIMIT_S)
@@ -29,6 +29,7 @@ def take(lock):
         pass
 
 
+@pytest.mark.processes
 def test_a_lock_that_another_thread_holds_is_free_in_the_child():
     lock, held, end = ForkLock(), threading.Event(), threading.Event()
 
@@ -46,6 +47,7 @@ def test_a_lock_that_another_thread_holds_is_free_in_the_child():
     take(lock)
 
 
+@pytest.mark.processes
 def test_the_thread_that_forks_goes_on_with_what_it_holds():
     lock = ForkLock()
     with lock:

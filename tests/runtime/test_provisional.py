@@ -45,7 +45,7 @@ def watching(root, monkeypatch):
 
 
 def publish(compiled, root, **changes):
-    """What another process does: blobs first, then the record, each in one step."""
+    """Publish like another process: blobs first, then the record, each in one step."""
     layer = cache.FolderLayer(compiled, "compiled")
     [tools] = layer.toolkits(H200.key)
     record = layer.read_record(H200.key, tools, SPEC.name, dict(PROBLEM))
@@ -152,7 +152,7 @@ def test_an_eval_before_training_does_not_let_a_step_see_two_plans(root, compile
 
 
 def test_an_eval_comes_first_and_the_first_step_takes_long(root, compiled):
-    """What Lightning's sanity check and a compiled model's first step amount to."""
+    """Lightning's sanity check and a compiled model's first step look like this."""
     weight = torch.nn.Parameter(torch.ones(2))
     with torch.no_grad():
         assert plan() is None
@@ -256,7 +256,7 @@ def test_the_interval_is_a_minute_unless_it_is_set_and_a_bad_one_is_named(monkey
         provisional.interval_s()
 
 
-def test_a_process_that_may_have_no_more_threads_goes_on(root, monkeypatch):
+def test_a_process_at_its_limit_of_threads_goes_on(root, monkeypatch):
     def refuse(_):
         raise RuntimeError("can't start new thread")
 
@@ -356,7 +356,7 @@ for _ in range(122): op()
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_ranks_of_a_job_look_nothing_up_unless_they_are_told_to(root, compiled, monkeypatch, asked):
+def test_ranks_of_a_job_look_up_nothing_unless_asked_to(root, compiled, monkeypatch, asked):
     monkeypatch.setattr(provisional, "of_several_ranks", lambda: True)
     monkeypatch.setattr(provisional, "INTERVAL_S", float(EVERY_S))
     if not asked:

@@ -95,7 +95,7 @@ def situations(compiled, tmp_path_factory):
 
 
 def configs(outcome):
-    """Of what a rank was asked for, the configs that run."""
+    """Return the configs that run for the calls of a rank."""
     return [run and run[0] for run in outcome["runs"]]
 
 
@@ -290,7 +290,7 @@ def test_apply_agrees_before_and_after_torch_distributed_is_up(compiled, tmp_pat
     assert before.startswith(DEFAULT.key)
 
 
-def test_ranks_agree_when_torch_distributed_comes_up_by_whichever_name_it_is_called(tmp_path, monkeypatch):
+def test_ranks_agree_when_torch_distributed_comes_up_under_any_of_its_names(tmp_path, monkeypatch):
     rounds, script, known = [], ModuleType("script"), dist.init_process_group
     script.init_process_group = known
     monkeypatch.setitem(sys.modules, "script", script)

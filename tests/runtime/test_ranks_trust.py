@@ -69,7 +69,7 @@ class Home:
             file.write_bytes(self.keys[key].sign(data))
 
     def pack(self, name, root):
-        """What a cache holds, as a pack."""
+        """Return a cache's contents as a pack."""
         held, signatures = [], {}
         for entry, data in cache.Store(root).read_entries():
             digest = hashlib.sha256(data).hexdigest()
@@ -286,7 +286,7 @@ def test_no_value_is_read_from_the_store_that_others_can_write():
 
 
 @pytest.mark.nightly
-def test_a_process_that_is_no_rank_cannot_have_ranks_go_on_alone(compiled, tmp_path):
+def test_a_process_that_is_not_a_rank_cannot_have_ranks_go_on_alone(compiled, tmp_path):
     """It may say that all have come; they still wait for what each says."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     for key, value in {"all": b"\xff" * 99, "here/0": b"", "here/1": b"", "come": b"70"}.items():
@@ -342,7 +342,7 @@ def test_a_head_without_end_is_refused_before_it_is_parsed(sound, monkeypatch):
         unpacked(sound)
 
 
-def test_a_record_stands_where_it_says_and_no_two_stand_at_one_place(compiled):
+def test_a_record_has_the_path_that_it_says_and_no_two_share_one(compiled):
     one, other = Held(*record(compiled), {}), Held(*record(compiled, 64), {})
     snapshot = Snapshot([other, one])
     for held in (one, other):

@@ -1,4 +1,4 @@
-"""What is needed of a machine: the ranges, the driver, and what a first launch does where one of them is not met."""
+"""Requirements of a machine: version ranges, the driver, and a first launch if one is not met."""
 
 import ctypes
 import re
@@ -34,7 +34,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """What is needed is looked at anew, before and after, and nothing has been said yet."""
+    """Forget checked requirements and given warnings, before and after."""
     monkeypatch.setattr("tilekern.warning._said", set())
     unmet.cache_clear()
     yield

@@ -71,7 +71,7 @@ def line_of(process):
 
 
 def processes_of(folder):
-    """What runs with a path in a folder among its arguments, but for the job itself."""
+    """Return the processes with a path of a folder among their arguments, except the job itself."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

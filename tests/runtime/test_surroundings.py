@@ -1,4 +1,4 @@
-"""What a call meets where caches, homes, disks, processes and clocks are not as they should be."""
+"""Calls when caches, homes, disks, processes and clocks are not as they should be."""
 
 import contextlib
 import dataclasses
@@ -188,6 +188,7 @@ def test_without_a_home_what_is_compiled_runs(root, monkeypatch):
     assert dispatch.stats()[SPEC.name] == numbers(misses=1, compiled=1, hits=1)
 
 
+@pytest.mark.processes
 def test_one_of_several_processes_compiles_a_miss(root, tmp_path, monkeypatch):
     """Each child writes a byte where it compiles; those that waited read what the first one wrote."""
     true = defaults.compiled_default
@@ -212,6 +213,7 @@ def test_one_of_several_processes_compiles_a_miss(root, tmp_path, monkeypatch):
     assert list((root / "turns").iterdir()) == []
 
 
+@pytest.mark.processes
 def test_a_child_that_is_forked_during_a_lookup_goes_on(root, monkeypatch):
     """A DataLoader forks its workers whenever it likes."""
     inside, go_on = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""What ranks say of themselves, and the verdict that each comes to: nothing that is said is believed unchecked."""
+"""The statuses of ranks and the verdict that each computes; no statement is believed unchecked."""
 
 import contextlib
 import json
@@ -63,7 +63,7 @@ def test_a_status_comes_back_as_it_was_said(target):
     assert len(said.to_bytes()) < 600
 
 
-def test_a_gpu_that_no_table_has_is_a_target_too():
+def test_an_unlisted_gpu_is_a_target_too():
     said = status(target=replace(resolve("H200"), name="H200 NVL MIG 1g.18gb (rev. 2)", memory_gbs=4800 * 114 / 132))
     assert Status.from_bytes(said.to_bytes()) == said
 

@@ -260,6 +260,7 @@ def test_torch_is_not_asked_without_a_driver(monkeypatch, driver):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.skipif(find_library("cuda") is not None, reason="the CUDA driver is installed here")
+@pytest.mark.processes
 def test_torch_is_not_loaded_to_find_no_gpu():
     code = "import sys; from tilekern.spec.targets import here; print(here(), 'torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)

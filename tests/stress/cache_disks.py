@@ -60,7 +60,7 @@ def a_disk_that_becomes_read_only(root):
 
 
 def an_unpack_that_disks_have_room_for_or_not(root):
-    """Whatever the size of the disk, it is all or nothing."""
+    """An unpack writes all or nothing, on a disk of any size."""
     disk, cache, outcomes = root / "disk", root / "cache", []
     disk.mkdir()
     put(cache, b"old", b"shared", created_by="old")

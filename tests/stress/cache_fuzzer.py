@@ -126,7 +126,7 @@ def pulled(data, folder):
 
 
 def public_key(folder):
-    """Of the key that the seeds were signed with."""
+    """Return the public part of the key that signed the seeds."""
     return (folder.parent / "seeds" / "key.pem.pub").read_text()
 
 

@@ -51,12 +51,14 @@ def may_mount():
 
 @pytest.mark.skipif(not may_mount(), reason="a disk of our own takes the right to mount one")
 @pytest.mark.parametrize("scene", scenes_of("cache_disks.py"))
+@pytest.mark.processes
 def test_disk(tmp_path, scene):
     said(ENVIRONMENT, HERE / "cache_disks.py", scene, tmp_path, before=["unshare", "--mount"])
 
 
 @needs_layer
 @pytest.mark.parametrize("scene", scenes_of("cache_faulty.py"))
+@pytest.mark.processes
 def test_scene(layer, tmp_path, scene):
     said(layer, HERE / "cache_faulty.py", scene, tmp_path)
 

@@ -8,7 +8,7 @@ from isolation_samples import RIGHT
 from recorded import COPY_US, GPU, RecordedExecutor
 
 from tilekern.cache import Store
-from tilekern.tuning import disposable
+from tilekern.runtime.workers import disposable
 from tilekern.tuning.executors.node import GpuNode, check_node
 from tilekern.tuning.measure import process
 from tilekern.tuning.measure.tasks import CUDA, INPUTS, STRATEGY

@@ -16,7 +16,7 @@ from typing import Any
 
 from tilekern.compile import cutile
 from tilekern.compile.toolchain import toolkit
-from tilekern.tuning import disposable
+from tilekern.runtime.workers import disposable
 from tilekern.tuning.compile.pool import Answer
 from tilekern.tuning.compile.stage import compile_one
 from tilekern.tuning.measure.tasks import CUDA, INPUTS, QUEUE, STRATEGY, Steps, Task
@@ -164,7 +164,7 @@ def compile_by(compiler: Path, folder: Path, item: Candidate, **settings: Any) -
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -177,7 +177,7 @@ def answer(item: Candidate) -> Answer:
 
 
 def hang_at(victim: str, item: Candidate) -> Answer:
-    """What a worker runs whose front end hangs at one artifact."""
+    """Run like a worker whose front end hangs at one artifact."""
     if item.artifact == victim:
         time.sleep(600)
     return answer(item)

@@ -61,7 +61,7 @@ def finish(folder: Path) -> None:
 
 
 def go_on(folder: Path) -> None:
-    """What the next run does: go on with what was begun, or begin it."""
+    """Run the next run: continue what was begun, or begin it."""
     refresh = Refresh(folder)
     if not refresh.unfinished:
         refresh.begin(found(), H200, TOOLKIT["key"])

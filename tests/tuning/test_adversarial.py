@@ -105,7 +105,7 @@ def test_no_value_is_rounded_on_the_way_to_a_result_in_another_dtype():
     assert not torch.equal(expected_results(spec, problem, inputs)["y"], unrounded)
 
 
-def test_what_depends_on_a_draw_is_told_from_what_does_not():
+def test_results_that_depend_on_a_draw_are_found():
     spec = spec_named("rms_norm_forward")
     problem = sized(spec, "bfloat16")
     plain, other = (drawn(spec, problem, "cpu", change) for change in (None, placed(0, adversarial.PROBE)))

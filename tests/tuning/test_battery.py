@@ -7,7 +7,7 @@ import functools
 import cuda.tile as ct
 import pytest
 import torch
-from spec_samples import NAMES, SPECS, draws_of, sized
+from spec_samples import NAMES, SPECS, draws_of, launch_arguments, sized
 
 from tilekern import interpreter
 from tilekern.errors import CannotRun
@@ -19,7 +19,6 @@ from tilekern.spec import DTYPES, Config, KernelSpec, LibraryCall, Problem
 from tilekern.spec.targets import INTERPRETED
 from tilekern.tuning.verify.battery import Battery
 from tilekern.tuning.verify.cases import Kept, Room, ValueCases
-from tilekern.tuning.verify.check import launch_arguments
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +53,7 @@ def stands(spec: KernelSpec, problem: Problem, *, generic: bool = False):
 
 @pytest.mark.parametrize("spec", SPECS, ids=NAMES)
 @pytest.mark.share(20)
-def test_every_spec_stands_the_battery(spec):
+def test_every_spec_passes_the_battery(spec):
     """With no flag and with all of them, the default and the generic config, in two dtypes: which with which is drawn.
 
     A flag alone takes another path through a kernel than all of them do; one of them is drawn.
@@ -328,7 +327,7 @@ def test_problems_of_a_family_share_their_cases_until_there_is_no_room():
     assert kept.values(NORM, small, "cpu", room) is not first
 
 
-def test_what_follows_one_that_failed_stands_every_case(monkeypatch):
+def test_after_a_failure_the_next_candidate_passes_every_case(monkeypatch):
     """Whether a case was wrong for it or could not even be made: the next candidate is not let off."""
     problem, config = PROBLEMS[SWIGLU], SWIGLU.generic(PROBLEMS[SWIGLU])
     battery, run = battery_of(SWIGLU, problem), functools.partial(interpret, SWIGLU, config)
@@ -365,7 +364,7 @@ def test_cases_about_values_are_run_once_for_the_same_code_in_problems_that_shar
     assert checks[2048, "one"] == checks[2048, "other"] == checks[2048, None]
 
 
-def test_of_the_same_code_a_failure_is_known_too():
+def test_a_failure_is_known_for_the_same_code_too():
     kept, problem = Kept(), PROBLEMS[SWIGLU]
     first, second = (Battery(SWIGLU, problem, 4, "cpu", kept=kept) for _ in range(2))
     failed = first.confirm(SWIGLU.generic(problem), drops_nan, code="one")

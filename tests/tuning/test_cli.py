@@ -36,6 +36,7 @@ LATENT = {
 }
 
 
+@pytest.mark.processes
 def test_a_sweep_in_which_nothing_compiled_is_an_error(monkeypatch, tmp_path: Path, capsys, h200, first_configs):
     sweep = Sweep(tmp_path / "sweep")
     sweep.begin(h200, "test", [SMALL], first_configs)
@@ -49,7 +50,7 @@ def test_a_sweep_in_which_nothing_compiled_is_an_error(monkeypatch, tmp_path: Pa
     assert f"tune status {sweep.folder} has the others" in said
 
 
-def test_a_sweep_of_which_nothing_was_compiled_says_what_to_run(monkeypatch, tmp_path: Path, capsys, h200):
+def test_a_sweep_without_compiled_candidates_says_what_to_run(monkeypatch, tmp_path: Path, capsys, h200):
     monkeypatch.setattr(pipeline, "here", lambda: h200)
     monkeypatch.setattr("tilekern.tuning.executors.local.LocalExecutor", lambda *_: RecordedExecutor())
     sweep = Sweep(tmp_path / "sweep")
@@ -68,6 +69,7 @@ def test_a_sweep_that_plans_nothing_has_no_winner(tmp_path: Path, capsys, h200):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.processes
 def test_an_output_that_cannot_be_written_is_one_line(compiled_sweep: Sweep):
     with Path("/dev/full").open("w") as full:
         ran = subprocess.run(
@@ -77,7 +79,8 @@ def test_an_output_that_cannot_be_written_is_one_line(compiled_sweep: Sweep):
     assert (ran.returncode, ran.stderr) == (2, "tilekern: input or output: No space left on device\n")
 
 
-def test_a_reader_who_has_gone_is_no_error(compiled_sweep: Sweep):
+@pytest.mark.processes
+def test_a_closed_pipe_is_not_an_error(compiled_sweep: Sweep):
     command = f"{sys.executable} -m tilekern.tune status {compiled_sweep.folder} --json | true; exit ${{PIPESTATUS[0]}}"
     found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert "Traceback" not in found.stderr
@@ -175,6 +178,7 @@ def test_the_measure_stage_is_given_the_strategy_and_the_gpus(compiled_sweep: Sw
     assert notes == [f"not measured: {SMALL[0]} {SMALL[1].key}: no candidate was timed"]
 
 
+@pytest.mark.processes
 def test_a_run_that_compiles_and_measures_does_both_at_once(compiled_sweep: Sweep, h200, monkeypatch, tmp_path, capsys):
     folder = Path(shutil.copytree(compiled_sweep.folder, tmp_path / "sweep"))
     first = next(iter(compiled_sweep.compiled().values()))["sha256"]
@@ -242,7 +246,7 @@ def test_every_command_has_h_and_version(name, capsys):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_a_word_that_is_neither_a_command_nor_a_model_is_told_both(arguments, nearest, capsys):
+def test_an_unknown_word_is_told_the_commands_and_the_models(arguments, nearest, capsys):
     assert cli.main(arguments) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -252,7 +256,7 @@ def test_a_word_that_is_neither_a_command_nor_a_model_is_told_both(arguments, ne
         assert part in err
 
 
-def test_a_command_behind_options_is_told_where_it_stands(capsys):
+def test_a_command_after_options_is_told_to_come_first(capsys):
     assert cli.main(["--gpu", "B200", "status"]) == 2
     assert "status is a command, which stands before its options" in capsys.readouterr().err
 
@@ -277,7 +281,7 @@ def test_a_command_that_takes_a_model_names_no_commands(capsys):
 
 @pytest.mark.parametrize("name", ["long" * 55, "with [bold]brackets[/bold] :bug: and spaces"], ids=["long", "odd"])
 def test_what_holds_a_path_or_a_command_is_one_line(name, tmp_path, capsys):
-    """As a pipe gets it: neither broken at some width nor read as markup."""
+    """In a pipe it is neither wrapped nor read as markup."""
     folder = tmp_path / name
     given = ["qwen3-8b", "--gpu", "H200", "--ops", "rope", "--tokens", "64", "--cache-dir", str(tmp_path / "cache")]
     assert cli.main([*given, "--stages", "plan", "--sweep", str(folder)]) == 0

@@ -134,7 +134,7 @@ def keys(lines):
 
 
 def handed(folder):
-    """Who was handed which problem with how many known checks, in order."""
+    """Return which node got which problem with how many known checks, in order."""
     return [(name, int(rows), int(checks)) for name, rows, checks in map(str.split, open(folder / "handed"))]
 
 
@@ -272,7 +272,7 @@ def test_a_cluster_without_the_gpu_says_so_before_it_compiles(nodes, tmp_path, c
     assert not sweep.compiled()
 
 
-def test_a_node_that_lacks_something_says_so(executor, h200):
+def test_a_node_names_what_it_is_missing(executor, h200):
     with pytest.raises(InputError, match="torch_of_tomorrow missing on the node"):
         executor(LackingNode).describe_gpu(h200)
 

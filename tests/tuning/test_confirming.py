@@ -1,4 +1,4 @@
-"""Who has to stand the whole battery after a race, and that who fails it does not win."""
+"""The candidates that must pass the whole battery after a race; one that fails does not win."""
 
 import pytest
 from tuning_samples import SMALL

@@ -73,7 +73,7 @@ def test_the_counts_of_a_plan_are_those_of_the_sweep(tmp_path: Path, h200: Targe
     assert sum(found.artifacts for found in counts) == len(list(wanted(sweep)))
 
 
-def test_what_is_compiled_and_measured_is_not_counted_again(compiled_sweep: Sweep, tmp_path: Path, h200: Target):
+def test_finished_candidates_are_not_counted_again(compiled_sweep: Sweep, tmp_path: Path, h200: Target):
     (found,) = count([SMALL], h200, compiled_sweep, "race")
     assert found.compiled == found.artifacts > 0
     assert estimate_compile([found], 2, [compiled_sweep]).seconds == 0
@@ -98,6 +98,7 @@ def test_a_lost_artifact_is_counted_as_one_to_compile(compiled_sweep: Sweep, tmp
     assert found.compiled == 0
 
 
+@pytest.mark.processes
 def test_what_ran_out_of_time_counts_again_for_a_run_that_gives_more(compiled_sweep: Sweep, tmp_path: Path, capsys):
     sweep = Sweep(Path(shutil.copytree(compiled_sweep.folder, tmp_path / "sweep")))
     late, wrong = candidates(*SMALL, sweep.target)[1:3]
@@ -291,7 +292,7 @@ def test_a_dry_run_counts_on_the_gpus_of_this_host_where_they_are_the_target(mon
     assert "the measure stage is left out" not in dry_run(capsys, *small)
 
 
-def test_a_dry_run_for_a_cluster_counts_on_what_it_is_told_the_cluster_has(tmp_path: Path, capsys):
+def test_a_dry_run_for_a_cluster_uses_the_size_that_it_is_given(tmp_path: Path, capsys):
     small = ("qwen3-0.6b", "--gpu", "H200", "--ops", "swiglu", "--cache-dir", str(tmp_path), "--executor", "ray")
     said = dry_run(capsys, *small, "--jobs", "64", "--gpus", "4")
     for part in ("over 64 cores", "over 4 GPUs", "the cluster was not asked what it has"):

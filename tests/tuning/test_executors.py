@@ -71,7 +71,7 @@ class Worker:
 
 @pytest.fixture
 def use(monkeypatch):
-    """Has the executor use workers on GPUs of these names."""
+    """Make the executor use workers on GPUs of these names."""
 
     def given(workers, names):
         monkeypatch.setattr(local, "Worker", workers.start)

@@ -1,4 +1,4 @@
-"""What is timed behind a kernel that leaves rows for another: the best config that is known of the nearest problem."""
+"""A kernel that leaves rows for another is timed with the best known config of the nearest problem behind it."""
 
 from pathlib import Path
 

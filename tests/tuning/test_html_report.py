@@ -117,7 +117,7 @@ def test_what_the_compiler_made_is_told(report: Report, unchanged: Sweep):
             assert row.resident_blocks >= 1
 
 
-def test_a_timing_of_an_earlier_race_is_told_apart(sweep: Sweep):
+def test_a_timing_of_an_earlier_race_is_marked(sweep: Sweep):
     items = sweep.candidates(*SMALL)
     line = {"candidate": items[1].key, "check": RIGHT, "timing": {"median_us": 5.0, "samples": 85}}
     sweep.note("measured", line | {"race": "second"})
@@ -144,7 +144,7 @@ def test_a_sweep_without_measurements_never_says_measured(compiled_sweep: Sweep,
     assert not re.search(r"measured(?!_us)", drawn)
 
 
-def test_a_plan_of_which_nothing_is_compiled_has_a_report(h200, tmp_path: Path):
+def test_a_plan_without_compiled_candidates_has_a_report(h200, tmp_path: Path):
     sweep = Sweep(tmp_path)
     sweep.begin(h200, "test", [SMALL])
     report = report_of(sweep)

@@ -1,4 +1,4 @@
-"""Which implementation of a kernel won how often, and by how much."""
+"""How often each implementation of a kernel won, and by how much."""
 
 import json
 

@@ -28,7 +28,7 @@ from tuning_samples import SMALL
 
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
-from tilekern.tuning import disposable
+from tilekern.runtime.workers import disposable
 from tilekern.tuning.measure import process
 from tilekern.tuning.measure.process import TOOK, Worker, measure_task
 from tilekern.tuning.measure.stage import entrants
@@ -243,7 +243,7 @@ def test_the_limit_grows_with_what_a_problem_must_move(task):
 PARENT = """
 import os, signal, sys, time
 from multiprocessing import get_context
-from tilekern.tuning import disposable
+from tilekern.runtime.workers import disposable
 
 def hang(pid_file):
     disposable.begin()

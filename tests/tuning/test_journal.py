@@ -56,7 +56,7 @@ def test_a_journal_that_is_appended_to_a_torn_one_loses_no_line(tmp_path):
         assert Journal(path, "name").latest().keys() == {"a", "c"}
 
 
-def test_a_line_that_lacks_only_its_end_counts_once(tmp_path):
+def test_a_line_without_its_newline_counts_once(tmp_path):
     path = tmp_path / "journal.jsonl"
     path.write_text('{"key": "a", "n": 1}')
     journal = Journal(path, "key")
@@ -65,7 +65,7 @@ def test_a_line_that_lacks_only_its_end_counts_once(tmp_path):
     assert journal.latest() == {"a": {"key": "a", "n": 1}, "b": {"key": "b", "n": 2}}
 
 
-def test_what_is_no_line_of_the_journal_is_skipped(tmp_path):
+def test_text_that_is_not_a_line_of_the_journal_is_skipped(tmp_path):
     path = tmp_path / "journal.jsonl"
     path.write_bytes(b'[1]\n7\n\n{"other": 1}\n{"key": 3}\n\xff\xfe\n\x00\x00\n{"key": "a"}\n')
     assert read(path) == {"a": {"key": "a"}}
@@ -77,6 +77,7 @@ def append_many(path: Path, writer: int, count: int) -> None:
         journal.append({"key": f"{writer} {number}", "filler": "x" * random.Random(number).randrange(20_000)})
 
 
+@pytest.mark.processes
 def test_lines_of_processes_that_append_at_once_do_not_mix(tmp_path):
     path = tmp_path / "journal.jsonl"
     writers = [FORK.Process(target=append_many, args=(path, writer, 150)) for writer in range(4)]
@@ -188,7 +189,8 @@ def hold(folder: Path, has_it, seconds: float) -> None:
             sweep.note("compiled", {"key": str(number)} | COMPILED)
 
 
-def test_two_runs_on_one_folder_are_told_apart(sweep: Sweep):
+@pytest.mark.processes
+def test_two_runs_on_one_folder_are_distinguished(sweep: Sweep):
     has_it = FORK.Event()
     other = FORK.Process(target=hold, args=(sweep.folder, has_it, 60))
     other.start()
@@ -208,6 +210,7 @@ def test_two_runs_on_one_folder_are_told_apart(sweep: Sweep):
     assert sweep.holder.is_held() is False
 
 
+@pytest.mark.processes
 def test_the_time_of_runs_is_kept_even_of_one_that_was_killed(sweep: Sweep, monkeypatch):
     monkeypatch.setattr("tilekern.tuning.sweep.holding.BEAT_S", 0.05)
     has_it = FORK.Event()
@@ -235,7 +238,7 @@ def test_a_run_takes_the_lock_it_has_again(sweep: Sweep):
     assert sweep.model == "again"
 
 
-def test_what_a_killed_run_was_writing_is_removed_by_the_next(sweep: Sweep):
+def test_the_next_run_removes_partial_files_of_a_killed_one(sweep: Sweep):
     left = sweep.folder / "artifacts" / ".new-0123"
     left.write_bytes(b"half")
     with sweep.running("compile"):

@@ -48,7 +48,7 @@ def rewritten(sweep, journal, found):
 
 @pytest.fixture
 def said(sweep, tmp_path):
-    """What status and report say, but for the age of the last line."""
+    """Return the output of status and report, without the age of the last line."""
 
     def run():
         found = tmp_path / "report.json"

@@ -1,4 +1,4 @@
-"""What is counted in machine code, beside nvdisasm and the compiler's own remarks."""
+"""Counts in machine code, compared with nvdisasm and the compiler's own remarks."""
 
 import importlib.util
 import os
@@ -79,7 +79,7 @@ def test_widths_cycles_and_padding():
     assert (found.instructions, found.cycles, found.local_accesses) == (4, 7, 1)
 
 
-def test_a_loop_with_traffic_is_told_from_the_code_around_it():
+def test_a_loop_with_traffic_is_separated_from_the_code_around_it():
     code = assembled(
         instruction(FADD), instruction(LDG, releases=0), instruction(FADD, waits=1), branch(-12), instruction(FADD)
     )
@@ -94,7 +94,7 @@ def test_a_load_for_the_next_turn_of_a_loop_is_waited_for_in_it():
     assert (found.whole.load_waits, found.loops[0].load_waits) == (0, 1)
 
 
-def test_a_loop_without_traffic_is_none():
+def test_a_loop_without_traffic_does_not_count():
     assert read_machine_code(assembled(instruction(FADD), branch(-8)), 90).loops == ()
 
 

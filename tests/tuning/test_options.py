@@ -47,7 +47,7 @@ def test_one_number_with_commas_at_its_thousands_is_asked_back(option, text, one
 
 
 @pytest.mark.parametrize("text", ["048", "2,048,8192", "8192,08", "1.5", "-1", "2_048", "², 4", "x", "2048;8192"])
-def test_what_is_no_list_of_numbers_is_refused(text):
+def test_other_values_than_lists_of_numbers_are_refused(text):
     with pytest.raises(InputError, match="--tokens"):
         counts(text, "--tokens", "2048,8192")
 

@@ -76,7 +76,7 @@ def test_a_problem_is_measured_while_others_are_compiled(both, sweep):
 
 
 @pytest.mark.slow
-def test_what_is_compiled_already_is_measured_at_once_and_only_once(both, tmp_path):
+def test_compiled_candidates_are_measured_at_once_and_only_once(both, tmp_path):
     sweep = Sweep(Path(shutil.copytree(both.folder, tmp_path / "copy")))
     (sweep.folder / "races.jsonl").unlink()
     (sweep.folder / "measured.jsonl").unlink()
@@ -88,7 +88,7 @@ def test_what_is_compiled_already_is_measured_at_once_and_only_once(both, tmp_pa
     assert len(executor.tasks) == 4
 
 
-def test_waiting_for_compilers_is_no_time_of_the_measure_stage(both, sweep):
+def test_waiting_for_compilers_does_not_count_as_time_of_the_measure_stage(both, sweep):
     overlapped(sweep, Known(both, lambda _: time.sleep(0.15)), RecordedExecutor())
     seconds = {run["stage"]: run["seconds"] for run in sweep.runs()}
     assert seconds["compile"] > 0.15 * len(both.compiled())
@@ -149,6 +149,7 @@ def test_an_error_of_the_measure_stage_ends_the_compilers(both, sweep):
     assert configs(sweep) == configs(both)
 
 
+@pytest.mark.processes
 def test_a_kill_in_the_middle_takes_nothing_of_what_was_done(both, sweep):
     arguments = (Sweep(sweep.folder), Known(both, lambda _: time.sleep(0.02)), RecordedExecutor(pause_s=0.02))
     run = multiprocessing.get_context("fork").Process(target=overlapped, args=arguments)

@@ -9,8 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import rank_jobs
 import torch
+from one_record import asked_for_nothing
 from recorded import Known, RecordedExecutor
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from tuning_samples import SMALL, THREE, WIDE, needs_compiler
 
 import tilekern
@@ -18,8 +21,10 @@ from tilekern.cache import FolderLayer, PackLayer, Store, default_layers
 from tilekern.cache.keys import parse_problem_key
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
+from tilekern.patch.registry import known_ops
+from tilekern.runtime import dispatch
 from tilekern.runtime.dispatch import find
-from tilekern.runtime.recorder import document
+from tilekern.runtime.recorder import Trace, document
 from tilekern.spec.targets import resolve
 from tilekern.tuning import cli, pipeline
 from tilekern.tuning.budget import Budget, Worth, is_as_good, served_by, turns_by_gain, worths_of
@@ -219,7 +224,7 @@ class TestBudget:
         assert len(sweep.races()) == 4
 
     @needs_compiler
-    def test_what_is_finished_is_published_and_the_rest_is_named(self, start, both, tmp_path, capsys):
+    def test_finished_problems_are_published_and_the_rest_named(self, start, both, tmp_path, capsys):
         """The second problem to be measured is the last one."""
         runs, pool = [], Known(both)
 
@@ -256,7 +261,7 @@ class TestBudget:
         assert "; nothing is left out" in capsys.readouterr().out
 
     @needs_compiler
-    def test_of_a_space_that_was_compiled_in_part_there_is_no_winner(self, start, both, tmp_path):
+    def test_a_partly_compiled_space_has_no_winner(self, start, both, tmp_path):
         runs = []
 
         def before(item):
@@ -319,6 +324,7 @@ class TestTune:
             "from tilekern import tune as before; import tilekern; after = tilekern.tune",
         ],
     )
+    @pytest.mark.processes
     def test_it_can_be_called_however_it_was_imported(self, lines):
         check = "import inspect; print(before is after, callable(after), *inspect.signature(after).parameters)"
         ran = subprocess.run(
@@ -331,7 +337,34 @@ class TestTune:
             tilekern.tune("no such model", gpu="B200")
         assert tilekern.tune.main.__module__ == "tilekern.tune"
 
-    def test_the_module_is_run_as_ever(self):
+    @pytest.mark.parametrize("model", ["qwen3-8b", Trace(resolve("H200"))])
+    def test_a_batch_is_of_a_model(self, model):
+        with pytest.raises(InputError, match=f"pass the model with it, not a {type(model).__name__}, or tokens"):
+            tilekern.tune(model, {"input_ids": torch.zeros(1, 8, dtype=torch.long)}, gpu="H200")
+
+    @needs_compiler
+    @pytest.mark.processes
+    @pytest.mark.usefixtures("default_configs")
+    def test_the_batch_of_a_job_is_tuned_and_the_job_s_next_calls_find_it(self, tmp_path, monkeypatch):
+        model = Qwen3ForCausalLM(Qwen3Config(
+            hidden_size=80, num_attention_heads=5, num_key_value_heads=1, head_dim=16, intermediate_size=208,
+            vocab_size=331, num_hidden_layers=2,
+        )).to(torch.bfloat16)  # fmt: skip
+        tilekern.apply_to_model(model, **{op: op == "swiglu" for op in known_ops()})
+        ids = torch.zeros(2, 48, dtype=torch.long)
+        spec, device, sizes = spec_named("swiglu_forward"), torch.device("cuda", 0), (96, 208, torch.bfloat16)
+        with asked_for_nothing(tmp_path / "cache", monkeypatch):
+            dispatch.set_miss_policy("fallback")
+            assert dispatch.plan_for(spec, device, *sizes) is None
+            result = tilekern.tune(model, {"input_ids": ids, "labels": ids}, gpu="H200", jobs=2, budget_s=600)
+            assert {(w.kernel, w.problem["rows"]) for w in result.winners if w.kernel.startswith("swiglu")} == {
+                ("swiglu_forward", 128), ("swiglu_backward_remake", 128),
+            }  # fmt: skip
+            assert dispatch.plan_for(spec, device, *sizes) is not None
+        tilekern.reset()
+
+    @pytest.mark.processes
+    def test_the_module_runs_as_before(self):
         command = [sys.executable, "-W", "error", "-m", "tilekern.tune", "--version"]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (ran.stdout, ran.stderr) == (f"tilekern {tilekern.__version__}\n", "")
@@ -366,6 +399,41 @@ class TestTune:
         assert again.winners[0].record.config == winner.record.config
         with pytest.raises(InputError, match="the step was traced for H200, not B200"):
             tilekern.tune(traced, gpu="B200", cache_dir=cache)
+
+
+# Ranks of a job that tunes before its first step; the pipeline's work is the argument's.
+RANKS = """
+import os, sys, torch.distributed as dist
+from one_record import GPU, H200, SIZES, SPEC
+import tilekern.tune
+from tilekern.runtime import dispatch
+meet, rank, ranks, root, fails = sys.argv[1:]
+dispatch.here = lambda _device=None: H200
+os.environ["TILEKERN_CACHE_DIR"] = os.path.join(root, rank)
+dist.init_process_group("gloo", init_method=meet, rank=int(rank), world_size=int(ranks))
+def run():
+    if fails == "fails":
+        raise ValueError("it fails")
+    dispatch.compile_default(SPEC, SPEC.bucketed(SPEC.problem(rows=50, columns=48, dtype="bfloat16")), H200)
+    return "tuned"
+try:
+    print(sys.modules["tilekern.tune"]._by_one_rank(run))
+except ValueError as error:
+    print(error)
+dispatch.set_miss_policy("fallback")
+print(dispatch.plan_for(SPEC, GPU, *SIZES) is not None)
+"""
+
+
+@needs_compiler
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("fails", "said"), [("no", ["tuned True", "None True"]), ("fails", ["it fails False", "None False"])]
+)
+def test_one_rank_tunes_and_all_run_what_it_found(tmp_path, fails, said):
+    """Each has a cache of its own, as on two machines."""
+    ended = rank_jobs.finish(rank_jobs.start(tmp_path, RANKS, 2, tmp_path, fails, TILEKERN_ON_MISS="compile"))
+    assert [" ".join(out.split()) for out, _, _ in ended] == said, [errors for _, errors, _ in ended]
 
 
 class TestPacks:

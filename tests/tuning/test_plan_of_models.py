@@ -200,7 +200,7 @@ def test_a_llama_is_planned_whole(name):
         planned(LLAMA, ops=["qk_norm_rope"])
 
 
-def test_what_has_no_patch_is_not_planned_and_is_named():
+def test_parts_without_a_patch_are_not_planned_and_are_named():
     plan = planned(JAIS)
     assert {kernel.partition("_")[0] for kernel in by_kernel(plan)} == {"attention", "adamw"}
     assert plan.notes == (f"jais2: attention and adamw only; {NOT_PATCHED}",)
@@ -237,7 +237,7 @@ def test_the_text_of_a_model_that_sees_is_planned_and_the_rest_named():
     assert {dict(problem)["columns"] for problem in by_kernel(plan)["rms_norm_forward"]} == {256}
 
 
-def test_a_part_of_a_plan_names_what_that_part_lacks():
+def test_a_part_of_a_plan_names_its_missing_records():
     plan = planned(AutoConfig.for_model("cohere", num_hidden_layers=1), ops=["rope", "fused_add_rms_norm"])
     assert plan.notes == ("cohere: rope only; fused_add_rms_norm has no patch",)
     assert by_kernel(plan).keys() == {"llama4_rope"}

@@ -64,7 +64,7 @@ def test_a_plan_in_the_place_of_a_model_has_its_own_sizes(plan, tmp_path):
         ('{"format": 1, "problems": [{}]}', "is damaged"),
     ],
 )
-def test_a_file_that_is_no_plan_is_named(tmp_path, text, words):
+def test_a_file_that_is_not_a_plan_is_named(tmp_path, text, words):
     path = tmp_path / "plan.json"
     if text is not None:
         path.write_text(text)
@@ -95,7 +95,7 @@ def test_what_jobs_wanted_is_planned_with_the_parts_of_composites(tmp_path):
         plan_of_wanted(tmp_path, resolve("A10"))
 
 
-def test_problems_that_are_no_composites_have_no_parts():
+def test_problems_that_are_not_composites_have_no_parts():
     assert with_parts([("swiglu_forward", SWIGLU)], H200) == [("swiglu_forward", SWIGLU)]
 
 
@@ -183,7 +183,7 @@ def test_several_plans_are_one(plan, tmp_path):
     assert (models.name, models.problems) == (f"{plan[0]}, {plan[0]}", tuple(plan[1]))
 
 
-def test_nothing_is_no_plan(tmp_path):
+def test_a_request_without_a_model_or_plan_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"name a model: a preset such as qwen3-8b, .*; else give --plan or --problem"):
         plan_of(requested(), H200, tmp_path)
 

@@ -75,7 +75,7 @@ def test_it_plans_what_the_tuner_plans():
     assert found.missing == [], "the wheel's pack"
 
 
-def test_an_empty_cache_lacks_everything_and_is_not_made(tmp_path):
+def test_an_empty_cache_misses_everything_and_is_not_created(tmp_path):
     found = rope()
     assert {need.state for need in found.needs} == {checks.MISSING}
     assert found.missing == list(found.needs)
@@ -139,7 +139,7 @@ def test_a_damaged_cache_is_read_and_left_alone(tmp_path):
     assert files[0].read_text() == "{"
 
 
-def test_the_command_lists_what_lacks_and_ends_with_3(model, capsys):
+def test_the_command_lists_missing_records_and_exits_with_3(model, capsys):
     assert run(model, "--gpu", "H200", "--tokens", "64", "--ops", "rope,swiglu") == 3
     said = capsys.readouterr().out
     assert said.count("missing: ") == 4
@@ -225,7 +225,7 @@ def test_what_any_record_serves_is_promised_on_every_machine(model, monkeypatch,
 
 @needs_compiler
 @pytest.mark.slow
-def test_fix_tunes_what_lacks_and_nothing_else(model, default_configs, tmp_path, capsys):
+def test_fix_tunes_only_what_is_missing(model, default_configs, tmp_path, capsys):
     first = rope().needs[0]
     put(tmp_path / "cache", first.kernel, first.problem, provenance="measured")
     arguments = [model, "--gpu", "H200", "--tokens", "64", "--ops", "rope", "--json"]

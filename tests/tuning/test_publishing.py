@@ -61,6 +61,17 @@ def test_a_candidate_that_went_into_quarantine_after_its_timing_does_not_win(swe
     assert (before.time_us, after.time_us) == (5.0, 10.0)
 
 
+def test_a_timing_of_an_earlier_race_does_not_win(sweep: Sweep):
+    measure(sweep, [(0, RIGHT, timing(5.0))])
+    line = {"candidate": sweep.candidates(*SMALL)[2].key, "check": RIGHT, "timing": timing(10.0)}
+    sweep.note("measured", line | {"race": "second"})
+    sweep.note(
+        "races", {"race": "second", "kernel": SMALL[0], "problem": SMALL[1].key, "strategy": "race", "untimed": {}}
+    )
+    [(winner, _)] = winners(sweep, TOOLKIT)
+    assert winner.time_us == 10.0
+
+
 def test_few_samples_do_not_win_over_a_finalist(sweep: Sweep):
     measure(sweep, [(0, RIGHT, timing(10.0)), (2, RIGHT, timing(9.0, 5))])
     [(winner, _)] = winners(sweep, TOOLKIT)
@@ -99,7 +110,7 @@ def test_candidates_that_do_the_same_are_measured_once(compiled_sweep: Sweep, h2
     assert chosen[-1].candidate.variant == "generic"
 
 
-def test_what_is_in_quarantine_is_not_measured(sweep: Sweep, h200):
+def test_quarantined_candidates_are_not_measured(sweep: Sweep, h200):
     first = entrants(*SMALL, h200, sweep.compiled(), sweep.quarantined())[0].candidate
     sweep.note("quarantine", {"candidate": first.key, "reason": "the process died"})
     assert first.key not in [e.key for e in entrants(*SMALL, h200, sweep.compiled(), sweep.quarantined())]

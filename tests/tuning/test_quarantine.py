@@ -1,4 +1,4 @@
-"""What one sweep found out about a candidate spares the next one the loss."""
+"""A candidate that one sweep put into quarantine costs the next sweep nothing."""
 
 import json
 import shutil
@@ -73,7 +73,7 @@ def test_another_toolkit_or_driver_tries_it_again(sweeps, root):
         assert second.quarantined() == {}
 
 
-def test_what_a_sweep_knows_itself_stands(sweeps, root):
+def test_the_reason_in_the_sweep_itself_wins(sweeps, root):
     first, second = sweeps
     with shared(first, root):
         first.note("quarantine", line(first))

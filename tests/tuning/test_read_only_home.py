@@ -98,7 +98,7 @@ def test_the_home_is_one_that_cannot_be_written(run, home):
 
 
 @pytest.mark.nightly
-def test_tuning_goes_on_with_another_cache_and_says_what_it_could_not_write(run, home, tmp_path):
+def test_tuning_goes_on_with_another_cache_and_names_what_it_could_not_write(run, home, tmp_path):
     """Under the policy that seals, for a model of the hub: neither the secret nor the hub's cache can be written."""
     out, said = run(*TUNE, "--cache-dir", str(tmp_path / "cache"), TILEKERN_TRUST="signed")
     assert "2 records in " in out

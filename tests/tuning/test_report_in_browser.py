@@ -96,7 +96,7 @@ class Page:
         return self.driver.execute_script(DRAWN, plot)
 
     def hover(self, plot: str, x: float, y: float) -> str:
-        """What is shown at a point of a plot."""
+        """Return the text shown at a point of a plot."""
         left, top = self.driver.execute_script(PLACE, plot, x, y)
         actions = ActionChains(self.driver, duration=0)
         for step in (1, 0):  # a move that ends on the point: the browser tells a page of moves alone
@@ -166,7 +166,7 @@ def spaced(point) -> str:
 
 
 def points(rows, x: str, y: str) -> list[list[float]]:
-    """What a plot should draw of rows, by the ranks that the page gives them."""
+    """Return the points that a plot should draw for rows, by their ranks in the page."""
     ranked = [dataclasses.asdict(row) | {"rank": at} for at, row in enumerate(rows, 1) if row.time_us is not None]
     found = [[row[x], row[y]] for row in ranked]
     return sorted([a, b] for a, b in found if a is not None and b is not None)
@@ -308,7 +308,7 @@ def test_a_page_of_predictions_says_that_they_are(driver, compiled_sweep: Sweep,
 
 @pytest.mark.slow
 def test_a_large_sweep_opens_within_five_seconds(driver, report: Report, tmp_path: Path):
-    """Of the processor's time of the page's thread, which other processes of a busy machine do not lengthen."""
+    """Measure the processor time of the page's thread, which a busy machine does not lengthen."""
     rows = [row for row in report.rows if row.problem == SMALL[1]] * 2
     many = [
         dataclasses.replace(row, problem=row.problem.but(rows=256 + at), number=number, winner=number == 1)

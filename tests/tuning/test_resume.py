@@ -105,7 +105,7 @@ def test_half_a_race_counts_for_nothing_and_its_checks_for_all(sweep: Sweep):
     assert outcome(sweep) == before
 
 
-def test_what_comes_late_races_against_the_leaders_alone(sweep: Sweep):
+def test_late_candidates_race_only_against_the_leaders(sweep: Sweep):
     kernel, problem = THREE[0]
     items = [item for item in candidates(kernel, problem, sweep.target) if item.variant == ALIGNED]
     late = items[5]
@@ -137,7 +137,7 @@ def test_another_strategy_times_all_again(sweep: Sweep):
     assert list(tasks(sweep, THREE, "exhaustive")) == []
 
 
-def test_what_a_strategy_left_untimed_is_done(sweep: Sweep, monkeypatch):
+def test_candidates_left_untimed_by_a_strategy_are_done(sweep: Sweep, monkeypatch):
     few = RecordedExecutor()
     measuring = few._measure
     monkeypatch.setattr(few, "_measure", lambda task: (x for i, x in enumerate(measuring(task)) if i % 2 == 0))
@@ -169,7 +169,7 @@ def test_a_quarantine_holds_for_its_toolkit_and_driver(sweep: Sweep):
     assert sweep.quarantined() == dict.fromkeys(bad, "of old")
 
 
-def test_what_does_the_same_as_one_that_crashed_does_not_run(sweep: Sweep):
+def test_a_twin_of_a_crashed_candidate_does_not_run(sweep: Sweep):
     kernel, problem = THREE[0]
     first = candidates(kernel, problem, sweep.target)[0]
     lines = sweep.compiled()
@@ -181,7 +181,7 @@ def test_what_does_the_same_as_one_that_crashed_does_not_run(sweep: Sweep):
     assert not running & twins
 
 
-def test_a_measurement_of_other_machine_code_is_none(sweep: Sweep):
+def test_a_measurement_of_other_machine_code_does_not_count(sweep: Sweep):
     measure(sweep, RecordedExecutor())
     kernel, problem = THREE[0]
     item = candidates(kernel, problem, sweep.target)[0]

@@ -128,7 +128,7 @@ def test_other_machine_code_stays_stale(scale):
     assert reason.startswith("aligned: other machine code")
 
 
-def test_what_cannot_be_judged_stays_stale_and_says_why(scale):
+def test_records_that_cannot_be_judged_stay_stale_with_a_reason(scale):
     record, blobs = scale
     replaced = msgspec.structs.replace
     held = {

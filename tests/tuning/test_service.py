@@ -148,7 +148,7 @@ def test_a_predicted_record_does_not_meet_the_goal_measured(known, tmp_path: Pat
     assert list(dict.fromkeys(told)) == ["compile", "measure", "publish"]
 
 
-def test_what_costs_more_comes_first(tmp_path: Path):
+def test_costlier_problems_come_first(tmp_path: Path):
     for named in (SMALL, OTHER):
         want(tmp_path, named)
     cache = cache_at(tmp_path)
@@ -192,7 +192,7 @@ def record_of_default(kernel, problem):
     return record, {artifacts["aligned"].sha256: made.cubin}
 
 
-def test_what_cannot_be_tuned_here_is_listed_and_left(tmp_path: Path):
+def test_problems_that_cannot_be_tuned_here_are_listed_and_left(tmp_path: Path):
     kernel, problem = SMALL
     describe = H200.describe()
     want(tmp_path, SMALL, "B200")

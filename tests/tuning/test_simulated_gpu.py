@@ -39,7 +39,7 @@ class SimulatedExecutor(LocalExecutor):
 
 
 def _is_of(key, record):
-    """Whether a candidate's key is that of a record's winner."""
+    """Return whether a candidate's key is that of a record's winner."""
     kernel, problem, config, variant, _ = f"{key}||||".split("|")[:5]
     return (kernel, problem, config, variant) == (
         record.kernel, Problem(record.problem).key, Config(record.config).key, "aligned",

@@ -74,7 +74,7 @@ def test_what_failed_is_wrong_or_is_in_quarantine_is_named_with_its_reason(sweep
         assert part in text
 
 
-def test_a_problem_of_which_nothing_compiled_or_nobody_can_win_is_done(sweep: Sweep, status):
+def test_a_problem_without_a_possible_winner_is_done(sweep: Sweep, status):
     *aligned, generic = candidates(*THREE[0], sweep.target)
     for item in aligned:
         sweep.note("compiled", {"key": item.artifact, "status": "failed", "reason": "tileiras: no"})
@@ -94,6 +94,7 @@ def test_a_problem_whose_artifacts_are_not_all_tried_is_not_done(sweep: Sweep, s
     assert status("--json")["measure"]["done"] == 3
 
 
+@pytest.mark.processes
 def test_a_run_at_work_is_named_with_what_it_has_done(sweep: Sweep, status):
     context = multiprocessing.get_context("fork")
     arguments = (Sweep(sweep.folder), RecordedExecutor(pause_s=0.01), keep_winners)
@@ -141,7 +142,7 @@ def test_the_status_changes_nothing(sweep: Sweep, status):
     assert {path: path.read_bytes() for path in sweep.folder.rglob("*") if path.is_file()} == before
 
 
-def test_a_folder_that_is_no_sweep_is_said_in_one_line(tmp_path, capsys):
+def test_a_folder_that_is_not_a_sweep_gives_a_one_line_error(tmp_path, capsys):
     assert cli.main(["status", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"tilekern: {tmp_path} is not a sweep folder")
     assert cli.main(["status", str(tmp_path / "nowhere")]) == 2

@@ -1,4 +1,4 @@
-"""Which steps are traced: lengths that go together, and values that are not known."""
+"""The steps that are traced: lengths that belong together, and unknown values."""
 
 import pytest
 

@@ -194,7 +194,7 @@ def test_a_race_of_long_kernels_that_no_sample_tells_apart_ends_in_time():
     assert {timings[key].left for key in lineup.keys} <= {WON, TIED, HOPELESS}
 
 
-def test_a_race_that_does_not_come_to_a_decision_ends_after_so_many_samples(monkeypatch):
+def test_an_undecided_race_ends_at_the_limit_of_samples(monkeypatch):
     monkeypatch.setattr(race, "LEAST_US", math.inf)
     monkeypatch.setattr(race, "MOST_US", math.inf)
     monkeypatch.setattr(race, "MOST_SAMPLES", 40)

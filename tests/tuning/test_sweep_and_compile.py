@@ -41,6 +41,7 @@ def copy_of_sweep(compiled_sweep: Sweep, tmp_path: Path) -> Sweep:
     return Sweep(Path(shutil.copytree(compiled_sweep.folder, tmp_path / "copy")))
 
 
+@pytest.mark.processes
 def test_a_torn_last_line_is_compiled_again(copy_of_sweep: Sweep):
     journal = copy_of_sweep.folder / "compiled.jsonl"
     before = copy_of_sweep.compiled()
@@ -51,6 +52,7 @@ def test_a_torn_last_line_is_compiled_again(copy_of_sweep: Sweep):
     assert copy_of_sweep.compiled().keys() == before.keys()
 
 
+@pytest.mark.processes
 def test_an_artifact_that_is_lost_or_damaged_is_compiled_again(copy_of_sweep: Sweep):
     lost, damaged = sorted({line["sha256"] for line in copy_of_sweep.compiled().values()})[:2]
     (copy_of_sweep.folder / "artifacts" / lost).unlink()
@@ -63,6 +65,7 @@ def test_an_artifact_that_is_lost_or_damaged_is_compiled_again(copy_of_sweep: Sw
     assert len(copy_of_sweep.cubin(damaged)) > 1000
 
 
+@pytest.mark.processes
 def test_a_sweep_that_was_carried_without_its_artifacts_has_them_made_again(copy_of_sweep: Sweep):
     artifacts, keep = copy_of_sweep.folder / "artifacts", sorted(copy_of_sweep.compiled())[0]
     shutil.rmtree(artifacts)
@@ -74,6 +77,7 @@ def test_a_sweep_that_was_carried_without_its_artifacts_has_them_made_again(copy
     assert len(copy_of_sweep.cubin(copy_of_sweep.compiled()[keep]["sha256"])) > 1000
 
 
+@pytest.mark.processes
 def test_a_candidate_that_takes_too_long_is_recorded_and_the_sweep_goes_on(tmp_path: Path, h200: Target, first_configs):
     sweep = Sweep(tmp_path)
     sweep.begin(h200, "test", [SMALL], first_configs)
@@ -113,7 +117,7 @@ def test_a_folder_keeps_what_was_said_of_a_gpu_that_is_not_listed(tmp_path: Path
 
 
 @pytest.mark.parametrize("content", ["{", "[]", json.dumps({"format": 99}), json.dumps({"format": 1})])
-def test_a_folder_that_is_no_sweep(tmp_path: Path, content: str):
+def test_a_folder_that_is_not_a_sweep(tmp_path: Path, content: str):
     (tmp_path / "sweep.json").write_text(content)
     with pytest.raises(InputError):
         Sweep(tmp_path).problems()
@@ -137,7 +141,7 @@ def test_a_plan_of_another_version_is_said_and_planned_again(tmp_path: Path, h20
     assert sweep.problems() == [SMALL]
 
 
-def test_a_dry_run_on_a_folder_that_cannot_be_is_no_traceback(tmp_path: Path, capsys):
+def test_a_dry_run_on_an_impossible_folder_ends_without_a_traceback(tmp_path: Path, capsys):
     (tmp_path / "file").touch()
     command = ["qwen3-0.6b", "--gpu", "H200", "--ops", "rope", "--sweep", str(tmp_path / "file" / "sweep")]
     assert cli.main([*command, "--dry-run"]) == 0
@@ -145,6 +149,7 @@ def test_a_dry_run_on_a_folder_that_cannot_be_is_no_traceback(tmp_path: Path, ca
     assert "cannot write the sweep folder" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_what_ran_out_of_time_is_tried_again_with_more(tmp_path: Path, h200: Target, first_configs):
     sweep = Sweep(tmp_path)
     sweep.begin(h200, "test", [SMALL], first_configs)

@@ -204,7 +204,7 @@ def test_one_altered_line_of_a_signed_folder_does_not_count(signed_folder, tmp_p
     assert said == f"1 artifact in {signed_folder} is by another, and no trust root signed it: it is left out"
 
 
-def test_what_another_compiled_is_not_signed_by_who_measures_it(compiled_sweep, tmp_path, users, monkeypatch, capsys):
+def test_the_measurer_does_not_sign_what_a_stranger_compiled(compiled_sweep, tmp_path, users, monkeypatch, capsys):
     """Under any policy: the key's owner would say to all who trust it that they made it."""
     folder = copy_of(compiled_sweep.folder, tmp_path / "sweep")
     # Of a test that measured the folder that all share.
@@ -230,7 +230,7 @@ def test_what_another_compiled_is_not_signed_by_who_measures_it(compiled_sweep, 
     assert not (folder / "r.pack").exists()
 
 
-def test_what_a_trust_root_compiled_is_signed_by_who_measures_it(signed_folder, tmp_path, users, monkeypatch):
+def test_the_measurer_signs_what_a_trust_root_compiled(signed_folder, tmp_path, users, monkeypatch):
     """Also under any, and without what somebody has put beside it."""
     users("other host")
     monkeypatch.setenv("TILEKERN_TRUST_ROOTS", str(tmp_path / "roots"))
@@ -337,6 +337,7 @@ def test_a_seal_counts_for_its_journal_and_its_line_alone(compiled_sweep, tmp_pa
     assert not Sweep(folder).races()
 
 
+@pytest.mark.processes
 def test_settings_that_cannot_be_written_cost_a_later_run_its_head_start(compiled_sweep, tmp_path, monkeypatch, h200):
     monkeypatch.setenv("XDG_CONFIG_HOME", "/dev/null/settings")
     sweep = Sweep(tmp_path / "sweep")
@@ -353,7 +354,8 @@ def test_settings_that_cannot_be_written_cost_a_later_run_its_head_start(compile
     assert ran.stdout.strip() == "0"
 
 
-def test_files_of_a_sweep_are_not_others_to_write_whatever_the_umask(tmp_path, h200):
+@pytest.mark.processes
+def test_others_cannot_write_the_files_of_a_sweep_under_any_umask(tmp_path, h200):
     before = os.umask(0o002)
     try:
         sweep = Sweep(tmp_path / "sweeps" / "a")

@@ -85,7 +85,7 @@ def test_the_commands_of_the_page_run_and_a_job_finds_the_record(here, capsys, m
         assert plan.blocks > 0
 
 
-def test_records_stay_and_are_told_of_where_the_module_is_not(here, default_configs, capsys, monkeypatch):
+def test_records_of_a_missing_module_stay_and_are_reported(here, default_configs, capsys, monkeypatch):
     assert run(COMMANDS[0]) == 0
     forget()
     (here / "my_kernels.py").unlink()
@@ -115,7 +115,7 @@ def test_it_runs_in_the_interpreter_as_the_page_says(here, monkeypatch):
 
 
 def test_its_candidates_are_verified_and_timed(here, default_configs, monkeypatch):
-    """By the real worker, on a GPU that the interpreter simulates."""
+    """The real worker does it, on a GPU that the interpreter simulates."""
     monkeypatch.setattr(process, "serve", simulated_gpu.serve)
     monkeypatch.setattr(process, "get_context", lambda _: get_context("fork"))
     monkeypatch.setattr(local, "devices", lambda: ["0"])

@@ -25,7 +25,7 @@ SECOND = torch.tensor([False, True])
 WITHOUT = {"plain": torch.tensor([5.0, 7.0]).double(), "reached": SECOND}
 
 
-def test_an_element_that_a_kernel_does_not_write_is_no_zero():
+def test_an_element_that_a_kernel_does_not_write_is_not_zero():
     """A reference may be zero there."""
     scale, labels = spec_named("scale"), spec_named("labels")
     floats = make_outputs(scale, scale.problem(rows=3, columns=5, dtype="bfloat16"), 1, "cpu")

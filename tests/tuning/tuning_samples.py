@@ -1,4 +1,4 @@
-"""What the tests of the tuner share: a GPU, a mark, and problems."""
+"""Shared by the tests of the tuner: a GPU, a mark, and problems."""
 
 import pytest
 

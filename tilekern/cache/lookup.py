@@ -15,7 +15,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, UnknownSchema, Untrusted
@@ -58,6 +58,10 @@ class Hit:
                 f"{self.record.kernel} has the variants {', '.join(self.record.artifacts)}, not {variant!r}"
             )
         return self._blobs[artifact.sha256]
+
+    def in_layer(self, layer: Layer) -> Hit:
+        """Return the same of another layer."""
+        return replace(self, layer=layer)
 
 
 class Step(NamedTuple):

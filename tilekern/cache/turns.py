@@ -11,8 +11,9 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from tilekern.cache.files import make_folder
 
@@ -29,21 +30,15 @@ def turn(root: Path | None, what: str) -> Iterator[bool]:
     Yields:
         Whether another process had the turn before, and may have made it.
     """
-    if root is None:
-        yield False
-        return
-    path = root / _FOLDER / f"{hashlib.sha256(what.encode()).hexdigest()}.lock"
-    try:
-        make_folder(path.parent)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    except OSError:
+    lock = None if root is None else _opened(root, what)
+    if lock is None:
         yield False
         return
     try:
         began, has_waited = time.monotonic(), False
         while time.monotonic() - began < LONGEST_S:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 has_waited = True
                 time.sleep(_POLL_S)
@@ -53,10 +48,47 @@ def turn(root: Path | None, what: str) -> Iterator[bool]:
                 break
         yield has_waited
     finally:
+        lock.end()
+
+
+def free_turn(root: Path | None, what: str) -> Callable[[], None] | None:
+    """Take the turn to make ``what`` if no process has it.
+
+    Returns:
+        The function that ends the turn; None if another process has it.
+    """
+    lock = None if root is None else _opened(root, what)
+    if lock is None:
+        return lambda: None
+    try:
+        fcntl.flock(lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock.descriptor)
+        return None
+    except OSError:  # this file system does not support locks
+        pass
+    return lock.end
+
+
+class _Lock(NamedTuple):
+    path: Path
+    descriptor: int
+
+    def end(self) -> None:
         with contextlib.suppress(OSError):
             # A process that waits for this very file is next; a later one makes a new file and waits for nobody.
-            os.unlink(path)
+            os.unlink(self.path)
         # Closing is not enough: a child that was forked meanwhile has the file open too.
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+        os.close(self.descriptor)
+
+
+def _opened(root: Path, what: str) -> _Lock | None:
+    """Return the file of a turn; None if it cannot be made."""
+    path = root / _FOLDER / f"{hashlib.sha256(what.encode()).hexdigest()}.lock"
+    try:
+        make_folder(path.parent)
+        return _Lock(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644))
+    except OSError:
+        return None

@@ -110,6 +110,10 @@ class Backend:
         ]
         return [*scalar_or_array, *({"kind": "constant", "value": value} for _, value in kernel.constants)]
 
+    def symbol(self, kernel: Any, variant: str) -> str | None:  # noqa: ARG002
+        """Return the entry symbol that an artifact of a variant will have; None if only compiling tells."""
+        return None
+
     def launch(self, kernel: Any) -> dict[str, Any] | None:  # noqa: ARG002
         """Return the fields of :class:`tilekern.cache.Launch`; None if the cubin says its block and cluster itself."""
         return None

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,10 @@ class CuTile(Backend):
         times = lowered_at - started, time.perf_counter() - lowered_at
         return Compiled(cubin, lowered.symbol, assumed, *times, bytecode=lowered.digest)
 
+    def symbol(self, kernel: Implementation, variant: str) -> str:
+        """Return the name that cuda-tile makes of the function's own name and the assumptions."""
+        return _signature(kernel.function, map(constraint, self.assumptions(kernel, variant))).symbol
+
     def code_key(self, kernel: Implementation) -> dict[str, Any]:
         """Return the compiler's hints."""
         return {"hints": dict(kernel.hints)}
@@ -218,7 +222,6 @@ def _lowered(function: Any, constraints: _Constraints, arch: str, bytecode_versi
     )
     from cuda.tile._context import init_context_config_from_env
     from cuda.tile._passes.ast2hir import HirMode
-    from cuda.tile.compilation import CallingConvention, KernelSignature
 
     for name in _CHANGE_CODE:
         if getattr(_debug, name, False):  # read when cuda.tile was imported
@@ -227,12 +230,10 @@ def _lowered(function: Any, constraints: _Constraints, arch: str, bytecode_versi
         version = _get_max_supported_bytecode_version(init_context_config_from_env().temp_dir)
     else:
         version = parse_bytecode_version(bytecode_version)
-    signature = KernelSignature(list(constraints.parameters), CallingConvention.cutile_python_v1())
-    signature = signature.with_mangled_symbol(function._pyfunc.__name__)
     keeper = _IrKeeper(
         ann_func=function._annotated_function,
         func_hir=get_function_hir(function._pyfunc, mode=HirMode.ENTRY_POINT),
-        signatures=[signature],
+        signatures=[_signature(function, constraints.parameters)],
         bytecode_version=version,
         sm_arch=arch,
         log_cutile_ir=False,
@@ -240,6 +241,13 @@ def _lowered(function: Any, constraints: _Constraints, arch: str, bytecode_versi
     )
     keeper.get_final_ir(0)
     return keeper
+
+
+def _signature(function: Any, constraints: Iterable[Any]) -> Any:
+    from cuda.tile.compilation import CallingConvention, KernelSignature
+
+    signature = KernelSignature(list(constraints), CallingConvention.cutile_python_v1())
+    return signature.with_mangled_symbol(function._pyfunc.__name__)
 
 
 def constraint(assumed: Mapping[str, Any]) -> Any:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 from tilekern.compile import cute_compiler, cutile, library  # noqa: F401 (each registers its backend)
 from tilekern.compile.backend import Compiled, backend_of, backends
 from tilekern.compile.cutile import Toolkit, require_toolkit, toolkit
-from tilekern.spec import Config, DeviceKernel, KernelSpec, Problem
+from tilekern.spec import Config, DeviceKernel, KernelSpec, LibraryCall, Problem, name_of
 from tilekern.spec.targets import Target
 
 __all__ = [
     "Compiled",
     "Toolkit",
+    "artifact_key",
     "assumptions",
     "backend_of",
     "backends",
@@ -51,3 +54,21 @@ def compile_candidate(
 def assumptions(kernel: DeviceKernel, variant: str) -> list[dict[str, Any]]:
     """Return the assumptions of a variant about each argument, as plain data for a record."""
     return backend_of(kernel).assumptions(kernel, variant)
+
+
+def artifact_key(implementation: DeviceKernel | LibraryCall, variant: str, target: Target, source: str) -> str:
+    """Name the compiled code: equal keys compile to the same cubin, whatever problem or config asks for it.
+
+    A library's call is not compiled; its key only tells that the source is still the same.
+    """
+    if isinstance(implementation, LibraryCall):
+        return hashlib.sha256(f"library {source}".encode()).hexdigest()
+    backend = backend_of(implementation)
+    parts = {
+        "function": name_of(implementation.function),
+        "assumptions": backend.assumptions(implementation, variant),
+        "arch": target.arch,
+        "source": source,
+        **backend.code_key(implementation),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -139,7 +139,7 @@ def _unserved(
         return "a scale of the logits that is not positive"
     if softcap is not None and "mean_logits" in outputs:
         return "the mean of capped logits"
-    if weight.dtype != hidden.dtype and not is_autocast(hidden.device.type):
+    if weight.dtype != hidden.dtype and not is_autocast(hidden):
         return "a head of another dtype than the hidden states"
     if hasattr(weight, "ds_id"):
         return "a head that DeepSpeed gathers for each direction"

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -59,6 +60,7 @@ class AdamW(torch.optim.AdamW):
             which the host would wait for at every step.
     """
 
+    _living: ClassVar[weakref.WeakSet[AdamW]] = weakref.WeakSet()
     # A GradScaler then divides the gradients itself, and skips steps with infinite gradients.
     _step_supports_amp_scaling = False
 
@@ -73,6 +75,13 @@ class AdamW(torch.optim.AdamW):
             params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, capturable=capturable,
             differentiable=differentiable, fused=fused,
         )  # fmt: skip
+        self._living.add(self)
+
+    @classmethod
+    def is_in_use(cls) -> bool:
+        """Return whether this process has such an optimizer, of parameters with values."""
+        groups = (group for optimizer in list(cls._living) for group in optimizer.param_groups)
+        return any(not param.is_meta for group in groups for param in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, like torch.

@@ -48,8 +48,11 @@ def gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Te
 
 
 def _found(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> tuple[Plan, Plan] | None:
-    given = (x, gate_weight, up_weight, down_weight)
-    key = tuple([(one.shape, one.dtype, one.get_device()) for one in given])
+    # All have one dtype, or the op is not eager.
+    key = (
+        x.shape, x.dtype, x.get_device(), gate_weight.shape, gate_weight.get_device(), up_weight.shape,
+        up_weight.get_device(), down_weight.shape, down_weight.get_device(),
+    )  # fmt: skip
     try:
         return _plans[key]
     except KeyError:

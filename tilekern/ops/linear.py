@@ -51,7 +51,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: st
     """
     if activation not in _ACTIVATIONS:
         raise ValueError(f"linear: activation must be one of {_ACTIVATIONS}, got {activation!r}")
-    if is_autocast(x.device.type):
+    if is_autocast(x):
         # torch casts the inputs of a linear layer.
         _check(x, weight, bias, activation)
         if not torch.compiler.is_compiling():

@@ -12,7 +12,7 @@ from tilekern.kernels.qk_norm_rope_backward import SPEC as BACKWARD
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import check_tensors, constant_row, promoted
 from tilekern.ops.rms_norm import CASTING_MODES
-from tilekern.ops.rope import check_angles
+from tilekern.ops.rope import check_angles, turned_halves
 
 Pair = tuple[Tensor, Tensor]
 
@@ -114,19 +114,15 @@ def _qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> Pair:
     """Compute the op like Hugging Face."""
-    half = q.shape[-1] // 2
-    if cos.shape[-1] == half:
-        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
-    def turned(x: Tensor, weight: Tensor) -> Tensor:
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
         wide = x.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         # Heads before tokens, as Hugging Face rotates them, so that sums in the backward have the same order.
-        z = (weight * wide.to(x.dtype)).transpose(1, 2)
-        return (z * cos + torch.cat((-z[..., half:], z[..., :half]), -1) * sin).transpose(1, 2)
+        return (weight * wide.to(x.dtype)).transpose(1, 2)
 
-    return turned(q, q_weight), turned(k, k_weight)
+    q, k = turned_halves(normed(q, q_weight), normed(k, k_weight), cos, sin)
+    return q.transpose(1, 2), k.transpose(1, 2)
 
 
 def _check_general(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilekern.kernels.families.placeholders import TYPES
-from tilekern.runtime.dispatch import Plan, plan_for
+from tilekern.runtime.dispatch import Plan, meta_stands_for, plan_for
 
 # Kept for the life of the process: torch drops a library's registrations with the object.
 _LIBRARY = torch.library.Library("tilekern", "DEF")
@@ -20,6 +20,7 @@ _TYPES = {getattr(torch, dtype): name for dtype, name in TYPES.items()}
 # The number of active dispatch modes (FakeTensorMode, make_fx, selective checkpoints), and functorch's innermost
 # transform or None; each call takes 40 ns.
 modes, transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_is_any_autocast = torch._C._is_any_autocast_enabled
 # Bounds of factors: kernels multiply and divide by them in float32, and both must stay finite.
 _LEAST, _MOST = 1e-30, 1e30
 
@@ -46,7 +47,12 @@ def register_gradient(op: Any, backward: Callable[..., Any], save: Callable[...,
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Return whether autograd must record an op on these tensors."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in tensors:  # noqa: SIM110 (a generator takes longer than the checks)
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 def check_devices(op: str, **tensors: Tensor | None) -> None:
@@ -127,9 +133,22 @@ def check_ids(op: str, name: str, ids: Tensor, **given: Tensor) -> None:
     check_dtype(op, name, ids, whole=True)
 
 
-def is_autocast(kind: str) -> bool:
-    """Return whether autocast is on for a type of device; torch raises if asked about ``meta``."""
-    return kind != "meta" and torch.is_autocast_enabled(kind)
+def is_autocast(x: Tensor) -> bool:
+    """Return whether autocast is on for a tensor's type of device."""
+    # Reading the type takes five times as long as asking for all types at once.
+    return _is_any_autocast() and _is_autocast(x.device.type)
+
+
+def _is_autocast(kind: str) -> bool:
+    """Return the same for a type of device; torch raises if asked about ``meta``."""
+    if kind == "meta":
+        return (stood_for := meta_stands_for()) is not None and torch.is_autocast_enabled(stood_for)
+    return torch.is_autocast_enabled(kind)
+
+
+def autocast_dtype(kind: str) -> torch.dtype:
+    """Return the dtype that autocast, which is on, casts to for a type of device."""
+    return torch.get_autocast_dtype(meta_stands_for() or kind if kind == "meta" else kind)
 
 
 def keeps_graph() -> bool:
@@ -141,9 +160,9 @@ def cast_as_products(*tensors: Tensor | None) -> tuple[Any, ...]:
     """Cast the inputs of matrix products as autocast would, if it is on; it does not cast float64."""
     first = tensors[0]
     assert first is not None
-    if not is_autocast(first.device.type) or any(x is not None and x.dtype == torch.float64 for x in tensors):
+    if not is_autocast(first) or any(x is not None and x.dtype == torch.float64 for x in tensors):
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
+    dtype = autocast_dtype(first.device.type)
     return tuple(None if x is None else x.to(dtype) for x in tensors)
 
 
@@ -161,7 +180,9 @@ def plans_of_both(
 
 def uncast(kind: str) -> contextlib.AbstractContextManager[Any]:
     """Disable autocast, so that torch's operations give the same dtypes as the kernel."""
-    return torch.autocast(kind, enabled=False) if is_autocast(kind) else contextlib.nullcontext()
+    if not _is_autocast(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(meta_stands_for() or kind if kind == "meta" else kind, enabled=False)
 
 
 def is_traced(x: Tensor) -> bool:
@@ -176,9 +197,13 @@ def is_transformed() -> bool:
 
 def is_eager(x: Tensor, *others: Tensor | None) -> bool:
     """Return whether tensors have one dtype and are neither traced nor cast by autocast."""
-    if is_traced(x) or is_autocast(x.device.type):
+    if is_traced(x) or is_autocast(x):
         return False
-    return all(other is None or other.dtype == x.dtype for other in others)
+    dtype = x.dtype
+    for other in others:  # noqa: SIM110 (a generator takes longer than the checks)
+        if other is not None and other.dtype != dtype:
+            return False
+    return True
 
 
 def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
@@ -190,7 +215,7 @@ def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> C
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch._C._is_any_autocast_enabled():
+        if _is_any_autocast():
             # Autocast of the caller of the backward: plans and products are those of the forward's dtypes.
             with uncast(next(x.device.type for x in slopes if x is not None)):
                 return once(ctx, *slopes)

@@ -103,7 +103,8 @@ def check_angles(op: str, cos: Tensor, sin: Tensor, batch: int, tokens: int, hea
         )
 
 
-def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+def turned_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    """Rotate the halves of q and k [batch, heads, tokens, head_dim] in torch."""
     half = q.shape[-1] // 2
     if cos.shape[-1] == half:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
@@ -119,7 +120,7 @@ def _turned_back(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, full: bool) -
     """Apply the transpose: each half's sine multiplies the other half's gradient, with the signs changed."""
     half = dq.shape[-1] // 2
     first, second = sin[..., :half], sin[..., -half:]
-    return _turned(dq, dk, cos, torch.cat((-second, -first), -1) if cos.shape[-1] != half else -sin)
+    return turned_halves(dq, dk, cos, torch.cat((-second, -first), -1) if cos.shape[-1] != half else -sin)
 
 
 @operation(
@@ -128,7 +129,7 @@ def _turned_back(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, full: bool) -
 )  # fmt: skip
 def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, full: bool) -> Pair:
     """Rotate; ``full`` says that the halves of the angles differ, so both are read."""
-    return _turned(q, k, cos, sin)
+    return turned_halves(q, k, cos, sin)
 
 
 def _check_part(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, full: bool, rotary: int, interleaved: bool) -> None:
@@ -211,7 +212,7 @@ def rope_part(
     ``llama4_rope`` rotates pairs.
     """
     size = rotary or q.shape[-1]
-    turned = (_pairs_turned if interleaved else _turned)(q[..., :size], k[..., :size], cos, sin)
+    turned = (_pairs_turned if interleaved else turned_halves)(q[..., :size], k[..., :size], cos, sin)
     rest = (x[..., size:].to(y.dtype) for x, y in zip((q, k), turned, strict=True))
     one, other = (torch.cat(both, -1) for both in zip(turned, rest, strict=True))
     return one, other

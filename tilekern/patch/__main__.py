@@ -18,7 +18,7 @@ from tilekern.patch.differences import differences
 from tilekern.patch.families import FAMILIES, Family
 from tilekern.patch.installed import transformers_version
 from tilekern.patch.matching import Module, patches_of, path_of
-from tilekern.patch.registry import check_choice, check_ops, known_ops
+from tilekern.patch.registry import check_choice, check_ops, home_of, known_ops
 from tilekern.runtime.settings import check_settings
 from tilekern.runtime.switches import EXPERTS, FORMS, OPS
 from tilekern.warning import shown_plainly, tell
@@ -36,7 +36,14 @@ class Row(NamedTuple):
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.option("--model", "models", multiple=True, metavar="TYPE", help="Only this model type, e.g. llama; repeatable.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="TYPE",
+    help="Only this model type, e.g. llama, or the module of another model, e.g. mine.modeling_mine; repeatable. For "
+    'families that are not tested, prints what forms="any" patches.',
+)
 @click.option("--op", "ops", multiple=True, help=f"Only this op: {', '.join((*OPS, EXPERTS))}; repeatable.")
 @click.option("--all", "everything", is_flag=True, help="Print a line for each patch, not counts by op.")
 @click.option("--diff", is_flag=True, help="Print how code without a known form differs from the nearest one.")
@@ -56,25 +63,27 @@ def command(
     """
     check_settings()
     for model in models:
-        check_choice(model, FORMS[0])
+        if not home_of(model):
+            check_choice(model, FORMS[0])
     check_ops(ops)
+    families = [FAMILIES.get(model) or Family(model, ()) for model in models] or list(FAMILIES.values())
 
     def asked(rows: Iterable[Row]) -> list[Row]:
-        return [row for row in rows if row.model_type in (models or [row.model_type]) and row.op in (ops or [row.op])]
+        return [row for row in rows if row.op in (ops or [row.op])]
 
     if diff:
         places: Sequence[Path | None] = folders or [None]
         for folder in places:
-            for family in FAMILIES.values():
+            for family in families:
                 path = _path(family, folder)
-                if path is not None and family.model_type in (models or [family.model_type]):
+                if path is not None:
                     for line in differences(family, path, ops):
                         click.echo(line)
         return
-    releases = {str(folder): asked(_read(folder)) for folder in folders}
+    releases = {str(folder): asked(_read(folder, families)) for folder in folders}
     if not folders:
-        families: Sequence[str | None] = models or [None]
-        found = [found for family in families for found in list_patches(family)]
+        asked_for: Sequence[str | None] = models or [None]
+        found = [found for model in asked_for for found in list_patches(model)]
         rows = [Row(x.status, x.patch.op, x.patch.model_type, x.patch.target, x.digest, x.reason) for x in found]
         releases = {transformers_version(): asked(rows)}
     if as_json:
@@ -87,6 +96,8 @@ def command(
         click.echo(name if folders else f"transformers {name}")
         for line in _digests(rows) if folders else _lines(rows) if everything or models else _counts(rows):
             click.echo(line)
+        if models and not rows:
+            click.echo(f"no code of {', '.join(models)} has a form that is known")
 
 
 def _lines(rows: Sequence[Row]) -> Iterator[str]:
@@ -154,9 +165,9 @@ def _path(family: Family, folder: Path | None) -> Path | None:
     return path if path.exists() else None
 
 
-def _read(folder: Path) -> Iterator[Row]:
+def _read(folder: Path, families: Iterable[Family]) -> Iterator[Row]:
     """Yield the code of a known form in an unpacked release, and the families in which some is missing."""
-    for family in FAMILIES.values():
+    for family in families:
         path = _path(family, folder)
         if path is None:
             yield Row("missing", "", family.model_type, family.module, None, f"{family.module} is not there")

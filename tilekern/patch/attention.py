@@ -17,7 +17,7 @@ from tilekern.kernels.attention.forward import SPEC
 from tilekern.ops import packing
 from tilekern.ops.attention import Call, attention, formula, shown
 from tilekern.ops.packing import can_read, is_capturing
-from tilekern.ops.registration import is_autocast
+from tilekern.ops.registration import autocast_dtype, is_autocast
 from tilekern.patch.guards import SUBCLASS, constant_in_graphs
 from tilekern.patch.masking import lacks_sequences, mask, says_packing_alone
 from tilekern.patch.positions import are_given_in_graph, number_of_sequences
@@ -28,7 +28,8 @@ from tilekern.warning import warn_once
 
 # Arguments that change the result and that neither the kernels nor SDPA support: chosen keys, sinks of each query,
 # the paged cache of continuous batching.
-UNSERVED = ("indices", "block_indices", "sinks", "cache")
+UNSERVED = frozenset(("indices", "block_indices", "sinks", "cache"))
+is_compiling = torch.compiler.is_compiling
 
 
 def attend(
@@ -72,34 +73,33 @@ def attend(
     _check_served(module, kwargs)
     bias = kwargs.get("position_bias")
     starts, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
-    told = attention_mask if isinstance(attention_mask, ToldMask) else None
+    told = None if attention_mask is None or not isinstance(attention_mask, ToldMask) else attention_mask
     if told is not None and starts is None and len(told.starts):
         starts, longest = told.starts, told.longest
-    packed = starts is not None and query.shape[0] == 1 and query.shape[2] == key.shape[2]
+    queries, keys = query.shape[2], key.shape[2]
+    packed = starts is not None and query.shape[0] == 1 and queries == keys
     if starts is not None and not packed and attention_mask is None:
         raise InputError('attn_implementation="tilekern" takes cu_seq_lens_q for a batch of one without a cache only')
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if (told is not None and told.shape[3] != key.shape[2]) or (
-        causal and attention_mask is None and 1 < query.shape[2] < key.shape[2]
-    ):
+    if (told is not None and told.shape[3] != keys) or (causal and attention_mask is None and 1 < queries < keys):
         raise InputError(
-            f'attn_implementation="tilekern": {type(module).__name__} hands over {key.shape[2]} keys for '
-            f"{query.shape[2]} queries, and its mask tells of {query.shape[2] if told is None else told.shape[3]}; "
-            'use "eager"'
+            f'attn_implementation="tilekern": {type(module).__name__} hands over {keys} keys for {queries} queries, '
+            f'and its mask tells of {queries if told is None else told.shape[3]}; use "eager"'
         )
-    if told is not None and query.shape[2] < key.shape[2]:
+    if told is not None and queries < keys:
         # The remaining keys are unused room of a cache.
-        key, value = (x[:, :, : query.shape[2]] for x in (key, value))
+        key, value = (x[:, :, :queries] for x in (key, value))
         if bias is not None:
-            bias = kwargs["position_bias"] = bias[..., : query.shape[2]]
+            bias = kwargs["position_bias"] = bias[..., :queries]
+        keys = queries
     if told is not None or (packed and says_packing_alone(attention_mask)):
         attention_mask = None
-    if causal and not packed and torch.compiler.is_compiling() and lacks_sequences(attention_mask):
+    if causal and not packed and is_compiling() and lacks_sequences(attention_mask):
         attention_mask = _kept_apart(attention_mask, query, key, sliding_window, kwargs.get("position_ids"))
     masked = attention_mask is not None
-    decoding = not torch.is_grad_enabled() and query.shape[2] != key.shape[2]
     special = softcap is not None or s_aux is not None
-    if dropout or masked or bias is not None or _is_foreign(query) or (decoding and not special):
+    decoding = queries != keys and not torch.is_grad_enabled()
+    if dropout or masked or bias is not None or type(query) is not torch.Tensor or (decoding and not special):
         if packed or sliding_window is not None:
             # The kernels take the window and the sequences as arguments; here the mask must contain them.
             attention_mask = _told(attention_mask, query, key, causal, sliding_window, starts if packed else None)
@@ -112,7 +112,7 @@ def attend(
             return _sdpa()(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
             )
-    query, key, value = _autocast(query, key, value)
+    query, key, value = _autocast(query, key, value) if is_autocast(query) else (query, key, value)
     out = attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), causal=causal, scale=scaling,
         window=sliding_window, softcap=softcap, sinks=s_aux, cu_seqlens=starts if packed else None,
@@ -122,8 +122,10 @@ def attend(
 
 
 def _check_served(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
-    for name in UNSERVED:
-        if kwargs.get(name) is not None:
+    if UNSERVED.isdisjoint(kwargs):
+        return
+    for name, value in kwargs.items():
+        if name in UNSERVED and value is not None:
             kind = type(module).__name__
             raise InputError(
                 f'attn_implementation="tilekern" of {kind} does not compute what {name} asks for; use "eager"'
@@ -226,10 +228,10 @@ def _special(
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Cast tensors as autocast does for SDPA: norms in float32 leave queries wider than values."""
-    kind = tensors[0].device.type
-    if not is_autocast(kind) or any(x.dtype == torch.float64 for x in tensors):
+    if not is_autocast(tensors[0]) or any(x.dtype == torch.float64 for x in tensors):
         return tensors
-    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
+    dtype = autocast_dtype(tensors[0].device.type)
+    return tuple(x.to(dtype) for x in tensors)
 
 
 def _is_foreign(query: torch.Tensor) -> bool:

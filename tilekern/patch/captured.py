@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +58,28 @@ class Graph:
     def replay(self) -> None:
         """Queue the graph on the current stream."""
         self._graph.replay()
+
+
+class _Inside(threading.local):
+    now = False
+
+
+_inside = _Inside()
+
+
+def is_inside() -> bool:
+    """Return whether this thread is inside a call of a model with graphs: models inside it are part of them."""
+    return _inside.now
+
+
+@contextlib.contextmanager
+def inside() -> Iterator[None]:
+    """Be inside such a call."""
+    before, _inside.now = _inside.now, True
+    try:
+        yield
+    finally:
+        _inside.now = before
 
 
 _streams: dict[torch.device, Any] = {}
@@ -140,8 +163,8 @@ class Call(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """What two calls share that the same graphs serve."""
-        told = ((name, x.shape, x.dtype, x.requires_grad) for name, x in self.tensors.items())
-        return (*told, *self.constants.items())
+        told = {name: (x.shape, x.dtype, x.requires_grad) for name, x in self.tensors.items()}
+        return frozenset(told.items()), frozenset(self.constants.items())
 
 
 class CapturedStep:
@@ -231,7 +254,7 @@ class CapturedStep:
                 "model out of graphs to use its other results"
             )
         self._forget_gradients()
-        with torch.enable_grad():
+        with inside(), torch.enable_grad():
             result = _on_stand_ins(model, self._stand_ins, lambda one: one(**self._call.constants, **self._inputs))
             graded = [x for x in _leaves_of(result)[0] if isinstance(x, Tensor) and x.requires_grad]
             pairs = [(x, slope) for x, slope in zip(graded, slopes, strict=True) if slope is not None]

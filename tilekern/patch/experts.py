@@ -26,6 +26,7 @@ from tilekern.kernels.experts.gate import FORWARD
 from tilekern.patch import parallel
 from tilekern.patch.digests import Table, definition_of
 from tilekern.patch.guards import SUBCLASS, constant_in_graphs, count_own, forward_of, has_hooks, is_from, is_plain
+from tilekern.patch.replacements import is_ordinary
 from tilekern.patch.rewriting import named_as
 from tilekern.runtime import implementation
 from tilekern.runtime.dispatch import count_fallback
@@ -141,7 +142,9 @@ def _activation(module: torch.nn.Module, form: GateForm) -> str | None:
     if not form.activation:
         return "silu"
     function = getattr(module, form.activation, None)
-    return None if function is None or has_hooks(function) else _activation_of(_kind(function))
+    if isinstance(function, torch.nn.Module) and not is_ordinary(function):
+        return None
+    return None if function is None else _activation_of(_kind(function))
 
 
 def _kind(function: Any) -> Any:

@@ -61,7 +61,7 @@ class Family(NamedTuple):
     @property
     def module(self) -> str:
         """The module that holds its classes."""
-        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
+        return module_of(self.model_type)
 
     @property
     def is_here(self) -> bool:
@@ -100,6 +100,11 @@ FAMILIES: dict[str, Family] = {
 def family_of(module: str) -> Family | None:
     """Return the family whose classes are in a module."""
     return _BY_MODULE.get(module)
+
+
+def module_of(model_type: str) -> str:
+    """Return the name of transformers' module with the classes of a family, tested here or not."""
+    return f"transformers.models.{model_type}.modeling_{model_type}"
 
 
 def is_of_transformers(module: str) -> bool:

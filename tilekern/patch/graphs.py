@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-import threading
 import weakref
 from bisect import bisect_left
 from collections import Counter
@@ -23,7 +22,7 @@ from torch import Tensor
 from tilekern.errors import InputError
 from tilekern.ops.packing import is_capturing
 from tilekern.ops.registration import modes, transforms
-from tilekern.patch.captured import CAPTURE_FAILED, Call, CapturedStep, Refused, Room
+from tilekern.patch.captured import CAPTURE_FAILED, Call, CapturedStep, Refused, Room, inside, is_inside
 from tilekern.patch.guards import has_global_hooks
 from tilekern.patch.positions import look
 from tilekern.runtime import dispatch
@@ -146,10 +145,9 @@ class Graphs:
         """Call the model."""
         model = self._model()
         assert model is not None  # the module that is called
-        if not model.training or not torch.is_grad_enabled() or _inside.now or is_traced():
+        if not model.training or not torch.is_grad_enabled() or is_inside() or is_traced():
             return model._call_impl(*args, **kwargs)
-        _inside.now = True
-        try:
+        with inside():
             try:
                 found = self._step(model, {**dict(zip(self._names, args, strict=False)), **kwargs})
             except Refused as error:
@@ -160,8 +158,6 @@ class Graphs:
             step, call = found
             self.replays += 1
             return step(call)
-        finally:
-            _inside.now = False
 
     def _step(self, model: torch.nn.Module, arguments: dict[str, Any]) -> tuple[CapturedStep, Call] | None:
         """Return the captured step of a call, captured now if it is time; None while its form is new.
@@ -436,13 +432,6 @@ def _settings(kind: str) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-class _Inside(threading.local):
-    """Whether this thread is inside a call of a model with graphs: models inside it are part of them."""
-
-    now = False
-
-
-_inside = _Inside()
 # The attribute that holds a model's graphs.
 _NAME = "_tilekern_graphs"
 # Emptied by dispatch when plans change; what graphs launch is of the plans of their time.
@@ -473,7 +462,7 @@ class _Place:
         if module is None:
             return None
         found = _own(module)
-        if found is None and module.training and not _inside.now and any(x in _everywhere for x in kind.__mro__):
+        if found is None and module.training and not is_inside() and any(x in _everywhere for x in kind.__mro__):
             found = _give(module, Graphs(module))
         return found
 

@@ -32,17 +32,23 @@ from tilekern.patch.digests import is_checkpointing
 from tilekern.patch.guards import (
     SHAPES,
     SUBCLASS,
+    TENSORS,
+    bare_weights,
+    constant_in_graphs,
     count_own,
     has_hooks,
-    is_as_written,
-    is_bare_linear,
     is_from,
     is_plain,
+    parameter_of,
+    parameters_as_written,
+    weight_of,
 )
 from tilekern.patch.rewriting import named_as, rewritten
 from tilekern.patch.table import Norm
 
 Function = Callable[..., Any]
+_STAND_INS = replacements.__name__
+_LAYER_NORM = torch.nn.LayerNorm.__module__
 
 
 def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mapping[str, Norm]) -> Function:
@@ -55,38 +61,36 @@ def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mappin
     """
     home = inspect.unwrap(original).__globals__["__name__"]
 
-    def options_of(norm: Any, residual: torch.Tensor, x: torch.Tensor) -> tuple[float, float, str] | None:
-        """Return a norm's eps, offset and casting mode; None if the op would not compute the same as norm and sum."""
+    def given_of(norm: Any, residual: torch.Tensor, x: torch.Tensor) -> tuple[Any, float, float, str] | None:
+        """Return a norm's arguments of the op; None if the op would not compute the same as norm and sum."""
         alike = residual.dtype == x.dtype and residual.shape == x.shape
-        if not alike or not is_plain(residual, x) or not _is_ordinary(norm, home, kinds):
+        if not alike or type(residual) not in TENSORS or type(x) not in TENSORS:
+            given = None
+        else:
+            given = _given_of(norm, home, kinds)
+        if given is None:
             count_own("fused_add_rms_norm_forward", _why(alike, norm, residual, x))
-            return None
-        parallel.see_to_sums(norm)
-        kind = kinds[type(norm).__name__]
-        return getattr(norm, kind.eps), kind.offset, kind.casting_mode
-
-    def weight_of(norm: Any) -> torch.Tensor | None:
-        weight: torch.Tensor | None = kinds[type(norm).__name__].weight_of(norm)
-        return weight
+        return given
 
     def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        options = options_of(norm, residual, x)
-        if options is not None:
-            return ops.fused_add_rms_norm(residual, x, weight_of(norm), *options)
+        given = given_of(norm, residual, x)
+        if given is not None:
+            return ops.fused_add_rms_norm(residual, x, *given)
         total = residual + x
         return total, norm(total)
 
     def norm_add(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> torch.Tensor:
-        options = options_of(norm, residual, x)
-        return residual + norm(x) if options is None else fused_rms_norm_add(residual, x, weight_of(norm), *options)
+        given = given_of(norm, residual, x)
+        return residual + norm(x) if given is None else fused_rms_norm_add(residual, x, *given)
 
     def norm_add_norm(
         residual: torch.Tensor, x: torch.Tensor, norm: Any, following: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        options = options_of(norm, residual, x)
-        if options is None or options != options_of(following, residual, x):
+        given = given_of(norm, residual, x)
+        then = None if given is None else given_of(following, residual, x)
+        if given is None or then is None or given[1:] != then[1:]:
             return add_norm(residual, norm(x), following)
-        return fused_rms_norm_add_rms_norm(residual, x, weight_of(norm), weight_of(following), *options)
+        return fused_rms_norm_add_rms_norm(residual, x, given[0], *then)
 
     ours = {
         patterns.ADD_NORM: add_norm, patterns.NORM_ADD: norm_add, patterns.NORM_ADD_NORM: norm_add_norm,
@@ -107,19 +111,25 @@ def layer_norm(original: Function, norms: Collection[str]) -> Function:
 def _normed(norms: Collection[str]) -> tuple[Callable[[ast.FunctionDef], int], dict[str, Function]]:
     """Return the change that :func:`layer_norm` makes to a forward, and the variables that the new text uses."""
 
-    def is_served(norm: Any, x: Any) -> bool:
-        return is_layer_norm(norm) and is_plain(x) and replacements.are_normed_alike(x, norm.weight, norm.bias)
+    def given_of(norm: Any, x: Any) -> tuple[Any, Any, float] | None:
+        """Return weight, bias and eps of a norm that the op computes; None for any other."""
+        if type(x) not in TENSORS or not is_layer_norm(norm):
+            return None
+        weight, bias = parameter_of(norm, "weight"), parameter_of(norm, "bias")
+        return (weight, bias, norm.eps) if replacements.are_normed_alike(x, weight, bias) else None
 
     def normed(norm: Any, x: Any) -> Any:
-        if is_served(norm, x):
-            return layer_norm_op(x, norm.weight, norm.bias, norm.eps)
+        given = given_of(norm, x)
+        if given is not None:
+            return layer_norm_op(x, *given)
         count_own("layer_norm_forward", _why(True, norm, x))
         return norm(x)
 
     def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
         alike = residual.dtype == x.dtype and residual.shape == x.shape
-        if alike and is_plain(residual) and is_served(norm, x):
-            return fused_add_layer_norm(residual, x, norm.weight, norm.bias, norm.eps)
+        given = given_of(norm, x) if alike and type(residual) in TENSORS else None
+        if given is not None:
+            return fused_add_layer_norm(residual, x, *given)
         total = residual + x
         return total, normed(norm, total)
 
@@ -165,8 +175,8 @@ def mlp(
     names, kinds = inspect.unwrap(original).__globals__, replacements.kinds()
 
     def run(up: Any, act: Any, down: Any, x: Any, dropout: float = 0.0) -> Any:
-        kind = replacements.kind_of(act, kinds) if is_plain(x) else None
-        known = [names[name] for name in others]
+        kind = replacements.kind_of(act, kinds) if type(x) in TENSORS else None
+        known = [names[name] for name in others] if others else ()
         first, last = _linear(up, known), _linear(down, known)
         if kind is not None and first is not None and last is not None and not dropout:
             return ops.mlp(x, *first, *last, kind)
@@ -196,9 +206,10 @@ def _linear(layer: Any, known: Collection[type]) -> tuple[torch.Tensor, torch.Te
     """Return the weight [out, in] and the bias of a linear layer of torch, of GPT-2 or of another known class."""
     kind = type(layer)
     transposed = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
-    if not (transposed or kind is torch.nn.Linear or kind in known) or not is_as_written(layer):
-        return None
-    return layer.weight.t() if transposed else layer.weight, layer.bias
+    found = parameters_as_written(layer) if transposed or kind is torch.nn.Linear or kind in known else None
+    if found is None or not transposed:
+        return found
+    return found[0].t(), found[1]
 
 
 def is_layer_norm(norm: Any) -> bool:
@@ -207,8 +218,8 @@ def is_layer_norm(norm: Any) -> bool:
         type(norm) is torch.nn.LayerNorm
         and len(norm.normalized_shape) == 1
         and "forward" not in norm.__dict__
-        and is_from(torch.nn.LayerNorm.forward, torch.nn.LayerNorm.__module__)
         and not has_hooks(norm)
+        and is_from(torch.nn.LayerNorm.forward, _LAYER_NORM)
     )
 
 
@@ -232,26 +243,29 @@ class Turn:
     paired: bool = False
     single: bool = False
 
-    def placed(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` with tokens before heads, or convert such a result back."""
-        return x if self.paired or self.single else x.transpose(1, 2)
-
     def by(self, rotation: Function, q: torch.Tensor, k: torch.Tensor, *angles: torch.Tensor) -> Any:
         """Return the results of the model's own function on q and k."""
         if self.single:
             return rotation(q, *angles, unsqueeze_dim=2), rotation(k, *angles, unsqueeze_dim=2)
         return rotation(q, k, *angles)
 
-    def fits(self, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, ...]) -> bool:
-        """Return whether the arguments are plain tensors of one dtype with angles for each token."""
-        known = len(angles) == (1 if self.paired else 2) and is_plain(q, k, *angles)
-        if not known or q.dtype != k.dtype or q.dim() != 4 or angles[0].dim() != 3:
-            return False
-        batch, tokens, size = q.shape[0], q.shape[1 if self.paired or self.single else 2], q.shape[3]
-        width = angles[0].shape[2]
+    def fits(self, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, ...], tokens: int) -> int | None:
+        """Return the size of heads; None unless the arguments are plain tensors of one dtype with angles of each token.
+
+        ``tokens`` is the dimension of tokens in q and k.
+        """
+        if len(angles) != (1 if self.paired else 2):
+            return None
+        cos, sin = angles[0], angles[-1]
+        if type(q) not in TENSORS or type(k) not in TENSORS or type(cos) not in TENSORS or type(sin) not in TENSORS:
+            return None
+        shape, given = q.shape, cos.shape
+        if q.dtype != k.dtype or len(shape) != 4 or len(given) != 3 or cos.dtype != sin.dtype:
+            return None
+        size, width = shape[3], given[2]
         fits = width <= size and width % 2 == 0 if self.part else width == (size // 2 if self.paired else size)
-        alike = angles[0].dtype == angles[-1].dtype and angles[0].is_complex() == self.paired
-        return fits and alike and angles[0].shape[0] in (1, batch) and angles[0].shape[1] == tokens
+        by_tokens = given[1] == shape[tokens] and (given[0] == 1 or given[0] == shape[0])
+        return size if fits and by_tokens and cos.is_complex() == self.paired else None
 
     def angles(self, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines."""
@@ -260,15 +274,6 @@ class Turn:
             return cos, sin
         cos, sin = given
         return cos, -sin if self.back else sin
-
-    def options(self, norm: Norm, angles: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-        """Return the op's options."""
-        return {
-            "offset": norm.offset,
-            "casting_mode": "none" if self.cast_back else norm.casting_mode,
-            "rotary_dim": angles[0].shape[2] if self.part else None,
-            "interleaved": self.paired,
-        }
 
 
 # The rotations that are fused with norms, by the function that makes their stand-ins.
@@ -295,6 +300,7 @@ def qk_norm_rope(
         make: makes that function's stand-in; a key of :data:`TURNS`.
     """
     names, turn = inspect.unwrap(original).__globals__, TURNS[make]
+    tokens_first = turn.paired or turn.single
     home = names["__name__"]
     # transformers' own function or tilekern's stand-in, as the patch's digests say; with the kernels package it is not
     # a function.
@@ -302,53 +308,71 @@ def qk_norm_rope(
     stand_in = make(known)
 
     def is_known() -> bool:
-        return names[rotation] is known or is_from(names[rotation], home, replacements.__name__)
+        return names[rotation] is known or is_from(names[rotation], home, _STAND_INS)
 
-    def rotated(*given: Any) -> Any:
-        return (stand_in if is_known() else names[rotation])(*given)
+    def rotated(*given: Any, **options: Any) -> Any:
+        return (stand_in if is_known() else names[rotation])(*given, **options)
 
     def fused(
-        one: Any, other: Any, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, ...],
+        one: Any, other: Any, q: torch.Tensor, k: torch.Tensor, angles: tuple[torch.Tensor, ...], tokens: int,
         norm_last: bool = False,
     ) -> Any:  # fmt: skip
-        """Return the rotated q and k; None if the op would not compute the same as the norms and the rotation."""
-        ordinary = is_known() and _is_ordinary(one, home, kinds) and _is_ordinary(other, home, kinds)
-        if not ordinary or not turn.fits(q, k, angles) or not _alike(one, other, q, kinds, turn):
+        """Return the rotated q and k, tokens before heads; None if the op would not compute the same as the model.
+
+        ``tokens`` is the dimension of tokens in q and k: 1, or 2 behind the heads.
+        """
+        size = turn.fits(q, k, angles, tokens) if is_known() else None
+        first = None if size is None else _given_of(one, home, kinds)
+        second = None if first is None else _given_of(other, home, kinds)
+        if first is None or second is None or first[1:] != second[1:] or not _fit(size, first[0], second[0]):
             return None
-        parallel.see_to_sums(one, other)
-        norm = kinds[type(one).__name__]
-        weights, eps = (norm.weight_of(one), norm.weight_of(other)), getattr(one, norm.eps)
-        options, angles = turn.options(norm, angles), turn.angles(angles)
-        q, k = turn.placed(q), turn.placed(k)
-        q, k = ops.qk_norm_rope(q, k, *weights, *angles, eps, norm_last=norm_last, **options)
-        return turn.placed(q), turn.placed(k)
+        weight, eps, offset, mode = first
+        if turn.cast_back:
+            if weight is not None and weight.dtype != q.dtype and mode != "gemma":
+                return None
+            mode = "none"
+        width = angles[0].shape[2] if turn.part else None
+        cos, sin = turn.angles(angles) if turn.paired or turn.back else angles
+        if tokens == 2:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        return ops.qk_norm_rope(
+            q, k, weight, second[0], cos, sin, eps, offset=offset, casting_mode=mode, rotary_dim=width,
+            interleaved=turn.paired, norm_last=norm_last,
+        )  # fmt: skip
 
     def turned(
         one: Any, other: Any, q: torch.Tensor, k: torch.Tensor, *angles: torch.Tensor, swapped: bool = False,
-        norm_last: bool = False,
+        behind: bool = False, norm_last: bool = False,
     ) -> Any:  # fmt: skip
-        made = fused(one, other, q, k, angles, norm_last)
+        """Return the rotated q and k, in the layout of :class:`Turn`.
+
+        With ``swapped`` or ``behind`` q and k are given with tokens before heads, and rotated with heads before tokens.
+        The norms get the former if ``swapped``, and the latter if ``behind`` or ``norm_last``.
+        """
+        tokens = 1 if swapped or behind or tokens_first else 2
+        made = fused(one, other, q, k, angles, tokens, norm_last)
         if made is not None:
-            return made
+            return made if tokens_first else (made[0].transpose(1, 2), made[1].transpose(1, 2))
         count_own("qk_norm_rope_forward", _why(True, one, q, k))
+        if behind:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
         if norm_last:
-            q, k = names[rotation](q, k, *angles)
+            q, k = rotated(q, k, *angles)
             return one(q), other(k)
+        q, k = one(q), other(k)
         if swapped:
-            q, k = one(q.transpose(1, 2)).transpose(1, 2), other(k.transpose(1, 2)).transpose(1, 2)
-        else:
-            q, k = one(q), other(k)
-        return turn.by(names[rotation], q, k, *angles)
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        return turn.by(rotated, q, k, *angles)
 
     def turned_alone(norm: Any, x: torch.Tensor, *angles: torch.Tensor) -> Any:
         if is_plain(x) and x.dim() == 4:
             # The op gets the two halves of the heads as q and k.
             q, k = x.tensor_split(2, 2)
-            made = fused(norm, norm, q, k, angles)
+            made = fused(norm, norm, q, k, angles, 1)
             if made is not None:
                 return torch.cat(made, 2)
         count_own("qk_norm_rope_forward", _why(True, norm, x))
-        return names[rotation](norm(x), *angles, unsqueeze_dim=2)
+        return rotated(norm(x), *angles, unsqueeze_dim=2)
 
     change = partial(patterns.qk_norm_rope, norms=norms, rotation=rotation)
     variables = {
@@ -358,24 +382,22 @@ def qk_norm_rope(
     return rewritten(original, change, variables)
 
 
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
 def _projected(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the results of q_proj, k_proj and v_proj on the hidden states."""
-    layers = (self.q_proj, self.k_proj, self.v_proj)
-    if is_plain(hidden_states) and all(map(is_bare_linear, layers)):
-        return ops.projections(hidden_states, *(layer.weight for layer in layers))
-    return tuple(layer(hidden_states) for layer in layers)
+    weights = bare_weights(self, _PROJECTIONS) if type(hidden_states) in TENSORS else None
+    if weights is not None:
+        return ops.projections(hidden_states, *weights)
+    return tuple(getattr(self, name)(hidden_states) for name in _PROJECTIONS)
 
 
-def _alike(one: Any, other: Any, q: torch.Tensor, kinds: Mapping[str, Norm], turn: Turn) -> bool:
-    """Return whether two norms fit the heads of q, have the same form, and give the op's dtype."""
-    norm = kinds[type(one).__name__]
-    if kinds[type(other).__name__] != norm or getattr(one, norm.eps) != getattr(other, norm.eps):
-        return False
-    weights = norm.weight_of(one), norm.weight_of(other)
-    if weights[0] is None or weights[1] is None:
-        return weights[0] is weights[1]
-    fits = all(weight.shape == q.shape[3:] and weight.dtype == weights[0].dtype for weight in weights)
-    return fits and (weights[0].dtype == q.dtype or norm.casting_mode == "gemma" or not turn.cast_back)
+def _fit(size: int | None, weight: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Return whether the weights of the norms of q and k fit heads of a size and have one dtype, or both are None."""
+    if weight is None or other is None:
+        return weight is other
+    return weight.shape == other.shape == (size,) and weight.dtype == other.dtype
 
 
 def _why(alike: bool, norm: Any, *tensors: torch.Tensor) -> str:
@@ -387,10 +409,20 @@ def _why(alike: bool, norm: Any, *tensors: torch.Tensor) -> str:
     return "hooks" if has_hooks(norm) else "a norm, a rotation, shapes or dtypes that the op does not take"
 
 
-def _is_ordinary(norm: Any, home: str, kinds: Collection[str]) -> bool:
-    """Return whether a norm :func:`is_known`, with a plain weight or none."""
-    weight = getattr(norm, "weight", None)
-    return is_known(norm, home, kinds) and (weight is None or is_plain(weight))
+def _given_of(norm: Any, home: str, kinds: Mapping[str, Norm]) -> tuple[Any, float, float, str] | None:
+    """Return weight, eps, offset and casting mode of a norm that :func:`is_known`; None for any other.
+
+    The weight is a plain tensor, or None for a norm without one.
+    """
+    if not is_known(norm, home, kinds):
+        return None
+    form = kinds[class_of(norm, home, kinds)]
+    weight = weight_of(form, norm)
+    if weight is not None and type(weight) not in TENSORS:
+        return None
+    if "forward" in norm.__dict__:
+        parallel.see_to_sums(norm)
+    return weight, getattr(norm, form.eps), form.offset, form.casting_mode
 
 
 def is_known(norm: Any, home: str, kinds: Collection[str]) -> bool:
@@ -399,6 +431,26 @@ def is_known(norm: Any, home: str, kinds: Collection[str]) -> bool:
     Its forward, of the class or its own, must be that class's code or tilekern's stand-in for it. Output capturing
     stores the class's forward in the instance, and either may be replaced at any time.
     """
+    if not class_of(norm, home, kinds) or has_hooks(norm):
+        return False
+    forward = parallel.forward_of(norm) if "forward" in norm.__dict__ else type(norm).forward
+    return is_from(forward, home, _STAND_INS)
+
+
+def class_of(norm: Any, home: str, kinds: Collection[str]) -> str:
+    """Return the name of a norm's class if it is one of ``kinds`` in ``home``, or of the one that it inherits from.
+
+    Empty for other classes, and for a subclass with methods of its own except ``__init__``.
+    """
     kind = type(norm)
-    ordinary = kind.__module__ == home and kind.__name__ in kinds and not has_hooks(norm)
-    return ordinary and is_from(parallel.forward_of(norm), home, replacements.__name__)
+    return kind.__name__ if kind.__module__ == home and kind.__name__ in kinds else _inherited(kind, home, kinds)
+
+
+@constant_in_graphs
+def _inherited(kind: type, home: str, kinds: Collection[str]) -> str:
+    for base in kind.__mro__:
+        if base.__module__ == home and base.__name__ in kinds:
+            return base.__name__
+        if any(callable(value) and name != "__init__" for name, value in vars(base).items()):
+            break
+    return ""

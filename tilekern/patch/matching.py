@@ -322,8 +322,10 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
 def _add_shaped(module: Module, add: Callable[..., None]) -> None:
     """Add the patches of functions that match as a whole."""
     for kind, norm in module.norms.items():
-        make = partial(replacements.rms_norm, norm=norm) if norm != PLAIN else replacements.rms_norm
-        add("rms_norm", f"{kind}.forward", make, (module.methods_of(kind) or ())[1:])
+        helpers = (module.methods_of(kind) or ())[1:]
+        by_helper = partial(replacements.rms_norm_by_helper, norm=norm)
+        whole = partial(replacements.rms_norm, norm=norm) if norm != PLAIN else replacements.rms_norm
+        add("rms_norm", f"{kind}.forward", by_helper if helpers else whole, helpers)
     for op, table, part in (
         ("rms_norm", _GATED_NORMS, "NormGated"), ("layer_norm", _LAYER_NORMS, "LayerNorm"), ("swiglu", _MLPS, ""),
     ):  # fmt: skip
@@ -386,8 +388,9 @@ def path_of(name: str) -> Path | None:
         file = getattr(module, "__file__", None)
         return Path(file) if file else None
     package, *parts = name.split(".")
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
+    spec = importlib.util.find_spec(package) if package else None
+    if spec is None:
         return None
-    path = Path(spec.origin).parent.joinpath(*parts).with_suffix(".py")
-    return path if path.exists() else None
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = [folder.joinpath(*parts).with_suffix(".py") for folder in folders] if parts else [Path(spec.origin or "")]
+    return next((file for file in files if file.suffix == ".py" and file.exists()), None)

@@ -27,6 +27,7 @@ from tilekern.patch.registry import (
     check_choice,
     check_ops,
     check_switches,
+    home_of,
     known_families,
     known_ops,
     patches,
@@ -43,6 +44,8 @@ from tilekern.warning import warn
 
 if TYPE_CHECKING:
     import torch
+
+    from tilekern.spec.targets import Target
 
 _lock = ForkLock()
 _ledger = Ledger()
@@ -148,6 +151,7 @@ def apply(
             importlib.import_module(patch.module)
     rows += [patch for patch in own if patch.op in wish.ops]
     done = _put(rows, {*homes, *(patch.module for patch in own)})
+    dispatch.foresee_by(_foresee)
     ranks.agree_when_up()
     done |= {op for family in later for op in family.ops if op in wish.ops} | ({EXPERTS} & wish.ops)
     done |= {op for op, is_on in ((ATTENTION, attention), (ADAMW, adamw), (GRAPHS, graphs)) if is_on}
@@ -271,7 +275,7 @@ def apply_to_model(
     The model's modules get methods of their own. Modules inside wrappers (PEFT, torch.compile, DistributedDataParallel)
     are patched too; accelerate's hooks and casts stay around the patched methods. A module that already has another
     method of its own is left alone with a warning. ``rope`` is not patched in models whose attention is patched by
-    ``qk_norm_rope``.
+    ``qk_norm_rope``, which runs the op ``rope`` after norms that it cannot fuse.
 
     A deep copy made afterwards is patched too, until :func:`reset`. A pickle is not patched, but needs tilekern when it
     is loaded. A shallow copy shares the methods, which work on the modules of the original model. So do the replicas of
@@ -320,8 +324,15 @@ def apply_to_model(
                 done.update(found.patch.ops)
             if left:
                 warn(f"{op} is not patched everywhere: {left}")
+    dispatch.foresee_by(_foresee)
     ranks.agree_when_up()
     return _in_order(done)
+
+
+def _foresee(target: Target) -> dispatch.Foreseen | None:
+    from tilekern.patch.foresight import foresee  # which only a job with a miss needs
+
+    return foresee(target)
 
 
 def _take_back(model: torch.nn.Module, ops: Set[str]) -> None:
@@ -352,6 +363,7 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
     """
     if names is None:
         ranks.unarm()
+        dispatch.foresee_by(None)
     wanted = _all_ops() if names is None else [names] if isinstance(names, str) else list(names)
     check_ops(op for op in wanted if op not in _DOORS)
     doors = {op for op in _doors_on() if op in wanted}
@@ -420,10 +432,15 @@ def list_patches(model_type: str | None = None) -> list[Found]:
 
     Families' code is read, not imported.
 
+    Args:
+        model_type: a family of transformers, or the name of a module with other models; if it is not tested here, the
+            result is what ``forms="any"`` patches.
+
     Raises:
         InputError: an unknown model type.
     """
-    check_choice(model_type, FORMS[0])
+    if model_type is None or not home_of(model_type):
+        check_choice(model_type, FORMS[0])
     own = registered()
     with _lock:
         return [

@@ -399,40 +399,64 @@ def _rotated(statement: ast.stmt, rotation: str) -> _Turn | None:
 class _Before(NamedTuple):
     """The norms of q and k before a rotation.
 
-    ``swapped``: the norms come before the transpose of heads and tokens. ``asked`` is the condition around them, if
-    any. ``changes`` are pairs of a statement and its replacement without the norms.
+    ``layout`` is empty if q and k are transposed somewhere else, ``swapped`` if the transpose of tokens and heads is
+    behind the norms, ``behind`` if the norms are behind it. ``asked`` is the condition around the norms, if any.
+    ``changes`` are pairs of a statement and its replacement without the norms, and without such a transpose.
     """
 
     names: tuple[str, str]
-    swapped: bool
+    layout: str
     asked: ast.If | None
     changes: list[tuple[ast.stmt, list[ast.stmt]]]
 
 
 def _norms_before(statements: list[ast.stmt], turn: _Turn, norms: Collection[str]) -> _Before | None:
     """Return the norms of q and k before a rotation; None if q or k is used differently in between."""
-    found: dict[str, tuple[str, bool]] = {}
+    found: dict[str, str] = {}
     swapped = dict.fromkeys((turn.q, turn.k), False)
     changes: list[tuple[ast.stmt, list[ast.stmt]]] = []
     asked = None
     for statement in reversed(statements):
         named = [name for name in swapped if name not in found and _uses([statement], name)]
         if not found and isinstance(statement, ast.If) and _is_norms(statement, turn, norms):
-            asked = statement
-            found = {name: (norm, swapped[name]) for name, norm in _norms_in(statement.body, norms).items()}
+            asked, found = statement, _norms_in(statement.body, norms)
             changes.append((statement, []))
         elif named:
             norm, others = _without_norm(statement, norms, swapped)
             if [_assigned(statement)[0]] != named or others is None:
                 return None
             if norm is not None:
-                found[named[0]] = norm, swapped[named[0]]
-                changes.append((statement, others))
+                found[named[0]] = norm
+            changes.append((statement, others))
         if len(found) == 2:
-            names = found[turn.q][0], found[turn.k][0]
-            alike = found[turn.q][1] == found[turn.k][1]
-            return _Before(names, found[turn.q][1], asked, changes) if alike else None
-    return None
+            break
+    if len(found) < 2 or swapped[turn.q] != swapped[turn.k]:
+        return None
+    names, layout = (found[turn.q], found[turn.k]), "swapped" if swapped[turn.q] else ""
+    transposes = None if layout else _transposes_before(statements, turn, [x for x, _ in changes])
+    return (
+        _Before(names, "behind", asked, changes + transposes) if transposes else _Before(names, layout, asked, changes)
+    )
+
+
+def _transposes_before(
+    statements: list[ast.stmt], turn: _Turn, readers: list[ast.stmt]
+) -> list[tuple[ast.stmt, list[ast.stmt]]] | None:
+    """Return the last statements on q and on k before some that read them, and what they are without a transpose.
+
+    Return None unless both end with a transpose of tokens and heads.
+    """
+    changes = []
+    for name, other in ((turn.q, turn.k), (turn.k, turn.q)):
+        first = next(i for i, x in enumerate(statements) if x in readers and _uses([x], name))
+        made = next((x for x in reversed(statements[:first]) if _uses([x], name)), None)
+        target, value = (None, None) if made is None else _assigned(made)
+        value, transposed = _untransposed(value)
+        if made is None or value is None or target != name or not transposed or _uses([made], other):
+            return None
+        text = f"{name} = {_text(value)}"
+        changes.append((made, [] if text == f"{name} = {name}" else [_statement(text, made)]))
+    return changes
 
 
 def _without_norm(
@@ -440,18 +464,20 @@ def _without_norm(
 ) -> tuple[str | None, list[ast.stmt] | None]:
     """Return the norm in a statement that makes q or k, and the statements left without it; else None, None.
 
-    ``swapped`` records a transpose of tokens and heads, which may be all that the statement does.
+    A transpose of tokens and heads, which may be all that the statement does, is left out too; ``swapped`` records it.
     """
     name, value = _assigned(statement)
     value, transposed = _untransposed(value)
     if name not in swapped or any(_uses([statement], other) for other in swapped if other != name):
         return None, None
-    swapped[name] ^= transposed
+    if transposed and swapped[name]:
+        return None, None
+    swapped[name] |= transposed
     norm = _own_call(value)
     if norm in norms and isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords:
-        text = f"{name} = {_text(value.args[0])}{_SWAP if transposed else ''}"
+        text = f"{name} = {_text(value.args[0])}"
         return norm, [] if text == f"{name} = {name}" else [_statement(text, statement)]
-    return None, [statement] if transposed and value is not None and _text(value) == name else None
+    return None, [] if transposed and value is not None and _text(value) == name else None
 
 
 def _normed_before(body: list[ast.stmt], place: int, turn: _Turn, norms: Collection[str]) -> bool:
@@ -460,21 +486,29 @@ def _normed_before(body: list[ast.stmt], place: int, turn: _Turn, norms: Collect
     named = all(isinstance(x, ast.Name) for x in turn.call.args)
     if before is None or not named or (before.asked is not None and turn.condition is not None):
         return False
-    fused = turn.fused(before.names, swapped=before.swapped)
+    fused = turn.fused(before.names, **({before.layout: True} if before.layout else {}))
+    # Of the layout in which q and k are made, that in which they are rotated.
+    turns = [f"{x} = {x}{_SWAP}" for x in turn[:2]] if before.layout else []
     if before.asked is not None:
-        made = _statement(f"if {_text(before.asked.test)}:\n    {fused}\nelse:\n    {turn.alone()}", first)
+        rest = "\n    ".join([*turns, turn.alone()])
+        made = _statement(f"if {_text(before.asked.test)}:\n    {fused}\nelse:\n    {rest}", first)
         before.changes.append((first, [made]))
     elif turn.condition is None:
         before.changes.append((first, [_statement(fused, first)]))
     else:
-        swap = _SWAP if before.swapped else ""
-        alone = [f"{x} = self.{norm}({x}{swap}){swap}" for x, norm in zip(turn[:2], before.names, strict=True)]
+        normed = [f"{x} = self.{norm}({x})" for x, norm in zip(turn[:2], before.names, strict=True)]
         turn.condition.body[-1] = _statement(fused, first)
+        alone = [*normed, *turns] if before.layout == "swapped" else [*turns, *normed]
         turn.condition.orelse = [_statement(text, first) for text in alone]
-    for statement, others in before.changes:
+    _exchange(body, before.changes)
+    return True
+
+
+def _exchange(body: list[ast.stmt], changes: list[tuple[ast.stmt, list[ast.stmt]]]) -> None:
+    """Replace statements of a body by others."""
+    for statement, others in changes:
         at = next(i for i, x in enumerate(body) if x is statement)
         body[at : at + 1] = others
-    return True
 
 
 def _normed_after(body: list[ast.stmt], place: int, turn: _Turn, norms: Collection[str]) -> bool:
@@ -485,11 +519,14 @@ def _normed_after(body: list[ast.stmt], place: int, turn: _Turn, norms: Collecti
     found = _norms_in(behind, norms)
     if found.keys() != {turn.q, turn.k} or len(behind) != 2 or (asked is None) != (turn.condition is None):
         return False
-    fused = turn.fused((found[turn.q], found[turn.k]), norm_last=True)
-    first = body[place]
+    first, called = body[place], (found[turn.q], found[turn.k])
     if asked is None or turn.condition is None:
+        transposes = _transposes_before(body[: place + 1], turn, [first])
+        fused = turn.fused(called, norm_last=True, **({"behind": True} if transposes else {}))
         body[place : place + 3] = [_statement(fused, first)]
+        _exchange(body, transposes or [])
         return True
+    fused = turn.fused(called, norm_last=True)
     tests = [_text(x.test) for x in (turn.condition, asked)]
     told = all(x.startswith(("self.", "hasattr(self, ")) for x in tests)
     if asked.orelse or len(turn.condition.body) > 1 or not told:

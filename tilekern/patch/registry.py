@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 
 from tilekern.errors import InputError
-from tilekern.patch.families import FAMILIES, family_of
-from tilekern.patch.matching import patches_in
+from tilekern.patch.families import FAMILIES, family_of, module_of
+from tilekern.patch.matching import patches_in, path_of
 from tilekern.patch.table import Patch
 from tilekern.runtime.switches import ADAMW, ATTENTION, EXPERTS, FORMS, GRAPHS, OPS
 
@@ -15,9 +15,19 @@ _registered: list[Patch] = []
 
 
 def patches(model_type: str | None = None) -> tuple[Patch, ...]:
-    """Return every patch of a family or of all, in the order of application; families' modules are only read."""
+    """Return every patch of a tested family or of all, in the order of application; modules are only read.
+
+    For another ``model_type``, or the name of a module, return what ``forms="any"`` patches in it.
+    """
     families = [x for x in FAMILIES.values() if model_type in (None, x.model_type) and x.is_here]
-    return (*(patch for family in families for patch in family.patches()), *registered(model_type))
+    other = home_of(model_type) if model_type and not families else ""
+    found = (*(patch for family in families for patch in family.patches()), *patches_for(other, "any"))
+    return (*found, *registered(model_type))
+
+
+def home_of(name: str) -> str:
+    """Return the installed module of a family of transformers, or the module of this name; empty without either."""
+    return next((module for module in (module_of(name), name) if path_of(module)), "")
 
 
 def patches_for(module: str, forms: str = "tested") -> tuple[Patch, ...]:

@@ -20,7 +20,19 @@ from tilekern.ops.layer_norm import layer_norm
 from tilekern.ops.llama4_rope import llama4_rope
 from tilekern.ops.qwen2vl_mrope import qwen2vl_mrope
 from tilekern.ops.registration import is_autocast
-from tilekern.patch.guards import SHAPES, SUBCLASS, count_own, has_hooks, is_bare_linear, is_plain
+from tilekern.patch.guards import (
+    SHAPES,
+    SUBCLASS,
+    TENSORS,
+    bare_weights,
+    count_own,
+    forward_of,
+    has_hooks,
+    is_from,
+    is_plain,
+    parameter_of,
+    weight_of,
+)
 from tilekern.patch.rewriting import named_as
 from tilekern.patch.table import PLAIN, Norm
 
@@ -36,15 +48,28 @@ def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
         if type(hidden_states) is not torch.Tensor:
             count_own(_NORM, SUBCLASS)
             return original(self, hidden_states)
-        return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return ops.rms_norm(hidden_states, parameter_of(self, "weight"), self.variance_epsilon)
 
     def forward_with_options(self: Any, hidden_states: torch.Tensor) -> Any:
         if type(hidden_states) is not torch.Tensor:
             count_own(_NORM, SUBCLASS)
             return original(self, hidden_states)
-        return ops.rms_norm(hidden_states, norm.weight_of(self), getattr(self, eps), offset, casting_mode)
+        return ops.rms_norm(hidden_states, weight_of(norm, self), getattr(self, eps), offset, casting_mode)
 
     return named_as(forward if norm == PLAIN else forward_with_options, original)
+
+
+def rms_norm_by_helper(original: Function, norm: Norm) -> Function:
+    """Like :func:`rms_norm`, for a norm that computes by its method ``_norm``, which subclasses may override."""
+    home, stand_in = inspect.unwrap(original).__globals__["__name__"], rms_norm(original, norm)
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        if not is_from(type(self)._norm, home):
+            count_own(_NORM, "a subclass with a _norm of its own")
+            return original(self, hidden_states)
+        return stand_in(self, hidden_states)
+
+    return named_as(forward, original)
 
 
 def rms_norm_gated(original: Function) -> Function:
@@ -115,10 +140,14 @@ def layer_norm_alone(original: Function) -> Function:
 
 def are_normed_alike(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
     """Return whether torch's layer norm of ``x`` over the last dimension equals the op's, in the same dtype."""
-    given = [part for part in (weight, bias) if part is not None]
     # Under autocast layer norms return float32.
-    cast = x.dtype != torch.float32 and is_autocast(x.device.type)
-    return not cast and is_plain(*given) and all(y.shape == x.shape[-1:] and y.dtype == x.dtype for y in given)
+    if x.dtype != torch.float32 and is_autocast(x):
+        return False
+    size, dtype = x.shape[-1:], x.dtype
+    for part in (weight, bias):
+        if part is not None and (type(part) not in TENSORS or part.dtype != dtype or part.shape != size):
+            return False
+    return True
 
 
 def gated_mlp(
@@ -140,11 +169,14 @@ def gated_mlp(
         if gate is None or type(x) is not torch.Tensor:
             _count_gate(gate)
             return original(self, x)
-        gate_layer, up_layer, down_layer = made = getattr(self, first), getattr(self, second), getattr(self, last)
-        if gate is ops.swiglu and all(map(is_bare_linear, made)):
-            y = ops.gated_mlp(x, *(layer.weight for layer in made))
+        weights = bare_weights(self, layers)
+        if weights is None:
+            y = getattr(self, last)(gate(getattr(self, first)(x), getattr(self, second)(x)))
+        elif gate is ops.swiglu:
+            y = ops.gated_mlp(x, *weights)
         else:
-            y = down_layer(gate(gate_layer(x), up_layer(x)))
+            linear = torch.nn.functional.linear
+            y = linear(gate(linear(x, weights[0]), linear(x, weights[1])), weights[2])
         return torch.nn.functional.dropout(y, getattr(self, dropout), self.training) if dropout else y
 
     return named_as(forward, original)
@@ -193,10 +225,20 @@ def _gates_by(activation: str) -> Callable[[Any], Function | None]:
     def gate_of(module: Any) -> Function | None:
         if not activation:
             return ops.swiglu
-        function = getattr(module, activation)
-        return None if has_hooks(function) else gated.get(type(function))
+        function = module.__dict__["_modules"].get(activation)
+        op = gated.get(type(function))
+        return None if op is None or not is_ordinary(function) else op
 
     return gate_of
+
+
+def is_ordinary(activation: torch.nn.Module) -> bool:
+    """Return whether calling an activation only runs the forward of its class, as written or as replaced here."""
+    if has_hooks(activation):
+        return False
+    kind = type(activation)
+    forward = forward_of(activation) if "forward" in activation.__dict__ else kind.forward
+    return is_from(forward, kind.__module__, __name__)
 
 
 def gates() -> dict[type, Function]:
@@ -224,11 +266,9 @@ def activation(original: Function, kind: str) -> Function:
 
 def kind_of(module: Any, known: Mapping[type, str]) -> str | None:
     """Return the activation of :func:`tilekern.ops.activation` that a module's call computes; None if there is none."""
-    if has_hooks(module) or "forward" in module.__dict__:
-        return None
-    if type(module) is torch.nn.GELU:
-        return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate)
-    return known.get(type(module))
+    kind = type(module)
+    name = {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate) if kind is torch.nn.GELU else known.get(kind)
+    return None if name is None or not is_ordinary(module) else name
 
 
 def kinds() -> dict[type, str]:

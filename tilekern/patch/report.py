@@ -15,7 +15,7 @@ from tilekern.patch.bound_method import Bound, place_of
 from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.families import family_of, is_of_transformers, may_have_forms
 from tilekern.patch.graphs import graphs_of
-from tilekern.patch.guards import has_hooks
+from tilekern.patch.guards import has_hooks, is_from
 from tilekern.patch.installed import Found, examine
 from tilekern.patch.instances import code_of
 from tilekern.patch.ledger import Ledger, is_inside
@@ -267,7 +267,9 @@ def _reason(patch: Patch, found: Found, module: Any, path: str, ledger: Ledger, 
     owner, own = getattr(sys.modules[patch.module], kind), _own(module, method)
     op, function = _given(own, module, method, ledger)
     if op:
-        runs = patch.op in ops_in(op) or (patch.callers and _calls(function, found))
+        # Where qk_norm_rope does not fuse, it runs the norms and the op rope.
+        apart = (patch.op, op) == ("rope", "qk_norm_rope")
+        runs = patch.op in ops_in(op) or apart or (patch.callers and _calls(function, found))
         return _of_the_call(patch, module, shards) if runs else f"{op} has its {method}"
     if own is not None and not _is_the_class_s(own, module, method):
         return _HELD if method == "forward" and parallel.around(module) else _OWN.format(method)
@@ -362,6 +364,12 @@ def _of_the_mlp(patch: Patch, module: Any, _: bool) -> str:
     return f"no op has its activation, {type(other[0]).__name__}" if other else ""
 
 
+def _of_the_norm(patch: Patch, module: Any, _: bool) -> str:
+    own = getattr(type(module), "_norm", None)
+    overrides = patch.relies_on and not is_from(own, patch.module)
+    return f"{type(module).__name__} has a _norm of its own" if overrides else ""
+
+
 def _of_the_gate(patch: Patch, module: Any, _: bool) -> str:
     named = getattr(patch.replacement, "keywords", {}).get("activation", "act_fn")
     activation = getattr(module, named, getattr(module, "activation_fn", None)) if named else None
@@ -369,7 +377,9 @@ def _of_the_gate(patch: Patch, module: Any, _: bool) -> str:
         return ""
     if type(activation) not in replacements.gates():
         return f"no op has its activation, {type(activation).__name__}"
-    return "hooks on its activation have the steps run one by one" if has_hooks(activation) else ""
+    if has_hooks(activation):
+        return "hooks on its activation have the steps run one by one"
+    return "" if replacements.is_ordinary(activation) else "its activation has another forward than its class's"
 
 
 # By op: why a patched module still runs its steps one by one; the bool says whether FSDP shards the model.
@@ -378,6 +388,7 @@ _JUDGES: dict[str, Callable[[Patch, Any, bool], str]] = {
     EXPERTS: lambda _patch, module, _shards: experts.unserved_layer(module) if hasattr(module, "experts") else "",
     "fused_linear_cross_entropy": _of_the_head,
     "mlp": _of_the_mlp,
+    "rms_norm": _of_the_norm,
     "swiglu": _of_the_gate,
 }
 

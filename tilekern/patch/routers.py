@@ -51,7 +51,7 @@ def by_sigmoid(original: Function) -> Function:
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         enough = self.topk_group * (self.num_experts // self.num_group) >= self.top_k
         # Autocast would round the logits, and so change the model's sigmoids.
-        if not enough or not _is_usual(self, hidden_states) or is_autocast(hidden_states.device.type):
+        if not enough or not _is_usual(self, hidden_states) or is_autocast(hidden_states):
             count_own("router_sigmoid_forward", _why(hidden_states))
             return original(self, hidden_states)
         logits = linear(hidden_states.reshape(-1, self.hidden_dim).float(), self.weight.float())
@@ -69,7 +69,7 @@ def _why(*tensors: torch.Tensor) -> str:
         return "torch.compile"
     if not is_plain(*tensors):
         return SUBCLASS
-    return "autocast" if tensors and is_autocast(tensors[0].device.type) else SHAPES
+    return "autocast" if tensors and is_autocast(tensors[0]) else SHAPES
 
 
 def _is_usual(router: Any, hidden_states: torch.Tensor) -> bool:

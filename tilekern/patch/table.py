@@ -22,11 +22,6 @@ class Norm:
     casting_mode: str = "llama"
     scaled: bool | str = True
 
-    def weight_of(self, module: Any) -> Any:
-        """Return the weight by which a module of this form multiplies, or None."""
-        scaled = getattr(module, self.scaled) if isinstance(self.scaled, str) else self.scaled
-        return module.weight if scaled else None
-
 
 PLAIN = Norm()
 

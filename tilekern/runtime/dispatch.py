@@ -7,10 +7,11 @@ up again periodically, outside the calls' path (:mod:`tilekern.runtime.provision
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -34,6 +35,7 @@ from tilekern.warning import warn_once
 
 if TYPE_CHECKING:
     from tilekern.cache import Address, Hit, Layer, Record, Step
+    from tilekern.runtime.ahead import Coming
     from tilekern.runtime.ranks.agreement import Agreement
     from tilekern.runtime.recorder import Trace
 
@@ -45,6 +47,26 @@ MOST_PLANS = 65536
 _Asked = tuple[str, Problem, str]
 
 
+@dataclass(frozen=True)
+class Foreseen:
+    """What the step of a model asks for.
+
+    Attributes:
+        model: the model's name.
+        problems: kernels and problems at their buckets, in the order of their calls.
+        cost_s: returns how much longer the step takes on the GPU if the model's own ops run in place of some kernels,
+            by the bytes that both move; None if that is not known.
+    """
+
+    model: str
+    problems: Sequence[tuple[KernelSpec, Problem]]
+    cost_s: Callable[[Collection[str]], float | None]
+
+
+# Returns what the step that runs now asks for on a GPU; None if it cannot tell.
+Foresight = Callable[[Target], Foreseen | None]
+
+
 @dataclass
 class State:
     """The state that one process keeps of its calls.
@@ -54,13 +76,15 @@ class State:
         refusals: why plans are None.
         memos: dictionaries that ops keep beside the plans.
         kernels: by their artifacts; they are never dropped, since a captured graph may launch the code they loaded.
-        resolved: the record that each problem, at its bucket, runs by; None for the model's own op, or for a library's
+        resolved: the hit that each problem, at its bucket, runs by; None for the model's own op, or for a library's
             default without a record.
         unkept: defaults that were compiled here and could not be stored in a cache.
         failed: why defaults could not be compiled, so that each is tried once.
+        told: missing problems that one warning has named together.
         misfits: addresses of valid records that fit no kernel.
         layers: the layers of this process, once they were looked up.
         policy: the miss policy; None goes by the environment.
+        foresight: returns what the running step asks for, for a miss; None if no model is patched.
         agreement: what the ranks agreed on, which replaces the caches.
         trace: answers for meta tensors.
     """
@@ -71,12 +95,14 @@ class State:
     refusals: dict[tuple[Any, ...], str] = field(default_factory=dict)
     memos: list[dict[Any, Any]] = field(default_factory=list)
     kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-    resolved: dict[tuple[str, Problem], Record | None] = field(default_factory=dict)
+    resolved: dict[tuple[str, Problem], Hit | None] = field(default_factory=dict)
     unkept: dict[_Asked, Hit] = field(default_factory=dict)
     failed: dict[_Asked, Exception] = field(default_factory=dict)
+    told: set[_Asked] = field(default_factory=set)
     misfits: set[Address] = field(default_factory=set)
     layers: list[Layer] | None = None
     policy: MissPolicy | None = None
+    foresight: Foresight | None = None
     agreement: Agreement | None = None
     trace: Trace | None = None
 
@@ -147,8 +173,11 @@ def agree_on(agreement: Agreement | None) -> None:
 
 def resolved() -> dict[tuple[str, Problem], Record | None]:
     """Return the record that each problem asked for, at its bucket, runs by; None for the model's own op."""
+    from tilekern.runtime.defaults import AHEAD
+
+    AHEAD.finish()
     with _state.lock:
-        return dict(_state.resolved)
+        return {named: None if found is None else found.record for named, found in _state.resolved.items()}
 
 
 def forget() -> None:
@@ -158,7 +187,7 @@ def forget() -> None:
     """
     with _state.lock:
         for kept in (
-            _state.plans, _state.refusals, _state.resolved, _state.unkept, _state.failed, _state.misfits,
+            _state.plans, _state.refusals, _state.resolved, _state.unkept, _state.failed, _state.told, _state.misfits,
         ):  # fmt: skip
             kept.clear()
         _watch.forget()
@@ -180,6 +209,16 @@ def look_again() -> int:
 def trace_by(trace: Trace | None) -> None:
     """Let a trace answer for meta tensors, and see other calls too if it is ``real``; None ends it."""
     _state.trace = trace
+
+
+def foresee_by(foresight: Foresight | None) -> None:
+    """Ask ``foresight`` at a miss what else the running step will miss; None asks nothing."""
+    _state.foresight = foresight
+
+
+def meta_stands_for() -> str | None:
+    """Return the type of device that meta tensors of the running trace stand for; None without one."""
+    return None if _state.trace is None else _state.trace.stands_for
 
 
 def _empty_memos() -> None:
@@ -222,11 +261,14 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
             return _state.trace.plan(spec, _problem(spec, sizes))
         _refuse("tensors without values, on meta")
         return None
-    # On the CPU the answer depends on the environment, and a look at it costs nothing there.
-    key = (spec.name, device.index if device.type == "cuda" else interpreting(), *sizes)
+    # On the CPU the answer depends on the environment, and a look at it costs nothing there. (A bool would be a GPU's
+    # number.)
+    key = (spec.name, device.index if device.type == "cuda" else f"{device.type} {interpreting()}", *sizes)
     try:
         plan = _state.plans[key]
     except KeyError:
+        if getattr(_refused, "looks_nothing_up", False):
+            raise InputError(f"{spec.name} is called with tensors on {device} in a step on meta tensors") from None
         with _state.lock:
             if key in _state.plans:  # another thread has looked it up meanwhile
                 return plan_for(spec, device, *sizes)
@@ -361,7 +403,7 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, 
     else:
         count.hits += 1
         count.nearest += not found.exact_bucket
-    _state.resolved[spec.name, wanted] = None if found is None or plan is None else found.record
+    _state.resolved[spec.name, wanted] = None if plan is None else found
     if not is_settled(found):
         look, take = functools.partial(find, spec, wanted, target), functools.partial(_take, spec, problem, target, key)
         _watch.add(spec.name, wanted, target, look, found, plan, key, take)
@@ -460,7 +502,7 @@ def _take(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ..
         if key not in _state.plans or (_state.agreement is not None and found.layer is not _state.agreement.snapshot):
             return None
         plan = _keep(spec, _made(spec, problem, target, key[1], found), problem)
-        _state.resolved[spec.name, spec.bucketed(problem)] = found.record
+        _state.resolved[spec.name, spec.bucketed(problem)] = found
         counters(spec.name).hits += 1
         # Last, since calls read it without the lock and the plan must be counted by then.
         _state.plans[key] = plan
@@ -596,6 +638,9 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
     if policy == "compile":
         asked = (spec.name, wanted, target.key)
         if asked not in _state.failed:
+            # Whatever keeps the step from being foreseen, its calls can compile what they miss.
+            with contextlib.suppress(Exception):
+                _look_ahead(spec, wanted, target)
             try:
                 return _compiled(spec, wanted, target)
             except RanksDiffer:
@@ -609,9 +654,83 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
             library = library_of(config)
             warn_once(f"no cache holds {spec.name} on {target.name}; its default, a call of {library}, runs; {tune}")
             return None
-    warn_once(f"no cache holds {spec.name} for this model on {target.name}{why}; the model's own op runs; {tune}")
+    if (spec.name, wanted, target.key) not in _state.told:
+        warn_once(f"no cache holds {spec.name} for this model on {target.name}{why}; the model's own op runs; {tune}")
     _refuse(refusal)
     return None
+
+
+@contextlib.contextmanager
+def looking_nothing_up() -> Iterator[None]:
+    """Refuse lookups of this thread, which another one waits for that holds the lock; a trace's answers go on."""
+    _refused.looks_nothing_up = True
+    try:
+        yield
+    finally:
+        _refused.looks_nothing_up = False
+
+
+def _look_ahead(spec: KernelSpec, wanted: Problem, target: Target) -> None:
+    """Begin to compile all that the running step will miss, on all cores; without a compiler say what it is, once."""
+    from tilekern.compile.toolchain import toolkit
+
+    if _state.foresight is None or _state.trace is not None:
+        return
+    goal = target if _state.agreement is None else _state.agreement.target
+    if not toolkit():
+        asked = (spec.name, wanted, target.key)
+        if asked not in _state.told and (foreseen := _state.foresight(target)):
+            _tell_of_missing(foreseen, target)
+        return
+    from tilekern.runtime.defaults import AHEAD
+
+    if not AHEAD.is_coming(spec, wanted, goal) and (foreseen := _state.foresight(target)):
+        compile_ahead([(spec, wanted), *foreseen.problems], goal)
+
+
+def _tell_of_missing(foreseen: Foreseen, target: Target) -> None:
+    lacking = missing(foreseen.problems, target)
+    # A default that a library runs needs no compiler.
+    names = sorted({spec.name for spec, _ in lacking})
+    if not names:
+        return
+    _state.told |= {(spec.name, problem, target.key) for spec, problem in lacking}
+    cost_s = foreseen.cost_s(names)
+    cost = "" if cost_s is None else f", which costs some {1000 * cost_s:.2g} ms of GPU time a step by the bytes moved"
+    warn_once(
+        f"no cache holds {len(lacking)} of the {len(foreseen.problems)} problems that a step of {foreseen.model} asks "
+        f"for on {target.name}, and no compiler is installed; the model's own ops run for {', '.join(names)}{cost}; "
+        "mend it with: pip install 'tilekern[compile]'"
+    )
+
+
+def missing(problems: Iterable[tuple[KernelSpec, Problem]], target: Target) -> list[tuple[KernelSpec, Problem]]:
+    """Return the problems, at their buckets, for which a call compiles a default, each once."""
+    return [
+        (spec, problem)
+        for spec, problem in dict.fromkeys(problems)
+        if not spec.is_library(problem, spec.default(problem, target))
+        and (spec.name, problem, target.key) not in _state.failed
+        and find(spec, problem, target) is None
+    ]
+
+
+def compile_ahead(problems: Iterable[tuple[KernelSpec, Problem]], target: Target) -> list[Coming]:
+    """Begin to compile the defaults of problems without a record, on all cores; return them.
+
+    A call of such a problem waits for its own one. Other processes with this cache have their turn at what is left out.
+    """
+    from tilekern.compile.toolchain import require_toolkit
+    from tilekern.runtime.defaults import default_in_cache, make_ahead
+
+    key = require_toolkit().key
+
+    def by_another(spec: KernelSpec, problem: Problem) -> Hit | None:
+        if _state.agreement is not None:
+            return default_in_cache(spec, problem, target, key)
+        return find(spec, problem, target)
+
+    return make_ahead(missing(problems, target), target, by_another, misfits=_state.misfits)
 
 
 def _compiled(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:

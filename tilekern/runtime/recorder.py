@@ -13,7 +13,7 @@ import json
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -89,6 +89,7 @@ class Trace:
     Args:
         target: the GPU with the defaults and grids to use.
         real: whether tensors on devices are traced too.
+        lacking: names of kernels that have no plan, so that the model's own ops run.
 
     Attributes:
         asked: the problems that the steps asked for, at their buckets, in order.
@@ -98,23 +99,26 @@ class Trace:
         launches: launches of each problem by steps on meta tensors. A layer that stands for others like it counts once
             for each of them (:meth:`repeated`).
         specs: the specs of all problems, by name.
+        stands_for: the type of device whose autocast counts for meta tensors.
         askers: the patches whose code asked for each problem, or else the ops. A plan that dispatch returns again has
             only the first.
     """
 
-    def __init__(self, target: Target, *, real: bool = False) -> None:
-        self.target, self.real = target, real
+    def __init__(self, target: Target, *, real: bool = False, lacking: Collection[str] = ()) -> None:
+        self.target, self.real, self._lacking = target, real, lacking
         self.asked: dict[Named, None] = {}
         self.others: dict[Named, None] = {}
         self.fallbacks: Counter[str] = Counter()
         self.launches: Counter[Named] = Counter()
         self.patches: dict[CodeType, str] = {}
         self.specs: dict[str, KernelSpec] = {}
+        self.stands_for = "cuda"
         self.askers: defaultdict[Named, set[str]] = defaultdict(set)
         self._into = self.asked
         self._times = 1
         self._grids: dict[Named, frozenset[int]] = {}
         self._composites: dict[Named, list[Config]] = {}
+        self._defaults: dict[Named, tuple[Config, int]] = {}
 
     @property
     def problems(self) -> list[Named]:
@@ -136,8 +140,8 @@ class Trace:
             self._times = before
 
     def plan(self, spec: KernelSpec, problem: Problem | None) -> TracedPlan | None:
-        """Note a problem of real sizes and return its traced plan; None if it is not a problem."""
-        if problem is None:
+        """Note a problem of real sizes and return its traced plan; None if it has none."""
+        if problem is None or spec.name in self._lacking:
             return None
         self._note(spec, problem)
         return TracedPlan(self, spec, problem)
@@ -165,6 +169,17 @@ class Trace:
             found = [config for config, way in ways if way.composite]
             self._composites[spec.name, wanted] = found
         return self._composites[spec.name, wanted]
+
+    def default(self, spec: KernelSpec, problem: Problem) -> tuple[Config, int]:
+        """Return the default config of a problem of real sizes, and its number of blocks; 1 for a library's call."""
+        named = spec.name, problem
+        if named not in self._defaults:
+            config = spec.default(spec.bucketed(problem), self.target)
+            implementation, blocks = spec.implement(problem, config), 1
+            if implementation.makes_artifact:
+                blocks = self.blocks(spec, problem, implementation.grid(problem, self.target.sm_count))
+            self._defaults[named] = config, blocks
+        return self._defaults[named]
 
     def blocks(self, spec: KernelSpec, problem: Problem, count: int) -> int:
         """Return the size of a grid; it knows the sizes under other configs if a problem uses it."""
@@ -264,10 +279,7 @@ class TracedPlan(Plan):
         self._trace, self._spec, self._problem = trace, spec, problem
         # A backward is launched after the layer that asked for its plan has ended.
         self._times = trace.times
-        self.config, self.launches, self.blocks = spec.default(spec.bucketed(problem), trace.target), 0, 1
-        implementation = spec.implement(problem, self.config)
-        if implementation.makes_artifact:
-            self.blocks = trace.blocks(spec, problem, implementation.grid(problem, trace.target.sm_count))
+        (self.config, self.blocks), self.launches = trace.default(spec, problem), 0
         self.grid = (self.blocks,)
 
     def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
@@ -303,6 +315,13 @@ def document(
         for kernel, problem in problems
     ]
     return {"format": FORMAT, "target": target.describe_whole(), "model": model, "problems": items}
+
+
+def products_cast(kind: str) -> contextlib.AbstractContextManager[Any]:
+    """Have matrix products of meta tensors cast as autocast does on a type of device, while that is on."""
+    from tilekern.runtime.ordinary import ProductsCast
+
+    return ProductsCast(kind)
 
 
 def ordinary_values() -> contextlib.AbstractContextManager[Any]:

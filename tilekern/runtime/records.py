@@ -78,6 +78,11 @@ def tell_of_long(spec: KernelSpec, problem: Problem) -> contextlib.AbstractConte
     return warned_after(LONG_S, f"compiling {spec.name} for {problem.key}, {_WHY_LONG}")
 
 
+def turn_of(spec: KernelSpec, problem: Problem, target: Target) -> str:
+    """Return the name of the turn to compile a problem's default."""
+    return f"{spec.name} {problem.key} {target.key}"
+
+
 def compiled_default(spec: KernelSpec, problem: Problem, target: Target) -> tuple[Record, dict[str, bytes]]:
     """Compile both variants of a problem's default config; return the record, and the artifacts by sha256.
 

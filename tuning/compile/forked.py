@@ -1,23 +1,8 @@
-"""Preload modules in the server that compile workers are forked from, so that a worker starts with them.
+"""Preload, in the server that compile workers are forked from, what the tuner's workers need beside a job's."""
 
-cuda-tile's front end imports torch if it is installed, which takes seconds; compiling does not need it.
-"""
+from tilekern.compile.toolchain import backends
+from tilekern.runtime.workers import forked  # noqa: F401 (first, since it hides torch)
+from tilekern.tuning.compile import stage as compiling  # noqa: F401 (holds what a worker runs)
 
-import os
-import sys
-
-sys.modules["torch"] = None  # type: ignore[assignment]
-
-from tilekern.compile.toolchain import backends  # noqa: E402
-from tilekern.tuning.compile import stage as compiling  # noqa: E402, F401 (holds what a worker runs)
-
-# Compilers read these variables when they are imported, and some change the code that they make.
-for name in list(os.environ):
-    if name.startswith(tuple(prefix for backend in backends() for prefix in backend.variables)):
-        del os.environ[name]
-
-from tilekern.kernels import own_specs  # noqa: E402
-
-own_specs()
 for backend in backends():
     backend.preload()

@@ -31,11 +31,12 @@ from tilekern.compile.toolchain import (
     toolkit,
 )
 from tilekern.errors import CompileFailed, CompileInterrupted, CompileTimeout, InputError
+from tilekern.runtime.workers.disposable import has_address_space
+from tilekern.runtime.workers.pool import FRONTEND_TIMEOUT_S, MEMORY_BYTES
 from tilekern.spec.targets import Target
 from tilekern.tuning.compile.machine_code import read_machine_code
 from tilekern.tuning.compile.order import Order, turns_of
 from tilekern.tuning.compile.pool import Answer, Compile, Lost, compile_in_order, start_server
-from tilekern.tuning.disposable import has_address_space
 from tilekern.tuning.sweep.candidates import Candidate
 from tilekern.tuning.sweep.folder import Sweep, during
 from tilekern.tuning.sweep.plan import Named
@@ -55,10 +56,6 @@ __all__ = [
 # How many workers a core may have.
 MOST_JOBS = 4
 TIMEOUT_S = 60.0
-# Python's time for a candidate, on top of the compiler's.
-FRONTEND_TIMEOUT_S = 30.0
-# Address space of one compiler; a usual compile takes 0.2 GiB.
-MEMORY_BYTES = min(16 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
 # The niceness of a compiler beside the measure stage: it gets a tenth of a core that another process wants.
 BESIDE_NICENESS = 10
 # A compiler that failed after it took this share of its memory limit failed for memory.

@@ -15,8 +15,8 @@ from typing import Any
 import ray
 
 from tilekern.errors import InputError
+from tilekern.runtime.workers.disposable import GONE_WITHIN_S
 from tilekern.spec.targets import Target
-from tilekern.tuning.disposable import GONE_WITHIN_S
 from tilekern.tuning.executors import FINISHED
 from tilekern.tuning.executors.node import code_digest
 from tilekern.tuning.executors.ray_nodes import FREE_WITHIN_S, TRIES, gpus_like, is_rays_own, reason_of

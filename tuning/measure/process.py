@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tilekern.errors import InputError
-from tilekern.tuning import disposable
+from tilekern.runtime.workers import disposable
 from tilekern.tuning.measure.tasks import CUDA, QUEUE, START, Steps, Task
 from tilekern.tuning.measure.worker import CHECKED, DONE, DOUBT, FAULT, RACING, READY, TIMED, serve
 from tilekern.tuning.predict.roofline import roofline

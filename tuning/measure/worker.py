@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, TypeVar
 
-from tilekern.tuning import disposable
+from tilekern.runtime.workers import disposable
 from tilekern.tuning.measure.bench import Bench, to_confirm
 from tilekern.tuning.measure.gpu import serve_any_size
 from tilekern.tuning.measure.tasks import CUDA, INPUTS, QUEUE, STRATEGY, Entrant, Steps, Task, on

@@ -66,6 +66,11 @@ def plan_of_anything(model: Any, steps: Steps, target: Target, root: Path) -> Pl
     Raises:
         InputError: the model is not known, its step cannot be traced, or the trace was made for another GPU.
     """
+    if steps.call is not None and not hasattr(model, "named_modules"):
+        raise InputError(
+            f"a batch is what a model is given; pass the model with it, not a {type(model).__name__}, or tokens=… "
+            "instead"
+        )
     if isinstance(model, Trace):
         if model.target.key != target.key:
             raise InputError(f"the step was traced for {model.target.name}, not {target.name}; trace it for that GPU")

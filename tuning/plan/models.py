@@ -11,7 +11,7 @@ from typing import Any
 from tilekern.errors import InputError, TilekernWarning
 from tilekern.patch import attention, experts, registry
 from tilekern.patch.patcher import applied, codes
-from tilekern.patch.stepping import Batch, core_of, model_of, one_line, step, step_as_it_is
+from tilekern.patch.stepping import Batch, Call, core_of, model_of, one_line, step, step_as_it_is
 from tilekern.patch.table import ops_in
 from tilekern.runtime.recorder import Trace, tracing
 from tilekern.runtime.switches import ATTENTION, ATTENTIONS, EXPERTS
@@ -155,7 +155,9 @@ def _step(model: Any, steps: Steps, ops: Collection[str], found: Trace, *, is_sp
             step(model, batch, adamw=ADAMW in ops and steps.optimizer == ADAMW)
 
 
-def _batches(steps: Steps) -> list[Batch]:
+def _batches(steps: Steps) -> list[Batch | Call]:
+    if steps.call is not None:
+        return [Call(kwargs=steps.call).on_meta()]
     kinds = [{"packed": True}] * steps.packed + [{"padded": True}] * steps.padded or [{}]
     return [Batch(*sizes, **kind) for sizes in steps.batches() for kind in kinds]
 

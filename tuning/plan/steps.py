@@ -47,6 +47,7 @@ class Steps:
         experts: layers of experts run ``experts_implementation="tilekern"``, and routers the op, as
             ``apply(experts=True)`` has it.
         optimizer: ``adamw``, which is ``tilekern.AdamW``, or ``none``.
+        call: the arguments of the forward of a job's own step, by name; the lengths are then those of its tensors.
 
     Raises:
         InputError: a value is not known or out of range, or steps and sequences do not go together.
@@ -63,6 +64,7 @@ class Steps:
     checkpointing: bool = False
     optimizer: str = ADAMW
     experts: bool = False
+    call: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", list(dict.fromkeys(map(dtype_named, self.dtype))))

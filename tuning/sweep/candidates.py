@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tilekern.compile.backend import Backend
-from tilekern.compile.toolchain import backend_of
+from tilekern.compile.toolchain import artifact_key, backend_of
 from tilekern.kernels import spec_named
 from tilekern.spec import (
     ALIGNED,
     GENERIC,
     Config,
-    DeviceKernel,
     KernelSpec,
-    LibraryCall,
     Problem,
-    name_of,
 )
 from tilekern.spec.source import source_digest
 from tilekern.spec.targets import Target
@@ -63,24 +58,6 @@ class Candidate:
     def key(self) -> str:
         """Return a name with a part of the artifact's key, so that an edit of the kernel changes it."""
         return f"{self.kernel}|{self.problem.key}|{self.config.key}|{self.variant}|{self.artifact[:ARTIFACT_DIGITS]}"
-
-
-def artifact_key(implementation: DeviceKernel | LibraryCall, variant: str, target: Target, source: str) -> str:
-    """Name the compiled code: equal keys compile to the same cubin, whatever problem or config asks for it.
-
-    A library's call is not compiled; its key only tells that the source is still the same.
-    """
-    if isinstance(implementation, LibraryCall):
-        return hashlib.sha256(f"library {source}".encode()).hexdigest()
-    backend = backend_of(implementation)
-    parts = {
-        "function": name_of(implementation.function),
-        "assumptions": backend.assumptions(implementation, variant),
-        "arch": target.arch,
-        "source": source,
-        **backend.code_key(implementation),
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def candidate(kernel: str, problem: Problem, config: Config, variant: str, target: Target) -> Candidate:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilekern.spec import ArrayParameter, DeviceKernel, Implementation, KernelSpec, Problem, Tolerance
+from tilekern.spec import ArrayParameter, DeviceKernel, KernelSpec, Problem, Tolerance
 
 # Keeps the error of a result that should be zero finite, and larger than any tolerance unless it is zero.
 _TINY = 1e-30
@@ -86,13 +86,6 @@ def make_outputs(spec: KernelSpec, problem: Problem, blocks: int, device: str) -
         filler = math.nan if dtype.is_floating_point else torch.iinfo(dtype).min
         made[name] = torch.full(shape, filler, dtype=dtype, device=device)
     return made
-
-
-def launch_arguments(
-    implementation: Implementation, inputs: dict[str, Any], outputs: dict[str, Any]
-) -> tuple[Any, ...]:
-    """Return all arguments in the device function's order, as the interpreter takes them."""
-    return (*arguments_of(implementation, inputs, outputs), *(value for _, value in implementation.constants))
 
 
 def arguments_of(implementation: DeviceKernel, inputs: dict[str, Any], outputs: dict[str, Any]) -> tuple[Any, ...]:

@@ -30,7 +30,6 @@ from tilekern.cache.folders import files_inside, unlink_below
 from tilekern.cache.keys import (
     LAYOUT,
     SEAL_SUFFIX,
-    SIGNATURE_SUFFIX,
     SIGNATURES,
     is_signature_name,
     parse_signature_path,
@@ -224,8 +223,8 @@ def signature_files(root: Path, record_sha256: str, names: Iterable[str]) -> dic
     files = {}
     folder = (LAYOUT, SIGNATURES, record_sha256[:2])
     for name in sorted(names):
-        if name.startswith(record_sha256) and name.endswith(SIGNATURE_SUFFIX):
-            with contextlib.suppress(CacheError):
+        if name.startswith(record_sha256):
+            with contextlib.suppress(CacheError):  # the name of a seal
                 _, public_key = parse_signature_path((*folder, name))
                 try:
                     files[public_key] = read_whole(root.joinpath(*folder, name), SIGNATURE_BYTES + 1)[0]

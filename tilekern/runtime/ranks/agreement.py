@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tilekern.cache import Hit
 from tilekern.compile.toolchain import require_toolkit
@@ -67,5 +67,5 @@ class Agreement:
                         f"{str(error) or type(error).__name__}; mend that, or tune before the job"
                     ) from None
             time.sleep(pause_s)
-        self.compiled[spec.name, problem] = replace(made, layer=self.snapshot)
+        self.compiled[spec.name, problem] = made.in_layer(self.snapshot)
         return is_ours
