@@ -16,6 +16,7 @@ from benchmarks.sources import described
 
 NAME = "models.md"
 SPEED, MEMORY, LAG, HOST, GPU = "tokens_per_s", "peak_gib", "first_step_lag_s", "host_s", "gpu_s"
+GRAPHS = f"{OURS}-graphs"
 _TRAINING = ("train", FAMILIES, PARALLEL)
 _PANELS = ((SPEED, "throughput", "tokens/s"), (MEMORY, "peak memory", "GiB"), (LAG, "first step over the second", "s"))
 _TEXT = """
@@ -23,7 +24,10 @@ Training steps of whole models: forward, backward and optimizer step in bfloat16
 unless the tokens say `8 x 1024`. Each trainer has a process of its own, and the attention that is fastest for it on
 this GPU.
 
-- **speed-up**: tilekern's tokens per second over those of the fastest peer. Figures are medians of the timed steps.
+- **speed-up**: tilekern's tokens per second, in eager steps, over those of the fastest peer. Figures are medians of the
+  timed steps. `tilekern-torch-adamw` stands for tilekern where only torch's optimizer was measured.
+- **captured**: `tilekern-graphs`, which replays its steps from CUDA graphs ([`tilekern.graphed`](../graphs.md)), with
+  torch's AdamW.
 - **peak memory**: the most that torch had allocated during the steps.
 - **first step**: seconds by which the first step takes longer than the second: compiling, autotuning and loading. A
   process goes through the token counts of one file in rising order, so only the lowest is its first step. Peers that
@@ -33,7 +37,6 @@ this GPU.
 - **source**: the digest of the source of the kernels that ran. *Stale* means that this source has changed since.
 
 `tilekern` has gradients that are the same, bit for bit, in every run; `tilekern-nondeterministic` has not.
-`tilekern-graphs` replays its steps from CUDA graphs ([`tilekern.graphed`](../graphs.md)), with torch's AdamW.
 """
 _TWO_LAYERS = """
 These models have two layers at real width. Embedding and head are as large as in the whole model, so they are a far
@@ -112,7 +115,7 @@ def _of_models(training: Iterable[Results]) -> tuple[dict[str, list[Step]], list
 
 def _overview(whole: dict[str, list[Step]]) -> str:
     columns = (
-        "model", "tokens of a step", "tilekern, tokens/s", "fastest peer, tokens/s", "speed-up",
+        "model", "tokens of a step", "tilekern, tokens/s", "captured, tokens/s", "fastest peer, tokens/s", "speed-up",
         "peak memory, GiB: tilekern, peer", "first step, s: tilekern, peer", "source",
     )  # fmt: skip
     return table(columns, [_overview_line(step) for steps in whole.values() for step in steps])
@@ -123,7 +126,7 @@ def _overview_line(step: Step) -> tuple[str, ...]:
     speeds = _pair(step, peer, SPEED)
     cell = f"{_whole(speeds[1])} ({peer})" if peer else "-"
     return (
-        step.model, step.tokens, _whole(speeds[0]), cell, _ratio(*speeds),
+        step.model, step.tokens, _whole(speeds[0]), _whole(step.row(GRAPHS, SPEED)), cell, _ratio(*speeds),
         ", ".join(_figure(row, ".1f") for row in _pair(step, peer, MEMORY)),
         ", ".join(_figure(row, ".2f") for row in _pair(step, peer, LAG)),
         described(step.run, step.case),
@@ -131,7 +134,8 @@ def _overview_line(step: Step) -> tuple[str, ...]:
 
 
 def _pair(step: Step, peer: str | None, metric: str) -> tuple[Row | None, Row | None]:
-    return step.row(OURS, metric), step.row(peer, metric) if peer else None
+    ours = step.row(OURS, metric) or step.row(f"{OURS}-torch-adamw", metric)
+    return ours, step.row(peer, metric) if peer else None
 
 
 def _details(steps: Sequence[Step]) -> str:
@@ -175,7 +179,7 @@ def _chart(title: str, steps: Sequence[Step]) -> str:
 def _two_layers(steps: Sequence[Step]) -> str:
     """Make a line for each step; models on several GPUs also show their loss and one GPU's loss."""
     columns = (
-        "model", "tilekern, tokens/s", "fastest peer, tokens/s", "speed-up", "peak memory, GiB: tilekern, peer",
+        "model", "tilekern, tokens/s", "captured, tokens/s", "fastest peer, tokens/s", "speed-up", "peak memory, GiB: tilekern, peer",
         "first step, s: tilekern, peer", "loss, and on one GPU", "source", "data",
     )  # fmt: skip
     lines = []

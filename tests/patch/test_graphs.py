@@ -323,6 +323,29 @@ def test_steps_that_change_buffers_are_refused_and_their_buffers_put_back():
     assert list(of(model).reasons) == ["its buffers change in training"]
 
 
+def test_a_wrapper_of_ranks_is_refused(tmp_path):
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        wrapper = torch.nn.parallel.DistributedDataParallel(make().train())
+        trained(tilekern.graphed(wrapper), steps=3)
+        reason = "DistributedDataParallel works beside its module's forward: give the model inside it"
+        assert of(wrapper).reasons == {reason: 3}
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_model_whose_forward_takes_labels_and_nothing_else():
+    class Plain(torch.nn.Linear):
+        def forward(self, x, labels):
+            return {"loss": (super().forward(x) - labels).square().mean()}
+
+    model = tilekern.graphed(Plain(3, 3).train())
+    for _ in range(4):
+        model(x=torch.ones(2, 3), labels=torch.ones(2, 3))["loss"].backward()
+    assert of(model).replays == 2
+
+
 @pytest.mark.parametrize(
     ("argument", "reason"),
     [
@@ -426,19 +449,29 @@ def patched(_):
     tilekern.apply(model_type="qwen3")
 
 
+def configured(model):
+    model.config.initializer_range = 0.03
+
+
+def rescaled(model):
+    model.model.norm.scaling["default"] = 2.0
+
+
 def forgotten(_):
     tilekern.clear_autotune_cache()
 
 
 CHANGES = [
     frozen, exchanged, moved, assigned, put_by_itself, partly_evaluated, checkpointed, of_another_class, patched,
-    forgotten,
+    configured, rescaled, forgotten,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_captured_anew(change):
     eager, mine = twins()
+    for model in (eager, mine):
+        model.model.norm.scaling = {"default": 1.0}  # as an adapter's layers have
     assert trained(mine) == trained(eager)
     for model in (eager, mine):
         change(model)

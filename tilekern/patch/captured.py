@@ -290,6 +290,8 @@ class CapturedStep:
                 for _, x, value in buffers:
                     x.copy_(value)
             raise Refused("its buffers change in training")
+        if not torch.equal(before[0], after[0]) and self._room.device.type != "cpu":
+            raise Refused("random numbers of the host, as of layers that are left out by chance")
         is_random = not all(map(torch.equal, before, after))
         if is_random and any(getattr(x, "gradient_checkpointing", False) for x in model.modules()):
             raise Refused("random numbers, as of dropout, with gradient checkpointing")

@@ -34,7 +34,8 @@ EAGER_STEPS = 2
 # Forms that are remembered until they are captured.
 _MOST_SEEN = 1024
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PARTS = ("_modules", "_parameters", "_buffers")
+# Dictionaries of modules: their parts, and the factors of PEFT's adapters.
+_PARTS = ("_modules", "_parameters", "_buffers", "scaling")
 # The modules of hooks that a replay need not call, since their work is in the graph: embeddings that require a gradient
 # for PEFT, and hidden states that become results.
 _HARMLESS = {"transformers.modeling_utils", "transformers.utils.output_capturing"}
@@ -108,7 +109,9 @@ class Graphs:
 
     def __init__(self, model: torch.nn.Module, lengths: Sequence[int] = (), most: int = 8) -> None:
         self._model, self._lengths, self._most = weakref.ref(model), lengths, most
-        self._names = list(inspect.signature(model.forward).parameters)
+        parameters = inspect.signature(model.forward).parameters
+        self._names = list(parameters)
+        self._takes_any = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
         self._steps: dict[Any, CapturedStep] = {}
         self._plans: object = None
         self._seen: Counter[Any] = Counter()
@@ -167,7 +170,11 @@ class Graphs:
         """
         room = self._room_of(model)
         arguments = self._padded(_with_plain_numbers(arguments, room.device))
-        call = Call.of(_with_starts(model, self._values.without(arguments)))
+        arguments = self._with_starts(model, self._values.without(arguments))
+        if "labels" in arguments and (self._takes_any or "use_cache" in self._names):
+            # A model that trains makes no cache of keys and values unless it is asked for one.
+            arguments = {"use_cache": False, **arguments}
+        call = Call.of(arguments)
         for name, x in call.tensors.items():
             if x.device != room.device:
                 raise Refused(f"the argument {name} on {x.device}")
@@ -251,18 +258,37 @@ class Graphs:
             "input_ids": pad(ids, (0, room)), "labels": pad(labels, (0, room), value=-100), "attention_mask": None,
         }  # fmt: skip
 
+    def _with_starts(self, model: torch.nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments with the starts of the sequences that positions show, which no graph can look for.
+
+        Further sequences, without tokens, make their number a round one.
+
+        Raises:
+            Refused: positions are odd, or nothing passes the starts on to tilekern's attention.
+        """
+        positions = arguments.get("position_ids")
+        if positions is None or arguments.get("cu_seq_lens_q") is not None:
+            return arguments
+        attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        is_row = isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[0] == 1
+        is_served = attention in ATTENTIONS and self._takes_any and "attention_mask" not in arguments
+        found = look(positions) if is_row and is_served else None
+        if found is None:
+            raise Refused("positions that do not count up from 0 in each row")
+        count = max(_FEWEST_SEQUENCES, 1 << (len(found.starts) - 2).bit_length())
+        starts = torch.nn.functional.pad(found.starts, (0, count + 1 - len(found.starts)), value=positions.shape[1])
+        lengths = dict.fromkeys(("max_length_q", "max_length_k"), found.longest)
+        return {**arguments, **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), starts), **lengths}
+
 
 def _with_plain_numbers(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return arguments with the batch's number of labels as a tensor: it differs in each step.
-
-    A model that trains makes no cache of keys and values in a captured step unless it is asked for one.
-    """
+    """Return arguments with the batch's number of labels as a tensor: it differs in each step."""
     count = arguments.get("num_items_in_batch")
     if type(count) in (int, float):
         arguments = {**arguments, "num_items_in_batch": torch.full((), count, device=device)}
     elif isinstance(count, Tensor) and count.is_cpu and device.type != "cpu":
         arguments = {**arguments, "num_items_in_batch": torch.full((), count.item(), dtype=count.dtype, device=device)}
-    return arguments if "labels" not in arguments else {"use_cache": False, **arguments}
+    return arguments
 
 
 class _Values:
@@ -308,30 +334,6 @@ _SAY_NOTHING = ("attention_mask", "position_ids")
 _FEWEST_SEQUENCES = 8
 
 
-def _with_starts(model: torch.nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments with the starts of the sequences that positions show, which no graph can look for.
-
-    Further sequences, without tokens, make their number a round one.
-
-    Raises:
-        Refused: positions are odd, or nothing passes the starts on to tilekern's attention.
-    """
-    positions = arguments.get("position_ids")
-    if positions is None or arguments.get("cu_seq_lens_q") is not None:
-        return arguments
-    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    passes_on = any(x.kind is x.VAR_KEYWORD for x in inspect.signature(model.forward).parameters.values())
-    is_row = isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[0] == 1
-    is_served = attention in ATTENTIONS and passes_on and "attention_mask" not in arguments
-    found = look(positions) if is_row and is_served else None
-    if found is None:
-        raise Refused("positions that do not count up from 0 in each row")
-    count = max(_FEWEST_SEQUENCES, 1 << (len(found.starts) - 2).bit_length())
-    starts = torch.nn.functional.pad(found.starts, (0, count + 1 - len(found.starts)), value=positions.shape[1])
-    lengths = dict.fromkeys(("max_length_q", "max_length_k"), found.longest)
-    return {**arguments, **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), starts), **lengths}
-
-
 class _Facts:
     """What graphs of a model rest on beside a call's arguments: its modules, parameters, hooks and patches.
 
@@ -341,11 +343,12 @@ class _Facts:
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = list(model.modules())
         self._own = list(map(vars, self._modules))
-        self._parts = [own[name] for own in self._own for name in _PARTS if own[name]]
+        configs = {id(own["config"]): own["config"] for own in self._own if hasattr(own.get("config"), "__dict__")}
+        self._parts = [own[name] for own in self._own for name in _PARTS if isinstance(own.get(name), dict)]
+        self._parts += map(vars, configs.values())
         self._hooks = [own[name] for own in self._own for name in _HOOKS]
         self._switches = [(itemgetter(name), [own for own in self._own if name in own]) for name in _SWITCHES]
         self._kinds = list({type(module) for module in self._modules})
-        self._config = getattr(model, "config", None)
         self._parameters = list(model.parameters())
         self._numbers, self._objects = self._count(), [*self._look(), _END]
         devices = {x.device for x in self._parameters} | {x.device for x in model.buffers()}
@@ -368,14 +371,16 @@ class _Facts:
         """Return classes and their forwards, parts of modules, hooks, and switches."""
         switches = (map(get, owners) for get, owners in self._switches)
         forwards = [kind.forward for kind in self._kinds]
-        attention = getattr(self._config, "_attn_implementation", None)
         values = chain.from_iterable(map(dict.values, chain(self._parts, filter(None, self._hooks))))
-        return chain(forwards, [attention], map(type, self._modules), values, *switches)
+        return chain(forwards, map(type, self._modules), values, *switches)
 
     def _refusal(self) -> str:
         """Return why no step of the model can be captured; empty if some may."""
         hooked = next((module for module in self._modules if any(map(_is_missed, _hooks_of(module)))), None)
+        wrapper = next((module for module in self._modules if isinstance(module, _WRAPPERS)), None)
         reasons = {
+            f"{type(wrapper).__name__} works beside its module's forward: give the model inside it": wrapper
+            is not None,
             "its parameters are on several devices": self.device is None,
             f"it is on the device {self.device}": self.device is not None and self.device.type not in DEVICES,
             "no parameter requires a gradient": not any(x.requires_grad for x in self._parameters),
@@ -385,6 +390,10 @@ class _Facts:
             f"hooks on {type(hooked).__name__}": hooked is not None,
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+# Modules whose own Python prepares each step, and whose replicas of others do.
+_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
 def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
