@@ -179,8 +179,8 @@ def _chart(title: str, steps: Sequence[Step]) -> str:
 def _two_layers(steps: Sequence[Step]) -> str:
     """Make a line for each step; models on several GPUs also show their loss and one GPU's loss."""
     columns = (
-        "model", "tilekern, tokens/s", "captured, tokens/s", "fastest peer, tokens/s", "speed-up", "peak memory, GiB: tilekern, peer",
-        "first step, s: tilekern, peer", "loss, and on one GPU", "source", "data",
+        "model", "tilekern, tokens/s", "captured, tokens/s", "fastest peer, tokens/s", "speed-up",
+        "peak memory, GiB: tilekern, peer", "first step, s: tilekern, peer", "loss, and on one GPU", "source", "data",
     )  # fmt: skip
     lines = []
     for step in steps:

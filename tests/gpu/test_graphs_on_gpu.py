@@ -423,7 +423,7 @@ def test_other_threads_go_on_during_a_capture():
         stream = torch.cuda.Stream()
         while not ended.is_set():
             with torch.cuda.stream(stream):
-                torch.randn(1000, 1000).pin_memory().to("cuda", non_blocking=True)
+                torch.ones(1000, 1000).pin_memory().to("cuda", non_blocking=True)
                 torch.cuda.Event().record(stream)
 
     thread = threading.Thread(target=copy)
