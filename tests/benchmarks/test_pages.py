@@ -61,10 +61,10 @@ PEERS = (("tilekern", 1250, 11.2, 0.4), ("hf-sdpa 5.17.0", 900, 16, 0.2), ("lige
 def test_a_whole_model_has_a_line_a_table_of_its_trainers_and_a_plot():
     files = models.page([trained("llama-3-8b 4096 tokens", *PEERS, file="h200/train.json")])
     text = files[models.NAME]
-    figures = "1,250 | 1,000 (liger-triton 0.8.5) | 1.25 x | 11.2, 12.0 | 0.40, 5.00"
+    figures = "1,250 | - | 1,000 (liger-triton 0.8.5) | 1.25 x | 11.2, 12.0 | 0.40, 5.00"
     assert line_of(text, "llama-3-8b") == f"| llama-3-8b | 4096 | {figures} | {NOT_RECORDED} |"
     data = "[train.json](../../benchmarks/results/h200/train.json)"
-    assert f"| 4096 | hf-sdpa 5.17.0 | 900 | 16.0 | 0.20 | - | {data} |" in text
+    assert f"| 4096 | hf-sdpa 5.17.0 | 900 | - | - | 16.0 | 0.20 | - | {data} |" in text
     assert "![Training llama-3-8b](plots/h200-llama-3-8b.svg)" in text
     assert "hf-sdpa 5.17.0: 900" in files["h200-llama-3-8b.svg"]
     assert "### Two layers only" not in text
@@ -73,7 +73,7 @@ def test_a_whole_model_has_a_line_a_table_of_its_trainers_and_a_plot():
 def test_a_trainer_without_room_is_listed_so():
     note = "m 4096 tokens: hf-flex is out of memory, so longer ones were not tried"
     text = models.page([trained("m 4096 tokens", *PEERS, notes=[note])])[models.NAME]
-    assert line_of(text, "4096 | hf-flex") == "| 4096 | hf-flex | out of memory | - | - | - | train |"
+    assert line_of(text, "4096 | hf-flex") == "| 4096 | hf-flex | out of memory | - | - | - | - | - | train |"
 
 
 def test_models_of_two_layers_stand_apart_and_are_called_so():
@@ -94,7 +94,7 @@ def test_the_newest_run_of_a_step_counts_and_one_without_peers_does_not():
     newest = trained("m 1 tokens", ("tilekern", 7, 1, 1), ("hf 5", 1, 1, 1), date="2026-09-01")
     alone = trained("m 1 tokens", ("tilekern", 9, 1, 0.25), date="2026-10-01", notes=["A cold machine."])
     everything = [newest, trained("m 1 tokens", *PEERS), alone]
-    assert line_of(models.page(everything)[models.NAME], "m |").startswith("| m | 1 | 7 | 1 (hf 5) | 7.00 x |")
+    assert line_of(models.page(everything)[models.NAME], "m |").startswith("| m | 1 | 7 | - | 1 (hf 5) | 7.00 x |")
     text = platform.page(everything)[platform.NAME]
     assert f"| m 1 tokens | H200 | none (cuda-tile 1.7.0) | 0.25 | A cold machine. | {NOT_RECORDED} | train |" in text
 

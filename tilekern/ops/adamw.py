@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -78,10 +78,11 @@ class AdamW(torch.optim.AdamW):
         self._living.add(self)
 
     @classmethod
-    def is_in_use(cls) -> bool:
-        """Return whether this process has such an optimizer, of parameters with values."""
-        groups = (group for optimizer in list(cls._living) for group in optimizer.param_groups)
-        return any(not param.is_meta for group in groups for param in group["params"])
+    def steps(cls, parameters: Iterable[torch.Tensor]) -> bool:
+        """Return whether such an optimizer of this process has one of some parameters."""
+        groups = [group for optimizer in list(cls._living) for group in optimizer.param_groups]
+        own = {id(param) for group in groups for param in group["params"]}
+        return bool(own) and not own.isdisjoint(map(id, parameters))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, like torch.

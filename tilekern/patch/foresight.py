@@ -170,7 +170,7 @@ def _traced_step(
     trace.stands_for = casts.device
     counting = _Traffic() if counts else contextlib.nullcontext()
     with tracing(trace) as found, counting as traffic, products_cast(casts.device), casts:
-        step_as_it_is(model, step, adamw=AdamW.is_in_use())
+        step_as_it_is(model, step, adamw=AdamW.steps(model.parameters()))
     launched = (found.specs[kernel].bytes_moved(problem) * n for (kernel, problem), n in found.launches.items())
     problems = [(found.specs[kernel], problem) for kernel, problem in found.asked]
     return _Step(problems, traffic.bytes + sum(launched) if traffic is not None else 0.0)

@@ -33,6 +33,8 @@ from tilekern.warning import warn_once
 EAGER_STEPS = 2
 # Forms that are remembered until they are captured.
 _MOST_SEEN = 1024
+# Changes of a model that are followed; capturing anew takes as long as some steps.
+_MOST_LOSSES = 16
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Dictionaries of modules: their parts, and the factors of PEFT's adapters.
 _PARTS = ("_modules", "_parameters", "_buffers", "scaling")
@@ -43,9 +45,7 @@ _HARMLESS = {"transformers.modeling_utils", "transformers.utils.output_capturing
 _SWITCHES = ("training", "forward", "gradient_checkpointing", "p", "_disable_adapters", "_active_adapter")
 
 
-def graphed(
-    model: torch.nn.Module, *, lengths: Iterable[int] | None = None, most: int = 8
-) -> torch.nn.Module:  # fmt: skip
+def graphed(model: torch.nn.Module, *, lengths: Iterable[int] | None = None, most: int = 8) -> torch.nn.Module:
     """Let a model replay its training steps from CUDA graphs.
 
     A call in training mode with gradients is captured, forward and backward, when its form comes for the third time:
@@ -57,7 +57,7 @@ def graphed(
 
     - positions neither count up from 0 in each row nor show the sequences packed in one row, for attention "tilekern"
     - it comes before the backward of the last captured call
-    - something in the step waits for the GPU, draws random numbers inside a checkpoint, or changes buffers
+    - something in the step waits for the GPU, changes buffers, or draws random numbers of the host or in a checkpoint
     - a module has hooks, or a parameter is sharded
     - the model is on several GPUs, torch.compile runs it, or the allocator is not torch's own
 
@@ -114,6 +114,7 @@ class Graphs:
         self._takes_any = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
         self._steps: dict[Any, CapturedStep] = {}
         self._plans: object = None
+        self._losses = 0  # how often captured steps were lost to a change
         self._seen: Counter[Any] = Counter()
         self._refused: dict[Any, str] = {}
         self._facts: _Facts | None = None
@@ -193,9 +194,12 @@ class Graphs:
         plans = _plans.setdefault("now", object())
         if self._facts is None or plans is not self._plans or not self._facts.hold():
             self._facts, self._plans = _Facts(model), plans
+            self._losses += bool(self._steps)
             self._steps.clear()
             self._refused.clear()
             self._room = None if self._facts.device is None else Room(self._facts.device)
+        if self._losses > _MOST_LOSSES:
+            raise self._said(model, "it changes too often, as if its parameters moved in each step")
         if self._facts.refusal or self._room is None:
             raise self._said(model, self._facts.refusal)
         return self._room
@@ -285,7 +289,8 @@ def _with_plain_numbers(arguments: dict[str, Any], device: torch.device) -> dict
     """Return arguments with the batch's number of labels as a tensor: it differs in each step."""
     count = arguments.get("num_items_in_batch")
     if type(count) in (int, float):
-        arguments = {**arguments, "num_items_in_batch": torch.full((), count, device=device)}
+        dtype = torch.int64 if type(count) is int else torch.float32
+        arguments = {**arguments, "num_items_in_batch": torch.full((), count, dtype=dtype, device=device)}
     elif isinstance(count, Tensor) and count.is_cpu and device.type != "cpu":
         arguments = {**arguments, "num_items_in_batch": torch.full((), count.item(), dtype=count.dtype, device=device)}
     return arguments
@@ -324,7 +329,7 @@ class _Values:
         if name == "attention_mask":
             holds = bool(x.all().item())
         else:
-            holds = bool((x == torch.arange(x.shape[1], device=x.device)).all().item())
+            holds = bool((x == torch.arange(x.shape[1], dtype=torch.int64, device=x.device)).all().item())
         self._known[name] = weakref.ref(x), now, holds
         return holds
 
@@ -379,8 +384,7 @@ class _Facts:
         hooked = next((module for module in self._modules if any(map(_is_missed, _hooks_of(module)))), None)
         wrapper = next((module for module in self._modules if isinstance(module, _WRAPPERS)), None)
         reasons = {
-            f"{type(wrapper).__name__} works beside its module's forward: give the model inside it": wrapper
-            is not None,
+            f"{type(wrapper).__name__} works beside its module's forward: give the model inside it": bool(wrapper),
             "its parameters are on several devices": self.device is None,
             f"it is on the device {self.device}": self.device is not None and self.device.type not in DEVICES,
             "no parameter requires a gradient": not any(x.requires_grad for x in self._parameters),
@@ -433,11 +437,19 @@ def is_traced() -> bool:
     return frames is not None and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
+# Of torch's attention.
+_BACK_ENDS = (
+    torch._C._get_cudnn_sdp_enabled, torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+)  # fmt: skip
+
+
 def _settings(kind: str) -> tuple[Any, ...]:
     """Return the process's settings that a captured step keeps as they were."""
     return (
         torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(), torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+        *(is_enabled() for is_enabled in _BACK_ENDS),
     )  # fmt: skip
 
 
@@ -445,8 +457,7 @@ def _settings(kind: str) -> tuple[Any, ...]:
 _NAME = "_tilekern_graphs"
 # Emptied by dispatch when plans change; what graphs launch is of the plans of their time.
 _plans: dict[str, object] = dispatch.memo()
-
-
+# The models that have graphs.
 _models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
@@ -515,4 +526,4 @@ def put_back() -> None:
 
 def places() -> list[str]:
     """Return the attributes that :func:`stand_in` has changed, if it is in force."""
-    return [f"{kind.__module__}.{kind.__qualname__}._compiled_call_impl" for kind in _everywhere]
+    return sorted(f"{kind.__module__}.{kind.__qualname__}._compiled_call_impl" for kind in _everywhere)

@@ -414,9 +414,10 @@ def _given_of(norm: Any, home: str, kinds: Mapping[str, Norm]) -> tuple[Any, flo
 
     The weight is a plain tensor, or None for a norm without one.
     """
-    if not is_known(norm, home, kinds):
+    name = known_as(norm, home, kinds)
+    if not name:
         return None
-    form = kinds[class_of(norm, home, kinds)]
+    form = kinds[name]
     weight = weight_of(form, norm)
     if weight is not None and type(weight) not in TENSORS:
         return None
@@ -426,28 +427,28 @@ def _given_of(norm: Any, home: str, kinds: Mapping[str, Norm]) -> tuple[Any, flo
 
 
 def is_known(norm: Any, home: str, kinds: Collection[str]) -> bool:
-    """Return whether calling a norm computes exactly what its class, one of ``kinds`` in ``home``, was written to do.
-
-    Its forward, of the class or its own, must be that class's code or tilekern's stand-in for it. Output capturing
-    stores the class's forward in the instance, and either may be replaced at any time.
-    """
-    if not class_of(norm, home, kinds) or has_hooks(norm):
-        return False
-    forward = parallel.forward_of(norm) if "forward" in norm.__dict__ else type(norm).forward
-    return is_from(forward, home, _STAND_INS)
+    """Return whether a norm is :func:`known_as` one of ``kinds``."""
+    return bool(known_as(norm, home, kinds))
 
 
-def class_of(norm: Any, home: str, kinds: Collection[str]) -> str:
-    """Return the name of a norm's class if it is one of ``kinds`` in ``home``, or of the one that it inherits from.
+def known_as(norm: Any, home: str, kinds: Collection[str]) -> str:
+    """Return the class, one of ``kinds`` in ``home``, whose code a call of a norm runs; empty if it runs other code.
 
-    Empty for other classes, and for a subclass with methods of its own except ``__init__``.
+    The norm's class may inherit from it and have no method of its own except ``__init__``. Its forward, of the class or
+    its own, must be that class's code or tilekern's stand-in for it. Output capturing stores the class's forward in the
+    instance, and either may be replaced at any time.
     """
     kind = type(norm)
-    return kind.__name__ if kind.__module__ == home and kind.__name__ in kinds else _inherited(kind, home, kinds)
+    name = kind.__name__ if kind.__module__ == home and kind.__name__ in kinds else _inherited(kind, home, kinds)
+    if not name or has_hooks(norm):
+        return ""
+    forward = parallel.forward_of(norm) if "forward" in norm.__dict__ else kind.forward
+    return name if is_from(forward, home, _STAND_INS) else ""
 
 
 @constant_in_graphs
 def _inherited(kind: type, home: str, kinds: Collection[str]) -> str:
+    """Return the name of the class in ``home`` that a class inherits all its code from; empty if there is none."""
     for base in kind.__mro__:
         if base.__module__ == home and base.__name__ in kinds:
             return base.__name__

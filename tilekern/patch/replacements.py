@@ -61,13 +61,15 @@ def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
 
 def rms_norm_by_helper(original: Function, norm: Norm) -> Function:
     """Like :func:`rms_norm`, for a norm that computes by its method ``_norm``, which subclasses may override."""
-    home, stand_in = inspect.unwrap(original).__globals__["__name__"], rms_norm(original, norm)
+    names = inspect.unwrap(original).__globals__
+    eps, offset, casting_mode = norm.eps, norm.offset, norm.casting_mode
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
-        if not is_from(type(self)._norm, home):
-            count_own(_NORM, "a subclass with a _norm of its own")
+        written = getattr(type(self)._norm, "__globals__", None) is names
+        if not written or type(hidden_states) is not torch.Tensor:
+            count_own(_NORM, SUBCLASS if written else "a subclass with a _norm of its own")
             return original(self, hidden_states)
-        return stand_in(self, hidden_states)
+        return ops.rms_norm(hidden_states, weight_of(norm, self), getattr(self, eps), offset, casting_mode)
 
     return named_as(forward, original)
 

@@ -155,8 +155,9 @@ def step(model: Any, batch: Batch | Call, *, adamw: bool = True) -> None:
     """Take a training step of a model on meta, with or without the step of ``tilekern.AdamW``."""
     with torch.enable_grad():
         batch.backward(model)
-    if adamw:
-        AdamW([x for x in model.parameters() if x.grad is not None]).step()
+    graded = [x for x in model.parameters() if x.grad is not None]
+    if adamw and graded:
+        AdamW(graded).step()
     model.zero_grad()
 
 
