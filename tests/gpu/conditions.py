@@ -437,7 +437,7 @@ def packed(model: Any, number: int) -> Any:
 def with_items(model: Any, number: int) -> Any:
     """``num_items_in_batch`` as a number, on the CPU and on the GPU."""
     ids = batch()
-    items = [ids.numel(), torch.tensor(ids.numel()), torch.tensor(ids.numel(), device="cuda")][number]
+    items = [ids.numel(), torch.tensor(ids.numel()), torch.tensor(ids.numel(), device="cuda")][number % 3]
     return learn(model, ids, num_items_in_batch=items)
 
 
