@@ -384,7 +384,8 @@ def test_the_worked_example_works_as_it_is_written(tmp_path):
         path.unlink()
     assert len(files) == 3
     # What stands on the example.
-    for path in list(tmp_path.rglob("*fused_add_layer_norm*")):
+    above = {path: path.read_bytes() for path in list(tmp_path.rglob("*fused_add_layer_norm*"))}
+    for path in above:
         path.unlink()
     # The suite draws as many examples for these kernels as for all others; here a few show that the commands work.
     env = environment(tmp_path, TILEKERN_CACHE_DIR=str(tmp_path / "cache"), HYPOTHESIS_PROFILE="quick")
@@ -394,6 +395,8 @@ def test_the_worked_example_works_as_it_is_written(tmp_path):
     assert "layer_norm" not in without.stdout, "another file has a part of the example"
     for block in files:
         (tmp_path / block.marker.removeprefix("file: ")).write_text(block.code)
+    for path, content in above.items():
+        path.write_bytes(content)
     with warm_python(env) as env:
         run_the_example(page, tmp_path, env)
 
