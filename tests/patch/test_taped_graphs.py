@@ -141,6 +141,21 @@ def test_two_models_in_a_step():
     assert graphs.graphs_of(models)["1"].replays == REPLAYS
 
 
+def test_gradients_of_autograd_s_grad_are_the_caller_s():
+    def step(model, number):
+        weights = list(model.parameters())
+        slopes, losses = [], []
+        for x in (ids(number), ids(number + 9)):
+            loss = model(input_ids=x, labels=x).loss
+            slopes.append(torch.autograd.grad(loss, weights))
+            losses.append(loss.item())
+        for weight, first, second in zip(weights, *slopes, strict=True):
+            weight.grad = first - 0.5 * second
+        return losses
+
+    assert check(make, step).replays == 2 * STEPS - graphs.EAGER_STEPS
+
+
 # Python beside the operations.
 
 
