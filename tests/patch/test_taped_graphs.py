@@ -75,7 +75,8 @@ def test_all_families(name):
 @pytest.mark.parametrize("name", sorted(set(tiny_families.SEEING) - {"llama4"}))
 def test_all_families_that_see(name):
     found = family(tiny_families.make_seeing, name)
-    assert found.replays == REPLAYS or "waits for the GPU" in next(iter(found.reasons))
+    # Most wait for the GPU, and some keep positions of a batch with images for its generation.
+    assert found.replays + found.reasons.total() == REPLAYS
 
 
 # Loops.
