@@ -30,8 +30,8 @@ def poisoned(monkeypatch, value=float("nan")):
     """Fill inputs and gradients of a captured step after each backward, as the next owner of a graph's memory may."""
     original = captured.CapturedStep.replay_backward
 
-    def replay_backward(self, turn, slopes):
-        found = original(self, turn, slopes)
+    def replay_backward(self, turn, slopes, **how):
+        found = original(self, turn, slopes, **how)
         for x in self._inputs.values():
             if x.is_floating_point():
                 x.detach().fill_(value)

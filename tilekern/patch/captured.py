@@ -211,8 +211,13 @@ class CapturedStep:
         self._forward.replay()
         return [x.detach().clone() for x in self._graded]
 
-    def replay_backward(self, turn: _Turn, slopes: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run the backward for the gradients of the results; return those of parameters and inputs."""
+    def replay_backward(
+        self, turn: _Turn, slopes: Sequence[Tensor | None], *, is_kept: bool = False
+    ) -> list[Tensor | None]:
+        """Run the backward for the gradients of the results; return those of parameters and inputs.
+
+        Those of parameters lie in the memory of the graph, unless the caller keeps them outside of ``grad``.
+        """
         if turn.is_over:
             raise RuntimeError(
                 "tilekern: the backward of a captured step runs once, and its memory is the next step's then; add up "
@@ -228,7 +233,7 @@ class CapturedStep:
         count = len(self._names)
         # New objects in the same memory: autograd makes them ``grad`` without a copy.
         return [
-            None if x is None else x.detach() if number < count else x.clone()
+            None if x is None else x.detach() if number < count and not is_kept else x.clone()
             for number, x in enumerate(self._gradients)
         ]
 
@@ -372,7 +377,18 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Any, ...]:
-        return None, None, *ctx.step.replay_backward(ctx.turn, slopes)
+        return None, None, *ctx.step.replay_backward(ctx.turn, slopes, is_kept=_is_of_grad(ctx))
+
+
+def _is_of_grad(node: Any) -> bool:
+    """Return whether torch.autograd.grad runs a node for gradients of leaves, of which torch's engine does not tell."""
+    for leaf, _ in node.next_functions:
+        try:
+            if leaf is not None and torch._C._will_engine_execute_node(leaf):
+                return False
+        except RuntimeError:
+            return True
+    return False
 
 
 class _Whole(torch.nn.Module):

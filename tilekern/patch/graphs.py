@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import random
 import sys
 import weakref
 from bisect import bisect_left
@@ -58,6 +59,7 @@ def graphed(model: torch.nn.Module, *, lengths: Iterable[int] | None = None, mos
     - positions neither count up from 0 in each row nor show the sequences packed in one row, for attention "tilekern"
     - it comes before the backward of the last captured call
     - something in the step waits for the GPU, changes buffers, or draws random numbers of the host or in a checkpoint
+    - the forward changes attributes of modules, parameters or arguments, as counters and caches do
     - a module has hooks, or a parameter is sharded
     - the model is on several GPUs, torch.compile runs it, or the allocator is not torch's own
 
@@ -117,6 +119,8 @@ class Graphs:
         self._losses = 0  # how often captured steps were lost to a change
         self._seen: Counter[Any] = Counter()
         self._refused: dict[Any, str] = {}
+        self._missed: dict[Any, str] = {}  # what a replay would miss, by forms
+        self._watched: Any = None  # the form whose last eager call before its capture comes now
         self._facts: _Facts | None = None
         self._room: Room | None = None
         self._values = _Values()
@@ -158,10 +162,25 @@ class Graphs:
                 self.reasons[str(error)] += 1
                 found = None
             if found is None:
-                return model._call_impl(*args, **kwargs)
+                return self._eager(model, args, kwargs)
             step, call = found
             self.replays += 1
             return step(call)
+
+    def _eager(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model as it is; the last such call of a new form shows whether a replay would miss something."""
+        key, self._watched = self._watched, None
+        if key is None:
+            return model._call_impl(*args, **kwargs)
+        before = _State(model, (*args, *kwargs.values()))
+        try:
+            result = model._call_impl(*args, **kwargs)
+        except BaseException:
+            self._seen[key] -= 1
+            raise
+        if reason := before.change():
+            self._missed[key] = str(self._said(model, reason))
+        return result
 
     def _step(self, model: torch.nn.Module, arguments: dict[str, Any]) -> tuple[CapturedStep, Call] | None:
         """Return the captured step of a call, captured now if it is time; None while its form is new.
@@ -210,12 +229,14 @@ class Graphs:
         Raises:
             Refused: it is not captured.
         """
-        if key in self._refused:
-            raise Refused(self._refused[key])
+        for refused in (self._missed, self._refused):
+            if key in refused:
+                raise Refused(refused[key])
         if self._seen[key] < EAGER_STEPS:
             if len(self._seen) > _MOST_SEEN:
                 self._seen.clear()
             self._seen[key] += 1
+            self._watched = key if self._seen[key] == EAGER_STEPS else None
             return True
         if len(self._steps) >= self._most:
             raise Refused(f"more than {self._most} forms; lengths= pads batches to few")
@@ -337,6 +358,50 @@ class _Values:
 _SAY_NOTHING = ("attention_mask", "position_ids")
 # Numbers of packed sequences are rounded up to a power of two, and at least to this, so that few forms come.
 _FEWEST_SEQUENCES = 8
+
+
+class _State:
+    """What a call of a model can change beside making its result, and a replay would not: Python's side of a model."""
+
+    def __init__(self, model: torch.nn.Module, arguments: Iterable[Any]) -> None:
+        self._model, self._arguments = model, [x for x in arguments if isinstance(x, Tensor)]
+        self._alive: list[Any] = []  # so that no new object gets the address of an old one
+        self._before = self._now()
+
+    def change(self) -> str:
+        """Return what has changed, as a reason to run eagerly; empty if nothing has."""
+        now = self._now()
+        return next((reason for reason in self._before | now if self._before.get(reason) != now.get(reason)), "")
+
+    def _now(self) -> dict[str, Any]:
+        numpy: Any = sys.modules.get("numpy")
+        drawn = None if numpy is None else numpy.random.get_state()
+        found: dict[str, Any] = {
+            "random numbers of Python or numpy": (random.getstate(), drawn and (drawn[1].tobytes(), drawn[2])),
+            "its parameters change in the forward": [self._mark(x) for x in self._model.parameters()],
+            "its buffers change in training": [self._mark(x) for x in self._model.buffers()],
+            "its arguments change in the forward": [self._mark(x) for x in self._arguments],
+        }
+        for number, module in enumerate(self._model.modules()):
+            for name, value in vars(module).items():
+                if name not in _PARTS:
+                    reason = f"its forward changes {name} of {type(module).__name__}"
+                    found.setdefault(reason, {})[number] = self._mark(value)
+        return found
+
+    def _mark(self, value: Any, depth: int = 2) -> Any:
+        """Return what tells a value from another, and from itself after a change."""
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        self._alive.append(value)
+        if isinstance(value, Tensor):
+            return id(value), None if value.is_inference() else value._version
+        if isinstance(value, torch.Generator):
+            return bytes(value.get_state().tolist())
+        if isinstance(value, (list, tuple, set, dict)) and depth:
+            members = chain.from_iterable(value.items()) if isinstance(value, dict) else value
+            return id(value), [self._mark(x, depth - 1) for x in members]
+        return id(value)
 
 
 class _Facts:
