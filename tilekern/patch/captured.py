@@ -303,7 +303,8 @@ class CapturedStep:
         return is_random
 
     def _record(self, model: torch.nn.Module) -> None:
-        gc.collect()  # cycles of earlier steps may hold memory
+        if self._room.device.type == "cuda":
+            gc.collect()  # cycles of earlier steps may hold the GPU's memory
         with _as_captured(), _no_collection(), torch.enable_grad():
             try:
                 self._forward.record(lambda: self._run_forward(model))
