@@ -76,9 +76,9 @@ class Trainer:
 
     def compile(self, model: Any) -> None:
         """Compile the model with torch.compile, which works at its first call."""
-        parts = {"model": [model], "layers": layers_of(model)}.get(self.compiled, [])
-        for part in parts:
-            part.compile(dynamic=False, mode=self.mode or None)
+        if self.compiled:
+            for part in [model] if self.compiled == "model" else layers_of(model):
+                part.compile(dynamic=False, mode=self.mode or None)
 
 
 def _tilekern(_: Any) -> None:

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from gpu_processes import counts_of_graphs
 from gpu_tolerances import OF_GRADIENT_NORMS, OF_LOSSES
 from torch.profiler import ProfilerActivity, profile
 
@@ -679,19 +680,12 @@ def two_models_in_two_threads() -> str:
     return said
 
 
-def counts_of_graphs() -> str:
-    if SIZE != "captured":
-        return ""
-    from tilekern.patch.graphs import _models, graphs_of
-
-    return f" graphs: {[str(found) for model in _models for found in graphs_of(model).values()]}"
-
-
 def main() -> None:
     global SIZE
     name, SIZE = sys.argv[1], (sys.argv[2:] or ["small"])[0]
     try:
-        said = f"OK {CONDITIONS[name].run()}{counts_of_graphs()}"
+        said = f"OK {CONDITIONS[name].run()}"
+        said += f" graphs: {counts_of_graphs()}" if SIZE == "captured" else ""
     except FailsAsItIs as error:
         said = f"SKIP the model as it is fails too: {error}"
     except Exception as error:  # noqa: BLE001 (the test says it)

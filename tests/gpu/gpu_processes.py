@@ -20,6 +20,13 @@ def clean_environment(*first: Path) -> dict[str, str]:
     return kept | {"PYTHONPATH": path_of(*first)}
 
 
+def counts_of_graphs() -> list[str]:
+    """What the graphs of this process's models have counted."""
+    from tilekern.patch.graphs import _models, graphs_of
+
+    return [str(found) for model in _models for found in graphs_of(model).values()]
+
+
 def ended(
     script: Path | str, *arguments: str, start: Sequence[str] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:

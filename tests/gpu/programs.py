@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_processes import counts_of_graphs
 
 TEXT = Path(__file__).parent / "data" / "harbour.txt"
 SIZES = {
@@ -313,9 +314,8 @@ def main() -> None:
     graphs: list[str] = []
     if how != "plain":
         import tilekern
-        from tilekern.patch.graphs import _models, graphs_of
 
-        graphs = [str(found) for model in _models for found in graphs_of(model).values()]
+        graphs = counts_of_graphs()
         counted = {
             kernel: {"launches": n["launches"], "fallbacks": n["fallbacks"]} for kernel, n in tilekern.stats().items()
         }

@@ -49,12 +49,17 @@ def loss_of(model, x, **more):
     return model(**{"input_ids": x, "labels": x, **more}).loss
 
 
-def plain(model, optimizer, number):
-    optimizer.zero_grad()
-    loss = loss_of(model, ids(number))
+def learned(optimizer, loss):
+    """Take the step of a loss, and return the loss."""
     loss.backward()
     optimizer.step()
     return loss
+
+
+def plain(model, optimizer, number):
+    optimizer.zero_grad()
+    loss = loss_of(model, ids(number))
+    return learned(optimizer, loss)
 
 
 def accumulating(model, optimizer, number):
@@ -82,17 +87,13 @@ def accumulating_over_steps(model, optimizer, number):
 def emptied_late(model, optimizer, number):
     loss = loss_of(model, ids(number))
     optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss
+    return learned(optimizer, loss)
 
 
 def zeroed(model, optimizer, number):
     optimizer.zero_grad(set_to_none=False)
     loss = loss_of(model, ids(number))
-    loss.backward()
-    optimizer.step()
-    return loss
+    return learned(optimizer, loss)
 
 
 def scheduled(model, optimizer, number):
@@ -112,9 +113,7 @@ def counting(model, optimizer, number):
     loss = loss_of(
         model, x, labels=labels, attention_mask=torch.ones_like(x), position_ids=positions, num_items_in_batch=count
     )
-    loss.backward()
-    optimizer.step()
-    return loss
+    return learned(optimizer, loss)
 
 
 def padded(model, optimizer, number):
@@ -125,9 +124,7 @@ def padded(model, optimizer, number):
     mask[0, : number % 5 * 8] = 0
     mask[1, 256 - number % 7 * 8 :] = 0
     loss = loss_of(model, x, labels=x.masked_fill(mask == 0, -100), attention_mask=mask)
-    loss.backward()
-    optimizer.step()
-    return loss
+    return learned(optimizer, loss)
 
 
 def of_logits(model, optimizer, number):
@@ -135,9 +132,7 @@ def of_logits(model, optimizer, number):
     x = ids(number)
     logits = model(input_ids=x).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), x[:, 1:].flatten())
-    loss.backward()
-    optimizer.step()
-    return loss
+    return learned(optimizer, loss)
 
 
 def of_hidden_states(model, optimizer, number):
@@ -146,18 +141,14 @@ def of_hidden_states(model, optimizer, number):
     x = ids(number)
     result = model(input_ids=x, labels=x, output_hidden_states=True)
     loss = result.loss + result.hidden_states[-1].float().pow(2).mean()
-    loss.backward()
-    optimizer.step()
-    return loss
+    return learned(optimizer, loss)
 
 
 def autocast(model, optimizer, number):
     optimizer.zero_grad()
     with torch.autocast("cuda", torch.bfloat16):
         loss = loss_of(model, ids(number))
-    loss.backward()
-    optimizer.step()
-    return loss
+    return learned(optimizer, loss)
 
 
 def scaled(model, optimizer, number):
@@ -367,9 +358,7 @@ def test_two_calls_before_a_backward_are_right():
     def loop(model, optimizer, number):
         optimizer.zero_grad()
         loss = loss_of(model, ids(number)) + loss_of(model, ids(number + 99))
-        loss.backward()
-        optimizer.step()
-        return loss
+        return learned(optimizer, loss)
 
     graphs = check(loop, lambda: make(tie_word_embeddings=False))
     assert list(graphs.reasons) == ["it came before the backward of the last captured call"]
@@ -389,9 +378,7 @@ def test_lengths_pad_batches_to_few_forms():
         optimizer.zero_grad()
         x = ids(number, 100 + 17 * (number % 9))
         loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-        return loss
+        return learned(optimizer, loss)
 
     eager, mine = make(), tilekern.graphed(make(), lengths=[128, 256])
     pairs = zip(trained(mine, loop), trained(eager, loop), strict=True)

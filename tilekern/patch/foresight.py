@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from tilekern.compile.toolchain import require_toolkit, toolkit
 from tilekern.errors import InputError
 from tilekern.ops.adamw import AdamW
-from tilekern.patch.stepping import Batch, Call, core_of, step_as_it_is
+from tilekern.patch.stepping import Batch, Call, core_of, has_config, step_as_it_is
 from tilekern.runtime import dispatch
 from tilekern.runtime.defaults import AHEAD
 from tilekern.runtime.dispatch import Foreseen
@@ -202,7 +202,7 @@ def _running() -> tuple[torch.nn.Module, Call] | None:
     outermost: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _CALL and _has_config(frame.f_locals["self"]):
+        if frame.f_code is _CALL and has_config(frame.f_locals["self"]):
             outermost = frame
         frame = frame.f_back
     if outermost is None:
@@ -229,10 +229,6 @@ def _is_called_elsewhere(model: torch.nn.Module) -> bool:
                 return True
             frame = frame.f_back
     return False
-
-
-def _has_config(module: torch.nn.Module) -> bool:
-    return hasattr(getattr(module, "config", None), "to_dict")
 
 
 def _shape(leaf: Any) -> Hashable:

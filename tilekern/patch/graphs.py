@@ -24,7 +24,7 @@ from tilekern.errors import InputError
 from tilekern.ops.packing import is_capturing
 from tilekern.ops.registration import modes, transforms
 from tilekern.patch.captured import CAPTURE_FAILED, Call, CapturedStep, Refused, Room, inside, is_inside
-from tilekern.patch.guards import has_global_hooks
+from tilekern.patch.guards import has_global_hooks, is_sharded
 from tilekern.patch.positions import look
 from tilekern.runtime import dispatch
 from tilekern.runtime.switches import ATTENTIONS
@@ -453,7 +453,7 @@ class _Facts:
             "its parameters are on several devices": self.device is None,
             f"it is on the device {self.device}": self.device is not None and self.device.type not in DEVICES,
             "no parameter requires a gradient": not any(x.requires_grad for x in self._parameters),
-            "its parameters are sharded": any(map(_is_sharded, self._parameters)),
+            "its parameters are sharded": any(map(is_sharded, self._parameters)),
             "the allocator keeps no memory for graphs": self.device is not None and not _has_pools(self.device),
             "hooks on all modules": has_global_hooks(),
             f"hooks on {type(hooked).__name__}": hooked is not None,
@@ -478,10 +478,6 @@ def _has_pools(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     return torch.cuda.get_allocator_backend() == "native" and not os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING")
-
-
-def _is_sharded(x: Tensor) -> bool:
-    return hasattr(x, "placements") or type(x).__name__ == "FlatParameter"
 
 
 _IS_TRAINED, _END = attrgetter("requires_grad"), object()

@@ -49,6 +49,11 @@ def is_plain(*tensors: torch.Tensor) -> bool:
     return True
 
 
+def is_sharded(x: torch.Tensor) -> bool:
+    """Return whether a parameter is a share of one, or several in a row, as FSDP and tensor parallelism make them."""
+    return hasattr(x, "placements") or type(x).__name__ == "FlatParameter"
+
+
 def has_hooks(module: Any) -> bool:
     """Return whether calling a module runs more than its forward; a function can only have global hooks."""
     try:

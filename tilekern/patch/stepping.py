@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tilekern.errors import InputError
 from tilekern.ops.adamw import AdamW
+from tilekern.patch.guards import is_sharded
 
 _META = torch.device("meta")
 
@@ -173,7 +174,7 @@ def step_as_it_is(model: torch.nn.Module, batch: Batch | Call, *, adamw: bool = 
     core = core_of(model)
     try:
         with _nothing_compiled():
-            if any(hasattr(x, "placements") or type(x).__name__ == "FlatParameter" for x in core.parameters()):
+            if any(map(is_sharded, core.parameters())):
                 step(_made_again(core), batch, adamw=adamw)
             else:
                 _step_in_place(core, batch, adamw)
@@ -199,12 +200,17 @@ def core_of(model: torch.nn.Module) -> Any:
     """
     whole = getattr(model, "_orig_mod", model)
     for module in whole.modules():
-        if hasattr(getattr(module, "config", None), "to_dict"):
+        if has_config(module):
             return getattr(module, "_orig_mod", module)
     raise InputError(
         f"{type(whole).__name__} has no configuration, so what its step is given is not known; run the step inside "
         "tilekern.trace()"
     )
+
+
+def has_config(module: torch.nn.Module) -> bool:
+    """Return whether a module has a configuration, as transformers' and PEFT's models have."""
+    return hasattr(getattr(module, "config", None), "to_dict")
 
 
 def one_line(error: Exception) -> str:
