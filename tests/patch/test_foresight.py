@@ -8,7 +8,7 @@ import pytest
 import torch
 from marks import needs_compiler
 from one_record import asked_for_nothing
-from tiny_qwen3 import IDS, make
+from tiny_qwen3 import IDS, make, step
 
 import tilekern
 from tilekern.compile import cutile
@@ -196,10 +196,10 @@ def test_a_model_that_calls_kernels_with_values_in_its_trace_foresees_nothing(in
     assert foreseen is None
 
 
-def test_a_model_that_another_thread_calls_is_not_traced(interpreted):
-    """A trace has meta tensors in place of the model's for a while."""
+def test_a_model_that_another_thread_calls_is_not_disturbed(interpreted):
     tilekern.apply(model_type="qwen3")
-    model, is_inside, goes_on = make().eval(), threading.Event(), threading.Event()
+    model, is_inside, goes_on, results = make().eval(), threading.Event(), threading.Event(), []
+    expected = model(input_ids=IDS).logits
     embed = model.model.embed_tokens
 
     def wait(*_):
@@ -207,14 +207,70 @@ def test_a_model_that_another_thread_calls_is_not_traced(interpreted):
         goes_on.wait(60)
 
     hold = embed.register_forward_pre_hook(wait)
-    other = threading.Thread(target=model, kwargs={"input_ids": IDS})
+    other = threading.Thread(target=lambda: results.append(model(input_ids=IDS).logits))
     other.start()
     assert is_inside.wait(60)
     hold.remove()
-    assert seen_from_inside(model, input_ids=IDS)[0] is None
+    assert seen_from_inside(model, input_ids=IDS)[0]
     goes_on.set()
     other.join()
-    assert seen_from_inside(model, input_ids=IDS)[0]
+    assert torch.equal(results[0], expected)
+
+
+def test_hooks_and_modules_of_the_job_do_not_see_the_trace(interpreted):
+    """A hook of accelerate keeps the device of its input, and a forward may keep a tensor in its module."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    tilekern.apply(model_type="qwen3")
+    model, seen = make().train(), []
+    hook = AlignDevicesHook(execution_device="cpu", io_same_device=True)
+    add_hook_to_module(model.model.layers[0], hook)
+    model.model.norm.register_forward_hook(lambda module, given, result: seen.append(result))
+    model.lm_head.register_full_backward_hook(lambda module, *slopes: seen.append(slopes[1][0]))
+    embed = model.model.embed_tokens
+    forward = embed.forward
+
+    def keeping(ids):
+        embed.kept = forward(ids)
+        return embed.kept
+
+    embed.forward = keeping
+    given = {"input_ids": IDS, "labels": IDS, "use_cache": False}
+    expected = set(asked(model, **given))
+    seen.clear()
+    foreseen, result = seen_from_inside(model, **given)
+    result.loss.backward()
+    assert named(foreseen) == expected
+    places = [hook.input_device, embed.kept.device, *(x.device for x in seen)]
+    assert [str(place) for place in places] == ["cpu"] * 4
+
+
+def test_a_gradient_that_a_hook_asks_for_is_foreseen(interpreted):
+    """So adapters train under checkpoints: by a hook that has the embeddings' result require a gradient."""
+    tilekern.apply(model_type="qwen3")
+    model = freeze(make())
+    model.enable_input_require_grads()
+    given = {"input_ids": IDS, "labels": IDS, "use_cache": False}
+    assert named(seen_from_inside(model, **given)[0]) == set(asked(model, **given))
+
+
+def test_a_model_whose_shards_are_gathered_is_made_again(interpreted, tmp_path):
+    """In the middle of a forward FSDP's parameters are whole ones, and its hooks would free what the job reads."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    tilekern.apply(model_type="qwen3")
+    given = {"input_ids": IDS, "labels": IDS}
+    expected = step(make(layers=1).train())
+    foreseen, _ = seen_from_inside(make(layers=1).train(), **given)
+    foresight._traced.clear()
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model = fully_shard(make(layers=1).train(), mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+        assert named(seen_from_inside(model, **given)[0]) == named(foreseen)
+        assert all(map(torch.allclose, step(model), expected))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_error_of_foresight_does_not_reach_the_step(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from tilekern.compile.toolchain import require_toolkit, toolkit
 from tilekern.errors import InputError
 from tilekern.ops.adamw import AdamW
+from tilekern.patch.guards import has_global_hooks, is_gathered
 from tilekern.patch.stepping import Batch, Call, core_of, has_config, step_as_it_is
 from tilekern.runtime import dispatch
 from tilekern.runtime.defaults import AHEAD
@@ -100,7 +101,7 @@ def foresee(target: Target) -> Foreseen | None:
     if found is None:
         return None
     model, call = found
-    if _is_split(model) or _is_called_elsewhere(model):
+    if _is_split(model) or has_global_hooks():
         return None
     traced = _traced.setdefault(model, set())
     shapes = (call.has_gradient, model.training, *map(_shape, tree_leaves((call.args, dict(call.kwargs)))))
@@ -215,20 +216,7 @@ def _running() -> tuple[torch.nn.Module, Call] | None:
 
 def _is_split(model: torch.nn.Module) -> bool:
     """Return whether ranks share tensors for computing, as in tensor parallelism; FSDP computes with whole ones."""
-    is_sharded = any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__)
-    return not is_sharded and any(hasattr(x, "placements") for x in model.parameters())
-
-
-def _is_called_elsewhere(model: torch.nn.Module) -> bool:
-    """Return whether another thread is in a call of the model, whose tensors a trace replaces for a while."""
-    own, modules = threading.get_ident(), set(model.modules())
-    for thread, innermost in sys._current_frames().items():
-        frame: FrameType | None = innermost if thread != own else None
-        while frame is not None:
-            if frame.f_code is _CALL and frame.f_locals["self"] in modules:
-                return True
-            frame = frame.f_back
-    return False
+    return not is_gathered(model) and any(hasattr(x, "placements") for x in model.parameters())
 
 
 def _shape(leaf: Any) -> Hashable:

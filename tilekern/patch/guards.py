@@ -50,8 +50,17 @@ def is_plain(*tensors: torch.Tensor) -> bool:
 
 
 def is_sharded(x: torch.Tensor) -> bool:
-    """Return whether a parameter is a share of one, or several in a row, as FSDP and tensor parallelism make them."""
-    return hasattr(x, "placements") or type(x).__name__ == "FlatParameter"
+    """Return whether a parameter is a share of one, or several in a row: by FSDP, tensor parallelism or ZeRO-3."""
+    return hasattr(x, "placements") or hasattr(x, "ds_id") or type(x).__name__ == "FlatParameter"
+
+
+def is_gathered(model: torch.nn.Module) -> bool:
+    """Return whether FSDP shards parameters of a model, which are whole in the middle of a step."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    return any(kind.__name__ in _FSDP for kind in kinds)
+
+
+_FSDP = ("FSDPModule", "FullyShardedDataParallel")
 
 
 def has_hooks(module: Any) -> bool:

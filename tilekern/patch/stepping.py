@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tilekern.errors import InputError
 from tilekern.ops.adamw import AdamW
-from tilekern.patch.guards import is_sharded
+from tilekern.patch.bound_method import Bound
+from tilekern.patch.guards import is_gathered, is_sharded
 
 _META = torch.device("meta")
 
@@ -119,7 +124,8 @@ _PLAIN = (torch.Tensor, bool, int, float, str, type(None), torch.dtype, torch.de
 def _without_values(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty_like(value, device=_META).requires_grad_(value.requires_grad)
+    made = torch.empty(value.shape, dtype=value.dtype, device=_META, requires_grad=value.requires_grad)
+    return torch.nn.Parameter(made, value.requires_grad) if type(value) is torch.nn.Parameter else made
 
 
 def model_of(config: Any, dtype: str, attention: str | None) -> Any:
@@ -163,9 +169,9 @@ def step(model: Any, batch: Batch | Call, *, adamw: bool = True) -> None:
 
 
 def step_as_it_is(model: torch.nn.Module, batch: Batch | Call, *, adamw: bool = True) -> None:
-    """Take a training step of a model on any device, patched or not, with meta tensors instead of its own.
+    """Take a training step of a copy of a model on meta; the model may be on any device, patched or not.
 
-    The model is not changed. Wrappers (torch.compile, DistributedDataParallel) are ignored, and so are compiled layers.
+    The model is not called. Wrappers (torch.compile, DistributedDataParallel) are ignored, and so are compiled layers.
     A model with sharded parameters (FSDP) is created again from its configuration.
 
     Raises:
@@ -174,10 +180,9 @@ def step_as_it_is(model: torch.nn.Module, batch: Batch | Call, *, adamw: bool = 
     core = core_of(model)
     try:
         with _nothing_compiled():
-            if any(map(is_sharded, core.parameters())):
-                step(_made_again(core), batch, adamw=adamw)
-            else:
-                _step_in_place(core, batch, adamw)
+            is_whole = not is_gathered(core) and not any(map(is_sharded, core.parameters()))
+            stands_for = _copied(core) if is_whole else _made_again(core)
+            step(stands_for.train() if batch.trained_in() else stands_for, batch, adamw=adamw)
     except InputError:
         raise
     except Exception as error:
@@ -219,46 +224,96 @@ def one_line(error: Exception) -> str:
     return (said or [type(error).__name__])[0][:200]
 
 
-def _step_in_place(model: torch.nn.Module, batch: Batch | Call, adamw: bool) -> None:
-    whole = _Step(model, adamw)
-    named = (*whole.named_parameters(), *whole.named_buffers())
-    tensors = {name: torch.empty(x.shape, dtype=x.dtype, device=_META) for name, x in named}
-    for name, x in whole.named_parameters():
-        tensors[name].requires_grad_(x.requires_grad)
-    with _training(model) if batch.trained_in() else contextlib.nullcontext():
-        torch.func.functional_call(whole, tensors, (batch,))
+def _copied(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of a model on meta.
+
+    A forward may keep something in its module, and a hook may keep what it saw, as accelerate's do for the device to
+    which a result goes back. So a step is never that of the job's own modules, and only hooks of transformers and PEFT
+    run, which change what requires a gradient. All others do nothing, but are there, as patches avoid modules with
+    hooks.
+    """
+    copies: dict[int, Any] = {id(x): _without_values(x) for x in model.parameters()}
+    functions: list[tuple[FunctionType, FunctionType]] = []
+    for module in model.modules():
+        own = vars(module)
+        for name in _HOOKS:
+            copies[id(own[name])] = OrderedDict((key, _harmless(hook)) for key, hook in own[name].items())
+        for name in _HOOKS_OF_STATES:
+            copies[id(own[name])] = OrderedDict()
+        if "_hf_hook" in own:
+            copies[id(own["_hf_hook"])] = _NoHook()
+        for value in own.values():
+            _add_functions(value, copies, functions)
+    with _WithoutValues():
+        copied = copy.deepcopy(model, copies)
+        for function, made in functions:
+            for cell, new in zip(function.__closure__ or (), made.__closure__ or (), strict=True):
+                with contextlib.suppress(ValueError):  # an empty cell
+                    held = cell.cell_contents
+                    new.cell_contents = copy.deepcopy(held, copies) if isinstance(held, _CALLABLE) else held
+    return copied
 
 
-class _Step(torch.nn.Module):
-    """A step as one call: its backward, which may run a forward again, then has the same parameters."""
+class _WithoutValues(TorchFunctionMode):
+    """Copies tensors to meta, however deep in an object they lie."""
 
-    def __init__(self, model: torch.nn.Module, adamw: bool) -> None:
-        super().__init__()
-        self.model, self.adamw = model, adamw
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _without_values(args[0]) if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
 
-    def forward(self, batch: Batch | Call) -> None:
-        step(self.model, batch, adamw=self.adamw)
+
+def _add_functions(value: Any, copies: dict[int, Any], found: list[tuple[FunctionType, FunctionType]]) -> None:
+    """Make a function anew that holds modules or methods of the model, with cells that are still empty.
+
+    Python copies a function as itself, so that a forward that wraps another would call the other's own module.
+    """
+    if not isinstance(value, FunctionType) or value.__closure__ is None or id(value) in copies:
+        return
+    cells = tuple(CellType() for _ in value.__closure__)
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    made.__kwdefaults__ = value.__kwdefaults__
+    copies[id(value)] = made
+    found.append((value, made))
+    for cell in value.__closure__:
+        with contextlib.suppress(ValueError):
+            _add_functions(cell.cell_contents, copies, found)
+
+
+_CALLABLE = (torch.nn.Module, MethodType, FunctionType, functools.partial, Bound)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS_OF_STATES = (
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+_STATELESS = ("transformers", "peft")
+
+
+def _harmless(hook: Any) -> Any:
+    home = getattr(hook, "__globals__", {}).get("__name__", "")
+    return hook if home.split(".")[0] in _STATELESS else _do_nothing
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """Be a hook."""
+
+
+class _NoHook:
+    """A hook of accelerate that leaves everything as it is."""
+
+    no_grad = False
+
+    def pre_forward(self, _: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return args, kwargs
+
+    def post_forward(self, _: Any, output: Any) -> Any:
+        return output
 
 
 def _made_again(model: Any) -> Any:
     """Return a new model from the configuration, which runs the patches of the model's classes."""
-    from tilekern.patch.bound_method import Bound
-
     if any(isinstance(own, Bound) for module in model.modules() for own in vars(module).values()):
         raise InputError(
             f"{type(model).__name__} was patched by itself and then sharded; call this before it is sharded"
         )
     dtype = next(x.dtype for x in model.parameters() if x.is_floating_point())
     return model_of(model.config, str(dtype).removeprefix("torch."), model.config._attn_implementation)
-
-
-@contextlib.contextmanager
-def _training(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model and all its modules into training mode for a while."""
-    modes = {module: module.training for module in model.modules()}
-    model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
