@@ -635,7 +635,8 @@ def second_gpu_stepped_by_our_optimizer() -> str:
 
     def train(patched: bool) -> Run:
         model = make(patched=patched, device="cuda:1")
-        optimizer = (tilekern.AdamW if patched else torch.optim.AdamW)(model.parameters(), lr=1e-3)
+        # With a small eps the sign of the smallest gradients, which are rounding, would decide.
+        optimizer = (tilekern.AdamW if patched else torch.optim.AdamW)(model.parameters(), lr=1e-2, eps=0.1)
 
         def step(model: Any, number: int) -> Any:
             loss = plain(model, number)

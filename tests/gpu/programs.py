@@ -68,6 +68,8 @@ def make(patched: bool, device: str | None = "cuda", **more: Any) -> Any:
     torch.manual_seed(0)
     with torch.device(f"cuda:{torch.cuda.current_device()}"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if patched and sys.argv[2] == "captured":
+        tilekern.graphed(model, lengths=(TOKENS, 2 * TOKENS, 4 * TOKENS, 8 * TOKENS))
     return model if device == "cuda" else model.to(device)
 
 

@@ -47,6 +47,7 @@ def train(name, size, kernels):
     if said.startswith("SKIP") and name in MAY_FAIL_AS_IT_IS:
         pytest.skip(said[5:])
     assert said.startswith("OK"), f"{said}\n{run.stderr[-2000:]}"
+    assert run.returncode == 0, f"the process ended with {run.returncode}: {run.stderr[-2000:]}"
 
 
 @pytest.mark.parametrize("name", CONDITIONS)

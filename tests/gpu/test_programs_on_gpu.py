@@ -23,7 +23,7 @@ def result_of(name, how):
     one_gpu = {"CUDA_VISIBLE_DEVICES": "0"} if program.gpus == 1 else {}
     run = ended(WORKER, name, how, start=ranks if program.ranks > 1 else (), HF_HUB_OFFLINE="1", **one_gpu)
     said = [line for line in run.stdout.splitlines() if line.startswith('{"losses"')]
-    assert said, f"{name} {how} ended with {run.returncode}: {run.stderr[-2500:]}"
+    assert run.returncode == 0, f"{name} {how} ended with {run.returncode}: {run.stderr[-2500:]}"
     return json.loads(said[-1])
 
 

@@ -225,8 +225,8 @@ def test_hooks_and_modules_of_the_job_do_not_see_the_trace(interpreted):
     model, seen = make().train(), []
     hook = AlignDevicesHook(execution_device="cpu", io_same_device=True)
     add_hook_to_module(model.model.layers[0], hook)
-    model.model.norm.register_forward_hook(lambda module, given, result: seen.append(result))
-    model.lm_head.register_full_backward_hook(lambda module, *slopes: seen.append(slopes[1][0]))
+    model.model.norm.register_forward_hook(lambda *given: seen.append(given[2]))
+    model.lm_head.register_full_backward_hook(lambda *given: seen.append(given[2][0]))
     embed = model.model.embed_tokens
     forward = embed.forward
 

@@ -72,7 +72,7 @@ def check(loop, replays=REPLAYS, **options):
 def test_a_form_is_captured_when_it_comes_for_the_third_time():
     found = check(plain)
     assert found.captured == 1
-    assert str(found) == "1 form captured, 4 replays"
+    assert str(found) == "1 form captured, 4 replays; eager: 2 x a new form"
 
 
 def test_gradients_are_added_up_over_forms():
@@ -165,6 +165,32 @@ def test_a_packed_row_is_captured_with_the_starts_of_its_sequences():
     found = check(loop, attention="tilekern")
     assert found.captured == 1
     assert tilekern.stats()["attention_forward"]["fallbacks"] == before
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("with_starts", [False, True])
+def test_padding_of_a_packed_row_is_a_sequence(with_starts):
+    """As TRL and the collators of transformers make rows: each has another length."""
+
+    def loop(model, optimizer, number):
+        optimizer.zero_grad()
+        tokens = 14 + number % 3
+        x, first = ids(number, 1, tokens), 3 + number % 2
+        starts = torch.tensor([0, first, tokens], dtype=torch.int32)
+        more = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), starts)
+        more |= dict.fromkeys(("max_length_q", "max_length_k"), max(first, tokens - first))
+        positions = torch.cat([torch.arange(first), torch.arange(tokens - first)])[None]
+        labels = x.clone()
+        labels[:, [0, first]] = -100
+        loss = loss_of(model, x, labels=labels, position_ids=positions, **(more if with_starts else {}))
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    tilekern.apply(model_type="qwen3")
+    eager, mine = make(attention="tilekern").train(), tilekern.graphed(make(attention="tilekern").train(), lengths=[16])
+    assert trained(mine, loop) == pytest.approx(trained(eager, loop), rel=1e-5)
+    assert (of(mine).captured, of(mine).replays, dict(of(mine).reasons)) == (1, STEPS - 2, {})
 
 
 def test_positions_that_nothing_reads_run_eagerly():
@@ -549,7 +575,8 @@ def test_what_lengths_cannot_pad_runs_eagerly():
     mask = torch.ones_like(IDS)
     mask[:, -1] = 0
     loss_of(model, IDS, attention_mask=mask).backward()  # a label that counts is hidden
-    loss_of(model, IDS, position_ids=torch.arange(7).expand(2, -1)).backward()
+    loss_of(model, IDS, position_ids=torch.arange(7).expand(2, -1)).backward()  # these say nothing
+    loss_of(model, IDS, position_ids=torch.arange(3, 10).expand(2, -1)).backward()
     assert dict(of(model).reasons) == {
         "more tokens than 8, the longest of lengths=": 1,
         "a mask that hides more than padding at the right": 2,
@@ -606,7 +633,8 @@ def test_apply_gives_graphs_to_the_outermost_models():
 def test_report_tells_of_graphs():
     _, model = twins()
     trained(model)
-    assert str(tilekern.report(model)).splitlines()[-1] == "graphs of the model: 1 form captured, 4 replays"
+    said = str(tilekern.report(model)).splitlines()[-1]
+    assert said == "graphs of the model: 1 form captured, 4 replays; eager: 2 x a new form"
 
 
 @pytest.mark.parametrize(

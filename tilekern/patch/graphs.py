@@ -106,6 +106,7 @@ class Graphs:
 
     Attributes:
         replays: steps that were replayed.
+        first: training calls that ran eagerly because their form was new.
         reasons: why other training calls ran eagerly, and how often.
     """
 
@@ -124,7 +125,7 @@ class Graphs:
         self._facts: _Facts | None = None
         self._room: Room | None = None
         self._values = _Values()
-        self.replays = 0
+        self.replays = self.first = 0
         self.reasons: Counter[str] = Counter()
 
     @property
@@ -134,7 +135,8 @@ class Graphs:
 
     def __str__(self) -> str:
         """Return the counts in a line."""
-        eager = [f"{number} x {reason}" for reason, number in self.reasons.most_common()]
+        counts = [("a new form", self.first), *self.reasons.most_common()]
+        eager = [f"{number} x {reason}" for reason, number in counts if number]
         said = f"{self.captured} form{'s' * (self.captured != 1)} captured, {self.replays} replays"
         return f"{said}; eager: {', '.join(eager)}" if eager else said
 
@@ -158,6 +160,7 @@ class Graphs:
         with inside():
             try:
                 found = self._step(model, {**dict(zip(self._names, args, strict=False)), **kwargs})
+                self.first += found is None
             except Refused as error:
                 self.reasons[str(error)] += 1
                 found = None
@@ -189,8 +192,8 @@ class Graphs:
             Refused: this call runs as it is.
         """
         room = self._room_of(model)
-        arguments = self._padded(_with_plain_numbers(arguments, room.device))
-        arguments = self._with_starts(model, self._values.without(arguments))
+        arguments = self._values.without(_with_plain_numbers(arguments, room.device))
+        arguments = self._with_starts(model, self._padded(arguments))
         if "labels" in arguments and (self._takes_any or "use_cache" in self._names):
             # A model that trains makes no cache of keys and values unless it is asked for one.
             arguments = {"use_cache": False, **arguments}
@@ -260,28 +263,32 @@ class Graphs:
         """Return arguments with their tokens padded to the next of the lengths.
 
         No token sees a later one, so those of padding change nothing but their own results, and labels of -100 leave
-        these out of the loss. A mask that hides tokens at the right alone says no more than that, and goes.
+        these out of the loss. A mask that hides tokens at the right alone says no more than that, and goes. In a packed
+        row padding is one more sequence.
         """
-        ids, labels = arguments.get("input_ids"), arguments.get("labels")
+        ids, labels, positions = (arguments.get(name) for name in ("input_ids", "labels", "position_ids"))
         if not self._lengths or ids is None or labels is None or ids.dim() != 2 or labels.shape != ids.shape:
             return arguments
         tokens = ids.shape[1]
         place = bisect_left(self._lengths, tokens)
         if place == len(self._lengths):
             raise Refused(f"more tokens than {self._lengths[-1]}, the longest of lengths=")
-        mask, room = arguments.get("attention_mask"), self._lengths[place] - tokens
+        mask, room = arguments.pop("attention_mask", None), self._lengths[place] - tokens
+        pad = torch.nn.functional.pad
+        padded = {"input_ids": pad(ids, (0, room)), "labels": pad(labels, (0, room), value=-100)}
+        if positions is not None and ids.shape[0] == 1 and positions.shape == ids.shape:
+            added = torch.arange(room, dtype=positions.dtype, device=positions.device)
+            padded["position_ids"] = torch.cat([positions, added[None]], 1) if room else positions
+            for name in _STARTS:  # they are found again, with that of the new sequence
+                arguments.pop(name, None)
         unknown = [
-            name for name, x in arguments.items()
-            if isinstance(x, Tensor) and x.dim() > 0 and name not in ("input_ids", "labels", "attention_mask")
-        ]  # fmt: skip
+            name for name, x in arguments.items() if isinstance(x, Tensor) and x.dim() > 0 and name not in padded
+        ]
         if unknown and room:
             raise Refused(f"lengths= cannot pad {unknown[0]}")
         if mask is not None and not self._values.hides_padding_alone(mask, labels):
             raise Refused("a mask that hides more than padding at the right")
-        pad = torch.nn.functional.pad
-        return arguments | {
-            "input_ids": pad(ids, (0, room)), "labels": pad(labels, (0, room), value=-100), "attention_mask": None,
-        }  # fmt: skip
+        return arguments | padded
 
     def _with_starts(self, model: torch.nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return arguments with the starts of the sequences that positions show, which no graph can look for.
@@ -356,6 +363,7 @@ class _Values:
 
 
 _SAY_NOTHING = ("attention_mask", "position_ids")
+_STARTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Numbers of packed sequences are rounded up to a power of two, and at least to this, so that few forms come.
 _FEWEST_SEQUENCES = 8
 
