@@ -179,6 +179,7 @@ def test_padding_of_a_packed_row_is_a_sequence(with_starts):
         starts = torch.tensor([0, first, tokens], dtype=torch.int32)
         more = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), starts)
         more |= dict.fromkeys(("max_length_q", "max_length_k"), max(first, tokens - first))
+        more["seq_idx"] = (torch.arange(tokens)[None] >= first).int()
         positions = torch.cat([torch.arange(first), torch.arange(tokens - first)])[None]
         labels = x.clone()
         labels[:, [0, first]] = -100
@@ -564,6 +565,17 @@ def test_lengths_pad_batches_and_keep_their_loss():
     assert trained(mine, varied) == pytest.approx(trained(eager, varied), rel=1e-5)
     assert of(mine).captured == 1
     assert of(mine).replays == 2
+
+
+def test_a_model_around_takes_the_lengths_of_the_one_inside():
+    """So a model that PEFT wraps later keeps them."""
+    from peft import LoraConfig, get_peft_model
+
+    tilekern.apply(model_type="qwen3", graphs=True)
+    model = get_peft_model(tilekern.graphed(make().train(), lengths=[8, 4]), LoraConfig(r=2, target_modules=["q_proj"]))
+    for tokens in (5, 6, 7, 8):
+        loss_of(model, ids(1, tokens=tokens)).backward()
+    assert (of(model).captured, of(model).replays) == (1, 2)
 
 
 def test_what_lengths_cannot_pad_runs_eagerly():

@@ -140,6 +140,10 @@ class Graphs:
         said = f"{self.captured} form{'s' * (self.captured != 1)} captured, {self.replays} replays"
         return f"{said}; eager: {', '.join(eager)}" if eager else said
 
+    def of(self, module: torch.nn.Module) -> Graphs:
+        """Return graphs of a module around this model, for the same lengths and number of forms."""
+        return Graphs(module, self._lengths, self._most)
+
     def is_of(self, module: torch.nn.Module) -> bool:
         """Return whether these are the graphs of a module, and not of the one that it is a copy or a replica of."""
         return self._model() is module
@@ -279,6 +283,9 @@ class Graphs:
         if positions is not None and ids.shape[0] == 1 and positions.shape == ids.shape:
             added = torch.arange(room, dtype=positions.dtype, device=positions.device)
             padded["position_ids"] = torch.cat([positions, added[None]], 1) if room else positions
+            numbers = arguments.get("seq_idx")
+            if isinstance(numbers, Tensor) and numbers.shape == ids.shape:
+                padded["seq_idx"] = torch.cat([numbers, (numbers[:, -1:] + 1).expand(1, room)], 1)
             for name in _STARTS:  # they are found again, with that of the new sequence
                 arguments.pop(name, None)
         unknown = [
@@ -552,7 +559,8 @@ class _Place:
             return None
         found = _own(module)
         if found is None and module.training and not is_inside() and any(x in _everywhere for x in kind.__mro__):
-            found = _give(module, Graphs(module))
+            inner = next(iter(graphs_of(module).values()), None)
+            found = _give(module, Graphs(module) if inner is None else inner.of(module))
         return found
 
 

@@ -136,11 +136,11 @@ def _hash_of(module: str) -> str:
 def _parsed(module: str) -> tuple[str, tuple[str, ...]]:
     """Return the lines of a module's source that count, and the modules that it may import."""
     text = path_of(module).read_text(encoding="utf-8")
-    tree = ast.parse(text)
+    nodes = list(ast.walk(ast.parse(text)))
     dropped: set[int] = set()
     strings: set[int] = set()
     imports: list[str] = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             dropped.update(_lines_of(node))
             imports.append(_named(node, module))
@@ -155,7 +155,7 @@ def _parsed(module: str) -> tuple[str, tuple[str, ...]]:
         for number, line in lines
         if number in strings or (number not in dropped and line.strip() and not line.lstrip().startswith("#"))
     ]
-    return "\n".join([*sorted(imports), *counting]), tuple(_imports(tree, module))
+    return "\n".join([*sorted(imports), *counting]), tuple(_imports(nodes, module))
 
 
 def _named(node: ast.Import | ast.ImportFrom, module: str) -> str:
@@ -174,13 +174,13 @@ def _lines_of(node: Any) -> range:
     return range(node.lineno, node.end_lineno + 1)
 
 
-def _imports(tree: ast.Module, module: str) -> Iterator[str]:
+def _imports(nodes: Iterable[ast.AST], module: str) -> Iterator[str]:
     """Yield what a module imports, inside functions too; what is imported of a module may be a module itself.
 
     A kernel in CuTe DSL is named by a text, ``module:Class``.
     """
     package = module if path_of(module).name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
