@@ -422,6 +422,35 @@ def test_other_threads_go_on_during_a_capture():
         thread.join()
 
 
+def test_a_capture_that_fails_leaves_nothing_behind():
+    """A wait for the whole GPU, which a rehearsal does not see, has CUDA end the capture."""
+
+    def waiting(model):
+        embed = model.model.embed_tokens
+        forward = embed.forward
+
+        def wait(x):
+            torch.cuda.synchronize()
+            return forward(x)
+
+        embed.forward = wait
+        return model
+
+    def drawing(model, optimizer, number):
+        return plain(model, optimizer, number) + torch.rand(1, device="cuda")
+
+    eager, mine = make(), tilekern.graphed(waiting(make()))
+    results = []
+    for model in (mine, eager):
+        torch.manual_seed(1)
+        results.append(trained(model, drawing, 6))
+    assert results[0] == results[1]
+    found = graphs_of(mine)[""]
+    assert found.replays == 0
+    assert next(iter(found.reasons)).startswith("its capture failed")
+    assert trained(tilekern.graphed(make()), plain, 6) == trained(make(), plain, 6)
+
+
 def test_graphs_take_little_memory_beside_the_eager_step():
     def peak(model):
         torch.cuda.synchronize()

@@ -13,6 +13,7 @@ import gc
 import sys
 import threading
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -52,8 +53,26 @@ class Graph:
 
     def record(self, run: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
         """Capture; other threads may go on meanwhile, as the one that pins a data loader's memory does."""
-        with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            return run()
+        device = self._stream.device
+        random_state = torch.cuda.get_rng_state(device)
+        mode = "thread_local"
+        try:
+            with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
+                return run()
+        except BaseException:
+            self._give_up(device, random_state)
+            raise
+
+    def _give_up(self, device: torch.device, random_state: Tensor) -> None:
+        """Take torch's allocator and generator out of a capture that CUDA has ended early: torch leaves both in it."""
+        with contextlib.suppress(RuntimeError):  # the capture was ended as it should
+            torch._C._cuda_endAllocateToPool(device.index, self._pool)
+        try:
+            torch.rand(1, device=device)
+        except RuntimeError:
+            anew = torch.Generator(device)
+            torch.cuda.default_generators[device.index].graphsafe_set_state(anew.graphsafe_get_state())
+        torch.cuda.set_rng_state(random_state, device)
 
     def replay(self) -> None:
         """Queue the graph on the current stream."""
@@ -463,7 +482,9 @@ def _waiting_refused(device: torch.device) -> Iterator[None]:
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
