@@ -137,6 +137,7 @@ def train(
     layers: Annotated[int, typer.Option(min=0, help="Layers of the model; 0 means all.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps at each length, after four that warm up.")] = 5,
     providers: Annotated[str, typer.Option(help="Trainers, by commas; default the fastest of each family.")] = "",
+    lora: Annotated[int, typer.Option(min=0, help="Rank of adapters that train alone; 0 trains all weights.")] = 0,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Compute activations again.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Say where tilekern's steps spend the GPU.")] = False,
     device: Annotated[Device, typer.Option(help="Where the model trains.")] = Device.cuda,
@@ -152,7 +153,7 @@ def train(
     timed = bench.timed_steps(lengths, steps)
     if sequence and any(length % sequence for length in lengths):
         raise InputError(f"--sequence {sequence}: each of --tokens must be a whole number of sequences")
-    job = bench.Job("", model, layers, tuple(lengths), timed, 4, device.value, checkpointing, profile, sequence)
+    job = bench.Job("", model, layers, tuple(lengths), timed, 4, device.value, checkpointing, profile, sequence, lora)
     names = among(providers, list(TRAINERS), "provider") if providers else list(USUAL)
     stem = name or "train"
 

@@ -69,7 +69,8 @@ def measure(job: Job, providers: Sequence[str], keep: Keep, say: Say) -> tuple[R
         InputError: an unknown provider or model, or no provider took a step at any length.
     """
     layers = job.layers or config_named(job.model)[1].get_text_config().num_hidden_layers
-    run = facts() | {"model": name_of(job.model), "layers": layers, "warm_up": job.warm_up}
+    adapted = f" with {_adapters(job)}" if job.lora else ""
+    run = facts() | {"model": name_of(job.model) + adapted, "layers": layers, "warm_up": job.warm_up}
     jobs = [replace(job, provider=one, profile=job.profile and one == OURS) for one in providers]
     return measure_jobs(jobs, run, "train", keep, say)
 
@@ -151,7 +152,12 @@ def label(job: Job, tokens: int) -> str:
     said = f"{name_of(job.model)} {batch} tokens"
     said += f", {job.layers} layers" if job.layers else ""
     said += f", {WAYS[job.way]} on {job.ranks} GPUs" if job.way else ""
+    said += f", {_adapters(job)}" if job.lora else ""
     return said + (", checkpointing" if job.checkpointing else "")
+
+
+def _adapters(job: Job) -> str:
+    return f"LoRA of rank {job.lora}"
 
 
 def with_a_loss(lines: Iterable[Line], name: str, job: Job, notes: list[str]) -> Iterator[Line]:

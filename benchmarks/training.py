@@ -38,7 +38,8 @@ READY: Line = {"kind": "ready"}
 class Job:
     """The work of one process: ``timed`` is the number of timed steps of each of ``tokens``, after ``warm_up``.
 
-    A step is a batch of sequences of ``sequence`` tokens, or one sequence if that is 0. ``ranks`` processes share
+    A step is a batch of sequences of ``sequence`` tokens, or one sequence if that is 0. With ``lora`` only adapters of
+    that rank train, on all linear layers, in the model's dtype; with 0 all weights do. ``ranks`` processes share
     the model in one of :data:`benchmarks.sharing.WAYS`; ``limit_s`` are the seconds that they may take, 0 for the
     provider's.
     """
@@ -53,6 +54,7 @@ class Job:
     checkpointing: bool = False
     profile: bool = False
     sequence: int = 0
+    lora: int = 0
     way: str = ""
     ranks: int = 1
     limit_s: float = 0.0
@@ -168,9 +170,18 @@ def begin(job: Job) -> Loop:
         model = sharing.shared(model, job.way, job.ranks, job.device)
     if job.checkpointing:
         model.gradient_checkpointing_enable()
+    if job.lora:
+        model = _adapted(model, job.lora)
     trainer.compile(model)
     shares = job.ranks if job.way == "fsdp" else 1
     return Loop(trainer, model, trainer.optimizer(model, LEARNING_RATE), job.device, shares)
+
+
+def _adapted(model: Any, rank: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    how = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, how, autocast_adapter_dtype=False)
 
 
 def train(loop: Loop, ids: Any, warm_up: int, timed: int) -> Line:

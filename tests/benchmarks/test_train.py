@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 from benchmark_samples import RUN, Standing, answering
 
 from benchmarks import train
 from benchmarks.__main__ import main
 from benchmarks.results import Results, Row, read_results
 from benchmarks.trainers import TRAINERS, USUAL, full_name, trainer_named
-from benchmarks.training import Job
+from benchmarks.training import Job, begin
 from tilekern.errors import InputError
 
 pytestmark = pytest.mark.processes
@@ -104,6 +106,19 @@ def run_with(monkeypatch, *answers):
     jobs, notes = answering(monkeypatch, train, *answers), []
     lines = list(train._lines(JOB, notes, train._start(JOB)))
     return lines, [job.tokens for job in jobs], notes
+
+
+def test_adapters_train_alone(tiny):
+    job = replace(JOB, provider="hf-sdpa", model=str(tiny), tokens=(8,), timed=(1,), device="cpu", lora=4)
+    assert train.label(job, 8) == "tiny 8 tokens, LoRA of rank 4"
+    loop = begin(job)
+    before = {name: x.clone() for name, x in loop.model.named_parameters()}
+    for _ in range(2):
+        loop.step(loop.tokens(8, 0))
+    changed = {name for name, x in loop.model.named_parameters() if not torch.equal(x, before[name])}
+    assert len(changed) == 2 * 7 * 2
+    assert all("lora_" in name for name in changed)
+    assert {x.dtype for x in loop.model.parameters()} == {torch.bfloat16}
 
 
 def test_a_length_that_does_not_fit_is_tried_once_more_in_a_fresh_process(monkeypatch):

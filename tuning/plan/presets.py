@@ -37,7 +37,16 @@ _GEMMA_2 = {
     "final_logit_softcapping": 30.0,
     "tie_word_embeddings": True,
 }
-_GEMMA_3 = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 1024, "tie_word_embeddings": True}
+_GEMMA_3 = {"head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
+_LLAMA_3_2_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_LLAMA_3_2 = {"head_dim": 64, "tie_word_embeddings": True, "rope_parameters": _LLAMA_3_2_ROPE}
 _QWEN_2_5 = (3584, 18944, 28, (28, 4), 152064)
 _MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
 _GPT_OSS = {"head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128, "attention_bias": True}
@@ -59,10 +68,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-14b": _qwen3(5120, 17408, 40, 40),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64),
     "llama-3-8b": _sizes("llama", 4096, 14336, 32, (32, 8), 128256, rope_theta=5e5),
+    "llama-3.2-1b": _sizes("llama", 2048, 8192, 16, (32, 8), 128256, max_position_embeddings=131072, **_LLAMA_3_2),
     "qwen2.5-7b": _sizes("qwen2", *_QWEN_2_5, rope_theta=1e6),
     "gemma-2-9b": _sizes("gemma2", 3584, 14336, 42, (16, 8), 256000, **_GEMMA_2),
     "mistral-7b": _sizes("mistral", 4096, 14336, 32, (32, 8), 32768, sliding_window=None, rope_theta=1e6),
-    "gemma-3-12b": _sizes("gemma3_text", 3840, 15360, 48, (16, 8), 262208, **_GEMMA_3),
+    "gemma-3-1b": _sizes("gemma3_text", 1152, 6912, 26, (4, 1), 262144, sliding_window=512, **_GEMMA_3),
+    "gemma-3-12b": _sizes("gemma3_text", 3840, 15360, 48, (16, 8), 262208, sliding_window=1024, **_GEMMA_3),
     "phi-4": _sizes("phi3", 5120, 17920, 40, (40, 10), 100352, pad_token_id=100349, rope_theta=2.5e5),
     "qwen2.5-vl-7b": {
         "model_type": "qwen2_5_vl",
