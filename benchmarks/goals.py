@@ -208,6 +208,24 @@ def _no_worse_than_peers(metric: str, factor: float, what: str, target: str, *, 
     return Goal(what, "train", judge)
 
 
+def _small_models(what: str, provider: str, than: str, least: dict[str, float]) -> Goal:
+    """Make a goal of whole models: ``least`` times the speed of another trainer, by cases.
+
+    The figure also says what the GPU's own time allows, if the host never kept it waiting.
+    """
+
+    def judge(results: Results) -> Iterator[Verdict]:
+        for case, factor in least.items():
+            ours, theirs = (results.row(case, name, "tokens_per_s") for name in (provider, than))
+            taken, on_gpu = results.row(case, than, "step_s"), results.row(case, provider, "gpu_s")
+            if ours and theirs and taken and on_gpu:
+                ratio = ours.value / theirs.value
+                figure = f"{ratio:.2f} x ({shown(ours)} tok/s); its GPU time allows {taken.value / on_gpu.value:.2f} x"
+                yield Verdict(what, case, f"≥ {factor:g} x", figure, ratio >= factor, _listed([theirs]))
+
+    return Goal(what, "train", judge)
+
+
 def _family(model: str, factor: float, most_gib: float | None = None) -> list[Goal]:
     """Make the goals of a family's model: ``factor`` times the best peer's speed in the run, and a limit of memory."""
     speed, memory = f"training {model}, tokens a second", f"training {model}, peak memory"
@@ -312,6 +330,14 @@ _HEADS = (_HEAD, "fused_linear_cross_entropy 8192x4096x151936")
 _NORMS = ("rms_norm 8192x4096", "rms_norm 32768x4096")
 # Models of a run of the families that share their targets.
 _OTHERS = ("mistral-7b", "gemma-3-12b", "phi-4", "qwen2.5-vl-7b", "olmo-2-7b")
+_COMPILED = "torch.compile-layers"
+# How much faster than layers by torch.compile a captured step must be: the smaller the model, the more.
+_CAPTURED = {
+    "qwen3-0.6b 256 tokens": 5.0, "qwen3-0.6b 1024 tokens": 4.0, "qwen3-0.6b 4096 tokens": 1.8,
+    **{f"qwen3-{size} {tokens} tokens": 1.5 for size in ("1.7b", "4b") for tokens in (1024, 4096)},
+    "llama-3.2-1b 1024 tokens": 2.0, "gpt2 8 x 1024 tokens": 2.0, "gemma-3-1b 1024 tokens": 2.0,
+    **{f"qwen3-8b {tokens} tokens, LoRA of rank 16": 1.3 for tokens in (1024, 4096)},
+}  # fmt: skip
 _BOTH = ("forward", "backward", "forward_backward")
 # Targets of the suite at every length of a sweep; ops whose gradient is made with the loss are timed for both at once.
 # Short lengths are bound by launches and are judged too.
@@ -369,6 +395,19 @@ GOALS = (
     ),
     _no_worse_than_peers("peak_gib", 1.0, "training, peak memory", "≤ the best peer", more_is_better=False),
     _at_most("train", "first_step_lag_s", 0.5, "training, first step over the second", target="≤ 0.5 s"),
+    _small_models(
+        "training, eager steps over torch.compile by layer",
+        f"{OURS}-torch-adamw",
+        _COMPILED,
+        dict.fromkeys(_CAPTURED, 1.1),
+    ),
+    _small_models("training, captured steps over torch.compile by layer", f"{OURS}-graphs", _COMPILED, _CAPTURED),
+    _small_models(
+        "training, captured steps over eager ones",
+        f"{OURS}-graphs",
+        f"{OURS}-torch-adamw",
+        {f"qwen3-8b {tokens} tokens": 1.03 for tokens in (2048, 4096)},
+    ),
     *_family("llama-3-8b", 1.25, most_gib=11.2),
     *_family("qwen2.5-7b", 1.25, most_gib=11.8),
     *_family("gemma-2-9b", 1.7),
