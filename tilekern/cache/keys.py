@@ -185,11 +185,19 @@ def parse_problem_key(text: str) -> dict[str, Value]:
         raise CacheError(f"a problem's key may have {LONGEST_PROBLEM_KEY} characters, got {len(text)}")
     problem: dict[str, Value] = {}
     for part in text.split(","):
-        name, equals, value = part.partition("=")
-        if not equals or name in problem or not _DIMENSION.fullmatch(name) or not _TEXT.fullmatch(value):
+        pair = _pair(part)
+        if pair is None or pair[0] in problem:
             raise CacheError(f"{text!r} is not a problem key; one looks like rows=8192,columns=4096,dtype=bfloat16")
-        problem[name] = _value(value)
+        problem[pair[0]] = pair[1]
     return problem
+
+
+@functools.lru_cache(maxsize=4096)
+def _pair(part: str) -> tuple[str, Value] | None:
+    """Return the dimension and the value of a part of a problem's key; None if it is none."""
+    # Cached: the records of a pack have few different parts, and a job opens each pack of the wheel.
+    name, equals, value = part.partition("=")
+    return (name, _value(value)) if equals and _DIMENSION.fullmatch(name) and _TEXT.fullmatch(value) else None
 
 
 @functools.lru_cache(maxsize=1024)

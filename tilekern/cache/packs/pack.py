@@ -24,6 +24,7 @@ from tilekern.cache.errors import CacheError, Corrupt, Missing, UnknownSchema
 from tilekern.cache.keys import (
     SIGNATURE_SUFFIX,
     Address,
+    blob_name,
     blob_path,
     check_digest,
     parse_path,
@@ -76,8 +77,8 @@ class Pack:
         self._file, self.status = _open(path)
         # Layers live as long as the process and are never closed.
         weakref.finalize(self, self._file.close)
+        self.records: dict[Address, str] = {}
         self.members = self._check_members()
-        self.records = {parse_path(name.split("/")): name for name in self.members if _is_record(name)}
 
     def read(self, name: str) -> bytes:
         """Return a member's bytes, checked against the manifest.
@@ -100,7 +101,7 @@ class Pack:
 
     def read_blob(self, sha256: str) -> bytes:
         """Return a blob; raises as :meth:`read` does."""
-        return check_blob(self.read(str(blob_path(sha256))), sha256)
+        return check_blob(self.read(blob_name(sha256)), sha256)
 
     def entries(self, where: Where | None = None) -> Iterator[Entry]:
         """Yield every record, sorted by address, as :meth:`tilekern.cache.Store.entries` does."""
@@ -179,7 +180,8 @@ class Pack:
         try:
             check_clashes(members)
             found = {name: _member(name, value) for name, value in members.items()}
-            records = {member.sha256 for name, member in found.items() if _is_record(name)}
+            self.records = {parse_path(name.split("/")): name for name in found if _is_record(name)}
+            records = {found[name].sha256 for name in self.records.values()}
             for name in filter(is_signature, found):
                 if schema == UNSIGNED:
                     raise Corrupt(f"a pack of schema {UNSIGNED} has no signatures, got {name}")
@@ -220,12 +222,11 @@ def _member(name: str, value: Any) -> Member:
         raise Corrupt(f"{name!r:.300} must have a sha256 and a size in the manifest")
     digest, size = check_digest(f"{name!r:.300}: sha256", value["sha256"]), value["size"]
     if _is_record(name):
-        parse_path(name.split("/"))
         largest = LARGEST_RECORD
     elif is_signature(name):
         parse_signature_path(name.split("/"))
         largest = SIGNATURE_BYTES
-    elif name == str(blob_path(digest)):
+    elif name == blob_name(digest):
         largest = LARGEST_BLOB
     else:
         raise Corrupt(f"{name!r:.300} is neither the path of a record nor that of its blob or signature")
