@@ -97,7 +97,10 @@ REFUSED = [
     (["push", "kernels.pack", "oci://127.0.0.1:1/team/kernels:b200"], ["127.0.0.1", "refused"]),
     *((["wheel", "out", f"--name={name}", "--version", "1.0"], ["--name must be"]) for name in NAMES),
     *((["wheel", "out", "--name", "acme", f"--version={it}"], ["--version must be"]) for it in VERSIONS),
-    *((["wheel", "out", "--name", it, "--version", "1"], ["would replace tilekern itself"]) for it in ("tilekern", "TileKern")),
+    *(
+        (["wheel", "out", "--name", it, "--version", "1"], ["would replace tilekern itself"])
+        for it in ("tilekern", "TileKern")
+    ),
     ([*WHEEL, "--kernel", "rope"], ["no record in"]),
     ([*WHEEL, "--target", "H200", "--pack", "x.pack"], ["--pack", "filters"]),
     ([*WHEEL, "--pack", "bad.pack"], ["bad.pack"]),
