@@ -59,3 +59,20 @@ def test_a_taken_gradient_is_made_again_and_the_first_is_not():
     for _ in range(3):
         assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], 2 * x)
     assert len(made) == 3
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_tensor_that_a_transform_left_behind_is_taken():
+    """torch unwraps it for autograd functions; its memory cannot be asked for before."""
+    left = []
+
+    def leaving(x):
+        left.append(x * 2)
+        return x.sum()
+
+    x, weight = torch.randn(4, 64), torch.rand(64, requires_grad=True)
+    torch.func.grad(leaving)(x)
+    ops.rms_norm(left[0], weight, 1e-6).sum().backward()
+    other = weight.detach().requires_grad_()
+    ops.rms_norm(2 * x, other, 1e-6).sum().backward()
+    assert torch.equal(weight.grad, other.grad)

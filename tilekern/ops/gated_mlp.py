@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilekern.kernels import swiglu as kernels
 from tilekern.ops.projections import input_gradient
-from tilekern.ops.registration import check_tensors, differentiable_once, is_eager, needs_gradient, shaped
+from tilekern.ops.registration import applied, check_tensors, differentiable_once, is_eager, needs_gradient, shaped
 from tilekern.ops.swiglu import swiglu
 from tilekern.runtime.dispatch import Plan, keep, memo, plan_for
 
@@ -44,7 +44,7 @@ def gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Te
     if plans is None:
         gate, up = (torch.nn.functional.linear(x, weight) for weight in weights[:2])
         return torch.nn.functional.linear(swiglu(gate, up), down_weight)
-    return _GatedMlp.apply(x, *weights, plans)
+    return _apply(x, *weights, plans)
 
 
 def _found(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> tuple[Plan, Plan] | None:
@@ -102,3 +102,6 @@ class _GatedMlp(torch.autograd.Function):
         dx = shaped(input_gradient((dgate, dup), (gate_weight, up_weight)), *x.shape) if wants[0] else None
         dgate_weight = torch.mm(dgate.t(), rows) if wants[1] else None
         return dx, dgate_weight, torch.mm(dup.t(), rows) if wants[2] else None, ddown, None
+
+
+_apply = applied(_GatedMlp)

@@ -20,7 +20,7 @@ from tilekern.kernels import activation as kernels
 from tilekern.kernels import column_sum
 from tilekern.kernels.families.stripes import groups_of
 from tilekern.ops.activation import Curve, activation, curve_of
-from tilekern.ops.registration import check_tensors, differentiable_once, is_eager, needs_gradient, shaped
+from tilekern.ops.registration import applied, check_tensors, differentiable_once, is_eager, needs_gradient, shaped
 from tilekern.runtime.dispatch import Plan, keep, memo, plan_for
 
 
@@ -64,7 +64,7 @@ def mlp(
     if plans is None:
         linear = torch.nn.functional.linear
         return linear(activation(linear(x, up_weight, up_bias), kind), down_weight, down_bias)
-    return _Mlp.apply(x, up_weight, up_bias, down_weight, down_bias, curve, plans)
+    return _apply(x, up_weight, up_bias, down_weight, down_bias, curve, plans)
 
 
 def _found(
@@ -151,3 +151,6 @@ def _weight_gradient(slope: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
     if weight.is_contiguous():
         return torch.mm(slope.t(), rows)
     return torch.mm(rows.t(), slope).t()
+
+
+_apply = applied(_Mlp)

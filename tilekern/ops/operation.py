@@ -54,7 +54,7 @@ def _written(op: Declaration) -> Any:
     """Register the op with torch and return its public function."""
     names = names_of(op)
     exec(_code_of(op), names)
-    names["apply"] = names[op.title].apply
+    names["apply"] = registration.applied(names[op.title])
     names["registered"] = registration.register(op.schema, names["run"], names["fake"])
     backward = registration.register(op.backward_schema, names["run_backward"], names["fake_backward"])
     names["registered_backward"] = backward

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilekern.ops.registration import differentiable_once, is_eager, needs_gradient, shaped
+from tilekern.ops.registration import applied, differentiable_once, is_eager, needs_gradient, shaped
 
 
 def projections(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -29,7 +29,7 @@ def projections(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """
     if not is_eager(x, *weights) or not needs_gradient(x, *weights):
         return tuple(torch.nn.functional.linear(x, weight) for weight in weights)
-    return _Projections.apply(x, *weights)
+    return _apply(x, *weights)
 
 
 def input_gradient(slopes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -55,3 +55,6 @@ class _Projections(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         wanted = ctx.needs_input_grad[1:]
         return dx, *(torch.mm(s.t(), rows) if want else None for s, want in zip(slopes, wanted, strict=True))
+
+
+_apply = applied(_Projections)
