@@ -169,6 +169,30 @@ def test_noted_digests_hold_while_their_files_are_the_same(digest, tmp_path, mon
     assert digest(kernel=CODE + "\n") == "parsed"
 
 
+def test_a_checkout_keeps_its_digests_as_python_keeps_bytecode(tmp_path, monkeypatch):
+    kept = tmp_path / "__pycache__" / "source.json"
+    monkeypatch.setattr(source, "_KEPT", kept)
+    monkeypatch.setattr(source, "NOTES", tmp_path / "none")
+    names = ["tilekern.kernels.rms_norm", "tilekern.kernels.swiglu"]
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    forget()
+    made = [*map(source_digest, names)]
+    assert not kept.exists()
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    forget()
+    assert [*map(source_digest, names)] == made
+    forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(source, "files_of", None)
+        assert [*map(source_digest, names)] == made
+    assert [path.name for path in kept.parent.iterdir()] == ["source.json"]
+    kept.write_text("{", encoding="utf-8")
+    forget()
+    assert [*map(source_digest, names)] == made
+    assert kept.read_text(encoding="utf-8").count("digest") == 2
+    forget()
+
+
 def test_the_digest_of_a_spec_covers_all_that_it_is_made_of():
     """Nothing that decides what a spec compiles to, or what it may choose from, is outside of the files."""
     for spec in all_specs().values():

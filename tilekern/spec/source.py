@@ -9,21 +9,26 @@ may have changed nothing that it runs: ``python -m tilekern.tune refresh --same-
 find out, and carries the record over.
 
 The source is parsed and never imported. A wheel has the digests noted beside the hashes of the files that they cover;
-while the files have these hashes, nothing is parsed.
+while the files have these hashes, nothing is parsed. A checkout notes them where Python keeps bytecode.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterable, Iterator
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 NOTES = Path(__file__).with_name("source_digests.json")
+_KEPT = Path(importlib.util.cache_from_source(__file__)).with_suffix(".json")
 KERNELS = "tilekern.kernels"
 _SHARED = "tilekern.spec.space"
 
@@ -38,10 +43,13 @@ def source_digest(module: str) -> str:
     Raises:
         ModuleNotFoundError: the module does not exist, or its source is not installed.
     """
-    noted = _notes(NOTES).get(module)
-    if noted is not None and all(_hash_of(file) == sha256 for file, sha256 in noted["files"].items()):
-        return str(noted["digest"])
-    return _digest(files_of(module))
+    for path in (NOTES, _KEPT):
+        noted = _notes(path).get(module)
+        if noted is not None and all(_hash_of(file) == sha256 for file, sha256 in noted["files"].items()):
+            return str(noted["digest"])
+    made = _note(files_of(module))
+    _keep(module, made)
+    return str(made["digest"])
 
 
 def files_of(module: str) -> list[str]:
@@ -75,11 +83,26 @@ def note_digests(modules: Iterable[str], path: Path) -> None:
     Raises:
         ModuleNotFoundError: as :func:`source_digest`.
     """
-    notes = {}
-    for module in modules:
-        files = files_of(module)
-        notes[module] = {"digest": _digest(files), "files": {file: _hash_of(file) for file in files}}
+    notes = {module: _note(files_of(module)) for module in modules}
     path.write_text(json.dumps(notes, indent=1, sort_keys=True), encoding="utf-8")
+
+
+def _note(files: Sequence[str]) -> dict[str, Any]:
+    # This file makes the digests.
+    return {"digest": _digest(files), "files": {file: _hash_of(file) for file in (*files, __name__)}}
+
+
+def _keep(module: str, note: dict[str, Any]) -> None:
+    """Keep a note of one of tilekern's modules for later processes, as Python keeps bytecode, if it may be kept."""
+    if sys.dont_write_bytecode or _top(module) != "tilekern":
+        return
+    kept = _notes(_KEPT)
+    kept[module] = note
+    with contextlib.suppress(OSError):
+        _KEPT.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=_KEPT.parent, delete=False, encoding="utf-8") as file:
+            json.dump(kept, file)
+        os.replace(file.name, _KEPT)
 
 
 def path_of(module: str) -> Path:
@@ -122,8 +145,11 @@ def _digest(modules: Iterable[str]) -> str:
 
 @functools.cache
 def _notes(path: Path) -> dict[str, Any]:
-    """Return the digests that a wheel noted; a checkout has none."""
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    """Return the digests that a file notes; none if it is not there or no such file."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
 
 
 @functools.cache
