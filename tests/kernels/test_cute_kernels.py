@@ -68,6 +68,10 @@ def values_of(axis, spec, problem, target=H200):
     return {config[axis] for config in configs(spec, problem, target)}
 
 
+# With the 128 threads of their first config these hold more than their registers; a race leaves that config behind.
+WIDER = dict.fromkeys(("fused_add_layer_norm_backward", "fused_rms_norm_add_rms_norm_backward"), {"threads": 256})
+
+
 def made_of(spec, columns=None, target=H200, **axes):
     """The first config that has some values of axes, and the kernel of it."""
     problem = problem_of(spec, columns or 4096)
@@ -255,7 +259,7 @@ def vectors_of(kernel, config):
 @pytest.mark.parametrize(("spec", "target"), COMPILED)
 @pytest.mark.share(32)
 def test_they_compile_for_each_gpu_with_the_parameters_that_are_passed(spec, target):
-    problem, config, kernel = made_of(spec, target=target)
+    problem, config, kernel = made_of(spec, target=target, **WIDER.get(spec.name, {}))
     made = compile_candidate(spec, problem, config, target, ALIGNED)
     assert parameter_bytes(made.cubin, made.symbol) == passed_bytes(kernel)
     assert read_resources(made.cubin, made.symbol).threads == kernel.block
