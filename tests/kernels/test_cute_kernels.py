@@ -69,7 +69,7 @@ def values_of(axis, spec, problem, target=H200):
 
 
 # With the 128 threads of their first config these hold more than their registers; a race leaves that config behind.
-WIDER = dict.fromkeys(("fused_add_layer_norm_backward", "fused_rms_norm_add_rms_norm_backward"), {"threads": 256})
+WIDER = {name: {"threads": 256} for name in ("fused_add_layer_norm_backward", "fused_rms_norm_add_rms_norm_backward")}
 
 
 def made_of(spec, columns=None, target=H200, **axes):
