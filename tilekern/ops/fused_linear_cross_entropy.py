@@ -31,9 +31,11 @@ from tilekern.ops.registration import (
     check_tensors,
     check_vectors,
     disjoint,
+    first_order,
     is_traced,
     is_transformed,
     needs_gradient,
+    refuse_gradient,
     register,
     register_gradient,
     scalar,
@@ -391,14 +393,16 @@ def _from_inputs(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
 
 def _keep_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output[1:4])
+    _, rows, weight, *_ = inputs
+    ctx.save_for_backward(*output[1:4], rows, weight, inputs[4 + _BIAS])
     ctx.wanted = _wanted(LossOptions(None, *inputs[5:]))
 
 
 def _from_gradients(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
     """Scale the saved gradients out of place: the graph owns them, and its compiler may fuse this."""
-    made = tuple((x * dloss).to(x.dtype) for x in ctx.saved_tensors)
-    return None, *_by_inputs(ctx.wanted, made)
+    *made, rows, weight, bias = ctx.saved_tensors
+    made = [(x * dloss).to(x.dtype) for x in made]
+    return None, *_by_inputs(ctx.wanted, first_order(made, rows, weight, bias))
 
 
 def _by_inputs(wanted: Sequence[bool], made: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
@@ -420,5 +424,6 @@ _TOTAL = register(
     _run_total,
     _fake_total,
 )
+refuse_gradient(_GRADIENTS)
 register_gradient(_BY_ROW, _from_inputs, _keep_inputs)
 register_gradient(_TOTAL, _from_gradients, _keep_gradients)

@@ -57,6 +57,7 @@ def _written(op: Declaration) -> Any:
     names["apply"] = registration.applied(names[op.title])
     names["registered"] = registration.register(op.schema, names["run"], names["fake"])
     backward = registration.register(op.backward_schema, names["run_backward"], names["fake_backward"])
+    registration.refuse_gradient(backward)
     names["registered_backward"] = backward
     registration.register_gradient(names["registered"], names["derive"], names["save"])
     # The public function has the defaults, the documentation and the name of the formula.

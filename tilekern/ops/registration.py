@@ -45,6 +45,15 @@ def register_gradient(op: Any, backward: Callable[..., Any], save: Callable[...,
     torch.library.register_autograd(op, backward, setup_context=save, lib=_LIBRARY)
 
 
+def refuse_gradient(op: Any) -> None:
+    """Let differentiating the results of an op raise: they are gradients, and torch would take them for constants."""
+    torch.library.register_autograd(op, _refuse, lib=_LIBRARY)
+
+
+def _refuse(ctx: Any, *gradients: Tensor) -> None:
+    raise RuntimeError("tilekern: trying to differentiate twice; the gradient of this op has no gradient")
+
+
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Return whether autograd must record an op on these tensors."""
     if not torch.is_grad_enabled():
@@ -261,9 +270,7 @@ class _FirstOrder(torch.autograd.Function):
     def forward(ctx: Any, gradient: Tensor, *sources: Tensor | None) -> Tensor:  # noqa: ARG004
         return gradient.view_as(gradient)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> None:  # noqa: ARG004
-        raise RuntimeError("tilekern: trying to differentiate twice; the gradient of this op has no gradient")
+    backward = staticmethod(_refuse)
 
 
 def as_rows(x: Tensor) -> Tensor:
