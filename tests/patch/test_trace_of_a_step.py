@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import threading
 from pathlib import Path
 from random import Random
 
@@ -158,6 +159,14 @@ def test_a_model_is_as_it_was_and_counts_nothing(h200):
     assert not any(module.training for module in model.modules())
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert all(x.grad is None and x.device.type == "cpu" for x in model.parameters())
+
+
+def test_objects_that_cannot_be_copied_are_the_job_s_own(h200):
+    apply()
+    model = make()
+    expected = traced(model, STEPS["plain"][0]).problems
+    model.lock, model.model.draws, model.model.layers[0].whole = threading.Lock(), torch.Generator(), [model]
+    assert traced(model, STEPS["plain"][0]).problems == expected
 
 
 def test_parameters_that_do_not_train_have_no_optimizer_and_no_gradient(h200):

@@ -245,6 +245,9 @@ def _copied(model: torch.nn.Module) -> torch.nn.Module:
         for value in own.values():
             _add_functions(value, copies, functions)
     with _WithoutValues():
+        for value in {id(x): x for module in model.modules() for x in vars(module).values()}.values():
+            if not isinstance(value, _COPIED) and not _can_copy(value, copies):
+                copies[id(value)] = value
         copied = copy.deepcopy(model, copies)
         for function, made in functions:
             for cell, new in zip(function.__closure__ or (), made.__closure__ or (), strict=True):
@@ -280,7 +283,18 @@ def _add_functions(value: Any, copies: dict[int, Any], found: list[tuple[Functio
             _add_functions(cell.cell_contents, copies, found)
 
 
+def _can_copy(value: Any, copies: Mapping[int, Any]) -> bool:
+    """Return whether Python can copy an object; locks, generators and groups of ranks are the job's own."""
+    try:
+        copy.deepcopy(value, dict(copies))
+    except Exception:  # noqa: BLE001 (any class may raise anything)
+        return False
+    return True
+
+
 _CALLABLE = (torch.nn.Module, MethodType, FunctionType, functools.partial, Bound)
+# What is copied in one go: it may hold modules.
+_COPIED = (*_CALLABLE, dict, list, tuple, set, torch.Tensor, *_PLAIN)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOKS_OF_STATES = (
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
