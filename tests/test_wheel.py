@@ -163,7 +163,8 @@ def test_a_plan_can_be_made_from_it(installed):
     assert installed(sys.executable, "-c", code).stdout == installed(sys.executable, "-c", code, path=ROOT).stdout
 
 
-def test_its_digests_are_noted_so_that_a_job_parses_nothing(installed):
+def test_its_digests_are_noted_so_that_a_job_parses_nothing(installed, monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))  # where a checkout keeps its own
     code = (
         "import ast\nfrom tilekern.kernels import all_specs\nfrom tilekern.spec.source import source_digest\n"
         "modules = [spec.module for spec in all_specs().values()]\ndel ast.parse\n"
