@@ -12,7 +12,7 @@ from terminal import printed_in_a_terminal
 from tilekern.cache import Store, install_pack, note_wanted
 from tilekern.cache_tools.shared.printing import natural, print_table
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("tables")]
 
 HEADINGS = ["sm_90-h200-132, tileiras-13.4.92-cuda_tile-1.7.0", "sm_100-b200-148, tileiras-13.4.92-cuda_tile-1.7.0"]
 

@@ -18,7 +18,7 @@ from ship_samples import make_pack, sha256
 
 from tilekern.cache_tools.__main__ import main
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("wheel of records")]
 
 FIND = f"""
 import sys

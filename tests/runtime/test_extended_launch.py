@@ -12,6 +12,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.xdist_group("extended launch"),
     pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed, which compiles the driver's stub"),
 ]
 COOPERATIVE, CLUSTER, DEPENDENT = "2", "4", "6"
