@@ -95,7 +95,7 @@ step "ruff"
 
 if [ "$tier" = quick ]; then
     step "mypy"
-    "$python" -m mypy --num-workers 2
+    "$python" -m mypy
     step "pytest, the quick ones"
     keep_cubins
     workers=2
@@ -110,7 +110,7 @@ step "mypy"
 keep_cubins
 pytest --collect-only -q -m "not gpu" >/dev/null 2>&1 &
 collected=$!
-"$python" -m mypy --num-workers 2
+"$python" -m mypy
 wait "$collected" || true  # The workers report what is wrong with it.
 
 step "pytest"

@@ -370,3 +370,17 @@ def test_on_a_cpu_without_the_interpreter_torch_s_operations_run(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check(step, ours, theirs, 0)
+
+
+def test_what_a_rotation_made_goes_on_without_transposes_back_and_forth():
+    """Of each layer only the value is transposed by the model's code, and back."""
+    tilekern.apply()
+    model = make(attention="tilekern", layers=1).train()
+    loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    nodes, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [other for other, _ in node.next_functions]
+    assert sum(type(node).__name__ == "TransposeBackward0" for node in nodes) == 2

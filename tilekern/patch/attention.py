@@ -114,7 +114,7 @@ def attend(
             )
     query, key, value = _autocast(query, key, value) if is_autocast(query) else (query, key, value)
     out = attention(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), causal=causal, scale=scaling,
+        _tokens_first(query), _tokens_first(key), _tokens_first(value), causal=causal, scale=scaling,
         window=sliding_window, softcap=softcap, sinks=s_aux, cu_seqlens=starts if packed else None,
         max_seqlen=longest if packed and isinstance(longest, int) else None, deterministic=deterministic,
     )  # fmt: skip
@@ -224,6 +224,20 @@ def _special(
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     call = Call(False, scale, None, softcap, key.shape[1], deterministic=True)
     return formula(query, key, value, sinks, attention_mask[..., : key.shape[1]], call)
+
+
+def _tokens_first(x: torch.Tensor) -> torch.Tensor:
+    """Return [batch, heads, tokens, head_dim] with tokens before heads.
+
+    Rotations make it so, and transpose it for the model's code. What they made is taken again: each view is a node of
+    autograd.
+    """
+    base = None if is_compiling() else x._base
+    if base is not None and base.storage_offset() == x.storage_offset():
+        (batch, heads, tokens, size), (rows, across, along, step) = x.shape, x.stride()
+        if base.shape == (batch, tokens, heads, size) and base.stride() == (rows, along, across, step):
+            return base
+    return x.transpose(1, 2)
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
