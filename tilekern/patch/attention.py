@@ -114,8 +114,8 @@ def attend(
             )
     query, key, value = _autocast(query, key, value) if is_autocast(query) else (query, key, value)
     out = attention(
-        _tokens_first(query), _tokens_first(key), _tokens_first(value), causal=causal, scale=scaling,
-        window=sliding_window, softcap=softcap, sinks=s_aux, cu_seqlens=starts if packed else None,
+        *_tokens_first(query, key, value), causal=causal, scale=scaling, window=sliding_window, softcap=softcap,
+        sinks=s_aux, cu_seqlens=starts if packed else None,
         max_seqlen=longest if packed and isinstance(longest, int) else None, deterministic=deterministic,
     )  # fmt: skip
     return out, None
@@ -226,18 +226,22 @@ def _special(
     return formula(query, key, value, sinks, attention_mask[..., : key.shape[1]], call)
 
 
-def _tokens_first(x: torch.Tensor) -> torch.Tensor:
-    """Return [batch, heads, tokens, head_dim] with tokens before heads.
+def _tokens_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors [batch, heads, tokens, head_dim] with tokens before heads.
 
-    Rotations make it so, and transpose it for the model's code. What they made is taken again: each view is a node of
-    autograd.
+    Rotations make them so, and transpose them for the model's code. What they made is taken again: each view is a node
+    of autograd.
     """
-    base = None if is_compiling() else x._base
-    if base is not None and base.storage_offset() == x.storage_offset():
-        (batch, heads, tokens, size), (rows, across, along, step) = x.shape, x.stride()
-        if base.shape == (batch, tokens, heads, size) and base.stride() == (rows, along, across, step):
-            return base
-    return x.transpose(1, 2)
+    found = []
+    for x in tensors:
+        base = None if is_compiling() else x._base
+        if base is not None and base.dim() == 4 and base.storage_offset() == x.storage_offset():
+            (batch, heads, tokens, size), (rows, across, along, step) = x.shape, x.stride()
+            if base.shape == (batch, tokens, heads, size) and base.stride() == (rows, along, across, step):
+                found.append(base)
+                continue
+        found.append(x.transpose(1, 2))
+    return found
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
