@@ -77,8 +77,7 @@ class Pack:
         self._file, self.status = _open(path)
         # Layers live as long as the process and are never closed.
         weakref.finalize(self, self._file.close)
-        self.records: dict[Address, str] = {}
-        self.members = self._check_members()
+        self.members, self.records = self._check_members()
 
     def read(self, name: str) -> bytes:
         """Return a member's bytes, checked against the manifest.
@@ -140,7 +139,7 @@ class Pack:
         except _UNSOUND as error:
             raise Corrupt(f"{self.path}: {name} cannot be read: {error}") from None
 
-    def _check_members(self) -> dict[str, Member]:
+    def _check_members(self) -> tuple[dict[str, Member], dict[Address, str]]:
         try:
             check_directory(self._file)
             self._zip = zipfile.ZipFile(self._file)
@@ -151,7 +150,7 @@ class Pack:
         names = [info.filename for info in infos]
         if MANIFEST not in names or len(set(names)) != len(names):
             raise Corrupt(f"{self.path} is not a pack: it needs one {MANIFEST} and no member twice")
-        members = self._read_manifest()
+        members, records = self._read_manifest()
         if set(names) != {MANIFEST, *members}:
             odd = min(set(names) ^ {MANIFEST, *members})
             raise Corrupt(f"{self.path}: {odd!r:.300} is in the manifest or among the members, but not in both")
@@ -161,9 +160,9 @@ class Pack:
                 raise Corrupt(f"{self.path}: {info.filename!r} must be a plain file")
             if info.filename != MANIFEST and info.file_size != members[info.filename].size:
                 raise Corrupt(f"{self.path}: {info.filename} does not have the size that the manifest says")
-        return members
+        return members, records
 
-    def _read_manifest(self) -> dict[str, Member]:
+    def _read_manifest(self) -> tuple[dict[str, Member], dict[Address, str]]:
         try:
             text = self._inflate(MANIFEST, LARGEST_MANIFEST).decode()
             manifest = parse_object(text)
@@ -180,16 +179,16 @@ class Pack:
         try:
             check_clashes(members)
             found = {name: _member(name, value) for name, value in members.items()}
-            self.records = {parse_path(name.split("/")): name for name in found if _is_record(name)}
-            records = {found[name].sha256 for name in self.records.values()}
+            records = {parse_path(name.split("/")): name for name in found if _is_record(name)}
+            digests = {found[name].sha256 for name in records.values()}
             for name in filter(is_signature, found):
                 if schema == UNSIGNED:
                     raise Corrupt(f"a pack of schema {UNSIGNED} has no signatures, got {name}")
-                if parse_signature_path(name.split("/"))[0] not in records:
+                if parse_signature_path(name.split("/"))[0] not in digests:
                     raise Corrupt(f"{name} is a signature, and the pack has no record for it")
         except CacheError as error:
             raise Corrupt(f"{self.path}: {error}") from None
-        return found
+        return found, records
 
 
 def _open(path: Path) -> tuple[BinaryIO, os.stat_result]:
