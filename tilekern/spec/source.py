@@ -20,7 +20,6 @@ import functools
 import hashlib
 import importlib.util
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -100,9 +99,10 @@ def _keep(module: str, note: dict[str, Any]) -> None:
     kept[module] = note
     with contextlib.suppress(OSError):
         _KEPT.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=_KEPT.parent, delete=False, encoding="utf-8") as file:
-            json.dump(kept, file)
-        os.replace(file.name, _KEPT)
+        with tempfile.TemporaryDirectory(dir=_KEPT.parent) as folder:
+            made = Path(folder, _KEPT.name)
+            made.write_text(json.dumps(kept), encoding="utf-8")
+            made.replace(_KEPT)
 
 
 def path_of(module: str) -> Path:
