@@ -12,7 +12,7 @@ import sys
 import weakref
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -277,25 +277,20 @@ class Graphs:
         place = bisect_left(self._lengths, tokens)
         if place == len(self._lengths):
             raise Refused(f"more tokens than {self._lengths[-1]}, the longest of lengths=")
-        mask, room = arguments.pop("attention_mask", None), self._lengths[place] - tokens
-        pad = torch.nn.functional.pad
-        padded = {"input_ids": pad(ids, (0, room)), "labels": pad(labels, (0, room), value=-100)}
+        mask, room = arguments.get("attention_mask"), self._lengths[place] - tokens
+        left_out, by_rows = {"attention_mask"}, ["input_ids", "labels"]
         if positions is not None and ids.shape[0] == 1 and positions.shape == ids.shape:
-            added = torch.arange(room, dtype=positions.dtype, device=positions.device)
-            padded["position_ids"] = torch.cat([positions, added[None]], 1) if room else positions
-            numbers = arguments.get("seq_idx")
-            if isinstance(numbers, Tensor) and numbers.shape == ids.shape:
-                padded["seq_idx"] = torch.cat([numbers, (numbers[:, -1:] + 1).expand(1, room)], 1)
-            for name in _STARTS:  # they are found again, with that of the new sequence
-                arguments.pop(name, None)
+            left_out |= _STARTS  # they are found again, with that of the new sequence
+            by_rows += [name for name in ("position_ids", "seq_idx") if _has_shape(arguments.get(name), ids.shape)]
+        arguments = {name: x for name, x in arguments.items() if name not in left_out}
         unknown = [
-            name for name, x in arguments.items() if isinstance(x, Tensor) and x.dim() > 0 and name not in padded
+            name for name, x in arguments.items() if isinstance(x, Tensor) and x.dim() > 0 and name not in by_rows
         ]
         if unknown and room:
             raise Refused(f"lengths= cannot pad {unknown[0]}")
         if mask is not None and not self._values.hides_padding_alone(mask, labels):
             raise Refused("a mask that hides more than padding at the right")
-        return arguments | padded
+        return arguments | {name: _FURTHER[name](arguments[name], room) for name in by_rows if room}
 
     def _with_starts(self, model: torch.nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return arguments with the starts of the sequences that positions show, which no graph can look for.
@@ -318,6 +313,19 @@ class Graphs:
         starts = torch.nn.functional.pad(found.starts, (0, count + 1 - len(found.starts)), value=positions.shape[1])
         lengths = dict.fromkeys(("max_length_q", "max_length_k"), found.longest)
         return {**arguments, **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), starts), **lengths}
+
+
+def _has_shape(x: Any, shape: torch.Size) -> bool:
+    return isinstance(x, Tensor) and x.shape == shape
+
+
+# Rows [rows, tokens] with some tokens more, which are a sequence of their own in a packed row.
+_FURTHER: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "input_ids": lambda x, room: torch.nn.functional.pad(x, (0, room)),
+    "labels": lambda x, room: torch.nn.functional.pad(x, (0, room), value=-100),
+    "position_ids": lambda x, room: torch.cat([x, torch.arange(room, dtype=x.dtype, device=x.device)[None]], 1),
+    "seq_idx": lambda x, room: torch.cat([x, (x[:, -1:] + 1).expand(1, room)], 1),
+}
 
 
 def _with_plain_numbers(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -370,7 +378,7 @@ class _Values:
 
 
 _SAY_NOTHING = ("attention_mask", "position_ids")
-_STARTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_STARTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 # Numbers of packed sequences are rounded up to a power of two, and at least to this, so that few forms come.
 _FEWEST_SEQUENCES = 8
 
