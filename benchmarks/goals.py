@@ -208,7 +208,7 @@ def _no_worse_than_peers(metric: str, factor: float, what: str, target: str, *, 
     return Goal(what, "train", judge)
 
 
-def _small_models(what: str, provider: str, than: str, least: dict[str, float]) -> Goal:
+def _whole_models(what: str, provider: str, than: str, least: dict[str, float]) -> Goal:
     """Make a goal of whole models: ``least`` times the speed of another trainer, by cases.
 
     The figure also says what the GPU's own time allows, if the host never kept it waiting.
@@ -395,14 +395,14 @@ GOALS = (
     ),
     _no_worse_than_peers("peak_gib", 1.0, "training, peak memory", "≤ the best peer", more_is_better=False),
     _at_most("train", "first_step_lag_s", 0.5, "training, first step over the second", target="≤ 0.5 s"),
-    _small_models(
+    _whole_models(
         "training, eager steps over torch.compile by layer",
         f"{OURS}-torch-adamw",
         _COMPILED,
         dict.fromkeys(_CAPTURED, 1.1),
     ),
-    _small_models("training, captured steps over torch.compile by layer", f"{OURS}-graphs", _COMPILED, _CAPTURED),
-    _small_models(
+    _whole_models("training, captured steps over torch.compile by layer", f"{OURS}-graphs", _COMPILED, _CAPTURED),
+    _whole_models(
         "training, captured steps over eager ones",
         f"{OURS}-graphs",
         f"{OURS}-torch-adamw",

@@ -20,7 +20,7 @@ class Rerun:
                 mine.copy_(new.detach())
 
 
-def use(monkeypatch):
-    """Let graphs of models on the CPU be such recordings."""
-    monkeypatch.setattr(captured.Room, "recording", lambda *_: Rerun())
+def use(monkeypatch, recording=Rerun):
+    """Let graphs of models on the CPU be such recordings, or others."""
+    monkeypatch.setattr(captured.Room, "recording", lambda *_: recording())
     monkeypatch.setattr(graphs, "DEVICES", ("cpu", "cuda"))

@@ -4,11 +4,12 @@ import contextlib
 import random
 
 import numpy as np
+import rerunning
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilekern.patch import captured, graphs
+from tilekern.patch import captured
 
 ATEN = torch.ops.aten
 # Operations whose result, or its shape, the host reads.
@@ -79,9 +80,8 @@ def _waiting_refused(_):
 
 def use(monkeypatch):
     """Let graphs of models on the CPU be such recordings."""
-    monkeypatch.setattr(captured.Room, "recording", lambda *_: Tape())
+    rerunning.use(monkeypatch, Tape)
     monkeypatch.setattr(captured, "_waiting_refused", _waiting_refused)
-    monkeypatch.setattr(graphs, "DEVICES", ("cpu", "cuda"))
 
 
 def seeded():
