@@ -1,5 +1,7 @@
 """A recording without a GPU: what was recorded runs again, and its results go to the memory of the first run's."""
 
+import weakref
+
 import torch
 
 from tilekern.patch import captured, graphs
@@ -20,7 +22,27 @@ class Rerun:
                 mine.copy_(new.detach())
 
 
+def overwrite(monkeypatch):
+    """Let each forward write over the gradients of all forms, as it may where they share a pool of memory."""
+    steps, record, set_aside = weakref.WeakSet(), captured.CapturedStep._record, captured.CapturedStep._set_aside
+
+    def recorded(self, model):
+        record(self, model)
+        steps.add(self)
+
+    def aside(self):
+        set_aside(self)
+        for step in steps:
+            for x in step._gradients if step._room is self._room else ():
+                if x is not None:
+                    x.detach().fill_(torch.nan)
+
+    monkeypatch.setattr(captured.CapturedStep, "_record", recorded)
+    monkeypatch.setattr(captured.CapturedStep, "_set_aside", aside)
+
+
 def use(monkeypatch, recording=Rerun):
     """Let graphs of models on the CPU be such recordings, or others."""
+    overwrite(monkeypatch)
     monkeypatch.setattr(captured.Room, "recording", lambda *_: recording())
     monkeypatch.setattr(graphs, "DEVICES", ("cpu", "cuda"))

@@ -1,8 +1,9 @@
 """One form of a model's training step, captured: a CUDA graph of its forward and one of its backward.
 
 A graph reads and writes the same memory in each replay. Its inputs are copied into that memory before; its results are
-copied out of it, but for gradients of parameters: ``grad`` is that memory itself until something else must be kept
-there. While graphs are made, the parameters are exchanged for stand-ins in the same memory, so that no hook of theirs
+copied out of it, but for gradients of parameters: ``grad`` is that memory itself. All graphs of a model have one pool of
+memory, where each forward may write over what earlier steps left: over gradients too, so those that are still needed
+then get memory of their own first. So a captured step needs no more memory than an eager one. While graphs are made, the parameters are exchanged for stand-ins in the same memory, so that no hook of theirs
 runs then, and gradients reach the parameters through autograd in each step.
 """
 
@@ -105,37 +106,26 @@ _streams: dict[torch.device, Any] = {}
 
 
 class Room:
-    """The memory that the graphs of one model share, which one step at a time may use.
-
-    Forwards have one pool and backwards another: gradients are in the backwards' and last over further forwards.
+    """The memory of the graphs of one model, which one step at a time may use.
 
     Attributes:
-        gradients: those of each parameter, in the first captured step's memory; later ones copy theirs to it.
+        places: the addresses of gradients of parameters that graphs make.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.gradients: dict[str, Tensor] = {}
-        self._pools: dict[str, Any] = {}
+        self.places: set[int] = set()
+        self._pool: Any = None
         self._waiting: weakref.ref[_Turn] | None = None
 
-    def recording(self, of: str) -> Recording:
-        """Return a new, empty recording of a ``forward`` or a ``backward``."""
-        if of not in self._pools:
-            self._pools[of] = torch.cuda.graph_pool_handle()
+    def recording(self) -> Recording:
+        """Return a new, empty recording."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         # One stream for all captures: torch's libraries keep a workspace for each that they see.
         if self.device not in _streams:
             _streams[self.device] = torch.cuda.Stream(self.device)
-        return Graph(self._pools[of], _streams[self.device])
-
-    def in_forwards(self) -> Callable[[Tensor], bool]:
-        """Return whether a tensor lies in the pool of the forwards, which each of them may overwrite."""
-        if self.device.type != "cuda":
-            return lambda _: False
-        pool = tuple(self._pools["forward"])
-        parts = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) == pool]
-        spans = [(part["address"], part["address"] + part["total_size"]) for part in parts]
-        return lambda x: any(start <= x.data_ptr() < end for start, end in spans)
+        return Graph(self._pool, _streams[self.device])
 
     @property
     def is_taken(self) -> bool:
@@ -210,7 +200,7 @@ class CapturedStep:
         self._graded: list[Tensor] = []
         self._leaves: list[Any] = []
         self._is_random = self._rehearse(model)
-        self._forward, self._backward = room.recording("forward"), room.recording("backward")
+        self._forward, self._backward = room.recording(), room.recording()
         self._record(model)
 
     def __call__(self, call: Call) -> Any:
@@ -227,6 +217,7 @@ class CapturedStep:
 
     def replay(self) -> list[Tensor]:
         """Run the forward; return the results with a gradient, in memory of their own."""
+        self._set_aside()
         self._forward.replay()
         return [x.detach().clone() for x in self._graded]
 
@@ -245,7 +236,6 @@ class CapturedStep:
         turn.is_over = True
         if any((slope is not None) != (number in self._roots) for number, slope in enumerate(slopes)):
             return self._run_again(slopes)
-        self._set_aside()
         for mine, number in zip(self._slopes, self._roots, strict=True):
             mine.copy_(slopes[number])
         self._backward.replay()
@@ -257,11 +247,9 @@ class CapturedStep:
         ]
 
     def _set_aside(self) -> None:
-        """Give gradients that are to be added to memory of their own, before the backward writes into theirs."""
-        kept = [
-            x for x, made in zip(self.parameters, self._gradients, strict=False)
-            if x.grad is not None and made is not None and x.grad.data_ptr() == made.data_ptr()
-        ]  # fmt: skip
+        """Give gradients that are still needed memory of their own, before the forward writes over them."""
+        places = self._room.places
+        kept = [x for x in self.parameters if x.grad is not None and x.grad.data_ptr() in places]
         if kept:
             held = [x.grad for x in kept]
             copies = [torch.empty_like(x) for x in held]
@@ -328,15 +316,16 @@ class CapturedStep:
             try:
                 self._forward.record(lambda: self._run_forward(model))
                 # Outside of both graphs: each step writes here what its backward begins with.
-                self._slopes, is_passing = self._ones(), self._room.in_forwards()
-                self._gradients = self._backward.record(lambda: self._at_home(self._run_backward(model), is_passing))
+                self._slopes = self._ones()
+                gradients = self._backward.record(lambda: self._as_parameters(self._run_backward(model)))
             except Exception as error:  # noqa: BLE001
                 raise Refused(f"{CAPTURE_FAILED}: {_why(error)}") from None
-        for name, x in zip(self._names, self._gradients, strict=False):
-            if x is not None:
-                self._room.gradients.setdefault(name, x)
-        self._graded = [x.detach() for x in self._graded]
-        self._leaves = [_untaped(x) for x in self._leaves]
+            self._forget_gradients()
+        graphs = self._forward, self._backward
+        self._gradients = [None if x is None else _lent(x, graphs) for x in gradients]
+        self._room.places.update(x.data_ptr() for x in self._gradients[: len(self._names)] if x is not None)
+        self._graded = [_lent(x, graphs) for x in self._graded]
+        self._leaves = [_untaped(x, graphs) for x in self._leaves]
 
     def _run_forward(self, model: torch.nn.Module) -> list[Tensor | None]:
         torch.clear_autocast_cache()
@@ -366,24 +355,12 @@ class CapturedStep:
         for x in (*self._stand_ins.values(), *self._inputs.values()):
             x.grad = None
 
-    def _at_home(self, gradients: list[Tensor | None], is_passing: Callable[[Tensor], bool]) -> list[Tensor | None]:
-        """Return gradients with those of the parameters in the memory that all forms share.
-
-        Some are made by the forward, as a loss head's, in memory that ``is_passing``.
-        """
-        homes, copied = [], []
-        for number, (name, x) in enumerate(self._stand_ins.items()):
-            made, home = gradients[number], self._room.gradients.get(name)
-            # Autograd does not make a gradient with other strides ``grad``.
-            if made is not None and home is None and (made.stride() != x.stride() or is_passing(made)):
-                home = torch.empty_like(x)
-            if made is not None and home is not None:
-                homes.append(home.detach())
-                copied.append(made)
-                gradients[number] = home
-        if homes:
-            with torch.no_grad():
-                torch._foreach_copy_(homes, copied)
+    def _as_parameters(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Return gradients with those of parameters in the strides of these, as autograd makes no others ``grad``."""
+        for number, x in enumerate(self._stand_ins.values()):
+            made = gradients[number]
+            if made is not None and made.stride() != x.stride():
+                gradients[number] = torch.empty_like(x).copy_(made)
         return gradients
 
 
@@ -442,9 +419,23 @@ def _leaves_of(result: Any) -> tuple[list[Any], Any]:
     return leaves, form
 
 
-def _untaped(leaf: Any) -> Any:
+def _untaped(leaf: Any, graphs: tuple[Recording, ...]) -> Any:
     """Return a result without what its gradient needs, which is in the graph of the backward."""
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+    return _lent(leaf, graphs).requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _lent(x: Tensor, graphs: tuple[Recording, ...]) -> Tensor:
+    """Return a tensor that reads what graphs write, in memory that is free for other graphs of their pool.
+
+    The pool lasts as long as its graphs, and these as long as anything has this memory: a gradient may be the last.
+    """
+    if not x.is_cuda or not x.numel():
+        return x.detach()
+    held = x.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer_and_size(held.data_ptr(), x.device, held.nbytes())
+    storage.graphs = graphs
+    lent = torch.empty(0, dtype=x.dtype, device=x.device)
+    return lent.set_(storage, x.storage_offset(), x.shape, x.stride())
 
 
 @contextlib.contextmanager
