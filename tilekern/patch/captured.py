@@ -1,10 +1,11 @@
 """One form of a model's training step, captured: a CUDA graph of its forward and one of its backward.
 
 A graph reads and writes the same memory in each replay. Its inputs are copied into that memory before; its results are
-copied out of it, but for gradients of parameters: ``grad`` is that memory itself. All graphs of a model have one pool of
-memory, where each forward may write over what earlier steps left: over gradients too, so those that are still needed
-then get memory of their own first. So a captured step needs no more memory than an eager one. While graphs are made, the parameters are exchanged for stand-ins in the same memory, so that no hook of theirs
-runs then, and gradients reach the parameters through autograd in each step.
+copied out of it, but for gradients of parameters: ``grad`` is that memory itself. All graphs of a model have one pool
+of memory, where each forward may write over what earlier steps left: over gradients too, so those that are still needed
+then get memory of their own first. So a captured step needs no more memory than an eager one. While graphs are made,
+the parameters are exchanged for stand-ins in the same memory, so that no hook of theirs runs then, and gradients reach
+the parameters through autograd in each step.
 """
 
 from __future__ import annotations
@@ -254,8 +255,8 @@ class CapturedStep:
             held = [x.grad for x in kept]
             copies = [torch.empty_like(x) for x in held]
             torch._foreach_copy_(copies, held)
-            for x, copied in zip(kept, copies, strict=True):
-                x.grad = copied
+            for grad, copied in zip(held, copies, strict=True):
+                grad.data = copied  # who took it from ``grad`` keeps its values
 
     def _run_again(self, slopes: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of other results than the loss: the step runs once more, without graphs."""
@@ -424,18 +425,22 @@ def _untaped(leaf: Any, graphs: tuple[Recording, ...]) -> Any:
     return _lent(leaf, graphs).requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-def _lent(x: Tensor, graphs: tuple[Recording, ...]) -> Tensor:
-    """Return a tensor that reads what graphs write, in memory that is free for other graphs of their pool.
+class _Loan:
+    """Memory of graphs' pool, which lasts as long as its graphs, and these as long as a tensor has this memory."""
 
-    The pool lasts as long as its graphs, and these as long as anything has this memory: a gradient may be the last.
-    """
+    def __init__(self, storage: torch.UntypedStorage, graphs: tuple[Recording, ...]) -> None:
+        self._graphs = graphs
+        shape, place = (storage.nbytes(),), (storage.data_ptr(), False)
+        self.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": place, "version": 3}
+
+
+def _lent(x: Tensor, graphs: tuple[Recording, ...]) -> Tensor:
+    """Return a tensor that reads what graphs write, in memory that is free for other graphs of their pool."""
     if not x.is_cuda or not x.numel():
         return x.detach()
-    held = x.untyped_storage()
-    storage = torch._C._construct_storage_from_data_pointer_and_size(held.data_ptr(), x.device, held.nbytes())
-    storage.graphs = graphs
+    held = torch.as_tensor(_Loan(x.untyped_storage(), graphs), device=x.device)
     lent = torch.empty(0, dtype=x.dtype, device=x.device)
-    return lent.set_(storage, x.storage_offset(), x.shape, x.stride())
+    return lent.set_(held.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
 @contextlib.contextmanager
