@@ -1,6 +1,7 @@
 """Steps replayed from CUDA graphs have the losses and weights of eager ones, bit by bit, however a loop is written."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -407,19 +408,21 @@ def test_other_threads_go_on_during_a_capture():
     ended = threading.Event()
 
     def copy():
-        stream = torch.cuda.Stream()
+        stream, total = torch.cuda.Stream(), 0.0
         while not ended.is_set():
             with torch.cuda.stream(stream):
-                torch.ones(1000, 1000).pin_memory().to("cuda", non_blocking=True)
+                x = torch.ones(1000, 1000).pin_memory().to("cuda", non_blocking=True)
                 torch.cuda.Event().record(stream)
+                total += x.sum().item()
+        return total
 
-    thread = threading.Thread(target=copy)
-    thread.start()
-    try:
-        check()
-    finally:
-        ended.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        copied = thread.submit(copy)
+        try:
+            check()
+        finally:
+            ended.set()
+        assert copied.result() > 0
 
 
 def test_a_capture_that_fails_leaves_nothing_behind():

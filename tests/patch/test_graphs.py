@@ -6,7 +6,9 @@ What CUDA's graphs add is in ``tests/gpu/test_graphs_on_gpu.py``.
 import copy
 import gc
 import pickle
+import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import rerunning
@@ -15,7 +17,7 @@ from tiny_qwen3 import IDS, make
 
 import tilekern
 from tilekern.errors import InputError
-from tilekern.patch import graphs
+from tilekern.patch import captured, graphs
 from tilekern.patch.captured import CapturedStep
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
@@ -668,3 +670,25 @@ def test_odd_options_are_refused(options, said):
 def test_what_is_no_model_is_refused():
     with pytest.raises(InputError, match=r"graphed takes a model, a torch\.nn\.Module, got str"):
         tilekern.graphed("qwen3")
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_waits_are_refused_in_one_thread_alone(monkeypatch, mode):
+    """torch's debug mode, which all threads share, is stood in for by the warnings that it gives."""
+    modes, shown = [mode], []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_: shown.append(str(message)))
+    waited = "called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp)"
+    with ThreadPoolExecutor(1) as other, captured._waiting_refused(torch.device("cuda")):
+        assert modes[-1] == "warn"
+        theirs = other.submit(warnings.warn, waited).exception()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="synchronizing"):
+                warnings.warn(waited, stacklevel=1)
+        with pytest.raises(RuntimeError, match="synchronizing") as refused:
+            warnings.warn(waited, stacklevel=1)
+    assert isinstance(theirs, RuntimeError) == (mode == 2)
+    assert shown == [waited] * (mode == 1)
+    assert modes[-1] == mode
+    assert captured._why(refused.value).startswith(f"{__file__}:")

@@ -31,6 +31,9 @@ from tilekern.ops import packing
 _TORCH = str(Path(torch.__file__).parent)
 CAPTURE_FAILED = "its capture failed"
 _PLAIN = (type(None), bool, int, float, str)
+# torch's words where its debug mode finds a wait, and its number of the mode that raises
+_WAITS, _RAISES = "called a synchronizing CUDA operation", 2
+_one_rehearsal = threading.Lock()
 
 
 class Refused(Exception):  # noqa: N818
@@ -473,18 +476,34 @@ def _as_captured() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _waiting_refused(device: torch.device) -> Iterator[None]:
-    """Let each operation that waits for the GPU raise."""
+    """Let each operation of this thread that waits for the GPU raise; the backward runs in this thread too.
+
+    torch's mode holds for all threads. So it warns, and the warnings of others are treated as the mode before asks.
+    """
     if device.type != "cuda":
         yield
         return
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    me, is_over = threading.get_ident(), False
+
+    def show(message: Warning | str, *more: Any, **named: Any) -> None:
+        if _WAITS in str(message) and not is_over:
+            if threading.get_ident() == me or before == _RAISES:
+                raise RuntimeError(str(message))
+            if not before:
+                return
+        shown(message, *more, **named)
+
+    with _one_rehearsal, warnings.catch_warnings(), torch.autograd.set_multithreading_enabled(False):
+        before, shown = torch.cuda.get_sync_debug_mode(), warnings.showwarning
+        warnings.filterwarnings("ignore", message=".*prototype")
+        torch.cuda.set_sync_debug_mode("warn")
+        warnings.filterwarnings("always", message=_WAITS)
+        warnings.showwarning = show
+        try:
+            yield
+        finally:
+            is_over = True
+            torch.cuda.set_sync_debug_mode(before)
 
 
 @contextlib.contextmanager
@@ -517,10 +536,10 @@ def _why(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     said = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    if "synchronizing CUDA operation" not in said:
+    if _WAITS not in said:
         return said[:200]
     frames = [x for x in traceback.extract_tb(error.__traceback__) if not x.filename.startswith(_TORCH)]
-    at = next((x for x in reversed(frames) if x.filename != __file__), None)
+    at = next((x for x in reversed(frames) if x.filename not in (__file__, warnings.__file__)), None)
     return (
         "its backward waits for the GPU" if at is None else f"{at.filename}:{at.lineno} waits for the GPU ({at.line})"
     )
