@@ -3,6 +3,7 @@
 import pytest
 import torch
 from contract import CASES, Drawn, is_the_same_under_defaults
+from gpu_processes import ended
 
 from tilekern import ops
 from tilekern.compile.toolchain import assumptions
@@ -108,3 +109,16 @@ def test_scalars_are_what_their_python_types_are():
         )
         assert scalar.dtype.name == dtype
     assert spec.arrays[-1].dtype == "float32"
+
+
+def test_torch_finds_a_context_in_the_first_backward_of_a_process(tmp_path):
+    """Nothing of torch's runs in autograd's thread before the product, and cuBLAS warns where there is no context."""
+    script = tmp_path / "first.py"
+    script.write_text(
+        "import torch\nfrom tilekern import ops\n"
+        "x, w = (torch.randn(512, 512, device='cuda', dtype=torch.bfloat16).requires_grad_() for _ in range(2))\n"
+        "y = ops.rms_norm(x @ w, None)\n"
+        "y.backward(torch.ones_like(y))\n"
+    )
+    done = ended(script, start=["-W", "error::UserWarning"])
+    assert done.returncode == 0, done.stderr

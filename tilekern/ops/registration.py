@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.autograd import forward_ad
 
 from tilekern.kernels.families.placeholders import TYPES
 from tilekern.runtime.dispatch import Plan, meta_stands_for, plan_for
+from tilekern.runtime.driver import enter_context
 
 # Kept for the life of the process: torch drops a library's registrations with the object.
 _LIBRARY = torch.library.Library("tilekern", "DEF")
@@ -215,6 +217,26 @@ def is_eager(x: Tensor, *others: Tensor | None) -> bool:
     return True
 
 
+class _Thread(threading.local):
+    """This thread; has_context: whether a GPU's context is current in it.
+
+    Autograd's threads begin without one. A launch leaves none behind, and cuBLAS, as the first of torch in a backward
+    of ours, would warn that it has to make one.
+    """
+
+    has_context = False
+
+    def enter(self, slopes: tuple[Tensor | None, ...]) -> None:
+        """Make the context of the tensors' device current."""
+        for x in slopes:
+            if x is not None and x.is_cuda:
+                enter_context(x.get_device())
+                self.has_context = True
+
+
+_thread = _Thread()
+
+
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return the ``apply`` of an autograd function whose callers have found no functorch transform to be on.
 
@@ -240,6 +262,8 @@ def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> C
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not _thread.has_context:
+            _thread.enter(slopes)
         if _is_any_autocast():
             # Autocast of the caller of the backward: plans and products are those of the forward's dtypes.
             with uncast(next(x.device.type for x in slopes if x is not None)):
