@@ -19,6 +19,7 @@ from tilekern.tuning.strategies.selection import ranked
 from tilekern.tuning.verify.check import Check, arguments_of, make_outputs, odd_problem
 
 if TYPE_CHECKING:
+    from tilekern.tuning.verify.bit_classes import Placed
     from tilekern.tuning.verify.cases import Kept
 
 # Launches of other candidates between two runs that must give the same bits.
@@ -97,6 +98,14 @@ class Bench:
                 self._watched(key, run)
 
         return self._battery.confirm(entrant.candidate.config, self._runner(entrant), between, self._code(entrant))
+
+    def placements(self) -> Iterator[list[Placed]]:
+        """Yield the placements of rows that tell a bit class (:class:`tilekern.tuning.verify.battery.Battery`)."""
+        return self._battery.placements()
+
+    def digest(self, placements: Sequence[Placed], entrant: Entrant) -> str:
+        """Return the digest of an entrant's results for rows so placed."""
+        return self._battery.digest(placements, entrant.candidate.config, self._runner(entrant))
 
     def load(self, variation: str | None = None) -> dict[str, Any]:
         """Return the inputs at full size, shared by all entrants, with the changes of a variation."""

@@ -7,11 +7,13 @@ of this one could spoil the next candidate.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, TypeVar
 
@@ -127,6 +129,8 @@ class _Measuring:
         self._tell(entrant, self._own(entrant, check))
 
     def _tell(self, entrant: Entrant, check: Check) -> None:
+        if check.bits is None and entrant.key in self._checks:
+            check = replace(check, bits=self._checks[entrant.key].bits)
         self._checks[entrant.key] = check
         self._connection.send((CHECKED, (entrant.key, check)))
 
@@ -171,10 +175,33 @@ class _Measuring:
         with self._part("race"):
             timings = runner.told(strategy_named(task.strategy)(runner, lineup))
         self._connection.send((RACING, False))
+        with self._part("bit classes"):
+            self._classify()
         with self._part("battery"):
             for entrant in to_confirm(task.entrants, timings, self._checks):
                 self._check(entrant, bench.confirm)
         self._connection.send((TIMED, timings))
+
+    def _classify(self) -> None:
+        """Note the bit classes of entrants that passed; one that cannot run so has failed."""
+        checks = self._checks
+        unknown = [one for one in self._task.entrants if checks[one.key].passed and checks[one.key].bits is None]
+        found: dict[str, set[str]] = {one.key: set() for one in unknown}
+        self._steps.begin(INPUTS)
+        for placements in self._bench.placements():
+            for entrant in unknown:
+                if not checks[entrant.key].passed:
+                    continue
+                digest = self._own(entrant, functools.partial(self._bench.digest, placements))
+                if isinstance(digest, Check):
+                    self._tell(entrant, digest)
+                else:
+                    found[entrant.key].add(digest)
+            self._steps.begin(INPUTS)
+        for entrant in unknown:
+            check, digests = checks[entrant.key], found[entrant.key]
+            if check.passed and digests:
+                self._tell(entrant, replace(check, bits=digests.pop() if len(digests) == 1 else ""))
 
     def _launches(self, racing: Sequence[Entrant]) -> dict[str, Launch]:
         """Return the launches to time by key, on ordinary inputs and on the variations that are timed."""

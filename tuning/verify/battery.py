@@ -10,7 +10,7 @@ float64. All arrays stand between canaries.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from tilekern.errors import CannotRun
 from tilekern.spec import Config, KernelSpec, LibraryCall, Problem, bucket
 from tilekern.tuning.verify.adversarial import drawn
+from tilekern.tuning.verify.bit_classes import BitClasses, Placed, digest_of
 from tilekern.tuning.verify.canaries import Guarded, GuardedInputs, bits, guarded
 from tilekern.tuning.verify.cases import Case, Kept, Outcomes, Room
 from tilekern.tuning.verify.check import Check, judge
@@ -93,6 +94,14 @@ class Battery:
         figures = ("relative_error", "elementwise_error")
         relative, elementwise = (max(case.get(figure, 0.0) for case in told) for figure in figures)
         return Check(not reason, relative, elementwise, reason, told)
+
+    def placements(self) -> Iterator[list[Placed]]:
+        """Yield the placements of rows that tell a candidate's bit class; none if results are not by rows."""
+        return BitClasses(self._spec, self._problem, self._device).placements()
+
+    def digest(self, placements: Sequence[Placed], config: Config, run: Run) -> str:
+        """Return the digest of the rows' results; one for all placements is the candidate's bit class."""
+        return digest_of((placed, self._launched(placed.case, config, run)[0]) for placed in placements)
 
     def _stood(self, cases: Iterable[Case], config: Config, run: Run) -> Outcomes:
         """Return the outcomes of cases up to the first that fails, and its reason."""

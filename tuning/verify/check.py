@@ -22,7 +22,8 @@ class Check:
 
     ``cases`` holds the cases of :meth:`tilekern.tuning.verify.battery.Battery.confirm` in order, as plain data: their
     name ``case``, ``sizes``, ``passed``, ``relative_error``, ``elementwise_error``, and ``reason`` and ``note`` if any.
-    It is empty for a candidate that was only screened.
+    It is empty for a candidate that was only screened. ``bits`` is its bit class
+    (:mod:`tilekern.tuning.verify.bit_classes`): empty if a row's bits depend on the rows around it, None if not known.
     """
 
     passed: bool
@@ -30,6 +31,7 @@ class Check:
     elementwise_error: float
     reason: str = ""
     cases: Sequence[Mapping[str, Any]] = ()
+    bits: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the check as journals and records keep it."""
@@ -39,6 +41,7 @@ class Check:
             "elementwise_error": self.elementwise_error,
             **({"reason": self.reason} if self.reason else {}),
             **({"cases": [dict(case) for case in self.cases]} if self.cases else {}),
+            **({} if self.bits is None else {"bits": self.bits}),
         }
 
 
