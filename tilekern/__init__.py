@@ -28,6 +28,7 @@ _WHERE = {
     "trace": "tilekern.runtime.recorder",
     "tune": "tilekern",
     "preflight": "tilekern.tuning.preflight",
+    "invariant": "tilekern.runtime.invariance",
     "stats": "tilekern.runtime.counting",
     "check_labels": "tilekern.ops.labels",
     "AdamW": "tilekern.ops.adamw",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from tilekern.patch.warmup import clear_autotune_cache as clear_autotune_cache
     from tilekern.patch.warmup import warmup_all_kernels as warmup_all_kernels
     from tilekern.runtime.counting import stats as stats
+    from tilekern.runtime.invariance import invariant as invariant
     from tilekern.runtime.recorder import trace as trace
     from tilekern.tune import tune as tune
     from tilekern.tuning.preflight import preflight as preflight

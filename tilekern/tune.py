@@ -22,8 +22,9 @@ def tune(
     sequence: int | Sequence[int] = (), dtype: Any = ("bfloat16",), ops: str | Sequence[str] | None = None,
     attention: str | Sequence[str] = ("tilekern",), tp: int = 1, packed: bool = False, padded: bool = False,
     checkpointing: bool = False, optimizer: str = "adamw", experts: bool = False, strategy: str = "race",
-    executor: str = "local", jobs: int | None = None, gpus: int | None = None, timeout_s: float = 60.0,
-    cache_dir: str | Path | None = None, sweep: str | Path | None = None, tell: Tell | None = None,
+    invariant: bool = False, executor: str = "local", jobs: int | None = None, gpus: int | None = None,
+    timeout_s: float = 60.0, cache_dir: str | Path | None = None, sweep: str | Path | None = None,
+    tell: Tell | None = None,
 ) -> Result | None:  # fmt: skip
     """Tune the kernels that a model's training steps ask for, and fill the cache::
 
@@ -63,6 +64,7 @@ def tune(
         optimizer: ``adamw`` or ``none``.
         experts: whether tilekern runs layers of experts.
         strategy: how candidates are timed: ``race`` or ``exhaustive``.
+        invariant: whether to find kernels too that give a row the same bits at all sizes of the call.
         executor: where to compile and measure: ``local``, ``ray`` or ``ray://HOST:PORT``.
         jobs: compile workers; None is one for each core.
         gpus: the most GPUs to measure on; None is all identical ones.
@@ -93,7 +95,8 @@ def tune(
 
     check_settings()
     options = Options(
-        strategy=strategy, executor=executor, jobs=jobs, gpus=gpus, timeout_s=timeout_s, budget_s=budget_s
+        strategy=strategy, invariant=invariant, executor=executor, jobs=jobs, gpus=gpus, timeout_s=timeout_s,
+        budget_s=budget_s,
     )  # fmt: skip
     call = tokens if isinstance(tokens, Mapping) else None
     steps = Steps(

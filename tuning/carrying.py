@@ -52,7 +52,7 @@ from tilekern.compile.cubin import code_of, constants_of, read_resources
 from tilekern.kernels import all_specs
 from tilekern.runtime.records import launch_in
 from tilekern.runtime.workers.pool import FRONTEND_TIMEOUT_S, MEMORY_BYTES
-from tilekern.spec import Config, KernelSpec, Problem
+from tilekern.spec import Config, KernelSpec, Problem, variant_of
 from tilekern.spec.source import source_digest
 from tilekern.spec.targets import Target, of_key
 from tilekern.tuning.compile.order import Order
@@ -157,7 +157,7 @@ def _planned(record: Record, blobs: Mapping[str, bytes], toolkit_key: str, *, sa
     if reason := next(_objections(record, spec, problem, toolkit_key, same_calls=same_calls), None):
         return Left(record, reason)
     items = {
-        variant: candidate(spec.name, problem, Config(artifact.config), variant, target)
+        variant: candidate(spec.name, problem, Config(artifact.config), variant_of(variant), target)
         for variant, artifact in record.artifacts.items()
     }
     return _Plan(record, blobs, spec, problem, target, items)

@@ -13,8 +13,9 @@ from tilekern.cache import PACK_SUFFIX, Artifact, BestKernel, Record, Store, ins
 from tilekern.cache.trust.signing import SigningKey
 from tilekern.compile.library import library_of
 from tilekern.errors import InputError
+from tilekern.kernels import spec_named
 from tilekern.runtime.records import launch_in, record_of
-from tilekern.spec import ALIGNED, GENERIC, Problem
+from tilekern.spec import ALIGNED, GENERIC, INVARIANT, Problem
 from tilekern.spec.targets import Target
 from tilekern.tuning.measure.stage import identity
 from tilekern.tuning.plan.steps import Planned
@@ -25,6 +26,7 @@ from tilekern.tuning.sweep.candidates import LIBRARY_LINE, Candidate, candidate
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.journal import Line
 from tilekern.tuning.sweep.lines import copy_key
+from tilekern.tuning.sweep.plan import Named
 
 MOST_RUNNERS_UP = 3
 
@@ -75,6 +77,7 @@ def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dic
         toolkit: what to name as the toolkit where no artifact was compiled.
     """
     target, known = sweep.target, Known.of(sweep)
+    invariant = invariant_winners(sweep, known)
     for kernel, problem in sweep.problems():
         found = sweep.candidates(kernel, problem)
         generic = found[-1]
@@ -87,6 +90,10 @@ def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dic
         kernel_of = None if library_of(item.config) is None else _best_kernel(sweep, known, found, target)
         runs, best_kernel = kernel_of or (item, None)
         variants = {} if runs.is_library else {ALIGNED: runs, GENERIC: generic}
+        if same := invariant.get((kernel, problem)):
+            facts["measurement"][INVARIANT] = known.invariant(same, generic)
+            if not same.is_library and same.config != runs.config:
+                variants[INVARIANT] = same
         artifacts = {name: _artifact(sweep, one, known.compiled[one.artifact]) for name, one in variants.items()}
         blobs = {artifact.sha256: sweep.cubin(artifact.sha256) for artifact in artifacts.values()}
         # What a library runs belongs to the toolkit of its rivals.
@@ -133,6 +140,19 @@ class Known:
     def may_win(self, item: Candidate) -> bool:
         """Return whether a candidate is usable, not wrong and not in quarantine."""
         return self.is_usable(item) and not self.is_wrong(item) and item.key not in self.quarantined
+
+    def bits(self, item: Candidate) -> str:
+        """Return a candidate's bit class; empty if a row's bits depend on others, or it is not known."""
+        return str(self.measured.get(item.key, {}).get("check", {}).get("bits") or "")
+
+    def invariant(self, item: Candidate, generic: Candidate) -> dict[str, Any]:
+        """Return the facts of an invariant winner, and whether the generic variant is of its class."""
+        return {
+            "config": dict(item.config),
+            "bits": self.bits(item),
+            "median_us": self.measured[item.key]["timing"]["median_us"],
+            "generic": self.bits(generic) == self.bits(item),
+        }
 
     def has_failed(self, item: Candidate) -> bool:
         """Return whether a candidate did not compile, crashed, hung or was wrong."""
@@ -191,6 +211,32 @@ def _measured_winner(known: Known, found: list[Candidate], target: Target) -> tu
             {"config": dict(item.config), "median_us": timings[item]["median_us"]} for item in others[:MOST_RUNNERS_UP]
         ],
     }
+
+
+def invariant_winners(sweep: Sweep, known: Known) -> dict[Named, Candidate]:
+    """Return the fastest candidate of one bit class for each problem, the same class for all buckets of a problem.
+
+    Of the classes that every bucket has, it is the one whose times are at most the smallest factor above the winners'.
+    Problems without such a class are left out.
+    """
+    buckets: dict[Any, dict[Named, dict[str, tuple[Candidate, float]]]] = {}
+    for kernel, problem in sweep.problems():
+        timings = known.timings(sweep.candidates(kernel, problem))
+        order = ranked(timings)
+        fastest = timings[order[0]]["median_us"] if order else 1.0
+        of_class: dict[str, tuple[Candidate, float]] = {}
+        for item in order:
+            if known.is_confirmed(item) and (bits := known.bits(item)):
+                of_class.setdefault(bits, (item, timings[item]["median_us"] / fastest))
+        exact = tuple(problem[d.name] for d in spec_named(kernel).dimensions if d.kind != "bucketed")
+        buckets.setdefault((kernel, exact), {})[kernel, problem] = of_class
+    found: dict[Named, Candidate] = {}
+    for classes in buckets.values():
+        shared = set.intersection(*(set(of_class) for of_class in classes.values()))
+        if shared:
+            best = min(shared, key=lambda bits: (max(of_class[bits][1] for of_class in classes.values()), bits))
+            found |= {named: of_class[best][0] for named, of_class in classes.items()}
+    return found
 
 
 def _best_kernel(

@@ -1,5 +1,7 @@
 """The candidates that must pass the whole battery after a race; one that fails does not win."""
 
+from dataclasses import replace
+
 import pytest
 from tuning_samples import SMALL
 
@@ -99,6 +101,25 @@ def test_where_a_library_has_won_the_best_kernel_stands_the_battery_too(products
 def test_a_generic_variant_that_was_found_wrong_before_is_not_asked(field):
     checks = dict.fromkeys([entrant.key for entrant in field], RIGHT) | {field[3].key: WRONG}
     assert next(to_confirm(field, timings(field), checks)).key == field[1].key
+
+
+@pytest.mark.parametrize(
+    ("bits", "outcomes", "asked"),
+    [
+        (("a", "b", "a", "b"), {}, [3, 1, 2]),
+        (("a", "b", "a", "b"), {2: WRONG}, [3, 1, 2, 0]),
+        (("b", "b", "b", "b"), {}, [3, 1]),
+        (("", "b", None, "b"), {}, [3, 1]),
+        (("a", "", "b", "b"), {}, [3, 1, 2, 0]),
+    ],
+)
+def test_one_of_each_bit_class_stands_the_battery_too(field, bits, outcomes, asked):
+    checks = {one.key: replace(RIGHT, bits=of) for one, of in zip(field, bits, strict=True)}
+    found = []
+    for entrant in to_confirm(field, timings(field), checks, invariant=True):
+        found.append([one.key for one in field].index(entrant.key))
+        checks[entrant.key] = replace(outcomes.get(found[-1], CONFIRMED), bits=checks[entrant.key].bits)
+    assert found == asked
 
 
 @pytest.mark.parametrize(("outcomes", "winner"), [({}, 1), ({1: WRONG}, 2), ({1: WRONG, 2: WRONG}, 0)])

@@ -9,6 +9,7 @@ from tuning_samples import SMALL
 from tilekern.cache import FolderLayer, PackLayer, Store, lookup
 from tilekern.kernels import spec_named
 from tilekern.spec.source import source_digest
+from tilekern.tuning.compile.stage import compile_all
 from tilekern.tuning.measure.stage import entrants, identity
 from tilekern.tuning.publishing import publish, winners
 from tilekern.tuning.sweep.candidates import candidates
@@ -70,6 +71,51 @@ def test_a_timing_of_an_earlier_race_does_not_win(sweep: Sweep):
     )
     [(winner, _)] = winners(sweep, TOOLKIT)
     assert winner.time_us == 10.0
+
+
+def stood(bits):
+    return RIGHT | {"cases": [{"case": "random", "sizes": "", "passed": True}], "bits": bits}
+
+
+def test_the_fastest_of_the_winner_s_class_is_the_winner(sweep: Sweep):
+    measure(sweep, [(0, stood("b"), timing(5.0)), (2, stood("a"), timing(9.0))])
+    sweep.note("measured", {"candidate": sweep.candidates(*SMALL)[-1].key, "check": stood("b")})
+    [(winner, _)] = winners(sweep, TOOLKIT)
+    same = {"config": winner.record.config, "bits": "b", "median_us": 5.0, "generic": True}
+    assert winner.record.measurement["invariant"] == same
+    assert set(winner.record.artifacts) == {"aligned", "generic"}
+
+
+@pytest.mark.parametrize("bits", ["", None])
+def test_a_problem_without_a_class_has_no_invariant_kernel(sweep: Sweep, bits):
+    check = RIGHT | {"cases": stood("")["cases"]} | ({} if bits is None else {"bits": bits})
+    measure(sweep, [(0, check, timing(5.0)), (2, RIGHT | {"bits": "a"}, timing(9.0))])
+    [(winner, _)] = winners(sweep, TOOLKIT)
+    assert "invariant" not in winner.record.measurement
+
+
+def test_the_buckets_of_a_problem_share_the_class_whose_slowest_costs_least(h200, tmp_path: Path):
+    """Here 'a' wins few rows and costs half as much again for many, 'c' is only there for few; 'b' costs a tenth."""
+    sweep, spec = Sweep(tmp_path), spec_named(SMALL[0])
+    named = [(spec.name, SMALL[1].but(rows=rows)) for rows in (64, 4096)]
+    items = {pair: candidates(*pair, h200) for pair in named}
+    sweep.begin(h200, "test", named, {pair: [item.config for item in found[:3]] for pair, found in items.items()})
+    assert compile_all(sweep, jobs=2).failed == 0
+    times = {named[0]: {"a": 10.0, "b": 11.0, "c": 10.5}, named[1]: {"b": 100.0, "a": 150.0, "": 99.0}}
+    for pair, by_class in times.items():
+        found = sweep.candidates(*pair)
+        for item, (bits, us) in zip(found, by_class.items(), strict=False):
+            sweep.note("measured", {"candidate": item.key, "check": stood(bits), "timing": timing(us)})
+        sweep.note("measured", {"candidate": found[-1].key, "check": stood("a")})
+    sweep.note("gpu", {"gpu": "NVIDIA H200", "driver": "580", "torch": "2"})
+    for winner, blobs in winners(sweep, TOOLKIT):
+        record, place = winner.record, 1 if winner.problem["rows"] == 64 else 0
+        same = dict(sweep.candidates(winner.kernel, winner.problem)[place].config)
+        us = times[winner.kernel, winner.problem]["b"]
+        assert record.measurement["invariant"] == {"config": same, "bits": "b", "median_us": us, "generic": False}
+        assert record.config != same
+        assert record.artifacts["invariant"].config == same
+        assert record.digests == set(blobs)
 
 
 def test_few_samples_do_not_win_over_a_finalist(sweep: Sweep):

@@ -15,7 +15,7 @@ from tilekern.cache import BestKernel, FolderLayer, Record, Store, freshness, wr
 from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.runtime.records import artifact_of, record_of
-from tilekern.spec import ALIGNED, GENERIC, Config, Problem
+from tilekern.spec import ALIGNED, GENERIC, INVARIANT, Config, Problem
 from tilekern.spec.source import source_digest
 from tilekern.tuning import carrying, cli
 from tilekern.tuning.carrying import HISTORY, carry_over, held_in_cache, held_in_pack
@@ -110,6 +110,19 @@ def test_what_is_the_same_keeps_its_figures_and_says_so(name, compiled, request)
     [(_, (newest, _))] = carried((again, new_blobs)).carried
     steps = (newest.measurement or newest.prediction)[HISTORY]
     assert [one["source_digest"] for one in steps] == [ANOTHER, "1" * 64]
+
+
+def test_an_invariant_kernel_is_carried_with_the_winner(scale):
+    spec, problem = spec_named(SCALE[0]), SCALE[1]
+    record, blobs = scale
+    other = Config(record.config)
+    other = other.but(tile_n=2048 if other["tile_n"] != 2048 else 1024)
+    made = compile_candidate(spec, problem, other, H200, ALIGNED)
+    artifact = artifact_of(made, other)
+    held = msgspec.structs.replace(record, artifacts=record.artifacts | {INVARIANT: artifact})
+    [(_, (new, new_blobs))] = carried((held, blobs | {artifact.sha256: made.cubin})).carried
+    assert new.artifacts[INVARIANT] == artifact
+    assert new_blobs[artifact.sha256] == made.cubin
 
 
 def test_other_machine_code_stays_stale(scale):

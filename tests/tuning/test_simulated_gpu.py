@@ -70,7 +70,7 @@ def compiled(tmp_path_factory, h200):
 
 
 def test_every_problem_has_a_confirmed_winner(simulated, compiled):
-    summary = measure_all(compiled, SimulatedExecutor(compiled.cache), keep_winners)
+    summary = measure_all(compiled, SimulatedExecutor(compiled.cache), keep_winners, invariant=True)
     assert (summary.wrong, summary.quarantined) == (0, 0)
     assert not compiled.skipped()
     by_winner = list(winners(compiled, {"key": "none"}))
@@ -84,6 +84,11 @@ def test_every_problem_has_a_confirmed_winner(simulated, compiled):
         assert len(record.check["cases"]) > 3
     assert found[2].record.measurement["with"] == "column_sum"
     assert not any("with" in winner.record.measurement for winner in found if winner is not found[2])
+    sums, scaled = found[0].record, found[1].record
+    assert "bits" not in sums.check, "results are not by rows"
+    assert scaled.measurement["invariant"]["bits"] == scaled.check["bits"] != "", "all its configs are of one class"
+    assert scaled.measurement["invariant"]["config"] == scaled.config
+    assert all(race["invariant"] for race in compiled.races().values())
     [race] = (race for race in compiled.races().values() if race["kernel"] == "rms_norm_backward")
     # The plan has no sum over as few rows as there are blocks: it is the winner of the nearest one.
     [(blocks, follower)] = race["followers"].items()

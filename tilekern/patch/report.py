@@ -95,6 +95,8 @@ class Report:
         fallbacks: by kernel, how often calls in this process ran torch's own operations instead.
         reasons: by kernel, the reasons of these fallbacks, with their counts.
         graphs: by module, how many steps were replayed from CUDA graphs and why others were not.
+        varying: by kernel, why its rows may depend on others although :func:`tilekern.invariant` was on. Sums over
+            rows, as gradients of weights, are among them.
     """
 
     rows: tuple[Row, ...]
@@ -102,6 +104,7 @@ class Report:
     fallbacks: dict[str, int]
     reasons: dict[str, dict[str, int]]
     graphs: dict[str, str] = field(default_factory=dict)
+    varying: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return, for each op, whether its modules are patched, its calls, and the modules."""
@@ -118,6 +121,7 @@ class Report:
             if kernel not in shown
         ]
         lines += [f"graphs of {name or 'the model'}: {said}" for name, said in self.graphs.items()]
+        lines += [f"rows of {kernel} may depend on others: {reason}" for kernel, reason in self.varying.items()]
         return "\n".join(lines)
 
 
@@ -172,7 +176,8 @@ def report(model: torch.nn.Module) -> Report:
     counted, why = dispatch.stats(), dispatch.reasons()
     fallbacks = {kernel: counts["fallbacks"] for kernel, counts in counted.items() if counts["fallbacks"]}
     calls = {op: _calls_of(names, counted, why) for op, names in KERNELS.items()}
-    return Report(tuple(rows), calls, fallbacks, why, {name: str(found) for name, found in graphs_of(model).items()})
+    graphs = {name: str(found) for name, found in graphs_of(model).items()}
+    return Report(tuple(rows), calls, fallbacks, why, graphs, dispatch.varying())
 
 
 def _calls_of(

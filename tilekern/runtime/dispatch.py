@@ -29,7 +29,7 @@ from tilekern.runtime.locks import ForkLock
 from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
 from tilekern.runtime.requirements import driver_release, unmet
-from tilekern.spec import ALIGNED, GENERIC, Config, Implementation, KernelSpec, LibraryCall, Problem
+from tilekern.spec import ALIGNED, GENERIC, INVARIANT, Config, Implementation, KernelSpec, LibraryCall, Problem
 from tilekern.spec.targets import INTERPRETED, Target, here
 from tilekern.warning import warn_once
 
@@ -85,6 +85,10 @@ class State:
         layers: the layers of this process, once they were looked up.
         policy: the miss policy; None goes by the environment.
         foresight: returns what the running step asks for, for a miss; None if no model is patched.
+        invariant: whether kernels of one bit class run (:mod:`tilekern.runtime.invariance`).
+        classes: the bit class that runs, by kernel and the sizes that are not bucketed.
+        varying: by kernel, why its rows may depend on others although ``invariant``.
+        of_other_mode: the plans, refusals, hits and memos of the mode that is not on.
         agreement: what the ranks agreed on, which replaces the caches.
         trace: answers for meta tensors.
     """
@@ -103,6 +107,10 @@ class State:
     layers: list[Layer] | None = None
     policy: MissPolicy | None = None
     foresight: Foresight | None = None
+    invariant: bool = field(default_factory=lambda: os.environ.get("TILEKERN_INVARIANT") == "1")
+    classes: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    varying: dict[str, str] = field(default_factory=dict)
+    of_other_mode: list[dict[Any, Any]] = field(default_factory=list)
     agreement: Agreement | None = None
     trace: Trace | None = None
 
@@ -188,11 +196,32 @@ def forget() -> None:
     with _state.lock:
         for kept in (
             _state.plans, _state.refusals, _state.resolved, _state.unkept, _state.failed, _state.told, _state.misfits,
+            _state.classes, _state.varying, _state.of_other_mode,
         ):  # fmt: skip
             kept.clear()
         _watch.forget()
         _empty_memos()
         _state.layers = None
+
+
+def set_invariant(*, on: bool) -> bool:
+    """Turn the invariant mode on or off, with plans of its own; return whether it was on."""
+    with _state.lock:
+        before = _state.invariant
+        if on != before:
+            tables: list[dict[Any, Any]] = [_state.plans, _state.refusals, _state.resolved, *_state.memos]
+            others, _state.of_other_mode = _state.of_other_mode, [dict(table) for table in tables]
+            # An op that was imported since has a memo that the other mode did not have.
+            for place, table in enumerate(tables):
+                table.clear()
+                table.update(others[place] if place < len(others) else {})
+            _state.invariant = on
+        return before
+
+
+def varying() -> dict[str, str]:
+    """Return by kernel why its rows may depend on others although the invariant mode was on."""
+    return dict(_state.varying)
 
 
 def look_again() -> int:
@@ -473,9 +502,16 @@ def _plan_or_own(spec: KernelSpec, problem: Problem, target: Target, device: int
 def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan:
     """Return the plan of a record's winner, or of its best kernel if the winner's library is missing or switched off.
 
+    In the invariant mode it is that of the record's invariant kernel if there is one.
+
     Raises:
         CannotRun: the record has no best kernel, or the driver refuses the artifact.
     """
+    if _state.invariant:
+        reason = _varies(spec, problem, found.record)
+        if not reason:
+            return _invariant_plan(spec, problem, target, device, found)
+        _state.varying[spec.name] = reason
     config, library = Config(found.record.config), library_of(found.record.config)
     if library is not None and library not in libraries_here():
         if found.record.best_kernel is None:
@@ -483,17 +519,45 @@ def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found
             raise CannotRun(f"{library}, which won {what}, is not here, and its record holds no kernel; tune it again")
         config = Config(found.record.best_kernel.config)
         warn_once(f"{library} is not here; {spec.name} runs its best kernel")
+    return _planned(spec, problem, target, device, found, config, (ALIGNED, GENERIC))
+
+
+def _planned(
+    spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit, config: Config, names: Sequence[str]
+) -> Plan:
+    """Return the plan of a config, by some of the record's artifacts."""
     implementation = spec.implement(problem, config)
     if isinstance(implementation, LibraryCall):
         return LibraryPlan(implementation.bound(plan_for), config)
-    key = (device, spec.name, found.record.artifacts[ALIGNED].sha256, found.record.artifacts[GENERIC].sha256)
+    key = (device, spec.name, *(found.record.artifacts[name].sha256 for name in names))
     if key not in _state.kernels:
         from tilekern.runtime.driver import check_accepts
         from tilekern.runtime.launcher import prebuilt
 
-        check_accepts(found.load(ALIGNED))
-        _state.kernels[key] = prebuilt(implementation.function, found.record.artifacts, found.load)
+        check_accepts(found.load(names[0]))
+        _state.kernels[key] = prebuilt(implementation.function, found.record.artifacts, found.load, names)
     return plan_of(_state.kernels[key], implementation, config, problem, target)
+
+
+def _varies(spec: KernelSpec, problem: Problem, record: Record) -> str:
+    """Return why a row of a problem may depend on others; empty if the record's invariant kernel is to run."""
+    facts = (record.measurement or {}).get(INVARIANT)
+    if facts is None:
+        return "its record names no kernel of one bit class; tune with --invariant"
+    if library_of(facts["config"]) not in (None, *libraries_here()):
+        return f"{library_of(facts['config'])}, which its invariant record names, is not here"
+    sizes = (spec.name, *(problem[d.name] for d in spec.dimensions if d.kind != "bucketed"))
+    if _state.classes.setdefault(sizes, facts["bits"]) != facts["bits"]:
+        return "records of its sizes name two bit classes; tune all sizes in one run with --invariant"
+    return ""
+
+
+def _invariant_plan(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan:
+    """Return the plan of a record's invariant kernel; arguments of another bit class are refused at the launch."""
+    facts = (found.record.measurement or {})[INVARIANT]
+    config, artifacts = Config(facts["config"]), found.record.artifacts
+    wide = INVARIANT if INVARIANT in artifacts else ALIGNED
+    return _planned(spec, problem, target, device, found, config, (wide, GENERIC) if facts["generic"] else (wide,))
 
 
 def _take(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...], found: Hit) -> Plan | None:
@@ -578,7 +642,10 @@ def _hits(
 def _misfit(spec: KernelSpec, problem: Problem, target: Target, record: Record) -> str | None:
     """Return why a valid record fits no kernel; None if it does."""
     try:
-        for config in (record.config, *([record.best_kernel.config] if record.best_kernel else [])):
+        others = [record.best_kernel.config] if record.best_kernel else []
+        if invariant := (record.measurement or {}).get(INVARIANT):
+            others.append(invariant["config"])
+        for config in (record.config, *others):
             implementation = spec.implement(problem, Config(config))
             implementation.grid(problem, target.sm_count)
             missing = {ALIGNED, GENERIC} - record.artifacts.keys()

@@ -90,15 +90,24 @@ class PrebuiltKernel(TileDispatcher):
         )
 
 
-def prebuilt(function: Any, artifacts: Mapping[str, Any], load: Callable[[str], bytes]) -> PrebuiltKernel:
-    """Return the kernel of a record's artifacts (by variant); ``load`` returns the cubin of a variant."""
-    aligned, generic = (
-        Variant(name, artifact.symbol, artifact.assumptions, functools.partial(load, name), artifact.launch)
-        for name, artifact in ((name, artifacts[name]) for name in (ALIGNED, GENERIC))
+def prebuilt(
+    function: Any, artifacts: Mapping[str, Any], load: Callable[[str], bytes], names: Sequence[str] = (ALIGNED, GENERIC)
+) -> PrebuiltKernel:
+    """Return the kernel of a record's artifacts.
+
+    Args:
+        function: the device function.
+        artifacts: the artifacts by name.
+        load: returns the cubin of an artifact.
+        names: the artifacts to launch, the one with the strongest assumptions first; one or two.
+    """
+    first, *others = (
+        Variant(name, one.symbol, one.assumptions, functools.partial(load, name), one.launch)
+        for name, one in ((name, artifacts[name]) for name in names)
     )
-    if aligned.launch == generic.launch:
-        return PrebuiltKernel(function, [aligned, generic])
-    return PrebuiltKernel(function, [aligned], PrebuiltKernel(function, [generic]))
+    if all(first.launch == other.launch for other in others):
+        return PrebuiltKernel(function, [first, *others])
+    return PrebuiltKernel(function, [first], PrebuiltKernel(function, others))
 
 
 def without_constants(assumptions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -4,6 +4,7 @@ from tilekern.spec.kernel_spec import (
     ALIGNED,
     DTYPES,
     GENERIC,
+    INVARIANT,
     ITEM_BYTES,
     TOLERANCES,
     Array,
@@ -25,6 +26,7 @@ from tilekern.spec.kernel_spec import (
     parameters_of,
     python_of,
     size_of,
+    variant_of,
 )
 from tilekern.spec.points import Config, Problem, Value
 from tilekern.spec.space import Constraint, Space
@@ -33,6 +35,7 @@ __all__ = [
     "ALIGNED",
     "DTYPES",
     "GENERIC",
+    "INVARIANT",
     "ITEM_BYTES",
     "TOLERANCES",
     "Array",
@@ -59,4 +62,5 @@ __all__ = [
     "parameters_of",
     "python_of",
     "size_of",
+    "variant_of",
 ]

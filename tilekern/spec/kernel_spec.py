@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float16", "float32")
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8}
 ALIGNED, GENERIC = "aligned", "generic"
+# A record's artifact of the kernel that gives a row the same bits at every number of rows, if that is not the winner's.
+INVARIANT = "invariant"
+
+
+def variant_of(artifact: str) -> str:
+    """Return the variant that a record's artifact is compiled as, by the artifact's name in the record."""
+    return ALIGNED if artifact == INVARIANT else artifact
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 _GROUPS = {
     "What to tune": ("gpu", "specs", *(name for name in PLAN_OPTIONS if name != "models")),
-    "How": ("stages", "dry_run", "jobs", "timeout_s", "budget_s", "strategy", "executor", "gpus"),
+    "How": ("stages", "dry_run", "jobs", "timeout_s", "budget_s", "strategy", "invariant", "executor", "gpus"),
     "Where, and what is printed": ("sweep", "sign", "packs", "cache_dir", "as_json"),
 }
 # Some problem has no winner.
@@ -85,6 +85,9 @@ class _Tune(GroupedCommand):
     help="Wall time of the run, as 90s, 10m or 1.5h: the most gain per second first, no new work when it is over.",
 )  # fmt: skip
 @click.option("--strategy", default="race", show_default=True, help=f"How to measure: {', '.join(STRATEGIES)}.")
+@click.option(
+    "--invariant", is_flag=True, help="Find kernels too that give a row the same bits at all these sizes of a problem."
+)
 @click.option(
     "--executor", default=LOCAL, show_default=True, help="Where to compile and measure: local, ray, ray://HOST:PORT."
 )
@@ -140,7 +143,7 @@ class Request:
             InputError: a list is empty or holds what its option does not know, or options do not go together.
         """
         stages = words(given["stages"], "--stages")
-        how = ("jobs", "timeout_s", "budget_s", "strategy", "executor", "gpus")
+        how = ("jobs", "timeout_s", "budget_s", "strategy", "invariant", "executor", "gpus")
         key = SigningKey(given["sign"]) if given["sign"] else None
         options = Options(stages, key=key, **{name: given[name] for name in how})
         if given["packs"] and not {PLAN, MEASURE} <= set(stages):

@@ -229,22 +229,30 @@ def _in_turn(*launches: Launch) -> Launch:
 
 
 def to_confirm(
-    entrants: Sequence[Entrant], timings: Mapping[str, Timing], checks: Mapping[str, Check]
-) -> Iterator[Entrant]:
+    entrants: Sequence[Entrant], timings: Mapping[str, Timing], checks: Mapping[str, Check], *, invariant: bool = False
+) -> Iterator[Entrant]:  # fmt: skip
     """Yield the entrants that must pass the whole battery after a race.
 
     First the generic variant, which every record carries. Then the ranking of the race until one has passed; if that
-    one needs a library, further until one without a library has, since its record carries that one too. The caller
-    puts each outcome into ``checks`` before it asks for the next entrant.
+    one needs a library, further until one without a library has, since its record carries that one too. Then, if
+    ``invariant``, until one of each bit class has. The caller puts each outcome into ``checks`` before it asks for the
+    next entrant.
     """
     yield from (entrant for entrant in entrants if not entrant.is_aligned and checks[entrant.key].passed)
     raced = {entrant.key: entrant for entrant in entrants if entrant.key in timings}
+    order = ranked({key: timings[key].as_dict() for key in raced})
     has_winner = False
-    for key in ranked({key: timings[key].as_dict() for key in raced}):
+    for key in order:
         needs_library = library_of(raced[key].candidate.config) is not None
         if has_winner and needs_library:
             continue
         yield raced[key]
         if checks[key].passed and not needs_library:
-            return
+            break
         has_winner |= checks[key].passed
+    stood = {checks[key].bits for key in order if checks[key].passed and checks[key].cases}
+    for key in order if invariant else ():
+        if checks[key].passed and checks[key].bits and checks[key].bits not in stood:
+            yield raced[key]
+            if checks[key].passed:
+                stood.add(checks[key].bits)

@@ -50,7 +50,7 @@ class MeasureSummary:
 def measure_all(
     sweep: Sweep, executor: Executor, keep_winners: Callable[[Sweep], None], strategy: str = "race",
     progress: Callable[[int, int], None] | None = None, coming: Iterable[Sequence[Named]] | None = None,
-    turns: Mapping[Named, int] | None = None, is_over: threading.Event | None = None,
+    turns: Mapping[Named, int] | None = None, is_over: threading.Event | None = None, invariant: bool = False,
 ) -> MeasureSummary:  # fmt: skip
     """Check and time the sweep's open candidates; journal each check when it comes, and each race when it is over.
 
@@ -66,6 +66,7 @@ def measure_all(
         turns: the turn of each problem: it begins when a GPU is free, lower turns first. By default the executor
             chooses the order.
         is_over: set to begin no more problems; those at work are finished. Needs ``turns``.
+        invariant: whether the fastest candidate of each bit class stands the whole battery too.
 
     Raises:
         InputError: the executor has no GPU that is the sweep's target, or another run holds the sweep.
@@ -77,7 +78,8 @@ def measure_all(
         named, target = sweep.problems(), sweep.target
         composites = [pair for pair in named if is_composite(*pair, target)]
         width = None if turns is None else executor.width(target)
-        work = _Work(sweep, strategy, gpu, run, turns or {}, width, is_over or threading.Event())
+        is_over = is_over or threading.Event()
+        work = _Work(sweep, strategy, gpu, run, turns or {}, width, is_over, invariant=invariant)
 
         def tell() -> None:
             if progress:
@@ -128,13 +130,15 @@ class _Work:
         turns: the turn of each problem.
         width: how many tasks may be at work at once; None if the executor takes all of them and chooses.
         is_over: set to begin no more tasks.
+        invariant: as that of :func:`measure_all`.
     """
 
     def __init__(
         self, sweep: Sweep, strategy: str, gpu: Mapping[str, str], run: Run, turns: Mapping[Named, int],
-        width: int | None, is_over: threading.Event,
+        width: int | None, is_over: threading.Event, *, invariant: bool,
     ) -> None:  # fmt: skip
         self._sweep, self._strategy, self._gpu, self._run = sweep, strategy, gpu, run
+        self._invariant = invariant
         self._turns, self._width, self.is_over = turns, width, is_over
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._owners: dict[str, _Entry] = {}
@@ -149,7 +153,7 @@ class _Work:
         self._count(comes=True)
         for some in problems:
             if self._width is None:
-                todo = list(tasks(self._sweep, some, self._strategy))
+                todo = list(self._tasks(some))
                 self._count(done=len(some) - len(todo), begun=len(todo))
                 for task in todo:
                     self._begin(task)
@@ -161,7 +165,7 @@ class _Work:
     def _in_turn(self, problems: Sequence[Named], width: int) -> Iterator[Task]:
         """Yield the tasks of problems, lower turns first, each when a GPU is free for it."""
         for named in sorted(problems, key=lambda pair: self._turns.get(pair, 0)):
-            todo = [] if self.is_over.is_set() else list(tasks(self._sweep, [named], self._strategy))
+            todo = [] if self.is_over.is_set() else list(self._tasks([named]))
             with self._changed:
                 self._changed.wait_for(lambda: self._given_up or self._at_work < width)
             if self._given_up or self.is_over.is_set():
@@ -170,6 +174,9 @@ class _Work:
             for task in todo:
                 self._begin(task)
                 yield task
+
+    def _tasks(self, named: Sequence[Named]) -> Iterator[Task]:
+        return tasks(self._sweep, named, self._strategy, invariant=self._invariant)
 
     def give_up(self) -> None:
         """Hand out no more tasks, since those at work failed."""
@@ -261,7 +268,8 @@ class _Entry:
         race["untimed"] = {key: self.compiled[key].get("code_sha256") for key in untimed}
         if behind := self.task.followers:
             race["followers"] = {str(blocks): entrant.key for blocks, entrant in sorted(behind.items())}
-        sweep.note("races", race | {"strategy": self.task.strategy, "seconds": dict(self.seconds)})
+        classes = {"invariant": True} if self.task.invariant else {}
+        sweep.note("races", race | classes | {"strategy": self.task.strategy, "seconds": dict(self.seconds)})
 
 
 def is_composite(kernel: str, problem: Problem, target: Target) -> bool:
@@ -270,12 +278,14 @@ def is_composite(kernel: str, problem: Problem, target: Target) -> bool:
     return spec.implement(problem, spec.default(problem, target)).composite
 
 
-def tasks(sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str) -> Iterator[Task]:
+def tasks(
+    sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str, *, invariant: bool = False
+) -> Iterator[Task]:
     """Yield a task for each problem with something to measure, its entrants in the predicted order.
 
     Of the candidates timed before, only the fastest and the first race again, for comparison with new ones.
     """
-    settled = Settled(sweep, strategy)
+    settled = Settled(sweep, strategy, invariant=invariant)
     target = settled.target
     for kernel, problem in named:
         racing = settled.racing(settled.entrants(kernel, problem))
@@ -289,8 +299,10 @@ def tasks(sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str) -> 
         predicted = {item.key: prediction.seconds for item, prediction in ranked_items}
         stay = racing[0].key
         racing.sort(key=lambda entrant: order.get(entrant.key, len(order)))
-        yield Task(kernel, problem, target, tuple(racing), {name: sweep.cubin(name) for name in hashes}, stay, checks,
-                   strategy, predicted, timed=spec_named(kernel).timed, followers=behind)  # fmt: skip
+        yield Task(
+            kernel, problem, target, tuple(racing), {name: sweep.cubin(name) for name in hashes}, stay, checks,
+            strategy, predicted, timed=spec_named(kernel).timed, followers=behind, invariant=invariant,
+        )  # fmt: skip
 
 
 class Settled:
@@ -299,10 +311,11 @@ class Settled:
     Args:
         sweep: the sweep, whose journals are read once.
         strategy: how candidates are timed; races by another strategy do not count.
+        invariant: whether races count only if the fastest of each bit class stood the battery.
     """
 
-    def __init__(self, sweep: Sweep, strategy: str) -> None:
-        self._sweep, self._strategy = sweep, strategy
+    def __init__(self, sweep: Sweep, strategy: str, *, invariant: bool = False) -> None:
+        self._sweep, self._strategy, self._invariant = sweep, strategy, invariant
         self._compiled, self.measured, self._races = sweep.compiled(), sweep.measured(), sweep.races()
         self._quarantined = sweep.quarantined()
         self._untimed = {
@@ -351,6 +364,7 @@ class Settled:
             return False
         race = self._races.get(line.get("race", ""))
         is_timed = "timing" in line and (race is None or race["strategy"] == self._strategy)
+        is_timed &= not self._invariant or bool(race and race.get("invariant"))
         return not entrant.is_aligned or not _passed(line) or is_timed
 
     def leaders(self, running: Sequence[Entrant]) -> set[str]:

@@ -56,7 +56,8 @@ class Task:
     entrants' keys. ``careful`` asks for one launch at a time, so that a fault has one culprit; ``frugal``, for a
     battery that makes its cases anew for each candidate, after the GPU ran out of memory. ``timed`` names the
     variations of the spec's inputs that are timed too. ``followers`` holds the kernels that are launched and timed
-    right after a candidate, by the candidate's number of blocks.
+    right after a candidate, by the candidate's number of blocks. ``invariant`` has the fastest of each bit class stand
+    the whole battery, so that it may be the invariant kernel.
     """
 
     kernel: str
@@ -72,6 +73,7 @@ class Task:
     frugal: bool = False
     timed: tuple[str, ...] = ()
     followers: Mapping[int, Entrant] = field(default_factory=dict)
+    invariant: bool = False
 
     def without(self, key: str) -> Task:
         """Return the task without an entrant."""

@@ -178,7 +178,7 @@ class _Measuring:
         with self._part("bit classes"):
             self._classify()
         with self._part("battery"):
-            for entrant in to_confirm(task.entrants, timings, self._checks):
+            for entrant in to_confirm(task.entrants, timings, self._checks, invariant=task.invariant):
                 self._check(entrant, bench.confirm)
         self._connection.send((TIMED, timings))
 

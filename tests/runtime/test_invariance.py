@@ -1,0 +1,128 @@
+"""Inside :func:`tilekern.invariant` the kernels of one bit class run, outside the fastest."""
+
+import pytest
+import torch
+from marks import needs_compiler
+from one_record import GPU, H200, PROBLEM, SIZES, SPEC
+
+import tilekern
+from tilekern import cache
+from tilekern.compile import library, toolchain
+from tilekern.errors import NoVariant, TilekernWarning
+from tilekern.kernels import spec_named
+from tilekern.patch.report import report
+from tilekern.runtime import dispatch
+from tilekern.runtime.plans import LibraryPlan
+from tilekern.runtime.records import artifact_of, record_of
+from tilekern.spec import ALIGNED, GENERIC, INVARIANT, variant_of
+
+FAST = SPEC.default(PROBLEM, H200)
+SAME = FAST.but(schedule="block" if FAST["schedule"] == "persistent" else "persistent")
+
+pytestmark = [needs_compiler, pytest.mark.usefixtures("root")]
+
+
+@pytest.fixture(scope="module")
+def made():
+    """The artifacts of a record with an invariant kernel, and their bytes."""
+    configs = {ALIGNED: FAST, GENERIC: SPEC.generic(PROBLEM), INVARIANT: SAME}
+    found = {
+        name: (toolchain.compile_candidate(SPEC, PROBLEM, config, H200, variant_of(name)), config)
+        for name, config in configs.items()
+    }
+    artifacts = {name: artifact_of(*one) for name, one in found.items()}
+    return artifacts, {artifacts[name].sha256: one.cubin for name, (one, _) in found.items()}
+
+
+def write(made, root, invariant, spec=SPEC, problem=PROBLEM, config=FAST):
+    tools = toolchain.toolkit().describe()
+    measurement = {"median_us": 9.0} | ({INVARIANT: invariant} if invariant else {})
+    record = record_of(spec, problem, config, H200, tools, made[0], "measured", measurement=measurement)
+    cache.Store(root).write(record, made[1])
+
+
+def facts(bits="a", *, config=SAME, generic=False):
+    return {"config": dict(config), "bits": bits, "median_us": 10.0, "generic": generic}
+
+
+def variants_of(plan):
+    return [variant.name for variant in plan._kernel.variants]
+
+
+@pytest.mark.parametrize("generic", [False, True])
+def test_the_invariant_kernel_runs_inside_and_the_fastest_outside(made, root, generic):
+    write(made, root, facts(generic=generic))
+    fast = dispatch.plan_for(SPEC, GPU, *SIZES)
+    with tilekern.invariant():
+        same = dispatch.plan_for(SPEC, GPU, *SIZES)
+        assert dispatch.plan_for(SPEC, GPU, *SIZES) is same
+        with tilekern.invariant():
+            assert dispatch.plan_for(SPEC, GPU, *SIZES) is same
+    assert dispatch.plan_for(SPEC, GPU, *SIZES) is fast
+    with tilekern.invariant():
+        assert dispatch.plan_for(SPEC, GPU, *SIZES) is same, "each mode keeps its plans"
+    assert (fast.config, same.config) == (FAST, SAME)
+    assert variants_of(fast) == [ALIGNED, GENERIC]
+    assert variants_of(same) == ([INVARIANT, GENERIC] if generic else [INVARIANT])
+    assert not dispatch.varying()
+
+
+def test_a_generic_variant_of_another_class_is_not_launched(made, root):
+    write(made, root, facts())
+    x = torch.empty(0)
+    with tilekern.invariant():
+        plan = dispatch.plan_for(SPEC, GPU, *SIZES)
+    with pytest.raises(NoVariant, match="none of the variants invariant"):
+        plan._kernel._compile(type("Signature", (), {"parameters": (x,)})(), None)
+
+
+def test_the_winner_of_the_class_needs_no_artifact_of_its_own(made, root):
+    artifacts = {name: one for name, one in made[0].items() if name != INVARIANT}
+    blobs = {one.sha256: made[1][one.sha256] for one in artifacts.values()}
+    write((artifacts, blobs), root, facts(config=FAST, generic=True))
+    with tilekern.invariant():
+        plan = dispatch.plan_for(SPEC, GPU, *SIZES)
+    assert plan.config == FAST
+    assert variants_of(plan) == [ALIGNED, GENERIC]
+
+
+def test_a_library_may_be_of_the_class(root, monkeypatch):
+    monkeypatch.setattr(library.Library, "libraries", {"cublas": lambda: True})
+    spec = spec_named("matmul")
+    flags = {d.name: False for d in spec.dimensions if d.kind == "flag"}
+    problem = spec.problem(rows=64, inner=64, columns=64, dtype="bfloat16", **flags)
+    by_cublas = spec.generic(problem).but(implementation="cublas")
+    write(({}, {}), root, facts(config=by_cublas), spec, problem, by_cublas)
+    with tilekern.invariant():
+        plan = dispatch.plan_for(spec, GPU, *(torch.bfloat16 if x == "bfloat16" else x for x in problem.values()))
+    assert isinstance(plan, LibraryPlan)
+
+
+def test_a_record_that_names_none_runs_its_winner_and_says_so_once(made, root):
+    write(made, root, None)
+    said = "rows of swiglu_forward may depend on others: its record names no"
+    with pytest.warns(TilekernWarning, match=said), tilekern.invariant():
+        plan = dispatch.plan_for(SPEC, GPU, *SIZES)
+    assert plan.config == FAST
+    assert said in str(report(torch.nn.Linear(2, 2)))
+
+
+def test_two_classes_at_two_sizes_are_said(made, root):
+    write(made, root, facts("a"))
+    write(made, root, facts("b"), problem=PROBLEM.but(rows=2))
+    with pytest.warns(TilekernWarning, match="tune all sizes in one run with --invariant"), tilekern.invariant():
+        plans = [dispatch.plan_for(SPEC, GPU, rows, *SIZES[1:]) for rows in (50, 2)]
+    assert [plan.config for plan in plans] == [SAME, FAST]
+
+
+def test_a_job_may_begin_in_the_mode(monkeypatch):
+    for value, on in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("TILEKERN_INVARIANT", value)
+        assert dispatch.State().invariant is on
+
+
+def test_an_invariant_config_of_another_space_makes_a_record_a_misfit(made, root):
+    write(made, root, facts(config={"no": "config"}))
+    dispatch.set_miss_policy("fallback")
+    with pytest.warns(TilekernWarning, match="is passed over"):
+        assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
