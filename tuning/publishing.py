@@ -16,6 +16,7 @@ from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.runtime.records import launch_in, record_of
 from tilekern.spec import ALIGNED, GENERIC, INVARIANT, Problem
+from tilekern.spec.bits import agree, joined
 from tilekern.spec.targets import Target
 from tilekern.tuning.measure.stage import identity
 from tilekern.tuning.plan.steps import Planned
@@ -151,7 +152,7 @@ class Known:
             "config": dict(item.config),
             "bits": self.bits(item),
             "median_us": self.measured[item.key]["timing"]["median_us"],
-            "generic": self.bits(generic) == self.bits(item),
+            "generic": bool(self.bits(generic)) and agree(self.bits(generic), self.bits(item)),
         }
 
     def has_failed(self, item: Candidate) -> bool:
@@ -219,24 +220,44 @@ def invariant_winners(sweep: Sweep, known: Known) -> dict[Named, Candidate]:
     Of the classes that every bucket has, it is the one whose times are at most the smallest factor above the winners'.
     Problems without such a class are left out.
     """
-    buckets: dict[Any, dict[Named, dict[str, tuple[Candidate, float]]]] = {}
+    buckets: dict[Any, dict[Named, list[tuple[Candidate, float]]]] = {}
     for kernel, problem in sweep.problems():
         timings = known.timings(sweep.candidates(kernel, problem))
-        order = ranked(timings)
-        fastest = timings[order[0]]["median_us"] if order else 1.0
-        of_class: dict[str, tuple[Candidate, float]] = {}
-        for item in order:
-            if known.is_confirmed(item) and (bits := known.bits(item)):
-                of_class.setdefault(bits, (item, timings[item]["median_us"] / fastest))
+        able = [item for item in ranked(timings) if known.is_confirmed(item) and known.bits(item)]
+        fastest = min((timing["median_us"] for timing in timings.values()), default=1.0)
         exact = tuple(problem[d.name] for d in spec_named(kernel).dimensions if d.kind != "bucketed")
-        buckets.setdefault((kernel, exact), {})[kernel, problem] = of_class
+        of_problem = buckets.setdefault((kernel, exact), {})
+        of_problem[kernel, problem] = [(item, timings[item]["median_us"] / fastest) for item in able]
     found: dict[Named, Candidate] = {}
-    for classes in buckets.values():
-        shared = set.intersection(*(set(of_class) for of_class in classes.values()))
-        if shared:
-            best = min(shared, key=lambda bits: (max(of_class[bits][1] for of_class in classes.values()), bits))
-            found |= {named: of_class[best][0] for named, of_class in classes.items()}
+    for by_problem in buckets.values():
+        chosen = _one_class(known, list(by_problem.values()))
+        found |= dict(zip(by_problem, chosen, strict=True)) if chosen else {}
     return found
+
+
+def _one_class(known: Known, by_problem: Sequence[Sequence[tuple[Candidate, float]]]) -> list[Candidate] | None:
+    """Return a candidate of each problem, all of classes that agree, whose largest factor is the least; or None.
+
+    Args:
+        known: the journals.
+        by_problem: the able candidates of each problem and their factors, the fastest first.
+    """
+    best: tuple[float, list[Candidate]] | None = None
+    # Classes with more digests first: each stands for those that agree with it.
+    classes = sorted({known.bits(item) for able in by_problem for item, _ in able}, key=lambda bits: (-len(bits), bits))
+    for begun in classes:
+        bits, chosen = begun, []
+        for able in by_problem:
+            one = next((pair for pair in able if agree(known.bits(pair[0]), bits)), None)
+            if one is None:
+                break
+            chosen.append(one)
+            bits = joined(bits, known.bits(one[0]))
+        else:
+            factor = max(factor for _, factor in chosen)
+            if best is None or factor < best[0]:
+                best = factor, [item for item, _ in chosen]
+    return None if best is None else best[1]
 
 
 def _best_kernel(

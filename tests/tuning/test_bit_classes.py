@@ -11,6 +11,7 @@ from tilekern import interpreter
 from tilekern.kernels import spec_named
 from tilekern.kernels.tiles import ConstInt
 from tilekern.spec import Implementation, LibraryCall
+from tilekern.spec.bits import agree, joined, text_of
 from tilekern.spec.targets import INTERPRETED
 from tilekern.tuning.verify.battery import Battery
 
@@ -28,8 +29,8 @@ def class_of(spec, problem, config=None):
     config = config or spec.default(problem, INTERPRETED)
     battery = Battery(spec, problem, INTERPRETED.sm_count, "cpu")
     run = functools.partial(interpret, spec, config)
-    digests = {battery.digest(placements, config, run) for placements in battery.placements()}
-    return None if not digests else digests.pop() if len(digests) == 1 else ""
+    found = [battery.digests(placements, config, run) for placements in battery.placements()]
+    return text_of(found) if found else None
 
 
 def swiglu(rows, **more):
@@ -72,12 +73,14 @@ def test_a_library_has_a_class_too():
     ("kernel", "problem"),
     [
         ("matmul", matmul(32, "a_transposed")),
-        ("attention_forward", None),
         ("rms_norm_backward", None),
+        ("group_norm_forward", None),
+        ("experts_combine", None),
+        ("attention_forward", None),
     ],
 )
-def test_results_that_are_not_by_rows_have_no_class(kernel, problem):
-    """Gradients of weights, sequences, and parts of sums."""
+def test_results_without_a_row_for_each_row_have_no_class(kernel, problem):
+    """Gradients of weights, parts of sums, groups with weights of their own, sums over ranks, keys that come later."""
     spec = spec_named(kernel)
     sizes = {"bucketed": 8, "exact": 16, "dtype": "float32", "flag": False}
     problem = problem or spec.problem(**{d.name: sizes[d.kind] for d in spec.dimensions})
@@ -100,3 +103,65 @@ def test_a_row_that_depends_on_its_neighbours_is_of_no_class():
     right = spec.implement(problem, config)
     wrong = Implementation(centred, right.parameters, right.constants, lambda real, _: -(-real["rows"] // 8))
     assert class_of(replace(spec, implement=lambda *_: wrong), problem, config) == ""
+
+
+ROTATION = {"heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "bfloat16", "angle_dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "more"),
+    [("rope", {"full": False, "inverse": False}), ("qk_norm_rope_forward", {"weight_dtype": "bfloat16"})],
+)
+def test_tokens_of_several_sequences_are_rows(kernel, more):
+    spec = spec_named(kernel)
+    sizes = [(1, 1), (1, 64), (4, 1), (2, 8)]
+    found = {class_of(spec, spec.problem(batch=batch, tokens=tokens, **ROTATION, **more)) for batch, tokens in sizes}
+    assert len(found) == 1
+    assert found.pop()
+
+
+def attention(batch, queries, keys, **on):
+    spec = spec_named("attention_forward")
+    flags = {d.name: on.get(d.name, d.name == "causal") for d in spec.dimensions if d.kind == "flag"}
+    sizes = {"batch": batch, "queries": queries, "keys": keys, "heads": 2, "kv_heads": 1, "head_dim": 16}
+    return spec.problem(**sizes, dtype="float32", **flags)
+
+
+@pytest.mark.parametrize("on", [{}, {"windowed": True}, {"sinks": True, "capped": True}])
+def test_queries_have_a_digest_for_each_number_of_keys(on):
+    spec = spec_named("attention_forward")
+    config = spec.default(attention(1, 256, 256, **on), INTERPRETED)
+    whole, short, last, chunk = (
+        class_of(spec, attention(*sizes, **on), config)
+        for sizes in ((2, 256, 256), (3, 64, 64), (4, 1, 128), (1, 32, 128))
+    )
+    assert [part.partition(":")[0] for part in whole.split()] == ["16", "128"]
+    assert short == whole.split()[0], "the bucket holds 33 to 64 tokens"
+    assert last == chunk == whole.split()[1], "one query or some, after all keys"
+    assert agree(whole, short)
+    assert joined(short, last) == whole
+
+
+def test_keys_that_are_added_in_other_steps_are_another_class():
+    spec, problem = spec_named("attention_forward"), attention(1, 256, 256)
+    config = spec.default(problem, INTERPRETED)
+    others = (config.but(tile_n=tile) for tile in (16, 32, 64) if tile != config["tile_n"])
+    found = [class_of(spec, problem, one) for one in (config, *others)]
+    assert all(found)
+    assert len({one.split()[1] for one in found}) > 1
+
+
+def test_attention_to_later_keys_has_no_class():
+    assert class_of(spec_named("attention_forward"), attention(1, 64, 64, causal=False)) is None
+    assert class_of(spec_named("attention_forward"), attention(2, 64, 64, packed=True)) is None
+
+
+def test_classes_agree_where_both_have_a_digest():
+    assert text_of([{16: "a", 128: "b"}, {128: "b", 1024: "c"}]) == "16:a 128:b 1024:c"
+    assert text_of([{0: "a"}, {0: "a"}]) == "a"
+    assert text_of([{0: "a"}, {0: "b"}]) == ""
+    assert agree("16:a 128:b", "128:b 1024:c")
+    assert agree("16:a", "128:b")
+    assert not agree("16:a 128:b", "128:c")
+    assert not agree("a", "b")
+    assert joined("16:a", "128:b") == "16:a 128:b"

@@ -30,6 +30,7 @@ from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan,
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
 from tilekern.runtime.requirements import driver_release, unmet
 from tilekern.spec import ALIGNED, GENERIC, INVARIANT, Config, Implementation, KernelSpec, LibraryCall, Problem
+from tilekern.spec.bits import agree, joined
 from tilekern.spec.targets import INTERPRETED, Target, here
 from tilekern.warning import warn_once
 
@@ -547,8 +548,10 @@ def _varies(spec: KernelSpec, problem: Problem, record: Record) -> str:
     if library_of(facts["config"]) not in (None, *libraries_here()):
         return f"{library_of(facts['config'])}, which its invariant record names, is not here"
     sizes = (spec.name, *(problem[d.name] for d in spec.dimensions if d.kind != "bucketed"))
-    if _state.classes.setdefault(sizes, facts["bits"]) != facts["bits"]:
+    running = _state.classes.get(sizes, facts["bits"])
+    if not agree(running, facts["bits"]):
         return "records of its sizes name two bit classes; tune all sizes in one run with --invariant"
+    _state.classes[sizes] = joined(running, facts["bits"])
     return ""
 
 

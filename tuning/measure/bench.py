@@ -103,9 +103,9 @@ class Bench:
         """Yield the placements of rows that tell a bit class (:class:`tilekern.tuning.verify.battery.Battery`)."""
         return self._battery.placements()
 
-    def digest(self, placements: Sequence[Placed], entrant: Entrant) -> str:
-        """Return the digest of an entrant's results for rows so placed."""
-        return self._battery.digest(placements, entrant.candidate.config, self._runner(entrant))
+    def digests(self, placements: Sequence[Placed], entrant: Entrant) -> dict[int, str]:
+        """Return the digests of an entrant's results for rows so placed."""
+        return self._battery.digests(placements, entrant.candidate.config, self._runner(entrant))
 
     def load(self, variation: str | None = None) -> dict[str, Any]:
         """Return the inputs at full size, shared by all entrants, with the changes of a variation."""

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, TypeVar
 
 from tilekern.runtime.workers import disposable
+from tilekern.spec.bits import text_of
 from tilekern.tuning.measure.bench import Bench, to_confirm
 from tilekern.tuning.measure.gpu import serve_any_size
 from tilekern.tuning.measure.tasks import CUDA, INPUTS, QUEUE, STRATEGY, Entrant, Steps, Task, on
@@ -186,22 +187,21 @@ class _Measuring:
         """Note the bit classes of entrants that passed; one that cannot run so has failed."""
         checks = self._checks
         unknown = [one for one in self._task.entrants if checks[one.key].passed and checks[one.key].bits is None]
-        found: dict[str, set[str]] = {one.key: set() for one in unknown}
+        found: dict[str, list[dict[int, str]]] = {one.key: [] for one in unknown}
         self._steps.begin(INPUTS)
         for placements in self._bench.placements():
             for entrant in unknown:
                 if not checks[entrant.key].passed:
                     continue
-                digest = self._own(entrant, functools.partial(self._bench.digest, placements))
-                if isinstance(digest, Check):
-                    self._tell(entrant, digest)
+                digests = self._own(entrant, functools.partial(self._bench.digests, placements))
+                if isinstance(digests, Check):
+                    self._tell(entrant, digests)
                 else:
-                    found[entrant.key].add(digest)
+                    found[entrant.key].append(digests)
             self._steps.begin(INPUTS)
         for entrant in unknown:
-            check, digests = checks[entrant.key], found[entrant.key]
-            if check.passed and digests:
-                self._tell(entrant, replace(check, bits=digests.pop() if len(digests) == 1 else ""))
+            if checks[entrant.key].passed and found[entrant.key]:
+                self._tell(entrant, replace(checks[entrant.key], bits=text_of(found[entrant.key])))
 
     def _launches(self, racing: Sequence[Entrant]) -> dict[str, Launch]:
         """Return the launches to time by key, on ordinary inputs and on the variations that are timed."""

@@ -17,8 +17,9 @@ import torch
 
 from tilekern.errors import CannotRun
 from tilekern.spec import Config, KernelSpec, LibraryCall, Problem, bucket
+from tilekern.tuning.verify import bit_classes
 from tilekern.tuning.verify.adversarial import drawn
-from tilekern.tuning.verify.bit_classes import BitClasses, Placed, digest_of
+from tilekern.tuning.verify.bit_classes import Placed
 from tilekern.tuning.verify.canaries import Guarded, GuardedInputs, bits, guarded
 from tilekern.tuning.verify.cases import Case, Kept, Outcomes, Room
 from tilekern.tuning.verify.check import Check, judge
@@ -96,12 +97,12 @@ class Battery:
         return Check(not reason, relative, elementwise, reason, told)
 
     def placements(self) -> Iterator[list[Placed]]:
-        """Yield the placements of rows that tell a candidate's bit class; none if results are not by rows."""
-        return BitClasses(self._spec, self._problem, self._device).placements()
+        """Yield the placements of rows that tell a candidate's bit class; none if results have no rows."""
+        return bit_classes.placements(self._spec, self._problem, self._device)
 
-    def digest(self, placements: Sequence[Placed], config: Config, run: Run) -> str:
-        """Return the digest of the rows' results; one for all placements is the candidate's bit class."""
-        return digest_of((placed, self._launched(placed.case, config, run)[0]) for placed in placements)
+    def digests(self, placements: Sequence[Placed], config: Config, run: Run) -> dict[int, str]:
+        """Return the digests of the rows' results (:func:`tilekern.tuning.verify.bit_classes.digests_of`)."""
+        return bit_classes.digests_of((one, self._launched(one.case, config, run)[0]) for one in placements)
 
     def _stood(self, cases: Iterable[Case], config: Config, run: Run) -> Outcomes:
         """Return the outcomes of cases up to the first that fails, and its reason."""

@@ -3,15 +3,21 @@
 Generation computes a token's row among 1 to 64 others, training among thousands. Where both run kernels of one class,
 their probabilities are equal, and not only near.
 
-A spec is judged if each of its results has a row for each row of its inputs. The same few rows are given to each
-candidate of each bucket: spread over its largest number of rows, among its smallest with gaps in memory between rows,
-and next to one another between rows of NaN. The class is a digest of their results.
+The same few rows are given to each candidate of each bucket: spread over its largest number of rows, among its smallest
+with gaps in memory between rows, and next to one another between rows of NaN. If their results have the same bits
+everywhere, the digest of these is the class. Two kinds of results are judged:
+
+- Each has a row for each row of the inputs, as of norms and products. A row may be told by several sizes (a sequence of
+  the batch, and a token of it).
+- Those of causal attention, whose row depends on the tokens before it. The rows are queries of one sequence, after as
+  many keys as :data:`KEYS` says, and the class has a digest for each of those numbers that a bucket reaches. Classes of
+  two buckets agree if they have the same digests where both have one.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,135 +29,213 @@ from tilekern.tuning.verify.adversarial import drawn
 from tilekern.tuning.verify.canaries import bits
 from tilekern.tuning.verify.cases import Case
 
-# The rows whose bits are compared.
-ROWS = 8
+# The rows whose bits are compared, and the numbers of keys that queries of a sequence see.
+ROWS, KEYS = 8, (16, 128, 1024, 4096)
 _DIGITS = 16
-# Two counts of rows that tell arrays of rows from others.
-_COUNTS = (3, 5)
+_FILLER = 1.25
+_OF_SEQUENCES = ("batch", "queries", "keys")
+# A window that the queries of a sequence have, whatever the problem's is.
+_WINDOW = 200
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Inputs in which some of the rows stand at some places.
+    """Inputs in which some rows stand at some places.
 
     Attributes:
         case: the inputs; it has no right results.
-        rows: which of the rows, in their order.
-        places: where they are among the case's rows.
+        rows: the rows' numbers; of a sequence, how many keys each sees.
+        places: for each result, the index of each row in it.
+        sees_keys: whether the rows are queries of a sequence.
     """
 
     case: Case
     rows: Sequence[int]
-    places: Sequence[int]
+    places: Mapping[str, Sequence[tuple[Any, ...]]]
+    sees_keys: bool = False
 
 
-class BitClasses:
-    """The rows of one problem, placed among others.
+def placements(spec: KernelSpec, problem: Problem, device: str) -> Iterator[list[Placed]]:
+    """Yield lists of inputs that tell a candidate's class; none if the problem's results have no rows.
 
     Args:
         spec: the spec.
         problem: the problem; its sizes are the largest of its bucket.
         device: where arrays are made, as torch names it.
     """
+    if not problem.get("deterministic", True):
+        return
+    names = tuple(d.name for d in spec.dimensions if d.kind == "bucketed")
+    if names == _OF_SEQUENCES:
+        if problem["causal"] and not problem["packed"] and problem["queries"] <= problem["keys"]:
+            yield from _of_sequence(spec, problem, device)
+        return
+    arrays = _Axes.of(spec, problem, device, names)
+    if arrays is not None:
+        yield from _Rows(spec, problem, device, arrays).placements()
 
-    def __init__(self, spec: KernelSpec, problem: Problem, device: str) -> None:
-        self._spec, self._problem, self._device = spec, problem, device
 
-    @functools.cached_property
-    def dimension(self) -> str | None:
-        """The dimension that counts rows; None if results are not by rows, or need not repeat."""
-        spec, problem = self._spec, self._problem
-        bucketed = [d.name for d in spec.dimensions if d.kind == "bucketed"]
-        if len(bucketed) != 1 or not problem.get("deterministic", True):
+def digests_of(results: Iterable[tuple[Placed, Mapping[str, Any]]]) -> dict[int, str]:
+    """Return the digests of rows by the number of keys that they see; one for all rows that see none, under 0.
+
+    Args:
+        results: each of a list of placements, and the outputs of a launch on it by name.
+    """
+    held: dict[tuple[int, int], bytes] = {}
+    for placed, outputs in results:
+        for name in sorted(placed.places):
+            for row, place in zip(placed.rows, placed.places[name], strict=True):
+                values = bits(outputs[name][place].contiguous()).cpu().numpy().tobytes()
+                key = (row, 0) if placed.sees_keys else (0, row)
+                held[key] = held.get(key, b"") + values
+    told: dict[int, bytes] = {}
+    for (keys, _), values in sorted(held.items()):
+        told[keys] = told.get(keys, b"") + values
+    return {keys: hashlib.sha256(values).hexdigest()[:_DIGITS] for keys, values in told.items()}
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """Which axes of each array count rows, in the order of the dimensions; none for an array that all rows share."""
+
+    dimensions: tuple[str, ...]
+    inputs: Mapping[str, tuple[int, ...]]
+    outputs: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, spec: KernelSpec, problem: Problem, device: str, names: tuple[str, ...]) -> _Axes | None:
+        """Find the axes by the arrays' shapes at several sizes; None if a result has no row for each row."""
+
+        def shapes(sizes: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+            at = problem.but(**sizes)
+            made = drawn(spec, at, device)
+            given = {name: tuple(x.shape) for name, x in made.items() if isinstance(x, torch.Tensor)}
+            numbers = {name: x for name, x in made.items() if name not in given}
+            return given, {name: shape for name, (shape, _) in spec.outputs(at, 1).items()}, numbers
+
+        few = dict.fromkeys(names, 3)
+        base, more = shapes(few), {name: shapes(few | {name: 5}) for name in names}
+        # A number that depends on the sizes ties results to them.
+        if any(other[2] != base[2] for other in more.values()):
             return None
-        inputs, outputs = [], []
-        for count in _COUNTS:
-            at = problem.but(**{bucketed[0]: count})
-            made = drawn(spec, at, self._device)
-            inputs.append({name: tuple(x.shape) for name, x in made.items() if isinstance(x, torch.Tensor)})
-            outputs.append({name: shape for name, (shape, _) in spec.outputs(at, 1).items()})
-        by_rows = _by_rows(*inputs)
-        is_of_rows = by_rows is not None and any(by_rows.values())
-        results = _by_rows(*outputs) if is_of_rows else None
-        return bucketed[0] if results and all(results.values()) else None
+        found: list[dict[str, tuple[int, ...]]] = [{}, {}]
+        for side, axes in enumerate(found):
+            for array, shape in base[side].items():
+                counted = []
+                for name in names:
+                    other = more[name][side][array]
+                    grown = [axis for axis, size in enumerate(shape) if size != other[axis]]
+                    if len(grown) > 1 or any((shape[axis], other[axis]) != (3, 5) for axis in grown):
+                        return None
+                    counted += grown
+                # An array by some of the sizes alone ties rows to their places.
+                if len(counted) not in (0, len(names)):
+                    return None
+                axes[array] = tuple(counted)
+        inputs, outputs = found
+        if not any(inputs.values()) or not all(outputs.values()):
+            return None
+        return cls(names, inputs, outputs)
+
+
+class _Rows:
+    """Rows of one problem, placed among others."""
+
+    def __init__(self, spec: KernelSpec, problem: Problem, device: str, axes: _Axes) -> None:
+        self._problem, self._device, self._axes = problem, device, axes
+        *others, last = axes.dimensions
+        # The same for all buckets of a problem.
+        self._given = drawn(spec, problem.but(**dict.fromkeys(others, 1), **{last: ROWS}), device)
 
     def placements(self) -> Iterator[list[Placed]]:
-        """Yield lists of inputs; each list has all rows once."""
-        if self.dimension is None:
-            return
-        largest = self._problem[self.dimension]
-        smallest = bucket(largest) // 2 + 1 if largest > 1 else 1
-        yield list(self._spread("largest of the bucket", largest, range(ROWS)))
-        yield list(self._spread("smallest of the bucket", smallest, range(ROWS)[::-1], padded=True))
-        if largest > ROWS:
-            first = (largest - ROWS) // 3
-            places = range(first, first + ROWS)
-            yield [self._placed("between NaN", largest, range(ROWS), places, filler=torch.nan)]
+        names, rows = self._axes.dimensions, range(ROWS)
+        largest = {name: self._problem[name] for name in names}
+        smallest = {name: bucket(size) // 2 + 1 if size > 1 else 1 for name, size in largest.items()}
+        yield list(self._spread("largest of the bucket", largest, rows))
+        yield list(self._spread("smallest of the bucket", smallest, rows[::-1], padded=True))
+        count = math.prod(largest.values())
+        if count > ROWS:
+            first = (count - ROWS) // 3
+            yield [self._placed("between NaN", largest, rows, range(first, first + ROWS), filler=math.nan)]
 
-    def _spread(self, name: str, count: int, rows: Sequence[int], *, padded: bool = False) -> Iterator[Placed]:
+    def _spread(
+        self, name: str, sizes: Mapping[str, int], rows: Sequence[int], *, padded: bool = False
+    ) -> Iterator[Placed]:
+        count = math.prod(sizes.values())
         for first in range(0, ROWS, count):
             some = rows[first : first + count]
             places = [number * (count - 1) // max(1, len(some) - 1) for number in range(len(some))]
-            yield self._placed(name, count, some, places, padded=padded)
+            yield self._placed(name, sizes, some, places, padded=padded)
 
     def _placed(
-        self, name: str, count: int, rows: Sequence[int], places: Sequence[int], *, filler: float = 1.25,
-        padded: bool = False,
+        self, name: str, sizes: Mapping[str, int], rows: Sequence[int], places: Sequence[int], *,
+        filler: float = _FILLER, padded: bool = False,
     ) -> Placed:  # fmt: skip
-        """Return inputs of ``count`` rows; those between are some of the rows times a number."""
-        assert self.dimension is not None
-        made: dict[str, Any] = {}
-        order = torch.arange(count, device=self._device) * 5 % ROWS
-        at = torch.tensor(list(places), device=self._device)
-        for array, value in self._given.items():
-            if not self._is_of_rows[array]:
-                made[array] = value
-                continue
-            made[array] = value[order]
-            if value.is_floating_point():
-                made[array] *= filler
-            made[array][at] = value[list(rows)]
-        return Placed(Case(name, self._problem.but(**{self.dimension: count}), made, {}, padded=padded), rows, places)
-
-    @functools.cached_property
-    def _given(self) -> dict[str, Any]:
-        """The inputs of the rows alone; the same for all buckets of a problem."""
-        assert self.dimension is not None
-        return drawn(self._spec, self._problem.but(**{self.dimension: ROWS}), self._device)
-
-    @functools.cached_property
-    def _is_of_rows(self) -> dict[str, bool]:
-        assert self.dimension is not None
-        at = self._problem.but(**{self.dimension: _COUNTS[0]})
-        fewer = drawn(self._spec, at, self._device)
-        return {
-            name: isinstance(x, torch.Tensor) and tuple(x.shape) != tuple(fewer[name].shape)
-            for name, x in self._given.items()
+        """Return inputs of some sizes; between the rows are some of them times a number."""
+        shape = tuple(sizes.values())
+        made: dict[str, Any] = dict(self._given)
+        order = torch.arange(math.prod(shape), device=self._device) * 5 % ROWS
+        for array, axes in self._axes.inputs.items():
+            if axes:
+                given = _as_rows(self._given[array], axes)
+                values = given[order]
+                if given.is_floating_point():
+                    values *= filler
+                values[list(places)] = given[list(rows)]
+                made[array] = values.unflatten(0, shape).movedim(tuple(range(len(axes))), axes).contiguous()
+        found = {
+            result: [_index(place, shape, axes) for place in places] for result, axes in self._axes.outputs.items()
         }
+        return Placed(Case(name, self._problem.but(**sizes), made, {}, padded=padded), rows, found)
 
 
-def digest_of(results: Iterable[tuple[Placed, Mapping[str, Any]]]) -> str:
-    """Return the digest of the rows' results, of one list of placements.
-
-    Args:
-        results: each placement, and the outputs of a launch on it by name.
-    """
-    held: list[bytes] = [b""] * ROWS
-    for placed, outputs in results:
-        for name in sorted(outputs):
-            found = bits(outputs[name][list(placed.places)].contiguous()).cpu()
-            for row, values in zip(placed.rows, found, strict=True):
-                held[row] += values.numpy().tobytes()
-    return hashlib.sha256(b"".join(held)).hexdigest()[:_DIGITS]
+def _as_rows(value: Any, axes: tuple[int, ...]) -> Any:
+    return value.movedim(axes, tuple(range(len(axes)))).flatten(0, len(axes) - 1)
 
 
-def _by_rows(few: Mapping[str, tuple[int, ...]], more: Mapping[str, tuple[int, ...]]) -> dict[str, bool] | None:
-    """Return which arrays have a row for each of the counts, by their shapes at both; None if others depend on it."""
-    found = {}
-    for name, shape in few.items():
-        other = more[name]
-        is_row = [size != wide for size, wide in zip(shape, other, strict=True)]
-        if any(is_row[1:]) or (is_row and is_row[0] and (shape[0], other[0]) != _COUNTS):
-            return None
-        found[name] = bool(is_row and is_row[0])
-    return found
+def _index(place: int, shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Any, ...]:
+    """Return the index of a row in an array whose axes count rows."""
+    at: dict[int, int] = {}
+    for axis, size in zip(reversed(axes), reversed(shape), strict=True):
+        place, at[axis] = divmod(place, size)
+    return tuple(at.get(axis, slice(None)) for axis in range(max(axes) + 1))
+
+
+def _of_sequence(spec: KernelSpec, problem: Problem, device: str) -> Iterator[list[Placed]]:
+    """Place one sequence: alone, as the last of the batch between NaN, and cut where its bucket begins."""
+    batch, queries, keys = (problem[name] for name in _OF_SEQUENCES)
+    longest = problem.but(batch=1, queries=KEYS[-1], keys=KEYS[-1])
+    given = drawn(spec, longest, device)
+    least = {size: bucket(size) // 2 + 1 if size > 1 else 1 for size in (queries, keys)}
+    for name, entries, sizes in (
+        ("alone", 1, (queries, keys)),
+        ("last of the batch", batch, (queries, keys)),
+        ("smallest of the bucket", batch // 2 + 1, (min(least[queries], least[keys]), least[keys])),
+    ):
+        # A query's number of keys is its place among the queries, which end with the keys.
+        seen = [count for count in KEYS if sizes[1] - sizes[0] < count <= sizes[1]]
+        if seen:
+            yield [_one_sequence(problem, given, name, entries, sizes, seen)]
+
+
+def _one_sequence(
+    problem: Problem, given: Mapping[str, Any], name: str, entries: int, sizes: tuple[int, int], seen: Sequence[int]
+) -> Placed:
+    """Return inputs whose last sequence begins as the given one; the others are NaN."""
+    queries, keys = sizes
+    at = problem.but(batch=entries, queries=queries, keys=keys)
+    made = dict(given) | {"most_queries": queries, "most_keys": keys, "window": _WINDOW}
+    for array in "qkv":
+        whole = given[array]
+        first, count = (keys - queries, queries) if array == "q" else (0, keys)
+        made[array] = whole.new_full((entries, count, *whole.shape[2:]), math.nan)
+        mine = made[array][-1]
+        mine.fill_(_FILLER)
+        there = whole[0, first : first + count]
+        mine[: len(there)] = there
+    places = [count - 1 - (keys - queries) for count in seen]
+    found: dict[str, Sequence[tuple[Any, ...]]] = {
+        "out": [(entries - 1, place) for place in places],
+        "lse": [(entries - 1, slice(None), place) for place in places],
+    }
+    return Placed(Case(name, at, made, {}), seen, found, sees_keys=True)
