@@ -28,7 +28,7 @@ _WHERE = {
     "trace": "tilekern.runtime.recorder",
     "tune": "tilekern",
     "preflight": "tilekern.tuning.preflight",
-    "invariant": "tilekern.runtime.invariance",
+    "invariant": "tilekern.ops.invariance",
     "stats": "tilekern.runtime.counting",
     "check_labels": "tilekern.ops.labels",
     "AdamW": "tilekern.ops.adamw",
@@ -38,6 +38,7 @@ __all__ = ["__version__", *_WHERE]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from tilekern.ops.adamw import AdamW as AdamW
+    from tilekern.ops.invariance import invariant as invariant
     from tilekern.ops.labels import check_labels as check_labels
     from tilekern.patch import apply as apply
     from tilekern.patch import apply_to_model as apply_to_model
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from tilekern.patch.warmup import clear_autotune_cache as clear_autotune_cache
     from tilekern.patch.warmup import warmup_all_kernels as warmup_all_kernels
     from tilekern.runtime.counting import stats as stats
-    from tilekern.runtime.invariance import invariant as invariant
     from tilekern.runtime.recorder import trace as trace
     from tilekern.tune import tune as tune
     from tilekern.tuning.preflight import preflight as preflight

@@ -102,7 +102,7 @@ def tune(
     steps = Steps(
         TOKENS if isinstance(tokens, Mapping) else as_list(tokens), as_list(sequence), as_list(dtype),
         None if ops is None else as_list(ops), as_list(attention), tp, packed, padded, checkpointing, optimizer,
-        experts, call,
+        experts, call, invariant,
     )  # fmt: skip
     target = model.target if isinstance(model, Trace) and gpu == "auto" else resolve(gpu)
     store = Store(cache_dir or user_root())

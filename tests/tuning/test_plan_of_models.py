@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 import tilekern
 from tilekern.errors import InputError
 from tilekern.kernels.adamw import WIDTHS, flat_shape
+from tilekern.ops.invariance import linear
 from tilekern.patch.stepping import model_of
 from tilekern.runtime.recorder import Trace, tracing
 from tilekern.spec import bucket
@@ -172,6 +173,21 @@ def test_a_step_of_several_sequences_has_the_same_tokens_in_a_batch():
         elif kernel in ("swiglu_forward", "rms_norm_forward", "fused_add_rms_norm_backward"):
             assert problem["rows"] == 8192, kernel
     assert planned(SMALL, [8192]).problems == planned(SMALL, [8192], sequence=[8192]).problems
+
+
+def test_linear_layers_are_planned_where_rows_are_to_have_the_same_bits():
+    """The forward of each: q, o, k and v, gate and up, down, and the head, where the loss is not ours."""
+    outside, inside = (
+        plan_of_model(SMALL, Steps(tokens=(64,), invariant=on, ops=("rms_norm", "swiglu", "qk_norm_rope")), H200)
+        for on in (False, True)
+    )
+    assert "matmul" not in {name for name, _ in outside.problems}
+    products = [problem for name, problem in inside.problems if name == "matmul"]
+    assert {(p["rows"], p["inner"], p["columns"], p["b_transposed"]) for p in products} == {
+        (64, 96, 64, True), (64, 96, 32, True), (64, 64, 96, True), (64, 96, 224, True), (64, 224, 96, True),
+        (64, 96, 336, True),
+    }  # fmt: skip
+    assert torch.nn.functional.linear is not linear
 
 
 def test_packed_sequences_stand_in_a_batch_of_one():

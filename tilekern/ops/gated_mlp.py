@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilekern.kernels import swiglu as kernels
+from tilekern.ops.invariance import product
 from tilekern.ops.projections import input_gradient
 from tilekern.ops.registration import applied, check_tensors, differentiable_once, is_eager, needs_gradient, shaped
 from tilekern.ops.swiglu import swiglu
@@ -80,12 +81,12 @@ class _GatedMlp(torch.autograd.Function):
         ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, plans: tuple[Plan, Plan]
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        gate, up = torch.mm(rows, gate_weight.t()), torch.mm(rows, up_weight.t())
+        gate, up = product(rows, gate_weight), product(rows, up_weight)
         y = torch.empty_like(gate)
         plans[0].launch(x.get_device(), gate, up, y)
         ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
         ctx.plan = plans[1]
-        return shaped(torch.mm(y, down_weight.t()), *x.shape[:-1], down_weight.shape[0])
+        return shaped(product(y, down_weight), *x.shape[:-1], down_weight.shape[0])
 
     @staticmethod
     @differentiable_once

@@ -20,6 +20,7 @@ from tilekern.kernels import activation as kernels
 from tilekern.kernels import column_sum
 from tilekern.kernels.families.stripes import groups_of
 from tilekern.ops.activation import Curve, activation, curve_of
+from tilekern.ops.invariance import product
 from tilekern.ops.registration import applied, check_tensors, differentiable_once, is_eager, needs_gradient, shaped
 from tilekern.runtime.dispatch import Plan, keep, memo, plan_for
 
@@ -102,12 +103,12 @@ class _Mlp(torch.autograd.Function):
         ctx: Any, x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None,
         curve: Curve, plans: _Plans,
     ) -> Tensor:  # fmt: skip
-        value = _linear(x.reshape(-1, x.shape[-1]), up_weight, up_bias)
+        value = product(x.reshape(-1, x.shape[-1]), up_weight, up_bias)
         y = torch.empty_like(value)
         plans.forward.launch(x.get_device(), value, y, curve.linear, curve.cubic)
         ctx.save_for_backward(x, value, up_weight, down_weight)
         ctx.curve, ctx.plans = curve, plans
-        return shaped(_linear(y, down_weight, down_bias), *x.shape[:-1], down_weight.shape[0])
+        return shaped(product(y, down_weight, down_bias), *x.shape[:-1], down_weight.shape[0])
 
     @staticmethod
     @differentiable_once
@@ -138,12 +139,6 @@ def _before(ctx: Any, dy: Tensor, value: Tensor, *, biased: bool) -> tuple[Tenso
     dbias = torch.empty(columns, dtype=value.dtype, device=value.device)
     plans.sums.launch(device, partial, dbias)
     return dvalue, y, dbias
-
-
-def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if bias is None:
-        return torch.mm(rows, weight.t())
-    return torch.addmm(bias, rows, weight.t())
 
 
 def _weight_gradient(slope: Tensor, rows: Tensor, weight: Tensor) -> Tensor:

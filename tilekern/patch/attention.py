@@ -23,7 +23,7 @@ from tilekern.patch.masking import lacks_sequences, mask, says_packing_alone
 from tilekern.patch.positions import are_given_in_graph, number_of_sequences
 from tilekern.patch.told import ToldMask
 from tilekern.runtime import implementation
-from tilekern.runtime.dispatch import count_fallback
+from tilekern.runtime.dispatch import count_fallback, is_invariant, note_varying
 from tilekern.warning import warn_once
 
 # Arguments that change the result and that neither the kernels nor SDPA support: chosen keys, sinks of each query,
@@ -98,7 +98,7 @@ def attend(
         attention_mask = _kept_apart(attention_mask, query, key, sliding_window, kwargs.get("position_ids"))
     masked = attention_mask is not None
     special = softcap is not None or s_aux is not None
-    decoding = queries != keys and not torch.is_grad_enabled()
+    decoding = queries != keys and not torch.is_grad_enabled() and not _is_invariant(keys, sliding_window)
     if dropout or masked or bias is not None or type(query) is not torch.Tensor or (decoding and not special):
         if packed or sliding_window is not None:
             # The kernels take the window and the sequences as arguments; here the mask must contain them.
@@ -119,6 +119,15 @@ def attend(
         max_seqlen=longest if packed and isinstance(longest, int) else None, deterministic=deterministic,
     )  # fmt: skip
     return out, None
+
+
+def _is_invariant(keys: int, window: int | None) -> bool:
+    """Return whether queries after a cache must run the kernel that training runs, and note where that varies."""
+    if not is_invariant():
+        return False
+    if window is not None and keys >= window:
+        note_varying(SPEC.name, "a cache that drops keys outside of the window, where tiles begin elsewhere")
+    return True
 
 
 def _check_served(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:

@@ -86,7 +86,7 @@ class State:
         layers: the layers of this process, once they were looked up.
         policy: the miss policy; None goes by the environment.
         foresight: returns what the running step asks for, for a miss; None if no model is patched.
-        invariant: whether kernels of one bit class run (:mod:`tilekern.runtime.invariance`).
+        invariant: whether kernels of one bit class run (``tilekern.invariant``).
         classes: the bit class that runs, by kernel and the sizes that are not bucketed.
         varying: by kernel, why its rows may depend on others although ``invariant``.
         of_other_mode: the plans, refusals, hits and memos of the mode that is not on.
@@ -218,6 +218,16 @@ def set_invariant(*, on: bool) -> bool:
                 table.update(others[place] if place < len(others) else {})
             _state.invariant = on
         return before
+
+
+def is_invariant() -> bool:
+    """Return whether the invariant mode is on."""
+    return _state.invariant
+
+
+def note_varying(kernel: str, reason: str) -> None:
+    """Note why a kernel's rows depend on others in the invariant mode."""
+    _state.varying[kernel] = reason
 
 
 def varying() -> dict[str, str]:
@@ -512,7 +522,7 @@ def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found
         reason = _varies(spec, problem, found.record)
         if not reason:
             return _invariant_plan(spec, problem, target, device, found)
-        _state.varying[spec.name] = reason
+        note_varying(spec.name, reason)
     config, library = Config(found.record.config), library_of(found.record.config)
     if library is not None and library not in libraries_here():
         if found.record.best_kernel is None:

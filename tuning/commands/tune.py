@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,10 +146,12 @@ class Request:
         how = ("jobs", "timeout_s", "budget_s", "strategy", "invariant", "executor", "gpus")
         key = SigningKey(given["sign"]) if given["sign"] else None
         options = Options(stages, key=key, **{name: given[name] for name in how})
+        plan = PlanRequest.of(given)
+        plan = replace(plan, steps=replace(plan.steps, invariant=options.invariant))
         if given["packs"] and not {PLAN, MEASURE} <= set(stages):
             raise InputError("--packs needs a run that plans and measures; of another one take its results.pack")
         store = Store(given["cache_dir"] or user_root())
-        return cls(PlanRequest.of(given), options, given["gpu"], given["sweep"], given["packs"], store)
+        return cls(plan, options, given["gpu"], given["sweep"], given["packs"], store)
 
     def planned(self) -> tuple[Target, Planned]:
         """Return the target and its plan."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tilekern.errors import InputError, TilekernWarning
+from tilekern.ops.invariance import invariant
 from tilekern.patch import attention, experts, registry
 from tilekern.patch.patcher import applied, codes
 from tilekern.patch.stepping import Batch, Call, core_of, model_of, one_line, step, step_as_it_is
@@ -49,7 +50,7 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
         if name not in ATTENTIONS:
             raise InputError(f"unknown attention {name!r}; known: {', '.join(ATTENTIONS)}")
     found = Trace(target)
-    with _quiet():
+    with _quiet(), invariant() if steps.invariant else contextlib.nullcontext():
         if hasattr(model, "named_modules"):
             core = core_of(model)
             name = core.config.name_or_path or type(core).__name__

@@ -48,6 +48,7 @@ class Steps:
             ``apply(experts=True)`` has it.
         optimizer: ``adamw``, which is ``tilekern.AdamW``, or ``none``.
         call: the arguments of the forward of a job's own step, by name; the lengths are then those of its tensors.
+        invariant: the steps run inside ``tilekern.invariant()``, where linear layers are kernels' problems too.
 
     Raises:
         InputError: a value is not known or out of range, or steps and sequences do not go together.
@@ -65,6 +66,7 @@ class Steps:
     optimizer: str = ADAMW
     experts: bool = False
     call: Mapping[str, Any] | None = None
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", list(dict.fromkeys(map(dtype_named, self.dtype))))

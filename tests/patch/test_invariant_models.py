@@ -1,0 +1,162 @@
+"""Inside :func:`tilekern.invariant` a token's logits have the same bits in training, in a prompt and one by one.
+
+By the interpreter: its default kernels add in one order at all sizes of these models, as kernels of one class do.
+"""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
+
+import tilekern
+from tilekern.errors import TilekernWarning
+from tilekern.ops.invariance import linear
+from tilekern.runtime import dispatch
+
+SIZES = {
+    "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+}  # fmt: skip
+TOKENS = 6
+IDS = torch.randint(SIZES["vocab_size"], (2, TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def patched(monkeypatch):
+    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
+    dispatch.forget()
+    tilekern.apply()
+    yield
+    tilekern.reset()
+    dispatch.forget()
+
+
+def make(config, dtype, **more):
+    torch.manual_seed(0)
+    made = config(**SIZES | more, attn_implementation="tilekern")
+    return AutoModelForCausalLM.from_config(made, dtype=dtype).eval()
+
+
+def trained(model, ids, **more):
+    logits = model.train()(input_ids=ids, use_cache=False, **more).logits.detach()
+    model.eval()
+    return logits
+
+
+@torch.no_grad()
+def one_by_one(model, ids):
+    cache, rows = None, []
+    for place in range(ids.shape[1]):
+        made = model(input_ids=ids[:, place : place + 1], past_key_values=cache, use_cache=True)
+        cache = made.past_key_values
+        rows.append(made.logits)
+    return torch.cat(rows, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        (Qwen3Config, torch.bfloat16),
+        (Qwen3Config, torch.float32),
+        (LlamaConfig, torch.bfloat16),
+        (Qwen2Config, torch.float32),
+        (Gemma2Config, torch.bfloat16),
+    ],
+    ids=lambda of: str(getattr(of, "model_type", of)),
+)
+def test_a_token_has_the_same_logits_however_it_is_computed(config, dtype):
+    model = make(config, dtype)
+    with tilekern.invariant():
+        whole = trained(model, IDS)
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=IDS[1:, :5], use_cache=False).logits, whole[1:, :5])
+        assert torch.equal(one_by_one(model, IDS), whole)
+    if dtype == torch.float32:
+        assert not torch.equal(one_by_one(model, IDS), whole), "torch's products and attention decode outside"
+
+
+def test_a_cache_that_drops_keys_is_said():
+    """The window's first key is at the start of a tile then, and in training wherever it is."""
+    model = make(Gemma2Config, torch.bfloat16, sliding_window=4)
+    with tilekern.invariant():
+        one_by_one(model, IDS[:, :3])
+        assert not dispatch.varying()
+    with pytest.warns(TilekernWarning, match="a cache that drops keys"), tilekern.invariant():
+        one_by_one(model, IDS[:, :5])
+    assert "rows of attention_forward may depend on others: a cache that drops keys" in str(tilekern.report(model))
+
+
+def test_a_step_trains_as_outside():
+    """Gradients are near those of torch's products, and the loss has a gradient for each weight and bias."""
+    model, losses, gradients = make(Qwen2Config, torch.float32).train(), [], []
+    for mode in (tilekern.invariant, torch.enable_grad):
+        model.zero_grad()
+        with mode():
+            logits = model(input_ids=IDS, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), IDS.flatten())
+            loss.backward()
+        losses.append(loss.item())
+        gradients.append([x.grad.clone() for x in model.parameters()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for mine, others in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, others, rtol=1e-4, atol=1e-6)
+
+
+def test_checkpointed_layers_have_the_same_bits():
+    """The layers run again in the backward, in autograd's thread."""
+    model = make(Qwen3Config, torch.bfloat16)
+    found = []
+    with tilekern.invariant():
+        for checkpointed in (False, True):
+            if checkpointed:
+                model.gradient_checkpointing_enable()
+            model.zero_grad()
+            logits = model.train()(input_ids=IDS, use_cache=False).logits
+            logits.float().logsumexp(-1).sum().backward()
+            found.append([logits.detach(), *(x.grad.clone() for x in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_layers_run_the_kernel_of_the_class(transposed, biased):
+    """Rows of three axes, a weight as torch keeps it or transposed, and the formula in float64."""
+    x, weight = torch.randn(2, 3, 40, requires_grad=True), torch.randn(24, 40)
+    weight = (weight.t().contiguous().t() if transposed else weight).requires_grad_()
+    bias = torch.randn(24, requires_grad=True) if biased else None
+    with tilekern.invariant():
+        before = tilekern.stats()["matmul"]["launches"]
+        assert torch.nn.functional.linear is linear
+        y = torch.nn.functional.linear(x, weight, bias)
+        assert tilekern.stats()["matmul"]["launches"] == before + 1
+        given = [x, weight, *([bias] if biased else [])]
+        slope = torch.randn_like(y)
+        mine = torch.autograd.grad(y, given, slope)
+    right = x.double() @ weight.double().t() + (bias.double() if biased else 0)
+    torch.testing.assert_close(y.double(), right, rtol=1e-5, atol=1e-4)
+    for one, other in zip(mine, torch.autograd.grad(right, given, slope.double()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
+def test_torch_gets_its_products_back():
+    own = torch.nn.functional.linear
+    with pytest.raises(RuntimeError, match="inside"), tilekern.invariant(), tilekern.invariant():
+        raise RuntimeError("inside")
+    assert torch.nn.functional.linear is own
+    assert not dispatch.is_invariant()
+
+
+def test_what_no_kernel_takes_stays_torch_s():
+    """Numbers of other dtypes, an autocast region, a subclass, no rows."""
+
+    class Other(torch.Tensor):
+        pass
+
+    weight = torch.randn(4, 8)
+    with tilekern.invariant():
+        before = tilekern.stats()["matmul"]["launches"]
+        torch.nn.functional.linear(torch.randn(3, 8, dtype=torch.float64), weight.double())
+        torch.nn.functional.linear(torch.randn(3, 8).as_subclass(Other), weight)
+        assert torch.nn.functional.linear(torch.randn(0, 8), weight).shape == (0, 4)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.nn.functional.linear(torch.randn(3, 8), weight).dtype == torch.bfloat16
+        assert tilekern.stats()["matmul"]["launches"] == before
