@@ -5,10 +5,15 @@ columns, padded to ``tile_m`` (8, 16, 32 or 64), which wastes no bandwidth; and 
 (``tile_n``), so that all SMs read. Bias, activation (gelu by tanh, silu, both or none), the gate's factor ``x @ up^T``
 and the addend are parts of a problem or not. All sums are in float32.
 
-Each block computes whole sums, step by step of ``tile_k`` in the order of the inner dimension, and each token is a
-column of its own. So a row of the result depends on its own row of ``x`` only, and of the config's axes only
-``tile_k`` and ``implementation`` can change its bits: configs of all numbers of rows that share these give a row the
-same bits. ``tile_m``, ``tile_n``, ``schedule`` and the hints choose who computes a sum, and when.
+Bits: a block computes whole sums, ``tile_k`` terms a step, in the order of the inner dimension, and each token is a
+column of its own. So a row of the result depends on its own row of ``x`` alone, not on the number of rows. Of the
+config's axes these can change its bits:
+
+- ``implementation``
+- ``tile_k``
+- ``tile_n`` below 64 or not, as these tiles have instructions of their own on sm_90 and sm_100
+
+The others, ``tile_m`` among them, choose which block computes a sum, and when.
 """
 
 from __future__ import annotations
@@ -21,14 +26,20 @@ import cuda.tile as ct
 from tilekern.kernels.families.arrays import Arrays, drawn
 from tilekern.kernels.families.tables import flags_of, names_of, spec
 from tilekern.kernels.geglu import by_tanh
+from tilekern.kernels.matmul.space import is_tile, of_tiles, one_for_library, unit_of
 from tilekern.kernels.swiglu import sigmoid
 from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, grid_of, load, power_of_two
-from tilekern.spec import ITEM_BYTES, Array, Config, Constraint, Dimension, LibraryCall, Problem, Space, Value, cdiv
+from tilekern.spec import ITEM_BYTES, Array, Config, Dimension, LibraryCall, Problem, Space, Value, cdiv
 from tilekern.spec.targets import INTERPRETED, Target
 
-# The rows that one column of tiles holds; more rows read the weights again.
+# The rows that one tile holds; more rows read the weights again.
 MOST_ROWS = 64
 _LEAST_ROWS = 8
+# Four warps share an instruction of 16 x 8 sums each; for smaller tiles the compiler took scalar units (sm_90, sm_100).
+_LEAST_SUMS = 4 * 16 * 8
+# Columns of a tile: those of one wgmma, fewer or more.
+_USUAL = 64
+_TILES = (_USUAL, 32, 16, 128)
 FLAGS = ("gated", "biased", "gelu_tanh", "silu", "accumulated")
 DIMENSIONS = (
     Dimension("rows", "bucketed"),
@@ -117,14 +128,14 @@ def _by_cublas(problem: Problem) -> LibraryCall:
     return LibraryCall(call, names_of(_ARRAYS))
 
 
-def is_tile(config: Config) -> bool:
-    """Tell whether a device function, not a library, runs the config."""
-    return bool(config["implementation"] == "tile")
-
-
 def padded(rows: int) -> int:
-    """Return the tokens of a tile: the rows, padded to what the matrix units take."""
+    """Return the tokens of a tile: the rows, padded to a number that the matrix units take."""
     return min(MOST_ROWS, max(_LEAST_ROWS, power_of_two(rows)))
+
+
+def tokens_of(rows: int, tile_n: int) -> int:
+    """Return ``tile_m`` for a ``tile_n``: the padded rows, or more if the tile would be too small for the units."""
+    return max(padded(rows), _LEAST_SUMS // tile_n)
 
 
 def tiles(problem: Problem, config: Config) -> int:
@@ -136,30 +147,85 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
     return {
         "implementation": ["tile", "cublas"],
         "schedule": ["block", "persistent"],
-        "tile_m": [padded(problem["rows"])],
-        "tile_n": [64, 32, 128],
+        "tile_m": sorted({tokens_of(problem["rows"], tile_n) for tile_n in _TILES}),
+        "tile_n": list(_TILES),
         "tile_k": [128, 64, 256],
-        "occupancy": [1, 2, 4],
+        "occupancy": [2, 1, 4],
         "num_worker_warps": [0, 8],
         "latency": [0, 6],
     }
 
 
-def config_of(problem: Problem, **changes: Value) -> Config:
-    """Return the first value of each axis, with changes."""
-    return Config({name: values[0] for name, values in _axes(problem).items()}).but(**changes)
+def _is_exact(problem: Problem, config: Config, target: Target) -> bool:
+    return problem["dtype"] != "float32" or target == INTERPRETED
 
 
-SPACE = Space(_axes)
+def _fits_shared(problem: Problem, config: Config, target: Target) -> bool:
+    across = config["tile_m"] + config["tile_n"] * (2 if problem["gated"] else 1)
+    stage = across * config["tile_k"] * ITEM_BYTES[problem["dtype"]]
+    return bool(2 * stage * config["occupancy"] <= target.shared_bytes)
+
+
+def _is_read_by_most(problem: Problem, config: Config, target: Target) -> bool:
+    if config["tile_n"] == _USUAL:
+        return True
+    found = tiles(problem, config)
+    return found <= 4 * target.sm_count if config["tile_n"] < _USUAL else found >= target.sm_count
+
+
+def _loops(problem: Problem, config: Config, target: Target) -> bool:
+    resident = target.sm_count * config["occupancy"]
+    return config["schedule"] == "block" or tiles(problem, config) > resident or target == INTERPRETED
+
+
+SPACE = Space(
+    _axes,
+    (
+        one_for_library(_axes),
+        of_tiles("float32 products run on a GPU's scalar units, since TF32 would round the inputs", _is_exact),
+        of_tiles(
+            "tokens are padded to 8, 16, 32 or 64, and a tile of fewer than 512 sums has no instruction",
+            lambda problem, config, target: config["tile_m"] == tokens_of(problem["rows"], config["tile_n"]),
+        ),
+        of_tiles("two stages of operands exceed shared memory", _fits_shared),
+        of_tiles("narrow tiles are for SMs that wider ones leave idle, wide ones for more columns", _is_read_by_most),
+        of_tiles("blocks loop if there are more tiles than stay resident", _loops),
+        of_tiles(
+            "eight warps are two groups of Hopper's four, with 64 of a tile's columns each",
+            lambda problem, config, target: (
+                not config["num_worker_warps"] or (unit_of(target) == "wgmma" and config["tile_n"] >= 128)
+            ),
+        ),
+        of_tiles(
+            "the latency hint gains stages on GPUs with tensor memory alone, for a block that has an SM to itself",
+            lambda problem, config, target: (
+                not config["latency"] or (unit_of(target) == "tcgen05" and config["occupancy"] == 1)
+            ),
+        ),
+    ),
+)
+
+
+def _config(rows: int, tile_n: int, **changes: Value) -> Config:
+    known: dict[str, Value] = {
+        "implementation": "tile", "schedule": "block", "tile_m": tokens_of(rows, tile_n), "tile_n": tile_n,
+        "tile_k": 128, "occupancy": 2, "num_worker_warps": 0, "latency": 0,
+    }  # fmt: skip
+    return Config(known | changes)
 
 
 def default(problem: Problem, target: Target) -> Config:
-    return config_of(problem)
+    """Return cuBLAS for float32, else the widest of the narrow tiles with which three quarters of the SMs read."""
+    if problem["dtype"] == "float32" and target != INTERPRETED:
+        return Config({name: values[0] for name, values in _axes(problem).items()}).but(implementation="cublas")
+    found = [_config(problem["rows"], tile_n) for tile_n in _TILES if tile_n <= _USUAL]
+    found = [c if _fits_shared(problem, c, target) else c.but(occupancy=1, tile_k=64) for c in found]
+    return next((c for c in found if 4 * tiles(problem, c) >= 3 * target.sm_count), found[-1])
 
 
 def generic(problem: Problem) -> Config:
-    """Return small tiles that any GPU holds, on any grid."""
-    return config_of(problem, schedule="persistent", tile_k=64, num_worker_warps=8)
+    """Return a tile that any GPU holds, on any grid; eight warps share its loads of single elements."""
+    return _config(problem["rows"], _USUAL, schedule="persistent", tile_k=32, occupancy=1, num_worker_warps=8)
 
 
 def reference(
