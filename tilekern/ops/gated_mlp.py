@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from tilekern.kernels import swiglu as kernels
+from tilekern.ops import few_rows
+from tilekern.ops.gated_linear import gated_linear
+from tilekern.ops.linear import product
 from tilekern.ops.projections import input_gradient
 from tilekern.ops.registration import applied, check_tensors, differentiable_once, is_eager, needs_gradient, shaped
 from tilekern.ops.swiglu import swiglu
@@ -42,6 +45,8 @@ def gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Te
     if is_eager(x, *weights) and needs_gradient(x, *weights):
         plans = _found(x, *weights)
     if plans is None:
+        if few_rows.is_served(x, *weights):
+            return product(gated_linear(x, gate_weight, up_weight), down_weight)
         gate, up = (torch.nn.functional.linear(x, weight) for weight in weights[:2])
         return torch.nn.functional.linear(swiglu(gate, up), down_weight)
     return _apply(x, *weights, plans)

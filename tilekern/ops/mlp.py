@@ -20,6 +20,7 @@ from tilekern.kernels import activation as kernels
 from tilekern.kernels import column_sum
 from tilekern.kernels.families.stripes import groups_of
 from tilekern.ops.activation import Curve, activation, curve_of
+from tilekern.ops.linear import product
 from tilekern.ops.registration import applied, check_tensors, differentiable_once, is_eager, needs_gradient, shaped
 from tilekern.runtime.dispatch import Plan, keep, memo, plan_for
 
@@ -62,8 +63,7 @@ def mlp(
     if is_eager(*tensors) and needs_gradient(*tensors):
         plans = _found(x, up_weight, up_bias, down_weight, down_bias, curve)
     if plans is None:
-        linear = torch.nn.functional.linear
-        return linear(activation(linear(x, up_weight, up_bias), kind), down_weight, down_bias)
+        return product(activation(product(x, up_weight, up_bias), kind), down_weight, down_bias)
     return _apply(x, up_weight, up_bias, down_weight, down_bias, curve, plans)
 
 
