@@ -9,7 +9,7 @@ from spec_samples import compiled, config_of, id_of, resources_of, sized
 
 from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.errors import CompileFailed
-from tilekern.kernels import spec_named
+from tilekern.kernels import skinny_linear, spec_named
 from tilekern.kernels.adamw import WIDTHS
 from tilekern.kernels.grouped.space import first_tile
 from tilekern.kernels.matmul import product as matmul
@@ -70,6 +70,11 @@ def _product(arch, product, epilogue, **changes):
     return arch, spec, spec.problem(**matmul.sizes(8192, 4096, 12288, "bfloat16", (*product, *epilogue))), 0, changes
 
 
+def _few_rows(arch, rows, columns, *on):
+    spec = spec_named("skinny_linear")
+    return arch, spec, spec.problem(**skinny_linear.sizes(rows, 4096, columns, "bfloat16", on)), 0, {}
+
+
 # Architecture, spec, problem, bytes that the default config may spill, and changes of that config.
 SPILLS = [
     # A slot or two beside the loop costs nothing; a spilled accumulator takes hundreds of bytes. Each head on both GPUs
@@ -93,6 +98,9 @@ SPILLS = [
         for e, epilogue in enumerate(EPILOGUES)
         for changes in ({}, {"sums_begin": "addend"})[: 1 + ("accumulated" in epilogue)]
     ),
+    *(_few_rows(arch, 64, 12288, "gated", "silu") for arch in BOTH),
+    _few_rows("sm_90", 1, 1024, "biased", "gelu_tanh"),
+    _few_rows("sm_100", 1, 4096, "accumulated"),
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from tilekern.runtime.dispatch import Plan
 
 def is_few(x: Tensor) -> bool:
     """Return whether ``x`` [..., in_features] has rows, and not more than the kernel is made for."""
-    return 0 < x.numel() <= MOST_ROWS * x.shape[-1]
+    return x.dim() > 0 and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
 
 
 def is_served(x: Tensor, *others: Tensor | None) -> bool:
@@ -24,7 +24,7 @@ def is_served(x: Tensor, *others: Tensor | None) -> bool:
 
     ``others`` are weights and biases. A transposed weight would be copied, so it is not served.
     """
-    if not x.dim() or not is_few(x) or needs_gradient(x, *others) or not is_eager(x, *others):
+    if not is_few(x) or needs_gradient(x, *others) or not is_eager(x, *others):
         return False
     return all(other is None or other.stride(-1) == 1 for other in others)
 

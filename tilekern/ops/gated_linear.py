@@ -49,12 +49,10 @@ def gated_linear(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: 
     # A compiled graph serves any number of rows: the op looks when it runs.
     is_many = not torch.compiler.is_compiling() and not few_rows.is_few(x)
     if is_many or is_autocast(x) or needs_gradient(x, gate_weight, up_weight):
-        return _gated(linear(x, gate_weight), linear(x, up_weight), activation)
+        _check(x, gate_weight, up_weight, activation)
+        gate, up = linear(x, gate_weight), linear(x, up_weight)
+        return swiglu(gate, up) if activation == "silu" else geglu(gate, up, tanh=True)
     return _gated_linear(x, gate_weight, up_weight, activation)
-
-
-def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    return swiglu(gate, up) if activation == "silu" else geglu(gate, up, tanh=True)
 
 
 def _find(graded: bool, x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: str) -> tuple[Plan] | None:
@@ -75,3 +73,6 @@ def _gated_linear(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation:
     if activation == "silu":
         return torch.nn.functional.silu(gate) * up
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+_check = _gated_linear.functions["check"]  # type: ignore[attr-defined]
