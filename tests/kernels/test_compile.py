@@ -9,10 +9,11 @@ from spec_samples import compiled, config_of, id_of, resources_of, sized
 
 from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.errors import CompileFailed
-from tilekern.kernels import skinny_linear, spec_named
+from tilekern.kernels import spec_named
 from tilekern.kernels.adamw import WIDTHS
 from tilekern.kernels.grouped.space import first_tile
 from tilekern.kernels.matmul import product as matmul
+from tilekern.kernels.skinny import linear as skinny
 from tilekern.spec import ALIGNED, GENERIC
 from tilekern.spec.targets import resolve
 
@@ -72,7 +73,7 @@ def _product(arch, product, epilogue, **changes):
 
 def _few_rows(arch, rows, columns, *on):
     spec = spec_named("skinny_linear")
-    return arch, spec, spec.problem(**skinny_linear.sizes(rows, 4096, columns, "bfloat16", on)), 0, {}
+    return arch, spec, spec.problem(**skinny.sizes(rows, 4096, columns, "bfloat16", on)), 0, {}
 
 
 # Architecture, spec, problem, bytes that the default config may spill, and changes of that config.

@@ -8,8 +8,13 @@ from spec_samples import assert_right, both_defaults, configs, inputs_of, launch
 
 from tilekern.kernels import spec_named
 from tilekern.kernels.matmul.space import is_tile
-from tilekern.kernels.skinny_linear import FLAGS, sizes, tiles
+from tilekern.kernels.skinny.linear import FLAGS, sizes
+from tilekern.kernels.skinny.split import JOIN
+from tilekern.kernels.skinny.tiles import count
+from tilekern.runtime.dispatch import counters
+from tilekern.spec import Config
 from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
+from tilekern.tuning.measure.stage import is_composite
 
 SPEC = spec_named("skinny_linear")
 # The shapes of tiles, and how the tiles are gone over.
@@ -70,16 +75,47 @@ def test_spaces_are_small_and_tiles_have_instructions(target):
         problem = problem_of(rows, 4096, columns, *on)
         found = list(SPEC.space.candidates(problem, target))
         assert 8 <= len(found) <= 48
-        assert sum(not is_tile(config) for config in found) == 1
+        assert [config["implementation"] for config in found].count("cublas") == 1
         for config in [*filter(is_tile, found), SPEC.generic(problem)]:
             assert config["tile_m"] * config["tile_n"] >= 4 * 16 * 8
+
+
+@pytest.mark.parametrize(("columns", "inner", "on", "splits"), [
+    (4096, 4096, (), [2, 4]), (1024, 4096, ("biased",), [8]), (1024, 12288, (), [8, 16]), (12288, 4096, (), []),
+    (4096, 4096, ("gated",), []), (4096, 512, (), []),
+])  # fmt: skip
+def test_sums_are_split_where_whole_ones_would_leave_sms_idle(columns, inner, on, splits):
+    """The tuner then has the parts' kernels first."""
+    problem, target = problem_of(8, inner, columns, *on), resolve("H200")
+    found = [config["splits"] for config in SPEC.space.candidates(problem, target) if "splits" in config]
+    assert found == splits
+    assert is_composite(SPEC.name, problem, target) == bool(splits)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 8])
+@pytest.mark.parametrize("on", [(), ("biased", "silu"), ("gelu_tanh", "accumulated")], ids="-".join)
+def test_split_sums_have_every_epilogue_and_may_have_empty_parts(splits, on):
+    """300 terms are three steps of 128."""
+    problem, config = problem_of(9, 300, 70, *on), Config(implementation="split", splits=splits)
+    before = counters("skinny_join").launches
+    assert_right(SPEC, problem, [config], inputs_of(SPEC, problem))
+    assert counters("skinny_join").launches == before + 1
+
+
+def test_parts_are_added_in_their_order():
+    """Backwards, or by pairs, both ones would be lost beside 1e8."""
+    parts = torch.tensor([1e8, 1.0, -1e8, 1.0]).view(4, 1, 1)
+    problem = JOIN.problem(rows=1, columns=1, splits=4, dtype="float32", **dict.fromkeys(FLAGS[1:], False))
+    inputs = {"parts": parts, "bias": torch.zeros(1), "addend": torch.zeros(1, 1)}
+    for config in configs(JOIN, problem):
+        assert launched(JOIN, problem, config, inputs)["y"].item() == 1
 
 
 @pytest.mark.parametrize(("columns", "tile_n", "blocks"), [(1024, 16, 64), (4096, 32, 128), (12288, 64, 192)])
 def test_the_default_has_tiles_so_narrow_that_most_sms_read(columns, tile_n, blocks):
     problem = problem_of(8, 4096, columns)
     config = SPEC.default(problem, resolve("H200"))
-    assert (config["tile_n"], tiles(problem, config)) == (tile_n, blocks)
+    assert (config["tile_n"], count(problem, config)) == (tile_n, blocks)
 
 
 @pytest.mark.parametrize("target", KNOWN, ids=lambda target: target.key)

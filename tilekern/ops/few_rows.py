@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tilekern.kernels.families.placeholders import placeholder
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
-from tilekern.kernels.skinny_linear import MOST_ROWS, sizes
+from tilekern.kernels.skinny.linear import sizes
+from tilekern.kernels.skinny.tiles import MOST_ROWS
 from tilekern.ops.registration import as_rows, is_eager, needs_gradient, shaped
 from tilekern.runtime.dispatch import Plan
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilekern.kernels.skinny_linear import SPEC
+from tilekern.kernels.skinny.linear import SPEC
 from tilekern.ops import few_rows
 from tilekern.ops.geglu import geglu
 from tilekern.ops.linear import linear

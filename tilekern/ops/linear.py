@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tilekern.kernels import skinny_linear
 from tilekern.kernels.matmul.product import MOST_ELEMENTS, SPEC, sizes
+from tilekern.kernels.skinny import linear as skinny
 from tilekern.ops import few_rows
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import as_rows, is_autocast, needs_gradient, shaped
@@ -86,7 +86,7 @@ def _find(
     rows = x.numel() // features
     biased = "biased" if bias is not None else None
     few = None if graded else few_rows.sizes_of(x, weight, biased, activation)
-    if few is not None and (serving := plan_for(skinny_linear.SPEC, x.device, *few)) is not None:
+    if few is not None and (serving := plan_for(skinny.SPEC, x.device, *few)) is not None:
         return (serving,)
     if max(x.numel(), weight.numel(), rows * out) > MOST_ELEMENTS:
         return None

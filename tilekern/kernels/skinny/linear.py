@@ -3,14 +3,14 @@
 The time is that of reading the weights. So the weights are the rows of the matrix units' products and the tokens their
 columns, padded to ``tile_m`` (8, 16, 32 or 64), which wastes no bandwidth; and a block takes few of the weights' rows
 (``tile_n``), so that all SMs read. Bias, activation (gelu by tanh, silu, both or none), the gate's factor ``x @ up^T``
-and the addend are parts of a problem or not. All sums are in float32.
+and the addend belong to a problem or not. All sums are in float32.
 
 Bits: a block computes whole sums, ``tile_k`` terms a step, in the order of the inner dimension, and each token is a
 column of its own. So a row of the result depends on its own row of ``x`` alone, not on the number of rows. Of the
 config's axes these can change its bits:
 
-- ``implementation``
-- ``tile_k``
+- ``implementation``: whole sums, cuBLAS, or sums in parts (:mod:`tilekern.kernels.skinny.split`), which repeat too
+- ``splits``, the number of parts; and ``tile_k``, which also says where a part ends
 - ``tile_n`` below 64 or not, as these tiles have instructions of their own on sm_90 and sm_100
 
 The others, ``tile_m`` among them, choose which block computes a sum, and when.
@@ -18,28 +18,33 @@ The others, ``tile_m`` among them, choose which block computes a sum, and when.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import Arrays, drawn
 from tilekern.kernels.families.tables import flags_of, names_of, spec
-from tilekern.kernels.geglu import by_tanh
 from tilekern.kernels.matmul.space import is_tile, of_tiles, one_for_library, unit_of
-from tilekern.kernels.swiglu import sigmoid
-from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, grid_of, load, power_of_two
-from tilekern.spec import ITEM_BYTES, Array, Config, Dimension, LibraryCall, Problem, Space, Value, cdiv
+from tilekern.kernels.skinny import split
+from tilekern.kernels.skinny.tiles import (
+    TOO_LARGE,
+    TOO_SMALL,
+    USUAL,
+    WIDTHS,
+    activated,
+    config_of,
+    count,
+    fits_shared,
+    has_tokens,
+    is_exact,
+    sums,
+    tokens_of,
+)
+from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, grid_of, load
+from tilekern.spec import Array, Config, Constraint, Dimension, LibraryCall, Problem, Space, Value, cdiv
 from tilekern.spec.targets import INTERPRETED, Target
 
-# The rows that one tile holds; more rows read the weights again.
-MOST_ROWS = 64
-_LEAST_ROWS = 8
-# Four warps share an instruction of 16 x 8 sums each; for smaller tiles the compiler took scalar units (sm_90, sm_100).
-_LEAST_SUMS = 4 * 16 * 8
-# Columns of a tile: those of one wgmma, fewer or more.
-_USUAL = 64
-_TILES = (_USUAL, 32, 16, 128)
 FLAGS = ("gated", "biased", "gelu_tanh", "silu", "accumulated")
 DIMENSIONS = (
     Dimension("rows", "bucketed"),
@@ -49,30 +54,17 @@ DIMENSIONS = (
 )
 
 
-def _activated(z, gelu_tanh, silu):
-    if ct.static_eval(gelu_tanh):
-        z = z * by_tanh(z)[0]
-    if ct.static_eval(silu):
-        z = z * sigmoid(z)
-    return z
-
-
 def _tile(
     item, x, weight, up, bias, addend, y, gated, biased, gelu_tanh, silu, accumulated, tile_m, tile_n, tile_k, latency
 ):
     """Compute tile number ``item`` of the result: ``tile_m`` tokens of ``tile_n`` columns."""
-    down = ct.cdiv(y.shape[0], tile_m)
+    down, steps = ct.cdiv(y.shape[0], tile_m), ct.cdiv(x.shape[1], tile_k)
     i, j = item % down, item // down
-    total, factor = ct.zeros((tile_n, tile_m), ct.float32), ct.zeros((tile_n, tile_m), ct.float32)
-    for step in range(ct.cdiv(x.shape[1], tile_k)):
-        tokens = load(x, (i, step), (tile_m, tile_k), True, latency, True).transpose()
-        total = ct.mma(load(weight, (j, step), (tile_n, tile_k), True, latency, True), tokens, total)
-        if ct.static_eval(gated):
-            factor = ct.mma(load(up, (j, step), (tile_n, tile_k), True, latency, True), tokens, factor)
+    total, factor = sums(x, weight, up, i, j, 0, steps, gated, tile_m, tile_n, tile_k, latency)
     if ct.static_eval(biased):
         row = load(bias, (j,), (tile_n,), True, 0, False).astype(ct.float32)
         total = total + ct.reshape(row, (tile_n, 1))
-    z = _activated(total, gelu_tanh, silu)
+    z = activated(total, gelu_tanh, silu)
     if ct.static_eval(gated):
         z = z * factor
     z = z.transpose()
@@ -128,27 +120,39 @@ def _by_cublas(problem: Problem) -> LibraryCall:
     return LibraryCall(call, names_of(_ARRAYS))
 
 
-def padded(rows: int) -> int:
-    """Return the tokens of a tile: the rows, padded to a number that the matrix units take."""
-    return min(MOST_ROWS, max(_LEAST_ROWS, power_of_two(rows)))
+def _by_parts(problem: Problem, splits: int) -> LibraryCall:
+    flags = [problem[name] for name in split.FLAGS]
+    otherwise = _by_cublas(problem).call
+
+    def call(plan_for: Callable[..., Any], x: Any, weight: Any, up: Any, bias: Any, addend: Any) -> tuple[Any]:
+        import torch
+
+        (rows, inner), columns, device = x.shape, weight.shape[0], x.device
+        of_parts = plan_for(split.PARTS, device, rows, inner, columns, splits, x.dtype)
+        of_join = plan_for(split.JOIN, device, rows, columns, splits, *flags, x.dtype)
+        if of_parts is None or of_join is None:
+            return otherwise(x, weight, up, bias, addend)
+        parts = torch.empty((splits, rows, columns), dtype=torch.float32, device=device)
+        y = torch.empty((rows, columns), dtype=x.dtype, device=device)
+        of_parts.launch(x.get_device(), x, weight, parts)
+        of_join.launch(x.get_device(), parts, bias, addend, y)
+        return (y,)
+
+    return LibraryCall(call, names_of(_ARRAYS), composite=True)
 
 
-def tokens_of(rows: int, tile_n: int) -> int:
-    """Return ``tile_m`` for a ``tile_n``: the padded rows, or more if the tile would be too small for the units."""
-    return max(padded(rows), _LEAST_SUMS // tile_n)
-
-
-def tiles(problem: Problem, config: Config) -> int:
-    """Count the tiles of the result."""
-    return cdiv(problem["rows"], config["tile_m"]) * cdiv(problem["columns"], config["tile_n"])
+def _library(problem: Problem, config: Config) -> LibraryCall | None:
+    if is_tile(config):
+        return None
+    return _by_cublas(problem) if config["implementation"] == "cublas" else _by_parts(problem, config["splits"])
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
     return {
         "implementation": ["tile", "cublas"],
         "schedule": ["block", "persistent"],
-        "tile_m": sorted({tokens_of(problem["rows"], tile_n) for tile_n in _TILES}),
-        "tile_n": list(_TILES),
+        "tile_m": sorted({tokens_of(problem["rows"], tile_n) for tile_n in WIDTHS}),
+        "tile_n": list(WIDTHS),
         "tile_k": [128, 64, 256],
         "occupancy": [2, 1, 4],
         "num_worker_warps": [0, 8],
@@ -156,38 +160,45 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
     }
 
 
-def _is_exact(problem: Problem, config: Config, target: Target) -> bool:
-    return problem["dtype"] != "float32" or target == INTERPRETED
-
-
-def _fits_shared(problem: Problem, config: Config, target: Target) -> bool:
-    across = config["tile_m"] + config["tile_n"] * (2 if problem["gated"] else 1)
-    stage = across * config["tile_k"] * ITEM_BYTES[problem["dtype"]]
-    return bool(2 * stage * config["occupancy"] <= target.shared_bytes)
-
-
 def _is_read_by_most(problem: Problem, config: Config, target: Target) -> bool:
-    if config["tile_n"] == _USUAL:
+    if config["tile_n"] == USUAL:
         return True
-    found = tiles(problem, config)
-    return found <= 4 * target.sm_count if config["tile_n"] < _USUAL else found >= target.sm_count
+    found = count(problem, config)
+    return found <= 4 * target.sm_count if config["tile_n"] < USUAL else found >= target.sm_count
 
 
 def _loops(problem: Problem, config: Config, target: Target) -> bool:
     resident = target.sm_count * config["occupancy"]
-    return config["schedule"] == "block" or tiles(problem, config) > resident or target == INTERPRETED
+    return config["schedule"] == "block" or count(problem, config) > resident or target == INTERPRETED
 
 
+def _fills(problem: Problem, config: Config, target: Target) -> bool:
+    blocks = cdiv(problem["columns"], USUAL) * config["splits"]
+    return 2 * target.sm_count <= 3 * blocks <= 6 * target.sm_count
+
+
+_TF32 = "float32 products run on a GPU's scalar units, since TF32 would round the inputs"
+_SPLIT = Space(
+    lambda problem: {"implementation": ["split"], "splits": [2, 4, 8, 16]},
+    (
+        Constraint(_TF32, is_exact),
+        Constraint(
+            "the two products of a gate have tiles enough", lambda problem, config, target: not problem["gated"]
+        ),
+        Constraint(
+            "a part has 512 terms or more",
+            lambda problem, config, target: bool(problem["inner"] >= 512 * config["splits"]),
+        ),
+        Constraint("the parts' tiles are about as many as the SMs, or up to twice as many", _fills),
+    ),
+)
 SPACE = Space(
     _axes,
     (
         one_for_library(_axes),
-        of_tiles("float32 products run on a GPU's scalar units, since TF32 would round the inputs", _is_exact),
-        of_tiles(
-            "tokens are padded to 8, 16, 32 or 64, and a tile of fewer than 512 sums has no instruction",
-            lambda problem, config, target: config["tile_m"] == tokens_of(problem["rows"], config["tile_n"]),
-        ),
-        of_tiles("two stages of operands exceed shared memory", _fits_shared),
+        of_tiles(_TF32, is_exact),
+        of_tiles(TOO_SMALL, has_tokens),
+        of_tiles(TOO_LARGE, fits_shared),
         of_tiles("narrow tiles are for SMs that wider ones leave idle, wide ones for more columns", _is_read_by_most),
         of_tiles("blocks loop if there are more tiles than stay resident", _loops),
         of_tiles(
@@ -203,29 +214,22 @@ SPACE = Space(
             ),
         ),
     ),
+    beside=(_SPLIT,),
 )
-
-
-def _config(rows: int, tile_n: int, **changes: Value) -> Config:
-    known: dict[str, Value] = {
-        "implementation": "tile", "schedule": "block", "tile_m": tokens_of(rows, tile_n), "tile_n": tile_n,
-        "tile_k": 128, "occupancy": 2, "num_worker_warps": 0, "latency": 0,
-    }  # fmt: skip
-    return Config(known | changes)
 
 
 def default(problem: Problem, target: Target) -> Config:
     """Return cuBLAS for float32, else the widest of the narrow tiles with which three quarters of the SMs read."""
     if problem["dtype"] == "float32" and target != INTERPRETED:
         return Config({name: values[0] for name, values in _axes(problem).items()}).but(implementation="cublas")
-    found = [_config(problem["rows"], tile_n) for tile_n in _TILES if tile_n <= _USUAL]
-    found = [c if _fits_shared(problem, c, target) else c.but(occupancy=1, tile_k=64) for c in found]
-    return next((c for c in found if 4 * tiles(problem, c) >= 3 * target.sm_count), found[-1])
+    found = [config_of(problem["rows"], tile_n) for tile_n in WIDTHS if tile_n <= USUAL]
+    found = [c if fits_shared(problem, c, target) else c.but(occupancy=1, tile_k=64) for c in found]
+    return next((c for c in found if 4 * count(problem, c) >= 3 * target.sm_count), found[-1])
 
 
 def generic(problem: Problem) -> Config:
     """Return a tile that any GPU holds, on any grid; eight warps share its loads of single elements."""
-    return _config(problem["rows"], _USUAL, schedule="persistent", tile_k=32, occupancy=1, num_worker_warps=8)
+    return config_of(problem["rows"], USUAL, schedule="persistent", tile_k=32, occupancy=1, num_worker_warps=8)
 
 
 def reference(
@@ -256,8 +260,8 @@ SPEC = spec(
     _ARRAYS,
     reference,
     function=skinny_linear,
-    library=lambda problem, config: None if is_tile(config) else _by_cublas(problem),
-    grid=lambda sizes, config, sm_count: grid_of(tiles(sizes, config), config, sm_count),
+    library=_library,
+    grid=lambda sizes, config, sm_count: grid_of(count(sizes, config), config, sm_count),
     space=SPACE,
     default=default,
     generic=generic,
