@@ -180,7 +180,7 @@ def gated_mlp(
         elif gate is ops.swiglu:
             y = ops.gated_mlp(x, *weights)
         elif gate is _GEGLU_TANH and few_rows.is_served(x, *weights):
-            y = product(ops.gated_linear(x, *weights[:2], "gelu_tanh"), weights[2])
+            y = product(ops.gated_linear(x, weights[0], weights[1], "gelu_tanh"), weights[2])
         else:
             y = product(gate(product(x, weights[0]), product(x, weights[1])), weights[2])
         return torch.nn.functional.dropout(y, getattr(self, dropout), self.training) if dropout else y
