@@ -34,12 +34,10 @@ FLAGS = ("biased", "gelu_tanh", "silu", "accumulated")
 
 
 @ct.kernel
-def skinny_parts(
-    x, weight, parts, splits: ConstInt, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, latency: ConstInt
-):
+def skinny_parts(x, weight, parts, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, latency: ConstInt):
     """x [rows, inner], weight [columns, inner], parts [splits, rows, columns]."""
     down, across = ct.cdiv(x.shape[0], tile_m), ct.cdiv(weight.shape[0], tile_n)
-    steps = ct.cdiv(x.shape[1], tile_k)
+    steps, splits = ct.cdiv(x.shape[1], tile_k), parts.shape[0]
     share = ct.cdiv(steps, splits)
     for item in range(ct.bid(0), down * across * splits, ct.num_blocks(0)):
         i, j, s = item % down, item // down % across, item // (down * across)
@@ -50,7 +48,7 @@ def skinny_parts(
 
 @ct.kernel
 def skinny_join(
-    parts, bias, addend, y, splits: ConstInt, biased: ConstBool, gelu_tanh: ConstBool, silu: ConstBool,
+    parts, bias, addend, y, biased: ConstBool, gelu_tanh: ConstBool, silu: ConstBool,
     accumulated: ConstBool, tile_m: ConstInt, tile_n: ConstInt,
 ):  # fmt: skip
     """parts [splits, rows, columns], bias [columns], addend and y [rows, columns]."""
@@ -60,7 +58,7 @@ def skinny_join(
     for item in range(ct.bid(0), down * across, ct.num_blocks(0)):
         i, j = item % down, item // down
         total = ct.zeros((tile_m, tile_n), ct.float32)
-        for s in range(splits):
+        for s in range(parts.shape[0]):
             total = total + ct.reshape(load(parts, (s, i, j), (1, tile_m, tile_n), True, 0, False), (tile_m, tile_n))
         if ct.static_eval(biased):
             total = total + ct.reshape(load(bias, (j,), (tile_n,), True, 0, False).astype(ct.float32), (1, tile_n))
@@ -149,12 +147,18 @@ JOIN = spec(
     ),
     space=Space(
         lambda problem: {
-            "schedule": ["block"], "tile_m": [1, 4], "tile_n": [256, 512], "occupancy": [2],
+            "schedule": ["block"], "tile_m": [4, 8], "tile_n": [256, 128], "occupancy": [2],
             "num_worker_warps": [0],
-        }
+        },
+        (
+            Constraint(
+                "the compiler unrolls the sum of tiles of fewer than 1024 elements until it spills",
+                lambda problem, config, target: bool(config["tile_m"] * config["tile_n"] >= 1024),
+            ),
+        ),
     ),
-    default=lambda problem, target: _tile(problem, 1, 256),
-    generic=lambda problem: _tile(problem, 1, 256),
+    default=lambda problem, target: _tile(problem, 4, 256),
+    generic=lambda problem: _tile(problem, 4, 256),
     flops=lambda problem: (problem["splits"] + 8) * problem["rows"] * problem["columns"],
     dependent=True,
     inputs_in_l2=True,
