@@ -13,6 +13,7 @@ from tilekern.kernels import spec_named
 from tilekern.kernels.adamw import WIDTHS
 from tilekern.kernels.grouped.space import first_tile
 from tilekern.kernels.matmul import product as matmul
+from tilekern.kernels.skinny import linear as skinny
 from tilekern.spec import ALIGNED, GENERIC
 from tilekern.spec.targets import resolve
 
@@ -70,6 +71,11 @@ def _product(arch, product, epilogue, **changes):
     return arch, spec, spec.problem(**matmul.sizes(8192, 4096, 12288, "bfloat16", (*product, *epilogue))), 0, changes
 
 
+def _few_rows(arch, rows, columns, *on):
+    spec = spec_named("skinny_linear")
+    return arch, spec, spec.problem(**skinny.sizes(rows, 4096, columns, "bfloat16", on)), 0, {}
+
+
 # Architecture, spec, problem, bytes that the default config may spill, and changes of that config.
 SPILLS = [
     # A slot or two beside the loop costs nothing; a spilled accumulator takes hundreds of bytes. Each head on both GPUs
@@ -93,6 +99,9 @@ SPILLS = [
         for e, epilogue in enumerate(EPILOGUES)
         for changes in ({}, {"sums_begin": "addend"})[: 1 + ("accumulated" in epilogue)]
     ),
+    *(_few_rows(arch, 64, 12288, "gated", "silu") for arch in BOTH),
+    _few_rows("sm_90", 1, 1024, "biased", "gelu_tanh"),
+    _few_rows("sm_100", 1, 4096, "accumulated"),
 ]  # fmt: skip
 
 

@@ -18,7 +18,10 @@ from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
 from tilekern.tuning.compile.machine_code import read_machine_code
 
 needs_cute = pytest.mark.skipif(compiler() is None, reason="nvidia-cutlass-dsl is not installed")
-ABLE = [spec for spec in SPECS if spec.space.beside]
+ABLE = [
+    spec for spec in SPECS
+    if any("cute" in space.axes(sized(spec)).get("implementation", ()) for space in spec.space.beside)
+]  # fmt: skip
 
 
 def with_dimension(name):

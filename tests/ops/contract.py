@@ -345,6 +345,12 @@ def of_linear(d: Drawn) -> Given:
     return {"x": x, "weight": weight, "bias": bias, "activation": d.one_of(None, "silu", "gelu", "gelu_tanh")}
 
 
+def of_gated_linear(d: Drawn) -> Given:
+    inner, out = d.size(24, 8, 80), d.size(19, 8, 80)
+    weights = {name: d.normal(out, inner) / math.sqrt(inner) for name in ("gate_weight", "up_weight")}
+    return {"x": d.normal(*d.leading(), inner), **weights, "activation": d.one_of("silu", "gelu_tanh")}
+
+
 def of_mlp(d: Drawn, *, gated: bool = True) -> Given:
     hidden, inner = d.size(24, 8, 80), d.size(37, 8, 80)
     up, down = ((d.normal(*shape) / math.sqrt(shape[1])) for shape in ((inner, hidden), (hidden, inner)))
@@ -699,6 +705,8 @@ BY_HAND = [
     case(ops.linear, of_linear, formulas.linear, kernel="matmul", is_cast=True, variants=4),
     case(ops.projections, of_projections, lambda x, *weights: [x @ w.T for w in weights], layouts=APART, is_cast=True,
          call=lambda x, **weights: ops.projections(x, *weights.values()), factors=(1, 2), variants=2, skips=BY_TORCH),
+    case(ops.gated_linear, of_gated_linear, formulas.gated_linear, kernel="matmul", is_cast=True, variants=2,
+         factors=(2, 4)),
     case(ops.gated_mlp, of_mlp, formulas.gated_mlp, kernel="swiglu_forward", **MLPS,
          launches={"swiglu_forward": 1, "swiglu_backward_remake": 1}, skips=frozenset({"dtype"})),
     case(ops.mlp, functools.partial(of_mlp, gated=False), formulas.mlp, kernel="activation_forward", variants=3, **MLPS,

@@ -74,6 +74,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, activation: 
     return CURVES[activation](functional.linear(x, weight, bias))
 
 
+def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    return CURVES[activation](x @ gate.T) * (x @ up.T)
+
+
 def gated_mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *how: Any) -> torch.Tensor:
     return swiglu(x @ gate.T, x @ up.T, *how) @ down.T
 

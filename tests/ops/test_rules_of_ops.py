@@ -178,6 +178,8 @@ def test_what_a_kernel_can_read_as_it_is_is_not_copied(op, on_gpu):
     slopes = [torch.randn_like(y) for y in results]
     torch.autograd.grad(results, [given[name] for name in op.gradients], slopes)
     known = given | dict(zip(op.slopes, slopes, strict=True)) | dict(zip(op.shown, results, strict=True))
+    if op.backward is None:
+        return  # the gradients are the formula's
     read = [array.name for array in arrays_of(op.backward, "input")] or [
         name for name in op.tensors[:2] if name in op.saved
     ]

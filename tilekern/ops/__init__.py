@@ -15,6 +15,7 @@ from tilekern.ops.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_
 from tilekern.ops.fused_linear_cross_entropy import fused_linear_cross_entropy as fused_linear_cross_entropy
 from tilekern.ops.fused_linear_jsd import fused_linear_jsd as fused_linear_jsd
 from tilekern.ops.fused_neighborhood_attention import fused_neighborhood_attention as fused_neighborhood_attention
+from tilekern.ops.gated_linear import gated_linear as gated_linear
 from tilekern.ops.gated_mlp import gated_mlp as gated_mlp
 from tilekern.ops.linear import linear as linear
 from tilekern.ops.linear_log_probs import linear_log_probs as linear_log_probs

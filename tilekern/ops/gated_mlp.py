@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from tilekern.kernels import swiglu as kernels
-from tilekern.ops.invariance import product
+from tilekern.ops import few_rows
+from tilekern.ops.gated_linear import gated_linear
+from tilekern.ops.linear import product
 from tilekern.ops.projections import input_gradient
 from tilekern.ops.registration import applied, check_tensors, differentiable_once, is_eager, needs_gradient, shaped
 from tilekern.ops.swiglu import swiglu
@@ -43,6 +45,8 @@ def gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Te
     if is_eager(x, *weights) and needs_gradient(x, *weights):
         plans = _found(x, *weights)
     if plans is None:
+        if few_rows.is_served(x, *weights):
+            return product(gated_linear(x, gate_weight, up_weight), down_weight)
         gate, up = (torch.nn.functional.linear(x, weight) for weight in weights[:2])
         return torch.nn.functional.linear(swiglu(gate, up), down_weight)
     return _apply(x, *weights, plans)
@@ -81,12 +85,12 @@ class _GatedMlp(torch.autograd.Function):
         ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, plans: tuple[Plan, Plan]
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        gate, up = product(rows, gate_weight), product(rows, up_weight)
+        gate, up = (torch.nn.functional.linear(rows, weight) for weight in (gate_weight, up_weight))
         y = torch.empty_like(gate)
         plans[0].launch(x.get_device(), gate, up, y)
         ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
         ctx.plan = plans[1]
-        return shaped(product(y, down_weight), *x.shape[:-1], down_weight.shape[0])
+        return shaped(torch.nn.functional.linear(y, down_weight), *x.shape[:-1], down_weight.shape[0])
 
     @staticmethod
     @differentiable_once

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from tilekern.kernels.matmul.product import MOST_ELEMENTS, SPEC, sizes
+from tilekern.kernels.skinny import linear as skinny
+from tilekern.ops import few_rows
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import as_rows, is_autocast, needs_gradient, shaped
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 from tilekern.spec import Array
 
-# Plans of the forward, and of the gradients of x and weight if they are needed.
-Plans = tuple[Plan, Plan | None, Plan | None]
+# Plans of the forward, and of the gradients of x and weight if they are needed; or that of the kernel for few rows.
+Plans = tuple[Plan, Plan | None, Plan | None] | tuple[Plan]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 _ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu")
 # The kernel can apply these before rounding; gelu with erf is torch's own operation.
@@ -34,8 +36,8 @@ _ARRAYS = (
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
     """Return ``activation(x @ weight^T + bias)``, summed in float32.
 
-    Without gradients, ``gelu_tanh`` and ``silu`` are applied before rounding. For training the value before the
-    activation is kept, since computing it again would cost a third product.
+    Without gradients, ``gelu_tanh`` and ``silu`` are applied before rounding, and up to 64 rows have a kernel of their
+    own. For training the value before the activation is kept, since computing it again would cost a third product.
 
     Args:
         x: [..., in_features]; bfloat16, float16 or float32, any strides.
@@ -82,6 +84,10 @@ def _find(
     if not x.numel() or not out:
         return None
     rows = x.numel() // features
+    biased = "biased" if bias is not None else None
+    few = None if graded else few_rows.sizes_of(x, weight, biased, activation)
+    if few is not None and (serving := plan_for(skinny.SPEC, x.device, *few)) is not None:
+        return (serving,)
     if max(x.numel(), weight.numel(), rows * out) > MOST_ELEMENTS:
         return None
 
@@ -90,7 +96,7 @@ def _find(
         flags = [name for name in on if name is not None]
         return plan_for(SPEC, x.device, *sizes(rows, inner, columns, x.dtype, flags).values())
 
-    forward = plan(features, out, "b_transposed", "biased" if bias is not None else None, activation)
+    forward = plan(features, out, "b_transposed", biased, activation)
     to_x, to_weight = graded or (False, False)
     of_x = plan(out, features) if to_x else None
     of_weight = plan(out, features, "a_transposed") if to_weight else None
@@ -108,6 +114,8 @@ def run_product(plan: Plan, shape: tuple[int, ...], *inputs: Any) -> Tensor:
 
 
 def _launch(plans: Plans, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    if len(plans) == 1:
+        return few_rows.launched(plans[0], x, weight, bias=bias)
     rows, out = as_rows(x), weight.shape[0]
     more = () if bias is None else (bias.contiguous(),)
     return shaped(run_product(plans[0], (rows.shape[0], out), rows, as_rows(weight), *more), *x.shape[:-1], out)
@@ -118,6 +126,7 @@ def _launch_backward(
     activation: str | None,
 ) -> Gradients:  # fmt: skip
     assert activation is None, _OUTSIDE
+    assert len(plans) == 3
     slopes, rows = as_rows(dy), as_rows(x)
     _, of_x, of_weight = plans
     dx = None if of_x is None else shaped(run_product(of_x, rows.shape, slopes, as_rows(weight)), *x.shape)
@@ -138,6 +147,13 @@ def _fallback_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | Non
 )  # fmt: skip
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     return _activated(torch.nn.functional.linear(x, weight, bias), activation)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``x @ weight^T + bias`` as :func:`linear` if its kernel for few rows serves the call, else by torch."""
+    if few_rows.is_served(x, weight, bias):
+        return _linear(x, weight, bias, None)
+    return torch.nn.functional.linear(x, weight, bias)
 
 
 _check = _linear.functions["check"]  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from tilekern.kernels import activation as kernels
 from tilekern.kernels import column_sum
 from tilekern.kernels.families.stripes import groups_of
 from tilekern.ops.activation import Curve, activation, curve_of
-from tilekern.ops.invariance import product
+from tilekern.ops.linear import product
 from tilekern.ops.registration import applied, check_tensors, differentiable_once, is_eager, needs_gradient, shaped
 from tilekern.runtime.dispatch import Plan, keep, memo, plan_for
 
@@ -63,8 +63,7 @@ def mlp(
     if is_eager(*tensors) and needs_gradient(*tensors):
         plans = _found(x, up_weight, up_bias, down_weight, down_bias, curve)
     if plans is None:
-        linear = torch.nn.functional.linear
-        return linear(activation(linear(x, up_weight, up_bias), kind), down_weight, down_bias)
+        return product(activation(product(x, up_weight, up_bias), kind), down_weight, down_bias)
     return _apply(x, up_weight, up_bias, down_weight, down_bias, curve, plans)
 
 
@@ -103,12 +102,13 @@ class _Mlp(torch.autograd.Function):
         ctx: Any, x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None,
         curve: Curve, plans: _Plans,
     ) -> Tensor:  # fmt: skip
-        value = product(x.reshape(-1, x.shape[-1]), up_weight, up_bias)
+        linear = torch.nn.functional.linear
+        value = linear(x.reshape(-1, x.shape[-1]), up_weight, up_bias)
         y = torch.empty_like(value)
         plans.forward.launch(x.get_device(), value, y, curve.linear, curve.cubic)
         ctx.save_for_backward(x, value, up_weight, down_weight)
         ctx.curve, ctx.plans = curve, plans
-        return shaped(product(y, down_weight, down_bias), *x.shape[:-1], down_weight.shape[0])
+        return shaped(linear(y, down_weight, down_bias), *x.shape[:-1], down_weight.shape[0])
 
     @staticmethod
     @differentiable_once

@@ -3,7 +3,8 @@
 Autograd sums the gradients of a tensor that several layers read in separate passes. Each pass reads two matrices and
 writes one. Here each further product is added to the first one's result.
 
-It is written by hand and not declared, as no kernel of ours runs here.
+It is written by hand and not declared, as no kernel of ours runs in a training step; without a gradient each product is
+that of ``linear``'s file.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilekern.ops.linear import product
 from tilekern.ops.registration import applied, differentiable_once, is_eager, needs_gradient, shaped
 
 
@@ -28,7 +30,7 @@ def projections(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         [..., out_features] for each weight.
     """
     if not is_eager(x, *weights) or not needs_gradient(x, *weights):
-        return tuple(torch.nn.functional.linear(x, weight) for weight in weights)
+        return tuple(product(x, weight) for weight in weights)
     return _apply(x, *weights)
 
 

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from tilekern import ops
+from tilekern.ops import few_rows
 from tilekern.ops.activation import activation as activation_op
 from tilekern.ops.geglu import geglu
 from tilekern.ops.layer_norm import layer_norm
+from tilekern.ops.linear import product
 from tilekern.ops.llama4_rope import llama4_rope
 from tilekern.ops.qwen2vl_mrope import qwen2vl_mrope
 from tilekern.ops.registration import is_autocast
@@ -38,6 +40,7 @@ from tilekern.patch.table import PLAIN, Norm
 
 Function = Callable[..., Any]
 _NORM, _LAYER_NORM = "rms_norm_forward", "layer_norm_forward"
+_GEGLU_TANH = partial(geglu, tanh=True)
 
 
 def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
@@ -176,9 +179,10 @@ def gated_mlp(
             y = getattr(self, last)(gate(getattr(self, first)(x), getattr(self, second)(x)))
         elif gate is ops.swiglu:
             y = ops.gated_mlp(x, *weights)
+        elif gate is _GEGLU_TANH and few_rows.is_served(x, *weights):
+            y = product(ops.gated_linear(x, weights[0], weights[1], "gelu_tanh"), weights[2])
         else:
-            linear = torch.nn.functional.linear
-            y = linear(gate(linear(x, weights[0]), linear(x, weights[1])), weights[2])
+            y = product(gate(product(x, weights[0]), product(x, weights[1])), weights[2])
         return torch.nn.functional.dropout(y, getattr(self, dropout), self.training) if dropout else y
 
     return named_as(forward, original)
@@ -249,7 +253,7 @@ def gates() -> dict[type, Function]:
 
     return {
         **dict.fromkeys((SiLUActivation, torch.nn.SiLU), ops.swiglu),
-        **dict.fromkeys((GELUTanh, NewGELUActivation), partial(geglu, tanh=True)),
+        **dict.fromkeys((GELUTanh, NewGELUActivation), _GEGLU_TANH),
         GELUActivation: geglu,
     }
 

@@ -273,9 +273,9 @@ class _Entry:
 
 
 def is_composite(kernel: str, problem: Problem, target: Target) -> bool:
-    """Return whether a problem's default config launches kernels of other specs, which must be tuned first."""
+    """Return whether a candidate of a problem launches kernels of other specs, which must be tuned first."""
     spec = spec_named(kernel)
-    return spec.implement(problem, spec.default(problem, target)).composite
+    return any(spec.implement(problem, config).composite for config in spec.space.candidates(problem, target))
 
 
 def tasks(

@@ -1,0 +1,60 @@
+"""Linear layers of few rows, as in decoding: whether their kernel serves a call, and its launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilekern.kernels.families.placeholders import placeholder
+from tilekern.kernels.matmul.product import MOST_ELEMENTS
+from tilekern.kernels.skinny.linear import sizes
+from tilekern.kernels.skinny.tiles import MOST_ROWS
+from tilekern.ops.registration import as_rows, is_eager, needs_gradient, shaped
+from tilekern.runtime.dispatch import Plan, is_invariant
+
+
+def is_few(x: Tensor) -> bool:
+    """Return whether ``x`` [..., in_features] has rows, and not more than the kernel is made for.
+
+    In the invariant mode no rows are few: they have the bits that they have among many.
+    """
+    return x.dim() > 0 and 0 < x.numel() <= MOST_ROWS * x.shape[-1] and not is_invariant()
+
+
+def is_served(x: Tensor, *others: Tensor | None) -> bool:
+    """Return whether a call has few rows and is neither differentiated, traced nor cast by autocast.
+
+    ``others`` are weights and biases. A transposed weight would be copied, so it is not served.
+    """
+    if not is_few(x) or needs_gradient(x, *others) or not is_eager(x, *others):
+        return False
+    return all(other is None or other.stride(-1) == 1 for other in others)
+
+
+def sizes_of(x: Tensor, weight: Tensor, *on: str | None) -> tuple[Any, ...] | None:
+    """Return the sizes of a call for ``plan_for``, with the flags ``on``; None if the kernel does not serve them."""
+    columns, inner = weight.shape
+    if not columns or not is_few(x) or max(weight.numel(), x.numel(), MOST_ROWS * columns) > MOST_ELEMENTS:
+        return None
+    flags = [name for name in on if name is not None]
+    return tuple(sizes(x.numel() // inner, inner, columns, x.dtype, flags).values())
+
+
+def launched(plan: Plan, x: Tensor, weight: Tensor, up: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Run the kernel's plan and return its result, [..., columns]."""
+    rows, columns, device, dtype = as_rows(x), weight.shape[0], x.device, x.dtype
+    absent = placeholder(2, dtype, device)
+    inputs = (
+        rows,
+        as_rows(weight),
+        absent if up is None else as_rows(up),
+        placeholder(1, dtype, device) if bias is None else bias.contiguous(),
+        absent,
+    )
+    y: Tensor
+    (y,) = plan.run(
+        x.get_device(), inputs, lambda: (torch.empty((rows.shape[0], columns), dtype=dtype, device=device),)
+    )
+    return shaped(y, *x.shape[:-1], columns)
