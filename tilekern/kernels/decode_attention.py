@@ -79,19 +79,35 @@ def _rows(cache, table, b, h, tile, across, tile_n, depth, paged, latency):
     return ct.reshape(found, (tile_n, depth))
 
 
-def _scores(q_side, k_tile, slope, keys_first, capped, precise):
-    """Compute a tile's scores as attention's forward does: (tile_n, rows) if ``keys_first``, else (rows, tile_n)."""
+def _add_tile(state, q_side, keys, values, table, where, j, shown, factors, sizes, flags, is_edge):
+    """Add a tile of keys to the running maximum, denominator and weighted sum, in the steps of attention's forward.
+
+    ``is_edge`` hides keys outside ``shown``; all keys of other tiles are in it.
+    """
+    biggest, total, summed = state
+    b, h, page_size, across = where
+    slope, factor = factors
+    _, depth, rows, tile_n, latency = sizes
+    keys_first, capped, paged, precise = flags
+    k_tile = _rows(keys, table, b, h, j, across, tile_n, depth, paged, latency)
     if ct.static_eval(keys_first):
-        products = product(k_tile, q_side, ct.zeros((k_tile.shape[0], q_side.shape[1]), ct.float32))
+        products = product(k_tile, q_side, ct.zeros((tile_n, rows), ct.float32))
     else:
-        products = product(q_side, ct.transpose(k_tile), ct.zeros((q_side.shape[0], k_tile.shape[0]), ct.float32))
+        products = product(q_side, ct.transpose(k_tile), ct.zeros((rows, tile_n), ct.float32))
     if ct.static_eval(capped):
         products = soft_tanh(products * slope, precise)
-    return products
-
-
-def _add_keys(biggest, total, summed, products, v_tile, factor, keys_first):
-    """Add a tile of keys to the running maximum, denominator and weighted sum, (depth, rows) if ``keys_first``."""
+    v_tile = _rows(values, table, b, h, j, across, tile_n, depth, paged, latency)
+    if ct.static_eval(is_edge or paged):
+        along = ct.arange(tile_n, dtype=ct.int32)
+        # A page may end within a tile.
+        there = along < page_size - j % across * tile_n if ct.static_eval(paged) else along < tile_n
+        if ct.static_eval(is_edge):
+            key = _key_of(j, page_size, across, tile_n, paged) + along
+            there = there & (key >= shown[0]) & (key < shown[1])
+            # A weight of 0 does not stop NaN of rows that were never written.
+            v_tile = ct.where(ct.reshape(there, (tile_n, 1)), v_tile, 0.0)
+        side = ct.static_eval((tile_n, 1) if keys_first else (1, tile_n))
+        products = ct.where(ct.reshape(there, side), products, -float("inf"))
     axis = ct.static_eval(0 if keys_first else 1)
     most = ct.maximum(biggest, ct.max(products, axis=axis, keepdims=True) * factor)
     shrink = ct.exp2(biggest - most, flush_to_zero=True)
@@ -119,7 +135,7 @@ def _attend(item, q, keys, values, lengths, starts, table, sink_logits, numbers,
     """Compute one split's part for the query heads of one key head; the result itself if it is the only one."""
     scale, softcap, window = numbers
     head_dim, depth, rows, tile_n, latency = sizes
-    keys_first, windowed, capped, sinks, padded, paged, precise = flags
+    one_loop, keys_first, windowed, capped, sinks, padded, paged, precise = flags
     split, pair = item % splits, item // splits
     h, b = pair % q.shape[1], pair // q.shape[1]
 
@@ -134,47 +150,36 @@ def _attend(item, q, keys, values, lengths, starts, table, sink_logits, numbers,
         lower = ct.maximum(lower, length - window)
     first = _tile_of(lower, page_size, across, tile_n, paged)
     stop = ct.where(lower < length, _tile_of(ct.maximum(length - 1, 0), page_size, across, tile_n, paged) + 1, first)
-    last = stop - 1
     mine = first + (split + splits - first % splits) % splits
-    # The last tile, and a first one that begins before the first key, are edges.
-    owns_first = (mine == first) & (first < last) & (lower > _key_of(first, page_size, across, tile_n, paged))
-    owns_last = (first < stop) & (last % splits == split)
 
-    slope, factor = factors_of(scale, softcap, capped)
+    factors = factors_of(scale, softcap, capped)
     zero = ct.PaddingMode.ZERO
     q_side = ct.reshape(ct.load(q, (b, h, 0, 0), (1, 1, rows, depth), padding_mode=zero), (rows, depth))
     if ct.static_eval(keys_first):
         q_side = ct.transpose(q_side)
     biggest, total = _start(sink_logits, h, rows, split, sinks, keys_first)
     summed = ct.zeros(ct.static_eval((depth, rows) if keys_first else (rows, depth)), ct.float32)
-    along = ct.arange(tile_n, dtype=ct.int32)
-    side = ct.static_eval((tile_n, 1) if keys_first else (1, tile_n))
-    for j in range(mine + ct.where(owns_first, splits, 0), last, splits):
-        products = _scores(
-            q_side, _rows(keys, table, b, h, j, across, tile_n, depth, paged, latency), slope, keys_first, capped,
-            precise,
-        )  # fmt: skip
-        if ct.static_eval(paged):
-            # Beyond the end of a page that is not whole tiles.
-            there = j % across * tile_n + along < page_size
-            products = ct.where(ct.reshape(there, side), products, -float("inf"))
-        v_tile = _rows(values, table, b, h, j, across, tile_n, depth, paged, latency)
-        biggest, total, summed = _add_keys(biggest, total, summed, products, v_tile, factor, keys_first)
-    for n in range(ct.where(owns_first, 1, 0) + ct.where(owns_last, 1, 0)):
-        j = ct.where(owns_first & (n == 0), first, last)
-        products = _scores(
-            q_side, _rows(keys, table, b, h, j, across, tile_n, depth, paged, latency), slope, keys_first, capped,
-            precise,
-        )  # fmt: skip
-        key = _key_of(j, page_size, across, tile_n, paged) + along
-        there = (key >= lower) & (key < length)
-        if ct.static_eval(paged):
-            there = there & (j % across * tile_n + along < page_size)
-        products = ct.where(ct.reshape(there, side), products, -float("inf"))
-        # A weight of 0 does not stop NaN of rows that were never written.
-        v_tile = _rows(values, table, b, h, j, across, tile_n, depth, paged, latency)
-        v_tile = ct.where(ct.reshape(there, (tile_n, 1)), v_tile, 0.0)
-        biggest, total, summed = _add_keys(biggest, total, summed, products, v_tile, factor, keys_first)
+    cache, where, shown = (q_side, keys, values, table), (b, h, page_size, across), (lower, length)
+    kinds = (keys_first, capped, paged, precise)
+    if ct.static_eval(one_loop):
+        for j in range(mine, stop, splits):
+            biggest, total, summed = _add_tile(
+                (biggest, total, summed), *cache, where, j, shown, factors, sizes, kinds, True
+            )
+    else:
+        # The last tile, and a first one that begins before the first key, are edges.
+        last = stop - 1
+        owns_first = (mine == first) & (first < last) & (lower > _key_of(first, page_size, across, tile_n, paged))
+        owns_last = (first < stop) & (last % splits == split)
+        for j in range(mine + ct.where(owns_first, splits, 0), last, splits):
+            biggest, total, summed = _add_tile(
+                (biggest, total, summed), *cache, where, j, shown, factors, sizes, kinds, False
+            )
+        for n in range(ct.where(owns_first, 1, 0) + ct.where(owns_last, 1, 0)):
+            j = ct.where(owns_first & (n == 0), first, last)
+            biggest, total, summed = _add_tile(
+                (biggest, total, summed), *cache, where, j, shown, factors, sizes, kinds, True
+            )
 
     found = summed * (1.0 / ct.where(total == 0.0, 1.0, total))
     if ct.static_eval(keys_first):
@@ -190,15 +195,16 @@ def _attend(item, q, keys, values, lengths, starts, table, sink_logits, numbers,
 @ct.kernel
 def decode_attention(
     q, keys, values, lengths, starts, table, sink_logits, scale, softcap, window, out, parts, head_dim: ConstInt,
-    depth: ConstInt, rows: ConstInt, tile_n: ConstInt, latency: ConstInt, persistent: ConstBool, keys_first: ConstBool,
-    windowed: ConstBool, capped: ConstBool, sinks: ConstBool, padded: ConstBool, paged: ConstBool, precise: ConstBool,
+    depth: ConstInt, rows: ConstInt, tile_n: ConstInt, latency: ConstInt, persistent: ConstBool, one_loop: ConstBool,
+    keys_first: ConstBool, windowed: ConstBool, capped: ConstBool, sinks: ConstBool, padded: ConstBool,
+    paged: ConstBool, precise: ConstBool,
 ):  # fmt: skip
     """One split of one key head a block, or resident blocks that loop; the layout is that of the module."""
     pairs = q.shape[0] * q.shape[1]
     # As many as the grid has blocks for.
     splits = ct.maximum(1, ct.num_blocks(0) // pairs)
     numbers, sizes = (scale, softcap, window), (head_dim, depth, rows, tile_n, latency)
-    flags = (keys_first, windowed, capped, sinks, padded, paged, precise)
+    flags = (one_loop, keys_first, windowed, capped, sinks, padded, paged, precise)
     arguments = (q, keys, values, lengths, starts, table, sink_logits, numbers, out, parts, splits, sizes, flags)
     if ct.static_eval(persistent):
         for item in range(ct.bid(0), pairs * splits, ct.num_blocks(0)):
@@ -415,7 +421,11 @@ SPEC = spec(
     reference,
     function=decode_attention,
     sizes=_sizes,
-    constants=lambda problem, config: {"rows": _rows_of(problem, config)},
+    constants=lambda problem, config: {
+        "rows": _rows_of(problem, config),
+        # The mask of a small tile costs little, and the second loop takes as long to compile as the first.
+        "one_loop": config["tile_n"] < 64,
+    },
     grid=lambda sizes, config, sm_count: sizes["kv_heads"] * config["splits"],
     space=Space(_axes),
     default=_default,
