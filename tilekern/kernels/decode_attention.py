@@ -11,19 +11,18 @@ their order. With a single split there is nothing to join, and the block stores 
 
 Layout: q and out [batch, kv_heads, group, head_dim]. A cache is [batch, kv_heads, room, head_dim], or, if ``paged``,
 [pages, page_size, kv_heads, head_dim] with ``table`` [batch, pages of a sequence] int32. Sequence b has the keys from
-``starts[b]`` (only if ``padded``, else 0) to ``lengths[b]`` - 1, which is the new token's; a window counts back from it.
-Each row of ``parts`` [blocks, group, head_dim + 4] float32 is a head's values, then its log-sum-exp. Arrays that a flag
+``starts[b]`` (only if ``padded``, else 0) to ``lengths[b]`` - 1, the new token's, from which a window counts back. Each
+row of ``parts`` [blocks, group, head_dim + 4] float32 is a head's values, then its log-sum-exp. Arrays that a flag
 turns off are placeholders, and so is ``parts`` with one split.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.attention.problem import depth_of, mask
+from tilekern.kernels.attention.problem import depth_of
 from tilekern.kernels.attention.tiles import LOG2_E, LOWEST, factors_of, product, soft_tanh
 from tilekern.kernels.families.arrays import Arrays
 from tilekern.kernels.families.tables import flags_of, spec
@@ -47,6 +46,8 @@ from tilekern.spec.targets import Target
 # The most query heads that may share a key head: their sums stand in the registers of one block.
 MOST_HEADS = 128
 MOST_SPLITS = 64
+# As few query heads as these are columns of the products alone: as rows they are padded further.
+_FEW = 16
 # Room for the log-sum-exp at the end of a row of parts; rows stay multiples of 16 bytes.
 _LSE = 4
 
@@ -65,17 +66,14 @@ def _key_of(tile, page_size, across, tile_n, paged):
     return tile * tile_n
 
 
-def _rows(cache, table, b, h, tile, across, tile_n, depth, paged, latency):
+def _rows(cache, table, b, h, tile, across, tile_n, depth, paged):
     """Load a tile of keys or values, (tile_n, depth), with zeros beyond the end of the cache or of the page."""
-    hint = ct.static_eval(latency if latency > 0 else None)
     zero = ct.PaddingMode.ZERO
     if ct.static_eval(paged):
         page = ct.load(table, (b, tile // across), ())
-        found = ct.load(
-            cache, (page, tile % across, h, 0), (1, tile_n, 1, depth), padding_mode=zero, latency=hint
-        )
+        found = ct.load(cache, (page, tile % across, h, 0), (1, tile_n, 1, depth), padding_mode=zero)
     else:
-        found = ct.load(cache, (b, h, tile, 0), (1, 1, tile_n, depth), padding_mode=zero, latency=hint)
+        found = ct.load(cache, (b, h, tile, 0), (1, 1, tile_n, depth), padding_mode=zero)
     return ct.reshape(found, (tile_n, depth))
 
 
@@ -87,16 +85,16 @@ def _add_tile(state, q_side, keys, values, table, where, j, shown, factors, size
     biggest, total, summed = state
     b, h, page_size, across = where
     slope, factor = factors
-    _, depth, rows, tile_n, latency = sizes
+    _, depth, rows, tile_n = sizes
     keys_first, capped, paged, precise = flags
-    k_tile = _rows(keys, table, b, h, j, across, tile_n, depth, paged, latency)
+    k_tile = _rows(keys, table, b, h, j, across, tile_n, depth, paged)
     if ct.static_eval(keys_first):
         products = product(k_tile, q_side, ct.zeros((tile_n, rows), ct.float32))
     else:
         products = product(q_side, ct.transpose(k_tile), ct.zeros((rows, tile_n), ct.float32))
     if ct.static_eval(capped):
         products = soft_tanh(products * slope, precise)
-    v_tile = _rows(values, table, b, h, j, across, tile_n, depth, paged, latency)
+    v_tile = _rows(values, table, b, h, j, across, tile_n, depth, paged)
     if ct.static_eval(is_edge or paged):
         along = ct.arange(tile_n, dtype=ct.int32)
         # A page may end within a tile.
@@ -134,7 +132,7 @@ def _start(sink_logits, h, rows, split, sinks, keys_first):
 def _attend(item, q, keys, values, lengths, starts, table, sink_logits, numbers, out, parts, splits, sizes, flags):
     """Compute one split's part for the query heads of one key head; the result itself if it is the only one."""
     scale, softcap, window = numbers
-    head_dim, depth, rows, tile_n, latency = sizes
+    head_dim, depth, rows, tile_n = sizes
     one_loop, keys_first, windowed, capped, sinks, padded, paged, precise = flags
     split, pair = item % splits, item // splits
     h, b = pair % q.shape[1], pair // q.shape[1]
@@ -195,7 +193,7 @@ def _attend(item, q, keys, values, lengths, starts, table, sink_logits, numbers,
 @ct.kernel
 def decode_attention(
     q, keys, values, lengths, starts, table, sink_logits, scale, softcap, window, out, parts, head_dim: ConstInt,
-    depth: ConstInt, rows: ConstInt, tile_n: ConstInt, latency: ConstInt, persistent: ConstBool, one_loop: ConstBool,
+    depth: ConstInt, rows: ConstInt, tile_n: ConstInt, persistent: ConstBool, one_loop: ConstBool,
     keys_first: ConstBool, windowed: ConstBool, capped: ConstBool, sinks: ConstBool, padded: ConstBool,
     paged: ConstBool, precise: ConstBool,
 ):  # fmt: skip
@@ -203,7 +201,7 @@ def decode_attention(
     pairs = q.shape[0] * q.shape[1]
     # As many as the grid has blocks for.
     splits = ct.maximum(1, ct.num_blocks(0) // pairs)
-    numbers, sizes = (scale, softcap, window), (head_dim, depth, rows, tile_n, latency)
+    numbers, sizes = (scale, softcap, window), (head_dim, depth, rows, tile_n)
     flags = (one_loop, keys_first, windowed, capped, sinks, padded, paged, precise)
     arguments = (q, keys, values, lengths, starts, table, sink_logits, numbers, out, parts, splits, sizes, flags)
     if ct.static_eval(persistent):
@@ -253,6 +251,11 @@ DIMENSIONS = (
 )
 
 
+def width_of(head_dim: int) -> int:
+    """Return the length of a row of parts."""
+    return head_dim + _LSE
+
+
 def _heads(problem: Problem) -> int:
     """Return the key heads of a sequence in inputs: at most 8, and several sequences if there can be."""
     count = problem["kv_heads"]
@@ -270,7 +273,7 @@ def _sizes(problem: Problem) -> dict[str, Any]:
         **dict(zip(("entries", "second", "third"), cache, strict=True)),
         "most_pages": most_pages,
         "depth": depth_of(problem),
-        "width": problem["head_dim"] + _LSE,
+        "width": width_of(problem["head_dim"]),
         "precise": problem["dtype"] == "float32",
     }
 
@@ -296,8 +299,8 @@ def window_of(problem: Problem) -> int:
     return max(1, problem["keys"] // 4)
 
 
-def spans(problem: Problem, lengths: list[int] | None = None) -> list[tuple[int, int]]:
-    """Return the first key and the length of each sequence in inputs; padded ones end together, others begin so."""
+def spans(problem: Problem) -> list[tuple[int, int]]:
+    """Return the first key and the length of each sequence in inputs: padded ones end together, others begin so."""
     batch, keys = problem["kv_heads"] // _heads(problem), problem["keys"]
     less = [number * keys // (2 * batch) for number in range(batch)]
     if problem["padded"]:
@@ -382,35 +385,79 @@ def _bytes(problem: Problem) -> int:
     return int(elements) * problem["head_dim"] * ITEM_BYTES[problem["dtype"]]
 
 
+def _is_narrow(problem: Problem) -> bool:
+    """Return whether tiles are of 16-bit numbers and heads of up to 128."""
+    return problem["dtype"] != "float32" and depth_of(problem) <= 128
+
+
 def _axes(problem: Problem) -> dict[str, list[Value]]:
-    wide = depth_of(problem) > 128 or problem["dtype"] == "float32"
+    tiles: list[Value] = [64, 128, 256] if _is_narrow(problem) else [32, 64, 128]
     return {
         "schedule": ["block"],
-        "tile_n": [32, 64] if wide else [64, 128, 256],
+        "tile_n": [16, 32] if problem["dtype"] == "float32" else tiles,
         "splits": [n for n in (1, 2, 4, 8, 16, 32, MOST_SPLITS) if n <= bucket(problem["keys"])],
-        "occupancy": [1, 2, 4],
+        "occupancy": [1, 2, 4] if _is_narrow(problem) else [1, 2],
         "num_worker_warps": [4, 8],
-        "keys_first": [True, False],
-        "latency": [0, 4],
+        "keys_first": [True, False] if problem["group"] >= _FEW else [True],
     }
 
 
-def _config(tile_n: int, splits: int, occupancy: int, warps: int, schedule: str = "block") -> Config:
+_CONSTRAINTS = (
+    Constraint(
+        "a split without a tile of its own has nothing to do",
+        lambda problem, config, target: (
+            config["splits"] == 1 or (config["splits"] - 1) * config["tile_n"] < problem["keys"]
+        ),
+    ),
+    Constraint(
+        "more than 16 blocks for each SM only add parts to join",
+        lambda problem, config, target: (
+            config["splits"] == 1 or problem["kv_heads"] * config["splits"] <= 16 * target.sm_count
+        ),
+    ),
+    Constraint(
+        "four blocks on an SM leave a thread 64 registers, too few for larger tiles or more query heads",
+        lambda problem, config, target: (
+            config["occupancy"] < 4
+            or (config["tile_n"] == 64 and config["num_worker_warps"] == 4 and problem["group"] <= _FEW)
+        ),
+    ),
+    Constraint(
+        "tiles of 256 keys spill unless eight warps share them on an SM of their own",
+        lambda problem, config, target: (
+            config["tile_n"] < 256 or (config["num_worker_warps"] == 8 and config["occupancy"] == 1)
+        ),
+    ),
+    Constraint(
+        "eight warps share large tiles, or sums of float32",
+        lambda problem, config, target: (
+            (config["num_worker_warps"] == 8) == (problem["dtype"] == "float32")
+            or (problem["dtype"] != "float32" and config["tile_n"] >= 128)
+        ),
+    ),
+)
+
+
+def _config(tile_n: int, splits: int, occupancy: int, warps: int, keys_first: bool, schedule: str = "block") -> Config:
     return Config(
-        schedule=schedule, tile_n=tile_n, splits=splits, occupancy=occupancy, num_worker_warps=warps, keys_first=True,
-        latency=0,
+        schedule=schedule, tile_n=tile_n, splits=splits, occupancy=occupancy, num_worker_warps=warps,
+        keys_first=keys_first,
     )  # fmt: skip
 
 
 def _default(problem: Problem, target: Target) -> Config:
-    tile_n = _axes(problem)["tile_n"][1]
-    splits = 1
-    return _config(tile_n, splits, 2, 4)
+    """Return a config with two blocks for each SM, unless a block then has fewer than two tiles."""
+    wide, many = problem["dtype"] == "float32", problem["group"] > 2 * _FEW
+    tile_n = 16 if wide else 128 if _is_narrow(problem) and not many else 64
+    most = min(2 * target.sm_count // problem["kv_heads"], problem["keys"] // (2 * tile_n), MOST_SPLITS)
+    splits = bucket(most + 1) // 2 if most > 1 else 1
+    return _config(tile_n, splits, 1 if wide else 2, 8 if wide else 4, not many)
 
 
-def _rows_of(problem: Problem, config: Config) -> int:
-    """Return the query heads of a tile: the matrix units take at least 8 as columns and 16 as rows."""
-    return max(8 if config["keys_first"] else 16, power_of_two(problem["group"]))
+def _generic(problem: Problem) -> Config:
+    """Return small tiles of eight warps, which compile in the least time."""
+    tile_n = 32 if _is_narrow(problem) or depth_of(problem) <= 64 else 16
+    return _config(tile_n, 1, 1, 8, False, "persistent")
 
 
 SPEC = spec(
@@ -422,14 +469,15 @@ SPEC = spec(
     function=decode_attention,
     sizes=_sizes,
     constants=lambda problem, config: {
-        "rows": _rows_of(problem, config),
+        # The matrix units take fewer than 8 only with spilled registers.
+        "rows": max(8, power_of_two(problem["group"])),
         # The mask of a small tile costs little, and the second loop takes as long to compile as the first.
         "one_loop": config["tile_n"] < 64,
     },
     grid=lambda sizes, config, sm_count: sizes["kv_heads"] * config["splits"],
-    space=Space(_axes),
+    space=Space(_axes, _CONSTRAINTS),
     default=_default,
-    generic=lambda problem: _config(32, 1, 1, 4, "persistent"),
+    generic=_generic,
     given=_given,
     results=results,
     flops=lambda problem: 4 * problem["group"] * problem["head_dim"] * _visible(problem),
@@ -456,7 +504,7 @@ def _join_sizes(problem: Problem) -> dict[str, Any]:
     return {
         "before": problem["kv_heads"] * problem["splits"],
         "depth": depth_of(problem),
-        "width": problem["head_dim"] + _LSE,
+        "width": width_of(problem["head_dim"]),
     }
 
 
