@@ -12,8 +12,9 @@ their order. With a single split there is nothing to join, and the block stores 
 Layout: q and out [batch, kv_heads, group, head_dim]. A cache is [batch, kv_heads, room, head_dim], or, if ``paged``,
 [pages, page_size, kv_heads, head_dim] with ``table`` [batch, pages of a sequence] int32. Sequence b has the keys from
 ``starts[b]`` (only if ``padded``, else 0) to ``lengths[b]`` - 1, the new token's, from which a window counts back. Each
-row of ``parts`` [blocks, group, head_dim + 4] float32 is a head's values, then its log-sum-exp. Arrays that a flag
-turns off are placeholders, and so is ``parts`` with one split.
+row of ``parts`` [blocks, group, 2 * head_dim] float32 is a head's values, then its log-sum-exp and nothing more: of a
+width that is a multiple of the head's, whole vectors can be read. Arrays that a flag turns off are placeholders, and so
+is ``parts`` with one split.
 """
 
 from __future__ import annotations
@@ -48,8 +49,6 @@ MOST_HEADS = 128
 MOST_SPLITS = 64
 # As few query heads as these are columns of the products alone: as rows they are padded further.
 _FEW = 16
-# Room for the log-sum-exp at the end of a row of parts; rows stay multiples of 16 bytes.
-_LSE = 4
 
 
 def _tile_of(key, page_size, across, tile_n, paged):
@@ -215,14 +214,15 @@ def _join(item, parts, splits, out, head_dim, depth, chunk):
     """Add up the parts of one query head, weighted by their shares of the softmax's denominator."""
     pair, head = item // out.shape[1], item % out.shape[1]
     mine = parts.slice(0, pair * splits, (pair + 1) * splits)
-    values, zero = mine.slice(2, 0, head_dim), ct.PaddingMode.ZERO
+    zero = ct.PaddingMode.ZERO
     biggest, total = ct.full((1, 1), LOWEST, ct.float32), ct.zeros((1, 1), ct.float32)
     summed = ct.zeros((1, depth), ct.float32)
     for c in range(ct.cdiv(splits, chunk)):
         logs = ct.load(mine, (c, head, head_dim), (chunk, 1, 1), padding_mode=zero, allow_tma=False)
         there = c * chunk + ct.arange(chunk, dtype=ct.int32)[:, None] < splits
         logs = ct.where(there, ct.reshape(logs, (chunk, 1)), -float("inf"))
-        found = ct.load(values, (c, head, 0), (chunk, 1, depth), padding_mode=zero, allow_tma=False)
+        # Columns behind the head are whatever stands there, and are not stored.
+        found = ct.load(mine, (c, head, 0), (chunk, 1, depth), padding_mode=zero, allow_tma=False)
         most = ct.maximum(biggest, ct.max(logs, axis=0, keepdims=True))
         shrink, shares = ct.exp2(biggest - most), ct.exp2(logs - most)
         total = total * shrink + ct.sum(shares, axis=0, keepdims=True)
@@ -251,11 +251,6 @@ DIMENSIONS = (
 )
 
 
-def width_of(head_dim: int) -> int:
-    """Return the length of a row of parts."""
-    return head_dim + _LSE
-
-
 def _heads(problem: Problem) -> int:
     """Return the key heads of a sequence in inputs: at most 8, and several sequences if there can be."""
     count = problem["kv_heads"]
@@ -273,7 +268,6 @@ def _sizes(problem: Problem) -> dict[str, Any]:
         **dict(zip(("entries", "second", "third"), cache, strict=True)),
         "most_pages": most_pages,
         "depth": depth_of(problem),
-        "width": width_of(problem["head_dim"]),
         "precise": problem["dtype"] == "float32",
     }
 
@@ -290,7 +284,7 @@ _ARRAYS: Arrays = (
     *(ScalarParameter(name, "float32") for name in ("scale", "softcap")),
     ScalarParameter("window", "int32"),
     Array("out", "dtype", _QUERIES, "output"),
-    Array("parts", "float32", ("blocks", "group", "width"), "output", aligned=False),
+    Array("parts", "float32", ("blocks", "group", "2*head_dim"), "output", aligned=False),
 )
 
 
@@ -361,9 +355,8 @@ def joined(parts: Any, splits: int) -> Any:
     """Add up parts in torch, as [kv_heads, group, head_dim]."""
     import torch
 
-    parts = parts.unflatten(0, (-1, splits))
-    shares = torch.softmax(parts[..., -_LSE, None] / LOG2_E, 1)
-    return (parts[..., :-_LSE] * shares).sum(1)
+    values, logs = parts.unflatten(0, (-1, splits)).tensor_split(2, -1)
+    return (values * torch.softmax(logs[..., :1] / LOG2_E, 1)).sum(1)
 
 
 def results(found: dict[str, Any]) -> dict[str, Any]:
@@ -504,7 +497,6 @@ def _join_sizes(problem: Problem) -> dict[str, Any]:
     return {
         "before": problem["kv_heads"] * problem["splits"],
         "depth": depth_of(problem),
-        "width": width_of(problem["head_dim"]),
     }
 
 
@@ -521,7 +513,7 @@ JOIN = spec(
     "out = the parts of decode_attention's splits, weighted by their log-sum-exps and added up in a fixed order",
     JOIN_DIMENSIONS,
     (
-        Array("parts", "float32", ("before", "group", "width")),
+        Array("parts", "float32", ("before", "group", "2*head_dim")),
         ScalarParameter("splits", "int32"),
         Array("out", "dtype", ("kv_heads", "group", "head_dim"), "output"),
     ),

@@ -136,10 +136,10 @@ def _plans_of(
         _kind(starts), _kind(table), _kind(sinks), scale is None or scale > 0, window, softcap is None,
     )  # fmt: skip
     try:
-        return _known[key]  # type: ignore[no-any-return]
+        return _known[key]
     except KeyError:
         _check(q, keys, values, lengths, starts, table, sinks)
-        return keep(_known, key, _find(q, keys, values, starts, table, sinks, scale, window, softcap))  # type: ignore[no-any-return]
+        return keep(_known, key, _find(q, keys, values, starts, table, sinks, scale, window, softcap))
 
 
 def _kind(x: Tensor | None) -> tuple[torch.Size, torch.dtype, int] | None:
@@ -186,7 +186,7 @@ def _launch(
         logits = sinks.float().contiguous().view(shape[1:3])
     parts = placeholder(3, torch.float32, q.device)
     if plans.join is not None:
-        parts = torch.empty(plans.splits.blocks, shape[2], kernels.width_of(head_dim), device=q.device)
+        parts = torch.empty(plans.splits.blocks, shape[2], 2 * head_dim, device=q.device)
     plans.splits.launch(
         device, disjoint(q).view(shape), disjoint(keys), disjoint(values), _numbers(lengths, 1, q),
         _numbers(starts, 1, q), _numbers(table, 2, q), logits, head_dim**-0.5 if scale is None else float(scale),
