@@ -113,6 +113,34 @@ def test_the_bits_of_a_row_are_those_of_the_row_alone_in_any_room(length, tile_n
     assert torch.equal(out_of(paged, inputs | alone | cache | {"table": table}), right)
 
 
+@pytest.mark.parametrize("length", [64, 65, 200, 300])
+@pytest.mark.parametrize(("window", "splits"), [(400, 4), (400, 8), (100, 4), (65, 2), (10, 4)])
+def test_a_tile_belongs_to_the_same_split_whatever_is_seen(length, window, splits):
+    problem = problem_of("bfloat16", "windowed", kv_heads=1)
+    inputs = plain_inputs(SPEC, problem) | {"lengths": numbers(length), "window": window}
+    config = SPEC.default(problem, resolve("H200")).but(tile_n=64, splits=splits)
+    parts = launched(SPEC, problem, config, inputs)["parts"]
+    seen = range(max(0, length - window), length)
+    shares = [sum(key // 64 % splits == split for key in seen) for split in range(splits)]
+    assert (parts[:, 0, 24] > -1e29).tolist() == [share > 0 for share in shares]
+    inputs["q"].zero_()  # all weights are equal
+    logs = launched(SPEC, problem, config, inputs)["parts"][:, 0, 24]
+    assert torch.allclose(logs.exp2(), torch.tensor(shares).float())
+
+
+@pytest.mark.parametrize("on", [(), ("paged",)], ids=str)
+def test_a_length_beyond_the_room_is_the_room(on):
+    problem = problem_of("bfloat16", *on, keys=320)
+    inputs = plain_inputs(SPEC, problem)
+    inputs |= {"table": inputs["table"].clamp(min=0)}
+    found = []
+    for length in (320, 321, 1 << 30):
+        out = launched(SPEC, problem, SPEC.generic(problem), inputs | {"lengths": numbers(length, 9)})
+        found.append(SPEC.results(out)["out"])
+    assert torch.equal(found[1], found[0])
+    assert torch.equal(found[2], found[0])
+
+
 @pytest.mark.parametrize("page_size", [5, 37, 64, 200])
 def test_pages_of_any_size(page_size):
     problem = problem_of("float16", "paged", "windowed", page_size=page_size, keys=230)
