@@ -240,15 +240,22 @@ def _fallback(q: Tensor, *rest: Any) -> Tensor:
         return formula(q, *rest)
 
 
+def by_kernels(*given: Any) -> Tensor | None:
+    """Run the op on real tensors, with its arguments in the order of :func:`formula`; None if there is no kernel."""
+    plans = _plans_of(*given)
+    if plans is None:
+        return None
+    try:
+        return _launch(plans, *given)
+    except NoVariant as error:
+        refused(kernels.SPEC, error)
+        return None
+
+
 def _run(*given: Any) -> Tensor:
     """Run the op on real tensors of any device."""
-    plans = _plans_of(*given)
-    if plans is not None:
-        try:
-            return _launch(plans, *given)
-        except NoVariant as error:
-            refused(kernels.SPEC, error)
-    return _fallback(*given)
+    found = by_kernels(*given)
+    return _fallback(*given) if found is None else found
 
 
 def _fake(q: Tensor, *rest: Any) -> Tensor:
