@@ -123,11 +123,11 @@ def test_nothing_to_do_and_what_kernels_do_not_take_goes_to_torch(splits):
     before = launches()
     assert decode_attention(**tensors(batch=0)).shape == (0, 6, 24)
     assert torch.equal(decode_attention(**tensors(room=0)), torch.zeros(3, 6, 24))
-    check(tensors(heads=129, kv_heads=1, room=9, batch=1))
+    check(tensors(heads=33, kv_heads=1, room=9, batch=1))
     check(tensors(head_dim=257, room=9, batch=1))
     check(tensors(), scale=-0.3)
     assert launches() == before
-    check(tensors(heads=128, kv_heads=1, room=9, batch=1, head_dim=256))
+    check(tensors(heads=32, kv_heads=1, room=9, batch=1, head_dim=256))
     assert launches() != before
 
 

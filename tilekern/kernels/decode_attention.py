@@ -44,8 +44,8 @@ from tilekern.spec import (
 )
 from tilekern.spec.targets import Target
 
-# The most query heads that may share a key head: their sums stand in the registers of one block.
-MOST_HEADS = 128
+# The most query heads that may share a key head: the sums of more spill, and take the compiler too long.
+MOST_HEADS = 32
 MOST_SPLITS = 64
 # As few query heads as these are columns of the products alone: as rows they are padded further.
 _FEW = 16
@@ -440,17 +440,17 @@ def _config(tile_n: int, splits: int, occupancy: int, warps: int, keys_first: bo
 
 def _default(problem: Problem, target: Target) -> Config:
     """Return a config with two blocks for each SM, unless a block then has fewer than two tiles."""
-    wide, many = problem["dtype"] == "float32", problem["group"] > 2 * _FEW
-    tile_n = 16 if wide else 128 if _is_narrow(problem) and not many else 64
+    wide = problem["dtype"] == "float32"
+    tile_n = 16 if wide else 128 if _is_narrow(problem) else 64
     most = min(2 * target.sm_count // problem["kv_heads"], problem["keys"] // (2 * tile_n), MOST_SPLITS)
     splits = bucket(most + 1) // 2 if most > 1 else 1
-    return _config(tile_n, splits, 1 if wide else 2, 8 if wide else 4, not many)
+    return _config(tile_n, splits, 1 if wide else 2, 8 if wide else 4, True)
 
 
 def _generic(problem: Problem) -> Config:
     """Return small tiles of eight warps, which compile in the least time."""
-    tile_n = 32 if _is_narrow(problem) or depth_of(problem) <= 64 else 16
-    return _config(tile_n, 1, 1, 8, False, "persistent")
+    wide = problem["dtype"] == "float32"
+    return _config(32 if _is_narrow(problem) else 16, 1, 1, 8, wide, "persistent")
 
 
 SPEC = spec(

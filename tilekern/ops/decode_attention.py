@@ -54,7 +54,7 @@ def decode_attention(
     after they have changed. A row does not depend on the other sequences, nor on the room of the cache.
 
     Args:
-        q: [batch, heads, head_dim]; bfloat16, float16 or float32. Kernels take heads of up to 256, and up to 128 query
+        q: [batch, heads, head_dim]; bfloat16, float16 or float32. Kernels take heads of up to 256, and up to 32 query
             heads for each key head.
         keys, values: [batch, kv_heads, room, head_dim], as transformers' dynamic and static caches are, or with a
             ``table`` [pages, page_size, kv_heads, head_dim]; any strides, the dtype of ``q``. ``heads`` is a multiple
