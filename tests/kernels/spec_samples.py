@@ -43,6 +43,7 @@ SIZES = {
 # its gradients for 512 would take the compiler up to 4 s, for 1024 up to 12 s.
 LARGE = {
     "vocabulary": 300_000, "batch": 64, "heads": 256, "kv_heads": 256, "head_dim": 256, "experts": 256, "choices": 64,
+    "group": 32,
 }  # fmt: skip
 VIEWS = ("contiguous", "wide_rows", "offset", "reversed")
 # Sizes that are not powers of two, for tests that need a single problem of each spec.

@@ -161,6 +161,7 @@ def test_kernels_that_hold_more_run_fewer_blocks_on_an_sm():
 MATRIX = {"rows": 10, "columns": 100}
 TURNED = {"tokens": 4, "batch": 2, "heads": 3, "kv_heads": 1, "head_dim": 10, "pairs": 3}
 PRODUCT = {"rows": 10, "inner": 3, "columns": 5, "dtype": "bfloat16", "weight_dtype": "bfloat16"}
+DECODE = {"kv_heads": 6, "keys": 20, "page_size": 4, "group": 4, "head_dim": 8, "dtype": "bfloat16"}
 HALF = dict.fromkeys(("dtype", "weight_dtype", "angle_dtype"), "bfloat16")
 LOSS = {"rows": 10, "vocabulary": 100, "dtype": "bfloat16", "smoothed": False, "capped": False}
 
@@ -184,6 +185,10 @@ LOSS = {"rows": 10, "vocabulary": 100, "dtype": "bfloat16", "smoothed": False, "
         ("grouped_linear", PRODUCT | {"experts": 2}, 2 * (30 + 2 * 15 + 50) + 4 * 2, 300),
         ("grouped_sum", PRODUCT | {"experts": 2}, 2 * 50 + 4 * 2 * 5, None),
         ("grouped_sum", PRODUCT | {"experts": 2, "weighted": True}, 2 * (50 + 10) + 4 * (10 + 2 * 5), None),
+        # Two sequences of 3 key heads, with 20 keys and 15.
+        ("decode_attention", DECODE, 2 * (2 * 24 * 8 + 2 * 3 * 35 * 8), 4 * 3 * 35 * 4 * 8),
+        ("decode_attention", DECODE | {"padded": True}, 2 * (2 * 24 * 8 + 2 * 3 * 35 * 8), 4 * 3 * 35 * 4 * 8),
+        ("decode_attention", DECODE | {"windowed": True}, 2 * (2 * 24 * 8 + 2 * 3 * 10 * 8), 4 * 3 * 10 * 4 * 8),
         ("rope", TURNED | HALF | {"full": True}, 2 * 2 * 320 + 2 * 4 * 10 * 2, 3 * 320),
         ("rope", TURNED | HALF | {"inverse": True, "angle_dtype": "float32"}, (2 + 4) * 320 + 2 * 4 * 5 * 4, 3 * 320),
         ("llama4_rope", TURNED | HALF | {"angle_dtype": "float32"}, 2 * 320 * 2 + 4 * 10 * 4, 3 * 320),
@@ -212,7 +217,7 @@ def test_bytes_and_operations_of_cases_counted_by_hand(kernel, values, moved, fl
 
 @every_spec
 def test_bytes_and_operations_are_positive_and_grow(spec):
-    small, large = sized(spec, rows=8, tokens=8), sized(spec, rows=80, tokens=80)
+    small, large = (sized(spec, rows=n, tokens=n, splits=n) for n in (8, 80))
     assert 0 < spec.bytes_moved(small) < spec.bytes_moved(large)
     assert 0 < spec.flops(small) < spec.flops(large)
 

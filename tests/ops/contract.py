@@ -811,7 +811,10 @@ def declared(name: str) -> Case:
 
 CASES = {each.name: each for each in (*map(declared, OPS), *BY_HAND)}
 # Those that no case calls, and why.
-ELSEWHERE = {"route": "it gives whole numbers", "sharded_linear_log_probs": "it needs processes"}
+ELSEWHERE = {
+    "decode_attention": "it has no gradient", "route": "it gives whole numbers",
+    "sharded_linear_log_probs": "it needs processes",
+}  # fmt: skip
 
 
 def uncalled() -> set[str]:

@@ -63,6 +63,43 @@ def test_soft_caps_and_sinks_run_the_kernels_while_decoding_too(queries):
     assert worst([found], [softmax(q, k, v, seen, 2.0, sinks)]) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("more", "runs"),
+    [
+        ({}, 1), ({"sliding_window": 3}, 1), ({"is_causal": False}, 1), ({"s_aux": torch.zeros(4).bfloat16()}, 1),
+        ({"attention_mask": torch.ones(1, 1, 1, 7, dtype=torch.bool)}, 0), ({"dropout": 0.1}, 0),
+        ({"position_bias": torch.zeros(1, 4, 1, 7)}, 0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_one_new_token_runs_the_kernel_for_decoding(more, runs):
+    q, k, v = heads(1)
+    before, given = launches().get("decode_attention", 0), {"attention_mask": None} | more
+    with torch.no_grad():
+        found, _ = implementation.attend(True, Layer(), q, k, v, **given)
+    assert launches().get("decode_attention", 0) == before + runs
+    seen = torch.ones(1, 7, dtype=torch.bool).triu(4 if "sliding_window" in more else 0)
+    if "dropout" not in more:
+        assert worst([found], [softmax(q, k, v, seen, sinks=more.get("s_aux"))]) < 1e-5
+    implementation.attend(True, Layer(), q, k, v, **given)
+    assert launches().get("decode_attention", 0) == before + runs, "with gradients"
+
+
+def test_decoding_with_values_of_another_width_or_dtype_goes_to_sdpa():
+    q, k, v = heads(1)
+    before = launches().get("decode_attention", 0)
+    with torch.no_grad():
+        found, _ = implementation.attend(True, Layer(), q, k, v[..., :8], None)
+        wanted, _ = implementation.attend(True, Layer(), q, k, v, None)
+        assert worst([found], [wanted[..., :8]]) < 1e-5
+        assert launches()["decode_attention"] == before + 1
+        with torch.autocast("cpu", torch.bfloat16):
+            cast, _ = implementation.attend(True, Layer(), q, k, v.bfloat16(), None)
+    assert cast.dtype == torch.bfloat16
+    assert launches()["decode_attention"] == before + 2
+    assert worst([cast.float()], [wanted]) < 2e-2
+
+
 @pytest.mark.parametrize(("softcap", "sinks"), [(2.0, None), (None, True), (2.0, True)])
 @pytest.mark.parametrize("queries", [7, 1])
 def test_soft_caps_and_sinks_with_a_mask_of_padding(queries, softcap, sinks):

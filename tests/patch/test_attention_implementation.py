@@ -141,6 +141,24 @@ def test_generation_gives_the_same_tokens(cache, windowed):
     assert forwards() > before
 
 
+@pytest.mark.parametrize("kv_heads", [1, 5])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_tokens_after_the_prompt_run_the_kernels_for_decoding(windowed, kv_heads):
+    ours, theirs = pair("sdpa", kv_heads=kv_heads, **(WINDOW if windowed else {}))
+
+    def run(model):
+        how = GENERATE | {"output_logits": True, "return_dict_in_generate": True}
+        return model.eval().generate(IDS, attention_mask=torch.ones_like(IDS), **how)
+
+    wanted, before = run(theirs), dict(launches())
+    found = run(ours)
+    after = launches()
+    assert torch.equal(found.sequences, wanted.sequences)
+    assert worst(found.logits, wanted.logits) < 1e-5
+    assert after["attention_forward"] == before.get("attention_forward", 0) + 2
+    assert after["decode_attention"] == before.get("decode_attention", 0) + 2 * 5
+
+
 @pytest.mark.parametrize("windowed", [False, True])
 def test_generation_with_padding_on_the_left(windowed):
     ours, theirs = pair(**(WINDOW if windowed else {}))

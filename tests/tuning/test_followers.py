@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from recorded import RIGHT
 from tuning_samples import COMPILED
 
@@ -78,6 +79,17 @@ def test_a_wrong_config_does_not_follow(sweep, h200):
     sweep.note("measured", {"candidate": other.key, "check": RIGHT | {"passed": False}, "timing": {
         "median_us": 1.0, "spread_us": 0.1, "samples": 9}})  # fmt: skip
     assert [found.candidate for found in behind(sweep, occupancy=2).values()] == [default]
+
+
+def test_the_join_of_splits_follows_attention_to_a_cache():
+    spec = spec_named("decode_attention")
+    sizes = {"exact": 64, "bucketed": 32, "dtype": "float16", "flag": False}
+    problem = spec.problem(**{d.name: sizes[d.kind] for d in spec.dimensions})
+    join = spec_named(spec.follower.kernel)
+    found = join.problem(**spec.follower.dimensions(problem, 4 * 32))
+    assert found["splits"] == 4
+    parts = join.inputs(found, torch.Generator(), "cpu")["parts"]
+    assert (tuple(parts.shape), "float32") == spec.outputs(problem, 4 * 32)[spec.follower.array]
 
 
 def test_each_sum_over_blocks_says_what_follows():

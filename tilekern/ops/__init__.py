@@ -10,6 +10,7 @@ import pkgutil
 
 from tilekern.ops.attention import attention as attention
 from tilekern.ops.cross_entropy import cross_entropy as cross_entropy
+from tilekern.ops.decode_attention import decode_attention as decode_attention
 from tilekern.ops.experts import experts as experts
 from tilekern.ops.fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
 from tilekern.ops.fused_linear_cross_entropy import fused_linear_cross_entropy as fused_linear_cross_entropy

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from tilekern.kernels.families.placeholders import placeholder
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
-from tilekern.kernels.skinny.linear import sizes
+from tilekern.kernels.skinny.linear import SPEC, sizes
 from tilekern.kernels.skinny.tiles import MOST_ROWS
 from tilekern.ops.registration import as_rows, is_eager, needs_gradient, shaped
-from tilekern.runtime.dispatch import Plan, is_invariant
+from tilekern.runtime.dispatch import Plan, is_invariant, tuned_plan_for
 
 
 def is_few(x: Tensor) -> bool:
@@ -40,6 +40,12 @@ def sizes_of(x: Tensor, weight: Tensor, *on: str | None) -> tuple[Any, ...] | No
         return None
     flags = [name for name in on if name is not None]
     return tuple(sizes(x.numel() // inner, inner, columns, x.dtype, flags).values())
+
+
+def is_tuned(x: Tensor, weight: Tensor, *on: str | None) -> bool:
+    """Return whether a record says that the kernel is the fastest for a call, with the flags ``on``."""
+    found = sizes_of(x, weight, *on)
+    return found is not None and tuned_plan_for(SPEC, x.device, *found) is not None
 
 
 def launched(plan: Plan, x: Tensor, weight: Tensor, up: Tensor | None = None, bias: Tensor | None = None) -> Tensor:

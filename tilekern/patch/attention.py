@@ -7,6 +7,7 @@ nondeterministic kernels.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +17,15 @@ from tilekern.errors import InputError
 from tilekern.kernels.attention.forward import SPEC
 from tilekern.ops import packing
 from tilekern.ops.attention import Call, attention, formula, shown
+from tilekern.ops.decode_attention import by_kernels
 from tilekern.ops.packing import can_read, is_capturing
-from tilekern.ops.registration import autocast_dtype, is_autocast
+from tilekern.ops.registration import autocast_dtype, is_autocast, is_traced
 from tilekern.patch.guards import SUBCLASS, constant_in_graphs
 from tilekern.patch.masking import lacks_sequences, mask, says_packing_alone
 from tilekern.patch.positions import are_given_in_graph, number_of_sequences
 from tilekern.patch.told import ToldMask
 from tilekern.runtime import implementation
-from tilekern.runtime.dispatch import count_fallback, is_invariant, note_varying
+from tilekern.runtime.dispatch import count_fallback, is_invariant, note_varying, tuned_plan_for
 from tilekern.warning import warn_once
 
 # Arguments that change the result and that neither the kernels nor SDPA support: chosen keys, sinks of each query,
@@ -99,6 +101,11 @@ def attend(
     masked = attention_mask is not None
     special = softcap is not None or s_aux is not None
     decoding = queries != keys and not torch.is_grad_enabled() and not _is_invariant(keys, sliding_window)
+    alone = decoding and queries == 1 and (causal or sliding_window is None)
+    alone = alone and not (dropout or masked or bias is not None or starts is not None)
+    found = _decoded(query, key, value, scaling, sliding_window, softcap, s_aux) if alone else None
+    if found is not None:
+        return found, None
     if dropout or masked or bias is not None or type(query) is not torch.Tensor or (decoding and not special):
         if packed or sliding_window is not None:
             # The kernels take the window and the sequences as arguments; here the mask must contain them.
@@ -128,6 +135,35 @@ def _is_invariant(keys: int, window: int | None) -> bool:
     if window is not None and keys >= window:
         note_varying(SPEC.name, "a cache that drops keys outside of the window, where tiles begin elsewhere")
     return True
+
+
+def _decoded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None,
+    softcap: float | None, sinks: torch.Tensor | None,
+) -> torch.Tensor | None:  # fmt: skip
+    """Compute the attention of one new token to all keys of a cache; None if no kernel does, or in graphs."""
+    if _is_foreign(query) or is_traced(query):
+        return None
+    query, key, value = _autocast(query, key, value) if is_autocast(query) else (query, key, value)
+    if not query.dtype == key.dtype == value.dtype or key.shape != value.shape:
+        return None
+    (batch, _, keys, _), device = key.shape, key.device
+    # The layers of a step share the tensor, which must be filled on the stream that reads it and outlive the call.
+    if is_capturing():
+        lengths = _lengths.__wrapped__(batch, keys, device, 0)
+    else:
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        lengths = _lengths(batch, keys, device, stream)
+    found = by_kernels(
+        query[:, :, 0], key, value, lengths, None, None, sinks, scaling, window, softcap, ask=tuned_plan_for
+    )
+    return None if found is None else found.unsqueeze(1)
+
+
+@functools.lru_cache(maxsize=64)
+def _lengths(batch: int, keys: int, device: torch.device, stream: int) -> torch.Tensor:  # noqa: ARG001
+    with torch.inference_mode(False):
+        return torch.full((batch,), keys, dtype=torch.int32, device=device)
 
 
 def _check_served(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:

@@ -41,6 +41,7 @@ from tilekern.patch.table import PLAIN, Norm
 Function = Callable[..., Any]
 _NORM, _LAYER_NORM = "rms_norm_forward", "layer_norm_forward"
 _GEGLU_TANH = partial(geglu, tanh=True)
+_GATED_TANH = ("gated", "gelu_tanh")
 
 
 def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
@@ -179,7 +180,7 @@ def gated_mlp(
             y = getattr(self, last)(gate(getattr(self, first)(x), getattr(self, second)(x)))
         elif gate is ops.swiglu:
             y = ops.gated_mlp(x, *weights)
-        elif gate is _GEGLU_TANH and few_rows.is_served(x, *weights):
+        elif gate is _GEGLU_TANH and few_rows.is_served(x, *weights) and few_rows.is_tuned(x, weights[0], *_GATED_TANH):
             y = product(ops.gated_linear(x, weights[0], weights[1], "gelu_tanh"), weights[2])
         else:
             y = product(gate(product(x, weights[0]), product(x, weights[1])), weights[2])

@@ -328,6 +328,27 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
     return plan
 
 
+def tuned_plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
+    """Return the plan of a measured record as :func:`plan_for` does; None, without a count or a compile, if none is.
+
+    For calls that a library serves well: only a measurement says that a kernel is faster.
+    """
+    if device.type != "cuda":
+        return plan_for(spec, device, *sizes) if device.type == "meta" or interpreting() else None
+    key = ("tuned", spec.name, device.index, *sizes)
+    try:
+        return _state.plans[key]
+    except KeyError:
+        problem, target = _problem(spec, sizes), here(device.index)
+        with _state.lock, contextlib.suppress(OSError):
+            found = None if problem is None or target is None else find(spec, spec.bucketed(problem), target)
+            is_measured = found is not None and found.record.provenance == "measured"
+            plan = plan_for(spec, device, *sizes) if is_measured else None
+            _state.plans[key] = plan
+            return plan
+    return None
+
+
 def _refuse(reason: str) -> None:
     """Note why there is no plan, for the next :func:`count_fallback`."""
     _refused.reason = reason

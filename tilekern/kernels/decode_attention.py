@@ -1,0 +1,535 @@
+"""Attention of one new token per sequence to its keys and values in a cache, split over the keys.
+
+``out = softmax(scale q k^T) v``, online over tiles of keys as in :mod:`tilekern.kernels.attention.forward`, with its
+order of tiles and its arithmetic. The query heads that share a key head are one side of the matrix products.
+
+Few key heads with many keys do not fill a GPU, so the tiles of a key head are dealt out to ``splits`` blocks: tile j
+belongs to block ``j % splits``. This depends on the config and on j alone, so a row's bits depend neither on the rest
+of the batch nor on the room of the cache, and the grid does not depend on the lengths, which only the GPU knows. Each
+block leaves its part of the weighted sum with its log-sum-exp in base 2, and :func:`decode_join` adds up the parts in
+their order. With a single split there is nothing to join, and the block stores the result itself.
+
+Layout: q and out [batch, kv_heads, group, head_dim]. A cache is [batch, kv_heads, room, head_dim], or, if ``paged``,
+[pages, page_size, kv_heads, head_dim] with ``table`` [batch, pages of a sequence] int32. Sequence b has the keys from
+``starts[b]`` (only if ``padded``, else 0) to ``lengths[b]`` - 1, the new token's, from which a window counts back. Each
+row of ``parts`` [blocks, group, 2 * head_dim] float32 is a head's values, then its log-sum-exp and nothing more: of a
+width that is a multiple of the head's, whole vectors can be read. Arrays that a flag turns off are placeholders, and so
+is ``parts`` with one split.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.tile as ct
+
+from tilekern.kernels.attention.problem import depth_of
+from tilekern.kernels.attention.tiles import LOG2_E, LOWEST, factors_of, product, soft_tanh
+from tilekern.kernels.families.arrays import Arrays
+from tilekern.kernels.families.tables import flags_of, spec
+from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, power_of_two
+from tilekern.spec import (
+    ITEM_BYTES,
+    Array,
+    Config,
+    Constraint,
+    Dimension,
+    Follower,
+    Problem,
+    ScalarParameter,
+    Space,
+    Value,
+    bucket,
+    cdiv,
+)
+from tilekern.spec.targets import Target
+
+# The most query heads that may share a key head: the sums of more spill, and take the compiler too long.
+MOST_HEADS = 32
+MOST_SPLITS = 64
+# As few query heads as these are columns of the products alone: as rows they are padded further.
+_FEW = 16
+
+
+def _tile_of(key, page_size, across, tile_n, paged):
+    """Return the tile that holds a key; a page has ``across`` tiles."""
+    if ct.static_eval(paged):
+        return key // page_size * across + key % page_size // tile_n
+    return key // tile_n
+
+
+def _key_of(tile, page_size, across, tile_n, paged):
+    """Return the first key of a tile."""
+    if ct.static_eval(paged):
+        return tile // across * page_size + tile % across * tile_n
+    return tile * tile_n
+
+
+def _rows(cache, table, b, h, tile, across, tile_n, depth, paged):
+    """Load a tile of keys or values, (tile_n, depth), with zeros beyond the end of the cache or of the page."""
+    zero = ct.PaddingMode.ZERO
+    if ct.static_eval(paged):
+        page = ct.load(table, (b, tile // across), ())
+        found = ct.load(cache, (page, tile % across, h, 0), (1, tile_n, 1, depth), padding_mode=zero)
+    else:
+        found = ct.load(cache, (b, h, tile, 0), (1, 1, tile_n, depth), padding_mode=zero)
+    return ct.reshape(found, (tile_n, depth))
+
+
+def _add_tile(state, q_side, keys, values, table, where, j, shown, factors, sizes, flags, is_edge):
+    """Add a tile of keys to the running maximum, denominator and weighted sum, in the steps of attention's forward.
+
+    ``is_edge`` hides keys outside ``shown``; all keys of other tiles are in it.
+    """
+    biggest, total, summed = state
+    b, h, page_size, across = where
+    slope, factor = factors
+    _, depth, rows, tile_n = sizes
+    keys_first, capped, paged, precise = flags
+    k_tile = _rows(keys, table, b, h, j, across, tile_n, depth, paged)
+    if ct.static_eval(keys_first):
+        products = product(k_tile, q_side, ct.zeros((tile_n, rows), ct.float32))
+    else:
+        products = product(q_side, ct.transpose(k_tile), ct.zeros((rows, tile_n), ct.float32))
+    if ct.static_eval(capped):
+        products = soft_tanh(products * slope, precise)
+    v_tile = _rows(values, table, b, h, j, across, tile_n, depth, paged)
+    if ct.static_eval(is_edge or paged):
+        along = ct.arange(tile_n, dtype=ct.int32)
+        # A page may end within a tile.
+        there = along < page_size - j % across * tile_n if ct.static_eval(paged) else along < tile_n
+        if ct.static_eval(is_edge):
+            key = _key_of(j, page_size, across, tile_n, paged) + along
+            there = there & (key >= shown[0]) & (key < shown[1])
+            # A weight of 0 does not stop NaN of rows that were never written.
+            v_tile = ct.where(ct.reshape(there, (tile_n, 1)), v_tile, 0.0)
+        side = ct.static_eval((tile_n, 1) if keys_first else (1, tile_n))
+        products = ct.where(ct.reshape(there, side), products, -float("inf"))
+    axis = ct.static_eval(0 if keys_first else 1)
+    most = ct.maximum(biggest, ct.max(products, axis=axis, keepdims=True) * factor)
+    shrink = ct.exp2(biggest - most, flush_to_zero=True)
+    weights = ct.exp2(products * factor - most, flush_to_zero=True)
+    total = total * shrink + ct.sum(weights, axis=axis, keepdims=True)
+    if ct.static_eval(keys_first):
+        summed = product(ct.transpose(v_tile), weights.astype(v_tile.dtype), summed * shrink)
+    else:
+        summed = product(weights.astype(v_tile.dtype), v_tile, summed * shrink)
+    return most, total, summed
+
+
+def _start(sink_logits, h, rows, split, sinks, keys_first):
+    """Return the running maximum and denominator before the first key: the first split has the sink."""
+    side = ct.static_eval((1, rows) if keys_first else (rows, 1))
+    if ct.static_eval(sinks):
+        logit = ct.load(sink_logits, (h, 0), (1, rows), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+        logit = ct.where(split == 0, ct.reshape(logit, side) * LOG2_E, -float("inf"))
+        biggest = ct.maximum(logit, LOWEST)
+        return biggest, ct.exp2(logit - biggest, flush_to_zero=True)
+    return ct.full(side, LOWEST, ct.float32), ct.zeros(side, ct.float32)
+
+
+def _attend(item, q, keys, values, lengths, starts, table, sink_logits, numbers, out, parts, splits, sizes, flags):
+    """Compute one split's part for the query heads of one key head; the result itself if it is the only one."""
+    scale, softcap, window = numbers
+    head_dim, depth, rows, tile_n = sizes
+    one_loop, keys_first, windowed, capped, sinks, padded, paged, precise = flags
+    split, pair = item % splits, item // splits
+    h, b = pair % q.shape[1], pair // q.shape[1]
+
+    page_size, across, room = 1, 1, keys.shape[2]
+    if ct.static_eval(paged):
+        page_size, across = keys.shape[1], ct.cdiv(keys.shape[1], tile_n)
+        room = table.shape[1] * keys.shape[1]
+    length, lower = ct.minimum(ct.load(lengths, (b,), ()), room), 0
+    if ct.static_eval(padded):
+        lower = ct.maximum(ct.load(starts, (b,), ()), 0)
+    if ct.static_eval(windowed):
+        lower = ct.maximum(lower, length - window)
+    first = _tile_of(lower, page_size, across, tile_n, paged)
+    stop = ct.where(lower < length, _tile_of(ct.maximum(length - 1, 0), page_size, across, tile_n, paged) + 1, first)
+    mine = first + (split + splits - first % splits) % splits
+
+    factors = factors_of(scale, softcap, capped)
+    zero = ct.PaddingMode.ZERO
+    q_side = ct.reshape(ct.load(q, (b, h, 0, 0), (1, 1, rows, depth), padding_mode=zero), (rows, depth))
+    if ct.static_eval(keys_first):
+        q_side = ct.transpose(q_side)
+    biggest, total = _start(sink_logits, h, rows, split, sinks, keys_first)
+    summed = ct.zeros(ct.static_eval((depth, rows) if keys_first else (rows, depth)), ct.float32)
+    cache, where, shown = (q_side, keys, values, table), (b, h, page_size, across), (lower, length)
+    kinds = (keys_first, capped, paged, precise)
+    if ct.static_eval(one_loop):
+        for j in range(mine, stop, splits):
+            biggest, total, summed = _add_tile(
+                (biggest, total, summed), *cache, where, j, shown, factors, sizes, kinds, True
+            )
+    else:
+        # The last tile, and a first one that begins before the first key, are edges.
+        last = stop - 1
+        owns_first = (mine == first) & (first < last) & (lower > _key_of(first, page_size, across, tile_n, paged))
+        owns_last = (first < stop) & (last % splits == split)
+        for j in range(mine + ct.where(owns_first, splits, 0), last, splits):
+            biggest, total, summed = _add_tile(
+                (biggest, total, summed), *cache, where, j, shown, factors, sizes, kinds, False
+            )
+        for n in range(ct.where(owns_first, 1, 0) + ct.where(owns_last, 1, 0)):
+            j = ct.where(owns_first & (n == 0), first, last)
+            biggest, total, summed = _add_tile(
+                (biggest, total, summed), *cache, where, j, shown, factors, sizes, kinds, True
+            )
+
+    found = summed * (1.0 / ct.where(total == 0.0, 1.0, total))
+    if ct.static_eval(keys_first):
+        found = ct.transpose(found)
+    if splits == 1:
+        ct.store(out, (b, h, 0, 0), ct.reshape(found, (1, 1, rows, depth)).astype(out.dtype))
+    else:
+        ct.store(parts.slice(2, 0, head_dim), (item, 0, 0), ct.reshape(found, (1, rows, depth)), allow_tma=False)
+        logs = ct.where(total == 0.0, LOWEST, biggest + ct.log2(total))
+        ct.store(parts, (item, 0, head_dim), ct.reshape(logs, (1, rows, 1)), allow_tma=False)
+
+
+@ct.kernel
+def decode_attention(
+    q, keys, values, lengths, starts, table, sink_logits, scale, softcap, window, out, parts, head_dim: ConstInt,
+    depth: ConstInt, rows: ConstInt, tile_n: ConstInt, persistent: ConstBool, one_loop: ConstBool,
+    keys_first: ConstBool, windowed: ConstBool, capped: ConstBool, sinks: ConstBool, padded: ConstBool,
+    paged: ConstBool, precise: ConstBool,
+):  # fmt: skip
+    """One split of one key head a block, or resident blocks that loop; the layout is that of the module."""
+    pairs = q.shape[0] * q.shape[1]
+    # As many as the grid has blocks for.
+    splits = ct.maximum(1, ct.num_blocks(0) // pairs)
+    numbers, sizes = (scale, softcap, window), (head_dim, depth, rows, tile_n)
+    flags = (one_loop, keys_first, windowed, capped, sinks, padded, paged, precise)
+    arguments = (q, keys, values, lengths, starts, table, sink_logits, numbers, out, parts, splits, sizes, flags)
+    if ct.static_eval(persistent):
+        for item in range(ct.bid(0), pairs * splits, ct.num_blocks(0)):
+            _attend(item, *arguments)
+    else:
+        _attend(ct.bid(0), *arguments)
+
+
+def _join(item, parts, splits, out, head_dim, depth, chunk):
+    """Add up the parts of one query head, weighted by their shares of the softmax's denominator."""
+    pair, head = item // out.shape[1], item % out.shape[1]
+    mine = parts.slice(0, pair * splits, (pair + 1) * splits)
+    zero = ct.PaddingMode.ZERO
+    biggest, total = ct.full((1, 1), LOWEST, ct.float32), ct.zeros((1, 1), ct.float32)
+    summed = ct.zeros((1, depth), ct.float32)
+    for c in range(ct.cdiv(splits, chunk)):
+        logs = ct.load(mine, (c, head, head_dim), (chunk, 1, 1), padding_mode=zero, allow_tma=False)
+        there = c * chunk + ct.arange(chunk, dtype=ct.int32)[:, None] < splits
+        logs = ct.where(there, ct.reshape(logs, (chunk, 1)), -float("inf"))
+        # Columns behind the head are whatever stands there, and are not stored.
+        found = ct.load(mine, (c, head, 0), (chunk, 1, depth), padding_mode=zero, allow_tma=False)
+        most = ct.maximum(biggest, ct.max(logs, axis=0, keepdims=True))
+        shrink, shares = ct.exp2(biggest - most), ct.exp2(logs - most)
+        total = total * shrink + ct.sum(shares, axis=0, keepdims=True)
+        summed = summed * shrink + ct.sum(ct.reshape(found, (chunk, depth)) * shares, axis=0, keepdims=True)
+        biggest = most
+    ct.store(out, (pair, head, 0), ct.reshape(summed / total, (1, 1, depth)).astype(out.dtype))
+
+
+@ct.kernel
+def decode_join(
+    parts, splits, out, head_dim: ConstInt, depth: ConstInt, chunk: ConstInt, persistent: ConstBool
+):  # fmt: skip
+    """One query head a block; parts as :func:`decode_attention` leaves them, out [kv_heads, group, head_dim]."""
+    # Its launch overlaps the end of the kernel that writes the parts.
+    ct.grid_dependency_control_wait()
+    each_step(_join, out.shape[0] * out.shape[1], persistent, (parts, splits, out, head_dim, depth, chunk))
+
+
+# ``kv_heads`` counts the key heads of all sequences, ``keys`` is the room of a sequence's cache; ``page_size`` is 1
+# unless ``paged``.
+DIMENSIONS = (
+    *(Dimension(name, "bucketed") for name in ("kv_heads", "keys", "page_size")),
+    *(Dimension(name, "exact") for name in ("group", "head_dim")),
+    *flags_of(("windowed", "capped", "sinks", "padded", "paged")),
+    Dimension("dtype", "dtype"),
+)
+
+
+def _heads(problem: Problem) -> int:
+    """Return the key heads of a sequence in inputs: at most 8, and several sequences if there can be."""
+    count = problem["kv_heads"]
+    return max(d for d in range(1, min(8, count) + 1) if count % d == 0 and (count // d > 1 or d == 1))
+
+
+def _sizes(problem: Problem) -> dict[str, Any]:
+    heads, paged = _heads(problem), problem["paged"]
+    batch = problem["kv_heads"] // heads
+    most_pages = cdiv(problem["keys"], problem["page_size"]) if paged else 1
+    cache = (batch * most_pages, problem["page_size"], heads) if paged else (batch, heads, problem["keys"])
+    return {
+        "batch": batch,
+        "heads": heads,
+        **dict(zip(("entries", "second", "third"), cache, strict=True)),
+        "most_pages": most_pages,
+        "depth": depth_of(problem),
+        "precise": problem["dtype"] == "float32",
+    }
+
+
+_QUERIES, _CACHE = ("batch", "heads", "group", "head_dim"), ("entries", "second", "third", "head_dim")
+_ARRAYS: Arrays = (
+    Array("q", "dtype", _QUERIES),
+    Array("keys", "dtype", _CACHE),
+    Array("values", "dtype", _CACHE),
+    Array("lengths", "int32", ("batch",)),
+    Array("starts", "int32", ("batch",), flag="padded"),
+    Array("table", "int32", ("batch", "most_pages"), aligned=False, flag="paged"),
+    Array("sink_logits", "float32", ("heads", "group"), aligned=False, flag="sinks"),
+    *(ScalarParameter(name, "float32") for name in ("scale", "softcap")),
+    ScalarParameter("window", "int32"),
+    Array("out", "dtype", _QUERIES, "output"),
+    Array("parts", "float32", ("blocks", "group", "2*head_dim"), "output", aligned=False),
+)
+
+
+def window_of(problem: Problem) -> int:
+    """Return the window with which a windowed problem is run and counted: a quarter of the keys."""
+    return max(1, problem["keys"] // 4)
+
+
+def spans(problem: Problem) -> list[tuple[int, int]]:
+    """Return the first key and the length of each sequence in inputs: padded ones end together, others begin so."""
+    batch, keys = problem["kv_heads"] // _heads(problem), problem["keys"]
+    less = [number * keys // (2 * batch) for number in range(batch)]
+    if problem["padded"]:
+        return [(start, keys) for start in less]
+    return [(0, keys - end) for end in less]
+
+
+def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """Add lengths, starts, the table of pages and numbers to the drawn tensors."""
+    import torch
+
+    def whole(numbers: list[int]) -> Any:
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+    starts, lengths = zip(*spans(problem), strict=True)
+    table = torch.zeros((1, 1), dtype=torch.int32, device=device)
+    if problem["paged"]:
+        # The pages in the opposite order; those behind the end of a sequence are -1, as in transformers.
+        shape = (problem["batch"], problem["most_pages"])
+        table = torch.arange(problem["entries"], dtype=torch.int32, device=device).flip(0).view(shape)
+        first = torch.arange(shape[1], device=device) * problem["page_size"]
+        table = table.masked_fill(first >= whole(list(lengths))[:, None], -1)
+    return {
+        "lengths": whole(list(lengths)),
+        "starts": whole(list(starts) if problem["padded"] else [0]),
+        "table": table,
+        "scale": float(problem["head_dim"] ** -0.5),
+        "softcap": 5.0,
+        "window": window_of(problem),
+    }
+
+
+def reference(
+    q: Any, keys: Any, values: Any, lengths: Any, starts: Any, table: Any, sink_logits: Any, scale: float,
+    softcap: float, window: int, windowed: bool, capped: bool, sinks: bool, padded: bool, paged: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Compute out in float64; it is 0 where a sequence has no key."""
+    import torch
+
+    found = []
+    for b, length in enumerate(lengths.tolist()):
+        k, v = keys, values
+        if paged:
+            k, v = (x[table[b].clamp(min=0).long()].flatten(0, 1).transpose(0, 1) for x in (keys, values))
+        else:
+            k, v = k[b], v[b]
+        first = max(int(starts[b]) if padded else 0, length - window if windowed else 0)
+        k, v = (x[:, first:length].double() for x in (k, v))
+        scores = torch.einsum("hgd,hkd->hgk", q[b].double() * scale, k)
+        scores = softcap * torch.tanh(scores / softcap) if capped else scores
+        sink = sink_logits.double()[..., None] if sinks else scores.new_full((*scores.shape[:2], 1), -torch.inf)
+        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1] if sinks or k.shape[1] else scores
+        found.append(torch.einsum("hgk,hkd->hgd", weights, v))
+    return {"out": torch.stack(found)}
+
+
+def joined(parts: Any, splits: int) -> Any:
+    """Add up parts in torch, as [kv_heads, group, head_dim]."""
+    import torch
+
+    values, logs = parts.unflatten(0, (-1, splits)).tensor_split(2, -1)
+    return (values * torch.softmax(logs[..., :1] / LOG2_E, 1)).sum(1)
+
+
+def results(found: dict[str, Any]) -> dict[str, Any]:
+    """Return out alone: with several splits it is the sum of their parts."""
+    out, parts = found["out"], found["parts"]
+    pairs = out.shape[0] * out.shape[1]
+    splits = parts.shape[0] // pairs
+    return {"out": joined(parts[: pairs * splits], splits).view_as(out).to(out.dtype) if splits > 1 else out}
+
+
+def _visible(problem: Problem) -> int:
+    """Count the keys that are read, of all key heads."""
+    window = window_of(problem) if problem["windowed"] else problem["keys"]
+    return _heads(problem) * sum(min(window, length - start) for start, length in spans(problem))
+
+
+def _bytes(problem: Problem) -> int:
+    elements = 2 * problem["kv_heads"] * problem["group"] + 2 * _visible(problem)
+    return int(elements) * problem["head_dim"] * ITEM_BYTES[problem["dtype"]]
+
+
+def _is_narrow(problem: Problem) -> bool:
+    """Return whether tiles are of 16-bit numbers and heads of up to 128."""
+    return problem["dtype"] != "float32" and depth_of(problem) <= 128
+
+
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    tiles: list[Value] = [64, 128, 256] if _is_narrow(problem) else [32, 64, 128]
+    return {
+        "schedule": ["block"],
+        "tile_n": [16, 32] if problem["dtype"] == "float32" else tiles,
+        "splits": [n for n in (1, 2, 4, 8, 16, 32, MOST_SPLITS) if n <= bucket(problem["keys"])],
+        "occupancy": [1, 2, 4] if _is_narrow(problem) else [1, 2],
+        "num_worker_warps": [4, 8],
+        "keys_first": [True, False] if problem["group"] >= _FEW else [True],
+    }
+
+
+_CONSTRAINTS = (
+    Constraint(
+        "a split without a tile of its own has nothing to do",
+        lambda problem, config, target: (
+            config["splits"] == 1 or (config["splits"] - 1) * config["tile_n"] < problem["keys"]
+        ),
+    ),
+    Constraint(
+        "more than 16 blocks for each SM only add parts to join",
+        lambda problem, config, target: (
+            config["splits"] == 1 or problem["kv_heads"] * config["splits"] <= 16 * target.sm_count
+        ),
+    ),
+    Constraint(
+        "four blocks on an SM leave a thread 64 registers, too few for larger tiles or more query heads",
+        lambda problem, config, target: (
+            config["occupancy"] < 4
+            or (config["tile_n"] == 64 and config["num_worker_warps"] == 4 and problem["group"] <= _FEW)
+        ),
+    ),
+    Constraint(
+        "tiles of 256 keys spill unless eight warps share them on an SM of their own",
+        lambda problem, config, target: (
+            config["tile_n"] < 256 or (config["num_worker_warps"] == 8 and config["occupancy"] == 1)
+        ),
+    ),
+    Constraint(
+        "eight warps share large tiles, or sums of float32",
+        lambda problem, config, target: (
+            (config["num_worker_warps"] == 8) == (problem["dtype"] == "float32")
+            or (problem["dtype"] != "float32" and config["tile_n"] >= 128)
+        ),
+    ),
+)
+
+
+def _config(tile_n: int, splits: int, occupancy: int, warps: int, keys_first: bool, schedule: str = "block") -> Config:
+    return Config(
+        schedule=schedule, tile_n=tile_n, splits=splits, occupancy=occupancy, num_worker_warps=warps,
+        keys_first=keys_first,
+    )  # fmt: skip
+
+
+def _default(problem: Problem, target: Target) -> Config:
+    """Return a config with two blocks for each SM, unless a block then has fewer than two tiles."""
+    wide = problem["dtype"] == "float32"
+    tile_n = 16 if wide else 128 if _is_narrow(problem) else 64
+    most = min(2 * target.sm_count // problem["kv_heads"], problem["keys"] // (2 * tile_n), MOST_SPLITS)
+    splits = bucket(most + 1) // 2 if most > 1 else 1
+    return _config(tile_n, splits, 1 if wide else 2, 8 if wide else 4, True)
+
+
+def _generic(problem: Problem) -> Config:
+    """Return small tiles of eight warps, which compile in the least time."""
+    wide = problem["dtype"] == "float32"
+    return _config(32 if _is_narrow(problem) else 16, 1, 1, 8, wide, "persistent")
+
+
+SPEC = spec(
+    "decode_attention",
+    "out = softmax(scale q k^T) v for one token a sequence, over a cache, by splits of its keys",
+    DIMENSIONS,
+    lambda problem: _ARRAYS,
+    reference,
+    function=decode_attention,
+    sizes=_sizes,
+    constants=lambda problem, config: {
+        # The matrix units take fewer than 8 only with spilled registers.
+        "rows": max(8, power_of_two(problem["group"])),
+        # The mask of a small tile costs little, and the second loop takes as long to compile as the first.
+        "one_loop": config["tile_n"] < 64,
+    },
+    grid=lambda sizes, config, sm_count: sizes["kv_heads"] * config["splits"],
+    space=Space(_axes, _CONSTRAINTS),
+    default=_default,
+    generic=_generic,
+    given=_given,
+    results=results,
+    flops=lambda problem: 4 * problem["group"] * problem["head_dim"] * _visible(problem),
+    roundings=2,
+    bytes_moved=_bytes,
+    follower=Follower(
+        kernel="decode_join",
+        array="parts",
+        dimensions=lambda problem, blocks: {
+            **{name: problem[name] for name in ("kv_heads", "group", "head_dim", "dtype")},
+            "splits": max(1, blocks // problem["kv_heads"]),
+        },
+    ),
+)
+
+JOIN_DIMENSIONS = (
+    *(Dimension(name, "bucketed") for name in ("kv_heads", "splits")),
+    *(Dimension(name, "exact") for name in ("group", "head_dim")),
+    Dimension("dtype", "dtype"),
+)
+
+
+def _join_sizes(problem: Problem) -> dict[str, Any]:
+    return {
+        "before": problem["kv_heads"] * problem["splits"],
+        "depth": depth_of(problem),
+    }
+
+
+def _chunks(problem: Problem) -> list[Value]:
+    return [n for n in (8, 16, 32, MOST_SPLITS) if n <= max(8, bucket(problem["splits"]))]
+
+
+def _join_config(chunk: Value, warps: int, schedule: str = "block") -> Config:
+    return Config(schedule=schedule, chunk=chunk, num_worker_warps=warps)
+
+
+JOIN = spec(
+    "decode_join",
+    "out = the parts of decode_attention's splits, weighted by their log-sum-exps and added up in a fixed order",
+    JOIN_DIMENSIONS,
+    (
+        Array("parts", "float32", ("before", "group", "2*head_dim")),
+        ScalarParameter("splits", "int32"),
+        Array("out", "dtype", ("kv_heads", "group", "head_dim"), "output"),
+    ),
+    lambda parts, splits: {"out": joined(parts.double(), splits)},
+    function=decode_join,
+    sizes=_join_sizes,
+    grid=lambda sizes, config, sm_count: sizes["kv_heads"] * sizes["group"],
+    space=Space(
+        lambda problem: {"schedule": ["block"], "chunk": _chunks(problem), "num_worker_warps": [0, 8]},
+    ),
+    default=lambda problem, target: _join_config(_chunks(problem)[-1], 0),
+    generic=lambda problem: _join_config(8, 0, "persistent"),
+    given=lambda problem, generator, device: {"splits": problem["splits"]},
+    flops=lambda problem: 2 * problem["kv_heads"] * problem["splits"] * problem["group"] * problem["head_dim"],
+    dependent=True,
+    inputs_in_l2=True,
+)
+
+SPECS = (SPEC, JOIN)

@@ -1,0 +1,276 @@
+"""decode_attention: attention of one new token per sequence to a cache of keys and values; without a gradient.
+
+It is written by hand and not declared: it has no gradient, its plans do not depend on the exact room of a cache, which
+grows by one with each token, and one split of the keys needs no second launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilekern.errors import NoVariant
+from tilekern.kernels import decode_attention as kernels
+from tilekern.kernels.families.placeholders import placeholder
+from tilekern.ops.attention import WIDEST_HEAD
+from tilekern.ops.registration import (
+    Rows,
+    check_softcap,
+    check_tensors,
+    check_vectors,
+    disjoint,
+    is_traced,
+    is_transformed,
+    needs_gradient,
+    refuse_gradient,
+    register,
+    uncast,
+    viewed,
+)
+from tilekern.runtime.dispatch import Plan, count_fallback, keep, memo, plan_for, refused
+from tilekern.spec import bucket
+
+
+class Plans(NamedTuple):
+    """The plans of a call; a single split has nothing to join."""
+
+    splits: Plan
+    join: Plan | None
+
+
+Ask = Callable[..., Plan | None]
+_known = memo()
+
+
+def decode_attention(
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, *, starts: Tensor | None = None,
+    table: Tensor | None = None, sinks: Tensor | None = None, scale: float | None = None, window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Return ``softmax(scale q k^T) v`` of one new token per sequence, whose key is the last one in the cache.
+
+    The numbers in ``lengths``, ``starts`` and ``table`` are read on the GPU alone, so a captured graph may be replayed
+    after they have changed. A row does not depend on the other sequences, nor on the room of the cache.
+
+    Args:
+        q: [batch, heads, head_dim]; bfloat16, float16 or float32. Kernels take heads of up to 256, and up to 32 query
+            heads for each key head.
+        keys, values: [batch, kv_heads, room, head_dim], as transformers' dynamic and static caches are, or with a
+            ``table`` [pages, page_size, kv_heads, head_dim]; any strides, the dtype of ``q``. ``heads`` is a multiple
+            of ``kv_heads``. Rows that belong to no key may hold anything.
+        lengths: [batch] int32, the number of keys of each sequence, the new one included; at most the room.
+        starts: [batch] int32, the first key of each sequence, after padding on the left; None for 0.
+        table: [batch, most pages] int32, the pages of each sequence in order; entries that no key needs may be -1.
+        sinks: [heads], a logit that is added to each head's denominator.
+        scale: factor of the scores; None for head_dim ** -0.5.
+        window: only the last ``window`` keys are seen; None for all.
+        softcap: scores s become ``softcap * tanh(s / softcap)``; positive and finite.
+
+    Returns:
+        [batch, heads, head_dim], contiguous; 0 for a sequence without keys.
+
+    Raises:
+        ValueError: the shapes, dtypes or devices do not fit, or a number is out of its range.
+        RuntimeError: a gradient is needed.
+    """
+    check_softcap("decode_attention", softcap)
+    if window is not None and window < 1:
+        raise ValueError(f"decode_attention: window must be positive, got {window}")
+    if needs_gradient(q, keys, values, sinks):
+        raise RuntimeError(
+            "decode_attention has no gradient, and one of its arguments requires one; call it under torch.no_grad(), "
+            "or use tilekern.ops.attention"
+        )
+    given = (q, keys, values, lengths, starts, table, sinks, scale, window, softcap)
+    if is_transformed():
+        _check(*given[:7])
+        return _fallback(*given)
+    if is_traced(q):
+        _check(*given[:7])
+        return _registered(*given)
+    return _run(*given)
+
+
+def _check(
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, starts: Tensor | None, table: Tensor | None,
+    sinks: Tensor | None,
+) -> None:  # fmt: skip
+    op = "decode_attention"
+    shapes = f"got q {list(q.shape)}, keys {list(keys.shape)} and values {list(values.shape)}"
+    if q.dim() != 3 or keys.dim() != 4 or keys.shape != values.shape or q.shape[2] != keys.shape[3]:
+        cache = "[batch, kv_heads, room, head_dim]" if table is None else "[pages, page_size, kv_heads, head_dim]"
+        raise ValueError(f"{op}: q must be [batch, heads, head_dim], and keys and values {cache}, {shapes}")
+    if not q.shape[2]:
+        raise ValueError(f"{op}: head_dim must be at least 1, {shapes}")
+    heads, kv_heads = q.shape[1], keys.shape[1 if table is None else 2]
+    if not q.dtype == keys.dtype == values.dtype:
+        raise ValueError(f"{op}: keys and values must be {q.dtype} as q is, got {keys.dtype} and {values.dtype}")
+    if table is None and q.shape[0] != keys.shape[0]:
+        raise ValueError(f"{op}: q, keys and values must be of one batch, {shapes}")
+    if heads % kv_heads if kv_heads else heads:
+        raise ValueError(f"{op}: {heads} heads must be a multiple of the {kv_heads} key heads, {shapes}")
+    check_vectors(op, q.shape[0], lengths=lengths, starts=starts)
+    check_vectors(op, heads, sinks=sinks)
+    if table is not None and (table.dim() != 2 or table.shape[0] != q.shape[0]):
+        raise ValueError(f"{op}: table must be [{q.shape[0]}, most pages], got {list(table.shape)}")
+    numbers = {"lengths": lengths, "starts": starts, "table": table}
+    check_tensors(op, *numbers, q=q, keys=keys, values=values, sinks=sinks, **numbers)
+
+
+def _plans_of(
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, starts: Tensor | None, table: Tensor | None,
+    sinks: Tensor | None, scale: float | None, window: int | None, softcap: float | None, *, ask: Ask,
+) -> Plans | None:  # fmt: skip
+    """Return the plans of a call, or None if torch must do the work; a known kind of call is not checked again.
+
+    The room is known by its bucket: otherwise each token of a growing cache would be a new kind.
+    """
+    if not q.is_cuda:
+        _check(q, keys, values, lengths, starts, table, sinks)
+        return _find(q, keys, values, starts, table, sinks, scale, window, softcap, ask)
+    shape = keys.shape
+    key = (
+        _kind(q), shape if table is not None else (*shape[:2], bucket(shape[2]) if shape[2] else 0, shape[3]),
+        keys.dtype, keys.get_device(), values.shape == shape, values.dtype, values.get_device(), _kind(lengths),
+        _kind(starts), _kind(table), _kind(sinks), scale is None or scale > 0, window, softcap is None, ask,
+    )  # fmt: skip
+    try:
+        return _known[key]
+    except KeyError:
+        _check(q, keys, values, lengths, starts, table, sinks)
+        return keep(_known, key, _find(q, keys, values, starts, table, sinks, scale, window, softcap, ask))
+
+
+def _kind(x: Tensor | None) -> tuple[torch.Size, torch.dtype, int] | None:
+    return None if x is None else (x.shape, x.dtype, x.get_device())
+
+
+def _find(
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor | None, table: Tensor | None, sinks: Tensor | None,
+    scale: float | None, window: int | None, softcap: float | None, ask: Ask,
+) -> Plans | None:  # fmt: skip
+    batch, heads, head_dim = q.shape
+    page_size, kv_heads = (1, keys.shape[1]) if table is None else keys.shape[1:3]
+    room = keys.shape[2] if table is None else page_size * table.shape[1]
+    if not q.numel() or not keys.numel() or not room or (scale is not None and scale <= 0):
+        return None
+    group = heads // kv_heads
+    if head_dim > WIDEST_HEAD or group > kernels.MOST_HEADS:
+        return None
+    room = bucket(room)
+    splits = ask(
+        kernels.SPEC, q.device, batch * kv_heads, room, page_size, group, head_dim,
+        window is not None and window < room, softcap is not None, sinks is not None, starts is not None,
+        table is not None, q.dtype,
+    )  # fmt: skip
+    if splits is None or splits.config["splits"] == 1:
+        return None if splits is None else Plans(splits, None)
+    join = plan_for(
+        kernels.JOIN, q.device, batch * kv_heads, splits.config["splits"], group, head_dim, q.dtype
+    )  # fmt: skip
+    return None if join is None else Plans(splits, join)
+
+
+def _launch(
+    plans: Plans, q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, starts: Tensor | None,
+    table: Tensor | None, sinks: Tensor | None, scale: float | None, window: int | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    device, (batch, heads, head_dim) = q.get_device(), q.shape
+    kv_heads = keys.shape[1 if table is None else 2]
+    shape = (batch, kv_heads, heads // kv_heads, head_dim)
+    see = Rows if q.is_cuda else viewed
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    logits = placeholder(2, torch.float32, q.device)
+    if sinks is not None:
+        logits = sinks.float().contiguous().view(shape[1:3])
+    parts = placeholder(3, torch.float32, q.device)
+    if plans.join is not None:
+        parts = torch.empty(plans.splits.blocks, shape[2], 2 * head_dim, device=q.device)
+    plans.splits.launch(
+        device, disjoint(q).view(shape), disjoint(keys), disjoint(values), _numbers(lengths, 1, q),
+        _numbers(starts, 1, q), _numbers(table, 2, q), logits, head_dim**-0.5 if scale is None else float(scale),
+        softcap or 1.0, window or 1, see(out, shape), parts,
+    )  # fmt: skip
+    if plans.join is not None:
+        plans.join.launch(device, parts, plans.splits.config["splits"], see(out, (batch * kv_heads, *shape[2:])))
+    return out
+
+
+def _numbers(x: Tensor | None, ndim: int, q: Tensor) -> Any:
+    """Return an array of int32, or its placeholder."""
+    if x is None:
+        return placeholder(ndim, torch.int32, q.device)
+    return disjoint(x if x.dtype == torch.int32 else x.to(torch.int32))
+
+
+def formula(
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, starts: Tensor | None, table: Tensor | None,
+    sinks: Tensor | None, scale: float | None, window: int | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """Compute the op in torch's own operations; nothing waits for the numbers."""
+    if table is not None:
+        pages = table.clamp(min=0).long()
+        keys, values = (x[pages].flatten(1, 2).transpose(1, 2) for x in (keys, values))
+    place = torch.arange(keys.shape[2], device=q.device)
+    ends = lengths.clamp(max=keys.shape[2])[:, None]
+    seen = place < ends
+    if starts is not None:
+        seen = seen & (place >= starts[:, None])
+    if window is not None:
+        seen = seen & (place >= ends - window)
+    seen = seen[:, None, None]
+    queries = q.unflatten(1, (keys.shape[1], -1)) if q.numel() else q.new_empty(*keys.shape[:2], 0, q.shape[2])
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.einsum("bhgd,bhkd->bhgk", queries, keys).to(wide) * (q.shape[2] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, torch.finfo(wide).min)
+    if sinks is not None:
+        logits = sinks.to(wide).view(1, *queries.shape[1:3], 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, logits), -1)
+    weights = torch.softmax(scores, -1)[..., : keys.shape[2]].masked_fill(~seen, 0)
+    values = values.masked_fill(~seen.mT, 0)
+    return torch.einsum("bhgk,bhkd->bhgd", weights.to(q.dtype), values).reshape(q.shape).contiguous()
+
+
+def _fallback(q: Tensor, *rest: Any) -> Tensor:
+    count_fallback(kernels.SPEC)
+    with uncast(q.device.type):
+        return formula(q, *rest)
+
+
+def by_kernels(*given: Any, ask: Ask | None = None) -> Tensor | None:
+    """Run the op on real tensors, with its arguments in the order of :func:`formula`; None if there is no kernel.
+
+    ``ask`` finds a plan; by default :func:`tilekern.runtime.dispatch.plan_for`.
+    """
+    plans = _plans_of(*given, ask=ask or plan_for)
+    if plans is None:
+        return None
+    try:
+        return _launch(plans, *given)
+    except NoVariant as error:
+        refused(kernels.SPEC, error)
+        return None
+
+
+def _run(*given: Any) -> Tensor:
+    """Run the op on real tensors of any device."""
+    found = by_kernels(*given)
+    return _fallback(*given) if found is None else found
+
+
+def _fake(q: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+_registered = register(
+    "decode_attention(Tensor q, Tensor keys, Tensor values, Tensor lengths, Tensor? starts, Tensor? table, "
+    "Tensor? sinks, float? scale, SymInt? window, float? softcap) -> Tensor",
+    _run,
+    _fake,
+)
+refuse_gradient(_registered)
