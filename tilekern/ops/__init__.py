@@ -31,6 +31,8 @@ from tilekern.ops.rope import rope as rope
 from tilekern.ops.route import route as route
 from tilekern.ops.router import router as router
 from tilekern.ops.router_losses import router_losses as router_losses
+from tilekern.ops.sample import greedy as greedy
+from tilekern.ops.sample import sample as sample
 from tilekern.ops.sharded_linear_log_probs import sharded_linear_log_probs as sharded_linear_log_probs
 from tilekern.ops.swiglu import swiglu as swiglu
 from tilekern.ops.tiled_geglu import tiled_geglu as tiled_geglu

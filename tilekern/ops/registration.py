@@ -345,11 +345,16 @@ def constant_row(x: Tensor, value: float) -> Tensor:
     """Return a read-only row [columns] of one value in the dtype of ``x``; it is cached if it outlives this call."""
     if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
         return x.new_full(x.shape[-1:], value)
-    key = (x.shape[-1], value, x.dtype, x.device)
+    return constant(x.shape[-1], value, x.dtype, x.device)
+
+
+def constant(size: int, value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a read-only vector of one value; it is cached if it outlives this call, which must not be traced."""
+    key = (size, value, dtype, device)
     row = _rows.get(key)
     if row is None:
         with torch.inference_mode(False):
-            row = torch.full(key[:1], value, dtype=x.dtype, device=x.device)
+            row = torch.full(key[:1], value, dtype=dtype, device=device)
         if len(_rows) < _MOST_ROWS and _lasts(row):
             if row.is_cuda:
                 torch.cuda.current_stream(row.device).synchronize()  # the next reader may be on another stream
