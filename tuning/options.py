@@ -43,7 +43,8 @@ class PlanRequest:
             tilekern.tuning.plan.configs.UnknownModel: a model is not a preset, a path or a hub id.
         """
         named = {name: given[name] for name in _STEPS if given[name] not in (None, False)}
-        for name, such_as in (("tokens", "2048,8192"), ("sequence", "2048,4096")):
+        lists = {"tokens": "2048,8192", "sequence": "2048,4096", "decode": "1,8,64", "context": "4096,32768"}
+        for name, such_as in lists.items():
             if name in named:
                 named[name] = counts(named[name], f"--{name}", such_as)
         for name, option in (("dtype", "--dtype"), ("ops", "--op"), ("attention", "--attention")):
@@ -67,6 +68,10 @@ _STEPS = {
     "sequence": click.option(
         "--sequence", metavar="TEXT", help="Tokens of a sequence; by default a step is one sequence."
     ),
+    "decode": click.option(
+        "--decode", metavar="TEXT", help="Sequences that generation decodes at once, as 1,8,64; by default none."
+    ),
+    "context": click.option("--context", metavar="TEXT", help="Tokens of a decoded sequence.  [default: 4096]"),
     "dtype": click.option("--dtype", help="bfloat16 (bf16), float16 (fp16), float32 (fp32).  [default: bfloat16]"),
     "tp": click.option(
         "--tp", type=click.IntRange(min=1), help="Tensor-parallel degree: ranks of a model.  [default: 1]"

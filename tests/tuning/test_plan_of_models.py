@@ -190,6 +190,35 @@ def test_linear_layers_are_planned_where_rows_are_to_have_the_same_bits():
     assert torch.nn.functional.linear is not linear
 
 
+SERVED = ("rms_norm", "swiglu", "qk_norm_rope", "fused_add_rms_norm", "attention")
+TRAINS = Steps(tokens=(64,), ops=SERVED)
+
+
+def decoded(found):
+    """What is planned for rows of 3 sequences alone, by the name of the kernel."""
+    return {name: dict(problem) for name, problem in found.problems if problem.get("rows", problem.get("batch")) == 4}
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_generation_is_planned_for_some_sequences_after_a_context(own):
+    """Besides the training step: a prompt of one sequence, and a token of three."""
+    model = (
+        AutoModelForCausalLM.from_config(config_of(SMALL, "small"), attn_implementation="tilekern") if own else SMALL
+    )
+    with_decode = replace(TRAINS, decode=(3,), context=(100,))
+    if own:
+        tilekern.apply_to_model(model, fused_linear_cross_entropy=False)
+    trained, found = (plan_of_model(model, steps, H200) for steps in (TRAINS, with_decode))
+    assert set(trained.problems) < set(found.problems)
+    prompts = [p for name, p in found.problems if name == "attention_forward" and p["queries"] == 128]
+    assert [(p["batch"], p["keys"]) for p in prompts] == [(1, 128)]
+    [attended] = [p for name, p in found.problems if name == "decode_attention"]
+    assert (attended["kv_heads"], attended["keys"], attended["group"]) == (8, 128, 2)
+    token = decoded(found)
+    assert {"rms_norm_forward", "qk_norm_rope_forward", "fused_add_rms_norm_forward", "skinny_linear"} <= set(token)
+    assert token["qk_norm_rope_forward"]["tokens"] == 1
+
+
 def test_packed_sequences_stand_in_a_batch_of_one():
     found = by_kernel(planned(SMALL, [8192], sequence=[2048], packed=True))
     assert sizes(found["attention_forward"], "packed", "batch", "queries") == {(True, 4, 2048)}

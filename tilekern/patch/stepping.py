@@ -10,7 +10,7 @@ import copy
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -168,6 +168,26 @@ def step(model: Any, batch: Batch | Call, *, adamw: bool = True) -> None:
     model.zero_grad()
 
 
+def decode(model: Any, sequences: int, context: int) -> None:
+    """Run a prompt of a model on meta, and one token after it of several sequences with such a prompt; no gradient.
+
+    Args:
+        model: the model.
+        sequences: how many decode at once.
+        context: tokens of a sequence, the new one included; at least 2.
+    """
+    was_trained = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            prompt = torch.zeros((1, context - 1), dtype=torch.long, device=_META)
+            cache = model(input_ids=prompt, use_cache=True).past_key_values
+            cache.batch_repeat_interleave(sequences)
+            model(input_ids=prompt.new_zeros((sequences, 1)), past_key_values=cache, use_cache=True)
+    finally:
+        model.train(was_trained)
+
+
 def step_as_it_is(model: torch.nn.Module, batch: Batch | Call, *, adamw: bool = True) -> None:
     """Take a training step of a copy of a model on meta; the model may be on any device, patched or not.
 
@@ -177,12 +197,20 @@ def step_as_it_is(model: torch.nn.Module, batch: Batch | Call, *, adamw: bool = 
     Raises:
         InputError: the model has no configuration, or its step cannot be taken on meta tensors.
     """
+    _as_it_is(model, lambda one: step(one.train() if batch.trained_in() else one, batch, adamw=adamw))
+
+
+def decode_as_it_is(model: torch.nn.Module, sequences: int, context: int) -> None:
+    """Run :func:`decode` on a copy of a model, as :func:`step_as_it_is` takes a step; raises as that does."""
+    _as_it_is(model, lambda one: decode(one, sequences, context))
+
+
+def _as_it_is(model: torch.nn.Module, run: Callable[[torch.nn.Module], None]) -> None:
     core = core_of(model)
     try:
         with _nothing_compiled():
             is_whole = not is_gathered(core) and not any(map(is_sharded, core.parameters()))
-            stands_for = _copied(core) if is_whole else _made_again(core)
-            step(stands_for.train() if batch.trained_in() else stands_for, batch, adamw=adamw)
+            run(_copied(core) if is_whole else _made_again(core))
     except InputError:
         raise
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,17 @@ from tilekern.errors import InputError, TilekernWarning
 from tilekern.ops.invariance import invariant
 from tilekern.patch import attention, experts, registry
 from tilekern.patch.patcher import applied, codes
-from tilekern.patch.stepping import Batch, Call, core_of, model_of, one_line, step, step_as_it_is
+from tilekern.patch.stepping import (
+    Batch,
+    Call,
+    core_of,
+    decode,
+    decode_as_it_is,
+    model_of,
+    one_line,
+    step,
+    step_as_it_is,
+)
 from tilekern.patch.table import ops_in
 from tilekern.runtime.recorder import Trace, tracing
 from tilekern.runtime.switches import ATTENTION, ATTENTIONS, EXPERTS
@@ -57,6 +68,8 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
             with _noted_warnings() as notes, tracing(found):
                 for batch in _batches(steps):
                     step_as_it_is(core, batch)
+                for sequences, context in itertools.product(steps.decode, steps.context):
+                    decode_as_it_is(core, sequences, context)
         else:
             name, config = _config(model)
             with _noted_warnings() as said, tracing(found):
@@ -154,6 +167,8 @@ def _step(model: Any, steps: Steps, ops: Collection[str], found: Trace, *, is_sp
             thin_out(model, found)
         for batch in _batches(steps):
             step(model, batch, adamw=ADAMW in ops and steps.optimizer == ADAMW)
+        for sequences, context in itertools.product(steps.decode, steps.context):
+            decode(model, sequences, context)
 
 
 def _batches(steps: Steps) -> list[Batch | Call]:

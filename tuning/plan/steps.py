@@ -12,7 +12,7 @@ from tilekern.tuning.sweep.plan import Named
 
 MOST_TOKENS = 1 << 24
 ADAMW, NONE = OPTIMIZERS = ("adamw", "none")
-TOKENS = (2048, 8192)
+TOKENS, CONTEXT = (2048, 8192), (4096,)
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Steps:
             ``apply(experts=True)`` has it.
         optimizer: ``adamw``, which is ``tilekern.AdamW``, or ``none``.
         call: the arguments of the forward of a job's own step, by name; the lengths are then those of its tensors.
+        decode: how many sequences generation decodes at once; it is traced where there are any.
+        context: tokens of a sequence in its cache, the new one included.
         invariant: the steps run inside ``tilekern.invariant()``, where linear layers are kernels' problems too.
 
     Raises:
@@ -66,11 +68,13 @@ class Steps:
     optimizer: str = ADAMW
     experts: bool = False
     call: Mapping[str, Any] | None = None
+    decode: Sequence[int] = ()
+    context: Sequence[int] = CONTEXT
     invariant: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", list(dict.fromkeys(map(dtype_named, self.dtype))))
-        for name in ("tokens", "sequence"):
+        for name in ("tokens", "sequence", "decode", "context"):
             if odd := [count for count in getattr(self, name) if not isinstance(count, int) or isinstance(count, bool)]:
                 raise InputError(f"--{name} {odd[0]!r}: a token count is a whole number")
         if self.tp < 1:
@@ -78,6 +82,10 @@ class Steps:
         if self.optimizer not in OPTIMIZERS:
             raise InputError(f"unknown optimizer {self.optimizer!r}; known: {', '.join(OPTIMIZERS)}")
         self.batches()
+        for name, least in (("decode", 1), ("context", 2)):
+            for count in getattr(self, name):
+                if not least <= count <= MOST_TOKENS:
+                    raise InputError(f"--{name} {count}: a count is from {least} to {MOST_TOKENS}")
 
     def batches(self) -> list[tuple[int, int]]:
         """Return batch size and sequence length of each step: each token count with each length that divides it.
