@@ -1,6 +1,7 @@
 """The candidates that must pass the whole battery after a race; one that fails does not win."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from tuning_samples import SMALL
@@ -10,6 +11,7 @@ from tilekern.tuning.compile.stage import compile_all
 from tilekern.tuning.measure.bench import to_confirm
 from tilekern.tuning.measure.stage import entrants
 from tilekern.tuning.measure.timing import Timing
+from tilekern.tuning.measure.worker import _Measuring
 from tilekern.tuning.publishing import winners
 from tilekern.tuning.strategies import SLOWER, TIED, WON
 from tilekern.tuning.sweep.folder import Sweep
@@ -120,6 +122,37 @@ def test_one_of_each_bit_class_stands_the_battery_too(field, bits, outcomes, ask
         found.append([one.key for one in field].index(entrant.key))
         checks[entrant.key] = replace(outcomes.get(found[-1], CONFIRMED), bits=checks[entrant.key].bits)
     assert found == asked
+
+
+class Classifying(_Measuring):
+    """A measuring process at the bit classes: whose launch fails is of no class, and has passed as before."""
+
+    def __init__(self, digests, checks):
+        self._checks, self._told, self._digests = checks, {}, digests
+        self._steps = SimpleNamespace(begin=lambda _: None)
+        self._connection = SimpleNamespace(send=lambda message: self._told.update([message[1]]))
+        self._bench = SimpleNamespace(
+            placements=lambda: iter((0, 1)), digests=lambda place, one: digests[one.key][place]
+        )
+
+    def _own(self, entrant, take):
+        return take(entrant) or WRONG
+
+
+def test_who_cannot_run_among_other_rows_is_of_no_class_and_goes_on(field):
+    first, second, third, generic = (one.key for one in field)
+    digests = {
+        first: ({0: "a"}, {0: "a"}), second: ({0: "a"}, None), third: ({0: "a"}, {0: "b"}),
+        generic: ({0: "a"}, {0: "a"}),
+    }  # fmt: skip
+    checks = dict.fromkeys(digests, RIGHT) | {generic: WRONG}
+    process = Classifying(digests, checks)
+    process._classify(field)
+    assert {key: check.bits for key, check in process._told.items()} == {first: "a", second: "", third: ""}
+    assert all(check.passed for check in process._told.values())
+    process._told.clear()
+    process._classify(field)
+    assert not process._told, "what is known is not asked again"
 
 
 @pytest.mark.parametrize(("outcomes", "winner"), [({}, 1), ({1: WRONG}, 2), ({1: WRONG, 2: WRONG}, 0)])

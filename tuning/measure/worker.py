@@ -176,32 +176,35 @@ class _Measuring:
         with self._part("race"):
             timings = runner.told(strategy_named(task.strategy)(runner, lineup))
         self._connection.send((RACING, False))
-        with self._part("bit classes"):
-            self._classify()
+        if task.invariant:
+            with self._part("bit classes"):
+                self._classify(task.entrants)
         with self._part("battery"):
             for entrant in to_confirm(task.entrants, timings, self._checks, invariant=task.invariant):
                 self._check(entrant, bench.confirm)
+        with self._part("winners' bit classes"):
+            self._classify([entrant for entrant in task.entrants if self._checks[entrant.key].cases])
         self._connection.send((TIMED, timings))
 
-    def _classify(self) -> None:
-        """Note the bit classes of entrants that passed; one that cannot run so has failed."""
+    def _classify(self, entrants: Sequence[Entrant]) -> None:
+        """Note the bit classes of entrants that passed; one that cannot run among other rows is of none."""
         checks = self._checks
-        unknown = [one for one in self._task.entrants if checks[one.key].passed and checks[one.key].bits is None]
+        unknown = [one for one in entrants if checks[one.key].passed and checks[one.key].bits is None]
         found: dict[str, list[dict[int, str]]] = {one.key: [] for one in unknown}
+        failed: set[str] = set()
         self._steps.begin(INPUTS)
-        for placements in self._bench.placements():
+        for placements in self._bench.placements() if unknown else ():
             for entrant in unknown:
-                if not checks[entrant.key].passed:
-                    continue
                 digests = self._own(entrant, functools.partial(self._bench.digests, placements))
                 if isinstance(digests, Check):
-                    self._tell(entrant, digests)
+                    failed.add(entrant.key)
                 else:
                     found[entrant.key].append(digests)
             self._steps.begin(INPUTS)
         for entrant in unknown:
-            if checks[entrant.key].passed and found[entrant.key]:
-                self._tell(entrant, replace(checks[entrant.key], bits=text_of(found[entrant.key])))
+            if found[entrant.key] or entrant.key in failed:
+                bits = "" if entrant.key in failed else text_of(found[entrant.key])
+                self._tell(entrant, replace(checks[entrant.key], bits=bits))
 
     def _launches(self, racing: Sequence[Entrant]) -> dict[str, Launch]:
         """Return the launches to time by key, on ordinary inputs and on the variations that are timed."""
