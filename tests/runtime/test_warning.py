@@ -128,7 +128,9 @@ def test_an_op_without_a_gpu_says_so_in_one_line_and_pythons_own_hooks_stay(tmp_
 
 
 def test_every_warning_goes_this_way():
+    """But for torch's own of a wait, which a rehearsal of a captured step takes for what it is."""
+    apart = {Path(warning.__file__), ROOT / "tilekern" / "patch" / "captured.py"}
     for package in ("tilekern", "tuning", "cache_tools", "benchmarks"):
         for path in (ROOT / package).rglob("*.py"):
-            if path != Path(warning.__file__):
+            if path not in apart:
                 assert not re.search(r"warnings\.(warn|showwarning|formatwarning)", path.read_text()), path

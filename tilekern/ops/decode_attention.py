@@ -188,7 +188,7 @@ def _launch(
         logits = sinks.float().contiguous().view(shape[1:3])
     parts = placeholder(3, torch.float32, q.device)
     if plans.join is not None:
-        parts = torch.empty(plans.splits.blocks, shape[2], 2 * head_dim, device=q.device)
+        parts = torch.empty(plans.splits.blocks, shape[2], 2 * head_dim, dtype=torch.float32, device=q.device)
     plans.splits.launch(
         device, disjoint(q).view(shape), disjoint(keys), disjoint(values), _numbers(lengths, 1, q),
         _numbers(starts, 1, q), _numbers(table, 2, q), logits, head_dim**-0.5 if scale is None else float(scale),
@@ -214,7 +214,7 @@ def formula(
     if table is not None:
         pages = table.clamp(min=0).long()
         keys, values = (x[pages].flatten(1, 2).transpose(1, 2) for x in (keys, values))
-    place = torch.arange(keys.shape[2], device=q.device)
+    place = torch.arange(keys.shape[2], dtype=torch.int64, device=q.device)
     ends = lengths.clamp(max=keys.shape[2])[:, None]
     seen = place < ends
     if starts is not None:

@@ -441,7 +441,7 @@ def _lent(x: Tensor, graphs: tuple[Recording, ...]) -> Tensor:
     """Return a tensor that reads what graphs write, in memory that is free for other graphs of their pool."""
     if not x.is_cuda or not x.numel():
         return x.detach()
-    held = torch.as_tensor(_Loan(x.untyped_storage(), graphs), device=x.device)
+    held = torch.as_tensor(_Loan(x.untyped_storage(), graphs), dtype=torch.uint8, device=x.device)
     lent = torch.empty(0, dtype=x.dtype, device=x.device)
     return lent.set_(held.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
