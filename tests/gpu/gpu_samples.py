@@ -85,10 +85,12 @@ HEADS = ((512, 331), (83, 4099))
 SIXTEENS = {
     "columns": 4096, "vocabulary": 50304, "hidden": 512, "teacher_hidden": 512, "heads": 32, "kv_heads": 8,
     "head_dim": 128, "experts": 128, "choices": 8, "expert_groups": 8, "channels": 32, "positions": 64,
+    "inner": 512, "group": 4, "splits": 4,
 }  # fmt: skip
 TAILS = {
     "columns": 1000, "vocabulary": 4099, "hidden": 250, "teacher_hidden": 130, "heads": 5, "kv_heads": 3,
     "head_dim": 80, "experts": 60, "choices": 3, "expert_groups": 4, "channels": 6, "positions": 50,
+    "inner": 250, "group": 5, "splits": 3,
 }  # fmt: skip
 DECLARED = ((SIXTEENS, BF16, False), (SIXTEENS, BF16, True), (TAILS, FP16, True), ({}, FP32, False), ({}, FP32, True))
 

@@ -1,0 +1,150 @@
+"""Decoding on a GPU: attention to a cache, products of few rows, the next token; and the bits of a row alone."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from gpu_processes import clean_environment
+from gpu_training import CONFIG
+from transformers import AutoModelForCausalLM
+
+import tilekern
+from tilekern import ops
+from tilekern.ops.decode_attention import formula
+from tilekern.runtime import dispatch
+
+pytestmark = pytest.mark.gpu
+
+
+def drawn(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape, device="cuda", dtype=dtype, generator=torch.Generator("cuda").manual_seed(sum(shape)))
+
+
+def cached(batch, room, heads=32, kv_heads=8, head_dim=128):
+    lengths = torch.linspace(1, room, batch, device="cuda").int().flip(0).contiguous()
+    return drawn(batch, heads, head_dim), *(drawn(batch, kv_heads, room, head_dim) for _ in "kv"), lengths
+
+
+@pytest.mark.parametrize(("batch", "room"), [(1, 4096), (3, 1000), (64, 300), (1, 1)])
+@pytest.mark.parametrize("more", [{}, {"window": 100, "softcap": 30.0}])
+def test_attention_to_a_cache_is_near_the_formula(batch, room, more):
+    q, keys, values, lengths = cached(batch, room)
+    found = ops.decode_attention(q, keys, values, lengths, **more)
+    doubled = (x.double() for x in (q, keys, values))
+    wide = formula(*doubled, lengths, None, None, None, None, more.get("window"), more.get("softcap"))
+    assert (found - wide).norm() / wide.norm() < 4e-3
+    assert not tilekern.stats()["decode_attention"]["fallbacks"]
+
+
+def test_a_sequence_has_its_bits_in_any_batch_and_cache():
+    q, keys, values, lengths = cached(9, 1500)
+    whole = ops.decode_attention(q, keys, values, lengths)
+    for place in (0, 4, 8):
+        length = int(lengths[place])
+        alone = (x[place : place + 1, :, :length].contiguous() for x in (keys, values))
+        one = ops.decode_attention(q[place : place + 1], *alone, lengths[place : place + 1])
+        assert torch.equal(one[0], whole[place])
+
+
+def test_pages_are_read_where_the_table_says():
+    q, keys, values, lengths = cached(4, 512)
+    order = torch.randperm(4 * 32, device="cuda")
+    table = torch.empty(4 * 32, dtype=torch.int32, device="cuda")
+    table[order] = torch.arange(4 * 32, dtype=torch.int32, device="cuda")
+    pages = (x.transpose(1, 2).reshape(4 * 32, 16, 8, 128)[order] for x in (keys, values))
+    found = ops.decode_attention(q, *pages, lengths, table=table.view(4, 32))
+    torch.testing.assert_close(found, ops.decode_attention(q, keys, values, lengths), rtol=2e-2, atol=2e-2)
+
+
+def test_a_graph_attends_to_the_lengths_of_its_replay():
+    q, keys, values, lengths = cached(4, 2048)
+    ops.decode_attention(q, keys, values, lengths)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.decode_attention(q, keys, values, lengths)
+    for change in (0, -1):
+        lengths += change
+        graph.replay()
+        assert torch.equal(out, ops.decode_attention(q, keys, values, lengths))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64])
+@pytest.mark.parametrize(("inner", "columns"), [(4096, 6144), (1000, 83)])
+def test_products_of_few_rows_are_near_the_formula(rows, inner, columns):
+    x, weight, up = drawn(rows, inner), drawn(columns, inner) * inner**-0.5, drawn(columns, inner) * inner**-0.5
+    right = x.double() @ weight.double().t()
+    assert (ops.linear(x, weight) - right).norm() / right.norm() < 4e-3
+    gated = torch.nn.functional.silu(right) * (x.double() @ up.double().t())
+    assert (ops.gated_linear(x, weight, up) - gated).norm() / gated.norm() < 4e-3
+    stats = tilekern.stats()["skinny_linear"]
+    assert stats["launches"]
+    assert not stats["fallbacks"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocabulary", [151936, 50257])
+def test_the_next_token_is_that_of_the_cpu(dtype, vocabulary):
+    batch = 33
+    logits = 3 * drawn(batch, vocabulary, dtype=dtype)
+    more = {
+        "temperature": torch.linspace(0.1, 2, batch, device="cuda"), "top_k": torch.arange(batch, device="cuda").int(),
+        "top_p": torch.linspace(0.1, 1, batch, device="cuda"), "min_p": torch.full((batch,), 0.01, device="cuda"),
+        "seed": torch.arange(batch, device="cuda"), "positions": torch.arange(batch, device="cuda").int(),
+    }  # fmt: skip
+    found = ops.sample(logits, **more)
+    assert torch.equal(found.cpu(), ops.sample(logits.cpu(), **{name: x.cpu() for name, x in more.items()}))
+    assert torch.equal(found[5:6], ops.sample(logits[5:6], **{name: x[5:6] for name, x in more.items()}))
+    assert torch.equal(ops.greedy(logits), logits.argmax(-1))
+    assert tilekern.stats()["sample"]["launches"]
+
+
+def tuned(folder):
+    """A cache with kernels of one class for the tiny model, in training and for 1 and 5 sequences."""
+    config = folder / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    command = [
+        sys.executable, "-m", "tilekern.tune", str(config), "--tokens", "256", "--decode", "1,5", "--context", "64",
+        "--invariant", "--cache-dir", str(folder / "cache"),
+    ]  # fmt: skip
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "cache"
+
+
+@torch.no_grad()
+def one_by_one(model, ids):
+    cache, rows = None, []
+    for place in range(ids.shape[1]):
+        made = model(input_ids=ids[:, place : place + 1], past_key_values=cache, use_cache=True)
+        cache = made.past_key_values
+        rows.append(made.logits)
+    return torch.cat(rows, 1)
+
+
+def test_a_token_has_the_same_logits_however_it_is_computed(tmp_path, monkeypatch):
+    """In training, in a prompt, alone and in a batch, one by one: 0 elements differ, and nothing may vary."""
+    monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tuned(tmp_path)))
+    dispatch.forget()
+    tilekern.apply()
+    try:
+        from tilekern.tuning.plan.configs import config_of
+
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(
+                config_of(CONFIG, "tiny"), dtype=torch.bfloat16, attn_implementation="tilekern"
+            )  # fmt: skip
+        ids = torch.randint(model.config.vocab_size, (5, 60), device="cuda")
+        with tilekern.invariant():
+            whole = model.train()(input_ids=ids, use_cache=False).logits.detach()
+            model.eval()
+            with torch.no_grad():
+                assert torch.equal(model(input_ids=ids[3:4, :50], use_cache=False).logits, whole[3:4, :50])
+            assert torch.equal(one_by_one(model, ids), whole)
+            assert torch.equal(one_by_one(model, ids[:1]), whole[:1])
+            assert not dispatch.varying()
+    finally:
+        tilekern.reset()
+        dispatch.forget()
