@@ -3,6 +3,10 @@
 By the interpreter: its default kernels add in one order at all sizes of these models, as kernels of one class do.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
@@ -160,3 +164,10 @@ def test_what_no_kernel_takes_stays_torch_s():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.nn.functional.linear(torch.randn(3, 8), weight).dtype == torch.bfloat16
         assert tilekern.stats()["matmul"]["launches"] == before
+
+
+def test_a_job_may_be_in_the_mode_from_the_start():
+    code = "import tilekern, torch; tilekern.apply(); print(torch.nn.functional.linear.__module__)"
+    environment = {**os.environ, "TILEKERN_INVARIANT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "tilekern.ops.invariance"

@@ -220,12 +220,12 @@ class Counters:
     def add(self, plan: Plan) -> None:
         """Count the launches of a plan, those of its past too; a copy of it counts nowhere."""
         plan.counters = self
-        number = id(plan)
-        self._plans[number] = ref(plan, lambda _: self._plans.pop(number, None))
+        self._plans[id(plan)] = ref(plan)
 
     def end(self, plan: Plan) -> None:
         """Keep the number of launches of a plan whose life ends."""
-        if id(plan) in self._plans:
+        # Not by the reference's callback: of a plan in a cycle, that is called before the plan's own end.
+        if self._plans.pop(id(plan), None) is not None:
             self.past_launches += plan.launches
 
     @property
