@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from decoding import one_by_one
 from gpu_processes import clean_environment
 from gpu_training import CONFIG
 from transformers import AutoModelForCausalLM
@@ -111,16 +112,6 @@ def tuned(folder):
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     return folder / "cache"
-
-
-@torch.no_grad()
-def one_by_one(model, ids):
-    cache, rows = None, []
-    for place in range(ids.shape[1]):
-        made = model(input_ids=ids[:, place : place + 1], past_key_values=cache, use_cache=True)
-        cache = made.past_key_values
-        rows.append(made.logits)
-    return torch.cat(rows, 1)
 
 
 def test_a_token_has_the_same_logits_however_it_is_computed(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from decoding import one_by_one
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 import tilekern
@@ -44,16 +45,6 @@ def trained(model, ids, **more):
     logits = model.train()(input_ids=ids, use_cache=False, **more).logits.detach()
     model.eval()
     return logits
-
-
-@torch.no_grad()
-def one_by_one(model, ids):
-    cache, rows = None, []
-    for place in range(ids.shape[1]):
-        made = model(input_ids=ids[:, place : place + 1], past_key_values=cache, use_cache=True)
-        cache = made.past_key_values
-        rows.append(made.logits)
-    return torch.cat(rows, 1)
 
 
 @pytest.mark.parametrize(
