@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tilekern.kernels.families.placeholders import placeholder
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
 from tilekern.kernels.skinny.linear import SPEC, sizes
 from tilekern.kernels.skinny.tiles import MOST_ROWS
-from tilekern.ops.registration import as_rows, is_eager, needs_gradient, shaped
+from tilekern.ops.registration import as_rows, is_eager, needs_gradient, run_product, shaped
 from tilekern.runtime.dispatch import Plan, is_invariant, tuned_plan_for
 
 
@@ -50,17 +49,7 @@ def is_tuned(x: Tensor, weight: Tensor, *on: str | None) -> bool:
 
 def launched(plan: Plan, x: Tensor, weight: Tensor, up: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """Run the kernel's plan and return its result, [..., columns]."""
-    rows, columns, device, dtype = as_rows(x), weight.shape[0], x.device, x.dtype
-    absent = placeholder(2, dtype, device)
-    inputs = (
-        rows,
-        as_rows(weight),
-        absent if up is None else as_rows(up),
-        placeholder(1, dtype, device) if bias is None else bias.contiguous(),
-        absent,
-    )
-    y: Tensor
-    (y,) = plan.run(
-        x.get_device(), inputs, lambda: (torch.empty((rows.shape[0], columns), dtype=dtype, device=device),)
-    )
-    return shaped(y, *x.shape[:-1], columns)
+    rows, columns, absent = as_rows(x), weight.shape[0], placeholder(2, x.dtype, x.device)
+    factors = as_rows(weight), absent if up is None else as_rows(up)
+    addends = placeholder(1, x.dtype, x.device) if bias is None else bias.contiguous(), absent
+    return shaped(run_product(plan, (rows.shape[0], columns), rows, *factors, *addends), *x.shape[:-1], columns)

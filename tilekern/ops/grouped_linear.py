@@ -15,9 +15,16 @@ from torch import Tensor
 from tilekern.kernels import column_sum
 from tilekern.kernels.grouped import product, sums, weight_gradient
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
-from tilekern.ops.linear import run_product
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import as_rows, by_autograd, cast_as_products, check_dtype, check_tensors, readable
+from tilekern.ops.registration import (
+    as_rows,
+    by_autograd,
+    cast_as_products,
+    check_dtype,
+    check_tensors,
+    readable,
+    run_product,
+)
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 from tilekern.spec import Array
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tilekern.errors import NoVariant
 from tilekern.kernels.matmul.product import MOST_ELEMENTS, SPEC, sizes
-from tilekern.ops.registration import as_rows, differentiable_once, is_eager, needs_gradient, shaped
+from tilekern.ops.registration import as_rows, differentiable_once, is_eager, needs_gradient, run_product, shaped
 from tilekern.runtime import dispatch
 from tilekern.runtime.dispatch import count_fallback, plan_for, refused
 from tilekern.warning import warn_once
@@ -100,12 +100,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     matrix = weight.t() if is_transposed else as_rows(weight)
     given = (as_rows(x), matrix, *(() if bias is None else (bias.contiguous(),)))
     try:
-        (y,) = plan.run(x.get_device(), given, lambda: (x.new_empty(rows, out),))
+        return shaped(run_product(plan, (rows, out), *given), *x.shape[:-1], out)
     except NoVariant as error:
         refused(SPEC, error)
         count_fallback(SPEC)
         return _torch_linear(x, weight, bias)
-    return shaped(y, *x.shape[:-1], out)
 
 
 class _Linear(torch.autograd.Function):

@@ -5,7 +5,7 @@ Its launches are written by hand: the three directions are problems of one spec,
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from tilekern.kernels.matmul.product import MOST_ELEMENTS, SPEC, sizes
 from tilekern.kernels.skinny import linear as skinny
 from tilekern.ops import few_rows
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import as_rows, is_autocast, needs_gradient, shaped
+from tilekern.ops.registration import as_rows, is_autocast, needs_gradient, run_product, shaped
 from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
 from tilekern.spec import Array
 
@@ -103,14 +103,6 @@ def _find(
     if forward is None or (to_x and of_x is None) or (to_weight and of_weight is None):
         return None
     return forward, of_x, of_weight
-
-
-def run_product(plan: Plan, shape: tuple[int, ...], *inputs: Any) -> Tensor:
-    """Run a product and return its result [shape], in the dtype of its first input."""
-    like = inputs[0]
-    c: Tensor
-    (c,) = plan.run(like.get_device(), inputs, lambda: (torch.empty(shape, dtype=like.dtype, device=like.device),))
-    return c
 
 
 def _launch(plans: Plans, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:

@@ -297,6 +297,14 @@ class _FirstOrder(torch.autograd.Function):
     backward = staticmethod(_refuse)
 
 
+def run_product(plan: Plan, shape: tuple[int, ...], *inputs: Any) -> Tensor:
+    """Run a product and return its result [shape], in the dtype of its first input."""
+    like = inputs[0]
+    c: Tensor
+    (c,) = plan.run(like.get_device(), inputs, lambda: (torch.empty(shape, dtype=like.dtype, device=like.device),))
+    return c
+
+
 def as_rows(x: Tensor) -> Tensor:
     """Return ``x`` [..., columns] as [rows, columns] with adjacent columns and rows that do not overlap.
 
