@@ -140,6 +140,16 @@ def test_torch_gets_its_products_back():
     assert not dispatch.is_invariant()
 
 
+def test_what_another_library_has_put_in_its_place_comes_back_and_is_called(monkeypatch):
+    own, seen = torch.nn.functional.linear, []
+    other = lambda *given: seen.append(given) or own(*given)  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "linear", other)
+    with tilekern.invariant():
+        torch.nn.functional.linear(torch.randn(0, 8), torch.randn(4, 8))
+    assert torch.nn.functional.linear is other
+    assert len(seen) == 1
+
+
 def test_what_no_kernel_takes_stays_torch_s():
     """Numbers of other dtypes, an autocast region, a subclass, no rows."""
 

@@ -23,6 +23,7 @@ from tilekern.runtime import dispatch
 from tilekern.runtime.dispatch import count_fallback, plan_for, refused
 from tilekern.warning import warn_once
 
+# What the mode exchanges, as it was found when the mode began; another library may have exchanged it before.
 _torch_linear = torch.nn.functional.linear
 _PLAIN = (Tensor, torch.nn.Parameter)
 _lock, _depth = threading.Lock(), 0
@@ -49,10 +50,12 @@ def invariant() -> Iterator[None]:
 
 def take_products() -> None:
     """Let torch's linear layers run kernels of one class, until :func:`give_products_back` is called as often."""
-    global _depth  # noqa: PLW0603
+    global _depth, _torch_linear  # noqa: PLW0603
     with _lock:
+        if not _depth:
+            _torch_linear = torch.nn.functional.linear
+            torch.nn.functional.linear = linear
         _depth += 1
-        torch.nn.functional.linear = linear
 
 
 def give_products_back() -> None:
