@@ -262,7 +262,7 @@ class Refresh:
                     "stale": [stale_json(stale) for stale in found.stale],
                     "current": len(found.current),
                 })  # fmt: skip
-                if any(is_composite(kernel, problem, target) for kernel, problem in limits):
+                if any(is_composite(*named, configs) for named, configs in limits.items()):
                     store = Store(self.sweep.cache)
                     for record, layer in found.current:
                         with contextlib.suppress(CacheError):  # the layer reports a bad one

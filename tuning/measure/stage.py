@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilekern.kernels import spec_named
-from tilekern.spec import Problem
+from tilekern.spec import Config, Problem
 from tilekern.spec.targets import Target
 from tilekern.tuning.executors import FINISHED, Executor
 from tilekern.tuning.measure.followers import followers
@@ -76,7 +76,7 @@ def measure_all(
     with sweep.running("measure") as run:
         sweep.note("gpu", gpu)
         named, target = sweep.problems(), sweep.target
-        composites = [pair for pair in named if is_composite(*pair, target)]
+        composites = [pair for pair in named if is_composite(*pair, (x.config for x in sweep.candidates(*pair)))]
         width = None if turns is None else executor.width(target)
         is_over = is_over or threading.Event()
         work = _Work(sweep, strategy, gpu, run, turns or {}, width, is_over, invariant=invariant)
@@ -272,10 +272,10 @@ class _Entry:
         sweep.note("races", race | classes | {"strategy": self.task.strategy, "seconds": dict(self.seconds)})
 
 
-def is_composite(kernel: str, problem: Problem, target: Target) -> bool:
-    """Return whether a candidate of a problem launches kernels of other specs, which must be tuned first."""
+def is_composite(kernel: str, problem: Problem, configs: Iterable[Config]) -> bool:
+    """Return whether one of some configs of a problem launches kernels of other specs, which must be tuned first."""
     spec = spec_named(kernel)
-    return any(spec.implement(problem, config).composite for config in spec.space.candidates(problem, target))
+    return any(spec.implement(problem, config).composite for config in configs)
 
 
 def tasks(
