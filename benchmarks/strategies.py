@@ -116,7 +116,7 @@ def measure(
             results.run["notes"].append(f"{case} and what comes after it: no time was left")
             break
         candidates = right(sweep, kernel, problem, unchecked=True)
-        if len(candidates) < 2 or is_composite(kernel, problem, sweep.target):
+        if len(candidates) < 2 or is_composite(kernel, problem, (entrant.candidate.config for entrant in candidates)):
             continue
         try:
             behind = followers(settled, candidates)
