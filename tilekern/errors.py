@@ -53,6 +53,10 @@ class NoVariant(TilekernError):  # noqa: N818
     """No stored variant of a kernel allows the arguments of a launch."""
 
 
+class RowsVary(TilekernError):  # noqa: N818
+    """In the strict invariant mode something would run that may make a token's row depend on others."""
+
+
 class RanksDiffer(TilekernError):  # noqa: N818
     """The ranks of a job cannot run the same kernels, or one of them did not answer in time."""
 

@@ -13,7 +13,8 @@ from decoding import one_by_one
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 import tilekern
-from tilekern.errors import TilekernWarning
+from tilekern import ops
+from tilekern.errors import InputError, RowsVary, TilekernWarning
 from tilekern.ops.invariance import linear
 from tilekern.runtime import dispatch
 
@@ -172,3 +173,109 @@ def test_a_job_may_be_in_the_mode_from_the_start():
     environment = {**os.environ, "TILEKERN_INVARIANT": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "tilekern.ops.invariance"
+
+
+def test_apply_turns_the_mode_on_and_reset_ends_it():
+    own = torch.nn.functional.linear
+    tilekern.apply(invariant=True)
+    with tilekern.invariant():
+        tilekern.apply()
+        assert dispatch.is_invariant(), "the context is still open"
+    assert not dispatch.is_invariant()
+    assert torch.nn.functional.linear is own
+    tilekern.apply(invariant="strict")
+    tilekern.apply(invariant=True)
+    torch.nn.Linear(2, 2)(torch.zeros(1, 2)).mean(-1)
+    tilekern.reset()
+    assert not dispatch.is_invariant()
+    for wrong in ("Strict", 1, None):
+        with pytest.raises(InputError, match='invariant must be False, True or "strict"'):
+            tilekern.apply(invariant=wrong)
+
+
+class Summing(torch.nn.Module):
+    """Calls a function in its forward."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x):
+        return self.call(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("matmul", lambda x: torch.matmul(x, x)),
+        ("matmul", lambda x: x @ x),
+        ("einsum", lambda x: torch.einsum("ij,kj->ik", x, x)),
+        ("scaled_dot_product_attention", lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x)),
+        ("mean", lambda x: x * x.pow(2).mean(-1, keepdim=True)),
+        ("sum", lambda x: x.sum(dim=(1,))),
+        ("norm", lambda x: torch.norm(x, 2, -1)),
+        ("conv1d", lambda x: torch.nn.functional.conv1d(x, x[..., None])),
+    ],
+)
+def test_strict_refuses_what_torch_sums_inside_a_module(name, call):
+    x = torch.randn(3, 3)
+    with pytest.raises(RowsVary, match=rf"torch\.{name} runs inside"), tilekern.invariant(strict=True):
+        Summing(call)(x)
+    Summing(call)(x)
+    with tilekern.invariant(strict=True):
+        call(x)  # outside of a module
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x[:, :1] @ x[:1],  # one term, as in rotary angles
+        lambda x: x.sum(0) + x.mean() + x.norm(),
+        lambda x: x.long().sum(-1),
+        lambda x: torch.softmax(x, -1),
+    ],
+)
+def test_strict_leaves_what_sums_no_row(call):
+    with tilekern.invariant(strict=True):
+        Summing(call)(torch.randn(3, 3))
+
+
+def test_a_patched_model_is_strict_and_trains():
+    model = make(LlamaConfig, torch.float32)
+    with tilekern.invariant():
+        whole = trained(model, IDS)
+    with tilekern.invariant(strict=True):
+        assert torch.equal(trained(model, IDS), whole)
+        assert torch.equal(one_by_one(model, IDS), whole)
+        model.gradient_checkpointing_enable()
+        model.train()(input_ids=IDS, use_cache=False, labels=IDS).loss.backward()
+
+
+def test_strict_refuses_what_the_model_s_own_ops_compute():
+    model = make(LlamaConfig, torch.float32)
+    mask = torch.ones_like(IDS)
+    mask[0, 2] = 0
+    with pytest.raises(RowsVary, match="attention_forward"), tilekern.invariant(strict=True):
+        model(input_ids=IDS, attention_mask=mask)
+    tilekern.apply(rms_norm=False, fused_add_rms_norm=False)
+    with pytest.raises(RowsVary, match=r"torch\.mean runs inside"), tilekern.invariant(strict=True):
+        model(input_ids=IDS)
+    assert model(input_ids=IDS).logits.shape == (2, TOKENS, SIZES["vocab_size"])
+
+
+def test_strict_refuses_a_linear_layer_that_no_kernel_takes():
+    with pytest.raises(RowsVary, match="rows of matmul"), tilekern.invariant(strict=True):
+        torch.nn.functional.linear(torch.randn(3, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64))
+
+
+def test_the_head_without_logits_has_their_bits():
+    """Log-probabilities are those of the linear layer's logits, alone and among others."""
+    hidden, weight = torch.randn(9, 40).bfloat16(), torch.randn(61, 40).bfloat16()
+    ids = torch.arange(9)
+    with tilekern.invariant():
+        whole = ops.linear_log_probs(hidden, weight, ids)
+        alone = [ops.linear_log_probs(hidden[row : row + 1], weight, ids[row : row + 1]) for row in range(9)]
+        assert all(map(torch.equal, whole, map(torch.cat, zip(*alone, strict=True))))
+        logits = torch.nn.functional.linear(hidden, weight).float()
+    right = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    torch.testing.assert_close(whole[0], right, rtol=1e-6, atol=1e-6)

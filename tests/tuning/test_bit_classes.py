@@ -8,12 +8,14 @@ import pytest
 from spec_samples import launch_arguments
 
 from tilekern import interpreter
-from tilekern.kernels import spec_named
+from tilekern.kernels import own_specs, spec_named
 from tilekern.kernels.tiles import ConstInt
+from tilekern.runtime.rows import has_rows
 from tilekern.spec import Implementation, LibraryCall
 from tilekern.spec.bits import agree, joined, text_of
 from tilekern.spec.targets import INTERPRETED
 from tilekern.tuning.verify.battery import Battery
+from tilekern.tuning.verify.bit_classes import placements
 
 
 def interpret(spec, config, problem, inputs, outputs):
@@ -41,6 +43,13 @@ def matmul(rows, *on, dtype="float32"):
     spec = spec_named("matmul")
     flags = {d.name: d.name in on for d in spec.dimensions if d.kind == "flag"}
     return spec.problem(rows=rows, inner=160, columns=48, dtype=dtype, **flags)
+
+
+def attention(batch, queries, keys, *, kernel="attention_forward", **on):
+    spec = spec_named(kernel)
+    flags = {d.name: on.get(d.name, d.name == "causal") for d in spec.dimensions if d.kind == "flag"}
+    sizes = {"batch": batch, "queries": queries, "keys": keys, "heads": 2, "kv_heads": 1, "head_dim": 16}
+    return spec.problem(**sizes, dtype="float32", **flags)
 
 
 def test_all_buckets_share_a_class():
@@ -77,6 +86,8 @@ def test_a_library_has_a_class_too():
         ("group_norm_forward", None),
         ("experts_combine", None),
         ("attention_forward", None),
+        ("attention_dkdv", attention(1, 64, 64, kernel="attention_dkdv")),
+        ("attention_backward", attention(1, 64, 64, kernel="attention_backward", deterministic=True)),
     ],
 )
 def test_results_without_a_row_for_each_row_have_no_class(kernel, problem):
@@ -120,13 +131,6 @@ def test_tokens_of_several_sequences_are_rows(kernel, more):
     assert found.pop()
 
 
-def attention(batch, queries, keys, **on):
-    spec = spec_named("attention_forward")
-    flags = {d.name: on.get(d.name, d.name == "causal") for d in spec.dimensions if d.kind == "flag"}
-    sizes = {"batch": batch, "queries": queries, "keys": keys, "heads": 2, "kv_heads": 1, "head_dim": 16}
-    return spec.problem(**sizes, dtype="float32", **flags)
-
-
 @pytest.mark.parametrize("on", [{}, {"windowed": True}, {"sinks": True, "capped": True}])
 def test_queries_have_a_digest_for_each_number_of_keys(on):
     spec = spec_named("attention_forward")
@@ -165,3 +169,15 @@ def test_classes_agree_where_both_have_a_digest():
     assert not agree("16:a 128:b", "128:c")
     assert not agree("a", "b")
     assert joined("16:a", "128:b") == "16:a 128:b"
+
+
+def test_each_kernel_with_rows_of_tokens_has_a_class():
+    """A new kernel has one, or is a sum, or is named here with what docs/same-bits.md says of it."""
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "queries": 16, "keys": 16}
+    values = {"bucketed": 8, "exact": 16, "flag": False, "dtype": "float32"}
+    without = set()
+    for spec in filter(lambda spec: has_rows(spec.name), own_specs()):
+        given = {d.name: sizes.get(d.name, d.name == "causal" or values[d.kind]) for d in spec.dimensions}
+        if not any(True for _ in placements(spec, spec.problem(**given), "cpu")):
+            without.add(spec.name)
+    assert without == {"decode_attention", "decode_join", "experts_combine", "group_norm_forward", "grouped_sum"}

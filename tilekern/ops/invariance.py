@@ -9,6 +9,7 @@ it.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,61 +17,97 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilekern.errors import NoVariant
+from tilekern.errors import InputError, NoVariant
 from tilekern.kernels.matmul.product import MOST_ELEMENTS, SPEC, sizes
+from tilekern.ops import strictness
 from tilekern.ops.registration import as_rows, differentiable_once, is_eager, needs_gradient, run_product, shaped
 from tilekern.runtime import dispatch
-from tilekern.runtime.dispatch import count_fallback, plan_for, refused
+from tilekern.runtime.dispatch import UNTAKEN, count_fallback, plan_for, refused
 from tilekern.warning import warn_once
 
 # What the mode exchanges, as it was found when the mode began; another library may have exchanged it before.
 _torch_linear = torch.nn.functional.linear
 _PLAIN = (Tensor, torch.nn.Parameter)
-_lock, _depth = threading.Lock(), 0
+_lock = threading.Lock()
+# How often the mode is on: whether strictly, of each context, of ``apply``, of the environment.
+_on: list[bool] = []
+# What ``tilekern.apply`` asked for.
+_chosen: list[bool] = []
+_CHOICES = (False, True, "strict")
 
 
 @contextlib.contextmanager
-def invariant() -> Iterator[None]:
+def invariant(*, strict: bool = False) -> Iterator[None]:
     """Run kernels of one bit class inside.
 
     Each mode keeps its plans, so that entering again looks nothing up. The mode is the whole process's: enter it while
     no other thread calls an op. Code that ``torch.compile`` has traced keeps the mode of its trace, as CUDA graphs do
     that are not :func:`tilekern.graphed`'s.
+
+    Args:
+        strict: raise :class:`tilekern.errors.RowsVary` where a row may depend on others: a kernel has no class, torch
+            runs instead of one, or torch's own products, attention or means run inside of a module's forward, which
+            costs the host time. Gradients and losses are sums over rows, and are not judged.
     """
-    before = dispatch.set_invariant(on=True)
-    take_products()
+    _begin(strict)
     try:
         yield
     finally:
-        give_products_back()
-        dispatch.set_invariant(on=before)
+        _end(strict)
         for kernel, reason in dispatch.varying().items():
             warn_once(f"invariant: rows of {kernel} may depend on others: {reason}", about=f"varying {kernel}")
 
 
-def take_products() -> None:
-    """Let torch's linear layers run kernels of one class, until :func:`give_products_back` is called as often."""
-    global _depth, _torch_linear  # noqa: PLW0603
+def check_choice(wish: bool | str) -> None:
+    """Raise InputError unless a choice is False, True or ``"strict"``."""
+    if not any(wish is known or (isinstance(known, str) and wish == known) for known in _CHOICES):
+        raise InputError(f'invariant must be False, True or "strict", got {wish!r}')
+
+
+def choose(wish: bool | str) -> None:
+    """Turn the mode on or off for the process, as ``tilekern.apply(invariant=...)`` asks.
+
+    Contexts and ``TILEKERN_INVARIANT`` turn it on beside that.
+    """
+    while _chosen:
+        _end(_chosen.pop())
+    if wish:
+        _chosen.append(wish == "strict")
+        _begin(_chosen[-1])
+
+
+def _begin(strict: bool) -> None:
+    global _torch_linear  # noqa: PLW0603
     with _lock:
-        if not _depth:
+        if not _on:
+            dispatch.set_invariant(on=True)
             _torch_linear = torch.nn.functional.linear
             torch.nn.functional.linear = linear
-        _depth += 1
+        _on.append(strict)
+        _watch()
 
 
-def give_products_back() -> None:
-    """Let torch's linear layers run torch's products again."""
-    global _depth  # noqa: PLW0603
+def _end(strict: bool) -> None:
     with _lock:
-        _depth -= 1
-        if not _depth:
+        _on.remove(strict)
+        if not _on:
             torch.nn.functional.linear = _torch_linear
+            dispatch.set_invariant(on=False)
+        _watch()
+
+
+def _watch() -> None:
+    dispatch.set_strict(on=any(_on))
+    strictness.watch(any(_on))
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Stand in for ``torch.nn.functional.linear``: the product of one class where there is one, else torch's."""
     given = (input, weight) if bias is None else (input, weight, bias)
-    if torch.compiler.is_compiling() or any(type(x) not in _PLAIN for x in given) or not is_eager(*given):
+    if torch.compiler.is_compiling():
+        return _torch_linear(input, weight, bias)
+    if any(type(x) not in _PLAIN for x in given) or not is_eager(*given):
+        count_fallback(SPEC, UNTAKEN)
         return _torch_linear(input, weight, bias)
     if needs_gradient(input, weight, bias):
         made: Tensor = _Linear.apply(input, weight, bias)
@@ -128,5 +165,5 @@ class _Linear(torch.autograd.Function):
         return dx, dweight, slopes.sum(0) if wants[2] else None
 
 
-if dispatch.is_invariant():  # TILEKERN_INVARIANT=1
-    take_products()
+if dispatch.is_invariant():
+    _begin(os.environ["TILEKERN_INVARIANT"] == "strict")

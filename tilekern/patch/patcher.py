@@ -13,6 +13,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilekern.errors import InputError
+from tilekern.ops import invariance
 from tilekern.patch import attention as attention_door
 from tilekern.patch import comparing as ranks
 from tilekern.patch import defaults
@@ -79,6 +80,7 @@ def apply(
     model_type: str | None = None,
     forms: str = "tested",
     on_miss: str | None = None,
+    invariant: bool | str = False,
     **ops: bool,
 ) -> list[str]:
     """Patch the supported model families, so that all their models, old and new, run tilekern's kernels.
@@ -110,20 +112,23 @@ def apply(
         forms: ``tested`` patches the families whose tests pass here (``python -m tilekern.patch`` lists them), ``any``
             patches all families of transformers whose code has a known form.
         on_miss: handling of problems without a record from now on: ``compile``, ``fallback`` or ``error``.
+        invariant: whether the process runs kernels of one bit class from now on, as inside
+            :func:`tilekern.invariant`; ``"strict"`` raises where a row may depend on others.
         ops: further ops by name, from :func:`register_patch`; they too are on unless given as False.
     Returns:
         The ops that are now patched in imported families, in the table's order. If none of the families is imported,
         those that will be patched.
 
     Raises:
-        InputError: an op, model type, kind of forms or miss policy is unknown, a switch is neither True nor False, or
-            one of tilekern's environment variables has an unknown value.
+        InputError: an op, model type, kind of forms or miss policy is unknown, a switch is neither True nor False,
+            ``invariant`` has another value, or one of tilekern's environment variables has an unknown value.
         RanksDiffer: the ranks of the job could not agree.
     """
     switches = _switches(locals())
     check_settings()
     check_switches({name: switches.pop(name) for name in _DOORS})
     wish = _wish(switches, model_type, forms)
+    invariance.check_choice(invariant)
     if on_miss is not None:
         dispatch.set_miss_policy(on_miss)
     families = [family for family in FAMILIES.values() if model_type in (None, family.model_type)]
@@ -139,6 +144,7 @@ def apply(
     defaults.attention_stand_in(attention)
     defaults.adamw_stand_in(adamw)
     graphs_door.stand_in(graphs)
+    invariance.choose(invariant)
     with _lock:
         mine = {family.module for family in families}
         homes = [name for name in imported() if model_type is None or name in mine]
@@ -353,7 +359,8 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
 
     Wrappers that others have put around a patch meanwhile (accelerate's hooks and casts) stay and run the original.
     Experts that :func:`apply` chose are undone with the op ``experts``. The auxiliary loss of a single patched model
-    stays if its ``fused_linear_cross_entropy`` stays. The miss policy does not change.
+    stays if its ``fused_linear_cross_entropy`` stays. The miss policy does not change; all names also end what
+    ``apply(invariant=...)`` turned on.
 
     Returns:
         The ops that had been patched, in the table's order.
@@ -362,6 +369,7 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
         InputError: an unknown op.
     """
     if names is None:
+        invariance.choose(False)
         ranks.unarm()
         dispatch.foresee_by(None)
     wanted = _all_ops() if names is None else [names] if isinstance(names, str) else list(names)

@@ -95,8 +95,8 @@ class Report:
         fallbacks: by kernel, how often calls in this process ran torch's own operations instead.
         reasons: by kernel, the reasons of these fallbacks, with their counts.
         graphs: by module, how many steps were replayed from CUDA graphs and why others were not.
-        varying: by kernel, why its rows may depend on others although :func:`tilekern.invariant` was on. Sums over
-            rows, as gradients of weights, are among them.
+        varying: by kernel, why its rows may depend on others although :func:`tilekern.invariant` was on. Gradients and
+            losses, which are sums over rows, are not judged.
     """
 
     rows: tuple[Row, ...]

@@ -22,13 +22,15 @@ from tilekern.errors import (
     InputError,
     NoVariant,
     RanksDiffer,
+    RowsVary,
     TilekernError,
     ToolchainMissing,
 )
 from tilekern.runtime.locks import ForkLock
-from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of
+from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of, unwatched
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
 from tilekern.runtime.requirements import driver_release, unmet
+from tilekern.runtime.rows import has_rows
 from tilekern.spec import ALIGNED, GENERIC, INVARIANT, Config, Implementation, KernelSpec, LibraryCall, Problem
 from tilekern.spec.bits import agree, joined
 from tilekern.spec.targets import INTERPRETED, Target, here
@@ -87,6 +89,7 @@ class State:
         policy: the miss policy; None goes by the environment.
         foresight: returns what the running step asks for, for a miss; None if no model is patched.
         invariant: whether kernels of one bit class run (``tilekern.invariant``).
+        strict: whether what may make a token's row depend on others is an error in that mode.
         classes: the bit class that runs, by kernel and the sizes that are not bucketed.
         varying: by kernel, why its rows may depend on others although ``invariant``.
         of_other_mode: the plans, refusals, hits and memos of the mode that is not on.
@@ -108,7 +111,8 @@ class State:
     layers: list[Layer] | None = None
     policy: MissPolicy | None = None
     foresight: Foresight | None = None
-    invariant: bool = field(default_factory=lambda: os.environ.get("TILEKERN_INVARIANT") == "1")
+    invariant: bool = field(default_factory=lambda: os.environ.get("TILEKERN_INVARIANT") in ("1", "strict"))
+    strict: bool = False
     classes: dict[tuple[Any, ...], str] = field(default_factory=dict)
     varying: dict[str, str] = field(default_factory=dict)
     of_other_mode: list[dict[Any, Any]] = field(default_factory=list)
@@ -225,8 +229,19 @@ def is_invariant() -> bool:
     return _state.invariant
 
 
+def set_strict(*, on: bool) -> None:
+    """Make what may vary in the invariant mode an error, or only a note again."""
+    _state.strict = on
+
+
 def note_varying(kernel: str, reason: str) -> None:
-    """Note why a kernel's rows depend on others in the invariant mode."""
+    """Note why a kernel's rows depend on others in the invariant mode.
+
+    Raises:
+        RowsVary: the mode is strict.
+    """
+    if _state.strict:
+        raise RowsVary(f"rows of {kernel} may depend on others: {reason}")
     _state.varying[kernel] = reason
 
 
@@ -360,6 +375,9 @@ def count_fallback(spec: KernelSpec | str, reason: str = "") -> None:
     Args:
         spec: the kernel that would have run, or its name.
         reason: why, in few words and without sizes; if empty, why this thread was last refused a plan.
+
+    Raises:
+        RowsVary: the invariant mode is strict, and the kernel's results are rows of tokens.
     """
     name = spec if isinstance(spec, str) else spec.name
     if _state.trace is not None and not _state.trace.real:
@@ -367,6 +385,8 @@ def count_fallback(spec: KernelSpec | str, reason: str = "") -> None:
         return
     why = reason or getattr(_refused, "reason", None) or UNTAKEN
     _refused.reason = None
+    if _state.strict and has_rows(name):
+        raise RowsVary(f"rows of {name} may depend on others: torch's own operations run ({why})")
     found = counters(name)
     found.fallbacks += 1
     found.reasons[why] = found.reasons.get(why, 0) + 1
@@ -401,11 +421,11 @@ def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any
     if problem is None:
         return None
     if interpreting():
-        config = spec.default(problem, INTERPRETED)
+        config = _by_kernels(spec, problem, spec.default(problem, INTERPRETED))
         way = spec.implement(problem, config)
         assert isinstance(way, Implementation | LibraryCall), "the interpreter only runs cuTile's kernels"
         if isinstance(way, LibraryCall):
-            plan: Plan | None = LibraryPlan(way.bound(plan_for), config)
+            plan: Plan | None = _library_plan(way, config)
         else:
             plan = InterpretedPlan(way, config, way.grid(problem, INTERPRETED.sm_count))
         return _keep(spec, plan, problem)
@@ -458,9 +478,12 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, 
         if found is not None:
             plan = _plan_or_own(spec, problem, target, key[1], found)
         elif config := _library_default(spec, wanted, target):
+            config = _by_kernels(spec, problem, config)
             call = spec.implement(problem, config)
             assert isinstance(call, LibraryCall)
-            plan = LibraryPlan(call.bound(plan_for), config)
+            if _state.invariant and not call.composite:
+                _note_unless_sum(spec, problem, "nothing is tuned, and a library runs; tune with --invariant")
+            plan = _library_plan(call, config)
     else:
         count.hits += 1
         count.nearest += not found.exact_bucket
@@ -539,12 +562,14 @@ def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found
     Raises:
         CannotRun: the record has no best kernel, or the driver refuses the artifact.
     """
+    config, library = Config(found.record.config), library_of(found.record.config)
     if _state.invariant:
+        if spec.implement(problem, config).composite:
+            return _planned(spec, problem, target, device, found, _by_kernels(spec, problem, config), ())
         reason = _varies(spec, problem, found.record)
         if not reason:
             return _invariant_plan(spec, problem, target, device, found)
-        note_varying(spec.name, reason)
-    config, library = Config(found.record.config), library_of(found.record.config)
+        _note_unless_sum(spec, problem, reason)
     if library is not None and library not in libraries_here():
         if found.record.best_kernel is None:
             what = f"{spec.name} {found.record.address.problem_key}"
@@ -554,13 +579,34 @@ def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found
     return _planned(spec, problem, target, device, found, config, (ALIGNED, GENERIC))
 
 
+def _by_kernels(spec: KernelSpec, problem: Problem, config: Config) -> Config:
+    """Return the config that runs: in the invariant mode a composite's products are kernels' too.
+
+    Each kernel that a composite launches is asked for in the mode; its own calls of a library are not.
+    """
+    if _state.invariant and config.get("products") == "cublas" and spec.implement(problem, config).composite:
+        return config.but(products="tuned")
+    return config
+
+
+def _library_plan(call: LibraryCall, config: Config) -> Plan:
+    bound = call.bound(plan_for)
+    return LibraryPlan(unwatched(bound) if _state.invariant else bound, config)
+
+
+def _note_unless_sum(spec: KernelSpec, problem: Problem, reason: str) -> None:
+    """Note that a kernel's rows may depend on others, if its results are rows of tokens."""
+    if has_rows(spec.name, problem):
+        note_varying(spec.name, reason)
+
+
 def _planned(
     spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit, config: Config, names: Sequence[str]
 ) -> Plan:
     """Return the plan of a config, by some of the record's artifacts."""
     implementation = spec.implement(problem, config)
     if isinstance(implementation, LibraryCall):
-        return LibraryPlan(implementation.bound(plan_for), config)
+        return _library_plan(implementation, config)
     key = (device, spec.name, *(found.record.artifacts[name].sha256 for name in names))
     if key not in _state.kernels:
         from tilekern.runtime.driver import check_accepts

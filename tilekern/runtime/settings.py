@@ -22,7 +22,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "TILEKERN_TRUST_SHARED": _SWITCH,
     "TILEKERN_WIDE_SUMS": _SWITCH,
     "TILEKERN_INTERPRET": _SWITCH,
-    "TILEKERN_INVARIANT": _SWITCH,
+    "TILEKERN_INVARIANT": (*_SWITCH, "strict"),
 }
 # All variables; those of the last line may have any value.
 SETTINGS = (

@@ -67,7 +67,8 @@ def placements(spec: KernelSpec, problem: Problem, device: str) -> Iterator[list
         return
     names = tuple(d.name for d in spec.dimensions if d.kind == "bucketed")
     if names == _OF_SEQUENCES:
-        if problem["causal"] and not problem["packed"] and problem["queries"] <= problem["keys"]:
+        is_forward = spec.outputs(problem, 1).keys() == {"out", "lse"}
+        if is_forward and problem["causal"] and not problem["packed"] and problem["queries"] <= problem["keys"]:
             yield from _of_sequence(spec, problem, device)
         return
     arrays = _Axes.of(spec, problem, device, names)
