@@ -222,6 +222,28 @@ def test_values_are_read_again_when_a_tensor_has_changed():
     assert hidden.item() != whole.item()
 
 
+@pytest.mark.parametrize(("hidden", "reasons"), [(slice(4, 7), 0), (slice(0, 3), 1)], ids=["behind", "before"])
+def test_padding_behind_the_tokens_needs_no_mask(hidden, reasons):
+    """Captured steps do as eager ones, and padding before the tokens is another form, which runs SDPA."""
+    mask = torch.ones_like(IDS)
+    mask[0, hidden] = 0
+
+    def loop(model, optimizer, number):
+        optimizer.zero_grad()
+        x = ids(number)
+        loss = loss_of(model, x, attention_mask=mask.clone(), labels=x.masked_fill(mask == 0, -100))
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def masked():
+        return tilekern.runtime.dispatch.reasons().get("attention_forward", {}).get("a mask, as of padding", 0)
+
+    before = masked()
+    check(loop, attention="tilekern")
+    assert bool(masked() - before) == bool(reasons)
+
+
 @pytest.mark.parametrize("named", ["input_ids", ""])
 def test_arguments_by_position_are_the_same_form(named):
     _, model = twins()

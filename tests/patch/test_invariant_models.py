@@ -3,6 +3,7 @@
 By the interpreter: its default kernels add in one order at all sizes of these models, as kernels of one class do.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -279,3 +280,55 @@ def test_the_head_without_logits_has_their_bits():
         logits = torch.nn.functional.linear(hidden, weight).float()
     right = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
     torch.testing.assert_close(whole[0], right, rtol=1e-6, atol=1e-6)
+
+
+def padded(*padding):
+    """A batch of :data:`IDS` with tokens before and behind each row, its mask, and positions that count its tokens."""
+    width = TOKENS + max(before + behind for before, behind in padding)
+    ids, mask = torch.full((len(padding), width), 7), torch.zeros(len(padding), width, dtype=torch.long)
+    for row, (before, _) in enumerate(padding):
+        ids[row, before : before + TOKENS], mask[row, before : before + TOKENS] = IDS[row], 1
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+@pytest.mark.parametrize("config", [Qwen3Config, Gemma2Config], ids=lambda of: of.model_type)
+@pytest.mark.parametrize("padding", [((2, 0), (0, 2)), ((0, 1), (0, 3)), ((3, 0), (1, 1))], ids=str)
+def test_padding_changes_no_bit(config, padding):
+    """In training, in a prompt, and decoded: tokens stand behind, before, or between padding."""
+    model, given = make(config, torch.bfloat16), padded(*padding)
+    shown = given["attention_mask"].bool()
+    with tilekern.invariant():
+        whole = trained(model, IDS)
+        before = tilekern.stats()["attention_forward"]["fallbacks"]
+        assert torch.equal(trained(model, **given_as(given))[shown], whole.flatten(0, 1))
+        with torch.no_grad():
+            assert torch.equal(model(**given, use_cache=False).logits[shown], whole.flatten(0, 1))
+        assert tilekern.stats()["attention_forward"]["fallbacks"] == before
+
+
+def given_as(given):
+    return {"ids": given["input_ids"]} | {name: x for name, x in given.items() if name != "input_ids"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", [5, 6, 7])
+def test_a_padded_prompt_is_continued_with_the_same_bits(first):
+    """A prompt with padding on the left, then a token or several at a time."""
+    model, given = make(Qwen3Config, torch.bfloat16), padded((2, 0), (2, 0))
+    given["attention_mask"][0, 2] = 0  # the first row begins a token later
+    given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    with tilekern.invariant():
+        whole = [trained(model, IDS[:1, 1:]), trained(model, IDS[1:])]
+        before = tilekern.stats()["attention_forward"]["fallbacks"]
+        cache, rows = None, []
+        for start, end in itertools.pairwise([0, first, *range(first + 1, TOKENS + 2), TOKENS + 2]):
+            some = {name: x[:, start:end] for name, x in given.items()} | {
+                "attention_mask": given["attention_mask"][:, :end]
+            }
+            made = model(**some, past_key_values=cache, use_cache=True)
+            cache = made.past_key_values
+            rows.append(made.logits)
+        found = torch.cat(rows, 1)
+        assert torch.equal(found[0, 3:], whole[0][0])
+        assert torch.equal(found[1, 2:], whole[1][0])
+        assert tilekern.stats()["attention_forward"]["fallbacks"] == before

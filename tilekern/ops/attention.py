@@ -17,7 +17,7 @@ from tilekern.kernels.attention.gradients import SPEC as _BACKWARD
 from tilekern.kernels.families.placeholders import placeholder
 from tilekern.ops.operation import operation
 from tilekern.ops.packing import check_starts, longest
-from tilekern.ops.registration import check_softcap, check_tensors, check_vectors, disjoint, fresh
+from tilekern.ops.registration import check_softcap, check_tensors, check_vectors, disjoint, fresh, needs_gradient
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array, KernelSpec
 from tilekern.warning import warn_once
@@ -285,3 +285,13 @@ def _attention(
         enable_gqa=q.shape[2] != k.shape[2],
     )  # fmt: skip
     return out.transpose(1, 2).contiguous()
+
+
+def serves(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None, softcap: float | None,
+    sinks: Tensor | None, deterministic: bool, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+) -> bool:  # fmt: skip
+    """Return whether kernels compute a causal :func:`attention` of these arguments, eagerly."""
+    graded = needs_gradient(q, k, v, sinks)
+    given = (q, k, v, sinks, cu_seqlens, True, scale, window, softcap, max_seqlen, deterministic)
+    return _attention.functions["plans_of"](graded, *given) is not None  # type: ignore[attr-defined]

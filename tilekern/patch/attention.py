@@ -16,12 +16,13 @@ import torch
 from tilekern.errors import InputError
 from tilekern.kernels.attention.forward import SPEC
 from tilekern.ops import packing
-from tilekern.ops.attention import Call, attention, formula, shown
+from tilekern.ops.attention import Call, attention, formula, serves, shown
 from tilekern.ops.decode_attention import by_kernels
 from tilekern.ops.packing import can_read, is_capturing
 from tilekern.ops.registration import autocast_dtype, is_autocast, is_traced
 from tilekern.patch.guards import SUBCLASS, constant_in_graphs
 from tilekern.patch.masking import lacks_sequences, mask, says_packing_alone
+from tilekern.patch.padding import Padding
 from tilekern.patch.positions import are_given_in_graph, number_of_sequences
 from tilekern.patch.told import ToldMask
 from tilekern.runtime import implementation
@@ -73,6 +74,9 @@ def attend(
             - there are keys that no mask describes
     """
     _check_served(module, kwargs)
+    if isinstance(attention_mask, ToldMask) and attention_mask.padding is not None:
+        way = (dropout, scaling, sliding_window, softcap, is_causal, s_aux)
+        return _with_padding(deterministic, module, query, key, value, attention_mask, *way, **kwargs)
     bias = kwargs.get("position_bias")
     starts, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
     told = None if attention_mask is None or not isinstance(attention_mask, ToldMask) else attention_mask
@@ -83,11 +87,7 @@ def attend(
     if starts is not None and not packed and attention_mask is None:
         raise InputError('attn_implementation="tilekern" takes cu_seq_lens_q for a batch of one without a cache only')
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if (told is not None and told.shape[3] != keys) or (causal and attention_mask is None and 1 < queries < keys):
-        raise InputError(
-            f'attn_implementation="tilekern": {type(module).__name__} hands over {keys} keys for {queries} queries, '
-            f'and its mask tells of {queries if told is None else told.shape[3]}; use "eager"'
-        )
+    _check_keys(module, told, queries, keys, causal and attention_mask is None)
     if told is not None and queries < keys:
         # The remaining keys are unused room of a cache.
         key, value = (x[:, :, :queries] for x in (key, value))
@@ -126,6 +126,50 @@ def attend(
         max_seqlen=longest if packed and isinstance(longest, int) else None, deterministic=deterministic,
     )  # fmt: skip
     return out, None
+
+
+def _with_padding(
+    deterministic: bool, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    mask: ToldMask, dropout: float, scale: float | None, window: int | None, softcap: float | None,
+    is_causal: bool | None, sinks: torch.Tensor | None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Compute the attention of each row's tokens by the kernels of training, else with a dense mask."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_plain = causal and not dropout and kwargs.get("position_bias") is None and kwargs.get("cu_seq_lens_q") is None
+    if is_plain and not is_compiling() and not _is_foreign(query):
+        assert mask.padding is not None
+        options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
+        rows = _tokens_first(*_autocast(query, key, value))
+        found = _of_runs(mask.padding, rows[0], rows[1], rows[2], options)
+        if found is not None:
+            return found, None
+    way = (dropout, scale, window, softcap, is_causal, sinks)
+    return attend(deterministic, module, query, key, value, mask.dense(), *way, **kwargs)
+
+
+def _of_runs(
+    padding: Padding, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
+) -> torch.Tensor | None:
+    """Compute causal attention, all [batch, tokens, heads, head_dim], within rows' runs; None if no kernel does.
+
+    Keys are counted from the first token of a run, as in a row without padding, and so give the same bits.
+    """
+    (batch, queries, *sizes), keys = query.shape, key.shape[1]
+    if queries == keys:
+        rows = [x.reshape(1, batch * keys, *x.shape[2:]).index_select(1, padding.places) for x in (query, key, value)]
+        options = options | {"cu_seqlens": padding.starts, "max_seqlen": padding.longest}
+        if not serves(*rows, **options):
+            return None
+        whole = query.new_zeros(1, batch * keys, *sizes)
+        return whole.index_copy(1, padding.places, attention(*rows, **options)).view(batch, queries, *sizes)
+    if not serves(query, key, value, **options):
+        return None
+    parts = []
+    for row, (first, _) in enumerate(padding.runs):
+        before = max(0, first - (keys - queries))
+        given = query[row : row + 1, before:], key[row : row + 1, first:], value[row : row + 1, first:]
+        parts.append(torch.nn.functional.pad(attention(*given, **options), (0, 0, 0, 0, before, 0)))
+    return torch.cat(parts)
 
 
 def _is_invariant(keys: int, window: int | None) -> bool:
@@ -175,6 +219,14 @@ def _check_served(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
             raise InputError(
                 f'attn_implementation="tilekern" of {kind} does not compute what {name} asks for; use "eager"'
             )
+
+
+def _check_keys(module: torch.nn.Module, told: ToldMask | None, queries: int, keys: int, maskless: bool) -> None:
+    if (told is not None and told.shape[3] != keys) or (maskless and 1 < queries < keys):
+        raise InputError(
+            f'attn_implementation="tilekern": {type(module).__name__} hands over {keys} keys for {queries} queries, '
+            f'and its mask tells of {queries if told is None else told.shape[3]}; use "eager"'
+        )
 
 
 def _kept_apart(

@@ -447,7 +447,8 @@ def _lent(x: Tensor, graphs: tuple[Recording, ...]) -> Tensor:
 
 
 @contextlib.contextmanager
-def _exchanged(module: Any, name: str, value: Any) -> Iterator[None]:
+def exchanged(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Give a module's variable another value for a while."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -464,13 +465,13 @@ def _as_captured() -> Iterator[None]:
     state of random numbers, which cannot be read in a capture; with random numbers they are refused.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_exchanged(torch.cuda, "is_current_stream_capturing", lambda: True))
-        stack.enter_context(_exchanged(torch.utils.checkpoint, "get_device_states", lambda *_: ([], [])))
+        stack.enter_context(exchanged(torch.cuda, "is_current_stream_capturing", lambda: True))
+        stack.enter_context(exchanged(torch.utils.checkpoint, "get_device_states", lambda *_: ([], [])))
         # What has been rehearsed allocates nothing in a capture.
-        stack.enter_context(_exchanged(packing, "is_rehearsed", True))
+        stack.enter_context(exchanged(packing, "is_rehearsed", True))
         masks: Any = sys.modules.get("transformers.masking_utils")
         if hasattr(masks, "find_packed_sequence_indices"):
-            stack.enter_context(_exchanged(masks, "find_packed_sequence_indices", lambda *_, **__: None))
+            stack.enter_context(exchanged(masks, "find_packed_sequence_indices", lambda *_, **__: None))
         yield
 
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from tilekern.errors import InputError
 from tilekern.ops.packing import is_capturing
 from tilekern.ops.registration import modes, transforms
-from tilekern.patch.captured import CAPTURE_FAILED, Call, CapturedStep, Refused, Room, inside, is_inside
+from tilekern.patch import padding
+from tilekern.patch.captured import CAPTURE_FAILED, Call, CapturedStep, Refused, Room, exchanged, inside, is_inside
 from tilekern.patch.guards import has_global_hooks, is_sharded
 from tilekern.patch.positions import look
 from tilekern.runtime import dispatch
@@ -205,14 +206,16 @@ class Graphs:
         for name, x in call.tensors.items():
             if x.device != room.device:
                 raise Refused(f"the argument {name} on {x.device}")
-        key = call.key, _settings(room.device.type)
+        is_behind = _pads_behind(model, arguments)
+        key = call.key, _settings(room.device.type), is_behind
         step = self._steps.get(key)
         if step is None and self._is_new(key):
             return None
         if room.is_taken:
             raise Refused("it came before the backward of the last captured call")
         if step is None:
-            step = self._steps[key] = self._captured(model, call, key, room)
+            with exchanged(padding, "is_behind_in_graph", is_behind):
+                step = self._steps[key] = self._captured(model, call, key, room)
         return step, call
 
     def _room_of(self, model: torch.nn.Module) -> Room:
@@ -313,6 +316,18 @@ class Graphs:
         starts = torch.nn.functional.pad(found.starts, (0, count + 1 - len(found.starts)), value=positions.shape[1])
         lengths = dict.fromkeys(("max_length_q", "max_length_k"), found.longest)
         return {**arguments, **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), starts), **lengths}
+
+
+def _pads_behind(model: torch.nn.Module, arguments: dict[str, Any]) -> bool:
+    """Return whether the mask hides only padding behind the tokens, so that attention "tilekern" needs none."""
+    mask, attention = (
+        arguments.get("attention_mask"),
+        getattr(getattr(model, "config", None), "_attn_implementation", None),
+    )
+    if attention not in ATTENTIONS or not isinstance(mask, Tensor) or mask.dim() != 2:
+        return False
+    found = padding.padding_of(mask)
+    return found is not None and found.is_behind
 
 
 def _has_shape(x: Any, shape: torch.Size) -> bool:

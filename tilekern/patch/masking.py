@@ -13,8 +13,10 @@ import torch
 
 from tilekern.errors import InputError
 from tilekern.ops.packing import can_read
+from tilekern.patch import padding
 from tilekern.patch.guards import constant_in_graphs
 from tilekern.patch.ledger import content
+from tilekern.patch.padding import Padding, padding_of
 from tilekern.patch.positions import (
     Positions,
     Sequences,
@@ -26,6 +28,7 @@ from tilekern.patch.positions import (
     positions_of_call,
 )  # fmt: skip
 from tilekern.patch.told import ToldMask
+from tilekern.runtime.dispatch import is_invariant
 from tilekern.warning import warn_once
 
 
@@ -36,7 +39,8 @@ def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> 
     unused cache room behind it. The mask includes the window if layers do not pass theirs to the attention function
     (Qwen2-MoE and Phi-MoE).
 
-    Padding, blocks of images and the like give SDPA's boolean mask. While a graph is traced or captured, so does
+    Padding behind the tokens needs no mask. Other padding gives a :class:`ToldMask` in the invariant mode; else, as
+    blocks of images and the like do, SDPA's boolean mask. While a graph is traced or captured, so does
     everything that depends on values: a padding mask, and position ids of the user's. A model for which transformers
     supports neither SDPA nor flash attention always gets the additive mask that it expects.
 
@@ -53,6 +57,9 @@ def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> 
     ask = _Ask(given, reading, own, config)
     if ask.is_dropped_in_graph():
         return None
+    other = ask.other_padding()
+    if other is not None and is_invariant():
+        return ToldMask.around(other, local_size, ask.queries, ask.keys)
     found, numbers = ask.sequences()
     if found is not None:
         if ask.is_plain:
@@ -119,6 +126,34 @@ class _Ask:
             # If transformers does not separate the sequences, the attention function does.
             return not self.is_joined or not are_given_in_graph()
         return not positions_of_call().are_given or not (self.is_row or self.is_joined)
+
+    def other_padding(self) -> Padding | None:
+        """Drop a mask of padding that stands behind the tokens, which causality hides; return other padding.
+
+        It is None if the mask says more than padding, causality and the layers' window.
+        """
+        mask, offset = self.padding, self.given.get("q_offset", 0)
+        if mask is None or not self.is_plain or self.is_joined or self.reading.reads_mask:
+            return None
+        # A static cache tells its offset on the GPU.
+        is_at_end = isinstance(offset, int) and offset == self.keys - self.queries
+        if mask.dim() != 2 or mask.shape[1] != self.keys or not is_at_end or self.given.get("kv_offset", 0):
+            return None
+        found = padding_of(mask) if self.can_read else None
+        if self._holds_sequences(found):
+            return None
+        if padding.is_behind_in_graph or (found is not None and found.is_behind):
+            self.padding = self.given["attention_mask"] = None
+            return None
+        return found
+
+    def _holds_sequences(self, found: Padding | None) -> bool:
+        """Return whether positions of the user's show that a row holds several sequences."""
+        ids = positions_of_call().ids if found is not None and self.is_row else None
+        if found is None or ids is None or not has_values(ids) or ids.shape[-1] != self.keys:
+            return False
+        first, end = found.runs[0]
+        return bool((ids.reshape(-1, self.keys)[:, first:end].diff() != 1).any())
 
     def sequences(self) -> tuple[Sequences | None, torch.Tensor | None]:
         """Return the sequences of a row, or, if values cannot be read, each token's sequence number, [tokens]."""

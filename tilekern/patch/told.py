@@ -7,34 +7,44 @@ from typing import Any
 import torch
 
 from tilekern.ops.attention import shown
+from tilekern.patch.padding import Padding
 
 
 class ToldMask(torch.Tensor):
     """A boolean mask [1, 1, queries, keys] of a causal attention; kernels read only its attributes.
 
     The query at ``i`` sees the keys up to ``i``, at a distance below ``window``, in its own sequence. Keys behind the
-    queries are unused room of a cache, which no query sees. Any torch operation gets the dense mask; a kernel gets the
+    queries are unused room of a cache, which no query sees. With ``padding`` the queries are the last ones of the keys
+    instead, and no query sees padding. Any torch operation gets the dense mask; a kernel gets the
     attributes, so the mask uses no memory if layers pass it to an attention function.
 
     Attributes:
         starts: [sequences + 1] int32, the start of each sequence; empty if there is one sequence.
         longest: at least the length of the longest sequence.
         window: number of keys that a query sees, itself included; None means all.
+        padding: where padding stands in the rows of a batch; None without padding.
     """
 
     starts: torch.Tensor
     longest: int
     window: int | None
+    padding: Padding | None
 
     @staticmethod
     def __new__(
-        cls, starts: torch.Tensor, longest: int, window: int | None, queries: int, keys: int, batch: int
-    ) -> ToldMask:
+        cls, starts: torch.Tensor, longest: int, window: int | None, queries: int, keys: int, batch: int,
+        padding: Padding | None = None,
+    ) -> ToldMask:  # fmt: skip
         """Make a mask on the device of ``starts``, without its values."""
         size = (batch, 1, queries, keys)
         made = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.bool, device=starts.device)
-        made.starts, made.longest, made.window = starts, longest, window
+        made.starts, made.longest, made.window, made.padding = starts, longest, window, padding
         return made
+
+    @classmethod
+    def around(cls, padding: Padding, window: int | None, queries: int, keys: int) -> ToldMask:
+        """Make the mask of a padded batch."""
+        return cls(padding.starts, padding.longest, window, queries, keys, len(padding.runs), padding)
 
     def __repr__(self, **_: Any) -> str:
         return f"ToldMask({list(self.shape)}, {max(1, len(self.starts) - 1)} sequences, window={self.window})"
@@ -44,8 +54,13 @@ class ToldMask(torch.Tensor):
     def dense(self) -> torch.Tensor:
         """Return the dense mask."""
         batch, _, queries, keys = self.shape
+        device = self.starts.device
+        if self.padding is not None:
+            tokens = torch.zeros(batch * keys, dtype=torch.bool, device=device)
+            tokens = tokens.index_fill(0, self.padding.places, True).view(batch, 1, 1, keys)
+            return shown(queries, keys, device, True, self.window, None) & tokens
         starts = self.starts if len(self.starts) else None
-        seen = shown(queries, queries, self.starts.device, True, self.window, starts)
+        seen = shown(queries, queries, device, True, self.window, starts)
         return torch.nn.functional.pad(seen, (0, keys - queries)).expand(batch, 1, queries, keys)
 
     @classmethod
@@ -54,15 +69,18 @@ class ToldMask(torch.Tensor):
         mask = args[0] if args else None
         if func in _THE_SAME and isinstance(mask, cls) and kwargs.get("dtype", torch.bool) == torch.bool:
             # A model that is spread over devices moves the mask to each.
-            starts = mask.starts.to(kwargs.get("device") or mask.starts.device)
-            return cls(starts, mask.longest, mask.window, mask.shape[2], mask.shape[3], mask.shape[0])
+            batch, _, queries, keys = mask.shape
+            device = kwargs.get("device") or mask.starts.device
+            if mask.padding is not None:
+                return cls.around(mask.padding.to(device), mask.window, queries, keys)
+            return cls(mask.starts.to(device), mask.longest, mask.window, queries, keys, batch)
         given = torch.utils._pytree.tree_map_only(cls, cls.dense, (args, kwargs))
         return func(*given[0], **given[1])
 
     # torch.compile takes the mask apart and puts it together, so that compiled layers can read its attributes, too.
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return ["starts"], (self.longest, self.window)
+        return ["starts"], (self.longest, self.window)  # ``attend`` gives a graph the dense mask of a padded batch
 
     @classmethod
     def __tensor_unflatten__(
