@@ -16,7 +16,7 @@ from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.runtime.records import launch_in, record_of
 from tilekern.spec import ALIGNED, GENERIC, INVARIANT, Problem
-from tilekern.spec.bits import agree, joined
+from tilekern.spec.bits import agree, joined, sizes_of_class
 from tilekern.spec.targets import Target
 from tilekern.tuning.measure.stage import identity
 from tilekern.tuning.plan.steps import Planned
@@ -225,8 +225,7 @@ def invariant_winners(sweep: Sweep, known: Known) -> dict[Named, Candidate]:
         timings = known.timings(sweep.candidates(kernel, problem))
         able = [item for item in ranked(timings) if known.is_confirmed(item) and known.bits(item)]
         fastest = min((timing["median_us"] for timing in timings.values()), default=1.0)
-        exact = tuple(problem[d.name] for d in spec_named(kernel).dimensions if d.kind != "bucketed")
-        of_problem = buckets.setdefault((kernel, exact), {})
+        of_problem = buckets.setdefault(sizes_of_class(spec_named(kernel), problem), {})
         of_problem[kernel, problem] = [(item, timings[item]["median_us"] / fastest) for item in able]
     found: dict[Named, Candidate] = {}
     for by_problem in buckets.values():

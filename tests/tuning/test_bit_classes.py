@@ -146,6 +146,18 @@ def test_queries_have_a_digest_for_each_number_of_keys(on):
     assert joined(short, last) == whole
 
 
+@pytest.mark.parametrize("on", [{"packed": True}, {"windowed": True}, {"packed": True, "windowed": True}])
+def test_a_row_is_the_same_packed_and_in_a_window_that_shows_all(on):
+    """After more keys than the window it is another row."""
+    spec = spec_named("attention_forward")
+    config = spec.default(attention(1, 256, 256), INTERPRETED)
+    plain = class_of(spec, attention(1, 256, 256), config)
+    assert class_of(spec, attention(3, 256, 256, **on), config) == plain
+    alone = {name: class_of(spec, attention(2, 1, 1024, **more), config) for name, more in (("on", on), ("off", {}))}
+    assert (alone["on"] == alone["off"]) == (not on.get("windowed"))
+    assert alone["on"].partition(":")[0] == ("1024w" if on.get("windowed") else "1024")
+
+
 def test_keys_that_are_added_in_other_steps_are_another_class():
     spec, problem = spec_named("attention_forward"), attention(1, 256, 256)
     config = spec.default(problem, INTERPRETED)
@@ -157,13 +169,12 @@ def test_keys_that_are_added_in_other_steps_are_another_class():
 
 def test_attention_to_later_keys_has_no_class():
     assert class_of(spec_named("attention_forward"), attention(1, 64, 64, causal=False)) is None
-    assert class_of(spec_named("attention_forward"), attention(2, 64, 64, packed=True)) is None
 
 
 def test_classes_agree_where_both_have_a_digest():
-    assert text_of([{16: "a", 128: "b"}, {128: "b", 1024: "c"}]) == "16:a 128:b 1024:c"
-    assert text_of([{0: "a"}, {0: "a"}]) == "a"
-    assert text_of([{0: "a"}, {0: "b"}]) == ""
+    assert text_of([{"16": "a", "128": "b"}, {"128": "b", "1024w": "c"}]) == "16:a 128:b 1024w:c"
+    assert text_of([{"": "a"}, {"": "a"}]) == "a"
+    assert text_of([{"": "a"}, {"": "b"}]) == ""
     assert agree("16:a 128:b", "128:b 1024:c")
     assert agree("16:a", "128:b")
     assert not agree("16:a 128:b", "128:c")

@@ -32,7 +32,7 @@ from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
 from tilekern.runtime.requirements import driver_release, unmet
 from tilekern.runtime.rows import has_rows
 from tilekern.spec import ALIGNED, GENERIC, INVARIANT, Config, Implementation, KernelSpec, LibraryCall, Problem
-from tilekern.spec.bits import agree, joined
+from tilekern.spec.bits import agree, joined, sizes_of_class
 from tilekern.spec.targets import INTERPRETED, Target, here
 from tilekern.warning import warn_once
 
@@ -624,7 +624,7 @@ def _varies(spec: KernelSpec, problem: Problem, record: Record) -> str:
         return "its record names no kernel of one bit class; tune with --invariant"
     if library_of(facts["config"]) not in (None, *libraries_here()):
         return f"{library_of(facts['config'])}, which its invariant record names, is not here"
-    sizes = (spec.name, *(problem[d.name] for d in spec.dimensions if d.kind != "bucketed"))
+    sizes = sizes_of_class(spec, problem)
     running = _state.classes.get(sizes, facts["bits"])
     if not agree(running, facts["bits"]):
         return "records of its sizes name two bit classes; tune all sizes in one run with --invariant"

@@ -103,7 +103,7 @@ class Bench:
         """Yield the placements of rows that tell a bit class (:class:`tilekern.tuning.verify.battery.Battery`)."""
         return self._battery.placements()
 
-    def digests(self, placements: Sequence[Placed], entrant: Entrant) -> dict[int, str]:
+    def digests(self, placements: Sequence[Placed], entrant: Entrant) -> dict[str, str]:
         """Return the digests of an entrant's results for rows so placed."""
         return self._battery.digests(placements, entrant.candidate.config, self._runner(entrant))
 

@@ -190,7 +190,7 @@ class _Measuring:
         """Note the bit classes of entrants that passed; one that cannot run among other rows is of none."""
         checks = self._checks
         unknown = [one for one in entrants if checks[one.key].passed and checks[one.key].bits is None]
-        found: dict[str, list[dict[int, str]]] = {one.key: [] for one in unknown}
+        found: dict[str, list[dict[str, str]]] = {one.key: [] for one in unknown}
         failed: set[str] = set()
         self._steps.begin(INPUTS)
         for placements in self._bench.placements() if unknown else ():

@@ -100,7 +100,7 @@ class Battery:
         """Yield the placements of rows that tell a candidate's bit class; none if results have no rows."""
         return bit_classes.placements(self._spec, self._problem, self._device)
 
-    def digests(self, placements: Sequence[Placed], config: Config, run: Run) -> dict[int, str]:
+    def digests(self, placements: Sequence[Placed], config: Config, run: Run) -> dict[str, str]:
         """Return the digests of the rows' results (:func:`tilekern.tuning.verify.bit_classes.digests_of`)."""
         return bit_classes.digests_of((one, self._launched(one.case, config, run)[0]) for one in placements)
 

@@ -11,7 +11,8 @@ everywhere, the digest of these is the class. Two kinds of results are judged:
   the batch, and a token of it).
 - Those of causal attention, whose row depends on the tokens before it. The rows are queries of one sequence, after as
   many keys as :data:`KEYS` says, and the class has a digest for each of those numbers that a bucket reaches. Classes of
-  two buckets agree if they have the same digests where both have one.
+  two buckets agree if they have the same digests where both have one. So do those of rows in a batch, packed one after
+  the other, and with a window that still shows all keys.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from tilekern.kernels.attention.problem import lengths
 from tilekern.spec import KernelSpec, Problem, bucket
 from tilekern.tuning.verify.adversarial import drawn
 from tilekern.tuning.verify.canaries import bits
@@ -44,15 +46,13 @@ class Placed:
 
     Attributes:
         case: the inputs; it has no right results.
-        rows: the rows' numbers; of a sequence, how many keys each sees.
+        rows: the rows' numbers; of a sequence, what each sees (:mod:`tilekern.spec.bits`).
         places: for each result, the index of each row in it.
-        sees_keys: whether the rows are queries of a sequence.
     """
 
     case: Case
-    rows: Sequence[int]
+    rows: Sequence[int | str]
     places: Mapping[str, Sequence[tuple[Any, ...]]]
-    sees_keys: bool = False
 
 
 def placements(spec: KernelSpec, problem: Problem, device: str) -> Iterator[list[Placed]]:
@@ -68,7 +68,7 @@ def placements(spec: KernelSpec, problem: Problem, device: str) -> Iterator[list
     names = tuple(d.name for d in spec.dimensions if d.kind == "bucketed")
     if names == _OF_SEQUENCES:
         is_forward = spec.outputs(problem, 1).keys() == {"out", "lse"}
-        if is_forward and problem["causal"] and not problem["packed"] and problem["queries"] <= problem["keys"]:
+        if is_forward and problem["causal"] and problem["queries"] <= problem["keys"]:
             yield from _of_sequence(spec, problem, device)
         return
     arrays = _Axes.of(spec, problem, device, names)
@@ -76,23 +76,23 @@ def placements(spec: KernelSpec, problem: Problem, device: str) -> Iterator[list
         yield from _Rows(spec, problem, device, arrays).placements()
 
 
-def digests_of(results: Iterable[tuple[Placed, Mapping[str, Any]]]) -> dict[int, str]:
-    """Return the digests of rows by the number of keys that they see; one for all rows that see none, under 0.
+def digests_of(results: Iterable[tuple[Placed, Mapping[str, Any]]]) -> dict[str, str]:
+    """Return the digests of rows by what they see; one for all rows that see nothing, under "".
 
     Args:
         results: each of a list of placements, and the outputs of a launch on it by name.
     """
-    held: dict[tuple[int, int], bytes] = {}
+    held: dict[str, dict[int | str, bytes]] = {}
     for placed, outputs in results:
         for name in sorted(placed.places):
             for row, place in zip(placed.rows, placed.places[name], strict=True):
                 values = bits(outputs[name][place].contiguous()).cpu().numpy().tobytes()
-                key = (row, 0) if placed.sees_keys else (0, row)
-                held[key] = held.get(key, b"") + values
-    told: dict[int, bytes] = {}
-    for (keys, _), values in sorted(held.items()):
-        told[keys] = told.get(keys, b"") + values
-    return {keys: hashlib.sha256(values).hexdigest()[:_DIGITS] for keys, values in told.items()}
+                of_sight = held.setdefault(row if isinstance(row, str) else "", {})
+                of_sight[row] = of_sight.get(row, b"") + values
+    return {
+        sight: hashlib.sha256(b"".join(rows[row] for row in sorted(rows))).hexdigest()[:_DIGITS]
+        for sight, rows in held.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _index(place: int, shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[A
 
 
 def _of_sequence(spec: KernelSpec, problem: Problem, device: str) -> Iterator[list[Placed]]:
-    """Place one sequence: alone, as the last of the batch between NaN, and cut where its bucket begins."""
+    """Place one sequence: alone, as the last of the batch after NaN, and cut where its bucket begins."""
     batch, queries, keys = (problem[name] for name in _OF_SEQUENCES)
     longest = problem.but(batch=1, queries=KEYS[-1], keys=KEYS[-1])
     given = drawn(spec, longest, device)
@@ -222,21 +222,30 @@ def _of_sequence(spec: KernelSpec, problem: Problem, device: str) -> Iterator[li
 def _one_sequence(
     problem: Problem, given: Mapping[str, Any], name: str, entries: int, sizes: tuple[int, int], seen: Sequence[int]
 ) -> Placed:
-    """Return inputs whose last sequence begins as the given one; the others are NaN."""
+    """Return inputs whose last sequence begins as the given one; what stands before it is NaN."""
     queries, keys = sizes
     at = problem.but(batch=entries, queries=queries, keys=keys)
     made = dict(given) | {"most_queries": queries, "most_keys": keys, "window": _WINDOW}
-    for array in "qkv":
+    rows, firsts = entries, {"q": 0, "k": 0, "v": 0}
+    if problem["packed"]:
+        rows = 1
+        for starts, arrays, size in (("query_starts", "q", queries), ("key_starts", "kv", keys)):
+            total = sum(lengths(entries, size))
+            firsts |= dict.fromkeys(arrays, total - size)
+            ends = [(total - size) * number // max(1, entries - 1) for number in range(entries)]
+            made[starts] = given[starts].new_tensor([*ends, total])
+    for array, before in firsts.items():
         whole = given[array]
         first, count = (keys - queries, queries) if array == "q" else (0, keys)
-        made[array] = whole.new_full((entries, count, *whole.shape[2:]), math.nan)
-        mine = made[array][-1]
+        made[array] = whole.new_full((rows, before + count, *whole.shape[2:]), math.nan)
+        mine = made[array][-1, before:]
         mine.fill_(_FILLER)
         there = whole[0, first : first + count]
         mine[: len(there)] = there
-    places = [count - 1 - (keys - queries) for count in seen]
+    places = [firsts["q"] + count - 1 - (keys - queries) for count in seen]
     found: dict[str, Sequence[tuple[Any, ...]]] = {
-        "out": [(entries - 1, place) for place in places],
-        "lse": [(entries - 1, slice(None), place) for place in places],
+        "out": [(rows - 1, place) for place in places],
+        "lse": [(rows - 1, slice(None), place) for place in places],
     }
-    return Placed(Case(name, at, made, {}), seen, found, sees_keys=True)
+    hides = problem["windowed"]
+    return Placed(Case(name, at, made, {}), [f"{count}{'w' * (hides and count > _WINDOW)}" for count in seen], found)
