@@ -11,7 +11,15 @@ import sys
 import pytest
 import torch
 from decoding import one_by_one
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 import tilekern
 from tilekern import ops
@@ -250,6 +258,32 @@ def test_a_patched_model_is_strict_and_trains():
         assert torch.equal(one_by_one(model, IDS), whole)
         model.gradient_checkpointing_enable()
         model.train()(input_ids=IDS, use_cache=False, labels=IDS).loss.backward()
+
+
+EXPERTS = {
+    Qwen3MoeConfig: {"num_experts": 8, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    GptOssConfig: {"num_local_experts": 8, "sliding_window": 16},
+}
+
+
+@pytest.mark.parametrize("config", list(EXPERTS), ids=lambda of: of.model_type)
+def test_experts_are_strict_too(config):
+    """Who else chose its experts changes no bit of a token."""
+    tilekern.apply(experts=True)
+    model = make(config, torch.bfloat16, num_experts_per_tok=2, **EXPERTS[config])
+    with tilekern.invariant(strict=True):
+        whole = trained(model, IDS)
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=IDS[1:, :5], use_cache=False).logits, whole[1:, :5])
+        assert torch.equal(one_by_one(model, IDS), whole)
+
+
+def test_packed_rows_have_the_bits_of_rows_alone():
+    model = make(Qwen3Config, torch.bfloat16)
+    positions = torch.cat([torch.arange(TOKENS), torch.arange(TOKENS)])[None]
+    with tilekern.invariant(strict=True):
+        packed = trained(model, IDS.view(1, -1), position_ids=positions)
+        assert torch.equal(packed.view(2, TOKENS, -1), trained(model, IDS))
 
 
 def test_strict_refuses_what_the_model_s_own_ops_compute():

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
 from tilekern import ops
 from tilekern.ops.registration import is_autocast
@@ -35,7 +34,7 @@ def by_softmax(
         if not _is_usual(self, hidden_states) or hidden_states.dim() != 2:
             count_own("router_softmax_forward", _why(hidden_states))
             return original(self, hidden_states)
-        logits = linear(hidden_states, self.weight, self.bias if biased else None)
+        logits = torch.nn.functional.linear(hidden_states, self.weight, self.bias if biased else None)
         logits = logits.float() if wide else logits
         dtype = {"logits": logits.dtype, "hidden_states": hidden_states.dtype}.get(weights, torch.float32)
         whole = getattr(self, normalized) if isinstance(normalized, str) else normalized
@@ -54,7 +53,7 @@ def by_sigmoid(original: Function) -> Function:
         if not enough or not _is_usual(self, hidden_states) or is_autocast(hidden_states):
             count_own("router_sigmoid_forward", _why(hidden_states))
             return original(self, hidden_states)
-        logits = linear(hidden_states.reshape(-1, self.hidden_dim).float(), self.weight.float())
+        logits = torch.nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim).float(), self.weight.float())
         ids, weights = ops.router(
             logits, self.top_k, scores="sigmoid", normalized=self.norm_topk_prob, bias=self.e_score_correction_bias,
             groups=self.num_group, kept_groups=self.topk_group, scale=self.routed_scaling_factor,

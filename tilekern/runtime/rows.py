@@ -8,7 +8,7 @@ from tilekern.spec import Problem
 
 # Gradients and losses are sums over tokens, an optimizer has none, and checks of labels give no numbers.
 _SUMS = re.compile(
-    r".*_backward(_remake)?|attention_(delta|dkdv|dq)|column_sum|dyt_sums|grouped_weight_gradient|scale|adamw|labels|"
+    r".*_backward(_remake)?|attention_(delta|dkdv|dq)|column_sum|dyt_sums|grouped_(weight_gradient|sum)|scale|adamw|labels|"
     r"cross_entropy_(forward|fused)|fused_linear_.*|kl_div.*|(logits_)?jsd.*|tvd.*|router_losses_forward"
 )
 # These copy rows, count and sort: no bit of theirs is rounded.
