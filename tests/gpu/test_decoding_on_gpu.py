@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import tilekern
 from tilekern import ops
-from tilekern.ops.decode_attention import formula
+from tilekern.ops.operation import DECLARED
 from tilekern.runtime import dispatch
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +34,9 @@ def test_attention_to_a_cache_is_near_the_formula(batch, room, more):
     q, keys, values, lengths = cached(batch, room)
     found = ops.decode_attention(q, keys, values, lengths, **more)
     doubled = (x.double() for x in (q, keys, values))
-    wide = formula(*doubled, lengths, None, None, None, None, more.get("window"), more.get("softcap"))
+    wide = DECLARED["decode_attention"].formula(
+        *doubled, lengths, None, None, None, None, more.get("window"), more.get("softcap")
+    )
     assert (found - wide).norm() / wide.norm() < 4e-3
     assert not tilekern.stats()["decode_attention"]["fallbacks"]
 

@@ -52,6 +52,18 @@ def refuse_gradient(op: Any) -> None:
     torch.library.register_autograd(op, _refuse, lib=_LIBRARY)
 
 
+def refuse_graded(op: Any, refuse: Callable[[], None]) -> None:
+    """Let calls of an op without a gradient raise by ``refuse()`` where autograd would have to record them."""
+
+    def run(*given: Any) -> Any:
+        if needs_gradient(*(x for x in given if isinstance(x, Tensor))):
+            refuse()
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*given)
+
+    _LIBRARY.impl(op.name().partition("::")[2], run, "Autograd")
+
+
 def _refuse(ctx: Any, *gradients: Tensor) -> None:
     raise RuntimeError("tilekern: trying to differentiate twice; the gradient of this op has no gradient")
 
