@@ -31,6 +31,7 @@ SIZES = {
 NUMBERS = {
     "cu_seqlens": torch.tensor([0, 5], dtype=torch.int32), "offsets": torch.tensor([2, 2, 4], dtype=torch.int32),
     "order": torch.tensor([3, 0, 4, 1, 2], dtype=torch.int32), "lengths": torch.tensor([2], dtype=torch.int32),
+    "table": torch.tensor([[0, -1]], dtype=torch.int32), "append_to_cache positions": torch.arange(5)[None],
     "top_k": torch.tensor([0, 3, 0, 1, 5, 0], dtype=torch.int32),
 }  # fmt: skip
 
@@ -75,7 +76,8 @@ def tensors_of(op: Declaration, *, optional: bool = True, seed: int = 0) -> dict
         if name in op.optional and not optional:
             found[name] = None
         elif "int" in array.dtype:
-            found[name] = NUMBERS.get(name, torch.zeros(_shape(array.shape, SIZES), dtype=torch.int64))
+            zeros = torch.zeros(_shape(array.shape, SIZES), dtype=torch.int64)
+            found[name] = NUMBERS.get(f"{op.name} {name}", NUMBERS.get(name, zeros))
         else:
             found[name] = _normal(array, _shape(array.shape, SIZES), generator)
     return found

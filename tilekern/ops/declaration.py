@@ -62,6 +62,7 @@ class Declaration:
             error. Without it, only an op whose results are all integers has no gradient; then none is refused.
         apart: arguments whose gradients have plans of their own; ``graded`` is then a tuple that says which of them
             need a gradient. The registered backward of such an op only computes the requested gradients.
+        updates: tensors that the op writes in place, which are not among its results.
         strided: results have the strides of the tensors with the same shape; otherwise they are contiguous.
         arrays: the tensors and the results, if they are not the forward's arrays.
         kept: the last results, if only the backward uses them. The formula does not return them.
@@ -98,6 +99,7 @@ class Declaration:
     served: str = ""
     no_gradient: str = ""
     apart: tuple[str, ...] = ()
+    updates: tuple[str, ...] = ()
     strided: bool = False
     arrays: tuple[Array, ...] = ()
     kept: tuple[str, ...] = ()
@@ -268,7 +270,8 @@ class Declaration:
     @property
     def schema(self) -> str:
         """The op in torch's schema language."""
-        given = ", ".join(f"{kind} {name}" for name, kind in self.kinds.items())
+        own = {name: f"Tensor({mark}!)" for name, mark in zip(self.updates, "abcdefgh", strict=False)}
+        given = ", ".join(f"{kind} {name}" for name, kind in (self.kinds | own).items())
         return f"{self.name}({given}) -> {_several(self.results)}"
 
     @property

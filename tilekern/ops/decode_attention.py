@@ -1,4 +1,7 @@
-"""decode_attention: attention of one new token per sequence to a cache of keys and values."""
+"""decode_attention: attention of one new token per sequence to a cache of keys and values.
+
+Its launches are written for it: a cache has two layouts, and one split of the keys needs no second launch.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +150,7 @@ def _numbers(x: Tensor | None, ndim: int, q: Tensor) -> Any:
 
 _CACHE = ("batch", "kv_heads", "room", "head_dim")
 # The room is known by its bucket: otherwise each token of a growing cache would be a new kind of call.
-_ROOM = "(*keys.shape[:2], bucket(keys.shape[2]) if keys.shape[2] else 0, keys.shape[3])"
+_ROOM = "(keys.shape[:2], keys.numel() and bucket(keys.shape[-2]), keys.shape[3:])"
 
 
 @operation(

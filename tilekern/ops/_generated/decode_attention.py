@@ -3,12 +3,12 @@
 
 def plans_of(graded, q, keys, values, lengths, starts, table, sinks, scale, window, softcap, tuned):
     key = (
-        q.shape, q.dtype, q.get_device(), (*keys.shape[:2], bucket(keys.shape[2]) if keys.shape[2] else 0,
-        keys.shape[3]) if table is None else keys.shape, keys.dtype, keys.get_device(), values.shape == keys.shape,
-        values.dtype, values.get_device(), lengths.shape, lengths.dtype, lengths.get_device(), None if starts is
-        None else (starts.shape, starts.dtype, starts.get_device()), None if table is None else (table.shape,
-        table.dtype, table.get_device()), None if sinks is None else (sinks.shape, sinks.dtype, sinks.get_device()),
-        scale is None or scale > 0, window, softcap, tuned, graded
+        q.shape, q.dtype, q.get_device(), (keys.shape[:2], keys.numel() and bucket(keys.shape[-2]), keys.shape[3:])
+        if table is None else keys.shape, keys.dtype, keys.get_device(), values.shape == keys.shape, values.dtype,
+        values.get_device(), lengths.shape, lengths.dtype, lengths.get_device(), None if starts is None else
+        (starts.shape, starts.dtype, starts.get_device()), None if table is None else (table.shape, table.dtype,
+        table.get_device()), None if sinks is None else (sinks.shape, sinks.dtype, sinks.get_device()), scale is
+        None or scale > 0, window, softcap, tuned, graded
     )
     try:
         return known[key]
