@@ -251,7 +251,8 @@ def _tile(problem: Problem, numbers: int) -> int:
 
 
 def _default(problem: Problem, target: Target) -> Config:
-    return Config(schedule="block", tile_h=_tile(problem, 1024), occupancy=4, num_worker_warps=0)
+    """Return the tiles of the default of :mod:`tilekern.kernels.qk_norm_rope`: sums over a head have its order."""
+    return Config(schedule="block", tile_h=_tile(problem, 2048), occupancy=4, num_worker_warps=0)
 
 
 def _generic(problem: Problem) -> Config:
