@@ -163,7 +163,7 @@ _ARRAYS: Arrays = (
     Array("v", "dtype", _K),
     *(Array(name, "weight_dtype", ("head_dim",), flag="normed") for name in ("q_weight", "k_weight")),
     *angles_of("batch", "tokens", "pairs"),
-    Array("positions", "int32", ("batch", "tokens"), aligned=False),
+    Array("positions", "int32", ("1", "tokens"), aligned=False),
     Array("table", "int32", ("batch", "pages"), aligned=False, flag="paged"),
     EPS,
     ScalarParameter("offset", "float32", 0.75),
@@ -174,16 +174,18 @@ _ARRAYS: Arrays = (
 
 
 def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    """Draw angles; each sequence's tokens are in another order, its pages in the opposite one."""
+    """Draw angles; tokens are in another order than their rows, pages in the opposite one.
+
+    All sequences share the rows, so that the tuner finds no bit class: it would move rows with their tokens.
+    """
     import torch
 
     tokens = torch.arange(problem["tokens"], dtype=torch.int32, device=device)
-    first = torch.arange(problem["batch"], dtype=torch.int32, device=device)[:, None]
     table = torch.zeros((1, 1), dtype=torch.int32, device=device)
     if problem["paged"]:
         pages = torch.arange(problem["entries"], dtype=torch.int32, device=device)
         table = pages.flip(0).view(problem["batch"], problem["pages"])
-    positions = (tokens.flip(0) + first) % problem["tokens"]
+    positions = (tokens.flip(0)[None] + 1) % problem["tokens"]
     return {**drawn_angles(problem, generator, device), "positions": positions, "table": table}
 
 

@@ -16,7 +16,7 @@ from tilekern.kernels.append_to_cache import SPEC, written
 from tilekern.kernels.families.placeholders import placeholder
 from tilekern.ops.operation import operation
 from tilekern.ops.qk_norm_rope import qk_norm_rope
-from tilekern.ops.registration import check_tensors, disjoint, promoted
+from tilekern.ops.registration import check_tensors, disjoint, promoted, whole_numbers
 from tilekern.ops.rope import check_angles, rope
 from tilekern.runtime.dispatch import Plan, plan_for
 from tilekern.spec import Array
@@ -136,28 +136,23 @@ def _find(
 
 
 def _launch(
-    plans: Plans, q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None,
-    k_weight: Tensor | None, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, positions: Tensor,
-    table: Tensor | None, eps: float, offset: float, rotary_dim: int | None,
-    norm_last: bool, interleaved: bool,
+    plans: Plans, q: Tensor, k: Tensor, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor,
+    sin: Tensor, keys: Tensor, values: Tensor, positions: Tensor, table: Tensor | None, eps: float, offset: float,
+    rotary_dim: int | None, norm_last: bool, interleaved: bool,
 ) -> Tensor:  # fmt: skip
     (plan, pairs, dtype), device = plans, q.device
     made = torch.empty(q.shape, dtype=dtype, device=device)
     if cos.shape[2] != pairs:
         cos, sin = cos[..., :pairs], sin[..., :pairs]
     weights = (placeholder(1, q.dtype, device),) * 2 if q_weight is None else (q_weight, k_weight)
-    pages = placeholder(2, torch.int32, device) if table is None else _numbers(table)
     plan.launch(
         q.get_device(), disjoint(q), disjoint(k), disjoint(v), *weights, disjoint(cos), disjoint(sin),
-        _numbers(positions), pages, float(eps), float(offset), made, keys, values,
+        whole_numbers(positions, 2, device), whole_numbers(table, 2, device), float(eps), float(offset), made, keys,
+        values,
     )  # fmt: skip
     if not keys.is_inference():
         increment_version((keys, values))
     return made
-
-
-def _numbers(x: Tensor) -> Tensor:
-    return disjoint(x if x.dtype == torch.int32 else x.to(torch.int32))
 
 
 def _fake(

@@ -15,7 +15,7 @@ from tilekern.kernels import decode_attention as kernels
 from tilekern.kernels.families.placeholders import placeholder
 from tilekern.ops.attention import WIDEST_HEAD
 from tilekern.ops.operation import operation
-from tilekern.ops.registration import Rows, check_softcap, check_tensors, check_vectors, disjoint, viewed
+from tilekern.ops.registration import Rows, check_softcap, check_tensors, check_vectors, disjoint, viewed, whole_numbers
 from tilekern.runtime.dispatch import Plan, plan_for, refused, tuned_plan_for
 from tilekern.spec import Array, bucket
 
@@ -132,20 +132,13 @@ def _launch(
     if plans.join is not None:
         parts = torch.empty(plans.splits.blocks, shape[2], 2 * head_dim, dtype=torch.float32, device=q.device)
     plans.splits.launch(
-        device, disjoint(q).view(shape), disjoint(keys), disjoint(values), _numbers(lengths, 1, q),
-        _numbers(starts, 1, q), _numbers(table, 2, q), logits, head_dim**-0.5 if scale is None else float(scale),
-        float(softcap or 1.0), window or 1, see(out, shape), parts,
+        device, disjoint(q).view(shape), disjoint(keys), disjoint(values), whole_numbers(lengths, 1, q.device),
+        whole_numbers(starts, 1, q.device), whole_numbers(table, 2, q.device), logits,
+        head_dim**-0.5 if scale is None else float(scale), float(softcap or 1.0), window or 1, see(out, shape), parts,
     )  # fmt: skip
     if plans.join is not None:
         plans.join.launch(device, parts, plans.splits.config["splits"], see(out, (batch * kv_heads, *shape[2:])))
     return out
-
-
-def _numbers(x: Tensor | None, ndim: int, q: Tensor) -> Any:
-    """Return an array of int32, or its placeholder."""
-    if x is None:
-        return placeholder(ndim, torch.int32, q.device)
-    return disjoint(x if x.dtype == torch.int32 else x.to(torch.int32))
 
 
 _CACHE = ("batch", "kv_heads", "room", "head_dim")

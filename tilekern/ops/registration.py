@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilekern.kernels.families.placeholders import TYPES
+from tilekern.kernels.families.placeholders import TYPES, placeholder
 from tilekern.runtime.dispatch import Plan, meta_stands_for, plan_for
 from tilekern.runtime.driver import enter_context
 
@@ -461,6 +461,13 @@ def shaped(y: Tensor, *shape: int) -> Tensor:
     if forward_ad._current_level < 0:
         return y.resize_(shape)  # a third of the host time of the operation below
     return torch.ops.aten._unsafe_view.default(y, shape)
+
+
+def whole_numbers(x: Tensor | None, ndim: int, device: torch.device) -> Any:
+    """Return an array of int32 for a kernel, or the placeholder of one that a call does not have."""
+    if x is None:
+        return placeholder(ndim, torch.int32, device)
+    return disjoint(x if x.dtype == torch.int32 else x.to(torch.int32))
 
 
 def disjoint(x: Tensor) -> Tensor:
