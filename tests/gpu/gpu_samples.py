@@ -117,6 +117,8 @@ def _listed() -> Iterator[tuple[list[str], str, Iterable[tuple[Any, ...]]]]:
     dtypes = "dtype weight_dtype angle_dtype"
     yield _named("qk_norm_rope", *ways), f"{heads} {dtypes}", TURNS
     yield _named("qk_norm_rope_general", *ways), f"{heads} pairs norm_last interleaved {dtypes}", PARTS
+    appended = [(*line, *flags) for line in PARTS for flags in ((True, False), (False, True))]
+    yield ["append_to_cache"], f"{heads} pairs norm_last interleaved {dtypes} normed paged", appended
     # The backward launches the three before it.
     attentions = [(*sizes, (*flags, "deterministic"), dtype) for *sizes, flags, dtype in ATTENTIONS]
     yield _named("attention", "forward", "delta", "dkdv", "dq", "backward"), f"{heads} flags dtype", attentions

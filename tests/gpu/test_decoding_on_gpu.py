@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import tilekern
 from tilekern import ops
-from tilekern.ops.decode_attention import formula
+from tilekern.ops.operation import DECLARED
 from tilekern.runtime import dispatch
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +34,9 @@ def test_attention_to_a_cache_is_near_the_formula(batch, room, more):
     q, keys, values, lengths = cached(batch, room)
     found = ops.decode_attention(q, keys, values, lengths, **more)
     doubled = (x.double() for x in (q, keys, values))
-    wide = formula(*doubled, lengths, None, None, None, None, more.get("window"), more.get("softcap"))
+    wide = DECLARED["decode_attention"].formula(
+        *doubled, lengths, None, None, None, None, more.get("window"), more.get("softcap")
+    )
     assert (found - wide).norm() / wide.norm() < 4e-3
     assert not tilekern.stats()["decode_attention"]["fallbacks"]
 
@@ -57,6 +59,47 @@ def test_pages_are_read_where_the_table_says():
     pages = (x.transpose(1, 2).reshape(4 * 32, 16, 8, 128)[order] for x in (keys, values))
     found = ops.decode_attention(q, *pages, lengths, table=table.view(4, 32))
     torch.testing.assert_close(found, ops.decode_attention(q, keys, values, lengths), rtol=2e-2, atol=2e-2)
+
+
+def tokens_of(batch, tokens, head_dim=128):
+    """New tokens with their angles, an empty cache, and the tokens' rows in it, in no order."""
+    given = {name: drawn(batch, tokens, heads, head_dim) for name, heads in (("q", 32), ("k", 8), ("v", 8))}
+    angles = torch.rand(1, tokens, head_dim // 2, device="cuda") * 6
+    given |= {name: torch.cat((x, x), -1).bfloat16() for name, x in (("cos", angles.cos()), ("sin", angles.sin()))}
+    given |= {name: torch.zeros(batch, 8, 2048, head_dim, device="cuda").bfloat16() for name in ("keys", "values")}
+    return given | {"positions": torch.rand(batch, 2048, device="cuda").argsort(1)[:, :tokens].int()}
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (64, 1), (2, 1000)])
+@pytest.mark.parametrize("normed", [True, False])
+def test_new_tokens_in_a_cache_have_the_bits_of_training(batch, tokens, normed):
+    given = tokens_of(batch, tokens)
+    q, k, v, cos, sin = (given[name] for name in ("q", "k", "v", "cos", "sin"))
+    weights = {"q_weight": drawn(128), "k_weight": drawn(128)} if normed else {}
+    found = ops.append_to_cache(**given, **weights)
+    if normed:
+        q, k = ops.qk_norm_rope(q, k, *weights.values(), cos, sin)
+    else:
+        q, k = (x.transpose(1, 2) for x in ops.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, twice=True))
+    assert torch.equal(found, q)
+    rows = given["positions"].long()[:, None, :, None].expand(-1, 8, -1, 128)
+    for cache, x in ((given["keys"], k), (given["values"], v)):
+        assert torch.equal(cache, torch.zeros_like(cache).scatter(2, rows, x.transpose(1, 2)))
+    assert not tilekern.stats()["append_to_cache"]["fallbacks"]
+
+
+def test_a_graph_appends_at_the_rows_of_its_replay():
+    given = tokens_of(4, 1)
+    ops.append_to_cache(**given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.append_to_cache(**given)
+    for name in ("keys", "values"):
+        given[name].zero_()
+    given["positions"].fill_(7)
+    graph.replay()
+    assert torch.equal(given["values"][:, :, 7], given["v"][:, 0])
+    assert given["keys"].count_nonzero() == given["keys"][:, :, 7].count_nonzero() > 0
 
 
 def test_a_graph_attends_to_the_lengths_of_its_replay():

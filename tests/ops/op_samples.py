@@ -25,12 +25,14 @@ APART = tuple(layout for layout in LAYOUTS if layout != "expanded")
 SIZES = {
     "rows": 6, "vocabulary": 12, "batch": 1, "tokens": 5, "queries": 5, "keys": 5, "heads": 4, "kv_heads": 2,
     "head_dim": 8, "in_features": 12, "out_features": 6, "starts": 2, "terms": 3, "pairs": 3, "experts": 3,
-    "positions": 3, "angles": 8,
+    "positions": 3, "angles": 8, "room": 2,
 }  # fmt: skip
 # Numbers in tensors that mean something.
 NUMBERS = {
     "cu_seqlens": torch.tensor([0, 5], dtype=torch.int32), "offsets": torch.tensor([2, 2, 4], dtype=torch.int32),
-    "order": torch.tensor([3, 0, 4, 1, 2], dtype=torch.int32),
+    "order": torch.tensor([3, 0, 4, 1, 2], dtype=torch.int32), "lengths": torch.tensor([2], dtype=torch.int32),
+    "table": torch.tensor([[0, -1]], dtype=torch.int32), "append_to_cache positions": torch.arange(5)[None],
+    "top_k": torch.tensor([0, 3, 0, 1, 5, 0], dtype=torch.int32),
 }  # fmt: skip
 
 
@@ -74,7 +76,8 @@ def tensors_of(op: Declaration, *, optional: bool = True, seed: int = 0) -> dict
         if name in op.optional and not optional:
             found[name] = None
         elif "int" in array.dtype:
-            found[name] = NUMBERS.get(name, torch.zeros(_shape(array.shape, SIZES), dtype=torch.int64))
+            zeros = torch.zeros(_shape(array.shape, SIZES), dtype=torch.int64)
+            found[name] = NUMBERS.get(f"{op.name} {name}", NUMBERS.get(name, zeros))
         else:
             found[name] = _normal(array, _shape(array.shape, SIZES), generator)
     return found
@@ -125,7 +128,7 @@ def _op(op: Declaration) -> Op:
 SHIPPED = {name: op for name, op in DECLARED.items() if op.formula.__module__.startswith("tilekern.ops.")}
 # Those whose launches are written for them.
 WITH_ARRAYS = [op for op in SHIPPED.values() if op.forward.arrays and not op.launch]
-OPS = {name: _op(op) for name, op in SHIPPED.items() if arrays_of(op.forward, "output")}
+OPS = {name: _op(op) for name, op in SHIPPED.items() if op.gradients and arrays_of(op.forward, "output")}
 
 
 def laid_out(values: torch.Tensor, layout: str) -> torch.Tensor:

@@ -38,7 +38,7 @@ def registered_arguments(name, optional):
 REGISTERED = [
     pytest.param(name, optional, id=f"{name} {'all' if optional else 'least'}")
     for op in SHIPPED.values()
-    for name in (op.name, f"{op.name}_backward")
+    for name in (op.name, *[f"{op.name}_backward"][: len(op.gradients)])
     for optional in ((True, False) if op.optional else (True,))
 ]
 

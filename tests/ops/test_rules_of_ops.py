@@ -24,7 +24,7 @@ every_op_alone = pytest.mark.parametrize("op", ALONE.values(), ids=ALONE)
 class Recorded:
     """A plan whose launches are noted."""
 
-    blocks, config = 4, Config(implementation="kernels", chunk=128)
+    blocks, config = 4, Config(implementation="kernels", chunk=128, splits=1)
 
     def __init__(self):
         self.launches = []
@@ -53,7 +53,8 @@ class OnGpu:
     def __init__(self, op, monkeypatch):
         self.op, self.names, self.plan, self.searches, self.checks = op, names_of(op), Recorded(), [], []
         exec(compile(writing.text_of(op).replace(".is_cuda", ".is_cpu"), op.name, "exec"), self.names)
-        self.names["apply"] = self.names[op.title].apply
+        if op.gradients:
+            self.names["apply"] = self.names[op.title].apply
         self.names["plan_for"] = lambda *_: self.plan
         monkeypatch.setattr(registration, "plan_for", lambda *_: self.plan)
         for part in op.overrides.values():
@@ -88,12 +89,13 @@ def test_plans_are_looked_up_and_tensors_checked_once_for_each_kind_of_call(op, 
     for calls in range(1, 4):
         on_gpu(given)
         assert (len(on_gpu.searches), len(on_gpu.checks), len(on_gpu.plan.launches)) == (1, 1, calls)
+    kinds = 2 if op.gradients else 1
     for _ in range(2):
         on_gpu(graded(op, given))
-        assert (len(on_gpu.searches), len(on_gpu.checks)) == (2, 2), "with gradients"
+        assert (len(on_gpu.searches), len(on_gpu.checks)) == (kinds, kinds), "with gradients"
     with torch.no_grad():
         on_gpu(graded(op, given))
-    assert (len(on_gpu.searches), len(on_gpu.checks)) == (2, 2), "and without"
+    assert (len(on_gpu.searches), len(on_gpu.checks)) == (kinds, kinds), "and without"
 
 
 @pytest.fixture
@@ -175,6 +177,8 @@ def test_what_a_kernel_can_read_as_it_is_is_not_copied(op, on_gpu):
     results = on_gpu(given)
     taken = {name: x for name, x in given.items() if x.dtype != torch.int64}  # labels, which kernels take as int32
     assert memory(on_gpu.plan.launches[0]) >= {x.data_ptr() for x in taken.values()}
+    if not op.gradients:
+        return
     slopes = [torch.randn_like(y) for y in results]
     torch.autograd.grad(results, [given[name] for name in op.gradients], slopes)
     known = given | dict(zip(op.slopes, slopes, strict=True)) | dict(zip(op.shown, results, strict=True))
@@ -187,7 +191,7 @@ def test_what_a_kernel_can_read_as_it_is_is_not_copied(op, on_gpu):
     assert launched >= {known[name].data_ptr() for name in read if name in taken or name not in given}
 
 
-OF_ROWS = [op for op in WITH_ARRAYS if "rows" in op.inputs[op.tensors[0]].shape]
+OF_ROWS = [op for op in WITH_ARRAYS if "rows" in op.inputs[op.tensors[0]].shape and op.name != "sample"]
 
 
 @pytest.mark.parametrize("op", OF_ROWS, ids=lambda op: op.name)

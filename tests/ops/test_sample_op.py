@@ -39,6 +39,8 @@ def test_parameters_of_rows_are_those_of_single_calls():
 def test_greedy_is_argmax():
     logits = logits_of().requires_grad_()
     assert torch.equal(greedy(logits), logits.argmax(1))
+    assert torch.equal(greedy(logits.view(1, BATCH, 1, -1)), logits.argmax(1).view(1, BATCH, 1))
+    assert torch.equal(torch.func.vmap(greedy)(logits.view(1, BATCH, -1)), logits.argmax(1)[None])
     assert torch.equal(sample(logits, temperature=0, seed=0, positions=torch.zeros(BATCH).int()), logits.argmax(1))
 
 
@@ -52,7 +54,7 @@ def test_greedy_is_argmax():
         ({"positions": torch.rand(BATCH)}, "positions must be of an integer dtype"),
         ({"seed": torch.arange(BATCH, device="meta")}, "seed is on meta"),
         ({"logits": torch.rand(BATCH, 2, 3)}, r"logits must be \[batch, vocabulary\]"),
-        ({"logits": torch.rand(BATCH, 0)}, r"logits must be \[batch, vocabulary\]"),
+        ({"logits": torch.rand(BATCH, 0)}, "the vocabulary of logits must not be empty"),
     ],
 )
 def test_what_is_refused(changes, message):

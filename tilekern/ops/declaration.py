@@ -16,7 +16,7 @@ from tilekern.kernels import column_sum
 from tilekern.ops import registration
 from tilekern.ops.dtensors import by_shards, is_dtensor
 from tilekern.runtime import dispatch
-from tilekern.spec import Array, KernelSpec
+from tilekern.spec import Array, KernelSpec, bucket
 
 Function = Callable[..., Any]
 _OVERRIDES = (
@@ -56,8 +56,13 @@ class Declaration:
         flags: values of the specs' flags: expressions of the scalars and of whether optional tensors are None.
         backward_flags: flags that differ in the backward.
         key: further expressions that plans depend on.
+        shapes: expressions that plans depend on instead of the shapes of some tensors.
+        served: an expression of the arguments; if it is false, torch must do the work.
+        no_gradient: what to do where a gradient is needed; if it is given, the op has none, and this is part of its
+            error. Without it, only an op whose results are all integers has no gradient; then none is refused.
         apart: arguments whose gradients have plans of their own; ``graded`` is then a tuple that says which of them
             need a gradient. The registered backward of such an op only computes the requested gradients.
+        updates: tensors that the op writes in place, which are not among its results.
         strided: results have the strides of the tensors with the same shape; otherwise they are contiguous.
         arrays: the tensors and the results, if they are not the forward's arrays.
         kept: the last results, if only the backward uses them. The formula does not return them.
@@ -90,7 +95,11 @@ class Declaration:
     flags: Mapping[str, str] = field(default_factory=dict)
     backward_flags: Mapping[str, str] = field(default_factory=dict)
     key: tuple[str, ...] = ()
+    shapes: Mapping[str, str] = field(default_factory=dict)
+    served: str = ""
+    no_gradient: str = ""
     apart: tuple[str, ...] = ()
+    updates: tuple[str, ...] = ()
     strided: bool = False
     arrays: tuple[Array, ...] = ()
     kept: tuple[str, ...] = ()
@@ -111,7 +120,7 @@ class Declaration:
     def __post_init__(self) -> None:
         """Complete the name, and the names of the gradients of the tensors that get one."""
         object.__setattr__(self, "name", self.name or self.formula.__name__)
-        graded = [name for name in self.tensors if name not in self.ungraded]
+        graded = [name for name in self.tensors if name not in self.ungraded and self.is_differentiable]
         object.__setattr__(self, "gradients", {name: self.gradients.get(name, f"d{name}") for name in graded})
 
     @property
@@ -138,6 +147,11 @@ class Declaration:
                 served[name] = kind
         # If the argument is None, the call goes to other ops.
         return {name: _KINDS[kind].rstrip("?" * (f"{name} is None" in self.unless)) for name, kind in served.items()}
+
+    @functools.cached_property
+    def is_differentiable(self) -> bool:
+        """Whether the op has a gradient."""
+        return not self.no_gradient and any("int" not in array.dtype for array in self.outputs.values())
 
     @property
     def title(self) -> str:
@@ -256,7 +270,8 @@ class Declaration:
     @property
     def schema(self) -> str:
         """The op in torch's schema language."""
-        given = ", ".join(f"{kind} {name}" for name, kind in self.kinds.items())
+        own = {name: f"Tensor({mark}!)" for name, mark in zip(self.updates, "abcdefgh", strict=False)}
+        given = ", ".join(f"{kind} {name}" for name, kind in (self.kinds | own).items())
         return f"{self.name}({given}) -> {_several(self.results)}"
 
     @property
@@ -285,7 +300,7 @@ def names_of(op: Declaration) -> dict[str, Any]:
         "count_fallback": dispatch.count_fallback, "refused": dispatch.refused, "NoVariant": NoVariant,
         "empty": torch.empty, "empty_like": torch.empty_like,
         "float32": torch.float32, "is_compiling": torch.compiler.is_dynamo_compiling,
-        "is_grad_enabled": torch.is_grad_enabled, "modes": registration.modes,
+        "is_grad_enabled": torch.is_grad_enabled, "modes": registration.modes, "bucket": bucket,
         "transforms": registration.transforms, "Tensor": Tensor, "by_shards": by_shards,
         "is_dtensor": is_dtensor,
     }  # fmt: skip

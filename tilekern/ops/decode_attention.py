@@ -1,12 +1,10 @@
-"""decode_attention: attention of one new token per sequence to a cache of keys and values; without a gradient.
+"""decode_attention: attention of one new token per sequence to a cache of keys and values.
 
-It is written by hand and not declared: it has no gradient, its plans do not depend on the exact room of a cache, which
-grows by one with each token, and one split of the keys needs no second launch.
+Its launches are written for it: a cache has two layouts, and one split of the keys needs no second launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,22 +14,10 @@ from tilekern.errors import NoVariant
 from tilekern.kernels import decode_attention as kernels
 from tilekern.kernels.families.placeholders import placeholder
 from tilekern.ops.attention import WIDEST_HEAD
-from tilekern.ops.registration import (
-    Rows,
-    check_softcap,
-    check_tensors,
-    check_vectors,
-    disjoint,
-    is_traced,
-    is_transformed,
-    needs_gradient,
-    refuse_gradient,
-    register,
-    uncast,
-    viewed,
-)
-from tilekern.runtime.dispatch import Plan, count_fallback, keep, memo, plan_for, refused
-from tilekern.spec import bucket
+from tilekern.ops.operation import operation
+from tilekern.ops.registration import Rows, check_softcap, check_tensors, check_vectors, disjoint, viewed, whole_numbers
+from tilekern.runtime.dispatch import Plan, plan_for, refused, tuned_plan_for
+from tilekern.spec import Array, bucket
 
 
 class Plans(NamedTuple):
@@ -39,10 +25,6 @@ class Plans(NamedTuple):
 
     splits: Plan
     join: Plan | None
-
-
-Ask = Callable[..., Plan | None]
-_known = memo()
 
 
 def decode_attention(
@@ -76,29 +58,17 @@ def decode_attention(
         ValueError: the shapes, dtypes or devices do not fit, or a number is out of its range.
         RuntimeError: a gradient is needed.
     """
-    check_softcap("decode_attention", softcap)
-    if window is not None and window < 1:
-        raise ValueError(f"decode_attention: window must be positive, got {window}")
-    if needs_gradient(q, keys, values, sinks):
-        raise RuntimeError(
-            "decode_attention has no gradient, and one of its arguments requires one; call it under torch.no_grad(), "
-            "or use tilekern.ops.attention"
-        )
-    given = (q, keys, values, lengths, starts, table, sinks, scale, window, softcap)
-    if is_transformed():
-        _check(*given[:7])
-        return _fallback(*given)
-    if is_traced(q):
-        _check(*given[:7])
-        return _registered(*given)
-    return _run(*given)
+    return _decode_attention(q, keys, values, lengths, starts, table, sinks, scale, window, softcap)
 
 
 def _check(
     q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, starts: Tensor | None, table: Tensor | None,
-    sinks: Tensor | None,
+    sinks: Tensor | None, scale: float | None, window: int | None, softcap: float | None, tuned: bool,
 ) -> None:  # fmt: skip
     op = "decode_attention"
+    check_softcap(op, softcap)
+    if window is not None and window < 1:
+        raise ValueError(f"{op}: window must be positive, got {window}")
     shapes = f"got q {list(q.shape)}, keys {list(keys.shape)} and values {list(values.shape)}"
     if q.dim() != 3 or keys.dim() != 4 or keys.shape != values.shape or q.shape[2] != keys.shape[3]:
         cache = "[batch, kv_heads, room, head_dim]" if table is None else "[pages, page_size, kv_heads, head_dim]"
@@ -120,37 +90,10 @@ def _check(
     check_tensors(op, *numbers, q=q, keys=keys, values=values, sinks=sinks, **numbers)
 
 
-def _plans_of(
-    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, starts: Tensor | None, table: Tensor | None,
-    sinks: Tensor | None, scale: float | None, window: int | None, softcap: float | None, *, ask: Ask,
-) -> Plans | None:  # fmt: skip
-    """Return the plans of a call, or None if torch must do the work; a known kind of call is not checked again.
-
-    The room is known by its bucket: otherwise each token of a growing cache would be a new kind.
-    """
-    if not q.is_cuda:
-        _check(q, keys, values, lengths, starts, table, sinks)
-        return _find(q, keys, values, starts, table, sinks, scale, window, softcap, ask)
-    shape = keys.shape
-    key = (
-        _kind(q), shape if table is not None else (*shape[:2], bucket(shape[2]) if shape[2] else 0, shape[3]),
-        keys.dtype, keys.get_device(), values.shape == shape, values.dtype, values.get_device(), _kind(lengths),
-        _kind(starts), _kind(table), _kind(sinks), scale is None or scale > 0, window, softcap is None, ask,
-    )  # fmt: skip
-    try:
-        return _known[key]
-    except KeyError:
-        _check(q, keys, values, lengths, starts, table, sinks)
-        return keep(_known, key, _find(q, keys, values, starts, table, sinks, scale, window, softcap, ask))
-
-
-def _kind(x: Tensor | None) -> tuple[torch.Size, torch.dtype, int] | None:
-    return None if x is None else (x.shape, x.dtype, x.get_device())
-
-
 def _find(
-    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor | None, table: Tensor | None, sinks: Tensor | None,
-    scale: float | None, window: int | None, softcap: float | None, ask: Ask,
+    graded: bool, q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, starts: Tensor | None,
+    table: Tensor | None, sinks: Tensor | None, scale: float | None, window: int | None, softcap: float | None,
+    tuned: bool,
 ) -> Plans | None:  # fmt: skip
     batch, heads, head_dim = q.shape
     page_size, kv_heads = (1, keys.shape[1]) if table is None else keys.shape[1:3]
@@ -161,22 +104,21 @@ def _find(
     if head_dim > WIDEST_HEAD or group > kernels.MOST_HEADS:
         return None
     room = bucket(room)
-    splits = ask(
+    splits = (tuned_plan_for if tuned else plan_for)(
         kernels.SPEC, q.device, batch * kv_heads, room, page_size, group, head_dim,
         window is not None and window < room, softcap is not None, sinks is not None, starts is not None,
         table is not None, q.dtype,
     )  # fmt: skip
     if splits is None or splits.config["splits"] == 1:
         return None if splits is None else Plans(splits, None)
-    join = plan_for(
-        kernels.JOIN, q.device, batch * kv_heads, splits.config["splits"], group, head_dim, q.dtype
-    )  # fmt: skip
+    join = plan_for(kernels.JOIN, q.device, batch * kv_heads, splits.config["splits"], group, head_dim, q.dtype)
     return None if join is None else Plans(splits, join)
 
 
 def _launch(
     plans: Plans, q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, starts: Tensor | None,
     table: Tensor | None, sinks: Tensor | None, scale: float | None, window: int | None, softcap: float | None,
+    tuned: bool,
 ) -> Tensor:  # fmt: skip
     device, (batch, heads, head_dim) = q.get_device(), q.shape
     kv_heads = keys.shape[1 if table is None else 2]
@@ -190,27 +132,35 @@ def _launch(
     if plans.join is not None:
         parts = torch.empty(plans.splits.blocks, shape[2], 2 * head_dim, dtype=torch.float32, device=q.device)
     plans.splits.launch(
-        device, disjoint(q).view(shape), disjoint(keys), disjoint(values), _numbers(lengths, 1, q),
-        _numbers(starts, 1, q), _numbers(table, 2, q), logits, head_dim**-0.5 if scale is None else float(scale),
-        softcap or 1.0, window or 1, see(out, shape), parts,
+        device, disjoint(q).view(shape), disjoint(keys), disjoint(values), whole_numbers(lengths, 1, q.device),
+        whole_numbers(starts, 1, q.device), whole_numbers(table, 2, q.device), logits,
+        head_dim**-0.5 if scale is None else float(scale), float(softcap or 1.0), window or 1, see(out, shape), parts,
     )  # fmt: skip
     if plans.join is not None:
         plans.join.launch(device, parts, plans.splits.config["splits"], see(out, (batch * kv_heads, *shape[2:])))
     return out
 
 
-def _numbers(x: Tensor | None, ndim: int, q: Tensor) -> Any:
-    """Return an array of int32, or its placeholder."""
-    if x is None:
-        return placeholder(ndim, torch.int32, q.device)
-    return disjoint(x if x.dtype == torch.int32 else x.to(torch.int32))
+_CACHE = ("batch", "kv_heads", "room", "head_dim")
+# The room is known by its bucket: otherwise each token of a growing cache would be a new kind of call.
+_ROOM = "(keys.shape[:2], keys.numel() and bucket(keys.shape[-2]), keys.shape[3:])"
 
 
-def formula(
+@operation(
+    kernels.SPEC, name="decode_attention", arrays=(
+        Array("q", "dtype", ("batch", "heads", "head_dim")), Array("keys", "dtype", _CACHE),
+        Array("values", "dtype", _CACHE), Array("lengths", "int32", ("batch",)), Array("starts", "int32", ("batch",)),
+        Array("table", "int32", ("batch", "pages")), Array("sinks", "sinks_dtype", ("heads",)),
+        Array("out", "dtype", ("batch", "heads", "head_dim"), "output"),
+    ), shapes={"keys": f"{_ROOM} if table is None else keys.shape", "values": "values.shape == keys.shape"},
+    key=("scale is None or scale > 0", "window", "softcap", "tuned"), check=_check, find=_find, launch=_launch,
+    no_gradient="call it under torch.no_grad(), or use tilekern.ops.attention",
+)  # fmt: skip
+def _decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, starts: Tensor | None, table: Tensor | None,
-    sinks: Tensor | None, scale: float | None, window: int | None, softcap: float | None,
+    sinks: Tensor | None, scale: float | None, window: int | None, softcap: float | None, tuned: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Compute the op in torch's own operations; nothing waits for the numbers."""
+    """Compute the op; nothing waits for the numbers. ``tuned`` leaves calls without a measured record to torch."""
     if table is not None:
         pages = table.clamp(min=0).long()
         keys, values = (x[pages].flatten(1, 2).transpose(1, 2) for x in (keys, values))
@@ -236,41 +186,12 @@ def formula(
     return torch.einsum("bhgk,bhkd->bhgd", weights.to(q.dtype), values).reshape(q.shape).contiguous()
 
 
-def _fallback(q: Tensor, *rest: Any) -> Tensor:
-    count_fallback(kernels.SPEC)
-    with uncast(q.device.type):
-        return formula(q, *rest)
-
-
-def by_kernels(*given: Any, ask: Ask | None = None) -> Tensor | None:
-    """Run the op on real tensors, with its arguments in the order of :func:`formula`; None if there is no kernel.
-
-    ``ask`` finds a plan; by default :func:`tilekern.runtime.dispatch.plan_for`.
-    """
-    plans = _plans_of(*given, ask=ask or plan_for)
-    if plans is None:
-        return None
+def by_kernels(*given: Any, ask: Any = plan_for) -> Tensor | None:
+    """Run the op on real tensors, given in its order; None if ``ask``, which finds its plans, has no kernel."""
+    functions, arguments = _decode_attention.functions, (*given, ask is tuned_plan_for)  # type: ignore[attr-defined]
     try:
-        return _launch(plans, *given)
+        plans = functions["plans_of"](False, *arguments)
+        return None if plans is None else _launch(plans, *arguments)
     except NoVariant as error:
         refused(kernels.SPEC, error)
         return None
-
-
-def _run(*given: Any) -> Tensor:
-    """Run the op on real tensors of any device."""
-    found = by_kernels(*given)
-    return _fallback(*given) if found is None else found
-
-
-def _fake(q: Tensor, *rest: Any) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-_registered = register(
-    "decode_attention(Tensor q, Tensor keys, Tensor values, Tensor lengths, Tensor? starts, Tensor? table, "
-    "Tensor? sinks, float? scale, SymInt? window, float? softcap) -> Tensor",
-    _run,
-    _fake,
-)
-refuse_gradient(_registered)

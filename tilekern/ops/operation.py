@@ -54,12 +54,15 @@ def _written(op: Declaration) -> Any:
     """Register the op with torch and return its public function."""
     names = names_of(op)
     exec(_code_of(op), names)
-    names["apply"] = registration.applied(names[op.title])
     names["registered"] = registration.register(op.schema, names["run"], names["fake"])
-    backward = registration.register(op.backward_schema, names["run_backward"], names["fake_backward"])
-    registration.refuse_gradient(backward)
-    names["registered_backward"] = backward
-    registration.register_gradient(names["registered"], names["derive"], names["save"])
+    if op.is_differentiable:
+        names["apply"] = registration.applied(names[op.title])
+        backward = registration.register(op.backward_schema, names["run_backward"], names["fake_backward"])
+        registration.refuse_gradient(backward)
+        names["registered_backward"] = backward
+        registration.register_gradient(names["registered"], names["derive"], names["save"])
+    elif op.no_gradient:
+        registration.refuse_graded(names["registered"], names["refuse"])
     # The public function has the defaults, the documentation and the name of the formula.
     public = names[op.name]
     defaults = [p.default for p in op.signature.parameters.values() if p.default is not inspect.Parameter.empty]

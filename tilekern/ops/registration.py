@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilekern.kernels.families.placeholders import TYPES
+from tilekern.kernels.families.placeholders import TYPES, placeholder
 from tilekern.runtime.dispatch import Plan, meta_stands_for, plan_for
 from tilekern.runtime.driver import enter_context
 
@@ -50,6 +50,18 @@ def register_gradient(op: Any, backward: Callable[..., Any], save: Callable[...,
 def refuse_gradient(op: Any) -> None:
     """Let differentiating the results of an op raise: they are gradients, and torch would take them for constants."""
     torch.library.register_autograd(op, _refuse, lib=_LIBRARY)
+
+
+def refuse_graded(op: Any, refuse: Callable[[], None]) -> None:
+    """Let calls of an op without a gradient raise by ``refuse()`` where autograd would have to record them."""
+
+    def run(*given: Any) -> Any:
+        if needs_gradient(*(x for x in given if isinstance(x, Tensor))):
+            refuse()
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*given)
+
+    _LIBRARY.impl(op.name().partition("::")[2], run, "Autograd")
 
 
 def _refuse(ctx: Any, *gradients: Tensor) -> None:
@@ -449,6 +461,13 @@ def shaped(y: Tensor, *shape: int) -> Tensor:
     if forward_ad._current_level < 0:
         return y.resize_(shape)  # a third of the host time of the operation below
     return torch.ops.aten._unsafe_view.default(y, shape)
+
+
+def whole_numbers(x: Tensor | None, ndim: int, device: torch.device) -> Any:
+    """Return an array of int32 for a kernel, or the placeholder of one that a call does not have."""
+    if x is None:
+        return placeholder(ndim, torch.int32, device)
+    return disjoint(x if x.dtype == torch.int32 else x.to(torch.int32))
 
 
 def disjoint(x: Tensor) -> Tensor:

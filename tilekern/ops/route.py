@@ -1,6 +1,7 @@
 """route: sort the slots of a layer of experts (the choices of its tokens) by expert; without a gradient.
 
-It is written by hand and not declared: it is two launches, and its results are integers without a gradient.
+It is written by hand: with two launches and results whose sizes are numbers, a declaration would have to bring all
+of it.
 """
 
 from __future__ import annotations

@@ -1,47 +1,54 @@
-"""sample and greedy: the next token of each row of logits, drawn or the most likely one; without a gradient.
+"""sample and greedy: the next token of each row of logits, drawn or the most likely one.
 
-They are written by hand and not declared, as their results are integers.
 Parameters of ``sample`` may differ from row to row, so that requests of several users share a batch. The kernel reads
 them from the GPU's memory; the host reads none, and a CUDA graph draws by the values of its replay.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from tilekern.errors import NoVariant
 from tilekern.kernels import sample as kernels
-from tilekern.ops.registration import as_rows, check_devices, check_dtype, constant, is_traced, register
-from tilekern.runtime.dispatch import Plan, count_fallback, keep, memo, plan_for, refused
-from tilekern.spec import KernelSpec
+from tilekern.ops.operation import operation
+from tilekern.ops.registration import check_dtype, constant, is_traced
 
 _INT32 = torch.iinfo(torch.int32)
-_PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "seed", "positions")
-_known: dict[Any, Plan | None] = memo()
+_SERVED = f"logits.shape[-1] <= {kernels.MOST_TOKENS}"
 
 
+def _rows(op: str, logits: Tensor) -> Tensor:
+    """Return logits as [rows, vocabulary]."""
+    if not logits.shape[-1]:
+        raise ValueError(f"{op}: the vocabulary of logits must not be empty, got {list(logits.shape)}")
+    return logits.detach().reshape(-1, logits.shape[-1])
+
+
+@operation(kernels.GREEDY, served=_SERVED)
 def greedy(logits: Tensor) -> Tensor:
     """Return the id of the largest logit of each row; of equal ones the first.
 
     NaN counts as the largest, as in ``torch.argmax``, which may return another one of equal logits on a GPU.
 
     Args:
-        logits: [batch, vocabulary]; bfloat16, float16 or float32, any strides.
+        logits: [..., vocabulary]; bfloat16, float16 or float32, any strides.
 
     Returns:
-        int64 [batch].
+        int64 [...].
 
     Raises:
-        ValueError: ``logits`` has another shape or dtype, or the vocabulary is empty.
+        ValueError: ``logits`` are not of a floating dtype, or the vocabulary is empty.
     """
-    _check_logits("greedy", logits)
-    found: Tensor = (_registered_greedy if is_traced(logits) else _greedy)(logits.detach())
-    return found
+    return kernels.greedy_by_torch(_rows("greedy", logits)).view(logits.shape[:-1])
+
+
+@operation(kernels.SAMPLE, name="sample", served=_SERVED)
+def _sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, positions: Tensor
+) -> Tensor:
+    """Draw by parameters that are tensors, with a number for each row."""
+    given = (x.reshape(-1) for x in (temperature, top_k, top_p, min_p, seed, positions))
+    return kernels.sample_by_torch(_rows("sample", logits), *given).view(logits.shape[:-1])
 
 
 def sample(
@@ -83,76 +90,24 @@ def sample(
         if top_k < 0:
             raise ValueError(f"sample: top_k must be 0, which keeps all tokens, or more, got {top_k}")
         top_k = min(top_k, _INT32.max)
-    _check_logits("sample", logits)
-    given = {
-        name: _numbers(name, value, dtype, logits)
-        for name, value, dtype in (
-            ("temperature", temperature, torch.float32),
-            ("top_k", top_k, torch.int32),
-            ("top_p", top_p, torch.float32),
-            ("min_p", min_p, torch.float32),
-            ("seed", seed, torch.int64),
-            ("positions", positions, torch.int64),
-        )
-    }
-    check_devices("sample", logits=logits, **given)
-    found: Tensor = (_registered_sample if is_traced(logits) else _sample)(logits.detach(), *given.values())
-    return found
+    if logits.dim() != 2:
+        raise ValueError(f"sample: logits must be [batch, vocabulary], got {list(logits.shape)}")
+    return _sample(
+        logits,
+        _numbers("temperature", temperature, torch.float32, logits),
+        _numbers("top_k", top_k, torch.int32, logits),
+        _numbers("top_p", top_p, torch.float32, logits),
+        _numbers("min_p", min_p, torch.float32, logits),
+        _numbers("seed", seed, torch.int64, logits),
+        _numbers("positions", positions, torch.int64, logits),
+    )
 
 
 def _numbers(name: str, given: Tensor | float, dtype: torch.dtype, logits: Tensor) -> Tensor:
-    """Return a parameter as a tensor of one number, or of one for each row."""
+    """Return a parameter as a tensor with a number for each row."""
     if not isinstance(given, Tensor):
         if is_traced(logits):
-            return logits.new_full((1,), given, dtype=dtype)
-        return constant(1, given, dtype, logits.device)
+            return logits.new_full(logits.shape[:1], given, dtype=dtype)
+        return constant(logits.shape[0], given, dtype, logits.device)
     check_dtype("sample", name, given, whole=not dtype.is_floating_point)
-    if given.shape != logits.shape[:1]:
-        raise ValueError(f"sample: {name} must have the shape [{logits.shape[0]}], got {list(given.shape)}")
     return given.detach().to(dtype)
-
-
-def _check_logits(op: str, logits: Tensor) -> None:
-    if logits.dim() != 2 or not logits.shape[1] or not logits.is_floating_point():
-        raise ValueError(f"{op}: logits must be [batch, vocabulary] of floats, got {logits.dtype} {list(logits.shape)}")
-
-
-def _plan(spec: KernelSpec, logits: Tensor) -> Plan | None:
-    """Return the plan of a call; None if torch must choose."""
-    key = (spec.name, logits.get_device(), logits.shape, logits.dtype)
-    try:
-        return _known[key]
-    except KeyError:
-        plan = None
-        if logits.numel() and logits.shape[1] <= kernels.MOST_TOKENS and logits.dtype != torch.float64:
-            plan = plan_for(spec, logits.device, *logits.shape, logits.dtype)
-        return keep(_known, key, plan) if logits.is_cuda else plan
-
-
-def _chosen(spec: KernelSpec, formula: Callable[..., Tensor], logits: Tensor, *given: Tensor) -> Tensor:
-    """Return the ids of rows, by one launch or by torch."""
-    plan = _plan(spec, logits)
-    if plan is not None:
-        ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-        try:
-            plan.launch(logits.get_device(), as_rows(logits), *(x.contiguous() for x in given), ids)
-        except NoVariant as error:
-            refused(spec, error)
-        else:
-            return ids
-    count_fallback(spec)
-    return formula(logits, *given)
-
-
-_sample = functools.partial(_chosen, kernels.SAMPLE, kernels.sample_by_torch)
-_greedy = functools.partial(_chosen, kernels.GREEDY, kernels.greedy_by_torch)
-
-
-def _fake(logits: Tensor, *_: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape[:1], dtype=torch.int64)
-
-
-_registered_sample = register(
-    f"sample_rows(Tensor logits, {', '.join(f'Tensor {name}' for name in _PARAMETERS)}) -> Tensor", _sample, _fake
-)
-_registered_greedy = register("greedy_rows(Tensor logits) -> Tensor", _greedy, _fake)

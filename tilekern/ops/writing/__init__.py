@@ -15,9 +15,12 @@ from tilekern.ops.writing import functions, launches, plans
 _WRITERS = {
     "check": plans.check, "find": plans.find, "plans_of": plans.plans_of, "launch": launches.launch,
     "launch_backward": launches.launch_backward, "fallback": functions.fallback,
-    "fallback_backward": functions.fallback_backward, "autograd": functions.autograd, "public": functions.public,
-    "fake": functions.fake, "fake_backward": functions.fake_backward, "run": functions.run,
+    "fallback_backward": functions.fallback_backward, "autograd": functions.autograd, "refuse": functions.refuse,
+    "public": functions.public, "fake": functions.fake, "fake_backward": functions.fake_backward, "run": functions.run,
     "run_backward": functions.run_backward, "save": functions.save, "derive": functions.derive,
+}  # fmt: skip
+_OF_GRADIENTS = {
+    "launch_backward", "fallback_backward", "autograd", "fake_backward", "run_backward", "save", "derive"
 }  # fmt: skip
 # Names of variables and functions in the text; no tensor or scalar may use them.
 RESERVED = {
@@ -36,7 +39,10 @@ def text_of(op: Declaration) -> str:
     names = {*op.arguments, *op.results, *op.made, *(array.name for spec in op.specs for array in spec.arrays)}
     if clash := sorted(names & {*names_of(op), *RESERVED}):
         raise TypeError(f"{op.name}: {clash[0]} has another meaning in an op's text; call it something else")
-    own = [write(op) for name, write in _WRITERS.items() if name not in op.overrides]
+    left_out = {*op.overrides, *([] if op.no_gradient else ["refuse"])}
+    if not op.is_differentiable:
+        left_out |= _OF_GRADIENTS
+    own = [write(op) for name, write in _WRITERS.items() if name not in left_out]
     return "\n\n".join(own)
 
 

@@ -15,12 +15,20 @@ def public(op: Declaration) -> str:
     Dispatch modes with meta tensors are those of planning, which needs plans.
     """
     given = ", ".join(op.arguments)
-    wanted = either([_requires(op, name) for name in op.gradients])
     refused = [_requires(op, name) for name in op.ungraded if "int" not in op.inputs[name].dtype]
-    unserved = f" or ({either(refused)} and is_grad_enabled())" if refused else ""
+    unserved = f" or ({either(refused)} and is_grad_enabled())" if refused and op.is_differentiable else ""
+    launched = [f"return {_shown(op, f'launch(plans, {given})')}"]
+    graded, refusal = "False", []
+    if op.is_differentiable:
+        wanted = either([_requires(op, name) for name in op.gradients])
+        graded, launched = "graded", [*block("if graded:", [f"return apply({given}, plans)"]), *launched]
+    elif op.no_gradient:
+        floating = [_requires(op, name) for name, array in op.inputs.items() if "int" not in array.dtype]
+        refusal = block(f"if is_grad_enabled() and {either(floating)}:", ["refuse()"])
     called_by = (*op.arguments, *(f"{name}={op.signature.parameters[name].default!r}" for name in op.options))
     body = [
         *_special(op),
+        *refusal,
         *block(
             f"if is_compiling() or transforms() or (modes() and not {op.tensors[0]}.is_meta):",
             [
@@ -29,17 +37,20 @@ def public(op: Declaration) -> str:
                 f"return {_shown(op, f'registered({given})')}",
             ],
         ),
-        f"graded = is_grad_enabled() and {wanted}",
+        *([f"graded = is_grad_enabled() and {wanted}"] if op.is_differentiable else []),
         *([f"graded = graded and {row([_requires(op, name) for name in op.apart])}"] if op.apart else []),
-        f"plans = plans_of(graded, {given})",
+        f"plans = plans_of({graded}, {given})",
         *block(f"if plans is None{unserved}:", [f"return fallback({given})"]),
-        *block("try:", [
-            *block("if graded:", [f"return apply({given}, plans)"]),
-            f"return {_shown(op, f'launch(plans, {given})')}",
-        ]),
+        *block("try:", launched),
         *_where_refused("FORWARD", [f"return fallback({given})"]),
     ]  # fmt: skip
     return function(op.name, called_by, body)
+
+
+def refuse(op: Declaration) -> str:
+    """``refuse()``: say that there is no gradient."""
+    said = f"{op.name} has no gradient, and one of its arguments requires one; {op.no_gradient}"
+    return function("refuse", (), [f'raise RuntimeError("{said}")'])
 
 
 def _where_refused(spec: str, instead: Lines) -> Lines:

@@ -13,7 +13,8 @@ def check(op: Declaration) -> str:
     body: Lines = []
     known: dict[str, str] = {}
     for number, array in enumerate(op.inputs.values()):
-        other = next((a.name for a in tuple(op.inputs.values())[:number] if a.shape == array.shape and leads(a)), None)
+        before = tuple(op.inputs.values())[:number] if array.shape != ("rows",) else ()
+        other = next((a.name for a in before if a.shape == array.shape and leads(a)), None)
         condition, message = _refusal(op, array, known) if other is None else _unlike(array.name, other)
         if array.name in op.optional:
             condition = f"{array.name} is not None and ({condition})"
@@ -95,7 +96,7 @@ def _unserved(op: Declaration) -> Lines:
         if expected != f"{name}.dtype":
             differs = f"{name}.dtype != {expected}"
             conditions.append(f"({name} is not None and {differs})" if name in op.optional else differs)
-    return conditions
+    return [*conditions, *([f"not ({op.served})"] if op.served else [])]
 
 
 def plans_of(op: Declaration) -> str:
@@ -106,7 +107,7 @@ def plans_of(op: Declaration) -> str:
     """
     key = []
     for name in op.tensors:
-        seen = ", ".join((f"{name}.shape", f"{name}.dtype", f"{name}.get_device()"))
+        seen = ", ".join((op.shapes.get(name, f"{name}.shape"), f"{name}.dtype", f"{name}.get_device()"))
         key.append(f"None if {name} is None else ({seen})" if name in op.optional else seen)
     flags = [said for said in dict.fromkeys((*op.flags.values(), *op.key)) if said not in ("True", "False")]
     given = ", ".join(op.arguments)
