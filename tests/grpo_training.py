@@ -104,7 +104,6 @@ def train(folder, steps, *, prompts=PROMPTS, **options):
         "max_steps": steps, "per_device_train_batch_size": 2, "steps_per_generation": 2, "num_generations": 2,
         "gradient_accumulation_steps": 1, "max_completion_length": 3, "learning_rate": 1e-2, "beta": 0.1,
         "logging_steps": 1, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "seed": 1,
-        "gradient_checkpointing": False,
     }  # fmt: skip
     trainer = Watched(
         model,
