@@ -261,6 +261,11 @@ def decode(
     seconds: Annotated[float, typer.Option(help="Seconds for an op's figures, after which there are fewer.")] = 1,
     limit_s: Annotated[float, typer.Option("--limit-s", help="Seconds for all; what is measured then is kept.")] = 1e9,
     device: Annotated[Device, typer.Option(help="Where the model is.")] = Device.cuda,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Measure nothing; write the plan of the ops in both modes for `tilekern.tune --plan`."),
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="GPU that the plan is for.")] = "auto",
 ) -> None:
     """Measure generation, tilekern and its peers: ops of a token, whole steps, prompts, `generate`; and equal bits."""
     from benchmarks import decode as bench
@@ -272,6 +277,10 @@ def decode(
         model, "", "", layers, counts(batch), counts(contexts), context, prompt, new, tokens, samples, seconds,
         device.value,
     )  # fmt: skip
+    if plan is not None:
+        bench.write_plan(plan, job, chosen, gpu)
+        print(f"wrote {plan}")
+        return
     if "step" in chosen and context < (least := bench.least_context(samples)):
         raise InputError(f"--context {context}: --samples {samples} of a step take {least} tokens at least")
     _needs_gpu_or_out(device, out)

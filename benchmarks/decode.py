@@ -140,6 +140,20 @@ def measure(job: Job, parts: Sequence[str], ways: Sequence[str], limit_s: float,
     return results
 
 
+def write_plan(path: Path, job: Job, parts: Sequence[str], gpu: str) -> None:
+    """Write the plan of the problems that tilekern needs in ``products`` and ``attention``, in both modes.
+
+    Raises:
+        InputError: the model or the GPU is unknown, or no problem is needed.
+    """
+    from tilekern import trace
+
+    config = config_named(job.model)[1]
+    models.patch(OURS, config)
+    with trace(path, gpu=gpu):
+        ops.ask(config, parts, job.batches, job.contexts)
+
+
 def _start(job: Job) -> Process:
     command = [sys.executable, "-m", "benchmarks.decode", json.dumps(asdict(job))]
     return Process(command, dict(os.environ), LIMIT_S)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,18 +162,15 @@ def attention(
 
     from tilekern.ops.decode_attention import formula
 
-    text = config.get_text_config()
-    heads, shared = text.num_attention_heads, text.num_key_value_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     for batch in batches:
         for context in contexts:
             case = f"{name} decode attention, batch {batch}, context {context}"
             try:
-                cached = (batch, shared, context, size)
+                asking, cached = _shapes(config, batch, context)
                 count = _copies(4 * math.prod(cached), device)
                 copies = [tuple(torch.randn(cached, **options) for _ in "kv") for _ in range(count)]
-                q = torch.randn((batch, heads, 1, size), **options)
+                q = torch.randn(asking, **options)
                 lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
                 few, keys, values = (x[:CHECKED].double() for x in (q[:, :, 0], *copies[0]))
                 wide = formula(few, keys, values, lengths[:CHECKED], None, None, None, None, None, None)
@@ -187,6 +184,29 @@ def attention(
             copies, givens = [], []
             if device == "cuda":
                 torch.cuda.empty_cache()
+
+
+def ask(config: Any, parts: Collection[str], batches: Sequence[int], contexts: Sequence[int]) -> None:
+    """Call tilekern on meta tensors, in both modes, as ``products`` and ``attention`` do if they are in ``parts``."""
+    import torch
+
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
+    for who in (OURS, INVARIANT):
+        with torch.no_grad(), mode_of(who):
+            for batch in batches:
+                for one in products_of(config, 1) if "products" in parts else []:
+                    one.ours(torch.empty((batch, 1, one.inner), **options), *one.weights("meta"))
+                for context in contexts if "attention" in parts else []:
+                    q, cached = _shapes(config, batch, context)
+                    given = [torch.empty(shape, **options) for shape in (q, cached, cached)]
+                    _attentions(torch.empty(batch, dtype=torch.int32, device="meta"))[who](*given)
+
+
+def _shapes(config: Any, batch: int, context: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of the query of a token, and of the keys or the values of a cache."""
+    text = config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return (batch, text.num_attention_heads, 1, size), (batch, text.num_key_value_heads, context, size)
 
 
 def _attentions(lengths: Any) -> dict[str, Call]:
