@@ -46,8 +46,8 @@ PARTS: Mapping[str, Sequence[str]] = {
     "step": tuple(models.WAYS),
     "generate": tuple(name for name, way in models.WAYS.items() if way.by != "graph"),
 }
-# Seconds that one process may take, and the fewest that must be left for one to begin.
-LIMIT_S, LEAST_S = 240.0, 10.0
+# Seconds that one process may take, most of them for torch.compile, and the fewest that must be left for one to begin.
+LIMIT_S, LEAST_S = 300.0, 10.0
 Keep = Callable[[Results], None]
 Say = Callable[[str], None]
 

@@ -54,11 +54,11 @@ class Way:
 WAYS: Mapping[str, Way] = {
     OURS: Way(patched=True),
     f"{OURS}-graph": Way(patched=True, by="graph"),
-    f"{OURS}-compiled": Way(patched=True, by="compiled"),
     INVARIANT: Way(patched=True, invariant=True),
     f"{INVARIANT}-graph": Way(patched=True, invariant=True, by="graph"),
     "hf": Way(),
     "hf-compiled": Way(by="compiled"),
+    f"{OURS}-compiled": Way(patched=True, by="compiled"),
 }
 
 

@@ -321,8 +321,8 @@ def _beside(what: str, cases: str, metric: str, most: float, who: str = OURS, th
     def judge(results: Results) -> Iterator[Verdict]:
         for case in results.cases():
             ours = results.row(case, who, metric)
-            named = results.row(case, than, metric) if than else None
-            others = [named] if named else [] if than else _peers(results, case, metric)
+            rivals = [results.row(case, than, metric)] if than else _peers(results, case, metric)
+            others = [row for row in rivals if row is not None]
             if ours is not None and others and case.startswith(cases) and case.endswith(ending):
                 best = others[0]
                 slack = ours.spread + best.spread if most == 1 else 0.0
