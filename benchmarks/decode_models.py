@@ -16,6 +16,7 @@ from benchmarks.models import make_model
 from benchmarks.providers import OURS, one_line
 from benchmarks.results import Row
 from benchmarks.trainers import trainer_named
+from tilekern.patch.stepping import auto_class
 from tilekern.tuning.measure.timing import Timing
 
 # Steps before the timed ones: kernels are looked up, torch.compile compiles, records its graph and replays it.
@@ -74,8 +75,10 @@ def patch(name: str, config: Any) -> None:
 
 
 def made(name: str, config: Any, layers: int, device: str) -> Any:
-    """Make the model of a way, for generation."""
-    return make_model(config, layers, OURS if WAYS[name].patched else "sdpa", device).eval()
+    """Make the model of a way, for generation; unpatched with SDPA if transformers has it for the model."""
+    has_sdpa = auto_class(config)._model_mapping[type(config)]._supports_sdpa
+    attention = OURS if WAYS[name].patched else "sdpa" if has_sdpa else "eager"
+    return make_model(config, layers, attention, device).eval()
 
 
 class Decoder:

@@ -23,7 +23,7 @@ from benchmarks.pages import decoding
 from benchmarks.results import Results, Row, read_results
 from tilekern.errors import InputError
 from tilekern.runtime import dispatch
-from tilekern.tuning.plan.configs import config_named
+from tilekern.tuning.plan.configs import config_named, config_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning"),
@@ -157,6 +157,12 @@ def test_a_decoder_ends_at_its_context_and_gives_each_sequence_its_next_token(wa
     cached = 2 * 2 * 3 * 2 * (9 + decode_models.WARM_UP) * 16
     weights = sum(x.numel() for x in model.parameters()) - 61 * 64
     assert decoder.bytes_read() == 4 * (weights + cached)
+
+
+@pytest.mark.parametrize(("model_type", "attention"), [("qwen3", "sdpa"), ("gemma2", "eager")])
+def test_an_unpatched_model_has_sdpa_if_transformers_has_it(model_type, attention):
+    config = config_of(CONFIG | {"model_type": model_type}, "tiny")
+    assert made("hf", config, 0, "cpu").config._attn_implementation == attention
 
 
 def test_steps_prompts_and_generate_have_their_figures(run):
