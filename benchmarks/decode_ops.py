@@ -160,7 +160,7 @@ def attention(
     """Time attention of one new token per sequence to a cache, by tilekern and each back end of SDPA."""
     import torch
 
-    from tilekern.ops.decode_attention import formula
+    from tilekern.ops.operation import DECLARED
 
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     for batch in batches:
@@ -173,7 +173,9 @@ def attention(
                 q = torch.randn(asking, **options)
                 lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
                 few, keys, values = (x[:CHECKED].double() for x in (q[:, :, 0], *copies[0]))
-                wide = formula(few, keys, values, lengths[:CHECKED], None, None, None, None, None, None)
+                wide = DECLARED["decode_attention"].formula(
+                    few, keys, values, lengths[:CHECKED], None, None, None, None, None, None
+                )
                 del keys, values
                 calls = _attentions(lengths)
                 givens = [(q, *cache) for cache in copies]

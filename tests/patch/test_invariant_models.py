@@ -24,7 +24,7 @@ from transformers import (
 import tilekern
 from tilekern import ops
 from tilekern.errors import InputError, RowsVary, TilekernWarning
-from tilekern.ops.invariance import linear
+from tilekern.ops.linear_layers import linear
 from tilekern.runtime import dispatch
 
 SIZES = {
@@ -181,7 +181,7 @@ def test_a_job_may_be_in_the_mode_from_the_start():
     code = "import tilekern, torch; tilekern.apply(); print(torch.nn.functional.linear.__module__)"
     environment = {**os.environ, "TILEKERN_INVARIANT": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "tilekern.ops.invariance"
+    assert done.stdout.strip() == "tilekern.ops.linear_layers"
 
 
 def test_apply_turns_the_mode_on_and_reset_ends_it():

@@ -16,7 +16,7 @@ from tilekern.errors import InputError
 from tilekern.ops import invariance
 from tilekern.patch import attention as attention_door
 from tilekern.patch import comparing as ranks
-from tilekern.patch import defaults
+from tilekern.patch import defaults, generating
 from tilekern.patch import experts as experts_door
 from tilekern.patch import graphs as graphs_door
 from tilekern.patch.families import FAMILIES, imported, is_of_transformers, may_have_forms
@@ -144,6 +144,7 @@ def apply(
     defaults.attention_stand_in(attention)
     defaults.adamw_stand_in(adamw)
     graphs_door.stand_in(graphs)
+    generating.stand_in(True)
     invariance.choose(invariant)
     with _lock:
         mine = {family.module for family in families}
@@ -195,8 +196,11 @@ def _wanted(name: str) -> list[Patch]:
 def _arrived(name: str) -> None:
     if graphs_door.awaits(name):
         graphs_door.stand_in(True)
+    rows = _wanted(name)
+    if rows:
+        generating.stand_in(True)
     with _lock:
-        _put(_wanted(name), {name})
+        _put(rows, {name})
 
 
 _arrivals = Arrivals(_awaits, _arrived)
@@ -369,6 +373,7 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
         InputError: an unknown op.
     """
     if names is None:
+        generating.stand_in(False)
         invariance.choose(False)
         ranks.unarm()
         dispatch.foresee_by(None)
