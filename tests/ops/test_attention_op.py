@@ -62,8 +62,8 @@ def test_a_query_that_sees_no_key_gives_zeros():
 
 def test_a_window_over_all_keys_counts_as_no_window():
     q, k, v = tensors()
-    assert module._call(q, k, None, True, None, 23, None, None, True).window is None
-    assert module._call(q, k, None, True, None, 22, None, None, True).window == 22
+    assert module._call(q, k, None, None, True, None, 23, None, None, None, True).window is None
+    assert module._call(q, k, None, None, True, None, 22, None, None, None, True).window == 22
     assert torch.equal(attention(q, k, v, window=10**12), attention(q, k, v))
 
 
@@ -87,8 +87,8 @@ def test_the_library_s_causal_mask_is_not_used_where_it_means_another(monkeypatc
 
 def test_torch_agrees_that_the_op_is_registered_well():
     q, k, v = tensors()
-    numbers = (True, 0.25, 5, None, 23, True)
-    torch.library.opcheck(OP, (q, k, v, None, None, *numbers), test_utils=("test_schema", "test_faketensor"))
+    numbers = (True, 0.25, 5, None, 23, None, True)
+    torch.library.opcheck(OP, (q, k, v, None, None, None, *numbers), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("softcap", [1e-30, 1e30])

@@ -267,7 +267,7 @@ def _special(
     """Compute a soft cap or sinks with a boolean mask in torch's own steps, since SDPA supports neither."""
     query, key, value = (x.transpose(1, 2) for x in _autocast(query, key, value))
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    call = Call(False, scale, None, softcap, key.shape[1], deterministic=True)
+    call = Call(False, scale, None, softcap, key.shape[1], key.shape[1], deterministic=True)
     return formula(query, key, value, sinks, attention_mask[..., : key.shape[1]], call)
 
 
