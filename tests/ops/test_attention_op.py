@@ -67,6 +67,29 @@ def test_a_window_over_all_keys_counts_as_no_window():
     assert torch.equal(attention(q, k, v, window=10**12), attention(q, k, v))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "torch"])
+@pytest.mark.parametrize("more", [{}, {"sinks": torch.linspace(-1, 2, 4)}], ids=["plain", "sinks"])
+@pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
+def test_nothing_behind_the_last_sequence_is_seen_or_left_as_it_was(dtype, more):
+    """Rows of NaN there, also of the incoming gradient, change no bit of the others, and give zeros."""
+    whole = [x.detach().to(dtype) for x in tensors(queries=9, keys=17)]
+    starts = {"cu_seqlens": torch.tensor([0, 1, 6]), "cu_seqlens_k": torch.tensor([0, 4, 14])}
+    starts = {name: x.int() for name, x in starts.items()}
+    sinks = {name: x.to(dtype).requires_grad_() for name, x in more.items()}
+    slope, found = torch.randn_like(whole[0]), []
+    for fill in (0.0, torch.nan):
+        padded = [x.clone() for x in (*whole, slope)]
+        for x, end in zip(padded, (6, 14, 14, 6), strict=True):
+            x[:, end:] = fill
+        leaves = [x.requires_grad_() for x in padded[:3]] + list(sinks.values())
+        out = attention(*leaves[:3], **starts, **sinks)
+        found.append([out, *torch.autograd.grad(out, leaves, padded[3])])
+    assert all(map(torch.equal, *found))
+    for x, end in zip(found[0], (6, 6, 14, 14), strict=False):
+        assert not x[:, end:].any()
+        assert bool(x[:, :end].abs().amax() > 0)
+
+
 @pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
 def test_what_the_kernels_do_not_serve_goes_to_torch():
     q, k, v = tensors()

@@ -337,7 +337,7 @@ def _attention(
     masked = not square and (causal or call.window is not None or cu_seqlens is not None)
     # Some of SDPA's implementations give NaN for causal rows with a negative scale, and for rows that see no key.
     by_formula = softcap is not None or sinks is not None or call.scale <= 0
-    mask, blind = None, None
+    mask = blind = None
     if masked or (square and by_formula):
         mask = shown(queries, keys, q.device, causal, call.window, cu_seqlens, cu_seqlens_k)
     if cu_seqlens_k is not None:
@@ -345,7 +345,7 @@ def _attention(
         k, v = (x.masked_fill(_behind(x, cu_seqlens_k), 0) for x in (k, v))
     if by_formula:
         return formula(q, k, v, sinks, mask, call)
-    if masked and (queries > keys or cu_seqlens_k is not None):
+    if mask is not None and (queries > keys or cu_seqlens_k is not None):
         blind = ~mask.any(1)
         mask = mask | blind[:, None]
     out = torch.nn.functional.scaled_dot_product_attention(

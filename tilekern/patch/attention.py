@@ -73,6 +73,9 @@ def attend(
             - there are keys that no mask describes
     """
     _check_served(module, kwargs)
+    if kwargs.get("write_index") is not None:
+        return _batched(deterministic, module, query, key, value, attention_mask, dropout, scaling, sliding_window,
+                        softcap, is_causal, s_aux, kwargs), None  # fmt: skip
     bias = kwargs.get("position_bias")
     starts, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
     told = None if attention_mask is None or not isinstance(attention_mask, ToldMask) else attention_mask
@@ -91,8 +94,7 @@ def attend(
     if told is not None and queries < keys:
         # The remaining keys are unused room of a cache.
         key, value = (x[:, :, :queries] for x in (key, value))
-        if bias is not None:
-            bias = kwargs["position_bias"] = bias[..., :queries]
+        bias = kwargs["position_bias"] = None if bias is None else bias[..., :queries]
         keys = queries
     if told is not None or (packed and says_packing_alone(attention_mask)):
         attention_mask = None
@@ -126,6 +128,24 @@ def attend(
         max_seqlen=longest if packed and isinstance(longest, int) else None, deterministic=deterministic,
     )  # fmt: skip
     return out, None
+
+
+def _batched(
+    deterministic: bool, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: Any, dropout: float, scaling: float | None, window: int | None, softcap: float | None,
+    is_causal: bool | None, sinks: torch.Tensor | None, kwargs: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """Compute the attention of a step of transformers' continuous batching."""
+    from tilekern.patch import paged  # which imports torch.compile, as transformers' cache does
+
+    if attention_mask is not None or dropout or kwargs.get("position_bias") is not None:
+        raise InputError('attn_implementation="tilekern": continuous batching takes no mask, dropout or position bias')
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if window is not None:
+        longest = kwargs.get("max_length_k")
+        _is_invariant(longest if isinstance(longest, int) else key.shape[2], window)
+    way = paged.Way(causal, scaling, window, softcap, sinks, deterministic)
+    return paged.attend(module, query, key, value, way, kwargs)
 
 
 def _is_invariant(keys: int, window: int | None) -> bool:
