@@ -6,6 +6,7 @@ grows by one with each token, and one split of the keys needs no second launch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -148,28 +149,47 @@ def _kind(x: Tensor | None) -> tuple[torch.Size, torch.dtype, int] | None:
     return None if x is None else (x.shape, x.dtype, x.get_device())
 
 
+def has_plans(
+    q_shape: tuple[int, ...], keys_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+    window: int | None, has_softcap: bool, has_sinks: bool, *, ask: Ask,
+) -> bool:  # fmt: skip
+    """Return whether kernels serve a cache [batch, kv_heads, room, head_dim], for code that must know it beforehand."""
+    return _search(q_shape, keys_shape, dtype, device, window, has_softcap, has_sinks, False, None, ask) is not None
+
+
 def _find(
     q: Tensor, keys: Tensor, values: Tensor, starts: Tensor | None, table: Tensor | None, sinks: Tensor | None,
     scale: float | None, window: int | None, softcap: float | None, ask: Ask,
 ) -> Plans | None:  # fmt: skip
-    batch, heads, head_dim = q.shape
-    page_size, kv_heads = (1, keys.shape[1]) if table is None else keys.shape[1:3]
-    room = keys.shape[2] if table is None else page_size * table.shape[1]
-    if not q.numel() or not keys.numel() or not room or (scale is not None and scale <= 0):
+    if scale is not None and scale <= 0:
+        return None
+    pages = None if table is None else table.shape[1]
+    flags = window, softcap is not None, sinks is not None, starts is not None, pages
+    return _search(q.shape, keys.shape, q.dtype, q.device, *flags, ask)
+
+
+def _search(
+    q_shape: tuple[int, ...], keys_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+    window: int | None, has_softcap: bool, has_sinks: bool, has_starts: bool, pages: int | None, ask: Ask,
+) -> Plans | None:  # fmt: skip
+    """Return the plans for tensors of such shapes; ``pages`` is the width of a table."""
+    batch, heads, head_dim = q_shape
+    page_size, kv_heads = (1, keys_shape[1]) if pages is None else keys_shape[1:3]
+    room = keys_shape[2] if pages is None else page_size * pages
+    if not math.prod(q_shape) or not math.prod(keys_shape) or not room:
         return None
     group = heads // kv_heads
     if head_dim > WIDEST_HEAD or group > kernels.MOST_HEADS:
         return None
     room = bucket(room)
     splits = ask(
-        kernels.SPEC, q.device, batch * kv_heads, room, page_size, group, head_dim,
-        window is not None and window < room, softcap is not None, sinks is not None, starts is not None,
-        table is not None, q.dtype,
+        kernels.SPEC, device, batch * kv_heads, room, page_size, group, head_dim,
+        window is not None and window < room, has_softcap, has_sinks, has_starts, pages is not None, dtype,
     )  # fmt: skip
     if splits is None or splits.config["splits"] == 1:
         return None if splits is None else Plans(splits, None)
     join = plan_for(
-        kernels.JOIN, q.device, batch * kv_heads, splits.config["splits"], group, head_dim, q.dtype
+        kernels.JOIN, device, batch * kv_heads, splits.config["splits"], group, head_dim, dtype
     )  # fmt: skip
     return None if join is None else Plans(splits, join)
 

@@ -20,6 +20,7 @@ from tilekern.ops.attention import Call, attention, formula, shown
 from tilekern.ops.decode_attention import by_kernels
 from tilekern.ops.packing import can_read, is_capturing
 from tilekern.ops.registration import autocast_dtype, is_autocast, is_traced
+from tilekern.patch.decoding import in_graph, lengths_of
 from tilekern.patch.guards import SUBCLASS, constant_in_graphs
 from tilekern.patch.masking import lacks_sequences, mask, says_packing_alone
 from tilekern.patch.positions import are_given_in_graph, number_of_sequences
@@ -104,8 +105,9 @@ def attend(
     special = softcap is not None or s_aux is not None
     decoding = queries != keys and not torch.is_grad_enabled() and not _is_invariant(keys, sliding_window)
     alone = decoding and queries == 1 and (causal or sliding_window is None)
-    alone = alone and not (dropout or masked or bias is not None or starts is not None)
-    found = _decoded(query, key, value, scaling, sliding_window, softcap, s_aux) if alone else None
+    lengths = lengths_of(attention_mask)
+    alone = alone and not (dropout or (masked and lengths is None) or bias is not None or starts is not None)
+    found = _decoded(query, key, value, lengths, scaling, sliding_window, softcap, s_aux) if alone else None
     if found is not None:
         return found, None
     if dropout or masked or bias is not None or type(query) is not torch.Tensor or (decoding and not special):
@@ -158,26 +160,33 @@ def _is_invariant(keys: int, window: int | None) -> bool:
 
 
 def _decoded(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None,
-    softcap: float | None, sinks: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor | None, scaling: float | None,
+    window: int | None, softcap: float | None, sinks: torch.Tensor | None,
 ) -> torch.Tensor | None:  # fmt: skip
-    """Compute the attention of one new token to all keys of a cache; None if no kernel does, or in graphs."""
-    if _is_foreign(query) or is_traced(query):
+    """Compute the attention of one new token to a cache; None if no kernel does. Without lengths it sees all keys."""
+    if _is_foreign(query) or (is_traced(query) and lengths is None):
         return None
     query, key, value = _autocast(query, key, value) if is_autocast(query) else (query, key, value)
     if not query.dtype == key.dtype == value.dtype or key.shape != value.shape:
         return None
-    (batch, _, keys, _), device = key.shape, key.device
-    # The layers of a step share the tensor, which must be filled on the stream that reads it and outlive the call.
-    if is_capturing():
-        lengths = _lengths.__wrapped__(batch, keys, device, 0)
-    else:
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        lengths = _lengths(batch, keys, device, stream)
+    if lengths is not None and is_traced(query):
+        return in_graph(query[:, :, 0], key, value, lengths, sinks, scaling, window, softcap)
+    if lengths is None:
+        lengths = _all_keys(key)
     found = by_kernels(
         query[:, :, 0], key, value, lengths, None, None, sinks, scaling, window, softcap, ask=tuned_plan_for
     )
     return None if found is None else found.unsqueeze(1)
+
+
+def _all_keys(key: torch.Tensor) -> torch.Tensor:
+    """Return the number of keys of each sequence whose cache has no unused room."""
+    (batch, _, keys, _), device = key.shape, key.device
+    # The layers of a step share the tensor, which must be filled on the stream that reads it and outlive the call.
+    if is_capturing():
+        return _lengths.__wrapped__(batch, keys, device, 0)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _lengths(batch, keys, device, stream)
 
 
 @functools.lru_cache(maxsize=64)

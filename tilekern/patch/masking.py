@@ -13,6 +13,7 @@ import torch
 
 from tilekern.errors import InputError
 from tilekern.ops.packing import can_read
+from tilekern.patch.decoding import with_lengths
 from tilekern.patch.guards import constant_in_graphs
 from tilekern.patch.ledger import content
 from tilekern.patch.positions import (
@@ -70,6 +71,8 @@ def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> 
     if made is not None and not ask.can_read:
         made.says_packing_alone = ask.is_plain and numbers is None
         made.lacks_sequences = ask.is_row and not ask.is_joined and numbers is None
+    if made is not None and ask.queries == 1 and ask.is_plain:
+        made = with_lengths(made, given, ask.can_read)
     return made
 
 
