@@ -77,15 +77,16 @@ def attend(
         )
     if given.get("block_table") is not None:
         return _by_table(module, query[0].transpose(0, 1), key, value, way, given)
-    keys = key.shape[2]
-    longest = given.get("max_length_k")
-    # transformers bounds it by the cache's size, which a chunk behind a window may exceed.
-    longest = keys if not isinstance(longest, int) else min(keys, max(longest, 1 + (way.window or 0)))
-    most = given.get("max_length_q")
+    most, longest, keys = given.get("max_length_q"), given.get("max_length_k"), key.shape[2]
+    most = most if isinstance(most, int) else query.shape[2]
+    if not isinstance(longest, int):
+        longest = keys
+    elif way.window is not None:
+        # transformers bounds it by the cache's size, which a chunk behind a window may exceed.
+        longest = min(keys, max(longest, most + way.window - 1))
     return attention(
         *(x.to(key.dtype).transpose(1, 2) for x in (query, key, value)), **way._asdict(),
-        cu_seqlens=given["cu_seq_lens_q"], max_seqlen=most if isinstance(most, int) else query.shape[2],
-        cu_seqlens_k=given["cu_seq_lens_k"], max_seqlen_k=longest,
+        cu_seqlens=given["cu_seq_lens_q"], max_seqlen=most, cu_seqlens_k=given["cu_seq_lens_k"], max_seqlen_k=longest,
     )  # fmt: skip
 
 
