@@ -106,7 +106,9 @@ class _Ask:
 
     def _is_joined(self, function: Any) -> bool:
         if torch.compiler.is_compiling():  # it cannot inspect a function
-            return not self.given.get("allow_is_causal_skip", True) and _is_made_by(function, "and_masks")
+            # For one new token after a static cache a mask is always wanted, of a function that has no name here.
+            wanted = not self.given.get("allow_is_causal_skip", True)
+            return wanted and self.queries > 1 and _is_made_by(function, "and_masks")
         return self.numbers is not None
 
     def is_dropped_in_graph(self) -> bool:
