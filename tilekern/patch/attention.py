@@ -29,8 +29,8 @@ from tilekern.runtime import implementation
 from tilekern.runtime.dispatch import count_fallback, is_invariant, note_varying, tuned_plan_for
 from tilekern.warning import warn_once
 
-# Arguments that change the result and that neither the kernels nor SDPA support: chosen keys, sinks of each query,
-# the paged cache of continuous batching.
+# Arguments that change the result and that neither the kernels nor SDPA support: chosen keys, sinks of each query, the
+# paged cache as older releases of transformers hand it over.
 UNSERVED = frozenset(("indices", "block_indices", "sinks", "cache"))
 is_compiling = torch.compiler.is_compiling
 
@@ -74,9 +74,10 @@ def attend(
             - there are keys that no mask describes
     """
     _check_served(module, kwargs)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if kwargs.get("write_index") is not None:
-        return _batched(deterministic, module, query, key, value, attention_mask, dropout, scaling, sliding_window,
-                        softcap, is_causal, s_aux, kwargs), None  # fmt: skip
+        way = (causal, scaling, sliding_window, softcap, s_aux, deterministic)
+        return _batched(module, query, key, value, attention_mask, dropout, way, kwargs), None
     bias = kwargs.get("position_bias")
     starts, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
     told = None if attention_mask is None or not isinstance(attention_mask, ToldMask) else attention_mask
@@ -86,7 +87,6 @@ def attend(
     packed = starts is not None and query.shape[0] == 1 and queries == keys
     if starts is not None and not packed and attention_mask is None:
         raise InputError('attn_implementation="tilekern" takes cu_seq_lens_q for a batch of one without a cache only')
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if (told is not None and told.shape[3] != keys) or (causal and attention_mask is None and 1 < queries < keys):
         raise InputError(
             f'attn_implementation="tilekern": {type(module).__name__} hands over {keys} keys for {queries} queries, '
@@ -133,21 +133,18 @@ def attend(
 
 
 def _batched(
-    deterministic: bool, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: Any, dropout: float, scaling: float | None, window: int | None, softcap: float | None,
-    is_causal: bool | None, sinks: torch.Tensor | None, kwargs: dict[str, Any],
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    dropout: float, way: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
-    """Compute the attention of a step of transformers' continuous batching."""
+    """Compute the attention of a step of transformers' continuous batching; ``way`` as :class:`paged.Way`."""
     from tilekern.patch import paged  # which imports torch.compile, as transformers' cache does
 
     if attention_mask is not None or dropout or kwargs.get("position_bias") is not None:
         raise InputError('attn_implementation="tilekern": continuous batching takes no mask, dropout or position bias')
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if window is not None:
-        longest = kwargs.get("max_length_k")
-        _is_invariant(longest if isinstance(longest, int) else key.shape[2], window)
-    way = paged.Way(causal, scaling, window, softcap, sinks, deterministic)
-    return paged.attend(module, query, key, value, way, kwargs)
+    asked, longest = paged.Way(*way), kwargs.get("max_length_k")
+    if asked.window is not None:
+        _is_invariant(longest if isinstance(longest, int) else key.shape[2], asked.window)
+    return paged.attend(module, query, key, value, asked, kwargs)
 
 
 def _is_invariant(keys: int, window: int | None) -> bool:
