@@ -162,16 +162,18 @@ def generator(kind="qwen3", dtype=torch.float32):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="tilekern").eval()
 
 
-def greedily(tokens=12, none=None):
-    return GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=none, pad_token_id=0)
+def greedily(**more):
+    fixed = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return GenerationConfig(**fixed | more)
 
 
 PROMPTS = [[1 + (7 * n + length) % 255 for n in range(length)] for length in (5, 90, 1, 33, 64)]
 
 
 def alone(model, prompts=PROMPTS, **more):
+    how = greedily(**more)
     return [
-        model.generate(torch.tensor([ids], device="cuda"), generation_config=greedily(), **more)[0, len(ids) :].tolist()
+        model.generate(torch.tensor([ids], device="cuda"), generation_config=how)[0, len(ids) :].tolist()
         for ids in prompts
     ]
 
@@ -196,7 +198,10 @@ def test_continuous_batching_gives_the_tokens_of_each_prompt_alone(kind, graphs)
     # The second time all graphs are replayed.
     for _ in range(2):
         made = model.generate_batch(
-            PROMPTS, generation_config=greedily(none=-1), continuous_batching_config=pages, persistent_manager=True
+            PROMPTS,
+            generation_config=greedily(eos_token_id=-1),
+            continuous_batching_config=pages,
+            persistent_manager=True,
         )
         assert not any(output.error for output in made.values())
         assert [output.generated_tokens for output in made.values()] == wanted

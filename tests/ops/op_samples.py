@@ -29,7 +29,8 @@ SIZES = {
 }  # fmt: skip
 # Numbers in tensors that mean something.
 NUMBERS = {
-    "cu_seqlens": torch.tensor([0, 5], dtype=torch.int32), "offsets": torch.tensor([2, 2, 4], dtype=torch.int32),
+    **{name: torch.tensor([0, 5], dtype=torch.int32) for name in ("cu_seqlens", "cu_seqlens_k")},
+    "offsets": torch.tensor([2, 2, 4], dtype=torch.int32),
     "order": torch.tensor([3, 0, 4, 1, 2], dtype=torch.int32),
 }  # fmt: skip
 

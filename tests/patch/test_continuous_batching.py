@@ -211,6 +211,7 @@ def test_chunks_attend_to_gathered_keys_within_their_window(bound):
     [
         (Layer(), {"dropout": 0.1}), (Layer(), {"attention_mask": torch.zeros(1, 1, 2, 2)}),
         (Layer(), {"position_bias": torch.zeros(1, 4, 2, 2)}),
+        (Layer(), {"cu_seq_lens_k": {"full_attention": torch.tensor([0, 5, 13])}}),
         (Layer(config=Qwen2MoeConfig(use_sliding_window=True, sliding_window=4)), {}),
     ],
 )  # fmt: skip

@@ -140,6 +140,16 @@ def test_the_kernel_for_decoding_never_runs_in_the_invariant_mode():
         told(model, static(model))
 
 
+def test_a_window_s_cache_has_no_more_keys_than_room():
+    model = make("gemma2")
+    cache = static(model)
+    told(model, cache)
+    given = {"past_key_values": cache, "attention_mask": None, "next_sequence_length": 1}
+    masks = model.prepare_inputs_for_generation(IDS[:, :1], **given)["attention_mask"]
+    numbers = {name: decoding.lengths_of(mask).tolist() for name, mask in masks.items()}
+    assert numbers == {"full_attention": [PROMPT + NEW + 1] * 2, "sliding_attention": [5] * 2}
+
+
 def test_a_copy_of_the_mask_is_a_mask():
     """What a model's own code has changed in it may hide more than the keys behind the last one."""
     model = make("qwen3")

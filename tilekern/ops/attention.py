@@ -267,14 +267,15 @@ def _launch(
     logits = placeholder(1, torch.float32, q.device) if sinks is None else disjoint(sinks.float())
     factors = (most, call.scale, call.softcap or 1.0, call.window or 1)
     inputs = (disjoint(q), disjoint(k), disjoint(v), logits, *starts, *factors)
-    # Kernels write nothing behind the last sequence.
-    made = fresh if cu_seqlens_k is None else _zeros
-    out, lse = plans.forward.run(q.get_device(), inputs, lambda: (made(q), _row_values(q)))
+    out, lse = plans.forward.run(
+        q.get_device(), inputs, lambda: (fresh(q), _row_values(q)) if cu_seqlens_k is None else _zeros(q)
+    )
     return out, lse
 
 
-def _zeros(like: Tensor) -> Tensor:
-    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+def _zeros(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out and lse where kernels write nothing behind the last sequence."""
+    return torch.zeros(q.shape, dtype=q.dtype, device=q.device), _row_values(q).zero_()
 
 
 def _starts(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -340,17 +341,19 @@ def _attention(
     mask = blind = None
     if masked or (square and by_formula):
         mask = shown(queries, keys, q.device, causal, call.window, cu_seqlens, cu_seqlens_k)
-    if cu_seqlens_k is not None:
-        # Nothing times 0 may be NaN.
+    if mask is not None and (queries > keys or cu_seqlens_k is not None):
+        blind = ~mask.any(1)[None, :, None, None]
+    if cu_seqlens is not None and cu_seqlens_k is not None:
+        # Rows behind the last sequence may be NaN, also times 0.
+        q = q.masked_fill(_behind(q, cu_seqlens), 0)
         k, v = (x.masked_fill(_behind(x, cu_seqlens_k), 0) for x in (k, v))
     if by_formula:
-        return formula(q, k, v, sinks, mask, call)
-    if mask is not None and (queries > keys or cu_seqlens_k is not None):
-        blind = ~mask.any(1)
-        mask = mask | blind[:, None]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, is_causal=square, scale=call.scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )  # fmt: skip
-    out = out.transpose(1, 2)
-    return out.contiguous() if blind is None else out.masked_fill(blind[None, :, None, None], 0)
+        out = formula(q, k, v, sinks, mask, call)
+    else:
+        if mask is not None and blind is not None:
+            mask = mask | blind[0, :, :, 0]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, is_causal=square, scale=call.scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        ).transpose(1, 2)  # fmt: skip
+    return out.contiguous() if blind is None else out.masked_fill(blind, 0)

@@ -67,13 +67,20 @@ def attend(
             cache has a table of its pages, ``block_table``, ``k_cache`` and ``v_cache``.
 
     Raises:
-        InputError: the model's code gives its window, or more, by a mask alone, which this cache has not.
+        InputError: the model's code gives its window, or more, by a mask alone, which this cache has not; or the layer
+            uses another one's keys.
     """
-    reading = reading_of(type(getattr(module, "config", None)))
-    if reading.by_mask_alone or not (reading.hands_window or getattr(module.config, "sliding_window", None) is None):
+    config = getattr(module, "config", None)
+    reading, window = reading_of(type(config)), getattr(config, "sliding_window", None)
+    if reading.by_mask_alone or not (reading.hands_window or window is None):
         raise InputError(
             f'attn_implementation="tilekern": {type(module).__name__} says by a mask alone what tokens see, and '
             'continuous batching has none; use "sdpa"'
+        )
+    if not isinstance(given["cu_seq_lens_k"], Tensor):
+        raise InputError(
+            f'attn_implementation="tilekern": {type(module).__name__} has no keys of its own, and continuous batching '
+            "does not tell whose it takes"
         )
     if given.get("block_table") is not None:
         return _by_table(module, query[0].transpose(0, 1), key, value, way, given)
