@@ -14,12 +14,14 @@ class Padding(NamedTuple):
 
     Attributes:
         runs: the first token of each row, and the end of its run.
+        tokens: the number of tokens of each row, with padding; a cache may have more room.
         starts: [rows + 1] int32, the start of each run if they follow one another, as ``cu_seqlens`` of attention.
         places: [tokens in runs] int64, their places in the batch's rows, one row after the other.
         longest: at least the length of the longest run; takes few different values, since each needs its own plans.
     """
 
     runs: tuple[tuple[int, int], ...]
+    tokens: int
     starts: torch.Tensor
     places: torch.Tensor
     longest: int
@@ -53,6 +55,11 @@ def padding_of(mask: torch.Tensor) -> Padding | None:
     return found
 
 
+def without_padding(rows: int, tokens: int, device: torch.device | str) -> Padding:
+    """Return the runs of a batch that has no padding."""
+    return _of_runs(((0, tokens),) * rows, tokens, device)
+
+
 def _read(mask: torch.Tensor) -> Padding | None:
     shown, tokens = mask.bool(), mask.shape[1]
     firsts, counts, behind = shown.int().argmax(1), shown.sum(1), shown.flip(1).int().argmax(1)
@@ -60,6 +67,11 @@ def _read(mask: torch.Tensor) -> Padding | None:
     runs = tuple((first, end) for first, _, end in zip(*told, strict=True))
     if any(not count or end - first != count for (first, end), count in zip(runs, told[1], strict=True)):
         return None
-    starts = torch.tensor(list(itertools.accumulate(told[1], initial=0)), dtype=torch.int32, device=mask.device)
+    return _of_runs(runs, tokens, mask.device)
+
+
+def _of_runs(runs: tuple[tuple[int, int], ...], tokens: int, device: torch.device | str) -> Padding:
+    counts = [end - first for first, end in runs]
+    starts = torch.tensor(list(itertools.accumulate(counts, initial=0)), dtype=torch.int32, device=device)
     places = torch.cat([torch.arange(row * tokens + a, row * tokens + b) for row, (a, b) in enumerate(runs)])
-    return Padding(runs, starts, places.to(mask.device), min(1 << (max(told[1]) - 1).bit_length(), tokens))
+    return Padding(runs, tokens, starts, places.to(device), min(1 << (max(counts) - 1).bit_length(), tokens))

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tilekern.errors import InputError
 from tilekern.ops import invariance
 from tilekern.patch import attention as attention_door
+from tilekern.patch import batching, defaults, generating
 from tilekern.patch import comparing as ranks
-from tilekern.patch import defaults, generating
 from tilekern.patch import experts as experts_door
 from tilekern.patch import graphs as graphs_door
 from tilekern.patch.families import FAMILIES, imported, is_of_transformers, may_have_forms
@@ -139,6 +139,7 @@ def apply(
         _wishes.update({family.module: wish for family in families})
         _arrivals.watch()
     attention_door.register()
+    batching.stand_in(True)
     experts_door.register()
     experts_door.stand_in(experts)
     defaults.attention_stand_in(attention)
@@ -317,6 +318,7 @@ def apply_to_model(
     if on_miss is not None:
         dispatch.set_miss_policy(on_miss)
     attention_door.register()
+    batching.stand_in(True)
     experts_door.register()
     done = {EXPERTS} if experts_door.choose(model, experts) else set()
     with _lock:
@@ -384,6 +386,7 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
         experts_door.put_back()
     if ATTENTION in wanted:
         defaults.attention_stand_in(False)
+        batching.stand_in(False)
     if ADAMW in wanted:
         defaults.adamw_stand_in(False)
     if GRAPHS in wanted:

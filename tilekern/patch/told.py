@@ -14,9 +14,9 @@ class ToldMask(torch.Tensor):
     """A boolean mask [1, 1, queries, keys] of a causal attention; kernels read only its attributes.
 
     The query at ``i`` sees the keys up to ``i``, at a distance below ``window``, in its own sequence. Keys behind the
-    queries are unused room of a cache, which no query sees. With ``padding`` the queries are the last ones of the keys
-    instead, and no query sees padding. Any torch operation gets the dense mask; a kernel gets the
-    attributes, so the mask uses no memory if layers pass it to an attention function.
+    queries are unused room of a cache, which no query sees. With ``padding`` the queries are instead the last ones of
+    its tokens, and no query sees padding. Any torch operation gets the dense mask; a kernel gets the attributes, so the
+    mask uses no memory if layers pass it to an attention function.
 
     Attributes:
         starts: [sequences + 1] int32, the start of each sequence; empty if there is one sequence.
@@ -56,9 +56,10 @@ class ToldMask(torch.Tensor):
         batch, _, queries, keys = self.shape
         device = self.starts.device
         if self.padding is not None:
-            tokens = torch.zeros(batch * keys, dtype=torch.bool, device=device)
-            tokens = tokens.index_fill(0, self.padding.places, True).view(batch, 1, 1, keys)
-            return shown(queries, keys, device, True, self.window, None) & tokens
+            tokens = self.padding.tokens
+            held = torch.zeros(batch * tokens, dtype=torch.bool, device=device).index_fill(0, self.padding.places, True)
+            seen = shown(queries, tokens, device, True, self.window, None) & held.view(batch, 1, 1, tokens)
+            return torch.nn.functional.pad(seen, (0, keys - tokens))
         starts = self.starts if len(self.starts) else None
         seen = shown(queries, queries, device, True, self.window, starts)
         return torch.nn.functional.pad(seen, (0, keys - queries)).expand(batch, 1, queries, keys)
