@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Cache, GenerationConfig
 import tilekern
 from tilekern import ops
 from tilekern.ops.operation import DECLARED
+from tilekern.patch.graphs import graphs_of
 from tilekern.runtime import dispatch
 
 pytestmark = pytest.mark.gpu
@@ -259,17 +260,41 @@ def test_continuous_batching_gives_the_tokens_of_each_prompt_alone(kind, graphs)
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt_oss"])
 def test_a_compiled_static_cache_gives_the_tokens_of_a_dynamic_one(kind, recorded, monkeypatch):
     """generate compiles a step after a static cache and captures it; with a record the kernel for decoding is in it."""
-    from tilekern.patch import decoding
-
     if not hasattr(Cache, "get_query_offset"):
         pytest.skip("this transformers does not tell where a query is")
     if recorded:
-        monkeypatch.setattr(decoding, "tuned_plan_for", dispatch.plan_for)
+        monkeypatch.setattr(sys.modules["tilekern.ops.decode_attention"], "tuned_plan_for", dispatch.plan_for)
     model = generator(kind)
     wanted = alone(model, PROMPTS[3:4])
     before = tilekern.stats()["decode_attention"]["launches"]
     assert alone(model, PROMPTS[3:4], cache_implementation="static") == wanted
     assert (tilekern.stats()["decode_attention"]["launches"] > before) == recorded
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_captured_tokens_are_those_of_eager_steps(kind, recorded, monkeypatch):
+    """graphed replays a step after a static cache, with the same logits; a full window is another form."""
+    if not hasattr(Cache, "get_query_offset"):
+        pytest.skip("this transformers does not tell where a query is")
+    if recorded:
+        for home in ("decode_attention", "few_rows"):
+            monkeypatch.setattr(sys.modules[f"tilekern.ops.{home}"], "tuned_plan_for", dispatch.plan_for)
+    model = generator(kind, torch.bfloat16)
+    ids = torch.tensor([PROMPTS[3], PROMPTS[3][::-1]], device="cuda")
+    options = {"cache_implementation": "static", "max_new_tokens": 40, "output_logits": True}
+    how = greedily(**options, return_dict_in_generate=True)
+    eager = model.generate(ids, generation_config=how, disable_compile=True)
+    model._cache = None
+    tilekern.graphed(model)
+    for _ in range(2):
+        found = model.generate(ids, generation_config=how)
+        assert torch.equal(found.sequences, eager.sequences)
+        assert all(map(torch.equal, found.logits, eager.logits))
+    graphs = graphs_of(model)[""]
+    assert graphs.replays > 60
+    assert not graphs.reasons
 
 
 @pytest.mark.parametrize("tokens", [1, 9])

@@ -1,4 +1,4 @@
-"""Let linear layers of few rows run kernels while a model of transformers generates.
+"""Let linear layers of few rows run kernels while a model of transformers generates, and its steps be replayed.
 
 A decode step reads each weight for a few tokens. q, k, v and gated MLPs are patched with their families; the other
 linear layers, the attention's output and the head among them, are reached by torch's function, which is exchanged
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilekern.ops import linear_layers
+from tilekern.patch.graphs import has_graphs
 
 _HOME, _KIND = "transformers.generation.utils", "GenerationMixin"
 _NAMES = ("generate", "generate_batch")
@@ -34,6 +35,8 @@ def stand_in(is_on: bool) -> None:
 def _by_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **options: Any) -> Any:
+        if original.__name__ == "generate" and has_graphs(self):
+            options.setdefault("disable_compile", True)  # transformers compiles the steps of a static cache
         with linear_layers.exchanged():
             return original(self, *args, **options)
 
