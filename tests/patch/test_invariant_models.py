@@ -378,3 +378,17 @@ def test_a_static_cache_gives_the_bits_of_training(masked):
             mask = {"attention_mask": torch.ones(2, end, dtype=torch.long)} if masked else {}
             rows.append(model(input_ids=IDS[:, start:end], past_key_values=cache, use_cache=True, **mask).logits)
         assert torch.equal(torch.cat(rows, 1), whole)
+
+
+@torch.no_grad()
+def test_layers_that_are_compiled_by_themselves_get_the_mask_of_padding():
+    """In a graph torch attends with a dense mask, of the batch of this call."""
+    plain, compiled = make(Qwen3Config, torch.float32), make(Qwen3Config, torch.float32)
+    for layer in compiled.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    for padding in (((2, 0), (0, 2)), ((1, 2), (3, 0))):
+        given = padded(*padding)
+        shown = given["attention_mask"].bool()
+        with tilekern.invariant():
+            found = compiled(**given, use_cache=False).logits[shown]
+        torch.testing.assert_close(found, plain(**given, use_cache=False).logits[shown], rtol=1e-5, atol=1e-5)

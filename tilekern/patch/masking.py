@@ -17,7 +17,7 @@ from tilekern.patch import padding
 from tilekern.patch.decoding import with_lengths
 from tilekern.patch.guards import constant_in_graphs
 from tilekern.patch.ledger import content
-from tilekern.patch.padding import Padding, padding_of, without_padding
+from tilekern.patch.padding import Padding, padding_of
 from tilekern.patch.positions import (
     Positions,
     Sequences,
@@ -141,7 +141,7 @@ class _Ask:
         if not self.is_plain or self.is_joined or self.reading.reads_mask or self.given.get("kv_offset", 0):
             return None
         if mask is None and self.queries == 1 and tokens is not None and tokens < self.keys:
-            return without_padding(self.given["batch_size"], tokens, self.given.get("device", "cpu"))
+            return Padding(((0, tokens),) * self.given["batch_size"], tokens, torch.device(self.given["device"]))
         if mask is None or mask.dim() != 2 or mask.shape[1] != tokens:
             return None
         found = padding_of(mask) if self.can_read else None

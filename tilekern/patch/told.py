@@ -71,7 +71,7 @@ class ToldMask(torch.Tensor):
         if func in _THE_SAME and isinstance(mask, cls) and kwargs.get("dtype", torch.bool) == torch.bool:
             # A model that is spread over devices moves the mask to each.
             batch, _, queries, keys = mask.shape
-            device = kwargs.get("device") or mask.starts.device
+            device = torch.device(kwargs.get("device") or mask.starts.device)
             if mask.padding is not None:
                 return cls.around(mask.padding.to(device), mask.window, queries, keys)
             return cls(mask.starts.to(device), mask.longest, mask.window, queries, keys, batch)
@@ -81,14 +81,16 @@ class ToldMask(torch.Tensor):
     # torch.compile takes the mask apart and puts it together, so that compiled layers can read its attributes, too.
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return ["starts"], (self.longest, self.window)  # ``attend`` gives a graph the dense mask of a padded batch
+        padding = self.padding
+        return ["starts"], (self.longest, self.window, padding and (padding.runs, padding.tokens))
 
     @classmethod
     def __tensor_unflatten__(
         cls, tensors: dict[str, torch.Tensor], words: tuple[Any, ...], size: Any, stride: Any
     ) -> ToldMask:
-        longest, window = words
-        return cls(tensors["starts"], longest, window, size[2], size[3], size[0])
+        longest, window, padded = words
+        padding = padded and Padding(*padded, tensors["starts"].device)
+        return cls(tensors["starts"], longest, window, size[2], size[3], size[0], padding)
 
 
 _THE_SAME = (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
