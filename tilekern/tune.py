@@ -97,7 +97,7 @@ def tune(
 
     check_settings()
     options = Options(
-        strategy=strategy, invariant=invariant, executor=executor, jobs=jobs, gpus=gpus, timeout_s=timeout_s,
+        strategy=strategy, executor=executor, jobs=jobs, gpus=gpus, timeout_s=timeout_s,
         budget_s=budget_s,
     )  # fmt: skip
     call = tokens if isinstance(tokens, Mapping) else None

@@ -55,7 +55,8 @@ class PlanRequest:
         described = "--" + next(iter(named)).replace("ops", "op") if named else None
         if described and not given["models"] and (given["plans"] or given["problems"]):
             raise described_alone(described)
-        return cls(given["models"], given["plans"], given["problems"], Steps(**named), described)
+        steps = Steps(**named, invariant=bool(given["invariant"]))
+        return cls(given["models"], given["plans"], given["problems"], steps, described)
 
 
 def described_alone(option: str) -> InputError:
@@ -94,6 +95,10 @@ _STEPS = {
     ),
 }
 _OTHERS = {
+    "invariant": click.option(
+        "--invariant", is_flag=True,
+        help="Plan tilekern.invariant() too, and find kernels that give a row the same bits at all sizes of the plan.",
+    ),
     "models": click.argument("models", nargs=-1, metavar="[MODEL]..."),
     "plans": click.option(
         "--plan", "plans", multiple=True, metavar="FILE|wanted",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +61,17 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
         if name not in ATTENTIONS:
             raise InputError(f"unknown attention {name!r}; known: {', '.join(ATTENTIONS)}")
     found = Trace(target)
-    with _quiet(), invariant() if steps.invariant else contextlib.nullcontext():
+    with _quiet():
         if hasattr(model, "named_modules"):
             core = core_of(model)
             name = core.config.name_or_path or type(core).__name__
             with _noted_warnings() as notes, tracing(found):
-                for batch in _batches(steps):
-                    step_as_it_is(core, batch)
-                for sequences, context in itertools.product(steps.decode, steps.context):
-                    decode_as_it_is(core, sequences, context)
+                for mode in _modes(steps):
+                    with mode():
+                        for batch in _batches(steps):
+                            step_as_it_is(core, batch)
+                        for sequences, context in itertools.product(steps.decode, steps.context):
+                            decode_as_it_is(core, sequences, context)
         else:
             name, config = _config(model)
             with _noted_warnings() as said, tracing(found):
@@ -82,7 +84,13 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
     if not found.problems:
         asked = "" if steps.ops is None else f" of --ops {','.join(ops)}"
         raise InputError("; ".join([f"a step of {name} asks for no kernel{asked}", *notes]))
-    return Planned(name, tuple(found.problems), tuple(dict.fromkeys(notes)), launches=found.launches)
+    return Planned(
+        name,
+        tuple(found.problems),
+        tuple(dict.fromkeys(notes)),
+        launches=found.launches,
+        invariant=frozenset(found.invariant),
+    )
 
 
 def _config(model: Any) -> tuple[str, Any]:
@@ -165,10 +173,17 @@ def _step(model: Any, steps: Steps, ops: Collection[str], found: Trace, *, is_sp
         # Logits of all layers are one problem of the routers' loss.
         if not (EXPERTS in ops and getattr(model.config.get_text_config(), "output_router_logits", False)):
             thin_out(model, found)
-        for batch in _batches(steps):
-            step(model, batch, adamw=ADAMW in ops and steps.optimizer == ADAMW)
-        for sequences, context in itertools.product(steps.decode, steps.context):
-            decode(model, sequences, context)
+        for mode in _modes(steps):
+            with mode():
+                for batch in _batches(steps):
+                    step(model, batch, adamw=ADAMW in ops and steps.optimizer == ADAMW)
+                for sequences, context in itertools.product(steps.decode, steps.context):
+                    decode(model, sequences, context)
+
+
+def _modes(steps: Steps) -> list[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Return the modes in which steps run: as usual, and ``invariant`` steps once more in that mode."""
+    return [contextlib.nullcontext, *([invariant] if steps.invariant else [])]
 
 
 def _batches(steps: Steps) -> list[Batch | Call]:

@@ -20,7 +20,7 @@ class Planned:
     """The problems of a plan, each once, with a name and notes for people.
 
     ``models`` are the plans of single models, if there are several. ``launches`` counts the launches of a step, as far
-    as known.
+    as known. ``invariant`` are the problems that need a kernel of one bit class.
     """
 
     name: str
@@ -28,6 +28,7 @@ class Planned:
     notes: tuple[str, ...] = ()
     models: tuple[Planned, ...] = ()
     launches: Mapping[Named, int] = field(default_factory=dict)
+    invariant: frozenset[Named] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Steps:
         call: the arguments of the forward of a job's own step, by name; the lengths are then those of its tensors.
         decode: how many sequences generation decodes at once; it is traced where there are any.
         context: tokens of a sequence in its cache, the new one included.
-        invariant: the steps run inside ``tilekern.invariant()``, where linear layers are kernels' problems too.
+        invariant: the steps run once more inside ``tilekern.invariant()``, where linear layers are kernels' problems
+            too; what they ask for there needs a kernel of one bit class.
 
     Raises:
         InputError: a value is not known or out of range, or steps and sequences do not go together.
