@@ -157,12 +157,12 @@ class Trace:
         """Note a problem of real sizes and return its traced plan; None if it has none."""
         if problem is None or spec.name in self._lacking:
             return None
-        self._note(spec, problem)
+        self.note(spec, problem)
         return TracedPlan(self, spec, problem)
 
     def see(self, spec: KernelSpec, problem: Problem, plan: Plan | None) -> None:
         """Note a problem with its plan from dispatch, if any."""
-        self._note(spec, problem)
+        self.note(spec, problem)
         self.take_apart(spec, problem)
         if plan is not None:
             plan.blocks = self.blocks(spec, problem, plan.blocks)
@@ -170,7 +170,7 @@ class Trace:
     def take_apart(self, spec: KernelSpec, problem: Problem) -> None:
         """Note the parts of a problem in each composite config, on inputs that the spec makes."""
         for config in self.composites(spec, problem):
-            call, inputs = spec.implement(problem, config), spec.inputs(problem, None, "meta")
+            call, inputs = spec.implement(problem, config), _on_meta(spec, problem)
             assert isinstance(call, LibraryCall)
             with self.aside():
                 call.bound(dispatch.plan_for)(*(inputs[name] for name in call.inputs))
@@ -225,7 +225,8 @@ class Trace:
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror}") from None
 
-    def _note(self, spec: KernelSpec, problem: Problem) -> None:
+    def note(self, spec: KernelSpec, problem: Problem) -> None:
+        """Note that a problem of real sizes is asked for."""
         named = spec.name, spec.bucketed(problem)
         self._into.setdefault(named)
         if dispatch.is_invariant() and has_rows(*named):
@@ -256,6 +257,17 @@ class Trace:
             grids = (way.grid(problem, self.target.sm_count) for way in ways if way.makes_artifact)
             self._grids[named] = frozenset(grids)
         return self._grids[named]
+
+
+def _on_meta(spec: KernelSpec, problem: Problem) -> dict[str, Any]:
+    """Return inputs of a problem without values; they are drawn on the CPU if the spec reads where sequences begin."""
+    try:
+        return spec.inputs(problem, None, "meta")
+    except NotImplementedError:
+        import torch
+
+        drawn = spec.inputs(problem, torch.Generator().manual_seed(0), "cpu")
+        return {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in drawn.items()}
 
 
 def _op_of(frame: FrameType) -> str | None:
