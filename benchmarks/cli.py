@@ -238,6 +238,61 @@ def experts(
 
 
 @app.command()
+def decode(
+    model: Annotated[
+        str, typer.Argument(help="A preset, the path of a config.json or of a folder with one, or a hub id.")
+    ] = TUNED,
+    out: Out = None,
+    name: Name = None,
+    parts: Annotated[
+        str, typer.Option(help="By commas: products, attention, bits, prompt, step, generate; default all.")
+    ] = "",
+    providers: Annotated[str, typer.Option(help="Ways to run a whole model, by commas; default all.")] = "",
+    batch: Annotated[str, typer.Option(help="Sequences that decode at once, and rows of products.")] = "1,8,64",
+    contexts: Annotated[str, typer.Option(help="Keys of attention alone, by commas.")] = "1024,4096,32768",
+    context: Annotated[int, typer.Option(min=2, help="Tokens of a sequence in `step`, the new one included.")] = 4096,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens before those of `generate`.")] = 512,
+    new: Annotated[int, typer.Option(min=1, help="Tokens of `generate`.")] = 128,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of `prompt`.")] = 8192,
+    layers: Annotated[
+        int, typer.Option(min=0, help="Layers of the model; 0 means all, and the first few for `bits`.")
+    ] = 0,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of each figure.")] = 20,
+    seconds: Annotated[float, typer.Option(help="Seconds for an op's figures, after which there are fewer.")] = 1,
+    limit_s: Annotated[float, typer.Option("--limit-s", help="Seconds for all; what is measured then is kept.")] = 1e9,
+    device: Annotated[Device, typer.Option(help="Where the model is.")] = Device.cuda,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="Measure nothing; write the plan of the ops in both modes for `tilekern.tune --plan`."),
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="GPU that the plan is for.")] = "auto",
+) -> None:
+    """Measure generation, tilekern and its peers: ops of a token, whole steps, prompts, `generate`; and equal bits."""
+    from benchmarks import decode as bench
+    from benchmarks.decode_models import WAYS
+    from benchmarks.decode_ops import BENCHMARK
+
+    chosen, ways = among(parts, list(bench.PARTS), "part"), among(providers, list(WAYS), "provider")
+    job = bench.Job(
+        model, "", "", layers, counts(batch), counts(contexts), context, prompt, new, tokens, samples, seconds,
+        device.value,
+    )  # fmt: skip
+    if plan is not None:
+        bench.write_plan(plan, job, chosen, gpu)
+        print(f"wrote {plan}")
+        return
+    if "step" in chosen and context < (least := bench.least_context(samples)):
+        raise InputError(f"--context {context}: --samples {samples} of a step take {least} tokens at least")
+    _needs_gpu_or_out(device, out)
+    stem = name or BENCHMARK
+
+    def keep(results: Results) -> None:
+        _write_some(results, out, stem)
+
+    _keep(bench.measure(job, chosen, ways, limit_s, keep, lambda line: print(line, flush=True)), out, stem)
+
+
+@app.command()
 def parallel(
     out: Out = None,
     name: Name = None,

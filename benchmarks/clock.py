@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.environment import require_gpu
 from tilekern.tuning.measure.timing import Stopwatch, Timing
 
 FIRST_SLEEP = 400_000  # GPU cycles, about 0.2 ms
@@ -92,3 +93,30 @@ class Race(Stopwatch):
         ahead = not start.query()
         del result
         return start, end, ahead
+
+
+class HostClock:
+    """Times each entrant by the host's clock, for runs on the CPU, whose times mean nothing."""
+
+    def run(self, entrants: Mapping[str, Entrant], samples: int, seconds: float) -> dict[str, Timing]:
+        """Return a timing for each entrant: of ``samples`` samples, or fewer if ``seconds`` are over."""
+        times: dict[str, list[float]] = {name: [] for name in entrants}
+        until = time.perf_counter() + seconds
+        for turn in range(samples):
+            if turn and time.perf_counter() > until:
+                break
+            for name, entrant in entrants.items():
+                entrant.prepare()
+                started = time.perf_counter()
+                entrant.run()
+                times[name].append(1e6 * (time.perf_counter() - started))
+        return {name: Timing.of(samples_us) for name, samples_us in times.items()}
+
+
+def clock_on(device: str) -> Any:
+    """Return a clock for calls on a device: a race on a GPU whose clock is warm, or the host's."""
+    if device == "cpu":
+        return HostClock()
+    race = Race(2 * require_gpu().l2_bytes)
+    race.warm_clocks()
+    return race

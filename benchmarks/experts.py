@@ -14,9 +14,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -24,8 +23,8 @@ from typing import Any
 
 from benchmarks import experts_cases as layers
 from benchmarks.cases import Case, Tensors
-from benchmarks.clock import Entrant, Race
-from benchmarks.environment import facts, require_gpu
+from benchmarks.clock import clock_on
+from benchmarks.environment import facts
 from benchmarks.kernels import Effort, backward, check, clone, forward, memory_row, plan_of, timed_rows
 from benchmarks.providers import OURS, Provider, one_line
 from benchmarks.results import Results, Row
@@ -34,7 +33,6 @@ from benchmarks.sources import kernels_used, with_sources
 from benchmarks.train import GIB, Process, in_turns, name_of
 from benchmarks.training import has_a_turn
 from tilekern.errors import InputError
-from tilekern.tuning.measure.timing import Timing
 
 BENCHMARK = "experts"
 # Time limit of a process in seconds for each of its cases; compilers and autotuners take most of the time.
@@ -188,24 +186,6 @@ def write_plan(path: Path, models: Sequence[str], tokens: Sequence[int], kinds: 
     )
 
 
-class HostClock:
-    """Times each entrant by the host's clock, for runs on the CPU, whose times mean nothing."""
-
-    def run(self, entrants: Mapping[str, Entrant], samples: int, seconds: float) -> dict[str, Timing]:
-        """Return a timing for each entrant: of ``samples`` samples, or fewer if ``seconds`` are over."""
-        times: dict[str, list[float]] = {name: [] for name in entrants}
-        until = time.perf_counter() + seconds
-        for turn in range(samples):
-            if turn and time.perf_counter() > until:
-                break
-            for name, entrant in entrants.items():
-                entrant.prepare()
-                started = time.perf_counter()
-                entrant.run()
-                times[name].append(1e6 * (time.perf_counter() - started))
-        return {name: Timing.of(samples_us) for name, samples_us in times.items()}
-
-
 def run(job: Job) -> Iterator[Line]:
     """Check and time a job's cases one after the other."""
     providers = []
@@ -214,19 +194,11 @@ def run(job: Job) -> Iterator[Line]:
             providers.append(layers.provider(name, job.model))
         except Exception as error:  # noqa: BLE001 (an import that breaks half-way raises what it likes)
             yield _note(f"{name_of(job.model)} {job.tokens} tokens: {name} left out: {one_line(error)}")
-    clock = _clock(job.device)
+    clock = clock_on(job.device)
     for case in layers.cases(job.model, [job.tokens], job.kinds) if providers else []:
         yield from _run_case(case, providers, clock, job)
         yield {"kind": "case", "case": case.label}
     yield from map(_note, doubts())
-
-
-def _clock(device: str) -> Any:
-    if device == "cpu":
-        return HostClock()
-    race = Race(2 * require_gpu().l2_bytes)
-    race.warm_clocks()
-    return race
 
 
 def _run_case(case: Case, providers: Sequence[Provider], clock: Any, job: Job) -> Iterator[Line]:

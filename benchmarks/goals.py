@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from benchmarks.decode_ops import BENCHMARK as DECODE
+from benchmarks.decode_ops import INVARIANT
 from benchmarks.experts import BENCHMARK as EXPERTS
 from benchmarks.experts import KEPT, WAITS
 from benchmarks.experts_cases import BALANCED, FROZEN, LORA, ZIPF, label
@@ -307,6 +309,70 @@ def _lag_beside_unpatched(most_s: float) -> Goal:
     return Goal(what, FAMILIES, judge)
 
 
+def _beside(what: str, cases: str, metric: str, most: float, who: str = OURS, than: str = "", ending: str = "") -> Goal:
+    """Make a goal of generation: at most a multiple of a provider's figure, or of the best peer's if none is named.
+
+    ``cases`` and ``ending`` are how a case's name begins and ends. Where the multiple is 1, a difference within the
+    spreads counts as none.
+    """
+    named = than or "the best peer"
+    target = f"no slower than {named}" if most == 1 else f"≤ {most:.4g} x {named}"
+
+    def judge(results: Results) -> Iterator[Verdict]:
+        for case in results.cases():
+            ours = results.row(case, who, metric)
+            rivals = [results.row(case, than, metric)] if than else _peers(results, case, metric)
+            others = [row for row in rivals if row is not None]
+            if ours is not None and others and case.startswith(cases) and case.endswith(ending):
+                best = others[0]
+                slack = ours.spread + best.spread if most == 1 else 0.0
+                figure = f"{ours.value / best.value:.3f} x ({shown(ours)} {ours.unit})"
+                yield Verdict(what, case, target, figure, ours.value <= most * best.value + slack, _listed(others))
+
+    return Goal(what, DECODE, judge, target=target)
+
+
+def _token(who: str, batch: int, most_ms: float, target: str = "") -> Goal:
+    """Make a goal for a step of Qwen3-8B that decodes one token of each sequence, after 4095 others."""
+    what, wanted = f"a token by {who}, batch {batch}", target or f"≤ {most_ms:g} ms"
+
+    def judge(results: Results) -> Iterator[Verdict]:
+        case = f"qwen3-8b decode, batch {batch}, context 4096"
+        if (ours := results.row(case, who, "token_ms")) is not None:
+            peers = _listed(_peers(results, case, "token_ms"))
+            yield Verdict(what, case, wanted, f"{shown(ours)} ms", ours.value <= most_ms, peers)
+
+    return Goal(what, DECODE, judge, target=wanted)
+
+
+def _generates(factor: float) -> Goal:
+    """Make a goal for ``generate``: the faster of tilekern's ways over the static cache with torch.compile."""
+    what, target = "generate of a patched model, tokens a second", f"≥ {factor:g} x the static cache and torch.compile"
+
+    def judge(results: Results) -> Iterator[Verdict]:
+        for case in results.cases():
+            ways = [results.row(case, way, "tokens_per_s") for way in (OURS, f"{OURS}-compiled")]
+            peer = results.row(case, "hf-compiled", "tokens_per_s")
+            if "qwen3-8b generate" in case and peer is not None and any(ways):
+                ours = max(filter(None, ways), key=lambda row: row.value)
+                ratio = ours.value / peer.value
+                figure = f"{ratio:.2f} x ({shown(ours)} tok/s by {ours.provider})"
+                yield Verdict(what, case, target, figure, ratio >= factor, _listed([peer]))
+
+    return Goal(what, DECODE, judge, target=target)
+
+
+def _equal_logits(results: Results) -> Iterator[Verdict]:
+    for case in results.cases():
+        found, total = (results.row(case, INVARIANT, metric) for metric in ("differing_logits", "logits"))
+        if found is not None and total is not None:
+            outside = results.row(case, OURS, "differing_logits")
+            figure = f"{found.value:,.0f} of {total.value:,.0f}"
+            if outside is not None:
+                figure += f"; outside of the mode {outside.value:,.0f}"
+            yield Verdict(_LOGITS, case, "0", figure, found.value == 0, "-")
+
+
 def _rate(op: str, case: str, metric: str, least: float, than: str = "") -> Goal:
     """Make a goal for one op bound by arithmetic: a least rate in TFLOP/s, or ``least`` times a peer's."""
     what = f"{op} {metric}, TFLOP/s"
@@ -370,6 +436,39 @@ _SUITE_GOALS = (
     _at_most("kernels", "forward_backward", 63000, "linear_log_probs forward_backward", cases="linear_log_probs"),
     _at_most("kernels", "extra_peak", 717, f"linear_log_probs, {_ABOVE}", cases="linear_log_probs"),
 )  # fmt: skip
+_LOGITS = "logits that differ from training's inside tilekern.invariant()"
+_PRODUCTS, _CACHED = "products of few rows, all layers and the head", "attention of a token to a cache"
+_GRAPH, _INVARIANT_GRAPH = f"{OURS}-graph", f"{INVARIANT}-graph"
+_GENERATION = (
+    *(
+        _beside(f"{_PRODUCTS}, by {who}", "qwen3-8b products", "time", most, who, ending="the head")
+        for who, most in ((OURS, 1.0), (INVARIANT, 1.1))
+    ),
+    *(
+        _beside(f"{_CACHED}, by {who}", "qwen3-8b decode attention", "time", most, who)
+        for who, most in ((OURS, 1.0), (INVARIANT, 1.15))
+    ),
+    _token(_GRAPH, 1, 3.9),
+    _token(_INVARIANT_GRAPH, 1, 4.4),
+    # The limits read weights and cache once, at 4.8 TB/s.
+    *(
+        _token(who, batch, limit_ms / share, f"≥ {share:.0%} of the limit, {limit_ms:g} ms")
+        for batch, limit_ms in ((8, 4.2), (64, 11.3))
+        for who, share in ((_GRAPH, 0.8), (_INVARIANT_GRAPH, 0.7))
+    ),
+    _generates(1.3),
+    _beside("a prompt of 8192 tokens, invariant", "qwen3-8b prompt of 8192", "prompt_ms", 1 / 0.95, INVARIANT, OURS),
+    _whole_models(
+        "training, invariant steps over normal ones",
+        INVARIANT,
+        OURS,
+        {
+            **{f"qwen3-8b {tokens} tokens": 0.97 for tokens in (4096, 8192)},
+            "qwen3-30b-a3b 4096 tokens, 4 layers": 0.95,
+        },
+    ),
+    Goal(_LOGITS, DECODE, _equal_logits, target="0"),
+)  # fmt: skip
 GOALS = (
     _kernel_goal("rms_norm", ("forward",), 0.90, _NORMS),
     _kernel_goal("rms_norm", ("backward", "forward_backward"), 0.85, _NORMS),
@@ -432,6 +531,7 @@ GOALS = (
     _faster_layer(LORA, 1.2),
     _at_most(EXPERTS, WAITS, 0, "layer of experts, waits of the host for the GPU", target="0"),
     _lag_beside_unpatched(0.3),
+    *_GENERATION,
     Goal("host time of one op call", "host", _host),
     _at_most(
         "startup", "first_step_lag", 0.3, "first step over the second, fresh process", target="≤ 0.3 s over the second"

@@ -262,10 +262,10 @@ def entrant(case: Case, tensors: Tensors, provider: Provider, metric: str) -> En
     return Entrant(run, prepare)
 
 
-def copy(moved: int) -> Entrant:
+def copy(moved: int, device: str = "cuda") -> Entrant:
     """Return an entrant that copies the bytes that must move: half of them are read, half written."""
     import torch
 
-    source = torch.randint(0, 255, (moved // 2,), dtype=torch.uint8, device="cuda")
+    source = torch.randint(0, 255, (moved // 2,), dtype=torch.uint8, device=device)
     sink = torch.empty_like(source)
     return Entrant(lambda: sink.copy_(source))

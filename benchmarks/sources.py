@@ -15,7 +15,9 @@ from tilekern.kernels import spec_named
 from tilekern.spec.source import source_digest
 
 # Benchmarks that time tilekern's kernels; the other benchmarks time its Python code.
-OF_KERNELS = ("kernels", "kernels_sweep", "experts", "train", "train_families", "train_profile", "parallel", "host")
+OF_KERNELS = (
+    "kernels", "kernels_sweep", "experts", "train", "train_families", "train_profile", "parallel", "host", "decode",
+)  # fmt: skip
 # Counters that rise when a kernel's record serves a call, instead of torch's own operations.
 _SERVED = ("hits", "nearest", "compiled", "launches")
 _DIGITS = 8
@@ -46,10 +48,18 @@ def kernels_used() -> Iterator[list[str]]:
     try:
         yield used
     finally:
-        for kernel, counts in dispatch.stats().items():
-            earlier = before.get(kernel, {})
-            if any(counts[name] > earlier.get(name, 0) for name in _SERVED):
-                used.append(kernel)
+        used += kernels_since(before)
+
+
+def kernels_since(before: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Return the names of the kernels that served calls after these counts of ``tilekern.stats``."""
+    from tilekern.runtime import dispatch
+
+    return [
+        kernel
+        for kernel, counts in dispatch.stats().items()
+        if any(counts[name] > before.get(kernel, {}).get(name, 0) for name in _SERVED)
+    ]
 
 
 def with_sources(rows: Sequence[Row], kernels: Iterable[str]) -> list[Row]:

@@ -119,6 +119,8 @@ TRAINERS: Mapping[str, Trainer] = {
     f"{OURS}-nondeterministic": Trainer("", _tilekern, f"{OURS}_nondeterministic", own_optimizer=True),
     f"{OURS}-torch-adamw": Trainer("", _tilekern, OURS),
     f"{OURS}-graphs": Trainer("", _graphs, OURS),
+    # A token's logits have the bits that it has in generation; see docs/same-bits.md.
+    f"{OURS}-invariant": Trainer("", _tilekern, OURS, environment={"TILEKERN_INVARIANT": "1"}, own_optimizer=True),
     f"{OURS}-grouped_mm": Trainer("", _without_experts, OURS, own_optimizer=True),
     "hf-sdpa-flash": Trainer(backend=_FLASH),
     "hf-sdpa-cudnn": Trainer(backend=_CUDNN),

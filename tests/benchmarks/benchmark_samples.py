@@ -25,6 +25,8 @@ def is_one_line(capsys, arguments, *words):
 class Standing:
     """In place of a job's process: it is ready at once, and its work is done by ``work(job)``, which gives lines."""
 
+    limit_s = 240.0
+
     def __init__(self, job, work):
         self.job, self.work = job, work
 

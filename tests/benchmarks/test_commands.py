@@ -24,8 +24,18 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens
 @no_gpu
 @pytest.mark.parametrize(
     "command",
-    ["kernels", "experts", "host", "startup", "tune", "gpus --sweep no", "races --sweep no", "strategies --sweep no"],
-)
+    [
+        "kernels",
+        "experts",
+        "decode",
+        "host",
+        "startup",
+        "tune",
+        "gpus --sweep no",
+        "races --sweep no",
+        "strategies --sweep no",
+    ],
+)  # fmt: skip
 def test_without_a_gpu_one_line_says_so(command, tmp_path, capsys):
     is_one_line(capsys, [*command.split(), "--out", str(tmp_path)], "needs a CUDA GPU")
 
@@ -93,13 +103,13 @@ def test_a_report_that_cannot_be_made_leaves_the_old_one(tmp_path, capsys):
     assert old.read_text() == "old"
 
 
-def test_a_report_of_nothing_is_four_pages(tmp_path):
+def test_a_report_of_nothing_is_five_pages(tmp_path):
     plots = tmp_path / "pages" / "plots"
     plots.mkdir(parents=True)
     (plots / "of-an-earlier-report.svg").touch()
     assert main(["report", "--results", str(tmp_path), "--out", str(tmp_path / "pages")]) == 0
     found = sorted(path.relative_to(tmp_path / "pages").as_posix() for path in tmp_path.rglob("pages/**/*.*"))
-    assert found == ["maintainers.md", "models.md", "ops.md", "platform.md"]
+    assert found == ["decoding.md", "maintainers.md", "models.md", "ops.md", "platform.md"]
 
 
 def test_facts_are_complete_and_take_the_commit_from_the_environment(monkeypatch):
@@ -166,6 +176,12 @@ REFUSED = [
     ("experts --device cpu --models bert-large --plan p", "bert-large"),
     ("experts --device cpu --models llama-3-8b --plan p", "no experts"),
     ("experts --device cpu", "--out"),
+    ("decode --device cpu --parts speech", "unknown part 'speech'"),
+    ("decode --device cpu --providers nobody", "unknown provider 'nobody'"),
+    ("decode --device cpu --batch 1,none", "'none'"),
+    ("decode --device cpu --context 84 --out x", "--context 84: --samples 20 of a step take 85 tokens at least"),
+    ("decode --device cpu", "--out"),
+    ("decode no-such-model --device cpu --out x", "unknown model"),
     ("parallel --ways pp --device cpu --out x", "'pp'"),
     ("parallel --device cpu", "--out"),
     ("parallel --gpus 1", "--gpus"),

@@ -108,6 +108,32 @@ def small(captured):
     )
 
 
+def generating(ours, inside, differing=0):
+    """Products, a token, ``generate`` and a prompt; the limits of the figures are 100 and 110, 3.9, 1300 and 1000."""
+    products, prompt = "qwen3-8b products, 8 rows: 36 layers and the head", "qwen3-8b prompt of 8192 tokens"
+    token, generate = "qwen3-8b decode, batch 1, context 4096", "qwen3-8b generate, batch 1, 512 + 128 tokens"
+    return rows(
+        "decode",
+        (products, "tilekern", "time", ours, "us", 1.0),
+        (products, "tilekern-invariant", "time", inside, "us", 1.0),
+        (products, "torch 2.11.0", "time", 100.0, "us", 1.0),
+        (f"{products[:-26]}: o", "tilekern", "time", 900.0, "us"),
+        ("qwen3-8b decode attention, batch 1, context 1024", "tilekern-invariant", "time", inside, "us"),
+        ("qwen3-8b decode attention, batch 1, context 1024", "sdpa-cudnn 2.11.0", "time", 100.0, "us"),
+        ("qwen3-8b decode attention, batch 1, context 1024", "sdpa-flash 2.11.0", "time", 90.0, "us"),
+        (token, "tilekern-graph", "token_ms", ours / 25, "ms"),
+        (token.replace("batch 1", "batch 64"), "tilekern-graph", "token_ms", 14.2, "ms"),
+        (generate, "tilekern", "tokens_per_s", 500.0, "tok/s"),
+        (generate, "tilekern-compiled", "tokens_per_s", 13 * ours, "tok/s"),
+        (generate, "hf-compiled 5.17.0", "tokens_per_s", 1000.0, "tok/s"),
+        (prompt, "tilekern", "prompt_ms", 95.0, "ms"),
+        (prompt, "tilekern-invariant", "prompt_ms", inside - 10, "ms"),
+        ("qwen3-8b, 4 layers, logits, a prompt", "tilekern-invariant", "differing_logits", differing, "1"),
+        ("qwen3-8b, 4 layers, logits, a prompt", "tilekern", "differing_logits", 77.0, "1"),
+        ("qwen3-8b, 4 layers, logits, a prompt", "tilekern-invariant", "logits", 5000.0, "1"),
+    )
+
+
 START = rows(
     "startup",
     ("qwen3-8b", "tilekern", "first_step_lag", 0.2, "s"),
@@ -177,6 +203,38 @@ JUDGED = [
     ),
     (small(63000), "training, captured", NO),
     (trained_beside(8790, 62), "training, peak", NO),
+    (
+        generating(97, 110),
+        "products of few rows, all layers and the head, by tilekern |",
+        "| 0.970 x (97 ± 1 us) | yes |",
+    ),
+    (
+        generating(102, 110),
+        "products of few rows, all layers and the head, by tilekern |",
+        "| 1.020 x (102 ± 1 us) | yes |",
+    ),
+    (generating(103, 110), "products of few rows, all layers and the head, by tilekern |", NO),
+    (
+        generating(97, 110),
+        "products of few rows, all layers and the head, by tilekern-invariant",
+        "| 1.100 x (110 ± 1 us) | yes |",
+    ),
+    (generating(97, 110.5), "products of few rows, all layers and the head, by tilekern-invariant", NO),
+    (
+        generating(97, 103),
+        "attention of a token to a cache, by tilekern-invariant",
+        "| 1.144 x (103 us) | yes | sdpa-flash",
+    ),
+    (generating(97, 104), "attention of a token to a cache, by tilekern-invariant", NO),
+    (generating(97, 110), "a token by tilekern-graph, batch 1 ", "| ≤ 3.9 ms | 3.88 ms | yes |"),
+    (generating(98, 110), "a token by tilekern-graph, batch 1 ", NO),
+    (generating(98, 110), "a token by tilekern-graph, batch 64 ", "| ≥ 80% of the limit, 11.3 ms | 14.2 ms | **no** |"),
+    (generating(100, 110), "generate of a patched model", "| 1.30 x (1300 tok/s by tilekern-compiled) | yes |"),
+    (generating(99, 110), "generate of a patched model", NO),
+    (generating(97, 110), "a prompt of 8192 tokens, invariant", "≤ 1.053 x tilekern | 1.053 x (100 ms) | yes |"),
+    (generating(97, 111), "a prompt of 8192 tokens, invariant", NO),
+    (generating(97, 110), "logits that differ", "| 0 | 0 of 5,000; outside of the mode 77 | yes |"),
+    (generating(97, 110, 1), "logits that differ", "| 0 | 1 of 5,000; outside of the mode 77 | **no** |"),
     (ARITHMETIC, "attention forward", "| ≥ 584 TFLOP/s | 590 TFLOP/s | yes |"),
     (ARITHMETIC, "attention backward", "| ≥ 1.3 x sdpa-flash 2.11.0's | 360 TFLOP/s | **no** |"),
     (ARITHMETIC, "linear forward", "| ≥ 0.95 x torch 2.11.0's | 750 TFLOP/s | yes |"),

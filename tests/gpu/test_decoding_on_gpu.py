@@ -9,11 +9,12 @@ import torch
 from decoding import one_by_one
 from gpu_processes import clean_environment
 from gpu_training import CONFIG
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Cache, GenerationConfig
 
 import tilekern
 from tilekern import ops
 from tilekern.ops.operation import DECLARED
+from tilekern.patch.graphs import graphs_of
 from tilekern.runtime import dispatch
 
 pytestmark = pytest.mark.gpu
@@ -182,3 +183,134 @@ def test_a_token_has_the_same_logits_however_it_is_computed(tmp_path, monkeypatc
     finally:
         tilekern.reset()
         dispatch.forget()
+
+
+@pytest.fixture
+def patched():
+    tilekern.apply()
+    yield
+    tilekern.reset()
+    dispatch.forget()
+
+
+def generator(kind="qwen3", dtype=torch.float32):
+    """A tiny model in float32, whose greedy tokens do not depend on who adds up first."""
+    from tilekern.tuning.plan.configs import config_of
+
+    more = {"gemma2": {"model_type": "gemma2", "sliding_window": 40}, "gpt_oss": {
+        "model_type": "gpt_oss", "sliding_window": 40, "num_local_experts": 4, "num_hidden_layers": 2,
+    }}.get(kind, {})  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        config = config_of(CONFIG | more | {"initializer_range": 0.1, "tie_word_embeddings": False}, "tiny")
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="tilekern").eval()
+
+
+def greedily(**more):
+    fixed = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return GenerationConfig(**fixed | more)
+
+
+PROMPTS = [[1 + (7 * n + length) % 255 for n in range(length)] for length in (5, 90, 1, 33, 64)]
+
+
+def alone(model, prompts=PROMPTS, **more):
+    how = greedily(**more)
+    return [
+        model.generate(torch.tensor([ids], device="cuda"), generation_config=how)[0, len(ids) :].tolist()
+        for ids in prompts
+    ]
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_continuous_batching_gives_the_tokens_of_each_prompt_alone(kind, graphs):
+    """In chunks, with transformers' own graphs of both its ways and without; nothing falls back in a capture."""
+    from tilekern.patch import batching
+
+    api = pytest.importorskip("transformers.generation.continuous_batching.continuous_api")
+    if not hasattr(getattr(api, batching._IS_FLASH, None), "tilekern_original"):
+        pytest.skip("this transformers hands its pages over otherwise")
+    from transformers import ContinuousBatchingConfig
+
+    model = generator(kind)
+    wanted, before = alone(model), tilekern.stats()
+    pages = ContinuousBatchingConfig(
+        page_size=16, num_blocks=64, max_batch_tokens=64, max_requests_per_batch=8, use_cuda_graph=graphs
+    )  # fmt: skip
+    # The second time all graphs are replayed.
+    for _ in range(2):
+        made = model.generate_batch(
+            PROMPTS,
+            generation_config=greedily(eos_token_id=-1),
+            continuous_batching_config=pages,
+            persistent_manager=True,
+        )
+        assert not any(output.error for output in made.values())
+        assert [output.generated_tokens for output in made.values()] == wanted
+    model.destroy_cached_continuous_batching_manager()
+    after = tilekern.stats()
+    for name in ("attention_forward", "decode_attention"):
+        assert after[name]["fallbacks"] == before[name]["fallbacks"]
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt_oss"])
+def test_a_compiled_static_cache_gives_the_tokens_of_a_dynamic_one(kind, recorded, monkeypatch):
+    """generate compiles a step after a static cache and captures it; with a record the kernel for decoding is in it."""
+    if not hasattr(Cache, "get_query_offset"):
+        pytest.skip("this transformers does not tell where a query is")
+    if recorded:
+        monkeypatch.setattr(sys.modules["tilekern.ops.decode_attention"], "tuned_plan_for", dispatch.plan_for)
+    model = generator(kind)
+    wanted = alone(model, PROMPTS[3:4])
+    before = tilekern.stats()["decode_attention"]["launches"]
+    assert alone(model, PROMPTS[3:4], cache_implementation="static") == wanted
+    assert (tilekern.stats()["decode_attention"]["launches"] > before) == recorded
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_captured_tokens_are_those_of_eager_steps(kind, recorded, monkeypatch):
+    """graphed replays a step after a static cache, with the same logits; a full window is another form."""
+    if not hasattr(Cache, "get_query_offset"):
+        pytest.skip("this transformers does not tell where a query is")
+    if recorded:
+        for home in ("decode_attention", "few_rows"):
+            monkeypatch.setattr(sys.modules[f"tilekern.ops.{home}"], "tuned_plan_for", dispatch.plan_for)
+    model = generator(kind, torch.bfloat16)
+    ids = torch.tensor([PROMPTS[3], PROMPTS[3][::-1]], device="cuda")
+    options = {"cache_implementation": "static", "max_new_tokens": 40, "output_logits": True}
+    how = greedily(**options, return_dict_in_generate=True)
+    eager = model.generate(ids, generation_config=how, disable_compile=True)
+    model._cache = None
+    tilekern.graphed(model)
+    for _ in range(2):
+        found = model.generate(ids, generation_config=how)
+        assert torch.equal(found.sequences, eager.sequences)
+        assert all(map(torch.equal, found.logits, eager.logits))
+    graphs = graphs_of(model)[""]
+    assert graphs.replays > 60
+    assert not graphs.reasons
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_packed_queries_attend_to_more_keys_and_nothing_behind_them(tokens):
+    """As transformers pads a captured step: with rows of no sequence behind the last one, here of NaN."""
+    queries = torch.tensor([0, tokens, tokens + 1, 2 * tokens + 1, 2 * tokens + 1], device="cuda").int()
+    keys = torch.tensor([0, 700, 1000, 1000 + tokens, 1000 + tokens], device="cuda").int()
+    q, k, v = drawn(1, 64, 32, 128), drawn(1, 1500, 8, 128), drawn(1, 1500, 8, 128)
+    more = {"cu_seqlens": queries, "max_seqlen": 64, "cu_seqlens_k": keys, "max_seqlen_k": 1024}
+    clean = ops.attention(q, k, v, **more)
+    for x, ends in ((q, queries), (k, keys), (v, keys)):
+        x[:, int(ends[-1]) :] = torch.nan
+    found = ops.attention(q, k, v, **more)
+    assert torch.equal(found, clean)
+    assert not found[:, 2 * tokens + 1 :].any()
+    for number in range(3):
+        (a, b), (c, d) = (x[number : number + 2].tolist() for x in (queries, keys))
+        alone = ops.attention(q[:, a:b], k[:, c:d], v[:, c:d])
+        assert (found[:, a:b] - alone).norm() / alone.norm() < 4e-3

@@ -399,14 +399,18 @@ def of_experts(d: Drawn) -> Given:
 
 def of_attention(d: Drawn) -> Given:
     head, group, size = d.one_of(2, 1), d.one_of(2, 3), d.one_of(16, 24, 8)
-    packed = d.one_of(False, True)
+    packed = d.one_of(False, True, "apart")
     batch = 1 if packed else d.size(2, 1, 2)
     queries = d.size(23, 1, 24)
-    keys = queries if packed else d.one_of(queries, queries + 7, max(1, queries - 9))
+    keys = queries if packed is True else d.one_of(queries, queries + 7, max(1, queries - 9))
     found: Given = {"q": d.normal(batch, queries, head * group, size)}
     found |= {name: d.normal(batch, keys, head, size) for name in "kv"}
     if packed:
         found["cu_seqlens"] = torch.tensor([0, queries // 4, queries // 4, queries // 3, queries], dtype=torch.int32)
+    if packed == "apart":  # with rows behind the last sequence, and sequences without queries, keys or both
+        found["cu_seqlens"][3:] -= queries // 12
+        starts = torch.tensor([0, keys // 3, keys // 2, keys // 2, keys - keys // 4], dtype=torch.int32)
+        found["cu_seqlens_k"] = starts
     return found | {
         "sinks": d.one_of(None, torch.linspace(-1, 2, head * group)), "causal": d.one_of(True, False, True),
         "window": d.one_of(None, 5, 7), "softcap": d.one_of(None, 2.0), "scale": d.one_of(None, 0.3),

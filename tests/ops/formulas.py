@@ -110,11 +110,13 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> 
 
     starts, window, softcap, sinks = (how.get(name) for name in ("cu_seqlens", "window", "softcap", "sinks"))
     at = torch.zeros(1, dtype=torch.int32) if starts is None else starts
-    return formula(
-        q, k, v, torch.zeros(1) if sinks is None else sinks, at, at, 0, 0, how.get("scale") or q.shape[3] ** -0.5,
+    of_keys = at if how.get("cu_seqlens_k") is None else how["cu_seqlens_k"]
+    found = formula(
+        q, k, v, torch.zeros(1) if sinks is None else sinks, at, of_keys, 0, 0, how.get("scale") or q.shape[3] ** -0.5,
         softcap or 1.0, window or 1, how.get("causal", True), window is not None, softcap is not None,
         sinks is not None, starts is not None,
     )["out"]  # fmt: skip
+    return torch.nn.functional.pad(found, (0, 0, 0, 0, 0, q.shape[1] - found.shape[1]))
 
 
 def neighborhood(

@@ -29,10 +29,10 @@ SIZES = {
 }  # fmt: skip
 # Numbers in tensors that mean something.
 NUMBERS = {
-    "cu_seqlens": torch.tensor([0, 5], dtype=torch.int32), "offsets": torch.tensor([2, 2, 4], dtype=torch.int32),
-    "order": torch.tensor([3, 0, 4, 1, 2], dtype=torch.int32), "lengths": torch.tensor([2], dtype=torch.int32),
-    "table": torch.tensor([[0, -1]], dtype=torch.int32), "append_to_cache positions": torch.arange(5)[None],
-    "top_k": torch.tensor([0, 3, 0, 1, 5, 0], dtype=torch.int32),
+    **{name: torch.tensor([0, 5], dtype=torch.int32) for name in ("cu_seqlens", "cu_seqlens_k")},
+    "offsets": torch.tensor([2, 2, 4], dtype=torch.int32), "order": torch.tensor([3, 0, 4, 1, 2], dtype=torch.int32),
+    "lengths": torch.tensor([2], dtype=torch.int32), "table": torch.tensor([[0, -1]], dtype=torch.int32),
+    "append_to_cache positions": torch.arange(5)[None], "top_k": torch.tensor([0, 3, 0, 1, 5, 0], dtype=torch.int32),
 }  # fmt: skip
 
 

@@ -62,9 +62,32 @@ def test_a_query_that_sees_no_key_gives_zeros():
 
 def test_a_window_over_all_keys_counts_as_no_window():
     q, k, v = tensors()
-    assert module._call(q, k, None, True, None, 23, None, None, True).window is None
-    assert module._call(q, k, None, True, None, 22, None, None, True).window == 22
+    assert module._call(q, k, None, None, True, None, 23, None, None, None, True).window is None
+    assert module._call(q, k, None, None, True, None, 22, None, None, None, True).window == 22
     assert torch.equal(attention(q, k, v, window=10**12), attention(q, k, v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "torch"])
+@pytest.mark.parametrize("more", [{}, {"sinks": torch.linspace(-1, 2, 4)}], ids=["plain", "sinks"])
+@pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
+def test_nothing_behind_the_last_sequence_is_seen_or_left_as_it_was(dtype, more):
+    """Rows of NaN there, also of the incoming gradient, change no bit of the others, and give zeros."""
+    whole = [x.detach().to(dtype) for x in tensors(queries=9, keys=17)]
+    starts = {"cu_seqlens": torch.tensor([0, 1, 6]), "cu_seqlens_k": torch.tensor([0, 4, 14])}
+    starts = {name: x.int() for name, x in starts.items()}
+    sinks = {name: x.to(dtype).requires_grad_() for name, x in more.items()}
+    slope, found = torch.randn_like(whole[0]), []
+    for fill in (0.0, torch.nan):
+        padded = [x.clone() for x in (*whole, slope)]
+        for x, end in zip(padded, (6, 14, 14, 6), strict=True):
+            x[:, end:] = fill
+        leaves = [x.requires_grad_() for x in padded[:3]] + list(sinks.values())
+        out = attention(*leaves[:3], **starts, **sinks)
+        found.append([out, *torch.autograd.grad(out, leaves, padded[3])])
+    assert all(map(torch.equal, *found))
+    for x, end in zip(found[0], (6, 6, 14, 14), strict=False):
+        assert not x[:, end:].any()
+        assert bool(x[:, :end].abs().amax() > 0)
 
 
 @pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
@@ -87,8 +110,8 @@ def test_the_library_s_causal_mask_is_not_used_where_it_means_another(monkeypatc
 
 def test_torch_agrees_that_the_op_is_registered_well():
     q, k, v = tensors()
-    numbers = (True, 0.25, 5, None, 23, True)
-    torch.library.opcheck(OP, (q, k, v, None, None, *numbers), test_utils=("test_schema", "test_faketensor"))
+    numbers = (True, 0.25, 5, None, 23, None, True)
+    torch.library.opcheck(OP, (q, k, v, None, None, None, *numbers), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("softcap", [1e-30, 1e30])

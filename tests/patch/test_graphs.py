@@ -713,4 +713,4 @@ def test_waits_are_refused_in_one_thread_alone(monkeypatch, mode):
     assert isinstance(theirs, RuntimeError) == (mode == 2)
     assert shown == [waited] * (mode == 1)
     assert modes[-1] == mode
-    assert captured._why(refused.value).startswith(f"{__file__}:")
+    assert captured.why(refused.value).startswith(f"{__file__}:")

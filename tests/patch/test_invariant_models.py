@@ -13,18 +13,20 @@ import torch
 from decoding import one_by_one
 from transformers import (
     AutoModelForCausalLM,
+    DynamicCache,
     Gemma2Config,
     GptOssConfig,
     LlamaConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    StaticCache,
 )
 
 import tilekern
 from tilekern import ops
 from tilekern.errors import InputError, RowsVary, TilekernWarning
-from tilekern.ops.invariance import linear
+from tilekern.ops.linear_layers import linear
 from tilekern.runtime import dispatch
 
 SIZES = {
@@ -181,7 +183,7 @@ def test_a_job_may_be_in_the_mode_from_the_start():
     code = "import tilekern, torch; tilekern.apply(); print(torch.nn.functional.linear.__module__)"
     environment = {**os.environ, "TILEKERN_INVARIANT": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "tilekern.ops.invariance"
+    assert done.stdout.strip() == "tilekern.ops.linear_layers"
 
 
 def test_apply_turns_the_mode_on_and_reset_ends_it():
@@ -345,8 +347,8 @@ def given_as(given):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("first", [5, 6, 7])
-def test_a_padded_prompt_is_continued_with_the_same_bits(first):
+@pytest.mark.parametrize(("cache", "first"), [*((DynamicCache, first) for first in (5, 6, 7)), (StaticCache, 6)])
+def test_a_padded_prompt_is_continued_with_the_same_bits(cache, first):
     """A prompt with padding on the left, then a token or several at a time."""
     model, given = make(Qwen3Config, torch.bfloat16), padded((2, 0), (2, 0))
     given["attention_mask"][0, 2] = 0  # the first row begins a token later
@@ -354,15 +356,39 @@ def test_a_padded_prompt_is_continued_with_the_same_bits(first):
     with tilekern.invariant():
         whole = [trained(model, IDS[:1, 1:]), trained(model, IDS[1:])]
         before = tilekern.stats()["attention_forward"]["fallbacks"]
-        cache, rows = None, []
+        held, rows = cache(config=model.config, **({"max_cache_len": 16} if cache is StaticCache else {})), []
         for start, end in itertools.pairwise([0, first, *range(first + 1, TOKENS + 2), TOKENS + 2]):
             some = {name: x[:, start:end] for name, x in given.items()} | {
                 "attention_mask": given["attention_mask"][:, :end]
             }
-            made = model(**some, past_key_values=cache, use_cache=True)
-            cache = made.past_key_values
-            rows.append(made.logits)
+            rows.append(model(**some, past_key_values=held, use_cache=True).logits)
         found = torch.cat(rows, 1)
         assert torch.equal(found[0, 3:], whole[0][0])
         assert torch.equal(found[1, 2:], whole[1][0])
         assert tilekern.stats()["attention_forward"]["fallbacks"] == before
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_static_cache_gives_the_bits_of_training(masked):
+    model = make(Qwen3Config, torch.bfloat16)
+    with tilekern.invariant(strict=True):
+        whole, cache, rows = trained(model, IDS), StaticCache(config=model.config, max_cache_len=16), []
+        for start, end in itertools.pairwise([0, 4, 5, TOKENS]):
+            mask = {"attention_mask": torch.ones(2, end, dtype=torch.long)} if masked else {}
+            rows.append(model(input_ids=IDS[:, start:end], past_key_values=cache, use_cache=True, **mask).logits)
+        assert torch.equal(torch.cat(rows, 1), whole)
+
+
+@torch.no_grad()
+def test_layers_that_are_compiled_by_themselves_get_the_mask_of_padding():
+    """In a graph torch attends with a dense mask, of the batch of this call."""
+    plain, compiled = make(Qwen3Config, torch.float32), make(Qwen3Config, torch.float32)
+    for layer in compiled.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    for padding in (((2, 0), (0, 2)), ((1, 2), (3, 0))):
+        given = padded(*padding)
+        shown = given["attention_mask"].bool()
+        with tilekern.invariant():
+            found = compiled(**given, use_cache=False).logits[shown]
+        torch.testing.assert_close(found, plain(**given, use_cache=False).logits[shown], rtol=1e-5, atol=1e-5)

@@ -32,6 +32,7 @@ _ARRAYS = (
     Array("v", "dtype", _KEYS),
     Array("sinks", "float32", ("heads",)),
     Array("cu_seqlens", "int32", ("starts",)),
+    Array("cu_seqlens_k", "int32", ("starts",)),
     Array("out", "dtype", _QUERIES, "output"),
     Array("lse", "float32", ("batch", "heads", "queries"), "output"),
 )
@@ -45,6 +46,7 @@ class Call(NamedTuple):
     window: int | None
     softcap: float | None
     max_seqlen: int
+    max_seqlen_k: int
     deterministic: bool
 
 
@@ -60,7 +62,8 @@ class Plans(NamedTuple):
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None, window: int | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, deterministic: bool = True,
+    max_seqlen: int | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_k: int | None = None,
+    deterministic: bool = True,
 ) -> Tensor:  # fmt: skip
     """Return ``softmax(scale q k^T) v`` for each head; each group of query heads shares one key head.
 
@@ -82,6 +85,10 @@ def attention(
         max_seqlen: the length of the longest sequence or more, checked likewise. None reads it from ``cu_seqlens``,
             which waits for the device, once for consecutive calls with the same tensor. While a graph is traced or
             captured it is the number of tokens.
+        cu_seqlens_k: [sequences + 1] int32, the first key of each sequence, where sequences have other numbers of keys
+            than of queries: after a cache. Both may then end before the last token. Queries behind the last sequence
+            give 0, and keys behind it are not seen.
+        max_seqlen_k: as ``max_seqlen``, of keys.
         deterministic: whether gradients must be bitwise the same in every run. The kernels' gradients always are.
 
     Returns:
@@ -93,14 +100,24 @@ def attention(
     check_softcap("attention", softcap)
     if window is not None and window < 1:
         raise ValueError(f"attention: window must be positive, got {window}")
+    if cu_seqlens is not None or cu_seqlens_k is not None:
+        _check(q, k, v, sinks, cu_seqlens, cu_seqlens_k)
     if cu_seqlens is not None:
-        _check(q, k, v, sinks, cu_seqlens)
-        check_starts("attention", cu_seqlens, q.shape[1], max_seqlen)
+        check_starts("attention", cu_seqlens, q.shape[1], max_seqlen, is_whole=cu_seqlens_k is None)
         max_seqlen = longest(cu_seqlens, q.shape[1]) if max_seqlen is None else max_seqlen
-    return _attention(q, k, v, sinks, cu_seqlens, causal, scale, window, softcap, max_seqlen, deterministic)
+        if cu_seqlens_k is not None:
+            check_starts("attention", cu_seqlens_k, k.shape[1], max_seqlen_k, "_k", is_whole=False)
+            max_seqlen_k = longest(cu_seqlens_k, k.shape[1]) if max_seqlen_k is None else max_seqlen_k
+    return _attention(
+        q, k, v, sinks, cu_seqlens, cu_seqlens_k, causal, scale, window, softcap, max_seqlen, max_seqlen_k,
+        deterministic,
+    )  # fmt: skip
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, *numbers: Any) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None,
+    *numbers: Any,
+) -> None:  # fmt: skip
     shapes = f"got q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise ValueError(f"attention: q, k and v must be [batch, tokens, heads, head_dim], {shapes}")
@@ -111,35 +128,60 @@ def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Te
     if q.shape[2] % k.shape[2] if k.shape[2] else q.shape[2]:
         raise ValueError(f"attention: {q.shape[2]} heads must be a multiple of the {k.shape[2]} key heads, {shapes}")
     check_vectors("attention", q.shape[2], sinks=sinks)
-    check_tensors("attention", "cu_seqlens", q=q, k=k, v=v, sinks=sinks, cu_seqlens=cu_seqlens)
-    if cu_seqlens is not None and (q.shape[0] != 1 or q.shape[1] != k.shape[1]):
-        raise ValueError(f"attention: packed sequences need a batch of one and as many queries as keys, {shapes}")
+    starts = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k}
+    check_tensors("attention", *starts, q=q, k=k, v=v, sinks=sinks, **starts)
+    if cu_seqlens_k is not None and (cu_seqlens is None or cu_seqlens.shape != cu_seqlens_k.shape):
+        queries = None if cu_seqlens is None else list(cu_seqlens.shape)
+        raise ValueError(
+            f"attention: cu_seqlens_k needs a cu_seqlens of its shape, got {queries} and {list(cu_seqlens_k.shape)}"
+        )
+    if cu_seqlens is not None and (q.shape[0] != 1 or (cu_seqlens_k is None and q.shape[1] != k.shape[1])):
+        raise ValueError(
+            "attention: packed sequences need a batch of one, and as many queries as keys or a cu_seqlens_k, " + shapes
+        )
 
 
 def _call(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, causal: bool, scale: float | None, window: int | None,
-    softcap: float | None, max_seqlen: int | None, deterministic: bool,
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, causal: bool, scale: float | None,
+    window: int | None, softcap: float | None, max_seqlen: int | None, max_seqlen_k: int | None, deterministic: bool,
 ) -> Call:  # fmt: skip
-    most = max(q.shape[1], k.shape[1]) if cu_seqlens is None or max_seqlen is None else max_seqlen
+    most = q.shape[1], k.shape[1]
+    if cu_seqlens is not None and max_seqlen is not None:
+        most = max_seqlen, max_seqlen if cu_seqlens_k is None else most[1] if max_seqlen_k is None else max_seqlen_k
     # A window that covers every key needs no mask.
-    short = window if window is not None and window < most else None
+    short = window if window is not None and window < max(most) else None
     factors = q.shape[3] ** -0.5 if scale is None else float(scale), None if softcap is None else float(softcap)
-    return Call(causal, factors[0], short, factors[1], most, deterministic)
+    return Call(causal, factors[0], short, factors[1], *most, deterministic)
 
 
 def shown(
-    queries: int, keys: int, device: torch.device, causal: bool, window: int | None, cu_seqlens: Tensor | None
-) -> Tensor:
+    queries: int, keys: int, device: torch.device, causal: bool, window: int | None, cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return which keys each query sees, [queries, keys] bool; arguments as in :func:`attention`."""
     key = torch.arange(keys, dtype=torch.int64, device=device)
-    position = (torch.arange(queries, dtype=torch.int64, device=device) + keys - queries)[:, None]
+    position = torch.arange(queries, dtype=torch.int64, device=device)
+    number = None
+    if cu_seqlens is None:
+        position = position + keys - queries
+    else:
+        starts, ends = (x.to(torch.int64) for x in (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k))
+        # Counted from 1; rows behind the last sequence have one more than that.
+        number, of_key = (torch.searchsorted(x, rows, right=True) for x, rows in ((starts, position), (ends, key)))
+        last = number.clamp(max=len(starts) - 1)
+        position = position - starts[last] + ends[last]
+    position = position[:, None]
     seen = key <= position if causal else torch.ones((queries, keys), dtype=torch.bool, device=device)
     if window is not None:
         seen = seen & ((key - position).abs() < window)
-    if cu_seqlens is not None:
-        number = torch.searchsorted(cu_seqlens.to(torch.int64), key, right=True)
-        seen = seen & (number[:, None] == number)
+    if number is not None:
+        seen = seen & (number[:, None] == of_key) & (number == last)[:, None]
     return seen
+
+
+def _behind(x: Tensor, starts: Tensor) -> Tensor:
+    """Return which tokens of ``x`` [1, tokens, heads, head_dim] are behind the last sequence, broadcast to ``x``."""
+    return (torch.arange(x.shape[1], device=x.device) >= starts[-1])[None, :, None, None]
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shown: Tensor | None, call: Call) -> Tensor:
@@ -160,10 +202,11 @@ def formula(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shown: Tensor
 
 
 def _find(
-    graded: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, *numbers: Any
-) -> Plans | None:
-    call, packed = _call(q, k, cu_seqlens, *numbers), cu_seqlens is not None
-    odd = cu_seqlens is not None and cu_seqlens.dtype != torch.int32
+    graded: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None, *numbers: Any,
+) -> Plans | None:  # fmt: skip
+    call, packed = _call(q, k, cu_seqlens, cu_seqlens_k, *numbers), cu_seqlens is not None
+    odd = any(x is not None and x.dtype != torch.int32 for x in (cu_seqlens, cu_seqlens_k))
     if not q.dtype == k.dtype == v.dtype or v.shape != k.shape or call.scale <= 0 or odd:
         return None
     if not q.numel() or not k.numel():
@@ -176,7 +219,7 @@ def _find(
     values = {
         "batch": q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         "queries": call.max_seqlen if packed else q.shape[1],
-        "keys": call.max_seqlen if packed else k.shape[1],
+        "keys": call.max_seqlen_k if packed else k.shape[1],
         "heads": q.shape[2],
         "kv_heads": k.shape[2],
         "head_dim": q.shape[3],
@@ -214,22 +257,36 @@ def _row_values(q: Tensor) -> Tensor:
 
 
 def _launch(
-    plans: Plans, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, *numbers: Any
-) -> tuple[Tensor, Tensor]:
+    plans: Plans, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None, *numbers: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (out, lse)."""
     call = plans.call
-    starts = placeholder(1, torch.int32, q.device) if cu_seqlens is None else cu_seqlens
+    starts = _starts(q, cu_seqlens, cu_seqlens_k)
     most = q.shape[1] if cu_seqlens is None else call.max_seqlen
     logits = placeholder(1, torch.float32, q.device) if sinks is None else disjoint(sinks.float())
     factors = (most, call.scale, call.softcap or 1.0, call.window or 1)
-    inputs = (disjoint(q), disjoint(k), disjoint(v), logits, starts, starts, *factors)
-    out, lse = plans.forward.run(q.get_device(), inputs, lambda: (fresh(q), _row_values(q)))
+    inputs = (disjoint(q), disjoint(k), disjoint(v), logits, *starts, *factors)
+    out, lse = plans.forward.run(
+        q.get_device(), inputs, lambda: (fresh(q), _row_values(q)) if cu_seqlens_k is None else _zeros(q)
+    )
     return out, lse
+
+
+def _zeros(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out and lse where kernels write nothing behind the last sequence."""
+    return torch.zeros(q.shape, dtype=q.dtype, device=q.device), _row_values(q).zero_()
+
+
+def _starts(q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the starts of queries and of keys, or placeholders."""
+    starts = placeholder(1, torch.int32, q.device) if cu_seqlens is None else cu_seqlens
+    return starts, starts if cu_seqlens_k is None else cu_seqlens_k
 
 
 def _launch_backward(
     plans: Plans, needs: tuple[bool, ...], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    sinks: Tensor | None, cu_seqlens: Tensor | None, *numbers: Any,
+    sinks: Tensor | None, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, *numbers: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return (dq, dk, dv, dsinks)."""
     assert plans.backward is not None
@@ -237,20 +294,23 @@ def _launch_backward(
     device, call = q.get_device(), plans.call
     q, k, v = disjoint(q), disjoint(k), disjoint(v)
     dout = disjoint(dout) if dout.stride(3) == 1 else dout.contiguous()
-    starts = placeholder(1, torch.int32, q.device) if cu_seqlens is None else cu_seqlens
-    most = (q.shape[1], k.shape[1]) if cu_seqlens is None else (call.max_seqlen,) * 2
+    starts = _starts(q, cu_seqlens, cu_seqlens_k)
+    most = (q.shape[1], k.shape[1]) if cu_seqlens is None else (call.max_seqlen, call.max_seqlen_k)
     factors = (*most, call.scale, call.softcap or 1.0, call.window or 1)
-    dq, dk, dv = plans.backward.run(device, (q, k, v, out, dout, lse, starts, starts, *factors), tuple)
+    dq, dk, dv = plans.backward.run(device, (q, k, v, out, dout, lse, *starts, *factors), tuple)
+    if cu_seqlens_k is not None:
+        for slope, ends in ((dq, starts[0]), (dk, cu_seqlens_k), (dv, cu_seqlens_k)):
+            slope.masked_fill_(_behind(slope, ends), 0)
     if sinks is None or not needs[3]:
         return dq, dk, dv, None
     (delta,) = plans.delta.run(device, (out, dout), lambda: (_row_values(q),))
-    share = torch.exp(sinks.float()[None, :, None] - lse)
-    return dq, dk, dv, -(share * delta).sum((0, 2)).to(sinks.dtype)
+    shares = torch.exp(sinks.float()[None, :, None] - lse) * delta
+    if cu_seqlens_k is not None:
+        shares = shares.masked_fill(_behind(q, starts[0])[..., 0].mT, 0)
+    return dq, dk, dv, -shares.sum((0, 2)).to(sinks.dtype)
 
 
-def _fake(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, *numbers: Any
-) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty((*q.shape[:3], v.shape[3])), _row_values(q)
 
 
@@ -260,31 +320,43 @@ def _rest(q: Tensor, *rest: Any) -> tuple[Tensor]:
 
 
 @operation(
-    _FORWARD, _BACKWARD, name="attention", ungraded=("cu_seqlens",), arrays=_ARRAYS, kept=("lse",),
-    reads=("q", "k", "v", "out", "lse", "sinks", "cu_seqlens"),
-    key=("causal", "scale", "window", "softcap", "max_seqlen", "deterministic"), check=_check, find=_find,
-    launch=_launch, launch_backward=_launch_backward, fake=_fake, rest=_rest,
+    _FORWARD, _BACKWARD, name="attention", ungraded=("cu_seqlens", "cu_seqlens_k"), arrays=_ARRAYS, kept=("lse",),
+    reads=("q", "k", "v", "out", "lse", "sinks", "cu_seqlens", "cu_seqlens_k"),
+    key=("causal", "scale", "window", "softcap", "max_seqlen", "max_seqlen_k", "deterministic"), check=_check,
+    find=_find, launch=_launch, launch_backward=_launch_backward, fake=_fake, rest=_rest,
 )  # fmt: skip
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, causal: bool, scale: float | None,
-    window: int | None, softcap: float | None, max_seqlen: int | None, deterministic: bool,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None,
+    causal: bool, scale: float | None, window: int | None, softcap: float | None, max_seqlen: int | None,
+    max_seqlen_k: int | None, deterministic: bool,
 ) -> Tensor:  # fmt: skip
-    call = _call(q, k, cu_seqlens, causal, scale, window, softcap, max_seqlen, deterministic)
+    call = _call(
+        q, k, cu_seqlens, cu_seqlens_k, causal, scale, window, softcap, max_seqlen, max_seqlen_k, deterministic
+    )
     queries, keys = q.shape[1], k.shape[1]
     square = causal and call.window is None and cu_seqlens is None and queries == keys
     masked = not square and (causal or call.window is not None or cu_seqlens is not None)
-    # Some of SDPA's implementations give NaN for rows that see no key, and for causal rows with a negative scale.
-    by_formula = softcap is not None or sinks is not None or call.scale <= 0 or (masked and queries > keys)
-    mask = None
+    # Some of SDPA's implementations give NaN for causal rows with a negative scale, and for rows that see no key.
+    by_formula = softcap is not None or sinks is not None or call.scale <= 0
+    mask = blind = None
     if masked or (square and by_formula):
-        mask = shown(queries, keys, q.device, causal, call.window, cu_seqlens)
+        mask = shown(queries, keys, q.device, causal, call.window, cu_seqlens, cu_seqlens_k)
+    if mask is not None and (queries > keys or cu_seqlens_k is not None):
+        blind = ~mask.any(1)[None, :, None, None]
+    if cu_seqlens is not None and cu_seqlens_k is not None:
+        # Rows behind the last sequence may be NaN, also times 0.
+        q = q.masked_fill(_behind(q, cu_seqlens), 0)
+        k, v = (x.masked_fill(_behind(x, cu_seqlens_k), 0) for x in (k, v))
     if by_formula:
-        return formula(q, k, v, sinks, mask, call)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, is_causal=square, scale=call.scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )  # fmt: skip
-    return out.transpose(1, 2).contiguous()
+        out = formula(q, k, v, sinks, mask, call)
+    else:
+        if mask is not None and blind is not None:
+            mask = mask | blind[0, :, :, 0]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, is_causal=square, scale=call.scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        ).transpose(1, 2)  # fmt: skip
+    return out.contiguous() if blind is None else out.masked_fill(blind, 0)
 
 
 def serves(
@@ -292,6 +364,6 @@ def serves(
     sinks: Tensor | None, deterministic: bool, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
 ) -> bool:  # fmt: skip
     """Return whether kernels compute a causal :func:`attention` of these arguments, eagerly."""
-    graded = needs_gradient(q, k, v, sinks)
-    given = (q, k, v, sinks, cu_seqlens, True, scale, window, softcap, max_seqlen, deterministic)
+    graded, starts = needs_gradient(q, k, v, sinks), (cu_seqlens, None)
+    given = (q, k, v, sinks, *starts, True, scale, window, softcap, max_seqlen, None, deterministic)
     return _attention.functions["plans_of"](graded, *given) is not None  # type: ignore[attr-defined]

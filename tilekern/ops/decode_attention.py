@@ -5,6 +5,7 @@ Its launches are written for it: a cache has two layouts, and one split of the k
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -90,28 +91,49 @@ def _check(
     check_tensors(op, *numbers, q=q, keys=keys, values=values, sinks=sinks, **numbers)
 
 
+def is_tuned(
+    q_shape: tuple[int, ...], keys_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+    window: int | None, has_softcap: bool, has_sinks: bool,
+) -> bool:  # fmt: skip
+    """Return whether a record says that kernels are the fastest for a cache [batch, kv_heads, room, head_dim]."""
+    return _search(q_shape, keys_shape, dtype, device, window, has_softcap, has_sinks, False, None, True) is not None
+
+
 def _find(
     graded: bool, q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, starts: Tensor | None,
     table: Tensor | None, sinks: Tensor | None, scale: float | None, window: int | None, softcap: float | None,
     tuned: bool,
 ) -> Plans | None:  # fmt: skip
-    batch, heads, head_dim = q.shape
-    page_size, kv_heads = (1, keys.shape[1]) if table is None else keys.shape[1:3]
-    room = keys.shape[2] if table is None else page_size * table.shape[1]
-    if not q.numel() or not keys.numel() or not room or (scale is not None and scale <= 0):
+    if scale is not None and scale <= 0:
+        return None
+    pages = None if table is None else table.shape[1]
+    flags = window, softcap is not None, sinks is not None, starts is not None, pages
+    return _search(q.shape, keys.shape, q.dtype, q.device, *flags, tuned)
+
+
+def _search(
+    q_shape: tuple[int, ...], keys_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+    window: int | None, has_softcap: bool, has_sinks: bool, has_starts: bool, pages: int | None, tuned: bool,
+) -> Plans | None:  # fmt: skip
+    """Return the plans for tensors of such shapes; ``pages`` is the width of a table."""
+    batch, heads, head_dim = q_shape
+    page_size, kv_heads = (1, keys_shape[1]) if pages is None else keys_shape[1:3]
+    room = keys_shape[2] if pages is None else page_size * pages
+    if not math.prod(q_shape) or not math.prod(keys_shape) or not room:
         return None
     group = heads // kv_heads
     if head_dim > WIDEST_HEAD or group > kernels.MOST_HEADS:
         return None
     room = bucket(room)
     splits = (tuned_plan_for if tuned else plan_for)(
-        kernels.SPEC, q.device, batch * kv_heads, room, page_size, group, head_dim,
-        window is not None and window < room, softcap is not None, sinks is not None, starts is not None,
-        table is not None, q.dtype,
+        kernels.SPEC, device, batch * kv_heads, room, page_size, group, head_dim,
+        window is not None and window < room, has_softcap, has_sinks, has_starts, pages is not None, dtype,
     )  # fmt: skip
     if splits is None or splits.config["splits"] == 1:
         return None if splits is None else Plans(splits, None)
-    join = plan_for(kernels.JOIN, q.device, batch * kv_heads, splits.config["splits"], group, head_dim, q.dtype)
+    join = plan_for(
+        kernels.JOIN, device, batch * kv_heads, splits.config["splits"], group, head_dim, dtype
+    )  # fmt: skip
     return None if join is None else Plans(splits, join)
 
 
@@ -186,9 +208,9 @@ def _decode_attention(
     return torch.einsum("bhgk,bhkd->bhgd", weights.to(q.dtype), values).reshape(q.shape).contiguous()
 
 
-def by_kernels(*given: Any, ask: Any = plan_for) -> Tensor | None:
-    """Run the op on real tensors, given in its order; None if ``ask``, which finds its plans, has no kernel."""
-    functions, arguments = _decode_attention.functions, (*given, ask is tuned_plan_for)  # type: ignore[attr-defined]
+def by_tuned_kernels(*given: Any) -> Tensor | None:
+    """Run the op on real tensors, given in its order; None if no record says that kernels are the fastest."""
+    functions, arguments = _decode_attention.functions, (*given, True)  # type: ignore[attr-defined]
     try:
         plans = functions["plans_of"](False, *arguments)
         return None if plans is None else _launch(plans, *arguments)

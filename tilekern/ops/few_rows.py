@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from tilekern.errors import NoVariant
 from tilekern.kernels.families.placeholders import placeholder
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
 from tilekern.kernels.skinny.linear import SPEC, sizes
 from tilekern.kernels.skinny.tiles import MOST_ROWS
 from tilekern.ops.registration import as_rows, is_eager, needs_gradient, run_product, shaped
-from tilekern.runtime.dispatch import Plan, is_invariant, tuned_plan_for
+from tilekern.runtime.dispatch import Plan, is_invariant, refused, tuned_plan_for
 
 
 def is_few(x: Tensor) -> bool:
@@ -43,8 +44,26 @@ def sizes_of(x: Tensor, weight: Tensor, *on: str | None) -> tuple[Any, ...] | No
 
 def is_tuned(x: Tensor, weight: Tensor, *on: str | None) -> bool:
     """Return whether a record says that the kernel is the fastest for a call, with the flags ``on``."""
+    return _tuned(x, weight, *on) is not None
+
+
+def _tuned(x: Tensor, weight: Tensor, *on: str | None) -> Plan | None:
     found = sizes_of(x, weight, *on)
-    return found is not None and tuned_plan_for(SPEC, x.device, *found) is not None
+    return None if found is None else tuned_plan_for(SPEC, x.device, *found)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """Return ``x @ weight^T + bias`` by the kernel if a record says that it is the fastest; else None."""
+    if not is_served(x, weight, bias):
+        return None
+    plan = _tuned(x, weight, None if bias is None else "biased")
+    if plan is None:
+        return None
+    try:
+        return launched(plan, x, weight, bias=bias)
+    except NoVariant as error:
+        refused(SPEC, error)
+        return None
 
 
 def launched(plan: Plan, x: Tensor, weight: Tensor, up: Tensor | None = None, bias: Tensor | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import weakref
 from typing import Any
@@ -10,24 +11,35 @@ import torch
 from torch import Tensor
 
 
-def check_starts(op: str, starts: Tensor, tokens: int, max_seqlen: int | None) -> None:
-    """Raise ValueError for ``cu_seqlens`` that do not split ``tokens`` into sequences.
+def check_starts(
+    op: str, starts: Tensor, tokens: int, most: int | None, side: str = "", is_whole: bool = True
+) -> None:  # fmt: skip
+    """Raise ValueError for starts that do not split ``tokens`` into sequences.
 
     Values are checked on the CPU only, since reading them from a GPU would wait for it.
+
+    Args:
+        op: its name, for messages.
+        starts: the argument ``cu_seqlens``, [sequences + 1].
+        tokens: their number in the row.
+        most: the argument ``max_seqlen``.
+        side: the end of the arguments' names.
+        is_whole: whether the last sequence must end with the last token.
     """
     if starts.dim() != 1 or len(starts) < 2:
-        raise ValueError(f"{op}: cu_seqlens must be [sequences + 1], got {list(starts.shape)}")
+        raise ValueError(f"{op}: cu_seqlens{side} must be [sequences + 1], got {list(starts.shape)}")
     if starts.device.type != "cpu" or torch.compiler.is_compiling() or type(starts) is not Tensor:
         return
     found = starts.tolist()
     lengths = [end - start for start, end in itertools.pairwise(found)]
-    if found[0] or min(lengths) < 0 or found[-1] != tokens:
+    if found[0] or min(lengths) < 0 or found[-1] > tokens or (is_whole and found[-1] < tokens):
         raise ValueError(
-            f"{op}: cu_seqlens must start with 0, never fall, and end with {tokens}, the number of tokens; it starts "
-            f"with {found[0]}, its least step is {min(lengths)}, and it ends with {found[-1]}"
+            f"{op}: cu_seqlens{side} must start with 0, never fall, and end with {'' if is_whole else 'at most '}"
+            f"{tokens}, the number of tokens; it starts with {found[0]}, its least step is {min(lengths)}, and it ends "
+            f"with {found[-1]}"
         )
-    if max_seqlen is not None and max_seqlen < max(lengths):
-        raise ValueError(f"{op}: the longest sequence has {max(lengths)} tokens, got max_seqlen {max_seqlen}")
+    if most is not None and most < max(lengths):
+        raise ValueError(f"{op}: the longest sequence has {max(lengths)} tokens, got max_seqlen{side} {most}")
 
 
 def can_read() -> bool:
@@ -47,8 +59,8 @@ def is_capturing() -> bool:
         return False
 
 
-# The last starts that were read, their version at that time, and the length of their longest sequence.
-_last: tuple[Any, int, int] = (lambda: None, 0, 0)
+# The starts that were read last, of queries and of keys: the tensor, its version at that time, the longest sequence.
+_last: collections.deque[tuple[Any, int, int]] = collections.deque(maxlen=2)
 
 
 def longest(starts: Tensor, tokens: int) -> int:
@@ -56,13 +68,14 @@ def longest(starts: Tensor, tokens: int) -> int:
 
     All layers of a model pass the same tensor, which is read once.
     """
-    global _last  # noqa: PLW0603
     if not can_read() or starts.device.type == "meta" or type(starts) is not Tensor:
         return tokens
-    tensor, version, length = _last
     # Tensors of inference mode have no version.
-    if starts.is_inference() or tensor() is not starts or version != starts._version:
-        length = int(starts.diff().max())
-        if not starts.is_inference():
-            _last = (weakref.ref(starts), starts._version, length)
+    version = None if starts.is_inference() else starts._version
+    for tensor, seen, length in _last:
+        if version is not None and tensor() is starts and seen == version:
+            return length
+    length = int(starts.diff().max())
+    if version is not None:
+        _last.appendleft((weakref.ref(starts), version, length))
     return length

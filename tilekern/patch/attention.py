@@ -17,20 +17,21 @@ from tilekern.errors import InputError
 from tilekern.kernels.attention.forward import SPEC
 from tilekern.ops import packing
 from tilekern.ops.attention import Call, attention, formula, serves, shown
-from tilekern.ops.decode_attention import by_kernels
+from tilekern.ops.decode_attention import by_tuned_kernels
 from tilekern.ops.packing import can_read, is_capturing
 from tilekern.ops.registration import autocast_dtype, is_autocast, is_traced
+from tilekern.patch.decoding import in_graph, lengths_of
 from tilekern.patch.guards import SUBCLASS, constant_in_graphs
 from tilekern.patch.masking import lacks_sequences, mask, says_packing_alone
 from tilekern.patch.padding import Padding
 from tilekern.patch.positions import are_given_in_graph, number_of_sequences
 from tilekern.patch.told import ToldMask
 from tilekern.runtime import implementation
-from tilekern.runtime.dispatch import count_fallback, is_invariant, note_varying, tuned_plan_for
+from tilekern.runtime.dispatch import count_fallback, is_invariant, note_varying
 from tilekern.warning import warn_once
 
-# Arguments that change the result and that neither the kernels nor SDPA support: chosen keys, sinks of each query,
-# the paged cache of continuous batching.
+# Arguments that change the result and that neither the kernels nor SDPA support: chosen keys, sinks of each query, the
+# paged cache as older releases of transformers hand it over.
 UNSERVED = frozenset(("indices", "block_indices", "sinks", "cache"))
 is_compiling = torch.compiler.is_compiling
 
@@ -74,9 +75,13 @@ def attend(
             - there are keys that no mask describes
     """
     _check_served(module, kwargs)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if kwargs.get("write_index") is not None:
+        way = (causal, scaling, sliding_window, softcap, s_aux, deterministic)
+        return _batched(module, query, key, value, attention_mask, dropout, way, kwargs), None
     if isinstance(attention_mask, ToldMask) and attention_mask.padding is not None:
-        way = (dropout, scaling, sliding_window, softcap, is_causal, s_aux)
-        return _with_padding(deterministic, module, query, key, value, attention_mask, *way, **kwargs)
+        given = (dropout, scaling, sliding_window, softcap, causal, s_aux)
+        return _with_padding(deterministic, module, query, key, value, attention_mask, *given, **kwargs)
     bias = kwargs.get("position_bias")
     starts, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
     told = None if attention_mask is None or not isinstance(attention_mask, ToldMask) else attention_mask
@@ -86,13 +91,11 @@ def attend(
     packed = starts is not None and query.shape[0] == 1 and queries == keys
     if starts is not None and not packed and attention_mask is None:
         raise InputError('attn_implementation="tilekern" takes cu_seq_lens_q for a batch of one without a cache only')
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     _check_keys(module, told, queries, keys, causal and attention_mask is None)
     if told is not None and queries < keys:
         # The remaining keys are unused room of a cache.
         key, value = (x[:, :, :queries] for x in (key, value))
-        if bias is not None:
-            bias = kwargs["position_bias"] = bias[..., :queries]
+        bias = kwargs["position_bias"] = None if bias is None else bias[..., :queries]
         keys = queries
     if told is not None or (packed and says_packing_alone(attention_mask)):
         attention_mask = None
@@ -102,8 +105,9 @@ def attend(
     special = softcap is not None or s_aux is not None
     decoding = queries != keys and not torch.is_grad_enabled() and not _is_invariant(keys, sliding_window)
     alone = decoding and queries == 1 and (causal or sliding_window is None)
-    alone = alone and not (dropout or masked or bias is not None or starts is not None)
-    found = _decoded(query, key, value, scaling, sliding_window, softcap, s_aux) if alone else None
+    lengths = lengths_of(attention_mask)
+    alone = alone and not (dropout or (masked and lengths is None) or bias is not None or starts is not None)
+    found = _decoded(query, key, value, lengths, scaling, sliding_window, softcap, s_aux) if alone else None
     if found is not None:
         return found, None
     if dropout or masked or bias is not None or type(query) is not torch.Tensor or (decoding and not special):
@@ -130,11 +134,10 @@ def attend(
 
 def _with_padding(
     deterministic: bool, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    mask: ToldMask, dropout: float, scale: float | None, window: int | None, softcap: float | None,
-    is_causal: bool | None, sinks: torch.Tensor | None, **kwargs: Any,
+    mask: ToldMask, dropout: float, scale: float | None, window: int | None, softcap: float | None, causal: bool,
+    sinks: torch.Tensor | None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute the attention of each row's tokens by the kernels of training, else with a dense mask."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     is_plain = causal and not dropout and kwargs.get("position_bias") is None and kwargs.get("cu_seq_lens_q") is None
     if is_plain and not is_compiling() and not _is_foreign(query):
         assert mask.padding is not None
@@ -143,7 +146,7 @@ def _with_padding(
         found = _of_runs(mask.padding, rows[0], rows[1], rows[2], options)
         if found is not None:
             return found, None
-    way = (dropout, scale, window, softcap, is_causal, sinks)
+    way = (dropout, scale, window, softcap, causal, sinks)
     return attend(deterministic, module, query, key, value, mask.dense(), *way, **kwargs)
 
 
@@ -154,22 +157,41 @@ def _of_runs(
 
     Keys are counted from the first token of a run, as in a row without padding, and so give the same bits.
     """
-    (batch, queries, *sizes), keys = query.shape, key.shape[1]
-    if queries == keys:
-        rows = [x.reshape(1, batch * keys, *x.shape[2:]).index_select(1, padding.places) for x in (query, key, value)]
+    (batch, queries, *sizes), tokens = query.shape, padding.tokens
+    key, value = key[:, :tokens], value[:, :tokens]
+    if queries == tokens:
+        rows = [x.reshape(1, batch * tokens, *x.shape[2:]).index_select(1, padding.places) for x in (query, key, value)]
         options = options | {"cu_seqlens": padding.starts, "max_seqlen": padding.longest}
         if not serves(*rows, **options):
             return None
-        whole = query.new_zeros(1, batch * keys, *sizes)
+        whole = query.new_zeros(1, batch * tokens, *sizes)
         return whole.index_copy(1, padding.places, attention(*rows, **options)).view(batch, queries, *sizes)
     if not serves(query, key, value, **options):
         return None
+    # Rows with as many keys share a launch.
+    step = batch if len({first for first, _ in padding.runs}) == 1 else 1
     parts = []
-    for row, (first, _) in enumerate(padding.runs):
-        before = max(0, first - (keys - queries))
-        given = query[row : row + 1, before:], key[row : row + 1, first:], value[row : row + 1, first:]
-        parts.append(torch.nn.functional.pad(attention(*given, **options), (0, 0, 0, 0, before, 0)))
-    return torch.cat(parts)
+    for row in range(0, batch, step):
+        first = padding.runs[row][0]
+        before, some = max(0, first - (tokens - queries)), slice(row, row + step)
+        out = attention(query[some, before:], key[some, first:], value[some, first:], **options)
+        parts.append(torch.nn.functional.pad(out, (0, 0, 0, 0, before, 0)) if before else out)
+    return parts[0] if step == batch else torch.cat(parts)
+
+
+def _batched(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    dropout: float, way: tuple[Any, ...], kwargs: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """Compute the attention of a step of transformers' continuous batching; ``way`` as :class:`paged.Way`."""
+    from tilekern.patch import paged  # which imports torch.compile, as transformers' cache does
+
+    if attention_mask is not None or dropout or kwargs.get("position_bias") is not None:
+        raise InputError('attn_implementation="tilekern": continuous batching takes no mask, dropout or position bias')
+    asked, longest = paged.Way(*way), kwargs.get("max_length_k")
+    if asked.window is not None:
+        _is_invariant(longest if isinstance(longest, int) else key.shape[2], asked.window)
+    return paged.attend(module, query, key, value, asked, kwargs)
 
 
 def _is_invariant(keys: int, window: int | None) -> bool:
@@ -182,26 +204,31 @@ def _is_invariant(keys: int, window: int | None) -> bool:
 
 
 def _decoded(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None,
-    softcap: float | None, sinks: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor | None, scaling: float | None,
+    window: int | None, softcap: float | None, sinks: torch.Tensor | None,
 ) -> torch.Tensor | None:  # fmt: skip
-    """Compute the attention of one new token to all keys of a cache; None if no kernel does, or in graphs."""
-    if _is_foreign(query) or is_traced(query):
+    """Compute the attention of one new token to a cache; None if no kernel does. Without lengths it sees all keys."""
+    if _is_foreign(query) or (is_traced(query) and lengths is None):
         return None
     query, key, value = _autocast(query, key, value) if is_autocast(query) else (query, key, value)
     if not query.dtype == key.dtype == value.dtype or key.shape != value.shape:
         return None
+    if lengths is not None and is_traced(query):
+        return in_graph(query[:, :, 0], key, value, lengths, sinks, scaling, window, softcap)
+    if lengths is None:
+        lengths = _all_keys(key)
+    found = by_tuned_kernels(query[:, :, 0], key, value, lengths, None, None, sinks, scaling, window, softcap)
+    return None if found is None else found.unsqueeze(1)
+
+
+def _all_keys(key: torch.Tensor) -> torch.Tensor:
+    """Return the number of keys of each sequence whose cache has no unused room."""
     (batch, _, keys, _), device = key.shape, key.device
     # The layers of a step share the tensor, which must be filled on the stream that reads it and outlive the call.
     if is_capturing():
-        lengths = _lengths.__wrapped__(batch, keys, device, 0)
-    else:
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        lengths = _lengths(batch, keys, device, stream)
-    found = by_kernels(
-        query[:, :, 0], key, value, lengths, None, None, sinks, scaling, window, softcap, ask=tuned_plan_for
-    )
-    return None if found is None else found.unsqueeze(1)
+        return _lengths.__wrapped__(batch, keys, device, 0)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _lengths(batch, keys, device, stream)
 
 
 @functools.lru_cache(maxsize=64)
@@ -319,7 +346,7 @@ def _special(
     """Compute a soft cap or sinks with a boolean mask in torch's own steps, since SDPA supports neither."""
     query, key, value = (x.transpose(1, 2) for x in _autocast(query, key, value))
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    call = Call(False, scale, None, softcap, key.shape[1], deterministic=True)
+    call = Call(False, scale, None, softcap, key.shape[1], key.shape[1], deterministic=True)
     return formula(query, key, value, sinks, attention_mask[..., : key.shape[1]], call)
 
 

@@ -290,13 +290,13 @@ class CapturedStep:
         buffers = [(name, x, x.detach().clone()) for name, x in model.named_buffers()]
         versions = [x._version for _, x, _ in buffers if not x.is_inference()]
         try:
-            with _as_captured(), _waiting_refused(self._room.device), torch.enable_grad():
+            with as_captured(), _waiting_refused(self._room.device), torch.enable_grad():
                 self._run_forward(model)
                 self._slopes = self._ones()
                 self._run_backward(model)
             after = _random_state(self._room.device)
         except Exception as error:  # noqa: BLE001
-            raise Refused(_why(error)) from None
+            raise Refused(why(error)) from None
         finally:
             _set_random_state(self._room.device, before)
             self._forget_gradients()
@@ -316,14 +316,14 @@ class CapturedStep:
     def _record(self, model: torch.nn.Module) -> None:
         if self._room.device.type == "cuda":
             gc.collect()  # cycles of earlier steps may hold the GPU's memory
-        with _as_captured(), _no_collection(), torch.enable_grad():
+        with as_captured(), no_collection(), torch.enable_grad():
             try:
                 self._forward.record(lambda: self._run_forward(model))
                 # Outside of both graphs: each step writes here what its backward begins with.
                 self._slopes = self._ones()
                 gradients = self._backward.record(lambda: self._as_parameters(self._run_backward(model)))
             except Exception as error:  # noqa: BLE001
-                raise Refused(f"{CAPTURE_FAILED}: {_why(error)}") from None
+                raise Refused(f"{CAPTURE_FAILED}: {why(error)}") from None
             self._forget_gradients()
         graphs = self._forward, self._backward
         self._gradients = [None if x is None else _lent(x, graphs) for x in gradients]
@@ -458,7 +458,7 @@ def exchanged(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_captured() -> Iterator[None]:
+def as_captured() -> Iterator[None]:
     """Let code that asks see a capture, and let nothing read values that the caller has checked.
 
     The caller has refused positions of several sequences, and masks of ones are not given. torch's checkpoints keep the
@@ -508,7 +508,7 @@ def _waiting_refused(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Keep Python from collecting cycles, whose tensors a capture may not free."""
     was_on = gc.isenabled()
     gc.disable()
@@ -530,7 +530,7 @@ def _set_random_state(device: torch.device, state: tuple[Tensor, ...]) -> None:
         torch.cuda.set_rng_state(state[1], device)
 
 
-def _why(error: Exception) -> str:
+def why(error: Exception) -> str:
     """Return in a line why a rehearsal failed: where code waits for the GPU, or the error."""
     if isinstance(error, Refused):
         return str(error)

@@ -1,4 +1,4 @@
-"""``tilekern.graphed``: a model whose training steps are replayed from CUDA graphs, once a form of them was seen.
+"""``tilekern.graphed``: a model whose steps are replayed from CUDA graphs, once a form of them was seen.
 
 A step of a small model takes the host longer than the GPU. A replay takes the host one call, whatever the model's size.
 """
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,10 +27,12 @@ from tilekern.patch import padding
 from tilekern.patch.captured import CAPTURE_FAILED, Call, CapturedStep, Refused, Room, exchanged, inside, is_inside
 from tilekern.patch.guards import has_global_hooks, is_sharded
 from tilekern.patch.positions import look
+from tilekern.patch.token_graphs import Token, TokenStep
 from tilekern.runtime import dispatch
 from tilekern.runtime.switches import ATTENTIONS
 from tilekern.warning import warn_once
 
+_Step = TypeVar("_Step")
 # Steps of a form that run eagerly before it is captured: they look up kernels and fill torch's own caches.
 EAGER_STEPS = 2
 # Forms that are remembered until they are captured.
@@ -51,8 +53,9 @@ def graphed(model: torch.nn.Module, *, lengths: Iterable[int] | None = None, mos
     """Let a model replay its training steps from CUDA graphs.
 
     A call in training mode with gradients is captured, forward and backward, when its form comes for the third time:
-    the shapes and dtypes of its tensors, and its other arguments. Calls of other forms run as they are, and so do
-    evaluation and generation. Losses and gradients are bit by bit those of the eager step. Optimizer, clipping and
+    the shapes and dtypes of its tensors, and its other arguments. Calls of other forms run as they are, and so does
+    evaluation. In generation a step of one token after a static cache is captured likewise, for each cache. Losses,
+    gradients and logits are bit by bit those of the eager step. Optimizer, clipping and
     everything else between two calls stays outside of the graphs, and so do hooks of parameters.
 
     A call runs as it is, counted with its reason, if one of these holds:
@@ -107,8 +110,8 @@ class Graphs:
 
     Attributes:
         replays: steps that were replayed.
-        first: training calls that ran eagerly because their form was new.
-        reasons: why other training calls ran eagerly, and how often.
+        first: calls of steps that ran eagerly because their form was new.
+        reasons: why other calls of steps ran eagerly, and how often.
     """
 
     def __init__(self, model: torch.nn.Module, lengths: Sequence[int] = (), most: int = 8) -> None:
@@ -117,6 +120,7 @@ class Graphs:
         self._names = list(parameters)
         self._takes_any = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
         self._steps: dict[Any, CapturedStep] = {}
+        self._tokens: weakref.WeakKeyDictionary[Any, dict[Any, TokenStep]] = weakref.WeakKeyDictionary()  # by caches
         self._plans: object = None
         self._losses = 0  # how often captured steps were lost to a change
         self._seen: Counter[Any] = Counter()
@@ -132,7 +136,7 @@ class Graphs:
     @property
     def captured(self) -> int:
         """The number of forms that are captured."""
-        return len(self._steps)
+        return len(self._steps) + sum(map(len, self._tokens.values()))
 
     def __str__(self) -> str:
         """Return the counts in a line."""
@@ -160,8 +164,10 @@ class Graphs:
         """Call the model."""
         model = self._model()
         assert model is not None  # the module that is called
-        if not model.training or not torch.is_grad_enabled() or is_inside() or is_traced():
+        if is_inside() or is_traced() or model.training != torch.is_grad_enabled():
             return model._call_impl(*args, **kwargs)
+        if not model.training:
+            return self._decode(model, args, kwargs)
         with inside():
             try:
                 found = self._step(model, {**dict(zip(self._names, args, strict=False)), **kwargs})
@@ -174,6 +180,36 @@ class Graphs:
             step, call = found
             self.replays += 1
             return step(call)
+
+    def _decode(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a model that generates: a step of one token after a static cache is replayed."""
+        token = step = None
+        with inside():
+            try:
+                token = Token.of({**dict(zip(self._names, args, strict=False)), **kwargs})
+                step = None if token is None else self._token_step(model, token)
+                self.first += token is not None and step is None
+            except Refused as error:
+                self.reasons[str(error)] += 1
+            if token is None or step is None:
+                return self._eager(model, args, kwargs)
+            self.replays += 1
+            return step(token)
+
+    def _token_step(self, model: torch.nn.Module, token: Token) -> TokenStep | None:
+        """Return the captured step of one token, captured now if it is time; None while its form is new.
+
+        Raises:
+            Refused: this call runs as it is.
+        """
+        room = self._room_of(model)
+        steps = self._tokens.setdefault(token.cache, {})
+        key = token.key, _settings(room.device.type)
+        if key not in steps:
+            if self._is_new(key):
+                return None
+            steps[key] = self._captured(lambda: TokenStep(model, token, room), model, key)
+        return steps[key]
 
     def _eager(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model as it is; the last such call of a new form shows whether a replay would miss something."""
@@ -197,6 +233,8 @@ class Graphs:
             Refused: this call runs as it is.
         """
         room = self._room_of(model)
+        if self._facts is not None and not self._facts.is_trained:
+            raise self._said(model, "no parameter requires a gradient")
         arguments = self._values.without(_with_plain_numbers(arguments, room.device))
         arguments = self._with_starts(model, self._padded(arguments))
         if "labels" in arguments and (self._takes_any or "use_cache" in self._names):
@@ -215,7 +253,7 @@ class Graphs:
             raise Refused("it came before the backward of the last captured call")
         if step is None:
             with exchanged(padding, "is_behind_in_graph", is_behind):
-                step = self._steps[key] = self._captured(model, call, key, room)
+                step = self._steps[key] = self._captured(lambda: CapturedStep(model, call, room), model, key)
         return step, call
 
     def _room_of(self, model: torch.nn.Module) -> Room:
@@ -225,6 +263,7 @@ class Graphs:
             self._facts, self._plans = _Facts(model), plans
             self._losses += bool(self._steps)
             self._steps.clear()
+            self._tokens.clear()
             self._refused.clear()
             self._room = None if self._facts.device is None else Room(self._facts.device)
         if self._losses > _MOST_LOSSES:
@@ -248,14 +287,14 @@ class Graphs:
             self._seen[key] += 1
             self._watched = key if self._seen[key] == EAGER_STEPS else None
             return True
-        if len(self._steps) >= self._most:
+        if self.captured >= self._most:
             raise Refused(f"more than {self._most} forms; lengths= pads batches to few")
         return False
 
-    def _captured(self, model: torch.nn.Module, call: Call, key: Any, room: Room) -> CapturedStep:
+    def _captured(self, capture: Callable[[], _Step], model: torch.nn.Module, key: Any) -> _Step:
         assert self._facts is not None
         try:
-            return CapturedStep(model, call, room)
+            return capture()
         except Refused as error:
             reason = self._refused[key] = str(error)
             if reason.startswith(CAPTURE_FAILED):
@@ -462,6 +501,7 @@ class _Facts:
         devices = {x.device for x in self._parameters} | {x.device for x in model.buffers()}
         self.device = next(iter(devices)) if len(devices) == 1 else None
         self.refusal = self._refusal()
+        self.is_trained = any(x.requires_grad for x in self._parameters)
 
     def hold(self) -> bool:
         """Return whether nothing has changed."""
@@ -490,7 +530,6 @@ class _Facts:
             f"{type(wrapper).__name__} works beside its module's forward: give the model inside it": bool(wrapper),
             "its parameters are on several devices": self.device is None,
             f"it is on the device {self.device}": self.device is not None and self.device.type not in DEVICES,
-            "no parameter requires a gradient": not any(x.requires_grad for x in self._parameters),
             "its parameters are sharded": any(map(is_sharded, self._parameters)),
             "the allocator keeps no memory for graphs": self.device is not None and not _has_pools(self.device),
             "hooks on all modules": has_global_hooks(),
@@ -581,16 +620,25 @@ class _Place:
         if module is None:
             return None
         found = _own(module)
-        if found is None and module.training and not is_inside() and any(x in _everywhere for x in kind.__mro__):
+        if found is None and _may_step(module) and not is_inside() and any(x in _everywhere for x in kind.__mro__):
             inner = next(iter(graphs_of(module).values()), None)
             found = _give(module, Graphs(module) if inner is None else inner.of(module))
         return found
+
+
+def _may_step(module: torch.nn.Module) -> bool:
+    return module.training or not torch.is_grad_enabled()
 
 
 # Classes whose models have graphs without being asked: of :func:`stand_in`.
 _everywhere: set[type] = set()
 # The classes of models outside of which there is no other, by the modules that have them.
 _KINDS = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_model": "PeftModel"}
+
+
+def has_graphs(model: torch.nn.Module) -> bool:
+    """Return whether a model's steps are replayed, because of :func:`graphed` or :func:`stand_in`."""
+    return _own(model) is not None or any(kind in _everywhere for kind in type(model).__mro__)
 
 
 def _put_place(kind: type) -> None:

@@ -14,6 +14,7 @@ import torch
 from tilekern.errors import InputError
 from tilekern.ops.packing import can_read
 from tilekern.patch import padding
+from tilekern.patch.decoding import with_lengths
 from tilekern.patch.guards import constant_in_graphs
 from tilekern.patch.ledger import content
 from tilekern.patch.padding import Padding, padding_of
@@ -77,6 +78,8 @@ def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> 
     if made is not None and not ask.can_read:
         made.says_packing_alone = ask.is_plain and numbers is None
         made.lacks_sequences = ask.is_row and not ask.is_joined and numbers is None
+    if made is not None and ask.queries == 1 and ask.is_plain:
+        made = with_lengths(made, given, ask.can_read)
     return made
 
 
@@ -110,7 +113,9 @@ class _Ask:
 
     def _is_joined(self, function: Any) -> bool:
         if torch.compiler.is_compiling():  # it cannot inspect a function
-            return not self.given.get("allow_is_causal_skip", True) and _is_made_by(function, "and_masks")
+            # For one new token after a static cache a mask is always wanted, of a function that has no name here.
+            wanted = not self.given.get("allow_is_causal_skip", True)
+            return wanted and self.queries > 1 and _is_made_by(function, "and_masks")
         return self.numbers is not None
 
     def is_dropped_in_graph(self) -> bool:
@@ -132,20 +137,27 @@ class _Ask:
 
         It is None if the mask says more than padding, causality and the layers' window.
         """
-        mask, offset = self.padding, self.given.get("q_offset", 0)
-        if mask is None or not self.is_plain or self.is_joined or self.reading.reads_mask:
+        mask, tokens = self.padding, self._tokens()
+        if not self.is_plain or self.is_joined or self.reading.reads_mask or self.given.get("kv_offset", 0):
             return None
-        # A static cache tells its offset on the GPU.
-        is_at_end = isinstance(offset, int) and offset == self.keys - self.queries
-        if mask.dim() != 2 or mask.shape[1] != self.keys or not is_at_end or self.given.get("kv_offset", 0):
+        if mask is None and self.queries == 1 and tokens is not None and tokens < self.keys:
+            return Padding(((0, tokens),) * self.given["batch_size"], tokens, torch.device(self.given["device"]))
+        if mask is None or mask.dim() != 2 or mask.shape[1] != tokens:
             return None
         found = padding_of(mask) if self.can_read else None
         if self._holds_sequences(found):
             return None
-        if padding.is_behind_in_graph or (found is not None and found.is_behind):
+        if tokens == self.queries == self.keys and (padding.is_behind_in_graph or (found and found.is_behind)):
             self.padding = self.given["attention_mask"] = None
             return None
         return found
+
+    def _tokens(self) -> int | None:
+        """Return the number of tokens so far; None if only the GPU knows it, or reading it is not worth the wait."""
+        offset = self.given.get("q_offset", self.keys - self.queries)
+        if isinstance(offset, torch.Tensor):  # of a static cache
+            offset = int(offset) if self.can_read and is_invariant() else None
+        return None if offset is None else int(offset) + self.queries
 
     def _holds_sequences(self, found: Padding | None) -> bool:
         """Return whether positions of the user's show that a row holds several sequences."""

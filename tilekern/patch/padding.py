@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 
-class Padding(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Padding:
     """The run of tokens in each row of a batch; padding stands before it and behind it.
 
     Attributes:
         runs: the first token of each row, and the end of its run.
-        starts: [rows + 1] int32, the start of each run if they follow one another, as ``cu_seqlens`` of attention.
-        places: [tokens in runs] int64, their places in the batch's rows, one row after the other.
-        longest: at least the length of the longest run; takes few different values, since each needs its own plans.
+        tokens: the number of tokens of each row, with padding; a cache may have more room.
+        device: the device of the tensors here, which are made when they are first asked for.
     """
 
     runs: tuple[tuple[int, int], ...]
-    starts: torch.Tensor
-    places: torch.Tensor
-    longest: int
+    tokens: int
+    device: torch.device
 
     @property
     def is_behind(self) -> bool:
         """Return whether padding only stands behind: no token sees it, if none sees a later one."""
         return not any(first for first, _ in self.runs)
 
-    def to(self, device: torch.device | str | None) -> Padding:
-        """Return the same on a device; None keeps the current device."""
-        return self._replace(starts=self.starts.to(device), places=self.places.to(device))
+    @property
+    def longest(self) -> int:
+        """Return at least the length of the longest run; takes few different values, since each needs its own plans."""
+        return min(1 << (max(end - first for first, end in self.runs) - 1).bit_length(), self.tokens)
+
+    @functools.cached_property
+    def starts(self) -> torch.Tensor:
+        """Return the start of each run if they follow one another, [rows + 1] int32, as ``cu_seqlens`` of attention."""
+        counts = (end - first for first, end in self.runs)
+        return torch.tensor(list(itertools.accumulate(counts, initial=0)), dtype=torch.int32, device=self.device)
+
+    @functools.cached_property
+    def places(self) -> torch.Tensor:
+        """Return the places of the runs' tokens in the batch, [tokens in runs] int64, one row after the other."""
+        rows = enumerate(self.runs)
+        return torch.cat([torch.arange(row * self.tokens + a, row * self.tokens + b) for row, (a, b) in rows]).to(
+            self.device
+        )
+
+    def to(self, device: torch.device) -> Padding:
+        """Return the same on a device."""
+        return self if device == self.device else replace(self, device=device)
 
 
 # Whether the masks of the step that is captured hide only what stands behind the tokens: it cannot look.
@@ -60,6 +80,4 @@ def _read(mask: torch.Tensor) -> Padding | None:
     runs = tuple((first, end) for first, _, end in zip(*told, strict=True))
     if any(not count or end - first != count for (first, end), count in zip(runs, told[1], strict=True)):
         return None
-    starts = torch.tensor(list(itertools.accumulate(told[1], initial=0)), dtype=torch.int32, device=mask.device)
-    places = torch.cat([torch.arange(row * tokens + a, row * tokens + b) for row, (a, b) in enumerate(runs)])
-    return Padding(runs, starts, places.to(mask.device), min(1 << (max(told[1]) - 1).bit_length(), tokens))
+    return Padding(runs, tokens, mask.device)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tilekern.errors import InputError
 from tilekern.ops import invariance
 from tilekern.patch import attention as attention_door
+from tilekern.patch import batching, defaults, generating
 from tilekern.patch import comparing as ranks
-from tilekern.patch import defaults
 from tilekern.patch import experts as experts_door
 from tilekern.patch import graphs as graphs_door
 from tilekern.patch.families import FAMILIES, imported, is_of_transformers, may_have_forms
@@ -139,11 +139,13 @@ def apply(
         _wishes.update({family.module: wish for family in families})
         _arrivals.watch()
     attention_door.register()
+    batching.stand_in(True)
     experts_door.register()
     experts_door.stand_in(experts)
     defaults.attention_stand_in(attention)
     defaults.adamw_stand_in(adamw)
     graphs_door.stand_in(graphs)
+    generating.stand_in(True)
     invariance.choose(invariant)
     with _lock:
         mine = {family.module for family in families}
@@ -195,8 +197,11 @@ def _wanted(name: str) -> list[Patch]:
 def _arrived(name: str) -> None:
     if graphs_door.awaits(name):
         graphs_door.stand_in(True)
+    rows = _wanted(name)
+    if rows:
+        generating.stand_in(True)
     with _lock:
-        _put(_wanted(name), {name})
+        _put(rows, {name})
 
 
 _arrivals = Arrivals(_awaits, _arrived)
@@ -313,6 +318,7 @@ def apply_to_model(
     if on_miss is not None:
         dispatch.set_miss_policy(on_miss)
     attention_door.register()
+    batching.stand_in(True)
     experts_door.register()
     done = {EXPERTS} if experts_door.choose(model, experts) else set()
     with _lock:
@@ -369,6 +375,7 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
         InputError: an unknown op.
     """
     if names is None:
+        generating.stand_in(False)
         invariance.choose(False)
         ranks.unarm()
         dispatch.foresee_by(None)
@@ -379,6 +386,7 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
         experts_door.put_back()
     if ATTENTION in wanted:
         defaults.attention_stand_in(False)
+        batching.stand_in(False)
     if ADAMW in wanted:
         defaults.adamw_stand_in(False)
     if GRAPHS in wanted:

@@ -14,9 +14,9 @@ class ToldMask(torch.Tensor):
     """A boolean mask [1, 1, queries, keys] of a causal attention; kernels read only its attributes.
 
     The query at ``i`` sees the keys up to ``i``, at a distance below ``window``, in its own sequence. Keys behind the
-    queries are unused room of a cache, which no query sees. With ``padding`` the queries are the last ones of the keys
-    instead, and no query sees padding. Any torch operation gets the dense mask; a kernel gets the
-    attributes, so the mask uses no memory if layers pass it to an attention function.
+    queries are unused room of a cache, which no query sees. With ``padding`` the queries are instead the last ones of
+    its tokens, and no query sees padding. Any torch operation gets the dense mask; a kernel gets the attributes, so the
+    mask uses no memory if layers pass it to an attention function.
 
     Attributes:
         starts: [sequences + 1] int32, the start of each sequence; empty if there is one sequence.
@@ -56,9 +56,10 @@ class ToldMask(torch.Tensor):
         batch, _, queries, keys = self.shape
         device = self.starts.device
         if self.padding is not None:
-            tokens = torch.zeros(batch * keys, dtype=torch.bool, device=device)
-            tokens = tokens.index_fill(0, self.padding.places, True).view(batch, 1, 1, keys)
-            return shown(queries, keys, device, True, self.window, None) & tokens
+            tokens = self.padding.tokens
+            held = torch.zeros(batch * tokens, dtype=torch.bool, device=device).index_fill(0, self.padding.places, True)
+            seen = shown(queries, tokens, device, True, self.window, None) & held.view(batch, 1, 1, tokens)
+            return torch.nn.functional.pad(seen, (0, keys - tokens))
         starts = self.starts if len(self.starts) else None
         seen = shown(queries, queries, device, True, self.window, starts)
         return torch.nn.functional.pad(seen, (0, keys - queries)).expand(batch, 1, queries, keys)
@@ -70,7 +71,7 @@ class ToldMask(torch.Tensor):
         if func in _THE_SAME and isinstance(mask, cls) and kwargs.get("dtype", torch.bool) == torch.bool:
             # A model that is spread over devices moves the mask to each.
             batch, _, queries, keys = mask.shape
-            device = kwargs.get("device") or mask.starts.device
+            device = torch.device(kwargs.get("device") or mask.starts.device)
             if mask.padding is not None:
                 return cls.around(mask.padding.to(device), mask.window, queries, keys)
             return cls(mask.starts.to(device), mask.longest, mask.window, queries, keys, batch)
@@ -80,14 +81,16 @@ class ToldMask(torch.Tensor):
     # torch.compile takes the mask apart and puts it together, so that compiled layers can read its attributes, too.
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return ["starts"], (self.longest, self.window)  # ``attend`` gives a graph the dense mask of a padded batch
+        padding = self.padding
+        return ["starts"], (self.longest, self.window, padding and (padding.runs, padding.tokens))
 
     @classmethod
     def __tensor_unflatten__(
         cls, tensors: dict[str, torch.Tensor], words: tuple[Any, ...], size: Any, stride: Any
     ) -> ToldMask:
-        longest, window = words
-        return cls(tensors["starts"], longest, window, size[2], size[3], size[0])
+        longest, window, padded = words
+        padding = padded and Padding(*padded, tensors["starts"].device)
+        return cls(tensors["starts"], longest, window, size[2], size[3], size[0], padding)
 
 
 _THE_SAME = (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)

@@ -1,0 +1,77 @@
+"""While a model generates, its linear layers of few rows run kernels."""
+
+import pytest
+import torch
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
+
+import tilekern
+from tilekern.runtime import dispatch
+
+LAYERS, NEW = 2, 4
+IDS = torch.arange(10).view(2, 5)
+GREEDY = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None}
+
+
+def make():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="tilekern",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def launches():
+    return tilekern.stats().get("skinny_linear", {}).get("launches", 0)
+
+
+@pytest.fixture(autouse=True)
+def patched(monkeypatch):
+    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
+    dispatch.forget()
+    tilekern.apply(model_type="llama")
+    yield
+    tilekern.reset()
+    dispatch.forget()
+
+
+def test_all_linear_layers_of_a_step_run_the_kernel_and_give_torch_s_tokens():
+    model = make()
+    before = launches()
+    found = model.generate(IDS, **GREEDY)
+    # q, k, v and o; the gate with both products; down. The head once a step.
+    assert launches() == before + NEW * (LAYERS * (4 + 1 + 1) + 1)
+    tilekern.reset()
+    assert torch.equal(found, model.generate(IDS, **GREEDY))
+
+
+def test_the_function_is_torch_s_outside_and_after_an_error():
+    own, method = torch.nn.functional.linear, GenerationMixin.generate
+    model = make()
+    model.lm_head.register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("inside")))
+    with pytest.raises(RuntimeError, match="inside"):
+        model.generate(IDS, **GREEDY)
+    assert torch.nn.functional.linear is own
+    before = launches()
+    torch.nn.Linear(8, 8)(torch.zeros(1, 8))
+    assert launches() == before
+    tilekern.reset()
+    assert GenerationMixin.generate is method.tilekern_original
+    tilekern.apply(model_type="llama")
+    assert GenerationMixin.generate.tilekern_original is method.tilekern_original, "never one around another"
+
+
+def test_a_layer_that_trains_meanwhile_keeps_torch_s_product():
+    layer = torch.nn.Linear(8, 8)
+    from tilekern.ops import linear_layers
+
+    with linear_layers.exchanged():
+        before = launches()
+        layer(torch.zeros(1, 8)).sum().backward()
+        assert launches() == before
+        with torch.no_grad():
+            layer(torch.zeros(1, 8))
+        assert launches() == before + 1
+        with torch.no_grad():
+            layer(torch.zeros(65, 8))
+        assert launches() == before + 1

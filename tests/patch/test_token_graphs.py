@@ -1,0 +1,147 @@
+"""Steps of one token after a static cache, captured: on the CPU, where a recording runs again what it recorded."""
+
+import gc
+
+import pytest
+import rerunning
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, Qwen3Config, StaticCache
+
+import tilekern
+from tilekern.patch import captured, graphs
+
+pytestmark = pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning", "ignore::FutureWarning")
+SIZES = {
+    "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+}  # fmt: skip
+IDS = torch.randint(1, 61, (2, 5), generator=torch.Generator().manual_seed(1))
+NEW = 8
+GREEDY = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None}
+STATIC = GREEDY | {"cache_implementation": "static"}
+
+
+class Untouched(rerunning.Rerun):
+    """What is recorded changes no cache, as a capture does not run what it records."""
+
+    def record(self, run):
+        layers = [layer for x in gc.get_objects() if type(x) is StaticCache for layer in x.layers]
+        held = [(x, x.clone()) for layer in layers for x in (layer.keys, layer.values)]
+        results = super().record(run)
+        for x, value in held:
+            x.copy_(value)
+        return results
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch):
+    rerunning.use(monkeypatch, Untouched)
+    yield
+    tilekern.reset()
+
+
+def make(config=Qwen3Config, attention="tilekern", **changes):
+    torch.manual_seed(0)
+    made = config(**SIZES | changes, attn_implementation=attention)
+    return AutoModelForCausalLM.from_config(made).eval().requires_grad_(False)
+
+
+def of(model):
+    return graphs.graphs_of(model)[""]
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_tokens_are_replayed_from_the_third_on(patched):
+    """The first is the prompt's; then two run eagerly, and the others are one graph's."""
+    if patched:
+        tilekern.apply(model_type="qwen3")
+    model = make(attention="tilekern" if patched else "sdpa")
+    wanted = model.generate(IDS, **GREEDY)
+    tilekern.graphed(model)
+    for mask in (None, torch.ones_like(IDS)):
+        before = of(model).replays
+        found = model.generate(IDS, attention_mask=mask, **STATIC)
+        assert torch.equal(found, wanted)
+        assert of(model).replays - before >= NEW - 1 - graphs.EAGER_STEPS
+    assert not of(model).reasons
+
+
+def test_padding_before_the_prompt_is_an_input():
+    model = make()
+    mask = torch.ones_like(IDS)
+    mask[1, :2] = 0
+    wanted = model.generate(IDS, attention_mask=mask, **GREEDY)
+    tilekern.graphed(model)
+    assert torch.equal(model.generate(IDS, attention_mask=mask, **STATIC), wanted)
+    assert of(model).replays == NEW - 1 - graphs.EAGER_STEPS
+
+
+@torch.no_grad()
+def test_logits_are_the_caller_s_own_and_the_cache_comes_back():
+    model, rows = make(), []
+    for graphed in (False, True):
+        if graphed:
+            tilekern.graphed(model)
+        cache, held = StaticCache(config=model.config, max_cache_len=16), []
+        model(input_ids=IDS, cache=cache)
+        for number in range(5):
+            made = model(input_ids=IDS[:, number : number + 1], cache=cache)
+            assert made.cache is cache
+            held.append(made.logits)
+        rows.append(torch.cat(held, 1))
+    assert torch.equal(*rows)
+    assert of(model).replays == 5 - graphs.EAGER_STEPS
+
+
+def test_a_window_s_cache_rolls_when_it_is_full():
+    """A full layer makes another form."""
+    model = make(Gemma2Config, sliding_window=9)
+    wanted = model.generate(IDS, **GREEDY | {"max_new_tokens": 12})
+    tilekern.graphed(model)
+    assert torch.equal(model.generate(IDS, **STATIC | {"max_new_tokens": 12}), wanted)
+    assert of(model).captured == 2
+
+
+@torch.no_grad()
+def test_what_is_not_a_step_of_one_token_runs_as_it_is():
+    model = tilekern.graphed(make())
+    growing, cache = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)
+    for number in range(5):
+        model(input_ids=IDS[:, number : number + 1], cache=growing)
+    assert (of(model).replays, of(model).first) == (0, 0)
+    for number in range(4):
+        mask = torch.ones(2, number + 1, dtype=torch.long)
+        model(input_ids=IDS[:, number : number + 1], cache=cache, attention_mask=mask)
+    assert of(model).replays == 0
+    assert next(iter(of(model).reasons)).startswith("a mask of padding, which grows")
+
+
+class Empty:
+    """Does nothing again, and so keeps nothing."""
+
+    def record(self, run):
+        return run()
+
+    def replay(self):
+        pass
+
+
+@torch.no_grad()
+def test_graphs_go_with_their_cache(monkeypatch):
+    monkeypatch.setattr(captured.Room, "recording", lambda *_: Empty())
+    model = tilekern.graphed(make())
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    model(input_ids=IDS, cache=cache)
+    for number in range(4):
+        model(input_ids=IDS[:, number : number + 1], cache=cache)
+    assert of(model).captured == 1
+    del cache
+    assert of(model).captured == 0
+
+
+def test_all_models_of_a_job_may_have_them():
+    tilekern.apply(model_type="qwen3", graphs=True)
+    model = make()
+    wanted = model.generate(IDS, **GREEDY)
+    assert torch.equal(model.generate(IDS, **STATIC), wanted)
+    assert of(model).replays == NEW - 1 - graphs.EAGER_STEPS
