@@ -22,8 +22,9 @@ def tune(
     sequence: int | Sequence[int] = (), dtype: Any = ("bfloat16",), ops: str | Sequence[str] | None = None,
     attention: str | Sequence[str] = ("tilekern",), tp: int = 1, packed: bool = False, padded: bool = False,
     checkpointing: bool = False, optimizer: str = "adamw", experts: bool = False, decode: int | Sequence[int] = (),
-    context: int | Sequence[int] = 4096, strategy: str = "race", invariant: bool = False, executor: str = "local",
-    jobs: int | None = None, gpus: int | None = None, timeout_s: float = 60.0, cache_dir: str | Path | None = None,
+    context: int | Sequence[int] = 4096, chunk: int | Sequence[int] = (), invariant: bool = False,
+    strategy: str = "race", executor: str = "local", jobs: int | None = None, gpus: int | None = None,
+    timeout_s: float = 60.0, cache_dir: str | Path | None = None,
     sweep: str | Path | None = None, tell: Tell | None = None,
 ) -> Result | None:  # fmt: skip
     """Tune the kernels that a model's training steps ask for, and fill the cache::
@@ -65,8 +66,10 @@ def tune(
         experts: whether tilekern runs layers of experts.
         decode: how many sequences generation decodes at once, one number or several; it is traced where there are any.
         context: tokens of a decoded sequence, the new one included.
+        chunk: tokens of a prompt that are computed at once, where prompts are computed in chunks too.
+        invariant: whether to plan ``tilekern.invariant()`` too, and to find kernels that give a row the same bits at
+            all sizes of the plan.
         strategy: how candidates are timed: ``race`` or ``exhaustive``.
-        invariant: whether to find kernels too that give a row the same bits at all sizes of the call.
         executor: where to compile and measure: ``local``, ``ray`` or ``ray://HOST:PORT``.
         jobs: compile workers; None is one for each core.
         gpus: the most GPUs to measure on; None is all identical ones.
@@ -97,14 +100,14 @@ def tune(
 
     check_settings()
     options = Options(
-        strategy=strategy, invariant=invariant, executor=executor, jobs=jobs, gpus=gpus, timeout_s=timeout_s,
+        strategy=strategy, executor=executor, jobs=jobs, gpus=gpus, timeout_s=timeout_s,
         budget_s=budget_s,
     )  # fmt: skip
     call = tokens if isinstance(tokens, Mapping) else None
     steps = Steps(
         TOKENS if isinstance(tokens, Mapping) else as_list(tokens), as_list(sequence), as_list(dtype),
         None if ops is None else as_list(ops), as_list(attention), tp, packed, padded, checkpointing, optimizer,
-        experts, call, as_list(decode), as_list(context), invariant,
+        experts, call, as_list(decode), as_list(context), as_list(chunk), invariant,
     )  # fmt: skip
     target = model.target if isinstance(model, Trace) and gpu == "auto" else resolve(gpu)
     store = Store(cache_dir or user_root())

@@ -43,7 +43,13 @@ class PlanRequest:
             tilekern.tuning.plan.configs.UnknownModel: a model is not a preset, a path or a hub id.
         """
         named = {name: given[name] for name in _STEPS if given[name] not in (None, False)}
-        lists = {"tokens": "2048,8192", "sequence": "2048,4096", "decode": "1,8,64", "context": "4096,32768"}
+        lists = {
+            "tokens": "2048,8192",
+            "sequence": "2048,4096",
+            "decode": "1,8,64",
+            "context": "4096,32768",
+            "chunk": "512",
+        }
         for name, such_as in lists.items():
             if name in named:
                 named[name] = counts(named[name], f"--{name}", such_as)
@@ -55,7 +61,8 @@ class PlanRequest:
         described = "--" + next(iter(named)).replace("ops", "op") if named else None
         if described and not given["models"] and (given["plans"] or given["problems"]):
             raise described_alone(described)
-        return cls(given["models"], given["plans"], given["problems"], Steps(**named), described)
+        steps = Steps(**named, invariant=bool(given["invariant"]))
+        return cls(given["models"], given["plans"], given["problems"], steps, described)
 
 
 def described_alone(option: str) -> InputError:
@@ -72,6 +79,9 @@ _STEPS = {
         "--decode", metavar="TEXT", help="Sequences that generation decodes at once, as 1,8,64; by default none."
     ),
     "context": click.option("--context", metavar="TEXT", help="Tokens of a decoded sequence.  [default: 4096]"),
+    "chunk": click.option(
+        "--chunk", metavar="TEXT", help="Tokens of a chunk, where prompts are computed in chunks too; by default whole."
+    ),
     "dtype": click.option("--dtype", help="bfloat16 (bf16), float16 (fp16), float32 (fp32).  [default: bfloat16]"),
     "tp": click.option(
         "--tp", type=click.IntRange(min=1), help="Tensor-parallel degree: ranks of a model.  [default: 1]"
@@ -94,6 +104,10 @@ _STEPS = {
     ),
 }
 _OTHERS = {
+    "invariant": click.option(
+        "--invariant", is_flag=True,
+        help="Plan tilekern.invariant() too, and find kernels that give a row the same bits at all sizes of the plan.",
+    ),
     "models": click.argument("models", nargs=-1, metavar="[MODEL]..."),
     "plans": click.option(
         "--plan", "plans", multiple=True, metavar="FILE|wanted",

@@ -75,7 +75,6 @@ class Options:
         began: when the run began, by ``time.monotonic``; the budget counts from then.
         key: signs artifacts and records that are handed on.
         only_measured: publish measured winners alone.
-        invariant: find a kernel of one bit class for all sizes of a problem, beside the winners.
 
     Raises:
         InputError: a stage, the executor or the strategy is not known, or there are too many workers.
@@ -91,7 +90,6 @@ class Options:
     began: float = field(default_factory=time.monotonic)
     key: SigningKey | None = None
     only_measured: bool = False
-    invariant: bool = False
 
     def __post_init__(self) -> None:
         for stage in self.stages:
@@ -206,7 +204,7 @@ class Pipeline:
             InputError: the folder holds another target's sweep, is held by another run, or cannot be written.
         """
         sweep = Sweep(folder or folder_in(store.root, target.key))
-        sweep.begin(target, planned.name, planned.problems, launches=planned.launches)
+        sweep.begin(target, planned.name, planned.problems, launches=planned.launches, invariant=planned.invariant)
         pipeline = cls(sweep, store, options, tell or (lambda *_: None), packs=packs, notes=planned.notes)
         pipeline.result.seconds[PLAN] = time.monotonic() - options.began
         return pipeline
@@ -291,7 +289,7 @@ class Pipeline:
         with self._timed(MEASURE), shared(self.sweep, self.store.root):
             done = measure_all(
                 self.sweep, executor, keep_winners, self.options.strategy, self._told(MEASURE), turns=self._turns,
-                is_over=self._spent, invariant=self.options.invariant,
+                is_over=self._spent,
             )  # fmt: skip
         self.result.measure = self._measured(done)
 
@@ -308,7 +306,6 @@ class Pipeline:
                 done = measure_all(
                     self.sweep, executor, keep_winners, self.options.strategy, self._told(MEASURE),
                     coming=compiling.problems(), turns=self._turns, is_over=self._spent,
-                    invariant=self.options.invariant,
                 )  # fmt: skip
                 self.result.compile = dataclasses.asdict(compiling.summary())
         self.result.measure = self._measured(done)
@@ -359,7 +356,7 @@ class Pipeline:
         if not (self.budget and (self._is_cut or self.budget.spent.is_set())):
             return
         done = settled(self.sweep, self.options.timeout_s)
-        known = Settled(self.sweep, self.options.strategy, invariant=self.options.invariant)
+        known = Settled(self.sweep, self.options.strategy)
         for kernel, problem in self.sweep.problems():
             items = [item for item in self.sweep.candidates(kernel, problem) if not item.is_library]
             is_compiled = done.issuperset(item.artifact for item in items)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ class Winner:
             "share_of_roofline": round(self.share, 4),
             "bound": self.roofline.bound,
             "gain_over_default": round(self.gain, 4),
+            "invariant": (record.measurement or {}).get(INVARIANT),
         }
 
 
@@ -78,7 +79,7 @@ def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dic
         toolkit: what to name as the toolkit where no artifact was compiled.
     """
     target, known = sweep.target, Known.of(sweep)
-    invariant = invariant_winners(sweep, known)
+    invariant, _ = invariant_winners(sweep, known)
     for kernel, problem in sweep.problems():
         found = sweep.candidates(kernel, problem)
         generic = found[-1]
@@ -145,6 +146,14 @@ class Known:
     def bits(self, item: Candidate) -> str:
         """Return a candidate's bit class; empty if a row's bits depend on others, or it is not known."""
         return str(self.measured.get(item.key, {}).get("check", {}).get("bits") or "")
+
+    def why_classless(self, timings: Collection[Candidate]) -> str:
+        """Return why none of the candidates that were timed has a bit class, for people."""
+        if not timings:
+            return "it was not measured"
+        if all("bits" not in self.measured[item.key]["check"] for item in timings):
+            return "no rows of its results can be compared"
+        return "a row's bits depend on the rows around it, whichever kernel runs"
 
     def invariant(self, item: Candidate, generic: Candidate) -> dict[str, Any]:
         """Return the facts of an invariant winner, and whether the generic variant is of its class."""
@@ -214,24 +223,32 @@ def _measured_winner(known: Known, found: list[Candidate], target: Target) -> tu
     }
 
 
-def invariant_winners(sweep: Sweep, known: Known) -> dict[Named, Candidate]:
+def invariant_winners(sweep: Sweep, known: Known) -> tuple[dict[Named, Candidate], dict[Named, str]]:
     """Return the fastest candidate of one bit class for each problem, the same class for all buckets of a problem.
 
     Of the classes that every bucket has, it is the one whose times are at most the smallest factor above the winners'.
-    Problems without such a class are left out.
+    Only the problems that the plan names take part, or all if it names none. The second dictionary says of those that
+    have no class why.
     """
     buckets: dict[Any, dict[Named, list[tuple[Candidate, float]]]] = {}
-    for kernel, problem in sweep.problems():
+    found: dict[Named, Candidate] = {}
+    reasons: dict[Named, str] = {}
+    for kernel, problem in (named for named in sweep.problems() if not sweep.invariant or named in sweep.invariant):
         timings = known.timings(sweep.candidates(kernel, problem))
         able = [item for item in ranked(timings) if known.is_confirmed(item) and known.bits(item)]
         fastest = min((timing["median_us"] for timing in timings.values()), default=1.0)
         of_problem = buckets.setdefault(sizes_of_class(spec_named(kernel), problem), {})
         of_problem[kernel, problem] = [(item, timings[item]["median_us"] / fastest) for item in able]
-    found: dict[Named, Candidate] = {}
+        if not able:
+            reasons[kernel, problem] = known.why_classless(timings)
     for by_problem in buckets.values():
-        chosen = _one_class(known, list(by_problem.values()))
-        found |= dict(zip(by_problem, chosen, strict=True)) if chosen else {}
-    return found
+        if chosen := _one_class(known, list(by_problem.values())):
+            found |= dict(zip(by_problem, chosen, strict=True))
+            continue
+        without = [problem.key for kernel, problem in by_problem if (kernel, problem) in reasons]
+        why = f"{without[0]} has none" if without else "its sizes have no class in common"
+        reasons = dict.fromkeys(by_problem, why) | reasons
+    return found, reasons
 
 
 def _one_class(known: Known, by_problem: Sequence[Sequence[tuple[Candidate, float]]]) -> list[Candidate] | None:

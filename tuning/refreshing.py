@@ -19,7 +19,7 @@ from tilekern.cache import DATED, STALE, CacheError, FolderLayer, Layer, Record,
 from tilekern.cache.files import TEMPORARY_SUFFIX, read_whole, write_whole
 from tilekern.errors import InputError
 from tilekern.kernels import all_specs
-from tilekern.spec import Config, KernelSpec, Problem
+from tilekern.spec import INVARIANT, Config, KernelSpec, Problem
 from tilekern.spec.source import source_digest
 from tilekern.spec.targets import Target
 from tilekern.tuning.measure.stage import is_composite
@@ -131,9 +131,9 @@ def _newest(records: Iterable[tuple[Record, Layer]]) -> tuple[Record, Layer]:
 
 
 def _configs(record: Record, spec: KernelSpec, target: Target, top: int) -> list[Config]:
-    """Return the winner, the first runners-up, the best kernel and the default, as far as today's space has them.
+    """Return the configs of the winner, the first runners-up, the best kernel, the invariant one, and the default.
 
-    None are returned if only the default is left.
+    Those that today's space does not have are left out; none are returned if only the default is left.
     """
     problem = spec.problem(**record.problem)
     default = spec.default(problem, target)
@@ -141,6 +141,8 @@ def _configs(record: Record, spec: KernelSpec, target: Target, top: int) -> list
     offered = [record.config, *(one.get("config") for one in record.runners_up[:top] if isinstance(one, dict))]
     if record.best_kernel:
         offered.append(record.best_kernel.config)
+    if same := (record.measurement or {}).get(INVARIANT):
+        offered.append(same["config"])
     found = []
     for values in offered:
         with contextlib.suppress(TypeError):  # values that no config can have
@@ -251,6 +253,7 @@ class Refresh:
                 raise InputError(f"{folder} contains a tuning sweep, not a refresh; pass another --sweep folder")
             raise InputError(f"{folder} contains {others[0]}, which is not of a refresh; pass another --sweep folder")
         limits = {(r.kernel, Problem(r.problem)): configs for r, configs in found.outdated}
+        classed = [(r.kernel, Problem(r.problem)) for r, _ in found.outdated if INVARIANT in (r.measurement or {})]
         with written(folder):
             folder.mkdir(parents=True, exist_ok=True)
             with self.sweep.holder.locked():
@@ -268,7 +271,7 @@ class Refresh:
                         with contextlib.suppress(CacheError):  # the layer reports a bad one
                             store.write(record, {digest: layer.read_blob(digest) for digest in record.digests})
                 # Last: a folder without a plan is begun anew, whatever else a run that was killed has left in it.
-                self.sweep.begin(target, MODEL, list(limits), limits)
+                self.sweep.begin(target, MODEL, list(limits), limits, invariant=classed)
 
     def finish(self, found: Sequence[Winner]) -> list[Change]:
         """Note that the winners are published; return the changes in the plan's order."""

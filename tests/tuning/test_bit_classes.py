@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import cuda.tile as ct
 import pytest
+import torch
 from spec_samples import launch_arguments
 
 from tilekern import interpreter
@@ -84,7 +85,6 @@ def test_a_library_has_a_class_too():
         ("matmul", matmul(32, "a_transposed")),
         ("rms_norm_backward", None),
         ("group_norm_forward", None),
-        ("experts_combine", None),
         ("attention_forward", None),
         ("attention_dkdv", attention(1, 64, 64, kernel="attention_dkdv")),
         ("attention_backward", attention(1, 64, 64, kernel="attention_backward", deterministic=True)),
@@ -131,6 +131,10 @@ def test_tokens_of_several_sequences_are_rows(kernel, more):
     assert found.pop()
 
 
+def sights(bits):
+    return [int(part.partition(":")[0].rstrip("w")) for part in bits.split()]
+
+
 @pytest.mark.parametrize("on", [{}, {"windowed": True}, {"sinks": True, "capped": True}])
 def test_queries_have_a_digest_for_each_number_of_keys(on):
     spec = spec_named("attention_forward")
@@ -139,11 +143,24 @@ def test_queries_have_a_digest_for_each_number_of_keys(on):
         class_of(spec, attention(*sizes, **on), config)
         for sizes in ((2, 256, 256), (3, 64, 64), (4, 1, 128), (1, 32, 128))
     )
-    assert [part.partition(":")[0] for part in whole.split()] == ["16", "128"]
-    assert short == whole.split()[0], "the bucket holds 33 to 64 tokens"
-    assert last == chunk == whole.split()[1], "one query or some, after all keys"
-    assert agree(whole, short)
-    assert joined(short, last) == whole
+    assert sights(whole) == [1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256]
+    assert short.split() == whole.split()[:12], "up to 64 keys"
+    assert sights(last) == [65, 128], "the least and the most keys of the bucket"
+    assert sights(chunk) == [64, 65, 128]
+    assert set(last.split()) < set(chunk.split()) < set(whole.split())
+    assert agree(whole, last)
+    assert joined(short, last).split() == [*whole.split()[:12], *last.split()]
+
+
+@pytest.mark.parametrize("keys", [1, 2, 8, 2048, 8192])
+def test_a_decoded_token_has_rows_to_compare_whatever_its_context(keys):
+    """Of its bucket's least and largest number of keys; tokens of a sequence begin anew after 4096."""
+    spec = spec_named("attention_forward")
+    placed = [one for [one] in placements(spec, attention(2, 1, keys), "cpu")]
+    assert [one.rows for one in placed] == [[f"{keys}"], [f"{keys}"], [f"{keys // 2 + 1}"]]
+    k = placed[0].case.inputs["k"]
+    assert k.shape[1] == keys
+    assert torch.equal(k[:, 4096:], k[:, : max(0, keys - 4096)])
 
 
 @pytest.mark.parametrize("on", [{"packed": True}, {"windowed": True}, {"packed": True, "windowed": True}])
@@ -152,10 +169,12 @@ def test_a_row_is_the_same_packed_and_in_a_window_that_shows_all(on):
     spec = spec_named("attention_forward")
     config = spec.default(attention(1, 256, 256), INTERPRETED)
     plain = class_of(spec, attention(1, 256, 256), config)
-    assert class_of(spec, attention(3, 256, 256, **on), config) == plain
+    *same, last = class_of(spec, attention(3, 256, 256, **on), config).split()
+    assert same == plain.split()[:-1]
+    assert (last == plain.split()[-1]) == (not on.get("windowed")), "the window is 200"
     alone = {name: class_of(spec, attention(2, 1, 1024, **more), config) for name, more in (("on", on), ("off", {}))}
     assert (alone["on"] == alone["off"]) == (not on.get("windowed"))
-    assert alone["on"].partition(":")[0] == ("1024w" if on.get("windowed") else "1024")
+    assert alone["on"].count("w:") == 2 * on.get("windowed", False)
 
 
 def test_keys_that_are_added_in_other_steps_are_another_class():
@@ -164,7 +183,81 @@ def test_keys_that_are_added_in_other_steps_are_another_class():
     others = (config.but(tile_n=tile) for tile in (16, 32, 64) if tile != config["tile_n"])
     found = [class_of(spec, problem, one) for one in (config, *others)]
     assert all(found)
-    assert len({one.split()[1] for one in found}) > 1
+    assert len({one.split()[-1] for one in found}) > 1
+
+
+def grouped(rows, *on, experts=3):
+    spec = spec_named("grouped_linear")
+    flags = {d.name: d.name in on for d in spec.dimensions if d.kind == "flag"}
+    return spec.problem(rows=rows, inner=40, columns=24, experts=experts, dtype="float32", **flags)
+
+
+def combined(tokens, *on, choices=3):
+    spec = spec_named("experts_combine")
+    flags = {d.name: d.name in on for d in spec.dimensions if d.kind == "flag"}
+    sizes = {"tokens": tokens, "choices": choices, "columns": 40}
+    return spec.problem(**sizes, dtype="bfloat16", weight_dtype="float32", **flags)
+
+
+@pytest.mark.parametrize(
+    "problems",
+    [
+        [grouped(rows) for rows in (1, 8, 128)],
+        [grouped(rows, "gathered", "biased", "partial", "inner_first") for rows in (1, 4, 8, 64)],
+        [grouped(rows, "biased", experts=1) for rows in (2, 16)],
+        [combined(tokens, "weighted", "biased") for tokens in (1, 2, 64)],
+        [combined(tokens, choices=1) for tokens in (4, 16)],
+    ],
+)
+def test_a_row_of_an_expert_does_not_depend_on_who_shares_it(problems):
+    spec = spec_named("experts_combine" if "choices" in problems[0] else "grouped_linear")
+    found = {class_of(spec, problem) for problem in problems}
+    assert len(found) == 1
+    assert len(found.pop()) == 16
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("on", ["", "gathered"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda _, offsets: 1e-3 * offsets.diff(prepend=offsets[:1] * 0).max(),
+        lambda y, _: 1e-3 * torch.arange(len(y))[:, None],
+        lambda y, _: 0 * y.sum(),
+    ],
+    ids=["rows of an expert", "place", "another row"],
+)
+def test_a_row_that_depends_on_who_shares_its_expert_is_of_no_class(on, rows, wrong):
+    spec, problem = spec_named("grouped_linear"), grouped(rows, *on.split())
+    config = spec.default(problem, INTERPRETED)
+    right = spec.implement(problem, config.but(implementation="torch"))
+
+    def call(*given):
+        offsets = given[2]
+        y = spec.reference(*given, inner_first=False)["y"].float()
+        return (y + wrong(y, offsets),)
+
+    found = class_of(replace(spec, implement=lambda *_: LibraryCall(call, right.inputs)), problem, config)
+    assert (found == "") == (rows == 64), "a row alone has no others"
+
+
+@pytest.mark.parametrize("by_rank", [False, True])
+def test_a_sum_in_the_order_of_ranks_is_of_the_class_only_if_it_is_that_of_choices(by_rank):
+    """Ranks depend on other tokens: here the sum starts with what a rank's parity says."""
+    spec, problem = spec_named("experts_combine"), combined(64, "weighted")
+    config = spec.default(problem, INTERPRETED)
+
+    def call(x, ranks, experts, weights, bias, total):
+        rows = x[ranks.long()].float() * weights[..., None]
+        rows = rows.where((experts[ranks.long()] < total)[..., None], 0.0)
+        first = (ranks[:, :1] % 2 if by_rank else ranks[:, :1] * 0)[..., None]
+        forth = rows[:, 0] + rows[:, 1] + rows[:, 2]
+        back = rows[:, 2] + rows[:, 1] + rows[:, 0]
+        return (torch.where(first[:, 0] > 0, back, forth),)
+
+    names = tuple(array.name for array in spec.implement(problem, config).parameters if array.name != "y")
+    found = class_of(replace(spec, implement=lambda *_: LibraryCall(call, names)), problem, config)
+    assert (found == "") == by_rank
 
 
 def test_attention_to_later_keys_has_no_class():
@@ -191,4 +284,4 @@ def test_each_kernel_with_rows_of_tokens_has_a_class():
         given = {d.name: sizes.get(d.name, d.name == "causal" or values[d.kind]) for d in spec.dimensions}
         if not any(True for _ in placements(spec, spec.problem(**given), "cpu")):
             without.add(spec.name)
-    assert without == {"decode_attention", "append_to_cache", "decode_join", "experts_combine", "group_norm_forward"}
+    assert without == {"decode_attention", "append_to_cache", "decode_join", "group_norm_forward"}

@@ -23,6 +23,9 @@ from tilekern.errors import InputError
 from tilekern.ops.adamw import AdamW
 from tilekern.patch.bound_method import Bound
 from tilekern.patch.guards import is_gathered, is_sharded
+from tilekern.patch.padding import Padding
+from tilekern.patch.told import ToldMask
+from tilekern.runtime.dispatch import is_invariant
 
 _META = torch.device("meta")
 
@@ -32,7 +35,8 @@ class Batch:
     """The inputs of a step: ``sequences`` of ``length`` tokens each.
 
     ``packed`` sequences follow one another in a batch of one, with ``cu_seq_lens_q`` etc., as transformers'
-    ``DataCollatorWithFlattening`` makes them. With ``padded`` there is a mask that is more than causal.
+    ``DataCollatorWithFlattening`` makes them. With ``padded`` there is a mask that is more than causal; inside
+    ``tilekern.invariant()`` it says where the padding is, as our own masks do then.
     """
 
     sequences: int
@@ -51,7 +55,7 @@ class Batch:
             found |= {"max_length_q": self.length, "max_length_k": self.length}
         if self.padded:
             # transformers makes such a mask if the given one is not all ones; its values do not matter.
-            found["attention_mask"] = _dense_mask(*shape)
+            found["attention_mask"] = _told_mask(*shape) if is_invariant() else _dense_mask(*shape)
         return found
 
     def trained_in(self) -> bool:
@@ -64,6 +68,12 @@ class Batch:
         if loss is None:
             raise InputError("the model gives no loss for labels")
         loss.backward()
+
+
+def _told_mask(sequences: int, length: int) -> torch.Tensor:
+    """Return the mask of a batch whose first row begins with a token of padding."""
+    runs = ((1, length), *[(0, length)] * (sequences - 1))
+    return ToldMask.around(Padding(runs, length, torch.device(_META)), None, length, length)
 
 
 def _dense_mask(sequences: int, length: int) -> torch.Tensor:
@@ -168,20 +178,32 @@ def step(model: Any, batch: Batch | Call, *, adamw: bool = True) -> None:
     model.zero_grad()
 
 
-def decode(model: Any, sequences: int, context: int) -> None:
+def score(model: Any, batch: Batch) -> None:
+    """Run the forward of a batch of a model on meta up to the logits of all tokens, without labels or a gradient."""
+    inputs = batch.inputs()
+    del inputs["labels"]
+    with torch.no_grad():
+        model(**inputs)
+
+
+def decode(model: Any, sequences: int, context: int, chunk: int | None = None) -> None:
     """Run a prompt of a model on meta, and one token after it of several sequences with such a prompt; no gradient.
 
     Args:
         model: the model.
         sequences: how many decode at once.
         context: tokens of a sequence, the new one included; at least 2.
+        chunk: tokens of the prompt that are computed at once; None for all.
     """
-    was_trained = model.training
+    was_trained, cache = model.training, None
     model.eval()
     try:
         with torch.no_grad():
             prompt = torch.zeros((1, context - 1), dtype=torch.long, device=_META)
-            cache = model(input_ids=prompt, use_cache=True).past_key_values
+            for part in prompt.split(chunk or context, dim=1):
+                # A cache of its own says that each chunk is another call, although it has the same shape.
+                cache = model(input_ids=part, past_key_values=copy.copy(cache), use_cache=True).past_key_values
+            assert cache is not None
             cache.batch_repeat_interleave(sequences)
             model(input_ids=prompt.new_zeros((sequences, 1)), past_key_values=cache, use_cache=True)
     finally:
@@ -197,15 +219,11 @@ def step_as_it_is(model: torch.nn.Module, batch: Batch | Call, *, adamw: bool = 
     Raises:
         InputError: the model has no configuration, or its step cannot be taken on meta tensors.
     """
-    _as_it_is(model, lambda one: step(one.train() if batch.trained_in() else one, batch, adamw=adamw))
+    on_copy(model, lambda one: step(one.train() if batch.trained_in() else one, batch, adamw=adamw))
 
 
-def decode_as_it_is(model: torch.nn.Module, sequences: int, context: int) -> None:
-    """Run :func:`decode` on a copy of a model, as :func:`step_as_it_is` takes a step; raises as that does."""
-    _as_it_is(model, lambda one: decode(one, sequences, context))
-
-
-def _as_it_is(model: torch.nn.Module, run: Callable[[torch.nn.Module], None]) -> None:
+def on_copy(model: torch.nn.Module, run: Callable[[torch.nn.Module], None]) -> None:
+    """Run a function, such as :func:`decode`, on a copy of a model as :func:`step_as_it_is` does; raises as that."""
     core = core_of(model)
     try:
         with _nothing_compiled():

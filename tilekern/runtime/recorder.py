@@ -13,7 +13,7 @@ import json
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -22,6 +22,7 @@ from tilekern.cache.files import write_whole
 from tilekern.errors import InputError
 from tilekern.runtime import dispatch
 from tilekern.runtime.plans import Plan
+from tilekern.runtime.rows import has_rows
 from tilekern.spec import Config, KernelSpec, LibraryCall, Problem
 from tilekern.spec.targets import Target, resolve
 
@@ -96,8 +97,8 @@ class Trace:
         others: the problems that they would ask for if other configs won.
         fallbacks: calls that took torch's own operations, by kernel; only of steps on meta tensors.
         patches: the code of functions that replace a model's, with the ops of their patches.
-        launches: launches of each problem by steps on meta tensors. A layer that stands for others like it counts once
-            for each of them (:meth:`repeated`).
+        invariant: the problems that were asked for inside ``tilekern.invariant()`` and whose results are rows of
+            tokens, so that their kernels should be of one bit class.
         specs: the specs of all problems, by name.
         stands_for: the type of device whose autocast counts for meta tensors.
         askers: the patches whose code asked for each problem, or else the ops. A plan that dispatch returns again has
@@ -109,7 +110,8 @@ class Trace:
         self.asked: dict[Named, None] = {}
         self.others: dict[Named, None] = {}
         self.fallbacks: Counter[str] = Counter()
-        self.launches: Counter[Named] = Counter()
+        self.invariant: dict[Named, None] = {}
+        self._launches: dict[bool, Counter[Named]] = {False: Counter(), True: Counter()}
         self.patches: dict[CodeType, str] = {}
         self.specs: dict[str, KernelSpec] = {}
         self.stands_for = "cuda"
@@ -124,6 +126,18 @@ class Trace:
     def problems(self) -> list[Named]:
         """All problems, each once."""
         return list(self.asked | self.others)
+
+    @property
+    def launches(self) -> Counter[Named]:
+        """Launches of each problem by steps on meta tensors, in the mode that launches it more often.
+
+        A layer that stands for others like it counts once for each of them (:meth:`repeated`).
+        """
+        return self._launches[False] | self._launches[True]
+
+    def count(self, spec: KernelSpec, problem: Problem, times: int) -> None:
+        """Count launches of a problem of real sizes."""
+        self._launches[dispatch.is_invariant()][spec.name, spec.bucketed(problem)] += times
 
     @property
     def times(self) -> int:
@@ -143,12 +157,12 @@ class Trace:
         """Note a problem of real sizes and return its traced plan; None if it has none."""
         if problem is None or spec.name in self._lacking:
             return None
-        self._note(spec, problem)
+        self.note(spec, problem)
         return TracedPlan(self, spec, problem)
 
     def see(self, spec: KernelSpec, problem: Problem, plan: Plan | None) -> None:
         """Note a problem with its plan from dispatch, if any."""
-        self._note(spec, problem)
+        self.note(spec, problem)
         self.take_apart(spec, problem)
         if plan is not None:
             plan.blocks = self.blocks(spec, problem, plan.blocks)
@@ -156,7 +170,7 @@ class Trace:
     def take_apart(self, spec: KernelSpec, problem: Problem) -> None:
         """Note the parts of a problem in each composite config, on inputs that the spec makes."""
         for config in self.composites(spec, problem):
-            call, inputs = spec.implement(problem, config), spec.inputs(problem, None, "meta")
+            call, inputs = spec.implement(problem, config), _on_meta(spec, problem)
             assert isinstance(call, LibraryCall)
             with self.aside():
                 call.bound(dispatch.plan_for)(*(inputs[name] for name in call.inputs))
@@ -206,14 +220,17 @@ class Trace:
                 "tensors (or on a GPU, with real=True)"
             )
         try:
-            plan = document(self.target, "traced step", self.problems, self.launches)
+            plan = document(self.target, "traced step", self.problems, self.launches, self.invariant)
             write_whole(path, json.dumps(plan, indent=1).encode())
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror}") from None
 
-    def _note(self, spec: KernelSpec, problem: Problem) -> None:
+    def note(self, spec: KernelSpec, problem: Problem) -> None:
+        """Note that a problem of real sizes is asked for."""
         named = spec.name, spec.bucketed(problem)
         self._into.setdefault(named)
+        if dispatch.is_invariant() and has_rows(*named):
+            self.invariant.setdefault(named)
         self.specs[spec.name] = spec
         if asker := self._asker():
             self.askers[named].add(asker)
@@ -240,6 +257,17 @@ class Trace:
             grids = (way.grid(problem, self.target.sm_count) for way in ways if way.makes_artifact)
             self._grids[named] = frozenset(grids)
         return self._grids[named]
+
+
+def _on_meta(spec: KernelSpec, problem: Problem) -> dict[str, Any]:
+    """Return inputs of a problem without values; they are drawn on the CPU if the spec reads where sequences begin."""
+    try:
+        return spec.inputs(problem, None, "meta")
+    except NotImplementedError:
+        import torch
+
+        drawn = spec.inputs(problem, torch.Generator().manual_seed(0), "cpu")
+        return {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in drawn.items()}
 
 
 def _op_of(frame: FrameType) -> str | None:
@@ -284,7 +312,7 @@ class TracedPlan(Plan):
 
     def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
         """Count the launch, and do nothing."""
-        self._trace.launches[self._spec.name, self._spec.bucketed(self._problem)] += self._times
+        self._trace.count(self._spec, self._problem, self._times)
 
     def run(self, device: int, inputs: tuple[Any, ...], allocate: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:  # noqa: ARG002
         """Return the outputs of the default config without values; run the other composites too."""
@@ -295,7 +323,7 @@ class TracedPlan(Plan):
                 return implementation.bound(dispatch.plan_for)(*inputs)
             return allocate()
 
-        self._trace.launches[self._spec.name, self._spec.bucketed(self._problem)] += self._times
+        self._trace.count(self._spec, self._problem, self._times)
         with self._trace.aside():
             for config in self._trace.composites(self._spec, self._problem):
                 if config != self.config:
@@ -305,13 +333,17 @@ class TracedPlan(Plan):
 
 
 def document(
-    target: Target, model: str, problems: Sequence[Named], launches: Mapping[Named, int] | None = None
+    target: Target, model: str, problems: Sequence[Named], launches: Mapping[Named, int] | None = None,
+    invariant: Iterable[Named] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """Return a plan as JSON: the model, the GPU, the problems, and how often a step launches each, as far as known."""
-    counts = launches or {}
+    """Return a plan as JSON: the model, the GPU, the problems, how often a step launches each, as far as known, and
+    which of them need a kernel of one bit class.
+    """
+    counts, classed = launches or {}, set(invariant)
     items = [
         {"kernel": kernel, "problem": dict(problem)}
         | ({"launches": counts[kernel, problem]} if (kernel, problem) in counts else {})
+        | ({"invariant": True} if (kernel, problem) in classed else {})
         for kernel, problem in problems
     ]
     return {"format": FORMAT, "target": target.describe_whole(), "model": model, "problems": items}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 _GROUPS = {
     "What to tune": ("gpu", "specs", *(name for name in PLAN_OPTIONS if name != "models")),
-    "How": ("stages", "dry_run", "jobs", "timeout_s", "budget_s", "strategy", "invariant", "executor", "gpus"),
+    "How": ("stages", "dry_run", "jobs", "timeout_s", "budget_s", "strategy", "executor", "gpus"),
     "Where, and what is printed": ("sweep", "sign", "packs", "cache_dir", "as_json"),
 }
 # Some problem has no winner.
@@ -85,9 +85,6 @@ class _Tune(GroupedCommand):
     help="Wall time of the run, as 90s, 10m or 1.5h: the most gain per second first, no new work when it is over.",
 )  # fmt: skip
 @click.option("--strategy", default="race", show_default=True, help=f"How to measure: {', '.join(STRATEGIES)}.")
-@click.option(
-    "--invariant", is_flag=True, help="Find kernels too that give a row the same bits at all these sizes of a problem."
-)
 @click.option(
     "--executor", default=LOCAL, show_default=True, help="Where to compile and measure: local, ray, ray://HOST:PORT."
 )
@@ -143,11 +140,15 @@ class Request:
             InputError: a list is empty or holds what its option does not know, or options do not go together.
         """
         stages = words(given["stages"], "--stages")
-        how = ("jobs", "timeout_s", "budget_s", "strategy", "invariant", "executor", "gpus")
+        how = ("jobs", "timeout_s", "budget_s", "strategy", "executor", "gpus")
         key = SigningKey(given["sign"]) if given["sign"] else None
         options = Options(stages, key=key, **{name: given[name] for name in how})
         plan = PlanRequest.of(given)
-        plan = replace(plan, steps=replace(plan.steps, invariant=options.invariant))
+        if given["invariant"] and PLAN not in stages:
+            raise InputError(
+                "--invariant is an option of the stage plan, and the sweep folder keeps it; leave it out, and plan "
+                "again if the folder was planned without it"
+            )
         if given["packs"] and not {PLAN, MEASURE} <= set(stages):
             raise InputError("--packs needs a run that plans and measures; of another one take its results.pack")
         store = Store(given["cache_dir"] or user_root())

@@ -50,7 +50,7 @@ class MeasureSummary:
 def measure_all(
     sweep: Sweep, executor: Executor, keep_winners: Callable[[Sweep], None], strategy: str = "race",
     progress: Callable[[int, int], None] | None = None, coming: Iterable[Sequence[Named]] | None = None,
-    turns: Mapping[Named, int] | None = None, is_over: threading.Event | None = None, invariant: bool = False,
+    turns: Mapping[Named, int] | None = None, is_over: threading.Event | None = None,
 ) -> MeasureSummary:  # fmt: skip
     """Check and time the sweep's open candidates; journal each check when it comes, and each race when it is over.
 
@@ -66,7 +66,6 @@ def measure_all(
         turns: the turn of each problem: it begins when a GPU is free, lower turns first. By default the executor
             chooses the order.
         is_over: set to begin no more problems; those at work are finished. Needs ``turns``.
-        invariant: whether the fastest candidate of each bit class stands the whole battery too.
 
     Raises:
         InputError: the executor has no GPU that is the sweep's target, or another run holds the sweep.
@@ -79,7 +78,7 @@ def measure_all(
         composites = [pair for pair in named if is_composite(*pair, (x.config for x in sweep.candidates(*pair)))]
         width = None if turns is None else executor.width(target)
         is_over = is_over or threading.Event()
-        work = _Work(sweep, strategy, gpu, run, turns or {}, width, is_over, invariant=invariant)
+        work = _Work(sweep, strategy, gpu, run, turns or {}, width, is_over)
 
         def tell() -> None:
             if progress:
@@ -130,15 +129,13 @@ class _Work:
         turns: the turn of each problem.
         width: how many tasks may be at work at once; None if the executor takes all of them and chooses.
         is_over: set to begin no more tasks.
-        invariant: as that of :func:`measure_all`.
     """
 
     def __init__(
         self, sweep: Sweep, strategy: str, gpu: Mapping[str, str], run: Run, turns: Mapping[Named, int],
-        width: int | None, is_over: threading.Event, *, invariant: bool,
+        width: int | None, is_over: threading.Event,
     ) -> None:  # fmt: skip
         self._sweep, self._strategy, self._gpu, self._run = sweep, strategy, gpu, run
-        self._invariant = invariant
         self._turns, self._width, self.is_over = turns, width, is_over
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._owners: dict[str, _Entry] = {}
@@ -176,7 +173,7 @@ class _Work:
                 yield task
 
     def _tasks(self, named: Sequence[Named]) -> Iterator[Task]:
-        return tasks(self._sweep, named, self._strategy, invariant=self._invariant)
+        return tasks(self._sweep, named, self._strategy)
 
     def give_up(self) -> None:
         """Hand out no more tasks, since those at work failed."""
@@ -278,14 +275,12 @@ def is_composite(kernel: str, problem: Problem, configs: Iterable[Config]) -> bo
     return any(spec.implement(problem, config).composite for config in configs)
 
 
-def tasks(
-    sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str, *, invariant: bool = False
-) -> Iterator[Task]:
+def tasks(sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str) -> Iterator[Task]:
     """Yield a task for each problem with something to measure, its entrants in the predicted order.
 
     Of the candidates timed before, only the fastest and the first race again, for comparison with new ones.
     """
-    settled = Settled(sweep, strategy, invariant=invariant)
+    settled = Settled(sweep, strategy)
     target = settled.target
     for kernel, problem in named:
         racing = settled.racing(settled.entrants(kernel, problem))
@@ -301,7 +296,8 @@ def tasks(
         racing.sort(key=lambda entrant: order.get(entrant.key, len(order)))
         yield Task(
             kernel, problem, target, tuple(racing), {name: sweep.cubin(name) for name in hashes}, stay, checks,
-            strategy, predicted, timed=spec_named(kernel).timed, followers=behind, invariant=invariant,
+            strategy, predicted, timed=spec_named(kernel).timed, followers=behind,
+            invariant=(kernel, problem) in sweep.invariant,
         )  # fmt: skip
 
 
@@ -310,12 +306,12 @@ class Settled:
 
     Args:
         sweep: the sweep, whose journals are read once.
-        strategy: how candidates are timed; races by another strategy do not count.
-        invariant: whether races count only if the fastest of each bit class stood the battery.
+        strategy: how candidates are timed; races by another strategy do not count. Of a problem that needs a kernel of
+            one bit class, races count only if the fastest of each class stood the battery.
     """
 
-    def __init__(self, sweep: Sweep, strategy: str, *, invariant: bool = False) -> None:
-        self._sweep, self._strategy, self._invariant = sweep, strategy, invariant
+    def __init__(self, sweep: Sweep, strategy: str) -> None:
+        self._sweep, self._strategy = sweep, strategy
         self._compiled, self.measured, self._races = sweep.compiled(), sweep.measured(), sweep.races()
         self._quarantined = sweep.quarantined()
         self._untimed = {
@@ -364,7 +360,8 @@ class Settled:
             return False
         race = self._races.get(line.get("race", ""))
         is_timed = "timing" in line and (race is None or race["strategy"] == self._strategy)
-        is_timed &= not self._invariant or bool(race and race.get("invariant"))
+        needs_class = (entrant.candidate.kernel, entrant.candidate.problem) in self._sweep.invariant
+        is_timed &= not needs_class or bool(race and race.get("invariant"))
         return not entrant.is_aligned or not _passed(line) or is_timed
 
     def leaders(self, running: Sequence[Entrant]) -> set[str]:

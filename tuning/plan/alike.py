@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tilekern.runtime.dispatch import is_invariant
 from tilekern.runtime.recorder import Trace
 from tilekern.tuning.plan.sharding import OwnForward
 
@@ -58,7 +59,8 @@ class _Once(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = tree_flatten((args, kwargs))
-        call = (torch.is_grad_enabled(), self.training, str(tree), tuple(map(_form, leaves)))
+        modes = torch.is_grad_enabled(), is_invariant(), self.training
+        call = (modes, str(tree), tuple(map(_form, leaves)))
         given = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if given is not None and call in self.seen:
             found, shape = self.seen[call][:2]

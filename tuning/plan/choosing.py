@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tilekern.compile.garbage import search_put_off
 from tilekern.errors import InputError
 from tilekern.kernels import add_specs, all_specs, own_specs
 from tilekern.runtime.recorder import Trace, tracing
+from tilekern.runtime.rows import has_rows
 from tilekern.spec import KernelSpec, Problem, Value
 from tilekern.spec.targets import Target, from_description
 from tilekern.tuning.options import PlanRequest, described_alone
@@ -39,6 +41,8 @@ def plan_of(request: PlanRequest, target: Target, root: Path) -> Planned:
     plans = [*models]
     plans += [plan_of_wanted(root, target) if p == WANTED else plan_of_file(Path(p), target) for p in request.plans]
     plans += [plan_of_problem(text, target) for text in request.problems]
+    if request.steps.invariant:
+        plans = list(map(_with_classes, plans))
     if not plans:
         raise InputError(
             "name a model: a preset such as qwen3-8b, the path of a config.json, or a hub id; else give --plan or "
@@ -50,7 +54,13 @@ def plan_of(request: PlanRequest, target: Target, root: Path) -> Planned:
         tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
         tuple(models),
         sum((Counter(plan.launches) for plan in plans), Counter()),
+        frozenset().union(*(plan.invariant for plan in plans)),
     )
+
+
+def _with_classes(plan: Planned) -> Planned:
+    """Have all problems of a plan that was not traced inside ``tilekern.invariant()`` share classes."""
+    return plan if plan.invariant else replace(plan, invariant=frozenset(p for p in plan.problems if has_rows(*p)))
 
 
 def plan_of_anything(model: Any, steps: Steps, target: Target, root: Path) -> Planned:
@@ -76,7 +86,9 @@ def plan_of_anything(model: Any, steps: Steps, target: Target, root: Path) -> Pl
             raise InputError(f"the step was traced for {model.target.name}, not {target.name}; trace it for that GPU")
         known = own_specs()
         add_specs(*dict.fromkeys(spec.module for spec in model.specs.values() if spec not in known))
-        return Planned("traced step", tuple(model.problems), launches=model.launches)
+        named = frozenset(model.invariant)
+        plan = Planned("traced step", tuple(model.problems), launches=model.launches, invariant=named)
+        return _with_classes(plan) if steps.invariant else plan
     if isinstance(model, str | Path):
         return plan_of(PlanRequest((str(model),), (), (), steps, None), target, root)
     from tilekern.tuning.plan.models import plan_of_model  # which loads torch and transformers
@@ -113,7 +125,7 @@ def plan_of_file(path: Path, target: Target) -> Planned:
             f"{path} was traced for {own.name}, not {target.name}; pass --gpu {own.option}, or trace the "
             f"step with gpu={target.option!r}"
         )
-    return Planned(str(path), tuple(problems), launches=plan.launches)
+    return Planned(str(path), tuple(problems), launches=plan.launches, invariant=plan.invariant)
 
 
 def plan_of_wanted(root: Path, target: Target) -> Planned:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tilekern.errors import InputError, TilekernWarning
+from tilekern.kernels.attention.forward import SPEC as FORWARD
 from tilekern.ops.invariance import invariant
 from tilekern.patch import attention, experts, registry
 from tilekern.patch.patcher import applied, codes
@@ -18,13 +20,15 @@ from tilekern.patch.stepping import (
     Call,
     core_of,
     decode,
-    decode_as_it_is,
     model_of,
+    on_copy,
     one_line,
+    score,
     step,
     step_as_it_is,
 )
 from tilekern.patch.table import ops_in
+from tilekern.runtime.dispatch import is_invariant
 from tilekern.runtime.recorder import Trace, tracing
 from tilekern.runtime.switches import ATTENTION, ATTENTIONS, EXPERTS
 from tilekern.spec.targets import Target
@@ -32,6 +36,9 @@ from tilekern.tuning.plan.alike import thin_out
 from tilekern.tuning.plan.configs import config_named, config_of
 from tilekern.tuning.plan.sharding import give_own_forwards, share_of
 from tilekern.tuning.plan.steps import ADAMW, Planned, Steps
+
+# Fewer keys than these are only in the caches of prompts of a few words.
+_SHORTEST = 16
 
 
 def known_ops() -> list[str]:
@@ -61,15 +68,17 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
         if name not in ATTENTIONS:
             raise InputError(f"unknown attention {name!r}; known: {', '.join(ATTENTIONS)}")
     found = Trace(target)
-    with _quiet(), invariant() if steps.invariant else contextlib.nullcontext():
+    with _quiet():
         if hasattr(model, "named_modules"):
             core = core_of(model)
             name = core.config.name_or_path or type(core).__name__
             with _noted_warnings() as notes, tracing(found):
-                for batch in _batches(steps):
-                    step_as_it_is(core, batch)
-                for sequences, context in itertools.product(steps.decode, steps.context):
-                    decode_as_it_is(core, sequences, context)
+                for mode in _modes(steps):
+                    with mode():
+                        for batch in _batches(steps):
+                            step_as_it_is(core, batch)
+                        for run in _forwards(steps):
+                            on_copy(core, run)
         else:
             name, config = _config(model)
             with _noted_warnings() as said, tracing(found):
@@ -79,10 +88,19 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
     notes += [
         f"{name}: calls of a step run torch's operations, for which nothing is planned" for name in found.fallbacks
     ]
+    if steps.invariant:
+        with invariant():
+            _note_attention(found, steps)
     if not found.problems:
         asked = "" if steps.ops is None else f" of --ops {','.join(ops)}"
         raise InputError("; ".join([f"a step of {name} asks for no kernel{asked}", *notes]))
-    return Planned(name, tuple(found.problems), tuple(dict.fromkeys(notes)), launches=found.launches)
+    return Planned(
+        name,
+        tuple(found.problems),
+        tuple(dict.fromkeys(notes)),
+        launches=found.launches,
+        invariant=frozenset(found.invariant),
+    )
 
 
 def _config(model: Any) -> tuple[str, Any]:
@@ -165,10 +183,48 @@ def _step(model: Any, steps: Steps, ops: Collection[str], found: Trace, *, is_sp
         # Logits of all layers are one problem of the routers' loss.
         if not (EXPERTS in ops and getattr(model.config.get_text_config(), "output_router_logits", False)):
             thin_out(model, found)
-        for batch in _batches(steps):
-            step(model, batch, adamw=ADAMW in ops and steps.optimizer == ADAMW)
-        for sequences, context in itertools.product(steps.decode, steps.context):
-            decode(model, sequences, context)
+        for mode in _modes(steps):
+            with mode():
+                for batch in _batches(steps):
+                    step(model, batch, adamw=ADAMW in ops and steps.optimizer == ADAMW)
+                for run in _forwards(steps):
+                    run(model)
+
+
+def _modes(steps: Steps) -> list[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Return the modes in which steps run: as usual, and ``invariant`` steps once more in that mode."""
+    return [contextlib.nullcontext, *([invariant] if steps.invariant else [])]
+
+
+def _forwards(steps: Steps) -> Iterator[Callable[[Any], None]]:
+    """Yield the runs of a model beside its training steps: generation, and in the invariant mode logits alone.
+
+    A trainer computes the probabilities of tokens from their logits, or from the loss that a patch computes without.
+    """
+    for sequences, context, chunk in itertools.product(steps.decode, steps.context, (None, *steps.chunk)):
+        yield functools.partial(decode, sequences=sequences, context=context, chunk=chunk)
+    for batch in _batches(steps) if is_invariant() else ():
+        if isinstance(batch, Batch):
+            yield functools.partial(score, batch=batch)
+
+
+def _note_attention(found: Trace, steps: Steps) -> None:
+    """Note the attention that generation asks for inside the invariant mode beside what was traced.
+
+    A cache grows from the prompt's length to the context. Prompts of several sequences are padded in front, so that
+    they run packed attention, and each decoded token one row at a time.
+    """
+    padded = [count for count in steps.decode if count > 1]
+    for kernel, problem in list(found.invariant) if steps.decode else ():
+        if kernel != FORWARD.name or problem["packed"] or not problem["causal"]:
+            continue
+        if problem["queries"] == problem["keys"] > 1 and padded:
+            found.note(FORWARD, problem.but(batch=min(padded), packed=True))
+        if problem["queries"] == 1:
+            lengths = (problem["keys"] >> power for power in range(problem["keys"].bit_length()))
+            for keys in (length for length in lengths if length >= min(_SHORTEST, problem["keys"])):
+                for batch in {problem["batch"], 1} if padded else {problem["batch"]}:
+                    found.note(FORWARD, problem.but(batch=batch, keys=keys))
 
 
 def _batches(steps: Steps) -> list[Batch | Call]:

@@ -20,7 +20,7 @@ class Planned:
     """The problems of a plan, each once, with a name and notes for people.
 
     ``models`` are the plans of single models, if there are several. ``launches`` counts the launches of a step, as far
-    as known.
+    as known. ``invariant`` are the problems that need a kernel of one bit class.
     """
 
     name: str
@@ -28,6 +28,7 @@ class Planned:
     notes: tuple[str, ...] = ()
     models: tuple[Planned, ...] = ()
     launches: Mapping[Named, int] = field(default_factory=dict)
+    invariant: frozenset[Named] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class Steps:
         call: the arguments of the forward of a job's own step, by name; the lengths are then those of its tensors.
         decode: how many sequences generation decodes at once; it is traced where there are any.
         context: tokens of a sequence in its cache, the new one included.
-        invariant: the steps run inside ``tilekern.invariant()``, where linear layers are kernels' problems too.
+        chunk: tokens of a prompt that are computed at once, where prompts are computed in chunks too.
+        invariant: the steps run once more inside ``tilekern.invariant()``, where linear layers are kernels' problems
+            too; what they ask for there needs a kernel of one bit class.
 
     Raises:
         InputError: a value is not known or out of range, or steps and sequences do not go together.
@@ -70,11 +73,12 @@ class Steps:
     call: Mapping[str, Any] | None = None
     decode: Sequence[int] = ()
     context: Sequence[int] = CONTEXT
+    chunk: Sequence[int] = ()
     invariant: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", list(dict.fromkeys(map(dtype_named, self.dtype))))
-        for name in ("tokens", "sequence", "decode", "context"):
+        for name in ("tokens", "sequence", "decode", "context", "chunk"):
             if odd := [count for count in getattr(self, name) if not isinstance(count, int) or isinstance(count, bool)]:
                 raise InputError(f"--{name} {odd[0]!r}: a token count is a whole number")
         if self.tp < 1:
@@ -82,7 +86,7 @@ class Steps:
         if self.optimizer not in OPTIMIZERS:
             raise InputError(f"unknown optimizer {self.optimizer!r}; known: {', '.join(OPTIMIZERS)}")
         self.batches()
-        for name, least in (("decode", 1), ("context", 2)):
+        for name, least in (("decode", 1), ("context", 2), ("chunk", 1)):
             for count in getattr(self, name):
                 if not least <= count <= MOST_TOKENS:
                     raise InputError(f"--{name} {count}: a count is from {least} to {MOST_TOKENS}")

@@ -27,7 +27,7 @@ import hashlib
 import os
 import secrets
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -124,7 +124,7 @@ class Sweep:
 
     def begin(
         self, target: Target, model: str, problems: Sequence[Named], limits: Limits | None = None,
-        launches: Mapping[Named, int] | None = None,
+        launches: Mapping[Named, int] | None = None, invariant: Iterable[Named] = (),
     ) -> None:  # fmt: skip
         """Write the plan, in place of an older one for the same target; the journals stay.
 
@@ -134,6 +134,7 @@ class Sweep:
             problems: the problems by kernel.
             limits: the configs to try of a problem; the whole space of one that is not named.
             launches: how often a step launches a problem, where that is known.
+            invariant: the problems that need a kernel of one bit class.
 
         Raises:
             InputError: the folder holds another target's sweep, is held by another run, cannot be written, or can be
@@ -145,7 +146,7 @@ class Sweep:
                 raise InputError(f"{self.folder} holds a sweep for {before['name']}, not {target.name}; give another")
             make_folder(self.folder / _ARTIFACTS)
             with self.holder.locked():
-                self._plan.write(target, model, problems, limits or {}, launches)
+                self._plan.write(target, model, problems, limits or {}, launches, invariant)
 
     def again(self, folder: Path) -> Sweep:
         """Begin a sweep of the same plan in another folder.
@@ -154,7 +155,7 @@ class Sweep:
             InputError: as of :meth:`begin`.
         """
         sweep = Sweep(folder)
-        sweep.begin(self.target, self.model, self.problems(), self.limits, self.launches)
+        sweep.begin(self.target, self.model, self.problems(), self.limits, self.launches, self.invariant)
         return sweep
 
     @property
@@ -185,6 +186,11 @@ class Sweep:
     def launches(self) -> Mapping[Named, int]:
         """Return how often a step launches each problem, as far as known."""
         return self._plan.read().launches
+
+    @property
+    def invariant(self) -> frozenset[Named]:
+        """Return the problems that need a kernel of one bit class beside the fastest."""
+        return self._plan.read().invariant
 
     def candidates(self, kernel: str, problem: Problem) -> list[Candidate]:
         """Return the candidates of a problem, as the plan limits them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ _LARGEST_PLAN = 2**26
 class Plan:
     """The problems to tune; ``target`` has a ``key`` and a ``name``.
 
-    ``launches`` counts the launches of a step, as far as known.
+    ``launches`` counts the launches of a step, as far as known. ``invariant`` are the problems that need a kernel of
+    one bit class.
     """
 
     target: Mapping[str, Any]
@@ -36,6 +37,7 @@ class Plan:
     problems: tuple[Named, ...]
     limits: Limits
     launches: Mapping[Named, int]
+    invariant: frozenset[Named]
 
 
 class PlanFile:
@@ -51,14 +53,14 @@ class PlanFile:
 
     def write(
         self, target: Target, model: str, problems: Sequence[Named], limits: Limits,
-        launches: Mapping[Named, int] | None = None,
+        launches: Mapping[Named, int] | None = None, invariant: Iterable[Named] = (),
     ) -> None:  # fmt: skip
         """Write the plan in one step.
 
         Raises:
             OSError: the folder cannot be written.
         """
-        plan = document(target, model, problems, launches)
+        plan = document(target, model, problems, launches, invariant)
         for item, named in zip(plan["problems"], problems, strict=True):
             if named in limits:
                 item["configs"] = [dict(config) for config in limits[named]]
@@ -114,12 +116,14 @@ class PlanFile:
                 (str(item["kernel"]), Problem(item["problem"]), item.get("configs"), item.get("launches"))
                 for item in plan["problems"]
             ]
+            classed = [bool(item.get("invariant")) for item in plan["problems"]]
             return Plan(
                 {**plan["target"], "key": plan["target"]["key"], "name": plan["target"]["name"]},
                 str(plan["model"]),
                 tuple((kernel, problem) for kernel, problem, _, _ in items),
                 {(k, p): tuple(map(Config, configs)) for k, p, configs, _ in items if configs is not None},
                 {(k, p): int(number) for k, p, _, number in items if number is not None},
+                frozenset((k, p) for (k, p, _, _), is_classed in zip(items, classed, strict=True) if is_classed),
             )
         except (KeyError, TypeError, ValueError, AttributeError):
             raise InputError(f"{self._path} is damaged; remove it and plan again") from None

@@ -5,18 +5,21 @@ their probabilities are equal, and not only near.
 
 The same few rows are given to each candidate of each bucket: spread over its largest number of rows, among its smallest
 with gaps in memory between rows, and next to one another between rows of NaN. If their results have the same bits
-everywhere, the digest of these is the class. Two kinds of results are judged:
+everywhere, the digest of these is the class. Three kinds of results are judged:
 
 - Each has a row for each row of the inputs, as of norms and products. A row may be told by several sizes (a sequence of
   the batch, and a token of it).
-- Those of causal attention, whose row depends on the tokens before it. The rows are queries of one sequence, after as
-  many keys as :data:`KEYS` says, and the class has a digest for each of those numbers that a bucket reaches. Classes of
-  two buckets agree if they have the same digests where both have one. So do those of rows in a batch, packed one after
-  the other, and with a window that still shows all keys.
+- Rows of experts: of grouped products, and the sums of each token's experts. The compared rows' experts are fixed;
+  those of the others are spread evenly, or all the same one.
+- Those of causal attention, whose row depends on the tokens before it. The rows are queries of one sequence that see as
+  many keys as the least and the largest size of any bucket, and the class has a digest for each of those numbers that
+  the problem reaches. Classes of two buckets agree if they have the same digests where both have one. So do those of
+  rows in a batch, packed one after the other, and with a window that still shows all keys.
 """
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,16 +29,20 @@ from typing import Any
 import torch
 
 from tilekern.kernels.attention.problem import lengths
-from tilekern.spec import KernelSpec, Problem, bucket
+from tilekern.kernels.experts.route import routed
+from tilekern.kernels.grouped.routing import SLOTS
+from tilekern.spec import KernelSpec, Problem, bucket, cdiv
 from tilekern.tuning.verify.adversarial import drawn
 from tilekern.tuning.verify.canaries import bits
 from tilekern.tuning.verify.cases import Case
 
-# The rows whose bits are compared, and the numbers of keys that queries of a sequence see.
-ROWS, KEYS = 8, (16, 128, 1024, 4096)
+# The rows whose bits are compared, and the tokens of a sequence, which begins anew after them.
+ROWS, _TOKENS = 8, 4096
 _DIGITS = 16
 _FILLER = 1.25
 _OF_SEQUENCES = ("batch", "queries", "keys")
+# Kernels whose rows have experts, by which rows are sorted.
+_ROUTED = ("grouped_linear", "experts_combine")
 # A window that the queries of a sequence have, whatever the problem's is.
 _WINDOW = 200
 
@@ -70,6 +77,9 @@ def placements(spec: KernelSpec, problem: Problem, device: str) -> Iterator[list
         is_forward = spec.outputs(problem, 1).keys() == {"out", "lse"}
         if is_forward and problem["causal"] and problem["queries"] <= problem["keys"]:
             yield from _of_sequence(spec, problem, device)
+        return
+    if spec.name in _ROUTED:
+        yield from _Routed(spec, problem, device).placements()
         return
     arrays = _Axes.of(spec, problem, device, names)
     if arrays is not None:
@@ -139,22 +149,19 @@ class _Axes:
         return cls(names, inputs, outputs)
 
 
-class _Rows:
+class _Among(abc.ABC):
     """Rows of one problem, placed among others."""
 
-    def __init__(self, spec: KernelSpec, problem: Problem, device: str, axes: _Axes) -> None:
-        self._problem, self._device, self._axes = problem, device, axes
-        *others, last = axes.dimensions
-        # The same for all buckets of a problem.
-        self._given = drawn(spec, problem.but(**dict.fromkeys(others, 1), **{last: ROWS}), device)
+    def __init__(self, spec: KernelSpec, problem: Problem, device: str) -> None:
+        self._spec, self._problem, self._device = spec, problem, device
+        self._names = tuple(d.name for d in spec.dimensions if d.kind == "bucketed")
 
     def placements(self) -> Iterator[list[Placed]]:
-        names, rows = self._axes.dimensions, range(ROWS)
-        largest = {name: self._problem[name] for name in names}
+        rows, largest = range(ROWS), {name: self._problem[name] for name in self._names}
         smallest = {name: bucket(size) // 2 + 1 if size > 1 else 1 for name, size in largest.items()}
         yield list(self._spread("largest of the bucket", largest, rows))
         yield list(self._spread("smallest of the bucket", smallest, rows[::-1], padded=True))
-        count = math.prod(largest.values())
+        count = self._count(largest)
         if count > ROWS:
             first = (count - ROWS) // 3
             yield [self._placed("between NaN", largest, rows, range(first, first + ROWS), filler=math.nan)]
@@ -162,17 +169,41 @@ class _Rows:
     def _spread(
         self, name: str, sizes: Mapping[str, int], rows: Sequence[int], *, padded: bool = False
     ) -> Iterator[Placed]:
-        count = math.prod(sizes.values())
+        count = self._count(sizes)
         for first in range(0, ROWS, count):
             some = rows[first : first + count]
             places = [number * (count - 1) // max(1, len(some) - 1) for number in range(len(some))]
             yield self._placed(name, sizes, some, places, padded=padded)
 
+    @abc.abstractmethod
+    def _count(self, sizes: Mapping[str, int]) -> int:
+        """Return how many rows have a place at some sizes."""
+
+    @abc.abstractmethod
     def _placed(
         self, name: str, sizes: Mapping[str, int], rows: Sequence[int], places: Sequence[int], *,
         filler: float = _FILLER, padded: bool = False,
     ) -> Placed:  # fmt: skip
         """Return inputs of some sizes; between the rows are some of them times a number."""
+
+
+class _Rows(_Among):
+    """Rows that the axes of arrays count."""
+
+    def __init__(self, spec: KernelSpec, problem: Problem, device: str, axes: _Axes) -> None:
+        super().__init__(spec, problem, device)
+        self._axes = axes
+        *others, last = axes.dimensions
+        # The same for all buckets of a problem.
+        self._given = drawn(spec, problem.but(**dict.fromkeys(others, 1), **{last: ROWS}), device)
+
+    def _count(self, sizes: Mapping[str, int]) -> int:
+        return math.prod(sizes.values())
+
+    def _placed(
+        self, name: str, sizes: Mapping[str, int], rows: Sequence[int], places: Sequence[int], *,
+        filler: float = _FILLER, padded: bool = False,
+    ) -> Placed:  # fmt: skip
         shape = tuple(sizes.values())
         made: dict[str, Any] = dict(self._given)
         order = torch.arange(math.prod(shape), device=self._device) * 5 % ROWS
@@ -190,6 +221,69 @@ class _Rows:
         return Placed(Case(name, self._problem.but(**sizes), made, {}, padded=padded), rows, found)
 
 
+class _Routed(_Among):
+    """Rows with experts: a slot of a token each of a grouped product, or whole tokens of the sums of their slots.
+
+    Others share the rows' experts; in the smallest size of the bucket all have the same one.
+    """
+
+    def __init__(self, spec: KernelSpec, problem: Problem, device: str) -> None:
+        super().__init__(spec, problem, device)
+        self._sums = "choices" in problem
+        # Slots of a token; rows of a product that are not gathered are tokens with one slot.
+        self._slots = problem["choices"] if self._sums else SLOTS if problem["gathered"] else 1
+        [size] = self._names
+        self._given = drawn(spec, problem.but(**{size: ROWS if self._sums else ROWS * self._slots}), device)
+        self._experts = self._given["total"] if self._sums else problem["experts"]
+        # Slots without an expert have this number.
+        self._kinds = self._experts + (self._sums or problem["partial"])
+        self._values = self._given["x"].view(ROWS, self._slots, -1) if self._sums else self._given["x"]
+        numbers = torch.arange(ROWS, device=device)
+        choices = torch.arange(self._slots, device=device)
+        self._ids = (2 * numbers[:, None] + 3 * choices + 1) % (self._kinds if self._sums else self._experts)
+
+    def _count(self, sizes: Mapping[str, int]) -> int:
+        [count] = sizes.values()
+        return count if self._sums else cdiv(count, self._slots)
+
+    def _placed(
+        self, name: str, sizes: Mapping[str, int], rows: Sequence[int], places: Sequence[int], *,
+        filler: float = _FILLER, padded: bool = False,
+    ) -> Placed:  # fmt: skip
+        tokens, at, some = self._count(sizes), list(places), list(rows)
+        others = torch.arange(tokens, device=self._device) * 5 % ROWS
+        ids = torch.arange(tokens * self._slots, device=self._device).view(tokens, -1) * 7 % self._kinds
+        if padded:
+            ids = torch.full_like(ids, int(self._ids[0, 0]))
+
+        def among(given: Any) -> Any:
+            values = given[others] * filler
+            values[at] = given[some]
+            return values
+
+        made, values = dict(self._given), among(self._values)
+        if self._sums:
+            ids[at] = self._ids[some]
+            _, order, ranks, chosen = routed(ids, self._experts)
+            made |= {"x": values.flatten(0, 1)[order.long()], "ranks": ranks.view_as(ids), "experts": chosen}
+            made |= {"weights": among(self._given["weights"])} if self._problem["weighted"] else {}
+            found = at
+        else:
+            # The last token of a size may have fewer slots.
+            count = math.prod(sizes.values())
+            slots = [
+                min(place * self._slots + row % self._slots, count - 1) for row, place in zip(some, at, strict=True)
+            ]
+            flat = ids.flatten()[:count]
+            flat[slots] = self._ids[some, 0]
+            offsets, order, ranks, _ = routed(flat, self._experts)
+            made["offsets"] = offsets
+            made |= {"x": values, "order": order} if self._problem["gathered"] else {"x": values[order.long()]}
+            found = ranks[slots].tolist()
+        places_of = {result: [(place,) for place in found] for result in self._spec.outputs(self._problem, 1)}
+        return Placed(Case(name, self._problem.but(**sizes), made, {}, padded=padded), rows, places_of)
+
+
 def _as_rows(value: Any, axes: tuple[int, ...]) -> Any:
     return value.movedim(axes, tuple(range(len(axes)))).flatten(0, len(axes) - 1)
 
@@ -205,7 +299,7 @@ def _index(place: int, shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[A
 def _of_sequence(spec: KernelSpec, problem: Problem, device: str) -> Iterator[list[Placed]]:
     """Place one sequence: alone, as the last of the batch after NaN, and cut where its bucket begins."""
     batch, queries, keys = (problem[name] for name in _OF_SEQUENCES)
-    longest = problem.but(batch=1, queries=KEYS[-1], keys=KEYS[-1])
+    longest = problem.but(batch=1, queries=_TOKENS, keys=_TOKENS)
     given = drawn(spec, longest, device)
     least = {size: bucket(size) // 2 + 1 if size > 1 else 1 for size in (queries, keys)}
     for name, entries, sizes in (
@@ -214,7 +308,9 @@ def _of_sequence(spec: KernelSpec, problem: Problem, device: str) -> Iterator[li
         ("smallest of the bucket", batch // 2 + 1, (min(least[queries], least[keys]), least[keys])),
     ):
         # A query's number of keys is its place among the queries, which end with the keys.
-        seen = [count for count in KEYS if sizes[1] - sizes[0] < count <= sizes[1]]
+        buckets = [1 << power for power in range(bucket(sizes[1]).bit_length())]
+        ends = dict.fromkeys(count for size in buckets for count in (size // 2 + 1, size))
+        seen = [count for count in ends if sizes[1] - sizes[0] < count <= sizes[1]]
         if seen:
             yield [_one_sequence(problem, given, name, entries, sizes, seen)]
 
@@ -238,10 +334,8 @@ def _one_sequence(
         whole = given[array]
         first, count = (keys - queries, queries) if array == "q" else (0, keys)
         made[array] = whole.new_full((rows, before + count, *whole.shape[2:]), math.nan)
-        mine = made[array][-1, before:]
-        mine.fill_(_FILLER)
-        there = whole[0, first : first + count]
-        mine[: len(there)] = there
+        tokens = torch.arange(first, first + count, device=whole.device) % _TOKENS
+        made[array][-1, before:] = whole[0, tokens]
     places = [firsts["q"] + count - 1 - (keys - queries) for count in seen]
     found: dict[str, Sequence[tuple[Any, ...]]] = {
         "out": [(rows - 1, place) for place in places],
