@@ -9,7 +9,7 @@ import torch
 
 from tilekern import ops
 
-# How many words a prompt has: those of the shorter ones are padded on the left.
+# The shorter one is padded on the left.
 PROMPTS = ("w1 w2 w3 w4 w5", "w6 w7")
 
 
@@ -32,7 +32,8 @@ class Training:
 
     Attributes:
         losses: of each step.
-        differing: of each step, by name, how many of the completions' log-probabilities differ from those of the loss.
+        differing: of each step, by name, how many of the completions' log-probabilities differ from those of the loss;
+            those that continuous batching gives are torch's, and may differ by roundings of float32.
         tokens: of each step, how many there are.
         parameters: in the end.
     """
@@ -66,8 +67,11 @@ def train(folder, steps, *, prompts=PROMPTS, **options):
 
     class Watched(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
-            made = super()._generate_and_score_completions(inputs)
-            sequences, hidden = sampled.pop()
+            made, taken = super()._generate_and_score_completions(inputs), sampled.pop()
+            if self.use_transformers_continuous_batching:
+                made["sampler_logps"] = torch.nn.utils.rnn.pad_sequence(taken, batch_first=True).to(self.model.device)
+                return made
+            sequences, hidden = taken
             ids = sequences[:, -hidden.shape[1] :]
             with torch.no_grad(), self.accelerator.autocast():
                 made["sampler_logps"], _ = ops.linear_log_probs(
@@ -84,13 +88,14 @@ def train(folder, steps, *, prompts=PROMPTS, **options):
             shown, mine = inputs["completion_mask"].bool(), self.scored[0].detach()
             found.losses.append(loss.item())
             found.tokens.append(int(shown.sum()))
-            kinds = ("old", "ref", "sampler")
-            others = {kind: inputs.get(f"{kind}_{'' if kind == 'sampler' else 'per_token_'}logps") for kind in kinds}
-            found.differing.append({kind: int((x != mine)[shown].sum()) for kind, x in others.items() if x is not None})
+            others = {"old": "old_per_token_logps", "ref": "ref_per_token_logps", "sampler": "sampler_logps"}
+            differences = {kind: (inputs[name] - mine)[shown].abs() for kind, name in others.items()}
+            slack = {"sampler": 1e-6 if self.use_transformers_continuous_batching else 0.0}
+            found.differing.append({kind: int((x > slack.get(kind, 0.0)).sum()) for kind, x in differences.items()})
             return loss
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="tilekern")
-    generate = model.generate
+    generate, generate_batch = model.generate, model.generate_batch
 
     def watched(**given):
         config = given["generation_config"]
@@ -99,7 +104,12 @@ def train(folder, steps, *, prompts=PROMPTS, **options):
         sampled.append((made.sequences, torch.stack([states[-1][:, -1] for states in made.hidden_states], 1)))
         return made.sequences
 
-    model.generate = watched
+    def batched(*given, **more):
+        made = generate_batch(*given, **more)
+        sampled.append([torch.tensor(output.logprobs) for output in made.values()])
+        return made
+
+    model.generate, model.generate_batch = watched, batched
     known = {
         "max_steps": steps, "per_device_train_batch_size": 2, "steps_per_generation": 2, "num_generations": 2,
         "gradient_accumulation_steps": 1, "max_completion_length": 3, "learning_rate": 1e-2, "beta": 0.1,

@@ -48,3 +48,20 @@ def test_the_first_update_has_the_sampler_s_bits_and_all_repeat(invariant, dtype
     assert not dispatch.varying()
     assert not door.calls()["left"]
     assert tilekern.stats()["matmul"]["fallbacks"] == before
+
+
+PAGES = {"page_size": 4, "num_blocks": 64, "max_batch_tokens": 32, "return_logprobs": True, "use_cuda_graph": False}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_continuous_batching_samples_with_the_trainer_s_logits(invariant, tmp_path):
+    """Its log-probabilities are torch's, which round otherwise in float32; those of other logits are further off."""
+    from transformers import Qwen3Config
+
+    folder = saved(tmp_path, Qwen3Config(**SIZES))
+    pages = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": PAGES}
+    found = train(folder, 2, bf16=False, **HERE, **pages)
+    assert found.differing[0] == {"old": 0, "ref": 0, "sampler": 0}
+    assert min(found.differing[1].values()) > 0
+    assert not dispatch.varying()
