@@ -315,6 +315,16 @@ def test_strict_refuses_what_the_model_s_own_ops_compute():
     assert model(input_ids=IDS).logits.shape == (2, TOKENS, SIZES["vocab_size"])
 
 
+def test_strict_lets_a_norm_run_apart_from_its_sum():
+    """In an autocast region of float32 weights the terms are of two dtypes; the norm runs its own kernel."""
+    model = make(LlamaConfig, torch.float32)
+    with tilekern.invariant(strict=True), torch.autocast("cpu", dtype=torch.bfloat16):
+        before = tilekern.stats()["fused_add_rms_norm_forward"]["fallbacks"]
+        whole = trained(model, IDS)
+        assert tilekern.stats()["fused_add_rms_norm_forward"]["fallbacks"] > before
+        assert torch.equal(one_by_one(model, IDS), whole)
+
+
 def test_strict_refuses_a_linear_layer_that_no_kernel_takes():
     with pytest.raises(RowsVary, match="rows of matmul"), tilekern.invariant(strict=True):
         torch.nn.functional.linear(torch.randn(3, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64))

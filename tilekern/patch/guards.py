@@ -31,14 +31,15 @@ def constant_in_graphs(function: Function) -> Function:
 
 
 @constant_in_graphs
-def count_own(kernel: str, reason: str) -> None:
+def count_own(kernel: str, reason: str, by_modules: bool = False) -> None:
     """Count a call that runs the model's own code in spite of a patch; in torch.compile, once for each traced graph.
 
     Args:
         kernel: the name of the kernel that would have run.
         reason: a few words.
+        by_modules: whether modules, which are judged themselves, compute all but a sum of two terms.
     """
-    count_fallback(kernel, reason)
+    count_fallback(kernel, reason, by_modules=by_modules)
 
 
 def is_plain(*tensors: torch.Tensor) -> bool:

@@ -69,7 +69,7 @@ def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mappin
         else:
             given = _given_of(norm, home, kinds)
         if given is None:
-            count_own("fused_add_rms_norm_forward", _why(alike, norm, residual, x))
+            count_own("fused_add_rms_norm_forward", _why(alike, norm, residual, x), True)
         return given
 
     def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -369,12 +369,13 @@ def _refuse(reason: str) -> None:
     _refused.reason = reason
 
 
-def count_fallback(spec: KernelSpec | str, reason: str = "") -> None:
+def count_fallback(spec: KernelSpec | str, reason: str = "", *, by_modules: bool = False) -> None:
     """Count a call that ran the model's own op.
 
     Args:
         spec: the kernel that would have run, or its name.
         reason: why, in few words and without sizes; if empty, why this thread was last refused a plan.
+        by_modules: whether modules, which are judged themselves, compute all but a sum of two terms.
 
     Raises:
         RowsVary: the invariant mode is strict, and the kernel's results are rows of tokens.
@@ -385,7 +386,7 @@ def count_fallback(spec: KernelSpec | str, reason: str = "") -> None:
         return
     why = reason or getattr(_refused, "reason", None) or UNTAKEN
     _refused.reason = None
-    if _state.strict and has_rows(name):
+    if _state.strict and has_rows(name) and not by_modules:
         raise RowsVary(f"rows of {name} may depend on others: torch's own operations run ({why})")
     found = counters(name)
     found.fallbacks += 1
