@@ -172,10 +172,10 @@ def _of_runs(
     for row in range(0, batch, step):
         first = padding.runs[row][0]
         before, some = max(0, first - (tokens - queries)), slice(row, row + step)
-        rows = query[some, before:], key[some, first:], value[some, first:]
-        if not serves(*rows, **options):
+        given = query[some, before:], key[some, first:], value[some, first:]
+        if not serves(*given, **options):
             return None
-        out = attention(*rows, **options)
+        out = attention(*given, **options)
         parts.append(torch.nn.functional.pad(out, (0, 0, 0, 0, before, 0)) if before else out)
     return parts[0] if step == batch else torch.cat(parts)
 
