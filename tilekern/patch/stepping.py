@@ -72,10 +72,8 @@ class Batch:
 
 def _told_mask(sequences: int, length: int) -> torch.Tensor:
     """Return the mask of a batch whose first row begins with a token of padding."""
-    starts = torch.zeros(sequences + 1, dtype=torch.int32, device=_META)
-    places = torch.zeros(sequences * length - 1, dtype=torch.long, device=_META)
     runs = ((1, length), *[(0, length)] * (sequences - 1))
-    return ToldMask.around(Padding(runs, starts, places, length), None, length, length)
+    return ToldMask.around(Padding(runs, length, _META), None, length, length)
 
 
 def _dense_mask(sequences: int, length: int) -> torch.Tensor:
