@@ -96,8 +96,8 @@ class Call:
     def on_meta(self) -> Call:
         """Return the same with tensors on meta.
 
-        A padding mask becomes the dense mask that transformers makes of it, if it hides more than what stands behind the
-        tokens.
+        A padding mask that hides more than what stands behind the tokens becomes the dense mask that transformers makes
+        of it.
 
         Raises:
             InputError: an argument is neither tensors nor plain values, such as a cache, which a step would change.
