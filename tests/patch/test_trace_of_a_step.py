@@ -33,7 +33,7 @@ PACKED = {
     "max_length_k": LENGTH,
 }
 PADDING = torch.ones_like(IDS)
-PADDING[1, -2:] = 0
+PADDING[1, :2] = 0
 STEPS = {
     "plain": (Batch(SEQUENCES, LENGTH), {"input_ids": IDS, "labels": IDS}),
     "packed": (Batch(SEQUENCES, LENGTH, packed=True), PACKED),

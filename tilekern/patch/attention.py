@@ -166,15 +166,16 @@ def _of_runs(
             return None
         whole = query.new_zeros(1, batch * tokens, *sizes)
         return whole.index_copy(1, padding.places, attention(*rows, **options)).view(batch, queries, *sizes)
-    if not serves(query, key, value, **options):
-        return None
     # Rows with as many keys share a launch.
     step = batch if len({first for first, _ in padding.runs}) == 1 else 1
     parts = []
     for row in range(0, batch, step):
         first = padding.runs[row][0]
         before, some = max(0, first - (tokens - queries)), slice(row, row + step)
-        out = attention(query[some, before:], key[some, first:], value[some, first:], **options)
+        given = query[some, before:], key[some, first:], value[some, first:]
+        if not serves(*given, **options):
+            return None
+        out = attention(*given, **options)
         parts.append(torch.nn.functional.pad(out, (0, 0, 0, 0, before, 0)) if before else out)
     return parts[0] if step == batch else torch.cat(parts)
 

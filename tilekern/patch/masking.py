@@ -140,7 +140,8 @@ class _Ask:
         mask, tokens = self.padding, self._tokens()
         if not self.is_plain or self.is_joined or self.reading.reads_mask or self.given.get("kv_offset", 0):
             return None
-        if mask is None and self.queries == 1 and tokens is not None and tokens < self.keys:
+        # A token after all keys of a cache needs no mask; a chunk of a prompt does, and so does a cache with room.
+        if mask is None and tokens is not None and (self.queries < tokens if self.queries > 1 else tokens < self.keys):
             return Padding(((0, tokens),) * self.given["batch_size"], tokens, torch.device(self.given["device"]))
         if mask is None or mask.dim() != 2 or mask.shape[1] != tokens:
             return None

@@ -23,7 +23,7 @@ from tilekern.errors import InputError
 from tilekern.ops.adamw import AdamW
 from tilekern.patch.bound_method import Bound
 from tilekern.patch.guards import is_gathered, is_sharded
-from tilekern.patch.padding import Padding
+from tilekern.patch.padding import Padding, padding_of
 from tilekern.patch.told import ToldMask
 from tilekern.runtime.dispatch import is_invariant
 
@@ -73,7 +73,7 @@ class Batch:
 def _told_mask(sequences: int, length: int) -> torch.Tensor:
     """Return the mask of a batch whose first row begins with a token of padding."""
     runs = ((1, length), *[(0, length)] * (sequences - 1))
-    return ToldMask.around(Padding(runs, length, torch.device(_META)), None, length, length)
+    return ToldMask.around(Padding(runs, length, _META), None, length, length)
 
 
 def _dense_mask(sequences: int, length: int) -> torch.Tensor:
@@ -96,7 +96,8 @@ class Call:
     def on_meta(self) -> Call:
         """Return the same with tensors on meta.
 
-        A padding mask with zeros becomes the dense mask that transformers makes of it.
+        A padding mask that hides more than what stands behind the tokens becomes the dense mask that transformers makes
+        of it.
 
         Raises:
             InputError: an argument is neither tensors nor plain values, such as a cache, which a step would change.
@@ -106,8 +107,10 @@ class Call:
                 raise InputError(f"the model is given a {type(leaf).__name__}")
         kwargs = dict(self.kwargs)
         mask = kwargs.get("attention_mask")
-        if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_meta and not bool(mask.all()):
-            kwargs["attention_mask"] = _dense_mask(*mask.shape)
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_meta:
+            padding = padding_of(mask)
+            if padding is None or not padding.is_behind:
+                kwargs["attention_mask"] = _dense_mask(*mask.shape)
         args, kwargs = tree_map(_without_values, (tuple(self.args), kwargs))
         return Call(args, kwargs, self.has_gradient)
 

@@ -231,6 +231,8 @@ def _batches(steps: Steps) -> list[Batch | Call]:
     if steps.call is not None:
         return [Call(kwargs=steps.call).on_meta()]
     kinds = [{"packed": True}] * steps.packed + [{"padded": True}] * steps.padded or [{}]
+    if steps.padded and is_invariant():
+        kinds.append({})  # padding behind the tokens needs no mask
     return [Batch(*sizes, **kind) for sizes in steps.batches() for kind in kinds]
 
 
