@@ -11,7 +11,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parent / name) for name in ("kernels", "ops", "liger")]
+sys.path += [str(HERE.parent / name) for name in ("kernels", "ops", "liger", "patch")]
 
 import gpu_samples  # noqa: E402 (found through the path above)
 

@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import tiny_families
 import torch
-from decoding import one_by_one
+from decoding import TEN, greedy, one_by_one
 from gpu_processes import clean_environment
 from gpu_training import CONFIG
 from transformers import AutoModelForCausalLM, Cache, GenerationConfig
@@ -314,3 +315,22 @@ def test_packed_queries_attend_to_more_keys_and_nothing_behind_them(tokens):
         (a, b), (c, d) = (x[number : number + 2].tolist() for x in (queries, keys))
         alone = ops.attention(q[:, a:b], k[:, c:d], v[:, c:d])
         assert (found[:, a:b] - alone).norm() / alone.norm() < 4e-3
+
+
+@pytest.mark.parametrize("family", TEN)
+def test_ten_families_choose_256_tokens_of_their_own_code(family, monkeypatch, full_float32):
+    """With the kernels for decoding, tuned or not, and in the invariant mode, where those of training decode."""
+    monkeypatch.setitem(tiny_families.SIZES, "max_position_embeddings", 512)
+    for home in ("decode_attention", "few_rows"):
+        monkeypatch.setattr(sys.modules[f"tilekern.ops.{home}"], "tuned_plan_for", dispatch.plan_for)
+    model, ids, _ = tiny_families.make(family)
+    model, ids = model.cuda(), ids.cuda()
+    wanted, _ = greedy(model, ids, 256)
+    model.set_attn_implementation("tilekern")
+    try:
+        for invariant in (False, True):
+            tilekern.apply(experts=True, invariant=invariant)
+            assert torch.equal(greedy(model, ids, 256)[0], wanted)
+        assert tilekern.stats()["decode_attention"]["launches"]
+    finally:
+        tilekern.reset()

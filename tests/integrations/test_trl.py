@@ -9,6 +9,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from grpo_training import tokenizer
 
 import tilekern
 from tilekern.errors import TilekernWarning
@@ -223,17 +224,68 @@ def bound():
     door._left.clear()
 
 
-def test_register_and_unregister_change_one_function_and_nothing_else(bound):
-    before = dict(vars(bound))
-    names = ["trl.trainer.utils._ChunkedLogProbFunction"]
+SCORES = "_get_per_token_logps_and_entropies"
+
+
+def test_register_and_unregister_change_these_functions_and_nothing_else(bound):
+    before, trainers = dict(vars(bound)), door._trainers()
+    methods = [dict(vars(trainer)) for trainer in trainers]
+    names = [
+        "trl.trainer.utils._ChunkedLogProbFunction",
+        *(f"trl.trainer.{kind}_trainer.{kind.upper()}Trainer.{SCORES}" for kind in ("grpo", "rloo")),
+    ]
     assert door.register() == names
     ours = bound._ChunkedLogProbFunction
     assert door.register() == names
     assert {name for name, value in vars(bound).items() if value is not before[name]} == {"_ChunkedLogProbFunction"}
     assert bound._ChunkedLogProbFunction is ours
+    for trainer, theirs in zip(trainers, methods, strict=True):
+        assert {name for name, value in vars(trainer).items() if value is not theirs[name]} == {SCORES}
     assert door.unregister() == names
     assert door.unregister() == []
     assert all(value is before[name] for name, value in vars(bound).items())
+    assert [dict(vars(trainer)) for trainer in trainers] == methods
+
+
+class Scorer(torch.nn.Module):
+    """Inside of a wrapper, as trainers hand it over, a model that keeps what it is called with."""
+
+    def __init__(self, config):
+        super().__init__()
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_config(config)
+
+    def forward(self, **given):
+        self.given = given
+
+
+@pytest.mark.parametrize(
+    ("kind", "positions"),
+    [("Llama", [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2]]), ("Bloom", None), ("Gemma3", None)],
+)
+def test_positions_are_counted_from_the_first_token_of_a_row(bound, kind, positions):
+    """A model that takes none, and one that sees images and counts by itself, get none."""
+    import transformers
+
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 16,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = getattr(transformers, f"{kind}Config")(**({} if kind == "Gemma3" else sizes))
+    if kind == "Gemma3":
+        config = transformers.Gemma3Config(text_config=sizes, vision_config=sizes | {"image_size": 8, "patch_size": 4})
+    scorer = Scorer(config)
+    ids, mask = torch.ones(2, 5, dtype=torch.long), torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
+    door._call_counted(scorer, input_ids=ids, attention_mask=mask)
+    found = scorer.given.pop("position_ids", None)
+    assert (found if found is None else found.tolist()) == positions
+    assert list(scorer.given) == ["input_ids", "attention_mask"]
+    door._call_counted(scorer, input_ids=ids, attention_mask=mask.flip(0)[:1])
+    assert "position_ids" not in scorer.given, "no padding stands before the tokens"
 
 
 class Other:
@@ -256,6 +308,15 @@ def test_a_version_that_does_not_fit_is_left_alone_and_named(bound, monkeypatch,
     with pytest.warns(TilekernWarning, match=f"trl 1.99.0 does not fit and runs its own function: .* {problem}"):
         assert door.register() == []
     assert bound._ChunkedLogProbFunction is function
+
+
+def test_a_trainer_that_scores_by_other_arguments_is_left_alone_and_named(bound, monkeypatch):
+    own = bound._ChunkedLogProbFunction
+    monkeypatch.setattr(door._trainers()[1], SCORES, Other.forward)
+    problem = rf"RLOOTrainer\.{SCORES} takes \(ctx, hidden, weight, targets\), expected \(self, model,"
+    with pytest.warns(TilekernWarning, match=problem):
+        assert door.register() == []
+    assert bound._ChunkedLogProbFunction is own
 
 
 EVERY = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -313,18 +374,6 @@ def test_what_is_not_served_runs_trl_s_own_and_is_counted(bound, options, weight
     for one, other in zip(found, wanted, strict=True):
         assert torch.equal(one, other)
     assert door.calls() == {"served": 0, "left": {reason: 1}}
-
-
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(29))]
-    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    )
 
 
 def tiny_model(folder):

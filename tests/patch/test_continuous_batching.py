@@ -18,6 +18,7 @@ from transformers import (
 )
 
 import tilekern
+from tilekern import ops
 from tilekern.errors import InputError
 from tilekern.patch import attention as implementation
 from tilekern.patch import batching
@@ -174,6 +175,10 @@ def test_one_token_of_each_sequence_writes_its_key_and_attends_through_the_table
         assert torch.equal(keys[-1], k[0, :, row])
         assert torch.equal(values[-1], v[0, :, row])
         assert worst([found[0, row]], [softmax(q[0, :, row][None], keys, values, window, softcap, sinks)[0]]) < 1e-5
+        if way == "invariant":
+            options = {"scale": 0.25, "window": window, "softcap": softcap, "sinks": sinks}
+            alone = ops.attention(q[:, :, row, None].transpose(1, 2), keys[None], values[None], **options)
+            assert torch.equal(found[0, row], alone[0, 0])
 
 
 def test_layers_share_the_numbers_of_their_step_and_of_no_other():

@@ -163,7 +163,7 @@ def test_what_another_library_has_put_in_its_place_comes_back_and_is_called(monk
 
 
 def test_what_no_kernel_takes_stays_torch_s():
-    """Numbers of other dtypes, an autocast region, a subclass, no rows."""
+    """Numbers of other dtypes, in an autocast region too, a subclass, no rows."""
 
     class Other(torch.Tensor):
         pass
@@ -175,8 +175,23 @@ def test_what_no_kernel_takes_stays_torch_s():
         torch.nn.functional.linear(torch.randn(3, 8).as_subclass(Other), weight)
         assert torch.nn.functional.linear(torch.randn(0, 8), weight).shape == (0, 4)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.nn.functional.linear(torch.randn(3, 8), weight).dtype == torch.bfloat16
+            torch.nn.functional.linear(torch.randn(3, 8, dtype=torch.float64), weight.double())
         assert tilekern.stats()["matmul"]["launches"] == before
+
+
+def test_an_autocast_region_casts_and_runs_the_kernel_of_the_class():
+    x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((3, 8), (4, 8), (4,)))
+    with tilekern.invariant():
+        before = tilekern.stats()["matmul"]["launches"]
+        plain = torch.nn.functional.linear(x.bfloat16(), weight.bfloat16(), bias.bfloat16())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            cast = torch.nn.functional.linear(x, weight, bias)
+        assert torch.equal(cast, plain)
+        assert tilekern.stats()["matmul"]["launches"] == before + 2
+    slope = torch.randn(3, 4).bfloat16()
+    for mine, other in zip(*(torch.autograd.grad(y, (x, weight, bias), slope) for y in (cast, plain)), strict=True):
+        assert mine.dtype == torch.float32
+        assert torch.equal(mine, other)
 
 
 def test_a_job_may_be_in_the_mode_from_the_start():

@@ -8,14 +8,20 @@ one autograd function, from hidden states and the head's weight to log-probabili
 - ``log(sum p^2)`` is ``2 * log p - log p'``, with p' at half the temperature, for any one id.
 - An id with more than half of the probability is certainly the likeliest. One with less than ``exp(-entropy)``, a lower
   bound of the largest probability, certainly is not. Only the rows in between need a product of their own.
+
+GRPO and RLOO pad prompts on the left. ``generate`` counts positions from a row's first token, but these trainers give
+none, and the model counts from the padding. Rotary embeddings then have the same differences and other roundings, so
+:func:`register` also has them pass the positions that ``generate`` had.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +38,9 @@ _ARGUMENTS = (
     "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
     "logit_scale", "outputs",
 )  # fmt: skip
+# Trainers whose prompts are padded on the left, and the method that scores completions.
+_TRAINERS = (("trl.trainer.grpo_trainer", "GRPOTrainer"), ("trl.trainer.rloo_trainer", "RLOOTrainer"))
+_SCORES, _SCORED = "_get_per_token_logps_and_entropies", ("self", "model", "input_ids", "attention_mask")
 _OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # Tolerance for rounding when a log-probability is compared with the bounds for the likeliest id.
 _SLACK = 1e-2
@@ -45,17 +54,19 @@ Results = tuple[torch.Tensor | None, ...]
 def register() -> list[str]:
     """Make TRL's trainers run ``linear_log_probs``, also on models with TRL's fused head; repeating changes nothing.
 
+    GRPO and RLOO count a row's positions from its first token, as ``generate`` does.
+
     Returns:
         The names in TRL that are now tilekern's. Empty, with a warning, if this version of TRL does not fit.
 
     Raises:
         ImportError: TRL is not installed.
     """
-    module = importlib.import_module(_MODULE)
+    module, trainers = importlib.import_module(_MODULE), _trainers()
     theirs = getattr(module, _NAME, None)
     if isinstance(theirs, _Function):
-        return [f"{_MODULE}.{_NAME}"]
-    if problem := _misfit(theirs):
+        return _names()
+    if problem := _misfit(theirs) or next(filter(None, map(_misfit_of, trainers)), None):
         import trl
 
         warn_once(
@@ -63,11 +74,13 @@ def register() -> list[str]:
         )
         return []
     setattr(module, _NAME, _Function(theirs))
-    return [f"{_MODULE}.{_NAME}"]
+    for trainer in trainers:
+        setattr(trainer, _SCORES, _counting(getattr(trainer, _SCORES)))
+    return _names()
 
 
 def unregister() -> list[str]:
-    """Restore TRL's function; return the names that were tilekern's.
+    """Restore TRL's functions; return the names that were tilekern's.
 
     Raises:
         ImportError: TRL is not installed.
@@ -77,7 +90,9 @@ def unregister() -> list[str]:
     if not isinstance(ours, _Function):
         return []
     setattr(module, _NAME, ours.original)
-    return [f"{_MODULE}.{_NAME}"]
+    for trainer in _trainers():
+        setattr(trainer, _SCORES, getattr(trainer, _SCORES).__wrapped__)
+    return _names()
 
 
 def calls() -> dict[str, Any]:
@@ -94,6 +109,50 @@ def _misfit(theirs: Any) -> str | None:
     if arguments != _ARGUMENTS:
         return f"{_MODULE}.{_NAME} takes ({', '.join(arguments)}), expected ({', '.join(_ARGUMENTS)})"
     return None
+
+
+def _trainers() -> list[Any]:
+    return [getattr(importlib.import_module(module), name) for module, name in _TRAINERS]
+
+
+def _names() -> list[str]:
+    return [f"{_MODULE}.{_NAME}", *(f"{module}.{name}.{_SCORES}" for module, name in _TRAINERS)]
+
+
+def _misfit_of(trainer: Any) -> str | None:
+    """Return why a trainer's method cannot be replaced, or None."""
+    arguments = tuple(inspect.signature(getattr(trainer, _SCORES, lambda: None)).parameters)
+    if arguments[: len(_SCORED)] != _SCORED:
+        return f"{trainer.__name__}.{_SCORES} takes ({', '.join(arguments)}), expected ({', '.join(_SCORED)}, ...)"
+    return None
+
+
+def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a trainer's method that calls the model with the positions that ``generate`` counts."""
+
+    @functools.wraps(original)
+    def scored(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(trainer, functools.partial(_call_counted, model), *args, **kwargs)
+
+    return scored
+
+
+def _call_counted(model: Any, **given: Any) -> Any:
+    """Call a model; where padding stands before a row's tokens, count positions from the first of them."""
+    mask = given["attention_mask"]
+    if _counts_columns(model) and not mask[:, 0].all():
+        given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    return model(**given)
+
+
+def _counts_columns(model: torch.nn.Module) -> bool:
+    """Return whether a model takes positions, and without them counts a row's columns; vision models read the mask."""
+    from transformers import PreTrainedModel
+
+    inner = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
+    if inner is None or inner.config.get_text_config() is not inner.config:
+        return False
+    return "position_ids" in inspect.signature(type(inner).forward).parameters
 
 
 class _Function:

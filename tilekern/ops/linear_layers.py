@@ -18,7 +18,17 @@ from torch import Tensor
 from tilekern.errors import NoVariant
 from tilekern.kernels.matmul.product import MOST_ELEMENTS, SPEC, sizes
 from tilekern.ops import few_rows
-from tilekern.ops.registration import as_rows, differentiable_once, is_eager, needs_gradient, run_product, shaped
+from tilekern.ops.registration import (
+    as_rows,
+    cast_as_products,
+    differentiable_once,
+    is_autocast,
+    is_eager,
+    needs_gradient,
+    run_product,
+    shaped,
+    uncast,
+)
 from tilekern.runtime import dispatch
 from tilekern.runtime.dispatch import UNTAKEN, count_fallback, plan_for, refused
 
@@ -63,6 +73,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _torch_linear(input, weight, bias)
     given = (input, weight) if bias is None else (input, weight, bias)
     is_invariant = dispatch.is_invariant()
+    if is_invariant and is_autocast(input):
+        cast = cast_as_products(input, weight, bias)
+        with uncast(input.device.type):
+            return linear(*cast)
     if any(type(x) not in _PLAIN for x in given) or not is_eager(*given):
         if is_invariant:
             count_fallback(SPEC, UNTAKEN)

@@ -89,7 +89,7 @@ class ToldMask(torch.Tensor):
         cls, tensors: dict[str, torch.Tensor], words: tuple[Any, ...], size: Any, stride: Any
     ) -> ToldMask:
         longest, window, padded = words
-        padding = padded and Padding(*padded, tensors["starts"].device)
+        padding = None if padded is None else Padding(padded[0], padded[1], tensors["starts"].device)
         return cls(tensors["starts"], longest, window, size[2], size[3], size[0], padding)
 
 
