@@ -37,7 +37,17 @@ from tilekern.tuning.compile.stage import (
 )
 from tilekern.tuning.measure.stage import MeasureSummary, Settled, measure_all
 from tilekern.tuning.predict.estimating import earlier_sweeps
-from tilekern.tuning.publishing import Winner, compiled_with, keep_winners, publish, why_not, winners, write_packs
+from tilekern.tuning.publishing import (
+    Known,
+    Winner,
+    compiled_with,
+    invariant_winners,
+    keep_winners,
+    publish,
+    why_not,
+    winners,
+    write_packs,
+)
 from tilekern.tuning.strategies import strategy_named
 from tilekern.tuning.sweep.folder import RESULTS, Sweep, folder_in
 from tilekern.tuning.sweep.plan import Named
@@ -371,7 +381,9 @@ class Pipeline:
             self.result.left_out.append(LeftOut(kernel, problem, reason, provenance, cost_s))
 
     def _note_missing(self) -> None:
-        """Note each problem without a winner, or without a measured one where others have one, and why."""
+        """Note each problem without a winner, without a measured one where others have one, or without the bit class
+        that it needs, and why.
+        """
         result = self.result
         won = {(winner.kernel, winner.problem): winner.record.provenance for winner in result.winners}
         left = {(out.kernel, out.problem) for out in result.left_out}
@@ -381,6 +393,9 @@ class Pipeline:
             if (kernel, problem) not in left and (how is None or (result.measure and how != MEASURED)):
                 what = "no winner" if how is None else "not measured"
                 result.notes.append(f"{what}: {kernel} {problem.key}: {why_not(self.sweep, kernel, problem)}")
+        if self.sweep.invariant and result.measure:
+            for (kernel, problem), why in invariant_winners(self.sweep, Known.of(self.sweep))[1].items():
+                result.notes.append(f"no bit class: {kernel} {problem.key}: {why}")
 
     # Where the stages run.
 

@@ -49,6 +49,12 @@ class Winner:
     gain: float
 
     @property
+    def price(self) -> float | None:
+        """The time of the invariant kernel over the winner's; None if the problem has no bit class."""
+        same = (self.record.measurement or {}).get(INVARIANT)
+        return None if same is None else same["median_us"] / self.time_us
+
+    @property
     def share(self) -> float:
         """The part of the roofline that it reaches: the roofline's time over ``time_us``."""
         return 1e6 * self.roofline.seconds / self.time_us
@@ -227,8 +233,8 @@ def invariant_winners(sweep: Sweep, known: Known) -> tuple[dict[Named, Candidate
     """Return the fastest candidate of one bit class for each problem, the same class for all buckets of a problem.
 
     Of the classes that every bucket has, it is the one whose times are at most the smallest factor above the winners'.
-    Only the problems that the plan names take part, or all if it names none. The second dictionary says of those that
-    have no class why.
+    Only the problems that the plan names take part, or all if it names none, and of them those that have a candidate
+    with a class. The second dictionary says of the others, and where no class is common to all buckets, why.
     """
     buckets: dict[Any, dict[Named, list[tuple[Candidate, float]]]] = {}
     found: dict[Named, Candidate] = {}
@@ -237,17 +243,16 @@ def invariant_winners(sweep: Sweep, known: Known) -> tuple[dict[Named, Candidate
         timings = known.timings(sweep.candidates(kernel, problem))
         able = [item for item in ranked(timings) if known.is_confirmed(item) and known.bits(item)]
         fastest = min((timing["median_us"] for timing in timings.values()), default=1.0)
-        of_problem = buckets.setdefault(sizes_of_class(spec_named(kernel), problem), {})
-        of_problem[kernel, problem] = [(item, timings[item]["median_us"] / fastest) for item in able]
         if not able:
             reasons[kernel, problem] = known.why_classless(timings)
+            continue
+        of_problem = buckets.setdefault(sizes_of_class(spec_named(kernel), problem), {})
+        of_problem[kernel, problem] = [(item, timings[item]["median_us"] / fastest) for item in able]
     for by_problem in buckets.values():
         if chosen := _one_class(known, list(by_problem.values())):
             found |= dict(zip(by_problem, chosen, strict=True))
-            continue
-        without = [problem.key for kernel, problem in by_problem if (kernel, problem) in reasons]
-        why = f"{without[0]} has none" if without else "its sizes have no class in common"
-        reasons = dict.fromkeys(by_problem, why) | reasons
+        else:
+            reasons |= dict.fromkeys(by_problem, "no class is common to all its sizes")
     return found, reasons
 
 

@@ -156,7 +156,13 @@ def print_result(outcome: Result) -> None:
         title = f"{outcome.model} on {outcome.target.name} ({outcome.target.arch}), {outcome.toolkit['key']}"
         columns = [_PROBLEM, ["config"], ["time, us", "of roofline"], ["gain", "how"]]
         numbers = ["time, us", "of roofline", "gain"]
-        console.print(table_for(console, title, columns, map(_row, outcome.winners), numbers))
+        rows = list(map(_row, outcome.winners))
+        if any(winner.price for winner in outcome.winners):
+            columns.append(["same bits"])
+            numbers.append("same bits")
+            for row, winner in zip(rows, outcome.winners, strict=True):
+                row.append("-" if winner.price is None else f"{winner.price:.2f}x")
+        console.print(table_for(console, title, columns, rows, numbers))
     for stage, seconds in outcome.seconds.items():
         out(console, f"{stage}: {seconds:.1f} s{_details(outcome, stage)}")
     for note in outcome.notes:

@@ -13,6 +13,7 @@ from tilekern.cache_tools.shared.printing import (
     age,
     count,
     gain_of,
+    invariant_of,
     natural,
     predicted_gain_of,
     print_json,
@@ -36,10 +37,11 @@ def ls(store: Store, selection: Selection, all_layers: bool, layer: str | None, 
 
     Records are grouped by layer, GPU and toolkit, in tables as wide as the terminal or COLUMNS says. GAIN is how many
     times faster than the default config a record is. TIME and GAIN are measured; a predicted one is marked with ~.
+    SAME is the time of the kernel of tilekern.invariant() over the fastest's, where the record has one.
 
     JSON: cache_dir, exists, layers[] {name, path}, records[] {layer, path, kernel, problem, problem_key, target,
-    toolkit, provenance, stale, fresh, time_us, gain, predicted_gain, size_bytes, created, age_s}, unreadable[] {layer,
-    path, problem}; all in docs/cache-json.md.
+    toolkit, provenance, stale, fresh, time_us, gain, predicted_gain, invariant {bits, time_us, price}, size_bytes,
+    created, age_s}, unreadable[] {layer, path, problem}; all in docs/cache-json.md.
     """
     sources = sources_of(store, all_layers, layer)
     document: dict[str, Any] = {
@@ -75,6 +77,7 @@ def _summary(entry: Entry, record: Record) -> dict[str, Any]:
         "time_us": time_us_of(record),
         "gain": gain_of(record),
         "predicted_gain": predicted_gain_of(record),
+        "invariant": invariant_of(record),
         "size_bytes": entry.size_bytes,
         "created": record.created,
         "age_s": round(age_s(entry)),
@@ -90,9 +93,10 @@ def _print(document: dict[str, Any], selection: Selection) -> None:
     )
     if records:
         grouped = ["TARGET", "TOOLKIT", "LAYER"][: 3 if len(layers) > 1 else 2]
-        header = [*grouped, "KERNEL", "PROBLEM", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE"]
-        rows = [[record[name.lower()] for name in grouped] + _row(record) for record in records]
-        print_table(header, rows, ("TIME", "GAIN", "SIZE", "AGE"), grouped=grouped, below=("PROBLEM",))
+        same = ["SAME"] if any(record["invariant"] for record in records) else []
+        header = [*grouped, "KERNEL", "PROBLEM", "PROVENANCE", "TIME", "GAIN", *same, "SIZE", "AGE"]
+        rows = [[record[name.lower()] for name in grouped] + _row(record, same) for record in records]
+        print_table(header, rows, ("TIME", "GAIN", "SAME", "SIZE", "AGE"), grouped=grouped, below=("PROBLEM",))
     elif not document["unreadable"]:
         root = document["cache_dir"]
         if len(layers) > 1:
@@ -105,7 +109,7 @@ def _print(document: dict[str, Any], selection: Selection) -> None:
         tell(f"unreadable: {item['path']}: {item['problem']}", err=True)
 
 
-def _row(record: dict[str, Any]) -> list[str]:
+def _row(record: dict[str, Any], same: list[str]) -> list[str]:
     is_measured = record["provenance"] == "measured"
     about, gain = ("", record["gain"]) if is_measured else ("~", record["predicted_gain"])
     mark = " (stale)" if record["stale"] else " (space changed)" if record["fresh"] is False else ""
@@ -115,6 +119,7 @@ def _row(record: dict[str, Any]) -> list[str]:
         f"{record['provenance']}{mark}",
         "-" if record["time_us"] is None else f"{about}{record['time_us']:.1f} us",
         "-" if gain is None else f"{about}{gain:.2f}x",
+        *(f"{record['invariant']['price']:.2f}x" if record["invariant"] else "-" for _ in same),
         size(record["size_bytes"]),
         age(record["age_s"]),
     ]

@@ -18,7 +18,7 @@ import click
 from tilekern.cache import NOT_FRESH, CacheError, Entry, Record, Step, Store, default_layers, lookup, parse_problem_key
 from tilekern.cache_tools.shared.installed import is_fresh, is_stale, today_of, toolkit_key
 from tilekern.cache_tools.shared.options import as_json, cache_dir, command, with_filters
-from tilekern.cache_tools.shared.printing import gain_of, plain, print_json, size, time_us_of
+from tilekern.cache_tools.shared.printing import gain_of, invariant_of, plain, print_json, size, time_us_of
 from tilekern.cache_tools.shared.selection import Selection
 from tilekern.cache_tools.shared.sources import Source, layers_of_a_lookup
 from tilekern.warning import tell
@@ -181,6 +181,8 @@ def _print(document: Mapping[str, Any], record: Record) -> None:
     tell(f"file: {document['path']}")
     for name in ("target", "toolkit", "config", "measurement", "prediction", "check"):
         _print_section(name, getattr(record, name))
+    if same := invariant_of(record):
+        tell(f"tilekern.invariant(): {same['time_us']:.1f} us, {same['price']:.2f} times the winner's time")
     if record.best_kernel:
         _print_section("without that library", record.best_kernel.config)
     tell("runners-up:" if record.runners_up else "runners-up: none")

@@ -82,6 +82,15 @@ def time_us_of(record: Record) -> float | None:
     return number(record.prediction, "time_us") if measured is None else measured
 
 
+def invariant_of(record: Record) -> dict[str, Any] | None:
+    """Return the class and time of a record's invariant kernel, and ``price``: that time over the winner's."""
+    facts = (record.measurement or {}).get("invariant")
+    own, same = number(record.measurement, "median_us"), number(facts if isinstance(facts, dict) else None, "median_us")
+    if not isinstance(facts, dict) or not own or same is None:
+        return None
+    return {"bits": str(facts.get("bits", "")), "time_us": same, "price": same / own}
+
+
 def gain_of(record: Record) -> float | None:
     """Return how many times faster than the default config the winner was measured, if both were."""
     return _gain(record.measurement, "median_us")

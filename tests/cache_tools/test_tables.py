@@ -106,6 +106,19 @@ def test_ls_shows_the_gain_that_tune_showed(root, cli):
     assert found == {"rms_norm": (pytest.approx(124 / 37.8), None), "rope": (None, 1.25), "scale": (None, None)}
 
 
+def test_ls_and_show_say_what_the_invariant_kernel_costs(root, cli):
+    put(root, b"one", measurement={"median_us": 40.0, "invariant": {"config": {}, "bits": "ab", "median_us": 42.0}})
+    put(root, b"two", kernel="rope", measurement={"median_us": 40.0})
+    head, *rows = [re.split(r"\s{2,}", line.strip()) for line in cli("ls")[1].splitlines()[1:]]
+    place = head.index("SAME")
+    assert {row[0]: row[place] for row in rows} == {"rms_norm": "1.05x", "rope": "-"}
+    found = {record["kernel"]: record["invariant"] for record in cli.json("ls")["records"]}
+    assert found == {"rms_norm": {"bits": "ab", "time_us": 42.0, "price": pytest.approx(1.05)}, "rope": None}
+    [key] = {record["problem_key"] for record in cli.json("ls")["records"]}
+    assert "tilekern.invariant(): 42.0 us, 1.05 times the winner's time" in cli("show", "rms_norm", key)[1]
+    assert "tilekern.invariant()" not in cli("show", "rope", key)[1]
+
+
 @pytest.mark.parametrize("columns", ["80"])
 def test_the_other_lists_fit_too(printed, filled, tmp_path, columns):
     long = next(entry.record for entry in Store(filled).entries() if entry.record.kernel == "attention_backward")

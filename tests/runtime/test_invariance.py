@@ -1,5 +1,7 @@
 """Inside :func:`tilekern.invariant` the kernels of one bit class run, outside the fastest."""
 
+import shutil
+
 import pytest
 import torch
 from marks import needs_compiler
@@ -7,6 +9,7 @@ from one_record import GPU, H200, PROBLEM, SIZES, SPEC
 
 import tilekern
 from tilekern import cache
+from tilekern.cache_tools.__main__ import main
 from tilekern.compile import library, toolchain
 from tilekern.errors import NoVariant, TilekernWarning
 from tilekern.kernels import spec_named
@@ -126,3 +129,16 @@ def test_an_invariant_config_of_another_space_makes_a_record_a_misfit(made, root
     dispatch.set_miss_policy("fallback")
     with pytest.warns(TilekernWarning, match="is passed over"):
         assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
+
+
+def test_a_pack_brings_the_invariant_kernel_along(made, root, tmp_path):
+    """Packed, and unpacked into an empty cache: the record and its artifact, which runs in the mode."""
+    write(made, root, facts())
+    pack = tmp_path / "all.pack"
+    assert main(["pack", str(pack), "--cache-dir", str(root)]) == 0
+    shutil.rmtree(root)
+    assert main(["unpack", str(pack), "--cache-dir", str(root)]) == 0
+    dispatch.forget()
+    with tilekern.invariant():
+        plan = dispatch.plan_for(SPEC, GPU, *SIZES)
+    assert (plan.config, variants_of(plan)) == (SAME, [INVARIANT])

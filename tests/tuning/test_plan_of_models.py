@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 import tilekern
 from tilekern.errors import InputError
 from tilekern.kernels.adamw import WIDTHS, flat_shape
-from tilekern.ops.invariance import linear
+from tilekern.ops.linear_layers import linear
 from tilekern.patch.stepping import model_of
 from tilekern.runtime.recorder import Trace, tracing
 from tilekern.spec import bucket

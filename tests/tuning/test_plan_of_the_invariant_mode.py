@@ -119,7 +119,6 @@ def test_both_modes_are_planned_and_each_problem_once(plan):
     kernels = {kernel for kernel, _ in plan.invariant}
     assert {"decode_attention", "skinny_linear"} <= {kernel for kernel, _ in usual.problems} - kernels
     assert plan.launches == usual.launches | plan.launches, "a step is of one mode"
-    assert all(plan.launches[named] == count for named, count in usual.launches.items() if named[0] == "adamw")
 
 
 def test_a_cache_grows_through_all_numbers_of_keys():

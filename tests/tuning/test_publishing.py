@@ -11,7 +11,7 @@ from tilekern.kernels import spec_named
 from tilekern.spec.source import source_digest
 from tilekern.tuning.compile.stage import compile_all
 from tilekern.tuning.measure.stage import entrants, identity
-from tilekern.tuning.publishing import publish, winners
+from tilekern.tuning.publishing import Known, invariant_winners, publish, winners
 from tilekern.tuning.sweep.candidates import candidates
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.lines import copy_key
@@ -84,6 +84,29 @@ def test_the_fastest_of_the_winner_s_class_is_the_winner(sweep: Sweep):
     same = {"config": winner.record.config, "bits": "b", "median_us": 5.0, "generic": True}
     assert winner.record.measurement["invariant"] == same
     assert set(winner.record.artifacts) == {"aligned", "generic"}
+
+
+def test_a_problem_that_only_the_usual_mode_asks_for_does_not_constrain_the_class(h200, tmp_path: Path):
+    """Here 512 rows have another class than the others, and 4096 rows none."""
+    sweep, spec = Sweep(tmp_path), spec_named(SMALL[0])
+    few, usual, many = named = [(spec.name, SMALL[1].but(rows=rows)) for rows in (64, 512, 4096)]
+    first = {pair: [item.config for item in candidates(*pair, h200)][:1] for pair in named}
+
+    def outcome(invariant):
+        sweep.begin(h200, "test", named, first, invariant=invariant)
+        found, reasons = invariant_winners(sweep, Known.of(sweep))
+        return {pair: dict(item.config) for pair, item in found.items()}, reasons
+
+    sweep.begin(h200, "test", named, first)
+    assert compile_all(sweep, jobs=2).failed == 0
+    for pair, bits in zip(named, ("a", "b", ""), strict=True):
+        item = sweep.candidates(*pair)[0]
+        sweep.note("measured", {"candidate": item.key, "check": stood(bits), "timing": timing(9.0)})
+    depends = "a row's bits depend on the rows around it, whichever kernel runs"
+    assert outcome([few, many]) == ({few: dict(first[few][0])}, {many: depends})
+    differ = "no class is common to all its sizes"
+    assert outcome([few, usual]) == ({}, {few: differ, usual: differ})
+    assert outcome([]) == ({}, {few: differ, usual: differ, many: depends})
 
 
 @pytest.mark.parametrize("bits", ["", None])
