@@ -71,12 +71,9 @@ def train(folder, steps, *, prompts=PROMPTS, **options):
             if self.use_transformers_continuous_batching:
                 made["sampler_logps"] = torch.nn.utils.rnn.pad_sequence(taken, batch_first=True).to(self.model.device)
                 return made
-            sequences, hidden = taken
-            ids = sequences[:, -hidden.shape[1] :]
-            with torch.no_grad(), self.accelerator.autocast():
-                made["sampler_logps"], _ = ops.linear_log_probs(
-                    hidden, self.model.lm_head.weight, ids, temperature=self.temperature
-                )
+            sequences, logits = taken
+            ids = sequences[:, -logits.shape[1] :]
+            made["sampler_logps"], _ = ops.log_probs(logits.bfloat16(), ids, temperature=self.temperature)
             return made
 
         def _get_per_token_logps_and_entropies(self, *given, **more):
@@ -99,9 +96,9 @@ def train(folder, steps, *, prompts=PROMPTS, **options):
 
     def watched(**given):
         config = given["generation_config"]
-        config.return_dict_in_generate = config.output_hidden_states = True
+        config.return_dict_in_generate = config.output_logits = True
         made = generate(**given)
-        sampled.append((made.sequences, torch.stack([states[-1][:, -1] for states in made.hidden_states], 1)))
+        sampled.append((made.sequences, torch.stack(made.logits, 1)))
         return made.sequences
 
     def batched(*given, **more):

@@ -338,8 +338,9 @@ def test_the_head_without_logits_has_their_bits():
         whole = ops.linear_log_probs(hidden, weight, ids)
         alone = [ops.linear_log_probs(hidden[row : row + 1], weight, ids[row : row + 1]) for row in range(9)]
         assert all(map(torch.equal, whole, map(torch.cat, zip(*alone, strict=True))))
-        logits = torch.nn.functional.linear(hidden, weight).float()
-    right = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        logits = torch.nn.functional.linear(hidden, weight)
+        assert all(map(torch.equal, whole, ops.log_probs(logits, ids)))
+    right = logits.float().log_softmax(-1).gather(1, ids[:, None])[:, 0]
     torch.testing.assert_close(whole[0], right, rtol=1e-6, atol=1e-6)
 
 

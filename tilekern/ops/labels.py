@@ -18,7 +18,7 @@ from tilekern.ops.registration import Rows, shaped, viewed
 from tilekern.runtime import dispatch
 
 # The word refers to ops by these numbers, from 1.
-OPS = ("cross_entropy", "fused_linear_cross_entropy", "linear_log_probs", "sharded_linear_log_probs")
+OPS = ("cross_entropy", "fused_linear_cross_entropy", "linear_log_probs", "sharded_linear_log_probs", "log_probs")
 _SPEC = kernels.SPEC
 _HOW_TO_FIND = "find it with ((labels < 0) | (labels >= vocabulary)) & (labels != ignore_index)"
 

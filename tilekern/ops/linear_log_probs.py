@@ -15,6 +15,7 @@ from tilekern.kernels import log_probs
 from tilekern.kernels.composites import linear_log_probs as composite
 from tilekern.kernels.composites.head import chunk_plans
 from tilekern.ops.labels import checked, refuse_outside
+from tilekern.ops.log_probs import of_logits
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import (
     cast_as_products,
@@ -196,16 +197,7 @@ def _rows(
     product = torch.promote_types(hidden.dtype, weight.dtype)
     logits = (hidden.to(product) @ weight.to(product).t()).to(dtype)
     logits = logits if bias is None else logits + bias.to(dtype)
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    logits = logits / temperature
-    lse = logits.logsumexp(-1)
-    log_softmax = logits - lse[..., None]
-    counted = ids != ignore_index
-    at_id = log_softmax.gather(-1, ids.long().where(counted, 0)[..., None])[..., 0]
-    probabilities = log_softmax.exp()
-    # A probability of 0, whose logarithm is -inf, adds nothing.
-    entropy = -(probabilities * log_softmax.masked_fill(probabilities == 0, 0)).sum(-1)
-    return at_id.where(counted, 0), entropy.where(counted, 0), lse.where(counted, 0)
+    return of_logits(logits, ids, temperature, softcap, ignore_index)
 
 
 _known_plans = _rows.functions["plans_of"]  # type: ignore[attr-defined]
