@@ -44,7 +44,7 @@ PARTS: Mapping[str, Sequence[str]] = {
     "bits": (OURS,),
     "prompt": (OURS, "hf"),
     "step": tuple(models.WAYS),
-    "generate": tuple(name for name, way in models.WAYS.items() if way.by != "graph"),
+    "generate": tuple(models.WAYS),
 }
 # Seconds that one process may take, most of them for torch.compile, and the fewest that must be left for one to begin.
 LIMIT_S, LEAST_S = 300.0, 10.0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import tilekern
 from benchmarks.decode_ops import BENCHMARK, INVARIANT, Found, has_experts, inside, mode_of
 from benchmarks.environment import version_of
 from benchmarks.kernels import copy
@@ -16,6 +17,7 @@ from benchmarks.models import make_model
 from benchmarks.providers import OURS, one_line
 from benchmarks.results import Row
 from benchmarks.trainers import trainer_named
+from tilekern.ops import linear_layers
 from tilekern.patch.stepping import auto_class
 from tilekern.tuning.measure.timing import Timing
 
@@ -39,7 +41,7 @@ class Way:
     Attributes:
         patched: whether tilekern's patches and attention run.
         invariant: whether they run inside ``tilekern.invariant()``.
-        by: transformers' dynamic cache as it is; its static cache and a CUDA graph of the step; or its static cache and
+        by: transformers' dynamic cache as it is; its static cache and :func:`tilekern.graphed`; or its static cache and
             torch.compile, as ``generate`` compiles a step.
     """
 
@@ -48,8 +50,10 @@ class Way:
     by: Literal["dynamic", "graph", "compiled"] = "dynamic"
 
     def mode(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of all calls."""
-        return inside() if self.invariant else contextlib.nullcontext()
+        """Return the context of all calls: that of the mode, or of ``generate`` for linear layers of few rows."""
+        if self.invariant:
+            return inside()
+        return linear_layers.exchanged() if self.patched else contextlib.nullcontext()
 
 
 WAYS: Mapping[str, Way] = {
@@ -87,7 +91,7 @@ class Decoder:
     def __init__(self, model: Any, way: Way, batch: int, start: int, room: int) -> None:
         import torch
 
-        self._model, self._way = model, way
+        self._model = model
         ids = _drawn(model, 1, start)
         self.ids = _drawn(model, batch, 1)
         self._call = model
@@ -96,36 +100,23 @@ class Decoder:
             self.cache.batch_repeat_interleave(batch)
         else:
             self.cache = _static(model, ids, batch, room)
+        _with_graphs(model, way)
         if way.by == "compiled":
             from transformers import CompileConfig
 
             torch._dynamo.reset()
             vars(model).pop("_compiled_call", None)
             self._call = model.get_compiled_call(CompileConfig())
-        self.step: Callable[[], None] = self._step
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Choose the likeliest next token of each sequence."""
         logits = self._call(input_ids=self.ids, past_key_values=self.cache, use_cache=True).logits
         self.ids.copy_(logits[:, -1:].argmax(-1))
 
     def warm_up(self) -> None:
-        """Take the first steps; capture one if the way says so, which computes nothing."""
-        import torch
-
-        if self._way.by != "graph" or self.ids.device.type != "cuda":
-            for _ in range(WARM_UP):
-                self._step()
-            return
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(WARM_UP):
-                self._step()
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
-        self.step = graph.replay
+        """Take the first steps, in which kernels are looked up, and graphs are made if the way says so."""
+        for _ in range(WARM_UP):
+            self.step()
 
     def bytes_read(self) -> int:
         """Return the bytes that a step must read: all weights but the rows of unused tokens, and the cache."""
@@ -133,6 +124,11 @@ class Decoder:
         unread = 0 if head is not None and head.weight is table.weight else table.weight.nbytes
         weights = sum(x.nbytes for x in self._model.parameters()) - unread
         return weights + sum(x.nbytes for layer in self.cache.layers for x in (layer.keys, layer.values))
+
+
+def _with_graphs(model: Any, way: Way) -> None:
+    if way.by == "graph" and model.device.type == "cuda":
+        tilekern.graphed(model)
 
 
 def _static(model: Any, ids: Any, batch: int, room: int) -> Any:
@@ -211,7 +207,8 @@ def generated(
 
     way, who, device = WAYS[name], full_name(name), model.device.type
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
-    static = {"cache_implementation": "static"} if way.by == "compiled" else {}
+    static = {} if way.by == "dynamic" else {"cache_implementation": "static"}
+    _with_graphs(model, way)
     for batch in batches:
         case = f"{label} generate, batch {batch}, {prompt} + {new} tokens"
         torch._dynamo.reset()
