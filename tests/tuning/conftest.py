@@ -73,9 +73,9 @@ def default_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan only the default config of each problem, as compiling a whole space takes long."""
     begin = Sweep.begin
 
-    def begin_defaults(self, target, model, problems, limits=None, launches=None):
+    def begin_defaults(self, target, model, problems, limits=None, launches=None, invariant=()):
         defaults = {(kernel, problem): [spec_named(kernel).default(problem, target)] for kernel, problem in problems}
-        begin(self, target, model, problems, limits or defaults, launches)
+        begin(self, target, model, problems, limits or defaults, launches, invariant)
 
     monkeypatch.setattr(Sweep, "begin", begin_defaults)
 

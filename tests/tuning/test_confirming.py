@@ -142,8 +142,8 @@ class Classifying(_Measuring):
 def test_who_cannot_run_among_other_rows_is_of_no_class_and_goes_on(field):
     first, second, third, generic = (one.key for one in field)
     digests = {
-        first: ({0: "a"}, {0: "a"}), second: ({0: "a"}, None), third: ({0: "a"}, {0: "b"}),
-        generic: ({0: "a"}, {0: "a"}),
+        first: ({"": "a"}, {"": "a"}), second: ({"": "a"}, None), third: ({"": "a"}, {"": "b"}),
+        generic: ({"": "a"}, {"": "a"}),
     }  # fmt: skip
     checks = dict.fromkeys(digests, RIGHT) | {generic: WRONG}
     process = Classifying(digests, checks)

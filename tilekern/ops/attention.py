@@ -181,7 +181,7 @@ def shown(
 
 def _behind(x: Tensor, starts: Tensor) -> Tensor:
     """Return which tokens of ``x`` [1, tokens, heads, head_dim] are behind the last sequence, broadcast to ``x``."""
-    return (torch.arange(x.shape[1], device=x.device) >= starts[-1])[None, :, None, None]
+    return (torch.arange(x.shape[1], dtype=torch.int64, device=x.device) >= starts[-1])[None, :, None, None]
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shown: Tensor | None, call: Call) -> Tensor:

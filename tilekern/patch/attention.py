@@ -91,7 +91,11 @@ def attend(
     packed = starts is not None and query.shape[0] == 1 and queries == keys
     if starts is not None and not packed and attention_mask is None:
         raise InputError('attn_implementation="tilekern" takes cu_seq_lens_q for a batch of one without a cache only')
-    _check_keys(module, told, queries, keys, causal and attention_mask is None)
+    if (told is not None and told.shape[3] != keys) or (causal and attention_mask is None and 1 < queries < keys):
+        raise InputError(
+            f'attn_implementation="tilekern": {type(module).__name__} hands over {keys} keys for {queries} queries, '
+            f'and its mask tells of {queries if told is None else told.shape[3]}; use "eager"'
+        )
     if told is not None and queries < keys:
         # The remaining keys are unused room of a cache.
         key, value = (x[:, :, :queries] for x in (key, value))
@@ -105,7 +109,7 @@ def attend(
     special = softcap is not None or s_aux is not None
     decoding = queries != keys and not torch.is_grad_enabled() and not _is_invariant(keys, sliding_window)
     alone = decoding and queries == 1 and (causal or sliding_window is None)
-    lengths = lengths_of(attention_mask)
+    lengths = lengths_of(attention_mask) if masked else None
     alone = alone and not (dropout or (masked and lengths is None) or bias is not None or starts is not None)
     found = _decoded(query, key, value, lengths, scaling, sliding_window, softcap, s_aux) if alone else None
     if found is not None:
@@ -114,15 +118,9 @@ def attend(
         if packed or sliding_window is not None:
             # The kernels take the window and the sequences as arguments; here the mask must contain them.
             attention_mask = _told(attention_mask, query, key, causal, sliding_window, starts if packed else None)
-        if special:
-            _check_special(query, attention_mask, dropout, bias)
-        _note_fallback(_why(dropout, masked, bias, query), masked)
-        if special:
-            return _special(query, key, value, attention_mask, scaling, softcap, s_aux), None
-        with _capturable():
-            return _sdpa()(
-                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
-            )
+        why = _why(dropout, masked, bias, query)
+        asked = (attention_mask, dropout, scaling, softcap, causal, s_aux)
+        return _by_torch(why, masked, module, query, key, value, *asked, **kwargs)
     query, key, value = _autocast(query, key, value) if is_autocast(query) else (query, key, value)
     out = attention(
         *_tokens_first(query, key, value), causal=causal, scale=scaling, window=sliding_window, softcap=softcap,
@@ -130,6 +128,25 @@ def attend(
         max_seqlen=longest if packed and isinstance(longest, int) else None, deterministic=deterministic,
     )  # fmt: skip
     return out, None
+
+
+def _by_torch(
+    why: str, masked: bool, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: Any, dropout: float, scale: float | None, softcap: float | None, causal: bool,
+    sinks: torch.Tensor | None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Compute the attention by SDPA, or in torch's single operations, and count it."""
+    special = softcap is not None or sinks is not None
+    if special:
+        _check_special(query, attention_mask, dropout, kwargs.get("position_bias"))
+    _note_fallback(why, masked)
+    if special:
+        return _special(query, key, value, attention_mask, scale, softcap, sinks), None
+    with _capturable():
+        found: tuple[torch.Tensor, None] = _sdpa()(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scale, is_causal=causal, **kwargs
+        )
+        return found
 
 
 def _with_padding(
@@ -247,14 +264,6 @@ def _check_served(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
             raise InputError(
                 f'attn_implementation="tilekern" of {kind} does not compute what {name} asks for; use "eager"'
             )
-
-
-def _check_keys(module: torch.nn.Module, told: ToldMask | None, queries: int, keys: int, maskless: bool) -> None:
-    if (told is not None and told.shape[3] != keys) or (maskless and 1 < queries < keys):
-        raise InputError(
-            f'attn_implementation="tilekern": {type(module).__name__} hands over {keys} keys for {queries} queries, '
-            f'and its mask tells of {queries if told is None else told.shape[3]}; use "eager"'
-        )
 
 
 def _kept_apart(

@@ -44,10 +44,8 @@ class Padding:
     @functools.cached_property
     def places(self) -> torch.Tensor:
         """Return the places of the runs' tokens in the batch, [tokens in runs] int64, one row after the other."""
-        rows = enumerate(self.runs)
-        return torch.cat([torch.arange(row * self.tokens + a, row * self.tokens + b) for row, (a, b) in rows]).to(
-            self.device
-        )
+        spans = ((row * self.tokens + first, row * self.tokens + end) for row, (first, end) in enumerate(self.runs))
+        return torch.cat([torch.arange(*span, dtype=torch.int64, device=self.device) for span in spans])
 
     def to(self, device: torch.device) -> Padding:
         """Return the same on a device."""

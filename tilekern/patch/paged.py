@@ -150,7 +150,7 @@ def _parts(table: Tensor, page_size: int, lengths: Tensor) -> list[tuple[slice, 
         part = slice(begin, begin + width)
         starts = torch.nn.functional.pad(lengths[part].cumsum(0, dtype=torch.int32), (1, 0))
         count = len(starts) - 1
-        row = torch.arange(count * room, device=table.device)
+        row = torch.arange(count * room, dtype=torch.int64, device=table.device)
         number = torch.searchsorted(starts[1:], row, right=True).clamp(max=count - 1)
         place = (row - starts[number]).clamp(max=room - 1)
         page = table[part][number, place // page_size].clamp(min=0)

@@ -145,7 +145,6 @@ def apply(
     defaults.attention_stand_in(attention)
     defaults.adamw_stand_in(adamw)
     graphs_door.stand_in(graphs)
-    generating.stand_in(True)
     invariance.choose(invariant)
     with _lock:
         mine = {family.module for family in families}
@@ -159,6 +158,7 @@ def apply(
             importlib.import_module(patch.module)
     rows += [patch for patch in own if patch.op in wish.ops]
     done = _put(rows, {*homes, *(patch.module for patch in own)})
+    generating.stand_in(any(True for _ in _ledger))
     dispatch.foresee_by(_foresee)
     ranks.agree_when_up()
     done |= {op for family in later for op in family.ops if op in wish.ops} | ({EXPERTS} & wish.ops)

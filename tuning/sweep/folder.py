@@ -189,8 +189,8 @@ class Sweep:
 
     @property
     def invariant(self) -> frozenset[Named]:
-        """Return the problems that need a kernel of one bit class beside the fastest."""
-        return self._plan.read().invariant
+        """Return the problems that need a kernel of one bit class beside the fastest; none without a plan."""
+        return self._plan.read().invariant if self._plan.exists() else frozenset()
 
     def candidates(self, kernel: str, problem: Problem) -> list[Candidate]:
         """Return the candidates of a problem, as the plan limits them."""
