@@ -94,11 +94,13 @@ def asked(run):
 
 
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.share(2)
 def test_what_the_mode_asks_for_is_planned(model, plan, name):
     assert asked(lambda: RUNS[name](model)) <= plan.invariant
 
 
 @pytest.mark.parametrize(("sequences", "padded"), [*((count, False) for count in DECODED), (8, True)])
+@pytest.mark.share(2)
 def test_what_a_decoded_token_asks_for_is_planned(model, plan, sequences, padded):
     with tilekern.invariant():
         more = {"attention_mask": mask(sequences, first=3)[:, :-1]} if padded else {}
