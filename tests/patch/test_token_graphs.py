@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, Qwen3
 
 import tilekern
 from tilekern.patch import captured, graphs
+from tilekern.runtime import dispatch
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning", "ignore::FutureWarning")
 SIZES = {
@@ -114,6 +115,23 @@ def test_what_is_not_a_step_of_one_token_runs_as_it_is():
         model(input_ids=IDS[:, number : number + 1], cache=cache, attention_mask=mask)
     assert of(model).replays == 0
     assert next(iter(of(model).reasons)).startswith("a mask of padding, which grows")
+
+
+@torch.no_grad()
+def test_captured_tokens_have_the_bits_of_training_in_the_invariant_mode(monkeypatch):
+    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
+    dispatch.forget()
+    tilekern.apply(model_type="qwen3", invariant=True)
+    model = make().bfloat16()
+    whole = model(input_ids=IDS, use_cache=False).logits
+    tilekern.graphed(model)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    rows = [model(input_ids=IDS[:, number : number + 1], cache=cache).logits for number in range(5)]
+    assert torch.equal(torch.cat(rows, 1), whole)
+    # The first token makes the cache.
+    assert of(model).replays == 5 - 1 - graphs.EAGER_STEPS
+    tilekern.reset()
+    dispatch.forget()
 
 
 class Empty:

@@ -362,8 +362,9 @@ def _attention(
 def serves(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, window: int | None, softcap: float | None,
     sinks: Tensor | None, deterministic: bool, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_k: int | None = None,
 ) -> bool:  # fmt: skip
     """Return whether kernels compute a causal :func:`attention` of these arguments, eagerly."""
-    graded, starts = needs_gradient(q, k, v, sinks), (cu_seqlens, None)
-    given = (q, k, v, sinks, *starts, True, scale, window, softcap, max_seqlen, None, deterministic)
+    graded, starts = needs_gradient(q, k, v, sinks), (cu_seqlens, cu_seqlens_k)
+    given = (q, k, v, sinks, *starts, True, scale, window, softcap, max_seqlen, max_seqlen_k, deterministic)
     return _attention.functions["plans_of"](graded, *given) is not None  # type: ignore[attr-defined]

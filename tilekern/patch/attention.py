@@ -112,6 +112,10 @@ def attend(
     lengths = lengths_of(attention_mask) if masked else None
     alone = alone and not (dropout or (masked and lengths is None) or bias is not None or starts is not None)
     found = _decoded(query, key, value, lengths, scaling, sliding_window, softcap, s_aux) if alone else None
+    plain = not (dropout or bias is not None or is_compiling() or _is_foreign(query))
+    if lengths is not None and is_invariant() and causal and plain:
+        options = {"scale": scaling, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
+        found = _of_lengths(lengths, query, key, value, options | {"deterministic": deterministic})
     if found is not None:
         return found, None
     if dropout or masked or bias is not None or type(query) is not torch.Tensor or (decoding and not special):
@@ -195,6 +199,26 @@ def _of_runs(
         out = attention(*given, **options)
         parts.append(torch.nn.functional.pad(out, (0, 0, 0, 0, before, 0)) if before else out)
     return parts[0] if step == batch else torch.cat(parts)
+
+
+def _of_lengths(
+    lengths: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
+) -> torch.Tensor | None:
+    """Compute the attention of one token of each sequence to a static cache, whose lengths the GPU alone reads.
+
+    Each sequence is one of the packed kernel, as that takes starts from the GPU; None if no kernel does.
+    """
+    rows = _tokens_first(*_autocast(query, key, value))
+    ends = torch.nn.functional.pad(lengths[:, None], (1, 0))
+    one = torch.arange(2, dtype=torch.int32, device=query.device)
+    options = options | {"cu_seqlens": one, "max_seqlen": 1, "max_seqlen_k": key.shape[2]}
+    parts = []
+    for row, starts in enumerate(ends):
+        given, more = [x[row : row + 1] for x in rows], {"cu_seqlens_k": starts, **options}
+        if not serves(*given, **more):
+            return None
+        parts.append(attention(*given, **more))
+    return torch.cat(parts)
 
 
 def _batched(

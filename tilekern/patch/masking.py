@@ -140,13 +140,13 @@ class _Ask:
         mask, tokens = self.padding, self._tokens()
         if not self.is_plain or self.is_joined or self.reading.reads_mask or self.given.get("kv_offset", 0):
             return None
-        # A token after all keys of a cache needs no mask; a chunk of a prompt does, and so does a cache with room.
-        if mask is None and tokens is not None and (self.queries < tokens if self.queries > 1 else tokens < self.keys):
+        # A token after a cache needs no mask, or tells the number of its keys; a chunk of a prompt needs one.
+        if mask is None and tokens is not None and 1 < self.queries < tokens:
             return Padding(((0, tokens),) * self.given["batch_size"], tokens, torch.device(self.given["device"]))
         if mask is None or mask.dim() != 2 or mask.shape[1] != tokens:
             return None
         found = padding_of(mask) if self.can_read else None
-        if self._holds_sequences(found):
+        if self._holds_sequences(found) or (found is not None and tokens < self.keys and found.is_none):
             return None
         if tokens == self.queries == self.keys and (padding.is_behind_in_graph or (found and found.is_behind)):
             self.padding = self.given["attention_mask"] = None
@@ -157,7 +157,8 @@ class _Ask:
         """Return the number of tokens so far; None if only the GPU knows it, or reading it is not worth the wait."""
         offset = self.given.get("q_offset", self.keys - self.queries)
         if isinstance(offset, torch.Tensor):  # of a static cache
-            offset = int(offset) if self.can_read and is_invariant() else None
+            wanted = self.can_read and is_invariant() and (self.queries > 1 or self.padding is not None)
+            offset = int(offset) if wanted else None
         return None if offset is None else int(offset) + self.queries
 
     def _holds_sequences(self, found: Padding | None) -> bool:

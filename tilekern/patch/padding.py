@@ -31,6 +31,11 @@ class Padding:
         return not any(first for first, _ in self.runs)
 
     @property
+    def is_none(self) -> bool:
+        """Return whether there is no padding."""
+        return all(run == (0, self.tokens) for run in self.runs)
+
+    @property
     def longest(self) -> int:
         """Return at least the length of the longest run; takes few different values, since each needs its own plans."""
         return min(1 << (max(end - first for first, end in self.runs) - 1).bit_length(), self.tokens)

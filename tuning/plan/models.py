@@ -212,7 +212,8 @@ def _note_attention(found: Trace, steps: Steps) -> None:
     """Note the attention that generation asks for inside the invariant mode beside what was traced.
 
     A cache grows from the prompt's length to the context. Prompts of several sequences are padded in front, so that
-    they run packed attention, and each decoded token one row at a time.
+    they run packed attention, and each decoded token one row at a time. So it does after a static cache, as a sequence
+    that is packed alone.
     """
     padded = [count for count in steps.decode if count > 1]
     for kernel, problem in list(found.invariant) if steps.decode else ():
@@ -221,6 +222,7 @@ def _note_attention(found: Trace, steps: Steps) -> None:
         if problem["queries"] == problem["keys"] > 1 and padded:
             found.note(FORWARD, problem.but(batch=min(padded), packed=True))
         if problem["queries"] == 1:
+            found.note(FORWARD, problem.but(batch=1, packed=True))
             lengths = (problem["keys"] >> power for power in range(problem["keys"].bit_length()))
             for keys in (length for length in lengths if length >= min(_SHORTEST, problem["keys"])):
                 for batch in {problem["batch"], 1} if padded else {problem["batch"]}:
