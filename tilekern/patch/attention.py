@@ -112,8 +112,7 @@ def attend(
     lengths = lengths_of(attention_mask) if masked else None
     alone = alone and not (dropout or (masked and lengths is None) or bias is not None or starts is not None)
     found = _decoded(query, key, value, lengths, scaling, sliding_window, softcap, s_aux) if alone else None
-    plain = not (dropout or bias is not None or is_compiling() or _is_foreign(query))
-    if lengths is not None and is_invariant() and causal and plain:
+    if lengths is not None and causal and _is_plain(query, dropout, bias) and is_invariant():
         options = {"scale": scaling, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
         found = _of_lengths(lengths, query, key, value, options | {"deterministic": deterministic})
     if found is not None:
@@ -199,6 +198,10 @@ def _of_runs(
         out = attention(*given, **options)
         parts.append(torch.nn.functional.pad(out, (0, 0, 0, 0, before, 0)) if before else out)
     return parts[0] if step == batch else torch.cat(parts)
+
+
+def _is_plain(query: torch.Tensor, dropout: float, bias: torch.Tensor | None) -> bool:
+    return not (dropout or bias is not None or is_compiling() or _is_foreign(query))
 
 
 def _of_lengths(
