@@ -5,6 +5,7 @@ import torch
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
 
 import tilekern
+from tilekern.ops import few_rows, linear_layers
 from tilekern.runtime import dispatch
 
 LAYERS, NEW = 2, 4
@@ -63,8 +64,6 @@ def test_the_function_is_torch_s_outside_and_after_an_error():
 
 def test_a_layer_that_trains_meanwhile_keeps_torch_s_product():
     layer = torch.nn.Linear(8, 8)
-    from tilekern.ops import linear_layers
-
     with linear_layers.exchanged():
         before = launches()
         layer(torch.zeros(1, 8)).sum().backward()
@@ -75,3 +74,17 @@ def test_a_layer_that_trains_meanwhile_keeps_torch_s_product():
         with torch.no_grad():
             layer(torch.zeros(65, 8))
         assert launches() == before + 1
+
+
+def test_a_kind_of_call_without_a_record_is_looked_up_once(monkeypatch):
+    """Decoding calls each linear layer for each token: what torch computes must cost the host next to nothing."""
+    asked = []
+    monkeypatch.setattr(few_rows, "tuned_plan_for", lambda *given: asked.append(given))
+    layer = torch.nn.Linear(8, 24)
+    dispatch.forget()
+    with linear_layers.exchanged(), torch.no_grad():
+        before = launches()
+        for rows in (1, 1, 2, 1, 65):
+            layer(torch.ones(rows, 8))
+    assert len(asked) == 2
+    assert launches() == before

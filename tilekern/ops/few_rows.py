@@ -44,10 +44,11 @@ def sizes_of(x: Tensor, weight: Tensor, *on: str | None) -> tuple[Any, ...] | No
 
 def is_tuned(x: Tensor, weight: Tensor, *on: str | None) -> bool:
     """Return whether a record says that the kernel is the fastest for a call, with the flags ``on``."""
-    return _tuned(x, weight, *on) is not None
+    return tuned(x, weight, *on) is not None
 
 
-def _tuned(x: Tensor, weight: Tensor, *on: str | None) -> Plan | None:
+def tuned(x: Tensor, weight: Tensor, *on: str | None) -> Plan | None:
+    """Return the kernel's plan for a call, with the flags ``on``, if a record says that it is the fastest."""
     found = sizes_of(x, weight, *on)
     return None if found is None else tuned_plan_for(SPEC, x.device, *found)
 
@@ -56,9 +57,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
     """Return ``x @ weight^T + bias`` by the kernel if a record says that it is the fastest; else None."""
     if not is_served(x, weight, bias):
         return None
-    plan = _tuned(x, weight, None if bias is None else "biased")
-    if plan is None:
-        return None
+    plan = tuned(x, weight, None if bias is None else "biased")
+    return None if plan is None else tried(plan, x, weight, bias)
+
+
+def tried(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Run the kernel's plan on a call that it serves; None if no artifact of it takes the arguments."""
     try:
         return launched(plan, x, weight, bias=bias)
     except NoVariant as error:
