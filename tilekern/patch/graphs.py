@@ -424,7 +424,8 @@ class _Values:
         if now >= 0 and last() is x and version == now:
             return holds
         if name == "attention_mask":
-            holds = bool(x.all().item())
+            found = padding.padding_of(x)  # as :func:`_pads_behind` asks for it, so that one wait serves both
+            holds = found is not None and found.is_none
         else:
             holds = bool((x == torch.arange(x.shape[1], dtype=torch.int64, device=x.device)).all().item())
         self._known[name] = weakref.ref(x), now, holds

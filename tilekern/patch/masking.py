@@ -138,7 +138,10 @@ class _Ask:
         It is None if the mask says more than padding, causality and the layers' window.
         """
         mask, tokens = self.padding, self._tokens()
-        if not self.is_plain or self.is_joined or self.reading.reads_mask or self.given.get("kv_offset", 0):
+        # Outside of the mode only a whole prompt's mask is dropped; to read that of each token would make each wait.
+        is_whole = tokens == self.queries == self.keys
+        is_wanted = self.is_plain and not self.reading.reads_mask and (is_whole or is_invariant())
+        if not is_wanted or self.is_joined or self.given.get("kv_offset", 0):
             return None
         # A token after a cache needs no mask, or tells the number of its keys; a chunk of a prompt needs one.
         if mask is None and tokens is not None and 1 < self.queries < tokens:
@@ -148,7 +151,7 @@ class _Ask:
         found = padding_of(mask) if self.can_read else None
         if self._holds_sequences(found) or (found is not None and tokens < self.keys and found.is_none):
             return None
-        if tokens == self.queries == self.keys and (padding.is_behind_in_graph or (found and found.is_behind)):
+        if is_whole and (padding.is_behind_in_graph or (found and found.is_behind)):
             self.padding = self.given["attention_mask"] = None
             return None
         return found
