@@ -12,7 +12,10 @@ from tilekern.kernels.matmul.product import MOST_ELEMENTS
 from tilekern.kernels.skinny.linear import SPEC, sizes
 from tilekern.kernels.skinny.tiles import MOST_ROWS
 from tilekern.ops.registration import as_rows, is_eager, needs_gradient, run_product, shaped
-from tilekern.runtime.dispatch import Plan, is_invariant, refused, tuned_plan_for
+from tilekern.runtime.dispatch import MOST_PLANS, Plan, is_invariant, memo, refused, tuned_plan_for
+
+# The plans of kinds of calls; None for torch's product.
+_known: dict[tuple[Any, ...], Plan | None] = memo()
 
 
 def is_few(x: Tensor) -> bool:
@@ -54,15 +57,23 @@ def tuned(x: Tensor, weight: Tensor, *on: str | None) -> Plan | None:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Return ``x @ weight^T + bias`` by the kernel if a record says that it is the fastest; else None."""
-    if not is_served(x, weight, bias):
+    """Return ``x @ weight^T + bias`` by the kernel if a record says that it is the fastest; else None.
+
+    Where none does, a call costs one look in a dictionary.
+    """
+    shape = x.shape
+    if not shape or x.numel() > MOST_ROWS * shape[-1]:
         return None
-    plan = tuned(x, weight, None if bias is None else "biased")
-    return None if plan is None else tried(plan, x, weight, bias)
-
-
-def tried(plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Run the kernel's plan on a call that it serves; None if no artifact of it takes the arguments."""
+    key = shape, weight.shape, x.dtype, x.get_device(), bias is None
+    try:
+        plan = _known[key]
+    except KeyError:
+        fits = weight.dim() == 2 and weight.shape[1] == shape[-1]
+        plan = tuned(x, weight, None if bias is None else "biased") if fits else None
+        if len(_known) < MOST_PLANS:
+            _known[key] = plan
+    if plan is None or not is_served(x, weight, bias):
+        return None
     try:
         return launched(plan, x, weight, bias=bias)
     except NoVariant as error:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tilekern.errors import NoVariant
 from tilekern.kernels.matmul.product import MOST_ELEMENTS, SPEC, sizes
-from tilekern.kernels.skinny.tiles import MOST_ROWS
 from tilekern.ops import few_rows
 from tilekern.ops.registration import (
     as_rows,
@@ -37,8 +36,6 @@ from tilekern.runtime.dispatch import UNTAKEN, count_fallback, plan_for, refused
 _torch_linear = torch.nn.functional.linear
 _PLAIN = (Tensor, torch.nn.Parameter)
 _lock, _depth = threading.Lock(), 0
-# The plans of kinds of calls with few rows; None for torch's product.
-_known: dict[tuple[Any, ...], Any] = dispatch.memo()
 
 
 @contextlib.contextmanager
@@ -75,7 +72,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         return _torch_linear(input, weight, bias)
     if not dispatch.is_invariant():
-        return _of_few_rows(input, weight, bias)
+        is_plain = type(input) in _PLAIN and type(weight) in _PLAIN
+        found = few_rows.product(input, weight, bias) if is_plain else None
+        return _torch_linear(input, weight, bias) if found is None else found
     given = (input, weight) if bias is None else (input, weight, bias)
     if is_autocast(input):
         cast = cast_as_products(input, weight, bias)
@@ -88,25 +87,6 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         made: Tensor = _Linear.apply(input, weight, bias)
         return made
     return of_class(input, weight, bias)
-
-
-def _of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the product by the kernel for few rows if it is the fastest; for all others one look in a dictionary."""
-    shape = x.shape
-    if not shape or x.numel() > MOST_ROWS * shape[-1]:
-        return _torch_linear(x, weight, bias)
-    key = shape, weight.shape, x.dtype, x.get_device(), bias is None
-    try:
-        plan = _known[key]
-    except KeyError:
-        fits = weight.dim() == 2 and weight.shape[1] == shape[-1]
-        plan = few_rows.tuned(x, weight, None if bias is None else "biased") if fits else None
-        if len(_known) < dispatch.MOST_PLANS:
-            _known[key] = plan
-    if plan is None or type(x) not in _PLAIN or type(weight) not in _PLAIN or not few_rows.is_served(x, weight, bias):
-        return _torch_linear(x, weight, bias)
-    made = few_rows.tried(plan, x, weight, bias)
-    return _torch_linear(x, weight, bias) if made is None else made
 
 
 def of_class(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -158,8 +158,8 @@ def _with_padding(
     sinks: torch.Tensor | None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute the attention of each row's tokens by the kernels of training, else with a dense mask."""
-    is_plain = causal and not dropout and kwargs.get("position_bias") is None and kwargs.get("cu_seq_lens_q") is None
-    if is_plain and not is_compiling() and not _is_foreign(query):
+    alone = causal and kwargs.get("cu_seq_lens_q") is None
+    if alone and _is_plain(query, dropout, kwargs.get("position_bias")):
         assert mask.padding is not None
         options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
         rows = _tokens_first(*_autocast(query, key, value))
