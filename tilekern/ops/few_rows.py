@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilekern.errors import NoVariant
@@ -62,16 +63,18 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
     Where none does, a call costs one look in a dictionary.
     """
     shape = x.shape
-    if not shape or x.numel() > MOST_ROWS * shape[-1]:
+    if torch.compiler.is_compiling() or not shape or x.numel() > MOST_ROWS * shape[-1]:
         return None
     key = shape, weight.shape, x.dtype, x.get_device(), bias is None
     try:
         plan = _known[key]
     except KeyError:
+        if not is_served(x, weight, bias):
+            return None
         fits = weight.dim() == 2 and weight.shape[1] == shape[-1]
         plan = tuned(x, weight, None if bias is None else "biased") if fits else None
-        if len(_known) < MOST_PLANS:
-            _known[key] = plan
+        if x.is_cuda and len(_known) < MOST_PLANS:
+            _known[key] = plan  # A trace of a model, whose tensors are on meta, asks for what each model needs.
     if plan is None or not is_served(x, weight, bias):
         return None
     try:
