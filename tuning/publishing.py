@@ -233,6 +233,7 @@ def invariant_winners(sweep: Sweep, known: Known) -> tuple[dict[Named, Candidate
     """Return the fastest candidate of one bit class for each problem, the same class for all buckets of a problem.
 
     Of the classes that every bucket has, it is the one whose times are at most the smallest factor above the winners'.
+    A problem of decoding takes part if it can: where it has no kernel of the class, that of training serves.
     Only the problems that the plan names take part, or all if it names none, and of them those that have a candidate
     with a class. The second dictionary says of the others, and where no class is common to all buckets, why.
     """
@@ -248,37 +249,49 @@ def invariant_winners(sweep: Sweep, known: Known) -> tuple[dict[Named, Candidate
             continue
         of_problem = buckets.setdefault(sizes_of_class(spec_named(kernel), problem), {})
         of_problem[kernel, problem] = [(item, timings[item]["median_us"] / fastest) for item in able]
-    for by_problem in buckets.values():
-        if chosen := _one_class(known, list(by_problem.values())):
-            found |= dict(zip(by_problem, chosen, strict=True))
-        else:
-            reasons |= dict.fromkeys(by_problem, "no class is common to all its sizes")
+    for (serving, *_), by_problem in buckets.items():
+        # Those of the spec that serves all of them come first, and the others follow where they can.
+        named = sorted(by_problem, key=lambda one: one[0] != serving)
+        needed = sum(kernel == serving for kernel, _ in named)
+        chosen = _one_class(known, [by_problem[one] for one in named], needed)
+        for one, item in zip(named, chosen, strict=True):
+            if item is not None:
+                found[one] = item
+            elif one[0] == serving or not needed:
+                reasons[one] = "no class is common to all its sizes"
+            else:
+                reasons[one] = f"no kernel has the bits of {serving}, which serves in its place"
     return found, reasons
 
 
-def _one_class(known: Known, by_problem: Sequence[Sequence[tuple[Candidate, float]]]) -> list[Candidate] | None:
-    """Return a candidate of each problem, all of classes that agree, whose largest factor is the least; or None.
+def _one_class(
+    known: Known, by_problem: Sequence[Sequence[tuple[Candidate, float]]], needed: int
+) -> list[Candidate | None]:
+    """Return a candidate of each problem, all of classes that agree: the class that serves the most problems, and of
+    those the one whose largest factor is the least.
 
     Args:
         known: the journals.
         by_problem: the able candidates of each problem and their factors, the fastest first.
+        needed: so many problems, the first ones, have a candidate, or no problem has; if 0, all have or none.
     """
-    best: tuple[float, list[Candidate]] | None = None
+    best: tuple[tuple[int, float], list[Candidate | None]] = (len(by_problem), 0.0), [None] * len(by_problem)
     # Classes with more digests first: each stands for those that agree with it.
     classes = sorted({known.bits(item) for able in by_problem for item, _ in able}, key=lambda bits: (-len(bits), bits))
     for begun in classes:
-        bits, chosen = begun, []
+        bits = begun
+        chosen: list[tuple[Candidate, float] | None] = []
         for able in by_problem:
             one = next((pair for pair in able if agree(known.bits(pair[0]), bits)), None)
-            if one is None:
+            if one is None and len(chosen) < (needed or len(by_problem)):
                 break
             chosen.append(one)
-            bits = joined(bits, known.bits(one[0]))
+            bits = bits if one is None else joined(bits, known.bits(one[0]))
         else:
-            factor = max(factor for _, factor in chosen)
-            if best is None or factor < best[0]:
-                best = factor, [item for item, _ in chosen]
-    return None if best is None else best[1]
+            price = chosen.count(None), max(pair[1] for pair in chosen if pair is not None)
+            if price < best[0]:
+                best = price, [pair and pair[0] for pair in chosen]
+    return best[1]
 
 
 def _best_kernel(

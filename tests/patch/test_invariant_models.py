@@ -4,6 +4,7 @@ By the interpreter: its default kernels add in one order at all sizes of these m
 """
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -22,7 +23,10 @@ from transformers import (
 
 import tilekern
 from tilekern.errors import InputError, RowsVary, TilekernWarning
+from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
+from tilekern.runtime.plans import InterpretedPlan
+from tilekern.spec.targets import INTERPRETED
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -39,6 +43,33 @@ def patched(monkeypatch):
     yield
     tilekern.reset()
     dispatch.forget()
+
+
+@pytest.fixture(params=["training's kernel", "its own kernel"])
+def decoding(request, monkeypatch):
+    """What decodes: training's kernel, as without records, or as with a record the kernel for it, in tiles as tall."""
+    of_training, sizes = (
+        spec_named("attention_forward"),
+        {"batch": 1, "queries": 8, "keys": 8, "heads": 2, "kv_heads": 1},
+    )
+    flags = {d.name: False for d in of_training.dimensions if d.kind == "flag"}
+    problem = of_training.problem(**sizes, head_dim=SIZES["head_dim"], dtype="bfloat16", **flags)
+    tall = {name: of_training.default(problem, INTERPRETED)[name] for name in ("tile_m", "tile_n")}
+
+    def of_class(spec, device, *sizes):
+        problem = spec.problem(
+            **{d.name: str(x)[6:] if d.kind == "dtype" else x for d, x in zip(spec.dimensions, sizes, strict=True)}
+        )
+        config = spec.default(problem, INTERPRETED).but(splits=1, keys_first=False, **tall)
+        way = spec.implement(problem, config)
+        return dispatch._keep(spec, InterpretedPlan(way, config, way.grid(problem, INTERPRETED.sm_count)), problem)
+
+    by_own = request.param == "its own kernel"
+    if by_own:
+        monkeypatch.setattr(sys.modules["tilekern.ops.decode_attention"], "tuned_plan_for", of_class)
+    before = tilekern.stats()["decode_attention"]["launches"]
+    yield
+    assert (tilekern.stats()["decode_attention"]["launches"] > before) == by_own
 
 
 def make(config, dtype, **more):
@@ -75,6 +106,13 @@ def test_a_token_has_the_same_logits_however_it_is_computed(config, dtype):
         assert torch.equal(one_by_one(model, IDS), whole)
     if dtype == torch.float32:
         assert not torch.equal(one_by_one(model, IDS), whole), "torch's products and attention decode outside"
+
+
+@pytest.mark.usefixtures("decoding")
+def test_a_soft_cap_and_a_window_that_shows_all_are_decoded_with_the_same_bits():
+    model = make(Gemma2Config, torch.bfloat16)
+    with tilekern.invariant(strict=True):
+        assert torch.equal(one_by_one(model, IDS), trained(model, IDS))
 
 
 def test_a_cache_that_drops_keys_is_said():
@@ -155,6 +193,7 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize("config", list(EXPERTS), ids=lambda of: of.model_type)
+@pytest.mark.usefixtures("decoding")
 def test_experts_are_strict_too(config):
     """Who else chose its experts changes no bit of a token."""
     model = make(config, torch.bfloat16, num_experts_per_tok=2, **EXPERTS[config])
@@ -225,6 +264,7 @@ def given_as(given):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("cache", "first"), [*((DynamicCache, first) for first in (5, 6, 7)), (StaticCache, 6)])
+@pytest.mark.usefixtures("decoding")
 def test_a_padded_prompt_is_continued_with_the_same_bits(cache, first):
     """A prompt with padding on the left, then a token or several at a time."""
     model, given = make(Qwen3Config, torch.bfloat16), padded((2, 0), (2, 0))
@@ -247,6 +287,7 @@ def test_a_padded_prompt_is_continued_with_the_same_bits(cache, first):
 
 @torch.no_grad()
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.usefixtures("decoding")
 def test_a_static_cache_gives_the_bits_of_training(masked):
     model = make(Qwen3Config, torch.bfloat16)
     with tilekern.invariant(strict=True):

@@ -67,6 +67,36 @@ def test_every_spec_passes_the_battery(spec):
         stands(spec, sized(spec, random.choice(DTYPES)).but(**{random.choice(flags): True}))
 
 
+def test_the_default_config_of_every_spec_passes_the_screening():
+    """One that did not could not be tuned at all."""
+    sizes = {"heads": 4, "kv_heads": 2, "pairs": 8, "queries": 16, "keys": 16, "page_size": 4}
+    values = {"bucketed": 8, "exact": 16, "flag": False, "dtype": "float32"}
+    for spec in SPECS:
+        problem = spec.problem(**{d.name: sizes.get(d.name, values[d.kind]) for d in spec.dimensions})
+        config = spec.default(problem, INTERPRETED)
+        check = battery_of(spec, problem).screen(config, functools.partial(interpret, spec, config))
+        assert check.passed, (spec.name, check.reason)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_what_a_config_leaves_to_its_follower_may_be_unwritten(splits):
+    """The result, if parts are added up, and the parts, if there is one; a part that counts shows in the sum."""
+    spec = spec_named("decode_attention")
+    problem = sized(spec, "bfloat16", kv_heads=2, keys=256)
+    config = spec.default(problem, INTERPRETED).but(splits=splits)
+    assert battery_of(spec, problem).screen(config, functools.partial(interpret, spec, config)).passed
+
+    def forgets(problem, inputs, outputs):
+        kept = {name: found[:1].clone() for name, found in outputs.items()}
+        interpret(spec, config, problem, inputs, outputs)
+        for name, found in outputs.items():
+            found[:1] = kept[name]
+
+    check = battery_of(spec, problem).screen(config, forgets)
+    assert not check.passed
+    assert ("elements of out were not written" if splits == 1 else "out") in check.reason
+
+
 COLUMN_SUM = spec_named("column_sum")
 SWIGLU = spec_named("swiglu_forward")
 NORM = spec_named("rms_norm_forward")

@@ -131,8 +131,16 @@ def test_tokens_of_several_sequences_are_rows(kernel, more):
     assert found.pop()
 
 
+def sums(bits):
+    """The digests of sums by the number of keys; each stands beside one of log-sum-exps."""
+    found = dict(part.split(":") for part in bits.split())
+    summed = [sight for sight in found if not sight.endswith("lse")]
+    assert sorted(found) == sorted([*summed, *(f"{sight}lse" for sight in summed)])
+    return [f"{sight}:{found[sight]}" for sight in summed]
+
+
 def sights(bits):
-    return [int(part.partition(":")[0].rstrip("w")) for part in bits.split()]
+    return [int(one.partition(":")[0].rstrip("w")) for one in sums(bits)]
 
 
 @pytest.mark.parametrize("on", [{}, {"windowed": True}, {"sinks": True, "capped": True}])
@@ -144,12 +152,12 @@ def test_queries_have_a_digest_for_each_number_of_keys(on):
         for sizes in ((2, 256, 256), (3, 64, 64), (4, 1, 128), (1, 32, 128))
     )
     assert sights(whole) == [1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256]
-    assert short.split() == whole.split()[:12], "up to 64 keys"
+    assert sums(short) == sums(whole)[:12], "up to 64 keys"
     assert sights(last) == [65, 128], "the least and the most keys of the bucket"
     assert sights(chunk) == [64, 65, 128]
     assert set(last.split()) < set(chunk.split()) < set(whole.split())
     assert agree(whole, last)
-    assert joined(short, last).split() == [*whole.split()[:12], *last.split()]
+    assert sums(joined(short, last)) == [*sums(whole)[:12], *sums(last)]
 
 
 @pytest.mark.parametrize("keys", [1, 2, 8, 2048, 8192])
@@ -169,12 +177,12 @@ def test_a_row_is_the_same_packed_and_in_a_window_that_shows_all(on):
     spec = spec_named("attention_forward")
     config = spec.default(attention(1, 256, 256), INTERPRETED)
     plain = class_of(spec, attention(1, 256, 256), config)
-    *same, last = class_of(spec, attention(3, 256, 256, **on), config).split()
-    assert same == plain.split()[:-1]
-    assert (last == plain.split()[-1]) == (not on.get("windowed")), "the window is 200"
+    *same, last = sums(class_of(spec, attention(3, 256, 256, **on), config))
+    assert same == sums(plain)[:-1]
+    assert (last == sums(plain)[-1]) == (not on.get("windowed")), "the window is 200"
     alone = {name: class_of(spec, attention(2, 1, 1024, **more), config) for name, more in (("on", on), ("off", {}))}
     assert (alone["on"] == alone["off"]) == (not on.get("windowed"))
-    assert alone["on"].count("w:") == 2 * on.get("windowed", False)
+    assert alone["on"].count("w:") == alone["on"].count("wlse:") == 2 * on.get("windowed", False)
 
 
 def test_keys_that_are_added_in_other_steps_are_another_class():
@@ -183,7 +191,55 @@ def test_keys_that_are_added_in_other_steps_are_another_class():
     others = (config.but(tile_n=tile) for tile in (16, 32, 64) if tile != config["tile_n"])
     found = [class_of(spec, problem, one) for one in (config, *others)]
     assert all(found)
-    assert len({one.split()[-1] for one in found}) > 1
+    assert len({sums(one)[-1] for one in found}) > 1
+
+
+def cached(keys, kv_heads=2, **on):
+    spec = spec_named("decode_attention")
+    flags = {d.name: on.get(d.name, False) for d in spec.dimensions if d.kind == "flag"}
+    sizes = {"kv_heads": kv_heads, "keys": keys, "page_size": on.get("page_size", 1), "group": 2, "head_dim": 16}
+    return spec.problem(**sizes, dtype="bfloat16", **flags)
+
+
+@pytest.mark.parametrize(
+    "on",
+    [{}, {"padded": True}, {"windowed": True}, {"sinks": True, "capped": True}, {"paged": True, "page_size": 128}],
+    ids=str,
+)
+def test_a_token_after_a_cache_is_of_the_class_of_training_in_tiles_as_tall(on):
+    """From the first key on, behind padding, and in pages; a window that hides keys leaves out the same tiles."""
+    training, decoding = spec_named("attention_forward"), spec_named("decode_attention")
+    whole = attention(2, 256, 256, **{name: on.get(name, False) for name in ("windowed", "sinks", "capped")})
+    config = training.default(whole.but(dtype="bfloat16"), INTERPRETED)
+    right = class_of(training, whole.but(dtype="bfloat16"), config)
+    of_training = dict(part.split(":") for part in right.split())
+    for keys, kv_heads in ((256, 2), (3, 12)):
+        problem = cached(keys, kv_heads, **on)
+        tall = decoding.default(problem, INTERPRETED).but(
+            splits=1, keys_first=False, tile_m=config["tile_m"], tile_n=config["tile_n"]
+        )
+        found = class_of(decoding, problem, tall)
+        assert dict(part.split(":") for part in found.split()).items() <= of_training.items()
+        assert found.startswith("1:")
+    assert f"{256}{'w' * on.get('windowed', False)}:" in class_of(decoding, cached(256, **on), tall)
+    assert not agree(right, class_of(decoding, cached(256, **on), tall.but(tile_n=64)))
+
+
+def test_key_heads_are_no_size_of_a_class():
+    """Their groups of query heads are: rows of one matrix."""
+    spec, sizes = spec_named("attention_forward"), {"heads": 6, "kv_heads": 3}
+    config = spec.default(attention(1, 16, 16), INTERPRETED)
+    assert class_of(spec, attention(1, 16, 16), config) == class_of(spec, attention(2, 16, 16).but(**sizes), config)
+    assert not agree(*(class_of(spec, attention(1, 16, 16).but(**sizes | more), config) for more in ({}, {"heads": 9})))
+    uneven = class_of(spec, attention(1, 16, 16).but(heads=5, kv_heads=2), config)
+    assert sights(uneven) == [1, 2, 3, 4, 5, 8, 9, 16]
+
+
+def test_a_kernel_that_leaves_parts_to_another_is_of_no_class():
+    spec, problem = spec_named("decode_attention"), cached(256)
+    config = spec.default(problem, INTERPRETED)
+    assert class_of(spec, problem, config.but(splits=1))
+    assert class_of(spec, problem, config.but(splits=2)) == ""
 
 
 def grouped(rows, *on, experts=3):
@@ -272,6 +328,8 @@ def test_classes_agree_where_both_have_a_digest():
     assert agree("16:a", "128:b")
     assert not agree("16:a 128:b", "128:c")
     assert not agree("a", "b")
+    assert text_of([{"16": "a"}, {"16": "a", "128": ""}]) == ""
+    assert joined("16:a 16lse:b", "128w:c 128wlse:d") == "16:a 16lse:b 128w:c 128wlse:d"
     assert joined("16:a", "128:b") == "16:a 128:b"
 
 
@@ -284,4 +342,4 @@ def test_each_kernel_with_rows_of_tokens_has_a_class():
         given = {d.name: sizes.get(d.name, d.name == "causal" or values[d.kind]) for d in spec.dimensions}
         if not any(True for _ in placements(spec, spec.problem(**given), "cpu")):
             without.add(spec.name)
-    assert without == {"decode_attention", "append_to_cache", "decode_join", "group_norm_forward"}
+    assert without == {"append_to_cache", "decode_join", "group_norm_forward"}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from report_samples import timing
-from tuning_samples import SMALL
+from tuning_samples import COMPILED, SMALL
 
 from tilekern.cache import FolderLayer, PackLayer, Store, lookup
 from tilekern.kernels import spec_named
@@ -139,6 +139,39 @@ def test_the_buckets_of_a_problem_share_the_class_whose_slowest_costs_least(h200
         assert record.config != same
         assert record.artifacts["invariant"].config == same
         assert record.digests == set(blobs)
+
+
+def test_decoding_follows_the_class_of_training_where_it_can(h200, tmp_path: Path):
+    """Training's fastest class is 'a'. A kernel for decoding has 'b', which costs training little; then one has 'c'."""
+    sweep, alike = Sweep(tmp_path), {"head_dim": 64, "dtype": "bfloat16", "windowed": False}
+    alike |= dict.fromkeys(("capped", "sinks"), False)
+    training, decoding = spec_named("attention_forward"), spec_named("decode_attention")
+    whole = {"batch": 1, "queries": 64, "keys": 64, "heads": 4, "kv_heads": 2, "causal": True, "packed": False}
+    named = [
+        (training.name, training.problem(**whole, **alike)),
+        (
+            decoding.name,
+            decoding.problem(kv_heads=2, keys=64, page_size=1, group=2, padded=False, paged=False, **alike),
+        ),
+    ]
+    configs = {pair: [item.config for item in candidates(*pair, h200)][:2] for pair in named}
+    sweep.begin(h200, "test", named, configs)
+    for pair in named:
+        for item in sweep.candidates(*pair):
+            sweep.note("compiled", {"key": item.artifact} | COMPILED)
+
+    def outcome(of_training, of_decoding):
+        for pair, classes in zip(named, (of_training, of_decoding), strict=True):
+            for item, (bits, us) in zip(sweep.candidates(*pair), classes.items(), strict=False):
+                sweep.note("measured", {"candidate": item.key, "check": stood(bits), "timing": timing(us)})
+        known = Known.of(sweep)
+        found, reasons = invariant_winners(sweep, known)
+        return [pair in found and known.bits(found[pair]) for pair in named], [reasons.get(pair, "") for pair in named]
+
+    a, b, c = "64:a 64lse:x", "64:b 64lse:y", "64:c"
+    follows = "no kernel has the bits of attention_forward, which serves in its place"
+    assert outcome({a: 9.0, b: 9.5}, {"64:b": 3.0}) == ([b, "64:b"], ["", ""])
+    assert outcome({a: 9.0, b: 9.5}, {c: 3.0}) == ([a, False], ["", follows])
 
 
 def test_few_samples_do_not_win_over_a_finalist(sweep: Sweep):

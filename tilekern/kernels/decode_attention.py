@@ -9,12 +9,16 @@ of the batch nor on the room of the cache, and the grid does not depend on the l
 block leaves its part of the weighted sum with its log-sum-exp in base 2, and :func:`decode_join` adds up the parts in
 their order. With a single split there is nothing to join, and the block stores the result itself.
 
+A single split in tiles as tall as those of attention's forward can have the forward's bits, since a row of such a tile
+is summed in the same order. The tuner finds whether it has. Most of its rows are empty.
+
 Layout: q and out [batch, kv_heads, group, head_dim]. A cache is [batch, kv_heads, room, head_dim], or, if ``paged``,
 [pages, page_size, kv_heads, head_dim] with ``table`` [batch, pages of a sequence] int32. Sequence b has the keys from
-``starts[b]`` (only if ``padded``, else 0) to ``lengths[b]`` - 1, the new token's, from which a window counts back. Each
-row of ``parts`` [blocks, group, 2 * head_dim] float32 is a head's values, then its log-sum-exp and nothing more: of a
-width that is a multiple of the head's, whole vectors can be read. Arrays that a flag turns off are placeholders, and so
-is ``parts`` with one split.
+``starts[b]`` (only if ``padded``, else 0) to ``lengths[b]`` - 1, the new token's, from which a window counts back.
+Tiles are counted from the first of these keys or, if ``paged``, from the beginning of the first page. Each row of
+``parts`` [blocks, group, 2 * head_dim] float32 is a head's values, then its log-sum-exp and nothing more: of a width
+that is a multiple of the head's, whole vectors can be read. Arrays that a flag turns off are placeholders, and so is
+``parts`` with one split.
 """
 
 from __future__ import annotations
@@ -49,6 +53,9 @@ MOST_HEADS = 32
 MOST_SPLITS = 64
 # As few query heads as these are columns of the products alone: as rows they are padded further.
 _FEW = 16
+# The rows of a tile of attention's forward, which the matrix units of a target take at once.
+_AS_FORWARD = 64
+_AS_FORWARD_IN_TENSOR_MEMORY = 128
 
 
 def _tile_of(key, page_size, across, tile_n, paged):
@@ -65,12 +72,16 @@ def _key_of(tile, page_size, across, tile_n, paged):
     return tile * tile_n
 
 
-def _rows(cache, table, b, h, tile, across, tile_n, depth, paged):
+def _rows(cache, table, where, tile, tile_n, depth, padded, paged):
     """Load a tile of keys or values, (tile_n, depth), with zeros beyond the end of the cache or of the page."""
+    b, h, origin, _, across = where
     zero = ct.PaddingMode.ZERO
     if ct.static_eval(paged):
         page = ct.load(table, (b, tile // across), ())
         found = ct.load(cache, (page, tile % across, h, 0), (1, tile_n, 1, depth), padding_mode=zero)
+    elif ct.static_eval(padded):
+        view = cache.tiled_view((1, 1, tile_n, depth), padding_mode=zero, traversal_steps=(1, 1, 1, depth))
+        found = view.load((b, h, origin + tile * tile_n, 0))
     else:
         found = ct.load(cache, (b, h, tile, 0), (1, 1, tile_n, depth), padding_mode=zero)
     return ct.reshape(found, (tile_n, depth))
@@ -82,18 +93,18 @@ def _add_tile(state, q_side, keys, values, table, where, j, shown, factors, size
     ``is_edge`` hides keys outside ``shown``; all keys of other tiles are in it.
     """
     biggest, total, summed = state
-    b, h, page_size, across = where
+    _, _, _, page_size, across = where
     slope, factor = factors
     _, depth, rows, tile_n = sizes
-    keys_first, capped, paged, precise = flags
-    k_tile = _rows(keys, table, b, h, j, across, tile_n, depth, paged)
+    keys_first, capped, padded, paged, precise = flags
+    k_tile = _rows(keys, table, where, j, tile_n, depth, padded, paged)
     if ct.static_eval(keys_first):
         products = product(k_tile, q_side, ct.zeros((tile_n, rows), ct.float32))
     else:
         products = product(q_side, ct.transpose(k_tile), ct.zeros((rows, tile_n), ct.float32))
     if ct.static_eval(capped):
         products = soft_tanh(products * slope, precise)
-    v_tile = _rows(values, table, b, h, j, across, tile_n, depth, paged)
+    v_tile = _rows(values, table, where, j, tile_n, depth, padded, paged)
     if ct.static_eval(is_edge or paged):
         along = ct.arange(tile_n, dtype=ct.int32)
         # A page may end within a tile.
@@ -128,6 +139,19 @@ def _start(sink_logits, h, rows, split, sinks, keys_first):
     return ct.full(side, LOWEST, ct.float32), ct.zeros(side, ct.float32)
 
 
+def _span(b, lengths, starts, window, room, windowed, padded, paged):
+    """Return (origin, lower, length): keys are counted from ``origin``, and those in [lower, length) are seen."""
+    length, origin, lower = ct.minimum(ct.load(lengths, (b,), ()), room), 0, 0
+    if ct.static_eval(padded and paged):
+        lower = ct.maximum(ct.load(starts, (b,), ()), 0)
+    elif ct.static_eval(padded):
+        origin = ct.maximum(ct.load(starts, (b,), ()), 0)
+        length = length - origin
+    if ct.static_eval(windowed):
+        lower = ct.maximum(lower, length - window)
+    return origin, lower, length
+
+
 def _attend(item, q, keys, values, lengths, starts, table, sink_logits, numbers, out, parts, splits, sizes, flags):
     """Compute one split's part for the query heads of one key head; the result itself if it is the only one."""
     scale, softcap, window = numbers
@@ -140,11 +164,7 @@ def _attend(item, q, keys, values, lengths, starts, table, sink_logits, numbers,
     if ct.static_eval(paged):
         page_size, across = keys.shape[1], ct.cdiv(keys.shape[1], tile_n)
         room = table.shape[1] * keys.shape[1]
-    length, lower = ct.minimum(ct.load(lengths, (b,), ()), room), 0
-    if ct.static_eval(padded):
-        lower = ct.maximum(ct.load(starts, (b,), ()), 0)
-    if ct.static_eval(windowed):
-        lower = ct.maximum(lower, length - window)
+    origin, lower, length = _span(b, lengths, starts, window, room, windowed, padded, paged)
     first = _tile_of(lower, page_size, across, tile_n, paged)
     stop = ct.where(lower < length, _tile_of(ct.maximum(length - 1, 0), page_size, across, tile_n, paged) + 1, first)
     mine = first + (split + splits - first % splits) % splits
@@ -156,8 +176,8 @@ def _attend(item, q, keys, values, lengths, starts, table, sink_logits, numbers,
         q_side = ct.transpose(q_side)
     biggest, total = _start(sink_logits, h, rows, split, sinks, keys_first)
     summed = ct.zeros(ct.static_eval((depth, rows) if keys_first else (rows, depth)), ct.float32)
-    cache, where, shown = (q_side, keys, values, table), (b, h, page_size, across), (lower, length)
-    kinds = (keys_first, capped, paged, precise)
+    cache, where, shown = (q_side, keys, values, table), (b, h, origin, page_size, across), (lower, length)
+    kinds = (keys_first, capped, padded, paged, precise)
     if ct.static_eval(one_loop):
         for j in range(mine, stop, splits):
             biggest, total, summed = _add_tile(
@@ -257,7 +277,8 @@ def _heads(problem: Problem) -> int:
     return max(d for d in range(1, min(8, count) + 1) if count % d == 0 and (count // d > 1 or d == 1))
 
 
-def _sizes(problem: Problem) -> dict[str, Any]:
+def sizes(problem: Problem) -> dict[str, Any]:
+    """Return the sizes of arrays in inputs, and the kernel's constants, that follow from a problem."""
     heads, paged = _heads(problem), problem["paged"]
     batch = problem["kv_heads"] // heads
     most_pages = cdiv(problem["keys"], problem["page_size"]) if paged else 1
@@ -391,11 +412,40 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
         "splits": [n for n in (1, 2, 4, 8, 16, 32, MOST_SPLITS) if n <= bucket(problem["keys"])],
         "occupancy": [1, 2, 4] if _is_narrow(problem) else [1, 2],
         "num_worker_warps": [4, 8],
-        "keys_first": [True, False] if problem["group"] >= _FEW else [True],
+        "keys_first": [True, False],
+        "tile_m": [_rows_of(problem), _AS_FORWARD, _AS_FORWARD_IN_TENSOR_MEMORY],
     }
 
 
+def _rows_of(problem: Problem) -> int:
+    """Return the rows of a tile for the query heads; the matrix units take fewer than 8 with spilled registers."""
+    return max(8, power_of_two(problem["group"]))
+
+
+def _is_as_forward(problem: Problem, config: Config) -> bool:
+    return bool(config["tile_m"] > _rows_of(problem))
+
+
 _CONSTRAINTS = (
+    Constraint(
+        "few query heads are rows of the products only in tiles as tall as those of attention's forward",
+        lambda problem, config, target: (
+            config["keys_first"] or problem["group"] >= _FEW or _is_as_forward(problem, config)
+        ),
+    ),
+    Constraint(
+        "tiles as tall as those of attention's forward are for its bits, which one split of its tiles has",
+        lambda problem, config, target: (
+            not _is_as_forward(problem, config)
+            or (
+                config["tile_m"] == (_AS_FORWARD_IN_TENSOR_MEMORY if target.has_tensor_memory else _AS_FORWARD)
+                and config["splits"] == 1
+                and not config["keys_first"]
+                and config["tile_n"] <= 128
+                and config["occupancy"] <= 2
+            )
+        ),
+    ),
     Constraint(
         "a split without a tile of its own has nothing to do",
         lambda problem, config, target: (
@@ -431,10 +481,12 @@ _CONSTRAINTS = (
 )
 
 
-def _config(tile_n: int, splits: int, occupancy: int, warps: int, keys_first: bool, schedule: str = "block") -> Config:
+def _config(
+    problem: Problem, tile_n: int, splits: int, occupancy: int, warps: int, keys_first: bool, schedule: str = "block"
+) -> Config:
     return Config(
         schedule=schedule, tile_n=tile_n, splits=splits, occupancy=occupancy, num_worker_warps=warps,
-        keys_first=keys_first,
+        keys_first=keys_first, tile_m=_rows_of(problem),
     )  # fmt: skip
 
 
@@ -444,13 +496,13 @@ def _default(problem: Problem, target: Target) -> Config:
     tile_n = 16 if wide else 128 if _is_narrow(problem) else 64
     most = min(2 * target.sm_count // problem["kv_heads"], problem["keys"] // (2 * tile_n), MOST_SPLITS)
     splits = bucket(most + 1) // 2 if most > 1 else 1
-    return _config(tile_n, splits, 1 if wide else 2, 8 if wide else 4, True)
+    return _config(problem, tile_n, splits, 1 if wide else 2, 8 if wide else 4, True)
 
 
 def _generic(problem: Problem) -> Config:
     """Return small tiles of eight warps, which compile in the least time."""
     wide = problem["dtype"] == "float32"
-    return _config(32 if _is_narrow(problem) else 16, 1, 1, 8, wide, "persistent")
+    return _config(problem, 32 if _is_narrow(problem) else 16, 1, 1, 8, wide, "persistent")
 
 
 SPEC = spec(
@@ -460,10 +512,9 @@ SPEC = spec(
     lambda problem: _ARRAYS,
     reference,
     function=decode_attention,
-    sizes=_sizes,
+    sizes=sizes,
     constants=lambda problem, config: {
-        # The matrix units take fewer than 8 only with spilled registers.
-        "rows": max(8, power_of_two(problem["group"])),
+        "rows": config["tile_m"],
         # The mask of a small tile costs little, and the second loop takes as long to compile as the first.
         "one_loop": config["tile_n"] < 64,
     },

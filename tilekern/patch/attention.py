@@ -107,12 +107,13 @@ def attend(
         attention_mask = _kept_apart(attention_mask, query, key, sliding_window, kwargs.get("position_ids"))
     masked = attention_mask is not None
     special = softcap is not None or s_aux is not None
-    decoding = queries != keys and not torch.is_grad_enabled() and not _is_invariant(keys, sliding_window)
-    alone = decoding and queries == 1 and (causal or sliding_window is None)
+    after_cache = queries != keys and not torch.is_grad_enabled()
+    decoding = after_cache and not _is_invariant(keys, sliding_window)
+    alone = after_cache and queries == 1 and (causal or sliding_window is None)
     lengths = lengths_of(attention_mask) if masked else None
     alone = alone and not (dropout or (masked and lengths is None) or bias is not None or starts is not None)
-    found = _decoded(query, key, value, lengths, scaling, sliding_window, softcap, s_aux) if alone else None
-    if lengths is not None and causal and _is_plain(query, dropout, bias) and is_invariant():
+    found = _decoded(query, key, value, lengths, None, scaling, sliding_window, softcap, s_aux) if alone else None
+    if found is None and lengths is not None and causal and _is_plain(query, dropout, bias) and is_invariant():
         options = {"scale": scaling, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
         found = _of_lengths(lengths, query, key, value, options | {"deterministic": deterministic})
     if found is not None:
@@ -161,6 +162,9 @@ def _with_padding(
     alone = causal and kwargs.get("cu_seq_lens_q") is None
     if alone and _is_plain(query, dropout, kwargs.get("position_bias")):
         assert mask.padding is not None
+        found = _decoded_run(mask.padding, query, key, value, scale, window, softcap, sinks)
+        if found is not None:
+            return found, None
         options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "deterministic": deterministic}
         rows = _tokens_first(*_autocast(query, key, value))
         found = _of_runs(mask.padding, rows[0], rows[1], rows[2], options)
@@ -168,6 +172,16 @@ def _with_padding(
             return found, None
     way = (dropout, scale, window, softcap, causal, sinks)
     return attend(deterministic, module, query, key, value, mask.dense(), *way, **kwargs)
+
+
+def _decoded_run(
+    padding: Padding, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None,
+    window: int | None, softcap: float | None, sinks: torch.Tensor | None,
+) -> torch.Tensor | None:  # fmt: skip
+    """Compute the attention of one new token to a cache behind padding; None if no kernel does."""
+    if query.shape[2] > 1 or padding.tokens == 1 or torch.is_grad_enabled():
+        return None
+    return _decoded(query, key, value, padding.ends, padding.firsts, scale, window, softcap, sinks)
 
 
 def _of_runs(
@@ -249,10 +263,14 @@ def _is_invariant(keys: int, window: int | None) -> bool:
 
 
 def _decoded(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor | None, scaling: float | None,
-    window: int | None, softcap: float | None, sinks: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor | None,
+    starts: torch.Tensor | None, scaling: float | None, window: int | None, softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor | None:  # fmt: skip
-    """Compute the attention of one new token to a cache; None if no kernel does. Without lengths it sees all keys."""
+    """Compute the attention of one new token to a cache; None if no kernel does.
+
+    It sees the keys from ``starts``, if there are, to ``lengths``, or else to the last one.
+    """
     if _is_foreign(query) or (is_traced(query) and lengths is None):
         return None
     query, key, value = _autocast(query, key, value) if is_autocast(query) else (query, key, value)
@@ -262,7 +280,7 @@ def _decoded(
         return in_graph(query[:, :, 0], key, value, lengths, sinks, scaling, window, softcap)
     if lengths is None:
         lengths = _all_keys(key)
-    found = by_tuned_kernels(query[:, :, 0], key, value, lengths, None, None, sinks, scaling, window, softcap)
+    found = by_tuned_kernels(query[:, :, 0], key, value, lengths, starts, None, sinks, scaling, window, softcap)
     return None if found is None else found.unsqueeze(1)
 
 

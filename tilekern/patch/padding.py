@@ -47,6 +47,16 @@ class Padding:
         return torch.tensor(list(itertools.accumulate(counts, initial=0)), dtype=torch.int32, device=self.device)
 
     @functools.cached_property
+    def firsts(self) -> torch.Tensor:
+        """Return the first token of each row, [rows] int32."""
+        return torch.tensor([first for first, _ in self.runs], dtype=torch.int32, device=self.device)
+
+    @functools.cached_property
+    def ends(self) -> torch.Tensor:
+        """Return the end of each row's run, [rows] int32."""
+        return torch.tensor([end for _, end in self.runs], dtype=torch.int32, device=self.device)
+
+    @functools.cached_property
     def places(self) -> torch.Tensor:
         """Return the places of the runs' tokens in the batch, [tokens in runs] int64, one row after the other."""
         spans = ((row * self.tokens + first, row * self.tokens + end) for row, (first, end) in enumerate(self.runs))

@@ -12,6 +12,9 @@ from typing import Any
 
 from tilekern.errors import InputError, TilekernWarning
 from tilekern.kernels.attention.forward import SPEC as FORWARD
+from tilekern.kernels.decode_attention import MOST_HEADS
+from tilekern.kernels.decode_attention import SPEC as DECODING
+from tilekern.ops.attention import WIDEST_HEAD
 from tilekern.ops.invariance import invariant
 from tilekern.patch import attention, experts, registry
 from tilekern.patch.patcher import applied, codes
@@ -31,6 +34,7 @@ from tilekern.patch.table import ops_in
 from tilekern.runtime.dispatch import is_invariant
 from tilekern.runtime.recorder import Trace, tracing
 from tilekern.runtime.switches import ATTENTION, ATTENTIONS, EXPERTS
+from tilekern.spec import Problem
 from tilekern.spec.targets import Target
 from tilekern.tuning.plan.alike import thin_out
 from tilekern.tuning.plan.configs import config_named, config_of
@@ -212,8 +216,8 @@ def _note_attention(found: Trace, steps: Steps) -> None:
     """Note the attention that generation asks for inside the invariant mode beside what was traced.
 
     A cache grows from the prompt's length to the context. Prompts of several sequences are padded in front, so that
-    they run packed attention, and each decoded token one row at a time. So it does after a static cache, as a sequence
-    that is packed alone.
+    they run packed attention. Where no kernel for decoding has the bits of training's, each of their tokens runs that
+    one row at a time, and so it does after a static cache, as a sequence that is packed alone.
     """
     padded = [count for count in steps.decode if count > 1]
     for kernel, problem in list(found.invariant) if steps.decode else ():
@@ -223,10 +227,27 @@ def _note_attention(found: Trace, steps: Steps) -> None:
             found.note(FORWARD, problem.but(batch=min(padded), packed=True))
         if problem["queries"] == 1:
             found.note(FORWARD, problem.but(batch=1, packed=True))
+            for in_front in {False, problem["batch"] > 1} if _can_decode(problem) else ():
+                found.note(DECODING, _decoded(problem, padded=in_front))
             lengths = (problem["keys"] >> power for power in range(problem["keys"].bit_length()))
             for keys in (length for length in lengths if length >= min(_SHORTEST, problem["keys"])):
                 for batch in {problem["batch"], 1} if padded else {problem["batch"]}:
                     found.note(FORWARD, problem.but(batch=batch, keys=keys))
+
+
+def _can_decode(problem: Problem) -> bool:
+    heads, kv_heads = problem["heads"], problem["kv_heads"]
+    return heads % kv_heads == 0 and heads <= MOST_HEADS * kv_heads and problem["head_dim"] <= WIDEST_HEAD
+
+
+def _decoded(problem: Problem, *, padded: bool) -> Problem:
+    """Return the problem of the kernel for decoding that computes a problem of attention with one query."""
+    shared = {d.name: problem[d.name] for d in DECODING.dimensions if d.name in problem}
+    heads, kv_heads = problem["heads"], problem["kv_heads"]
+    return DECODING.problem(
+        **shared | {"kv_heads": problem["batch"] * kv_heads, "group": heads // kv_heads},
+        page_size=1, padded=padded, paged=False,
+    )  # fmt: skip
 
 
 def _batches(steps: Steps) -> list[Batch | Call]:

@@ -14,7 +14,8 @@ everywhere, the digest of these is the class. Three kinds of results are judged:
 - Those of causal attention, whose row depends on the tokens before it. The rows are queries of one sequence that see as
   many keys as the least and the largest size of any bucket, and the class has a digest for each of those numbers that
   the problem reaches. Classes of two buckets agree if they have the same digests where both have one. So do those of
-  rows in a batch, packed one after the other, and with a window that still shows all keys.
+  rows in a batch, packed one after the other, and with a window that still shows all keys. The kernel of one new token
+  is given the same queries and keys in caches, from the first key on or behind padding.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import abc
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from tilekern.kernels import decode_attention as caches
+from tilekern.kernels import spec_named
 from tilekern.kernels.attention.problem import lengths
 from tilekern.kernels.experts.route import routed
 from tilekern.kernels.grouped.routing import SLOTS
@@ -43,6 +46,8 @@ _FILLER = 1.25
 _OF_SEQUENCES = ("batch", "queries", "keys")
 # Kernels whose rows have experts, by which rows are sorted.
 _ROUTED = ("grouped_linear", "experts_combine")
+# The kernel whose rows are the last queries of sequences in caches.
+_IN_CACHES = "decode_attention"
 # A window that the queries of a sequence have, whatever the problem's is.
 _WINDOW = 200
 
@@ -76,7 +81,10 @@ def placements(spec: KernelSpec, problem: Problem, device: str) -> Iterator[list
     if names == _OF_SEQUENCES:
         is_forward = spec.outputs(problem, 1).keys() == {"out", "lse"}
         if is_forward and problem["causal"] and problem["queries"] <= problem["keys"]:
-            yield from _of_sequence(spec, problem, device)
+            yield from _of_sequence(problem, device)
+        return
+    if spec.name == _IN_CACHES:
+        yield from _of_caches(problem, device)
         return
     if spec.name in _ROUTED:
         yield from _Routed(spec, problem, device).placements()
@@ -89,20 +97,29 @@ def placements(spec: KernelSpec, problem: Problem, device: str) -> Iterator[list
 def digests_of(results: Iterable[tuple[Placed, Mapping[str, Any]]]) -> dict[str, str]:
     """Return the digests of rows by what they see; one for all rows that see nothing, under "".
 
+    A digest is empty if a result is NaN: another row's, or not written, as by a kernel whose parts are added up later.
+
     Args:
         results: each of a list of placements, and the outputs of a launch on it by name.
     """
     held: dict[str, dict[int | str, bytes]] = {}
+    wrong = set()
     for placed, outputs in results:
         for name in sorted(placed.places):
             for row, place in zip(placed.rows, placed.places[name], strict=True):
-                values = bits(outputs[name][place].contiguous()).cpu().numpy().tobytes()
-                of_sight = held.setdefault(row if isinstance(row, str) else "", {})
+                found = outputs[name][place].contiguous().cpu()
+                values = bits(found).numpy().tobytes()
+                # Results beside a query's sum, of which decoding has none, stand for themselves.
+                sight = f"{row}{'' if name == 'out' else name}" if isinstance(row, str) else ""
+                of_sight = held.setdefault(sight, {})
                 of_sight[row] = of_sight.get(row, b"") + values
-    return {
+                if found.isnan().any():
+                    wrong.add(sight)
+    digests = {
         sight: hashlib.sha256(b"".join(rows[row] for row in sorted(rows))).hexdigest()[:_DIGITS]
         for sight, rows in held.items()
     }
+    return digests | dict.fromkeys(wrong, "")
 
 
 @dataclass(frozen=True)
@@ -296,11 +313,10 @@ def _index(place: int, shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[A
     return tuple(at.get(axis, slice(None)) for axis in range(max(axes) + 1))
 
 
-def _of_sequence(spec: KernelSpec, problem: Problem, device: str) -> Iterator[list[Placed]]:
+def _of_sequence(problem: Problem, device: str) -> Iterator[list[Placed]]:
     """Place one sequence: alone, as the last of the batch after NaN, and cut where its bucket begins."""
     batch, queries, keys = (problem[name] for name in _OF_SEQUENCES)
-    longest = problem.but(batch=1, queries=_TOKENS, keys=_TOKENS)
-    given = drawn(spec, longest, device)
+    given = _one_group(problem, problem["heads"], problem["kv_heads"], device)
     least = {size: bucket(size) // 2 + 1 if size > 1 else 1 for size in (queries, keys)}
     for name, entries, sizes in (
         ("alone", 1, (queries, keys)),
@@ -308,11 +324,30 @@ def _of_sequence(spec: KernelSpec, problem: Problem, device: str) -> Iterator[li
         ("smallest of the bucket", batch // 2 + 1, (min(least[queries], least[keys]), least[keys])),
     ):
         # A query's number of keys is its place among the queries, which end with the keys.
-        buckets = [1 << power for power in range(bucket(sizes[1]).bit_length())]
-        ends = dict.fromkeys(count for size in buckets for count in (size // 2 + 1, size))
-        seen = [count for count in ends if sizes[1] - sizes[0] < count <= sizes[1]]
+        seen = [count for count in _ends(sizes[1]) if sizes[1] - sizes[0] < count]
         if seen:
             yield [_one_sequence(problem, given, name, entries, sizes, seen)]
+
+
+def _ends(keys: int) -> list[int]:
+    """Return the least and the largest numbers of keys of each bucket, up to ``keys``."""
+    buckets = [1 << power for power in range(bucket(keys).bit_length())]
+    return [count for count in dict.fromkeys(end for size in buckets for end in (size // 2 + 1, size)) if count <= keys]
+
+
+def _one_group(problem: Problem, heads: int, kv_heads: int, device: str) -> dict[str, Any]:
+    """Draw a sequence of attention's forward, whose groups of query heads are all the same: their number is no size.
+
+    They differ if the key heads' groups are not equally large.
+    """
+    spec = spec_named("attention_forward")
+    groups = kv_heads if heads % kv_heads == 0 else 1
+    flags = {d.name: problem.get(d.name, d.name == "causal") for d in spec.dimensions if d.kind == "flag"}
+    sizes = {"batch": 1, "queries": _TOKENS, "keys": _TOKENS, "heads": heads // groups, "kv_heads": kv_heads // groups}
+    alike = {name: problem[name] for name in ("head_dim", "dtype")}
+    given = drawn(spec, spec.problem(**sizes, **alike, **flags), device)
+    wide = {name: given[name].tile(1, 1, groups, 1) for name in ("q", "k", "v")}
+    return given | wide | ({"sink_logits": given["sink_logits"].tile(groups)} if flags["sinks"] else {})
 
 
 def _one_sequence(
@@ -337,9 +372,69 @@ def _one_sequence(
         tokens = torch.arange(first, first + count, device=whole.device) % _TOKENS
         made[array][-1, before:] = whole[0, tokens]
     places = [firsts["q"] + count - 1 - (keys - queries) for count in seen]
+    heads, kv_heads = problem["heads"], problem["kv_heads"]
+    # A group that differs from placement to placement.
+    group = heads if heads % kv_heads else heads // kv_heads
+    first = entries * group % heads
+    some = slice(first, first + group)
     found: dict[str, Sequence[tuple[Any, ...]]] = {
-        "out": [(rows - 1, place) for place in places],
-        "lse": [(rows - 1, slice(None), place) for place in places],
+        "out": [(rows - 1, place, some) for place in places],
+        "lse": [(rows - 1, some, place) for place in places],
     }
-    hides = problem["windowed"]
-    return Placed(Case(name, at, made, {}), [f"{count}{'w' * (hides and count > _WINDOW)}" for count in seen], found)
+    return Placed(Case(name, at, made, {}), _sights(problem, seen), found)
+
+
+def _sights(problem: Problem, seen: Iterable[int]) -> list[str]:
+    return [f"{count}{'w' * (problem['windowed'] and count > _WINDOW)}" for count in seen]
+
+
+def _of_caches(problem: Problem, device: str) -> Iterator[list[Placed]]:
+    """Place the last queries of one sequence at several lengths, in the largest and in the smallest caches."""
+    group = problem["group"]
+    given = _one_group(problem, group, 1, device)
+    pages = max(1, problem["page_size"])
+    least = {name: bucket(problem[name]) // 2 + 1 if problem[name] > 1 else 1 for name in ("kv_heads", "keys")}
+    for name, at in (("largest of the bucket", problem), ("smallest of the bucket", problem.but(**least))):
+        known = at.but(**caches.sizes(at))
+        seen = _ends(at["keys"])
+        if name.startswith("smallest"):
+            seen = seen[::-1]
+        found = []
+        for begun in range(0, len(seen), known["batch"]):
+            some = seen[begun : begun + known["batch"]]
+            found.append(_some_caches(known, given, name, some, pages))
+        yield [replace(one, case=replace(one.case, problem=at)) for one in found]
+
+
+def _some_caches(at: Problem, given: Mapping[str, Any], name: str, seen: Sequence[int], pages: int) -> Placed:
+    """Return inputs with a cache of each length, the first ``batch``; the others are empty, all other keys are NaN."""
+    batch, heads, room, q = at["batch"], at["heads"], at["keys"], given["q"]
+    if at["paged"]:
+        room = at["most_pages"] * pages
+    firsts = [room - count if at["padded"] else 0 for count in seen]
+    made = dict(given) | {"window": _WINDOW, "q": q.new_full((batch, heads, *q.shape[2:]), math.nan)}
+    keys = {"keys": given["k"], "values": given["v"]}
+    made |= {array: whole.new_full((batch, heads, room, whole.shape[3]), math.nan) for array, whole in keys.items()}
+    for row, (first, count) in enumerate(zip(firsts, seen, strict=True)):
+        made["q"][row] = q[0, (count - 1) % _TOKENS]
+        tokens = torch.arange(count, device=q.device) % _TOKENS
+        for array, whole in keys.items():
+            made[array][row, :, first : first + count] = whole[0, tokens, 0]
+
+    def whole_numbers(values: list[int]) -> Any:
+        return torch.tensor(values + [0] * (batch - len(values)), dtype=torch.int32, device=q.device)
+
+    made["lengths"] = whole_numbers([first + count for first, count in zip(firsts, seen, strict=True)])
+    made["starts"] = whole_numbers(firsts) if at["padded"] else q.new_zeros(1, dtype=torch.int32)
+    made["table"] = q.new_zeros((1, 1), dtype=torch.int32)
+    if at["paged"]:
+        made["table"] = torch.arange(at["entries"], dtype=torch.int32, device=q.device).flip(0).view(batch, -1)
+        for array in keys:
+            paged = made[array].unflatten(2, (-1, pages)).permute(0, 2, 3, 1, 4).flatten(0, 1)
+            made[array] = paged.flip(0).contiguous()
+    if at["sinks"]:
+        made["sink_logits"] = given["sink_logits"].expand(heads, -1).contiguous()
+    else:
+        made["sink_logits"] = given["sink_logits"].view(1, 1)
+    places = [(row, row % heads) for row in range(len(seen))]
+    return Placed(Case(name, at, made, {}), _sights(at, seen), {"out": places})
