@@ -22,7 +22,7 @@ def tune(
     sequence: int | Sequence[int] = (), dtype: Any = ("bfloat16",), ops: str | Sequence[str] | None = None,
     attention: str | Sequence[str] = ("tilekern",), tp: int = 1, packed: bool = False, padded: bool = False,
     checkpointing: bool = False, optimizer: str = "adamw", experts: bool = False, decode: int | Sequence[int] = (),
-    context: int | Sequence[int] = 4096, chunk: int | Sequence[int] = (), invariant: bool = False,
+    context: int | Sequence[int] = 4096, chunk: int | Sequence[int] = (), paged: bool = False, invariant: bool = False,
     strategy: str = "race", executor: str = "local", jobs: int | None = None, gpus: int | None = None,
     timeout_s: float = 60.0, cache_dir: str | Path | None = None,
     sweep: str | Path | None = None, tell: Tell | None = None,
@@ -67,6 +67,7 @@ def tune(
         decode: how many sequences generation decodes at once, one number or several; it is traced where there are any.
         context: tokens of a decoded sequence, the new one included.
         chunk: tokens of a prompt that are computed at once, where prompts are computed in chunks too.
+        paged: whether tokens are decoded by transformers' ``generate_batch`` too.
         invariant: whether to plan ``tilekern.invariant()`` too, and to find kernels that give a row the same bits at
             all sizes of the plan.
         strategy: how candidates are timed: ``race`` or ``exhaustive``.
@@ -107,7 +108,7 @@ def tune(
     steps = Steps(
         TOKENS if isinstance(tokens, Mapping) else as_list(tokens), as_list(sequence), as_list(dtype),
         None if ops is None else as_list(ops), as_list(attention), tp, packed, padded, checkpointing, optimizer,
-        experts, call, as_list(decode), as_list(context), as_list(chunk), invariant,
+        experts, call, as_list(decode), as_list(context), as_list(chunk), paged, invariant,
     )  # fmt: skip
     target = model.target if isinstance(model, Trace) and gpu == "auto" else resolve(gpu)
     store = Store(cache_dir or user_root())

@@ -219,6 +219,16 @@ def test_generation_is_planned_for_some_sequences_after_a_context(own):
     assert token["qk_norm_rope_forward"]["tokens"] == 1
 
 
+def test_continuous_batching_packs_prompts_and_reads_pages():
+    found = plan_of_model(SMALL, replace(TRAINS, decode=(3,), context=(600,), paged=True), H200).problems
+    decoded = [p for name, p in found if name == "decode_attention"]
+    assert [(p["paged"], p["page_size"], p["keys"], p["kv_heads"]) for p in decoded] == [
+        (False, 1, 1024, 8), (True, 256, 1024, 8),
+    ]  # fmt: skip
+    prompts = [p for name, p in found if name == "attention_forward" and p["queries"] == 1024]
+    assert {p["packed"] for p in prompts} == {False, True}
+
+
 def test_packed_sequences_stand_in_a_batch_of_one():
     found = by_kernel(planned(SMALL, [8192], sequence=[2048], packed=True))
     assert sizes(found["attention_forward"], "packed", "batch", "queries") == {(True, 4, 2048)}

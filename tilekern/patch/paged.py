@@ -17,7 +17,6 @@ from tilekern.errors import InputError
 from tilekern.ops.attention import attention
 from tilekern.ops.decode_attention import by_tuned_kernels
 from tilekern.patch.masking import reading_of
-from tilekern.runtime.dispatch import is_invariant
 
 # Keys that are gathered at once if no kernel reads them in their pages: 1 GiB of 8 heads of 128 in two bytes.
 MOST_KEYS = 1 << 18
@@ -107,7 +106,7 @@ def _by_table(
     for cached, new in zip(rows, (key, value), strict=True):
         cached.index_copy_(0, pages.slots, new[0].transpose(0, 1).to(cached.dtype))
     query, found = query.to(keys.dtype), None
-    if not is_invariant() and type(query) is Tensor:
+    if type(query) is Tensor:
         found = by_tuned_kernels(
             query, keys, values, pages.lengths, None, table, way.sinks, way.scale, way.window, way.softcap,
         )  # fmt: skip

@@ -34,7 +34,7 @@ from tilekern.patch.table import ops_in
 from tilekern.runtime.dispatch import is_invariant
 from tilekern.runtime.recorder import Trace, tracing
 from tilekern.runtime.switches import ATTENTION, ATTENTIONS, EXPERTS
-from tilekern.spec import Problem
+from tilekern.spec import Problem, bucket, cdiv
 from tilekern.spec.targets import Target
 from tilekern.tuning.plan.alike import thin_out
 from tilekern.tuning.plan.configs import config_named, config_of
@@ -43,6 +43,8 @@ from tilekern.tuning.plan.steps import ADAMW, Planned, Steps
 
 # Fewer keys than these are only in the caches of prompts of a few words.
 _SHORTEST = 16
+# Tokens of a page of transformers' continuous batching, by default.
+_PAGE = 256
 
 
 def known_ops() -> list[str]:
@@ -92,9 +94,11 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
     notes += [
         f"{name}: calls of a step run torch's operations, for which nothing is planned" for name in found.fallbacks
     ]
+    _note_pages(found, steps)
     if steps.invariant:
         with invariant():
             _note_attention(found, steps)
+            _note_pages(found, steps)
     if not found.problems:
         asked = "" if steps.ops is None else f" of --ops {','.join(ops)}"
         raise InputError("; ".join([f"a step of {name} asks for no kernel{asked}", *notes]))
@@ -233,6 +237,20 @@ def _note_attention(found: Trace, steps: Steps) -> None:
             for keys in (length for length in lengths if length >= min(_SHORTEST, problem["keys"])):
                 for batch in {problem["batch"], 1} if padded else {problem["batch"]}:
                     found.note(FORWARD, problem.but(batch=batch, keys=keys))
+
+
+def _note_pages(found: Trace, steps: Steps) -> None:
+    """Note the attention of continuous batching: prompts that are packed, and tokens to keys in pages.
+
+    A sequence has room for a page more than it needs, and for an even number of pages, as transformers gives it.
+    """
+    for kernel, problem in list(found.asked) if steps.paged else ():
+        if kernel == FORWARD.name and problem["causal"] and problem["queries"] == problem["keys"] > 1:
+            found.note(FORWARD, problem.but(packed=True))
+        is_dense = kernel == DECODING.name and not any(problem[flag] for flag in ("padded", "paged", "windowed"))
+        for context in (some for some in steps.context if is_dense and bucket(some) == problem["keys"]):
+            pages = cdiv(context, _PAGE) + 1
+            found.note(DECODING, problem.but(keys=(pages + pages % 2) * _PAGE, page_size=_PAGE, paged=True))
 
 
 def _can_decode(problem: Problem) -> bool:

@@ -52,6 +52,7 @@ class Steps:
         decode: how many sequences generation decodes at once; it is traced where there are any.
         context: tokens of a sequence in its cache, the new one included.
         chunk: tokens of a prompt that are computed at once, where prompts are computed in chunks too.
+        paged: tokens are decoded from the pages of transformers' continuous batching too.
         invariant: the steps run once more inside ``tilekern.invariant()``, where linear layers are kernels' problems
             too; what they ask for there needs a kernel of one bit class.
 
@@ -74,6 +75,7 @@ class Steps:
     decode: Sequence[int] = ()
     context: Sequence[int] = CONTEXT
     chunk: Sequence[int] = ()
+    paged: bool = False
     invariant: bool = False
 
     def __post_init__(self) -> None:
