@@ -1,14 +1,15 @@
 """Preflight: lists, before a job starts, the records that it needs, and those that its caches lack.
 
 The problems are those that the job's own steps ask for (:mod:`tilekern.tuning.plan`), and each is looked up as the job
-will look it up. So what a preflight calls served is what the job's first call finds.
+will look it up. So what a preflight calls served is what the job's first call finds. A job that runs in the invariant
+mode also needs a kernel of one bit class for each problem that has rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,11 +34,13 @@ from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.runtime.dispatch import find
 from tilekern.runtime.recorder import Named
+from tilekern.runtime.rows import why_varies
 from tilekern.runtime.settings import check_settings
-from tilekern.spec import Problem
+from tilekern.spec import INVARIANT, Config, Problem
+from tilekern.spec.bits import sizes_of_class
 from tilekern.spec.source import source_digest
 from tilekern.spec.targets import Target, here, resolve
-from tilekern.tuning.plan.steps import TOKENS, Planned, Steps, as_list
+from tilekern.tuning.plan.steps import CONTEXT, TOKENS, Planned, Steps, as_list
 
 if TYPE_CHECKING:
     from tilekern.tuning.pipeline import Options, Tell
@@ -64,6 +67,9 @@ class Need:
         why: what kept :func:`fix` from making a record; else None.
         fresh: False where the search space has changed since the record that serves was chosen, so that it is not known
             to be the best; None where nothing serves.
+        needs_class: whether the job needs a kernel of one bit class.
+        bits: the class of that kernel; None where there is none.
+        varies: why the record that serves has no such kernel to run, although the job needs one; else None.
     """
 
     kernel: str
@@ -75,9 +81,14 @@ class Need:
     is_stale: bool
     why: str | None = None
     fresh: bool | None = None
+    needs_class: bool = False
+    bits: str | None = None
+    varies: str | None = None
 
     def meets(self, demand: str) -> bool:
-        """Return whether the record meets a demand: one of :data:`DEMANDS`."""
+        """Return whether the record meets a demand, one of :data:`DEMANDS`, and has the bit class that is needed."""
+        if self.varies:
+            return False
         if demand == SERVED:
             return self.state != MISSING
         return self.state == EXACT and (demand == OWN or self.provenance == MEASURED)
@@ -107,12 +118,20 @@ class Preflight:
     @property
     def cannot_fix(self) -> str | None:
         """Return why :func:`fix` cannot make the missing records here; None if it can, or none are missing."""
-        if self.demand != MEASURED or self.is_here or not self.missing:
+        asks = self.must_be_measured
+        if asks is None or self.is_here or not self.missing:
             return None
         return (
-            f"no {self.target.name} is here, and --need measured asks for records that were timed on one: --fix cannot "
+            f"no {self.target.name} is here, and {asks} asks for records that were timed on one: --fix cannot "
             "make them on this machine"
         )
+
+    @property
+    def must_be_measured(self) -> str | None:
+        """Return the option by which missing records must be measured; None if none of them must be."""
+        if self.demand == MEASURED:
+            return "--need measured"
+        return "--invariant" if any(need.needs_class for need in self.missing) else None
 
     def counts(self) -> dict[str, int]:
         """Return the number of needs by state."""
@@ -124,12 +143,18 @@ class Preflight:
         found = Counter(need.provenance for need in self.needs if state in (None, need.state))
         return {name: found[name] for name in PROVENANCES}
 
+    def invariant_counts(self) -> dict[str, int] | None:
+        """Return the number of needs with a bit class and without, of those that need one; None if none does."""
+        classes = [need.bits for need in self.needs if need.needs_class]
+        return {"with": len(classes) - classes.count(None), "without": classes.count(None)} if classes else None
+
     def as_json(self) -> dict[str, Any]:
         """Return the document that ``--json`` prints."""
         return {
             "model": self.model,
             "target": self.target.describe(),
             "need": self.demand,
+            "invariant": self.invariant_counts(),
             "complete": not self.missing,
             "counts": self.counts(),
             "provenances": self.provenances(),
@@ -145,7 +170,9 @@ def preflight(
     dtype: Any = ("bfloat16",), ops: str | Sequence[str] | None = None,
     attention: str | Sequence[str] = ("tilekern",),
     tp: int = 1, packed: bool = False, padded: bool = False, checkpointing: bool = False, optimizer: str = "adamw",
-    experts: bool = False, need: str = SERVED, cache_dir: str | Path | None = None,
+    experts: bool = False, decode: int | Sequence[int] = (), context: int | Sequence[int] = CONTEXT,
+    chunk: int | Sequence[int] = (), invariant: bool = False, need: str = SERVED,
+    cache_dir: str | Path | None = None,
 ) -> Preflight:  # fmt: skip
     """List the records that a job will need, and whether the caches have them; nothing is written, compiled or
     launched.
@@ -153,7 +180,7 @@ def preflight(
     Args:
         config: what the job trains: a preset's name, the path of a config.json, a hub id, a configuration of
             transformers or its dictionary, all of which are patched for this; a model, which is asked as it is; or a
-            traced plan (:func:`tilekern.trace`) or its file, to which none of the arguments down to ``experts``
+            traced plan (:func:`tilekern.trace`) or its file, to which none of the arguments down to ``chunk``
             applies. Of a model, the lengths and whether they are packed or padded count.
         tokens: tokens of a step, batch times sequence; one number or several, as ``sequence``, ``dtype``, ``ops`` and
             ``attention`` are one or several.
@@ -169,6 +196,11 @@ def preflight(
         checkpointing: whether activations are made again in the backward.
         optimizer: ``adamw`` or ``none``.
         experts: whether layers of experts run tilekern's, as ``apply(experts=True)`` has it.
+        decode: how many sequences generation decodes at once, one number or several; none for no generation.
+        context: tokens of a decoded sequence, the new one included.
+        chunk: tokens of a prompt that are computed at once, where prompts are computed in chunks too.
+        invariant: whether the job also runs in the invariant mode, ``apply(invariant=True)``. Each problem that has
+            rows there must have a kernel of one bit class, the same at all its sizes.
         need: what is asked of a problem's record: ``served`` by any, ``exact``: of the very bucket and GPU,
             ``measured``: there and measured.
         cache_dir: the cache that stands in for the user's; further layers are read as ever.
@@ -179,7 +211,8 @@ def preflight(
     check_settings()
     steps = Steps(
         as_list(tokens), as_list(sequence), as_list(dtype), None if ops is None else as_list(ops), as_list(attention),
-        tp, packed, padded, checkpointing, optimizer, experts,
+        tp, packed, padded, checkpointing, optimizer, experts, None, as_list(decode), as_list(context), as_list(chunk),
+        invariant,
     )  # fmt: skip
     target = resolve(gpu)
     from tilekern.tuning.plan.choosing import plan_of_anything
@@ -199,7 +232,7 @@ def preflight_of(
     if need not in DEMANDS:
         raise InputError(f"unknown need {need!r}; known: {', '.join(DEMANDS)}")
     layers = _layers(cache_dir)
-    needs = tuple(_need(*named, target, layers) for named in planned.problems)
+    needs = _needs(planned.problems, target, layers, planned.invariant)
     at_hand = here()
     is_here = at_hand is not None and at_hand.key == target.key
     return Preflight(planned.name, target, need, needs, is_here, planned.notes)
@@ -210,6 +243,8 @@ def fix(
     gpus: int | None = None, timeout_s: float | None = None, tell: Tell = lambda *_: None,
 ) -> Preflight:  # fmt: skip
     """Make the missing records, put them into the cache, and look again.
+
+    If a problem has no bit class, all sizes that share its class are tuned at once, those that have a record too.
 
     Args:
         found: what a preflight found.
@@ -229,7 +264,7 @@ def fix(
     if not found.missing:
         return found
     tools = require_fixable(found, by)
-    named = [(need.kernel, need.problem) for need in found.missing]
+    named, classed = _to_tune(found)
     root = Path(cache_dir or user_root())
     from tilekern.tuning.pipeline import TIMEOUT_S, Options
     from tilekern.tuning.serve.loop import tune
@@ -241,11 +276,26 @@ def fix(
     else:
         cache = WatchedCache(root, found.target, tools.key, MEASURED if found.is_here else PREDICTED)
         with cache.held():
-            done = tune(cache, named, options, tell)
+            done = tune(cache, named, options, tell, classed)
         failed = {pair: result for pair, result in done.items() if isinstance(result, str)}
-    layers = _layers(cache_dir)
-    again = tuple(_need(need.kernel, need.problem, found.target, layers, failed) for need in found.needs)
+    problems = [(need.kernel, need.problem) for need in found.needs]
+    again = _needs(problems, found.target, _layers(cache_dir), _classed(found), failed)
     return dataclasses.replace(found, needs=again)
+
+
+def _classed(found: Preflight) -> set[Named]:
+    """Return the problems that need a kernel of one bit class."""
+    return {(need.kernel, need.problem) for need in found.needs if need.needs_class}
+
+
+def _to_tune(found: Preflight) -> tuple[list[Named], set[Named]]:
+    """Return the missing problems with all that share the bit class of one of them, and those that need a class."""
+    missing, classed = {(need.kernel, need.problem) for need in found.missing}, _classed(found)
+    sizes = {named: sizes_of_class(spec_named(named[0]), named[1]) for named in classed}
+    lacking = {sizes[named] for named in missing & classed}
+    problems = ((need.kernel, need.problem) for need in found.needs)
+    named = [pair for pair in problems if pair in missing or (pair in classed and sizes[pair] in lacking)]
+    return named, classed.intersection(named)
 
 
 def require_fixable(found: Preflight, by: str) -> Toolkit:
@@ -257,8 +307,8 @@ def require_fixable(found: Preflight, by: str) -> Toolkit:
     """
     if found.cannot_fix:
         raise InputError(f"{found.cannot_fix}; run it where the GPU is, or ask for less")
-    if found.demand == MEASURED and by == COMPILE:
-        raise InputError("--by compile measures nothing, and --need measured asks for that; leave --by out")
+    if (asks := found.must_be_measured) and by == COMPILE:
+        raise InputError(f"--by compile measures nothing, and {asks} asks for that; leave --by out")
     return require_toolkit()
 
 
@@ -287,17 +337,41 @@ def _layers(cache_dir: str | Path | None) -> list[Layer]:
     return default_layers(Path(cache_dir) if cache_dir else None, looking=True)
 
 
+def _needs(
+    problems: Iterable[Named], target: Target, layers: Sequence[Layer], invariant: Collection[Named],
+    failed: Mapping[Named, str] | None = None,
+) -> tuple[Need, ...]:  # fmt: skip
+    classes: dict[tuple[Any, ...], str] = {}
+    return tuple(
+        _need(*named, target, layers, (failed or {}).get(named), classes if named in invariant else None)
+        for named in problems
+    )
+
+
 def _need(
-    kernel: str, problem: Problem, target: Target, layers: Sequence[Layer], failed: Mapping[Named, str] | None = None
-) -> Need:
-    hit = find(spec_named(kernel), problem, target, layers=layers)
-    why = (failed or {}).get((kernel, problem))
+    kernel: str, problem: Problem, target: Target, layers: Sequence[Layer], why: str | None,
+    classes: dict[tuple[Any, ...], str] | None,
+) -> Need:  # fmt: skip
+    """Return the need of a problem.
+
+    ``classes`` are the bit classes that run, by sizes, and None if it needs none.
+    """
+    spec = spec_named(kernel)
+    hit = find(spec, problem, target, layers=layers, invariant=classes is not None)
     is_stale = (hit is None or _state(hit) != EXACT) and _has_stale(kernel, problem, target, layers)
+    needs_class, bits, varies = False, None, None
+    if classes is not None:
+        # The kernels that a composite launches need a class, each by itself.
+        config = spec.default(problem, target) if hit is None else Config(hit.record.config)
+        needs_class = not spec.implement(problem, config).composite
+        if needs_class and hit is not None:
+            varies = why_varies(spec, problem, hit, classes, None) or None
+            bits = None if varies else (hit.record.measurement or {})[INVARIANT]["bits"]
     if hit is None:
-        return Need(kernel, problem, MISSING, None, None, None, is_stale, why)
-    address = hit.record.address
+        return Need(kernel, problem, MISSING, None, None, None, is_stale, why, needs_class=needs_class)
     return Need(
-        kernel, problem, _state(hit), hit.record.provenance, "/".join(address), hit.layer.name, is_stale, why, hit.fresh
+        kernel, problem, _state(hit), hit.record.provenance, "/".join(hit.record.address), hit.layer.name, is_stale,
+        why, hit.fresh, needs_class, bits, varies,
     )  # fmt: skip
 
 
@@ -325,5 +399,6 @@ def line_of(need: Need) -> str:
     state = f"{need.state}, {need.provenance}" if need.provenance else need.state
     stale = "; there is one, which an edit of the kernel made stale" if need.is_stale else ""
     dated = f"; {NOT_FRESH}" if need.fresh is False else ""
+    varies = f"; no bit class: {need.varies}" if need.varies else ""
     why = f"; {need.why}" if need.why else ""
-    return f"{need.kernel} {problem_key(dict(need.problem))}: {state}{stale}{dated}{why}"
+    return f"{need.kernel} {problem_key(dict(need.problem))}: {state}{stale}{dated}{varies}{why}"

@@ -13,6 +13,7 @@ from tilekern.cache_tools.shared.options import PlaceType, as_json, command, wit
 from tilekern.cache_tools.shared.printing import natural, number, plain, print_json, print_table, time_us_of
 from tilekern.cache_tools.shared.selection import Selection
 from tilekern.cache_tools.shared.sources import place_at
+from tilekern.spec import INVARIANT
 from tilekern.warning import tell
 
 _LISTED = ("new", "gone", "faster", "slower", "changed", "stale")
@@ -95,6 +96,7 @@ def _difference(a: Record, b: Record) -> tuple[str, float | None, str]:
         "config": (a.config, b.config),
         "machine code": (a.digests, b.digests),
         "the kernel's source": (a.source_digest, b.source_digest),
+        "kernel for tilekern.invariant()": (_invariant_kernel(a), _invariant_kernel(b)),
         "search space": (a.space_digest == a.source_digest, b.space_digest == b.source_digest),
     }
     changed = [name for name, (of_a, of_b) in facts.items() if of_a != of_b]
@@ -108,6 +110,12 @@ def _difference(a: Record, b: Record) -> tuple[str, float | None, str]:
             if abs(a_us - b_us) > noise_us:
                 return "faster" if b_us < a_us else "slower", ratio, because
     return "changed" if changed else "same", ratio, because
+
+
+def _invariant_kernel(record: Record) -> tuple[Any, ...]:
+    """Return the config and the class of a record's invariant kernel."""
+    facts = (record.measurement or {}).get(INVARIANT) or {}
+    return facts.get("config"), facts.get("bits"), facts.get("generic")
 
 
 def _summary(entry: Entry, record: Record) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from tilekern.cache import PACK_SUFFIX, CacheError, Corrupt, Store, install_pack
+from tilekern.cache import PACK_SUFFIX, CacheError, Corrupt, Installed, Store, install_pack
 from tilekern.cache.files import read_whole
 from tilekern.cache.folders import write_below
 from tilekern.cache.keys import blob_path, check_digest, parse_path
@@ -24,7 +25,7 @@ from tilekern.cache_tools.remotes import failures_of, open_remote
 from tilekern.cache_tools.shared.installed import today_of
 from tilekern.cache_tools.shared.options import FILE, as_json, cache_dir, command, plain_http
 from tilekern.cache_tools.shared.packs import Contents, check_suffix, read_contents, sha256_of
-from tilekern.cache_tools.shared.printing import count, print_result, size
+from tilekern.cache_tools.shared.printing import count, note_kept, print_result, size
 
 _FOLDER = "pulled"
 _SCHEMA = 1
@@ -52,7 +53,7 @@ def pull(
 
     URL is one that `push` takes, or an https:// one. A pack that the cache has is not downloaded again.
 
-    JSON: url, downloaded, sha256, cache_dir and installed (records written), or file.
+    JSON: url, downloaded, sha256, cache_dir, installed (records written) and kept {reason: records}, or file.
     """
     if out and context.get_parameter_source("store") is ParameterSource.COMMANDLINE:
         raise CacheError("--out keeps the pack in a file and --cache-dir unpacks it; give one of them")
@@ -62,7 +63,7 @@ def pull(
             raise CacheError(f"there is no folder {out.parent} to keep {out.name} in")
     if pinned:
         check_digest("--digest", pinned)
-    installed = 0
+    installed = Installed(0, {})
     is_here = _is_file(out) if out else (lambda sha256: was_pulled(store, sha256))
     with _fetched(url, pinned, plain_http, is_here, out.parent if out else None) as (sha256, pack):
         if pack and out:
@@ -73,13 +74,15 @@ def pull(
         elif pack:
             installed = install_pack(pack.path, store, today=today_of)
             _note_pulled(store, pack)
-    place = {"file": str(out)} if out else {"cache_dir": str(store.root), "installed": installed}
+    place: dict[str, Any] = {"file": str(out)}
+    if not out:
+        place = {"cache_dir": str(store.root), "installed": installed.records, "kept": installed.kept}
     if not pack:
         text = f"{out or store.root} has this pack already"
     elif out:
         text = f"pulled {out}, {size(out.stat().st_size)}"
     else:
-        text = f"pulled {count(installed, 'record')} into {store.root}"
+        text = f"pulled {count(installed.records, 'record')} into {store.root}{note_kept(installed)}"
     document = {"url": url, "downloaded": pack is not None, "sha256": sha256, **place}
     print_result(document, as_json, f"{text}, sha256 {sha256}")
 

@@ -50,7 +50,7 @@ def _sign_pack(path: Path, key: SigningKey) -> int:
 
 def _sign_cache(store: Store, key: SigningKey) -> tuple[int, int]:
     signatures: dict[PurePosixPath, bytes] = {}
-    artifacts: set[tuple[str, int]] = set()
+    artifacts: dict[tuple[str, int], str] = {}
     left_out = 0
     store.finish()
     for entry, data in store.read_entries():
@@ -58,16 +58,16 @@ def _sign_cache(store: Store, key: SigningKey) -> tuple[int, int]:
             left_out += 1
             continue
         signatures[signature_path(hashlib.sha256(data).hexdigest(), key.public_key)] = key.sign(data)
-        artifacts |= {(artifact.sha256, artifact.size) for artifact in entry.record.artifacts.values()}
-    for digest, size_bytes in sorted(artifacts):
+        for name, one in entry.record.artifacts.items():
+            artifacts.setdefault((one.sha256, one.size), f"{entry.path}: artifact {name}")
+    for (digest, size_bytes), what in sorted(artifacts.items()):
         try:
             is_whole = len(store.read_blob(digest)) == size_bytes
-        except Missing:
-            raise CacheError(f"{store.root}: blob {digest} is missing; `verify` lists what is broken") from None
+        except CacheError as error:
+            why = f"blob {digest} is missing" if isinstance(error, Missing) else str(error)
+            raise CacheError(f"{what}: {why}; `verify` lists what is broken") from None
         if not is_whole:
-            raise CacheError(
-                f"{store.root}: a record says another size of blob {digest}; `verify` lists what is broken"
-            )  # fmt: skip
+            raise CacheError(f"{what}: the record says another size of blob {digest}; `verify` lists what is broken")
     for path, signature in signatures.items():
         try:
             write_below(store.root, path, signature)

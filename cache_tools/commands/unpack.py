@@ -9,7 +9,7 @@ import click
 from tilekern.cache import Store, install_pack
 from tilekern.cache_tools.shared.installed import today_of
 from tilekern.cache_tools.shared.options import FILE, as_json, cache_dir, command
-from tilekern.cache_tools.shared.printing import count, print_result
+from tilekern.cache_tools.shared.printing import count, note_kept, print_result
 
 
 @command
@@ -19,8 +19,12 @@ from tilekern.cache_tools.shared.printing import count, print_result
 def unpack(file: Path, store: Store, as_json: bool) -> None:
     """Put a pack's records into the cache, once all are checked.
 
-    JSON: pack, cache_dir, installed.
+    A record of the cache stays if it is better: of today's source, of the stronger provenance, of today's search space,
+    with a kernel for tilekern.invariant(), or newer.
+
+    JSON: pack, cache_dir, installed, kept {reason: records}.
     """
     installed = install_pack(file, store, today=today_of)
-    document = {"pack": str(file), "cache_dir": str(store.root), "installed": installed}
-    print_result(document, as_json, f"unpacked {count(installed, 'record')} into {store.root}")
+    place = {"pack": str(file), "cache_dir": str(store.root)}
+    text = f"unpacked {count(installed.records, 'record')} into {store.root}{note_kept(installed)}"
+    print_result(place | {"installed": installed.records, "kept": installed.kept}, as_json, text)

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -91,8 +92,8 @@ def _of_cache(store: Store) -> dict[str, Any]:
     states: dict[str, list[str]] = {name: [] for name in (*_STATES.values(), "unknown_schema")}
     bad: list[_Fault] = []
     exposed: list[_Fault] = []
-    # Per path: which file it was, and digest and size of each artifact. Little enough for 100,000 records.
-    records: dict[str, tuple[tuple[int, int, int] | None, tuple[tuple[str, int], ...]]] = {}
+    # Per path: which file it was, and name, digest and size of each artifact. Little enough for 100,000 records.
+    records: dict[str, tuple[tuple[int, int, int] | None, tuple[tuple[str, str, int], ...]]] = {}
     survey, names = _Survey(), signature_names(store.root)
 
     @functools.cache
@@ -115,8 +116,8 @@ def _of_cache(store: Store) -> dict[str, Any]:
         elif entry.record is None:
             bad.append(_fault(path, str(entry.problem)))
         else:
-            pairs = {(artifact.sha256, artifact.size) for artifact in entry.record.artifacts.values()}
-            records[path] = entry.identity, tuple(sorted(pairs))
+            artifacts = entry.record.artifacts.items()
+            records[path] = entry.identity, tuple((sys.intern(name), one.sha256, one.size) for name, one in artifacts)
             _note_state(states, path, entry.record)
             if not others_may_write() and (exposed_by := exposure(path)):
                 exposed.append(_fault(path, exposed_by))
@@ -126,16 +127,16 @@ def _of_cache(store: Store) -> dict[str, Any]:
             else:
                 survey.counted["unsigned"] += 1
     blobs = {blob.sha256: str(blob.path) for blob in store.blobs()}
-    referred = {digest for _, artifacts in records.values() for digest, _ in artifacts}
+    referred = {digest for _, named in records.values() for _, digest, _ in named}
     sizes = {digest: _size_or_problem(store, digest) for digest in sorted(referred | blobs.keys())}
-    for path, (identity, artifacts) in records.items():
+    for path, (identity, named) in records.items():
         problems = []
-        for digest, size in artifacts:
+        for name, digest, size in named:
             found = sizes[digest]
             if isinstance(found, str):
-                problems.append(found)
+                problems.append(f"artifact {name}: {found}")
             elif found != size:
-                problems.append(f"blob {digest} has {found} bytes, and the record says {size}")
+                problems.append(f"artifact {name}: blob {digest} has {found} bytes, and the record says {size}")
         # A record that was deleted or rewritten meanwhile is not at fault.
         if problems and _is_still(path, identity):
             bad += [_fault(path, problem) for problem in problems]

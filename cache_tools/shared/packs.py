@@ -137,7 +137,7 @@ def write_selected(
                     raise CacheError(f"{entry.path}: {error}; remove it or tune it again") from None
                 digest = hashlib.sha256(text.encode()).hexdigest()
                 signatures[digest] = read_signatures(store.root, digest)
-                yield record, {sha256: store.read_blob(sha256) for sha256 in record.digests}
+                yield record, _blobs_of(store, entry.path, record)
                 written += 1
         if not written:
             raise CacheError(
@@ -145,3 +145,18 @@ def write_selected(
             )
 
     return write_pack(path, chosen(), signatures), left_out
+
+
+def _blobs_of(store: Store, path: Path, record: Record) -> dict[str, bytes]:
+    """Return the blobs of the record at ``path``.
+
+    Raises:
+        CacheError: one is missing or bad.
+    """
+    blobs = {}
+    for name, artifact in record.artifacts.items():
+        try:
+            blobs[artifact.sha256] = store.read_blob(artifact.sha256)
+        except CacheError as error:
+            raise type(error)(f"{path}: artifact {name}: {error}; `verify` lists what is broken") from None
+    return blobs

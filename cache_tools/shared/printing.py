@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from tilekern.cache import Record
+from tilekern.cache import Installed, Record
 from tilekern.warning import printable, tell
 
 # Width of a table when neither a terminal nor COLUMNS sets one: in a pipe or a file.
@@ -63,6 +63,13 @@ def count(number: int, thing: str) -> str:
 def note_left_out(records: int) -> str:
     """Format the end of a sentence that says how many unreadable records were left out; empty for none."""
     return f"; {count(records, 'unreadable record')} left out" if records else ""
+
+
+def note_kept(installed: Installed) -> str:
+    """Format the end of a sentence that says which records of a cache stayed, and why; empty for none."""
+    total = sum(installed.kept.values())
+    reasons = ", ".join(f"{records} {reason}" for reason, records in installed.kept.items())
+    return f"; {count(total, 'better record')} of the cache stayed: {reasons}" if total else ""
 
 
 def number(document: dict[str, Any] | None, name: str) -> float | None:

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from tilekern.cache import SCHEMA, Artifact, CacheError, FolderLayer, Record, Store, lookup, write_pack
 from tilekern.cache.trust.signing import SigningKey, generate_key
+from tilekern.spec import INVARIANT
 from tilekern.spec.source import source_digest
 
 SOURCE = hashlib.sha256(b"source").hexdigest()
@@ -25,6 +26,8 @@ H200 = {"key": "sm_90-h200-132", "name": "H200", "arch": "sm_90", "sm_count": 13
 H100 = {"key": "sm_90-h100-132", "name": "H100", "arch": "sm_90", "sm_count": 132}
 B200 = {"key": "sm_100-b200-148", "name": "B200", "arch": "sm_100", "sm_count": 148}
 PROBLEM = {"rows": 8192, "columns": 4096, "dtype": "bfloat16"}
+# The code of an invariant kernel.
+SAME = b"same" * 120
 PLACE = ("sm_90-h200-132", "tileiras-13.4.92")
 
 
@@ -76,6 +79,16 @@ def make(*contents: bytes, **changes: Any) -> tuple[Record, dict[str, bytes]]:
     )
     blobs = {artifact.sha256: data for artifact, data in zip(artifacts.values(), contents, strict=False)}
     return replace(record, **changes), blobs
+
+
+def make_classed(**changes: Any) -> tuple[Record, dict[str, bytes]]:
+    """A record with an invariant kernel that has an artifact of its own, and its blobs."""
+    record, blobs = make(b"fast" * 100, b"generic" * 90)
+    same = artifact(SAME)
+    facts = {"config": same.config, "bits": "a", "median_us": 42.0, "generic": False}
+    measurement = {**(record.measurement or {}), INVARIANT: facts}
+    whole = replace(record, artifacts=record.artifacts | {INVARIANT: same}, measurement=measurement)
+    return replace(whole, **changes), blobs | {same.sha256: SAME}
 
 
 def sealed(text: str) -> str:

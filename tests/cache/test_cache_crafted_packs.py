@@ -75,7 +75,7 @@ def refused(path, tmp_path, *words, kind=Corrupt, as_layer=True):
 
 
 def test_the_pack_that_the_crafted_ones_are_made_from_is_sound(tmp_path):
-    assert install_pack(pack(tmp_path / "a.pack", members()), Store(tmp_path / "there")) == 1
+    assert install_pack(pack(tmp_path / "a.pack", members()), Store(tmp_path / "there")).records == 1
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,8 @@ def signature(digest, key=KEY, text=b"0" * 128 + b"\n"):
 
 def test_signatures_belong_to_records_and_to_version_2(tmp_path):
     digest = digest_of(RECORD)
-    assert install_pack(pack(tmp_path / "a.pack", members() | signature(digest), schema=2), Store(tmp_path / "c")) == 1
+    signed = pack(tmp_path / "a.pack", members() | signature(digest), schema=2)
+    assert install_pack(signed, Store(tmp_path / "c")).records == 1
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
     refused(pack(tmp_path / "one/a.pack", members() | signature(digest)), tmp_path / "one", "has no signatures")

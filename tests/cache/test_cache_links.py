@@ -150,7 +150,7 @@ def test_the_root_and_what_leads_to_it_may_be_links(tmp_path):
     (tmp_path / "disk/cache").symlink_to("deep")
     store = Store(tmp_path / "link/cache")
     write_pack(tmp_path / "a.pack", [make()])
-    assert install_pack(tmp_path / "a.pack", store) == 1
+    assert install_pack(tmp_path / "a.pack", store).records == 1
     put(store.root, b"more", problem={**PROBLEM, "rows": 1})
     (entry,) = (entry for entry in store.entries() if entry.record.problem["rows"] == 1)
     assert not store.is_linked(entry.path)

@@ -3,9 +3,24 @@ import os
 import warnings
 
 import pytest
-from cache_samples import B200, H100, H200, PROBLEM, SOURCE, blob_file, changed, changing, find, make, put, toolkit
+from cache_samples import (
+    B200,
+    H100,
+    H200,
+    PROBLEM,
+    SAME,
+    SOURCE,
+    blob_file,
+    changed,
+    changing,
+    find,
+    make,
+    make_classed,
+    put,
+    toolkit,
+)
 
-from tilekern.cache import FolderLayer, PackLayer, Store, default_layers, hits, user_root, write_pack
+from tilekern.cache import CacheError, FolderLayer, PackLayer, Store, default_layers, hits, user_root, write_pack
 
 
 def layer(root, name="user", writable=True):
@@ -362,3 +377,24 @@ def test_a_bad_pack_is_reported_once_and_empty(tmp_path, content):
         hits = [find([PackLayer(path)]) for _ in range(2)]
     assert hits == [None, None]
     assert len(caught) == 1
+
+
+def test_the_invariant_mode_prefers_a_record_with_a_class_that_can_be_loaded(tmp_path):
+    """The user's cache has none, the next one has lost its artifact, the last one has both."""
+    put(tmp_path / "user", b"own")
+    for name in ("broken", "whole"):
+        Store(tmp_path / name).write(*make_classed())
+    blob_file(tmp_path / "broken", SAME).unlink()
+    layers = [FolderLayer(tmp_path / name, name) for name in ("user", "broken", "whole")]
+    assert find(layers).layer.name == "user"
+    trace = []
+    assert find(layers, invariant=True, trace=trace).load("invariant") == SAME
+    assert [(step.layer, step.outcome) for step in trace] == [
+        ("user", "classless"), ("broken", "classless"), ("whole", "taken"),
+    ]  # fmt: skip
+    assert "there is no" in trace[1].detail
+    assert find(layers[:2], invariant=True).layer.name == "user", "without a class the order is as ever"
+    found = find(layers[1:2], trace=trace)
+    assert "taken, without its invariant kernel: there is no" in trace[-1].detail
+    with pytest.raises(CacheError, match="there is no"):
+        found.load("invariant")

@@ -3,7 +3,7 @@
 import pytest
 from cache_samples import PROBLEM, SOURCE, digest_of, make, put
 
-from tilekern.cache import CacheError, Store, has_better, install_pack, write_pack
+from tilekern.cache import CacheError, Store, install_pack, why_better, write_pack
 
 SECOND = {"problem": {**PROBLEM, "rows": 1}}
 # Records are made in August.
@@ -11,6 +11,7 @@ JULY, SEPTEMBER = ({"created": f"2026-{month}-01T12:00:00Z"} for month in ("07",
 # By a clock that is far ahead.
 AHEAD = {"created": "2099-01-01T00:00:00+00:00"}
 PREDICTED = {"provenance": "predicted"}
+CLASSED = {"measurement": {"median_us": 37.8, "invariant": {"config": {}, "bits": "a", "median_us": 42.0}}}
 OTHER_SOURCE, OTHER_SPACE = {"source_digest": "1" * 64}, {"space_digest": "0" * 64}
 BY_DATE = [
     ({}, PREDICTED, True),
@@ -37,6 +38,11 @@ DECISIONS = [
     ({}, OTHER_SOURCE | AHEAD, SOURCE, True),
     (OTHER_SOURCE | AHEAD, PREDICTED, SOURCE, False),
     (PREDICTED, OTHER_SPACE, SOURCE, False),
+    # A kernel of one bit class counts more than a date.
+    (CLASSED, SEPTEMBER, SOURCE, True),
+    (SEPTEMBER, CLASSED, SOURCE, False),
+    (CLASSED | OTHER_SPACE, JULY, SOURCE, False),
+    (CLASSED, CLASSED | SEPTEMBER, SOURCE, False),
 ]
 
 
@@ -46,16 +52,17 @@ def test_the_better_record_stays(tmp_path, present, offered, today, stays):
     write_pack(tmp_path / "a.pack", [make(created_by="offered", **offered)])
     installed = install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), today=today and (lambda _: today))
     (entry,) = Store(tmp_path / "cache").entries()
-    assert (installed, entry.record.created_by) == ((0, "present") if stays else (1, "offered"))
+    assert (installed.records, entry.record.created_by) == ((0, "present") if stays else (1, "offered"))
 
 
 def test_a_record_made_just_now_is_newer_than_any_date(tmp_path):
-    put(tmp_path / "cache", created_by="present", **AHEAD)
+    put(tmp_path / "cache", created_by="present", **AHEAD, **CLASSED)
     made = make(created_by="tuned")
     write_pack(tmp_path / "a.pack", [made])
-    assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache")) == 0
-    assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), made_now=[digest_of(made[0])]) == 1
-    assert not has_better(Store(tmp_path / "cache"), made[0], made_now=True)
+    reason = "with a kernel for tilekern.invariant()"
+    assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache")) == (0, {reason: 1})
+    assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), made_now=[digest_of(made[0])]) == (1, {})
+    assert not why_better(Store(tmp_path / "cache"), made[0], made_now=True)
 
 
 def test_inconsistent_contents_are_not_packed(tmp_path):

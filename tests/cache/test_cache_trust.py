@@ -144,7 +144,7 @@ def test_what_the_tuner_publishes_under_signed_is_its_own(tmp_path, roots):
     write_pack(tmp_path / "results.pack", records)
     with pytest.raises(Untrusted, match="rows=1,"):  # what others put there between writing and reading
         install_pack(tmp_path / "results.pack", Store(tmp_path / "cache"), own=own[:1])
-    assert install_pack(tmp_path / "results.pack", Store(tmp_path / "cache"), own=own) == 2
+    assert install_pack(tmp_path / "results.pack", Store(tmp_path / "cache"), own=own).records == 2
     assert find([FolderLayer(tmp_path / "cache", "user")])
     assert quietly([PackLayer(tmp_path / "results.pack")]) is None
 

@@ -224,7 +224,7 @@ def test_verify_says_a_reason_once_with_a_count(cli, root):
     lines = out.splitlines()
     assert [line for line in lines if not line.startswith("  ")][:-2] == [
         "broken: 2 files: not valid JSON: JSON is malformed: object keys must be strings (byte …)",
-        "broken: 20 files: blob … is missing",
+        "broken: 20 files: artifact aligned: blob … is missing",
         "stale: 23 records: the kernel's source has changed since",
         "cannot tell whether stale: 20 records: the kernel's source is not installed here",
     ]
@@ -330,7 +330,8 @@ def test_pack_and_unpack_carry_a_cache(cli, tmp_path):
     packed = cli.json("pack", str(out), "--kernel", "rms_norm")
     assert (packed["records"], packed["left_out"], packed["bytes"]) == (2, 0, out.stat().st_size)
     there = tmp_path / "there"
-    assert cli.json("unpack", str(out), root=there) == {"pack": str(out), "cache_dir": str(there), "installed": 2}
+    unpacked = {"pack": str(out), "cache_dir": str(there), "installed": 2, "kept": {}}
+    assert cli.json("unpack", str(out), root=there) == unpacked
     assert cli.json("verify", root=there)["broken"] == []
     assert "unpacked 2 records" in cli("unpack", str(out), root=there)[1]
 

@@ -60,7 +60,7 @@ def test_a_filesystem_carries_a_pack(cli, pack, root, tmp_path, place):
     assert pushed["targets"] == ["sm_100-b200-148", "sm_90-h200-132"]
     assert pushed["toolkits"] == ["tileiras-13.4.92"]
     assert cli.json("pull", url) == {
-        "url": url, "downloaded": False, "sha256": sha256(pack), "cache_dir": str(root), "installed": 0,
+        "url": url, "downloaded": False, "sha256": sha256(pack), "cache_dir": str(root), "installed": 0, "kept": {},
     }  # fmt: skip
     assert cli.json("verify")["broken"] == []
 

@@ -9,6 +9,7 @@ from one_record import GPU, H200, PROBLEM, SIZES, SPEC
 
 import tilekern
 from tilekern import cache
+from tilekern.cache.keys import blob_path
 from tilekern.cache_tools.__main__ import main
 from tilekern.compile import library, toolchain
 from tilekern.errors import NoVariant, TilekernWarning
@@ -141,6 +142,38 @@ def test_an_invariant_config_of_another_space_makes_a_record_a_misfit(made, root
     dispatch.set_miss_policy("fallback")
     with pytest.warns(TilekernWarning, match="is passed over"):
         assert dispatch.plan_for(SPEC, GPU, *SIZES) is None
+
+
+@pytest.mark.parametrize("broken", ["missing", "damaged"])
+def test_an_invariant_artifact_that_cannot_be_loaded_is_named_and_leaves_the_winner_alone(made, root, broken):
+    write(made, root, facts())
+    path = root / blob_path(made[0][INVARIANT].sha256)
+    path.unlink() if broken == "missing" else path.write_bytes(b"damaged")
+    with pytest.warns(TilekernWarning) as said, tilekern.invariant():
+        same = dispatch.plan_for(SPEC, GPU, *SIZES)
+    assert any(f"cannot be loaded: there is no {path}" in str(one.message) for one in said) == (broken == "missing")
+    assert any(f"{path} is bad and was set aside" in str(one.message) for one in said) == (broken == "damaged")
+    assert any("rows of swiglu_forward may depend on others" in str(one.message) for one in said)
+    fast = dispatch.plan_for(SPEC, GPU, *SIZES)
+    assert (same.config, fast.config, variants_of(fast)) == (FAST, FAST, [ALIGNED, GENERIC])
+
+
+def test_a_record_without_the_artifact_that_it_names_runs_its_winner(made, root):
+    artifacts = {name: one for name, one in made[0].items() if name != INVARIANT}
+    write((artifacts, {one.sha256: made[1][one.sha256] for one in artifacts.values()}), root, facts())
+    with pytest.warns(TilekernWarning, match="the record has no artifact of it"), tilekern.invariant():
+        assert dispatch.plan_for(SPEC, GPU, *SIZES).config == FAST
+
+
+def test_inside_a_read_only_cache_with_a_class_comes_before_the_user_s_without(made, root, tmp_path, monkeypatch):
+    write(made, tmp_path / "shared", facts())
+    write(made, root, None, config=SAME)
+    monkeypatch.setenv("TILEKERN_CACHE_PATH", str(tmp_path / "shared"))
+    dispatch.forget()
+    assert dispatch.plan_for(SPEC, GPU, *SIZES).config == SAME, "the user's own winner"
+    with tilekern.invariant():
+        assert variants_of(dispatch.plan_for(SPEC, GPU, *SIZES)) == [INVARIANT]
+    assert not dispatch.varying()
 
 
 def test_a_pack_brings_the_invariant_kernel_along(made, root, tmp_path):

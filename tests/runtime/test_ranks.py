@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
 import torch.distributed as dist
 from marks import needs_compiler
@@ -14,7 +15,7 @@ from rank_jobs import DEFAULT, OTHER, fill, finish, go_through, record, start
 
 from tilekern import cache
 from tilekern.patch import comparing as ranks
-from tilekern.runtime.ranks.held import identity
+from tilekern.runtime.ranks.held import Held, identity, packed, unpacked
 from tilekern.runtime.ranks.snapshot import Snapshot
 from tilekern.spec.source import source_digest
 from tilekern.spec.targets import resolve
@@ -337,3 +338,24 @@ def test_an_identity_covers_what_runs_and_nothing_else(compiled):
     assert identity(record(compiled, created="2026-08-01T12:00:00+00:00")[0]) == identity(made)
     assert identity(record(compiled, config=OTHER)[0]) != identity(made)
     assert identity(record(compiled, columns=64)[0]) != identity(made)
+
+
+def test_an_identity_covers_the_kernel_of_the_invariant_mode(compiled):
+    made, blobs = record(compiled)
+    facts = {"config": dict(OTHER), "bits": "a", "generic": False, "median_us": 9.0}
+    named = [
+        msgspec.structs.replace(made, measurement={"invariant": facts | changed})
+        for changed in ({}, {"median_us": 8.0}, {"bits": "b"})
+    ]
+    same, slower, other = map(identity, named)
+    assert same == slower
+    assert len({identity(made), same, other}) == 3
+    lost = {"invariant": msgspec.structs.replace(made.artifacts["aligned"], sha256="0" * 64)}
+    lacking = msgspec.structs.replace(named[0], artifacts=made.artifacts | lost)
+    whole = Held(lacking, blobs | {"0" * 64: b""}, {})
+    broken = Held(lacking, blobs, {})
+    assert whole.identity != broken.identity
+    [arrived] = unpacked(packed([broken]))
+    assert (arrived.record, arrived.identity) == (lacking, broken.identity)
+    with pytest.raises(cache.Corrupt, match="form in which ranks send them"):
+        unpacked(packed([Held(lacking, {}, {})]))

@@ -1,8 +1,10 @@
 """Preflight on its own: what it calls what, its exit codes, and what --fix makes."""
 
+import dataclasses
 import hashlib
 import json
 import os
+import types
 
 import pytest
 from msgspec.structs import replace
@@ -14,7 +16,7 @@ from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
 from tilekern.runtime.records import record_of
-from tilekern.spec import ALIGNED, GENERIC
+from tilekern.spec import ALIGNED, GENERIC, INVARIANT
 from tilekern.spec.targets import resolve
 from tilekern.tuning import cli
 from tilekern.tuning import preflight as checks
@@ -45,14 +47,17 @@ def model(tmp_path):
     return str(path)
 
 
-def put(root, kernel, problem, target=H200, provenance="predicted", **changes):
-    """A record whose artifacts are no code: a lookup asks for no more."""
+def put(root, kernel, problem, target=H200, provenance="predicted", bits=None, **changes):
+    """A record whose artifacts are no code: a lookup asks for no more. Its winner is of the class ``bits``."""
     spec = spec_named(kernel)
+    config = spec.default(problem, target)
     facts = {"measurement": {"median_us": 1.0}} if provenance == "measured" else {}
+    if bits:
+        facts["measurement"][INVARIANT] = {"config": dict(config), "bits": bits, "median_us": 1.0, "generic": False}
     code = b"no code"
     sha256 = hashlib.sha256(code).hexdigest()
-    artifacts = {variant: Artifact(sha256, len(code), "symbol", {}, [], {}) for variant in (ALIGNED, GENERIC)}
-    made = record_of(spec, problem, spec.default(problem, target), target, TOOLS, artifacts, provenance, **facts)
+    artifacts = {name: Artifact(sha256, len(code), "symbol", dict(config), [], {}) for name in (ALIGNED, GENERIC)}
+    made = record_of(spec, problem, config, target, TOOLS, artifacts, provenance, **facts)
     Store(root).write(replace(made, **changes), {sha256: code})
 
 
@@ -221,6 +226,75 @@ def test_what_any_record_serves_is_promised_on_every_machine(model, monkeypatch,
     for need in ("served", "exact"):
         assert run(model, "--gpu", "H200", "--tokens", "64", "--ops", "rope", "--need", need, "--json") == 3
         assert json.loads(capsys.readouterr().out)["cannot_fix"] is None
+
+
+@pytest.fixture(scope="module")
+def inside():
+    """Two lengths of a step, planned for the invariant mode too."""
+    steps = Steps((64, 128), ops=("rope", "swiglu"), optimizer="none", invariant=True)
+    return plan_of_model(CONFIG, steps, H200)
+
+
+def fill(root, planned, bits="a"):
+    for named in planned.problems:
+        put(root, *named, provenance="measured", bits=bits if named in planned.invariant else None)
+
+
+def test_the_invariant_mode_needs_a_bit_class_for_each_problem_with_rows(inside, tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "here", lambda: None)
+    fill(tmp_path / "cache", inside)
+    found = checks.preflight_of(inside, H200)
+    assert (found.missing, found.cannot_fix) == ([], None)
+    assert found.invariant_counts() == {"with": len(inside.invariant), "without": 0}
+    assert {need.bits for need in found.needs} == {None, "a"}, "gradients need none"
+    lacking = next(iter(inside.invariant))
+    put(tmp_path / "cache", *lacking, provenance="measured")
+    found = checks.preflight_of(inside, H200)
+    (need,) = found.missing
+    assert (need.kernel, need.problem) == lacking
+    assert "exact, measured; no bit class: its record names no kernel of one bit class" in checks.line_of(need)
+    assert found.cannot_fix.startswith("no H200 is here, and --invariant asks for records that were timed on one")
+    assert not checks.preflight_of(dataclasses.replace(inside, invariant=frozenset()), H200).missing
+
+
+def test_fix_tunes_all_sizes_of_a_class_together(inside, tmp_path, monkeypatch):
+    fill(tmp_path / "cache", inside)
+    sizes = [named for named in inside.problems if named[0] == "swiglu_forward"]
+    odd = sizes[-1]
+    put(tmp_path / "cache", *odd, provenance="measured", bits="b")
+    monkeypatch.setattr(checks, "here", lambda: H200)
+    monkeypatch.setattr(checks, "require_toolkit", lambda: types.SimpleNamespace(key=TOOLS["key"]))
+    found = checks.preflight_of(inside, H200)
+    (need,) = found.missing
+    assert len(sizes) == 2
+    assert "records of its sizes name two bit classes" in need.varies
+    with pytest.raises(InputError, match="--by compile measures nothing, and --invariant asks for that"):
+        checks.fix(found, checks.COMPILE)
+
+    def tuned(_cache, named, _options, _tell, invariant):
+        assert (named, invariant) == (sizes, set(sizes))
+        fill(tmp_path / "cache", inside, "c")
+        return dict.fromkeys(named)
+
+    monkeypatch.setattr("tilekern.tuning.serve.loop.tune", tuned)
+    again = checks.fix(found)
+    assert again.missing == []
+    assert {need.bits for need in again.needs} == {None, "c"}
+
+
+@pytest.mark.slow
+def test_the_command_and_the_call_ask_for_classes(model, tmp_path, capsys):
+    asked = {"ops": ["rope"], "optimizer": "none", "invariant": True}
+    found = tilekern.preflight(CONFIG, 64, gpu="H200", decode=2, context=64, **asked)
+    assert {need.kernel for need in found.needs if need.needs_class} >= {"rope", "matmul"}
+    for need in found.needs:
+        put(tmp_path / "cache", need.kernel, need.problem, provenance="measured")
+    options = ["--tokens", "64", "--ops", "rope", "--optimizer", "none", "--decode", "2", "--context", "64"]
+    assert run(model, "--gpu", "H200", *options) == 0
+    capsys.readouterr()
+    assert run(model, "--gpu", "H200", *options, "--invariant") == 3
+    lacking = found.invariant_counts()["without"]
+    assert f"tilekern.invariant(): 0 with a bit class, {lacking} without" in capsys.readouterr().out
 
 
 @needs_compiler

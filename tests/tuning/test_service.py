@@ -148,6 +148,17 @@ def test_a_predicted_record_does_not_meet_the_goal_measured(known, tmp_path: Pat
     assert list(dict.fromkeys(told)) == ["compile", "measure", "publish"]
 
 
+def test_a_problem_that_needs_a_bit_class_and_gets_none_has_the_reason(known, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(pipeline, "here", lambda: H200)
+    monkeypatch.setattr("tilekern.tuning.executors.local.LocalExecutor", lambda *_: RecordedExecutor())
+    cache = WatchedCache(tmp_path, H200, toolkit().key, MEASURED)
+    found = tune(cache, THREE[:2], Options(jobs=1), invariant={THREE[0]})
+    assert cache.sweep.invariant == {THREE[0]}
+    assert found[THREE[0]] == "no bit class: no rows of its results can be compared"
+    assert found[THREE[1]].record.provenance == MEASURED
+    assert provenances(tmp_path)[THREE[0][1]["rows"]] == MEASURED, "it is published all the same"
+
+
 def test_costlier_problems_come_first(tmp_path: Path):
     for named in (SMALL, OTHER):
         want(tmp_path, named)

@@ -10,7 +10,7 @@ from tilekern.cache.freshness import DATED, FRESH, NOT_FRESH, STALE, Freshness, 
 from tilekern.cache.keys import Address, parse_problem_key, problem_key
 from tilekern.cache.layers import FolderLayer, Layer, PackLayer
 from tilekern.cache.lookup import Hit, Step, by_preference, hits, lookup
-from tilekern.cache.packs.installing import has_better, install_pack
+from tilekern.cache.packs.installing import Installed, install_pack, why_better
 from tilekern.cache.packs.pack import PACK_SUFFIX, Pack, checked_contents
 from tilekern.cache.packs.writing import write_pack
 from tilekern.cache.places import default_layers, user_root, user_root_if_any
@@ -46,6 +46,7 @@ __all__ = [
     "Freshness",
     "Garbage",
     "Hit",
+    "Installed",
     "Launch",
     "Layer",
     "Missing",
@@ -64,7 +65,6 @@ __all__ = [
     "clear_wanted",
     "default_layers",
     "freshness",
-    "has_better",
     "hits",
     "install_pack",
     "lookup",
@@ -79,5 +79,6 @@ __all__ = [
     "user_root",
     "user_root_if_any",
     "wanted_name",
+    "why_better",
     "write_pack",
 ]

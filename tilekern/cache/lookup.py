@@ -24,6 +24,7 @@ from tilekern.cache.keys import Value, problem_key
 from tilekern.cache.layers import Layer
 from tilekern.cache.records import PROVENANCES, Record
 from tilekern.cache.trust.policy import must_be_signed
+from tilekern.spec.kernel_spec import INVARIANT
 from tilekern.warning import warn_once
 
 
@@ -36,28 +37,34 @@ class Hit:
         layer: the layer that has it.
         exact_target: False if it was made for another GPU of the same arch.
         exact_bucket: False if it was made for other bucketed sizes.
+        blobs: its artifacts by sha256.
         fresh: False if the search space has changed since, so that it is not known to be the best.
+        lost: why the artifact of its invariant kernel cannot be loaded; empty if it can, or there is none. The others
+            can always be loaded.
     """
 
     record: Record
     layer: Layer
     exact_target: bool
     exact_bucket: bool
-    _blobs: Mapping[str, bytes] = field(repr=False)
+    blobs: Mapping[str, bytes] = field(repr=False)
     fresh: bool = True
+    lost: str = ""
 
     def load(self, variant: str) -> bytes:
         """Return the artifact of a variant, for example ``aligned``.
 
         Raises:
-            CacheError: the record has no such variant.
+            CacheError: the record has no such variant, or it is ``lost``.
         """
         artifact = self.record.artifacts.get(variant)
         if artifact is None:
             raise CacheError(
                 f"{self.record.kernel} has the variants {', '.join(self.record.artifacts)}, not {variant!r}"
             )
-        return self._blobs[artifact.sha256]
+        if artifact.sha256 not in self.blobs:
+            raise CacheError(self.lost)
+        return self.blobs[artifact.sha256]
 
     def in_layer(self, layer: Layer) -> Hit:
         """Return the same of another layer."""
@@ -73,8 +80,9 @@ class Step(NamedTuple):
         toolkit_key: the toolkit; None if the layer has none for this GPU.
         problem: the problem of the record; None if there was no record to try.
         outcome: ``taken``, ``not_there``, ``stale``, ``dated`` (taken only if nothing is fresh), ``weaker`` (fresh,
-            but of a weaker provenance than a dated one), ``unknown_schema``, ``untrusted``, ``bad``, ``no_records``
-            (the layer has none for this GPU, or no layer has another GPU of the arch) or ``no_other_bucket``.
+            but of a weaker provenance than a dated one), ``classless`` (taken only if no other record of the problem
+            has an invariant kernel), ``unknown_schema``, ``untrusted``, ``bad``, ``no_records`` (the layer has none for
+            this GPU, or no layer has another GPU of the arch) or ``no_other_bucket``.
         detail: the outcome in words.
     """
 
@@ -120,10 +128,12 @@ def hits(
     layers: Sequence[Layer],
     trace: list[Step] | None = None,
     unlikeness: Callable[[str], Any] = str,
+    invariant: bool = False,
 ) -> Iterator[Hit]:
     """Yield the records that serve a problem and whose blobs are all there and intact, the best first.
 
-    Records are read as they are asked for: a caller that uses the first hit reads no other.
+    Records are read as they are asked for: a caller that uses the first hit reads no other. A record whose invariant
+    kernel's blob alone is missing or damaged still serves.
 
     Args:
         kernel: the spec's name.
@@ -136,6 +146,7 @@ def hits(
         layers: where to look, first to last.
         trace: a list to which each step is added: what was passed over and why, and what was taken.
         unlikeness: sort key of other GPUs' keys, as :meth:`tilekern.spec.targets.Target.unlikeness`; default by name.
+        invariant: whether, of the records of one problem on one GPU, those with an invariant kernel come first.
 
     Raises:
         CacheError: ``problem`` has no key, or ``TILEKERN_TRUST`` is not a policy.
@@ -154,9 +165,12 @@ def hits(
 
     for target in targets():
         for of_a_problem in _candidates(kernel, wanted, bucketed, target, toolkit_key, layers, steps):
-            for found in _in_order(kernel, of_a_problem, source, steps):
+            in_order = _in_order(kernel, of_a_problem, source, steps)
+            for found in _classed_first(in_order, steps) if invariant else in_order:
                 exact = target == target_key, found.candidate.problem is wanted
-                yield Hit(found.record, found.candidate.layer, *exact, found.blobs, found.freshness == FRESH)
+                yield Hit(
+                    found.record, found.candidate.layer, *exact, found.blobs, found.freshness == FRESH, found.lost
+                )  # fmt: skip
 
 
 def _candidates(
@@ -234,6 +248,7 @@ class _Found(NamedTuple):
     record: Record
     blobs: dict[str, bytes]
     freshness: str
+    lost: str
 
     @property
     def rank(self) -> int:
@@ -262,8 +277,21 @@ def _in_order(kernel: str, candidates: Iterable[_Candidate], source: str, steps:
 
 
 def _taken(found: _Found, detail: str, steps: list[Step]) -> _Found:
-    steps.append(found.candidate.step("taken", detail))
+    lost = f", without its invariant kernel: {found.lost}" if found.lost else ""
+    steps.append(found.candidate.step("taken", detail + lost))
     return found
+
+
+def _classed_first(in_order: Iterable[_Found], steps: list[Step]) -> Iterator[_Found]:
+    """Yield one problem's records, those with an invariant kernel that can be loaded before the others."""
+    others = []
+    for found in in_order:
+        if INVARIANT in (found.record.measurement or {}) and not found.lost:
+            yield found
+        else:
+            steps[-1] = steps[-1]._replace(outcome="classless", detail=found.lost or "it has no invariant kernel")
+            others.append(found)
+    yield from (_taken(found, "taken", steps) for found in others)
 
 
 def _read(kernel: str, candidate: _Candidate, source: str, steps: list[Step]) -> _Found | None:
@@ -296,10 +324,22 @@ def _load(kernel: str, candidate: _Candidate, source: str) -> _Found | None:
         if worth == STALE:
             return None
         try:
-            blobs = {sha256: layer.read_blob(sha256) for sha256 in sorted(record.digests)}
-            return _Found(candidate, record, blobs, worth)
+            blobs, error = _read_blobs(layer, record)
         except Missing:
             # The record may have been removed or replaced since it was read: look again.
             if is_last:
                 raise
+            continue
+        if is_last or not isinstance(error, Missing):
+            return _Found(candidate, record, blobs, worth, str(error or ""))
     return None
+
+
+def _read_blobs(layer: Layer, record: Record) -> tuple[dict[str, bytes], CacheError | None]:
+    """Return a record's blobs, and why that of its invariant kernel is not among them, if so."""
+    needed = {artifact.sha256 for name, artifact in record.artifacts.items() if name != INVARIANT}
+    blobs = {sha256: layer.read_blob(sha256) for sha256 in sorted(needed)}
+    try:
+        return blobs | {sha256: layer.read_blob(sha256) for sha256 in record.digests - needed}, None
+    except CacheError as error:
+        return blobs, error

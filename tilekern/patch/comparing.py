@@ -163,7 +163,9 @@ def cache_digest(model: torch.nn.Module | None = None, *, gpu: str = "auto") -> 
 
 def _snapshot(target: Target, wanted: Callable[[KernelSpec, Problem], bool] | None = None) -> Snapshot:
     tools = toolkit()
-    return Snapshot.take(target.arch, default_layers(), tools.key if tools else None, wanted)
+    return Snapshot.take(
+        target.arch, default_layers(), tools.key if tools else None, wanted, invariant=dispatch.is_invariant()
+    )  # fmt: skip
 
 
 def _agreed(number: int) -> Agreed | None:

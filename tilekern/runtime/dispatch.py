@@ -30,9 +30,8 @@ from tilekern.runtime.locks import ForkLock
 from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of, unwatched
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
 from tilekern.runtime.requirements import driver_release, unmet
-from tilekern.runtime.rows import has_rows
+from tilekern.runtime.rows import has_rows, invariant_artifact, why_varies
 from tilekern.spec import ALIGNED, GENERIC, INVARIANT, Config, Implementation, KernelSpec, LibraryCall, Problem
-from tilekern.spec.bits import agree, joined, sizes_of_class
 from tilekern.spec.targets import INTERPRETED, Target, here
 from tilekern.warning import warn_once
 
@@ -571,7 +570,7 @@ def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found
     if _state.invariant:
         if spec.implement(problem, config).composite:
             return _planned(spec, problem, target, device, found, _by_kernels(spec, problem, config), ())
-        reason = _varies(spec, problem, found.record)
+        reason = why_varies(spec, problem, found, _state.classes, libraries_here())
         if not reason:
             return _invariant_plan(spec, problem, target, device, found)
         _note_unless_sum(spec, problem, reason)
@@ -622,26 +621,10 @@ def _planned(
     return plan_of(_state.kernels[key], implementation, config, problem, target)
 
 
-def _varies(spec: KernelSpec, problem: Problem, record: Record) -> str:
-    """Return why a row of a problem may depend on others; empty if the record's invariant kernel is to run."""
-    facts = (record.measurement or {}).get(INVARIANT)
-    if facts is None:
-        return "its record names no kernel of one bit class; tune with --invariant"
-    if library_of(facts["config"]) not in (None, *libraries_here()):
-        return f"{library_of(facts['config'])}, which its invariant record names, is not here"
-    sizes = sizes_of_class(spec, problem)
-    running = _state.classes.get(sizes, facts["bits"])
-    if not agree(running, facts["bits"]):
-        return "records of its sizes name two bit classes; tune all sizes in one run with --invariant"
-    _state.classes[sizes] = joined(running, facts["bits"])
-    return ""
-
-
 def _invariant_plan(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan:
     """Return the plan of a record's invariant kernel; arguments of another bit class are refused at the launch."""
     facts = (found.record.measurement or {})[INVARIANT]
-    config, artifacts = Config(facts["config"]), found.record.artifacts
-    wide = INVARIANT if INVARIANT in artifacts else ALIGNED
+    config, wide = Config(facts["config"]), invariant_artifact(found.record)
     return _planned(spec, problem, target, device, found, config, (wide, GENERIC) if facts["generic"] else (wide,))
 
 
@@ -665,13 +648,15 @@ def find(
     *,
     layers: Sequence[Layer] | None = None,
     trace: list[Step] | None = None,
+    invariant: bool | None = None,
 ) -> Hit | None:
     """Return the cache's record for a problem at its buckets, with checked artifacts, or None.
 
     It is looked up in ``layers``, else in what the ranks agreed on, else in the layers of this process; ``trace`` takes
-    the steps of the lookup. The GPU need not be here.
+    the steps of the lookup. ``invariant`` says whether it is one of the invariant mode; by default, of this process's
+    mode. The GPU need not be here.
     """
-    return next(_hits(spec, bucketed, target, layers=layers, trace=trace), None)
+    return next(_hits(spec, bucketed, target, layers=layers, trace=trace, invariant=invariant), None)
 
 
 def _hits(
@@ -681,6 +666,7 @@ def _hits(
     *,
     layers: Sequence[Layer] | None = None,
     trace: list[Step] | None = None,
+    invariant: bool | None = None,
 ) -> Iterator[Hit]:
     """Yield the records that :func:`find` looks for, the best first, without those that fit no kernel."""
     from tilekern import cache
@@ -711,6 +697,7 @@ def _hits(
         layers=layers,
         trace=trace,
         unlikeness=target.unlikeness,
+        invariant=_state.invariant if invariant is None else invariant,
     )
     for hit in found:
         reason = _misfit(spec, bucketed, target, hit.record)

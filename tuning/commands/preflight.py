@@ -43,13 +43,17 @@ def command(
 
     MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, a hub id, or a plan of
     tilekern.trace. Runs on any machine, and writes nothing without --fix, which measures if the GPU is here, and else
-    predicts. Exit codes: 0 nothing is missing; 2 bad input; 3 records are missing; 4 --fix found no compiler.
+    predicts. With --invariant, each problem that has rows inside tilekern.invariant() must also have a kernel of one
+    bit class, which only measuring finds. Exit codes: 0 nothing is missing; 2 bad input; 3 records are missing; 4 --fix
+    found no compiler.
 
-    --json: model, target, need, complete (bool), counts (problems by state), provenances (of the records that serve),
+    --json: model, target, need, invariant (with and without: how many problems that need a bit class have it; null if
+    none needs one), complete (bool), counts (problems by state), provenances (of the records that serve),
     problems and missing: lists of kernel, problem, state (exact; nearest: another bucket's record serves; other_gpu:
     one of another GPU of the arch serves; missing), provenance (measured, predicted, default), serving (the record's
     address), layer, stale (a record of this very problem exists, but the kernel was edited), fresh (false: the search
-    space has changed since), why (--fix failed); cannot_fix (why --fix cannot build missing records on this machine,
+    space has changed since), why (--fix failed), needs_class (the job needs a kernel of one bit class), bits (its
+    class), varies (why no such kernel will run); cannot_fix (why --fix cannot build missing records on this machine,
     or null); notes.
     """
     request, target = PlanRequest.of(given), resolve(gpu)
@@ -76,6 +80,8 @@ def _told(found: checks.Preflight) -> list[str]:
             counted.append(f"{number} {state.replace('_', ' ')}{f' ({how})' * bool(how)}")
     numbers = ", ".join(counted)
     lines = [*first, f"{found.model} on {found.target.name}: {len(found.needs)} problems: {numbers}", *found.notes]
+    if classes := found.invariant_counts():
+        lines.append(f"tilekern.invariant(): {classes['with']} with a bit class, {classes['without']} without")
     lines += [f"served: {checks.line_of(need)}" for need in found.needs if need.fresh is False]
     if not found.missing:
         return [*lines, "nothing is missing"]

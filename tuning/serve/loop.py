@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from tilekern.cache import CacheError
@@ -12,7 +12,7 @@ from tilekern.cache.folders import files_inside, unlink_below
 from tilekern.errors import TilekernError
 from tilekern.tuning.pipeline import Options, Pipeline, Tell
 from tilekern.tuning.plan.choosing import with_parts
-from tilekern.tuning.publishing import Winner, is_open, keep_winners, why_not
+from tilekern.tuning.publishing import Known, Winner, invariant_winners, is_open, keep_winners, why_not
 from tilekern.tuning.serve.watched import MEASURED, WAITING, Item, WatchedCache
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.holding import written
@@ -150,14 +150,17 @@ class Service:
 
 
 def tune(
-    cache: WatchedCache, named: Sequence[Named], options: Options, tell: Tell = lambda *_: None
-) -> dict[Named, Winner | str]:
+    cache: WatchedCache, named: Sequence[Named], options: Options, tell: Tell = lambda *_: None,
+    invariant: Collection[Named] = (),
+) -> dict[Named, Winner | str]:  # fmt: skip
     """Compile, measure if the GPU is here, and publish; the sweep's journal saves finished work.
 
-    The parts of composites are tuned with them, unless the cache has them.
+    The parts of composites are tuned with them, unless the cache has them. ``invariant`` are the problems that need a
+    kernel of one bit class.
 
     Returns:
-        The winner of each problem, now in the cache, or the reason why it has none that is as good as the goal.
+        The winner of each problem, now in the cache, or the reason why it has none that is as good as the goal, or none
+        of the bit class that it needs.
 
     Raises:
         InputError: the sweep folder is held or cannot be written, or there is no such GPU.
@@ -165,7 +168,7 @@ def tune(
     """
     sweep = cache.sweep
     parts = [pair for pair in with_parts(named, cache.target) if pair not in named and not cache.holds(pair)]
-    sweep.begin(cache.target, "wanted", [*dict.fromkeys(named), *parts])
+    sweep.begin(cache.target, "wanted", [*dict.fromkeys(named), *parts], invariant=invariant)
     pipeline = Pipeline(sweep, cache.store, options, tell)
     pipeline.work()
     if cache.goal == MEASURED:
@@ -177,8 +180,13 @@ def tune(
         for winner, _ in winners
         if cache.goal != MEASURED or winner.record.provenance == MEASURED
     }
+    classless = invariant_winners(sweep, Known.of(sweep))[1] if invariant else {}
     _make_room(sweep)
-    return {pair: good[pair] if pair in good else why_not(sweep, *pair) for pair in named}
+    return {
+        pair: why_not(sweep, *pair) if pair not in good else f"no bit class: {classless[pair]}" if pair in classless
+        else good[pair]
+        for pair in named
+    }  # fmt: skip
 
 
 def _make_room(sweep: Sweep) -> None:

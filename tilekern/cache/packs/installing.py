@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from tilekern.cache.errors import CacheError, UnknownSchema, Untrusted
 from tilekern.cache.files import read_whole
@@ -19,9 +21,17 @@ from tilekern.cache.records import LARGEST_RECORD, PROVENANCES, Record, decode_r
 from tilekern.cache.store import GRACE_S, Store
 from tilekern.cache.trust.policy import must_be_signed, own_seal, require_trusted
 from tilekern.cache.trust.signing import SIGNATURE_BYTES
+from tilekern.spec.kernel_spec import INVARIANT
 
 Today = Callable[[Record], str | None]
 _Signatures = Mapping[str, Mapping[str, bytes]]
+
+
+class Installed(NamedTuple):
+    """The number of records that were written, and by reason of those that the cache kept instead."""
+
+    records: int
+    kept: dict[str, int]
 
 
 def install_pack(
@@ -30,10 +40,10 @@ def install_pack(
     own: Collection[str] = (),
     made_now: Collection[str] = (),
     today: Today | None = None,
-) -> int:
+) -> Installed:
     """Put a pack's records, blobs and signatures into a store, all or nothing, once all are checked.
 
-    A record in the store stays if it is better (:func:`has_better`). Under the policy ``signed``, every record must be
+    A record in the store stays if it is better (:func:`why_better`). Under the policy ``signed``, every record must be
     signed by a trust root.
 
     Args:
@@ -43,10 +53,7 @@ def install_pack(
             no signature.
         made_now: sha256 of the records that this process made, of its own artifacts or others'. They count as newer
             than any in the store, whatever the dates.
-        today: returns the digest of a record's kernel by its source today, for :func:`has_better`.
-
-    Returns:
-        The number of records written.
+        today: returns the digest of a record's kernel by its source today, for :func:`why_better`.
 
     Raises:
         Corrupt: anything in the pack is wrong; nothing was written.
@@ -64,11 +71,11 @@ def install_pack(
             except Untrusted as error:
                 raise Untrusted(f"{pack.path}: {record.address.path}: {error}; nothing was unpacked") from None
     finish_incoming(store.root)
-    chosen = [
-        address
+    reasons = {
+        address: why_better(store, pack.read_record(address), today, made_now=pack.members[name].sha256 in made_now)
         for address, name in pack.records.items()
-        if not has_better(store, pack.read_record(address), today, made_now=pack.members[name].sha256 in made_now)
-    ]
+    }
+    chosen = [address for address, reason in reasons.items() if not reason]
     try:
         remove_abandoned(store.root, time.time() - GRACE_S)
         with Incoming(store.root) as incoming:
@@ -83,21 +90,23 @@ def install_pack(
                     write_below(store.root, blob_path(blob), pack.read_blob(blob))
     except OSError as error:
         raise CacheError(f"cannot write to the cache folder {store.root}: {error.strerror or error}") from None
-    return len(chosen)
+    return Installed(len(chosen), dict(Counter(filter(None, reasons.values()))))
 
 
-def has_better(store: Store, offered: Record, today: Today | None = None, *, made_now: bool = False) -> bool:
-    """Return whether a store's record of the same problem, target and toolkit is better than an offered one.
+def why_better(store: Store, offered: Record, today: Today | None = None, *, made_now: bool = False) -> str:
+    """Return why a store's record of the same problem, target and toolkit is better than an offered one.
 
     The better one is, in this order: valid for today's source of the kernel; of the stronger provenance (measured, then
-    predicted, then default); of today's search space; the newer one. So an old pack does not undo newer records.
+    predicted, then default); of today's search space; with an invariant kernel; the newer one. So an old pack does not
+    undo newer records, and a pack that was tuned without ``--invariant`` does not undo a bit class. The text is empty
+    if the offered one is to be written.
 
     Args:
         store: the cache.
         offered: the other record.
         today: returns the digest of a record's kernel by its source today, or None if that is not installed here.
-        made_now: whether the offered record was made just now: it is of today's source, and newer than any, whatever
-            the dates, which come from the clocks of two machines.
+        made_now: whether the offered record was made just now: it is of today's source, and wins where an invariant
+            kernel or the dates would decide, which come from the clocks of two machines.
 
     Raises:
         UnknownSchema: another version of tilekern wrote the store's record; only that version may replace it.
@@ -113,20 +122,22 @@ def has_better(store: Store, offered: Record, today: Today | None = None, *, mad
     except UnknownSchema as error:
         raise UnknownSchema(f"{path} is left alone: {error}") from None
     except CacheError:
-        return False
+        return ""
     source = None if made_now or today is None else today(offered)
     worth = [freshness(record, source) if source else None for record in (present, offered)]
     if (worth[0] == STALE) != (worth[1] == STALE):
-        return worth[1] == STALE
+        return "of today's source" if worth[1] == STALE else ""
     if present.source_digest == offered.source_digest:
         ranks = [PROVENANCES.index(record.provenance) for record in (present, offered)]
         if ranks[0] != ranks[1]:
-            return ranks[0] < ranks[1]
+            return f"{present.provenance}, not {offered.provenance}" if ranks[0] < ranks[1] else ""
         if present.space_digest != offered.space_digest and FRESH in worth:
-            return worth[0] == FRESH
-    if made_now:
-        return False
-    return datetime.fromisoformat(present.created) > datetime.fromisoformat(offered.created)
+            return "of today's search space" if worth[0] == FRESH else ""
+        classed = [INVARIANT in (record.measurement or {}) for record in (present, offered)]
+        if classed[0] != classed[1] and not made_now:
+            return "with a kernel for tilekern.invariant()" if classed[0] else ""
+    is_newer = not made_now and datetime.fromisoformat(present.created) > datetime.fromisoformat(offered.created)
+    return "newer" if is_newer else ""
 
 
 def _files(

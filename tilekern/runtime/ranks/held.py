@@ -18,6 +18,7 @@ import msgspec
 from tilekern.cache import Corrupt, Missing, Record, problem_key
 from tilekern.cache.records import LARGEST_BLOB, LARGEST_RECORD, parse_object, record_of
 from tilekern.cache.trust.policy import require_trusted
+from tilekern.spec import INVARIANT
 
 # Bytes of the head's own size, and the most bytes of the head, which has the sizes of the rest: enough for some hundred
 # thousand signed records.
@@ -38,7 +39,7 @@ class Held:
 
     Attributes:
         record: the record.
-        blobs: its artifacts by sha256.
+        blobs: its artifacts by sha256; that of its invariant kernel is left out if the sender cannot read it.
         signatures: its signatures and seals by the names of their files; empty if the policy asks for none.
         place: what it is for, as it states itself.
         identity: the digest of what it makes a GPU run.
@@ -53,7 +54,7 @@ class Held:
     def __post_init__(self) -> None:
         own = Place(self.record.target["key"], self.record.kernel, problem_key(self.record.problem))
         object.__setattr__(self, "place", own)
-        object.__setattr__(self, "identity", identity(self.record))
+        object.__setattr__(self, "identity", identity(self.record, lost=self.record.digests > self.blobs.keys()))
 
     def require_trusted(self) -> None:
         """Check that a trust root of this rank signed it, or the user of this rank sealed it.
@@ -70,8 +71,12 @@ class Held:
         require_trusted(self.record.data, signature)
 
 
-def identity(record: Record) -> str:
-    """Return the digest of what a record makes a GPU run, in hexadecimal; times, checks and dates do not count."""
+def identity(record: Record, *, lost: bool = False) -> str:
+    """Return the digest of what a record makes a GPU run, in hexadecimal; times, checks and dates do not count.
+
+    ``lost`` says whether the artifact of its invariant kernel cannot be loaded.
+    """
+    same = (record.measurement or {}).get(INVARIANT) or {}
     parts = {
         "kernel": record.kernel,
         "problem": record.problem,
@@ -79,9 +84,11 @@ def identity(record: Record) -> str:
         "source": record.source_digest,
         "config": record.config,
         "best_kernel": record.best_kernel and record.best_kernel.config,
+        "invariant": {name: same.get(name) for name in ("config", "bits", "generic")},
         "artifacts": {
             name: [artifact.sha256, artifact.symbol, artifact.assumptions, msgspec.to_builtins(artifact.launch)]
             for name, artifact in record.artifacts.items()
+            if not (lost and name == INVARIANT)
         },
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -120,11 +127,24 @@ def unpacked(data: bytes) -> list[Held]:
         records = [record_of(next(parts)) for _ in entries]
         blobs = {hashlib.sha256(part).hexdigest(): part for part in parts}
         return [
-            Held(record, {digest: blobs[digest] for digest in record.digests}, signatures)
+            Held(record, _blobs_of(record, blobs), signatures)
             for record, (_, signatures) in zip(records, entries, strict=True)
         ]
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise Corrupt(f"the records do not have the form in which ranks send them: {error!r:.100}") from None
+
+
+def _blobs_of(record: Record, blobs: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return a record's artifacts; only that of its invariant kernel may be missing.
+
+    Raises:
+        KeyError: another one is missing.
+    """
+    return {
+        artifact.sha256: blobs[artifact.sha256]
+        for name, artifact in record.artifacts.items()
+        if name != INVARIANT or artifact.sha256 in blobs
+    }
 
 
 def _signatures(named: Mapping[str, str]) -> dict[str, bytes]:

@@ -46,11 +46,11 @@ class Snapshot:
     @classmethod
     def take(
         cls, arch: str, layers: Sequence[Layer], toolkit_key: str | None,
-        wanted: Callable[[KernelSpec, Problem], bool] | None = None,
+        wanted: Callable[[KernelSpec, Problem], bool] | None = None, *, invariant: bool = False,
     ) -> Snapshot:  # fmt: skip
         """Return the records that lookups for GPUs of an arch would find now, without bad and stale ones.
 
-        ``wanted`` says which problems to take; None takes all.
+        ``wanted`` says which problems to take; None takes all. ``invariant``: the lookups of the invariant mode.
         """
         held = []
         for place, spec, problem in dict.fromkeys(_places(arch, layers)):
@@ -59,10 +59,10 @@ class Snapshot:
             found = lookup(
                 spec.name, dict(problem), bucketed=(), target_key=place.target_key, arch=place.target_key,
                 toolkit_key=toolkit_key, source=source_digest(spec.module), layers=layers,
+                invariant=invariant,
             )  # fmt: skip
             if found is not None:
-                blobs = {one.sha256: found.load(name) for name, one in found.record.artifacts.items()}
-                held.append(Held(found.record, blobs, _signatures(found.record, found.layer)))
+                held.append(Held(found.record, found.blobs, _signatures(found.record, found.layer)))
         return cls(held)
 
     @property
