@@ -171,7 +171,7 @@ def preflight(
     attention: str | Sequence[str] = ("tilekern",),
     tp: int = 1, packed: bool = False, padded: bool = False, checkpointing: bool = False, optimizer: str = "adamw",
     experts: bool = False, decode: int | Sequence[int] = (), context: int | Sequence[int] = CONTEXT,
-    chunk: int | Sequence[int] = (), invariant: bool = False, need: str = SERVED,
+    chunk: int | Sequence[int] = (), paged: bool = False, invariant: bool = False, need: str = SERVED,
     cache_dir: str | Path | None = None,
 ) -> Preflight:  # fmt: skip
     """List the records that a job will need, and whether the caches have them; nothing is written, compiled or
@@ -180,7 +180,7 @@ def preflight(
     Args:
         config: what the job trains: a preset's name, the path of a config.json, a hub id, a configuration of
             transformers or its dictionary, all of which are patched for this; a model, which is asked as it is; or a
-            traced plan (:func:`tilekern.trace`) or its file, to which none of the arguments down to ``chunk``
+            traced plan (:func:`tilekern.trace`) or its file, to which none of the arguments down to ``paged``
             applies. Of a model, the lengths and whether they are packed or padded count.
         tokens: tokens of a step, batch times sequence; one number or several, as ``sequence``, ``dtype``, ``ops`` and
             ``attention`` are one or several.
@@ -199,6 +199,7 @@ def preflight(
         decode: how many sequences generation decodes at once, one number or several; none for no generation.
         context: tokens of a decoded sequence, the new one included.
         chunk: tokens of a prompt that are computed at once, where prompts are computed in chunks too.
+        paged: whether tokens are decoded by transformers' ``generate_batch`` too.
         invariant: whether the job also runs in the invariant mode, ``apply(invariant=True)``. Each problem that has
             rows there must have a kernel of one bit class, the same at all its sizes.
         need: what is asked of a problem's record: ``served`` by any, ``exact``: of the very bucket and GPU,
@@ -211,7 +212,7 @@ def preflight(
     check_settings()
     steps = Steps(
         as_list(tokens), as_list(sequence), as_list(dtype), None if ops is None else as_list(ops), as_list(attention),
-        tp, packed, padded, checkpointing, optimizer, experts, None, as_list(decode), as_list(context), as_list(chunk),
+        tp, packed, padded, checkpointing, optimizer, experts, None, as_list(decode), as_list(context), as_list(chunk), paged,
         invariant,
     )  # fmt: skip
     target = resolve(gpu)
@@ -361,9 +362,9 @@ def _need(
     is_stale = (hit is None or _state(hit) != EXACT) and _has_stale(kernel, problem, target, layers)
     needs_class, bits, varies = False, None, None
     if classes is not None:
-        # The kernels that a composite launches need a class, each by itself.
+        # The kernels that a composite launches need a class, each by itself; another spec's may serve instead.
         config = spec.default(problem, target) if hit is None else Config(hit.record.config)
-        needs_class = not spec.implement(problem, config).composite
+        needs_class = not spec.implement(problem, config).composite and sizes_of_class(spec, problem)[0] == kernel
         if needs_class and hit is not None:
             varies = why_varies(spec, problem, hit, classes, None) or None
             bits = None if varies else (hit.record.measurement or {})[INVARIANT]["bits"]

@@ -360,7 +360,8 @@ def tuned_plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
             found = None if problem is None or target is None else find(spec, spec.bucketed(problem), target)
             plan = None
             if problem is not None and found is not None and found.record.provenance == "measured":
-                serves = not _state.invariant or not _varies(spec, problem, found.record)
+                classes, libraries = _state.classes, libraries_here()
+                serves = not _state.invariant or not why_varies(spec, problem, found, classes, libraries)
                 plan = plan_for(spec, device, *sizes) if serves else None
             _state.plans[key] = plan
             return plan
