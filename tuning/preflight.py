@@ -212,8 +212,8 @@ def preflight(
     check_settings()
     steps = Steps(
         as_list(tokens), as_list(sequence), as_list(dtype), None if ops is None else as_list(ops), as_list(attention),
-        tp, packed, padded, checkpointing, optimizer, experts, None, as_list(decode), as_list(context), as_list(chunk), paged,
-        invariant,
+        tp, packed, padded, checkpointing, optimizer, experts, None, as_list(decode), as_list(context), as_list(chunk),
+        paged, invariant,
     )  # fmt: skip
     target = resolve(gpu)
     from tilekern.tuning.plan.choosing import plan_of_anything
