@@ -5,6 +5,7 @@ import gc
 import pytest
 import rerunning
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, Qwen3Config, StaticCache
 
 import tilekern
@@ -92,6 +93,30 @@ def test_logits_are_the_caller_s_own_and_the_cache_comes_back():
         rows.append(torch.cat(held, 1))
     assert torch.equal(*rows)
     assert of(model).replays == 5 - graphs.EAGER_STEPS
+
+
+@torch.no_grad()
+def test_a_captured_step_counts_its_token_in_one_launch(monkeypatch):
+    """transformers makes a place and counts in each layer."""
+    seen, record = [], Untouched.record
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func._overloadpacket.__name__)
+            return func(*args, **kwargs or {})
+
+    def recorded(self, run):
+        with Seen():
+            return record(self, run)
+
+    monkeypatch.setattr(Untouched, "record", recorded)
+    model = tilekern.graphed(make())
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    for number in range(5):
+        model(input_ids=IDS[:, number : number + 1], cache=cache)
+    assert (seen.count("index_copy_"), seen.count("_foreach_add_"), seen.count("add_")) == (4, 1, 0)
+    assert "update" not in vars(cache.layers[0])
+    assert [int(layer.cumulative_length) for layer in cache.layers] == [5, 5]
 
 
 def test_a_window_s_cache_rolls_when_it_is_full():

@@ -5,7 +5,9 @@ The graph reads and writes the cache in its place. What Python counts beside it,
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +140,8 @@ class TokenStep:
                 arguments.setdefault(argument, {})[key] = value
             else:
                 arguments[argument] = value
-        result = model(**arguments)
+        with _counted_at_the_end(token.cache):
+            result = model(**arguments)
         if not isinstance(result, dict):
             raise Refused(f"a result of the type {type(result).__name__}")
         self._kind: Any = type(result)
@@ -148,6 +151,42 @@ class TokenStep:
         if wrong is not None:
             raise Refused(f"a result of the type {type(wrong).__name__}")
         return [x for x in self._fields.values() if isinstance(x, Tensor)]
+
+
+@contextlib.contextmanager
+def _counted_at_the_end(cache: Any) -> Iterator[None]:
+    """Let each layer of a static cache write a token at its length, and count it for all layers in one launch.
+
+    transformers makes the token's place, counts and writes in five launches of each layer.
+
+    Raises:
+        Refused: a layer is updated twice.
+    """
+    kind: Any = sys.modules["transformers.cache_utils"].StaticLayer
+    counted: list[Tensor] = []
+
+    def updated(layer: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+        def update(key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            length = layer.cumulative_length
+            if any(x is length for x in counted):
+                raise Refused("a layer's cache is updated twice in a step")
+            for cached, new in ((layer.keys, key_states), (layer.values, value_states)):
+                cached.index_copy_(2, length.view(1), new)
+            counted.append(length)
+            return layer.keys, layer.values
+
+        return update
+
+    layers = [layer for layer in cache.layers if type(layer) is kind]
+    for layer in layers:
+        layer.update = updated(layer)
+    try:
+        yield
+        if counted:
+            torch._foreach_add_(counted, 1)
+    finally:
+        for layer in layers:
+            del layer.update
 
 
 def _held(x: Tensor) -> Tensor:
