@@ -358,7 +358,12 @@ class Pipeline:
         if found:
             self.tell(PUBLISH, 0, 0)
             path = sweep.folder / RESULTS
-            publish(found, path, self.store, own=sweep.is_own, key=self.options.key)
+            installed = publish(found, path, self.store, own=sweep.is_own, key=self.options.key)
+            if installed.unclassed:
+                result.notes.append(
+                    f"records in {self.store.root} that had a kernel for tilekern.invariant() and have none now: "
+                    f"{installed.unclassed}; tune them with --invariant"
+                )
             result.results, result.cache = str(path), str(self.store.root)
             result.packs = write_packs(self._packs, found, self.options.key)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilekern.cache import PACK_SUFFIX, Artifact, BestKernel, Record, Store, install_pack, write_pack
+from tilekern.cache import PACK_SUFFIX, Artifact, BestKernel, Installed, Record, Store, install_pack, write_pack
 from tilekern.cache.trust.signing import SigningKey
 from tilekern.compile.library import library_of
 from tilekern.errors import InputError
@@ -412,7 +412,7 @@ def keep_winners(sweep: Sweep) -> None:
 def publish(
     found: Sequence[tuple[Winner, dict[str, bytes]]], pack: Path, store: Store, *, own: bool,
     key: SigningKey | None = None,
-) -> None:  # fmt: skip
+) -> Installed:  # fmt: skip
     """Write the winners' pack and install it in a cache.
 
     Args:
@@ -424,6 +424,9 @@ def publish(
             root did not sign, and none may be signed.
         key: what to sign the records in the pack with.
 
+    Returns:
+        What became of the records.
+
     Raises:
         InputError: there is a key, and not all is this user's own.
         tilekern.cache.CacheError: the pack or the cache cannot be written, or a record is not trusted.
@@ -431,8 +434,7 @@ def publish(
     if key and not own:
         raise InputError(f"{pack} is not signed: its records are made of artifacts that others compiled")
     digests = write(found, pack, key)
-
-    install_pack(pack, store, own=digests if own else (), made_now=digests)
+    return install_pack(pack, store, own=digests if own else (), made_now=digests)
 
 
 def write(

@@ -60,8 +60,8 @@ def test_a_record_made_just_now_is_newer_than_any_date(tmp_path):
     made = make(created_by="tuned")
     write_pack(tmp_path / "a.pack", [made])
     reason = "with a kernel for tilekern.invariant()"
-    assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache")) == (0, {reason: 1})
-    assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), made_now=[digest_of(made[0])]) == (1, {})
+    assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache")) == (0, {reason: 1}, 0)
+    assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), made_now=[digest_of(made[0])]) == (1, {}, 1)
     assert not why_better(Store(tmp_path / "cache"), made[0], made_now=True)
 
 

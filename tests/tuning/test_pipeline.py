@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import rank_jobs
 import torch
@@ -25,6 +26,7 @@ from tilekern.patch.registry import known_ops
 from tilekern.runtime import dispatch
 from tilekern.runtime.dispatch import find
 from tilekern.runtime.recorder import Trace, document
+from tilekern.spec import INVARIANT
 from tilekern.spec.targets import resolve
 from tilekern.tuning import cli, pipeline
 from tilekern.tuning.budget import Budget, Worth, is_as_good, served_by, turns_by_gain, worths_of
@@ -82,6 +84,18 @@ class TestRun:
         monkeypatch.setattr(Pipeline, "_has_room_for_both", lambda _: False)
         apart = start(folder="apart").run()
         assert [w.as_json() for w in apart.winners] == [w.as_json() for w in result.winners]
+
+    def test_a_class_that_a_new_run_does_not_find_is_said(self, start, tmp_path):
+        start().run()
+        store = Store(tmp_path / "cache")
+        record = next(iter(store.entries())).record
+        classed = record.measurement | {INVARIANT: {"config": record.config, "bits": "a", "median_us": 1.0}}
+        blobs = {digest: store.read_blob(digest) for digest in record.digests}
+        store.write(msgspec.structs.replace(record, measurement=classed), blobs)
+        result = start(folder="again").run()
+        [note] = result.notes
+        assert "had a kernel for tilekern.invariant() and have none now: 1; tune them with --invariant" in note
+        assert start(folder="once more").run().notes == []
 
     @pytest.mark.parametrize(("gpu", "words"), [(None, "no GPU here"), ("B200", "the GPU here is a B200, not a H200")])
     def test_where_the_gpu_is_not_the_winners_are_predicted(self, start, tmp_path, gpu, words):

@@ -28,10 +28,17 @@ _Signatures = Mapping[str, Mapping[str, bytes]]
 
 
 class Installed(NamedTuple):
-    """The number of records that were written, and by reason of those that the cache kept instead."""
+    """What became of a pack's records.
+
+    Attributes:
+        records: how many were written.
+        kept: by reason, how many of the cache stayed instead.
+        unclassed: how many were written over one with an invariant kernel, and have none.
+    """
 
     records: int
     kept: dict[str, int]
+    unclassed: int = 0
 
 
 def install_pack(
@@ -76,6 +83,7 @@ def install_pack(
         for address, name in pack.records.items()
     }
     chosen = [address for address, reason in reasons.items() if not reason]
+    unclassed = sum(_has_class(_present(store, one)) and not _has_class(pack.read_record(one)) for one in chosen)
     try:
         remove_abandoned(store.root, time.time() - GRACE_S)
         with Incoming(store.root) as incoming:
@@ -90,7 +98,31 @@ def install_pack(
                     write_below(store.root, blob_path(blob), pack.read_blob(blob))
     except OSError as error:
         raise CacheError(f"cannot write to the cache folder {store.root}: {error.strerror or error}") from None
-    return Installed(len(chosen), dict(Counter(filter(None, reasons.values()))))
+    return Installed(len(chosen), dict(Counter(filter(None, reasons.values()))), unclassed)
+
+
+def _present(store: Store, address: Address, *, trusted: bool = False) -> Record | None:
+    """Return a store's record; None if there is none that can be loaded, or that is ``trusted`` if it must be signed.
+
+    Raises:
+        UnknownSchema: another version of tilekern wrote it.
+    """
+    path = store.root / address.path
+    try:
+        data, _ = read_whole(path, LARGEST_RECORD, as_use=False)
+        present = decode_record(data, address)
+        if trusted and must_be_signed():
+            # A record that is never loaded must not keep out a signed one.
+            require_trusted(data, lambda name: read_whole(store.root / name, SIGNATURE_BYTES + 1)[0])
+    except UnknownSchema as error:
+        raise UnknownSchema(f"{path} is left alone: {error}") from None
+    except CacheError:
+        return None
+    return present
+
+
+def _has_class(record: Record | None) -> bool:
+    return record is not None and INVARIANT in (record.measurement or {})
 
 
 def why_better(store: Store, offered: Record, today: Today | None = None, *, made_now: bool = False) -> str:
@@ -111,17 +143,8 @@ def why_better(store: Store, offered: Record, today: Today | None = None, *, mad
     Raises:
         UnknownSchema: another version of tilekern wrote the store's record; only that version may replace it.
     """
-    address = offered.address
-    path = store.root / address.path
-    try:
-        data, _ = read_whole(path, LARGEST_RECORD, as_use=False)
-        present = decode_record(data, address)
-        if not made_now and must_be_signed():
-            # A record that is never loaded must not keep out a signed one.
-            require_trusted(data, lambda name: read_whole(store.root / name, SIGNATURE_BYTES + 1)[0])
-    except UnknownSchema as error:
-        raise UnknownSchema(f"{path} is left alone: {error}") from None
-    except CacheError:
+    present = _present(store, offered.address, trusted=not made_now)
+    if present is None:
         return ""
     source = None if made_now or today is None else today(offered)
     worth = [freshness(record, source) if source else None for record in (present, offered)]
@@ -133,7 +156,7 @@ def why_better(store: Store, offered: Record, today: Today | None = None, *, mad
             return f"{present.provenance}, not {offered.provenance}" if ranks[0] < ranks[1] else ""
         if present.space_digest != offered.space_digest and FRESH in worth:
             return "of today's search space" if worth[0] == FRESH else ""
-        classed = [INVARIANT in (record.measurement or {}) for record in (present, offered)]
+        classed = [_has_class(record) for record in (present, offered)]
         if classed[0] != classed[1] and not made_now:
             return "with a kernel for tilekern.invariant()" if classed[0] else ""
     is_newer = not made_now and datetime.fromisoformat(present.created) > datetime.fromisoformat(offered.created)
