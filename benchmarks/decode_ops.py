@@ -201,10 +201,7 @@ def ask(config: Any, parts: Collection[str], batches: Sequence[int], contexts: S
                 for context in contexts if "attention" in parts else []:
                     q, cached = _shapes(config, batch, context)
                     given = [torch.empty(shape, **options) for shape in (q, cached, cached)]
-                    calls = _attentions(torch.empty(batch, dtype=torch.int32, device="meta"))
-                    # In the mode the kernel for decoding runs where it has the bits of training's.
-                    for called in dict.fromkeys((OURS, who)):
-                        calls[called](*given)
+                    _attentions(torch.empty(batch, dtype=torch.int32, device="meta"))[who](*given)
 
 
 def _shapes(config: Any, batch: int, context: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -45,31 +45,36 @@ def patched(monkeypatch):
     dispatch.forget()
 
 
-@pytest.fixture(params=["training's kernel", "its own kernel"])
+@pytest.fixture(params=["kernels of training", "kernels of their own"])
 def decoding(request, monkeypatch):
-    """What decodes: training's kernel, as without records, or as with a record the kernel for it, in tiles as tall."""
-    of_training, sizes = (
-        spec_named("attention_forward"),
-        {"batch": 1, "queries": 8, "keys": 8, "heads": 2, "kv_heads": 1},
-    )
-    flags = {d.name: False for d in of_training.dimensions if d.kind == "flag"}
-    problem = of_training.problem(**sizes, head_dim=SIZES["head_dim"], dtype="bfloat16", **flags)
-    tall = {name: of_training.default(problem, INTERPRETED)[name] for name in ("tile_m", "tile_n")}
+    """What decodes: as without records, or as with records of the class the kernels for few rows and one token."""
+    many, training = spec_named("matmul"), spec_named("attention_forward")
+    on = {"b_transposed", "causal"}
+    sizes = {"heads": 2, "kv_heads": 1, "head_dim": SIZES["head_dim"], "dtype": "bfloat16"}
+
+    def tiles(spec, *names):
+        values = {d.name: sizes.get(d.name, d.name in on if d.kind == "flag" else 64) for d in spec.dimensions}
+        config = spec.default(spec.problem(**values), INTERPRETED)
+        return {name: config[name] for name in names}
+
+    same = {
+        "skinny_linear": tiles(many, "tile_k"),
+        "decode_attention": tiles(training, "tile_m", "tile_n") | {"splits": 1, "keys_first": False},
+    }
 
     def of_class(spec, device, *sizes):
-        problem = spec.problem(
-            **{d.name: str(x)[6:] if d.kind == "dtype" else x for d, x in zip(spec.dimensions, sizes, strict=True)}
-        )
-        config = spec.default(problem, INTERPRETED).but(splits=1, keys_first=False, **tall)
+        values = zip(spec.dimensions, sizes, strict=True)
+        problem = spec.problem(**{d.name: str(x)[6:] if d.kind == "dtype" else x for d, x in values})
+        config = spec.default(problem, INTERPRETED).but(**same[spec.name])
         way = spec.implement(problem, config)
         return dispatch._keep(spec, InterpretedPlan(way, config, way.grid(problem, INTERPRETED.sm_count)), problem)
 
-    by_own = request.param == "its own kernel"
-    if by_own:
-        monkeypatch.setattr(sys.modules["tilekern.ops.decode_attention"], "tuned_plan_for", of_class)
-    before = tilekern.stats()["decode_attention"]["launches"]
+    by_own = request.param == "kernels of their own"
+    for module in ("decode_attention", "few_rows") if by_own else ():
+        monkeypatch.setattr(sys.modules[f"tilekern.ops.{module}"], "tuned_plan_for", of_class)
+    before = {name: tilekern.stats()[name]["launches"] for name in same}
     yield
-    assert (tilekern.stats()["decode_attention"]["launches"] > before) == by_own
+    assert [tilekern.stats()[name]["launches"] > count for name, count in before.items()] == [by_own] * 2
 
 
 def make(config, dtype, **more):

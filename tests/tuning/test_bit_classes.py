@@ -13,7 +13,7 @@ from tilekern.kernels import own_specs, spec_named
 from tilekern.kernels.tiles import ConstInt
 from tilekern.runtime.rows import has_rows
 from tilekern.spec import Implementation, LibraryCall
-from tilekern.spec.bits import agree, joined, text_of
+from tilekern.spec.bits import agree, joined, sizes_of_class, text_of
 from tilekern.spec.targets import INTERPRETED
 from tilekern.tuning.verify.battery import Battery
 from tilekern.tuning.verify.bit_classes import placements
@@ -223,6 +223,25 @@ def test_a_token_after_a_cache_is_of_the_class_of_training_in_tiles_as_tall(on):
         assert found.startswith("1:")
     assert f"{256}{'w' * on.get('windowed', False)}:" in class_of(decoding, cached(256, **on), tall)
     assert not agree(right, class_of(decoding, cached(256, **on), tall.but(tile_n=64)))
+
+
+@pytest.mark.parametrize("on", [[], ["biased"]], ids=str)
+def test_few_rows_are_of_the_class_of_many(on):
+    """The tile's sums are added up in the order of the inner dimension in both, in each number of terms a step."""
+    many, few = spec_named("matmul"), spec_named("skinny_linear")
+    layer = matmul(64, "b_transposed", *on)
+    right = class_of(many, layer)
+    flags = {d.name: d.name in on for d in few.dimensions if d.kind == "flag"}
+    found = []
+    for rows in (1, 8, 64):
+        problem = few.problem(rows=rows, inner=160, columns=48, dtype="float32", **flags)
+        assert sizes_of_class(few, problem) == sizes_of_class(many, layer)
+        depth = many.default(layer, INTERPRETED)["tile_k"]
+        found.append(class_of(few, problem, few.default(problem, INTERPRETED).but(tile_k=depth)))
+    assert set(found) == {right}
+    gated = few.problem(rows=8, inner=160, columns=48, dtype="float32", **flags | {"gated": True})
+    assert sizes_of_class(few, gated)[0] == "skinny_linear"
+    assert class_of(few, gated) != right
 
 
 def test_key_heads_are_no_size_of_a_class():

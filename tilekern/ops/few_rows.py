@@ -20,11 +20,8 @@ _known: dict[tuple[Any, ...], Plan | None] = memo()
 
 
 def is_few(x: Tensor) -> bool:
-    """Return whether ``x`` [..., in_features] has rows, and not more than the kernel is made for.
-
-    In the invariant mode no rows are few: they have the bits that they have among many.
-    """
-    return x.dim() > 0 and 0 < x.numel() <= MOST_ROWS * x.shape[-1] and not is_invariant()
+    """Return whether ``x`` [..., in_features] has rows, and not more than the kernel is made for."""
+    return x.dim() > 0 and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
 
 
 def is_served(x: Tensor, *others: Tensor | None) -> bool:
@@ -38,11 +35,16 @@ def is_served(x: Tensor, *others: Tensor | None) -> bool:
 
 
 def sizes_of(x: Tensor, weight: Tensor, *on: str | None) -> tuple[Any, ...] | None:
-    """Return the sizes of a call for ``plan_for``, with the flags ``on``; None if the kernel does not serve them."""
+    """Return the sizes of a call for ``plan_for``, with the flags ``on``; None if the kernel does not serve them.
+
+    In the invariant mode it serves products alone: it rounds nothing before what else it computes, as many rows are.
+    """
     columns, inner = weight.shape
     if not columns or not is_few(x) or max(weight.numel(), x.numel(), MOST_ROWS * columns) > MOST_ELEMENTS:
         return None
     flags = [name for name in on if name is not None]
+    if is_invariant() and not {"biased"}.issuperset(flags):
+        return None
     return tuple(sizes(x.numel() // inner, inner, columns, x.dtype, flags).values())
 
 

@@ -15,7 +15,7 @@ from tilekern.ops.linear import linear
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import is_autocast, needs_gradient
 from tilekern.ops.swiglu import swiglu
-from tilekern.runtime.dispatch import Plan, plan_for
+from tilekern.runtime.dispatch import Plan, is_invariant, plan_for
 from tilekern.spec import Array
 
 _ACTIVATIONS = ("silu", "gelu_tanh")
@@ -47,7 +47,7 @@ def gated_linear(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: 
     if activation not in _ACTIVATIONS:
         raise ValueError(f"gated_linear: activation must be one of {_ACTIVATIONS}, got {activation!r}")
     # A compiled graph serves any number of rows: the op looks when it runs.
-    is_many = not torch.compiler.is_compiling() and not few_rows.is_few(x)
+    is_many = not torch.compiler.is_compiling() and (is_invariant() or not few_rows.is_few(x))
     if is_many or is_autocast(x) or needs_gradient(x, gate_weight, up_weight):
         _check(x, gate_weight, up_weight, activation)
         gate, up = linear(x, gate_weight), linear(x, up_weight)

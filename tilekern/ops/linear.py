@@ -15,7 +15,7 @@ from tilekern.kernels.skinny import linear as skinny
 from tilekern.ops import few_rows
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import as_rows, is_autocast, needs_gradient, run_product, shaped
-from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
+from tilekern.runtime.dispatch import Plan, count_fallback, is_invariant, plan_for, tuned_plan_for
 from tilekern.spec import Array
 
 # Plans of the forward, and of the gradients of x and weight if they are needed; or that of the kernel for few rows.
@@ -86,7 +86,9 @@ def _find(
     rows = x.numel() // features
     biased = "biased" if bias is not None else None
     few = None if graded else few_rows.sizes_of(x, weight, biased, activation)
-    if few is not None and (serving := plan_for(skinny.SPEC, x.device, *few)) is not None:
+    # In the invariant mode only a measurement says that the kernel for few rows has the bits of the other.
+    find = tuned_plan_for if is_invariant() else plan_for
+    if few is not None and (serving := find(skinny.SPEC, x.device, *few)) is not None:
         return (serving,)
     if max(x.numel(), weight.numel(), rows * out) > MOST_ELEMENTS:
         return None

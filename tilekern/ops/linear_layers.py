@@ -100,6 +100,9 @@ def of_class(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     is_elsewhere = x.device.type == "cpu" and not dispatch.interpreting()
     if not dispatch.is_invariant() or is_elsewhere or not x.numel() or not weight.numel():
         return _torch_linear(x, weight, bias)
+    found = few_rows.product(x, weight, bias)
+    if found is not None:
+        return found
     out, features = weight.shape
     rows = x.numel() // features
     # The weight of a layer that keeps it [in, out] is a transposed view.

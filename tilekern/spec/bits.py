@@ -18,8 +18,10 @@ from tilekern.spec.points import Problem
 _SIGHT = ("packed", "windowed")
 # What may stand after a number of keys.
 _MARKS = "wlse"
-# That of training serves where no kernel for decoding has its bits.
+# That of training serves where no kernel for decoding has its bits, and that of many rows where none for few rows has.
 _ATTENTION, _DECODING = "attention_forward", "decode_attention"
+_PRODUCT, _FEW_ROWS = "matmul", "skinny_linear"
+_FLAGS_OF_PRODUCTS = ("a_transposed", "b_transposed", "biased", "gelu_tanh", "silu", "accumulated")
 
 
 def sizes_of_class(spec: KernelSpec, problem: Problem) -> tuple[Any, ...]:
@@ -32,7 +34,16 @@ def sizes_of_class(spec: KernelSpec, problem: Problem) -> tuple[Any, ...]:
         shared = heads // groups if heads % groups == 0 else (heads, groups)
         kind = (problem[name] for name in ("head_dim", "capped", "sinks", "dtype"))
         return _ATTENTION, shared, problem.get("causal", True), *kind
+    if spec.name == _FEW_ROWS and is_of_a_layer(problem):
+        on = {"b_transposed"} | ({"biased"} if problem["biased"] else set())
+        flags = (name in on for name in _FLAGS_OF_PRODUCTS)
+        return _PRODUCT, problem["inner"], problem["columns"], *flags, problem["dtype"]
     return (spec.name, *(problem[d.name] for d in spec.dimensions if d.kind != "bucketed" and d.name not in _SIGHT))
+
+
+def is_of_a_layer(problem: Problem) -> bool:
+    """Return whether a problem of few rows is a linear layer's product alone, which is rounded before all else."""
+    return not any(problem[name] for name in ("gated", "gelu_tanh", "silu", "accumulated"))
 
 
 def text_of(digests: Iterable[Mapping[str, str]]) -> str:

@@ -20,6 +20,7 @@ from tilekern.runtime.rows import has_rows
 from tilekern.spec import KernelSpec, Problem, Value
 from tilekern.spec.targets import Target, from_description
 from tilekern.tuning.options import PlanRequest, described_alone
+from tilekern.tuning.plan.beside import with_those_beside
 from tilekern.tuning.plan.configs import path_named, read_json
 from tilekern.tuning.plan.steps import Planned, Steps, dtype_named
 from tilekern.tuning.sweep.plan import Named, PlanFile
@@ -60,7 +61,8 @@ def plan_of(request: PlanRequest, target: Target, root: Path) -> Planned:
 
 def _with_classes(plan: Planned) -> Planned:
     """Have all problems of a plan that was not traced inside ``tilekern.invariant()`` share classes."""
-    return plan if plan.invariant else replace(plan, invariant=frozenset(p for p in plan.problems if has_rows(*p)))
+    named = plan.invariant or frozenset(p for p in plan.problems if has_rows(*p))
+    return with_those_beside(replace(plan, invariant=named))
 
 
 def plan_of_anything(model: Any, steps: Steps, target: Target, root: Path) -> Planned:

@@ -12,9 +12,7 @@ from typing import Any
 
 from tilekern.errors import InputError, TilekernWarning
 from tilekern.kernels.attention.forward import SPEC as FORWARD
-from tilekern.kernels.decode_attention import MOST_HEADS
 from tilekern.kernels.decode_attention import SPEC as DECODING
-from tilekern.ops.attention import WIDEST_HEAD
 from tilekern.ops.invariance import invariant
 from tilekern.patch import attention, experts, registry
 from tilekern.patch.patcher import applied, codes
@@ -34,9 +32,10 @@ from tilekern.patch.table import ops_in
 from tilekern.runtime.dispatch import is_invariant
 from tilekern.runtime.recorder import Trace, tracing
 from tilekern.runtime.switches import ATTENTION, ATTENTIONS, EXPERTS
-from tilekern.spec import Problem, bucket, cdiv
+from tilekern.spec import bucket, cdiv
 from tilekern.spec.targets import Target
 from tilekern.tuning.plan.alike import thin_out
+from tilekern.tuning.plan.beside import with_those_beside
 from tilekern.tuning.plan.configs import config_named, config_of
 from tilekern.tuning.plan.sharding import give_own_forwards, share_of
 from tilekern.tuning.plan.steps import ADAMW, Planned, Steps
@@ -102,13 +101,9 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
     if not found.problems:
         asked = "" if steps.ops is None else f" of --ops {','.join(ops)}"
         raise InputError("; ".join([f"a step of {name} asks for no kernel{asked}", *notes]))
-    return Planned(
-        name,
-        tuple(found.problems),
-        tuple(dict.fromkeys(notes)),
-        launches=found.launches,
-        invariant=frozenset(found.invariant),
-    )
+    named = frozenset(found.invariant)
+    plan = Planned(name, tuple(found.problems), tuple(dict.fromkeys(notes)), launches=found.launches, invariant=named)
+    return with_those_beside(plan) if steps.invariant else plan
 
 
 def _config(model: Any) -> tuple[str, Any]:
@@ -231,8 +226,6 @@ def _note_attention(found: Trace, steps: Steps) -> None:
             found.note(FORWARD, problem.but(batch=min(padded), packed=True))
         if problem["queries"] == 1:
             found.note(FORWARD, problem.but(batch=1, packed=True))
-            for in_front in {False, problem["batch"] > 1} if _can_decode(problem) else ():
-                found.note(DECODING, _decoded(problem, padded=in_front))
             lengths = (problem["keys"] >> power for power in range(problem["keys"].bit_length()))
             for keys in (length for length in lengths if length >= min(_SHORTEST, problem["keys"])):
                 for batch in {problem["batch"], 1} if padded else {problem["batch"]}:
@@ -251,21 +244,6 @@ def _note_pages(found: Trace, steps: Steps) -> None:
         for context in (some for some in steps.context if is_dense and bucket(some) == problem["keys"]):
             pages = cdiv(context, _PAGE) + 1
             found.note(DECODING, problem.but(keys=(pages + pages % 2) * _PAGE, page_size=_PAGE, paged=True))
-
-
-def _can_decode(problem: Problem) -> bool:
-    heads, kv_heads = problem["heads"], problem["kv_heads"]
-    return heads % kv_heads == 0 and heads <= MOST_HEADS * kv_heads and problem["head_dim"] <= WIDEST_HEAD
-
-
-def _decoded(problem: Problem, *, padded: bool) -> Problem:
-    """Return the problem of the kernel for decoding that computes a problem of attention with one query."""
-    shared = {d.name: problem[d.name] for d in DECODING.dimensions if d.name in problem}
-    heads, kv_heads = problem["heads"], problem["kv_heads"]
-    return DECODING.problem(
-        **shared | {"kv_heads": problem["batch"] * kv_heads, "group": heads // kv_heads},
-        page_size=1, padded=padded, paged=False,
-    )  # fmt: skip
 
 
 def _batches(steps: Steps) -> list[Batch | Call]:

@@ -35,6 +35,7 @@ from tilekern.kernels.attention.problem import lengths
 from tilekern.kernels.experts.route import routed
 from tilekern.kernels.grouped.routing import SLOTS
 from tilekern.spec import KernelSpec, Problem, bucket, cdiv
+from tilekern.spec.bits import is_of_a_layer
 from tilekern.tuning.verify.adversarial import drawn
 from tilekern.tuning.verify.canaries import bits
 from tilekern.tuning.verify.cases import Case
@@ -48,6 +49,8 @@ _OF_SEQUENCES = ("batch", "queries", "keys")
 _ROUTED = ("grouped_linear", "experts_combine")
 # The kernel whose rows are the last queries of sequences in caches.
 _IN_CACHES = "decode_attention"
+# The kernel for few rows, whose rows are those of the product of many.
+_OF_FEW_ROWS = "skinny_linear"
 # A window that the queries of a sequence have, whatever the problem's is.
 _WINDOW = 200
 
@@ -213,6 +216,8 @@ class _Rows(_Among):
         *others, last = axes.dimensions
         # The same for all buckets of a problem.
         self._given = drawn(spec, problem.but(**dict.fromkeys(others, 1), **{last: ROWS}), device)
+        if spec.name == _OF_FEW_ROWS and is_of_a_layer(problem):
+            self._given |= _as_product(problem, device)
 
     def _count(self, sizes: Mapping[str, int]) -> int:
         return math.prod(sizes.values())
@@ -236,6 +241,16 @@ class _Rows(_Among):
             result: [_index(place, shape, axes) for place in places] for result, axes in self._axes.outputs.items()
         }
         return Placed(Case(name, self._problem.but(**sizes), made, {}, padded=padded), rows, found)
+
+
+def _as_product(problem: Problem, device: str) -> dict[str, Any]:
+    """Draw the inputs of a product of few rows as those of the product of many."""
+    spec = spec_named("matmul")
+    flags = {d.name: d.name == "b_transposed" for d in spec.dimensions if d.kind == "flag"}
+    alike = {name: problem[name] for name in ("inner", "columns", "biased", "dtype")}
+    given = drawn(spec, spec.problem(**flags | alike, rows=ROWS), device)
+    names = {"a": "x", "b": "weight", "bias": "bias"}
+    return {names[name]: x for name, x in given.items() if name in names}
 
 
 class _Routed(_Among):
