@@ -68,14 +68,25 @@ def test_tokens_are_replayed_from_the_third_on(patched):
     assert not of(model).reasons
 
 
-def test_padding_before_the_prompt_is_an_input():
-    model = make()
-    mask = torch.ones_like(IDS)
-    mask[1, :2] = 0
-    wanted = model.generate(IDS, attention_mask=mask, **GREEDY)
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_padding_before_the_prompt_is_an_input(by_kernel, monkeypatch):
+    """A mask that SDPA reads; or, where the kernel for decoding runs, the first key of each sequence."""
+    model, paddings = make(), [torch.ones_like(IDS) for _ in range(2)]
+    paddings[0][1, :2] = 0
+    paddings[1][0, :3] = 0
+    wanted = [model.generate(IDS, attention_mask=mask, **GREEDY) for mask in paddings]
+    if by_kernel:
+        monkeypatch.setenv("TILEKERN_INTERPRET", "1")
+        dispatch.forget()
     tilekern.graphed(model)
-    assert torch.equal(model.generate(IDS, attention_mask=mask, **STATIC), wanted)
-    assert of(model).replays == NEW - 1 - graphs.EAGER_STEPS
+    before = tilekern.stats()["decode_attention"]["launches"]
+    for mask, right in zip(paddings, wanted, strict=True):
+        replays = of(model).replays
+        assert torch.equal(model.generate(IDS, attention_mask=mask, **STATIC), right)
+        assert of(model).replays - replays >= NEW - 1 - graphs.EAGER_STEPS
+    assert (tilekern.stats()["decode_attention"]["launches"] > before) == by_kernel
+    monkeypatch.undo()
+    dispatch.forget()
 
 
 @torch.no_grad()

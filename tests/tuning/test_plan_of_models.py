@@ -212,8 +212,10 @@ def test_generation_is_planned_for_some_sequences_after_a_context(own):
     assert set(trained.problems) < set(found.problems)
     prompts = [p for name, p in found.problems if name == "attention_forward" and p["queries"] == 128]
     assert [(p["batch"], p["keys"]) for p in prompts] == [(1, 128)]
-    [attended] = [p for name, p in found.problems if name == "decode_attention"]
-    assert (attended["kv_heads"], attended["keys"], attended["group"]) == (8, 128, 2)
+    attended = [p for name, p in found.problems if name == "decode_attention"]
+    assert [(p["kv_heads"], p["keys"], p["group"], p["padded"]) for p in attended] == [
+        (8, 128, 2, False), (8, 128, 2, True),
+    ]  # fmt: skip
     token = decoded(found)
     assert {"rms_norm_forward", "qk_norm_rope_forward", "fused_add_rms_norm_forward", "skinny_linear"} <= set(token)
     assert token["qk_norm_rope_forward"]["tokens"] == 1
@@ -222,8 +224,8 @@ def test_generation_is_planned_for_some_sequences_after_a_context(own):
 def test_continuous_batching_packs_prompts_and_reads_pages():
     found = plan_of_model(SMALL, replace(TRAINS, decode=(3,), context=(600,), paged=True), H200).problems
     decoded = [p for name, p in found if name == "decode_attention"]
-    assert [(p["paged"], p["page_size"], p["keys"], p["kv_heads"]) for p in decoded] == [
-        (False, 1, 1024, 8), (True, 256, 1024, 8),
+    assert [(p["paged"], p["padded"], p["page_size"], p["keys"], p["kv_heads"]) for p in decoded] == [
+        (False, False, 1, 1024, 8), (False, True, 1, 1024, 8), (True, False, 256, 1024, 8),
     ]  # fmt: skip
     prompts = [p for name, p in found if name == "attention_forward" and p["queries"] == 1024]
     assert {p["packed"] for p in prompts} == {False, True}

@@ -93,10 +93,11 @@ def _check(
 
 def is_tuned(
     q_shape: tuple[int, ...], keys_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-    window: int | None, has_softcap: bool, has_sinks: bool,
+    window: int | None, has_softcap: bool, has_sinks: bool, has_starts: bool,
 ) -> bool:  # fmt: skip
     """Return whether a record says that kernels are the fastest for a cache [batch, kv_heads, room, head_dim]."""
-    return _search(q_shape, keys_shape, dtype, device, window, has_softcap, has_sinks, False, None, True) is not None
+    flags = window, has_softcap, has_sinks, has_starts
+    return _search(q_shape, keys_shape, dtype, device, *flags, None, True) is not None
 
 
 def _find(

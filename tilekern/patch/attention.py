@@ -20,7 +20,7 @@ from tilekern.ops.attention import Call, attention, formula, serves, shown
 from tilekern.ops.decode_attention import by_tuned_kernels
 from tilekern.ops.packing import can_read, is_capturing
 from tilekern.ops.registration import autocast_dtype, is_autocast, is_traced
-from tilekern.patch.decoding import in_graph, lengths_of
+from tilekern.patch.decoding import Keys, in_graph, keys_of
 from tilekern.patch.guards import SUBCLASS, constant_in_graphs
 from tilekern.patch.masking import lacks_sequences, mask, says_packing_alone
 from tilekern.patch.padding import Padding
@@ -110,9 +110,10 @@ def attend(
     after_cache = queries != keys and not torch.is_grad_enabled()
     decoding = after_cache and not _is_invariant(keys, sliding_window)
     alone = after_cache and queries == 1 and (causal or sliding_window is None)
-    lengths = lengths_of(attention_mask) if masked else None
-    alone = alone and not (dropout or (masked and lengths is None) or bias is not None or starts is not None)
-    found = _decoded(query, key, value, lengths, None, scaling, sliding_window, softcap, s_aux) if alone else None
+    shown = keys_of(attention_mask) if masked else None
+    alone = alone and not (dropout or (masked and shown is None) or bias is not None or starts is not None)
+    found = _decoded(query, key, value, shown, scaling, sliding_window, softcap, s_aux) if alone else None
+    lengths = None if shown is None or shown.starts is not None else shown.lengths
     if found is None and lengths is not None and causal and _is_plain(query, dropout, bias) and is_invariant():
         options = {"scale": scaling, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
         found = _of_lengths(lengths, query, key, value, options | {"deterministic": deterministic})
@@ -181,7 +182,7 @@ def _decoded_run(
     """Compute the attention of one new token to a cache behind padding; None if no kernel does."""
     if query.shape[2] > 1 or padding.tokens == 1 or torch.is_grad_enabled():
         return None
-    return _decoded(query, key, value, padding.ends, padding.firsts, scale, window, softcap, sinks)
+    return _decoded(query, key, value, Keys(padding.ends, padding.firsts), scale, window, softcap, sinks)
 
 
 def _of_runs(
@@ -263,23 +264,18 @@ def _is_invariant(keys: int, window: int | None) -> bool:
 
 
 def _decoded(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor | None,
-    starts: torch.Tensor | None, scaling: float | None, window: int | None, softcap: float | None,
-    sinks: torch.Tensor | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, shown: Keys | None, scaling: float | None,
+    window: int | None, softcap: float | None, sinks: torch.Tensor | None,
 ) -> torch.Tensor | None:  # fmt: skip
-    """Compute the attention of one new token to a cache; None if no kernel does.
-
-    It sees the keys from ``starts``, if there are, to ``lengths``, or else to the last one.
-    """
-    if _is_foreign(query) or (is_traced(query) and lengths is None):
+    """Compute the attention of one new token to the keys that it is shown, or all; None if no kernel does."""
+    if _is_foreign(query) or (is_traced(query) and shown is None):
         return None
     query, key, value = _autocast(query, key, value) if is_autocast(query) else (query, key, value)
     if not query.dtype == key.dtype == value.dtype or key.shape != value.shape:
         return None
-    if lengths is not None and is_traced(query):
-        return in_graph(query[:, :, 0], key, value, lengths, sinks, scaling, window, softcap)
-    if lengths is None:
-        lengths = _all_keys(key)
+    if shown is not None and is_traced(query):
+        return in_graph(query[:, :, 0], key, value, shown, sinks, scaling, window, softcap)
+    lengths, starts = (_all_keys(key), None) if shown is None else shown
     found = by_tuned_kernels(query[:, :, 0], key, value, lengths, starts, None, sinks, scaling, window, softcap)
     return None if found is None else found.unsqueeze(1)
 

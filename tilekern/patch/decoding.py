@@ -1,50 +1,74 @@
-"""One new token after a static cache, whose unused room a mask hides: the number of keys is told beside the mask.
+"""One new token after a cache, of which a mask hides unused room and padding: the keys are told beside the mask.
 
 A static cache counts its tokens in a tensor on its device, so a captured or compiled step attends to the keys of its
-replay. If a record says that the kernel for decoding is the fastest it reads that number; if none does, SDPA reads the
-mask.
+replay. If a record says that the kernel for decoding is the fastest it reads these numbers; else SDPA reads the mask.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilekern.ops.decode_attention import decode_attention, is_tuned
 from tilekern.patch.guards import constant_in_graphs
+from tilekern.patch.padding import padding_of
 from tilekern.patch.positions import has_values
 
 
-def with_lengths(made: Tensor, given: dict[str, Any], can_read: bool) -> Tensor:
-    """Return a mask [batch, 1, 1, keys] of one query, with the number of keys that it shows if it hides no others.
+class Keys(NamedTuple):
+    """The keys that each sequence sees: from ``starts`` (None: the first), [batch] int32, to before ``lengths``."""
+
+    lengths: Tensor
+    starts: Tensor | None
+
+    def clone(self) -> Keys:
+        """Return a copy with tensors of its own."""
+        return Keys(self.lengths.clone(), None if self.starts is None else self.starts.clone())
+
+    def copy_(self, other: Keys) -> None:
+        """Take the values of another one, which has starts if this one has."""
+        self.lengths.copy_(other.lengths)
+        if self.starts is not None:
+            self.starts.copy_(other.starts)
+
+
+def with_keys(made: Tensor, given: dict[str, Any], can_read: bool) -> Tensor:
+    """Return a mask [batch, 1, 1, keys] of one query, with the keys that it shows if they follow one another.
 
     Args:
-        made: the mask, of causality and the layer's window alone but for padding.
+        made: the mask, of causality, padding and the layer's window alone.
         given: the arguments of transformers' request for it; releases without ``q_offset`` get no numbers.
-        can_read: whether values may be read: a padding mask of ones is none.
+        can_read: whether values may be read: those of a padding mask.
     """
-    padding, offset = given.get("attention_mask"), given.get("q_offset")
-    if offset is None or (padding is not None and not (can_read and has_values(padding) and bool(padding.all()))):
+    mask, offset, before = given.get("attention_mask"), given.get("q_offset"), given.get("kv_offset", 0)
+    padding = padding_of(mask) if can_read and mask is not None and mask.dim() == 2 and has_values(mask) else None
+    if offset is None or (padding is None and mask is not None):
         return made
-    number = offset + 1 - given.get("kv_offset", 0)
+    number = offset + 1 - before
     if not isinstance(number, Tensor):
         number = torch.full((), number, dtype=torch.int32, device=made.device)
-    # generate makes its masks contiguous, and a copy would lose the number.
+    lengths = number.to(torch.int32).reshape(1).repeat(made.shape[0])
+    starts = None
+    if padding is not None and not padding.is_none:
+        padding = padding.to(made.device)
+        lengths = torch.minimum(lengths, padding.ends - before)
+        starts = None if padding.is_behind else (padding.firsts - before).clamp(min=0)
+    # generate makes its masks contiguous, and a copy would lose the numbers.
     made = made.contiguous()
-    made.lengths = number.to(torch.int32).reshape(1).repeat(made.shape[0])
+    made.keys = Keys(lengths, starts)
     return made
 
 
-def lengths_of(mask: Any) -> Tensor | None:
-    """Return the number of keys of each sequence, [batch] int32, if they are all that a mask tells; else None."""
-    found: Tensor | None = getattr(mask, "lengths", None)
+def keys_of(mask: Any) -> Keys | None:
+    """Return the keys of each sequence, if they are all that a mask tells; else None."""
+    found: Keys | None = getattr(mask, "keys", None)
     return found
 
 
 def in_graph(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, sinks: Tensor | None, scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, shown: Keys, sinks: Tensor | None, scale: float | None,
     window: int | None, softcap: float | None,
 ) -> Tensor | None:  # fmt: skip
     """Compute the attention of ``query`` [batch, heads, head_dim] where torch.compile traces; None without a record."""
@@ -52,11 +76,11 @@ def in_graph(
     if not all(type(size) is int for size in sizes) or (scale is not None and scale <= 0):
         return None
     # torch.compile takes no attribute of a layer for a constant, but what is computed of it.
-    flags = None if window is None else int(window), softcap is not None, sinks is not None
+    flags = None if window is None else int(window), softcap is not None, sinks is not None, shown.starts is not None
     if not _is_tuned(tuple(query.shape), tuple(key.shape), query.dtype, query.device, *flags):
         return None
     found = decode_attention(
-        query, key, value, lengths, sinks=sinks, scale=scale, window=window, softcap=softcap
+        query, key, value, shown.lengths, starts=shown.starts, sinks=sinks, scale=scale, window=window, softcap=softcap
     )  # fmt: skip
     return found.unsqueeze(1)
 

@@ -14,7 +14,7 @@ import torch
 from tilekern.errors import InputError
 from tilekern.ops.packing import can_read
 from tilekern.patch import padding
-from tilekern.patch.decoding import with_lengths
+from tilekern.patch.decoding import with_keys
 from tilekern.patch.guards import constant_in_graphs
 from tilekern.patch.ledger import content
 from tilekern.patch.padding import Padding, padding_of
@@ -79,7 +79,7 @@ def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> 
         made.says_packing_alone = ask.is_plain and numbers is None
         made.lacks_sequences = ask.is_row and not ask.is_joined and numbers is None
     if made is not None and ask.queries == 1 and ask.is_plain:
-        made = with_lengths(made, given, ask.can_read)
+        made = with_keys(made, given, ask.can_read)
     return made
 
 

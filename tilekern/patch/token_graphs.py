@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilekern.patch.captured import CAPTURE_FAILED, Refused, Room, as_captured, no_collection, why
-from tilekern.patch.decoding import lengths_of
+from tilekern.patch.decoding import Keys, keys_of
 
 _CACHES = ("cache", "past_key_values")
 _PLAIN = (type(None), bool, int, float, str)
@@ -87,7 +87,7 @@ class Token(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """What two steps with one cache share that the same graph serves."""
-        told = {path: (x.shape, x.dtype, lengths_of(x) is not None) for path, x in self.tensors.items()}
+        told = {path: (x.shape, x.dtype, _kind(keys_of(x))) for path, x in self.tensors.items()}
         places = [x.keys.data_ptr() for x in self.cache.layers]
         full = [getattr(x, _COUNT, 0) >= x.max_cache_len for x in self.cache.layers]
         return frozenset(told.items()), frozenset(self.constants.items()), *places, *full
@@ -125,8 +125,8 @@ class TokenStep:
         for path, given in token.tensors.items():
             mine = self._inputs[path]
             mine.copy_(given)
-            if (lengths := lengths_of(mine)) is not None:
-                lengths.copy_(lengths_of(given))
+            if (keys := keys_of(mine)) is not None and (other := keys_of(given)) is not None:
+                keys.copy_(other)
         counts = [number + 1 for number in token.counts]
         self._recording.replay()
         token.set_counts(counts)
@@ -190,8 +190,12 @@ def _counted_at_the_end(cache: Any) -> Iterator[None]:
 
 
 def _held(x: Tensor) -> Tensor:
-    """Return memory for an input, with that of the lengths that a mask tells."""
+    """Return memory for an input, with that of the keys that a mask tells."""
     held = x.clone()
-    if (lengths := lengths_of(x)) is not None:
-        held.lengths = lengths.clone()
+    if (keys := keys_of(x)) is not None:
+        held.keys = keys.clone()
     return held
+
+
+def _kind(keys: Keys | None) -> tuple[bool, bool]:
+    return keys is not None, keys is not None and keys.starts is not None

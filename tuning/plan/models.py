@@ -93,6 +93,7 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
     notes += [
         f"{name}: calls of a step run torch's operations, for which nothing is planned" for name in found.fallbacks
     ]
+    _note_padding(found, steps)
     _note_pages(found, steps)
     if steps.invariant:
         with invariant():
@@ -230,6 +231,15 @@ def _note_attention(found: Trace, steps: Steps) -> None:
             for keys in (length for length in lengths if length >= min(_SHORTEST, problem["keys"])):
                 for batch in {problem["batch"], 1} if padded else {problem["batch"]}:
                     found.note(FORWARD, problem.but(batch=batch, keys=keys))
+
+
+def _note_padding(found: Trace, steps: Steps) -> None:
+    """Note the attention of tokens behind padding: prompts of several sequences are padded in front to one length."""
+    prompts = [problem for kernel, problem in found.asked if kernel == FORWARD.name]
+    several = {bucket(count * problem["kv_heads"]) for problem in prompts for count in steps.decode if count > 1}
+    for kernel, problem in list(found.asked):
+        if kernel == DECODING.name and problem["kv_heads"] in several:
+            found.note(DECODING, problem.but(padded=True))
 
 
 def _note_pages(found: Trace, steps: Steps) -> None:
