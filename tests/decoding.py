@@ -1,6 +1,13 @@
 """Decode with a model of transformers, as the tests of bits do here and on a GPU."""
 
+import sys
+
 import torch
+
+from tilekern.kernels import spec_named
+from tilekern.runtime import dispatch
+from tilekern.runtime.plans import InterpretedPlan
+from tilekern.spec.targets import INTERPRETED
 
 # Families whose greedy tokens are compared with those of transformers' own code.
 TEN = ("llama", "glm4", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gpt_oss", "olmo2", "phi3")
@@ -27,3 +34,33 @@ def greedy(model, ids, tokens):
         eos_token_id=None, output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
     return found.sequences, torch.stack(found.logits)
+
+
+def let_kernels_of_the_class_decode(monkeypatch, head_dim):
+    """Let the interpreter run the kernels for few rows and for one token in the mode, as with records of the class.
+
+    The configs are those whose steps are those of the kernels of training.
+    """
+    on = {"b_transposed", "causal"}
+    sizes = {"heads": 2, "kv_heads": 1, "head_dim": head_dim, "dtype": "bfloat16"}
+
+    def of_training(kernel, *names):
+        spec = spec_named(kernel)
+        values = {d.name: sizes.get(d.name, d.name in on if d.kind == "flag" else 64) for d in spec.dimensions}
+        config = spec.default(spec.problem(**values), INTERPRETED)
+        return {name: config[name] for name in names}
+
+    same = {
+        "skinny_linear": of_training("matmul", "tile_k"),
+        "decode_attention": of_training("attention_forward", "tile_m", "tile_n") | {"splits": 1, "keys_first": False},
+    }
+
+    def tuned_plan_for(spec, device, *sizes):
+        values = zip(spec.dimensions, sizes, strict=True)
+        problem = spec.problem(**{d.name: str(x)[6:] if d.kind == "dtype" else x for d, x in values})
+        config = spec.default(problem, INTERPRETED).but(**same[spec.name])
+        way = spec.implement(problem, config)
+        return dispatch._keep(spec, InterpretedPlan(way, config, way.grid(problem, INTERPRETED.sm_count)), problem)
+
+    for module in ("decode_attention", "few_rows"):
+        monkeypatch.setattr(sys.modules[f"tilekern.ops.{module}"], "tuned_plan_for", tuned_plan_for)

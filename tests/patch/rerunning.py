@@ -8,6 +8,8 @@ from tilekern.patch import captured, graphs
 
 
 class Rerun:
+    with_gradient = True
+
     def record(self, run):
         self._run, self._results = run, run()
         return self._results
@@ -15,7 +17,7 @@ class Rerun:
     def replay(self):
         # The first results may be part of a tape that the run makes anew.
         kept = [None if x is None else x.detach() for x in self._results]
-        with torch.enable_grad():
+        with torch.set_grad_enabled(self.with_gradient):
             results = self._run()
         for mine, new in zip(kept, results, strict=True):
             if new is not None:

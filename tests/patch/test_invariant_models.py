@@ -4,11 +4,10 @@ By the interpreter: its default kernels add in one order at all sizes of these m
 """
 
 import itertools
-import sys
 
 import pytest
 import torch
-from decoding import one_by_one
+from decoding import let_kernels_of_the_class_decode, one_by_one
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -23,10 +22,7 @@ from transformers import (
 
 import tilekern
 from tilekern.errors import InputError, RowsVary, TilekernWarning
-from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
-from tilekern.runtime.plans import InterpretedPlan
-from tilekern.spec.targets import INTERPRETED
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -48,31 +44,10 @@ def patched(monkeypatch):
 @pytest.fixture(params=["kernels of training", "kernels of their own"])
 def decoding(request, monkeypatch):
     """What decodes: as without records, or as with records of the class the kernels for few rows and one token."""
-    many, training = spec_named("matmul"), spec_named("attention_forward")
-    on = {"b_transposed", "causal"}
-    sizes = {"heads": 2, "kv_heads": 1, "head_dim": SIZES["head_dim"], "dtype": "bfloat16"}
-
-    def tiles(spec, *names):
-        values = {d.name: sizes.get(d.name, d.name in on if d.kind == "flag" else 64) for d in spec.dimensions}
-        config = spec.default(spec.problem(**values), INTERPRETED)
-        return {name: config[name] for name in names}
-
-    same = {
-        "skinny_linear": tiles(many, "tile_k"),
-        "decode_attention": tiles(training, "tile_m", "tile_n") | {"splits": 1, "keys_first": False},
-    }
-
-    def of_class(spec, device, *sizes):
-        values = zip(spec.dimensions, sizes, strict=True)
-        problem = spec.problem(**{d.name: str(x)[6:] if d.kind == "dtype" else x for d, x in values})
-        config = spec.default(problem, INTERPRETED).but(**same[spec.name])
-        way = spec.implement(problem, config)
-        return dispatch._keep(spec, InterpretedPlan(way, config, way.grid(problem, INTERPRETED.sm_count)), problem)
-
     by_own = request.param == "kernels of their own"
-    for module in ("decode_attention", "few_rows") if by_own else ():
-        monkeypatch.setattr(sys.modules[f"tilekern.ops.{module}"], "tuned_plan_for", of_class)
-    before = {name: tilekern.stats()[name]["launches"] for name in same}
+    if by_own:
+        let_kernels_of_the_class_decode(monkeypatch, SIZES["head_dim"])
+    before = {name: tilekern.stats()[name]["launches"] for name in ("decode_attention", "skinny_linear")}
     yield
     assert [tilekern.stats()[name]["launches"] > count for name, count in before.items()] == [by_own] * 2
 

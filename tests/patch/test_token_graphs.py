@@ -5,6 +5,7 @@ import gc
 import pytest
 import rerunning
 import torch
+from decoding import let_kernels_of_the_class_decode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, Qwen3Config, StaticCache
 
@@ -25,6 +26,8 @@ STATIC = GREEDY | {"cache_implementation": "static"}
 
 class Untouched(rerunning.Rerun):
     """What is recorded changes no cache, as a capture does not run what it records."""
+
+    with_gradient = False
 
     def record(self, run):
         layers = [layer for x in gc.get_objects() if type(x) is StaticCache for layer in x.layers]
@@ -166,6 +169,30 @@ def test_captured_tokens_have_the_bits_of_training_in_the_invariant_mode(monkeyp
     assert torch.equal(torch.cat(rows, 1), whole)
     # The first token makes the cache.
     assert of(model).replays == 5 - 1 - graphs.EAGER_STEPS
+    tilekern.reset()
+    dispatch.forget()
+
+
+@pytest.mark.parametrize("by_own", [False, True])
+def test_padding_before_the_prompt_in_the_invariant_mode(by_own, monkeypatch):
+    """A graph reads where each sequence begins, if the kernel for decoding does; else the steps run eagerly."""
+    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
+    dispatch.forget()
+    tilekern.apply(model_type="qwen3", invariant=True)
+    if by_own:
+        let_kernels_of_the_class_decode(monkeypatch, SIZES["head_dim"])
+    model, logits = make().bfloat16(), []
+    for graphed in (False, True):
+        if graphed:
+            tilekern.graphed(model)
+        for row in (0, 1):
+            mask = torch.ones_like(IDS)
+            mask[row, : 2 + row] = 0
+            found = model.generate(IDS, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **STATIC)
+            logits.append(torch.stack(found.logits))
+    assert torch.equal(torch.stack(logits[:2]), torch.stack(logits[2:]))
+    assert of(model).replays == by_own * 2 * (NEW - 1 - graphs.EAGER_STEPS)
+    assert ["padding whose" in why for why in of(model).reasons] == [True] * (not by_own)
     tilekern.reset()
     dispatch.forget()
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from tilekern.patch.captured import CAPTURE_FAILED, Refused, Room, as_captured, no_collection, why
 from tilekern.patch.decoding import Keys, keys_of
+from tilekern.patch.padding import Padding
+from tilekern.patch.told import ToldMask
 
 _CACHES = ("cache", "past_key_values")
 _PLAIN = (type(None), bool, int, float, str)
@@ -30,12 +32,14 @@ class Token(NamedTuple):
         cache: the cache.
         tensors: by argument, and the key in it if it is a dictionary of masks.
         constants: plain values likewise.
+        masks: likewise, those of padding that are told and not made.
     """
 
     name: str
     cache: Any
     tensors: dict[tuple[str, str], Tensor]
     constants: dict[tuple[str, str], Any]
+    masks: dict[tuple[str, str], ToldMask]
 
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> Token | None:
@@ -55,14 +59,14 @@ class Token(NamedTuple):
         other = next((x for x in layers if type(x) not in (utils.StaticLayer, utils.StaticSlidingWindowLayer)), None)
         if other is not None:
             raise Refused(f"a cache with layers of {type(other).__name__}")
-        found = cls(name, arguments[name], {}, {})
+        found = cls(name, arguments[name], {}, {}, {})
         for argument, value in arguments.items():
             for key, one in value.items() if isinstance(value, dict) else (("", value),):
                 found._take(argument, key, one)
         masks = [x for (argument, _), x in found.tensors.items() if argument == "attention_mask"]
         if any(x.dim() < 4 for x in masks):
             raise Refused("a mask of padding, which grows; transformers' generate gives one of four dimensions")
-        if not masks and found.counts:
+        if not masks and not found.masks and found.counts:
             raise Refused("a window's cache without masks")
         return found
 
@@ -71,6 +75,8 @@ class Token(NamedTuple):
             self.tensors[argument, key] = value
         elif isinstance(value, _PLAIN):
             self.constants[argument, key] = value
+        elif type(value) is ToldMask and value.padding is not None:
+            self.masks[argument, key] = value
         elif argument != self.name:
             raise Refused(f"the argument {argument} of the type {type(value).__name__}")
 
@@ -87,7 +93,9 @@ class Token(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """What two steps with one cache share that the same graph serves."""
+        told: dict[tuple[str, str], Any]
         told = {path: (x.shape, x.dtype, _kind(keys_of(x))) for path, x in self.tensors.items()}
+        told |= {path: (x.shape, x.window) for path, x in self.masks.items()}
         places = [x.keys.data_ptr() for x in self.cache.layers]
         full = [getattr(x, _COUNT, 0) >= x.max_cache_len for x in self.cache.layers]
         return frozenset(told.items()), frozenset(self.constants.items()), *places, *full
@@ -107,6 +115,7 @@ class TokenStep:
 
     def __init__(self, model: torch.nn.Module, token: Token, room: Room) -> None:
         self._inputs = {path: _held(x) for path, x in token.tensors.items()}
+        self._shown = {path: _Shown(x) for path, x in token.masks.items()}
         self._recording = room.recording()
         counts, lengths = token.counts, [x.cumulative_length for x in token.cache.layers]
         before = [x.clone() for x in lengths]
@@ -127,6 +136,8 @@ class TokenStep:
             mine.copy_(given)
             if (keys := keys_of(mine)) is not None and (other := keys_of(given)) is not None:
                 keys.copy_(other)
+        for path, told in token.masks.items():
+            self._shown[path].copy_(told)
         counts = [number + 1 for number in token.counts]
         self._recording.replay()
         token.set_counts(counts)
@@ -135,7 +146,8 @@ class TokenStep:
 
     def _run(self, model: torch.nn.Module, token: Token) -> list[Tensor | None]:
         arguments: dict[str, Any] = {token.name: token.cache}
-        for (argument, key), value in (self._inputs | token.constants).items():
+        masks = {path: self._shown[path].around(told) for path, told in token.masks.items()}
+        for (argument, key), value in (self._inputs | token.constants | masks).items():
             if key:
                 arguments.setdefault(argument, {})[key] = value
             else:
@@ -187,6 +199,34 @@ def _counted_at_the_end(cache: Any) -> Iterator[None]:
     finally:
         for layer in layers:
             del layer.update
+
+
+class _Shown:
+    """The padding of a mask, of which a graph has only what the GPU reads."""
+
+    def __init__(self, mask: ToldMask) -> None:
+        padding = self._of(mask)
+        self.tokens = padding.tokens
+        self.firsts, self.ends = padding.firsts.clone(), padding.ends.clone()
+
+    def __getattr__(self, name: str) -> Any:
+        raise Refused(f"padding whose {name} a graph has not; tune the kernel for decoding, which reads its ends alone")
+
+    @staticmethod
+    def _of(mask: ToldMask) -> Padding:
+        assert mask.padding is not None
+        return mask.padding
+
+    def copy_(self, mask: ToldMask) -> None:
+        """Take the values of another mask."""
+        padding = self._of(mask)
+        self.firsts.copy_(padding.firsts)
+        self.ends.copy_(padding.ends)
+
+    def around(self, mask: ToldMask) -> ToldMask:
+        """Return a mask with this padding, else like another one."""
+        batch, _, queries, keys = mask.shape
+        return ToldMask(self.firsts, mask.longest, mask.window, queries, keys, batch, cast("Padding", self))
 
 
 def _held(x: Tensor) -> Tensor:
