@@ -3,6 +3,7 @@
 By the interpreter: its default kernels add in one order at all sizes of these models, as kernels of one class do.
 """
 
+import contextlib
 import itertools
 import sys
 
@@ -24,6 +25,7 @@ from transformers import (
 import tilekern
 from tilekern.errors import InputError, RowsVary, TilekernWarning
 from tilekern.kernels import spec_named
+from tilekern.ops.decode_attention import by_tuned_kernels
 from tilekern.runtime import dispatch
 from tilekern.runtime.plans import InterpretedPlan
 from tilekern.spec.targets import INTERPRETED
@@ -256,6 +258,40 @@ def test_padding_changes_no_bit(config, padding):
         with torch.no_grad():
             assert torch.equal(model(**given, use_cache=False).logits[shown], whole.flatten(0, 1))
         assert tilekern.stats()["attention_forward"]["fallbacks"] == before
+
+
+def test_a_mask_that_was_first_seen_in_inference_mode_trains():
+    model, given = make(Qwen3Config, torch.bfloat16), padded((2, 0), (0, 2))
+    given["attention_mask"] = given["attention_mask"].bool()  # transformers hands it on itself
+    with tilekern.invariant():
+        with torch.inference_mode():
+            model(**given, use_cache=False)
+        model.train()(**given, use_cache=False).logits.float().sum().backward()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_token_behind_no_padding_asks_for_the_kernel_without(monkeypatch, before):
+    """A batch of one has no other in the plan, and generation gives a mask of ones too."""
+    model, given, asked = make(Qwen3Config, torch.bfloat16), padded((before, 0)), []
+    monkeypatch.setattr("tilekern.patch.attention.by_tuned_kernels", lambda *given: asked.append(given[4]))
+    with tilekern.invariant():
+        prompt = {name: x[:, :-1] for name, x in given.items()}
+        held = model(**prompt, use_cache=True).past_key_values
+        model(**given | {name: given[name][:, -1:] for name in ("input_ids", "position_ids")}, past_key_values=held)
+    assert [starts is not None for starts in asked] == [before > 0] * SIZES["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(("page_size", "is_invariant", "asks"), [(48, True, 0), (48, False, 1), (64, True, 1)])
+def test_the_mode_asks_for_no_kernel_for_pages_of_a_size_that_is_no_bucket(monkeypatch, page_size, is_invariant, asks):
+    """Tiles end with their page, and the tuner has seen those of 64 tokens alone."""
+    asked = []
+    monkeypatch.setattr(sys.modules["tilekern.ops.decode_attention"], "tuned_plan_for", lambda *of: asked.append(of))
+    q, pages = torch.zeros(1, 4, 16), torch.zeros(2, page_size, 2, 16)
+    given = pages, torch.ones(1, dtype=torch.int32), None, torch.zeros(1, 2, dtype=torch.int32), None, None, None, None
+    with tilekern.invariant() if is_invariant else contextlib.nullcontext():
+        assert by_tuned_kernels(q, pages, *given) is None
+    assert len(asked) == asks
 
 
 def given_as(given):

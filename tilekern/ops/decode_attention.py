@@ -17,7 +17,7 @@ from tilekern.kernels.families.placeholders import placeholder
 from tilekern.ops.attention import WIDEST_HEAD
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import Rows, check_softcap, check_tensors, check_vectors, disjoint, viewed, whole_numbers
-from tilekern.runtime.dispatch import Plan, plan_for, refused, tuned_plan_for
+from tilekern.runtime.dispatch import Plan, is_invariant, plan_for, refused, tuned_plan_for
 from tilekern.spec import Array, bucket
 
 
@@ -123,6 +123,9 @@ def _search(
         return None
     group = heads // kv_heads
     if head_dim > WIDEST_HEAD or group > kernels.MOST_HEADS:
+        return None
+    if tuned and page_size != bucket(page_size) and is_invariant():
+        # A tile ends with its page, and the tuner judged the bits of pages of the bucket's size alone.
         return None
     room = bucket(room)
     splits = (tuned_plan_for if tuned else plan_for)(

@@ -181,7 +181,8 @@ def _decoded_run(
     """Compute the attention of one new token to a cache behind padding; None if no kernel does."""
     if query.shape[2] > 1 or padding.tokens == 1 or torch.is_grad_enabled():
         return None
-    return _decoded(query, key, value, padding.ends, padding.firsts, scale, window, softcap, sinks)
+    starts = None if padding.is_behind else padding.firsts
+    return _decoded(query, key, value, padding.ends, starts, scale, window, softcap, sinks)
 
 
 def _of_runs(

@@ -18,7 +18,8 @@ class Padding:
     Attributes:
         runs: the first token of each row, and the end of its run.
         tokens: the number of tokens of each row, with padding; a cache may have more room.
-        device: the device of the tensors here, which are made when they are first asked for.
+        device: the device of the tensors here, which are made when they are first asked for. That may be in inference
+            mode, and autograd must still be able to save them.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -41,22 +42,26 @@ class Padding:
         return min(1 << (max(end - first for first, end in self.runs) - 1).bit_length(), self.tokens)
 
     @functools.cached_property
+    @torch.inference_mode(mode=False)
     def starts(self) -> torch.Tensor:
         """Return the start of each run if they follow one another, [rows + 1] int32, as ``cu_seqlens`` of attention."""
         counts = (end - first for first, end in self.runs)
         return torch.tensor(list(itertools.accumulate(counts, initial=0)), dtype=torch.int32, device=self.device)
 
     @functools.cached_property
+    @torch.inference_mode(mode=False)
     def firsts(self) -> torch.Tensor:
         """Return the first token of each row, [rows] int32."""
         return torch.tensor([first for first, _ in self.runs], dtype=torch.int32, device=self.device)
 
     @functools.cached_property
+    @torch.inference_mode(mode=False)
     def ends(self) -> torch.Tensor:
         """Return the end of each row's run, [rows] int32."""
         return torch.tensor([end for _, end in self.runs], dtype=torch.int32, device=self.device)
 
     @functools.cached_property
+    @torch.inference_mode(mode=False)
     def places(self) -> torch.Tensor:
         """Return the places of the runs' tokens in the batch, [tokens in runs] int64, one row after the other."""
         spans = ((row * self.tokens + first, row * self.tokens + end) for row, (first, end) in enumerate(self.runs))
