@@ -3,9 +3,9 @@
 By the interpreter: its default kernels add in one order at all sizes of these models, as kernels of one class do.
 """
 
-import contextlib
 import itertools
 import sys
+import types
 
 import pytest
 import torch
@@ -25,7 +25,6 @@ from transformers import (
 import tilekern
 from tilekern.errors import InputError, RowsVary, TilekernWarning
 from tilekern.kernels import spec_named
-from tilekern.ops.decode_attention import by_tuned_kernels
 from tilekern.runtime import dispatch
 from tilekern.runtime.plans import InterpretedPlan
 from tilekern.spec.targets import INTERPRETED
@@ -282,16 +281,18 @@ def test_a_token_behind_no_padding_asks_for_the_kernel_without(monkeypatch, befo
     assert [starts is not None for starts in asked] == [before > 0] * SIZES["num_hidden_layers"]
 
 
-@pytest.mark.parametrize(("page_size", "is_invariant", "asks"), [(48, True, 0), (48, False, 1), (64, True, 1)])
-def test_the_mode_asks_for_no_kernel_for_pages_of_a_size_that_is_no_bucket(monkeypatch, page_size, is_invariant, asks):
-    """Tiles end with their page, and the tuner has seen those of 64 tokens alone."""
-    asked = []
-    monkeypatch.setattr(sys.modules["tilekern.ops.decode_attention"], "tuned_plan_for", lambda *of: asked.append(of))
+@pytest.mark.parametrize("page_size", [16, 64, 96, 192])
+def test_the_mode_reads_pages_of_whole_tiles_alone(monkeypatch, page_size):
+    """A tile ends with its page. A record of other pages may serve: that of 256 tokens, as the tuner plans them."""
+    ops = sys.modules["tilekern.ops.decode_attention"]
+    plan = types.SimpleNamespace(config={"splits": 1, "tile_n": 64})
+    monkeypatch.setattr(ops, "tuned_plan_for", lambda *_: plan)
+    monkeypatch.setattr(ops, "_launch", lambda plans, *_: plans)
     q, pages = torch.zeros(1, 4, 16), torch.zeros(2, page_size, 2, 16)
     given = pages, torch.ones(1, dtype=torch.int32), None, torch.zeros(1, 2, dtype=torch.int32), None, None, None, None
-    with tilekern.invariant() if is_invariant else contextlib.nullcontext():
-        assert by_tuned_kernels(q, pages, *given) is None
-    assert len(asked) == asks
+    assert ops.by_tuned_kernels(q, pages, *given) is not None
+    with tilekern.invariant():
+        assert (ops.by_tuned_kernels(q, pages, *given) is not None) == (page_size % 64 == 0)
 
 
 def given_as(given):
@@ -299,10 +300,10 @@ def given_as(given):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("cache", "first"), [*((DynamicCache, first) for first in (5, 6, 7)), (StaticCache, 6)])
+@pytest.mark.parametrize(("cache", "first"), [*((DynamicCache, first) for first in (3, 5, 6, 7)), (StaticCache, 6)])
 @pytest.mark.usefixtures("decoding")
 def test_a_padded_prompt_is_continued_with_the_same_bits(cache, first):
-    """A prompt with padding on the left, then a token or several at a time."""
+    """A prompt with padding on the left, of which a row may have nothing else yet, then a token or several at a time."""
     model, given = make(Qwen3Config, torch.bfloat16), padded((2, 0), (2, 0))
     given["attention_mask"][0, 2] = 0  # the first row begins a token later
     given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)

@@ -124,14 +124,14 @@ def _search(
     group = heads // kv_heads
     if head_dim > WIDEST_HEAD or group > kernels.MOST_HEADS:
         return None
-    if tuned and page_size != bucket(page_size) and is_invariant():
-        # A tile ends with its page, and the tuner judged the bits of pages of the bucket's size alone.
-        return None
     room = bucket(room)
     splits = (tuned_plan_for if tuned else plan_for)(
         kernels.SPEC, device, batch * kv_heads, room, page_size, group, head_dim,
         window is not None and window < room, has_softcap, has_sinks, has_starts, pages is not None, dtype,
     )  # fmt: skip
+    if tuned and splits is not None and pages is not None and page_size % splits.config["tile_n"] and is_invariant():
+        # A tile ends with its page, where training's goes on; the tuner judged the bits of another page size.
+        return None
     if splits is None or splits.config["splits"] == 1:
         return None if splits is None else Plans(splits, None)
     join = plan_for(

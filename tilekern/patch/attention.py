@@ -207,6 +207,9 @@ def _of_runs(
     for row in range(0, batch, step):
         first = padding.runs[row][0]
         before, some = max(0, first - (tokens - queries)), slice(row, row + step)
+        if before == queries:
+            parts.append(torch.zeros_like(query[some]))
+            continue
         given = query[some, before:], key[some, first:], value[some, first:]
         if not serves(*given, **options):
             return None
