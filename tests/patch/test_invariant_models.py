@@ -303,7 +303,7 @@ def given_as(given):
 @pytest.mark.parametrize(("cache", "first"), [*((DynamicCache, first) for first in (3, 5, 6, 7)), (StaticCache, 6)])
 @pytest.mark.usefixtures("decoding")
 def test_a_padded_prompt_is_continued_with_the_same_bits(cache, first):
-    """A prompt with padding on the left, of which a row may have nothing else yet, then a token or several at a time."""
+    """A prompt with padding on the left, and in one row nothing else at first, then a token or several at a time."""
     model, given = make(Qwen3Config, torch.bfloat16), padded((2, 0), (2, 0))
     given["attention_mask"][0, 2] = 0  # the first row begins a token later
     given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
