@@ -4,6 +4,8 @@ By the interpreter: its default kernels add in one order at all sizes of these m
 """
 
 import itertools
+import sys
+import types
 
 import pytest
 import torch
@@ -238,15 +240,51 @@ def test_padding_changes_no_bit(config, padding):
         assert tilekern.stats()["attention_forward"]["fallbacks"] == before
 
 
+def test_a_mask_that_was_first_seen_in_inference_mode_trains():
+    model, given = make(Qwen3Config, torch.bfloat16), padded((2, 0), (0, 2))
+    given["attention_mask"] = given["attention_mask"].bool()  # transformers hands it on itself
+    with tilekern.invariant():
+        with torch.inference_mode():
+            model(**given, use_cache=False)
+        model.train()(**given, use_cache=False).logits.float().sum().backward()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_token_behind_no_padding_asks_for_the_kernel_without(monkeypatch, before):
+    """A batch of one has no other in the plan, and generation gives a mask of ones too."""
+    model, given, asked = make(Qwen3Config, torch.bfloat16), padded((before, 0)), []
+    monkeypatch.setattr("tilekern.patch.attention.by_tuned_kernels", lambda *given: asked.append(given[4]))
+    with tilekern.invariant():
+        prompt = {name: x[:, :-1] for name, x in given.items()}
+        held = model(**prompt, use_cache=True).past_key_values
+        model(**given | {name: given[name][:, -1:] for name in ("input_ids", "position_ids")}, past_key_values=held)
+    assert [starts is not None for starts in asked] == [before > 0] * SIZES["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 96, 192])
+def test_the_mode_reads_pages_of_whole_tiles_alone(monkeypatch, page_size):
+    """A tile ends with its page. A record of other pages may serve: that of 256 tokens, as the tuner plans them."""
+    ops = sys.modules["tilekern.ops.decode_attention"]
+    plan = types.SimpleNamespace(config={"splits": 1, "tile_n": 64})
+    monkeypatch.setattr(ops, "tuned_plan_for", lambda *_: plan)
+    monkeypatch.setattr(ops, "_launch", lambda plans, *_: plans)
+    q, pages = torch.zeros(1, 4, 16), torch.zeros(2, page_size, 2, 16)
+    given = pages, torch.ones(1, dtype=torch.int32), None, torch.zeros(1, 2, dtype=torch.int32), None, None, None, None
+    assert ops.by_tuned_kernels(q, pages, *given) is not None
+    with tilekern.invariant():
+        assert (ops.by_tuned_kernels(q, pages, *given) is not None) == (page_size % 64 == 0)
+
+
 def given_as(given):
     return {"ids": given["input_ids"]} | {name: x for name, x in given.items() if name != "input_ids"}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("cache", "first"), [*((DynamicCache, first) for first in (5, 6, 7)), (StaticCache, 6)])
+@pytest.mark.parametrize(("cache", "first"), [*((DynamicCache, first) for first in (3, 5, 6, 7)), (StaticCache, 6)])
 @pytest.mark.usefixtures("decoding")
 def test_a_padded_prompt_is_continued_with_the_same_bits(cache, first):
-    """A prompt with padding on the left, then a token or several at a time."""
+    """A prompt with padding on the left, and in one row nothing else at first, then a token or several at a time."""
     model, given = make(Qwen3Config, torch.bfloat16), padded((2, 0), (2, 0))
     given["attention_mask"][0, 2] = 0  # the first row begins a token later
     given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)

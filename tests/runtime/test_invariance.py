@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from marks import needs_compiler
+from msgspec.structs import replace
 from one_record import GPU, H200, PROBLEM, SIZES, SPEC
 
 import tilekern
@@ -129,6 +130,31 @@ def test_a_kernel_beside_another_serves_in_the_mode_only_with_its_bits(made, roo
     assert [plan and plan.config for plan in found] == [SAME, None, None]
     assert not dispatch.varying()
     assert dispatch.tuned_plan_for(SPEC, GPU, 4000, *SIZES[1:]).config == FAST
+
+
+def test_models_tuned_apart_share_decoding_only_if_both_have_its_bits(made, root):
+    """Their heads differ, and not the query heads of a key head: each has a class of attention of its own."""
+    attention, decoding = spec_named("attention_forward"), spec_named("decode_attention")
+    flags = {d.name: d.name == "causal" for d in attention.dimensions if d.kind == "flag"}
+    sizes = {"batch": 1, "queries": 64, "keys": 64, "head_dim": 64, "dtype": "bfloat16"}
+    one, other = (attention.problem(**sizes, heads=2 * heads, kv_heads=heads, **flags) for heads in (2, 4))
+    flags = {d.name: False for d in decoding.dimensions if d.kind == "flag"}
+    token = decoding.problem(kv_heads=2, keys=64, page_size=1, group=2, head_dim=64, dtype="bfloat16", **flags)
+    for spec, problem, bits in ((attention, one, "1:a"), (attention, other, "1:b"), (decoding, token, "1:a")):
+        config = spec.default(problem, H200).but(**{"splits": 1} if spec is decoding else {})
+        artifacts = {name: replace(made[0][name], config=dict(config)) for name in (ALIGNED, GENERIC)}
+        blobs = {x.sha256: made[1][x.sha256] for x in artifacts.values()}
+        write((artifacts, blobs), root, facts(bits, config=config), spec, problem, config)
+
+    def plan(find, spec, problem):
+        return find(spec, GPU, *(torch.bfloat16 if x == "bfloat16" else x for x in problem.values()))
+
+    with tilekern.invariant():
+        for prompt in (one, other):
+            assert plan(dispatch.plan_for, attention, prompt) is not None
+            decoded = plan(dispatch.tuned_plan_for, decoding, token)
+            assert (decoded is not None) == (prompt is one)
+        assert not dispatch.varying()
 
 
 def test_a_job_may_begin_in_the_mode(monkeypatch):

@@ -17,7 +17,7 @@ from tilekern.kernels.families.placeholders import placeholder
 from tilekern.ops.attention import WIDEST_HEAD
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import Rows, check_softcap, check_tensors, check_vectors, disjoint, viewed, whole_numbers
-from tilekern.runtime.dispatch import Plan, plan_for, refused, tuned_plan_for
+from tilekern.runtime.dispatch import Plan, is_invariant, plan_for, refused, tuned_plan_for
 from tilekern.spec import Array, bucket
 
 
@@ -130,6 +130,9 @@ def _search(
         kernels.SPEC, device, batch * kv_heads, room, page_size, group, head_dim,
         window is not None and window < room, has_softcap, has_sinks, has_starts, pages is not None, dtype,
     )  # fmt: skip
+    if tuned and splits is not None and pages is not None and page_size % splits.config["tile_n"] and is_invariant():
+        # A tile ends with its page, where training's goes on; the tuner judged the bits of another page size.
+        return None
     if splits is None or splits.config["splits"] == 1:
         return None if splits is None else Plans(splits, None)
     join = plan_for(

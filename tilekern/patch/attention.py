@@ -182,7 +182,8 @@ def _decoded_run(
     """Compute the attention of one new token to a cache behind padding; None if no kernel does."""
     if query.shape[2] > 1 or padding.tokens == 1 or torch.is_grad_enabled():
         return None
-    return _decoded(query, key, value, Keys(padding.ends, padding.firsts), scale, window, softcap, sinks)
+    shown = Keys(padding.ends, None if padding.is_behind else padding.firsts)
+    return _decoded(query, key, value, shown, scale, window, softcap, sinks)
 
 
 def _of_runs(
@@ -207,6 +208,9 @@ def _of_runs(
     for row in range(0, batch, step):
         first = padding.runs[row][0]
         before, some = max(0, first - (tokens - queries)), slice(row, row + step)
+        if before == queries:
+            parts.append(torch.zeros_like(query[some]))
+            continue
         given = query[some, before:], key[some, first:], value[some, first:]
         if not serves(*given, **options):
             return None

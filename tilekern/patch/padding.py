@@ -16,9 +16,10 @@ class Padding:
     """The run of tokens in each row of a batch; padding stands before it and behind it.
 
     Attributes:
-        runs: the first token of each row, and the end of its run.
+        runs: the first token of each row, and the end of its run; both are the end of a row that has none yet.
         tokens: the number of tokens of each row, with padding; a cache may have more room.
-        device: the device of the tensors here, which are made when they are first asked for.
+        device: the device of the tensors here, which are made when they are first asked for. That may be in inference
+            mode, and autograd must still be able to save them.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -41,22 +42,26 @@ class Padding:
         return min(1 << (max(end - first for first, end in self.runs) - 1).bit_length(), self.tokens)
 
     @functools.cached_property
+    @torch.inference_mode(mode=False)
     def starts(self) -> torch.Tensor:
         """Return the start of each run if they follow one another, [rows + 1] int32, as ``cu_seqlens`` of attention."""
         counts = (end - first for first, end in self.runs)
         return torch.tensor(list(itertools.accumulate(counts, initial=0)), dtype=torch.int32, device=self.device)
 
     @functools.cached_property
+    @torch.inference_mode(mode=False)
     def firsts(self) -> torch.Tensor:
         """Return the first token of each row, [rows] int32."""
         return torch.tensor([first for first, _ in self.runs], dtype=torch.int32, device=self.device)
 
     @functools.cached_property
+    @torch.inference_mode(mode=False)
     def ends(self) -> torch.Tensor:
         """Return the end of each row's run, [rows] int32."""
         return torch.tensor([end for _, end in self.runs], dtype=torch.int32, device=self.device)
 
     @functools.cached_property
+    @torch.inference_mode(mode=False)
     def places(self) -> torch.Tensor:
         """Return the places of the runs' tokens in the batch, [tokens in runs] int64, one row after the other."""
         spans = ((row * self.tokens + first, row * self.tokens + end) for row, (first, end) in enumerate(self.runs))
@@ -74,7 +79,7 @@ _last: tuple[Any, int, Padding | None] = (lambda: None, -1, None)
 
 
 def padding_of(mask: torch.Tensor) -> Padding | None:
-    """Return the runs of a mask [rows, tokens]; None if a row has none, or has tokens behind a gap."""
+    """Return the runs of a mask [rows, tokens]; None if no row has one, or a row has tokens behind a gap."""
     global _last  # noqa: PLW0603
     tensor, version, found = _last
     # Tensors of inference mode have no version counter.
@@ -90,7 +95,7 @@ def _read(mask: torch.Tensor) -> Padding | None:
     shown, tokens = mask.bool(), mask.shape[1]
     firsts, counts, behind = shown.int().argmax(1), shown.sum(1), shown.flip(1).int().argmax(1)
     told = torch.stack((firsts, counts, tokens - behind)).tolist()  # one wait for all
-    runs = tuple((first, end) for first, _, end in zip(*told, strict=True))
-    if any(not count or end - first != count for (first, end), count in zip(runs, told[1], strict=True)):
+    runs = tuple((first, end) if count else (tokens, tokens) for first, count, end in zip(*told, strict=True))
+    if not any(told[1]) or any(end - first != count for (first, end), count in zip(runs, told[1], strict=True)):
         return None
     return Padding(runs, tokens, mask.device)

@@ -95,7 +95,7 @@ class Token(NamedTuple):
         """What two steps with one cache share that the same graph serves."""
         told: dict[tuple[str, str], Any]
         told = {path: (x.shape, x.dtype, _kind(keys_of(x))) for path, x in self.tensors.items()}
-        told |= {path: (x.shape, x.window) for path, x in self.masks.items()}
+        told |= {path: (x.shape, x.window, x.padding and x.padding.is_behind) for path, x in self.masks.items()}
         places = [x.keys.data_ptr() for x in self.cache.layers]
         full = [getattr(x, _COUNT, 0) >= x.max_cache_len for x in self.cache.layers]
         return frozenset(told.items()), frozenset(self.constants.items()), *places, *full
@@ -206,7 +206,7 @@ class _Shown:
 
     def __init__(self, mask: ToldMask) -> None:
         padding = self._of(mask)
-        self.tokens = padding.tokens
+        self.tokens, self.is_behind = padding.tokens, padding.is_behind
         self.firsts, self.ends = padding.firsts.clone(), padding.ends.clone()
 
     def __getattr__(self, name: str) -> Any:

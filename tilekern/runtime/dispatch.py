@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -30,7 +30,7 @@ from tilekern.runtime.locks import ForkLock
 from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of, unwatched
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
 from tilekern.runtime.requirements import driver_release, unmet
-from tilekern.runtime.rows import has_rows, invariant_artifact, why_varies
+from tilekern.runtime.rows import has_rows, invariant_artifact, overruled, why_varies
 from tilekern.spec import ALIGNED, GENERIC, INVARIANT, Config, Implementation, KernelSpec, LibraryCall, Problem
 from tilekern.spec.targets import INTERPRETED, Target, here
 from tilekern.warning import warn_once
@@ -89,7 +89,7 @@ class State:
         foresight: returns what the running step asks for, for a miss; None if no model is patched.
         invariant: whether kernels of one bit class run (``tilekern.invariant``).
         strict: whether what may make a token's row depend on others is an error in that mode.
-        classes: the bit class that runs, by kernel and the sizes that are not bucketed.
+        classes: the bit classes that run (:func:`tilekern.runtime.rows.why_varies`).
         varying: by kernel, why its rows may depend on others although ``invariant``.
         of_other_mode: the plans, refusals, hits and memos of the mode that is not on.
         agreement: what the ranks agreed on, which replaces the caches.
@@ -368,6 +368,15 @@ def tuned_plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
     return None
 
 
+def _let_go(kernels: Container[str]) -> None:
+    """Forget the plans of kernels that :func:`tuned_plan_for` found, so that they are looked up again."""
+    gone = [key for key in _state.plans if key[0] == "tuned" and key[1] in kernels]
+    for key in gone:
+        del _state.plans[key]
+    if gone:
+        _empty_memos()
+
+
 def _refuse(reason: str) -> None:
     """Note why there is no plan, for the next :func:`count_fallback`."""
     _refused.reason = reason
@@ -573,6 +582,7 @@ def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found
             return _planned(spec, problem, target, device, found, _by_kernels(spec, problem, config), ())
         reason = why_varies(spec, problem, found, _state.classes, libraries_here())
         if not reason:
+            _let_go(overruled(spec, problem, _state.classes))
             return _invariant_plan(spec, problem, target, device, found)
         _note_unless_sum(spec, problem, reason)
     if library is not None and library not in libraries_here():

@@ -39,7 +39,7 @@ def why_varies(
         spec: the kernel.
         problem: the problem.
         found: the record that serves it.
-        classes: the bit class that runs, by kernel and the sizes that are not bucketed; the record's is added.
+        classes: the bit classes that run; the record's is added.
         libraries: the libraries that are here; None if that is not asked.
     """
     facts = (found.record.measurement or {}).get(INVARIANT)
@@ -50,12 +50,32 @@ def why_varies(
         return f"{library}, which its invariant record names, is not here"
     if library is None and (found.lost or not _has_artifact(found.record, facts["config"])):
         return f"the kernel that its record names cannot be loaded: {found.lost or 'the record has no artifact of it'}"
-    sizes = sizes_of_class(spec, problem)
-    running = classes.get(sizes, facts["bits"])
-    if not agree(running, facts["bits"]):
+    own = _key(spec, problem)
+    # A kernel that serves beside another takes its bits, of any number of heads.
+    same = (bits for key, bits in classes.items() if key == own or (key[0] == own[0] and spec.name != own[0][0]))
+    if not all(agree(bits, facts["bits"]) for bits in same):
         return "records of its sizes name two bit classes; tune all sizes in one run with --invariant"
-    classes[sizes] = joined(running, facts["bits"])
+    classes[own] = joined(classes.get(own, facts["bits"]), facts["bits"])
     return ""
+
+
+def overruled(spec: KernelSpec, problem: Problem, classes: dict[tuple[Any, ...], str]) -> set[str]:
+    """Return the kernels that have served beside a problem's and are of another class; ``classes`` loses theirs.
+
+    Two models that were tuned apart may share a record of decoding, and have attention of two classes.
+    """
+    own = _key(spec, problem)
+    beside = [key for key in classes if key[0] == own[0] and own[1] == own[0][0] != key[1]]
+    wrong = [key for key in beside if not agree(classes[key], classes[own])]
+    for key in wrong:
+        del classes[key]
+    return {key[1] for key in wrong}
+
+
+def _key(spec: KernelSpec, problem: Problem) -> tuple[Any, ...]:
+    """Return what problems have in common that run one class: first that of which their kernels should be tuned."""
+    exact = (problem[d.name] for d in spec.dimensions if d.kind == "exact")
+    return sizes_of_class(spec, problem), spec.name, *exact
 
 
 def invariant_artifact(record: Record) -> str:
