@@ -30,6 +30,8 @@ from tilekern.tuning.sweep.lines import copy_key
 from tilekern.tuning.sweep.plan import Named
 
 MOST_RUNNERS_UP = 3
+# A class may cost training so much more than the best one, if more of decoding is of it.
+_NEAR = 1.05
 
 
 @dataclass(frozen=True)
@@ -232,8 +234,8 @@ def _measured_winner(known: Known, found: list[Candidate], target: Target) -> tu
 def invariant_winners(sweep: Sweep, known: Known) -> tuple[dict[Named, Candidate], dict[Named, str]]:
     """Return the fastest candidate of one bit class for each problem, the same class for all buckets of a problem.
 
-    Of the classes that every bucket has, it is the one whose times are at most the smallest factor above the winners'.
-    A problem of decoding takes part if it can: where it has no kernel of the class, that of training serves.
+    Of the classes that every bucket has, it is about the one whose times are at most the smallest factor above the
+    winners'. A problem of decoding takes part if it can: where it has no kernel of the class, that of training serves.
     Only the problems that the plan names take part, or all if it names none, and of them those that have a candidate
     with a class. The second dictionary says of the others, and where no class is common to all buckets, why.
     """
@@ -267,15 +269,18 @@ def invariant_winners(sweep: Sweep, known: Known) -> tuple[dict[Named, Candidate
 def _one_class(
     known: Known, by_problem: Sequence[Sequence[tuple[Candidate, float]]], needed: int
 ) -> list[Candidate | None]:
-    """Return a candidate of each problem, all of classes that agree: the class that serves the most problems, and of
-    those the one whose largest factor is the least.
+    """Return a candidate of each problem, all of classes that agree, for problems of training and then of decoding.
+
+    It is the class whose largest factor over training's problems is the least; of those within :data:`_NEAR` of it, the
+    one that serves the most problems of decoding, and then the one whose largest factor is the least.
 
     Args:
         known: the journals.
         by_problem: the able candidates of each problem and their factors, the fastest first.
         needed: so many problems, the first ones, have a candidate, or no problem has; if 0, all have or none.
     """
-    best: tuple[tuple[int, float], list[Candidate | None]] = (len(by_problem), 0.0), [None] * len(by_problem)
+    needed = needed or len(by_problem)
+    found: list[tuple[float, int, float, list[Candidate | None]]] = []
     # Classes with more digests first: each stands for those that agree with it.
     classes = sorted({known.bits(item) for able in by_problem for item, _ in able}, key=lambda bits: (-len(bits), bits))
     for begun in classes:
@@ -283,15 +288,18 @@ def _one_class(
         chosen: list[tuple[Candidate, float] | None] = []
         for able in by_problem:
             one = next((pair for pair in able if agree(known.bits(pair[0]), bits)), None)
-            if one is None and len(chosen) < (needed or len(by_problem)):
+            if one is None and len(chosen) < needed:
                 break
             chosen.append(one)
             bits = bits if one is None else joined(bits, known.bits(one[0]))
         else:
-            price = chosen.count(None), max(pair[1] for pair in chosen if pair is not None)
-            if price < best[0]:
-                best = price, [pair and pair[0] for pair in chosen]
-    return best[1]
+            of_training, of_all = (
+                max(pair[1] for pair in pairs if pair is not None) for pairs in (chosen[:needed], chosen)
+            )
+            found.append((of_training, chosen.count(None), of_all, [pair and pair[0] for pair in chosen]))
+    least = min((of_training for of_training, *_ in found), default=0.0)
+    near = [one for one in found if one[0] <= _NEAR * least]
+    return min(near, key=lambda one: one[1:3])[3] if near else [None] * len(by_problem)
 
 
 def _best_kernel(
