@@ -97,6 +97,21 @@ def test_a_soft_cap_and_a_window_that_shows_all_are_decoded_with_the_same_bits()
         assert torch.equal(one_by_one(model, IDS), trained(model, IDS))
 
 
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("config", [Gemma2Config, GptOssConfig], ids=lambda of: of.model_type)
+def test_generate_keeps_the_keys_that_have_left_a_window(config, cache):
+    model = make(config, torch.bfloat16, **EXPERTS.get(config, {}) | {"sliding_window": 4})
+    asked = {"do_sample": False, "max_new_tokens": 5, "output_logits": True, "return_dict_in_generate": True}
+    asked |= {"pad_token_id": 0, "eos_token_id": None, "cache_implementation": cache}
+    with tilekern.invariant(strict=True):
+        made = model.generate(IDS, attention_mask=torch.ones_like(IDS), **asked)
+        whole = trained(model, made.sequences[:, :-1])
+    assert torch.equal(torch.stack(made.logits, 1), whole[:, TOKENS - 1 :].float())
+    assert made.sequences.shape[1] > 4 + TOKENS
+    windowed = model.generate(IDS, attention_mask=torch.ones_like(IDS), **asked).past_key_values
+    assert windowed.is_sliding != made.past_key_values.is_sliding == [False, False]
+
+
 def test_a_cache_that_drops_keys_is_said():
     """The window's first key is at the start of a tile then, and in training wherever it is."""
     model = make(Gemma2Config, torch.bfloat16, sliding_window=4)

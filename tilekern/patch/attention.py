@@ -22,12 +22,12 @@ from tilekern.ops.packing import can_read, is_capturing
 from tilekern.ops.registration import autocast_dtype, is_autocast, is_traced
 from tilekern.patch.decoding import Keys, in_graph, keys_of
 from tilekern.patch.guards import SUBCLASS, constant_in_graphs
-from tilekern.patch.masking import lacks_sequences, mask, says_packing_alone
+from tilekern.patch.masking import lacks_sequences, mask, note_dropped_keys, says_packing_alone
 from tilekern.patch.padding import Padding
 from tilekern.patch.positions import are_given_in_graph, number_of_sequences
 from tilekern.patch.told import ToldMask
 from tilekern.runtime import implementation
-from tilekern.runtime.dispatch import count_fallback, is_invariant, note_varying
+from tilekern.runtime.dispatch import count_fallback, is_invariant
 from tilekern.warning import warn_once
 
 # Arguments that change the result and that neither the kernels nor SDPA support: chosen keys, sinks of each query, the
@@ -108,7 +108,7 @@ def attend(
     masked = attention_mask is not None
     special = softcap is not None or s_aux is not None
     after_cache = queries != keys and not torch.is_grad_enabled()
-    decoding = after_cache and not _is_invariant(keys, sliding_window)
+    decoding = after_cache and not is_invariant()
     alone = after_cache and queries == 1 and (causal or sliding_window is None)
     shown = keys_of(attention_mask) if masked else None
     alone = alone and not (dropout or (masked and shown is None) or bias is not None or starts is not None)
@@ -253,18 +253,9 @@ def _batched(
     if attention_mask is not None or dropout or kwargs.get("position_bias") is not None:
         raise InputError('attn_implementation="tilekern": continuous batching takes no mask, dropout or position bias')
     asked, longest = paged.Way(*way), kwargs.get("max_length_k")
-    if asked.window is not None:
-        _is_invariant(longest if isinstance(longest, int) else key.shape[2], asked.window)
+    if asked.window is not None and (longest if isinstance(longest, int) else key.shape[2]) >= asked.window:
+        note_dropped_keys()
     return paged.attend(module, query, key, value, asked, kwargs)
-
-
-def _is_invariant(keys: int, window: int | None) -> bool:
-    """Return whether queries after a cache must run the kernel that training runs, and note where that varies."""
-    if not is_invariant():
-        return False
-    if window is not None and keys >= window:
-        note_varying(SPEC.name, "a cache that drops keys outside of the window, where tiles begin elsewhere")
-    return True
 
 
 def _decoded(

@@ -3,20 +3,28 @@
 A decode step reads each weight for a few tokens. q, k, v and gated MLPs are patched with their families; the other
 linear layers, the attention's output and the head among them, are reached by torch's function, which is exchanged
 during ``generate`` and ``generate_batch`` alone.
+
+In the invariant mode the caches that ``generate`` makes keep the keys that have left a window: without them a tile of
+keys begins elsewhere than in training.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tilekern.ops import linear_layers
 from tilekern.patch.graphs import has_graphs
+from tilekern.runtime.dispatch import is_invariant
 
 _HOME, _KIND = "transformers.generation.utils", "GenerationMixin"
 _NAMES = ("generate", "generate_batch")
+# transformers' tables of the layers of caches, by the kind of a model's layer.
+_TABLES = ("DYNAMIC_LAYER_TYPE_MAPPING", "STATIC_LAYER_TYPE_MAPPING")
+_WHOLE, _WINDOWED, _WINDOW = "full_attention", "sliding_attention", "sliding_window"
 
 
 def stand_in(is_on: bool) -> None:
@@ -37,8 +45,28 @@ def _by_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **options: Any) -> Any:
         if original.__name__ == "generate" and has_graphs(self):
             options.setdefault("disable_compile", True)  # transformers compiles the steps of a static cache
-        with linear_layers.exchanged():
+        with linear_layers.exchanged(), _keys_kept() if is_invariant() else contextlib.nullcontext():
             return original(self, *args, **options)
 
     generate.tilekern_original = original  # type: ignore[attr-defined]
     return generate
+
+
+@contextlib.contextmanager
+def _keys_kept() -> Iterator[None]:
+    """Let new caches keep the keys outside of windows; releases without such tables make their own."""
+    home = sys.modules["transformers.cache_utils"]
+    tables = [table for table in (getattr(home, name, {}) for name in _TABLES) if {_WHOLE, _WINDOWED} <= table.keys()]
+    before = [table[_WINDOWED] for table in tables]
+    for table in tables:
+        table[_WINDOWED] = functools.partial(_whole, table)
+    try:
+        yield
+    finally:
+        for table, kind in zip(tables, before, strict=True):
+            table[_WINDOWED] = kind
+
+
+def _whole(table: dict[str, Any], **given: Any) -> Any:
+    given.pop(_WINDOW, None)
+    return table[_WHOLE](**given)

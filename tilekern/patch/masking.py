@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilekern.errors import InputError
+from tilekern.kernels.attention.forward import SPEC
 from tilekern.ops.packing import can_read
 from tilekern.patch import padding
 from tilekern.patch.decoding import with_keys
@@ -29,7 +30,7 @@ from tilekern.patch.positions import (
     positions_of_call,
 )  # fmt: skip
 from tilekern.patch.told import ToldMask
-from tilekern.runtime.dispatch import is_invariant
+from tilekern.runtime.dispatch import is_invariant, note_varying
 from tilekern.warning import warn_once
 
 
@@ -55,6 +56,9 @@ def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> 
     if reading.refusal:
         raise InputError(f'attn_implementation="tilekern": {reading.refusal}; use "eager"')
     own = local_size is None or (reading.hands_window and _is_own(local_size, config, given))
+    before = given.get("kv_offset", 0)
+    if local_size is not None and type(before) is int and before > 0:
+        note_dropped_keys()
     ask = _Ask(given, reading, own, config)
     if ask.is_dropped_in_graph():
         return None
@@ -81,6 +85,12 @@ def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> 
     if made is not None and ask.queries == 1 and ask.is_plain:
         made = with_keys(made, given, ask.can_read)
     return made
+
+
+def note_dropped_keys() -> None:
+    """Note, in the invariant mode, that a cache has dropped keys outside of a window."""
+    if is_invariant():
+        note_varying(SPEC.name, "a cache that drops keys outside of the window, where tiles begin elsewhere")
 
 
 class _Ask:
