@@ -9,14 +9,20 @@ import tiny_families
 import torch
 from decoding import TEN, greedy, one_by_one
 from gpu_processes import clean_environment
+from gpu_samples import compiled
 from gpu_training import CONFIG
 from transformers import AutoModelForCausalLM, Cache, GenerationConfig
 
 import tilekern
 from tilekern import ops
+from tilekern.compile.toolchain import toolkit
+from tilekern.kernels import spec_named
+from tilekern.kernels.matmul.space import is_tile
 from tilekern.ops.operation import DECLARED
 from tilekern.patch.graphs import graphs_of
 from tilekern.runtime import dispatch
+from tilekern.spec.targets import here
+from tilekern.tuning.verify.check import make_outputs
 
 pytestmark = pytest.mark.gpu
 
@@ -51,6 +57,78 @@ def test_a_sequence_has_its_bits_in_any_batch_and_cache():
         alone = (x[place : place + 1, :, :length].contiguous() for x in (keys, values))
         one = ops.decode_attention(q[place : place + 1], *alone, lengths[place : place + 1])
         assert torch.equal(one[0], whole[place])
+
+
+def test_keys_behind_padding_have_the_bits_of_keys_from_the_first_on():
+    q, keys, values, lengths = cached(6, 700)
+    whole = ops.decode_attention(q, keys, values, lengths)
+    starts = torch.tensor([0, 1, 63, 64, 100, 200], device="cuda").int()
+    behind = [torch.full((6, 8, 900, 128), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in "kv"]
+    for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        for mine, x in zip(behind, (keys, values), strict=True):
+            mine[row, :, start : start + length] = x[row, :, :length]
+    assert torch.equal(ops.decode_attention(q, *behind, lengths + starts, starts=starts), whole)
+
+
+@pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+@pytest.mark.parametrize("on", [(), ("padded",), ("windowed",), ("sinks", "capped")], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (16, 8, 128), (8, 4, 256), (64, 8, 64)])
+def test_one_split_in_tiles_as_tall_as_training_s_has_its_bits(heads, kv_heads, head_dim, on):
+    """If it has not, decoding in the invariant mode runs training's kernel."""
+    training, decoding, target, seen = spec_named("attention_forward"), spec_named("decode_attention"), here(), 600
+    alike, group = {"head_dim": head_dim, "dtype": "bfloat16"}, heads // kv_heads
+
+    def flags(spec):
+        return {d.name: d.name in (*on, "causal") for d in spec.dimensions if d.kind == "flag"}
+
+    whole = training.problem(
+        batch=1, queries=seen, keys=seen, heads=heads, kv_heads=kv_heads, **flags(training), **alike
+    )
+    config = training.default(whole, target)
+    given = training.inputs(whole, torch.Generator("cuda").manual_seed(0), "cuda") | {"window": 150}
+    right = compiled(training, whole, config, target)(given)["out"][0]
+    lengths = [1, 64, 65, 128, 200, seen]
+    problem = decoding.problem(kv_heads=6 * kv_heads, keys=800, page_size=1, group=group, **flags(decoding), **alike)
+    tall = decoding.default(problem, target).but(splits=1, keys_first=False, occupancy=1, num_worker_warps=4)
+    tall = tall.but(tile_n=config["tile_n"], tile_m=128 if target.has_tensor_memory else 64)
+    starts = [(37 * row if "padded" in on else 0) for row in range(6)]
+    inputs = decoding.inputs(problem, torch.Generator("cuda").manual_seed(0), "cuda") | {"window": 150}
+    q, k, v = (given[name][0] for name in "qkv")
+    inputs["q"] = torch.stack([q[length - 1].view(kv_heads, group, head_dim) for length in lengths])
+    for name, x in (("keys", k), ("values", v)):
+        inputs[name] = torch.full((6, kv_heads, 800, head_dim), torch.nan, device="cuda", dtype=torch.bfloat16)
+        for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            inputs[name][row, :, start : start + length] = x[:length].transpose(0, 1)
+    inputs["lengths"] = torch.tensor([a + b for a, b in zip(starts, lengths, strict=True)], device="cuda").int()
+    if "padded" in on:
+        inputs["starts"] = torch.tensor(starts, device="cuda").int()
+    if "sinks" in on:
+        inputs["sink_logits"] = given["sink_logits"].view(kv_heads, group)
+    outputs = make_outputs(decoding, problem, 6 * kv_heads, "cuda") | {"out": torch.empty_like(inputs["q"])}
+    found = compiled(decoding, problem, tall, target)(inputs, outputs)["out"]
+    for row, length in enumerate(lengths):
+        assert torch.equal(found[row].flatten(0, 1), right[length - 1]), length
+
+
+@pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("tile_n", [64, 128])
+def test_few_rows_have_the_bits_of_many(rows, tile_n):
+    """Narrower tiles have instructions of their own."""
+    many, few, target = spec_named("matmul"), spec_named("skinny_linear"), here()
+    flags = {d.name: d.name == "b_transposed" for d in many.dimensions if d.kind == "flag"}
+    whole = many.problem(rows=1000, inner=4096, columns=20480, dtype="bfloat16", **flags)
+    config = many.default(whole, target)
+    given = many.inputs(whole, torch.Generator("cuda").manual_seed(0), "cuda")
+    right = compiled(many, whole, config, target)(given)["c"]
+    flags = {d.name: False for d in few.dimensions if d.kind == "flag"}
+    problem = few.problem(rows=rows, inner=4096, columns=20480, dtype="bfloat16", **flags)
+    inputs = few.inputs(problem, torch.Generator("cuda").manual_seed(0), "cuda")
+    inputs |= {"x": given["a"][:rows].contiguous(), "weight": given["b"]}
+    alike = {"tile_n": tile_n, "tile_k": config["tile_k"]}
+    chosen = next(c for c in few.space.candidates(problem, target) if is_tile(c) and alike.items() <= c.items())
+    found = compiled(few, problem, chosen, target)(inputs)["y"]
+    assert torch.equal(found, right[:rows])
 
 
 def test_pages_are_read_where_the_table_says():
@@ -321,8 +399,12 @@ def test_packed_queries_attend_to_more_keys_and_nothing_behind_them(tokens):
 def test_ten_families_choose_256_tokens_of_their_own_code(family, monkeypatch, full_float32):
     """With the kernels for decoding, tuned or not, and in the invariant mode, where those of training decode."""
     monkeypatch.setitem(tiny_families.SIZES, "max_position_embeddings", 512)
+
+    def outside(*given):
+        return None if dispatch.is_invariant() else dispatch.plan_for(*given)
+
     for home in ("decode_attention", "few_rows"):
-        monkeypatch.setattr(sys.modules[f"tilekern.ops.{home}"], "tuned_plan_for", dispatch.plan_for)
+        monkeypatch.setattr(sys.modules[f"tilekern.ops.{home}"], "tuned_plan_for", outside)
     model, ids, _ = tiny_families.make(family)
     model, ids = model.cuda(), ids.cuda()
     wanted, _ = greedy(model, ids, 256)

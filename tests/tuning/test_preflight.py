@@ -17,6 +17,7 @@ from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
 from tilekern.runtime.records import record_of
 from tilekern.spec import ALIGNED, GENERIC, INVARIANT
+from tilekern.spec.bits import sizes_of_class
 from tilekern.spec.targets import resolve
 from tilekern.tuning import cli
 from tilekern.tuning import preflight as checks
@@ -245,9 +246,11 @@ def test_the_invariant_mode_needs_a_bit_class_for_each_problem_with_rows(inside,
     fill(tmp_path / "cache", inside)
     found = checks.preflight_of(inside, H200)
     assert (found.missing, found.cannot_fix) == ([], None)
-    assert found.invariant_counts() == {"with": len(inside.invariant), "without": 0}
+    # The kernels for decoding and for few rows serve beside others.
+    needy = [named for named in inside.invariant if sizes_of_class(spec_named(named[0]), named[1])[0] == named[0]]
+    assert found.invariant_counts() == {"with": len(needy), "without": 0}
     assert {need.bits for need in found.needs} == {None, "a"}, "gradients need none"
-    lacking = next(iter(inside.invariant))
+    lacking = needy[0]
     put(tmp_path / "cache", *lacking, provenance="measured")
     found = checks.preflight_of(inside, H200)
     (need,) = found.missing

@@ -67,7 +67,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
     shape = x.shape
     if torch.compiler.is_compiling() or not shape or x.numel() > MOST_ROWS * shape[-1]:
         return None
-    key = shape, weight.shape, x.dtype, x.get_device(), bias is None
+    key = shape, weight.shape, x.dtype, x.get_device(), x.is_meta, bias is None
     try:
         plan = _known[key]
     except KeyError:
@@ -75,8 +75,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
             return None
         fits = weight.dim() == 2 and weight.shape[1] == shape[-1]
         plan = tuned(x, weight, None if bias is None else "biased") if fits else None
-        if x.is_cuda and len(_known) < MOST_PLANS:
-            _known[key] = plan  # A trace of a model, whose tensors are on meta, asks for what each model needs.
+        # A trace of a model, whose tensors are on meta, asks for what each model needs.
+        if not x.is_meta and len(_known) < MOST_PLANS:
+            _known[key] = plan
     if plan is None or not is_served(x, weight, bias):
         return None
     try:

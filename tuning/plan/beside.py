@@ -16,7 +16,6 @@ from tilekern.kernels.matmul.product import SPEC as PRODUCT
 from tilekern.kernels.skinny.linear import SPEC as FEW_ROWS
 from tilekern.kernels.skinny.linear import sizes
 from tilekern.kernels.skinny.tiles import MOST_ROWS
-from tilekern.ops.attention import WIDEST_HEAD
 from tilekern.spec import Problem
 from tilekern.tuning.plan.steps import Planned
 from tilekern.tuning.sweep.plan import Named
@@ -52,6 +51,8 @@ def _is_of_few_rows(problem: Problem) -> bool:
 
 
 def _is_of_one_token(problem: Problem) -> bool:
+    from tilekern.ops.attention import WIDEST_HEAD  # which loads torch
+
     heads, kv_heads = problem["heads"], problem["kv_heads"]
     is_taken = heads % kv_heads == 0 and heads <= MOST_HEADS * kv_heads and problem["head_dim"] <= WIDEST_HEAD
     return is_taken and problem["queries"] == 1 < problem["keys"] and problem["causal"] and not problem["packed"]
