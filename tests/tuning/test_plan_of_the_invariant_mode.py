@@ -10,6 +10,8 @@ from tilekern.spec.targets import resolve
 from tilekern.tuning.plan.models import plan_of_model
 from tilekern.tuning.plan.steps import Steps
 
+# One worker makes the plan.
+pytestmark = pytest.mark.xdist_group("plan of the invariant mode")
 H200 = resolve("H200")
 CONFIG = Qwen3Config(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,

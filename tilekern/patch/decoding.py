@@ -57,13 +57,13 @@ def with_keys(made: Tensor, given: dict[str, Any], can_read: bool) -> Tensor:
         starts = None if padding.is_behind else (padding.firsts - before).clamp(min=0)
     # generate makes its masks contiguous, and a copy would lose the numbers.
     made = made.contiguous()
-    made.keys = Keys(lengths, starts)
+    made.shown_keys = Keys(lengths, starts)
     return made
 
 
 def keys_of(mask: Any) -> Keys | None:
     """Return the keys of each sequence, if they are all that a mask tells; else None."""
-    found: Keys | None = getattr(mask, "keys", None)
+    found: Keys | None = getattr(mask, "shown_keys", None)
     return found
 
 

@@ -233,7 +233,7 @@ def _held(x: Tensor) -> Tensor:
     """Return memory for an input, with that of the keys that a mask tells."""
     held = x.clone()
     if (keys := keys_of(x)) is not None:
-        held.keys = keys.clone()
+        held.shown_keys = keys.clone()
     return held
 
 
