@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, cache_utils
 
 import tilekern
 from tilekern.ops import few_rows, linear_layers
+from tilekern.patch import generating
 from tilekern.runtime import dispatch
 
 LAYERS, NEW = 2, 4
@@ -88,3 +89,16 @@ def test_a_kind_of_call_without_a_record_is_looked_up_once(monkeypatch):
             layer(torch.ones(rows, 8))
     assert len(asked) == 2
     assert launches() == before
+
+
+def test_threads_that_generate_in_the_mode_put_the_tables_of_caches_back_in_any_order():
+    tables = [cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, cache_utils.STATIC_LAYER_TYPE_MAPPING]
+    before = [dict(table) for table in tables]
+    first, second = generating._keys_kept(), generating._keys_kept()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert type(tables[0]["sliding_attention"](sliding_window=4)) is cache_utils.DynamicLayer
+    assert type(tables[1]["sliding_attention"](max_cache_len=8, sliding_window=4)) is cache_utils.StaticLayer
+    second.__exit__(None, None, None)
+    assert tables == before

@@ -19,12 +19,14 @@ from typing import Any
 from tilekern.ops import linear_layers
 from tilekern.patch.graphs import has_graphs
 from tilekern.runtime.dispatch import is_invariant
+from tilekern.runtime.locks import ForkLock
 
 _HOME, _KIND = "transformers.generation.utils", "GenerationMixin"
 _NAMES = ("generate", "generate_batch")
 # transformers' tables of the layers of caches, by the kind of a model's layer.
 _TABLES = ("DYNAMIC_LAYER_TYPE_MAPPING", "STATIC_LAYER_TYPE_MAPPING")
 _WHOLE, _WINDOWED, _WINDOW = "full_attention", "sliding_attention", "sliding_window"
+_lock = ForkLock()
 
 
 def stand_in(is_on: bool) -> None:
@@ -52,21 +54,33 @@ def _by_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
+class _Whole:
+    """Makes the layer of a cache that keeps all keys, in place of one that drops those outside of a window."""
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        self.table, self.original, self.users = table, table[_WINDOWED], 0
+
+    def __call__(self, **given: Any) -> Any:
+        given.pop(_WINDOW, None)
+        return self.table[_WHOLE](**given)
+
+
 @contextlib.contextmanager
 def _keys_kept() -> Iterator[None]:
     """Let new caches keep the keys outside of windows; releases without such tables make their own."""
     home = sys.modules["transformers.cache_utils"]
     tables = [table for table in (getattr(home, name, {}) for name in _TABLES) if {_WHOLE, _WINDOWED} <= table.keys()]
-    before = [table[_WINDOWED] for table in tables]
-    for table in tables:
-        table[_WINDOWED] = functools.partial(_whole, table)
+    with _lock:
+        for table in tables:
+            if not isinstance(table[_WINDOWED], _Whole):
+                table[_WINDOWED] = _Whole(table)
+            table[_WINDOWED].users += 1
     try:
         yield
     finally:
-        for table, kind in zip(tables, before, strict=True):
-            table[_WINDOWED] = kind
-
-
-def _whole(table: dict[str, Any], **given: Any) -> Any:
-    given.pop(_WINDOW, None)
-    return table[_WHOLE](**given)
+        # Another thread may still generate.
+        with _lock:
+            for table in tables:
+                table[_WINDOWED].users -= 1
+                if not table[_WINDOWED].users:
+                    table[_WINDOWED] = table[_WINDOWED].original
