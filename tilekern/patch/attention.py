@@ -20,10 +20,10 @@ from tilekern.ops.attention import Call, attention, formula, serves, shown
 from tilekern.ops.decode_attention import by_tuned_kernels
 from tilekern.ops.packing import can_read, is_capturing
 from tilekern.ops.registration import autocast_dtype, is_autocast, is_traced
-from tilekern.patch.decoding import Keys, in_graph, keys_of
+from tilekern.patch.decoding import in_graph, keys_of
 from tilekern.patch.guards import SUBCLASS, constant_in_graphs
 from tilekern.patch.masking import lacks_sequences, mask, note_dropped_keys, says_packing_alone
-from tilekern.patch.padding import Padding
+from tilekern.patch.padding import Keys, Padding
 from tilekern.patch.positions import are_given_in_graph, number_of_sequences
 from tilekern.patch.told import ToldMask
 from tilekern.runtime import implementation
@@ -182,8 +182,7 @@ def _decoded_run(
     """Compute the attention of one new token to a cache behind padding; None if no kernel does."""
     if query.shape[2] > 1 or padding.tokens == 1 or torch.is_grad_enabled():
         return None
-    shown = Keys(padding.ends, None if padding.is_behind else padding.firsts)
-    return _decoded(query, key, value, shown, scale, window, softcap, sinks)
+    return _decoded(query, key, value, padding.keys, scale, window, softcap, sinks)
 
 
 def _of_runs(

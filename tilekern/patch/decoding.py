@@ -6,32 +6,15 @@ replay. If a record says that the kernel for decoding is the fastest it reads th
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilekern.ops.decode_attention import decode_attention, is_tuned
 from tilekern.patch.guards import constant_in_graphs
-from tilekern.patch.padding import padding_of
+from tilekern.patch.padding import Keys, padding_of
 from tilekern.patch.positions import has_values
-
-
-class Keys(NamedTuple):
-    """The keys that each sequence sees: from ``starts`` (None: the first), [batch] int32, to before ``lengths``."""
-
-    lengths: Tensor
-    starts: Tensor | None
-
-    def clone(self) -> Keys:
-        """Return a copy with tensors of its own."""
-        return Keys(self.lengths.clone(), None if self.starts is None else self.starts.clone())
-
-    def copy_(self, other: Keys) -> None:
-        """Take the values of another one, which has starts if this one has."""
-        self.lengths.copy_(other.lengths)
-        if self.starts is not None:
-            self.starts.copy_(other.starts)
 
 
 def with_keys(made: Tensor, given: dict[str, Any], can_read: bool) -> Tensor:
@@ -52,9 +35,9 @@ def with_keys(made: Tensor, given: dict[str, Any], can_read: bool) -> Tensor:
     lengths = number.to(torch.int32).reshape(1).repeat(made.shape[0])
     starts = None
     if padding is not None and not padding.is_none:
-        padding = padding.to(made.device)
-        lengths = torch.minimum(lengths, padding.ends - before)
-        starts = None if padding.is_behind else (padding.firsts - before).clamp(min=0)
+        shown = padding.to(made.device).keys
+        lengths = torch.minimum(lengths, shown.lengths - before)
+        starts = None if shown.starts is None else (shown.starts - before).clamp(min=0)
     # generate makes its masks contiguous, and a copy would lose the numbers.
     made = made.contiguous()
     made.shown_keys = Keys(lengths, starts)

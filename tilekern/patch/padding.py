@@ -6,9 +6,26 @@ import functools
 import itertools
 import weakref
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+
+class Keys(NamedTuple):
+    """The keys that each sequence sees: from ``starts`` (None: the first), [batch] int32, to before ``lengths``."""
+
+    lengths: torch.Tensor
+    starts: torch.Tensor | None
+
+    def clone(self) -> Keys:
+        """Return a copy with tensors of its own."""
+        return Keys(self.lengths.clone(), None if self.starts is None else self.starts.clone())
+
+    def copy_(self, other: Keys) -> None:
+        """Take the values of another one, which has starts if this one has."""
+        self.lengths.copy_(other.lengths)
+        if self.starts is not None:
+            self.starts.copy_(other.starts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,15 +67,10 @@ class Padding:
 
     @functools.cached_property
     @torch.inference_mode(mode=False)
-    def firsts(self) -> torch.Tensor:
-        """Return the first token of each row, [rows] int32."""
-        return torch.tensor([first for first, _ in self.runs], dtype=torch.int32, device=self.device)
-
-    @functools.cached_property
-    @torch.inference_mode(mode=False)
-    def ends(self) -> torch.Tensor:
-        """Return the end of each row's run, [rows] int32."""
-        return torch.tensor([end for _, end in self.runs], dtype=torch.int32, device=self.device)
+    def keys(self) -> Keys:
+        """Return the keys that the last token of each row sees."""
+        firsts, ends = torch.tensor(self.runs, dtype=torch.int32, device=self.device).unbind(1)
+        return Keys(ends.contiguous(), None if self.is_behind else firsts.contiguous())
 
     @functools.cached_property
     @torch.inference_mode(mode=False)

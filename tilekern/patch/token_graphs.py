@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tilekern.patch.captured import CAPTURE_FAILED, Refused, Room, as_captured, no_collection, why
-from tilekern.patch.decoding import Keys, keys_of
-from tilekern.patch.padding import Padding
+from tilekern.patch.decoding import keys_of
+from tilekern.patch.padding import Keys, Padding
 from tilekern.patch.told import ToldMask
 
 _CACHES = ("cache", "past_key_values")
@@ -95,7 +95,7 @@ class Token(NamedTuple):
         """What two steps with one cache share that the same graph serves."""
         told: dict[tuple[str, str], Any]
         told = {path: (x.shape, x.dtype, _kind(keys_of(x))) for path, x in self.tensors.items()}
-        told |= {path: (x.shape, x.window, x.padding and x.padding.is_behind) for path, x in self.masks.items()}
+        told |= {path: (x.shape, x.window, _kind(_padding_of(x).keys)) for path, x in self.masks.items()}
         places = [x.keys.data_ptr() for x in self.cache.layers]
         full = [getattr(x, _COUNT, 0) >= x.max_cache_len for x in self.cache.layers]
         return frozenset(told.items()), frozenset(self.constants.items()), *places, *full
@@ -115,7 +115,7 @@ class TokenStep:
 
     def __init__(self, model: torch.nn.Module, token: Token, room: Room) -> None:
         self._inputs = {path: _held(x) for path, x in token.tensors.items()}
-        self._shown = {path: _Shown(x) for path, x in token.masks.items()}
+        self._shown = {path: _Shown(_padding_of(x)) for path, x in token.masks.items()}
         self._recording = room.recording()
         counts, lengths = token.counts, [x.cumulative_length for x in token.cache.layers]
         before = [x.clone() for x in lengths]
@@ -137,7 +137,7 @@ class TokenStep:
             if (keys := keys_of(mine)) is not None and (other := keys_of(given)) is not None:
                 keys.copy_(other)
         for path, told in token.masks.items():
-            self._shown[path].copy_(told)
+            self._shown[path].keys.copy_(_padding_of(told).keys)
         counts = [number + 1 for number in token.counts]
         self._recording.replay()
         token.set_counts(counts)
@@ -204,29 +204,16 @@ def _counted_at_the_end(cache: Any) -> Iterator[None]:
 class _Shown:
     """The padding of a mask, of which a graph has only what the GPU reads."""
 
-    def __init__(self, mask: ToldMask) -> None:
-        padding = self._of(mask)
-        self.tokens, self.is_behind = padding.tokens, padding.is_behind
-        self.firsts, self.ends = padding.firsts.clone(), padding.ends.clone()
+    def __init__(self, padding: Padding) -> None:
+        self.tokens, self.keys = padding.tokens, padding.keys.clone()
 
     def __getattr__(self, name: str) -> Any:
         raise Refused(f"padding whose {name} a graph has not; tune the kernel for decoding, which reads its ends alone")
 
-    @staticmethod
-    def _of(mask: ToldMask) -> Padding:
-        assert mask.padding is not None
-        return mask.padding
-
-    def copy_(self, mask: ToldMask) -> None:
-        """Take the values of another mask."""
-        padding = self._of(mask)
-        self.firsts.copy_(padding.firsts)
-        self.ends.copy_(padding.ends)
-
     def around(self, mask: ToldMask) -> ToldMask:
         """Return a mask with this padding, else like another one."""
         batch, _, queries, keys = mask.shape
-        return ToldMask(self.firsts, mask.longest, mask.window, queries, keys, batch, cast("Padding", self))
+        return ToldMask(self.keys.lengths, mask.longest, mask.window, queries, keys, batch, cast("Padding", self))
 
 
 def _held(x: Tensor) -> Tensor:
@@ -235,6 +222,11 @@ def _held(x: Tensor) -> Tensor:
     if (keys := keys_of(x)) is not None:
         held.shown_keys = keys.clone()
     return held
+
+
+def _padding_of(mask: ToldMask) -> Padding:
+    assert mask.padding is not None
+    return mask.padding
 
 
 def _kind(keys: Keys | None) -> tuple[bool, bool]:

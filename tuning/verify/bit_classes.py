@@ -405,27 +405,24 @@ def _sights(problem: Problem, seen: Iterable[int]) -> list[str]:
 
 def _of_caches(problem: Problem, device: str) -> Iterator[list[Placed]]:
     """Place the last queries of one sequence at several lengths, in the largest and in the smallest caches."""
-    group = problem["group"]
-    given = _one_group(problem, group, 1, device)
-    pages = max(1, problem["page_size"])
+    given = _one_group(problem, problem["group"], 1, device)
     least = {name: bucket(problem[name]) // 2 + 1 if problem[name] > 1 else 1 for name in ("kv_heads", "keys")}
-    for name, at in (("largest of the bucket", problem), ("smallest of the bucket", problem.but(**least))):
-        known = at.but(**caches.sizes(at))
-        seen = _ends(at["keys"])
-        if name.startswith("smallest"):
-            seen = seen[::-1]
-        found = []
-        for begun in range(0, len(seen), known["batch"]):
-            some = seen[begun : begun + known["batch"]]
-            found.append(_some_caches(known, given, name, some, pages))
+    # The smallest ones hold the lengths in another order.
+    for name, at, order in (
+        ("largest of the bucket", problem, 1),
+        ("smallest of the bucket", problem.but(**least), -1),
+    ):
+        known, seen = at.but(**caches.sizes(at)), _ends(at["keys"])[::order]
+        some = (seen[begun : begun + known["batch"]] for begun in range(0, len(seen), known["batch"]))
+        found = [_some_caches(known, given, name, counts) for counts in some]
         yield [replace(one, case=replace(one.case, problem=at)) for one in found]
 
 
-def _some_caches(at: Problem, given: Mapping[str, Any], name: str, seen: Sequence[int], pages: int) -> Placed:
+def _some_caches(at: Problem, given: Mapping[str, Any], name: str, seen: Sequence[int]) -> Placed:
     """Return inputs with a cache of each length, the first ``batch``; the others are empty, all other keys are NaN."""
     batch, heads, room, q = at["batch"], at["heads"], at["keys"], given["q"]
     if at["paged"]:
-        room = at["most_pages"] * pages
+        room = at["most_pages"] * at["page_size"]
     firsts = [room - count if at["padded"] else 0 for count in seen]
     made = dict(given) | {"window": _WINDOW, "q": q.new_full((batch, heads, *q.shape[2:]), math.nan)}
     keys = {"keys": given["k"], "values": given["v"]}
@@ -445,7 +442,7 @@ def _some_caches(at: Problem, given: Mapping[str, Any], name: str, seen: Sequenc
     if at["paged"]:
         made["table"] = torch.arange(at["entries"], dtype=torch.int32, device=q.device).flip(0).view(batch, -1)
         for array in keys:
-            paged = made[array].unflatten(2, (-1, pages)).permute(0, 2, 3, 1, 4).flatten(0, 1)
+            paged = made[array].unflatten(2, (-1, at["page_size"])).permute(0, 2, 3, 1, 4).flatten(0, 1)
             made[array] = paged.flip(0).contiguous()
     if at["sinks"]:
         made["sink_logits"] = given["sink_logits"].expand(heads, -1).contiguous()
