@@ -84,7 +84,8 @@ def turns_by_gain(worths: Mapping[Named, Worth], target: Target) -> dict[Named, 
             behind = spec_named(follower.kernel)
             dimensions = follower.dimensions(problem, target.sm_count)
             same = [other for name, other in worths if name == behind.name]
-            for first in nearest(same, behind, behind.bucketed(behind.problem(**dimensions)))[:1]:
+            wanted = behind.bucketed(behind.problem(**dimensions)) if dimensions else None
+            for first in nearest(same, behind, wanted)[:1] if wanted else ():
                 order.setdefault((behind.name, first))
         order.setdefault((kernel, problem))
     return {named: turn for turn, named in enumerate(order)}

@@ -9,11 +9,12 @@ from tuning_samples import COMPILED
 
 from tilekern.kernels import all_specs, spec_named
 from tilekern.spec.targets import Target
-from tilekern.tuning.measure.followers import followers
+from tilekern.tuning.measure.followers import followers, inputs_behind
 from tilekern.tuning.measure.stage import Settled
 from tilekern.tuning.measure.tasks import Entrant
 from tilekern.tuning.sweep.candidates import Candidate, candidates
 from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.verify.check import arguments_of, make_outputs
 
 NORM, SUM = spec_named("rms_norm_backward"), spec_named("column_sum")
 PROBLEM = NORM.problem(rows=8192, columns=4096, dtype="bfloat16", weight_dtype="float16")
@@ -81,7 +82,7 @@ def test_a_wrong_config_does_not_follow(sweep, h200):
     assert [found.candidate for found in behind(sweep, occupancy=2).values()] == [default]
 
 
-def test_the_join_of_splits_follows_attention_to_a_cache():
+def test_the_join_of_splits_follows_attention_to_a_cache_unless_it_has_one():
     spec = spec_named("decode_attention")
     sizes = {"exact": 64, "bucketed": 32, "dtype": "float16", "flag": False}
     problem = spec.problem(**{d.name: sizes[d.kind] for d in spec.dimensions})
@@ -90,6 +91,21 @@ def test_the_join_of_splits_follows_attention_to_a_cache():
     assert found["splits"] == 4
     parts = join.inputs(found, torch.Generator(), "cpu")["parts"]
     assert (tuple(parts.shape), "float32") == spec.outputs(problem, 4 * 32)[spec.follower.array]
+    assert spec.follower.dimensions(problem, 32) is None
+
+
+@pytest.mark.parametrize("spec", [one for one in all_specs().values() if one.follower], ids=lambda one: one.name)
+def test_a_follower_is_launched_on_what_is_left_with_all_of_its_own_numbers(spec, h200):
+    sizes = {"exact": 64, "bucketed": 32, "dtype": "float16", "flag": False}
+    problem = spec.problem(**{d.name: sizes[d.kind] for d in spec.dimensions})
+    follower = spec_named(spec.follower.kernel)
+    found = follower.problem(**spec.follower.dimensions(problem, 128))
+    shape, dtype = spec.outputs(problem, 128)[spec.follower.array]
+    left = torch.empty(shape, dtype=getattr(torch, dtype))
+    made = make_outputs(follower, found, 1, "cpu")
+    device = follower.device(found, follower.default(found, h200))
+    arguments = arguments_of(device, inputs_behind(follower, found, left), made)
+    assert sum(x is left for x in arguments) == 1
 
 
 def test_each_sum_over_blocks_says_what_follows():

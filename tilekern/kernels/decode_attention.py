@@ -505,6 +505,12 @@ def _generic(problem: Problem) -> Config:
     return _config(problem, 32 if _is_narrow(problem) else 16, 1, 1, 8, wide, "persistent")
 
 
+def _joined_by(problem: Problem, blocks: int) -> dict[str, Value] | None:
+    splits = blocks // problem["kv_heads"]
+    same = {name: problem[name] for name in ("kv_heads", "group", "head_dim", "dtype")}
+    return same | {"splits": splits} if splits > 1 else None
+
+
 SPEC = spec(
     "decode_attention",
     "out = softmax(scale q k^T) v for one token a sequence, over a cache, by splits of its keys",
@@ -530,10 +536,7 @@ SPEC = spec(
     follower=Follower(
         kernel="decode_join",
         array="parts",
-        dimensions=lambda problem, blocks: {
-            **{name: problem[name] for name in ("kv_heads", "group", "head_dim", "dtype")},
-            "splits": max(1, blocks // problem["kv_heads"]),
-        },
+        dimensions=_joined_by,
     ),
 )
 

@@ -310,19 +310,20 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class Follower:
-    """A kernel that ops always launch right after another, on an output of that.
+    """A kernel that ops launch right after another, on an output of that.
 
     Candidates are timed together with it, since they decide how many rows they leave and how soon it can begin.
 
     Attributes:
-        kernel: the name of its spec, which has one input.
+        kernel: the name of its spec, which has one input array.
         array: the output of the other kernel that it reads.
-        dimensions: (problem of the other kernel, its number of blocks) -> its own dimensions by name, with real sizes.
+        dimensions: (problem of the other kernel, its number of blocks) -> its own dimensions by name, with real sizes;
+            None if it does not follow so many blocks.
     """
 
     kernel: str
     array: str
-    dimensions: Callable[[Problem, int], dict[str, Value]]
+    dimensions: Callable[[Problem, int], dict[str, Value] | None]
 
 
 @dataclass(frozen=True)

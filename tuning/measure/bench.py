@@ -11,7 +11,8 @@ from tilekern.kernels import spec_named
 from tilekern.runtime.launcher import PrebuiltKernel, Variant
 from tilekern.runtime.plans import plan_of
 from tilekern.runtime.records import launch_in
-from tilekern.spec import ArrayParameter, LibraryCall, Problem
+from tilekern.spec import LibraryCall, Problem
+from tilekern.tuning.measure.followers import inputs_behind
 from tilekern.tuning.measure.gpu import load_code
 from tilekern.tuning.measure.tasks import Entrant, Task
 from tilekern.tuning.measure.timing import Launch, Timing, rewriting
@@ -137,12 +138,14 @@ class Bench:
         follower, entrant = self._spec.follower, self._task.followers[blocks]
         assert follower is not None
         spec, config = entrant.candidate.spec, entrant.candidate.config
-        problem = spec.problem(**follower.dimensions(self._problem, blocks))
+        dimensions = follower.dimensions(self._problem, blocks)
+        assert dimensions is not None
+        problem = spec.problem(**dimensions)
         implementation = spec.device(problem, config)
         plan = plan_of(self.kernel(entrant), implementation, config, problem, self._target)
-        [name] = (p.name for p in implementation.parameters if isinstance(p, ArrayParameter) and p.role == "input")
+        inputs = inputs_behind(spec, problem, outputs[follower.array])
         made = make_outputs(spec, problem, plan.blocks, "cuda")
-        return functools.partial(plan.launch, 0, *arguments_of(implementation, {name: outputs[follower.array]}, made))
+        return functools.partial(plan.launch, 0, *arguments_of(implementation, inputs, made))
 
     def load_code(self, key: str) -> bool:
         """Load the code of a prepared entrant without running it; return False for a library, which loads its own."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilekern.kernels import spec_named
 from tilekern.spec import KernelSpec, Problem
@@ -33,12 +33,24 @@ def followers(settled: Settled, racing: Sequence[Entrant]) -> dict[int, Entrant]
     found: dict[int, Entrant] = {}
     kernel, sm_count = spec_named(follower.kernel), settled.target.sm_count
     for blocks in {entrant.candidate.blocks(sm_count) for entrant in racing if entrant.is_aligned} - {0}:
-        wanted = kernel.bucketed(kernel.problem(**follower.dimensions(first.problem, blocks)))
+        dimensions = follower.dimensions(first.problem, blocks)
+        if dimensions is None:
+            continue
+        wanted = kernel.bucketed(kernel.problem(**dimensions))
         near = nearest(settled.problems(kernel.name), kernel, wanted)
         one = next(filter(None, (_best(settled, kernel.name, problem) for problem in near)), None)
         if one is not None:
             found[blocks] = one
     return found
+
+
+def inputs_behind(spec: KernelSpec, problem: Problem, left: Any) -> dict[str, Any]:
+    """Return the inputs of a follower: the array that the kernel before it leaves, and its own numbers."""
+    import torch
+
+    given = spec.inputs(problem, torch.Generator(left.device), str(left.device))
+    [name] = (name for name, value in given.items() if isinstance(value, torch.Tensor))
+    return given | {name: left}
 
 
 def nearest(problems: Iterable[Problem], spec: KernelSpec, wanted: Problem) -> list[Problem]:
