@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import cuda.tile as ct
 import pytest
@@ -427,6 +428,26 @@ def test_a_check_names_every_case_with_its_sizes_and_figures():
     ]  # fmt: skip
     assert check.relative_error == max(case["relative_error"] for case in check.cases[:-1])
     assert 1e-4 < check.relative_error < 4e-3
+
+
+def rounds_once(problem, inputs, outputs):
+    """Attention of a query, whose exponentials' arguments are a product less the largest one, rounded together."""
+    factor = float(torch.tensor(inputs["scale"] * math.log2(math.e)))
+    q, keys, values = (inputs[name].float() for name in ("q", "keys", "values"))
+    seen = torch.arange(keys.shape[2]) < inputs["lengths"][:, None, None, None]
+    scores = (q @ keys.mT).masked_fill(~seen, -math.inf)
+    most = scores.amax(-1, keepdim=True) * factor
+    weights = torch.exp2((scores.double() * factor - most).float())
+    outputs["out"].copy_(weights @ values.where(seen.mT, 0) / weights.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("sizes", [{"kv_heads": 8, "keys": 1024}, {"kv_heads": 1, "keys": 16}], ids=str)
+def test_a_kernel_may_round_the_argument_of_an_exponential_once(sizes):
+    """As GPUs do: with large scores the weight of the largest is no longer 1, and overflows in the end."""
+    spec = spec_named("decode_attention")
+    problem = sized(spec, "bfloat16", **sizes)
+    check = battery_of(spec, problem).confirm(spec.generic(problem), rounds_once)
+    assert check.passed, check.reason
 
 
 def cases_of(spec, problem, room):

@@ -43,6 +43,21 @@ class _Draws(TorchFunctionMode):
         return found if self._change is None else self._change(self.count - 1, found)
 
 
+class _Exponents(TorchFunctionMode):
+    """Finds the largest magnitude of a finite number whose exponential is taken inside it."""
+
+    _BY_NAME = ("exp", "softmax", "log_softmax", "logsumexp")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in self._BY_NAME:
+            self.largest = max(self.largest, float(args[0].where(args[0].isfinite(), 0).abs().max()))
+        return func(*args, **(kwargs or {}))
+
+
 class _Narrowed(TorchFunctionMode):
     """Computes a reference in another dtype than float64, without intermediate roundings to half types."""
 
@@ -120,6 +135,13 @@ def results_in(dtype: Any, spec: KernelSpec, problem: Problem, inputs: Mapping[s
     """Return the reference's results in another dtype than float64, without intermediate rounding."""
     with _Narrowed(dtype):
         return expected_results(spec, problem, dict(inputs))
+
+
+def largest_exponent(spec: KernelSpec, problem: Problem, inputs: Mapping[str, Any]) -> float:
+    """Return the largest magnitude of a finite number whose exponential the reference takes; 0 if it takes none."""
+    with _Exponents() as found:
+        expected_results(spec, problem, dict(inputs))
+    return found.largest
 
 
 def reached(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
