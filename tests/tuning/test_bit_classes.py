@@ -225,6 +225,21 @@ def test_a_token_after_a_cache_is_of_the_class_of_training_in_tiles_as_tall(on):
     assert not agree(right, class_of(decoding, cached(256, **on), tall.but(tile_n=64)))
 
 
+def test_keys_come_in_their_order_whatever_a_window_cuts_for_the_other_queries_of_a_tile():
+    """Query 511 sees keys from 312 on: alone it cuts the tile from 256 on, with its 127 neighbours two more are cut."""
+    training, decoding = spec_named("attention_forward"), spec_named("decode_attention")
+    many, one = (attention(1, queries, 512, windowed=True).but(dtype="bfloat16") for queries in (512, 1))
+    config = training.default(many, INTERPRETED).but(tile_m=128, tile_n=64)
+    cache = cached(512, windowed=True)
+    tall = decoding.default(cache, INTERPRETED).but(splits=1, keys_first=False, tile_m=64, tile_n=64)
+    right, *others = (
+        dict(part.split(":") for part in class_of(*given).split())
+        for given in ((training, many, config), (training, one, config), (decoding, cache, tall))
+    )
+    for found in others:
+        assert found["512w"] == right["512w"]
+
+
 @pytest.mark.parametrize("on", [[], ["biased"]], ids=str)
 def test_few_rows_are_of_the_class_of_many(on):
     """The tile's sums are added up in the order of the inner dimension in both, in each number of terms a step."""

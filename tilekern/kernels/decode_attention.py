@@ -184,16 +184,21 @@ def _attend(item, q, keys, values, lengths, starts, table, sink_logits, numbers,
                 (biggest, total, summed), *cache, where, j, shown, factors, sizes, kinds, True
             )
     else:
-        # The last tile, and a first one that begins before the first key, are edges.
+        # The last tile, and a first one that begins before the first key, are edges; the keys come in their order.
         last = stop - 1
-        owns_first = (mine == first) & (first < last) & (lower > _key_of(first, page_size, across, tile_n, paged))
         owns_last = (first < stop) & (last % splits == split)
-        for j in range(mine + ct.where(owns_first, splits, 0), last, splits):
+        if ct.static_eval(windowed or (padded and paged)):
+            owns_first = (mine == first) & (first < last) & (lower > _key_of(first, page_size, across, tile_n, paged))
+            for j in range(mine, mine + ct.where(owns_first, 1, 0)):
+                biggest, total, summed = _add_tile(
+                    (biggest, total, summed), *cache, where, j, shown, factors, sizes, kinds, True
+                )
+            mine = mine + ct.where(owns_first, splits, 0)
+        for j in range(mine, last, splits):
             biggest, total, summed = _add_tile(
                 (biggest, total, summed), *cache, where, j, shown, factors, sizes, kinds, False
             )
-        for n in range(ct.where(owns_first, 1, 0) + ct.where(owns_last, 1, 0)):
-            j = ct.where(owns_first & (n == 0), first, last)
+        for j in range(last, last + ct.where(owns_last, 1, 0)):
             biggest, total, summed = _add_tile(
                 (biggest, total, summed), *cache, where, j, shown, factors, sizes, kinds, True
             )

@@ -96,6 +96,23 @@ def _whole_tiles(state, q_tile, k, v, where, full, edge, slope, factor, capped, 
     return biggest, total, summed
 
 
+def _edge_tiles(state, q_tile, k, v, where, tiles, sizes, slope, factor, flags):
+    """Return the state after key tiles in which some queries do not see all keys (:func:`edge_tile`)."""
+    biggest, total, summed = state
+    first, full, edge, stop = tiles
+    tile, tile_m, tile_n, queries, keys, window = sizes
+    causal, windowed, capped, packed, precise = flags
+    query = tile * tile_m + ct.arange(tile_m, dtype=ct.int32)[:, None]
+    for n in range(full - first + stop - edge):
+        j = edge_tile(n, first, full, edge)
+        products = _scores(q_tile, _rows(k, where, j), slope, capped, precise)
+        key = j * tile_n + ct.arange(tile_n, dtype=ct.int32)[None, :]
+        products = ct.where(seen(query, key, queries, keys, window, causal, windowed), products, -float("inf"))
+        v_tile = cut(_rows(v, where, j), key, keys, packed)
+        biggest, total, summed = _add_keys(biggest, total, summed, products, v_tile, factor)
+    return biggest, total, summed
+
+
 def _attend(item, q, k, v, sink_logits, query_starts, key_starts, numbers, out, lse, sizes, flags):
     """Compute one tile of queries of one head of one sequence."""
     most_queries, scale, softcap, window = numbers
@@ -113,21 +130,17 @@ def _attend(item, q, k, v, sink_logits, query_starts, key_starts, numbers, out, 
         where = (number, first_key, kv_head_of(head, heads, kv_heads), tile_n, depth, packed, latency)
         first, full, edge, stop = key_tiles(tile * tile_m, tile_m, queries, keys, window, tile_n, causal, windowed)
         state = _start(sink_logits, head, tile_m, sinks) + (ct.zeros((tile_m, depth), ct.float32),)
-        biggest, total, summed = state
+        sides, kinds = (tile, tile_m, tile_n, queries, keys, window), (causal, windowed, capped, packed, precise)
         if ct.static_eval(one_loop):
             full, edge = stop, stop
         else:
-            biggest, total, summed = _whole_tiles(
-                state, q_tile, k, v, where, full, edge, slope, factor, capped, precise, ahead
-            )
-        query = tile * tile_m + ct.arange(tile_m, dtype=ct.int32)[:, None]
-        for n in range(full - first + stop - edge):
-            j = edge_tile(n, first, full, edge)
-            products = _scores(q_tile, _rows(k, where, j), slope, capped, precise)
-            key = j * tile_n + ct.arange(tile_n, dtype=ct.int32)[None, :]
-            products = ct.where(seen(query, key, queries, keys, window, causal, windowed), products, -float("inf"))
-            v_tile = cut(_rows(v, where, j), key, keys, packed)
-            biggest, total, summed = _add_keys(biggest, total, summed, products, v_tile, factor)
+            if ct.static_eval(windowed):
+                # Which tiles a window cuts depends on the other queries of the tile.
+                tiles, first = (first, full, full, full), full
+                state = _edge_tiles(state, q_tile, k, v, where, tiles, sides, slope, factor, kinds)
+            state = _whole_tiles(state, q_tile, k, v, where, full, edge, slope, factor, capped, precise, ahead)
+        tiles = (first, full, edge, stop)
+        biggest, total, summed = _edge_tiles(state, q_tile, k, v, where, tiles, sides, slope, factor, kinds)
         # A query that sees nothing has total 0: out 0, and lse -inf by itself.
         values = summed * (1.0 / ct.where(total == 0.0, 1.0, total))
         store_rows(out, number, first_query, queries, tile, head, values.astype(out.dtype), packed)

@@ -4,8 +4,9 @@ Query q of a sequence of ``queries`` queries and ``keys`` keys has the position 
 at the last key, as in FlashAttention 2). ``causal``: it sees the keys up to its position. ``windowed``: it sees the
 keys whose distance from its position is less than ``window``, on both sides unless ``causal`` takes one away.
 
-A loop over tiles first takes tiles without a mask, then tiles that an edge crosses (:func:`edge_tile`); tiles in which
-nothing is seen are skipped.
+A loop of the backward first takes tiles without a mask, then tiles that an edge crosses (:func:`edge_tile`). The
+forward takes key tiles in their order, so that a query's sums do not depend on the other queries of its tile. Tiles in
+which nothing is seen are skipped.
 """
 
 from __future__ import annotations
