@@ -2,8 +2,9 @@
 
 A class of kernels whose rows see nothing of each other is one digest: ``3f2a…``. That of a causal attention has one for
 each number of keys that its sizes reach: ``16:3f2a… 128:09bc… 1024w:77d0…``, with a ``w`` where a window hides some of
-them, and others of the log-sum-exps that only training needs, ``16lse:…``. Two classes agree if they have the same
-digest for each sight that both have. The empty text is no class: a row's bits depend on the rows around it.
+them, others of many numbers of a bucket, ``128+:…``, and of the log-sum-exps that only training needs, ``16lse:…``. Two
+classes agree if they have the same digest for each sight that both have. The empty text is no class: a row's bits
+depend on the rows around it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tilekern.spec.points import Problem
 # Flags that say where rows lie and which keys they see, and do not make another row of it.
 _SIGHT = ("packed", "windowed")
 # What may stand after a number of keys.
-_MARKS = "wlse"
+_MARKS = "+wlse"
 # That of training serves where no kernel for decoding has its bits, and that of many rows where none for few rows has.
 _ATTENTION, _DECODING = "attention_forward", "decode_attention"
 _PRODUCT, _FEW_ROWS = "matmul", "skinny_linear"

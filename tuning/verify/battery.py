@@ -101,7 +101,12 @@ class Battery:
         return bit_classes.placements(self._spec, self._problem, self._device)
 
     def digests(self, placements: Sequence[Placed], config: Config, run: Run) -> dict[str, str]:
-        """Return the digests of the rows' results (:func:`tilekern.tuning.verify.bit_classes.digests_of`)."""
+        """Return the digests of the rows' results (:func:`tilekern.tuning.verify.bit_classes.digests_of`).
+
+        An empty one stands for a config that cannot be of a class.
+        """
+        if not bit_classes.can_agree(self._spec, config):
+            return {"": ""}
         return bit_classes.digests_of((one, self._launched(one.case, config, run)[0]) for one in placements)
 
     def _stood(self, cases: Iterable[Case], config: Config, run: Run) -> Outcomes:

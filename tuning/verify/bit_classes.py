@@ -11,11 +11,16 @@ everywhere, the digest of these is the class. Three kinds of results are judged:
   the batch, and a token of it).
 - Rows of experts: of grouped products, and the sums of each token's experts. The compared rows' experts are fixed;
   those of the others are spread evenly, or all the same one.
-- Those of causal attention, whose row depends on the tokens before it. The rows are queries of one sequence that see as
-  many keys as the least and the largest size of any bucket, and the class has a digest for each of those numbers that
-  the problem reaches. Classes of two buckets agree if they have the same digests where both have one. So do those of
-  rows in a batch, packed one after the other, and with a window that still shows all keys. The kernel of one new token
-  is given the same queries and keys in caches, from the first key on or behind padding.
+- Those of causal attention, whose row depends on the tokens before it. The rows are queries of one sequence that see
+  as many keys as the least and the largest size of any bucket, and the class has a digest for each of those numbers
+  that the problem reaches; where it reaches a whole bucket, another one of many numbers in it. Classes of two buckets
+  agree if they have the same digests where both have one. So do those of rows in a batch, packed one after the other,
+  and with a window that still shows all keys. The kernel of one new token is given the same queries and keys in caches,
+  from the first key on or behind padding.
+
+Sums in another order differ in the last bit of float32, and a result that is rounded to 16 bits shows that once in
+thousands of elements. So the rows are made to tell: terms of products cancel, and what is left is the rounding; every
+second row of the others has an element beside which the rest is lost where it is added last.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from tilekern.kernels import spec_named
 from tilekern.kernels.attention.problem import lengths
 from tilekern.kernels.experts.route import routed
 from tilekern.kernels.grouped.routing import SLOTS
-from tilekern.spec import KernelSpec, Problem, bucket, cdiv
+from tilekern.spec import Config, KernelSpec, Problem, bucket, cdiv
 from tilekern.spec.bits import is_of_a_layer
 from tilekern.tuning.verify.adversarial import drawn
 from tilekern.tuning.verify.canaries import bits
@@ -49,10 +54,15 @@ _OF_SEQUENCES = ("batch", "queries", "keys")
 _ROUTED = ("grouped_linear", "experts_combine")
 # The kernel whose rows are the last queries of sequences in caches.
 _IN_CACHES = "decode_attention"
-# The kernel for few rows, whose rows are those of the product of many.
+# The kernel for few rows, whose rows are those of the product of many, and all whose rows are sums of ``inner`` terms.
 _OF_FEW_ROWS = "skinny_linear"
+_PRODUCTS = ("matmul", _OF_FEW_ROWS)
 # A window that the queries of a sequence have, whatever the problem's is.
 _WINDOW = 200
+# Numbers of keys in a bucket whose queries are judged together: a prime, so that a cache has one key head.
+_MANY = 61
+# Its square is 2^24 times that of an ordinary element.
+_OUTLIER = 2.0**12
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,15 @@ class Placed:
     case: Case
     rows: Sequence[int | str]
     places: Mapping[str, Sequence[tuple[Any, ...]]]
+
+
+def can_agree(spec: KernelSpec, config: Config) -> bool:
+    """Return whether a config's sums can be those of the kernel that serves its class in training.
+
+    A kernel for decoding leaves parts if it splits the keys. With keys as the rows of its products it adds up a query's
+    weights across threads: one result in 200,000 is another, which no number of rows shows for sure.
+    """
+    return spec.name != _IN_CACHES or (config["splits"] == 1 and not config["keys_first"])
 
 
 def placements(spec: KernelSpec, problem: Problem, device: str) -> Iterator[list[Placed]]:
@@ -218,6 +237,12 @@ class _Rows(_Among):
         self._given = drawn(spec, problem.but(**dict.fromkeys(others, 1), **{last: ROWS}), device)
         if spec.name == _OF_FEW_ROWS and is_of_a_layer(problem):
             self._given |= _as_product(problem, device)
+        if spec.name in _PRODUCTS:
+            self._given |= _cancelling(self._given, problem["inner"])
+        else:
+            self._given |= {
+                array: _with_outliers(self._given[array], held) for array, held in axes.inputs.items() if held
+            }
 
     def _count(self, sizes: Mapping[str, int]) -> int:
         return math.prod(sizes.values())
@@ -251,6 +276,33 @@ def _as_product(problem: Problem, device: str) -> dict[str, Any]:
     given = drawn(spec, spec.problem(**flags | alike, rows=ROWS), device)
     names = {"a": "x", "b": "weight", "bias": "bias"}
     return {names[name]: x for name, x in given.items() if name in names}
+
+
+def _cancelling(given: Mapping[str, Any], inner: int) -> dict[str, Any]:
+    """Return the factors of a product whose second half of terms is the negative of the first half."""
+    half, made = inner // 2, {}
+    for array, sign in (("a", 1), ("x", 1), ("b", -1), ("weight", -1)):
+        if array in given:
+            made[array] = whole = given[array].clone()
+            along = whole if whole.shape[-1] == inner else whole.mT
+            along[..., half : 2 * half] = sign * along[..., :half]
+    return made
+
+
+def _with_outliers(values: Any, axes: tuple[int, ...]) -> Any:
+    """Return an input in which every second row has an element that dwarfs the others."""
+    rows = _as_rows(values, axes).contiguous().clone()
+    if not rows.is_floating_point() or not rows[0].numel():
+        return values
+    flat = rows.flatten(1)
+    for number in range(1, len(rows), 2):
+        flat[number, 37 * number % flat.shape[1]] *= _OUTLIER
+    return (
+        flat.view_as(rows)
+        .unflatten(0, [values.shape[axis] for axis in axes])
+        .movedim(tuple(range(len(axes))), axes)
+        .contiguous()
+    )
 
 
 class _Routed(_Among):
@@ -341,13 +393,27 @@ def _of_sequence(problem: Problem, device: str) -> Iterator[list[Placed]]:
         # A query's number of keys is its place among the queries, which end with the keys.
         seen = [count for count in _ends(sizes[1]) if sizes[1] - sizes[0] < count]
         if seen:
-            yield [_one_sequence(problem, given, name, entries, sizes, seen)]
+            yield [_one_sequence(problem, given, name, entries, sizes, seen, _sights(problem, seen))]
+    for size, seen in _of_buckets(keys):
+        if keys - queries < seen[0]:
+            sights = _sights(problem, [size], "+") * len(seen)
+            yield [_one_sequence(problem, given, "many", 1, (queries, keys), seen, sights)]
 
 
 def _ends(keys: int) -> list[int]:
     """Return the least and the largest numbers of keys of each bucket, up to ``keys``."""
     buckets = [1 << power for power in range(bucket(keys).bit_length())]
     return [count for count in dict.fromkeys(end for size in buckets for end in (size // 2 + 1, size)) if count <= keys]
+
+
+def _of_buckets(keys: int) -> list[tuple[int, list[int]]]:
+    """Return each bucket of more numbers of keys than its ends, up to ``keys``, with some of them."""
+    found, most = [], 8
+    while most <= keys:
+        least, count = most // 2 + 1, min(_MANY, most // 2)
+        found.append((most, [least + (most - least) * place // (count - 1) for place in range(count)]))
+        most *= 2
+    return found
 
 
 def _one_group(problem: Problem, heads: int, kv_heads: int, device: str) -> dict[str, Any]:
@@ -366,8 +432,9 @@ def _one_group(problem: Problem, heads: int, kv_heads: int, device: str) -> dict
 
 
 def _one_sequence(
-    problem: Problem, given: Mapping[str, Any], name: str, entries: int, sizes: tuple[int, int], seen: Sequence[int]
-) -> Placed:
+    problem: Problem, given: Mapping[str, Any], name: str, entries: int, sizes: tuple[int, int], seen: Sequence[int],
+    sights: Sequence[str],
+) -> Placed:  # fmt: skip
     """Return inputs whose last sequence begins as the given one; what stands before it is NaN."""
     queries, keys = sizes
     at = problem.but(batch=entries, queries=queries, keys=keys)
@@ -396,11 +463,11 @@ def _one_sequence(
         "out": [(rows - 1, place, some) for place in places],
         "lse": [(rows - 1, some, place) for place in places],
     }
-    return Placed(Case(name, at, made, {}), _sights(problem, seen), found)
+    return Placed(Case(name, at, made, {}), sights, found)
 
 
-def _sights(problem: Problem, seen: Iterable[int]) -> list[str]:
-    return [f"{count}{'w' * (problem['windowed'] and count > _WINDOW)}" for count in seen]
+def _sights(problem: Problem, seen: Iterable[int], mark: str = "") -> list[str]:
+    return [f"{count}{mark}{'w' * (problem['windowed'] and count > _WINDOW)}" for count in seen]
 
 
 def _of_caches(problem: Problem, device: str) -> Iterator[list[Placed]]:
@@ -414,11 +481,18 @@ def _of_caches(problem: Problem, device: str) -> Iterator[list[Placed]]:
     ):
         known, seen = at.but(**caches.sizes(at)), _ends(at["keys"])[::order]
         some = (seen[begun : begun + known["batch"]] for begun in range(0, len(seen), known["batch"]))
-        found = [_some_caches(known, given, name, counts) for counts in some]
+        found = [_some_caches(known, given, name, counts, _sights(at, counts)) for counts in some]
         yield [replace(one, case=replace(one.case, problem=at)) for one in found]
+    at = problem.but(kv_heads=_MANY)
+    known = at.but(**caches.sizes(at))
+    for size, seen in _of_buckets(problem["keys"]):
+        placed = _some_caches(known, given, "many", seen, _sights(at, [size], "+") * len(seen))
+        yield [replace(placed, case=replace(placed.case, problem=at))]
 
 
-def _some_caches(at: Problem, given: Mapping[str, Any], name: str, seen: Sequence[int]) -> Placed:
+def _some_caches(
+    at: Problem, given: Mapping[str, Any], name: str, seen: Sequence[int], sights: Sequence[str]
+) -> Placed:
     """Return inputs with a cache of each length, the first ``batch``; the others are empty, all other keys are NaN."""
     batch, heads, room, q = at["batch"], at["heads"], at["keys"], given["q"]
     if at["paged"]:
@@ -449,4 +523,4 @@ def _some_caches(at: Problem, given: Mapping[str, Any], name: str, seen: Sequenc
     else:
         made["sink_logits"] = given["sink_logits"].view(1, 1)
     places = [(row, row % heads) for row in range(len(seen))]
-    return Placed(Case(name, at, made, {}), _sights(at, seen), {"out": places})
+    return Placed(Case(name, at, made, {}), sights, {"out": places})
