@@ -153,6 +153,14 @@ def test_every_op_that_is_called_on_what_its_kernel_takes_can_be_named():
         assert len(plan_of_problem(f"{name} {text}", H200).problems) >= 2, name
 
 
+def test_every_kernel_can_be_named():
+    """One of an op without a gradient too, whose name may be the op's."""
+    for name, spec in all_specs().items():
+        sizes = {"exact": 64, "bucketed": 64, "flag": False, "dtype": "bfloat16", "pairs": 16}
+        text = ",".join(f"{d.name}={sizes.get(d.name, sizes[d.kind])}" for d in spec.dimensions)
+        assert name in kernels(plan_of_problem(f"{name} {text}", H200).problems), name
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

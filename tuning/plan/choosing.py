@@ -228,13 +228,17 @@ def _filled(spec: KernelSpec, sizes: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _call(op: Any, inputs: Mapping[str, Any], problem: Problem) -> None:
-    """Call an op on the inputs of its forward kernel, and run the backward of all floating-point arguments."""
+    """Call an op on the inputs of its forward kernel, and run its backward for all floating-point arguments."""
     import torch
 
+    from tilekern.ops.operation import DECLARED
+
+    declared = DECLARED.get(op.__name__)
+    has_gradient = declared is None or not declared.no_gradient
     takes = inspect.signature(op).parameters
     arguments = {name: inputs[name] for name in takes if name in inputs}
     for value in arguments.values():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
+        if has_gradient and isinstance(value, torch.Tensor) and value.is_floating_point():
             value.requires_grad_()
     flags = {name: problem[name] for name in takes.keys() & problem.keys() if isinstance(takes[name].default, bool)}
     results = op(**arguments, **flags)
