@@ -22,7 +22,7 @@ from tilekern.tuning.verify.adversarial import drawn
 from tilekern.tuning.verify.bit_classes import Placed
 from tilekern.tuning.verify.canaries import Guarded, GuardedInputs, bits, guarded
 from tilekern.tuning.verify.cases import Case, Kept, Outcomes, Room
-from tilekern.tuning.verify.check import Check, judge
+from tilekern.tuning.verify.check import Check, judge, make_outputs
 
 # Runs a candidate on a problem with inputs and outputs by name; returns a library's results, None for a kernel.
 Run = Callable[[Problem, dict[str, Any], dict[str, Any]], Any]
@@ -107,7 +107,10 @@ class Battery:
         """
         if not bit_classes.can_agree(self._spec, config):
             return {"": ""}
-        return bit_classes.digests_of((one, self._launched(one.case, config, run)[0]) for one in placements)
+        return bit_classes.digests_of(
+            (one, self._bare(one.case, config, run) if one.bare else self._launched(one.case, config, run)[0])
+            for one in placements
+        )
 
     def _stood(self, cases: Iterable[Case], config: Config, run: Run) -> Outcomes:
         """Return the outcomes of cases up to the first that fails, and its reason."""
@@ -153,6 +156,16 @@ class Battery:
         outputs = {name: found.array for name, found in arrays.items()}
         run(problem, inputs.values, outputs)
         return outputs, self._damage(case, inputs, arrays)
+
+    def _bare(self, case: Case, config: Config, run: Run) -> dict[str, Any]:
+        """Return the outputs of a run without canaries."""
+        spec, problem = self._spec, case.problem
+        implementation = spec.implement(problem, config)
+        if isinstance(implementation, LibraryCall):
+            return dict(zip(spec.outputs(problem, 1), run(problem, case.inputs, {}), strict=True))
+        outputs = make_outputs(spec, problem, implementation.grid(problem, self._sm_count), self._device)
+        run(problem, case.inputs, outputs)
+        return outputs
 
     def _damage(self, case: Case, inputs: GuardedInputs, outputs: dict[str, Guarded]) -> str:
         """Describe what a run wrote to its inputs and around its outputs, and what it did not write."""

@@ -19,8 +19,8 @@ everywhere, the digest of these is the class. Three kinds of results are judged:
   from the first key on or behind padding.
 
 Sums in another order differ in the last bit of float32, and a result that is rounded to 16 bits shows that once in
-thousands of elements. So the rows are made to tell: terms of products cancel, and what is left is the rounding; every
-second row of the others has an element beside which the rest is lost where it is added last.
+thousands of elements. So the rows are made to tell. Terms of products cancel, and what is left is the rounding. Of
+other sums, as in norms, rows are chosen whose results change with the least change of one element.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from tilekern.spec.bits import is_of_a_layer
 from tilekern.tuning.verify.adversarial import drawn
 from tilekern.tuning.verify.canaries import bits
 from tilekern.tuning.verify.cases import Case
+from tilekern.tuning.verify.check import expected_results
 
 # The rows whose bits are compared, and the tokens of a sequence, which begins anew after them.
 ROWS, _TOKENS = 8, 4096
@@ -61,8 +62,10 @@ _PRODUCTS = ("matmul", _OF_FEW_ROWS)
 _WINDOW = 200
 # Numbers of keys in a bucket whose queries are judged together: a prime, so that a cache has one key head.
 _MANY = 61
-# Its square is 2^24 times that of an ordinary element.
-_OUTLIER = 2.0**12
+# Of so many rows those are chosen that tell the most of their sums, and how many are.
+_POOL, _TELLING = 4096, 128
+# The element that is changed to find them.
+_CHANGED = 5
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,15 @@ class Placed:
         case: the inputs; it has no right results.
         rows: the rows' numbers; of a sequence, what each sees (:mod:`tilekern.spec.bits`).
         places: for each result, the index of each row in it.
+        sight: under which name numbered rows have their digest.
+        bare: whether nothing but the rows is there to be looked at: launches are many, and need no canaries.
     """
 
     case: Case
     rows: Sequence[int | str]
     places: Mapping[str, Sequence[tuple[Any, ...]]]
+    sight: str = ""
+    bare: bool = False
 
 
 def can_agree(spec: KernelSpec, config: Config) -> bool:
@@ -117,7 +124,7 @@ def placements(spec: KernelSpec, problem: Problem, device: str) -> Iterator[list
 
 
 def digests_of(results: Iterable[tuple[Placed, Mapping[str, Any]]]) -> dict[str, str]:
-    """Return the digests of rows by what they see; one for all rows that see nothing, under "".
+    """Return the digests of rows by what they see; of those that see nothing one for all, under ``placed.sight``.
 
     A digest is empty if a result is NaN: another row's, or not written, as by a kernel whose parts are added up later.
 
@@ -128,11 +135,12 @@ def digests_of(results: Iterable[tuple[Placed, Mapping[str, Any]]]) -> dict[str,
     wrong = set()
     for placed, outputs in results:
         for name in sorted(placed.places):
+            whole = outputs[name].cpu() if placed.bare else outputs[name]
             for row, place in zip(placed.rows, placed.places[name], strict=True):
-                found = outputs[name][place].contiguous().cpu()
+                found = whole[place].contiguous().cpu()
                 values = bits(found).numpy().tobytes()
                 # Results beside a query's sum, of which decoding has none, stand for themselves.
-                sight = f"{row}{'' if name == 'out' else name}" if isinstance(row, str) else ""
+                sight = f"{row}{'' if name == 'out' else name}" if isinstance(row, str) else placed.sight
                 of_sight = held.setdefault(sight, {})
                 of_sight[row] = of_sight.get(row, b"") + values
                 if found.isnan().any():
@@ -239,10 +247,97 @@ class _Rows(_Among):
             self._given |= _as_product(problem, device)
         if spec.name in _PRODUCTS:
             self._given |= _cancelling(self._given, problem["inner"])
-        else:
-            self._given |= {
-                array: _with_outliers(self._given[array], held) for array, held in axes.inputs.items() if held
+
+    def placements(self) -> Iterator[list[Placed]]:
+        yield from super().placements()
+        if self._spec.name not in _PRODUCTS and self._adds():
+            yield self._many()
+
+    def _adds(self) -> bool:
+        """Return whether a result depends on two elements of a row that are not beside one another."""
+        *others, last = self._names
+        problem = self._problem.but(**dict.fromkeys(others, 1), **{last: ROWS})
+        shape = (*(1 for _ in others), ROWS)
+
+        def results(more: dict[str, Any]) -> dict[str, Any]:
+            return expected_results(self._spec, problem, self._given | more)
+
+        right = results({})
+        for array, axes in self._axes.inputs.items():
+            rows = _as_rows(self._given[array], axes) if axes else None
+            if rows is None or not rows.is_floating_point() or rows[0].numel() == 1:
+                continue
+            reached = []
+            for element in (0, _CHANGED):
+                flat = rows.reshape(ROWS, -1).clone()
+                flat[:, element % flat.shape[1]] += 1
+                found = results({array: _as_array(flat.view_as(rows), shape, axes)})
+                reached.append({name: x != found[name] for name, x in right.items()})
+            if any(bool((x & reached[1][name]).any()) for name, x in reached[0].items()):
+                return True
+        return False
+
+    def _many(self) -> list[Placed]:
+        """Return telling rows with nothing between them, as many at once as the problem has room for."""
+        rows, given = self._telling()
+        sizes, left = {}, _TELLING
+        for name in self._names:
+            sizes[name] = min(self._problem[name], left)
+            left = max(1, left // sizes[name])
+        shape, at_once = tuple(sizes.values()), math.prod(sizes.values())
+        found = []
+        for first in range(0, _TELLING, at_once):
+            some = torch.arange(first, first + at_once, device=self._device) % _TELLING
+            made = given | {array: _as_array(x[some], shape, self._axes.inputs[array]) for array, x in rows.items()}
+            judged = range(first, min(first + at_once, _TELLING))
+            places = {
+                result: [_index(place, shape, axes) for place in range(len(judged))]
+                for result, axes in self._axes.outputs.items()
             }
+            found.append(Placed(Case("many", self._problem.but(**sizes), made, {}), judged, places, "+", bare=True))
+        return found
+
+    def _telling(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return rows by array in which the least change of an element shows in the others' results, and all inputs.
+
+        Such a result is next to where it is rounded up, or down, and another order of the sum moves it across: in half
+        of these rows. A drawn row has 128 mantissas of 16-bit numbers, and shows the last bit of float32 once in 500.
+        """
+        *others, last = self._names
+        by_rows = {array: axes for array, axes in self._axes.inputs.items() if axes}
+        problem = self._problem.but(**dict.fromkeys(others, 1), **{last: _POOL})
+        shape, given = (*(1 for _ in others), _POOL), drawn(self._spec, problem, self._device)
+        dtypes = {name: getattr(torch, dtype) for name, (_, dtype) in self._spec.outputs(problem, 1).items()}
+        rows = {array: _as_rows(given[array], axes).contiguous() for array, axes in by_rows.items()}
+        flat = [x.view(_POOL, -1) for x in rows.values() if x.is_floating_point()]
+        for x in flat:
+            x[:, _CHANGED % x.shape[1]] = 0
+        changed = flat[0][:, _CHANGED % flat[0].shape[1]]
+
+        def results() -> dict[str, Any]:
+            made = given | {array: _as_array(x, shape, by_rows[array]) for array, x in rows.items()}
+            found = expected_results(self._spec, problem, made)
+            return {
+                name: _as_rows(x.to(dtypes[name]), axes).reshape(_POOL, -1)
+                for name, x in found.items()
+                if (axes := self._axes.outputs.get(name))
+            }
+
+        # Halve the numbers between 0, which changes nothing, and 1, as the whole numbers that have their bits.
+        right, code = results(), {2: torch.int16, 4: torch.int32}[changed.element_size()]
+        least, most = (torch.full_like(changed, value).view(code) for value in (0, 1))
+        for _ in range(8 * changed.element_size() - 2):
+            middle = least + (most - least) // 2
+            changed.copy_(middle.view(changed.dtype))
+            shown = torch.zeros(_POOL, dtype=torch.bool, device=self._device)
+            for name, x in results().items():
+                differ = x != right[name]
+                differ[:, _CHANGED % differ.shape[1]] = False
+                shown |= differ.any(-1)
+            least, most = torch.where(shown, least, middle), torch.where(shown, middle, most)
+        changed.copy_(least.view(changed.dtype))
+        chosen = most.argsort()[:_TELLING]
+        return {array: x[chosen] for array, x in rows.items()}, given
 
     def _count(self, sizes: Mapping[str, int]) -> int:
         return math.prod(sizes.values())
@@ -261,7 +356,7 @@ class _Rows(_Among):
                 if given.is_floating_point():
                     values *= filler
                 values[list(places)] = given[list(rows)]
-                made[array] = values.unflatten(0, shape).movedim(tuple(range(len(axes))), axes).contiguous()
+                made[array] = _as_array(values, shape, axes)
         found = {
             result: [_index(place, shape, axes) for place in places] for result, axes in self._axes.outputs.items()
         }
@@ -287,22 +382,6 @@ def _cancelling(given: Mapping[str, Any], inner: int) -> dict[str, Any]:
             along = whole if whole.shape[-1] == inner else whole.mT
             along[..., half : 2 * half] = sign * along[..., :half]
     return made
-
-
-def _with_outliers(values: Any, axes: tuple[int, ...]) -> Any:
-    """Return an input in which every second row has an element that dwarfs the others."""
-    rows = _as_rows(values, axes).contiguous().clone()
-    if not rows.is_floating_point() or not rows[0].numel():
-        return values
-    flat = rows.flatten(1)
-    for number in range(1, len(rows), 2):
-        flat[number, 37 * number % flat.shape[1]] *= _OUTLIER
-    return (
-        flat.view_as(rows)
-        .unflatten(0, [values.shape[axis] for axis in axes])
-        .movedim(tuple(range(len(axes))), axes)
-        .contiguous()
-    )
 
 
 class _Routed(_Among):
@@ -372,6 +451,11 @@ def _as_rows(value: Any, axes: tuple[int, ...]) -> Any:
     return value.movedim(axes, tuple(range(len(axes)))).flatten(0, len(axes) - 1)
 
 
+def _as_array(rows: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> Any:
+    """Return rows as an array whose axes count them."""
+    return rows.unflatten(0, shape).movedim(tuple(range(len(axes))), axes).contiguous()
+
+
 def _index(place: int, shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Any, ...]:
     """Return the index of a row in an array whose axes count rows."""
     at: dict[int, int] = {}
@@ -427,6 +511,8 @@ def _one_group(problem: Problem, heads: int, kv_heads: int, device: str) -> dict
     sizes = {"batch": 1, "queries": _TOKENS, "keys": _TOKENS, "heads": heads // groups, "kv_heads": kv_heads // groups}
     alike = {name: problem[name] for name in ("head_dim", "dtype")}
     given = drawn(spec, spec.problem(**sizes, **alike, **flags), device)
+    # Weights that differ by more than usual: their sums in another order differ three times as often.
+    given["q"] = 4 * given["q"]
     wide = {name: given[name].tile(1, 1, groups, 1) for name in ("q", "k", "v")}
     return given | wide | ({"sink_logits": given["sink_logits"].tile(groups)} if flags["sinks"] else {})
 

@@ -105,6 +105,8 @@ PARTS = spec(
     given=_scaled,
     flops=lambda problem: 2 * problem["rows"] * problem["inner"] * problem["columns"],
     results=lambda outputs: {"y": outputs["parts"].double().sum(0)},
+    # Hopper's matrix units cut off what they add: 6144 terms have an error of 6.8e-6.
+    roundings=16,
 )
 
 
