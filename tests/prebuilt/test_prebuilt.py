@@ -27,7 +27,8 @@ PACKS = MODELS | OTHERS
 # so.
 OTHERWISE = {
     "gemma-2-9b-h200.pack": {"matmul"},
-    **dict.fromkeys(("llama-3-8b-h200.pack", "gpt-oss-20b-h200.pack"), {"attention_forward"}),
+    "llama-3-8b-h200.pack": {"attention_forward"},
+    "gpt-oss-20b-h200.pack": {"attention_forward"},
 }
 MEASURED = [name for name, (_, provenance) in PACKS.items() if provenance == "measured"]
 TOKENS = [2048, 4096, 8192, 16384, 32768]
