@@ -42,9 +42,10 @@ from tilekern.kernels.grouped.routing import SLOTS
 from tilekern.spec import Config, KernelSpec, Problem, bucket, cdiv
 from tilekern.spec.bits import is_of_a_layer
 from tilekern.tuning.verify.adversarial import drawn
+from tilekern.tuning.verify.axes import Axes, as_array, as_rows, index_of
 from tilekern.tuning.verify.canaries import bits
 from tilekern.tuning.verify.cases import Case
-from tilekern.tuning.verify.check import expected_results
+from tilekern.tuning.verify.telling import adds, cancelling, telling
 
 # The rows whose bits are compared, and the tokens of a sequence, which begins anew after them.
 ROWS, _TOKENS = 8, 4096
@@ -62,10 +63,6 @@ _PRODUCTS = ("matmul", _OF_FEW_ROWS)
 _WINDOW = 200
 # Numbers of keys in a bucket whose queries are judged together: a prime, so that a cache has one key head.
 _MANY = 61
-# Of so many rows those are chosen that tell the most of their sums, and how many are.
-_POOL, _TELLING = 4096, 128
-# The element that is changed to find them.
-_CHANGED = 5
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ def placements(spec: KernelSpec, problem: Problem, device: str) -> Iterator[list
     if spec.name in _ROUTED:
         yield from _Routed(spec, problem, device).placements()
         return
-    arrays = _Axes.of(spec, problem, device, names)
+    arrays = Axes.of(spec, problem, device, names)
     if arrays is not None:
         yield from _Rows(spec, problem, device, arrays).placements()
 
@@ -150,50 +147,6 @@ def digests_of(results: Iterable[tuple[Placed, Mapping[str, Any]]]) -> dict[str,
         for sight, rows in held.items()
     }
     return digests | dict.fromkeys(wrong, "")
-
-
-@dataclass(frozen=True)
-class _Axes:
-    """Which axes of each array count rows, in the order of the dimensions; none for an array that all rows share."""
-
-    dimensions: tuple[str, ...]
-    inputs: Mapping[str, tuple[int, ...]]
-    outputs: Mapping[str, tuple[int, ...]]
-
-    @classmethod
-    def of(cls, spec: KernelSpec, problem: Problem, device: str, names: tuple[str, ...]) -> _Axes | None:
-        """Find the axes by the arrays' shapes at several sizes; None if a result has no row for each row."""
-
-        def shapes(sizes: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-            at = problem.but(**sizes)
-            made = drawn(spec, at, device)
-            given = {name: tuple(x.shape) for name, x in made.items() if isinstance(x, torch.Tensor)}
-            numbers = {name: x for name, x in made.items() if name not in given}
-            return given, {name: shape for name, (shape, _) in spec.outputs(at, 1).items()}, numbers
-
-        few = dict.fromkeys(names, 3)
-        base, more = shapes(few), {name: shapes(few | {name: 5}) for name in names}
-        # A number that depends on the sizes ties results to them.
-        if any(other[2] != base[2] for other in more.values()):
-            return None
-        found: list[dict[str, tuple[int, ...]]] = [{}, {}]
-        for side, axes in enumerate(found):
-            for array, shape in base[side].items():
-                counted = []
-                for name in names:
-                    other = more[name][side][array]
-                    grown = [axis for axis, size in enumerate(shape) if size != other[axis]]
-                    if len(grown) > 1 or any((shape[axis], other[axis]) != (3, 5) for axis in grown):
-                        return None
-                    counted += grown
-                # An array by some of the sizes alone ties rows to their places.
-                if len(counted) not in (0, len(names)):
-                    return None
-                axes[array] = tuple(counted)
-        inputs, outputs = found
-        if not any(inputs.values()) or not all(outputs.values()):
-            return None
-        return cls(names, inputs, outputs)
 
 
 class _Among(abc.ABC):
@@ -237,7 +190,7 @@ class _Among(abc.ABC):
 class _Rows(_Among):
     """Rows that the axes of arrays count."""
 
-    def __init__(self, spec: KernelSpec, problem: Problem, device: str, axes: _Axes) -> None:
+    def __init__(self, spec: KernelSpec, problem: Problem, device: str, axes: Axes) -> None:
         super().__init__(spec, problem, device)
         self._axes = axes
         *others, last = axes.dimensions
@@ -246,98 +199,33 @@ class _Rows(_Among):
         if spec.name == _OF_FEW_ROWS and is_of_a_layer(problem):
             self._given |= _as_product(problem, device)
         if spec.name in _PRODUCTS:
-            self._given |= _cancelling(self._given, problem["inner"])
+            self._given |= cancelling(self._given, problem["inner"])
 
     def placements(self) -> Iterator[list[Placed]]:
         yield from super().placements()
-        if self._spec.name not in _PRODUCTS and self._adds():
+        if self._spec.name not in _PRODUCTS and adds(self._spec, self._problem, self._axes, self._given):
             yield self._many()
-
-    def _adds(self) -> bool:
-        """Return whether a result depends on two elements of a row that are not beside one another."""
-        *others, last = self._names
-        problem = self._problem.but(**dict.fromkeys(others, 1), **{last: ROWS})
-        shape = (*(1 for _ in others), ROWS)
-
-        def results(more: dict[str, Any]) -> dict[str, Any]:
-            return expected_results(self._spec, problem, self._given | more)
-
-        right = results({})
-        for array, axes in self._axes.inputs.items():
-            rows = _as_rows(self._given[array], axes) if axes else None
-            if rows is None or not rows.is_floating_point() or rows[0].numel() == 1:
-                continue
-            reached = []
-            for element in (0, _CHANGED):
-                flat = rows.reshape(ROWS, -1).clone()
-                flat[:, element % flat.shape[1]] += 1
-                found = results({array: _as_array(flat.view_as(rows), shape, axes)})
-                reached.append({name: x != found[name] for name, x in right.items()})
-            if any(bool((x & reached[1][name]).any()) for name, x in reached[0].items()):
-                return True
-        return False
 
     def _many(self) -> list[Placed]:
         """Return telling rows with nothing between them, as many at once as the problem has room for."""
-        rows, given = self._telling()
-        sizes, left = {}, _TELLING
+        rows, given = telling(self._spec, self._problem, self._axes, self._device)
+        count = len(next(iter(rows.values())))
+        sizes, left = {}, count
         for name in self._names:
             sizes[name] = min(self._problem[name], left)
             left = max(1, left // sizes[name])
         shape, at_once = tuple(sizes.values()), math.prod(sizes.values())
         found = []
-        for first in range(0, _TELLING, at_once):
-            some = torch.arange(first, first + at_once, device=self._device) % _TELLING
-            made = given | {array: _as_array(x[some], shape, self._axes.inputs[array]) for array, x in rows.items()}
-            judged = range(first, min(first + at_once, _TELLING))
+        for first in range(0, count, at_once):
+            some = torch.arange(first, first + at_once, device=self._device) % count
+            made = given | {array: as_array(x[some], shape, self._axes.inputs[array]) for array, x in rows.items()}
+            judged = range(first, min(first + at_once, count))
             places = {
-                result: [_index(place, shape, axes) for place in range(len(judged))]
+                result: [index_of(place, shape, axes) for place in range(len(judged))]
                 for result, axes in self._axes.outputs.items()
             }
             found.append(Placed(Case("many", self._problem.but(**sizes), made, {}), judged, places, "+", bare=True))
         return found
-
-    def _telling(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return rows by array in which the least change of an element shows in the others' results, and all inputs.
-
-        Such a result is next to where it is rounded up, or down, and another order of the sum moves it across: in half
-        of these rows. A drawn row has 128 mantissas of 16-bit numbers, and shows the last bit of float32 once in 500.
-        """
-        *others, last = self._names
-        by_rows = {array: axes for array, axes in self._axes.inputs.items() if axes}
-        problem = self._problem.but(**dict.fromkeys(others, 1), **{last: _POOL})
-        shape, given = (*(1 for _ in others), _POOL), drawn(self._spec, problem, self._device)
-        dtypes = {name: getattr(torch, dtype) for name, (_, dtype) in self._spec.outputs(problem, 1).items()}
-        rows = {array: _as_rows(given[array], axes).contiguous() for array, axes in by_rows.items()}
-        flat = [x.view(_POOL, -1) for x in rows.values() if x.is_floating_point()]
-        for x in flat:
-            x[:, _CHANGED % x.shape[1]] = 0
-        changed = flat[0][:, _CHANGED % flat[0].shape[1]]
-
-        def results() -> dict[str, Any]:
-            made = given | {array: _as_array(x, shape, by_rows[array]) for array, x in rows.items()}
-            found = expected_results(self._spec, problem, made)
-            return {
-                name: _as_rows(x.to(dtypes[name]), axes).reshape(_POOL, -1)
-                for name, x in found.items()
-                if (axes := self._axes.outputs.get(name))
-            }
-
-        # Halve the numbers between 0, which changes nothing, and 1, as the whole numbers that have their bits.
-        right, code = results(), {2: torch.int16, 4: torch.int32}[changed.element_size()]
-        least, most = (torch.full_like(changed, value).view(code) for value in (0, 1))
-        for _ in range(8 * changed.element_size() - 2):
-            middle = least + (most - least) // 2
-            changed.copy_(middle.view(changed.dtype))
-            shown = torch.zeros(_POOL, dtype=torch.bool, device=self._device)
-            for name, x in results().items():
-                differ = x != right[name]
-                differ[:, _CHANGED % differ.shape[1]] = False
-                shown |= differ.any(-1)
-            least, most = torch.where(shown, least, middle), torch.where(shown, middle, most)
-        changed.copy_(least.view(changed.dtype))
-        chosen = most.argsort()[:_TELLING]
-        return {array: x[chosen] for array, x in rows.items()}, given
 
     def _count(self, sizes: Mapping[str, int]) -> int:
         return math.prod(sizes.values())
@@ -351,14 +239,14 @@ class _Rows(_Among):
         order = torch.arange(math.prod(shape), device=self._device) * 5 % ROWS
         for array, axes in self._axes.inputs.items():
             if axes:
-                given = _as_rows(self._given[array], axes)
+                given = as_rows(self._given[array], axes)
                 values = given[order]
                 if given.is_floating_point():
                     values *= filler
                 values[list(places)] = given[list(rows)]
-                made[array] = _as_array(values, shape, axes)
+                made[array] = as_array(values, shape, axes)
         found = {
-            result: [_index(place, shape, axes) for place in places] for result, axes in self._axes.outputs.items()
+            result: [index_of(place, shape, axes) for place in places] for result, axes in self._axes.outputs.items()
         }
         return Placed(Case(name, self._problem.but(**sizes), made, {}, padded=padded), rows, found)
 
@@ -371,17 +259,6 @@ def _as_product(problem: Problem, device: str) -> dict[str, Any]:
     given = drawn(spec, spec.problem(**flags | alike, rows=ROWS), device)
     names = {"a": "x", "b": "weight", "bias": "bias"}
     return {names[name]: x for name, x in given.items() if name in names}
-
-
-def _cancelling(given: Mapping[str, Any], inner: int) -> dict[str, Any]:
-    """Return the factors of a product whose second half of terms is the negative of the first half."""
-    half, made = inner // 2, {}
-    for array, sign in (("a", 1), ("x", 1), ("b", -1), ("weight", -1)):
-        if array in given:
-            made[array] = whole = given[array].clone()
-            along = whole if whole.shape[-1] == inner else whole.mT
-            along[..., half : 2 * half] = sign * along[..., :half]
-    return made
 
 
 class _Routed(_Among):
@@ -445,23 +322,6 @@ class _Routed(_Among):
             found = ranks[slots].tolist()
         places_of = {result: [(place,) for place in found] for result in self._spec.outputs(self._problem, 1)}
         return Placed(Case(name, self._problem.but(**sizes), made, {}, padded=padded), rows, places_of)
-
-
-def _as_rows(value: Any, axes: tuple[int, ...]) -> Any:
-    return value.movedim(axes, tuple(range(len(axes)))).flatten(0, len(axes) - 1)
-
-
-def _as_array(rows: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> Any:
-    """Return rows as an array whose axes count them."""
-    return rows.unflatten(0, shape).movedim(tuple(range(len(axes))), axes).contiguous()
-
-
-def _index(place: int, shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return the index of a row in an array whose axes count rows."""
-    at: dict[int, int] = {}
-    for axis, size in zip(reversed(axes), reversed(shape), strict=True):
-        place, at[axis] = divmod(place, size)
-    return tuple(at.get(axis, slice(None)) for axis in range(max(axes) + 1))
 
 
 def _of_sequence(problem: Problem, device: str) -> Iterator[list[Placed]]:

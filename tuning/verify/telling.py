@@ -1,0 +1,114 @@
+"""Rows that tell: their results show the last bit of their sums, which another order of the sum changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tilekern.spec import KernelSpec, Problem
+from tilekern.tuning.verify.adversarial import drawn
+from tilekern.tuning.verify.axes import Axes, as_array, as_rows
+from tilekern.tuning.verify.check import expected_results
+
+# Of so many rows, or of those that have so many elements together, those are chosen that tell the most; and how many
+# are.
+_POOL, _POOLED, _TELLING = 4096, 1 << 26, 128
+# The element of a row that is changed to find them.
+_CHANGED = 5
+
+
+def cancelling(given: Mapping[str, Any], inner: int) -> dict[str, Any]:
+    """Return the factors of a product whose second half of terms is the negative of the first half."""
+    half, made = inner // 2, {}
+    for array, sign in (("a", 1), ("x", 1), ("b", -1), ("weight", -1)):
+        if array in given:
+            made[array] = whole = given[array].clone()
+            along = whole if whole.shape[-1] == inner else whole.mT
+            along[..., half : 2 * half] = sign * along[..., :half]
+    return made
+
+
+def adds(spec: KernelSpec, problem: Problem, axes: Axes, given: Mapping[str, Any]) -> bool:
+    """Return whether a result depends on two elements of a row that are not beside one another.
+
+    Args:
+        spec, problem: the kernel.
+        axes: those that count its rows.
+        given: inputs with some rows along the last of the problem's row sizes.
+    """
+    count = max(as_rows(given[array], held).shape[0] for array, held in axes.inputs.items() if held)
+    at, shape = _of_rows(problem, axes, count)
+    right = expected_results(spec, at, dict(given))
+    for array, held in axes.inputs.items():
+        rows = as_rows(given[array], held) if held else None
+        if rows is None or not rows.is_floating_point() or rows[0].numel() == 1:
+            continue
+        reached = []
+        for element in (0, _CHANGED):
+            flat = rows.reshape(count, -1).clone()
+            flat[:, element % flat.shape[1]] += 1
+            found = expected_results(spec, at, {**given, array: as_array(flat.view_as(rows), shape, held)})
+            reached.append({name: x != found[name] for name, x in right.items()})
+        if any(bool((x & reached[1][name]).any()) for name, x in reached[0].items()):
+            return True
+    return False
+
+
+def _of_rows(problem: Problem, axes: Axes, count: int) -> tuple[Problem, tuple[int, ...]]:
+    """Return the problem of some rows along the last of its row sizes, and these sizes."""
+    *others, last = axes.dimensions
+    return problem.but(**dict.fromkeys(others, 1), **{last: count}), (*(1 for _ in others), count)
+
+
+def telling(spec: KernelSpec, problem: Problem, axes: Axes, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return rows [rows, ...] by array in which the least change of an element shows in the others' results.
+
+    Such a result is next to where it is rounded up, or down, and another order of the sum moves it across: in half of
+    these rows. A drawn row has 128 mantissas of 16-bit numbers, and shows the last bit of float32 once in 500.
+
+    Args:
+        spec, problem: the kernel; its sums are of a row's elements (:func:`adds`).
+        axes: those that count its rows.
+        device: where arrays are made, as torch names it.
+
+    Returns:
+        The rows, and all inputs of the kernel, of which the rows take the place of their arrays.
+    """
+    by_rows = {array: held for array, held in axes.inputs.items() if held}
+    few = drawn(spec, _of_rows(problem, axes, 1)[0], device)
+    elements = max(few[array].numel() for array in by_rows)
+    pool = max(_TELLING, min(_POOL, _POOLED // elements))
+    at, shape = _of_rows(problem, axes, pool)
+    given = drawn(spec, at, device)
+    dtypes = {name: getattr(torch, dtype) for name, (_, dtype) in spec.outputs(at, 1).items()}
+    rows = {array: as_rows(given[array], held).contiguous() for array, held in by_rows.items()}
+    flat = [x.view(pool, -1) for x in rows.values() if x.is_floating_point() and x[0].numel() > 1]
+    for x in flat:
+        x[:, _CHANGED % x.shape[1]] = 0
+    changed = flat[0][:, _CHANGED % flat[0].shape[1]]
+
+    def results() -> dict[str, Any]:
+        made = given | {array: as_array(x, shape, by_rows[array]) for array, x in rows.items()}
+        return {
+            name: as_rows(x.to(dtypes[name]), held).reshape(pool, -1)
+            for name, x in expected_results(spec, at, made).items()
+            if (held := axes.outputs.get(name))
+        }
+
+    # Halve the numbers between 0, which changes nothing, and 1, as the whole numbers that have their bits.
+    right, code = results(), {2: torch.int16, 4: torch.int32}[changed.element_size()]
+    least, most = (torch.full_like(changed, value).view(code) for value in (0, 1))
+    for _ in range(8 * changed.element_size() - 2):
+        middle = least + (most - least) // 2
+        changed.copy_(middle.view(changed.dtype))
+        shown = torch.zeros(pool, dtype=torch.bool, device=device)
+        for name, x in results().items():
+            differ = x != right[name]
+            differ[:, _CHANGED % differ.shape[1]] = False
+            shown |= differ.any(-1)
+        least, most = torch.where(shown, least, middle), torch.where(shown, middle, most)
+    changed.copy_(least.view(changed.dtype))
+    chosen = most.argsort()[:_TELLING]
+    return {array: x[chosen] for array, x in rows.items()}, given
