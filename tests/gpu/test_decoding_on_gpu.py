@@ -106,10 +106,11 @@ def test_one_split_in_tiles_as_tall_as_training_s_has_its_bits(heads, kv_heads, 
         inputs["starts"] = torch.tensor(starts, device="cuda").int()
     if "sinks" in on:
         inputs["sink_logits"] = given["sink_logits"].view(kv_heads, group)
-    outputs = make_outputs(decoding, problem, 6 * kv_heads, "cuda") | {"out": torch.empty_like(inputs["q"])}
-    found = compiled(decoding, problem, tall, target)(inputs, outputs)["out"]
-    for row, length in enumerate(lengths):
-        assert torch.equal(found[row].flatten(0, 1), right[length - 1]), length
+    for ahead in (False, not target.has_tensor_memory):
+        outputs = make_outputs(decoding, problem, 6 * kv_heads, "cuda") | {"out": torch.empty_like(inputs["q"])}
+        found = compiled(decoding, problem, tall.but(ahead=ahead), target)(inputs, outputs)["out"]
+        for row, length in enumerate(lengths):
+            assert torch.equal(found[row].flatten(0, 1), right[length - 1]), length
 
 
 @pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")

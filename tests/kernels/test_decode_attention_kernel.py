@@ -46,7 +46,7 @@ def test_lengths_at_the_edges_of_tiles_by_each_tile_and_number_of_splits(on, len
         inputs["starts"] = numbers(0, 129)
     if "paged" in on:
         inputs["table"] = inputs["table"].clamp(min=0)
-    ways = one_of_each(SPEC, problem, "tile_n", "splits", "schedule")
+    ways = one_of_each(SPEC, problem, "tile_n", "splits", "schedule", "ahead")
     assert len({config["splits"] for config in ways}) >= 3
     assert_right(SPEC, problem, ways, inputs)
 

@@ -217,10 +217,10 @@ def test_a_token_after_a_cache_is_of_the_class_of_training_in_tiles_as_tall(on):
     config = training.default(whole.but(dtype="bfloat16"), INTERPRETED)
     right = class_of(training, whole.but(dtype="bfloat16"), config)
     of_training = dict(part.split(":") for part in right.split())
-    for keys, kv_heads in ((256, 2), (3, 12)):
+    for keys, kv_heads, ahead in ((256, 2, True), (3, 12, False)):
         problem = cached(keys, kv_heads, **on)
         tall = decoding.default(problem, INTERPRETED).but(
-            splits=1, keys_first=False, tile_m=config["tile_m"], tile_n=config["tile_n"]
+            splits=1, keys_first=False, ahead=ahead, tile_m=config["tile_m"], tile_n=config["tile_n"]
         )
         found = class_of(decoding, problem, tall)
         assert dict(part.split(":") for part in found.split()).items() <= of_training.items()

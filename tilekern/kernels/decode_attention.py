@@ -56,6 +56,8 @@ _FEW = 16
 # The rows of a tile of attention's forward, which the matrix units of a target take at once.
 _AS_FORWARD = 64
 _AS_FORWARD_IN_TENSOR_MEMORY = 128
+# Tiles of as many keys have a loop without a mask.
+_MASKED_APART = 64
 
 
 def _tile_of(key, page_size, across, tile_n, paged):
@@ -87,14 +89,8 @@ def _rows(cache, table, where, tile, tile_n, depth, padded, paged):
     return ct.reshape(found, (tile_n, depth))
 
 
-def _add_tile(state, q_side, keys, values, table, where, j, shown, factors, sizes, flags, is_edge):
-    """Add a tile of keys to the running maximum, denominator and weighted sum, in the steps of attention's forward.
-
-    ``is_edge`` hides keys outside ``shown``; all keys of other tiles are in it.
-    """
-    biggest, total, summed = state
-    _, _, _, page_size, across = where
-    slope, factor = factors
+def _scores(q_side, keys, table, where, j, slope, sizes, flags):
+    """Return the products of the queries with a tile of keys, soft-capped."""
     _, depth, rows, tile_n = sizes
     keys_first, capped, padded, paged, precise = flags
     k_tile = _rows(keys, table, where, j, tile_n, depth, padded, paged)
@@ -104,6 +100,18 @@ def _add_tile(state, q_side, keys, values, table, where, j, shown, factors, size
         products = product(q_side, ct.transpose(k_tile), ct.zeros((rows, tile_n), ct.float32))
     if ct.static_eval(capped):
         products = soft_tanh(products * slope, precise)
+    return products
+
+
+def _add_tile(state, products, values, table, where, j, shown, factor, sizes, flags, is_edge):
+    """Add a tile of keys to the running maximum, denominator and weighted sum, in the steps of attention's forward.
+
+    ``is_edge`` hides keys outside ``shown``; all keys of other tiles are in it.
+    """
+    biggest, total, summed = state
+    _, _, _, page_size, across = where
+    _, depth, _, tile_n = sizes
+    keys_first, _, padded, paged, _ = flags
     v_tile = _rows(values, table, where, j, tile_n, depth, padded, paged)
     if ct.static_eval(is_edge or paged):
         along = ct.arange(tile_n, dtype=ct.int32)
@@ -126,6 +134,39 @@ def _add_tile(state, q_side, keys, values, table, where, j, shown, factors, size
     else:
         summed = product(weights.astype(v_tile.dtype), v_tile, summed * shrink)
     return most, total, summed
+
+
+def _add_tiles(state, cache, where, steps, shown, factors, sizes, flags, is_edge):
+    """Add the tiles of ``steps``, (begin, stop, step)."""
+    biggest, total, summed = state
+    q_side, keys, values, table = cache
+    slope, factor = factors
+    begin, stop, step = steps
+    for j in range(begin, stop, step):
+        products = _scores(q_side, keys, table, where, j, slope, sizes, flags)
+        biggest, total, summed = _add_tile(
+            (biggest, total, summed), products, values, table, where, j, shown, factor, sizes, flags, is_edge
+        )
+    return biggest, total, summed
+
+
+def _add_tiles_ahead(state, cache, where, begin, stop, shown, factors, sizes, flags):
+    """Add whole tiles one after the other; each product of queries and keys begins before the softmax of the last."""
+    biggest, total, summed = state
+    q_side, keys, values, table = cache
+    slope, factor = factors
+    if begin < stop:
+        products = _scores(q_side, keys, table, where, begin, slope, sizes, flags)
+        for j in range(begin, stop - 1):
+            coming = _scores(q_side, keys, table, where, j + 1, slope, sizes, flags)
+            biggest, total, summed = _add_tile(
+                (biggest, total, summed), products, values, table, where, j, shown, factor, sizes, flags, False
+            )
+            products = coming
+        biggest, total, summed = _add_tile(
+            (biggest, total, summed), products, values, table, where, stop - 1, shown, factor, sizes, flags, False
+        )
+    return biggest, total, summed
 
 
 def _start(sink_logits, h, rows, split, sinks, keys_first):
@@ -156,7 +197,7 @@ def _attend(item, q, keys, values, lengths, starts, table, sink_logits, numbers,
     """Compute one split's part for the query heads of one key head; the result itself if it is the only one."""
     scale, softcap, window = numbers
     head_dim, depth, rows, tile_n = sizes
-    one_loop, keys_first, windowed, capped, sinks, padded, paged, precise = flags
+    one_loop, keys_first, ahead, windowed, capped, sinks, padded, paged, precise = flags
     split, pair = item % splits, item // splits
     h, b = pair % q.shape[1], pair // q.shape[1]
 
@@ -174,35 +215,29 @@ def _attend(item, q, keys, values, lengths, starts, table, sink_logits, numbers,
     q_side = ct.reshape(ct.load(q, (b, h, 0, 0), (1, 1, rows, depth), padding_mode=zero), (rows, depth))
     if ct.static_eval(keys_first):
         q_side = ct.transpose(q_side)
-    biggest, total = _start(sink_logits, h, rows, split, sinks, keys_first)
     summed = ct.zeros(ct.static_eval((depth, rows) if keys_first else (rows, depth)), ct.float32)
+    state = _start(sink_logits, h, rows, split, sinks, keys_first) + (summed,)
     cache, where, shown = (q_side, keys, values, table), (b, h, origin, page_size, across), (lower, length)
     kinds = (keys_first, capped, padded, paged, precise)
     if ct.static_eval(one_loop):
-        for j in range(mine, stop, splits):
-            biggest, total, summed = _add_tile(
-                (biggest, total, summed), *cache, where, j, shown, factors, sizes, kinds, True
-            )
+        state = _add_tiles(state, cache, where, (mine, stop, splits), shown, factors, sizes, kinds, True)
     else:
         # The last tile, and a first one that begins before the first key, are edges; the keys come in their order.
         last = stop - 1
         owns_last = (first < stop) & (last % splits == split)
         if ct.static_eval(windowed or (padded and paged)):
             owns_first = (mine == first) & (first < last) & (lower > _key_of(first, page_size, across, tile_n, paged))
-            for j in range(mine, mine + ct.where(owns_first, 1, 0)):
-                biggest, total, summed = _add_tile(
-                    (biggest, total, summed), *cache, where, j, shown, factors, sizes, kinds, True
-                )
+            steps = (mine, mine + ct.where(owns_first, 1, 0), 1)
+            state = _add_tiles(state, cache, where, steps, shown, factors, sizes, kinds, True)
             mine = mine + ct.where(owns_first, splits, 0)
-        for j in range(mine, last, splits):
-            biggest, total, summed = _add_tile(
-                (biggest, total, summed), *cache, where, j, shown, factors, sizes, kinds, False
-            )
-        for j in range(last, last + ct.where(owns_last, 1, 0)):
-            biggest, total, summed = _add_tile(
-                (biggest, total, summed), *cache, where, j, shown, factors, sizes, kinds, True
-            )
+        if ct.static_eval(ahead):
+            state = _add_tiles_ahead(state, cache, where, mine, last, shown, factors, sizes, kinds)
+        else:
+            state = _add_tiles(state, cache, where, (mine, last, splits), shown, factors, sizes, kinds, False)
+        steps = (last, last + ct.where(owns_last, 1, 0), 1)
+        state = _add_tiles(state, cache, where, steps, shown, factors, sizes, kinds, True)
 
+    biggest, total, summed = state
     found = summed * (1.0 / ct.where(total == 0.0, 1.0, total))
     if ct.static_eval(keys_first):
         found = ct.transpose(found)
@@ -218,15 +253,15 @@ def _attend(item, q, keys, values, lengths, starts, table, sink_logits, numbers,
 def decode_attention(
     q, keys, values, lengths, starts, table, sink_logits, scale, softcap, window, out, parts, head_dim: ConstInt,
     depth: ConstInt, rows: ConstInt, tile_n: ConstInt, persistent: ConstBool, one_loop: ConstBool,
-    keys_first: ConstBool, windowed: ConstBool, capped: ConstBool, sinks: ConstBool, padded: ConstBool,
-    paged: ConstBool, precise: ConstBool,
+    keys_first: ConstBool, ahead: ConstBool, windowed: ConstBool, capped: ConstBool, sinks: ConstBool,
+    padded: ConstBool, paged: ConstBool, precise: ConstBool,
 ):  # fmt: skip
     """One split of one key head a block, or resident blocks that loop; the layout is that of the module."""
     pairs = q.shape[0] * q.shape[1]
     # As many as the grid has blocks for.
     splits = ct.maximum(1, ct.num_blocks(0) // pairs)
     numbers, sizes = (scale, softcap, window), (head_dim, depth, rows, tile_n)
-    flags = (one_loop, keys_first, windowed, capped, sinks, padded, paged, precise)
+    flags = (one_loop, keys_first, ahead, windowed, capped, sinks, padded, paged, precise)
     arguments = (q, keys, values, lengths, starts, table, sink_logits, numbers, out, parts, splits, sizes, flags)
     if ct.static_eval(persistent):
         for item in range(ct.bid(0), pairs * splits, ct.num_blocks(0)):
@@ -418,6 +453,7 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
         "occupancy": [1, 2, 4] if _is_narrow(problem) else [1, 2],
         "num_worker_warps": [4, 8],
         "keys_first": [True, False],
+        "ahead": [False, True],
         "tile_m": [_rows_of(problem), _AS_FORWARD, _AS_FORWARD_IN_TENSOR_MEMORY],
     }
 
@@ -448,6 +484,19 @@ _CONSTRAINTS = (
                 and not config["keys_first"]
                 and config["tile_n"] <= 128
                 and config["occupancy"] <= 2
+            )
+        ),
+    ),
+    Constraint(
+        "products run ahead of the softmax where one block reads all keys of a head by itself on its SM, and in tensor "
+        "memory without being asked",
+        lambda problem, config, target: (
+            not config["ahead"]
+            or (
+                _is_as_forward(problem, config)
+                and config["occupancy"] == 1
+                and config["tile_n"] >= _MASKED_APART
+                and not target.has_tensor_memory
             )
         ),
     ),
@@ -491,7 +540,7 @@ def _config(
 ) -> Config:
     return Config(
         schedule=schedule, tile_n=tile_n, splits=splits, occupancy=occupancy, num_worker_warps=warps,
-        keys_first=keys_first, tile_m=_rows_of(problem),
+        keys_first=keys_first, ahead=False, tile_m=_rows_of(problem),
     )  # fmt: skip
 
 
@@ -526,8 +575,8 @@ SPEC = spec(
     sizes=sizes,
     constants=lambda problem, config: {
         "rows": config["tile_m"],
-        # The mask of a small tile costs little, and the second loop takes as long to compile as the first.
-        "one_loop": config["tile_n"] < 64,
+        # The mask of a smaller tile costs little, and the second loop takes as long to compile as the first.
+        "one_loop": config["tile_n"] < _MASKED_APART,
     },
     grid=lambda sizes, config, sm_count: sizes["kv_heads"] * config["splits"],
     space=Space(_axes, _CONSTRAINTS),
