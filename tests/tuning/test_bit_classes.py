@@ -318,23 +318,34 @@ def telling(spec, problem):
     return placed.case.inputs
 
 
-def test_terms_of_products_cancel_so_that_results_are_their_rounding():
-    for spec, problem, names in (
-        (spec_named("matmul"), matmul(64, "b_transposed"), ("a", "b")),
-        (spec_named("skinny_linear"), spec_named("skinny_linear").problem(
-            rows=64, inner=160, columns=48, dtype="float32", gated=False, biased=False, gelu_tanh=False, silu=False,
-            accumulated=False,
-        ), ("x", "weight")),
-    ):  # fmt: skip
-        given = telling(spec, problem)
-        x, w = (given[name].double() for name in names)
-        assert (x @ w.t()).abs().max() < 1e-9 * (x.abs() @ w.abs().t()).min()
-
-
 def grouped(rows, *on, experts=3):
     spec = spec_named("grouped_linear")
     flags = {d.name: d.name in on for d in spec.dimensions if d.kind == "flag"}
     return spec.problem(rows=rows, inner=40, columns=24, experts=experts, dtype="float32", **flags)
+
+
+@pytest.mark.parametrize("on", [(), ("biased",)], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [("matmul", ("a", "b")), ("skinny_linear", ("x", "weight")), ("grouped_linear", ("x", "weight"))],
+)
+def test_terms_of_products_cancel_so_that_results_are_their_rounding(spec, names, on):
+    """With a bias those of half of the columns, which has none."""
+    few = {d.name: d.name in on for d in spec_named("skinny_linear").dimensions if d.kind == "flag"}
+    problem = {
+        "matmul": matmul(64, "b_transposed", *on),
+        "skinny_linear": spec_named("skinny_linear").problem(rows=64, inner=160, columns=48, dtype="float32", **few),
+        "grouped_linear": grouped(64, *on),
+    }[spec]
+    given = telling(spec_named(spec), problem)
+    x, w = (given[name].double() for name in names)
+    products = (x @ w.mT).abs() / (x.abs() @ w.mT.abs())
+    half = products.shape[-1] // 2
+    assert products[..., :half].max() < 1e-9
+    assert (products[..., half:].max() < 1e-9) == (not on)
+    if on:
+        assert not given["bias"][..., :half].any()
+        assert given["bias"][..., half:].all()
 
 
 def combined(tokens, *on, choices=3):

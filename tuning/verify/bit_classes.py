@@ -199,7 +199,7 @@ class _Rows(_Among):
         if spec.name == _OF_FEW_ROWS and is_of_a_layer(problem):
             self._given |= _as_product(problem, device)
         if spec.name in _PRODUCTS:
-            self._given |= cancelling(self._given, problem["inner"])
+            self._given |= cancelling(self._given, problem["inner"], biased=problem["biased"])
 
     def placements(self) -> Iterator[list[Placed]]:
         yield from super().placements()
@@ -274,6 +274,8 @@ class _Routed(_Among):
         self._slots = problem["choices"] if self._sums else SLOTS if problem["gathered"] else 1
         [size] = self._names
         self._given = drawn(spec, problem.but(**{size: ROWS if self._sums else ROWS * self._slots}), device)
+        if not self._sums:
+            self._given |= cancelling(self._given, problem["inner"], biased=problem["biased"])
         self._experts = self._given["total"] if self._sums else problem["experts"]
         # Slots without an expert have this number.
         self._kinds = self._experts + (self._sums or problem["partial"])

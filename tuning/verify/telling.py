@@ -19,14 +19,21 @@ _POOL, _POOLED, _TELLING = 4096, 1 << 26, 128
 _CHANGED = 5
 
 
-def cancelling(given: Mapping[str, Any], inner: int) -> dict[str, Any]:
-    """Return the factors of a product whose second half of terms is the negative of the first half."""
+def cancelling(given: Mapping[str, Any], inner: int, *, biased: bool) -> dict[str, Any]:
+    """Return the factors of a product whose second half of terms is the negative of the first half.
+
+    With a bias this is so for half of the columns, whose bias is 0: the others show where it is added.
+    """
     half, made = inner // 2, {}
     for array, sign in (("a", 1), ("x", 1), ("b", -1), ("weight", -1)):
         if array in given:
             made[array] = whole = given[array].clone()
             along = whole if whole.shape[-1] == inner else whole.mT
-            along[..., half : 2 * half] = sign * along[..., :half]
+            changed = along.shape[-2] // 2 if biased and sign < 0 else along.shape[-2]
+            along[..., :changed, half : 2 * half] = sign * along[..., :changed, :half]
+    if biased:
+        made["bias"] = given["bias"].clone()
+        made["bias"][..., : made["bias"].shape[-1] // 2] = 0
     return made
 
 
