@@ -338,12 +338,14 @@ def _of_sequence(problem: Problem, device: str) -> Iterator[list[Placed]]:
     ):
         # A query's number of keys is its place among the queries, which end with the keys.
         seen = [count for count in _ends(sizes[1]) if sizes[1] - sizes[0] < count]
+        sights = _sights(problem, seen)
+        if name == "alone":
+            for size, many in _of_buckets(keys):
+                if keys - queries < many[0]:
+                    seen += many
+                    sights += _sights(problem, [size], "+") * len(many)
         if seen:
-            yield [_one_sequence(problem, given, name, entries, sizes, seen, _sights(problem, seen))]
-    for size, seen in _of_buckets(keys):
-        if keys - queries < seen[0]:
-            sights = _sights(problem, [size], "+") * len(seen)
-            yield [_one_sequence(problem, given, "many", 1, (queries, keys), seen, sights)]
+            yield [_one_sequence(problem, given, name, entries, sizes, seen, sights)]
 
 
 def _ends(keys: int) -> list[int]:
@@ -431,10 +433,9 @@ def _of_caches(problem: Problem, device: str) -> Iterator[list[Placed]]:
         some = (seen[begun : begun + known["batch"]] for begun in range(0, len(seen), known["batch"]))
         found = [_some_caches(known, given, name, counts, _sights(at, counts)) for counts in some]
         yield [replace(one, case=replace(one.case, problem=at)) for one in found]
-    at = problem.but(kv_heads=_MANY)
-    known = at.but(**caches.sizes(at))
     for size, seen in _of_buckets(problem["keys"]):
-        placed = _some_caches(known, given, "many", seen, _sights(at, [size], "+") * len(seen))
+        at = problem.but(kv_heads=_MANY, keys=size)
+        placed = _some_caches(at.but(**caches.sizes(at)), given, "many", seen, _sights(at, [size], "+") * len(seen))
         yield [replace(placed, case=replace(placed.case, problem=at))]
 
 
