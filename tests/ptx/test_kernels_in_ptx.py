@@ -19,6 +19,7 @@ from tilekern.kernels import spec_named
 from tilekern.kernels.families.cute_configs import is_cute
 from tilekern.spec import DTYPES, ITEM_BYTES, Config, cdiv
 from tilekern.spec.targets import resolve
+from tilekern.tuning.verify.bit_classes import placements
 from tilekern.tuning.verify.check import arguments_of, compare, expected_results, make_outputs
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
@@ -592,3 +593,23 @@ def test_a_ring_of_one_warp_is_refused():
     """Its sums need no barrier, so that none is between reads of a stage and the copy that fills it again."""
     with pytest.raises(AssertionError, match="a single warp meet at no barrier"):
         text_of("rms_norm_backward", {"threads": 32, "stages": 2}, rows=5, columns=256)
+
+
+@pytest.mark.parametrize("name", ["rms_norm_forward", "fused_add_rms_norm_forward"])
+def test_other_numbers_of_threads_have_other_bits_which_rows_that_tell_show(name):
+    """The tuner's bit classes compare the first eight drawn rows, to which all of these are alike, and then those."""
+    spec = spec_named(name)
+    problem = spec.problem(rows=4096, columns=4096, dtype="bfloat16", weight_dtype="bfloat16")
+    [[drawn_rows], *_, [telling]] = placements(spec, problem, "cpu")
+
+    def differing(placed):
+        """How many rows have other bits by 64 and by 512 threads than by 256."""
+        at, chosen = problem.but(rows=len(placed.rows)), [place for place, *_ in placed.places["y"]]
+        given = placed.case.inputs.items()
+        inputs = {key: x[chosen] if isinstance(x, torch.Tensor) and x.dim() > 1 else x for key, x in given}
+        kernels = (kernel_of(name, at, threads=threads) for threads in (256, 64, 512))
+        first, *others = (launched(name, at, kernel, inputs)["y"] for kernel in kernels)
+        return [int((x != first).any(-1).sum()) for x in others]
+
+    assert differing(drawn_rows) == [0, 0]
+    assert min(differing(telling)) > len(telling.rows) // 20

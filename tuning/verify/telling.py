@@ -72,8 +72,9 @@ def _of_rows(problem: Problem, axes: Axes, count: int) -> tuple[Problem, tuple[i
 def telling(spec: KernelSpec, problem: Problem, axes: Axes, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return rows [rows, ...] by array in which the least change of an element shows in the others' results.
 
-    Such a result is next to where it is rounded up, or down, and another order of the sum moves it across: in half of
-    these rows. A drawn row has 128 mantissas of 16-bit numbers, and shows the last bit of float32 once in 500.
+    Such a result is next to where it is rounded up, or down, and another order of the sum moves it across, in a tenth
+    to a half of these rows. A drawn row has 128 mantissas of 16-bit numbers, and shows the last bit of float32 once in
+    500.
 
     Args:
         spec, problem: the kernel; its sums are of a row's elements (:func:`adds`).
