@@ -25,6 +25,38 @@ def one_by_one(model, ids):
 
 
 @torch.no_grad()
+def first_to_differ(model, ids):
+    """The attentions and MLPs that give a token other results one by one than at once, from the same inputs.
+
+    By name, with the places of these tokens. What is given to them differs behind the first that is named.
+    """
+    names = {m: name for name, m in model.named_modules() if name.endswith((".self_attn", ".mlp"))}
+    seen = {}
+
+    def note(module, args, kwargs, result):
+        given = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        seen[names[module]] = given.clone(), (result[0] if isinstance(result, tuple) else result).clone()
+
+    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in names]
+    try:
+        model(input_ids=ids, use_cache=True)
+        whole, cache, found = dict(seen), None, {}
+        for place in range(ids.shape[1]):
+            made = model(input_ids=ids[:, place : place + 1], past_key_values=cache, use_cache=True)
+            cache = made.past_key_values
+            for name, (given, result) in seen.items():
+                same_given, same_result = (
+                    torch.equal(x[:, place], y[:, 0]) for x, y in zip(whole[name], (given, result), strict=True)
+                )
+                if same_given and not same_result:
+                    found.setdefault(name, []).append(place)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+@torch.no_grad()
 def greedy(model, ids, tokens):
     """The most likely tokens behind a prompt [batch, tokens], and the logits that chose them."""
     # The routers' loss belongs to training; transformers 5.0.0 fails at its mask with a cache.

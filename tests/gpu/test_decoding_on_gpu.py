@@ -7,7 +7,7 @@ import sys
 import pytest
 import tiny_families
 import torch
-from decoding import TEN, greedy, one_by_one
+from decoding import TEN, first_to_differ, greedy, one_by_one
 from gpu_processes import clean_environment
 from gpu_samples import compiled
 from gpu_training import CONFIG
@@ -259,6 +259,7 @@ def test_a_token_has_the_same_logits_however_it_is_computed(tmp_path, monkeypatc
             model.eval()
             with torch.no_grad():
                 assert torch.equal(model(input_ids=ids[3:4, :50], use_cache=False).logits, whole[3:4, :50])
+            assert first_to_differ(model, ids) == {}
             assert torch.equal(one_by_one(model, ids), whole)
             assert torch.equal(one_by_one(model, ids[:1]), whole[:1])
             assert not dispatch.varying()

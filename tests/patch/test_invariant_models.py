@@ -9,7 +9,7 @@ import types
 
 import pytest
 import torch
-from decoding import let_kernels_of_the_class_decode, one_by_one
+from decoding import first_to_differ, let_kernels_of_the_class_decode, one_by_one
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -85,9 +85,11 @@ def test_a_token_has_the_same_logits_however_it_is_computed(config, dtype):
         whole = trained(model, IDS)
         with torch.no_grad():
             assert torch.equal(model(input_ids=IDS[1:, :5], use_cache=False).logits, whole[1:, :5])
+        assert first_to_differ(model, IDS) == {}
         assert torch.equal(one_by_one(model, IDS), whole)
     if dtype == torch.float32:
-        assert not torch.equal(one_by_one(model, IDS), whole), "torch's products and attention decode outside"
+        assert first_to_differ(model, IDS), "torch's products and attention decode outside"
+        assert not torch.equal(one_by_one(model, IDS), whole)
 
 
 @pytest.mark.usefixtures("decoding")
