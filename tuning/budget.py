@@ -14,7 +14,7 @@ from tilekern.runtime.dispatch import find
 from tilekern.spec import Problem
 from tilekern.spec.targets import Target
 from tilekern.tuning.compile.stage import settled
-from tilekern.tuning.measure.followers import nearest
+from tilekern.tuning.measure.followers import nearest, problem_behind
 from tilekern.tuning.predict.estimating import artifact_s, compile_rates, problem_s
 from tilekern.tuning.predict.gains import GAINS, OTHER_GAIN
 from tilekern.tuning.predict.roofline import launch_s
@@ -82,10 +82,9 @@ def turns_by_gain(worths: Mapping[Named, Worth], target: Target) -> dict[Named, 
     for kernel, problem in sorted(worths, key=lambda named: worths[named].rank):
         if (follower := spec_named(kernel).follower) is not None:
             behind = spec_named(follower.kernel)
-            dimensions = follower.dimensions(problem, target.sm_count)
             same = [other for name, other in worths if name == behind.name]
-            wanted = behind.bucketed(behind.problem(**dimensions)) if dimensions else None
-            for first in nearest(same, behind, wanted)[:1] if wanted else ():
+            wanted = problem_behind(follower, problem, target.sm_count)
+            for first in nearest(same, behind, behind.bucketed(wanted))[:1] if wanted else ():
                 order.setdefault((behind.name, first))
         order.setdefault((kernel, problem))
     return {named: turn for turn, named in enumerate(order)}

@@ -313,7 +313,7 @@ def test_a_norm_that_adds_up_in_another_order_is_of_another_class():
 
 
 def telling(spec, problem):
-    """The floating-point inputs of the first placement of rows, by name."""
+    """The inputs of the first placement of rows."""
     [[placed], *_] = placements(spec, problem, "cpu")
     return placed.case.inputs
 

@@ -12,7 +12,7 @@ from tilekern.runtime.launcher import PrebuiltKernel, Variant
 from tilekern.runtime.plans import plan_of
 from tilekern.runtime.records import launch_in
 from tilekern.spec import LibraryCall, Problem
-from tilekern.tuning.measure.followers import inputs_behind
+from tilekern.tuning.measure.followers import inputs_behind, problem_behind
 from tilekern.tuning.measure.gpu import load_code
 from tilekern.tuning.measure.tasks import Entrant, Task
 from tilekern.tuning.measure.timing import Launch, Timing, rewriting
@@ -138,9 +138,8 @@ class Bench:
         follower, entrant = self._spec.follower, self._task.followers[blocks]
         assert follower is not None
         spec, config = entrant.candidate.spec, entrant.candidate.config
-        dimensions = follower.dimensions(self._problem, blocks)
-        assert dimensions is not None
-        problem = spec.problem(**dimensions)
+        problem = problem_behind(follower, self._problem, blocks)
+        assert problem is not None
         implementation = spec.device(problem, config)
         plan = plan_of(self.kernel(entrant), implementation, config, problem, self._target)
         inputs = inputs_behind(spec, problem, outputs[follower.array])

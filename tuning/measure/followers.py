@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tilekern.kernels import spec_named
-from tilekern.spec import KernelSpec, Problem
+from tilekern.spec import Follower, KernelSpec, Problem
 from tilekern.tuning.measure.tasks import Entrant
 from tilekern.tuning.strategies.selection import ranked
 
@@ -33,22 +33,27 @@ def followers(settled: Settled, racing: Sequence[Entrant]) -> dict[int, Entrant]
     found: dict[int, Entrant] = {}
     kernel, sm_count = spec_named(follower.kernel), settled.target.sm_count
     for blocks in {entrant.candidate.blocks(sm_count) for entrant in racing if entrant.is_aligned} - {0}:
-        dimensions = follower.dimensions(first.problem, blocks)
-        if dimensions is None:
+        behind = problem_behind(follower, first.problem, blocks)
+        if behind is None:
             continue
-        wanted = kernel.bucketed(kernel.problem(**dimensions))
-        near = nearest(settled.problems(kernel.name), kernel, wanted)
+        near = nearest(settled.problems(kernel.name), kernel, kernel.bucketed(behind))
         one = next(filter(None, (_best(settled, kernel.name, problem) for problem in near)), None)
         if one is not None:
             found[blocks] = one
     return found
 
 
+def problem_behind(follower: Follower, problem: Problem, blocks: int) -> Problem | None:
+    """Return a follower's problem, with real sizes, behind so many blocks; None if it does not follow them."""
+    dimensions = follower.dimensions(problem, blocks)
+    return None if dimensions is None else spec_named(follower.kernel).problem(**dimensions)
+
+
 def inputs_behind(spec: KernelSpec, problem: Problem, left: Any) -> dict[str, Any]:
     """Return the inputs of a follower: the array that the kernel before it leaves, and its own numbers."""
     import torch
 
-    given = spec.inputs(problem, torch.Generator(left.device), str(left.device))
+    given = spec.inputs(problem, None, "meta")
     [name] = (name for name, value in given.items() if isinstance(value, torch.Tensor))
     return given | {name: left}
 

@@ -144,10 +144,7 @@ class Battery:
         implementation = spec.implement(problem, config)
         if isinstance(implementation, LibraryCall):
             inputs = case.guarded(padded=False)
-            made = run(problem, inputs.values, {})
-            if made is None:
-                raise CannotRun(f"no cache holds a kernel that {spec.name} launches at {problem.key}; tune that first")
-            return dict(zip(spec.outputs(problem, 1), made, strict=True)), self._damage(case, inputs, {})
+            return self._of_library(problem, inputs.values, run), self._damage(case, inputs, {})
         inputs = case.guarded(padded=case.padded)
         arrays = {
             name: guarded(shape, getattr(torch, dtype), self._device, padded=case.padded)
@@ -157,12 +154,20 @@ class Battery:
         run(problem, inputs.values, outputs)
         return outputs, self._damage(case, inputs, arrays)
 
+    def _of_library(self, problem: Problem, inputs: dict[str, Any], run: Run) -> dict[str, Any]:
+        """Return the outputs of a library's run by name."""
+        made = run(problem, inputs, {})
+        if made is None:
+            name = self._spec.name
+            raise CannotRun(f"no cache holds a kernel that {name} launches at {problem.key}; tune that first")
+        return dict(zip(self._spec.outputs(problem, 1), made, strict=True))
+
     def _bare(self, case: Case, config: Config, run: Run) -> dict[str, Any]:
         """Return the outputs of a run without canaries."""
         spec, problem = self._spec, case.problem
         implementation = spec.implement(problem, config)
         if isinstance(implementation, LibraryCall):
-            return dict(zip(spec.outputs(problem, 1), run(problem, case.inputs, {}), strict=True))
+            return self._of_library(problem, case.inputs, run)
         outputs = make_outputs(spec, problem, implementation.grid(problem, self._sm_count), self._device)
         run(problem, case.inputs, outputs)
         return outputs

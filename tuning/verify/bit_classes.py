@@ -208,7 +208,7 @@ class _Rows(_Among):
 
     def _many(self) -> list[Placed]:
         """Return telling rows with nothing between them, as many at once as the problem has room for."""
-        rows, given = telling(self._spec, self._problem, self._axes, self._device)
+        rows, shared = telling(self._spec, self._problem, self._axes, self._device)
         count = len(next(iter(rows.values())))
         sizes, left = {}, count
         for name in self._names:
@@ -218,7 +218,7 @@ class _Rows(_Among):
         found = []
         for first in range(0, count, at_once):
             some = torch.arange(first, first + at_once, device=self._device) % count
-            made = given | {array: as_array(x[some], shape, self._axes.inputs[array]) for array, x in rows.items()}
+            made = shared | {array: as_array(x[some], shape, self._axes.inputs[array]) for array, x in rows.items()}
             judged = range(first, min(first + at_once, count))
             places = {
                 result: [index_of(place, shape, axes) for place in range(len(judged))]

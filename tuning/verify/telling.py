@@ -82,7 +82,7 @@ def telling(spec: KernelSpec, problem: Problem, axes: Axes, device: str) -> tupl
         device: where arrays are made, as torch names it.
 
     Returns:
-        The rows, and all inputs of the kernel, of which the rows take the place of their arrays.
+        The rows, and the inputs that all rows share.
     """
     by_rows = {array: held for array, held in axes.inputs.items() if held}
     few = drawn(spec, _of_rows(problem, axes, 1)[0], device)
@@ -119,4 +119,5 @@ def telling(spec: KernelSpec, problem: Problem, axes: Axes, device: str) -> tupl
         least, most = torch.where(shown, least, middle), torch.where(shown, middle, most)
     changed.copy_(least.view(changed.dtype))
     chosen = most.argsort()[:_TELLING]
-    return {array: x[chosen] for array, x in rows.items()}, given
+    shared = {name: value for name, value in given.items() if name not in by_rows}
+    return {array: x[chosen] for array, x in rows.items()}, shared
