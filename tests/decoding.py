@@ -5,6 +5,7 @@ import sys
 import torch
 
 from tilekern.kernels import spec_named
+from tilekern.kernels.attention.problem import keys_apart
 from tilekern.runtime import dispatch
 from tilekern.runtime.plans import InterpretedPlan
 from tilekern.spec.targets import INTERPRETED
@@ -68,31 +69,32 @@ def greedy(model, ids, tokens):
     return found.sequences, torch.stack(found.logits)
 
 
-def let_kernels_of_the_class_decode(monkeypatch, head_dim):
+def let_kernels_of_the_class_decode(monkeypatch):
     """Let the interpreter run the kernels for few rows and for one token in the mode, as with records of the class.
 
-    The configs are those whose steps are those of the kernels of training.
+    Training's products sum in the steps of the former, and its attention sums tiles of keys apart as the latter.
     """
-    on = {"b_transposed", "causal"}
-    sizes = {"heads": 2, "kv_heads": 1, "head_dim": head_dim, "dtype": "bfloat16"}
+    sizes = {"rows": 64, "inner": 64, "columns": 64, "b_transposed": True, "dtype": "bfloat16"}
+    many = spec_named("matmul")
+    problem = many.problem(**{d.name: sizes.get(d.name, False) for d in many.dimensions})
+    steps = {"tile_k": many.default(problem, INTERPRETED)["tile_k"]}
+    by_kernels = dispatch._by_kernels
 
-    def of_training(kernel, *names):
-        spec = spec_named(kernel)
-        values = {d.name: sizes.get(d.name, d.name in on if d.kind == "flag" else 64) for d in spec.dimensions}
-        config = spec.default(spec.problem(**values), INTERPRETED)
-        return {name: config[name] for name in names}
+    def apart(problem):
+        return {"apart": True, "tile_n": keys_apart(problem)}
 
-    same = {
-        "skinny_linear": of_training("matmul", "tile_k"),
-        "decode_attention": of_training("attention_forward", "tile_m", "tile_n") | {"splits": 1, "keys_first": False},
-    }
+    def of_training(spec, problem, config):
+        found = by_kernels(spec, problem, config)
+        return found.but(**apart(problem)) if spec.name == "attention_forward" else found
 
     def tuned_plan_for(spec, device, *sizes):
         values = zip(spec.dimensions, sizes, strict=True)
         problem = spec.problem(**{d.name: str(x)[6:] if d.kind == "dtype" else x for d, x in values})
-        config = spec.default(problem, INTERPRETED).but(**same[spec.name])
+        same = steps if spec.name == "skinny_linear" else {"splits": 0} | apart(problem)
+        config = spec.default(problem, INTERPRETED).but(**same)
         way = spec.implement(problem, config)
         return dispatch._keep(spec, InterpretedPlan(way, config, way.grid(problem, INTERPRETED.sm_count)), problem)
 
+    monkeypatch.setattr(dispatch, "_by_kernels", of_training)
     for module in ("decode_attention", "few_rows"):
         monkeypatch.setattr(sys.modules[f"tilekern.ops.{module}"], "tuned_plan_for", tuned_plan_for)

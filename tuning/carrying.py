@@ -349,9 +349,12 @@ def _with_history(record: Record, reason: str) -> dict[str, Any]:
 def _is_same_space(record: Record, spec: KernelSpec, problem: Problem, target: Target) -> bool:
     """Return whether today's space has the number of candidates that were tried, and all configs of the record.
 
-    A tune without an optional backend tries none of its candidates.
+    A tune without an optional backend tries none of its candidates, and one without bit classes none that are for them.
     """
-    found = candidates(spec.name, problem, target)
+    return any(_is_of(record, candidates(spec.name, problem, target, for_bits=for_bits)) for for_bits in (False, True))
+
+
+def _is_of(record: Record, found: Sequence[Candidate]) -> bool:
     known = {item.config for item in found}
     optional = Counter(item.backend.name for item in found if item.backend.is_optional)
     tried = {

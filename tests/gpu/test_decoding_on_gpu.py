@@ -75,8 +75,10 @@ def test_keys_behind_padding_give_what_keys_from_the_first_on_give():
 @pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 @pytest.mark.parametrize("on", [(), ("padded",), ("windowed",), ("sinks", "capped")], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (16, 8, 128), (8, 4, 256), (64, 8, 64)])
-def test_one_split_in_tiles_as_tall_as_training_s_has_its_bits(heads, kv_heads, head_dim, on):
-    """If it has not, decoding in the invariant mode runs training's kernel."""
+def test_tiles_that_are_summed_apart_have_the_bits_of_training_by_one_block_and_by_one_each(
+    heads, kv_heads, head_dim, on
+):
+    """If they have not, decoding in the invariant mode runs training's kernel."""
     training, decoding, target, seen = spec_named("attention_forward"), spec_named("decode_attention"), here(), 600
     alike, group = {"head_dim": head_dim, "dtype": "bfloat16"}, heads // kv_heads
 
@@ -86,19 +88,22 @@ def test_one_split_in_tiles_as_tall_as_training_s_has_its_bits(heads, kv_heads, 
     whole = training.problem(
         batch=1, queries=seen, keys=seen, heads=heads, kv_heads=kv_heads, **flags(training), **alike
     )
-    config = training.default(whole, target)
     given = training.inputs(whole, torch.Generator("cuda").manual_seed(0), "cuda") | {"window": 150}
-    right = compiled(training, whole, config, target)(given)["out"][0]
-    lengths = [1, 64, 65, 128, 200, seen]
-    problem = decoding.problem(kv_heads=6 * kv_heads, keys=800, page_size=1, group=group, **flags(decoding), **alike)
-    tall = decoding.default(problem, target).but(splits=1, keys_first=False, occupancy=1, num_worker_warps=4)
-    tall = tall.but(tile_n=config["tile_n"], tile_m=128 if target.has_tensor_memory else 64)
-    starts = [(37 * row if "padded" in on else 0) for row in range(6)]
+    given["q"] = 4 * given["q"]
+    ways = [config for config in training.space.candidates(whole, target) if config.get("apart")]
+    first, *others = (compiled(training, whole, config, target)(given)["out"][0] for config in ways)
+    assert all(torch.equal(other, first) for other in others)
+    lengths = [1, 64, 65, 128, 129, *range(200, 595, 9), seen]
+    count = len(lengths)
+    problem = decoding.problem(
+        kv_heads=count * kv_heads, keys=1100, page_size=1, group=group, **flags(decoding), **alike
+    )
+    starts = [(9 * row if "padded" in on else 0) for row in range(count)]
     inputs = decoding.inputs(problem, torch.Generator("cuda").manual_seed(0), "cuda") | {"window": 150}
     q, k, v = (given[name][0] for name in "qkv")
     inputs["q"] = torch.stack([q[length - 1].view(kv_heads, group, head_dim) for length in lengths])
     for name, x in (("keys", k), ("values", v)):
-        inputs[name] = torch.full((6, kv_heads, 800, head_dim), torch.nan, device="cuda", dtype=torch.bfloat16)
+        inputs[name] = torch.full((count, kv_heads, 1100, head_dim), torch.nan, device="cuda", dtype=torch.bfloat16)
         for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             inputs[name][row, :, start : start + length] = x[:length].transpose(0, 1)
     inputs["lengths"] = torch.tensor([a + b for a, b in zip(starts, lengths, strict=True)], device="cuda").int()
@@ -106,11 +111,19 @@ def test_one_split_in_tiles_as_tall_as_training_s_has_its_bits(heads, kv_heads, 
         inputs["starts"] = torch.tensor(starts, device="cuda").int()
     if "sinks" in on:
         inputs["sink_logits"] = given["sink_logits"].view(kv_heads, group)
-    for ahead in (False, not target.has_tensor_memory):
-        outputs = make_outputs(decoding, problem, 6 * kv_heads, "cuda") | {"out": torch.empty_like(inputs["q"])}
-        found = compiled(decoding, problem, tall.but(ahead=ahead), target)(inputs, outputs)["out"]
+    ways = {c["splits"]: c for c in decoding.space.candidates(problem.but(kv_heads=kv_heads), target) if c.get("apart")}
+    for splits, config in ways.items():
+        blocks = decoding.device(problem, config).grid(problem, target.sm_count)
+        outputs = make_outputs(decoding, problem, blocks, "cuda") | {"out": torch.empty_like(inputs["q"])}
+        found = compiled(decoding, problem, config, target)(inputs, outputs)
+        if splits == 0:
+            join = spec_named("decode_join")
+            behind = join.problem(**decoding.follower.dimensions(problem, blocks))
+            parts = {"parts": found["parts"], "splits": behind["splits"]}
+            found = compiled(join, behind, join.default(behind, target), target)(parts)
         for row, length in enumerate(lengths):
-            assert torch.equal(found[row].flatten(0, 1), right[length - 1]), length
+            out = found["out"].view_as(inputs["q"])[row].flatten(0, 1)
+            assert torch.equal(out, first[length - 1]), (splits, length)
 
 
 @pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
@@ -132,6 +145,22 @@ def test_few_rows_have_the_bits_of_many(rows, tile_n):
     chosen = next(c for c in few.space.candidates(problem, target) if is_tile(c) and alike.items() <= c.items())
     found = compiled(few, problem, chosen, target)(inputs)["y"]
     assert torch.equal(found, right[:rows])
+
+
+@pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_a_rounded_gate_has_the_bits_of_its_parts(rows, kind):
+    few, target = spec_named("skinny_linear"), here()
+    off = {d.name: False for d in few.dimensions if d.kind == "flag"}
+    layer = few.problem(rows=rows, inner=4096, columns=12288, dtype="bfloat16", **off)
+    gate = layer.but(gated=True, rounded=True, **{kind: True})
+    inputs = few.inputs(gate, torch.Generator("cuda").manual_seed(0), "cuda")
+    config = few.default(gate, target)
+    of_one = few.default(layer, target).but(tile_k=config["tile_k"])
+    parts = [compiled(few, layer, of_one, target)(inputs | {"weight": inputs[name]})["y"] for name in ("weight", "up")]
+    right = ops.swiglu(*parts) if kind == "silu" else ops.geglu(*parts, tanh=True)
+    assert torch.equal(compiled(few, gate, config, target)(inputs)["y"], right)
 
 
 def test_pages_are_read_where_the_table_says():

@@ -46,7 +46,7 @@ def test_lengths_at_the_edges_of_tiles_by_each_tile_and_number_of_splits(on, len
         inputs["starts"] = numbers(0, 129)
     if "paged" in on:
         inputs["table"] = inputs["table"].clamp(min=0)
-    ways = one_of_each(SPEC, problem, "tile_n", "splits", "schedule", "ahead")
+    ways = one_of_each(SPEC, problem, "tile_n", "splits", "schedule", "apart")
     assert len({config["splits"] for config in ways}) >= 3
     assert_right(SPEC, problem, ways, inputs)
 
@@ -122,10 +122,11 @@ def test_a_tile_belongs_to_the_same_split_whatever_is_seen(length, window, split
     parts = launched(SPEC, problem, config, inputs)["parts"]
     seen = range(max(0, length - window), length)
     shares = [sum(key // 64 % splits == split for key in seen) for split in range(splits)]
-    assert (parts[:, 0, 24] > -1e29).tolist() == [share > 0 for share in shares]
-    inputs["q"].zero_()  # all weights are equal
-    logs = launched(SPEC, problem, config, inputs)["parts"][:, 0, 24]
-    assert torch.allclose(logs.exp2(), torch.tensor(shares).float())
+    assert (parts[:, 0, 25] > 0).tolist() == [share > 0 for share in shares]
+    inputs["q"].zero_()  # all weights are 1
+    parts = launched(SPEC, problem, config, inputs)["parts"]
+    assert torch.equal(parts[:, 0, 25], torch.tensor(shares).float())
+    assert torch.equal(parts[0, 0, 26:30], torch.tensor([-1e30, 0, 0, splits]))
 
 
 @pytest.mark.parametrize("on", [(), ("paged",)], ids=str)
@@ -161,17 +162,42 @@ def test_one_large_score_takes_all_of_the_weight():
 
 
 @pytest.mark.parametrize("splits", [2, 9, 70])
-def test_parts_are_weighted_by_their_shares_of_the_denominator(splits):
-    """And parts without a key, whose log-sum-exp is the lowest number, add nothing."""
+def test_parts_between_the_first_and_the_last_are_added_up(splits):
+    """Whatever stands in the others; parts without a key add nothing, and a denominator of 0 gives 0."""
     problem = JOIN.problem(kv_heads=3, splits=splits, group=2, head_dim=10, dtype="float32")
     inputs = plain_inputs(JOIN, problem)
-    inputs["parts"][::splits, :, 10] = -1e30
-    inputs["parts"][::splits, :, :10] = 0
+    of_pairs = inputs["parts"].view(3, splits, 2, 20)
+    of_pairs[0, 1:, :, 10] = -1e30
+    of_pairs[0, 1:, :, :10] = of_pairs[0, 1:, :, 11] = 0
+    of_pairs[1, 0, :, 14] = 1
+    of_pairs[1, 0, :, :12] = torch.nan
+    of_pairs[2, 0, :, 13:16] = 0
     assert_right(JOIN, problem, configs(JOIN, problem), inputs)
-    others = inputs["parts"].view(3, splits, 2, 20)[:, 1:].reshape(-1, 2, 20)
-    assert torch.allclose(joined(others, splits - 1), joined(inputs["parts"], splits))
-    inputs["parts"][:, :, 10] = 0
-    assert torch.allclose(joined(inputs["parts"], splits), inputs["parts"].view(3, splits, 2, 20)[..., :10].mean(1))
+    out = joined(inputs["parts"].double(), splits)
+    assert not out[2].any()
+    one, start = of_pairs[0, 0], of_pairs[0, 0, :, 12:14]
+    weight = torch.exp2(one[:, 10] - start[:, 0]).double()
+    assert torch.allclose(out[0], one[:, :10] * (weight / (one[:, 11] * weight + start[:, 1]))[:, None])
+
+
+@pytest.mark.parametrize(
+    ("on", "lengths"), [((), (257, 128)), (FLAGS[:4], (300, 0)), (("paged", "windowed"), (129, 257))], ids=str
+)
+def test_tiles_that_are_summed_apart_give_the_same_bits_by_one_block_and_by_one_each(on, lengths):
+    """By each config of the joined kernel, and by torch."""
+    problem = problem_of("bfloat16", *on, page_size=128)
+    inputs = plain_inputs(SPEC, problem) | {"lengths": numbers(*lengths), "window": 70}
+    if "paged" in on:
+        inputs["table"] = inputs["table"].clamp(min=0)
+    ways = {config["splits"]: config for config in configs(SPEC, problem) if config.get("apart")}
+    assert ways.keys() == {0, 1}
+    parts, whole = (launched(SPEC, problem, ways[splits], inputs) for splits in (0, 1))
+    right = whole["out"]
+    assert torch.equal(SPEC.results(parts)["out"], right)
+    join = JOIN.problem(kv_heads=4, splits=3, group=3, head_dim=24, dtype="bfloat16")
+    for config in configs(JOIN, join):
+        out = launched(JOIN, join, config, {"parts": parts["parts"], "splits": 3})["out"]
+        assert torch.equal(out.view_as(right), right)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +208,7 @@ def test_the_default_fills_the_gpu_where_there_are_keys_enough(gpu, kv_heads, ke
     config = SPEC.default(problem, target)
     assert SPEC.space.violated(problem, config, target) is None
     blocks = SPEC.device(problem, config).grid(problem, target.sm_count)
-    assert blocks == kv_heads * config["splits"]
+    assert blocks == kv_heads * config["splits"] > 0
     assert config["splits"] == 1 or config["splits"] * config["tile_n"] * 2 <= keys
     if keys > 1 << 16:
         assert blocks >= min(target.sm_count // 2, 64 * kv_heads)

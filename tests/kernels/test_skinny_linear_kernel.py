@@ -8,8 +8,8 @@ from spec_samples import assert_right, both_defaults, configs, inputs_of, launch
 
 from tilekern.kernels import spec_named
 from tilekern.kernels.matmul.space import is_tile
-from tilekern.kernels.skinny.linear import FLAGS, sizes
-from tilekern.kernels.skinny.split import JOIN
+from tilekern.kernels.skinny.linear import sizes
+from tilekern.kernels.skinny.split import FLAGS, JOIN
 from tilekern.kernels.skinny.tiles import count
 from tilekern.runtime.dispatch import counters
 from tilekern.spec import Config
@@ -17,6 +17,7 @@ from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
 from tilekern.tuning.measure.stage import is_composite
 
 SPEC = spec_named("skinny_linear")
+EPILOGUES = ("gated", *FLAGS)
 # The shapes of tiles, and how the tiles are gone over.
 SHAPES = ("tile_m", "tile_n", "tile_k")
 
@@ -30,7 +31,7 @@ def some(problem, *axes):
     return [config for config in one_of_each(SPEC, problem, *axes) if is_tile(config)]
 
 
-@pytest.mark.parametrize("on", [on for n in range(6) for on in itertools.combinations(FLAGS, n)], ids="-".join)
+@pytest.mark.parametrize("on", [on for n in range(6) for on in itertools.combinations(EPILOGUES, n)], ids="-".join)
 def test_every_epilogue_with_tails_on_all_sides(on):
     problem = problem_of(5, 150, 131, *on, dtype="float32")
     assert_right(SPEC, problem, both_defaults(SPEC, problem), inputs_of(SPEC, problem))
@@ -66,6 +67,24 @@ def test_gate_factor_and_addend_are_rounded_once():
     inputs = {name: x.bfloat16() for name, x in inputs.items()}
     for config in both_defaults(SPEC, problem):
         assert launched(SPEC, problem, config, inputs)["y"].item() == 1
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_a_rounded_gate_has_the_bits_of_its_parts(kind):
+    problem = problem_of(9, 300, 70, "gated", "rounded", kind)
+    inputs = inputs_of(SPEC, problem)
+    inputs["weight"] = 8 * inputs["weight"]
+    spec = spec_named("swiglu_forward" if kind == "silu" else "geglu_forward")
+    of_parts = spec.problem(rows=9, columns=70, dtype="bfloat16", **({} if kind == "silu" else {"tanh": True}))
+    for config in some(problem, *SHAPES):
+        gate, up = (
+            launched(SPEC, problem_of(9, 300, 70), config, inputs | {"weight": inputs[name]})["y"]
+            for name in ("weight", "up")
+        )
+        right = launched(spec, of_parts, spec.default(of_parts, INTERPRETED), {"gate": gate, "up": up})["y"]
+        assert torch.equal(launched(SPEC, problem, config, inputs)["y"], right)
+    once = launched(SPEC, problem_of(9, 300, 70, "gated", kind), config, inputs)["y"]
+    assert not torch.equal(once, right)
 
 
 @pytest.mark.parametrize("target", KNOWN, ids=lambda target: target.key)
@@ -105,7 +124,7 @@ def test_split_sums_have_every_epilogue_and_may_have_empty_parts(splits, on):
 def test_parts_are_added_in_their_order():
     """Backwards, or by pairs, both ones would be lost beside 1e8."""
     parts = torch.tensor([1e8, 1.0, -1e8, 1.0]).view(4, 1, 1)
-    problem = JOIN.problem(rows=1, columns=1, splits=4, dtype="float32", **dict.fromkeys(FLAGS[1:], False))
+    problem = JOIN.problem(rows=1, columns=1, splits=4, dtype="float32", **dict.fromkeys(FLAGS, False))
     inputs = {"parts": parts, "bias": torch.zeros(1), "addend": torch.zeros(1, 1)}
     for config in configs(JOIN, problem):
         assert launched(JOIN, problem, config, inputs)["y"].item() == 1

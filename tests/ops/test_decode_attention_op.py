@@ -197,7 +197,7 @@ def test_compiled_vmapped_and_on_meta(splits):
     with tilekern.trace(gpu="H200") as found:
         decode_attention(**{name: x.to("meta") for name, x in tensors(torch.bfloat16, room=4000).items()})
     names = [spec if isinstance(spec, str) else spec.name for spec, _ in found.problems]
-    assert names == ["decode_attention", *(["decode_join"] if splits > 1 else [])]
+    assert set(names) == {"decode_attention", *(["decode_join"] if splits > 1 else [])}
 
 
 def test_a_growing_cache_is_one_kind_of_call_until_its_bucket_is_full(splits, monkeypatch):

@@ -48,7 +48,7 @@ def decoding(request, monkeypatch):
     """What decodes: as without records, or as with records of the class the kernels for few rows and one token."""
     by_own = request.param == "kernels of their own"
     if by_own:
-        let_kernels_of_the_class_decode(monkeypatch, SIZES["head_dim"])
+        let_kernels_of_the_class_decode(monkeypatch)
     before = {name: tilekern.stats()[name]["launches"] for name in ("decode_attention", "skinny_linear")}
     yield
     assert [tilekern.stats()[name]["launches"] > count for name, count in before.items()] == [by_own] * 2
@@ -282,7 +282,7 @@ def test_a_token_behind_no_padding_asks_for_the_kernel_without(monkeypatch, befo
 def test_the_mode_reads_pages_of_whole_tiles_alone(monkeypatch, page_size):
     """A tile ends with its page. A record of other pages may serve: that of 256 tokens, as the tuner plans them."""
     ops = sys.modules["tilekern.ops.decode_attention"]
-    plan = types.SimpleNamespace(config={"splits": 1, "tile_n": 64})
+    plan = types.SimpleNamespace(config={"tile_n": 64}, blocks=2)
     monkeypatch.setattr(ops, "tuned_plan_for", lambda *_: plan)
     monkeypatch.setattr(ops, "_launch", lambda plans, *_: plans)
     q, pages = torch.zeros(1, 4, 16), torch.zeros(2, page_size, 2, 16)

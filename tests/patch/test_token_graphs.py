@@ -180,7 +180,7 @@ def test_padding_before_the_prompt_in_the_invariant_mode(by_own, monkeypatch):
     dispatch.forget()
     tilekern.apply(model_type="qwen3", invariant=True)
     if by_own:
-        let_kernels_of_the_class_decode(monkeypatch, SIZES["head_dim"])
+        let_kernels_of_the_class_decode(monkeypatch)
     model, logits = make().bfloat16(), []
     for graphed in (False, True):
         if graphed:

@@ -10,11 +10,13 @@ from spec_samples import launch_arguments
 
 from tilekern import interpreter
 from tilekern.kernels import own_specs, spec_named
+from tilekern.kernels.attention.problem import keys_apart
 from tilekern.kernels.tiles import ConstInt
 from tilekern.runtime.rows import has_rows
 from tilekern.spec import Implementation, LibraryCall
 from tilekern.spec.bits import agree, joined, sizes_of_class, text_of
 from tilekern.spec.targets import INTERPRETED
+from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.verify.battery import Battery
 from tilekern.tuning.verify.bit_classes import placements
 
@@ -210,38 +212,34 @@ def cached(keys, kv_heads=2, **on):
     [{}, {"padded": True}, {"windowed": True}, {"sinks": True, "capped": True}, {"paged": True, "page_size": 128}],
     ids=str,
 )
-def test_a_token_after_a_cache_is_of_the_class_of_training_in_tiles_as_tall(on):
-    """From the first key on, behind padding, and in pages; a window that hides keys leaves out the same tiles."""
+def test_a_token_after_a_cache_is_of_the_class_of_training_in_tiles_that_are_summed_apart(on):
+    """By one block and by one for each tile; from the first key on, behind padding, in pages, behind a window."""
     training, decoding = spec_named("attention_forward"), spec_named("decode_attention")
-    whole = attention(2, 256, 256, **{name: on.get(name, False) for name in ("windowed", "sinks", "capped")})
-    config = training.default(whole.but(dtype="bfloat16"), INTERPRETED)
-    right = class_of(training, whole.but(dtype="bfloat16"), config)
+    flags = {name: on.get(name, False) for name in ("windowed", "sinks", "capped")}
+    whole = attention(2, 256, 256, **flags).but(dtype="bfloat16")
+    apart = {"apart": True, "tile_n": keys_apart(whole)}
+    right = class_of(training, whole, training.default(whole, INTERPRETED).but(**apart))
     of_training = dict(part.split(":") for part in right.split())
-    for keys, kv_heads, ahead in ((256, 2, True), (3, 12, False)):
+    for keys, kv_heads, splits in ((256, 2, 0), (256, 2, 1), (3, 12, 1)):
         problem = cached(keys, kv_heads, **on)
-        tall = decoding.default(problem, INTERPRETED).but(
-            splits=1, keys_first=False, ahead=ahead, tile_m=config["tile_m"], tile_n=config["tile_n"]
-        )
-        found = class_of(decoding, problem, tall)
+        config = decoding.default(problem, INTERPRETED).but(splits=splits, **apart)
+        found = class_of(decoding, problem, config)
         assert dict(part.split(":") for part in found.split()).items() <= of_training.items()
         assert found.startswith("1:")
-    assert f"{256}{'w' * on.get('windowed', False)}:" in class_of(decoding, cached(256, **on), tall)
-    assert not agree(right, class_of(decoding, cached(256, **on), tall.but(tile_n=64)))
+        assert keys < 256 or f"{256}{'w' * on.get('windowed', False)}:" in found
+    assert not agree(right, class_of(training, whole, training.default(whole, INTERPRETED)))
 
 
 def test_keys_come_in_their_order_whatever_a_window_cuts_for_the_other_queries_of_a_tile():
     """Query 511 sees keys from 312 on: alone it cuts the tile from 256 on, with its 127 neighbours two more are cut."""
-    training, decoding = spec_named("attention_forward"), spec_named("decode_attention")
+    training = spec_named("attention_forward")
     many, one = (attention(1, queries, 512, windowed=True).but(dtype="bfloat16") for queries in (512, 1))
-    config = training.default(many, INTERPRETED).but(tile_m=128, tile_n=64)
-    cache = cached(512, windowed=True)
-    tall = decoding.default(cache, INTERPRETED).but(splits=1, keys_first=False, tile_m=64, tile_n=64)
-    right, *others = (
-        dict(part.split(":") for part in class_of(*given).split())
-        for given in ((training, many, config), (training, one, config), (decoding, cache, tall))
-    )
-    for found in others:
-        assert found["512w"] == right["512w"]
+    for apart in (False, True):
+        config = training.default(many, INTERPRETED).but(tile_m=128, tile_n=64, apart=apart)
+        of_many, of_one = (
+            dict(part.split(":") for part in class_of(training, problem, config).split()) for problem in (many, one)
+        )
+        assert of_many["512w"] == of_one["512w"]
 
 
 @pytest.mark.parametrize("on", [[], ["biased"]], ids=str)
@@ -258,9 +256,16 @@ def test_few_rows_are_of_the_class_of_many(on):
         depth = many.default(layer, INTERPRETED)["tile_k"]
         found.append(class_of(few, problem, few.default(problem, INTERPRETED).but(tile_k=depth)))
     assert set(found) == {right}
-    gated = few.problem(rows=8, inner=160, columns=48, dtype="float32", **flags | {"gated": True})
-    assert sizes_of_class(few, gated)[0] == "skinny_linear"
-    assert class_of(few, gated) != right
+    depth = {"tile_k": many.default(layer, INTERPRETED)["tile_k"]}
+    for kind in ("silu", "gelu_tanh"):
+        gate = few.problem(rows=8, inner=160, columns=48, dtype="float32", **flags | {"gated": True, kind: True})
+        assert sizes_of_class(few, gate)[0] == "skinny_linear"
+        rounded = gate.but(rounded=True)
+        assert (sizes_of_class(few, rounded) == sizes_of_class(many, layer)) == (not on)
+        if on:
+            continue
+        assert class_of(few, rounded, few.default(rounded, INTERPRETED).but(**depth)) == right
+        assert class_of(few, rounded, few.default(rounded, INTERPRETED).but(tile_k=32)) != right
 
 
 def test_key_heads_are_no_size_of_a_class():
@@ -273,13 +278,22 @@ def test_key_heads_are_no_size_of_a_class():
     assert sights(uneven) == [1, 2, 3, 4, 5, 8, 9, 16]
 
 
-@pytest.mark.parametrize("change", [{"splits": 2}, {"keys_first": True}], ids=str)
-def test_a_kernel_for_decoding_whose_sums_are_of_another_order_is_of_no_class(change):
-    """It leaves parts to another kernel, or adds up weights across threads."""
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_kernel_for_decoding_that_does_not_sum_tiles_apart_is_of_no_class(splits):
+    """It adds up weights across threads, or joins parts that were rounded elsewhere than in training."""
     spec, problem = spec_named("decode_attention"), cached(256)
-    config = spec.default(problem, INTERPRETED).but(splits=1, keys_first=False)
+    config = spec.default(problem, INTERPRETED).but(splits=1, apart=True, tile_n=128)
     assert class_of(spec, problem, config)
-    assert class_of(spec, problem, config.but(**change)) == ""
+    assert class_of(spec, problem, config.but(splits=splits, apart=False)) == ""
+
+
+def test_configs_for_bits_are_tried_where_a_problem_needs_a_class(tmp_path, h200):
+    problems = [("attention_forward", attention(1, n, n).but(dtype="bfloat16")) for n in (64, 128)]
+    sweep = Sweep(tmp_path)
+    sweep.begin(h200, "", problems, invariant=problems[:1])
+    with_class, without = ({item.config for item in sweep.candidates(*named)} for named in problems)
+    assert {config for config in with_class if config.get("apart")} == with_class - without
+    assert len(with_class) > len(without) > 0
 
 
 def summed_by(width):

@@ -123,8 +123,9 @@ def test_both_modes_are_planned_and_each_problem_once(plan):
     kernels = {kernel for kernel, _ in plan.invariant}
     assert {"decode_attention", "skinny_linear"} <= kernels
     few = [p for kernel, p in plan.problems if kernel == "skinny_linear"]
-    assert {p["gated"] for p in few if ("skinny_linear", p) in plan.invariant} == {False}, "gates are rounded apart"
-    assert any(p["gated"] for p in few)
+    gates = [p for p in few if p["gated"]]
+    assert {p for p in gates if ("skinny_linear", p) in plan.invariant} == {p for p in gates if p["rounded"]}
+    assert {p.but(rounded=True) for p in gates if not p["rounded"]} == {p for p in gates if p["rounded"]} != set()
     assert plan.launches == usual.launches | plan.launches, "a step is of one mode"
 
 

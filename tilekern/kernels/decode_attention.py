@@ -6,19 +6,21 @@ order of tiles and its arithmetic. The query heads that share a key head are one
 Few key heads with many keys do not fill a GPU, so the tiles of a key head are dealt out to ``splits`` blocks: tile j
 belongs to block ``j % splits``. This depends on the config and on j alone, so a row's bits depend neither on the rest
 of the batch nor on the room of the cache, and the grid does not depend on the lengths, which only the GPU knows. Each
-block leaves its part of the weighted sum with its log-sum-exp in base 2, and :func:`decode_join` adds up the parts in
-their order. With a single split there is nothing to join, and the block stores the result itself.
+block leaves its part of the sums, and :func:`decode_join` adds up the parts in their order. With a single split there
+is nothing to join, and the block stores the result itself.
 
-A single split in tiles as tall as those of attention's forward can have the forward's bits, since a row of such a tile
-is summed in the same order. The tuner finds whether it has. Most of its rows are empty.
+With tiles that are summed ``apart`` (:func:`tilekern.kernels.attention.tiles.tile_sums`) the bits can be those of
+attention's forward, however many blocks share the tiles: one, or a block for each tile of the cache's room (``splits``
+0), whose parts are the tiles. The tuner finds whether they are.
 
 Layout: q and out [batch, kv_heads, group, head_dim]. A cache is [batch, kv_heads, room, head_dim], or, if ``paged``,
 [pages, page_size, kv_heads, head_dim] with ``table`` [batch, pages of a sequence] int32. Sequence b has the keys from
 ``starts[b]`` (only if ``padded``, else 0) to ``lengths[b]`` - 1, the new token's, from which a window counts back.
 Tiles are counted from the first of these keys or, if ``paged``, from the beginning of the first page. Each row of
-``parts`` [blocks, group, 2 * head_dim] float32 is a head's values, then its log-sum-exp and nothing more: of a width
-that is a multiple of the head's, whole vectors can be read. Arrays that a flag turns off are placeholders, and so is
-``parts`` with one split.
+``parts`` [blocks, group, at least 2 * head_dim] float32 is a head's values, then the exponent and the denominator of
+the part. In the first row of a key head four numbers follow: those of what comes before the parts (a sink), the first
+part that is to be added, and the one behind the last. The rest is not written: of a width that is a multiple of the
+head's, whole vectors can be read. Arrays that a flag turns off are placeholders, and so is ``parts`` with one split.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.attention.problem import depth_of
-from tilekern.kernels.attention.tiles import LOG2_E, LOWEST, factors_of, product, soft_tanh
+from tilekern.kernels.attention.problem import depth_of, keys_apart
+from tilekern.kernels.attention.tiles import LOG2_E, LOWEST, add_sums, factors_of, product, soft_tanh, tile_sums
 from tilekern.kernels.families.arrays import Arrays
 from tilekern.kernels.families.tables import flags_of, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, power_of_two
@@ -53,9 +55,8 @@ MOST_HEADS = 32
 MOST_SPLITS = 64
 # As few query heads as these are columns of the products alone: as rows they are padded further.
 _FEW = 16
-# The rows of a tile of attention's forward, which the matrix units of a target take at once.
-_AS_FORWARD = 64
-_AS_FORWARD_IN_TENSOR_MEMORY = 128
+# The least room beside the values of a part.
+_NUMBERS = 8
 # Tiles of as many keys have a loop without a mask.
 _MASKED_APART = 64
 
@@ -92,7 +93,7 @@ def _rows(cache, table, where, tile, tile_n, depth, padded, paged):
 def _scores(q_side, keys, table, where, j, slope, sizes, flags):
     """Return the products of the queries with a tile of keys, soft-capped."""
     _, depth, rows, tile_n = sizes
-    keys_first, capped, padded, paged, precise = flags
+    keys_first, _, capped, padded, paged, precise = flags
     k_tile = _rows(keys, table, where, j, tile_n, depth, padded, paged)
     if ct.static_eval(keys_first):
         products = product(k_tile, q_side, ct.zeros((tile_n, rows), ct.float32))
@@ -103,16 +104,13 @@ def _scores(q_side, keys, table, where, j, slope, sizes, flags):
     return products
 
 
-def _add_tile(state, products, values, table, where, j, shown, factor, sizes, flags, is_edge):
-    """Add a tile of keys to the running maximum, denominator and weighted sum, in the steps of attention's forward.
+def _shown(products, v_tile, j, where, shown, tile_n, flags, is_edge):
+    """Return products and values of a tile without what is not to be seen: beyond a page, or outside ``shown``.
 
     ``is_edge`` hides keys outside ``shown``; all keys of other tiles are in it.
     """
-    biggest, total, summed = state
     _, _, _, page_size, across = where
-    _, depth, _, tile_n = sizes
-    keys_first, _, padded, paged, _ = flags
-    v_tile = _rows(values, table, where, j, tile_n, depth, padded, paged)
+    keys_first, _, _, _, paged, _ = flags
     if ct.static_eval(is_edge or paged):
         along = ct.arange(tile_n, dtype=ct.int32)
         # A page may end within a tile.
@@ -124,6 +122,15 @@ def _add_tile(state, products, values, table, where, j, shown, factor, sizes, fl
             v_tile = ct.where(ct.reshape(there, (tile_n, 1)), v_tile, 0.0)
         side = ct.static_eval((tile_n, 1) if keys_first else (1, tile_n))
         products = ct.where(ct.reshape(there, side), products, -float("inf"))
+    return products, v_tile
+
+
+def _add_tile(state, products, v_tile, factor, flags):
+    """Add a tile of keys to the running maximum, denominator and weighted sum, in the steps of attention's forward."""
+    biggest, total, summed = state
+    keys_first, apart, _, _, _, _ = flags
+    if ct.static_eval(apart):
+        return add_sums((biggest, total, summed), tile_sums(products, v_tile, factor, keys_first))
     axis = ct.static_eval(0 if keys_first else 1)
     most = ct.maximum(biggest, ct.max(products, axis=axis, keepdims=True) * factor)
     shrink = ct.exp2(biggest - most, flush_to_zero=True)
@@ -136,46 +143,35 @@ def _add_tile(state, products, values, table, where, j, shown, factor, sizes, fl
     return most, total, summed
 
 
+def _tile(cache, where, j, shown, slope, sizes, flags, is_edge):
+    """Return the scores and the values of a tile of keys."""
+    q_side, keys, values, table = cache
+    _, depth, _, tile_n = sizes
+    _, _, _, padded, paged, _ = flags
+    products = _scores(q_side, keys, table, where, j, slope, sizes, flags)
+    v_tile = _rows(values, table, where, j, tile_n, depth, padded, paged)
+    return _shown(products, v_tile, j, where, shown, tile_n, flags, is_edge)
+
+
 def _add_tiles(state, cache, where, steps, shown, factors, sizes, flags, is_edge):
     """Add the tiles of ``steps``, (begin, stop, step)."""
     biggest, total, summed = state
-    q_side, keys, values, table = cache
     slope, factor = factors
     begin, stop, step = steps
     for j in range(begin, stop, step):
-        products = _scores(q_side, keys, table, where, j, slope, sizes, flags)
-        biggest, total, summed = _add_tile(
-            (biggest, total, summed), products, values, table, where, j, shown, factor, sizes, flags, is_edge
-        )
+        products, v_tile = _tile(cache, where, j, shown, slope, sizes, flags, is_edge)
+        biggest, total, summed = _add_tile((biggest, total, summed), products, v_tile, factor, flags)
     return biggest, total, summed
 
 
-def _add_tiles_ahead(state, cache, where, begin, stop, shown, factors, sizes, flags):
-    """Add whole tiles one after the other; each product of queries and keys begins before the softmax of the last."""
-    biggest, total, summed = state
-    q_side, keys, values, table = cache
-    slope, factor = factors
-    if begin < stop:
-        products = _scores(q_side, keys, table, where, begin, slope, sizes, flags)
-        for j in range(begin, stop - 1):
-            coming = _scores(q_side, keys, table, where, j + 1, slope, sizes, flags)
-            biggest, total, summed = _add_tile(
-                (biggest, total, summed), products, values, table, where, j, shown, factor, sizes, flags, False
-            )
-            products = coming
-        biggest, total, summed = _add_tile(
-            (biggest, total, summed), products, values, table, where, stop - 1, shown, factor, sizes, flags, False
-        )
-    return biggest, total, summed
-
-
-def _start(sink_logits, h, rows, split, sinks, keys_first):
+def _start(sink_logits, h, rows, split, sinks, keys_first, apart):
     """Return the running maximum and denominator before the first key: the first split has the sink."""
     side = ct.static_eval((1, rows) if keys_first else (rows, 1))
     if ct.static_eval(sinks):
         logit = ct.load(sink_logits, (h, 0), (1, rows), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
         logit = ct.where(split == 0, ct.reshape(logit, side) * LOG2_E, -float("inf"))
-        biggest = ct.maximum(logit, LOWEST)
+        most = ct.ceil(logit) if ct.static_eval(apart) else logit
+        biggest = ct.maximum(most, LOWEST)
         return biggest, ct.exp2(logit - biggest, flush_to_zero=True)
     return ct.full(side, LOWEST, ct.float32), ct.zeros(side, ct.float32)
 
@@ -193,11 +189,78 @@ def _span(b, lengths, starts, window, room, windowed, padded, paged):
     return origin, lower, length
 
 
+def _store_part(parts, row, state, rows, depth, head_dim, keys_first):
+    """Store the sums of a part: the weighted values, then the exponent and the denominator."""
+    biggest, total, summed = state
+    if ct.static_eval(keys_first):
+        summed = ct.transpose(summed)
+    ct.store(parts.slice(2, 0, head_dim), (row, 0, 0), ct.reshape(summed, (1, rows, depth)), allow_tma=False)
+    _store_numbers(parts, row, head_dim, biggest, total, rows)
+
+
+def _store_order(parts, row, first, stop, start, rows, head_dim):
+    """Store beside the first part of a key head what comes before its parts, and that [first, stop) are to be added."""
+    biggest, total = start
+    _store_numbers(parts, row, head_dim + 2, biggest, total, rows)
+    side = ct.static_eval((rows, 1))
+    _store_numbers(parts, row, head_dim + 4, ct.full(side, first, ct.float32), ct.full(side, stop, ct.float32), rows)
+
+
+def _store_numbers(parts, row, place, one, other, rows):
+    """Store two numbers of each query head."""
+    side = ct.static_eval((1, rows, 1))
+    ct.store(parts, (row, 0, place), ct.reshape(one, side), allow_tma=False)
+    ct.store(parts, (row, 0, place + 1), ct.reshape(other, side), allow_tma=False)
+
+
+def _store_out(out, b, h, state, rows, depth, keys_first):
+    """Store the result."""
+    _, total, summed = state
+    found = summed * (1.0 / ct.where(total == 0.0, 1.0, total))
+    if ct.static_eval(keys_first):
+        found = ct.transpose(found)
+    ct.store(out, (b, h, 0, 0), ct.reshape(found, (1, 1, rows, depth)).astype(out.dtype))
+
+
+def _add_split(state, cache, where, tiles, split, splits, shown, factors, sizes, flags, one_loop, cut_in_front):
+    """Add the tiles of one split to a state, from those of ``tiles``, [first, stop)."""
+    first, stop = tiles
+    mine = first + (split + splits - first % splits) % splits
+    if ct.static_eval(one_loop):
+        return _add_tiles(state, cache, where, (mine, stop, splits), shown, factors, sizes, flags, True)
+    # The last tile, and a first one that begins before the first key, are edges; the keys come in their order.
+    last = stop - 1
+    if ct.static_eval(cut_in_front):
+        _, _, _, page_size, across = where
+        _, _, _, _, paged, _ = flags
+        begins = _key_of(first, page_size, across, ct.static_eval(sizes[3]), paged)
+        owns_first = (mine == first) & (first < last) & (shown[0] > begins)
+        steps = (mine, mine + ct.where(owns_first, 1, 0), 1)
+        state = _add_tiles(state, cache, where, steps, shown, factors, sizes, flags, True)
+        mine = mine + ct.where(owns_first, splits, 0)
+    state = _add_tiles(state, cache, where, (mine, last, splits), shown, factors, sizes, flags, False)
+    owns_last = (first < stop) & (last % splits == split)
+    steps = (last, last + ct.where(owns_last, 1, 0), 1)
+    return _add_tiles(state, cache, where, steps, shown, factors, sizes, flags, True)
+
+
+def _leave_tile(parts, item, split, tiles, start, cache, where, shown, factors, sizes, flags):
+    """Leave the sums of the tile of a block's number, if it is one of ``tiles``, [first, stop)."""
+    first, stop = tiles
+    head_dim, depth, rows, _ = sizes
+    keys_first, _, _, _, _, _ = flags
+    if (first <= split) & (split < stop):
+        products, v_tile = _tile(cache, where, split, shown, factors[0], sizes, flags, True)
+        _store_part(parts, item, tile_sums(products, v_tile, factors[1], keys_first), rows, depth, head_dim, keys_first)
+    if split == 0:
+        _store_order(parts, item, first, stop, start, rows, head_dim)
+
+
 def _attend(item, q, keys, values, lengths, starts, table, sink_logits, numbers, out, parts, splits, sizes, flags):
     """Compute one split's part for the query heads of one key head; the result itself if it is the only one."""
     scale, softcap, window = numbers
     head_dim, depth, rows, tile_n = sizes
-    one_loop, keys_first, ahead, windowed, capped, sinks, padded, paged, precise = flags
+    one_loop, one_tile, keys_first, apart, windowed, capped, sinks, padded, paged, precise = flags
     split, pair = item % splits, item // splits
     h, b = pair % q.shape[1], pair // q.shape[1]
 
@@ -208,60 +271,47 @@ def _attend(item, q, keys, values, lengths, starts, table, sink_logits, numbers,
     origin, lower, length = _span(b, lengths, starts, window, room, windowed, padded, paged)
     first = _tile_of(lower, page_size, across, tile_n, paged)
     stop = ct.where(lower < length, _tile_of(ct.maximum(length - 1, 0), page_size, across, tile_n, paged) + 1, first)
-    mine = first + (split + splits - first % splits) % splits
 
     factors = factors_of(scale, softcap, capped)
     zero = ct.PaddingMode.ZERO
     q_side = ct.reshape(ct.load(q, (b, h, 0, 0), (1, 1, rows, depth), padding_mode=zero), (rows, depth))
     if ct.static_eval(keys_first):
         q_side = ct.transpose(q_side)
-    summed = ct.zeros(ct.static_eval((depth, rows) if keys_first else (rows, depth)), ct.float32)
-    state = _start(sink_logits, h, rows, split, sinks, keys_first) + (summed,)
+    start = _start(sink_logits, h, rows, split, sinks, keys_first, apart)
+    state = start + (ct.zeros(ct.static_eval((depth, rows) if keys_first else (rows, depth)), ct.float32),)
     cache, where, shown = (q_side, keys, values, table), (b, h, origin, page_size, across), (lower, length)
-    kinds = (keys_first, capped, padded, paged, precise)
-    if ct.static_eval(one_loop):
-        state = _add_tiles(state, cache, where, (mine, stop, splits), shown, factors, sizes, kinds, True)
-    else:
-        # The last tile, and a first one that begins before the first key, are edges; the keys come in their order.
-        last = stop - 1
-        owns_last = (first < stop) & (last % splits == split)
-        if ct.static_eval(windowed or (padded and paged)):
-            owns_first = (mine == first) & (first < last) & (lower > _key_of(first, page_size, across, tile_n, paged))
-            steps = (mine, mine + ct.where(owns_first, 1, 0), 1)
-            state = _add_tiles(state, cache, where, steps, shown, factors, sizes, kinds, True)
-            mine = mine + ct.where(owns_first, splits, 0)
-        if ct.static_eval(ahead):
-            state = _add_tiles_ahead(state, cache, where, mine, last, shown, factors, sizes, kinds)
+    tiles, kinds = (first, stop), (keys_first, apart, capped, padded, paged, precise)
+    if ct.static_eval(one_tile):
+        if splits > 1:
+            _leave_tile(parts, item, split, tiles, start, cache, where, shown, factors, sizes, kinds)
         else:
-            state = _add_tiles(state, cache, where, (mine, last, splits), shown, factors, sizes, kinds, False)
-        steps = (last, last + ct.where(owns_last, 1, 0), 1)
-        state = _add_tiles(state, cache, where, steps, shown, factors, sizes, kinds, True)
-
-    biggest, total, summed = state
-    found = summed * (1.0 / ct.where(total == 0.0, 1.0, total))
-    if ct.static_eval(keys_first):
-        found = ct.transpose(found)
-    if splits == 1:
-        ct.store(out, (b, h, 0, 0), ct.reshape(found, (1, 1, rows, depth)).astype(out.dtype))
+            state = _add_tiles(state, cache, where, (first, stop, 1), shown, factors, sizes, kinds, True)
+            _store_out(out, b, h, state, rows, depth, keys_first)
     else:
-        ct.store(parts.slice(2, 0, head_dim), (item, 0, 0), ct.reshape(found, (1, rows, depth)), allow_tma=False)
-        logs = ct.where(total == 0.0, LOWEST, biggest + ct.log2(total))
-        ct.store(parts, (item, 0, head_dim), ct.reshape(logs, (1, rows, 1)), allow_tma=False)
+        edges = ct.static_eval(windowed or (padded and paged))
+        state = _add_split(state, cache, where, tiles, split, splits, shown, factors, sizes, kinds, one_loop, edges)
+        if splits == 1:
+            _store_out(out, b, h, state, rows, depth, keys_first)
+        else:
+            _store_part(parts, item, state, rows, depth, head_dim, keys_first)
+            if split == 0:
+                nothing = (ct.full((rows, 1), LOWEST, ct.float32), ct.zeros((rows, 1), ct.float32))
+                _store_order(parts, item, 0, splits, nothing, rows, head_dim)
 
 
 @ct.kernel
 def decode_attention(
     q, keys, values, lengths, starts, table, sink_logits, scale, softcap, window, out, parts, head_dim: ConstInt,
     depth: ConstInt, rows: ConstInt, tile_n: ConstInt, persistent: ConstBool, one_loop: ConstBool,
-    keys_first: ConstBool, ahead: ConstBool, windowed: ConstBool, capped: ConstBool, sinks: ConstBool,
-    padded: ConstBool, paged: ConstBool, precise: ConstBool,
+    one_tile: ConstBool, keys_first: ConstBool, apart: ConstBool, windowed: ConstBool, capped: ConstBool,
+    sinks: ConstBool, padded: ConstBool, paged: ConstBool, precise: ConstBool,
 ):  # fmt: skip
     """One split of one key head a block, or resident blocks that loop; the layout is that of the module."""
     pairs = q.shape[0] * q.shape[1]
     # As many as the grid has blocks for.
     splits = ct.maximum(1, ct.num_blocks(0) // pairs)
     numbers, sizes = (scale, softcap, window), (head_dim, depth, rows, tile_n)
-    flags = (one_loop, keys_first, ahead, windowed, capped, sinks, padded, paged, precise)
+    flags = (one_loop, one_tile, keys_first, apart, windowed, capped, sinks, padded, paged, precise)
     arguments = (q, keys, values, lengths, starts, table, sink_logits, numbers, out, parts, splits, sizes, flags)
     if ct.static_eval(persistent):
         for item in range(ct.bid(0), pairs * splits, ct.num_blocks(0)):
@@ -270,25 +320,38 @@ def decode_attention(
         _attend(ct.bid(0), *arguments)
 
 
+def _number(parts, row, head, place):
+    """Load one number of a query head's part, as (1, 1)."""
+    found = ct.load(parts, (row, head, place), (1, 1, 1), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+    return ct.reshape(found, (1, 1))
+
+
+def _if(there, part):
+    """Return a part, or sums that add nothing."""
+    most, more, summed = part
+    return ct.where(there, most, LOWEST), ct.where(there, more, 0.0), ct.where(there, summed, 0.0)
+
+
 def _join(item, parts, splits, out, head_dim, depth, chunk):
-    """Add up the parts of one query head, weighted by their shares of the softmax's denominator."""
+    """Add up the parts of one query head in their order, ``chunk`` of them a step."""
     pair, head = item // out.shape[1], item % out.shape[1]
     mine = parts.slice(0, pair * splits, (pair + 1) * splits)
-    zero = ct.PaddingMode.ZERO
-    biggest, total = ct.full((1, 1), LOWEST, ct.float32), ct.zeros((1, 1), ct.float32)
+    first = ct.load(mine, (0, head, head_dim + 4), ()).astype(ct.int32)
+    stop = ct.load(mine, (0, head, head_dim + 5), ()).astype(ct.int32)
+    biggest, total = _number(mine, 0, head, head_dim + 2), _number(mine, 0, head, head_dim + 3)
     summed = ct.zeros((1, depth), ct.float32)
-    for c in range(ct.cdiv(splits, chunk)):
-        logs = ct.load(mine, (c, head, head_dim), (chunk, 1, 1), padding_mode=zero, allow_tma=False)
-        there = c * chunk + ct.arange(chunk, dtype=ct.int32)[:, None] < splits
-        logs = ct.where(there, ct.reshape(logs, (chunk, 1)), -float("inf"))
-        # Columns behind the head are whatever stands there, and are not stored.
-        found = ct.load(mine, (c, head, 0), (chunk, 1, depth), padding_mode=zero, allow_tma=False)
-        most = ct.maximum(biggest, ct.max(logs, axis=0, keepdims=True))
-        shrink, shares = ct.exp2(biggest - most), ct.exp2(logs - most)
-        total = total * shrink + ct.sum(shares, axis=0, keepdims=True)
-        summed = summed * shrink + ct.sum(ct.reshape(found, (chunk, depth)) * shares, axis=0, keepdims=True)
-        biggest = most
-    ct.store(out, (pair, head, 0), ct.reshape(summed / total, (1, 1, depth)).astype(out.dtype))
+    for begun in range(first, stop, chunk):
+        found = ()
+        for n in ct.static_iter(range(chunk)):
+            # Columns behind the head are whatever stands there, and are not stored.
+            row = ct.minimum(begun + n, stop - 1)
+            x = ct.load(mine, (row, head, 0), (1, 1, depth), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+            numbers = (_number(mine, row, head, head_dim), _number(mine, row, head, head_dim + 1))
+            found = found + (numbers + (ct.reshape(x, (1, depth)),),)
+        for n in ct.static_iter(range(chunk)):
+            biggest, total, summed = add_sums((biggest, total, summed), _if(begun + n < stop, found[n]))
+    values = summed * (1.0 / ct.where(total == 0.0, 1.0, total))
+    ct.store(out, (pair, head, 0), ct.reshape(values, (1, 1, depth)).astype(out.dtype))
 
 
 @ct.kernel
@@ -329,8 +392,14 @@ def sizes(problem: Problem) -> dict[str, Any]:
         **dict(zip(("entries", "second", "third"), cache, strict=True)),
         "most_pages": most_pages,
         "depth": depth_of(problem),
+        "part": part_of(problem["head_dim"]),
         "precise": problem["dtype"] == "float32",
     }
+
+
+def part_of(head_dim: int) -> int:
+    """Return the width of a part: the values of a head, and room for six numbers."""
+    return head_dim + max(_NUMBERS, head_dim)
 
 
 _QUERIES, _CACHE = ("batch", "heads", "group", "head_dim"), ("entries", "second", "third", "head_dim")
@@ -345,7 +414,7 @@ _ARRAYS: Arrays = (
     *(ScalarParameter(name, "float32") for name in ("scale", "softcap")),
     ScalarParameter("window", "int32"),
     Array("out", "dtype", _QUERIES, "output"),
-    Array("parts", "float32", ("blocks", "group", "2*head_dim"), "output", aligned=False),
+    Array("parts", "float32", ("blocks", "group", "part"), "output", aligned=False),
 )
 
 
@@ -413,11 +482,22 @@ def reference(
 
 
 def joined(parts: Any, splits: int) -> Any:
-    """Add up parts in torch, as [kv_heads, group, head_dim]."""
+    """Add up parts in torch and in their order, as [kv_heads, group, head_dim]."""
     import torch
 
-    values, logs = parts.unflatten(0, (-1, splits)).tensor_split(2, -1)
-    return (values * torch.softmax(logs[..., :1] / LOG2_E, 1)).sum(1)
+    width, of_pairs = parts.shape[2], parts.unflatten(0, (-1, splits))
+    head_dim = min(width // 2, width - _NUMBERS)
+    values, most, more, _ = of_pairs.split((head_dim, 1, 1, width - head_dim - 2), -1)
+    biggest, total, first, stop = of_pairs[:, 0, :, head_dim + 2 : head_dim + 6].split(1, -1)
+    summed = torch.zeros_like(values[:, 0])
+    for n in range(splits):
+        there = (first <= n) & (n < stop)
+        top = torch.where(there, torch.maximum(biggest, most[:, n]), biggest)
+        shrink, grow = torch.exp2(biggest - top), torch.exp2(most[:, n] - top)
+        total = torch.where(there, total * shrink + more[:, n] * grow, total)
+        summed = torch.where(there, summed * shrink + values[:, n] * grow, summed)
+        biggest = top
+    return summed * (1 / torch.where(total == 0, 1, total))
 
 
 def results(found: dict[str, Any]) -> dict[str, Any]:
@@ -453,9 +533,12 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
         "occupancy": [1, 2, 4] if _is_narrow(problem) else [1, 2],
         "num_worker_warps": [4, 8],
         "keys_first": [True, False],
-        "ahead": [False, True],
-        "tile_m": [_rows_of(problem), _AS_FORWARD, _AS_FORWARD_IN_TENSOR_MEMORY],
     }
+
+
+def _axes_apart(problem: Problem) -> dict[str, list[Value]]:
+    """Return axes of tiles that hold as many keys as in training, for one block or for one each."""
+    return _axes(problem) | {"tile_n": [keys_apart(problem)], "splits": [0, 1], "apart": [True]}
 
 
 def _rows_of(problem: Problem) -> int:
@@ -463,53 +546,35 @@ def _rows_of(problem: Problem) -> int:
     return max(8, power_of_two(problem["group"]))
 
 
-def _is_as_forward(problem: Problem, config: Config) -> bool:
-    return bool(config["tile_m"] > _rows_of(problem))
+def _tiles(problem: Problem, tile_n: int) -> int:
+    """Count the tiles of a sequence's room."""
+    if problem["paged"]:
+        return cdiv(problem["keys"], problem["page_size"]) * cdiv(problem["page_size"], tile_n)
+    return cdiv(problem["keys"], tile_n)
 
 
 _CONSTRAINTS = (
     Constraint(
-        "few query heads are rows of the products only in tiles as tall as those of attention's forward",
-        lambda problem, config, target: (
-            config["keys_first"] or problem["group"] >= _FEW or _is_as_forward(problem, config)
-        ),
+        "few query heads are columns of the products",
+        lambda problem, config, target: config["keys_first"] or problem["group"] >= _FEW,
     ),
     Constraint(
-        "tiles as tall as those of attention's forward are for its bits, which one split of its tiles has",
+        "a block for each tile is for key heads that do not fill the GPU by themselves, with more tiles than one",
         lambda problem, config, target: (
-            not _is_as_forward(problem, config)
-            or (
-                config["tile_m"] == (_AS_FORWARD_IN_TENSOR_MEMORY if target.has_tensor_memory else _AS_FORWARD)
-                and config["splits"] == 1
-                and not config["keys_first"]
-                and config["tile_n"] <= 128
-                and config["occupancy"] <= 2
-            )
-        ),
-    ),
-    Constraint(
-        "products run ahead of the softmax where one block reads all keys of a head by itself on its SM, and in tensor "
-        "memory without being asked",
-        lambda problem, config, target: (
-            not config["ahead"]
-            or (
-                _is_as_forward(problem, config)
-                and config["occupancy"] == 1
-                and config["tile_n"] >= _MASKED_APART
-                and not target.has_tensor_memory
-            )
+            config["splits"] > 0
+            or (problem["kv_heads"] <= 4 * target.sm_count and _tiles(problem, config["tile_n"]) > 1)
         ),
     ),
     Constraint(
         "a split without a tile of its own has nothing to do",
         lambda problem, config, target: (
-            config["splits"] == 1 or (config["splits"] - 1) * config["tile_n"] < problem["keys"]
+            config["splits"] <= 1 or (config["splits"] - 1) * config["tile_n"] < problem["keys"]
         ),
     ),
     Constraint(
         "more than 16 blocks for each SM only add parts to join",
         lambda problem, config, target: (
-            config["splits"] == 1 or problem["kv_heads"] * config["splits"] <= 16 * target.sm_count
+            config["splits"] <= 1 or problem["kv_heads"] * config["splits"] <= 16 * target.sm_count
         ),
     ),
     Constraint(
@@ -540,7 +605,7 @@ def _config(
 ) -> Config:
     return Config(
         schedule=schedule, tile_n=tile_n, splits=splits, occupancy=occupancy, num_worker_warps=warps,
-        keys_first=keys_first, ahead=False, tile_m=_rows_of(problem),
+        keys_first=keys_first,
     )  # fmt: skip
 
 
@@ -574,12 +639,14 @@ SPEC = spec(
     function=decode_attention,
     sizes=sizes,
     constants=lambda problem, config: {
-        "rows": config["tile_m"],
+        "rows": _rows_of(problem),
+        "one_tile": config["splits"] == 0,
+        "apart": config.get("apart", False),
         # The mask of a smaller tile costs little, and the second loop takes as long to compile as the first.
         "one_loop": config["tile_n"] < _MASKED_APART,
     },
-    grid=lambda sizes, config, sm_count: sizes["kv_heads"] * config["splits"],
-    space=Space(_axes, _CONSTRAINTS),
+    grid=lambda sizes, config, sm_count: sizes["kv_heads"] * (config["splits"] or _tiles(sizes, config["tile_n"])),
+    space=Space(_axes, _CONSTRAINTS, beside=(Space(_axes_apart, _CONSTRAINTS),)),
     default=_default,
     generic=_generic,
     given=_given,
@@ -604,12 +671,25 @@ JOIN_DIMENSIONS = (
 def _join_sizes(problem: Problem) -> dict[str, Any]:
     return {
         "before": problem["kv_heads"] * problem["splits"],
+        "part": part_of(problem["head_dim"]),
         "depth": depth_of(problem),
     }
 
 
+def _given_parts(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """Draw parts of which all are to be added, behind a sink."""
+    import torch
+
+    parts = torch.randn((problem["before"], problem["group"], problem["part"]), generator=generator, device=device)
+    numbers = parts[..., problem["head_dim"] :]
+    numbers[..., 0:4:2] = (4 * numbers[..., 0:4:2]).round()
+    numbers[..., 1:4:2] = numbers[..., 1:4:2].abs()
+    numbers[..., 4], numbers[..., 5] = 0, problem["splits"]
+    return {"parts": parts, "splits": problem["splits"]}
+
+
 def _chunks(problem: Problem) -> list[Value]:
-    return [n for n in (8, 16, 32, MOST_SPLITS) if n <= max(8, bucket(problem["splits"]))]
+    return [n for n in (4, 8, 16, 32) if n <= max(4, bucket(problem["splits"]))]
 
 
 def _join_config(chunk: Value, warps: int, schedule: str = "block") -> Config:
@@ -618,10 +698,10 @@ def _join_config(chunk: Value, warps: int, schedule: str = "block") -> Config:
 
 JOIN = spec(
     "decode_join",
-    "out = the parts of decode_attention's splits, weighted by their log-sum-exps and added up in a fixed order",
+    "out = the parts of decode_attention's splits, scaled to one exponent and added up in their order",
     JOIN_DIMENSIONS,
     (
-        Array("parts", "float32", ("before", "group", "2*head_dim")),
+        Array("parts", "float32", ("before", "group", "part")),
         ScalarParameter("splits", "int32"),
         Array("out", "dtype", ("kv_heads", "group", "head_dim"), "output"),
     ),
@@ -633,8 +713,8 @@ JOIN = spec(
         lambda problem: {"schedule": ["block"], "chunk": _chunks(problem), "num_worker_warps": [0, 8]},
     ),
     default=lambda problem, target: _join_config(_chunks(problem)[-1], 0),
-    generic=lambda problem: _join_config(8, 0, "persistent"),
-    given=lambda problem, generator, device: {"splits": problem["splits"]},
+    generic=lambda problem: _join_config(4, 0, "persistent"),
+    given=_given_parts,
     flops=lambda problem: 2 * problem["kv_heads"] * problem["splits"] * problem["group"] * problem["head_dim"],
     dependent=True,
     inputs_in_l2=True,

@@ -133,11 +133,10 @@ def _search(
     if tuned and splits is not None and pages is not None and page_size % splits.config["tile_n"] and is_invariant():
         # A tile ends with its page, where training's goes on; the tuner judged the bits of another page size.
         return None
-    if splits is None or splits.config["splits"] == 1:
+    parts = 0 if splits is None else splits.blocks // (batch * kv_heads)
+    if splits is None or parts == 1:
         return None if splits is None else Plans(splits, None)
-    join = plan_for(
-        kernels.JOIN, device, batch * kv_heads, splits.config["splits"], group, head_dim, dtype
-    )  # fmt: skip
+    join = plan_for(kernels.JOIN, device, batch * kv_heads, parts, group, head_dim, dtype)
     return None if join is None else Plans(splits, join)
 
 
@@ -156,14 +155,17 @@ def _launch(
         logits = sinks.float().contiguous().view(shape[1:3])
     parts = placeholder(3, torch.float32, q.device)
     if plans.join is not None:
-        parts = torch.empty(plans.splits.blocks, shape[2], 2 * head_dim, dtype=torch.float32, device=q.device)
+        parts = torch.empty(
+            plans.splits.blocks, shape[2], kernels.part_of(head_dim), dtype=torch.float32, device=q.device
+        )
     plans.splits.launch(
         device, disjoint(q).view(shape), disjoint(keys), disjoint(values), whole_numbers(lengths, 1, q.device),
         whole_numbers(starts, 1, q.device), whole_numbers(table, 2, q.device), logits,
         head_dim**-0.5 if scale is None else float(scale), float(softcap or 1.0), window or 1, see(out, shape), parts,
     )  # fmt: skip
     if plans.join is not None:
-        plans.join.launch(device, parts, plans.splits.config["splits"], see(out, (batch * kv_heads, *shape[2:])))
+        pairs = batch * kv_heads
+        plans.join.launch(device, parts, plans.splits.blocks // pairs, see(out, (pairs, *shape[2:])))
     return out
 
 

@@ -37,14 +37,18 @@ def is_served(x: Tensor, *others: Tensor | None) -> bool:
 def sizes_of(x: Tensor, weight: Tensor, *on: str | None) -> tuple[Any, ...] | None:
     """Return the sizes of a call for ``plan_for``, with the flags ``on``; None if the kernel does not serve them.
 
-    In the invariant mode it serves products alone: it rounds nothing before what else it computes, as many rows are.
+    In the invariant mode a gate's products are rounded first, as those of many rows are; nothing else is served there
+    beside products.
     """
     columns, inner = weight.shape
     if not columns or not is_few(x) or max(weight.numel(), x.numel(), MOST_ROWS * columns) > MOST_ELEMENTS:
         return None
     flags = [name for name in on if name is not None]
-    if is_invariant() and not {"biased"}.issuperset(flags):
-        return None
+    if is_invariant():
+        if flags and flags[0] == "gated":
+            flags.append("rounded")
+        elif not {"biased"}.issuperset(flags):
+            return None
     return tuple(sizes(x.numel() // inner, inner, columns, x.dtype, flags).values())
 
 

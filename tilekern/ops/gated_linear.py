@@ -30,8 +30,9 @@ _ARRAYS = (
 def gated_linear(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: str = "silu") -> Tensor:
     """Return ``activation(x @ gate_weight^T) * (x @ up_weight^T)``.
 
-    Without a gradient and for up to 64 rows one kernel computes both products and the gate, and rounds once. Other
-    calls run :func:`linear` twice, then :func:`swiglu` or :func:`geglu`.
+    Without a gradient and for up to 64 rows one kernel computes both products and the gate, and rounds once; inside
+    :func:`tilekern.invariant` it rounds both products too, and runs where it has the bits of many rows. Other calls
+    run :func:`linear` twice, then :func:`swiglu` or :func:`geglu`.
 
     Args:
         x: [..., in_features]; bfloat16, float16 or float32, any strides.
@@ -47,7 +48,7 @@ def gated_linear(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: 
     if activation not in _ACTIVATIONS:
         raise ValueError(f"gated_linear: activation must be one of {_ACTIVATIONS}, got {activation!r}")
     # A compiled graph serves any number of rows: the op looks when it runs.
-    is_many = not torch.compiler.is_compiling() and (is_invariant() or not few_rows.is_few(x))
+    is_many = not torch.compiler.is_compiling() and not _is_few(x, gate_weight, up_weight, activation)
     if is_many or is_autocast(x) or needs_gradient(x, gate_weight, up_weight):
         _check(x, gate_weight, up_weight, activation)
         gate, up = linear(x, gate_weight), linear(x, up_weight)
@@ -55,11 +56,21 @@ def gated_linear(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: 
     return _gated_linear(x, gate_weight, up_weight, activation)
 
 
+def _is_few(x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: str) -> bool:
+    if not is_invariant():
+        return few_rows.is_few(x)
+    served = few_rows.is_served(x, gate_weight, up_weight)
+    return served and few_rows.is_tuned(x, gate_weight, "gated", activation)
+
+
 def _find(graded: bool, x: Tensor, gate_weight: Tensor, up_weight: Tensor, activation: str) -> tuple[Plan] | None:
     if not x.dtype == gate_weight.dtype == up_weight.dtype:
         return None
-    found = few_rows.sizes_of(x, gate_weight, "gated", activation)
-    plan = None if found is None else plan_for(SPEC, x.device, *found)
+    if is_invariant():
+        plan = few_rows.tuned(x, gate_weight, "gated", activation)
+    else:
+        found = few_rows.sizes_of(x, gate_weight, "gated", activation)
+        plan = None if found is None else plan_for(SPEC, x.device, *found)
     return None if plan is None else (plan,)
 
 

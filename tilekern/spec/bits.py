@@ -43,8 +43,10 @@ def sizes_of_class(spec: KernelSpec, problem: Problem) -> tuple[Any, ...]:
 
 
 def is_of_a_layer(problem: Problem) -> bool:
-    """Return whether a problem of few rows is a linear layer's product alone, which is rounded before all else."""
-    return not any(problem[name] for name in ("gated", "gelu_tanh", "silu", "accumulated"))
+    """Return whether a problem of few rows rounds a linear layer's product before all else, or two of a gate."""
+    if problem["gated"]:
+        return bool(problem["rounded"] and not (problem["biased"] or problem["accumulated"]))
+    return not any(problem[name] for name in ("gelu_tanh", "silu", "accumulated"))
 
 
 def text_of(digests: Iterable[Mapping[str, str]]) -> str:

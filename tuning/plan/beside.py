@@ -26,7 +26,7 @@ _OF_LAYERS = frozenset(("b_transposed", "biased"))
 
 def with_those_beside(plan: Planned) -> Planned:
     """Add such problems to a plan's, for those of its problems that need a kernel of one bit class."""
-    more = frozenset(_beside(plan.invariant))
+    more = frozenset((*_beside(plan.invariant), *_gates(plan.problems)))
     return replace(plan, problems=tuple(dict.fromkeys((*plan.problems, *more))), invariant=plan.invariant | more)
 
 
@@ -43,6 +43,13 @@ def _beside(named: Iterable[Named]) -> Iterator[Named]:
                 # A cache of another length runs the kernel of the nearest.
                 longest[found.but(keys=1)] = max(found, longest.get(found.but(keys=1), found), key=lambda p: p["keys"])
     yield from ((DECODING.name, problem) for problem in longest.values())
+
+
+def _gates(named: Iterable[Named]) -> Iterator[Named]:
+    """Yield the gates of a plan, with products that are rounded as two launches would have them."""
+    for kernel, problem in named:
+        if kernel == FEW_ROWS.name and problem["gated"] and not problem["accumulated"]:
+            yield kernel, problem.but(rounded=True)
 
 
 def _is_of_few_rows(problem: Problem) -> bool:

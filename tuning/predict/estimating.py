@@ -181,7 +181,8 @@ def count(
     found = []
     for kernel, problem in problems:
         spec, limit = spec_named(kernel), (limits or {}).get((kernel, problem))
-        items = candidates(kernel, problem, target, limit, without=sweep.missing_backends)
+        for_bits = (kernel, problem) in sweep.invariant
+        items = candidates(kernel, problem, target, limit, without=sweep.missing_backends, for_bits=for_bits)
         artifacts = {item.artifact for item in items if not item.is_library} - seen
         seen |= artifacts
         running = entrants(kernel, problem, target, compiled, quarantined, items)

@@ -19,6 +19,8 @@ from tilekern.spec import (
 from tilekern.spec.source import source_digest
 from tilekern.spec.targets import Target
 
+# Configs with this axis cannot be the fastest: they are tried where a problem needs a kernel of one bit class.
+FOR_BITS = "apart"
 # Stands for the journal's line of an artifact where a library runs a candidate.
 LIBRARY_LINE: dict[str, Any] = {"status": "ok"}
 # How much of the artifact's key a candidate's key ends with.
@@ -74,14 +76,17 @@ def candidates(
     limit: Sequence[Config] | None = None,
     *,
     without: Container[str] = (),
+    for_bits: bool = False,
 ) -> list[Candidate]:
     """Return the candidates of a problem, and last the generic variant that every record carries.
 
     They are the configs of ``limit`` in its order, else the whole space, the default config first; those of the
-    backends named in ``without`` are left out.
+    backends named in ``without`` are left out, and those with the axis :data:`FOR_BITS` unless ``for_bits``.
     """
     spec = spec_named(kernel)
     space = [spec.default(problem, target), *spec.space.candidates(problem, target)] if limit is None else limit
+    if not for_bits:
+        space = [config for config in space if FOR_BITS not in config]
     found = [candidate(kernel, problem, config, ALIGNED, target) for config in dict.fromkeys(space)]
     found = [item for item in found if not without or item.backend.name not in without]
     return [*found, candidate(kernel, problem, spec.generic(problem), GENERIC, target)]

@@ -196,9 +196,11 @@ class Sweep:
         """Return the candidates of a problem, as the plan limits them."""
         plan = self._plan.read()
         limit, without = plan.limits.get((kernel, problem)), self.missing_backends
-        asked = (kernel, problem, plan.target["key"], None if limit is None else tuple(limit), without)
+        for_bits = (kernel, problem) in plan.invariant
+        asked = (kernel, problem, plan.target["key"], None if limit is None else tuple(limit), without, for_bits)
         if asked not in self._candidates:
-            self._candidates[asked] = candidates(kernel, problem, self.target, limit, without=without)
+            found = candidates(kernel, problem, self.target, limit, without=without, for_bits=for_bits)
+            self._candidates[asked] = found
         return list(self._candidates[asked])
 
     @property

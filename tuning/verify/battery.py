@@ -107,10 +107,11 @@ class Battery:
         """
         if not bit_classes.can_agree(self._spec, config):
             return {"": ""}
-        return bit_classes.digests_of(
+        launched = (
             (one, self._bare(one.case, config, run) if one.bare else self._launched(one.case, config, run)[0])
             for one in placements
         )
+        return bit_classes.digests_of((one, outputs | self._spec.results(outputs)) for one, outputs in launched)
 
     def _stood(self, cases: Iterable[Case], config: Config, run: Run) -> Outcomes:
         """Return the outcomes of cases up to the first that fails, and its reason."""

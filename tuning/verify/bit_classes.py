@@ -45,7 +45,7 @@ from tilekern.tuning.verify.adversarial import drawn
 from tilekern.tuning.verify.axes import Axes, as_array, as_rows, index_of
 from tilekern.tuning.verify.canaries import bits
 from tilekern.tuning.verify.cases import Case
-from tilekern.tuning.verify.telling import adds, cancelling, telling
+from tilekern.tuning.verify.telling import adds, cancelling, open_gate, telling
 
 # The rows whose bits are compared, and the tokens of a sequence, which begins anew after them.
 ROWS, _TOKENS = 8, 4096
@@ -87,10 +87,10 @@ class Placed:
 def can_agree(spec: KernelSpec, config: Config) -> bool:
     """Return whether a config's sums can be those of the kernel that serves its class in training.
 
-    A kernel for decoding leaves parts if it splits the keys. With keys as the rows of its products it adds up a query's
-    weights across threads: one result in 200,000 is another, which no number of rows shows for sure.
+    A kernel for decoding adds up a query's weights across threads unless tiles are summed apart: one result in 200,000
+    is another, which no number of rows shows for sure.
     """
-    return spec.name != _IN_CACHES or (config["splits"] == 1 and not config["keys_first"])
+    return spec.name != _IN_CACHES or bool(config.get("apart"))
 
 
 def placements(spec: KernelSpec, problem: Problem, device: str) -> Iterator[list[Placed]]:
@@ -200,6 +200,8 @@ class _Rows(_Among):
             self._given |= _as_product(problem, device)
         if spec.name in _PRODUCTS:
             self._given |= cancelling(self._given, problem["inner"], biased=problem["biased"])
+        if problem.get("rounded"):
+            self._given |= open_gate(self._given)
 
     def placements(self) -> Iterator[list[Placed]]:
         yield from super().placements()

@@ -17,12 +17,15 @@ from tilekern.tuning.verify.check import expected_results
 _POOL, _POOLED, _TELLING = 4096, 1 << 26, 128
 # The element of a row that is changed to find them.
 _CHANGED = 5
+# A power of two whose sigmoid, and its kin by tanh, is 1 in float32.
+_OPEN = 32.0
 
 
 def cancelling(given: Mapping[str, Any], inner: int, *, biased: bool) -> dict[str, Any]:
     """Return the factors of a product whose second half of terms is the negative of the first half.
 
-    With a bias this is so for half of the columns, whose bias is 0: the others show where it is added.
+    With a bias this is so for half of the columns, whose bias is 0: the others show where it is added. The first term
+    is 1 times 0, for :func:`open_gate`.
     """
     half, made = inner // 2, {}
     for array, sign in (("a", 1), ("x", 1), ("b", -1), ("weight", -1)):
@@ -30,11 +33,22 @@ def cancelling(given: Mapping[str, Any], inner: int, *, biased: bool) -> dict[st
             made[array] = whole = given[array].clone()
             along = whole if whole.shape[-1] == inner else whole.mT
             changed = along.shape[-2] // 2 if biased and sign < 0 else along.shape[-2]
+            along[..., 0] = float(sign > 0)
             along[..., :changed, half : 2 * half] = sign * along[..., :changed, :half]
     if biased:
         made["bias"] = given["bias"].clone()
         made["bias"][..., : made["bias"].shape[-1] // 2] = 0
     return made
+
+
+def open_gate(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights of a gate whose result is the product with ``weight``: its factor is of exactly :data:`_OPEN`.
+
+    The activations of so large a number are that number.
+    """
+    weight = torch.zeros_like(given["weight"])
+    weight[:, 0] = _OPEN
+    return {"weight": weight, "up": given["weight"] / _OPEN}
 
 
 def adds(spec: KernelSpec, problem: Problem, axes: Axes, given: Mapping[str, Any]) -> bool:

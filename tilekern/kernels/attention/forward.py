@@ -19,6 +19,7 @@ from tilekern.kernels.attention.tiles import (
     LN_2,
     LOG2_E,
     LOWEST,
+    add_sums,
     cut,
     edge_tile,
     factors_of,
@@ -33,6 +34,7 @@ from tilekern.kernels.attention.tiles import (
     soft_tanh,
     store_row_values,
     store_rows,
+    tile_sums,
 )
 from tilekern.kernels.families.arrays import Arrays
 from tilekern.kernels.families.tables import spec
@@ -50,8 +52,10 @@ def _scores(q_tile, k_tile, slope, capped, precise):
     return products
 
 
-def _add_keys(biggest, total, summed, products, v_tile, factor):
-    """Add a tile of keys to the running maximum, denominator and weighted sum."""
+def _add_keys(biggest, total, summed, products, v_tile, factor, apart):
+    """Add a tile of keys to the running maximum, denominator and weighted sum; ``apart`` sums it by itself before."""
+    if ct.static_eval(apart):
+        return add_sums((biggest, total, summed), tile_sums(products, v_tile, factor, False))
     most = ct.maximum(biggest, ct.max(products, axis=1, keepdims=True) * factor)
     shrink = ct.exp2(biggest - most, flush_to_zero=True)
     weights = ct.exp2(products * factor - most, flush_to_zero=True)
@@ -60,11 +64,12 @@ def _add_keys(biggest, total, summed, products, v_tile, factor):
     return most, total, summed
 
 
-def _start(sink_logits, head, rows, sinks):
+def _start(sink_logits, head, rows, sinks, apart):
     """Return the running maximum and denominator before the first key: a sink is a key whose value is zero."""
     if ct.static_eval(sinks):
         logit = ct.load(sink_logits, (head,), ()) * LOG2_E
-        biggest = ct.full((rows, 1), ct.maximum(logit, LOWEST), ct.float32)
+        most = ct.ceil(logit) if ct.static_eval(apart) else logit
+        biggest = ct.full((rows, 1), ct.maximum(most, LOWEST), ct.float32)
         return biggest, ct.exp2(logit - biggest, flush_to_zero=True)
     return ct.full((rows, 1), LOWEST, ct.float32), ct.zeros((rows, 1), ct.float32)
 
@@ -75,7 +80,7 @@ def _rows(array, where, j):
     return load_rows(array, number, first_key, j, kv_head, tile_n, depth, packed, latency)
 
 
-def _whole_tiles(state, q_tile, k, v, where, full, edge, slope, factor, capped, precise, ahead):
+def _whole_tiles(state, q_tile, k, v, where, full, edge, slope, factor, capped, precise, ahead, apart):
     """Return the state after the key tiles [full, edge), in which every query sees all keys.
 
     ``ahead`` issues the product of queries and the next keys before the softmax of this tile.
@@ -86,13 +91,15 @@ def _whole_tiles(state, q_tile, k, v, where, full, edge, slope, factor, capped, 
             products = _scores(q_tile, _rows(k, where, full), slope, capped, precise)
             for j in range(full, edge - 1):
                 coming = _scores(q_tile, _rows(k, where, j + 1), slope, capped, precise)
-                biggest, total, summed = _add_keys(biggest, total, summed, products, _rows(v, where, j), factor)
+                v_tile = _rows(v, where, j)
+                biggest, total, summed = _add_keys(biggest, total, summed, products, v_tile, factor, apart)
                 products = coming
-            biggest, total, summed = _add_keys(biggest, total, summed, products, _rows(v, where, edge - 1), factor)
+            v_tile = _rows(v, where, edge - 1)
+            biggest, total, summed = _add_keys(biggest, total, summed, products, v_tile, factor, apart)
     else:
         for j in range(full, edge):
             products = _scores(q_tile, _rows(k, where, j), slope, capped, precise)
-            biggest, total, summed = _add_keys(biggest, total, summed, products, _rows(v, where, j), factor)
+            biggest, total, summed = _add_keys(biggest, total, summed, products, _rows(v, where, j), factor, apart)
     return biggest, total, summed
 
 
@@ -101,7 +108,7 @@ def _edge_tiles(state, q_tile, k, v, where, tiles, sizes, slope, factor, flags):
     biggest, total, summed = state
     first, full, edge, stop = tiles
     tile, tile_m, tile_n, queries, keys, window = sizes
-    causal, windowed, capped, packed, precise = flags
+    causal, windowed, capped, packed, precise, apart = flags
     query = tile * tile_m + ct.arange(tile_m, dtype=ct.int32)[:, None]
     for n in range(full - first + stop - edge):
         j = edge_tile(n, first, full, edge)
@@ -109,7 +116,7 @@ def _edge_tiles(state, q_tile, k, v, where, tiles, sizes, slope, factor, flags):
         key = j * tile_n + ct.arange(tile_n, dtype=ct.int32)[None, :]
         products = ct.where(seen(query, key, queries, keys, window, causal, windowed), products, -float("inf"))
         v_tile = cut(_rows(v, where, j), key, keys, packed)
-        biggest, total, summed = _add_keys(biggest, total, summed, products, v_tile, factor)
+        biggest, total, summed = _add_keys(biggest, total, summed, products, v_tile, factor, apart)
     return biggest, total, summed
 
 
@@ -117,7 +124,7 @@ def _attend(item, q, k, v, sink_logits, query_starts, key_starts, numbers, out, 
     """Compute one tile of queries of one head of one sequence."""
     most_queries, scale, softcap, window = numbers
     heads, kv_heads, depth, tile_m, tile_n, budget, latency = sizes
-    one_loop, ahead, causal, windowed, capped, sinks, packed, precise = flags
+    one_loop, ahead, apart, causal, windowed, capped, sinks, packed, precise = flags
     batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
     abreast = heads_abreast(k.shape[1], depth, ct.static_eval(max(1, heads // kv_heads)), budget)
     row, tile = head_and_tile(item, ct.cdiv(most_queries, tile_m), batch * heads, abreast, causal)
@@ -129,8 +136,8 @@ def _attend(item, q, k, v, sink_logits, query_starts, key_starts, numbers, out, 
         q_tile = load_rows(q, number, first_query, tile, head, tile_m, depth, packed, 0)
         where = (number, first_key, kv_head_of(head, heads, kv_heads), tile_n, depth, packed, latency)
         first, full, edge, stop = key_tiles(tile * tile_m, tile_m, queries, keys, window, tile_n, causal, windowed)
-        state = _start(sink_logits, head, tile_m, sinks) + (ct.zeros((tile_m, depth), ct.float32),)
-        sides, kinds = (tile, tile_m, tile_n, queries, keys, window), (causal, windowed, capped, packed, precise)
+        state = _start(sink_logits, head, tile_m, sinks, apart) + (ct.zeros((tile_m, depth), ct.float32),)
+        sides, kinds = (tile, tile_m, tile_n, queries, keys, window), (causal, windowed, capped, packed, precise, apart)
         if ct.static_eval(one_loop):
             full, edge = stop, stop
         else:
@@ -138,7 +145,7 @@ def _attend(item, q, k, v, sink_logits, query_starts, key_starts, numbers, out, 
                 # Which tiles a window cuts depends on the other queries of the tile.
                 tiles, first = (first, full, full, full), full
                 state = _edge_tiles(state, q_tile, k, v, where, tiles, sides, slope, factor, kinds)
-            state = _whole_tiles(state, q_tile, k, v, where, full, edge, slope, factor, capped, precise, ahead)
+            state = _whole_tiles(state, q_tile, k, v, where, full, edge, slope, factor, capped, precise, ahead, apart)
         tiles = (first, full, edge, stop)
         biggest, total, summed = _edge_tiles(state, q_tile, k, v, where, tiles, sides, slope, factor, kinds)
         # A query that sees nothing has total 0: out 0, and lse -inf by itself.
@@ -152,8 +159,8 @@ def _attend(item, q, k, v, sink_logits, query_starts, key_starts, numbers, out, 
 def attention_forward(
     q, k, v, sink_logits, query_starts, key_starts, most_queries, scale, softcap, window, out, lse, heads: ConstInt,
     kv_heads: ConstInt, depth: ConstInt, tile_m: ConstInt, tile_n: ConstInt, budget: ConstInt, latency: ConstInt,
-    persistent: ConstBool, one_loop: ConstBool, ahead: ConstBool, causal: ConstBool, windowed: ConstBool,
-    capped: ConstBool, sinks: ConstBool, packed: ConstBool, precise: ConstBool,
+    persistent: ConstBool, one_loop: ConstBool, ahead: ConstBool, apart: ConstBool, causal: ConstBool,
+    windowed: ConstBool, capped: ConstBool, sinks: ConstBool, packed: ConstBool, precise: ConstBool,
 ):  # fmt: skip
     """One tile of queries a block, or resident blocks that loop; q and out [batch, queries, heads, head_dim].
 
@@ -162,7 +169,7 @@ def attention_forward(
     """
     numbers = (most_queries, scale, softcap, window)
     sizes = (heads, kv_heads, depth, tile_m, tile_n, budget, latency)
-    flags = (one_loop, ahead, causal, windowed, capped, sinks, packed, precise)
+    flags = (one_loop, ahead, apart, causal, windowed, capped, sinks, packed, precise)
     arguments = (q, k, v, sink_logits, query_starts, key_starts, numbers, out, lse, sizes, flags)
     if ct.static_eval(persistent):
         batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
@@ -252,6 +259,14 @@ _CONSTRAINTS = (
 )
 
 
+def _axes_apart(problem: Problem) -> dict[str, list[Value]]:
+    """Return axes of tiles of keys that are summed apart, and hold the same keys in all: one class with decoding."""
+    if not problem["causal"]:
+        return {"apart": []}
+    some: dict[str, list[Value]] = {"implementation": ["tile"], "schedule": ["block"], "ahead": [False]}
+    return _axes(problem) | some | {"tile_n": [shared.keys_apart(problem)], "apart": [True]}
+
+
 def _default(problem: Problem, target: Target) -> Config:
     depth = shared.depth_of(problem)
     if depth > 256:
@@ -296,11 +311,14 @@ SPEC = spec(
     function=lambda problem, config: attention_forward,
     library=lambda problem, config: attention_cudnn.forward(problem) if config["implementation"] == "cudnn" else None,
     sizes=shared.sizes,
-    constants=lambda problem, config: {"one_loop": shared.is_one_loop(config)},
+    constants=lambda problem, config: {
+        "one_loop": shared.is_one_loop(config),
+        "apart": config.get("apart", False),
+    },
     grid=lambda sizes, config, sm_count: grid_of(
         sizes["batch"] * sizes["heads"] * cdiv(sizes["queries"], config["tile_m"]), config, sm_count
     ),
-    space=Space(_axes, _CONSTRAINTS),
+    space=Space(_axes, _CONSTRAINTS, beside=(Space(_axes_apart, _CONSTRAINTS),)),
     default=_default,
     generic=_generic,
     given=shared.inputs,

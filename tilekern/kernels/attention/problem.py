@@ -42,6 +42,15 @@ def depth_of(problem: Problem) -> int:
     return max(16, power_of_two(problem["head_dim"]))
 
 
+def keys_apart(problem: Problem) -> int:
+    """Return how many keys a tile holds that is summed by itself (:func:`tilekern.kernels.attention.tiles.tile_sums`).
+
+    Training and decoding have a bit class together if it is the same number in both.
+    """
+    depth = depth_of(problem)
+    return 32 if problem["dtype"] == "float32" or depth > 256 else 128 if depth <= 128 else 64
+
+
 def lengths(batch: int, longest: int) -> list[int]:
     """Return the lengths of a packed problem's sequences: from the longest down to half of it."""
     return [max(1, longest - number * longest // (2 * batch)) for number in range(batch)]

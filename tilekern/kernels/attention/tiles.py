@@ -17,6 +17,8 @@ LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 # Below any score: a running maximum starts here, so that no row computes inf - inf.
 LOWEST = -1e30
+# What the matrix units take at least: rows on Hopper, and columns.
+_LEAST_ROWS, _LEAST_COLUMNS = 64, 8
 
 
 def kv_head_of(head, heads, kv_heads):
@@ -156,6 +158,45 @@ def product(left, right, total):
         total = ct.mma(left_high, right_low, ct.mma(left_low, right_high, total))
         return ct.mma(left_high, right_high, total)
     return ct.mma(left, right, total)
+
+
+def tile_sums(products, v_tile, factor, keys_first):
+    """Return what a tile of keys adds by itself: (exponent, denominator, weighted sum), on which no other tile bears.
+
+    The exponent is a whole number. The matrix units add up the weights as they were rounded for the second product: in
+    the order of the keys, whether these are rows of ``products`` or, without ``keys_first``, columns.
+    """
+    axis = ct.static_eval(0 if keys_first else 1)
+    most = ct.maximum(ct.ceil(ct.max(products, axis=axis, keepdims=True) * factor), LOWEST)
+    weights = ct.exp2(products * factor - most, flush_to_zero=True).astype(v_tile.dtype)
+    # All rows, or columns, of the product with ones are the same, and as many as these units take at least. Their sum
+    # would be rounded on the way.
+    if ct.static_eval(keys_first):
+        rows = weights.shape[1]
+        ones = ct.full((_LEAST_ROWS, weights.shape[0]), 1.0, weights.dtype)
+        total = product(ones, weights, ct.zeros((_LEAST_ROWS, rows), ct.float32))
+        summed = product(ct.transpose(v_tile), weights, ct.zeros((v_tile.shape[1], rows), ct.float32))
+        return most, ct.max(total, axis=0, keepdims=True), summed
+    rows = weights.shape[0]
+    total = product(
+        weights,
+        ct.full((weights.shape[1], _LEAST_COLUMNS), 1.0, weights.dtype),
+        ct.zeros((rows, _LEAST_COLUMNS), ct.float32),
+    )
+    summed = product(weights, v_tile, ct.zeros((rows, v_tile.shape[1]), ct.float32))
+    return most, ct.max(total, axis=1, keepdims=True), summed
+
+
+def add_sums(state, found):
+    """Add what a tile or a part of the keys adds up to, to the sums before it; both (exponent, denominator, sum).
+
+    If exponents are whole numbers, nothing is rounded but the two sums, whoever multiplies and adds at once.
+    """
+    biggest, total, summed = state
+    most, more, part = found
+    top = ct.maximum(biggest, most)
+    shrink, grow = ct.exp2(biggest - top, flush_to_zero=True), ct.exp2(most - top, flush_to_zero=True)
+    return top, total * shrink + more * grow, summed * shrink + part * grow
 
 
 def soft_tanh(x, precise):

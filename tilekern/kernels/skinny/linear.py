@@ -3,7 +3,8 @@
 The time is that of reading the weights. So the weights are the rows of the matrix units' products and the tokens their
 columns, padded to ``tile_m`` (8, 16, 32 or 64), which wastes no bandwidth; and a block takes few of the weights' rows
 (``tile_n``), so that all SMs read. Bias, activation (gelu by tanh, silu, both or none), the gate's factor ``x @ up^T``
-and the addend belong to a problem or not. All sums are in float32.
+and the addend belong to a problem or not. All sums are in float32. A gate that is ``rounded`` has its two products
+rounded before the activation, as two launches would have them.
 
 Bits: a block computes whole sums, ``tile_k`` terms a step, in the order of the inner dimension, and each token is a
 column of its own. So a row of the result depends on its own row of ``x`` alone, not on the number of rows. Of the
@@ -45,7 +46,7 @@ from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, grid_of, load
 from tilekern.spec import Array, Config, Constraint, Dimension, LibraryCall, Problem, Space, Value, cdiv
 from tilekern.spec.targets import INTERPRETED, Target
 
-FLAGS = ("gated", "biased", "gelu_tanh", "silu", "accumulated")
+FLAGS = ("gated", "rounded", "biased", "gelu_tanh", "silu", "accumulated")
 DIMENSIONS = (
     Dimension("rows", "bucketed"),
     *(Dimension(name, "exact") for name in ("inner", "columns")),
@@ -55,8 +56,9 @@ DIMENSIONS = (
 
 
 def _tile(
-    item, x, weight, up, bias, addend, y, gated, biased, gelu_tanh, silu, accumulated, tile_m, tile_n, tile_k, latency
-):
+    item, x, weight, up, bias, addend, y, gated, rounded, biased, gelu_tanh, silu, accumulated, tile_m, tile_n, tile_k,
+    latency,
+):  # fmt: skip
     """Compute tile number ``item`` of the result: ``tile_m`` tokens of ``tile_n`` columns."""
     down, steps = ct.cdiv(y.shape[0], tile_m), ct.cdiv(x.shape[1], tile_k)
     i, j = item % down, item // down
@@ -64,6 +66,8 @@ def _tile(
     if ct.static_eval(biased):
         row = load(bias, (j,), (tile_n,), True, 0, False).astype(ct.float32)
         total = total + ct.reshape(row, (tile_n, 1))
+    if ct.static_eval(rounded):
+        total, factor = total.astype(y.dtype).astype(ct.float32), factor.astype(y.dtype).astype(ct.float32)
     z = activated(total, gelu_tanh, silu)
     if ct.static_eval(gated):
         z = z * factor
@@ -75,14 +79,15 @@ def _tile(
 
 @ct.kernel
 def skinny_linear(
-    x, weight, up, bias, addend, y, gated: ConstBool, biased: ConstBool, gelu_tanh: ConstBool, silu: ConstBool,
-    accumulated: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, latency: ConstInt,
+    x, weight, up, bias, addend, y, gated: ConstBool, rounded: ConstBool, biased: ConstBool, gelu_tanh: ConstBool,
+    silu: ConstBool, accumulated: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, latency: ConstInt,
     persistent: ConstBool,
 ):  # fmt: skip
     """x [rows, inner], weight and up [columns, inner], bias [columns], addend and y [rows, columns]."""
     tiles = ct.cdiv(y.shape[0], tile_m) * ct.cdiv(y.shape[1], tile_n)
     arguments = (
-        x, weight, up, bias, addend, y, gated, biased, gelu_tanh, silu, accumulated, tile_m, tile_n, tile_k, latency,
+        x, weight, up, bias, addend, y, gated, rounded, biased, gelu_tanh, silu, accumulated, tile_m, tile_n, tile_k,
+        latency,
     )  # fmt: skip
     each_step(_tile, tiles, persistent, arguments)
 
@@ -233,10 +238,10 @@ def generic(problem: Problem) -> Config:
 
 
 def reference(
-    x: Any, weight: Any, up: Any, bias: Any, addend: Any, *, gated: bool, biased: bool, gelu_tanh: bool, silu: bool,
-    accumulated: bool,
+    x: Any, weight: Any, up: Any, bias: Any, addend: Any, *, gated: bool, rounded: bool, biased: bool, gelu_tanh: bool,
+    silu: bool, accumulated: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Compute the formula in float64."""
+    """Compute the formula in float64, where ``rounded`` changes nothing."""
     import torch
 
     z = x.double() @ weight.double().t()
