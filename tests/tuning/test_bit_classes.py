@@ -17,8 +17,11 @@ from tilekern.spec import Implementation, LibraryCall
 from tilekern.spec.bits import agree, joined, sizes_of_class, text_of
 from tilekern.spec.targets import INTERPRETED
 from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.verify import adversarial
+from tilekern.tuning.verify.axes import Axes
 from tilekern.tuning.verify.battery import Battery
 from tilekern.tuning.verify.bit_classes import placements
+from tilekern.tuning.verify.telling import adds
 
 
 def interpret(spec, config, problem, inputs, outputs):
@@ -287,6 +290,16 @@ def test_a_kernel_for_decoding_that_does_not_sum_tiles_apart_is_of_no_class(spli
     assert class_of(spec, problem, config.but(splits=splits, apart=False)) == ""
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_whether_a_kernel_adds_does_not_depend_on_the_draw(seed, monkeypatch):
+    """Of seeds 6 and 7 no two elements, changed by 1, changed one and the same rounded result."""
+    spec = spec_named("fused_add_rms_norm_forward")
+    problem = spec.problem(rows=8, columns=4096, dtype="bfloat16", weight_dtype="bfloat16")
+    monkeypatch.setattr(adversarial, "SEED", seed)
+    axes = Axes.of(spec, problem, "cpu", ("rows",))
+    assert adds(spec, problem, axes, adversarial.drawn(spec, problem, "cpu"))
+
+
 def test_configs_for_bits_are_tried_where_a_problem_needs_a_class(tmp_path, h200):
     problems = [("attention_forward", attention(1, n, n).but(dtype="bfloat16")) for n in (64, 128)]
     sweep = Sweep(tmp_path)
@@ -456,4 +469,4 @@ def test_each_kernel_with_rows_of_tokens_has_a_class():
         given = {d.name: sizes.get(d.name, d.name == "causal" or values[d.kind]) for d in spec.dimensions}
         if not any(True for _ in placements(spec, spec.problem(**given), "cpu")):
             without.add(spec.name)
-    assert without == {"append_to_cache", "decode_join", "group_norm_forward"}
+    assert without == {"append_to_cache", "group_norm_forward"}

@@ -17,6 +17,9 @@ from tilekern.tuning.verify.check import expected_results
 _POOL, _POOLED, _TELLING = 4096, 1 << 26, 128
 # The element of a row that is changed to find them.
 _CHANGED = 5
+# Added to one of thousands of numbers near 1, this changes their sum of squares, or of exponentials, as a whole.
+# Results that are rounded on the way often hide a change by 1.
+_MUCH = 64.0
 # A power of two whose sigmoid, and its kin by tanh, is 1 in float32.
 _OPEN = 32.0
 
@@ -69,7 +72,7 @@ def adds(spec: KernelSpec, problem: Problem, axes: Axes, given: Mapping[str, Any
         reached = []
         for element in (0, _CHANGED):
             flat = rows.reshape(count, -1).clone()
-            flat[:, element % flat.shape[1]] += 1
+            flat[:, element % flat.shape[1]] += _MUCH
             found = expected_results(spec, at, {**given, array: as_array(flat.view_as(rows), shape, held)})
             reached.append({name: x != found[name] for name, x in right.items()})
         if any(bool((x & reached[1][name]).any()) for name, x in reached[0].items()):
