@@ -57,6 +57,8 @@ MOST_SPLITS = 64
 _FEW = 16
 # The least room beside the values of a part.
 _NUMBERS = 8
+# Parts whose exponents are looked at together.
+_LANES = 64
 # Tiles of as many keys have a loop without a mask.
 _MASKED_APART = 64
 
@@ -326,30 +328,50 @@ def _number(parts, row, head, place):
     return ct.reshape(found, (1, 1))
 
 
-def _if(there, part):
-    """Return a part, or sums that add nothing."""
-    most, more, summed = part
-    return ct.where(there, most, LOWEST), ct.where(there, more, 0.0), ct.where(there, summed, 0.0)
+def _some_parts(parts, begun, stop, head, head_dim, depth, chunk):
+    """Load ``chunk`` parts of a query head: (exponent, denominator, weighted values) each."""
+    found = ()
+    for n in ct.static_iter(range(chunk)):
+        row = ct.minimum(begun + n, stop - 1)
+        # Columns behind the head are whatever stands there, and are not stored.
+        values = ct.load(parts, (row, head, 0), (1, 1, depth), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+        numbers = (_number(parts, row, head, head_dim), _number(parts, row, head, head_dim + 1))
+        found = found + (numbers + (ct.reshape(values, (1, depth)),),)
+    return found
+
+
+def _biggest(parts, biggest, first, stop, head, head_dim):
+    """Return the largest exponent of the parts [first, stop), and of what comes before them."""
+    for c in range(ct.cdiv(stop, _LANES)):
+        place = c * _LANES + ct.arange(_LANES, dtype=ct.int32)[:, None]
+        zero = ct.PaddingMode.ZERO
+        found = ct.load(parts, (c, head, head_dim), (_LANES, 1, 1), padding_mode=zero, allow_tma=False)
+        found = ct.where((first <= place) & (place < stop), ct.reshape(found, (_LANES, 1)), LOWEST)
+        biggest = ct.maximum(biggest, ct.max(found, axis=0, keepdims=True))
+    return biggest
 
 
 def _join(item, parts, splits, out, head_dim, depth, chunk):
-    """Add up the parts of one query head in their order, ``chunk`` of them a step."""
+    """Add up the parts of one query head in their order, ``chunk`` of them a step; the next ones are on their way."""
     pair, head = item // out.shape[1], item % out.shape[1]
     mine = parts.slice(0, pair * splits, (pair + 1) * splits)
     first = ct.load(mine, (0, head, head_dim + 4), ()).astype(ct.int32)
     stop = ct.load(mine, (0, head, head_dim + 5), ()).astype(ct.int32)
-    biggest, total = _number(mine, 0, head, head_dim + 2), _number(mine, 0, head, head_dim + 3)
+    before = _number(mine, 0, head, head_dim + 2)
+    biggest = _biggest(mine, before, first, stop, head, head_dim)
+    total = _number(mine, 0, head, head_dim + 3) * ct.exp2(before - biggest, flush_to_zero=True)
     summed = ct.zeros((1, depth), ct.float32)
-    for begun in range(first, stop, chunk):
-        found = ()
-        for n in ct.static_iter(range(chunk)):
-            # Columns behind the head are whatever stands there, and are not stored.
-            row = ct.minimum(begun + n, stop - 1)
-            x = ct.load(mine, (row, head, 0), (1, 1, depth), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
-            numbers = (_number(mine, row, head, head_dim), _number(mine, row, head, head_dim + 1))
-            found = found + (numbers + (ct.reshape(x, (1, depth)),),)
-        for n in ct.static_iter(range(chunk)):
-            biggest, total, summed = add_sums((biggest, total, summed), _if(begun + n < stop, found[n]))
+    if first < stop:
+        found = _some_parts(mine, first, stop, head, head_dim, depth, chunk)
+        for begun in range(first, stop, chunk):
+            coming = _some_parts(mine, begun + chunk, stop, head, head_dim, depth, chunk)
+            for n in ct.static_iter(range(chunk)):
+                most, more, values = found[n]
+                weight = ct.exp2(most - biggest, flush_to_zero=True)
+                there = begun + n < stop
+                total = total + ct.where(there, more * weight, 0.0)
+                summed = summed + ct.where(there, values * weight, 0.0)
+            found = coming
     values = summed * (1.0 / ct.where(total == 0.0, 1.0, total))
     ct.store(out, (pair, head, 0), ct.reshape(values, (1, 1, depth)).astype(out.dtype))
 
