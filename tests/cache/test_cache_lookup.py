@@ -2,6 +2,7 @@ import hashlib
 import os
 import warnings
 
+import msgspec
 import pytest
 from cache_samples import (
     B200,
@@ -394,6 +395,14 @@ def test_the_invariant_mode_prefers_a_record_with_a_class_that_can_be_loaded(tmp
     ]  # fmt: skip
     assert "there is no" in trace[1].detail
     assert find(layers[:2], invariant=True).layer.name == "user", "without a class the order is as ever"
+    # A class of another bucket comes before the problem's own record without one, and one of another GPU does not.
+    far = PROBLEM | {"rows": 64}
+    for name, changes in (("bucket", {"problem": far}), ("gpu", {"target": H100})):
+        record, blobs = make_classed()
+        Store(tmp_path / name).write(msgspec.structs.replace(record, **changes), blobs)
+        others = [layers[0], FolderLayer(tmp_path / name, name)]
+        assert find(others).layer.name == "user"
+        assert find(others, invariant=True).layer.name == ("bucket" if name == "bucket" else "user")
     found = find(layers[1:2], trace=trace)
     assert "taken, without its invariant kernel: there is no" in trace[-1].detail
     with pytest.raises(CacheError, match="there is no"):

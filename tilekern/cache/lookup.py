@@ -3,6 +3,7 @@
 Order of preference, strongest first:
 
 - the exact target before other GPUs of the same arch, the most similar first;
+- in the invariant mode, a record with a kernel of a bit class before one without;
 - the problem's own bucket before the nearest one;
 - a record of today's search space before one of another space, unless the latter has the stronger provenance;
 - an earlier layer before a later one;
@@ -80,8 +81,8 @@ class Step(NamedTuple):
         toolkit_key: the toolkit; None if the layer has none for this GPU.
         problem: the problem of the record; None if there was no record to try.
         outcome: ``taken``, ``not_there``, ``stale``, ``dated`` (taken only if nothing is fresh), ``weaker`` (fresh,
-            but of a weaker provenance than a dated one), ``classless`` (taken only if no other record of the problem
-            has an invariant kernel), ``unknown_schema``, ``untrusted``, ``bad``, ``no_records`` (the layer has none for
+            but of a weaker provenance than a dated one), ``classless`` (taken only if no other record of the GPU has
+            an invariant kernel), ``unknown_schema``, ``untrusted``, ``bad``, ``no_records`` (the layer has none for
             this GPU, or no layer has another GPU of the arch) or ``no_other_bucket``.
         detail: the outcome in words.
     """
@@ -146,7 +147,8 @@ def hits(
         layers: where to look, first to last.
         trace: a list to which each step is added: what was passed over and why, and what was taken.
         unlikeness: sort key of other GPUs' keys, as :meth:`tilekern.spec.targets.Target.unlikeness`; default by name.
-        invariant: whether, of the records of one problem on one GPU, those with an invariant kernel come first.
+        invariant: whether, of the records of one GPU, those with an invariant kernel come first: a shipped record of
+            the problem itself, which has none, would otherwise hide a user's of another bucket.
 
     Raises:
         CacheError: ``problem`` has no key, or ``TILEKERN_TRUST`` is not a policy.
@@ -164,13 +166,13 @@ def hits(
         yield from sorted(names, key=unlikeness)
 
     for target in targets():
-        for of_a_problem in _candidates(kernel, wanted, bucketed, target, toolkit_key, layers, steps):
-            in_order = _in_order(kernel, of_a_problem, source, steps)
-            for found in _classed_first(in_order, steps) if invariant else in_order:
-                exact = target == target_key, found.candidate.problem is wanted
-                yield Hit(
-                    found.record, found.candidate.layer, *exact, found.blobs, found.freshness == FRESH, found.lost
-                )  # fmt: skip
+        problems = _candidates(kernel, wanted, bucketed, target, toolkit_key, layers, steps)
+        in_order = (found for of_a_problem in problems for found in _in_order(kernel, of_a_problem, source, steps))
+        for found in _classed_first(in_order, steps) if invariant else in_order:
+            exact = target == target_key, found.candidate.problem is wanted
+            yield Hit(
+                found.record, found.candidate.layer, *exact, found.blobs, found.freshness == FRESH, found.lost
+            )  # fmt: skip
 
 
 def _candidates(
@@ -283,7 +285,7 @@ def _taken(found: _Found, detail: str, steps: list[Step]) -> _Found:
 
 
 def _classed_first(in_order: Iterable[_Found], steps: list[Step]) -> Iterator[_Found]:
-    """Yield one problem's records, those with an invariant kernel that can be loaded before the others."""
+    """Yield records, those with an invariant kernel that can be loaded before the others."""
     others = []
     for found in in_order:
         if INVARIANT in (found.record.measurement or {}) and not found.lost:

@@ -708,7 +708,7 @@ def _hits(
         layers=layers,
         trace=trace,
         unlikeness=target.unlikeness,
-        invariant=_state.invariant if invariant is None else invariant,
+        invariant=(_state.invariant if invariant is None else invariant) and has_rows(spec.name, bucketed),
     )
     for hit in found:
         reason = _misfit(spec, bucketed, target, hit.record)
