@@ -313,15 +313,19 @@ def summed_by(width):
     """A norm that adds up squares by threads of so many elements, one after the other, and then the threads' sums."""
 
     def run(problem, inputs, outputs):
-        x = inputs["x"].float()
-        squares = (x * x).view(len(x), -1, width)
-        for axis in (-1, -1):
-            first, *rest = squares.unbind(axis)
-            squares = functools.reduce(torch.add, rest, first)
-        scale = torch.rsqrt(squares / x.shape[1] + inputs["eps"])[:, None]
-        outputs["y"].copy_((x * scale).to(inputs["x"].dtype) * inputs["weight"])
+        outputs["y"].copy_(normed(inputs["x"], inputs["weight"], inputs["eps"], width)[1])
 
     return run
+
+
+def normed(x, weight, eps, width):
+    """Return rows that are normed so, in float32 and as they are rounded before the weights."""
+    squares = x.float().square().unflatten(-1, (-1, width))
+    for axis in (-1, -1):
+        first, *rest = squares.unbind(axis)
+        squares = functools.reduce(torch.add, rest, first)
+    wide = x.float() * torch.rsqrt(squares / x.shape[-1] + eps)[..., None]
+    return wide * weight.float(), wide.to(x.dtype) * weight
 
 
 def test_a_norm_that_adds_up_in_another_order_is_of_another_class():
@@ -337,6 +341,36 @@ def test_a_norm_that_adds_up_in_another_order_is_of_another_class():
         assert found[1, width] == found[64, width] == found[4096, width] != ""
     assert len({found[1, width] for width in widths}) == 3
     assert len({found[1, width].split()[0] for width in widths}) == 1, "rows that are not chosen do not tell"
+
+
+def test_each_head_tells_how_its_sum_is_added_up():
+    """On an H200 a key head had other threads than a query head: 1 of 500,000 elements of drawn rows was another."""
+    spec = spec_named("qk_norm_rope_forward")
+    sizes = {"tokens": 1, "batch": 64, "heads": 2, "kv_heads": 2, "head_dim": 64}
+    dtypes = dict.fromkeys(("dtype", "weight_dtype", "angle_dtype"), "bfloat16")
+    problem = spec.problem(**sizes, **dtypes)
+    battery, config = Battery(spec, problem, INTERPRETED.sm_count, "cpu"), spec.default(problem, INTERPRETED)
+    placed = list(battery.placements())
+
+    def by(*widths):
+        """The class of the kernel with such widths for each head of q, then of k."""
+
+        def run(problem, inputs, outputs):
+            for n, name in enumerate("qk"):
+                x, weight = inputs[name], inputs[f"{name}_weight"]
+                heads = [
+                    normed(x[:, :, head], weight, inputs["eps"], widths[2 * n + head])[0] for head in range(x.shape[2])
+                ]
+                wide = torch.stack(heads, 2)
+                c, s = (inputs[angle].float()[:, :, None, : x.shape[3] // 2] for angle in ("cos", "sin"))
+                one, other = wide.chunk(2, -1)
+                outputs[f"{name}_out"].copy_(torch.cat((one * c - other * s, other * c + one * s), -1))
+
+        return text_of(battery.digests(one, config, run) for one in placed)
+
+    found = [by(4, 4, 4, 4), by(4, 8, 4, 4), by(4, 4, 8, 4), by(4, 4, 4, 8)]
+    assert "" not in found
+    assert len(set(found)) == 4
 
 
 def telling(spec, problem):

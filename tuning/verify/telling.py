@@ -20,6 +20,9 @@ _CHANGED = 5
 # Added to one of thousands of numbers near 1, this changes their sum of squares, or of exponentials, as a whole.
 # Results that are rounded on the way often hide a change by 1.
 _MUCH = 64.0
+# Powers of two by which numbers differ in size: squares of 16-bit numbers of one size have so few bits that float32
+# adds up those of a head exactly, in any order.
+_SIZES = 8
 # A power of two whose sigmoid, and its kin by tanh, is 1 in float32.
 _OPEN = 32.0
 
@@ -91,7 +94,8 @@ def telling(spec: KernelSpec, problem: Problem, axes: Axes, device: str) -> tupl
 
     Such a result is next to where it is rounded up, or down, and another order of the sum moves it across, in a tenth
     to a half of these rows. A drawn row has 128 mantissas of 16-bit numbers, and shows the last bit of float32 once in
-    500.
+    500. Where an array has several heads, all have the numbers of the one that tells: a kernel may add up those of
+    another place in another order.
 
     Args:
         spec, problem: the kernel; its sums are of a row's elements (:func:`adds`).
@@ -109,10 +113,10 @@ def telling(spec: KernelSpec, problem: Problem, axes: Axes, device: str) -> tupl
     given = drawn(spec, at, device)
     dtypes = {name: getattr(torch, dtype) for name, (_, dtype) in spec.outputs(at, 1).items()}
     rows = {array: as_rows(given[array], held).contiguous() for array, held in by_rows.items()}
-    flat = [x.view(pool, -1) for x in rows.values() if x.is_floating_point() and x[0].numel() > 1]
-    for x in flat:
-        x[:, _CHANGED % x.shape[1]] = 0
-    changed = flat[0][:, _CHANGED % flat[0].shape[1]]
+    summed = [x for x in rows.values() if x.is_floating_point() and x[0].numel() > 1]
+    for x in summed:
+        x.mul_(0.5 ** (torch.arange(x.shape[-1], device=device) * 5 % _SIZES))
+        _first(x)[:] = 0
 
     def results() -> dict[str, Any]:
         made = given | {array: as_array(x, shape, by_rows[array]) for array, x in rows.items()}
@@ -122,19 +126,31 @@ def telling(spec: KernelSpec, problem: Problem, axes: Axes, device: str) -> tupl
             if (held := axes.outputs.get(name))
         }
 
-    # Halve the numbers between 0, which changes nothing, and 1, as the whole numbers that have their bits.
-    right, code = results(), {2: torch.int16, 4: torch.int32}[changed.element_size()]
-    least, most = (torch.full_like(changed, value).view(code) for value in (0, 1))
-    for _ in range(8 * changed.element_size() - 2):
-        middle = least + (most - least) // 2
-        changed.copy_(middle.view(changed.dtype))
-        shown = torch.zeros(pool, dtype=torch.bool, device=device)
-        for name, x in results().items():
-            differ = x != right[name]
-            differ[:, _CHANGED % differ.shape[1]] = False
-            shown |= differ.any(-1)
-        least, most = torch.where(shown, least, middle), torch.where(shown, middle, most)
-    changed.copy_(least.view(changed.dtype))
-    chosen = most.argsort()[:_TELLING]
+    headed = [x for x in summed if x.dim() > 2]
+    chosen = []
+    for x in headed or summed[:1]:
+        changed = _first(x)
+        # Halve the numbers between 0, which changes nothing, and 1, as the whole numbers that have their bits.
+        right, code = results(), {2: torch.int16, 4: torch.int32}[changed.element_size()]
+        least, most = (torch.full_like(changed, value).view(code) for value in (0, 1))
+        for _ in range(8 * changed.element_size() - 2):
+            middle = least + (most - least) // 2
+            changed.copy_(middle.view(changed.dtype))
+            shown = torch.zeros(pool, dtype=torch.bool, device=device)
+            for name, found in results().items():
+                differ = found != right[name]
+                differ[:, _CHANGED % differ.shape[1]] = False
+                shown |= differ.any(-1)
+            least, most = torch.where(shown, least, middle), torch.where(shown, middle, most)
+        changed.copy_(least.view(changed.dtype))
+        chosen.append(most.argsort()[: _TELLING // max(1, len(headed))])
+    for x in headed:
+        x.copy_(x[:, :1].clone().expand_as(x))
     shared = {name: value for name, value in given.items() if name not in by_rows}
-    return {array: x[chosen] for array, x in rows.items()}, shared
+    return {array: x[torch.cat(chosen)] for array, x in rows.items()}, shared
+
+
+def _first(x: Any) -> Any:
+    """Return the element of each row that is changed: of an array with heads, one of the first head."""
+    head = x.flatten(1) if x.dim() < 3 else x[:, 0].flatten(1)
+    return head[:, _CHANGED % head.shape[1]]
