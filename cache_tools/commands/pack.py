@@ -10,6 +10,7 @@ import functools
 import json
 import subprocess
 import sys
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +23,11 @@ from tilekern.cache_tools.shared.packs import write_selected
 from tilekern.cache_tools.shared.printing import count, note_left_out, print_result, size
 from tilekern.cache_tools.shared.selection import Selection
 
-# In whatever dtype and by whatever attention the model may be trained.
-_STEPS = ("--dtype", "bfloat16,float16,float32", "--attention", "tilekern,tilekern_nondeterministic", "--experts")
+# In whatever dtype and by whatever attention the model may be trained, and generate.
+_STEPS = (
+    "--dtype", "bfloat16,float16,float32", "--attention", "tilekern,tilekern_nondeterministic", "--experts",
+    "--decode", "2", "--context", "4096", "--invariant",
+)  # fmt: skip
 
 
 @command
@@ -36,7 +40,8 @@ _STEPS = ("--dtype", "bfloat16,float16,float32", "--attention", "tilekern,tileke
 def pack(out: Path, model: str | None, tp: int, store: Store, selection: Selection, as_json: bool) -> None:
     """Write records, their artifacts and signatures into one file; the same records give the same bytes.
 
-    The records of a model are those of its sizes, in any dtype and for steps of any length, with those of its experts.
+    The records of a model are those of its sizes, in any dtype and for steps of any length, with those of its experts
+    and of generation.
 
     JSON: pack, records, bytes, left_out.
     """
@@ -50,7 +55,10 @@ def pack(out: Path, model: str | None, tp: int, store: Store, selection: Selecti
 
 
 class _Needed(NamedTuple):
-    """A kernel whose records are needed, its dimensions that must be exact, and the names of the others."""
+    """A kernel whose records are needed, its sizes and dtypes that must be exact, and the names of the others.
+
+    Flags are free: padding, pages and the invariant mode set others for the same model.
+    """
 
     kernel: str
     exact: frozenset[tuple[str, Value]]
@@ -60,7 +68,7 @@ class _Needed(NamedTuple):
 def _is_needed(record: Record, model: str, tp: int) -> bool:
     problem = record.problem.items()
     return any(
-        needed.kernel == record.kernel and needed.exact == {item for item in problem if item[0] not in needed.bucketed}
+        needed.kernel == record.kernel and needed.exact == _exact(problem, needed.bucketed)
         for needed in _needed_by(model, record.address.target_key, tp)
     )
 
@@ -75,8 +83,12 @@ def _needed_by(model: str, target_key: str, tp: int) -> set[_Needed]:
     return {
         _Needed(
             item["kernel"],
-            frozenset((name, value) for name, value in item["problem"].items() if name not in item["bucketed"]),
+            _exact(item["problem"].items(), item["bucketed"]),
             frozenset(item["bucketed"]),
         )
         for item in json.loads(done.stdout)["problems"]
     }
+
+
+def _exact(problem: Iterable[tuple[str, Value]], bucketed: Container[str]) -> frozenset[tuple[str, Value]]:
+    return frozenset(item for item in problem if item[0] not in bucketed and not isinstance(item[1], bool))
