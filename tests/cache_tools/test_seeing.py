@@ -315,7 +315,7 @@ def test_why_nothing_serves_or_a_relative_does(cli):
     assert {step["outcome"] for step in lonely["steps"]} == {"no_records"}
     assert lonely["steps"][-1]["layer"] is None
     assert "TILEKERN_ON_MISS" in cli("why", "swiglu_forward", SWIGLU, "--target", "sm_121")[1]
-    relative = cli.json("why", "swiglu_forward", "rows=1,columns=12288,dtype=bfloat16", "--target", "sm_90-gh200-132")
+    relative = cli.json("why", "swiglu_forward", "rows=2,columns=12288,dtype=bfloat16", "--target", "sm_90-gh200-132")
     assert (relative["hit"]["exact_target"], relative["hit"]["exact_bucket"]) == (False, False)
     assert relative["target"] == "sm_90-gh200-132"
 
