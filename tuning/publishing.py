@@ -19,6 +19,7 @@ from tilekern.spec import ALIGNED, GENERIC, INVARIANT, Problem
 from tilekern.spec.bits import agree, joined, sizes_of_class
 from tilekern.spec.targets import Target
 from tilekern.tuning.measure.stage import identity
+from tilekern.tuning.plan.beside import is_served_beside
 from tilekern.tuning.plan.steps import Planned
 from tilekern.tuning.predict.ranking import Prediction, ranking
 from tilekern.tuning.predict.roofline import Roofline, roofline
@@ -256,7 +257,8 @@ def invariant_winners(sweep: Sweep, known: Known) -> tuple[dict[Named, Candidate
         # Those of the spec that serves all of them come first, and the others follow where they can.
         named = sorted(by_problem, key=lambda one: one[0] != serving)
         needed = sum(kernel == serving for kernel, _ in named)
-        chosen = _one_class(known, [by_problem[one] for one in named], needed)
+        weighty = [kernel == serving and not is_served_beside(kernel, problem) for kernel, problem in named]
+        chosen = _one_class(known, [by_problem[one] for one in named], needed, weighty)
         for one, item in zip(named, chosen, strict=True):
             if item is not None:
                 found[one] = item
@@ -268,17 +270,18 @@ def invariant_winners(sweep: Sweep, known: Known) -> tuple[dict[Named, Candidate
 
 
 def _one_class(
-    known: Known, by_problem: Sequence[Sequence[tuple[Candidate, float]]], needed: int
+    known: Known, by_problem: Sequence[Sequence[tuple[Candidate, float]]], needed: int, weighty: Sequence[bool]
 ) -> list[Candidate | None]:
     """Return a candidate of each problem, all of classes that agree, for problems of training and then of decoding.
 
-    It is the class whose largest factor over training's problems is the least; of those within :data:`_NEAR` of it, the
-    one that serves the most problems of decoding, and then the one whose largest factor is the least.
+    It is the class whose largest factor over training's weighty problems is the least; of those within :data:`_NEAR` of
+    it, the one that serves the most problems of decoding, and then the one whose largest factor is the least.
 
     Args:
         known: the journals.
         by_problem: the able candidates of each problem and their factors, the fastest first.
         needed: so many problems, the first ones, have a candidate, or no problem has; if 0, all have or none.
+        weighty: whether each is of training and no kernel for decoding may serve it; if none is, all of training are.
     """
     needed = needed or len(by_problem)
     found: list[tuple[float, int, float, list[Candidate | None]]] = []
@@ -294,9 +297,8 @@ def _one_class(
             chosen.append(one)
             bits = bits if one is None else joined(bits, known.bits(one[0]))
         else:
-            of_training, of_all = (
-                max(pair[1] for pair in pairs if pair is not None) for pairs in (chosen[:needed], chosen)
-            )
+            heavy = [pair for pair, counts in zip(chosen, weighty, strict=True) if counts] or chosen[:needed]
+            of_training, of_all = (max(pair[1] for pair in pairs if pair is not None) for pairs in (heavy, chosen))
             found.append((of_training, chosen.count(None), of_all, [pair and pair[0] for pair in chosen]))
     least = min((of_training for of_training, *_ in found), default=0.0)
     near = [one for one in found if one[0] <= _NEAR * least]

@@ -147,12 +147,11 @@ def test_decoding_follows_the_class_of_training_where_it_can(h200, tmp_path: Pat
     alike |= dict.fromkeys(("capped", "sinks"), False)
     training, decoding = spec_named("attention_forward"), spec_named("decode_attention")
     whole = {"batch": 1, "queries": 64, "keys": 64, "heads": 4, "kv_heads": 2, "causal": True, "packed": False}
+    cached = {"kv_heads": 2, "keys": 64, "page_size": 1, "group": 2, "padded": False, "paged": False}
     named = [
         (training.name, training.problem(**whole, **alike)),
-        (
-            decoding.name,
-            decoding.problem(kv_heads=2, keys=64, page_size=1, group=2, padded=False, paged=False, **alike),
-        ),
+        (training.name, training.problem(**whole | {"queries": 1}, **alike)),
+        (decoding.name, decoding.problem(**cached, **alike)),
     ]
     configs = {pair: [item.config for item in candidates(*pair, h200)][:2] for pair in named}
     sweep.begin(h200, "test", named, configs)
@@ -161,12 +160,15 @@ def test_decoding_follows_the_class_of_training_where_it_can(h200, tmp_path: Pat
             sweep.note("compiled", {"key": item.artifact} | COMPILED)
 
     def outcome(of_training, of_decoding):
-        for pair, classes in zip(named, (of_training, of_decoding), strict=True):
+        # Training's kernel of one query decides nothing: the one for decoding runs in its place.
+        of_one = {bits: 100.0 * us if bits == b else us for bits, us in of_training.items()}
+        for pair, classes in zip(named, (of_training, of_one, of_decoding), strict=True):
             for item, (bits, us) in zip(sweep.candidates(*pair), classes.items(), strict=False):
                 sweep.note("measured", {"candidate": item.key, "check": stood(bits), "timing": timing(us)})
         known = Known.of(sweep)
         found, reasons = invariant_winners(sweep, known)
-        return [pair in found and known.bits(found[pair]) for pair in named], [reasons.get(pair, "") for pair in named]
+        pairs = named[::2]
+        return [pair in found and known.bits(found[pair]) for pair in pairs], [reasons.get(pair, "") for pair in pairs]
 
     a, b, c = "64:a 64lse:x", "64:b 64lse:y", "64:c"
     follows = "no kernel has the bits of attention_forward, which serves in its place"

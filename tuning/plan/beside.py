@@ -30,14 +30,21 @@ def with_those_beside(plan: Planned) -> Planned:
     return replace(plan, problems=tuple(dict.fromkeys((*plan.problems, *more))), invariant=plan.invariant | more)
 
 
+def is_served_beside(kernel: str, problem: Problem) -> bool:
+    """Return whether a kernel for few rows, or for one token, may serve a problem in place of its own kernel."""
+    if kernel == PRODUCT.name:
+        return _is_of_few_rows(problem)
+    return kernel == FORWARD.name and _is_of_one_token(problem)
+
+
 def _beside(named: Iterable[Named]) -> Iterator[Named]:
     longest: dict[Problem, Problem] = {}
     for kernel, problem in named:
-        if kernel == PRODUCT.name and _is_of_few_rows(problem):
+        if kernel == PRODUCT.name and is_served_beside(kernel, problem):
             on = ["biased"] if problem["biased"] else []
             given = sizes(problem["rows"], problem["inner"], problem["columns"], problem["dtype"], on)
             yield FEW_ROWS.name, FEW_ROWS.problem(**given)
-        if kernel == FORWARD.name and _is_of_one_token(problem):
+        if kernel == FORWARD.name and is_served_beside(kernel, problem):
             for padded in {False, problem["batch"] > 1}:
                 found = _decoded(problem, padded=padded)
                 # A cache of another length runs the kernel of the nearest.
