@@ -11,6 +11,7 @@ from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.errors import CompileFailed
 from tilekern.kernels import spec_named
 from tilekern.kernels.adamw import WIDTHS
+from tilekern.kernels.attention.problem import keys_apart
 from tilekern.kernels.grouped.space import first_tile
 from tilekern.kernels.matmul import product as matmul
 from tilekern.kernels.skinny import linear as skinny
@@ -54,6 +55,7 @@ def test_the_default_config_spills_nothing_at_the_sizes_of_qwen3_8b(spec, arch):
 
 BOTH = ("sm_90", "sm_100")
 HEADS = {"batch": 4, "queries": 4096, "keys": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128}
+CACHE = {"kv_heads": 8, "keys": 4096, "page_size": 1, "group": 4, "head_dim": 128}
 LONG = HEADS | {"batch": 1, "queries": 8192, "keys": 8192}
 PRODUCTS = [("b_transposed",), (), ("a_transposed",)]
 EPILOGUES = [(), ("biased", "gelu_tanh", "silu"), ("accumulated",)]
@@ -111,6 +113,24 @@ def test_defaults_of_real_sizes_spill_next_to_nothing(arch, spec, problem, most,
     target = resolve(arch)
     config = spec.default(problem, target).but(**changes)
     assert judge(spec, problem, target, ALIGNED, config).stack_bytes <= most
+
+
+@pytest.mark.parametrize("arch", BOTH)
+@pytest.mark.parametrize(
+    ("kernel", "sizes", "on", "changes"),
+    [
+        ("attention_forward", HEADS, {"causal": True}, {}),
+        ("decode_attention", CACHE, {}, {"splits": 0}),
+        ("decode_attention", CACHE, {}, {"splits": 1}),
+    ],
+)
+@pytest.mark.share(6)
+def test_tiles_that_are_summed_apart_spill_nothing(kernel, sizes, on, changes, arch):
+    spec, target = spec_named(kernel), resolve(arch)
+    problem = sized(spec, "bfloat16", **sizes).but(**on)
+    config = spec.default(problem, target).but(apart=True, tile_n=keys_apart(problem), **changes)
+    assert config in spec.space.candidates(problem, target)
+    assert judge(spec, problem, target, ALIGNED, config).stack_bytes == 0
 
 
 QWEN3_EXPERTS = {"rows": 65536, "inner": 2048, "columns": 1536, "experts": 128}
