@@ -355,6 +355,7 @@ def _is_same_space(record: Record, spec: KernelSpec, problem: Problem, target: T
 
 
 def _is_of(record: Record, found: Sequence[Candidate]) -> bool:
+    """Return whether these candidates, all or without optional backends, are as many as were tried."""
     known = {item.config for item in found}
     optional = Counter(item.backend.name for item in found if item.backend.is_optional)
     tried = {

@@ -40,11 +40,13 @@ def is_served_beside(kernel: str, problem: Problem) -> bool:
 def _beside(named: Iterable[Named]) -> Iterator[Named]:
     longest: dict[Problem, Problem] = {}
     for kernel, problem in named:
-        if kernel == PRODUCT.name and is_served_beside(kernel, problem):
+        if not is_served_beside(kernel, problem):
+            continue
+        if kernel == PRODUCT.name:
             on = ["biased"] if problem["biased"] else []
             given = sizes(problem["rows"], problem["inner"], problem["columns"], problem["dtype"], on)
             yield FEW_ROWS.name, FEW_ROWS.problem(**given)
-        if kernel == FORWARD.name and is_served_beside(kernel, problem):
+        else:
             for padded in {False, problem["batch"] > 1}:
                 found = _decoded(problem, padded=padded)
                 # A cache of another length runs the kernel of the nearest.

@@ -177,11 +177,11 @@ def count(
     compiled, settled, quarantined = sweep.compiled(), Settled(sweep, strategy), sweep.quarantined()
     done = compiled.keys() - sweep.lost() if done is None else done
     usable = {key for key, line in compiled.items() if line["status"] == "ok"}
-    seen: set[str] = set()
+    classed, seen = sweep.invariant, set[str]()
     found = []
     for kernel, problem in problems:
         spec, limit = spec_named(kernel), (limits or {}).get((kernel, problem))
-        for_bits = (kernel, problem) in sweep.invariant
+        for_bits = (kernel, problem) in classed
         items = candidates(kernel, problem, target, limit, without=sweep.missing_backends, for_bits=for_bits)
         artifacts = {item.artifact for item in items if not item.is_library} - seen
         seen |= artifacts

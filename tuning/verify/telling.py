@@ -127,8 +127,8 @@ def telling(spec: KernelSpec, problem: Problem, axes: Axes, device: str) -> tupl
         }
 
     headed = [x for x in summed if x.dim() > 2]
-    chosen = []
-    for x in headed or summed[:1]:
+    tuned, chosen = headed or summed[:1], []
+    for x in tuned:
         changed = _first(x)
         # Halve the numbers between 0, which changes nothing, and 1, as the whole numbers that have their bits.
         right, code = results(), {2: torch.int16, 4: torch.int32}[changed.element_size()]
@@ -143,7 +143,7 @@ def telling(spec: KernelSpec, problem: Problem, axes: Axes, device: str) -> tupl
                 shown |= differ.any(-1)
             least, most = torch.where(shown, least, middle), torch.where(shown, middle, most)
         changed.copy_(least.view(changed.dtype))
-        chosen.append(most.argsort()[: _TELLING // max(1, len(headed))])
+        chosen.append(most.argsort()[: _TELLING // len(tuned)])
     for x in headed:
         x.copy_(x[:, :1].clone().expand_as(x))
     shared = {name: value for name, value in given.items() if name not in by_rows}
