@@ -272,7 +272,8 @@ def test_options_that_say_nothing_together_are_refused(tmp_path, capsys):
 OFF = {
     "ConstBool):\n": "ConstBool, twice: ConstBool):\n",
     " * by\n": " * by\n            if twice:\n                tile = tile * 2.0\n",
-    " != 0},": " != 0, \"twice\": False},",
+    "constants=bounds_of_tiles,":
+        "constants=lambda problem, config: bounds_of_tiles(problem, config) | {\"twice\": False},",
 }  # fmt: skip
 OTHER = {" * by\n": " * by * 1.5\n"}
 
