@@ -309,6 +309,9 @@ def decode_attention(
     sinks: ConstBool, padded: ConstBool, paged: ConstBool, precise: ConstBool,
 ):  # fmt: skip
     """One split of one key head a block, or resident blocks that loop; the layout is that of the module."""
+    # Its launch overlaps the end of the kernel that writes the last keys, and the join's its own.
+    ct.grid_dependency_control_wait()
+    ct.grid_dependency_control_launch_dependents()
     pairs = q.shape[0] * q.shape[1]
     # As many as the grid has blocks for.
     splits = ct.maximum(1, ct.num_blocks(0) // pairs)
@@ -676,6 +679,7 @@ SPEC = spec(
     flops=lambda problem: 4 * problem["group"] * problem["head_dim"] * _visible(problem),
     roundings=2,
     bytes_moved=_bytes,
+    dependent=True,
     follower=Follower(
         kernel="decode_join",
         array="parts",

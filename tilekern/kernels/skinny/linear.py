@@ -84,6 +84,10 @@ def skinny_linear(
     persistent: ConstBool,
 ):  # fmt: skip
     """x [rows, inner], weight and up [columns, inner], bias [columns], addend and y [rows, columns]."""
+    # Its launch overlaps the end of the kernel that writes x, and the next kernel's its own: in decoding each of many
+    # small kernels would begin with idle memory.
+    ct.grid_dependency_control_wait()
+    ct.grid_dependency_control_launch_dependents()
     tiles = ct.cdiv(y.shape[0], tile_m) * ct.cdiv(y.shape[1], tile_n)
     arguments = (
         x, weight, up, bias, addend, y, gated, rounded, biased, gelu_tanh, silu, accumulated, tile_m, tile_n, tile_k,
@@ -272,6 +276,7 @@ SPEC = spec(
     generic=generic,
     given=_inputs,
     flops=lambda problem: (4 if problem["gated"] else 2) * problem["rows"] * problem["inner"] * problem["columns"],
+    dependent=True,
 )
 
 SPECS = (SPEC,)
