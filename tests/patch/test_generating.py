@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, cache_utils
+from transformers.generation import utils
 
 import tilekern
 from tilekern.ops import few_rows, linear_layers
@@ -61,6 +62,24 @@ def test_the_function_is_torch_s_outside_and_after_an_error():
     assert GenerationMixin.generate is method.tilekern_original
     tilekern.apply(model_type="llama")
     assert GenerationMixin.generate.tilekern_original is method.tilekern_original, "never one around another"
+
+
+def test_the_end_is_read_a_step_late_on_a_gpu_where_steps_are_replayed():
+    def is_late(device):
+        return utils.DeferredStopCheck.is_supported(torch.device(device), None, False, is_assistant=False)
+
+    model, seen = make(), []
+    model.lm_head.register_forward_hook(lambda *_: seen.append((is_late("cuda"), is_late("cpu"))))
+    model.generate(IDS, **GREEDY)
+    assert set(seen) == {(False, False)}
+    seen.clear()
+    tilekern.graphed(model)
+    model.generate(IDS, **GREEDY)
+    assert set(seen) == {(True, False)}
+    assert not is_late("cuda")
+    ours = utils.DeferredStopCheck.is_supported
+    tilekern.reset()
+    assert vars(utils.DeferredStopCheck)["is_supported"] is ours.tilekern_original
 
 
 def test_a_layer_that_trains_meanwhile_keeps_torch_s_product():

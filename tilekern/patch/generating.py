@@ -4,6 +4,9 @@ A decode step reads each weight for a few tokens. q, k, v and gated MLPs are pat
 linear layers, the attention's output and the head among them, are reached by torch's function, which is exchanged
 during ``generate`` and ``generate_batch`` alone.
 
+A captured step takes the host less than the GPU, but transformers waits after each token to know whether all sequences
+have ended. So it is let read that one step late, as it does on Apple's GPUs, and takes the step too many back.
+
 In the invariant mode the caches that ``generate`` makes keep the keys that have left a window: without them a tile of
 keys begins elsewhere than in training.
 """
@@ -14,7 +17,10 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
+
+import torch
 
 from tilekern.ops import linear_layers
 from tilekern.patch.graphs import has_graphs
@@ -26,20 +32,32 @@ _NAMES = ("generate", "generate_batch")
 # transformers' tables of the layers of caches, by the kind of a model's layer.
 _TABLES = ("DYNAMIC_LAYER_TYPE_MAPPING", "STATIC_LAYER_TYPE_MAPPING")
 _WHOLE, _WINDOWED, _WINDOW = "full_attention", "sliding_attention", "sliding_window"
+# transformers' choice whether to read late that generation ends, which it makes on "mps" alone.
+_STOPS, _IS_LATE, _LATE = "DeferredStopCheck", "is_supported", "mps"
 _lock = ForkLock()
+# Whether the model that generates has graphs.
+_is_replayed: ContextVar[bool] = ContextVar("_is_replayed", default=False)
 
 
 def stand_in(is_on: bool) -> None:
     """Exchange the methods if their module was imported, or put them back."""
-    kind = getattr(sys.modules.get(_HOME), _KIND, None)
-    for owner in () if kind is None else kind.__mro__:
+    home = sys.modules.get(_HOME)
+    for owner in getattr(getattr(home, _KIND, None), "__mro__", ()):
         for name in _NAMES:
-            now = vars(owner).get(name)
-            original = getattr(now, "tilekern_original", None)
-            if is_on and now is not None and original is None:
-                setattr(owner, name, _by_kernels(now))
-            elif not is_on and original is not None:
-                setattr(owner, name, original)
+            _exchange(owner, name, _by_kernels, is_on=is_on)
+    if hasattr(home, _STOPS):  # since transformers 5.24
+        _exchange(getattr(home, _STOPS), _IS_LATE, _late, is_on=is_on)
+
+
+def _exchange(owner: type, name: str, make: Callable[..., Any], *, is_on: bool) -> None:
+    now = vars(owner).get(name)
+    original = getattr(getattr(now, "__func__", now), "tilekern_original", None)
+    if is_on and now is not None and original is None:
+        made = make(getattr(owner, name))
+        made.tilekern_original = now
+        setattr(owner, name, staticmethod(made) if isinstance(now, staticmethod) else made)
+    elif not is_on and original is not None:
+        setattr(owner, name, original)
 
 
 def _by_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,11 +65,23 @@ def _by_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **options: Any) -> Any:
         if original.__name__ == "generate" and has_graphs(self):
             options.setdefault("disable_compile", True)  # transformers compiles the steps of a static cache
-        with linear_layers.exchanged(), _keys_kept() if is_invariant() else contextlib.nullcontext():
-            return original(self, *args, **options)
+        before = _is_replayed.set(has_graphs(self))
+        try:
+            with linear_layers.exchanged(), _keys_kept() if is_invariant() else contextlib.nullcontext():
+                return original(self, *args, **options)
+        finally:
+            _is_replayed.reset(before)
 
-    generate.tilekern_original = original  # type: ignore[attr-defined]
     return generate
+
+
+def _late(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def is_supported(device: torch.device, *args: Any, **options: Any) -> bool:
+        is_late = _is_replayed.get() and device.type == "cuda"
+        return original(torch.device(_LATE) if is_late else device, *args, **options)
+
+    return is_supported
 
 
 class _Whole:
