@@ -204,7 +204,7 @@ def test_mma():
         (lambda _: ct.arange(6, dtype=ct.int32), "powers of two"),
         (lambda t: ct.cumsum(t.astype(ct.float16)), "does not know cumsum of float16"),
         (lambda t: t.astype(ct.uint64), "does not know ct.uint64"),
-        (lambda t: ct.atomic_add(t, 0, 1), "does not know ct.atomic_add"),
+        (lambda t: ct.atomic_max(t, 0, 1), "does not know ct.atomic_max"),
         (lambda t: t if t > 0 else -t, "where a scalar is needed"),
         (lambda t: t & 1, "bitwise and does not support float32"),
         (lambda t: ct.floor(t > 0), "float tiles only"),

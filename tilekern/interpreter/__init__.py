@@ -37,7 +37,9 @@ from tilekern.interpreter.tiles import Tile, as_tile
 __all__ = ["InterpreterError", "OutOfBounds", "launch"]
 
 # The stand-ins for ``ct`` and for the built-ins while a kernel runs.
-_AS_THEY_ARE = (*(dtype.name for dtype in CARRIERS), "Constant", "PaddingMode", "RoundingMode", "function", "kernel")
+_AS_THEY_ARE = (
+    *(dtype.name for dtype in CARRIERS), "Constant", "MemoryOrder", "PaddingMode", "RoundingMode", "function", "kernel",
+)  # fmt: skip
 OFFERED: dict[str, Any] = {
     **{name: getattr(ct, name) for name in _AS_THEY_ARE},
     **FUNCTIONS,

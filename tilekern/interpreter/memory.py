@@ -1,4 +1,4 @@
-"""The functions of ``ct`` that access arrays, and one atomic function: the exchange that reports a wrong label."""
+"""The functions of ``ct`` that access arrays, and two atomic ones: an exchange and a sum."""
 
 from __future__ import annotations
 
@@ -109,6 +109,12 @@ class _Selection:
         self._put(values)
         return former
 
+    def add(self, values: torch.Tensor) -> Tile:
+        """Add to the elements and return the former ones, likewise; no element is selected twice."""
+        former = self.read(filled(0, self._array.dtype))
+        self._put(former.data + values)
+        return former
+
     def _put(self, values: torch.Tensor) -> None:
         try:
             flat = values.broadcast_to(self.shape).reshape(-1)
@@ -163,6 +169,16 @@ def atomic_xchg(array: Array, indices: Any, update: Any, /, *, check_bounds: boo
     return selection.exchange(_stored_data(update, array.dtype, f"atomic_xchg of array {array.name!r}"))
 
 
+def atomic_add(
+    array: Array, indices: Any, update: Any, /, *, check_bounds: bool = True,
+    memory_order: Any = ct.MemoryOrder.ACQ_REL,  # noqa: ARG001
+) -> Tile:  # fmt: skip
+    """See ``ct.atomic_add``; blocks that run one after another are in every memory order."""
+    _check("atomic_add", array)
+    selection = _Selection("atomic_add", array, indices, None, check_bounds)
+    return selection.add(_stored_data(update, array.dtype, f"atomic_add to array {array.name!r}"))
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """See ``ct.Slice``."""
@@ -211,5 +227,6 @@ FUNCTIONS: dict[str, Any] = {
     "gather": gather,
     "scatter": scatter,
     "atomic_xchg": atomic_xchg,
+    "atomic_add": atomic_add,
     "load_advanced_indexing": load_advanced_indexing,
 }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tilekern.errors import InputError
 from tilekern.ops import invariance
 from tilekern.patch import attention as attention_door
-from tilekern.patch import batching, defaults, generating
+from tilekern.patch import batching, defaults, generating, static_caches
 from tilekern.patch import comparing as ranks
 from tilekern.patch import experts as experts_door
 from tilekern.patch import graphs as graphs_door
@@ -158,7 +158,7 @@ def apply(
             importlib.import_module(patch.module)
     rows += [patch for patch in own if patch.op in wish.ops]
     done = _put(rows, {*homes, *(patch.module for patch in own)})
-    generating.stand_in(any(True for _ in _ledger))
+    _stand_in_generation(any(True for _ in _ledger))
     dispatch.foresee_by(_foresee)
     ranks.agree_when_up()
     done |= {op for family in later for op in family.ops if op in wish.ops} | ({EXPERTS} & wish.ops)
@@ -170,6 +170,12 @@ def apply_first(**options: Any) -> None:
     """Call :func:`apply` with some options unless this process has called it."""
     if _arrivals not in sys.meta_path:
         apply(**options)
+
+
+def _stand_in_generation(is_on: bool) -> None:
+    """Let models generate by kernels beside those of their patches, or take that back."""
+    generating.stand_in(is_on)
+    static_caches.stand_in(is_on)
 
 
 def _switches(arguments: Mapping[str, Any]) -> dict[str, bool]:
@@ -199,7 +205,7 @@ def _arrived(name: str) -> None:
         graphs_door.stand_in(True)
     rows = _wanted(name)
     if rows:
-        generating.stand_in(True)
+        _stand_in_generation(True)
     with _lock:
         _put(rows, {name})
 
@@ -375,7 +381,7 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
         InputError: an unknown op.
     """
     if names is None:
-        generating.stand_in(False)
+        _stand_in_generation(False)
         invariance.choose(False)
         ranks.unarm()
         dispatch.foresee_by(None)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from tilekern.patch import static_caches
 from tilekern.patch.captured import CAPTURE_FAILED, Refused, Room, as_captured, no_collection, why
 from tilekern.patch.decoding import keys_of
 from tilekern.patch.padding import Keys, Padding
@@ -152,7 +153,7 @@ class TokenStep:
                 arguments.setdefault(argument, {})[key] = value
             else:
                 arguments[argument] = value
-        with _counted_at_the_end(token.cache):
+        with _counted(token.cache):
             result = model(**arguments)
         if not isinstance(result, dict):
             raise Refused(f"a result of the type {type(result).__name__}")
@@ -166,19 +167,21 @@ class TokenStep:
 
 
 @contextlib.contextmanager
-def _counted_at_the_end(cache: Any) -> Iterator[None]:
-    """Let each layer of a static cache write a token at its length, and count it for all layers in one launch.
+def _counted(cache: Any) -> Iterator[None]:
+    """Let each layer of a static cache write a token and count it in one launch.
 
-    transformers makes the token's place, counts and writes in five launches of each layer.
+    Where no kernel does, each layer writes it in two, and one launch counts it for all of them.
 
     Raises:
-        Refused: a layer is updated twice.
+        Refused: a layer without a kernel is updated twice.
     """
     kind: Any = sys.modules["transformers.cache_utils"].StaticLayer
     counted: list[Tensor] = []
 
     def updated(layer: Any) -> Callable[..., tuple[Tensor, Tensor]]:
         def update(key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            if static_caches.writes(layer, key_states, value_states):
+                return layer.keys, layer.values
             length = layer.cumulative_length
             if any(x is length for x in counted):
                 raise Refused("a layer's cache is updated twice in a step")

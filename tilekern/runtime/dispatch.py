@@ -346,10 +346,11 @@ def tuned_plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
     """Return the plan of a measured record as :func:`plan_for` does; None, without a count or a compile, if none is.
 
     For calls that something else serves well: only a measurement says that a kernel is faster, and, in the invariant
-    mode, that it has the same bits.
+    mode, that it has the same bits if it rounds any.
     """
+    needs_class = _state.invariant and has_rows(spec.name)
     if device.type != "cuda":
-        is_asked = not _state.invariant and (device.type == "meta" or interpreting())
+        is_asked = not needs_class and (device.type == "meta" or interpreting())
         return plan_for(spec, device, *sizes) if is_asked else None
     key = ("tuned", spec.name, device.index, *sizes)
     try:
@@ -361,7 +362,7 @@ def tuned_plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
             plan = None
             if problem is not None and found is not None and found.record.provenance == "measured":
                 classes, libraries = _state.classes, libraries_here()
-                serves = not _state.invariant or not why_varies(spec, problem, found, classes, libraries)
+                serves = not needs_class or not why_varies(spec, problem, found, classes, libraries)
                 plan = plan_for(spec, device, *sizes) if serves else None
             _state.plans[key] = plan
             return plan

@@ -20,7 +20,7 @@ _SUMS = re.compile(
 )
 # These copy rows, count and sort: no bit of theirs is rounded. The parts of a token's attention have one order and
 # whole exponents, which leave no choice to the kernel that adds them up.
-_EXACT = frozenset(("decode_join", "gather_rows", "greedy", "route_count", "route_place", "sample"))
+_EXACT = frozenset(("cache_rows", "decode_join", "gather_rows", "greedy", "route_count", "route_place", "sample"))
 
 
 def has_rows(kernel: str, problem: Problem | None = None) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tilekern.errors import InputError, TilekernWarning
 from tilekern.kernels.attention.forward import SPEC as FORWARD
+from tilekern.kernels.cache_rows import SPEC as CACHE_ROWS
 from tilekern.kernels.decode_attention import SPEC as DECODING
 from tilekern.ops.invariance import invariant
 from tilekern.patch import attention, experts, registry
@@ -95,6 +96,7 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
     ]
     _note_padding(found, steps)
     _note_pages(found, steps)
+    _note_rows(found, steps)
     if steps.invariant:
         with invariant():
             _note_attention(found, steps)
@@ -240,6 +242,15 @@ def _note_padding(found: Trace, steps: Steps) -> None:
     for kernel, problem in list(found.asked):
         if kernel == DECODING.name and problem["kv_heads"] in several:
             found.note(DECODING, problem.but(padded=True))
+
+
+def _note_rows(found: Trace, steps: Steps) -> None:
+    """Note the copies of new tokens to static caches: the cache that is traced grows by torch's operations."""
+    for kernel, problem in list(found.asked):
+        if kernel == FORWARD.name and problem["causal"] and problem["queries"] == problem["keys"] > 1:
+            same = {name: problem[name] for name in ("kv_heads", "head_dim", "dtype")}
+            for count in steps.decode:
+                found.note(CACHE_ROWS, CACHE_ROWS.problem(rows=count, **same))
 
 
 def _note_pages(found: Trace, steps: Steps) -> None:

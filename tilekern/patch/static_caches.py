@@ -1,0 +1,50 @@
+"""Let layers of transformers' static caches write the rows of new tokens, and count them, in one launch.
+
+transformers makes the rows' places, counts, and copies keys and values in five launches of each layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilekern.ops.cache_rows import cache_rows
+
+_HOME, _KIND, _METHOD = "transformers.cache_utils", "StaticLayer", "update"
+# The method of releases whose layers count as the kernel does.
+_USES = {"cumulative_length", "add_", "index_copy_"}
+
+
+def stand_in(is_on: bool) -> None:
+    """Exchange the method if its module was imported, or put it back."""
+    kind: Any = getattr(sys.modules.get(_HOME), _KIND, None)
+    now: Any = getattr(kind, _METHOD, None)
+    original = getattr(now, "tilekern_original", None)
+    if is_on and original is None and _USES.issubset(getattr(getattr(now, "__code__", None), "co_names", ())):
+        setattr(kind, _METHOD, _by_kernel(kind, now))
+    elif not is_on and original is not None:
+        setattr(kind, _METHOD, original)
+
+
+def writes(layer: Any, k: Tensor, v: Tensor) -> bool:
+    """Write new tokens behind those of a layer and count them by the kernel; return False if it does not serve."""
+    if torch.compiler.is_compiling() or not layer.is_initialized:
+        return False
+    return cache_rows(k, v, layer.keys, layer.values, layer.cumulative_length)
+
+
+def _by_kernel(kind: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> Any:
+        # A window's layer may call this method for its own.
+        if type(self) is kind and writes(self, key_states, value_states):
+            return self.keys, self.values
+        return original(self, key_states, value_states, *args, **options)
+
+    update.tilekern_original = original  # type: ignore[attr-defined]
+    return update
