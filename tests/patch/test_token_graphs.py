@@ -133,6 +133,25 @@ def test_a_captured_step_counts_its_token_in_one_launch(monkeypatch):
     assert [int(layer.cumulative_length) for layer in cache.layers] == [5, 5]
 
 
+@torch.no_grad()
+def test_a_captured_step_writes_and_counts_by_the_kernel(monkeypatch):
+    """The first token makes the cache; of the others the eager ones run transformers' code."""
+    wanted, cache = make(), StaticCache(config=make().config, max_cache_len=16)
+    rows = [wanted(input_ids=IDS[:, number : number + 1], cache=cache).logits for number in range(5)]
+    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
+    dispatch.forget()
+    model, cache = tilekern.graphed(make()), StaticCache(config=wanted.config, max_cache_len=16)
+    before = tilekern.stats().get("cache_rows", {}).get("launches", 0)
+    found = [model(input_ids=IDS[:, number : number + 1], cache=cache).logits for number in range(5)]
+    torch.testing.assert_close(found, rows)
+    # What is recorded has run once.
+    runs = 1 + of(model).replays
+    assert tilekern.stats()["cache_rows"]["launches"] - before == runs * len(cache.layers)
+    assert [int(layer.cumulative_length) for layer in cache.layers] == [5, 5]
+    monkeypatch.undo()
+    dispatch.forget()
+
+
 def test_a_window_s_cache_rolls_when_it_is_full():
     """A full layer makes another form."""
     model = make(Gemma2Config, sliding_window=9)

@@ -16,6 +16,7 @@ from tilekern.kernels.cache_rows import SPEC
 from tilekern.ops.registration import check_devices, disjoint, is_traced, needs_gradient
 from tilekern.runtime.dispatch import MOST_PLANS, Plan, memo, refused, tuned_plan_for
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # A prompt is written once, and copies of torch's take as long as a kernel.
 MOST_TOKENS = 64
 # The plans of kinds of calls; None for torch.
@@ -37,7 +38,7 @@ def cache_rows(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, count: Tensor
         ValueError: the shapes, the devices or the count do not fit.
     """
     tensors = k, v, keys, values, count
-    key = *((x.shape, x.dtype, x.get_device()) for x in tensors), k.is_meta
+    key = tuple((x.shape, x.dtype, x.device) for x in tensors)
     try:
         plan = _known[key]
     except KeyError:
@@ -70,7 +71,7 @@ def _found(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, count: Tensor) ->
             raise ValueError(f"cache_rows: {name} must have the shape {list(shape)}, got {list(x.shape)}")
     if count.numel() != 1 or count.dtype != torch.int64:
         raise ValueError(f"cache_rows: count must be one number of int64, got {list(count.shape)} of {count.dtype}")
-    alike = v.shape == k.shape and k.dtype == v.dtype == keys.dtype == values.dtype
-    if not alike or tokens > MOST_TOKENS or not k.numel() or not keys.numel():
+    is_copy = v.shape == k.shape and k.dtype == v.dtype == keys.dtype == values.dtype
+    if not is_copy or k.dtype not in DTYPES or tokens > MOST_TOKENS or not k.numel() or not keys.numel():
         return None
     return tuned_plan_for(SPEC, k.device, batch * tokens, heads, size, k.dtype)
