@@ -216,6 +216,8 @@ def test_generation_is_planned_for_some_sequences_after_a_context(own):
     assert [(p["kv_heads"], p["keys"], p["group"], p["padded"]) for p in attended] == [
         (8, 128, 2, False), (8, 128, 2, True),
     ]  # fmt: skip
+    copied = [p for name, p in found.problems if name == "cache_rows"]
+    assert [(p["rows"], p["kv_heads"]) for p in copied] == [(4, 2)]
     token = decoded(found)
     assert {"rms_norm_forward", "qk_norm_rope_forward", "fused_add_rms_norm_forward", "skinny_linear"} <= set(token)
     assert token["qk_norm_rope_forward"]["tokens"] == 1

@@ -155,7 +155,6 @@ SPEC = spec(
     default=lambda problem, target: _config(problem, "block", 1024),
     generic=lambda problem: _config(problem, "persistent", 512),
     given=_given,
-    # It computes nothing; the tuner divides by the numbers that it copies.
     flops=lambda problem: 2 * problem["rows"] * problem["kv_heads"] * problem["head_dim"],
     dependent=True,
     inputs_in_l2=True,
