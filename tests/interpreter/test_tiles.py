@@ -143,6 +143,7 @@ def test_shapes():
     assert run(lambda t: ct.transpose(ct.reshape(t, (2, 4))), x)[1] == x.reshape(2, 4).T.tolist()
     assert run(lambda t: t[None, :] + ct.expand_dims(t, 1), x)[1][7] == list(range(7, 15))
     assert run(lambda t: ct.broadcast_to(t, (2, 8)), x)[1] == [x.tolist()] * 2
+    assert run(lambda t: ct.extract(ct.reshape(t, (2, 4)), (1, 1), (1, 2)), x)[1] == [[6, 7]]
 
 
 def test_reductions_and_scans():
@@ -200,6 +201,8 @@ def test_mma():
         (lambda t: ct.banana(t, 1), "the interpreter does not know ct.banana"),
         (lambda t: t.sum(), "the interpreter does not know Tile.sum"),
         (lambda t: t.reshape((4, 3)), "cannot reshape"),
+        (lambda t: ct.extract(t, (0,), (16,)), "does not divide"),
+        (lambda t: ct.extract(t, (4,), (1,)), "no tile"),
         (lambda _: ct.zeros((3,), ct.float32), "powers of two"),
         (lambda _: ct.arange(6, dtype=ct.int32), "powers of two"),
         (lambda t: ct.cumsum(t.astype(ct.float16)), "does not know cumsum of float16"),

@@ -161,23 +161,30 @@ def test_one_large_score_takes_all_of_the_weight():
         assert torch.equal(out[:, :, 0], inputs["values"][:, :, 199])
 
 
-@pytest.mark.parametrize("splits", [2, 9, 70])
-def test_parts_between_the_first_and_the_last_are_added_up(splits):
+@pytest.mark.parametrize(("splits", "head_dim"), [(2, 10), (9, 4), (70, 40), (300, 10)])
+def test_parts_between_the_first_and_the_last_are_added_up_in_their_order(splits, head_dim):
     """Whatever stands in the others; parts without a key add nothing, and a denominator of 0 gives 0."""
-    problem = JOIN.problem(kv_heads=3, splits=splits, group=2, head_dim=10, dtype="float32")
+    problem = JOIN.problem(kv_heads=3, splits=splits, group=2, head_dim=head_dim, dtype="float32")
     inputs = plain_inputs(JOIN, problem)
-    of_pairs = inputs["parts"].view(3, splits, 2, 20)
-    of_pairs[0, 1:, :, 10] = -1e30
-    of_pairs[0, 1:, :, :10] = of_pairs[0, 1:, :, 11] = 0
-    of_pairs[1, 0, :, 14] = 1
-    of_pairs[1, 0, :, :12] = torch.nan
-    of_pairs[2, 0, :, 13:16] = 0
-    assert_right(JOIN, problem, configs(JOIN, problem), inputs)
+    of_pairs = inputs["parts"].view(3, splits, 2, -1)
+    numbers = of_pairs[..., head_dim : head_dim + 6]
+    numbers[0, 1:, :, 0] = -1e30
+    of_pairs[0, 1:, :, :head_dim] = numbers[0, 1:, :, 1] = 0
+    numbers[1, 0, :, 4] = 1
+    of_pairs[1, 0, :, : head_dim + 2] = torch.nan
+    numbers[2, 0, :, 3:6] = 0
+    every = configs(JOIN, problem)
+    assert_right(JOIN, problem, every, inputs)
+    # Exponents are whole, so neither scaling rounds.
+    right = joined(inputs["parts"], splits)
+    for config in every:
+        assert torch.equal(launched(JOIN, problem, config, inputs)["out"], right), config
     out = joined(inputs["parts"].double(), splits)
     assert not out[2].any()
-    one, start = of_pairs[0, 0], of_pairs[0, 0, :, 12:14]
-    weight = torch.exp2(one[:, 10] - start[:, 0]).double()
-    assert torch.allclose(out[0], one[:, :10] * (weight / (one[:, 11] * weight + start[:, 1]))[:, None])
+    one, start = of_pairs[0, 0], numbers[0, 0, :, 2:4]
+    weight = torch.exp2(one[:, head_dim] - start[:, 0]).double()
+    total = one[:, head_dim + 1] * weight + start[:, 1]
+    assert torch.allclose(out[0], one[:, :head_dim] * (weight / total)[:, None])
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,18 @@ def broadcast_to(x: Any, /, shape: Any) -> Tile:
         raise InterpreterError(f"a tile of shape {tile.shape} does not broadcast to {sizes}") from None
 
 
+def extract(x: Tile, /, index: Any, shape: Any) -> Tile:
+    """See ``ct.extract``: the index counts tiles of ``shape``."""
+    sizes, numbers = shape_of(shape), [int(n) for n in index]
+    grid = [whole // size for whole, size in zip(x.shape, sizes, strict=True)]
+    if any(whole % size for whole, size in zip(x.shape, sizes, strict=True)):
+        raise InterpreterError(f"extract: {sizes} does not divide a tile of shape {x.shape}")
+    if not all(0 <= n < count for n, count in zip(numbers, grid, strict=True)):
+        raise InterpreterError(f"extract: no tile {tuple(numbers)} in a grid of {tuple(grid)}")
+    data = x.data[tuple(slice(n * size, (n + 1) * size) for n, size in zip(numbers, sizes, strict=True))]
+    return Tile(data, x.dtype)
+
+
 def bitcast(x: Any, /, dtype: Any) -> Tile:
     """See ``ct.bitcast``."""
     tile = as_tile(x)
@@ -227,6 +239,7 @@ FUNCTIONS: dict[str, Any] = {
             cdiv,
             cumsum,
             expand_dims,
+            extract,
             full,
             mma,
             reduce,

@@ -58,7 +58,9 @@ _FEW = 16
 # The least room beside the values of a part.
 _NUMBERS = 8
 # Parts whose exponents are looked at together.
-_LANES = 64
+_LANES = 256
+# The most elements of a tile of parts: two of more spill.
+_MOST_OF_A_TILE = 8192
 # Tiles of as many keys have a loop without a mask.
 _MASKED_APART = 64
 
@@ -325,68 +327,77 @@ def decode_attention(
         _attend(ct.bid(0), *arguments)
 
 
-def _number(parts, row, head, place):
-    """Load one number of a query head's part, as (1, 1)."""
-    found = ct.load(parts, (row, head, place), (1, 1, 1), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
-    return ct.reshape(found, (1, 1))
-
-
-def _some_parts(parts, begun, stop, head, head_dim, depth, chunk):
-    """Load ``chunk`` parts of a query head: (exponent, denominator, weighted values) each."""
-    found = ()
-    for n in ct.static_iter(range(chunk)):
-        row = ct.minimum(begun + n, stop - 1)
-        # Columns behind the head are whatever stands there, and are not stored.
-        values = ct.load(parts, (row, head, 0), (1, 1, depth), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
-        numbers = (_number(parts, row, head, head_dim), _number(parts, row, head, head_dim + 1))
-        found = found + (numbers + (ct.reshape(values, (1, depth)),),)
-    return found
+def _rows_from(begun, last, count):
+    """Return the rows of ``count`` parts, (count, 1): behind the last one it again, so that loads need no check."""
+    return ct.minimum(begun + ct.arange(count, dtype=ct.int32), last)[:, None]
 
 
 def _biggest(parts, biggest, first, stop, head, head_dim):
     """Return the largest exponent of the parts [first, stop), and of what comes before them."""
-    for c in range(ct.cdiv(stop, _LANES)):
-        place = c * _LANES + ct.arange(_LANES, dtype=ct.int32)[:, None]
-        zero = ct.PaddingMode.ZERO
-        found = ct.load(parts, (c, head, head_dim), (_LANES, 1, 1), padding_mode=zero, allow_tma=False)
-        found = ct.where((first <= place) & (place < stop), ct.reshape(found, (_LANES, 1)), LOWEST)
-        biggest = ct.maximum(biggest, ct.max(found, axis=0, keepdims=True))
-    return biggest
+    most, begun = ct.full((_LANES, 1), LOWEST, ct.float32), first
+    # The compiler would prepare several steps of a loop with ``range`` before it begins; mostly there is one.
+    while True:
+        if begun >= stop:
+            break
+        exponents = ct.gather(parts, (_rows_from(begun, stop - 1, _LANES), head, head_dim), check_bounds=False)
+        most, begun = ct.maximum(most, exponents), begun + _LANES
+    return ct.maximum(biggest, ct.max(most))
 
 
-def _join(item, parts, splits, out, head_dim, depth, chunk):
-    """Add up the parts of one query head in their order, ``chunk`` of them a step; the next ones are on their way."""
-    pair, head = item // out.shape[1], item % out.shape[1]
+def _join(item, parts, splits, out, head_dim, depth, width, chunk):
+    """Add up ``width`` columns of a query head's parts in their order, ``chunk`` parts a step.
+
+    All threads of the block load a step's tile, whole vectors each, while the tile before it is added up. Rows taken
+    out of the tile are exchanged once, through shared memory.
+    """
+    across = ct.static_eval(depth // width)
+    column, row = item % across, item // across
+    pair, head = row // out.shape[1], row % out.shape[1]
     mine = parts.slice(0, pair * splits, (pair + 1) * splits)
     first = ct.load(mine, (0, head, head_dim + 4), ()).astype(ct.int32)
     stop = ct.load(mine, (0, head, head_dim + 5), ()).astype(ct.int32)
-    before = _number(mine, 0, head, head_dim + 2)
+    before, total = ct.load(mine, (0, head, head_dim + 2), ()), ct.load(mine, (0, head, head_dim + 3), ())
+    last = ct.maximum(stop - 1, 0)
+    # Columns behind the head are whatever stands there, and are not stored. Only of short heads do they exceed a part.
+    columns, bounded = (
+        (column * width + ct.arange(width, dtype=ct.int32))[None, :],
+        ct.static_eval(depth > 2 * head_dim),
+    )
+    rows = _rows_from(first, last, chunk)
+    values = ct.gather(mine, (rows, head, columns), check_bounds=bounded)
     biggest = _biggest(mine, before, first, stop, head, head_dim)
-    total = _number(mine, 0, head, head_dim + 3) * ct.exp2(before - biggest, flush_to_zero=True)
-    summed = ct.zeros((1, depth), ct.float32)
-    if first < stop:
-        found = _some_parts(mine, first, stop, head, head_dim, depth, chunk)
-        for begun in range(first, stop, chunk):
-            coming = _some_parts(mine, begun + chunk, stop, head, head_dim, depth, chunk)
-            for n in ct.static_iter(range(chunk)):
-                most, more, values = found[n]
-                weight = ct.exp2(most - biggest, flush_to_zero=True)
-                there = begun + n < stop
-                total = total + ct.where(there, more * weight, 0.0)
-                summed = summed + ct.where(there, values * weight, 0.0)
-            found = coming
-    values = summed * (1.0 / ct.where(total == 0.0, 1.0, total))
-    ct.store(out, (pair, head, 0), ct.reshape(values, (1, 1, depth)).astype(out.dtype))
+    total = ct.reshape(total * ct.exp2(before - biggest, flush_to_zero=True), (1, 1))
+    summed = ct.zeros((1, width), ct.float32)
+    # With ``range`` each thread would load the numbers of all its vectors, and the compiler takes up to 50 s.
+    begun = first
+    while begun < stop:
+        next_rows = _rows_from(begun + chunk, last, chunk)
+        coming = ct.gather(mine, (next_rows, head, columns), check_bounds=bounded)
+        there = (begun + ct.arange(chunk, dtype=ct.int32) < stop)[:, None]
+        weight = ct.exp2(ct.gather(mine, (rows, head, head_dim), check_bounds=False) - biggest, flush_to_zero=True)
+        more = ct.gather(mine, (rows, head, head_dim + 1), check_bounds=False) * weight
+        more, values = ct.where(there, more, 0.0), ct.where(there, values * weight, 0.0)
+        for n in ct.static_iter(range(chunk)):
+            total = total + ct.extract(more, (n, 0), (1, 1))
+            summed = summed + ct.extract(values, (n, 0), (1, width))
+        rows, values, begun = next_rows, coming, begun + chunk
+    summed = summed * (1.0 / ct.where(total == 0.0, 1.0, total))
+    ct.store(out, (pair, head, column), ct.reshape(summed, (1, 1, width)).astype(out.dtype), allow_tma=False)
 
 
 @ct.kernel
 def decode_join(
-    parts, splits, out, head_dim: ConstInt, depth: ConstInt, chunk: ConstInt, persistent: ConstBool
+    parts, splits, out, head_dim: ConstInt, depth: ConstInt, width: ConstInt, chunk: ConstInt, persistent: ConstBool
 ):  # fmt: skip
-    """One query head a block; parts as :func:`decode_attention` leaves them, out [kv_heads, group, head_dim]."""
+    """Some columns of one query head a block; parts as :func:`decode_attention` leaves them.
+
+    ``out`` is [kv_heads, group, head_dim].
+    """
     # Its launch overlaps the end of the kernel that writes the parts.
     ct.grid_dependency_control_wait()
-    each_step(_join, out.shape[0] * out.shape[1], persistent, (parts, splits, out, head_dim, depth, chunk))
+    ct.grid_dependency_control_launch_dependents()
+    steps = out.shape[0] * out.shape[1] * ct.static_eval(depth // width)
+    each_step(_join, steps, persistent, (parts, splits, out, head_dim, depth, width, chunk))
 
 
 # ``kv_heads`` counts the key heads of all sequences, ``keys`` is the room of a sequence's cache; ``page_size`` is 1
@@ -715,11 +726,26 @@ def _given_parts(problem: Problem, generator: Any, device: str) -> dict[str, Any
 
 
 def _chunks(problem: Problem) -> list[Value]:
-    return [n for n in (4, 8, 16, 32) if n <= max(4, bucket(problem["splits"]))]
+    """Return the three largest steps that are not more than the parts."""
+    return [n for n in (4, 8, 16, 32, 64, 128) if n <= max(4, bucket(problem["splits"]))][-3:]
 
 
-def _join_config(chunk: Value, warps: int, schedule: str = "block") -> Config:
-    return Config(schedule=schedule, chunk=chunk, num_worker_warps=warps)
+def _join_axes(problem: Problem) -> dict[str, list[Value]]:
+    widths: list[Value] = [n for n in (32, 64, 128) if n <= depth_of(problem)]
+    return {
+        "schedule": ["block"],
+        "width": widths or [depth_of(problem)],
+        "chunk": _chunks(problem),
+        "num_worker_warps": [0, 8],
+    }
+
+
+def _join_default(problem: Problem, target: Target) -> Config:
+    """Return whole heads if they fill the GPU, else slices of 32 columns."""
+    fills = problem["kv_heads"] * problem["group"] >= target.sm_count
+    width = min(128 if fills else 32, depth_of(problem))
+    chunk = max(n for n in _chunks(problem) if n * width <= _MOST_OF_A_TILE)
+    return Config(schedule="block", width=width, chunk=chunk, num_worker_warps=0)
 
 
 JOIN = spec(
@@ -734,12 +760,20 @@ JOIN = spec(
     lambda parts, splits: {"out": joined(parts.double(), splits)},
     function=decode_join,
     sizes=_join_sizes,
-    grid=lambda sizes, config, sm_count: sizes["kv_heads"] * sizes["group"],
+    grid=lambda sizes, config, sm_count: sizes["kv_heads"] * sizes["group"] * (depth_of(sizes) // config["width"]),
     space=Space(
-        lambda problem: {"schedule": ["block"], "chunk": _chunks(problem), "num_worker_warps": [0, 8]},
+        _join_axes,
+        (
+            Constraint(
+                "a larger tile of parts spills",
+                lambda problem, config, target: config["width"] * config["chunk"] <= _MOST_OF_A_TILE,
+            ),
+        ),
     ),
-    default=lambda problem, target: _join_config(_chunks(problem)[-1], 0),
-    generic=lambda problem: _join_config(4, 0, "persistent"),
+    default=_join_default,
+    generic=lambda problem: Config(
+        schedule="persistent", width=min(128, depth_of(problem)), chunk=16, num_worker_warps=0
+    ),
     given=_given_parts,
     flops=lambda problem: 2 * problem["kv_heads"] * problem["splits"] * problem["group"] * problem["head_dim"],
     dependent=True,
