@@ -78,6 +78,12 @@ def _few_rows(arch, rows, columns, *on):
     return arch, spec, spec.problem(**skinny.sizes(rows, 4096, columns, "bfloat16", on)), 0, {}
 
 
+def _joined(arch, kv_heads, splits):
+    spec = spec_named("decode_join")
+    sizes = {"kv_heads": kv_heads, "splits": splits, "group": 4, "head_dim": 128}
+    return arch, spec, spec.problem(**sizes, dtype="bfloat16"), 0, {}
+
+
 # Architecture, spec, problem, bytes that the default config may spill, and changes of that config.
 SPILLS = [
     # A slot or two beside the loop costs nothing; a spilled accumulator takes hundreds of bytes. Each head on both GPUs
@@ -104,6 +110,7 @@ SPILLS = [
     *(_few_rows(arch, 64, 12288, "gated", "silu") for arch in BOTH),
     _few_rows("sm_90", 1, 1024, "biased", "gelu_tanh"),
     _few_rows("sm_100", 1, 4096, "accumulated"),
+    *(_joined(arch, kv_heads, splits) for arch in BOTH for kv_heads in (8, 64) for splits in (16, 256)),
 ]  # fmt: skip
 
 

@@ -59,7 +59,7 @@ _FEW = 16
 _NUMBERS = 8
 # Parts whose exponents are looked at together.
 _LANES = 256
-# The most elements of a tile of parts: two of more spill.
+# Elements of a tile of parts: with twice as many the threads spill.
 _MOST_OF_A_TILE = 8192
 # Tiles of as many keys have a loop without a mask.
 _MASKED_APART = 64
@@ -328,14 +328,14 @@ def decode_attention(
 
 
 def _rows_from(begun, last, count):
-    """Return the rows of ``count`` parts, (count, 1): behind the last one it again, so that loads need no check."""
+    """Return the rows of ``count`` parts, (count, 1). The last one repeats, so that loads need no check."""
     return ct.minimum(begun + ct.arange(count, dtype=ct.int32), last)[:, None]
 
 
 def _biggest(parts, biggest, first, stop, head, head_dim):
     """Return the largest exponent of the parts [first, stop), and of what comes before them."""
     most, begun = ct.full((_LANES, 1), LOWEST, ct.float32), first
-    # The compiler would prepare several steps of a loop with ``range`` before it begins; mostly there is one.
+    # Mostly there is one step. The compiler would pipeline a loop over ``range`` for up to 14.
     while True:
         if begun >= stop:
             break
@@ -347,8 +347,8 @@ def _biggest(parts, biggest, first, stop, head, head_dim):
 def _join(item, parts, splits, out, head_dim, depth, width, chunk):
     """Add up ``width`` columns of a query head's parts in their order, ``chunk`` parts a step.
 
-    All threads of the block load a step's tile, whole vectors each, while the tile before it is added up. Rows taken
-    out of the tile are exchanged once, through shared memory.
+    All threads load vectors of the next tile while this one is added up, a thread for each column. A thread for each
+    column would have too few loads in flight.
     """
     across = ct.static_eval(depth // width)
     column, row = item % across, item // across
@@ -358,17 +358,15 @@ def _join(item, parts, splits, out, head_dim, depth, width, chunk):
     stop = ct.load(mine, (0, head, head_dim + 5), ()).astype(ct.int32)
     before, total = ct.load(mine, (0, head, head_dim + 2), ()), ct.load(mine, (0, head, head_dim + 3), ())
     last = ct.maximum(stop - 1, 0)
-    # Columns behind the head are whatever stands there, and are not stored. Only of short heads do they exceed a part.
-    columns, bounded = (
-        (column * width + ct.arange(width, dtype=ct.int32))[None, :],
-        ct.static_eval(depth > 2 * head_dim),
-    )
+    # Columns behind the head may hold anything, and are not stored. Only parts of heads below 8 end before them.
+    columns = (column * width + ct.arange(width, dtype=ct.int32))[None, :]
+    bounded = ct.static_eval(depth > 2 * head_dim)
     rows = _rows_from(first, last, chunk)
     values = ct.gather(mine, (rows, head, columns), check_bounds=bounded)
     biggest = _biggest(mine, before, first, stop, head, head_dim)
     total = ct.reshape(total * ct.exp2(before - biggest, flush_to_zero=True), (1, 1))
     summed = ct.zeros((1, width), ct.float32)
-    # With ``range`` each thread would load the numbers of all its vectors, and the compiler takes up to 50 s.
+    # Over ``range`` a thread would load the numbers of all its vectors, and compiling takes up to 50 s.
     begun = first
     while begun < stop:
         next_rows = _rows_from(begun + chunk, last, chunk)
@@ -389,10 +387,7 @@ def _join(item, parts, splits, out, head_dim, depth, width, chunk):
 def decode_join(
     parts, splits, out, head_dim: ConstInt, depth: ConstInt, width: ConstInt, chunk: ConstInt, persistent: ConstBool
 ):  # fmt: skip
-    """Some columns of one query head a block; parts as :func:`decode_attention` leaves them.
-
-    ``out`` is [kv_heads, group, head_dim].
-    """
+    """``width`` columns of a query head a block; parts as in the module, out [kv_heads, group, head_dim]."""
     # Its launch overlaps the end of the kernel that writes the parts.
     ct.grid_dependency_control_wait()
     ct.grid_dependency_control_launch_dependents()
@@ -725,9 +720,14 @@ def _given_parts(problem: Problem, generator: Any, device: str) -> dict[str, Any
     return {"parts": parts, "splits": problem["splits"]}
 
 
-def _chunks(problem: Problem) -> list[Value]:
-    """Return the three largest steps that are not more than the parts."""
+def _chunks(problem: Problem) -> list[int]:
+    """Return how many parts a step may add: the three largest powers of two up to all of them."""
     return [n for n in (4, 8, 16, 32, 64, 128) if n <= max(4, bucket(problem["splits"]))][-3:]
+
+
+def _is_small(width: Value, chunk: Value) -> bool:
+    """Return whether two tiles of parts fit a thread's registers."""
+    return int(width or 0) * int(chunk or 0) <= _MOST_OF_A_TILE
 
 
 def _join_axes(problem: Problem) -> dict[str, list[Value]]:
@@ -735,16 +735,16 @@ def _join_axes(problem: Problem) -> dict[str, list[Value]]:
     return {
         "schedule": ["block"],
         "width": widths or [depth_of(problem)],
-        "chunk": _chunks(problem),
+        "chunk": [*_chunks(problem)],
         "num_worker_warps": [0, 8],
     }
 
 
 def _join_default(problem: Problem, target: Target) -> Config:
-    """Return whole heads if they fill the GPU, else slices of 32 columns."""
+    """Return blocks of 128 columns if the heads fill the GPU, else of 32."""
     fills = problem["kv_heads"] * problem["group"] >= target.sm_count
     width = min(128 if fills else 32, depth_of(problem))
-    chunk = max(n for n in _chunks(problem) if n * width <= _MOST_OF_A_TILE)
+    chunk = max(n for n in _chunks(problem) if _is_small(width, n))
     return Config(schedule="block", width=width, chunk=chunk, num_worker_warps=0)
 
 
@@ -766,13 +766,13 @@ JOIN = spec(
         (
             Constraint(
                 "a larger tile of parts spills",
-                lambda problem, config, target: config["width"] * config["chunk"] <= _MOST_OF_A_TILE,
+                lambda problem, config, target: _is_small(config["width"], config["chunk"]),
             ),
         ),
     ),
     default=_join_default,
     generic=lambda problem: Config(
-        schedule="persistent", width=min(128, depth_of(problem)), chunk=16, num_worker_warps=0
+        schedule="persistent", width=min(32, depth_of(problem)), chunk=8, num_worker_warps=0
     ),
     given=_given_parts,
     flops=lambda problem: 2 * problem["kv_heads"] * problem["splits"] * problem["group"] * problem["head_dim"],
