@@ -771,8 +771,9 @@ JOIN = spec(
         ),
     ),
     default=_join_default,
+    # Smaller steps spill in the loop of resident blocks.
     generic=lambda problem: Config(
-        schedule="persistent", width=min(32, depth_of(problem)), chunk=8, num_worker_warps=0
+        schedule="persistent", width=min(32, depth_of(problem)), chunk=64, num_worker_warps=0
     ),
     given=_given_parts,
     flops=lambda problem: 2 * problem["kv_heads"] * problem["splits"] * problem["group"] * problem["head_dim"],
