@@ -39,6 +39,7 @@ from tilekern.kernels import spec_named
 from tilekern.kernels.attention.problem import lengths
 from tilekern.kernels.experts.route import routed
 from tilekern.kernels.grouped.routing import SLOTS
+from tilekern.runtime.rows import has_rows
 from tilekern.spec import Config, KernelSpec, Problem, bucket, cdiv
 from tilekern.spec.bits import is_of_a_layer
 from tilekern.tuning.verify.adversarial import drawn
@@ -101,7 +102,7 @@ def placements(spec: KernelSpec, problem: Problem, device: str) -> Iterator[list
         problem: the problem; its sizes are the largest of its bucket.
         device: where arrays are made, as torch names it.
     """
-    if not problem.get("deterministic", True):
+    if not problem.get("deterministic", True) or not has_rows(spec.name, problem):
         return
     names = tuple(d.name for d in spec.dimensions if d.kind == "bucketed")
     if names == _OF_SEQUENCES:
