@@ -54,7 +54,7 @@ ODD = {
 
 
 # Dimensions that take the size of another if none is given for them.
-SAME = {"groups": "tokens", "queries": "tokens", "keys": "tokens"}
+SAME = {"groups": "tokens", "kv_columns": "columns", "queries": "tokens", "keys": "tokens"}
 
 
 def compiled() -> list[KernelSpec]:

@@ -16,7 +16,7 @@ from tilekern.spec import Config
 from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
 from tilekern.tuning.measure.stage import is_composite
 
-SPEC = spec_named("skinny_linear")
+SPEC, PROJECTIONS = spec_named("skinny_linear"), spec_named("skinny_projections")
 EPILOGUES = ("gated", *FLAGS)
 # The shapes of tiles, and how the tiles are gone over.
 SHAPES = ("tile_m", "tile_n", "tile_k")
@@ -85,6 +85,18 @@ def test_a_rounded_gate_has_the_bits_of_its_parts(kind):
         assert torch.equal(launched(SPEC, problem, config, inputs)["y"], right)
     once = launched(SPEC, problem_of(9, 300, 70, "gated", kind), config, inputs)["y"]
     assert not torch.equal(once, right)
+
+
+@pytest.mark.parametrize(("rows", "columns", "others"), [(1, 128, 64), (9, 70, 131), (70, 150, 5)])
+def test_projections_have_the_bits_of_each_product_alone(rows, columns, others):
+    problem = PROJECTIONS.problem(rows=rows, inner=300, columns=columns, kv_columns=others, dtype="bfloat16")
+    inputs = inputs_of(PROJECTIONS, problem)
+    for config in filter(is_tile, [*configs(PROJECTIONS, problem), *both_defaults(PROJECTIONS, problem)]):
+        found = launched(PROJECTIONS, problem, config, inputs)
+        for name, across in (("q", columns), ("k", others), ("v", others)):
+            weight = inputs[f"{name}_weight"]
+            given = inputs_of(SPEC, problem_of(rows, 300, across)) | {"x": inputs["x"], "weight": weight}
+            assert torch.equal(found[name], launched(SPEC, problem_of(rows, 300, across), config, given)["y"])
 
 
 @pytest.mark.parametrize("target", KNOWN, ids=lambda target: target.key)

@@ -4,8 +4,11 @@ import pytest
 import torch
 from op_samples import launched_by
 
+import tilekern
 from tilekern import ops
+from tilekern.ops import few_rows
 from tilekern.ops.linear import product
+from tilekern.runtime import dispatch
 
 FEW, MANY = {"skinny_linear": 1}, {"matmul": 1}
 WEIGHT, OTHER, DOWN, BIAS = torch.randn(19, 24), torch.randn(19, 24), torch.randn(24, 19), torch.randn(19)
@@ -52,6 +55,36 @@ def test_what_patched_models_call_runs_torch_s_products_otherwise(name):
     assert products(many) == products(few.clone().requires_grad_()) == {}
     with torch.autocast("cpu", torch.bfloat16):
         assert products(few) == {}
+
+
+def test_q_k_and_v_are_one_launch_with_torch_s_results():
+    x, weights = torch.randn(2, 3, 24), (torch.randn(40, 24), WEIGHT, OTHER)
+    found = []
+    assert launched_by(lambda: found.extend(ops.projections(x, *weights))) == {"skinny_projections": 1}
+    for y, weight in zip(found, weights, strict=True):
+        torch.testing.assert_close(y, x @ weight.T)
+    # Others than two of one size, or more rows, are products of their own.
+    assert "skinny_projections" not in launched_by(lambda: ops.projections(x, WEIGHT, weights[0], OTHER))
+    assert "skinny_projections" not in launched_by(lambda: ops.projections(torch.randn(65, 24), *weights))
+
+
+@pytest.mark.parametrize(("tile_n", "launches"), [(64, {"skinny_projections": 1}), (32, {"skinny_linear": 3})])
+def test_in_the_mode_q_k_and_v_are_one_launch_if_its_sums_are_those_of_each(tile_n, launches, monkeypatch):
+    """Tiles narrower than 64 have instructions of their own."""
+
+    def found(spec, device, *sizes):
+        plan = dispatch.plan_for(spec, device, *sizes)
+        if spec.name == "skinny_linear":
+            plan.config = plan.config.but(tile_n=tile_n)
+        return plan
+
+    monkeypatch.setattr(few_rows, "tuned_plan_for", found)
+    dispatch.forget()
+    x, weights = torch.randn(3, 24), (torch.randn(40, 24), WEIGHT, OTHER)
+    with tilekern.invariant():
+        ran = launched_by(lambda: ops.projections(x, *weights))
+    dispatch.forget()
+    assert ran == launches
 
 
 def test_a_weight_that_is_stored_transposed_is_not_copied():

@@ -10,8 +10,10 @@ from torch import Tensor
 from tilekern.errors import NoVariant
 from tilekern.kernels.families.placeholders import placeholder
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
+from tilekern.kernels.matmul.space import is_tile
 from tilekern.kernels.skinny.linear import SPEC, sizes
-from tilekern.kernels.skinny.tiles import MOST_ROWS
+from tilekern.kernels.skinny.projections import SPEC as PROJECTIONS
+from tilekern.kernels.skinny.tiles import MOST_ROWS, USUAL
 from tilekern.ops.registration import as_rows, is_eager, needs_gradient, run_product, shaped
 from tilekern.runtime.dispatch import MOST_PLANS, Plan, is_invariant, memo, refused, tuned_plan_for
 
@@ -89,6 +91,58 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
     except NoVariant as error:
         refused(SPEC, error)
         return None
+
+
+def projections(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor) -> tuple[Tensor, ...] | None:
+    """Return ``x @ weight^T`` for three weights by one launch if a record names its kernel; else None.
+
+    In the invariant mode the products' own kernels must be those of their classes, and this one add up as they do.
+    """
+    weights, shape = (q_weight, k_weight, v_weight), x.shape
+    if torch.compiler.is_compiling() or not shape or x.numel() > MOST_ROWS * shape[-1]:
+        return None
+    key = shape, *(weight.shape for weight in weights), x.dtype, x.get_device(), x.is_meta
+    try:
+        plan = _known[key]
+    except KeyError:
+        if not is_served(x, *weights):
+            return None
+        plan = _joined(x, *weights)
+        if not x.is_meta and len(_known) < MOST_PLANS:
+            _known[key] = plan
+    if plan is None or not is_served(x, *weights) or any(weight.dtype != x.dtype for weight in weights):
+        return None
+    rows = as_rows(x)
+
+    def results() -> tuple[Tensor, ...]:
+        return tuple(torch.empty((rows.shape[0], w.shape[0]), dtype=x.dtype, device=x.device) for w in weights)
+
+    try:
+        made = plan.run(x.get_device(), (rows, *map(as_rows, weights)), results)
+    except NoVariant as error:
+        refused(PROJECTIONS, error)
+        return None
+    return tuple(shaped(y, *shape[:-1], y.shape[1]) for y in made)
+
+
+def _joined(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor) -> Plan | None:
+    """Return the plan of three products in one launch, if a record says that it is the fastest for them."""
+    found = sizes_of(x, q_weight) if q_weight.dim() == 2 else None
+    ends = {q_weight.shape[1:], k_weight.shape[1:], x.shape[-1:]}
+    if found is None or k_weight.shape != v_weight.shape or len(ends) > 1:
+        return None
+    columns, terms = q_weight.shape
+    plan = tuned_plan_for(PROJECTIONS, x.device, x.numel() // terms, terms, columns, k_weight.shape[0], x.dtype)
+    if plan is None or not is_invariant():
+        return plan
+    of_each = [tuned(x, weight) for weight in (q_weight, k_weight)]
+    return plan if all(one is not None and _adds_alike(one, plan) for one in of_each) else None
+
+
+def _adds_alike(one: Plan, other: Plan) -> bool:
+    """Return whether two plans of few rows have tiles of the same instructions, so the same sums."""
+    configs = one.config, other.config
+    return all(map(is_tile, configs)) and len({config["tile_n"] >= USUAL for config in configs}) == 1
 
 
 def launched(plan: Plan, x: Tensor, weight: Tensor, up: Tensor | None = None, bias: Tensor | None = None) -> Tensor:

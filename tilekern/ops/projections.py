@@ -3,8 +3,8 @@
 Autograd sums the gradients of a tensor that several layers read in separate passes. Each pass reads two matrices and
 writes one. Here each further product is added to the first one's result.
 
-It is written by hand and not declared, as no kernel of ours runs in a training step; without a gradient each product is
-that of ``linear``'s file.
+It is written by hand and not declared, as no kernel of ours runs in a training step. Without a gradient q, k and v of
+few rows may be one launch; else each product is that of ``linear``'s file.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilekern.ops import few_rows
 from tilekern.ops.linear import product
 from tilekern.ops.registration import applied, differentiable_once, is_eager, needs_gradient, shaped
+
+# The weights of q, k and v, which a kernel takes.
+_JOINED = 3
 
 
 def projections(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -30,7 +34,8 @@ def projections(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         [..., out_features] for each weight.
     """
     if not is_eager(x, *weights) or not needs_gradient(x, *weights):
-        return tuple(product(x, weight) for weight in weights)
+        joined = few_rows.projections(x, *weights) if len(weights) == _JOINED else None
+        return joined or tuple(product(x, weight) for weight in weights)
     return _apply(x, *weights)
 
 

@@ -19,8 +19,11 @@ _SUMS = re.compile(
     r"cross_entropy_(forward|fused)|fused_linear_.*|kl_div.*|(logits_)?jsd.*|tvd.*|router_losses_forward"
 )
 # These copy rows, count and sort: no bit of theirs is rounded. The parts of a token's attention have one order and
-# whole exponents, which leave no choice to the kernel that adds them up.
-_EXACT = frozenset(("cache_rows", "decode_join", "gather_rows", "greedy", "route_count", "route_place", "sample"))
+# whole exponents, which leave no choice to the kernel that adds them up. Who joins products in one launch sees to it
+# that they are added up as each alone.
+_EXACT = frozenset((
+    "cache_rows", "decode_join", "gather_rows", "greedy", "route_count", "route_place", "sample", "skinny_projections",
+))  # fmt: skip
 
 
 def has_rows(kernel: str, problem: Problem | None = None) -> bool:

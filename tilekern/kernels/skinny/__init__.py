@@ -1,5 +1,5 @@
-"""Linear layers of few rows: whole sums in one kernel, or shares of the sums in one and their join in another."""
+"""Linear layers of few rows: whole sums in one kernel, of q, k and v too, or shares of sums in one and their join."""
 
-from tilekern.kernels.skinny import linear, split
+from tilekern.kernels.skinny import linear, projections, split
 
-SPECS = (*linear.SPECS, *split.SPECS)
+SPECS = (*linear.SPECS, *projections.SPECS, *split.SPECS)
