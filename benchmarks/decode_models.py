@@ -18,6 +18,7 @@ from benchmarks.providers import OURS, one_line
 from benchmarks.results import Row
 from benchmarks.trainers import trainer_named
 from tilekern.ops import linear_layers
+from tilekern.patch.graphs import graphs_of
 from tilekern.patch.stepping import auto_class
 from tilekern.tuning.measure.timing import Timing
 
@@ -173,6 +174,7 @@ def steps(
         del decoder
         if device == "cuda":
             torch.cuda.empty_cache()
+    yield from _without_replay(model, who)
 
 
 def _copied_per_us(clock: Any, device: str) -> float:
@@ -228,6 +230,14 @@ def generated(
             yield _row(case, who, "first_call_s", first_us / 1e6, "s")
         except Exception as error:  # noqa: BLE001 (as above)
             yield f"{case}: {who} left out: {one_line(error)}"
+    yield from _without_replay(model, who)
+
+
+def _without_replay(model: Any, who: str) -> Iterator[str]:
+    """Say why steps of a model with graphs ran eagerly, if some did for another reason than being new."""
+    for graphs in graphs_of(model).values():
+        if graphs.reasons:
+            yield f"{who}: {graphs}"
 
 
 def prefills(name: str, model: Any, label: str, tokens: int, samples: int) -> Iterator[Found]:

@@ -29,7 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-_PRODUCTS = ("skinny_linear", "matmul")
 WAY_OF_STEPS = "tilekern-graph"
 OF_A_LAYER = ("q, k, v", "o", "gate, up, activation", "down")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -114,14 +113,15 @@ def test_the_products_of_qwen3_8b_are_all_its_weights_but_the_embedding():
 
 
 def test_the_plan_has_the_problems_of_both_modes(tiny, tmp_path):
-    """Each count of rows has its own products: q and o, k and v, gate and up, down, the head."""
+    """Each count of rows has its products: q, k and v, of few rows in one launch; o, gate and up, down, the head."""
     path = tmp_path / "plan.json"
     arguments = ["decode", tiny, "--batch", "1,8", "--contexts", "64", "--plan", str(path), "--gpu", "H100"]
     assert main(arguments) == 0
     tilekern.reset()
     found = [(one["kernel"], one["problem"]) for one in json.loads(path.read_text())["problems"]]
-    rows = {name: Counter(problem["rows"] for kernel, problem in found if kernel == name) for name in _PRODUCTS}
-    assert rows == {name: {1: 5, 8: 5} for name in _PRODUCTS}
+    counts = {"skinny_projections": 1, "skinny_linear": 4, "matmul": 5}
+    rows = {name: Counter(problem["rows"] for kernel, problem in found if kernel == name) for name in counts}
+    assert rows == {name: {1: count, 8: count} for name, count in counts.items()}
     heads = {problem["kv_heads"] for kernel, problem in found if kernel == "decode_attention"}
     batches = {problem["batch"] for kernel, problem in found if kernel == "attention_forward"}
     assert (heads, batches) == ({2, 16}, {1, 8})

@@ -1,5 +1,6 @@
 """Decoding on a GPU: attention to a cache, products of few rows, the next token; and the bits of a row alone."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from tilekern.compile.toolchain import toolkit
 from tilekern.kernels import spec_named
 from tilekern.kernels.matmul.space import is_tile
 from tilekern.ops.operation import DECLARED
-from tilekern.patch.graphs import graphs_of
+from tilekern.patch.graphs import EAGER_STEPS, graphs_of
 from tilekern.runtime import dispatch
 from tilekern.spec.targets import here
 from tilekern.tuning.verify.check import make_outputs
@@ -416,6 +417,23 @@ def test_captured_tokens_are_those_of_eager_steps(kind, recorded, monkeypatch):
     graphs = graphs_of(model)[""]
     assert graphs.replays > 60
     assert not graphs.reasons
+
+
+@pytest.mark.usefixtures("patched")
+def test_caches_that_come_and_go_are_captured_each():
+    """The pool of the graphs of a cache that is gone cannot be captured into."""
+    model, ids = generator("qwen3", torch.bfloat16), torch.tensor([PROMPTS[3]] * 2, device="cuda")
+    how = greedily(cache_implementation="static", max_new_tokens=20)
+    wanted = [model.generate(ids[:count], generation_config=how, disable_compile=True) for count in (2, 1)]
+    tilekern.graphed(model)
+    for count in (2, 2, 1, 2, 1, 1):
+        found = model.generate(ids[:count], generation_config=how)
+        assert torch.equal(found, wanted[2 - count])
+        gc.collect()
+    graphs = graphs_of(model)[""]
+    assert not graphs.reasons
+    # A call of other sizes than the last one's takes two eager steps at most.
+    assert graphs.replays >= 6 * 19 - 4 * EAGER_STEPS
 
 
 @pytest.mark.usefixtures("patched")

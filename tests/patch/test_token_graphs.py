@@ -1,6 +1,7 @@
 """Steps of one token after a static cache, captured: on the CPU, where a recording runs again what it recorded."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import rerunning
@@ -237,6 +238,62 @@ def test_graphs_go_with_their_cache(monkeypatch):
     assert of(model).captured == 1
     del cache
     assert of(model).captured == 0
+
+
+def test_calls_of_the_same_sizes_share_a_cache_and_its_graph():
+    """transformers makes a cache for each call, to whose memory no graph of another one writes."""
+    tilekern.apply(model_type="qwen3")
+    model = make()
+    prompts = [torch.randint(1, 61, (2, 5)) for _ in range(3)]
+    wanted = [model.generate(ids, **GREEDY) for ids in prompts]
+    tilekern.graphed(model)
+    for number, (ids, right) in enumerate(zip(prompts, wanted, strict=True)):
+        assert torch.equal(model.generate(ids, **STATIC), right)
+        assert of(model).replays == (number + 1) * (NEW - 1) - graphs.EAGER_STEPS
+    assert of(model).captured == 1
+    cache = of(model).cache
+    # Others need memory of their own, and a training step that of all.
+    model.generate(prompts[0][:1], **STATIC)
+    assert of(model).cache is not cache
+    model.generate(prompts[0], **STATIC | {"max_new_tokens": NEW + 8})
+    assert of(model).cache.layers[0].keys.shape[0] == 2
+    model.train()(input_ids=IDS, labels=IDS)
+    assert of(model).cache is None
+    assert of(model).captured == 0
+
+
+def test_a_cache_that_is_returned_is_the_caller_s():
+    tilekern.apply(model_type="qwen3")
+    model = tilekern.graphed(make())
+    found = model.generate(IDS, return_dict_in_generate=True, **STATIC)
+    held = [x.clone() for x in (found.sequences, found.past_key_values.layers[0].keys)]
+    model.generate(IDS.flip(1), **STATIC)
+    assert all(map(torch.equal, held, (found.sequences, found.past_key_values.layers[0].keys)))
+    assert of(model).cache is not found.past_key_values
+
+
+def test_threads_that_generate_with_one_model_have_a_cache_each():
+    tilekern.apply(model_type="qwen3")
+    model = tilekern.graphed(make())
+    wanted = [model.generate(ids, **GREEDY) for ids in (IDS, IDS.flip(1))]
+    model.generate(IDS, **STATIC)
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda ids: model.generate(ids, **STATIC), (IDS, IDS.flip(1))))
+    assert all(map(torch.equal, both, wanted))
+
+
+def test_a_pool_of_graphs_that_are_gone_is_not_named_again(monkeypatch):
+    """torch refuses to capture into a pool whose last graph is gone."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    pool, first, second = captured.Pool(), Empty(), Empty()
+    name = pool.name()
+    pool.add(first)
+    assert pool.name() is name
+    pool.add(second)
+    del first
+    assert pool.name() is name
+    del second
+    assert pool.name() is not name
 
 
 def test_all_models_of_a_job_may_have_them():

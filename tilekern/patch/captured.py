@@ -50,28 +50,51 @@ class Recording(Protocol):
         """Do it again."""
 
 
+class Pool:
+    """The memory that graphs share.
+
+    torch takes it back with the last of its graphs, and no later capture may name it: there is another one then.
+    """
+
+    def __init__(self) -> None:
+        self._name: Any = None
+        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+
+    def name(self) -> Any:
+        """Return what torch calls the pool of the graphs that live."""
+        if not self._graphs:
+            self._name = torch.cuda.graph_pool_handle()
+        return self._name
+
+    def add(self, graph: Graph) -> None:
+        """Note a graph that was captured into the pool."""
+        self._graphs.add(graph)
+
+
 class Graph:
     """A recording in a CUDA graph."""
 
-    def __init__(self, pool: Any, stream: Any) -> None:
+    def __init__(self, pool: Pool, stream: Any) -> None:
         self._graph, self._pool, self._stream = torch.cuda.CUDAGraph(), pool, stream
 
     def record(self, run: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
         """Capture; other threads may go on meanwhile, as the one that pins a data loader's memory does."""
-        device = self._stream.device
+        device, pool = self._stream.device, self._pool.name()
         random_state = torch.cuda.get_rng_state(device)
         mode = "thread_local"
         try:
-            with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
-                return run()
+            with torch.cuda.graph(self._graph, pool=pool, stream=self._stream, capture_error_mode=mode):
+                results = run()
         except BaseException:
-            self._give_up(device, random_state)
+            self._give_up(device, pool, random_state)
             raise
+        self._pool.add(self)
+        return results
 
-    def _give_up(self, device: torch.device, random_state: Tensor) -> None:
+    def _give_up(self, device: torch.device, pool: Any, random_state: Tensor) -> None:
         """Take torch's allocator and generator out of a capture that CUDA has ended early: torch leaves both in it."""
         with contextlib.suppress(RuntimeError):  # the capture was ended as it should
-            torch._C._cuda_endAllocateToPool(device.index, self._pool)
+            torch._C._cuda_endAllocateToPool(device.index, pool)
         try:
             torch.rand(1, device=device)
         except RuntimeError:
@@ -119,13 +142,11 @@ class Room:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.places: set[int] = set()
-        self._pool: Any = None
+        self._pool = Pool()
         self._waiting: weakref.ref[_Turn] | None = None
 
     def recording(self) -> Recording:
         """Return a new, empty recording."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         # One stream for all captures: torch's libraries keep a workspace for each that they see.
         if self.device not in _streams:
             _streams[self.device] = torch.cuda.Stream(self.device)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from tilekern.ops import linear_layers
-from tilekern.patch.graphs import has_graphs
+from tilekern.patch.graphs import graphs_of_instance, has_graphs
 from tilekern.runtime.dispatch import is_invariant
 from tilekern.runtime.locks import ForkLock
 
@@ -35,8 +36,17 @@ _WHOLE, _WINDOWED, _WINDOW = "full_attention", "sliding_attention", "sliding_win
 # transformers' choice whether to read late that generation ends, which it makes on "mps" alone.
 _STOPS, _IS_LATE, _LATE = "DeferredStopCheck", "is_supported", "mps"
 _lock = ForkLock()
-# Whether the model that generates has graphs.
-_is_replayed: ContextVar[bool] = ContextVar("_is_replayed", default=False)
+# The method that makes a static cache for a call.
+_PREPARE = "_prepare_static_cache"
+
+
+class _Replayed:
+    """A call of ``generate`` for a model with graphs, and its static cache."""
+
+    cache: Any = None
+
+
+_replayed: ContextVar[_Replayed | None] = ContextVar("_replayed", default=None)
 
 
 def stand_in(is_on: bool) -> None:
@@ -45,6 +55,7 @@ def stand_in(is_on: bool) -> None:
     for owner in getattr(getattr(home, _KIND, None), "__mro__", ()):
         for name in _NAMES:
             _exchange(owner, name, _by_kernels, is_on=is_on)
+        _exchange(owner, _PREPARE, _shared, is_on=is_on)
     if hasattr(home, _STOPS):  # since transformers 5.24
         _exchange(getattr(home, _STOPS), _IS_LATE, _late, is_on=is_on)
 
@@ -65,12 +76,18 @@ def _by_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **options: Any) -> Any:
         if original.__name__ == "generate" and has_graphs(self):
             options.setdefault("disable_compile", True)  # transformers compiles the steps of a static cache
-        before = _is_replayed.set(has_graphs(self))
+        call = _Replayed() if has_graphs(self) else None
+        before = _replayed.set(call)
         try:
             with linear_layers.exchanged(), _keys_kept() if is_invariant() else contextlib.nullcontext():
-                return original(self, *args, **options)
+                found = original(self, *args, **options)
         finally:
-            _is_replayed.reset(before)
+            _replayed.reset(before)
+        graphs = graphs_of_instance(self)
+        if graphs is not None and call is not None and call.cache is not None:
+            is_returned = isinstance(found, dict) and any(x is call.cache for x in found.values())
+            graphs.cache = None if is_returned else call.cache
+        return found
 
     return generate
 
@@ -78,10 +95,44 @@ def _by_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
 def _late(original: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(original)
     def is_supported(device: torch.device, *args: Any, **options: Any) -> bool:
-        is_late = _is_replayed.get() and device.type == "cuda"
+        is_late = _replayed.get() is not None and device.type == "cuda"
         return original(torch.device(_LATE) if is_late else device, *args, **options)
 
     return is_supported
+
+
+def _shared(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def prepare(self: Any, *args: Any, **options: Any) -> Any:
+        made = original(self, *args, **options)
+        call, graphs = _replayed.get(), graphs_of_instance(self)
+        batch_size = signature.bind(self, *args, **options).arguments.get("batch_size")
+        if call is not None and graphs is not None and batch_size is not None:
+            # Another thread may generate with this model meanwhile, and needs a cache of its own.
+            kept, graphs.cache = graphs.cache, None
+            if kept is not None and _serves(kept, made, self, batch_size):
+                kept.reset()
+                made = kept
+            call.cache = made
+        return made
+
+    return prepare
+
+
+def _serves(kept: Any, made: Any, model: Any, batch_size: int) -> bool:
+    """Return whether a static cache is what a new one, which has no memory yet, would become."""
+    kinds = [[(type(x), x.max_cache_len) for x in getattr(cache, "layers", [])] for cache in (kept, made)]
+    if type(kept) is not type(made) or kinds[0] != kinds[1] or getattr(made, "offloading", False):
+        return False
+    keys = [layer.keys for layer in kept.layers if layer.is_initialized]
+    return len(keys) == len(kept.layers) and all(
+        x.shape[0] == batch_size
+        and (x.dtype, x.device) == (model.dtype, model.device)
+        and x.is_inference() == torch.is_inference_mode_enabled()
+        for x in keys
+    )
 
 
 class _Whole:

@@ -102,7 +102,7 @@ def ungraphed(model: torch.nn.Module) -> None:
 
 def graphs_of(model: torch.nn.Module) -> dict[str, Graphs]:
     """Return the graphs of a model and of the models inside it, by their paths."""
-    return {name: found for name, module in model.named_modules() if (found := _own(module)) is not None}
+    return {name: found for name, module in model.named_modules() if (found := graphs_of_instance(module)) is not None}
 
 
 class Graphs:
@@ -112,7 +112,10 @@ class Graphs:
         replays: steps that were replayed.
         first: calls of steps that ran eagerly because their form was new.
         reasons: why other calls of steps ran eagerly, and how often.
+        cache: the static cache of the last generation, for the next one; a training step frees its memory.
     """
+
+    cache: Any = None
 
     def __init__(self, model: torch.nn.Module, lengths: Sequence[int] = (), most: int = 8) -> None:
         self._model, self._lengths, self._most = weakref.ref(model), lengths, most
@@ -168,6 +171,7 @@ class Graphs:
             return model._call_impl(*args, **kwargs)
         if not model.training:
             return self._decode(model, args, kwargs)
+        self.cache = None
         with inside():
             try:
                 found = self._step(model, {**dict(zip(self._names, args, strict=False)), **kwargs})
@@ -606,7 +610,8 @@ def _give(model: torch.nn.Module, made: Graphs) -> Graphs:
     return made
 
 
-def _own(module: torch.nn.Module) -> Graphs | None:
+def graphs_of_instance(module: torch.nn.Module) -> Graphs | None:
+    """Return the graphs of a model itself, not of one inside it; None if it has none yet."""
     found = vars(module).get(_NAME)
     return found if isinstance(found, Graphs) and found.is_of(module) else None
 
@@ -620,7 +625,7 @@ class _Place:
     def __get__(self, module: torch.nn.Module | None, kind: type) -> Graphs | None:
         if module is None:
             return None
-        found = _own(module)
+        found = graphs_of_instance(module)
         if found is None and _may_step(module) and not is_inside() and any(x in _everywhere for x in kind.__mro__):
             inner = next(iter(graphs_of(module).values()), None)
             found = _give(module, Graphs(module) if inner is None else inner.of(module))
@@ -639,7 +644,7 @@ _KINDS = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_model": "
 
 def has_graphs(model: torch.nn.Module) -> bool:
     """Return whether a model's steps are replayed, because of :func:`graphed` or :func:`stand_in`."""
-    return _own(model) is not None or any(kind in _everywhere for kind in type(model).__mro__)
+    return graphs_of_instance(model) is not None or any(kind in _everywhere for kind in type(model).__mro__)
 
 
 def _put_place(kind: type) -> None:
