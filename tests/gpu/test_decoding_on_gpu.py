@@ -421,7 +421,7 @@ def test_captured_tokens_are_those_of_eager_steps(kind, recorded, monkeypatch):
 
 @pytest.mark.usefixtures("patched")
 def test_caches_that_come_and_go_are_captured_each():
-    """The pool of the graphs of a cache that is gone cannot be captured into."""
+    """No graph can be captured into the pool of those that are gone while a workspace of cuBLAS is in it."""
     model, ids = generator("qwen3", torch.bfloat16), torch.tensor([PROMPTS[3]] * 2, device="cuda")
     how = greedily(cache_implementation="static", max_new_tokens=20)
     wanted = [model.generate(ids[:count], generation_config=how, disable_compile=True) for count in (2, 1)]

@@ -283,7 +283,7 @@ def test_threads_that_generate_with_one_model_have_a_cache_each():
 
 
 def test_a_pool_of_graphs_that_are_gone_is_not_named_again(monkeypatch):
-    """torch refuses to capture into a pool whose last graph is gone."""
+    """torch refuses to capture into a pool whose last graph is gone, if a workspace of cuBLAS is still in it."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     pool, first, second = captured.Pool(), Empty(), Empty()
     name = pool.name()

@@ -53,7 +53,8 @@ class Recording(Protocol):
 class Pool:
     """The memory that graphs share.
 
-    torch takes it back with the last of its graphs, and no later capture may name it: there is another one then.
+    It ends with the last of them. torch refuses to capture into what is left of it, such as a workspace of cuBLAS, so
+    the next graph begins another one.
     """
 
     def __init__(self) -> None:

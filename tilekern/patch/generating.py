@@ -106,16 +106,19 @@ def _shared(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def prepare(self: Any, *args: Any, **options: Any) -> Any:
-        made = original(self, *args, **options)
+        given = signature.bind(self, *args, **options).arguments
         call, graphs = _replayed.get(), graphs_of_instance(self)
-        batch_size = signature.bind(self, *args, **options).arguments.get("batch_size")
-        if call is not None and graphs is not None and batch_size is not None:
-            # Another thread may generate with this model meanwhile, and needs a cache of its own.
-            kept, graphs.cache = graphs.cache, None
-            if kept is not None and _serves(kept, made, self, batch_size):
-                kept.reset()
-                made = kept
-            call.cache = made
+        if call is None or graphs is None or "batch_size" not in given:
+            return original(self, *args, **options)
+        # Another thread may generate with this model meanwhile, and needs a cache of its own.
+        kept, graphs.cache = graphs.cache, None
+        if given.get("prefill_chunk_size") is not None:
+            kept = None  # transformers gives the new cache its memory at once
+        made = original(self, *args, **options)
+        if kept is not None and _serves(kept, made, self, given["batch_size"]):
+            kept.reset()
+            made = kept
+        call.cache = made
         return made
 
     return prepare
