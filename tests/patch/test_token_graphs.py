@@ -285,7 +285,9 @@ def test_threads_that_generate_with_one_model_have_a_cache_each():
 def test_a_pool_of_graphs_that_are_gone_is_not_named_again(monkeypatch):
     """torch refuses to capture into a pool whose last graph is gone, if a workspace of cuBLAS is still in it."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    pool, first, second = captured.Pool(), Empty(), Empty()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: object())
+    monkeypatch.setattr(captured, "_spare", {})
+    pool, first, second = captured.Pool(torch.device("cuda", 0)), Empty(), Empty()
     name = pool.name()
     pool.add(first)
     assert pool.name() is name
@@ -294,6 +296,12 @@ def test_a_pool_of_graphs_that_are_gone_is_not_named_again(monkeypatch):
     assert pool.name() is name
     del second
     assert pool.name() is not name
+    # Pools that live have streams of their own; that of one that is gone is the next one's.
+    other = captured.Pool(torch.device("cuda", 0))
+    stream = other.stream
+    assert stream is not pool.stream
+    del other
+    assert captured.Pool(torch.device("cuda", 0)).stream is stream
 
 
 def test_all_models_of_a_job_may_have_them():

@@ -51,40 +51,52 @@ class Recording(Protocol):
 
 
 class Pool:
-    """The memory that graphs share.
+    """The memory that graphs share, and the stream that they are captured on.
 
-    It ends with the last of them. torch refuses to capture into what is left of it, such as a workspace of cuBLAS, so
-    the next graph begins another one.
+    The memory ends with the last of them. torch refuses to capture into what is left of it, such as a workspace of
+    cuBLAS, so the next graph begins another one.
+
+    cuBLAS has a workspace for each stream, in the pool that saw it first, and torch 2.12 frees it with any graph of the
+    stream. So graphs of two pools have two streams: those of one would compute in what was the other's memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        spare = _spare.setdefault(device, [])
+        # cuBLAS keeps workspaces of streams that are used no more, so they are used again.
+        self.stream: Any = spare.pop() if spare else torch.cuda.Stream(device)
+        weakref.finalize(self, spare.append, self.stream)
         self._name: Any = None
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
 
     def name(self) -> Any:
-        """Return what torch calls the pool of the graphs that live."""
+        """Return what torch calls the memory of the graphs that live."""
         if not self._graphs:
             self._name = torch.cuda.graph_pool_handle()
         return self._name
 
     def add(self, graph: Graph) -> None:
-        """Note a graph that was captured into the pool."""
+        """Note a graph that was captured."""
         self._graphs.add(graph)
+
+
+# By devices: the streams of pools that are gone.
+_spare: dict[torch.device, list[Any]] = {}
 
 
 class Graph:
     """A recording in a CUDA graph."""
 
-    def __init__(self, pool: Pool, stream: Any) -> None:
-        self._graph, self._pool, self._stream = torch.cuda.CUDAGraph(), pool, stream
+    def __init__(self, pool: Pool) -> None:
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def record(self, run: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
         """Capture; other threads may go on meanwhile, as the one that pins a data loader's memory does."""
-        device, pool = self._stream.device, self._pool.name()
+        stream, pool = self._pool.stream, self._pool.name()
+        device = stream.device
         random_state = torch.cuda.get_rng_state(device)
         mode = "thread_local"
         try:
-            with torch.cuda.graph(self._graph, pool=pool, stream=self._stream, capture_error_mode=mode):
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode=mode):
                 results = run()
         except BaseException:
             self._give_up(device, pool, random_state)
@@ -130,9 +142,6 @@ def inside() -> Iterator[None]:
         _inside.now = before
 
 
-_streams: dict[torch.device, Any] = {}
-
-
 class Room:
     """The memory of the graphs of one model, which one step at a time may use.
 
@@ -143,15 +152,14 @@ class Room:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.places: set[int] = set()
-        self._pool = Pool()
+        self._pool: Pool | None = None
         self._waiting: weakref.ref[_Turn] | None = None
 
     def recording(self) -> Recording:
         """Return a new, empty recording."""
-        # One stream for all captures: torch's libraries keep a workspace for each that they see.
-        if self.device not in _streams:
-            _streams[self.device] = torch.cuda.Stream(self.device)
-        return Graph(self._pool, _streams[self.device])
+        if self._pool is None:
+            self._pool = Pool(self.device)
+        return Graph(self._pool)
 
     @property
     def is_taken(self) -> bool:
