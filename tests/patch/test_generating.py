@@ -65,17 +65,19 @@ def test_the_function_is_torch_s_outside_and_after_an_error():
 
 
 def test_the_end_is_read_a_step_late_on_a_gpu_where_steps_are_replayed():
-    def is_late(device):
-        return utils.DeferredStopCheck.is_supported(torch.device(device), None, False, is_assistant=False)
+    def is_late(device, is_returned=False):
+        return utils.DeferredStopCheck.is_supported(torch.device(device), None, is_returned, is_assistant=False)
 
     model, seen = make(), []
-    model.lm_head.register_forward_hook(lambda *_: seen.append((is_late("cuda"), is_late("cpu"))))
+    model.lm_head.register_forward_hook(
+        lambda *_: seen.append((is_late("cuda"), is_late("cuda", is_returned=True), is_late("cpu")))
+    )
     model.generate(IDS, **GREEDY)
-    assert set(seen) == {(False, False)}
+    assert set(seen) == {(False, False, False)}
     seen.clear()
     tilekern.graphed(model)
     model.generate(IDS, **GREEDY)
-    assert set(seen) == {(True, False)}
+    assert set(seen) == {(True, False, False)}
     assert not is_late("cuda")
     ours = utils.DeferredStopCheck.is_supported
     tilekern.reset()

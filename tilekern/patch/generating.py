@@ -94,9 +94,12 @@ def _by_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _late(original: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(original)
-    def is_supported(device: torch.device, *args: Any, **options: Any) -> bool:
-        is_late = _replayed.get() is not None and device.type == "cuda"
-        return original(torch.device(_LATE) if is_late else device, *args, **options)
+    def is_supported(
+        device: torch.device, cache: Any, cache_is_returned: bool, *args: Any, **options: Any
+    ) -> bool:  # fmt: skip
+        # From a cache that the caller gets, a step too many would have to be taken back.
+        is_late = _replayed.get() is not None and device.type == "cuda" and not cache_is_returned
+        return original(torch.device(_LATE) if is_late else device, cache, cache_is_returned, *args, **options)
 
     return is_supported
 
