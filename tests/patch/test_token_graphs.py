@@ -8,7 +8,15 @@ import rerunning
 import torch
 from decoding import let_kernels_of_the_class_decode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, Qwen3Config, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+    Gemma2Config,
+    Qwen3Config,
+    StaticCache,
+    T5Config,
+)
 
 import tilekern
 from tilekern.patch import captured, graphs
@@ -270,6 +278,19 @@ def test_a_cache_that_is_returned_is_the_caller_s():
     model.generate(IDS.flip(1), **STATIC)
     assert all(map(torch.equal, held, (found.sequences, found.past_key_values.layers[0].keys)))
     assert of(model).cache is not found.past_key_values
+
+
+def test_a_decoder_behind_an_encoder_gets_a_cache_for_each_call():
+    """Such a cache has no layers of its own that would tell its sizes."""
+    make()  # imports the family
+    tilekern.apply(model_type="qwen3")
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 61}
+    config = T5Config(**sizes, decoder_start_token_id=0, eos_token_id=60, pad_token_id=0)
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    how = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    wanted = [model.generate(ids, **how) for ids in (IDS, IDS[:1])]
+    tilekern.graphed(model)
+    assert all(map(torch.equal, wanted, [model.generate(ids, **how) for ids in (IDS, IDS[:1])]))
 
 
 def test_threads_that_generate_with_one_model_have_a_cache_each():

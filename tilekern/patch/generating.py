@@ -132,8 +132,9 @@ def _serves(kept: Any, made: Any, model: Any, batch_size: int) -> bool:
     kinds = [[(type(x), x.max_cache_len) for x in getattr(cache, "layers", [])] for cache in (kept, made)]
     if type(kept) is not type(made) or kinds[0] != kinds[1] or getattr(made, "offloading", False):
         return False
-    keys = [layer.keys for layer in kept.layers if layer.is_initialized]
-    return len(keys) == len(kept.layers) and all(
+    # That of an encoder and a decoder has no layers of its own.
+    keys = [layer.keys for layer in kept.layers if layer.is_initialized] if kinds[0] else []
+    return 0 < len(keys) == len(kinds[0]) and all(
         x.shape[0] == batch_size
         and (x.dtype, x.device) == (model.dtype, model.device)
         and x.is_inference() == torch.is_inference_mode_enabled()
