@@ -96,7 +96,8 @@ def test_the_report_names_a_gpu_its_key_and_its_records(capsys, monkeypatch):
     told = run(capsys, code=1)
     assert "GPU       0 to 1: H200 (sm_90, 132 SMs, 4,800 GB/s), key sm_90-h200-132 2: H100 80GB HBM3" in told
     assert "driver    580.95.05 serves CUDA 13.0" in told
-    assert re.search(r"the wheel's packs \(\d+ packs\): \d+ records for H200, \d+ for other GPUs \(\d+ measured", told)
+    counted = r"the wheel's packs \(\d+ packs\): \d+ records for H200, \d+ for others of sm_90, \d+ for other GPUs"
+    assert re.search(rf"{counted} \(\d+ measured", told)
     assert "is a build without CUDA: install one of https://pytorch.org" in told, "torch of the tests"
 
 

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("simulated GPU")]
 NO_FLAGS = {d.name: False for d in spec_named("matmul").dimensions if d.kind == "flag"}
 PROBLEMS = [
     ("column_sum", {"rows": 64, "columns": 128, "dtype": "bfloat16"}),
-    ("scale", {"rows": 64, "columns": 32, "dtype": "bfloat16"}),
+    ("swiglu_forward", {"rows": 64, "columns": 32, "dtype": "bfloat16"}),
     ("rms_norm_backward", {"rows": 64, "columns": 128, "dtype": "bfloat16", "weight_dtype": "bfloat16"}),
     ("grouped_weight_gradient", {"rows": 64, "inner": 32, "columns": 64, "experts": 4, "dtype": "bfloat16",
                                  "a_gathered": False, "b_gathered": False}),
@@ -84,12 +84,12 @@ def test_every_problem_has_a_confirmed_winner(simulated, compiled):
         assert len(record.check["cases"]) > 3
     assert found[2].record.measurement["with"] == "column_sum"
     assert not any("with" in winner.record.measurement for winner in found if winner is not found[2])
-    sums, scaled = found[0].record, found[1].record
+    sums, gated = found[0].record, found[1].record
     assert "bits" not in sums.check, "results are not by rows"
-    assert scaled.measurement["invariant"]["bits"] == scaled.check["bits"] != "", "all its configs are of one class"
-    assert scaled.measurement["invariant"]["config"] == scaled.config
+    assert gated.measurement["invariant"]["bits"] == gated.check["bits"] != "", "all its configs are of one class"
+    assert gated.measurement["invariant"]["config"] == gated.config
     classed = {race["kernel"] for race in compiled.races().values() if race.get("invariant")}
-    assert classed == {"column_sum", "scale", "rms_norm_backward"}
+    assert classed == {"column_sum", "swiglu_forward", "rms_norm_backward"}
     [race] = (race for race in compiled.races().values() if race["kernel"] == "rms_norm_backward")
     # The plan has no sum over as few rows as there are blocks: it is the winner of the nearest one.
     [(blocks, follower)] = race["followers"].items()
