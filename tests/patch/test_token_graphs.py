@@ -1,7 +1,6 @@
 """Steps of one token after a static cache, captured: on the CPU, where a recording runs again what it recorded."""
 
 import gc
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import rerunning
@@ -13,6 +12,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     DynamicCache,
     Gemma2Config,
+    LogitsProcessor,
     Qwen3Config,
     StaticCache,
     T5Config,
@@ -293,14 +293,21 @@ def test_a_decoder_behind_an_encoder_gets_a_cache_for_each_call():
     assert all(map(torch.equal, wanted, [model.generate(ids, **how) for ids in (IDS, IDS[:1])]))
 
 
-def test_threads_that_generate_with_one_model_have_a_cache_each():
+def test_a_call_inside_of_another_has_a_cache_of_its_own():
+    class Inner(LogitsProcessor):
+        found = None
+
+        def __call__(self, input_ids, scores):
+            if self.found is None and input_ids.shape[1] == IDS.shape[1] + 4:
+                self.found = model.generate(IDS.flip(1), **STATIC)
+            return scores
+
     tilekern.apply(model_type="qwen3")
-    model = tilekern.graphed(make())
+    model, inner = tilekern.graphed(make()), Inner()
     wanted = [model.generate(ids, **GREEDY) for ids in (IDS, IDS.flip(1))]
     model.generate(IDS, **STATIC)
-    with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda ids: model.generate(ids, **STATIC), (IDS, IDS.flip(1))))
-    assert all(map(torch.equal, both, wanted))
+    outer = model.generate(IDS, logits_processor=[inner], **STATIC)
+    assert all(map(torch.equal, wanted, (outer, inner.found)))
 
 
 def test_a_pool_of_graphs_that_are_gone_is_not_named_again(monkeypatch):

@@ -147,11 +147,13 @@ class Room:
 
     Attributes:
         places: the addresses of gradients of parameters that graphs make.
+        lock: held while a thread fills inputs, replays and takes the results of a graph that generates.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.places: set[int] = set()
+        self.lock = threading.Lock()
         self._pool: Pool | None = None
         self._waiting: weakref.ref[_Turn] | None = None
 

@@ -5,7 +5,8 @@ linear layers, the attention's output and the head among them, are reached by to
 during ``generate`` and ``generate_batch`` alone.
 
 A captured step takes the host less than the GPU, but transformers waits after each token to know whether all sequences
-have ended. So it is let read that one step late, as it does on Apple's GPUs, and takes the step too many back.
+have ended. So it is let read that one step late, as it does on Apple's GPUs, and drops the step too many. Calls of such
+a model share a static cache, as a graph writes to the cache that it was captured with.
 
 In the invariant mode the caches that ``generate`` makes keep the keys that have left a window: without them a tile of
 keys begins elsewhere than in training.
@@ -25,6 +26,7 @@ import torch
 
 from tilekern.ops import linear_layers
 from tilekern.patch.graphs import graphs_of_instance, has_graphs
+from tilekern.patch.token_graphs import captured_kinds
 from tilekern.runtime.dispatch import is_invariant
 from tilekern.runtime.locks import ForkLock
 
@@ -129,16 +131,18 @@ def _shared(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _serves(kept: Any, made: Any, model: Any, batch_size: int) -> bool:
     """Return whether a static cache is what a new one, which has no memory yet, would become."""
-    kinds = [[(type(x), x.max_cache_len) for x in getattr(cache, "layers", [])] for cache in (kept, made)]
-    if type(kept) is not type(made) or kinds[0] != kinds[1] or getattr(made, "offloading", False):
+    # A cache of encoder and decoder has no layers of its own, and those of other kinds are not captured.
+    of_kept, of_made = (getattr(cache, "layers", []) for cache in (kept, made))
+    kinds = [type(x) for x in of_made]
+    if not kinds or not captured_kinds().issuperset(kinds) or kinds != [type(x) for x in of_kept]:
         return False
-    # That of an encoder and a decoder has no layers of its own.
-    keys = [layer.keys for layer in kept.layers if layer.is_initialized] if kinds[0] else []
-    return 0 < len(keys) == len(kinds[0]) and all(
-        x.shape[0] == batch_size
-        and (x.dtype, x.device) == (model.dtype, model.device)
-        and x.is_inference() == torch.is_inference_mode_enabled()
-        for x in keys
+    return not getattr(made, "offloading", False) and all(
+        old.is_initialized
+        and old.max_cache_len == new.max_cache_len
+        and old.keys.shape[0] == batch_size
+        and (old.keys.dtype, old.keys.device) == (model.dtype, model.device)
+        and old.keys.is_inference() == torch.is_inference_mode_enabled()
+        for old, new in zip(of_kept, of_made, strict=True)
     )
 
 

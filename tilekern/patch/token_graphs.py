@@ -25,6 +25,12 @@ _PLAIN = (type(None), bool, int, float, str)
 _COUNT = "cumulative_length_int"
 
 
+def captured_kinds() -> set[type]:
+    """Return the classes of a static cache's layers that a graph may write to."""
+    utils: Any = sys.modules["transformers.cache_utils"]
+    return {utils.StaticLayer, utils.StaticSlidingWindowLayer}
+
+
 class Token(NamedTuple):
     """The arguments of a decode step.
 
@@ -54,10 +60,9 @@ class Token(NamedTuple):
         layers = [] if name is None else getattr(arguments[name], "layers", [])
         if name is None or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != 1 or not layers:
             return None
-        utils: Any = sys.modules["transformers.cache_utils"]
         if not all(getattr(x, "is_compileable", False) and x.is_initialized for x in layers):
             return None  # of another kind, or the first token
-        other = next((x for x in layers if type(x) not in (utils.StaticLayer, utils.StaticSlidingWindowLayer)), None)
+        other = next((x for x in layers if type(x) not in captured_kinds()), None)
         if other is not None:
             raise Refused(f"a cache with layers of {type(other).__name__}")
         found = cls(name, arguments[name], {}, {}, {})
@@ -117,7 +122,7 @@ class TokenStep:
     def __init__(self, model: torch.nn.Module, token: Token, room: Room) -> None:
         self._inputs = {path: _held(x) for path, x in token.tensors.items()}
         self._shown = {path: _Shown(_padding_of(x)) for path, x in token.masks.items()}
-        self._recording = room.recording()
+        self._recording, self._lock = room.recording(), room.lock
         counts, lengths = token.counts, [x.cumulative_length for x in token.cache.layers]
         before = [x.clone() for x in lengths]
         try:
@@ -132,17 +137,18 @@ class TokenStep:
 
     def __call__(self, token: Token) -> Any:
         """Return what the model returns for a step of this form."""
-        for path, given in token.tensors.items():
-            mine = self._inputs[path]
-            mine.copy_(given)
-            if (keys := keys_of(mine)) is not None and (other := keys_of(given)) is not None:
-                keys.copy_(other)
-        for path, told in token.masks.items():
-            self._shown[path].keys.copy_(_padding_of(told).keys)
-        counts = [number + 1 for number in token.counts]
-        self._recording.replay()
-        token.set_counts(counts)
-        fields = {name: x.clone() if isinstance(x, Tensor) else x for name, x in self._fields.items()}
+        with self._lock:
+            for path, given in token.tensors.items():
+                mine = self._inputs[path]
+                mine.copy_(given)
+                if (keys := keys_of(mine)) is not None and (other := keys_of(given)) is not None:
+                    keys.copy_(other)
+            for path, told in token.masks.items():
+                self._shown[path].keys.copy_(_padding_of(told).keys)
+            counts = [number + 1 for number in token.counts]
+            self._recording.replay()
+            token.set_counts(counts)
+            fields = {name: x.clone() if isinstance(x, Tensor) else x for name, x in self._fields.items()}
         return self._kind(**fields | dict.fromkeys(self._caches, token.cache))
 
     def _run(self, model: torch.nn.Module, token: Token) -> list[Tensor | None]:
