@@ -22,7 +22,7 @@ LAYOUTS = {"heads_first": (0, 1, 2, 3), "tokens_first": (0, 2, 1, 3), "reversed"
 def test_rows_are_written_behind_the_count_by_any_config_on_any_grid(data):
     batch, heads, tokens, size = (data.draw(st.integers(1, most)) for most in (3, 5, 4, 20))
     room = data.draw(st.integers(tokens, 12), label="room")
-    before = data.draw(st.integers(0, room + 1), label="count")
+    before = data.draw(st.integers(-2, room + 1), label="count")
     problem = SPEC.problem(rows=batch * tokens, kv_heads=heads, head_dim=size, dtype="float32")
     config = data.draw(st.sampled_from(configs(SPEC, problem)), label="config")
     order = LAYOUTS[data.draw(st.sampled_from(sorted(LAYOUTS)), label="layout")]
@@ -31,8 +31,9 @@ def test_rows_are_written_behind_the_count_by_any_config_on_any_grid(data):
     )
     cache, count = torch.full((2, batch, heads, room, size), torch.nan), torch.tensor([before])
     wanted = cache.clone()
-    written = min(tokens, max(0, room - before))
-    wanted[..., before : before + written, :] = torch.stack((k, v))[..., :written, :]
+    rows = range(max(0, before), min(room, before + tokens))
+    for row in rows:
+        wanted[..., row, :] = torch.stack((k, v))[..., row - before, :]
 
     way = SPEC.implement(problem, config)
     blocks = way.grid(problem, INTERPRETED.sm_count)

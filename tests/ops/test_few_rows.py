@@ -68,6 +68,14 @@ def test_q_k_and_v_are_one_launch_with_torch_s_results():
     assert "skinny_projections" not in launched_by(lambda: ops.projections(torch.randn(65, 24), *weights))
 
 
+def test_weights_of_a_class_of_their_own_are_its_business():
+    class Own(torch.Tensor):
+        pass
+
+    x, weights = torch.randn(3, 24), [torch.randn(size, 24).as_subclass(Own) for size in (40, 19, 19)]
+    assert "skinny_projections" not in launched_by(lambda: ops.projections(x, *weights))
+
+
 @pytest.mark.parametrize(("tile_n", "launches"), [(64, {"skinny_projections": 1}), (32, {"skinny_linear": 3})])
 def test_in_the_mode_q_k_and_v_are_one_launch_if_its_sums_are_those_of_each(tile_n, launches, monkeypatch):
     """Tiles narrower than 64 have instructions of their own."""

@@ -78,6 +78,11 @@ def test_the_end_is_read_a_step_late_on_a_gpu_where_steps_are_replayed():
     tilekern.graphed(model)
     model.generate(IDS, **GREEDY)
     assert set(seen) == {(True, False, False)}
+    # What draws, or has code of the user's, would notice a token more.
+    for more in ({"do_sample": True}, {"logits_processor": [lambda _, scores: scores]}):
+        seen.clear()
+        model.generate(IDS, **GREEDY | more)
+        assert set(seen) == {(False, False, False)}
     assert not is_late("cuda")
     ours = utils.DeferredStopCheck.is_supported
     tilekern.reset()

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import tilekern
-from tilekern.patch import captured, graphs
+from tilekern.patch import captured, generating, graphs
 from tilekern.runtime import dispatch
 
 pytestmark = pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning", "ignore::FutureWarning")
@@ -50,6 +50,8 @@ class Untouched(rerunning.Rerun):
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch):
     rerunning.use(monkeypatch, Untouched)
+    # What runs again holds the cache of its step, unlike a graph.
+    monkeypatch.setattr(generating, "_REFERENCES", generating._REFERENCES + 1)
     yield
     tilekern.reset()
 
@@ -291,6 +293,43 @@ def test_a_decoder_behind_an_encoder_gets_a_cache_for_each_call():
     wanted = [model.generate(ids, **how) for ids in (IDS, IDS[:1])]
     tilekern.graphed(model)
     assert all(map(torch.equal, wanted, [model.generate(ids, **how) for ids in (IDS, IDS[:1])]))
+
+
+def test_a_cache_that_a_hook_holds_is_not_given_to_the_next_call():
+    tilekern.apply(model_type="qwen3")
+    model, held = tilekern.graphed(make()), []
+    hook = model.model.register_forward_pre_hook(lambda *given: held.append(given[-1]["cache"]), with_kwargs=True)
+    model.generate(IDS, **STATIC)
+    hook.remove()
+    keys = held[0].layers[0].keys.clone()
+    model.generate(IDS.flip(1), **STATIC)
+    assert torch.equal(held[0].layers[0].keys, keys)
+
+
+def test_autocast_makes_a_cache_of_its_own():
+    tilekern.apply(model_type="qwen3")
+    model = make()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model.generate(IDS, **GREEDY)
+    tilekern.graphed(model)
+    model.generate(IDS, **STATIC)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model.generate(IDS, **STATIC), wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["keys", "values", "cumulative_length"])
+def test_a_cache_whose_memory_is_elsewhere_is_another_form(name):
+    """Beam search puts new tensors into a cache for each token."""
+    model = tilekern.graphed(make())
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    model(input_ids=IDS, cache=cache)
+    for number in range(4):
+        model(input_ids=IDS[:, number : number + 1], cache=cache)
+    replays = of(model).replays
+    setattr(cache.layers[1], name, getattr(cache.layers[1], name).clone())
+    model(input_ids=IDS[:, :1], cache=cache)
+    assert of(model).replays == replays > 0
 
 
 def test_a_call_inside_of_another_has_a_cache_of_its_own():

@@ -3,7 +3,7 @@
 The number of tokens in the cache, which is the row of the first new one, is known by the GPU alone. All blocks must
 read it before it changes. So each block adds 2^32 to it and gets the former number: its lower half is the row, its
 upper half says how many blocks have it already. The last block takes all of that off again, and adds the new tokens.
-Tokens behind the end of the room are counted, not written.
+Tokens outside of the room are counted, not written.
 
 Layout: k and v [batch, kv_heads, tokens, head_dim], keys and values [batch, kv_heads, room, head_dim], any strides;
 count [1] int64. ``advance`` is the number of new tokens, or 0 if the cache is to stay as it is: whoever times the
@@ -49,8 +49,8 @@ def _loaded(item, k, v, heads, tile_h, width, bounded):
 
 def _stored(rows, place, held, keys, values, bounded):
     cache, b, t, h = place
-    row = (held % _BLOCK).astype(ct.int32) + t
-    if row < keys.shape[2]:
+    row = held.astype(ct.int32) + t
+    if (row >= 0) & (row < keys.shape[2]):
         if cache == 0:
             ct.store(keys, (b, h, row, 0), rows, check_bounds=bounded, allow_tma=False)
         else:
@@ -78,7 +78,8 @@ def cache_rows(
         held = _asked(count)
         _stored(rows, place, held, keys, values, bounded)
     blocks = ct.num_blocks(0)
-    if held // _BLOCK == blocks - 1:
+    # A number below zero, of a cache from which too much was cropped, has all bits of the upper half set.
+    if (held - held.astype(ct.int32).astype(ct.int64)) // _BLOCK == blocks - 1:
         added = ct.full((), advance, ct.int64) - ct.full((), blocks, ct.int64) * _BLOCK
         ct.atomic_add(count, (0,), added, memory_order=ct.MemoryOrder.RELAXED)
 

@@ -17,6 +17,7 @@ from tilekern.kernels.skinny.tiles import MOST_ROWS, USUAL
 from tilekern.ops.registration import as_rows, is_eager, needs_gradient, run_product, shaped
 from tilekern.runtime.dispatch import MOST_PLANS, Plan, is_invariant, memo, refused, tuned_plan_for
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 # The plans of kinds of calls; None for torch's product.
 _known: dict[tuple[Any, ...], Plan | None] = memo()
 
@@ -100,6 +101,8 @@ def projections(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor)
     """
     weights, shape = (q_weight, k_weight, v_weight), x.shape
     if torch.compiler.is_compiling() or not shape or x.numel() > MOST_ROWS * shape[-1]:
+        return None
+    if any(type(given) not in _PLAIN or given.device != x.device for given in (x, *weights)):
         return None
     key = shape, *(weight.shape for weight in weights), x.dtype, x.get_device(), x.is_meta
     try:

@@ -5,8 +5,9 @@ linear layers, the attention's output and the head among them, are reached by to
 during ``generate`` and ``generate_batch`` alone.
 
 A captured step takes the host less than the GPU, but transformers waits after each token to know whether all sequences
-have ended. So it is let read that one step late, as it does on Apple's GPUs, and drops the step too many. Calls of such
-a model share a static cache, as a graph writes to the cache that it was captured with.
+have ended. So it is let read that one step late, as it does on Apple's GPUs, and drops the step too many: of greedy
+calls, since that step would draw a random number, and where only transformers' own code sees its token. Calls of such a
+model share a static cache, as a graph writes to the cache that it was captured with.
 
 In the invariant mode the caches that ``generate`` makes keep the keys that have left a window: without them a tile of
 keys begins elsewhere than in training.
@@ -38,14 +39,23 @@ _WHOLE, _WINDOWED, _WINDOW = "full_attention", "sliding_attention", "sliding_win
 # transformers' choice whether to read late that generation ends, which it makes on "mps" alone.
 _STOPS, _IS_LATE, _LATE = "DeferredStopCheck", "is_supported", "mps"
 _lock = ForkLock()
-# The method that makes a static cache for a call.
-_PREPARE = "_prepare_static_cache"
+# The method that makes a static cache for a call, and the loop of tokens.
+_PREPARE, _LOOP = "_prepare_static_cache", "_sample"
+_FOREIGN = "custom_generate"
+# Those of an object that an attribute alone holds, as Python counts them for a call.
+_REFERENCES = 2
 
 
 class _Replayed:
-    """A call of ``generate`` for a model with graphs, and its static cache."""
+    """A call of ``generate`` for a model with graphs.
+
+    Attributes:
+        cache: its static cache, which the next call may get.
+        may_end_late: whether nobody would notice a step too many.
+    """
 
     cache: Any = None
+    may_end_late = False
 
 
 _replayed: ContextVar[_Replayed | None] = ContextVar("_replayed", default=None)
@@ -58,6 +68,7 @@ def stand_in(is_on: bool) -> None:
         for name in _NAMES:
             _exchange(owner, name, _by_kernels, is_on=is_on)
         _exchange(owner, _PREPARE, _shared, is_on=is_on)
+        _exchange(owner, _LOOP, _looked_at, is_on=is_on)
     if hasattr(home, _STOPS):  # since transformers 5.24
         _exchange(getattr(home, _STOPS), _IS_LATE, _late, is_on=is_on)
 
@@ -87,11 +98,28 @@ def _by_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
             _replayed.reset(before)
         graphs = graphs_of_instance(self)
         if graphs is not None and call is not None and call.cache is not None:
-            is_returned = isinstance(found, dict) and any(x is call.cache for x in found.values())
-            graphs.cache = None if is_returned else call.cache
+            # The result, or a hook of the user's, may hold the cache.
+            is_held = sys.getrefcount(call.cache) > _REFERENCES or options.get(_FOREIGN) is not None
+            graphs.cache = None if is_held else call.cache
         return found
 
     return generate
+
+
+def _looked_at(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def sample(self: Any, *args: Any, **options: Any) -> Any:
+        if (call := _replayed.get()) is not None:
+            given = signature.bind(self, *args, **options).arguments
+            lists = (given.get("logits_processor") or (), given.get("stopping_criteria") or ())
+            seen_by = [type(one).__module__.partition(".")[0] for some in lists for one in some]
+            draws = getattr(given.get("generation_config"), "do_sample", True)
+            call.may_end_late = not draws and all(name == "transformers" for name in seen_by)
+        return original(self, *args, **options)
+
+    return sample
 
 
 def _late(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -99,8 +127,9 @@ def _late(original: Callable[..., bool]) -> Callable[..., bool]:
     def is_supported(
         device: torch.device, cache: Any, cache_is_returned: bool, *args: Any, **options: Any
     ) -> bool:  # fmt: skip
+        call = _replayed.get()
         # From a cache that the caller gets, a step too many would have to be taken back.
-        is_late = _replayed.get() is not None and device.type == "cuda" and not cache_is_returned
+        is_late = call is not None and call.may_end_late and device.type == "cuda" and not cache_is_returned
         return original(torch.device(_LATE) if is_late else device, cache, cache_is_returned, *args, **options)
 
     return is_supported
@@ -113,7 +142,8 @@ def _shared(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare(self: Any, *args: Any, **options: Any) -> Any:
         given = signature.bind(self, *args, **options).arguments
         call, graphs = _replayed.get(), graphs_of_instance(self)
-        if call is None or graphs is None or "batch_size" not in given:
+        # Inside of autocast regions a cache may be of another dtype than the model.
+        if call is None or graphs is None or "batch_size" not in given or torch.is_autocast_enabled(self.device.type):
             return original(self, *args, **options)
         # Another thread may generate with this model meanwhile, and needs a cache of its own.
         kept, graphs.cache = graphs.cache, None

@@ -33,7 +33,7 @@ def stand_in(is_on: bool) -> None:
 
 def writes(layer: Any, k: Tensor, v: Tensor) -> bool:
     """Write new tokens behind those of a layer and count them by the kernel; return False if it does not serve."""
-    if torch.compiler.is_compiling() or not layer.is_initialized:
+    if torch.compiler.is_compiling() or not layer.is_initialized or layer.cumulative_length.dtype != torch.int64:
         return False
     return cache_rows(k, v, layer.keys, layer.values, layer.cumulative_length)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -102,7 +103,8 @@ class Token(NamedTuple):
         told: dict[tuple[str, str], Any]
         told = {path: (x.shape, x.dtype, _kind(keys_of(x))) for path, x in self.tensors.items()}
         told |= {path: (x.shape, x.window, _kind(_padding_of(x).keys)) for path, x in self.masks.items()}
-        places = [x.keys.data_ptr() for x in self.cache.layers]
+        tensors = ((x.keys, x.values, x.cumulative_length) for x in self.cache.layers)
+        places = [x.data_ptr() for x in chain.from_iterable(tensors)]
         full = [getattr(x, _COUNT, 0) >= x.max_cache_len for x in self.cache.layers]
         return frozenset(told.items()), frozenset(self.constants.items()), *places, *full
 
