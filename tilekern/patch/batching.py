@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from tilekern.patch.exchanging import exchange
 from tilekern.runtime.switches import ATTENTIONS
 
 Function = Callable[..., Any]
@@ -39,12 +40,7 @@ def stand_in(is_on: bool) -> None:
         if not _is_known(homes):
             return
         for module, name in _ASKED:
-            now = getattr(homes[module], name)
-            original = getattr(now, "tilekern_original", None)
-            if is_on and original is None:
-                setattr(homes[module], name, _OF[name](homes[module], now))
-            elif not is_on and original is not None:
-                setattr(homes[module], name, original)
+            exchange(homes[module], name, functools.partial(_OF[name], homes[module]), is_on=is_on)
 
 
 def _is_known(homes: dict[str, Any]) -> bool:
@@ -65,7 +61,6 @@ def _is_flash(home: Any, original: Function) -> Function:  # noqa: ARG001
             return True
         return original(config, requested_attention_implementation, version)
 
-    is_flash_attention_requested.tilekern_original = original  # type: ignore[attr-defined]
     return is_flash_attention_requested
 
 
@@ -79,7 +74,6 @@ def _has_table(home: Any, original: Function) -> Function:
             return None
         return original(config, cb_config, user_requested)
 
-    ensure_decode_fast_path_is_available.tilekern_original = original  # type: ignore[attr-defined]
     return ensure_decode_fast_path_is_available
 
 

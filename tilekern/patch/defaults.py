@@ -17,6 +17,7 @@ import torch
 
 from tilekern.ops.adamw import AdamW as _OurAdamW
 from tilekern.patch.attention import UNSERVED
+from tilekern.patch.exchanging import exchange
 from tilekern.patch.families import family_of
 from tilekern.runtime.switches import IMPLEMENTATION
 from tilekern.warning import warn_once
@@ -37,8 +38,7 @@ def attention_stand_in(is_on: bool) -> None:
         return
     from transformers import PreTrainedModel
 
-    now = vars(PreTrainedModel)[_NAME]
-    setattr(PreTrainedModel, _NAME, _choosing(now) if is_on else now.tilekern_original)
+    exchange(PreTrainedModel, _NAME, _choosing, is_on=is_on)
 
 
 def is_attention_on() -> bool:
@@ -58,7 +58,6 @@ def _choosing(original: Function) -> Function:
         asks = getattr(self, "_supports_attention_backend", False) and homes
         return IMPLEMENTATION if asks and not _asks_for_more(homes[0]) else chosen
 
-    choose.tilekern_original = original  # type: ignore[attr-defined]
     return choose
 
 

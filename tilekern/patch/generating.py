@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from tilekern.ops import linear_layers
+from tilekern.patch.exchanging import exchange
 from tilekern.patch.graphs import graphs_of_instance, has_graphs
 from tilekern.patch.token_graphs import captured_kinds
 from tilekern.runtime.dispatch import is_invariant
@@ -66,30 +67,19 @@ def stand_in(is_on: bool) -> None:
     home = sys.modules.get(_HOME)
     for owner in getattr(getattr(home, _KIND, None), "__mro__", ()):
         for name in _NAMES:
-            _exchange(owner, name, _by_kernels, is_on=is_on)
-        _exchange(owner, _PREPARE, _shared, is_on=is_on)
-        _exchange(owner, _LOOP, _looked_at, is_on=is_on)
+            exchange(owner, name, _by_kernels, is_on=is_on)
+        exchange(owner, _PREPARE, _shared, is_on=is_on)
+        exchange(owner, _LOOP, _looked_at, is_on=is_on)
     if hasattr(home, _STOPS):  # since transformers 5.24
-        _exchange(getattr(home, _STOPS), _IS_LATE, _late, is_on=is_on)
-
-
-def _exchange(owner: type, name: str, make: Callable[..., Any], *, is_on: bool) -> None:
-    now = vars(owner).get(name)
-    original = getattr(getattr(now, "__func__", now), "tilekern_original", None)
-    if is_on and now is not None and original is None:
-        made = make(getattr(owner, name))
-        made.tilekern_original = now
-        setattr(owner, name, staticmethod(made) if isinstance(now, staticmethod) else made)
-    elif not is_on and original is not None:
-        setattr(owner, name, original)
+        exchange(getattr(home, _STOPS), _IS_LATE, _late, is_on=is_on)
 
 
 def _by_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **options: Any) -> Any:
-        if original.__name__ == "generate" and has_graphs(self):
-            options.setdefault("disable_compile", True)  # transformers compiles the steps of a static cache
         call = _Replayed() if has_graphs(self) else None
+        if original.__name__ == "generate" and call is not None:
+            options.setdefault("disable_compile", True)  # transformers compiles the steps of a static cache
         before = _replayed.set(call)
         try:
             with linear_layers.exchanged(), _keys_kept() if is_invariant() else contextlib.nullcontext():

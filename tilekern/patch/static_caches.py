@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilekern.ops.cache_rows import cache_rows
+from tilekern.patch.exchanging import exchange
 
 _HOME, _KIND, _METHOD = "transformers.cache_utils", "StaticLayer", "update"
 # The method of releases whose layers count as the kernel does.
@@ -23,12 +24,9 @@ _USES = {"cumulative_length", "add_", "index_copy_"}
 def stand_in(is_on: bool) -> None:
     """Exchange the method if its module was imported, or put it back."""
     kind: Any = getattr(sys.modules.get(_HOME), _KIND, None)
-    now: Any = getattr(kind, _METHOD, None)
-    original = getattr(now, "tilekern_original", None)
-    if is_on and original is None and _USES.issubset(getattr(getattr(now, "__code__", None), "co_names", ())):
-        setattr(kind, _METHOD, _by_kernel(kind, now))
-    elif not is_on and original is not None:
-        setattr(kind, _METHOD, original)
+    used = getattr(getattr(getattr(kind, _METHOD, None), "__code__", None), "co_names", ())
+    if kind is not None and (not is_on or _USES.issubset(used)):
+        exchange(kind, _METHOD, functools.partial(_by_kernel, kind), is_on=is_on)
 
 
 def writes(layer: Any, k: Tensor, v: Tensor) -> bool:
@@ -46,5 +44,4 @@ def _by_kernel(kind: Any, original: Callable[..., Any]) -> Callable[..., Any]:
             return self.keys, self.values
         return original(self, key_states, value_states, *args, **options)
 
-    update.tilekern_original = original  # type: ignore[attr-defined]
     return update
