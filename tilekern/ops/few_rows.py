@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +15,9 @@ from tilekern.kernels.matmul.space import is_tile
 from tilekern.kernels.skinny.linear import SPEC, sizes
 from tilekern.kernels.skinny.projections import SPEC as PROJECTIONS
 from tilekern.kernels.skinny.tiles import MOST_ROWS, USUAL
-from tilekern.ops.registration import as_rows, is_eager, needs_gradient, run_product, shaped
+from tilekern.ops.registration import PLAIN, as_rows, is_eager, needs_gradient, run_product, shaped
 from tilekern.runtime.dispatch import MOST_PLANS, Plan, is_invariant, memo, refused, tuned_plan_for
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 # The plans of kinds of calls; None for torch's product.
 _known: dict[tuple[Any, ...], Plan | None] = memo()
 
@@ -74,24 +74,36 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | N
     shape = x.shape
     if torch.compiler.is_compiling() or not shape or x.numel() > MOST_ROWS * shape[-1]:
         return None
-    key = shape, weight.shape, x.dtype, x.get_device(), x.is_meta, bias is None
-    try:
-        plan = _known[key]
-    except KeyError:
-        if not is_served(x, weight, bias):
-            return None
-        fits = weight.dim() == 2 and weight.shape[1] == shape[-1]
-        plan = tuned(x, weight, None if bias is None else "biased") if fits else None
-        # A trace of a model, whose tensors are on meta, asks for what each model needs.
-        if not x.is_meta and len(_known) < MOST_PLANS:
-            _known[key] = plan
-    if plan is None or not is_served(x, weight, bias):
+    plan = _plan((shape, weight.shape, x.dtype, x.get_device(), x.is_meta, bias is None), _alone, x, weight, bias)
+    if plan is None:
         return None
     try:
         return launched(plan, x, weight, bias=bias)
     except NoVariant as error:
         refused(SPEC, error)
         return None
+
+
+def _alone(x: Tensor, weight: Tensor, bias: Tensor | None) -> Plan | None:
+    """Return the plan of one product, if a record says that the kernel is the fastest for it."""
+    fits = weight.dim() == 2 and weight.shape[1] == x.shape[-1]
+    return tuned(x, weight, None if bias is None else "biased") if fits else None
+
+
+def _plan(
+    key: tuple[Any, ...], find: Callable[..., Plan | None], x: Tensor, *others: Tensor | None
+) -> Plan | None:  # fmt: skip
+    """Return the plan of a kind of calls, found once; None if no kernel serves this call."""
+    try:
+        plan = _known[key]
+    except KeyError:
+        if not is_served(x, *others):
+            return None
+        plan = find(x, *others)
+        # A trace of a model, whose tensors are on meta, asks for what each model needs.
+        if not x.is_meta and len(_known) < MOST_PLANS:
+            _known[key] = plan
+    return plan if plan is not None and is_served(x, *others) else None
 
 
 def projections(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor) -> tuple[Tensor, ...] | None:
@@ -102,18 +114,11 @@ def projections(x: Tensor, q_weight: Tensor, k_weight: Tensor, v_weight: Tensor)
     weights, shape = (q_weight, k_weight, v_weight), x.shape
     if torch.compiler.is_compiling() or not shape or x.numel() > MOST_ROWS * shape[-1]:
         return None
-    if any(type(given) not in _PLAIN or given.device != x.device for given in (x, *weights)):
+    if any(type(given) not in PLAIN or given.device != x.device for given in (x, *weights)):
         return None
     key = shape, *(weight.shape for weight in weights), x.dtype, x.get_device(), x.is_meta
-    try:
-        plan = _known[key]
-    except KeyError:
-        if not is_served(x, *weights):
-            return None
-        plan = _joined(x, *weights)
-        if not x.is_meta and len(_known) < MOST_PLANS:
-            _known[key] = plan
-    if plan is None or not is_served(x, *weights) or any(weight.dtype != x.dtype for weight in weights):
+    plan = _plan(key, _joined, x, *weights)
+    if plan is None or any(weight.dtype != x.dtype for weight in weights):
         return None
     rows = as_rows(x)
 

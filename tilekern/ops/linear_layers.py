@@ -19,6 +19,7 @@ from tilekern.errors import NoVariant
 from tilekern.kernels.matmul.product import MOST_ELEMENTS, SPEC, sizes
 from tilekern.ops import few_rows
 from tilekern.ops.registration import (
+    PLAIN,
     as_rows,
     cast_as_products,
     differentiable_once,
@@ -34,7 +35,6 @@ from tilekern.runtime.dispatch import UNTAKEN, count_fallback, plan_for, refused
 
 # The function as it was found when it was exchanged; another library may have exchanged it before.
 _torch_linear = torch.nn.functional.linear
-_PLAIN = (Tensor, torch.nn.Parameter)
 _lock, _depth = threading.Lock(), 0
 
 
@@ -72,7 +72,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.compiler.is_compiling():
         return _torch_linear(input, weight, bias)
     if not dispatch.is_invariant():
-        is_plain = type(input) in _PLAIN and type(weight) in _PLAIN
+        is_plain = type(input) in PLAIN and type(weight) in PLAIN
         found = few_rows.product(input, weight, bias) if is_plain else None
         return _torch_linear(input, weight, bias) if found is None else found
     given = (input, weight) if bias is None else (input, weight, bias)
@@ -80,7 +80,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         cast = cast_as_products(input, weight, bias)
         with uncast(input.device.type):
             return linear(*cast)
-    if any(type(x) not in _PLAIN for x in given) or not is_eager(*given):
+    if any(type(x) not in PLAIN for x in given) or not is_eager(*given):
         count_fallback(SPEC, UNTAKEN)
         return _torch_linear(input, weight, bias)
     if needs_gradient(input, weight, bias):

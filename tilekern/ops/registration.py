@@ -17,6 +17,8 @@ from tilekern.runtime.dispatch import Plan, meta_stands_for, plan_for
 from tilekern.runtime.driver import enter_context
 
 # Kept for the life of the process: torch drops a library's registrations with the object.
+# Tensors that no class of their own computes with.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LIBRARY = torch.library.Library("tilekern", "DEF")
 _TYPES = {getattr(torch, dtype): name for dtype, name in TYPES.items()}
 # The number of active dispatch modes (FakeTensorMode, make_fx, selective checkpoints), and functorch's innermost
