@@ -10,6 +10,7 @@ from tilekern.ops import few_rows, linear_layers
 from tilekern.patch import generating
 from tilekern.runtime import dispatch
 
+pytestmark = pytest.mark.usefixtures("interpreted_llama")
 LAYERS, NEW = 2, 4
 IDS = torch.arange(10).view(2, 5)
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None}
@@ -26,16 +27,6 @@ def make():
 
 def launches():
     return tilekern.stats().get("skinny_linear", {}).get("launches", 0)
-
-
-@pytest.fixture(autouse=True)
-def patched(monkeypatch):
-    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
-    dispatch.forget()
-    tilekern.apply(model_type="llama")
-    yield
-    tilekern.reset()
-    dispatch.forget()
 
 
 def test_all_linear_layers_of_a_step_run_the_kernel_and_give_torch_s_tokens():

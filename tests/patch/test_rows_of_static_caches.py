@@ -8,8 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 import tilekern
-from tilekern.runtime import dispatch
 
+pytestmark = pytest.mark.usefixtures("interpreted_llama")
 LAYERS, NEW, ROOM = 2, 4, 16
 IDS = torch.arange(10).view(2, 5)
 STATIC = {
@@ -17,16 +17,6 @@ STATIC = {
     "cache_implementation": "static",
 }  # fmt: skip
 OWN = StaticLayer.update
-
-
-@pytest.fixture(autouse=True)
-def patched(monkeypatch):
-    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
-    dispatch.forget()
-    tilekern.apply(model_type="llama")
-    yield
-    tilekern.reset()
-    dispatch.forget()
 
 
 def make():
