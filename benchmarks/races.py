@@ -121,7 +121,8 @@ class Field:
 
     def runner(self) -> GpuRunner:
         """Return a runner that has not run yet."""
-        return GpuRunner(self._watch, self._launches, self._bench.load_code, self._bench.refresh())
+        bench = self._bench
+        return GpuRunner(self._watch, self._launches, bench.load_code, bench.refresh(), in_a_row=bench.in_a_row)
 
     def rows(self, effort: Effort) -> list[Row]:
         """Return the results of the races and the search."""

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from spec_samples import sized
 
 from tilekern.errors import InputError
-from tilekern.spec.targets import here
+from tilekern.kernels import spec_named
+from tilekern.spec.targets import here, resolve
 from tilekern.tuning.executors.local import LocalExecutor
+from tilekern.tuning.measure.bench import _in_turn, turns_of
 from tilekern.tuning.measure.stage import measure_all
 from tilekern.tuning.measure.tasks import QUEUE
 from tilekern.tuning.measure.timing import MOST_HOST_US, SAFETY, Queue, Stopwatch, Timing, rewriting
@@ -34,11 +37,13 @@ class Watch(Stopwatch):
     """A stopwatch whose launches take the time that they return; the GPU waited for those that return less than 0."""
 
     def __init__(self, log):
-        self.log, self.spent_us = log, 0.0
+        self.log, self.spent_us, self.flushed = log, 0.0, 0
 
-    def queue(self, launches, before):
+    def queue(self, launches, before, *, flushes):
         queued = []
         for launch in launches:
+            if flushes:
+                self.flushed += 1
             if before:
                 before()
             queued.append(Queued(self.log, launch()))
@@ -130,7 +135,7 @@ def test_short_launches_that_find_their_inputs_in_l2_are_timed_in_a_row(log):
     class InARow(Watch):
         """Its launches take 10 us, and the overhead of a sample is 2 us."""
 
-        def queue(self, launches, before):
+        def queue(self, launches, before, **_):
             queued = []
             for launch in launches:
                 first = len(self.log)
@@ -144,6 +149,48 @@ def test_short_launches_that_find_their_inputs_in_l2_are_timed_in_a_row(log):
     # 12 us alone, so four in a row.
     assert runner.round(["a", "b"]) == [10.5, 10.5]
     assert (log.count("refreshed"), log.count("launched")) == (3, 1 + 2 * 4)
+
+
+def test_launches_of_a_streamed_kernel_are_timed_in_a_row_and_no_l2_is_flushed(log):
+    class Fixed(Watch):
+        def queue(self, launches, before, *, flushes):
+            return super().queue([lambda one=one: one() or 6.0 for one in launches], before, flushes=flushes)
+
+    watch, launches = Fixed(log), {key: lambda key=key: log.append(key) for key in "ab"}
+    runner = GpuRunner(watch, launches, lambda _: True, in_a_row=3)
+    # The fake's samples are 6 us each, over three launches.
+    assert runner.round(["a", "b"]) == [2.0, 2.0]
+    assert runner.round(["b", "a"]) == [2.0, 2.0]
+    assert [log.count(key) for key in "ab"] == [6, 6]
+    assert watch.flushed == 0
+    GpuRunner(watch, launches, lambda _: True).round(["a", "b"])
+    assert watch.flushed == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "turns"),
+    [
+        # 8.4 MB of weights, 101 MB, 1.2 GB; 14 MB of keys and values; the L2 of an H200 holds 63 MB.
+        ("skinny_linear", {"rows": 1, "inner": 4096, "columns": 1024}, 30),
+        ("skinny_linear", {"rows": 1, "inner": 12288, "columns": 4096}, 3),
+        ("skinny_linear", {"rows": 1, "inner": 4096, "columns": 151936}, 1),
+        ("decode_attention", {"kv_heads": 8, "keys": 4096, "page_size": 1, "group": 4, "head_dim": 128}, 18),
+        ("rms_norm_forward", {"rows": 1, "columns": 4096}, 1),
+    ],
+)
+def test_copies_of_a_streamed_kernel_s_inputs_exceed_the_l2(name, sizes, turns):
+    spec, target = spec_named(name), resolve("H200")
+    problem = sized(spec, "bfloat16", **sizes)
+    assert turns_of(spec, problem, target) == turns
+    assert not spec.streamed or turns * spec.bytes_moved(problem) >= 4 * target.l2_bytes
+
+
+def test_a_prepared_launch_takes_the_copies_in_turn():
+    taken = []
+    launch = _in_turn([lambda n=n: taken.append(n) for n in range(3)])
+    for _ in range(5):
+        launch()
+    assert taken == [0, 1, 2, 0, 1]
 
 
 def test_a_launch_that_the_gpu_waited_for_is_timed_again(log):

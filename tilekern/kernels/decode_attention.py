@@ -686,6 +686,7 @@ SPEC = spec(
     roundings=2,
     bytes_moved=_bytes,
     dependent=True,
+    streamed=True,
     follower=Follower(
         kernel="decode_join",
         array="parts",

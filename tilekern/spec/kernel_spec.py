@@ -349,6 +349,8 @@ class KernelSpec:
         result_dtype: problem -> dtype that sets the tolerance.
         roundings: how many times a result is rounded to that dtype on the way; widens the tolerance.
         inputs_in_l2: whether it runs right after the kernel that wrote its inputs, and is timed with them in L2.
+        streamed: whether its launches follow one another in real use, each with other weights or keys, as in decoding:
+            they are timed in a row, over copies of the inputs that no L2 holds.
         follower: the kernel that every op launches right after it, if any.
         arrays: the device function's arrays and scalars, in its order.
         variations: other inputs of the same problem by name, for what changes the time without being part of the
@@ -375,6 +377,7 @@ class KernelSpec:
     results: Callable[[dict[str, Any]], dict[str, Any]] = dict
     roundings: int = 1
     inputs_in_l2: bool = False
+    streamed: bool = False
     follower: Follower | None = None
     arrays: tuple[Array | ScalarParameter, ...] = ()
     variations: Mapping[str, Callable[[Problem, Any, str], dict[str, Any]]] = field(default_factory=dict, hash=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ from tilekern.kernels import spec_named
 from tilekern.runtime.launcher import PrebuiltKernel, Variant
 from tilekern.runtime.plans import plan_of
 from tilekern.runtime.records import launch_in
-from tilekern.spec import LibraryCall, Problem
+from tilekern.spec import KernelSpec, LibraryCall, Problem, cdiv
+from tilekern.spec.targets import Target
 from tilekern.tuning.measure.followers import inputs_behind, problem_behind
 from tilekern.tuning.measure.gpu import load_code
 from tilekern.tuning.measure.tasks import Entrant, Task
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 # Launches of other candidates between two runs that must give the same bits.
 _MOST_BETWEEN = 3
+# Of a streamed kernel: all copies of its inputs together are this many times as large as the L2, which need not evict
+# what is oldest; and a sample has at least this many launches, of which the first alone overlaps no other.
+_TIMES_L2, _LEAST_IN_A_ROW = 4, 4
 
 
 class Bench:
@@ -53,9 +58,11 @@ class Bench:
         self._kernels: dict[str, PrebuiltKernel] = {}
         # By the name of a variation; None for ordinary inputs.
         self._inputs: dict[str | None, dict[str, Any]] = {}
+        self._copies: dict[str | None, list[dict[str, Any]]] = {}
         self._outputs: dict[Any, Any] = {}
         self._prepared: dict[str, Launch] = {}
         self._laid_out = in_whole_rows
+        self._turns = turns_of(self._spec, self._problem, self._target)
 
     def kernel(self, entrant: Entrant) -> PrebuiltKernel | None:
         """Return the launchable kernel of an entrant; None if a library runs it."""
@@ -123,12 +130,15 @@ class Bench:
         return self._inputs[variation]
 
     def prepare(self, entrant: Entrant, variation: str | None = None) -> Launch:
-        """Return a function that launches the entrant at full size, and its follower."""
-        inputs, blocks = self.load(variation), entrant.candidate.blocks(self._target.sm_count)
+        """Return a function that launches the entrant at full size, and its follower; each time on the next copy."""
+        kernel, blocks = self.kernel(entrant), entrant.candidate.blocks(self._target.sm_count)
         outputs = self._shared_outputs(blocks) if blocks else {}
-        found = self._launch(self.kernel(entrant), entrant, self._problem, inputs, outputs, in_place=True)
-        if blocks in self._task.followers:
-            found = _in_turn(found, self._following(blocks, outputs))
+        followers = [self._following(blocks, outputs)] if blocks in self._task.followers else []
+        launches = [
+            _all_of(self._launch(kernel, entrant, self._problem, inputs, outputs, in_place=True), *followers)
+            for inputs in self._copied(variation)
+        ]
+        found = _in_turn(launches)
         if variation is None:
             self._prepared[entrant.key] = found
         return found
@@ -163,9 +173,28 @@ class Bench:
         """Return a function that copies as many bytes as the problem must move, half read and half written."""
         torch = self._torch
         size = max(1, self._spec.bytes_moved(self._problem) // 2)
-        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
-        sink = torch.empty_like(source)
-        return lambda: sink.copy_(source)
+
+        def one() -> Launch:
+            source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
+            sink = torch.empty_like(source)
+            return lambda: sink.copy_(source)
+
+        return _in_turn([one() for _ in range(self._turns)])
+
+    @property
+    def in_a_row(self) -> int | None:
+        """How many launches of a streamed kernel are timed in a row: each copy as often; None if it is not streamed."""
+        return cdiv(_LEAST_IN_A_ROW, self._turns) * self._turns if self._spec.streamed else None
+
+    def _copied(self, variation: str | None) -> list[dict[str, Any]]:
+        """Return the inputs, and copies of them that the launches take in turn."""
+        if variation not in self._copies:
+            inputs, tensor = self.load(variation), self._torch.Tensor
+            self._copies[variation] = [inputs] + [
+                {name: self._laid_out(x.clone()) if isinstance(x, tensor) else x for name, x in inputs.items()}
+                for _ in range(1, self._turns)
+            ]
+        return self._copies[variation]
 
     def refresh(self) -> Launch | None:
         """Return a launch that puts the inputs into L2, if they are there in real use of the spec."""
@@ -220,14 +249,30 @@ class Bench:
         return functools.partial(plan.launch, 0, *arguments_of(implementation, inputs, outputs))
 
 
-def _in_turn(*launches: Launch) -> Launch:
+def turns_of(spec: KernelSpec, problem: Problem, target: Target) -> int:
+    """Count the copies of the inputs that launches to be timed take in turn: one if the spec is not streamed."""
+    return cdiv(_TIMES_L2 * target.l2_bytes, max(1, spec.bytes_moved(problem))) if spec.streamed else 1
+
+
+def _all_of(first: Launch, *others: Launch) -> Launch:
     """Return a function that runs launches one after the other."""
 
     def launch() -> None:
-        for one in launches:
-            one()
+        first()
+        for other in others:
+            other()
 
-    return launch
+    return launch if others else first
+
+
+def _in_turn(launches: Sequence[Launch]) -> Launch:
+    """Return a function that runs one of the launches, each time the next."""
+    turns = itertools.cycle(launches)
+
+    def launch() -> None:
+        next(turns)()
+
+    return launch if len(launches) > 1 else launches[0]
 
 
 def to_confirm(

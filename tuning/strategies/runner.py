@@ -33,16 +33,17 @@ class GpuRunner:
         refresh: before each sample, puts the arrays into L2 that are there in real use; None for nothing.
         announce: called with a key before its first launch and when it is waited for, while the GPU works: it must take
             only some microseconds.
+        in_a_row: of a streamed kernel, how many launches a sample is the mean of, with no flush of L2 before them.
     """
 
     def __init__(
         self, watch: Stopwatch, launches: Mapping[str, Launch], load_code: Callable[[str], bool] = lambda _: False,
-        refresh: Launch | None = None, announce: Callable[[str], None] = lambda _: None,
+        refresh: Launch | None = None, announce: Callable[[str], None] = lambda _: None, in_a_row: int | None = None,
     ) -> None:  # fmt: skip
         self._watch, self._launches, self._load_code = watch, launches, load_code
         self._refresh, self._announce = refresh, announce
         self._loaded: set[str] = set()
-        self._launches_a_sample = 1
+        self._launches_a_sample, self._flushes = in_a_row or 1, in_a_row is None
         self.spent_us = 0.0
 
     def round(self, keys: Sequence[str]) -> list[float]:
@@ -57,7 +58,8 @@ class GpuRunner:
     def _batch(self, keys: Sequence[str]) -> list[float]:
         before_us = self._watch.spent_us
         launches = [self._sampled(key) for key in keys]
-        samples = self._watch.round(launches, self._refresh, lambda place: self._announce(keys[place]))
+        waiting = lambda place: self._announce(keys[place])  # noqa: E731
+        samples = self._watch.round(launches, self._refresh, waiting, flushes=self._flushes)
         self.spent_us += self._watch.spent_us - before_us
         return [sample / self._launches_a_sample for sample in samples]
 

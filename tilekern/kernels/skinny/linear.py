@@ -162,7 +162,7 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
         "schedule": ["block", "persistent"],
         "tile_m": sorted({tokens_of(problem["rows"], tile_n) for tile_n in WIDTHS}),
         "tile_n": list(WIDTHS),
-        "tile_k": [128, 64, 256],
+        "tile_k": [128, 64, 256, 512],
         "occupancy": [2, 1, 4],
         "num_worker_warps": [0, 8],
         "latency": [0, 6],
@@ -277,6 +277,7 @@ SPEC = spec(
     given=_inputs,
     flops=lambda problem: (4 if problem["gated"] else 2) * problem["rows"] * problem["inner"] * problem["columns"],
     dependent=True,
+    streamed=True,
 )
 
 SPECS = (SPEC,)

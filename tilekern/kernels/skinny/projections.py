@@ -129,5 +129,6 @@ SPEC = spec(
     given=_inputs,
     flops=lambda problem: 2 * problem["rows"] * problem["inner"] * (problem["columns"] + 2 * problem["kv_columns"]),
     dependent=True,
+    streamed=True,
 )
 SPECS = (SPEC,)

@@ -111,6 +111,7 @@ PARTS = spec(
     # Hopper's matrix units cut off what they add: 6144 terms have an error of 6.8e-6.
     roundings=16,
     dependent=True,
+    streamed=True,
 )
 
 
