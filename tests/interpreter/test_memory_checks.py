@@ -237,3 +237,21 @@ def test_a_dependent_launch_waits_in_each_block_before_it_touches_memory(kernel,
         return
     with pytest.raises(InterpreterError, match=r"touches array '[xy]' \((load|store)\) before ct.grid_dep"):
         launch(*given, dependent=True)
+
+
+@ct.kernel
+def launches_the_next(x, y, first: ct.Constant[bool]):
+    if not first:
+        ct.grid_dependency_control_wait()
+    ct.grid_dependency_control_launch_dependents()
+    ct.grid_dependency_control_wait()
+    ct.store(y, (ct.bid(0),), ct.load(x, (ct.bid(0),), (1,)))
+
+
+def test_a_dependent_launch_waits_before_it_launches_the_next():
+    given = launches_the_next, (2,)
+    launch(*given, (torch.ones(2), y := torch.zeros(2), False), dependent=True)
+    launch(*given, (torch.ones(2), y, True))
+    assert y.tolist() == [1.0, 1.0]
+    with pytest.raises(InterpreterError, match=r"launch_dependents\(\) before ct.grid_dependency_control_wait"):
+        launch(*given, (torch.ones(2), y, True), dependent=True)

@@ -5,8 +5,8 @@ in a shuffled order, the same at every launch. Errors:
 
 - :class:`OutOfBounds`: an access outside an array that the kernel neither masks nor pads.
 - :class:`InterpreterError`: two blocks touch the same element and one of them stores it; a block of a dependent launch
-  touches memory before it has waited; or the kernel uses a part of ``ct`` that no kernel of tilekern uses (most
-  atomics, ``scan``, ``matmul``, printing).
+  touches memory, or lets the next kernel be launched, before it has waited; or the kernel uses a part of ``ct`` that
+  no kernel of tilekern uses (most atomics, ``scan``, ``matmul``, printing).
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Namespace:
         self.__dict__["bid"] = lambda axis: launch.block[axis]
         self.__dict__["num_blocks"] = lambda axis: launch.sizes[axis]
         self.__dict__["grid_dependency_control_wait"] = launch.wait
+        self.__dict__["grid_dependency_control_launch_dependents"] = launch.launch_next
 
     def __getattr__(self, name: str) -> Any:
         raise InterpreterError(f"the interpreter does not know ct.{name}")

@@ -228,8 +228,6 @@ FUNCTIONS: dict[str, Any] = {
     "max": _extremum("max", torch.amax, -math.inf),
     "min": _extremum("min", torch.amin, math.inf),
     "static_eval": lambda expr, /: expr,
-    # Launches run one after the other here anyway.
-    "grid_dependency_control_launch_dependents": lambda: None,
     **{
         function.__name__: function
         for function in (

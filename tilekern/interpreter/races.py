@@ -49,6 +49,17 @@ class Launch:
         """Record that the running block has waited for the previous launch."""
         self.waited = True
 
+    def launch_next(self) -> None:
+        """Refuse to launch the next kernel before this one has waited; launches run one after another here anyway.
+
+        The next kernel waits for this one alone, which may end before its predecessor unless all its blocks wait.
+        """
+        if self.dependent and not self.waited:
+            raise InterpreterError(
+                f"kernel {self.kernel}: block {self.where()} calls ct.grid_dependency_control_launch_dependents() "
+                "before ct.grid_dependency_control_wait(); wait first: the next kernel only waits for this one"
+            )
+
     def _touched(self, operation: str, array: Array) -> None:
         if self.dependent and not self.waited:
             raise InterpreterError(
