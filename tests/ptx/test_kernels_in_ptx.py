@@ -513,6 +513,24 @@ def test_a_dependent_kernel_waits_before_it_touches_memory(name):
     assert "ld.global" in after
 
 
+@pytest.mark.parametrize("name", [name for name in ROWS if name.endswith("norm_forward")])
+def test_a_norm_of_few_rows_lets_the_next_kernel_be_launched_before_it_loads(name):
+    def made(rows):
+        problem = problem_of(name, rows=rows, columns=64)
+        return ptx_of(kernel_of(name, problem, threads=16))
+
+    before, _, after = made(64).partition("griddepcontrol.launch_dependents")
+    assert ("griddepcontrol.wait" in before) is name.startswith("fused")
+    assert not re.search(r"\b(ld|st)\.global", before)
+    assert "ld.global" in after
+    assert "griddepcontrol.launch_dependents" not in made(65)
+
+
+def test_gpus_without_early_launches_compile_none():
+    problem = problem_of("fused_add_rms_norm_forward", columns=64)
+    assert "griddepcontrol" not in ptx_of(kernel_of("fused_add_rms_norm_forward", problem, threads=16), "sm_80")
+
+
 # Kernels that somebody has broken: the interpreter finds it.
 
 BARRIERS = {1: ["bar.sync"], 2: ["barrier.cluster.arrive", "barrier.cluster.wait"]}

@@ -23,6 +23,7 @@ import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import Arrays
 from tilekern.kernels.families.normed_rotations import EPS
+from tilekern.kernels.families.overlap import is_few, launch_next
 from tilekern.kernels.families.rotations import TOKENS_FIRST, angles_of, drawn_angles, rotated
 from tilekern.kernels.families.tables import flags_of, spec
 from tilekern.kernels.qk_norm_rope import (
@@ -123,11 +124,12 @@ def append_to_cache(
     q, k, v, q_weight, k_weight, cos, sin, positions, table, eps, offset, q_out, keys, values, heads: ConstInt,
     kv_heads: ConstInt, pairs: ConstInt, rest: ConstInt, tile_h: ConstInt, tile_hk: ConstInt, width: ConstInt,
     whole: ConstBool, bounded: ConstBool, persistent: ConstBool, normed: ConstBool, norm_last: ConstBool,
-    interleaved: ConstBool, paged: ConstBool,
+    interleaved: ConstBool, paged: ConstBool, few: ConstBool,
 ):  # fmt: skip
     """One token and some heads a block, or resident blocks that loop; the layout is that of the module."""
-    # Its launch overlaps the end of the kernel that writes v.
+    # Its launch overlaps the end of the kernel that writes v, and the next kernel's its own.
     ct.grid_dependency_control_wait()
+    launch_next(few)
     form = ((pairs, width, whole, bounded, False, 0), rest, interleaved, eps, norm_last)
     steps = ct.static_eval(cdiv(heads, tile_h) + cdiv(kv_heads, tile_hk))
     each_step(
@@ -268,7 +270,8 @@ def _tile_hk(problem: Problem, config: Config) -> int:
 def _constants(problem: Problem, config: Config) -> dict[str, Any]:
     tile_h, tile_hk, cuts = config["tile_h"], _tile_hk(problem, config), cut(problem)
     tails = problem["heads"] % tile_h or problem["kv_heads"] % tile_hk
-    return {**cuts, "tile_hk": tile_hk, "bounded": bool(tails or cuts["bounded"])}
+    few = is_few(problem["tokens"], problem["batch"])
+    return {**cuts, "tile_hk": tile_hk, "bounded": bool(tails or cuts["bounded"]), "few": few}
 
 
 SPEC = spec(

@@ -16,6 +16,7 @@ import cuda.tile as ct
 
 from tilekern.kernels import layer_norm
 from tilekern.kernels.families.arrays import COLUMNS, PRODUCT, ROWS, matrices, partial_sums
+from tilekern.kernels.families.overlap import launch_next
 from tilekern.kernels.families.rows import backward, default_in_blocks, default_of_two_sums, forward, spec
 from tilekern.kernels.layer_norm import gradient, normal, shares, slopes, statistics
 from tilekern.kernels.tiles import ConstBool, ConstInt
@@ -29,11 +30,12 @@ def _sum(tiles):
 @ct.kernel
 def fused_add_layer_norm_forward(
     residual, x, weight, bias, eps, total, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
-    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool,
+    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, few: ConstBool,
 ):  # fmt: skip
     """One step of rows a block, or resident blocks; matrices [rows, columns], weight and bias [columns]."""
-    # Its launch overlaps the end of the kernel that writes x.
+    # Its launch overlaps the end of the kernel that writes x, and the next kernel's its own.
     ct.grid_dependency_control_wait()
+    launch_next(few)
     forward(
         statistics, normal, (residual, x), (weight, bias), (y,), (eps,), columns, tile_m, tile_n, chunks, persistent,
         long, bounded, tma, _sum, (total,),

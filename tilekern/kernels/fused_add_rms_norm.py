@@ -18,6 +18,7 @@ import cuda.tile as ct
 
 from tilekern.kernels import rms_norm
 from tilekern.kernels.families.arrays import COLUMNS, PRODUCT, ROWS, matrices, partial_sums
+from tilekern.kernels.families.overlap import launch_next
 from tilekern.kernels.families.rows import backward, forward, spec
 from tilekern.kernels.rms_norm import EPS, gradient, normal, share, slopes, statistics, with_offset
 from tilekern.kernels.tiles import ConstBool, ConstInt
@@ -31,11 +32,12 @@ def _sum(tiles):
 @ct.kernel
 def fused_add_rms_norm_forward(
     residual, x, weight, eps, total, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
-    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool,
+    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, few: ConstBool,
 ):  # fmt: skip
     """One step of rows a block, or resident blocks; matrices [rows, columns], weight [columns]."""
-    # Its launch overlaps the end of the kernel that writes x.
+    # Its launch overlaps the end of the kernel that writes x, and the next kernel's its own.
     ct.grid_dependency_control_wait()
+    launch_next(few)
     forward(
         statistics, normal, (residual, x), (weight,), (y,), (eps, None, x.dtype), columns, tile_m, tile_n, chunks,
         persistent, long, bounded, tma, _sum, (total,),
@@ -62,10 +64,11 @@ def fused_add_rms_norm_backward(
 @ct.kernel
 def fused_add_rms_norm_offset_forward(
     residual, x, weight, eps, offset, total, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
-    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, cast: ConstBool,
+    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, few: ConstBool, cast: ConstBool,
 ):  # fmt: skip
     """One step of rows a block, or resident blocks; matrices [rows, columns], weight [columns]."""
     ct.grid_dependency_control_wait()
+    launch_next(few)
     dtype = x.dtype if ct.static_eval(cast) else ct.float32
     forward(
         statistics, normal, (residual, x), (weight,), (y,), (eps, offset, dtype), columns, tile_m, tile_n, chunks,

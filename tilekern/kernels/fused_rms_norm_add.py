@@ -16,6 +16,7 @@ import cuda.tile as ct
 
 from tilekern.kernels import rms_norm
 from tilekern.kernels.families.arrays import COLUMNS, matrices
+from tilekern.kernels.families.overlap import launch_next
 from tilekern.kernels.families.rows import default_in_blocks, forward, spec
 from tilekern.kernels.rms_norm import EPS, OFFSET, normal, statistics
 from tilekern.kernels.tiles import ConstBool, ConstInt
@@ -37,11 +38,12 @@ def norm_and_sum(tiles, weights, known):
 @ct.kernel
 def fused_rms_norm_add_forward(
     residual, x, weight, eps, offset, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
-    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, cast: ConstBool,
+    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, few: ConstBool, cast: ConstBool,
 ):  # fmt: skip
     """One step of rows a block, or resident blocks; matrices [rows, columns], weight [columns]."""
-    # Its launch overlaps the end of the kernel that writes x.
+    # Its launch overlaps the end of the kernel that writes x, and the next kernel's its own.
     ct.grid_dependency_control_wait()
+    launch_next(few)
     dtype = x.dtype if ct.static_eval(cast) else ct.float32
     forward(
         norm_statistics, norm_and_sum, (x, residual), (weight,), (y,), (eps, offset, dtype, x.dtype), columns, tile_m,

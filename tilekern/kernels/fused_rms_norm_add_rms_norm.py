@@ -18,6 +18,7 @@ import cuda.tile as ct
 
 from tilekern.kernels import fused_rms_norm_add, rms_norm
 from tilekern.kernels.families.arrays import COLUMNS, matrices, partial_sums
+from tilekern.kernels.families.overlap import launch_next
 from tilekern.kernels.families.rows import add_up, backward, default_in_blocks, forward, spec
 from tilekern.kernels.fused_rms_norm_add import norm_and_sum
 from tilekern.kernels.rms_norm import EPS, OFFSET, gradient, normal, share, statistics
@@ -52,11 +53,13 @@ def _sum_and_norm(tiles, weights, known):
 @ct.kernel
 def fused_rms_norm_add_rms_norm_forward(
     residual, x, weight, next_weight, eps, offset, total, y, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt,
-    chunks: ConstInt, persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, cast: ConstBool,
+    chunks: ConstInt, persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, few: ConstBool,
+    cast: ConstBool,
 ):  # fmt: skip
     """One step of rows a block, or resident blocks; matrices [rows, columns], weights [columns]."""
-    # Its launch overlaps the end of the kernel that writes x.
+    # Its launch overlaps the end of the kernel that writes x, and the next kernel's its own.
     ct.grid_dependency_control_wait()
+    launch_next(few)
     dtype = x.dtype if ct.static_eval(cast) else ct.float32
     forward(
         _statistics, _sum_and_norm, (x, residual), (weight, next_weight), (total, y), (eps, offset, dtype, x.dtype),

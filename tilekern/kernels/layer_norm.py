@@ -14,6 +14,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import COLUMNS, PRODUCT, ROWS, gradients, partial_sums
+from tilekern.kernels.families.overlap import launch_next
 from tilekern.kernels.families.rows import add_up, backward, default_in_blocks, default_of_two_sums, forward, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array, ScalarParameter
@@ -43,9 +44,10 @@ def normal(tiles, weights, known):
 @ct.kernel
 def layer_norm_forward(
     x, weight, bias, y, eps, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
-    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool,
+    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, few: ConstBool,
 ):  # fmt: skip
     """One step of rows a block, or resident blocks; x and y [rows, columns], weight and bias [columns]."""
+    launch_next(few)
     forward(
         statistics, normal, (x,), (weight, bias), (y,), (eps,), columns, tile_m, tile_n, chunks, persistent, long,
         bounded, tma,

@@ -15,6 +15,7 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.families.overlap import launch_next
 from tilekern.kernels.families.rotations import (
     GRADIENTS,
     TOKENS_FIRST,
@@ -61,12 +62,13 @@ def _turn(y, tiles, weights, angles, sums, place, shape, form):
 @ct.kernel
 def llama4_rope(
     q, k, angles, q_out, k_out, heads: ConstInt, kv_heads: ConstInt, tile_t: ConstInt, tile_h: ConstInt,
-    tile_hk: ConstInt, width: ConstInt, inverse: ConstBool, unrolled: ConstBool, bounded: ConstBool,
+    tile_hk: ConstInt, width: ConstInt, inverse: ConstBool, unrolled: ConstBool, bounded: ConstBool, few: ConstBool,
 ):  # fmt: skip
     """q and q_out [batch, tokens, heads, head_dim], k and k_out [batch, tokens, kv_heads, head_dim].
 
     angles [1 or batch, tokens, head_dim].
     """
+    launch_next(few)
     form, sizes = (width, bounded, inverse), (heads, kv_heads, tile_t, tile_h, tile_hk, unrolled, False)
     of_q, of_k = ((q,), q_out, ()), ((k,), k_out, ())
     each_step(_read, _angles, _turn, of_q, of_k, (angles,), ((), ()), sizes, form)

@@ -27,6 +27,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.families.normed_rotations import EPS, SPACE, default, given, normed, read_weight
+from tilekern.kernels.families.overlap import launch_next
 from tilekern.kernels.families.rotations import (
     TOKENS_FIRST,
     angles_of,
@@ -187,14 +188,15 @@ def _turn(y, tiles, weights, angles, sums, place, shape, form):
 def qk_norm_rope_forward(
     q, k, q_weight, k_weight, cos, sin, eps, q_out, k_out, heads: ConstInt, kv_heads: ConstInt, half: ConstInt,
     tile_t: ConstInt, tile_h: ConstInt, tile_hk: ConstInt, width: ConstInt, whole: ConstBool, unrolled: ConstBool,
-    bounded: ConstBool, tma: ConstBool,
+    bounded: ConstBool, tma: ConstBool, few: ConstBool,
 ):  # fmt: skip
     """q and q_out [batch, tokens, heads, 2 half], k and k_out [batch, tokens, kv_heads, 2 half], weights [2 half].
 
     cos and sin [1 or batch, tokens, half or 2 half].
     """
-    # Its launch overlaps the end of the kernel that writes k.
+    # Its launch overlaps the end of the kernel that writes k, and the next kernel's its own.
     ct.grid_dependency_control_wait()
+    launch_next(few)
     form = ((half, width, whole, bounded, tma, 0), 0, False, eps, False)
     of_q, of_k = ((q,), q_out, read_weights(q_weight, None, form)), ((k,), k_out, read_weights(k_weight, None, form))
     sizes = (heads, kv_heads, tile_t, tile_h, tile_hk, unrolled, False)
@@ -206,13 +208,14 @@ def qk_norm_rope_general_forward(
     q, k, q_weight, k_weight, cos, sin, eps, offset, q_out, k_out, heads: ConstInt, kv_heads: ConstInt,
     pairs: ConstInt, rest: ConstInt, tile_t: ConstInt, tile_h: ConstInt, tile_hk: ConstInt, width: ConstInt,
     whole: ConstBool, norm_last: ConstBool, interleaved: ConstBool, unrolled: ConstBool, bounded: ConstBool,
-    tma: ConstBool,
+    tma: ConstBool, few: ConstBool,
 ):  # fmt: skip
     """q and q_out [batch, tokens, heads, head_dim], k and k_out [batch, tokens, kv_heads, head_dim].
 
     weights [head_dim], cos and sin [1 or batch, tokens, pairs].
     """
     ct.grid_dependency_control_wait()
+    launch_next(few)
     form = ((pairs, width, whole, bounded, tma, 0), rest, interleaved, eps, norm_last)
     of_q = ((q,), q_out, read_weights(q_weight, offset, form))
     of_k = ((k,), k_out, read_weights(k_weight, offset, form))

@@ -14,6 +14,7 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.families.overlap import launch_next
 from tilekern.kernels.families.rotations import (
     GRADIENTS,
     HEADS_FIRST,
@@ -64,12 +65,13 @@ def _turn(y, tiles, weights, angles, sums, place, shape, form):
 def qwen2vl_mrope(
     q, k, cos, sin, time, height, q_out, k_out, heads: ConstInt, kv_heads: ConstInt, half: ConstInt, tile_t: ConstInt,
     tile_h: ConstInt, tile_hk: ConstInt, width: ConstInt, whole: ConstBool, unrolled: ConstBool, bounded: ConstBool,
-    tma: ConstBool, inverse: ConstBool,
+    tma: ConstBool, inverse: ConstBool, few: ConstBool,
 ):  # fmt: skip
     """q and q_out [batch, heads, tokens, 2 half], k and k_out [batch, kv_heads, tokens, 2 half].
 
     cos and sin [3, 1 or batch, tokens, 2 half].
     """
+    launch_next(few)
     form = ((half, width, whole, bounded, tma, 0), time, height, inverse)
     sizes = (heads, kv_heads, tile_t, tile_h, tile_hk, unrolled, True)
     of_q, of_k = ((q,), q_out, ()), ((k,), k_out, ())

@@ -20,6 +20,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import COLUMNS, PRODUCT, ROWS, Arrays, partial_sums
+from tilekern.kernels.families.overlap import launch_next
 from tilekern.kernels.families.rows import add_up, backward, forward, spec
 from tilekern.kernels.tiles import ConstBool, ConstInt
 from tilekern.spec import Array, ScalarParameter
@@ -49,9 +50,10 @@ def normal(tiles, weights, known):
 @ct.kernel
 def rms_norm_forward(
     x, weight, y, eps, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt, persistent: ConstBool,
-    long: ConstBool, bounded: ConstBool, tma: ConstBool,
+    long: ConstBool, bounded: ConstBool, tma: ConstBool, few: ConstBool,
 ):  # fmt: skip
     """One step of rows a block, or resident blocks; x and y [rows, columns], weight [columns]."""
+    launch_next(few)
     forward(
         statistics, normal, (x,), (weight,), (y,), (eps, None, x.dtype), columns, tile_m, tile_n, chunks, persistent,
         long, bounded, tma,
@@ -61,9 +63,10 @@ def rms_norm_forward(
 @ct.kernel
 def rms_norm_offset_forward(
     x, weight, y, eps, offset, columns: ConstInt, tile_m: ConstInt, tile_n: ConstInt, chunks: ConstInt,
-    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, cast: ConstBool,
+    persistent: ConstBool, long: ConstBool, bounded: ConstBool, tma: ConstBool, few: ConstBool, cast: ConstBool,
 ):  # fmt: skip
     """One step of rows a block, or resident blocks; x and y [rows, columns], weight [columns]."""
+    launch_next(few)
     dtype = x.dtype if ct.static_eval(cast) else ct.float32
     forward(
         statistics, normal, (x,), (weight,), (y,), (eps, offset, dtype), columns, tile_m, tile_n, chunks, persistent,

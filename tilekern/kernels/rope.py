@@ -16,6 +16,7 @@ from typing import Any
 
 import cuda.tile as ct
 
+from tilekern.kernels.families.overlap import launch_next
 from tilekern.kernels.families.rotations import (
     GRADIENTS,
     HEADS_FIRST,
@@ -68,12 +69,13 @@ def _of_both(array, at, t, tile_t, form):
 def rope(
     q, k, cos, sin, q_out, k_out, heads: ConstInt, kv_heads: ConstInt, half: ConstInt, tile_h: ConstInt,
     tile_hk: ConstInt, tile_t: ConstInt, width: ConstInt, whole: ConstBool, full: ConstBool,
-    inverse: ConstBool, unrolled: ConstBool, bounded: ConstBool, latency: ConstInt, tma: ConstBool,
+    inverse: ConstBool, unrolled: ConstBool, bounded: ConstBool, latency: ConstInt, tma: ConstBool, few: ConstBool,
 ):  # fmt: skip
     """q and q_out [batch, heads, tokens, 2 half], k and k_out [batch, kv_heads, tokens, 2 half].
 
     cos and sin [1 or batch, tokens, half or 2 half].
     """
+    launch_next(few)
     form = ((half, width, whole, bounded, tma, latency), full, inverse)
     sizes = (heads, kv_heads, tile_t, tile_h, tile_hk, unrolled, True)
     of_q, of_k = ((q,), q_out, ()), ((k,), k_out, ())

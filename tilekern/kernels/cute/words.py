@@ -99,5 +99,10 @@ class Words:
         if self._capability in HAS["dependent_launch"]:
             cute.arch.griddepcontrol_wait()
 
+    def grid_dependency_control_launch_dependents(self) -> None:
+        """See ``ct.grid_dependency_control_launch_dependents``; GPUs before sm_90 launch nothing early."""
+        if self._capability in HAS["dependent_launch"]:
+            cute.arch.griddepcontrol_launch_dependents()
+
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(f"kernels of CuTe DSL do not know ct.{name}; add it to {__name__}")

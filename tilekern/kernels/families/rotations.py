@@ -24,6 +24,7 @@ import cuda.tile as ct
 
 from tilekern.kernels.families import cute_heads, tables
 from tilekern.kernels.families.arrays import Arrays, bytes_of, drawn, followed_by_sum, tensors
+from tilekern.kernels.families.overlap import is_few
 from tilekern.kernels.tiles import grid_of, load, power_of_two
 from tilekern.spec import (
     ITEM_BYTES,
@@ -318,8 +319,8 @@ def spec(
 
     Args:
         function: the kernel, which calls :func:`each_step`; its parameters are the arrays and scalars, then constants:
-            of the problem, of the config, of ``cut``, ``tile_hk`` for the heads of k in a tile, ``unrolled`` and
-            ``bounded``.
+            of the problem, of the config, of ``cut``, ``tile_hk`` for the heads of k in a tile, ``unrolled``,
+            ``bounded``, and ``few`` if it calls :func:`~tilekern.kernels.families.overlap.launch_next`.
         arrays: in the order of the kernel; the first and the last ones are the heads of :func:`arrays_of`; scalars with
             their samples, unless ``angles`` draws them. The first output's dtype sets the tolerance.
         flops: floating-point operations for each element of q and k.
@@ -348,7 +349,8 @@ def spec(
         read = [x.dtype_in(problem) for x in tensors(table(problem), "input") if "heads" in x.shape]
         cuts, steps = cut(problem), _steps(problem, config, sum(ITEM_BYTES[dtype] for dtype in read))
         unrolled = steps["unrolled"] and (unrolls_lone or config["occupancy"] > 1)
-        return {**cuts, **steps, "unrolled": unrolled, "bounded": bool(steps["bounded"] or cuts["bounded"])}
+        bounded, few = bool(steps["bounded"] or cuts["bounded"]), is_few(problem["tokens"], problem["batch"])
+        return {**cuts, **steps, "unrolled": unrolled, "bounded": bounded, "few": few}
 
     def by_cute(function: Any, parameters: Any, problem: Problem, config: Config) -> CuteKernel:
         return cute_heads.implement(function, parameters, more.get("dependent", False), problem, config)

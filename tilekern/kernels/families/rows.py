@@ -27,6 +27,7 @@ import cuda.tile as ct
 
 from tilekern.kernels.families import cute_ring, cute_rows, tables
 from tilekern.kernels.families.arrays import Arrays, bytes_of, followed_by_sum, tensors
+from tilekern.kernels.families.overlap import is_few
 from tilekern.kernels.tiles import (
     FEW_CHUNKS,
     HELD_BY_DEFAULT,
@@ -42,7 +43,7 @@ from tilekern.kernels.tiles import (
     power_of_two,
     row_tiles,
 )
-from tilekern.spec import Config, Constraint, CuteKernel, KernelSpec, Problem, Space, Value, cdiv, name_of
+from tilekern.spec import Config, Constraint, CuteKernel, KernelSpec, Problem, Space, Value, cdiv, name_of, python_of
 from tilekern.spec.targets import Target
 
 _LOWEST = float("-inf")
@@ -310,7 +311,8 @@ def space_of(live: int, direction: str = "forward", **other: Callable[[Problem, 
 def _constants(problem: Problem, config: Config) -> dict[str, Any]:
     columns, tile_n = problem["columns"], config["tile_n"]
     bounded = is_bounded(config["tile_m"], columns, tile_n)
-    return {"chunks": cdiv(columns, tile_n), "long": config["passes"] == 2, "bounded": bounded}
+    few = is_few(problem["rows"])
+    return {"chunks": cdiv(columns, tile_n), "long": config["passes"] == 2, "bounded": bounded, "few": few}
 
 
 def _default(live: int, direction: str, problem: Problem, target: Target) -> Config:
@@ -383,7 +385,7 @@ def spec(
 
     Args:
         function: the kernel; its parameters are the arrays, then the constants of :func:`forward` or :func:`backward`,
-            then the flags.
+            ``few`` if it calls :func:`~tilekern.kernels.families.overlap.launch_next`, and the flags.
         arrays: in the order of the kernel; matrices [rows, columns], weights [columns], statistics [rows] as outputs
             of a kernel without a formula, ``arrays.partial_sums`` for sums over rows, and scalars with their samples.
             The first output's dtype sets the tolerance.
@@ -402,10 +404,11 @@ def spec(
     if cute:
         beside = (cute_rows.space(live, direction), *((cute_ring.space(live, arrays),) if sums else ()))
         space = replace(space, beside=beside)
+    of_cute = (*flags, "few") if "few" in python_of(function).__code__.co_varnames else flags
 
     def by_cute(function: Any, parameters: Any, problem: Problem, config: Config) -> CuteKernel:
-        module = cute_ring if "stages" in config else cute_rows
-        return module.implement(function, parameters, flags, more.get("dependent", False), problem, config)
+        module, known = cute_ring if "stages" in config else cute_rows, problem.but(few=is_few(problem["rows"]))
+        return module.implement(function, parameters, of_cute, more.get("dependent", False), known, config)
 
     follower = None
     if sums:
