@@ -26,6 +26,14 @@ def numbers(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
+def ways_apart(problem=None):
+    """A config of tiles that are summed apart for each kernel: by one block, and by a block for each tile."""
+    ways = one_of_each(SPEC, problem or problem_of(), "apart", "schedule", "splits")
+    found = {(config["schedule"], config["splits"]): config for config in ways if config.get("apart")}
+    assert found.keys() == {("block", 1), ("block", 0), ("tile", 0)}
+    return dict(sorted(found.items(), key=lambda way: -way[0][1]))
+
+
 def hidden(problem, inputs, value):
     """Inputs with a value in all rows of the cache that no sequence sees."""
     found = {name: inputs[name].clone() for name in ("keys", "values")}
@@ -196,15 +204,45 @@ def test_tiles_that_are_summed_apart_give_the_same_bits_by_one_block_and_by_one_
     inputs = plain_inputs(SPEC, problem) | {"lengths": numbers(*lengths), "window": 70}
     if "paged" in on:
         inputs["table"] = inputs["table"].clamp(min=0)
-    ways = {config["splits"]: config for config in configs(SPEC, problem) if config.get("apart")}
-    assert ways.keys() == {0, 1}
-    parts, whole = (launched(SPEC, problem, ways[splits], inputs) for splits in (0, 1))
+    ways = ways_apart(problem)
+    whole, *of_tiles = (launched(SPEC, problem, config, inputs) for config in ways.values())
     right = whole["out"]
-    assert torch.equal(SPEC.results(parts)["out"], right)
     join = JOIN.problem(kv_heads=4, splits=3, group=3, head_dim=24, dtype="bfloat16")
-    for config in configs(JOIN, join):
-        out = launched(JOIN, join, config, {"parts": parts["parts"], "splits": 3})["out"]
-        assert torch.equal(out.view_as(right), right)
+    for parts in of_tiles:
+        assert torch.equal(SPEC.results(parts)["out"], right)
+        for config in configs(JOIN, join):
+            out = launched(JOIN, join, config, {"parts": parts["parts"], "splits": 3})["out"]
+            assert torch.equal(out.view_as(right), right)
+
+
+@examples(20)
+@given(
+    length=st.integers(0, 300), padding=st.integers(0, 140), window=st.integers(1, 300),
+    on=st.sets(st.sampled_from(FLAGS[:4])), group=st.sampled_from([1, 3, 16]),
+)  # fmt: skip
+def test_a_tile_by_itself_is_masked_where_an_edge_crosses_it(length, padding, window, on, group):
+    """At any edges it leaves the bits of one block, and rows that no sequence sees may hold NaN."""
+    problem = problem_of("bfloat16", *on, kv_heads=1, keys=300, group=group)
+    inputs = plain_inputs(SPEC, problem) | {"lengths": numbers(length), "window": window}
+    if "padded" in on:
+        inputs["starts"] = numbers(padding)
+    inputs = hidden(problem, inputs, torch.nan)
+    whole, *of_tiles = (launched(SPEC, problem, config, inputs) for config in ways_apart(problem).values())
+    assert whole["out"].isfinite().all()
+    for parts in of_tiles:
+        assert torch.equal(SPEC.results(parts)["out"], whole["out"])
+
+
+@pytest.mark.parametrize("on", [(), FLAGS[:4]], ids=str)
+@pytest.mark.parametrize("length", [0, 1, 77, 128])
+def test_a_room_of_one_tile_leaves_the_result_itself(on, length):
+    """A record of a larger room may serve it."""
+    problem = problem_of("bfloat16", *on, kv_heads=1, keys=128)
+    inputs = plain_inputs(SPEC, problem) | {"lengths": numbers(length), "window": 70}
+    inputs = hidden(problem, inputs, torch.nan)
+    whole, *of_tiles = (launched(SPEC, problem, config, inputs)["out"] for config in ways_apart().values())
+    for out in of_tiles:
+        assert torch.equal(out, whole)
 
 
 @pytest.mark.parametrize(

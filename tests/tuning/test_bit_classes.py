@@ -223,9 +223,10 @@ def test_a_token_after_a_cache_is_of_the_class_of_training_in_tiles_that_are_sum
     apart = {"apart": True, "tile_n": keys_apart(whole)}
     right = class_of(training, whole, training.default(whole, INTERPRETED).but(**apart))
     of_training = dict(part.split(":") for part in right.split())
-    for keys, kv_heads, splits in ((256, 2, 0), (256, 2, 1), (3, 12, 1)):
+    ways = ((256, 2, 0, "tile"), (256, 2, 0, "block"), (256, 2, 1, "block"), (3, 12, 1, "block"))
+    for keys, kv_heads, splits, schedule in ways:
         problem = cached(keys, kv_heads, **on)
-        config = decoding.default(problem, INTERPRETED).but(splits=splits, **apart)
+        config = decoding.default(problem, INTERPRETED).but(splits=splits, schedule=schedule, **apart)
         found = class_of(decoding, problem, config)
         assert dict(part.split(":") for part in found.split()).items() <= of_training.items()
         assert found.startswith("1:")

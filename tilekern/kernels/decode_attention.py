@@ -11,7 +11,8 @@ is nothing to join, and the block stores the result itself.
 
 With tiles that are summed ``apart`` (:func:`tilekern.kernels.attention.tiles.tile_sums`) the bits can be those of
 attention's forward, however many blocks share the tiles: one, or a block for each tile of the cache's room (``splits``
-0), whose parts are the tiles. The tuner finds whether they are.
+0), whose parts are the tiles. The tuner finds whether they are. With the schedule ``tile`` such blocks run
+:func:`decode_tile`, which is small enough that three of them load at a time on an SM.
 
 Layout: q and out [batch, kv_heads, group, head_dim]. A cache is [batch, kv_heads, room, head_dim], or, if ``paged``,
 [pages, page_size, kv_heads, head_dim] with ``table`` [batch, pages of a sequence] int32. Sequence b has the keys from
@@ -55,6 +56,8 @@ MOST_HEADS = 32
 MOST_SPLITS = 64
 # As few query heads as these are columns of the products alone: as rows they are padded further.
 _FEW = 16
+# The matrix units take fewer rows or columns than these with spilled registers.
+_LEAST_ROWS = 8
 # The least room beside the values of a part.
 _NUMBERS = 8
 # Parts whose exponents are looked at together.
@@ -193,6 +196,37 @@ def _span(b, lengths, starts, window, room, windowed, padded, paged):
     return origin, lower, length
 
 
+def _pages(keys, table, tile_n, paged):
+    """Return (page_size, across, room): a page has ``across`` tiles, a sequence up to ``room`` keys."""
+    page_size, across, room = 1, 1, keys.shape[2]
+    if ct.static_eval(paged):
+        page_size, across = keys.shape[1], ct.cdiv(keys.shape[1], tile_n)
+        room = table.shape[1] * keys.shape[1]
+    return page_size, across, room
+
+
+def _tiles_of(shown, page_size, across, tile_n, paged):
+    """Return the tiles [first, stop) with the keys that are seen."""
+    lower, length = shown
+    first = _tile_of(lower, page_size, across, tile_n, paged)
+    stop = ct.where(lower < length, _tile_of(ct.maximum(length - 1, 0), page_size, across, tile_n, paged) + 1, first)
+    return first, stop
+
+
+def _queries(q, b, h, rows, depth, keys_first):
+    """Load the query heads of a key head as their side of the products."""
+    zero = ct.PaddingMode.ZERO
+    q_side = ct.reshape(ct.load(q, (b, h, 0, 0), (1, 1, rows, depth), padding_mode=zero), (rows, depth))
+    if ct.static_eval(keys_first):
+        q_side = ct.transpose(q_side)
+    return q_side
+
+
+def _nothing(rows, depth, keys_first):
+    """Return a weighted sum of no keys."""
+    return ct.zeros(ct.static_eval((depth, rows) if keys_first else (rows, depth)), ct.float32)
+
+
 def _store_part(parts, row, state, rows, depth, head_dim, keys_first):
     """Store the sums of a part: the weighted values, then the exponent and the denominator."""
     biggest, total, summed = state
@@ -217,13 +251,13 @@ def _store_numbers(parts, row, place, one, other, rows):
     ct.store(parts, (row, 0, place + 1), ct.reshape(other, side), allow_tma=False)
 
 
-def _store_out(out, b, h, state, rows, depth, keys_first):
-    """Store the result."""
+def _store_out(out, b, h, state, rows, depth, keys_first, allow_tma):
+    """Store the result; by TMA it passes through shared memory."""
     _, total, summed = state
     found = summed * (1.0 / ct.where(total == 0.0, 1.0, total))
     if ct.static_eval(keys_first):
         found = ct.transpose(found)
-    ct.store(out, (b, h, 0, 0), ct.reshape(found, (1, 1, rows, depth)).astype(out.dtype))
+    ct.store(out, (b, h, 0, 0), ct.reshape(found, (1, 1, rows, depth)).astype(out.dtype), allow_tma=allow_tma)
 
 
 def _add_split(state, cache, where, tiles, split, splits, shown, factors, sizes, flags, one_loop, cut_in_front):
@@ -268,21 +302,14 @@ def _attend(item, q, keys, values, lengths, starts, table, sink_logits, numbers,
     split, pair = item % splits, item // splits
     h, b = pair % q.shape[1], pair // q.shape[1]
 
-    page_size, across, room = 1, 1, keys.shape[2]
-    if ct.static_eval(paged):
-        page_size, across = keys.shape[1], ct.cdiv(keys.shape[1], tile_n)
-        room = table.shape[1] * keys.shape[1]
+    page_size, across, room = _pages(keys, table, tile_n, paged)
     origin, lower, length = _span(b, lengths, starts, window, room, windowed, padded, paged)
-    first = _tile_of(lower, page_size, across, tile_n, paged)
-    stop = ct.where(lower < length, _tile_of(ct.maximum(length - 1, 0), page_size, across, tile_n, paged) + 1, first)
+    first, stop = _tiles_of((lower, length), page_size, across, tile_n, paged)
 
     factors = factors_of(scale, softcap, capped)
-    zero = ct.PaddingMode.ZERO
-    q_side = ct.reshape(ct.load(q, (b, h, 0, 0), (1, 1, rows, depth), padding_mode=zero), (rows, depth))
-    if ct.static_eval(keys_first):
-        q_side = ct.transpose(q_side)
+    q_side = _queries(q, b, h, rows, depth, keys_first)
     start = _start(sink_logits, h, rows, split, sinks, keys_first, apart)
-    state = start + (ct.zeros(ct.static_eval((depth, rows) if keys_first else (rows, depth)), ct.float32),)
+    state = start + (_nothing(rows, depth, keys_first),)
     cache, where, shown = (q_side, keys, values, table), (b, h, origin, page_size, across), (lower, length)
     tiles, kinds = (first, stop), (keys_first, apart, capped, padded, paged, precise)
     if ct.static_eval(one_tile):
@@ -290,12 +317,12 @@ def _attend(item, q, keys, values, lengths, starts, table, sink_logits, numbers,
             _leave_tile(parts, item, split, tiles, start, cache, where, shown, factors, sizes, kinds)
         else:
             state = _add_tiles(state, cache, where, (first, stop, 1), shown, factors, sizes, kinds, True)
-            _store_out(out, b, h, state, rows, depth, keys_first)
+            _store_out(out, b, h, state, rows, depth, keys_first, None)
     else:
         edges = ct.static_eval(windowed or (padded and paged))
         state = _add_split(state, cache, where, tiles, split, splits, shown, factors, sizes, kinds, one_loop, edges)
         if splits == 1:
-            _store_out(out, b, h, state, rows, depth, keys_first)
+            _store_out(out, b, h, state, rows, depth, keys_first, None)
         else:
             _store_part(parts, item, state, rows, depth, head_dim, keys_first)
             if split == 0:
@@ -325,6 +352,54 @@ def decode_attention(
             _attend(item, *arguments)
     else:
         _attend(ct.bid(0), *arguments)
+
+
+@ct.kernel
+def decode_tile(
+    q, keys, values, lengths, starts, table, sink_logits, scale, softcap, window, out, parts, head_dim: ConstInt,
+    depth: ConstInt, rows: ConstInt, tile_n: ConstInt, keys_first: ConstBool, windowed: ConstBool, capped: ConstBool,
+    sinks: ConstBool, padded: ConstBool, paged: ConstBool, precise: ConstBool,
+):  # fmt: skip
+    """The part of one tile of a key head a block, summed apart; the result itself if the room is one tile.
+
+    Both branches read one load of the tile: a load in each would take twice the shared memory, and a mask for all tiles
+    would bring all values through registers.
+    """
+    ct.grid_dependency_control_wait()
+    ct.grid_dependency_control_launch_dependents()
+    pairs = q.shape[0] * q.shape[1]
+    tiles = ct.maximum(1, ct.num_blocks(0) // pairs)
+    item = ct.bid(0)
+    j, pair = item % tiles, item // tiles
+    h, b = pair % q.shape[1], pair // q.shape[1]
+
+    page_size, across, room = _pages(keys, table, tile_n, paged)
+    origin, lower, length = _span(b, lengths, starts, window, room, windowed, padded, paged)
+    first, stop = _tiles_of((lower, length), page_size, across, tile_n, paged)
+    where, kinds = (b, h, origin, page_size, across), (keys_first, True, capped, padded, paged, precise)
+    if (first <= j) & (j < stop):
+        slope, factor = factors_of(scale, softcap, capped)
+        q_side = _queries(q, b, h, rows, depth, keys_first)
+        products = _scores(q_side, keys, table, where, j, slope, (head_dim, depth, rows, tile_n), kinds)
+        v_tile = _rows(values, table, where, j, tile_n, depth, padded, paged)
+        begins = _key_of(j, page_size, across, tile_n, paged)
+        if (begins < lower) | (begins + tile_n > length) | (tiles == 1):
+            products, v_tile = _shown(products, v_tile, j, where, (lower, length), tile_n, kinds, True)
+            found = tile_sums(products, v_tile, factor, keys_first)
+            if tiles > 1:
+                _store_part(parts, item, found, rows, depth, head_dim, keys_first)
+            else:
+                state = _start(sink_logits, h, rows, j, sinks, keys_first, True) + (_nothing(rows, depth, keys_first),)
+                _store_out(out, b, h, add_sums(state, found), rows, depth, keys_first, False)
+        else:
+            products, v_tile = _shown(products, v_tile, j, where, (lower, length), tile_n, kinds, False)
+            found = tile_sums(products, v_tile, factor, keys_first)
+            _store_part(parts, item, found, rows, depth, head_dim, keys_first)
+    elif tiles == 1:
+        ct.store(out, (b, h, 0, 0), ct.zeros((1, 1, rows, depth), out.dtype), allow_tma=False)
+    if (j == 0) & (tiles > 1):
+        start = _start(sink_logits, h, rows, j, sinks, keys_first, True)
+        _store_order(parts, item, first, stop, start, rows, head_dim)
 
 
 def _rows_from(begun, last, count):
@@ -573,8 +648,8 @@ def _axes_apart(problem: Problem) -> dict[str, list[Value]]:
 
 
 def _rows_of(problem: Problem) -> int:
-    """Return the rows of a tile for the query heads; the matrix units take fewer than 8 with spilled registers."""
-    return max(8, power_of_two(problem["group"]))
+    """Return the rows of a tile for the query heads."""
+    return max(_LEAST_ROWS, power_of_two(problem["group"]))
 
 
 def _tiles(problem: Problem, tile_n: int) -> int:
@@ -582,6 +657,20 @@ def _tiles(problem: Problem, tile_n: int) -> int:
     if problem["paged"]:
         return cdiv(problem["keys"], problem["page_size"]) * cdiv(problem["page_size"], tile_n)
     return cdiv(problem["keys"], tile_n)
+
+
+def _axes_of_tiles(problem: Problem) -> dict[str, list[Value]]:
+    """Return axes of :func:`decode_tile`, whose sums of float32 spill.
+
+    Shared memory of an SM holds the keys and values of three tiles, if the query heads and their sums are small.
+    """
+    return _axes_apart(problem) | {
+        "schedule": [] if problem["dtype"] == "float32" else ["tile"],
+        "splits": [0],
+        "occupancy": [2, 3] if _is_narrow(problem) and problem["group"] <= _LEAST_ROWS else [2],
+        "num_worker_warps": [4],
+        "keys_first": [True],
+    }
 
 
 _CONSTRAINTS = (
@@ -667,7 +756,7 @@ SPEC = spec(
     DIMENSIONS,
     lambda problem: _ARRAYS,
     reference,
-    function=decode_attention,
+    function=lambda problem, config: decode_tile if config["schedule"] == "tile" else decode_attention,
     sizes=sizes,
     constants=lambda problem, config: {
         "rows": _rows_of(problem),
@@ -677,7 +766,7 @@ SPEC = spec(
         "one_loop": config["tile_n"] < _MASKED_APART,
     },
     grid=lambda sizes, config, sm_count: sizes["kv_heads"] * (config["splits"] or _tiles(sizes, config["tile_n"])),
-    space=Space(_axes, _CONSTRAINTS, beside=(Space(_axes_apart, _CONSTRAINTS),)),
+    space=Space(_axes, _CONSTRAINTS, beside=(Space(_axes_apart, _CONSTRAINTS), Space(_axes_of_tiles, _CONSTRAINTS))),
     default=_default,
     generic=_generic,
     given=_given,
