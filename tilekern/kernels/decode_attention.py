@@ -686,6 +686,10 @@ _CONSTRAINTS = (
         ),
     ),
     Constraint(
+        "a block for each key head loads ahead in a loop and leaves no parts, if two for each SM fill the GPU",
+        lambda problem, config, target: config["schedule"] != "tile" or problem["kv_heads"] <= 2 * target.sm_count,
+    ),
+    Constraint(
         "a split without a tile of its own has nothing to do",
         lambda problem, config, target: (
             config["splits"] <= 1 or (config["splits"] - 1) * config["tile_n"] < problem["keys"]
