@@ -9,7 +9,8 @@ import torch
 
 from tilekern.spec.targets import here
 from tilekern.tuning.measure import timing
-from tilekern.tuning.measure.gpu import load_code
+from tilekern.tuning.measure.bench import _in_turn
+from tilekern.tuning.measure.gpu import captured, load_code
 from tilekern.tuning.measure.timing import Stopwatch, rewriting
 from tilekern.tuning.strategies import SLOWER, WON, Lineup, strategy_named
 from tilekern.tuning.strategies.runner import GpuRunner
@@ -140,3 +141,27 @@ def test_two_races_of_close_candidates_choose_within_a_percent(watch):
         [key] = [key for key, timing in timings.items() if timing.left == WON]
         best_us = min(timing.median_us for timing in exhaustive.values())
         assert exhaustive[key].median_us <= 1.01 * best_us
+
+
+def test_copies_in_a_row_come_from_memory_and_one_alone_from_the_l2(watch):
+    """A quarter of the L2 is read; copies of it, in turn, are four times as large as the L2."""
+    size = here().l2_bytes // 4
+    arrays = [torch.ones(size // 4, dtype=torch.int32, device="cuda") for _ in range(16)]
+    sums = [lambda array=array: array.sum() for array in arrays]
+    in_turn, alone = captured(_in_turn(sums), 16), captured(_in_turn(sums[:1]), 16)
+    for launch in (in_turn, alone):
+        launch()
+    times_us = {
+        launch: statistics.median(watch.round([launch] * 20, flushes=False)) / 16 for launch in (in_turn, alone)
+    }
+    assert size / times_us[in_turn] / 1000 <= 1.05 * here().memory_gbs
+    assert times_us[in_turn] > 1.2 * times_us[alone]
+
+
+def test_launches_in_a_row_are_not_as_slow_as_the_host(watch):
+    """Sixty launches of a few microseconds take the host longer than the GPU."""
+    launch = captured(copying(1), 60)
+    launch()
+    found = watch.round([launch] * 10, flushes=False)
+    assert statistics.median(found) / 60 < 6
+    assert max(found) < 2 * min(found)

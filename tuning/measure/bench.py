@@ -15,7 +15,7 @@ from tilekern.runtime.records import launch_in
 from tilekern.spec import KernelSpec, LibraryCall, Problem, cdiv
 from tilekern.spec.targets import Target
 from tilekern.tuning.measure.followers import inputs_behind, problem_behind
-from tilekern.tuning.measure.gpu import load_code
+from tilekern.tuning.measure.gpu import captured, load_code
 from tilekern.tuning.measure.tasks import Entrant, Task
 from tilekern.tuning.measure.timing import Launch, Timing, rewriting
 from tilekern.tuning.strategies.selection import ranked
@@ -130,7 +130,10 @@ class Bench:
         return self._inputs[variation]
 
     def prepare(self, entrant: Entrant, variation: str | None = None) -> Launch:
-        """Return a function that launches the entrant at full size, and its follower; each time on the next copy."""
+        """Return a function that launches the entrant at full size, and its follower.
+
+        Of a streamed kernel, one that launches it as often as it is timed in a row, each time on the next copy.
+        """
         kernel, blocks = self.kernel(entrant), entrant.candidate.blocks(self._target.sm_count)
         outputs = self._shared_outputs(blocks) if blocks else {}
         followers = [self._following(blocks, outputs)] if blocks in self._task.followers else []
@@ -141,7 +144,7 @@ class Bench:
         found = _in_turn(launches)
         if variation is None:
             self._prepared[entrant.key] = found
-        return found
+        return self._in_a_row(found)
 
     def _following(self, blocks: int, outputs: dict[str, Any]) -> Launch:
         """Return a function that launches the follower of entrants with this many blocks, on their output."""
@@ -179,12 +182,16 @@ class Bench:
             sink = torch.empty_like(source)
             return lambda: sink.copy_(source)
 
-        return _in_turn([one() for _ in range(self._turns)])
+        return self._in_a_row(_in_turn([one() for _ in range(self._turns)]))
 
     @property
     def in_a_row(self) -> int | None:
         """How many launches of a streamed kernel are timed in a row: each copy as often; None if it is not streamed."""
         return cdiv(_LEAST_IN_A_ROW, self._turns) * self._turns if self._spec.streamed else None
+
+    def _in_a_row(self, launch: Launch) -> Launch:
+        """Return a function that replays as many launches of a streamed kernel as are timed in a row."""
+        return launch if self.in_a_row is None else captured(launch, self.in_a_row)
 
     def _copied(self, variation: str | None) -> list[dict[str, Any]]:
         """Return the inputs, and copies of them that the launches take in turn."""

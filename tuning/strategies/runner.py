@@ -33,7 +33,8 @@ class GpuRunner:
         refresh: before each sample, puts the arrays into L2 that are there in real use; None for nothing.
         announce: called with a key before its first launch and when it is waited for, while the GPU works: it must take
             only some microseconds.
-        in_a_row: of a streamed kernel, how many launches a sample is the mean of, with no flush of L2 before them.
+        in_a_row: of a streamed kernel, how many launches each function makes: a sample is their mean, and no L2 is
+            flushed before them. None for others.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class GpuRunner:
         self._watch, self._launches, self._load_code = watch, launches, load_code
         self._refresh, self._announce = refresh, announce
         self._loaded: set[str] = set()
-        self._launches_a_sample, self._flushes = in_a_row or 1, in_a_row is None
+        self._launches_a_sample, self._in_a_row = 1, in_a_row
         self.spent_us = 0.0
 
     def round(self, keys: Sequence[str]) -> list[float]:
@@ -59,9 +60,9 @@ class GpuRunner:
         before_us = self._watch.spent_us
         launches = [self._sampled(key) for key in keys]
         waiting = lambda place: self._announce(keys[place])  # noqa: E731
-        samples = self._watch.round(launches, self._refresh, waiting, flushes=self._flushes)
+        samples = self._watch.round(launches, self._refresh, waiting, flushes=self._in_a_row is None)
         self.spent_us += self._watch.spent_us - before_us
-        return [sample / self._launches_a_sample for sample in samples]
+        return [sample / (self._launches_a_sample * (self._in_a_row or 1)) for sample in samples]
 
     def _sampled(self, key: str) -> Launch:
         """Return the function that one sample times: a launch, or several in a row."""
@@ -76,10 +77,11 @@ class GpuRunner:
     def _first(self, key: str) -> float:
         """Take the first sample of a key, without the time to load its code."""
         self._announce(key)
-        if has_run := not self._load_code(key):
+        # A graph, which makes launches in a row, is loaded by its first replay.
+        if has_run := self._in_a_row is not None or not self._load_code(key):
             self._launches[key]()
         sample = self._batch([key])[0]
-        self.spent_us += sample if has_run else 0.0
+        self.spent_us += sample * (self._in_a_row or 1) if has_run else 0.0
         if self._refresh is not None and not self._loaded:
             self._launches_a_sample = min(MOST_LAUNCHES, math.ceil(LONG_US / sample))
             sample = self._batch([key])[0]

@@ -208,6 +208,12 @@ SPACE = Space(
         of_tiles(_TF32, is_exact),
         of_tiles(TOO_SMALL, has_tokens),
         of_tiles(TOO_LARGE, fits_shared),
+        of_tiles(
+            "as many as 512 terms are for a block that has an SM to itself",
+            lambda problem, config, target: (
+                config["tile_k"] < 512 or (config["tile_n"] == USUAL and config["occupancy"] == 1)
+            ),
+        ),
         of_tiles("narrow tiles are for SMs that wider ones leave idle, wide ones for more columns", _is_read_by_most),
         of_tiles("blocks loop if there are more tiles than stay resident", _loops),
         of_tiles(

@@ -15,17 +15,9 @@ from tilekern.kernels.families.arrays import Arrays, drawn
 from tilekern.kernels.families.tables import names_of, spec
 from tilekern.kernels.matmul.space import is_tile, of_tiles, one_for_library
 from tilekern.kernels.skinny.tiles import TOO_LARGE, USUAL, config_of, fits_shared, is_exact, sums, tokens_of
-from tilekern.kernels.tiles import ConstInt, grid_of
+from tilekern.kernels.tiles import ConstInt
 from tilekern.spec import Array, Config, Dimension, LibraryCall, Problem, Space, Value, cdiv
 from tilekern.spec.targets import INTERPRETED, Target
-
-
-def _tile(item, x, weight, y, tile_m, tile_n, tile_k, latency):
-    """Compute tile number ``item`` of a product."""
-    down = ct.cdiv(y.shape[0], tile_m)
-    i, j = item % down, item // down
-    total, _ = sums(x, weight, weight, i, j, 0, ct.cdiv(x.shape[1], tile_k), False, tile_m, tile_n, tile_k, latency)
-    ct.store(y, (i, j), total.transpose().astype(y.dtype), allow_tma=False)
 
 
 @ct.kernel
@@ -34,19 +26,22 @@ def skinny_projections(
 ):  # fmt: skip
     """x [rows, inner], each weight [columns, inner], each result [rows, columns]; the columns of k and v are as many.
 
-    One tile a block, or resident blocks that loop.
+    One tile a block.
     """
     ct.grid_dependency_control_wait()
     ct.grid_dependency_control_launch_dependents()
-    sizes, down = (tile_m, tile_n, tile_k, latency), ct.cdiv(q.shape[0], tile_m)
+    down, item = ct.cdiv(q.shape[0], tile_m), ct.bid(0)
     first, others = down * ct.cdiv(q.shape[1], tile_n), down * ct.cdiv(k.shape[1], tile_n)
-    for item in range(ct.bid(0), first + 2 * others, ct.num_blocks(0)):
-        if item < first:
-            _tile(item, x, q_weight, q, *sizes)
-        elif item < first + others:
-            _tile(item - first, x, k_weight, k, *sizes)
-        else:
-            _tile(item - first - others, x, v_weight, v, *sizes)
+    # The arrays are chosen, so that there is one loop: of three, each would load ahead in a third of shared memory.
+    if item < first:
+        weight, y = q_weight, q
+    elif item < first + others:
+        weight, y, item = k_weight, k, item - first
+    else:
+        weight, y, item = v_weight, v, item - first - others
+    i, j = item % down, item // down
+    total, _ = sums(x, weight, weight, i, j, 0, ct.cdiv(x.shape[1], tile_k), False, tile_m, tile_n, tile_k, latency)
+    ct.store(y, (i, j), total.transpose().astype(y.dtype), allow_tma=False)
 
 
 def _count(problem: Problem, config: Config) -> int:
@@ -86,10 +81,11 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
 
 
 def _default(problem: Problem, target: Target) -> Config:
-    """Return cuBLAS for float32, else the tiles that won on an H100 for 1, 8 and 64 rows."""
+    """Return cuBLAS for float32, else tiles of which two blocks load at a time on an SM, if they fit there."""
     if problem["dtype"] == "float32" and target != INTERPRETED:
         return Config({name: values[0] for name, values in _axes(problem).items()}).but(implementation="cublas")
-    return config_of(problem["rows"], USUAL, tile_k=64, occupancy=1)
+    found = config_of(problem["rows"], USUAL, tile_k=256)
+    return found if fits_shared(problem, found, target) else found.but(tile_k=128)
 
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
@@ -113,7 +109,7 @@ SPEC = spec(
     },
     function=skinny_projections,
     library=_library,
-    grid=lambda sizes, config, sm_count: grid_of(_count(sizes, config), config, sm_count),
+    grid=lambda sizes, config, sm_count: _count(sizes, config),
     space=Space(
         _axes,
         (
@@ -123,9 +119,7 @@ SPEC = spec(
         ),
     ),
     default=_default,
-    generic=lambda problem: config_of(
-        problem["rows"], USUAL, schedule="persistent", tile_k=32, occupancy=1, num_worker_warps=8
-    ),
+    generic=lambda problem: config_of(problem["rows"], USUAL, tile_k=32, occupancy=1, num_worker_warps=8),
     given=_inputs,
     flops=lambda problem: 2 * problem["rows"] * problem["inner"] * (problem["columns"] + 2 * problem["kv_columns"]),
     dependent=True,
