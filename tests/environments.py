@@ -1,6 +1,10 @@
 """The environment of processes that tests start."""
 
 import os
+import re
+import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -34,3 +38,39 @@ def installed(folder: Path) -> Path:
 def without_kept_cubins() -> str:
     """A PATH by which ``kept_cubins.sh``, to which few variables come, runs the compiler and keeps nothing."""
     return f"/keep-no-cubins{os.pathsep}{os.environ['PATH']}"
+
+
+def needed(requirements: list[str]) -> dict[str, metadata.Distribution]:
+    """The installed distributions that requirements without extras name, and all that those need."""
+    found: dict[str, metadata.Distribution] = {}
+    wanted = [line for line in requirements if ";" not in line]
+    while wanted:
+        name = re.match(r"[\w.-]+", wanted.pop())[0]
+        if name not in found:
+            found[name] = metadata.distribution(name)
+            wanted += [line for line in found[name].requires or () if ";" not in line]
+    return found
+
+
+class BarePython:
+    """Python that sees the standard library, the distributions that tilekern declares to need, and tilekern.
+
+    A folder has a link for each of their files and is all that ``python -S`` searches beside the standard library, so
+    what runs here needs nothing else. It says nothing about how pip resolves versions, or about older ones.
+    """
+
+    def __init__(self, folder: Path, requirements: list[str], tilekern: Path = ROOT) -> None:
+        self.folder = folder
+        for distribution in needed(requirements).values():
+            for file in distribution.files or ():
+                if file.parts[0] != ".." and "__pycache__" not in file.parts:
+                    (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                    (folder / file).symlink_to(distribution.locate_file(file))
+        self._path = os.pathsep.join([str(folder), str(tilekern)])
+
+    def run(self, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run Python with arguments in the folder, as a user without settings."""
+        return subprocess.run(
+            [sys.executable, "-S", "-s", *map(str, arguments)], cwd=self.folder, capture_output=True, text=True,
+            check=False, env=environment() | {"PYTHONPATH": self._path} | variables,
+        )  # fmt: skip

@@ -57,7 +57,8 @@ from packaging.requirements import Requirement
 
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-needed = map(Requirement, [*project["dependencies"], *extras["compile"], *extras["cute"], *extras["docs"], *extras["inspect"], *extras["test"]])
+named = ("torch", "tools", "text", "compile", "cute", "docs", "inspect", "test")
+needed = map(Requirement, [*project["dependencies"], *(need for name in named for need in extras[name])])
 missing = [str(need) for need in needed if version(need.name) not in need.specifier]
 if missing:
     raise SystemExit(f"missing: {', '.join(missing)}")

@@ -39,7 +39,7 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 ARCHITECTURE = DOCS / "architecture.md"
 SMALLER = " --ops swiglu --tokens 64"
-SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q torch==2.13.0 -e '.[compile]' && "
+SET_UP = "python3 -m venv .venv && .venv/bin/pip install -q torch==2.13.0 -e '.[all,compile]' && "
 MARKERS = ("", "test: smaller", "test: set-up", "test: needs a GPU", "test: has results", "run")
 _page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -282,7 +282,7 @@ def test_the_list_of_gpus_is_complete():
 
 
 def test_the_pages_name_every_preset_op_public_name_and_command():
-    from tilekern.cache_tools.__main__ import app
+    from tilekern.cache_tools.cli import app
 
     reference, tuning = (DOCS / "reference.md").read_text(), (DOCS / "tuning.md").read_text()
     assert not [name for name in PRESETS if f"`{name}`" not in tuning]

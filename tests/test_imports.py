@@ -24,7 +24,7 @@ TOOLS = "tilekern.cache_tools"
 TOOLS_MAY = {
     f"{TOOLS}.shared.installed": {"tilekern.kernels", "tilekern.compile.toolchain", "tilekern.spec"},
     f"{TOOLS}.commands.why": {"tilekern.runtime.dispatch"},
-    f"{TOOLS}.__main__": {"tilekern.runtime.settings"},
+    f"{TOOLS}.cli": {"tilekern.runtime.settings"},
     TOOLS: {"tilekern.spec.source"},
 }
 LEAVES = {"tilekern.spec", "tilekern.errors", "tilekern.warning"}
@@ -189,6 +189,17 @@ def test_the_cache_needs_the_standard_library_and_a_parser_alone():
     assert not list(strangers(within("tilekern.cache"), CACHE_NEEDS, everywhere=False))
     for module in within("tilekern.cache"):
         assert not list(strangers([module], CACHE_NEEDS | CACHE_EXTRAS.get(module, set())))
+
+
+# The rooms that work without torch; beside the classes of CuTe DSL, which a compiler imports, and a mode of torch's.
+CORE_ROOMS = ("spec", "errors", "warning", "compile", "cache", "kernels", "runtime")
+APART = ["tilekern.kernels.cute", "tilekern.runtime.ordinary"]
+CORE = sorted(name for name in MODULES if room_of(name) in CORE_ROOMS and not under(name, APART))
+
+
+def test_the_core_loads_no_extra_when_it_is_imported():
+    known = {"cuda", "filelock", "msgspec", "platformdirs", "tilekern"}
+    assert not list(strangers(CORE, known, everywhere=False))
 
 
 def test_kernels_import_torch_inside_functions_only():

@@ -10,6 +10,8 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
+from environments import BarePython
+from packaging.requirements import Requirement
 
 # One worker of pytest's builds and installs the wheel for all tests.
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("wheel")]
@@ -74,9 +76,21 @@ def test_it_names_what_it_needs(wheel):
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
     plain = [need for need in metadata.get_all("Requires-Dist") if "extra ==" not in need]
-    assert len(plain) == len(project["dependencies"])
+    assert set(map(Requirement, plain)) == set(map(Requirement, project["dependencies"]))
+    assert set(metadata.get_all("Provides-Extra")) == set(project["optional-dependencies"])
     assert not any("tileiras" in need for need in plain)
     assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
+
+
+def test_it_works_with_the_dependencies_in_its_metadata_alone(installed, tmp_path):
+    (metadata,) = installed.site.glob("*.dist-info/METADATA")
+    needs = [line for line in message_from_string(metadata.read_text()).get_all("Requires-Dist") if ";" not in line]
+    python = BarePython(tmp_path, needs, installed.site)
+    code = "from tilekern.kernels import all_specs; import tilekern.runtime.dispatch; print(len(all_specs()))"
+    ran = python.run("-c", code)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) > 80
+    assert "pip install 'tilekern[tools]'" in python.run("-m", "tilekern.tune", "qwen3-8b").stderr
 
 
 def test_the_version_has_one_form_everywhere():

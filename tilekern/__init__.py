@@ -65,10 +65,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tilekern' has no attribute {name!r}")
     import importlib
 
-    # A module of its own (tune) is that name: importing it would set the attribute anyhow, and it can be called.
-    if _WHERE[name] == __name__:
-        return importlib.import_module(f"{__name__}.{name}")
-    return getattr(importlib.import_module(_WHERE[name]), name)
+    from tilekern.errors import needing
+
+    with needing(f"tilekern.{name}"):
+        # A module of its own (tune, arrays) is that name: importing it would set the attribute anyhow.
+        if _WHERE[name] == __name__:
+            return importlib.import_module(f"{__name__}.{name}")
+        return getattr(importlib.import_module(_WHERE[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,8 @@
 """The errors that tilekern raises on purpose, and its warning; each message is one line that says what to do."""
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 # Messages of compilers, ptxas and Python about conditions that pass.
 _PASSING = re.compile(
@@ -59,6 +61,40 @@ class RowsVary(TilekernError):  # noqa: N818
 
 class RanksDiffer(TilekernError):  # noqa: N818
     """The ranks of a job cannot run the same kernels, or one of them did not answer in time."""
+
+
+# The extra that brings a package, by the package's name; :mod:`tilekern.runtime.requirements` has the versions.
+EXTRA_OF = {
+    "torch": "torch",
+    "transformers": "torch",
+    "numpy": "torch",
+    "click": "tools",
+    "rich": "tools",
+    "tokenizers": "text",
+}
+
+
+class ExtraMissing(TilekernError, ModuleNotFoundError):  # noqa: N818
+    """A package is not installed that one of tilekern's extras brings."""
+
+
+@contextlib.contextmanager
+def needing(what: str) -> Iterator[None]:
+    """Name the extra if an import fails inside; for ``with`` and as a decorator.
+
+    Args:
+        what: the name or the command that cannot work without the package.
+
+    Raises:
+        ExtraMissing: a package of :data:`EXTRA_OF` is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA_OF:
+            raise
+        install = f"pip install 'tilekern[{EXTRA_OF[error.name]}]'"
+        raise ExtraMissing(f"{what} needs {error.name}, which is not installed: {install}", name=error.name) from None
 
 
 class LogitsSkipped(InputError, AttributeError):  # noqa: N818

@@ -15,14 +15,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import click
-
 from tilekern import __version__
 from tilekern.errors import InputError
 from tilekern.integrations.startup import apply_later
 from tilekern.runtime.settings import APPLY, check_settings
 from tilekern.runtime.switches import ADAMW, ATTENTION, EXPERTS, FORMS, GRAPHS, OPS, text_of
-from tilekern.warning import tell
+from tilekern.warning import command_line, tell
 
 # Ops that are off by default.
 _ASKED = {
@@ -53,54 +51,61 @@ class Program(NamedTuple):
         runpy.run_path(os.path.abspath(self.name), run_name="__main__")
 
 
-def _with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add a flag for each op: ``--no-OP`` for ops that are on by default, ``--OP`` for others."""
-    for op, what in reversed(_ASKED.items()):
-        command = click.option(f"--{op}", op, is_flag=True, help=what)(command)
-    for op in reversed(OPS):
-        command = click.option(f"--no-{op.replace('_', '-')}", op, is_flag=True, help=f"Leave {op} out.")(command)
-    return command
+@command_line("python -m tilekern.run")
+def _program(arguments: list[str] | None) -> Program | int:
+    """Return the program that a command line names and have its models patched; or the exit code."""
+    import click
 
+    def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+        """Add a flag for each op: ``--no-OP`` for ops that are on by default, ``--OP`` for others."""
+        for op, what in reversed(_ASKED.items()):
+            command = click.option(f"--{op}", op, is_flag=True, help=what)(command)
+        for op in reversed(OPS):
+            command = click.option(f"--no-{op.replace('_', '-')}", op, is_flag=True, help=f"Leave {op} out.")(command)
+        return command
 
-@click.command(
-    context_settings={
-        "help_option_names": ["-h", "--help"], "max_content_width": 120, "allow_interspersed_args": False,
-        "token_normalize_func": lambda name: name.replace("_", "-"),
-    }
-)  # fmt: skip
-@click.option("-m", "is_module", is_flag=True, help="Run a module instead of a script, as python -m does.")
-@_with_flags
-@click.option(
-    "--forms", type=click.Choice(FORMS), default=FORMS[0], show_default=True,
-    help="Patch the model families that tilekern tests, or any whose code has a known form.",
-)  # fmt: skip
-@click.argument("program", metavar="SCRIPT|MODULE")
-@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
-@click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
-def command(program: str, arguments: tuple[str, ...], is_module: bool, forms: str, **given: bool) -> Program:
-    """Run a script, or with -m a module, with tilekern.apply called for its models.
+    @click.command(
+        context_settings={
+            "help_option_names": ["-h", "--help"], "max_content_width": 120, "allow_interspersed_args": False,
+            "token_normalize_func": lambda name: name.replace("_", "-"),
+        }
+    )  # fmt: skip
+    @click.option("-m", "is_module", is_flag=True, help="Run a module instead of a script, as python -m does.")
+    @with_flags
+    @click.option(
+        "--forms", type=click.Choice(FORMS), default=FORMS[0], show_default=True,
+        help="Patch the model families that tilekern tests, or any whose code has a known form.",
+    )  # fmt: skip
+    @click.argument("program", metavar="SCRIPT|MODULE")
+    @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+    @click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
+    def command(program: str, arguments: tuple[str, ...], is_module: bool, forms: str, **given: bool) -> Program:
+        """Run a script, or with -m a module, with tilekern.apply called for its models.
 
-    Options go before SCRIPT; everything after it belongs to the program, as do the exit code and tracebacks. Python
-    processes that it starts are patched with the same ops, for tested families, if tilekern is installed:
-    TILEKERN_APPLY is set for them. With torchrun: torchrun ... -m tilekern.run SCRIPT.
-    """
-    check_settings()
-    switches = {op: is_set if op in _ASKED else not is_set for op, is_set in given.items()}
-    os.environ[APPLY] = text_of(switches)
-    apply_later(forms=forms, **switches)
-    return Program(program, arguments, is_module)
+        Options go before SCRIPT; everything after it belongs to the program, as do the exit code and tracebacks. Python
+        processes that it starts are patched with the same ops, for tested families, if tilekern is installed:
+        TILEKERN_APPLY is set for them. With torchrun: torchrun ... -m tilekern.run SCRIPT.
+        """
+        check_settings()
+        switches = {op: is_set if op in _ASKED else not is_set for op, is_set in given.items()}
+        os.environ[APPLY] = text_of(switches)
+        apply_later(forms=forms, **switches)
+        return Program(program, arguments, is_module)
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit code, 2 for bad input; raise the program's errors."""
     try:
         program = command.main(args=arguments, prog_name="python -m tilekern.run", standalone_mode=False)
     except click.ClickException as error:
         return _fail(error.format_message())
     except InputError as error:
         return _fail(str(error))
+    return program if isinstance(program, Program) else int(program)  # --help
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return the exit code, 2 for bad input; raise the program's errors."""
+    program = _program(arguments)
     if not isinstance(program, Program):
-        return int(program)  # --help
+        return program
     try:
         program.run()
     except BaseException as error:

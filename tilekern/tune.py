@@ -12,10 +12,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from tilekern.errors import needing
+from tilekern.warning import command_line
+
 if TYPE_CHECKING:
     from tilekern.tuning.pipeline import Result, Tell
 
 
+@needing("tilekern.tune")
 def tune(
     model: Any, tokens: int | Sequence[int] | Mapping[str, Any] = (2048, 8192), *, gpu: str = "auto",
     budget_s: float | None = None,
@@ -141,6 +145,7 @@ class _CallableModule(ModuleType):
         return tune(*args, **kwargs)
 
 
+@command_line("python -m tilekern.tune")
 def main() -> int:
     """Run the tuner's command line and return the exit code."""
     from tilekern.tuning.cli import main as run

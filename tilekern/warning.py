@@ -10,13 +10,14 @@ they print contains no terminal control characters (:func:`tell`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from typing import TextIO
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
 
-from tilekern.errors import TilekernWarning
+from tilekern.errors import ExtraMissing, TilekernWarning, needing
 
 _PLACE = "tilekern"
 _said: set[str] = set()
@@ -98,3 +99,21 @@ def shown_plainly() -> Iterator[None]:
         yield
     finally:
         warnings.showwarning = before
+
+
+def command_line(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator for the function of a command line: a missing extra is one line and exit code 2."""
+
+    def decorated(main: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(main)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with needing(name):
+                    return main(*args, **kwargs)
+            except ExtraMissing as error:
+                tell(f"{_PLACE}: {error}", err=True)
+                return 2
+
+        return run
+
+    return decorated

@@ -30,7 +30,7 @@ from tilekern.cache import (
     user_root,
 )
 from tilekern.compile.toolchain import Toolkit, require_toolkit
-from tilekern.errors import InputError
+from tilekern.errors import InputError, needing
 from tilekern.kernels import spec_named
 from tilekern.runtime.dispatch import find
 from tilekern.runtime.recorder import Named
@@ -165,6 +165,7 @@ class Preflight:
         }
 
 
+@needing("tilekern.preflight")
 def preflight(
     config: Any, tokens: int | Sequence[int] = TOKENS, *, gpu: str = "auto", sequence: int | Sequence[int] = (),
     dtype: Any = ("bfloat16",), ops: str | Sequence[str] | None = None,

@@ -147,9 +147,10 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _needs() -> list[str]:
-    """Return the packages that tilekern needs, as pip takes them."""
+    """Return the packages that tilekern needs with its extra ``torch``, as pip takes them."""
     try:
-        return [need for need in requires(_NAME) or [] if ";" not in need]
+        needs = [need.partition(";") for need in requires(_NAME) or []]
+        return [need.strip() for need, _, when in needs if not when or re.search(r"extra\s*==\s*['\"]torch['\"]", when)]
     except PackageNotFoundError:
         raise CacheError("tilekern is not installed, so what it needs is not known: pip install -e .") from None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jsonschema
 
-from tilekern.cache_tools.__main__ import app, main
+from tilekern.cache_tools.cli import app, main
 
 KEY = "rows=8192,columns=4096,dtype=bfloat16"
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from command_line import KEY, PREBUILT, ROOT, process
 
 import tilekern
 from tilekern.cache import FolderLayer, Pack, Store, note_wanted
-from tilekern.cache_tools.__main__ import app, main
+from tilekern.cache_tools.cli import app, main
 
 HERE = made_today(module="tilekern.spec.source")
 

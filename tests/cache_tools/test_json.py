@@ -13,7 +13,7 @@ from command_line import KEY, PREBUILT, ROOT, SCHEMAS
 
 from tilekern.cache import Store, note_misses, note_wanted, wanted_name, write_pack
 from tilekern.cache.trust.signing import generate_key
-from tilekern.cache_tools.__main__ import app
+from tilekern.cache_tools.cli import app
 
 pytestmark = pytest.mark.processes
 

@@ -14,9 +14,9 @@ from one_record import GPU, SIZES, SPEC
 
 from tilekern.compile.cute_compiler import CuteDsl
 from tilekern.doctor.machine import devices
-from tilekern.errors import CacheMiss, InputError, TilekernWarning
+from tilekern.errors import EXTRA_OF, CacheMiss, InputError, TilekernWarning
 from tilekern.runtime import dispatch, requirements
-from tilekern.runtime.requirements import LEAST_DRIVER, NEEDS, PYTHON, asked_by, driver_unmet, fits, unmet
+from tilekern.runtime.requirements import EXTRAS, LEAST_DRIVER, NEEDS, PYTHON, asked_by, driver_unmet, fits, unmet
 from tilekern.spec.targets import resolve
 from tilekern.tuning.measure import gpu
 
@@ -60,8 +60,15 @@ def project():
 
 
 def test_the_ranges_are_those_of_the_project():
-    asked = dict(re.fullmatch(r"([\w-]+)(.*)", line).groups() for line in project()["dependencies"])
-    assert asked == NEEDS
+
+    def ranges(lines):
+        return dict(re.fullmatch(r"([\w-]+)(.*)", line).groups() for line in lines)
+
+    assert ranges(project()["dependencies"]) == NEEDS
+    extras = project()["optional-dependencies"]
+    assert {extra: ranges(extras[extra]) for extra in EXTRAS} == EXTRAS
+    assert {name: extra for extra, names in EXTRAS.items() for name in names} == EXTRA_OF
+    assert extras["all"] == [f"tilekern[{','.join(EXTRAS)}]"]
     assert project()["requires-python"] == PYTHON
     assert project()["optional-dependencies"]["cute"] == [f"{name}{wanted}" for name, wanted in CuteDsl.needs.items()]
 
@@ -70,9 +77,10 @@ def test_the_ranges_are_those_of_the_project():
 def test_the_tables_of_requirements_have_the_ranges(page):
     rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|", (ROOT / page).read_text(), re.M))
     assert rows["NVIDIA driver"].startswith(f"{LEAST_DRIVER} or newer")
-    told = {"Python": PYTHON, **{name: NEEDS[name] for name in ("torch", "cuda-tile", "transformers")}, **CuteDsl.needs}
+    every = {**NEEDS, **EXTRAS["torch"], **EXTRAS["tools"], **EXTRAS["text"]}
+    told = {"Python": PYTHON, **{name: every[name] for name in ("torch", "cuda-tile", "transformers")}, **CuteDsl.needs}
     if page != "README.md":
-        told |= NEEDS
+        told |= every
     assert {name: rows[name].split(";")[0].strip(" `") for name in told} == told
 
 

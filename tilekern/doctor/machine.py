@@ -13,14 +13,17 @@ from typing import Any
 from tilekern.doctor.report import Report
 from tilekern.errors import InputError
 from tilekern.runtime.requirements import (
+    EXTRAS,
     NEEDS,
     asked_by,
     cuda_text,
     driver_cuda,
     driver_release,
     driver_unmet,
+    extra_unmet,
     fits,
     installed,
+    is_asked_for,
     package_unmet,
 )
 from tilekern.runtime.settings import SETTINGS, check_setting
@@ -167,13 +170,16 @@ def _complain_of_gpus(report: Report, listed: Devices) -> None:
 
 def tell_of_packages(report: Report) -> None:
     """Report the packages that tilekern needs, and those that run beside it."""
-    versions = {name: installed(name) for name in (*NEEDS, *_FRIENDS)}
+    needs = {**NEEDS, **{name: wanted for extra in EXTRAS.values() for name, wanted in extra.items()}}
+    versions = {name: installed(name) for name in (*needs, *_FRIENDS)}
     report.document["packages"] = {
-        name: {"version": version, "needs": NEEDS.get(name)} for name, version in versions.items()
+        name: {"version": version, "needs": needs.get(name)} for name, version in versions.items()
     }
     report.say("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))
-    for name, wanted in NEEDS.items():
-        if wrong := package_unmet(name, wanted):
+    if absent := [extra for extra in EXTRAS if not is_asked_for(extra)]:
+        report.say("", f"without the extras {', '.join(absent)}: pip install 'tilekern[{','.join(absent)}]'")
+    for wrong in (*(package_unmet(name, wanted) for name, wanted in NEEDS.items()), *map(extra_unmet, EXTRAS)):
+        if wrong:
             report.complain(wrong)
     kernels, asked = versions["kernels"], asked_by("transformers", "kernels").get("kernels")
     if kernels and asked and not fits(kernels, asked):

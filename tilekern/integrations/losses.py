@@ -12,9 +12,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-from torch.nn.functional import embedding, logsigmoid
-from torch.utils.checkpoint import checkpoint
+from tilekern.errors import needing
+
+with needing(__name__):
+    import torch
+    from torch.nn.functional import embedding, logsigmoid
+    from torch.utils.checkpoint import checkpoint
 
 from tilekern.ops.fused_linear_jsd import fused_linear_jsd
 from tilekern.ops.linear_log_probs import linear_log_probs

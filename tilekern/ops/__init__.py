@@ -8,6 +8,11 @@ classes of :mod:`tilekern.ops.modules` are exported too.
 import importlib
 import pkgutil
 
+from tilekern.errors import needing as _needing
+
+with _needing(__name__):
+    import torch as _torch  # noqa: F401 (before any op, so that one line says that it is missing)
+
 from tilekern.ops.attention import attention as attention
 from tilekern.ops.cross_entropy import cross_entropy as cross_entropy
 from tilekern.ops.decode_attention import decode_attention as decode_attention

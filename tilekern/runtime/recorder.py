@@ -19,7 +19,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from tilekern.cache.files import write_whole
-from tilekern.errors import InputError
+from tilekern.errors import InputError, needing
 from tilekern.runtime import dispatch
 from tilekern.runtime.plans import Plan
 from tilekern.runtime.rows import has_rows
@@ -58,6 +58,9 @@ def trace(path: str | Path | None = None, *, gpu: str = "auto", real: bool = Fal
         raise InputError("trace: this machine has no CUDA GPU; name one, for example gpu='H200'")
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise InputError(f"trace: {Path(path).parent} is not a folder; make it before the step runs")
+    if not real:
+        with needing("tilekern.trace"):
+            import torch  # noqa: F401 (whose meta tensors it traces)
     with tracing(Trace(target, real=real)) as found:
         yield found
     if path is not None:

@@ -15,17 +15,18 @@ from pathlib import Path
 from tilekern.spec.targets import cuda_driver
 from tilekern.warning import warn_once
 
-# The dependencies of pyproject.toml, which a test compares; a job needs them.
+# The dependencies of pyproject.toml, which a test compares; every process needs them.
 NEEDS = {
-    "torch": ">=2.9",
     "cuda-tile": ">=1.7,<1.8",
-    "transformers": ">=5,<6",
-    "numpy": ">=1.26",
     "platformdirs": ">=4",
     "filelock": ">=3.12",
     "msgspec": ">=0.20",
-    "click": ">=8.1",
-    "rich": ">=13",
+}
+# The extras: models and tuning, command lines, prompts as text. One is asked for if its first package is installed.
+EXTRAS = {
+    "torch": {"torch": ">=2.9", "transformers": ">=5,<6", "numpy": ">=1.26"},
+    "tools": {"click": ">=8.1", "rich": ">=13"},
+    "text": {"tokenizers": ">=0.22"},
 }
 PYTHON = ">=3.11"
 # cuda-tile launches by functions of CUDA 13.0, which drivers have since r580.
@@ -117,6 +118,23 @@ def driver_unmet(cuda: int | None, release: str | None) -> str | None:
     )
 
 
+def is_asked_for(extra: str) -> bool:
+    """Return whether the first package of an extra is installed."""
+    return installed(next(iter(EXTRAS[extra]))) is not None
+
+
+def extra_unmet(extra: str) -> str | None:
+    """Return what is wrong with an extra that is asked for, and how to fix it; None if nothing is."""
+    if not is_asked_for(extra):
+        return None
+    for name, wanted in EXTRAS[extra].items():
+        if installed(name) is None:
+            return f"{name} is not installed: pip install 'tilekern[{extra}]'"
+        if wrong := package_unmet(name, wanted):
+            return wrong
+    return None
+
+
 def package_unmet(name: str, wanted: str) -> str | None:
     """Return what is wrong with an installed package and how to fix it; None if its version is right."""
     version = installed(name)
@@ -135,8 +153,9 @@ def unmet() -> str | None:
     transformers out of range only causes a warning.
     """
     wrong = driver_unmet(driver_cuda(), driver_release())
+    wanted = {**NEEDS, **EXTRAS["torch"]}
     for name in ("cuda-tile", "torch", "transformers"):
-        said = package_unmet(name, NEEDS[name]) if installed(name) is not None else None
+        said = package_unmet(name, wanted[name]) if installed(name) is not None else None
         if said is not None and name == "cuda-tile":
             wrong = wrong or said
         elif said is not None:

@@ -1,0 +1,80 @@
+"""The command line of ``python -m tilekern.cache_tools``: picks the command, and turns errors into exit codes.
+
+This uses click because the import and first call of typer took half of the 0.4 s that `ls` may take.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+
+import click
+
+from tilekern.cache import CacheError
+from tilekern.cache_tools.shared.options import HELP, version
+from tilekern.errors import InputError, TilekernWarning
+from tilekern.runtime.settings import check_settings
+from tilekern.warning import shown_plainly, tell
+
+_COMMANDS = (
+    "clear", "diff", "keygen", "ls", "pack", "prune", "pull", "push", "repository", "revoke", "show", "sign", "stats",
+    "unpack", "verify", "wanted", "wheel", "why",
+)  # fmt: skip
+_FILES = {"add": "unpack"} | {name: name for name in _COMMANDS}
+
+
+class _Commands(Mapping[str, click.Command]):
+    """The commands by name, each imported when it is first used, so that `ls` does not pay for the others.
+
+    This is a mapping and not a group's ``get_command``, since click suggests its names for a mistyped one.
+    """
+
+    def __getitem__(self, name: str) -> click.Command:
+        file = _FILES[name]
+        command: click.Command = getattr(import_module(f"tilekern.cache_tools.commands.{file}"), file)
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_FILES)
+
+    def __len__(self) -> int:
+        return len(_FILES)
+
+
+@version
+@click.group(commands=_Commands(), no_args_is_help=False, context_settings=HELP)
+def app() -> None:
+    """Look after a cache of tuned kernels."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code: 0, 1 if `verify` found something broken, 2 for bad input.
+
+    Args:
+        arguments: default those of the command line.
+    """
+    try:
+        check_settings()
+        with shown_plainly():
+            code = app.main(args=arguments, prog_name="python -m tilekern.cache_tools", standalone_mode=False)
+        sys.stdout.flush()
+        return code or 0
+    except (CacheError, InputError, TilekernWarning) as error:  # a warning is raised under `python -W error`
+        return _fail(str(error))
+    except click.ClickException as error:
+        return _fail(f"{error.format_message()} (see --help)")
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("stopped", code=130)
+    except BrokenPipeError:
+        # The reader of a pipe has gone; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        return _fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
+
+
+def _fail(message: str, code: int = 2) -> int:
+    tell(f"tilekern: {' '.join(message.split())}", err=True)
+    return code
