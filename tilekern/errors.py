@@ -51,6 +51,14 @@ class CannotRun(TilekernError):  # noqa: N818
     """This machine cannot run the record that serves: its library is missing, or the driver refuses its artifact."""
 
 
+class DriverError(CannotRun):
+    """A call of the CUDA driver failed; ``code`` is the error's number."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class NoVariant(TilekernError):  # noqa: N818
     """No stored variant of a kernel allows the arguments of a launch."""
 

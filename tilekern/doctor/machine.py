@@ -27,7 +27,7 @@ from tilekern.runtime.requirements import (
     package_unmet,
 )
 from tilekern.runtime.settings import SETTINGS, check_setting
-from tilekern.spec.targets import HAS, Target, bandwidth, cuda_driver, here, resolve, seen
+from tilekern.spec.targets import HAS, Target, cuda_driver, here, of_driver, resolve
 
 # Packages that run tilekern's ops or run beside them; shown if installed.
 _FRIENDS = ("liger-kernel", "trl", "peft", "accelerate", "kernels")
@@ -39,8 +39,6 @@ _OTHER_VARIABLES = (
 )  # fmt: skip
 # The values of variables with such names are hidden.
 _SECRETS = ("TOKEN", "SECRET", "PASSWORD")
-# Of CUdevice_attribute.
-_SMS, _MAJOR, _MINOR, _CLOCK, _BUS, _L2, _THREADS, _SHARED, _REGISTERS = 16, 75, 76, 36, 37, 38, 39, 81, 82
 # cuInit: there is no device, which a variable may have hidden.
 NO_DEVICE = 100
 
@@ -75,27 +73,7 @@ def _asked(cuda: Any) -> Devices:
     code = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
     if code:
         return Devices(True, error=_words(cuda, code), code=code)
-    return Devices(True, tuple(_target(cuda, number) for number in range(count.value)))
-
-
-def _target(cuda: Any, number: int) -> Target:
-    name, device = ctypes.create_string_buffer(256), ctypes.c_int()
-    cuda.cuDeviceGet(ctypes.byref(device), number)
-    cuda.cuDeviceGetName(name, len(name), device)
-
-    def figure(which: int) -> int:
-        value = ctypes.c_int()
-        return value.value if cuda.cuDeviceGetAttribute(ctypes.byref(value), which, device) == 0 else 0
-
-    said = {
-        "l2_bytes": figure(_L2),
-        "threads": figure(_THREADS),
-        "shared_bytes": figure(_SHARED),
-        "registers": figure(_REGISTERS),
-        "memory_gbs": bandwidth(figure(_CLOCK), figure(_BUS)),
-    }
-    text = name.value.decode(errors="replace").removeprefix("NVIDIA ").strip()
-    return seen(text or "GPU", f"sm_{figure(_MAJOR)}{figure(_MINOR)}", max(1, figure(_SMS)), said)
+    return Devices(True, tuple(of_driver(cuda, number) for number in range(count.value)))
 
 
 def _words(cuda: Any, code: int) -> str:

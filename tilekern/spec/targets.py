@@ -457,7 +457,10 @@ def from_description(said: Mapping[str, Any]) -> Target:
 
 
 def here(device: int | None = None) -> Target | None:
-    """Return the GPU of this machine (``device``, else torch's current one), or None."""
+    """Return the GPU of this machine (``device``, else torch's current one), or None.
+
+    torch is asked if it is installed, since its build decides whether a job can use a GPU; else the driver is.
+    """
     # Loading torch takes more than a second, and without the driver it finds no GPU. If the driver's kernel module is
     # loaded, torch may find its library elsewhere.
     if "torch" not in sys.modules and not os.path.exists("/proc/driver/nvidia"):
@@ -465,7 +468,10 @@ def here(device: int | None = None) -> Target | None:
             cuda_driver()
         except OSError:
             return None
-    import torch
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return _by_driver(device or 0)
 
     if not torch.cuda.is_available():
         return None
@@ -481,6 +487,41 @@ def here(device: int | None = None) -> Target | None:
         "memory_gbs": bandwidth(clock, bus),  # an older torch gives neither
     }
     return seen(name, arch, count, said)
+
+
+def _by_driver(number: int) -> Target | None:
+    count = ctypes.c_int()
+    try:
+        cuda = cuda_driver()
+        has_gpu = not (cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))) and number < count.value
+    except (OSError, AttributeError):
+        return None
+    return of_driver(cuda, number) if has_gpu else None
+
+
+# Of CUdevice_attribute.
+_SMS, _MAJOR, _MINOR, _CLOCK, _BUS, _L2, _THREADS, _SHARED, _REGISTERS = 16, 75, 76, 36, 37, 38, 39, 81, 82
+
+
+def of_driver(cuda: ctypes.CDLL, number: int) -> Target:
+    """Return a GPU of this process by its number, as the driver describes it after its ``cuInit``."""
+    name, device = ctypes.create_string_buffer(256), ctypes.c_int()
+    cuda.cuDeviceGet(ctypes.byref(device), number)
+    cuda.cuDeviceGetName(name, len(name), device)
+
+    def figure(which: int) -> int:
+        value = ctypes.c_int()
+        return value.value if cuda.cuDeviceGetAttribute(ctypes.byref(value), which, device) == 0 else 0
+
+    said = {
+        "l2_bytes": figure(_L2),
+        "threads": figure(_THREADS),
+        "shared_bytes": figure(_SHARED),
+        "registers": figure(_REGISTERS),
+        "memory_gbs": bandwidth(figure(_CLOCK), figure(_BUS)),
+    }
+    text = name.value.decode(errors="replace").removeprefix("NVIDIA ").strip()
+    return seen(text or "GPU", f"sm_{figure(_MAJOR)}{figure(_MINOR)}", max(1, figure(_SMS)), said)
 
 
 def seen(name: str, arch: str, sm_count: int, said: Mapping[str, float]) -> Target:
