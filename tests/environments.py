@@ -35,6 +35,13 @@ def installed(folder: Path) -> Path:
     return folder
 
 
+def stub_of_the_driver(folder: Path) -> dict[str, str]:
+    """Compile the stub of the CUDA driver (``runtime/driver_stub.c``); the variables by which a process loads it."""
+    source = ROOT / "tests" / "runtime" / "driver_stub.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", folder / "libcuda.so.1", source], check=True)
+    return {"LD_LIBRARY_PATH": str(folder)}
+
+
 def without_kept_cubins() -> str:
     """A PATH by which ``kept_cubins.sh``, to which few variables come, runs the compiler and keeps nothing."""
     return f"/keep-no-cubins{os.pathsep}{os.environ['PATH']}"

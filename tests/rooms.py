@@ -11,7 +11,8 @@ ROOMS = (
     ("compile", "cache"),
     ("kernels", "interpreter"),
     ("runtime",),
-    ("ops",),
+    # What torch brings to a launch, and launches on arrays of any library, without it.
+    ("ops", "arrays"),
     ("patch",),
     ("integrations", "tuning", "cache_tools"),
     # `python -m tilekern.NAME`

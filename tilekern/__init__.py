@@ -31,12 +31,14 @@ _WHERE = {
     "invariant": "tilekern.ops.invariance",
     "stats": "tilekern.runtime.counting",
     "check_labels": "tilekern.ops.labels",
+    "arrays": "tilekern",
     "AdamW": "tilekern.ops.adamw",
     "TrainerCallback": "tilekern.patch.callback",
 }
 __all__ = ["__version__", *_WHERE]  # noqa: PLE0604
 
 if TYPE_CHECKING:
+    from tilekern import arrays as arrays
     from tilekern.ops.adamw import AdamW as AdamW
     from tilekern.ops.invariance import invariant as invariant
     from tilekern.ops.labels import check_labels as check_labels

@@ -6,14 +6,14 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
+from environments import stub_of_the_driver
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.xdist_group("extended launch"),
-    pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed, which compiles the driver's stub"),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="cc is not installed, which compiles the driver's stub"),
 ]
 COOPERATIVE, CLUSTER, DEPENDENT = "2", "4", "6"
 JOB = """
@@ -75,9 +75,7 @@ for number, calls in enumerate(sys.argv[2:]):
 def ran(tmp_path_factory):
     """Return, by calls, both matrices' addresses, the launches and the output; each in a fork of one process."""
     folder = tmp_path_factory.mktemp("driver")
-    source = Path(__file__).with_name("driver_stub.c")
-    subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", folder / "libcuda.so.1", source], check=True)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+    environment = {**os.environ, **stub_of_the_driver(folder)}
     every = [ATTRIBUTES, CONTEXT, DEVICE]
     command = [sys.executable, "-c", JOB, folder, *map(textwrap.dedent, every)]
     job = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,10 @@ def library_of(config: Mapping[str, Any]) -> str | None:
 
 
 def libraries_here() -> list[str]:
-    """Return the libraries that are installed and not switched off."""
+    """Return the libraries that are installed and not switched off; torch brings each of tilekern's own."""
     checks = {name: check for backend in backends() for name, check in backend.libraries.items()}
-    return sorted(name for name, is_here in checks.items() if is_here())
+    found = []
+    for name, is_here in checks.items():
+        with contextlib.suppress(ModuleNotFoundError):
+            found += [name] if is_here() else []
+    return sorted(found)

@@ -69,6 +69,28 @@ class Foreseen:
 Foresight = Callable[[Target], Foreseen | None]
 
 
+@dataclass(frozen=True)
+class _Caller:
+    """Where a plan runs, and on what.
+
+    Attributes:
+        device: the GPU's number.
+        has_torch: whether its arrays are torch's. If not, no library's call takes them, and there is no op of a model
+            to run in place of a kernel.
+    """
+
+    device: int
+    has_torch: bool = True
+
+    def libraries(self) -> list[str]:
+        """Return the libraries that can run."""
+        return libraries_here() if self.has_torch else []
+
+    def must_raise(self) -> bool:
+        """Return whether nothing but a kernel may run."""
+        return not self.has_torch or miss_policy() == "error"
+
+
 @dataclass
 class State:
     """The state that one process keeps of its calls.
@@ -327,11 +349,7 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
             if key in _state.plans:  # another thread has looked it up meanwhile
                 return plan_for(spec, device, *sizes)
             _refused.reason = None
-            if len(_state.plans) >= MOST_PLANS:
-                _state.plans.clear()
-                _state.refusals.clear()
-                _empty_memos()
-                _watch.let_go()
+            _make_room()
             plan = _resolve(spec, device, sizes, key)
             if plan is None:
                 _state.refusals[key] = getattr(_refused, "reason", None) or UNTAKEN
@@ -340,6 +358,43 @@ def plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
     if plan is None:
         _refuse(_state.refusals.get(key, UNTAKEN))
     return plan
+
+
+def _make_room() -> None:
+    """Drop all plans if there are too many."""
+    if len(_state.plans) >= MOST_PLANS:
+        _state.plans.clear()
+        _state.refusals.clear()
+        _empty_memos()
+        _watch.let_go()
+
+
+def array_plan_for(spec: KernelSpec, device: int, target: Target, problem: Problem) -> Plan:
+    """Return the plan of a problem for arrays that need not be torch's, to be launched by :meth:`Plan.queue`.
+
+    It is looked up, compiled on a miss and counted as by :func:`plan_for`, with two differences: a record whose winner
+    is a library's call serves by its best kernel, and there is no op of a model to fall back to.
+
+    Args:
+        device: the GPU's number.
+        target: that GPU, as the driver describes it.
+        problem: the problem with its real sizes.
+
+    Raises:
+        CacheMiss: no record serves, or this machine cannot run it, and no default may or can be compiled.
+        CannotRun: the driver or cuda-tile is too old.
+    """
+    key = ("arrays", spec.name, device, problem)
+    with _state.lock:
+        plan = _state.plans.get(key)
+        if plan is None:
+            _make_room()
+            if wrong := unmet():
+                raise CannotRun(wrong)
+            plan = _looked_up(spec, problem, target, key, _Caller(device, has_torch=False))
+            assert plan is not None, "a caller without torch gets a plan or an error"
+            _state.plans[key] = plan
+        return plan
 
 
 def tuned_plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
@@ -459,13 +514,19 @@ def _resolve(spec: KernelSpec, device: Any, sizes: Sequence[Any], key: tuple[Any
         return None
     target = here(device.index)
     assert target is not None
+    return _looked_up(spec, problem, target, key, _Caller(device.index))
+
+
+def _looked_up(
+    spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...], caller: _Caller
+) -> Plan | None:
     try:
-        plan = _cached(spec, problem, target, key)
+        plan = _cached(spec, problem, target, key, caller)
     except OSError as error:
         reason = f"{spec.name} cannot be looked up on {target.name} ({error})"
         if _state.agreement is not None:
             raise RanksDiffer(f"{reason}, which other ranks may not have met") from None
-        _say_own_op(spec, reason)
+        _say_own_op(spec, reason, caller)
         return None
     return _keep(spec, plan, problem)
 
@@ -478,7 +539,7 @@ def _keep(spec: KernelSpec, plan: Plan | None, problem: Problem) -> Plan | None:
     return plan
 
 
-def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...]) -> Plan | None:
+def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...], caller: _Caller) -> Plan | None:
     if _state.agreement is None and of_several_ranks():
         warn_once(
             "the ranks of this job have not agreed on their kernels and may run different ones; call "
@@ -486,12 +547,12 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, 
         )
     wanted = spec.bucketed(problem)
     count = counters(spec.name)
-    found, plan = _served(spec, problem, wanted, target, key[1])
+    found, plan = _served(spec, problem, wanted, target, caller)
     if found is None:
         count.misses += 1
-        found = _on_miss(spec, wanted, target)
+        found = _on_miss(spec, wanted, target, caller)
         if found is not None:
-            plan = _plan_or_own(spec, problem, target, key[1], found)
+            plan = _plan_or_own(spec, problem, target, caller, found)
         elif config := _library_default(spec, wanted, target):
             config = _by_kernels(spec, problem, config)
             call = spec.implement(problem, config)
@@ -504,20 +565,21 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, 
         count.nearest += not found.exact_bucket
     _state.resolved[spec.name, wanted] = None if plan is None else found
     if not is_settled(found):
-        look, take = functools.partial(find, spec, wanted, target), functools.partial(_take, spec, problem, target, key)
+        look = functools.partial(find, spec, wanted, target)
+        take = functools.partial(_take, spec, problem, target, key, caller)
         _watch.add(spec.name, wanted, target, look, found, plan, key, take)
     return plan
 
 
 def _served(
-    spec: KernelSpec, problem: Problem, wanted: Problem, target: Target, device: int
+    spec: KernelSpec, problem: Problem, wanted: Problem, target: Target, caller: _Caller
 ) -> tuple[Hit | None, Plan | None]:
     """Return the best record that this machine can run, with its plan; if it can run none, the best without a plan."""
     refused: tuple[Hit, str] | None = None
     for found in _hits(spec, wanted, target):
-        hit = _own_default(spec, wanted, target, found)
+        hit = _own_default(spec, wanted, target, found) if caller.has_torch else found
         try:
-            plan = _made(spec, problem, target, device, hit)
+            plan = _made(spec, problem, target, caller, hit)
         except CannotRun as error:
             refused = refused or (hit, _cannot_run(hit.record, error))
         except OSError:
@@ -530,7 +592,7 @@ def _served(
             return hit, plan
     if refused is None:
         return None, None
-    _say_own_op(spec, refused[1])
+    _say_own_op(spec, refused[1], caller)
     return refused[0], None
 
 
@@ -541,9 +603,9 @@ def _cannot_run(record: Record, error: CannotRun) -> str:
     )
 
 
-def _say_own_op(spec: KernelSpec, reason: str) -> None:
-    """Warn once that the model's own op runs, and why; raise CacheMiss if the miss policy is ``error``."""
-    if miss_policy() == "error":
+def _say_own_op(spec: KernelSpec, reason: str, caller: _Caller) -> None:
+    """Warn once that the model's own op runs, and why; raise CacheMiss if it must not."""
+    if caller.must_raise():
         raise CacheMiss(f"{reason} ({_compiler_and_driver()})") from None
     _refuse("a record that this machine cannot run")
     warn_once(f"{reason}; the model's own op runs", about=f"{spec.name} {reason}")
@@ -560,16 +622,16 @@ def _library_default(spec: KernelSpec, wanted: Problem, target: Target) -> Confi
     return config if library_of(config) in libraries_here() else None
 
 
-def _plan_or_own(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan | None:
+def _plan_or_own(spec: KernelSpec, problem: Problem, target: Target, caller: _Caller, found: Hit) -> Plan | None:
     """Return the plan of a record that was just made; None for the model's own op if this machine cannot run it."""
     try:
-        return _made(spec, problem, target, device, found)
+        return _made(spec, problem, target, caller, found)
     except CannotRun as error:
-        _say_own_op(spec, _cannot_run(found.record, error))
+        _say_own_op(spec, _cannot_run(found.record, error), caller)
         return None
 
 
-def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found: Hit) -> Plan:
+def _made(spec: KernelSpec, problem: Problem, target: Target, caller: _Caller, found: Hit) -> Plan:
     """Return the plan of a record's winner, or of its best kernel if the winner's library is missing or switched off.
 
     In the invariant mode it is that of the record's invariant kernel if there is one.
@@ -578,21 +640,26 @@ def _made(spec: KernelSpec, problem: Problem, target: Target, device: int, found
         CannotRun: the record has no best kernel, or the driver refuses the artifact.
     """
     config, library = Config(found.record.config), library_of(found.record.config)
+    libraries = caller.libraries()
     if _state.invariant:
-        if spec.implement(problem, config).composite:
-            return _planned(spec, problem, target, device, found, _by_kernels(spec, problem, config), ())
-        reason = why_varies(spec, problem, found, _state.classes, libraries_here())
+        if caller.has_torch and spec.implement(problem, config).composite:
+            return _planned(spec, problem, target, caller.device, found, _by_kernels(spec, problem, config), ())
+        reason = why_varies(spec, problem, found, _state.classes, libraries)
         if not reason:
             _let_go(overruled(spec, problem, _state.classes))
-            return _invariant_plan(spec, problem, target, device, found)
+            return _invariant_plan(spec, problem, target, caller.device, found)
         _note_unless_sum(spec, problem, reason)
-    if library is not None and library not in libraries_here():
+    if not caller.has_torch and isinstance(spec.implement(problem, config), LibraryCall):
+        if found.record.best_kernel is None:
+            raise CannotRun("its winner is a call of torch, which takes no other arrays, and it holds no kernel")
+        config = Config(found.record.best_kernel.config)
+    elif library is not None and library not in libraries:
         if found.record.best_kernel is None:
             what = f"{spec.name} {found.record.address.problem_key}"
             raise CannotRun(f"{library}, which won {what}, is not here, and its record holds no kernel; tune it again")
         config = Config(found.record.best_kernel.config)
         warn_once(f"{library} is not here; {spec.name} runs its best kernel")
-    return _planned(spec, problem, target, device, found, config, (ALIGNED, GENERIC))
+    return _planned(spec, problem, target, caller.device, found, config, (ALIGNED, GENERIC))
 
 
 def _by_kernels(spec: KernelSpec, problem: Problem, config: Config) -> Config:
@@ -640,12 +707,14 @@ def _invariant_plan(spec: KernelSpec, problem: Problem, target: Target, device: 
     return _planned(spec, problem, target, device, found, config, (wide, GENERIC) if facts["generic"] else (wide,))
 
 
-def _take(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...], found: Hit) -> Plan | None:
+def _take(
+    spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, ...], caller: _Caller, found: Hit
+) -> Plan | None:
     """Replace a plan by that of a later record, unless it was dropped since or ranks agreed on another."""
     with _state.lock:
         if key not in _state.plans or (_state.agreement is not None and found.layer is not _state.agreement.snapshot):
             return None
-        plan = _keep(spec, _made(spec, problem, target, key[1], found), problem)
+        plan = _keep(spec, _made(spec, problem, target, caller, found), problem)
         _state.resolved[spec.name, spec.bucketed(problem)] = found
         counters(spec.name).hits += 1
         # Last, since calls read it without the lock and the plan must be counted by then.
@@ -767,14 +836,14 @@ def _own_default(spec: KernelSpec, wanted: Problem, target: Target, found: Hit) 
         return found
 
 
-def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
+def _on_miss(spec: KernelSpec, wanted: Problem, target: Target, caller: _Caller) -> Hit | None:
     from tilekern import cache
 
     policy = miss_policy()
     if _state.agreement is not None and not _state.agreement.covers(target):
         # It is unknown what the other ranks run on such a GPU, so a record of its own would break the agreement.
         why = f"the ranks agreed on kernels for a {_state.agreement.target.name}, which do not run on a {target.name}"
-        if policy == "error":
+        if caller.must_raise():
             raise CacheMiss(f"{why}; give each rank GPUs of one architecture")
         warn_once(f"{why}; the model's own op runs there")
         _refuse("a GPU of another architecture than the ranks agreed for")
@@ -782,9 +851,11 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
     if root := cache.user_root_if_any():
         cache.note_wanted(root, spec.name, dict(wanted), target.describe(), f"not in any cache; policy {policy}")
     tune = f"tune it with: python -m tilekern.tune MODEL --gpu {target.option}"
-    if policy == "error":
-        missing = f"no cache holds {spec.name} for {wanted.key} on {target.name}"
+    missing = f"no cache holds {spec.name} for {wanted.key} on {target.name}"
+    if policy == "error" or (policy == "fallback" and not caller.has_torch):
         raise CacheMiss(f"{missing}; {tune} ({_compiler_and_driver()})")
+    if not caller.has_torch and spec.is_library(wanted, spec.default(wanted, target)):
+        raise CacheMiss(f"{missing}, and its default is a call of torch, which takes no other arrays; {tune}")
     why, refusal = "", "no record, and the miss policy fallback"
     if policy == "compile":
         asked = (spec.name, wanted, target.key)
@@ -799,6 +870,8 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target) -> Hit | None:
             except (TilekernError, cache.CacheError, OSError, MemoryError) as error:
                 _state.failed[asked] = error
         why = f" and its default config could not be compiled ({_state.failed[asked]})"
+        if not caller.has_torch:
+            raise CacheMiss(f"{missing}{why}; {tune}")
         is_missing = isinstance(_state.failed[asked], ToolchainMissing)
         refusal = f"no record, and {'no compiler' if is_missing else 'none was compiled'}"
         if config := _library_default(spec, wanted, target):

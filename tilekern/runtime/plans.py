@@ -15,7 +15,7 @@ from tilekern.spec.targets import Target
 class Plan:
     """How one problem runs: a kernel object, which has its constants, and a grid of ``blocks`` blocks."""
 
-    __slots__ = ("__weakref__", "_forward_ad", "_kernel", "blocks", "config", "counters", "grid", "launches")
+    __slots__ = ("__weakref__", "_kernel", "blocks", "config", "counters", "grid", "launches")
 
     # Where its launches are counted, once it is (:meth:`Counters.add`).
     counters: Counters
@@ -24,7 +24,6 @@ class Plan:
         self._kernel = kernel
         self.config, self.blocks, self.grid = config, blocks, (blocks,)
         self.launches = 0
-        self._forward_ad = _forward_ad()
 
     def __del__(self) -> None:
         # Its launches still count after the last owner (a memo, an op, an autograd graph) has dropped it.
@@ -38,7 +37,7 @@ class Plan:
             NoVariant: the kernel has no cubin that allows the arguments.
             NotImplementedError: an argument carries a tangent of forward-mode AD, which no output would have.
         """
-        if self._forward_ad._current_level >= 0:
+        if _forward_ad._current_level >= 0:
             _refuse_tangents(arguments)
         if _current_device() != device:
             return self._launch_elsewhere(device, arguments)
@@ -48,6 +47,18 @@ class Plan:
             return self._launch_in_context(device, arguments, error)
         self.launches += 1
         return None
+
+    def queue(self, stream: int, *arguments: Any) -> None:
+        """Queue the kernel on a stream of the current context, by its handle; without torch and what it guards against.
+
+        Raises:
+            NoVariant: the kernel has no cubin that allows the arguments.
+        """
+        self._queue(stream, arguments)
+        self.launches += 1
+
+    def _queue(self, stream: int, arguments: tuple[Any, ...]) -> None:
+        _ct_launch(stream, self.grid, self._kernel, arguments)
 
     def _launch_elsewhere(self, device: int, arguments: tuple[Any, ...]) -> None:
         """Launch on a device that is not the current one.
@@ -81,7 +92,7 @@ class DependentPlan(Plan):
 
     def launch(self, device: int, *arguments: Any) -> None:
         """Queue the kernel; raises as a plan of any kernel does."""
-        if self._forward_ad._current_level >= 0:
+        if _forward_ad._current_level >= 0:
             _refuse_tangents(arguments)
         if _current_device() != device:
             return self._launch_elsewhere(device, arguments)
@@ -91,6 +102,9 @@ class DependentPlan(Plan):
             return self._launch_in_context(device, arguments, error)
         self.launches += 1
         return None
+
+    def _queue(self, stream: int, arguments: tuple[Any, ...]) -> None:
+        _ct_launch(stream, self.grid, self._kernel, arguments, programmatic_dependent_launch=True)
 
 
 class ExtendedPlan(Plan):
@@ -114,19 +128,18 @@ class ExtendedPlan(Plan):
 
     def launch(self, device: int, *arguments: Any) -> None:
         """Queue the kernel; raises as a plan of any kernel does."""
-        if self._forward_ad._current_level >= 0:
+        if _forward_ad._current_level >= 0:
             _refuse_tangents(arguments)
         if _current_device() != device:
             return self._launch_elsewhere(device, arguments)
         try:
-            self._queue(device, arguments)
+            self._queue(_raw_stream(device), arguments)
         except (RuntimeError, CannotRun) as error:
             return self._launch_in_context(device, arguments, error)
         self.launches += 1
         return None
 
-    def _queue(self, device: int, arguments: tuple[Any, ...]) -> None:
-        stream = _raw_stream(device)
+    def _queue(self, stream: int, arguments: tuple[Any, ...]) -> None:
         try:
             _extended_launch(stream, self.grid, self._block, self._kernel, arguments, **self._options)
         except NoVariant:
@@ -170,7 +183,7 @@ class InterpretedPlan(Plan):
         """
         from tilekern import interpreter
 
-        if self._forward_ad._current_level >= 0:
+        if _forward_ad._current_level >= 0:
             _refuse_tangents(arguments)
         self._parameters.check(arguments)
         self.launches += 1
@@ -246,11 +259,19 @@ class Counters:
         return self.past_launches + sum(plan.launches for plan in living if plan is not None)
 
 
-def _forward_ad() -> Any:
-    """torch's module of forward-mode AD: plans are made where torch is, while this file is imported without it."""
-    from torch.autograd import forward_ad
+class _NotAsked:
+    """Stands for torch's module of forward-mode AD until a launch asks it: other arrays' plans need no torch."""
 
-    return forward_ad
+    @property
+    def _current_level(self) -> int:
+        global _forward_ad  # noqa: PLW0603
+        from torch.autograd import forward_ad
+
+        _forward_ad = forward_ad
+        return int(forward_ad._current_level)
+
+
+_forward_ad: Any = _NotAsked()
 
 
 def _refuse_tangents(arguments: tuple[Any, ...]) -> None:

@@ -109,7 +109,7 @@ class Watch:
 
     def __init__(self, fallbacks: Callable[[str], int], renewed: Callable[[], None]) -> None:
         self._fallbacks, self._renewed = fallbacks, renewed
-        self._graded = self._hooked = False
+        self._graded = self._hooked = self._noted_at_exit = False
         self._lock = ForkLock()
         self._begin()
         os.register_at_fork(after_in_child=self._begin)
@@ -236,7 +236,12 @@ class Watch:
         return list(self._problems.values())
 
     def _hook(self) -> None:
-        """Hook into optimizers' steps and the end of the process, from the first provisional plan on."""
+        """Hook into the end of the process and, where torch is loaded, optimizers' steps, from the first plan on."""
+        if not self._noted_at_exit:
+            self._noted_at_exit = True
+            atexit.register(self.note)
+        if "torch" not in sys.modules:
+            return
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -244,7 +249,6 @@ class Watch:
         if not self._hooked:
             self._hooked = True
             register_optimizer_step_post_hook(self._after_step)
-            atexit.register(self.note)
 
     def _after_step(self, *_: Any) -> None:
         import torch
@@ -284,6 +288,8 @@ class Watch:
 
 def _awaits_backward() -> bool:
     """Return whether any tensor of this process has a gradient function, as between a forward and its backward."""
+    if "torch" not in sys.modules:
+        return False
     import torch
 
     with torch._C.DisableTorchFunctionSubclass():

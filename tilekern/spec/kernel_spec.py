@@ -59,6 +59,8 @@ class ArrayParameter:
     ``extent`` is the size of the last axis if the problem fixes it: the compiler uses wide loads only if it knows that
     no vector crosses the end of a row. An array that is not ``aligned`` may have any base and any strides with a last
     stride of 1, in the aligned variant too; for example, its rows are as long as an odd sequence.
+    ``shape`` is for checks of callers: an axis is None if the problem does not tell its size, and all are if the spec
+    does not state its arrays.
     """
 
     name: str
@@ -67,6 +69,7 @@ class ArrayParameter:
     extent: int | None = None
     role: Literal["input", "output"] = "input"
     aligned: bool = True
+    shape: tuple[int | None, ...] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -137,13 +140,20 @@ def parameters_of(
     """Return the :attr:`DeviceKernel.parameters` of some arrays."""
     exact = {dimension.name for dimension in dimensions if dimension.kind == "exact"}
 
+    def size(text: str) -> int | None:
+        name, times, by = size_of(text)
+        known = int(name) if name.isdigit() else problem.get(name)
+        return times * known // by if isinstance(known, int) else None
+
     def parameter(array: Array) -> ArrayParameter:
         last, is_there = size_of(array.shape[-1])[0] if array.shape else "", array.is_in(problem)
         extent = array.shape_in(problem)[-1] if is_there and (last in exact or last.isdigit()) else None
         role: Literal["input", "output"] = "input" if array.role == "input" else "output"
         # Nothing divides the stride of rows of one element.
         aligned = array.aligned and (is_there or len(array.shape) < 2)
-        return ArrayParameter(array.name, array.dtype_in(problem), len(array.shape) or 1, extent, role, aligned)
+        axes = array.shape or ("1",)
+        shape = tuple(map(size, axes)) if is_there else (1,) * len(axes)
+        return ArrayParameter(array.name, array.dtype_in(problem), len(shape), extent, role, aligned, shape)
 
     return tuple(array if isinstance(array, ScalarParameter) else parameter(array) for array in arrays)
 
