@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import tilekern
-from tilekern.cache import FRESH, PackLayer, freshness, lookup
+from tilekern.cache import DATED, FRESH, PackLayer, freshness, lookup
 from tilekern.cache.packs.pack import Pack, checked_contents
 from tilekern.kernels import spec_named
 from tilekern.spec import INVARIANT, Config, Problem
@@ -32,6 +32,8 @@ OTHERWISE = {
     "llama-3-8b-h200.pack": {"attention_forward"},
     "gpt-oss-20b-h200.pack": {"attention_forward"},
 }
+# Kernels whose space has grown since a pack's run: what is new there was not raced on that GPU yet.
+GROWN = {"qwen3-8b-h100.pack": {"decode_attention", "skinny_linear"}}
 # What the driver calls them.
 GPUS = {"H200": "NVIDIA H200", "H100": "NVIDIA H100 80GB HBM3"}
 MEASURED = [name for name, (_, provenance) in PACKS.items() if provenance == "measured"]
@@ -49,7 +51,8 @@ def test_every_record_is_whole_and_of_todays_source(name: str):
     assert len(records) >= 30
     for record in records:
         worth = freshness(record, source_digest(record.module))
-        assert worth == FRESH, f"{record.kernel} is {worth}: tune again"
+        may_be = {FRESH, DATED} if record.kernel in GROWN.get(name, ()) else {FRESH}
+        assert worth in may_be, f"{record.kernel} is {worth}: tune again"
         assert record.target["name"] == resolve(gpu).name
         assert record.provenance == provenance or record.kernel in OTHERWISE.get(name, ())
         # Where a library runs the winner, the artifacts are the best kernel's.
