@@ -56,7 +56,10 @@ NAMES = {
     "import tilekern\nwith tilekern.trace(gpu='H200'): pass": "tilekern.trace needs torch",
     "from tilekern.ops import swiglu": "tilekern.ops needs torch",
     "from tilekern.patch import reset": "tilekern.patch needs torch",
-    "import tilekern.integrations.losses": "tilekern.integrations.losses needs torch",
+    **{
+        f"import tilekern.integrations.{name}": f"tilekern.integrations.{name} needs torch"
+        for name in ("losses", "liger", "trl", "hub_layers")
+    },
 }
 
 

@@ -12,7 +12,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
+from tilekern.errors import needing
+
+with needing(__name__):
+    import torch
 
 from tilekern import ops
 from tilekern.ops import modules

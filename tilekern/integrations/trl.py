@@ -24,7 +24,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from tilekern.errors import needing
+
+with needing(__name__):
+    import torch
 
 from tilekern.ops.linear_log_probs import linear_log_probs
 from tilekern.ops.registration import is_autocast

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilekern.errors import InputError
-from tilekern.integrations.liger import binding
-from tilekern.integrations.liger.binding import offer
-from tilekern.integrations.liger.table import TABLE
+from tilekern.errors import InputError, needing
 from tilekern.integrations.startup import variables
+
+with needing(__name__):
+    from tilekern.integrations.liger import binding
+    from tilekern.integrations.liger.binding import offer
+    from tilekern.integrations.liger.table import TABLE
 
 __all__ = ["calls", "left", "offer", "register", "served", "unregister"]
 _pins: list[Any] = []
