@@ -487,7 +487,7 @@ MISSES = case("misses", """
 def test_a_miss_is_one_line_by_the_rules_of_misses_and_is_wanted(ran):
     unknown, missing, dtype, rows, error, fallback, compiling, counts, wanted, nearest = ran[MISSES][0]
     assert unknown.startswith("InputError: unknown kernel 'swiglu'; known: ")
-    assert missing == "InputError: swiglu_forward: expected the dimensions rows, columns, dtype, got rows, columns"
+    assert missing == "InputError: swiglu_forward: expected the dimensions rows, columns, dtype: dtype missing"
     assert dtype.startswith(
         "InputError: swiglu_forward: dtype must be one of bfloat16, float16, float32, got 'float64'"
     )

@@ -401,7 +401,9 @@ class KernelSpec:
         """
         names = [dimension.name for dimension in self.dimensions]
         if set(values) != set(names):
-            raise ValueError(f"{self.name}: expected the dimensions {', '.join(names)}, got {', '.join(values)}")
+            wrong = {"missing": [n for n in names if n not in values], "unknown": [n for n in values if n not in names]}
+            said = " and ".join(f"{', '.join(found)} {what}" for what, found in wrong.items() if found)
+            raise ValueError(f"{self.name}: expected the dimensions {', '.join(names)}: {said}")
         for dimension in self.dimensions:
             _check(self.name, dimension, values[dimension.name])
         return Problem({name: values[name] for name in names})
