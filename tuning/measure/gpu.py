@@ -54,16 +54,7 @@ def load_code(launch: Callable[[], object]) -> None:
 
     Loading code may wait until the GPU is idle, so it cannot overlap with other work.
     """
-    import torch
-
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        # The driver refuses to load code while another mode captures.
-        graph.capture_begin(capture_error_mode="relaxed")
-        try:
-            launch()
-        finally:
-            graph.capture_end()
+    _graph_of(launch, 1)
 
 
 def captured(launch: Callable[[], object], times: int) -> Callable[[], None]:
@@ -73,18 +64,29 @@ def captured(launch: Callable[[], object], times: int) -> Callable[[], None]:
     """
     import torch
 
-    graph, stream = torch.cuda.CUDAGraph(), _capturing()
+    stream = _capturing()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         launch()
-        stream.synchronize()
+    stream.synchronize()
+    replay: Callable[[], None] = _graph_of(launch, times).replay
+    return replay
+
+
+def _graph_of(launch: Callable[[], object], times: int) -> Any:
+    """Return a graph of launches, none of which runs now."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(_capturing()):
+        # The driver refuses to load code while another mode captures.
         graph.capture_begin(capture_error_mode="relaxed")
         try:
             for _ in range(times):
                 launch()
         finally:
             graph.capture_end()
-    return graph.replay
+    return graph
 
 
 @functools.cache
