@@ -45,6 +45,16 @@ def hidden(problem, inputs, value):
     return inputs | found
 
 
+@pytest.mark.parametrize("on", [(), ("padded",), ("paged",)], ids=str)
+def test_sequences_are_timed_with_equal_lengths_but_in_pages_and_checked_with_their_own(on):
+    problem = problem_of("bfloat16", *on, kv_heads=32, keys=4096)
+    inputs = plain_inputs(SPEC, problem)
+    assert len(set(inputs["lengths"].tolist())) == (4 if "paged" in on else 1)
+    (vary,) = SPEC.variations.values()
+    ends = (inputs | vary(problem, torch.Generator(), "cpu"))["lengths"].tolist()
+    assert ends == ([4096] * 4 if "padded" in on else [4096, 3584, 3072, 2560])
+
+
 @pytest.mark.parametrize("on", [(), FLAGS[:4], FLAGS], ids=str)
 @pytest.mark.parametrize("lengths", [(300, 257), (64, 0), (1, 128), (65, 299)], ids=str)
 def test_lengths_at_the_edges_of_tiles_by_each_tile_and_number_of_splits(on, lengths):

@@ -529,13 +529,31 @@ def window_of(problem: Problem) -> int:
     return max(1, problem["keys"] // 4)
 
 
+def _fewer(problem: Problem) -> list[int]:
+    """Return how many keys each sequence has less than the first; the last has about half of them."""
+    batch = problem["kv_heads"] // _heads(problem)
+    return [number * problem["keys"] // (2 * batch) for number in range(batch)]
+
+
 def spans(problem: Problem) -> list[tuple[int, int]]:
-    """Return the first key and the length of each sequence in inputs: padded ones end together, others begin so."""
-    batch, keys = problem["kv_heads"] // _heads(problem), problem["keys"]
-    less = [number * keys // (2 * batch) for number in range(batch)]
+    """Return the first key and the length of each sequence in inputs.
+
+    As in use: what shares a batch in a cache of one block has been padded to one length, or has it; what shares pages
+    has lengths of its own.
+    """
+    keys = problem["keys"]
     if problem["padded"]:
-        return [(start, keys) for start in less]
-    return [(0, keys - end) for end in less]
+        return [(start, keys) for start in _fewer(problem)]
+    return [(0, keys - less) for less in (_fewer(problem) if problem["paged"] else [0] * len(_fewer(problem)))]
+
+
+def _of_their_own(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """Return lengths that differ where those of the inputs are equal."""
+    import torch
+
+    if problem["padded"] or problem["paged"]:
+        return {}
+    return {"lengths": problem["keys"] - torch.tensor(_fewer(problem), dtype=torch.int32, device=device)}
 
 
 def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
@@ -780,6 +798,7 @@ SPEC = spec(
     bytes_moved=_bytes,
     dependent=True,
     streamed=True,
+    variations={"lengths of their own": _of_their_own},
     follower=Follower(
         kernel="decode_join",
         array="parts",
