@@ -8,15 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilekern.spec import (
+    Array,
     ArrayParameter,
     Config,
     Constraint,
+    Dimension,
     Implementation,
     Problem,
     ScalarParameter,
     Space,
     bucket,
     cdiv,
+    parameters_of,
 )
 from tilekern.spec.space import DANGEROUS
 from tilekern.spec.targets import resolve
@@ -136,3 +139,12 @@ def test_an_implementation_gives_a_device_function_its_parameters_by_name_and_in
     with pytest.raises(TypeError) as refused:
         made()
     assert words in str(refused.value)
+
+
+def test_axes_of_a_parameter_that_only_the_inputs_for_checks_size_may_have_any_size():
+    dimensions = (Dimension("rows", "bucketed"), Dimension("columns", "exact"), Dimension("dtype", "dtype"))
+    arrays = (Array("table", "dtype", ("vocabulary", "columns")), Array("y", "dtype", ("rows", "2*columns"), "output"))
+    problem = Problem(rows=3, columns=8, dtype="float32").but(vocabulary=7)
+    table, y = parameters_of(arrays, dimensions, problem)
+    assert (table.shape, table.extent) == ((None, 8), 8)
+    assert y.shape == (3, 16)

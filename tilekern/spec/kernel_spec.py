@@ -138,16 +138,17 @@ def parameters_of(
     arrays: Iterable[Array | ScalarParameter], dimensions: Iterable[Dimension], problem: Problem
 ) -> tuple[ArrayParameter | ScalarParameter, ...]:
     """Return the :attr:`DeviceKernel.parameters` of some arrays."""
-    exact = {dimension.name for dimension in dimensions if dimension.kind == "exact"}
+    kinds = {dimension.name: dimension.kind for dimension in dimensions}
 
     def size(text: str) -> int | None:
+        """Return the size of an axis; that of inputs for checks is no size of the problem."""
         name, times, by = size_of(text)
-        known = int(name) if name.isdigit() else problem.get(name)
+        known = int(name) if name.isdigit() else problem[name] if name in kinds else None
         return times * known // by if isinstance(known, int) else None
 
     def parameter(array: Array) -> ArrayParameter:
         last, is_there = size_of(array.shape[-1])[0] if array.shape else "", array.is_in(problem)
-        extent = array.shape_in(problem)[-1] if is_there and (last in exact or last.isdigit()) else None
+        extent = array.shape_in(problem)[-1] if is_there and (kinds.get(last) == "exact" or last.isdigit()) else None
         role: Literal["input", "output"] = "input" if array.role == "input" else "output"
         # Nothing divides the stride of rows of one element.
         aligned = array.aligned and (is_there or len(array.shape) < 2)
