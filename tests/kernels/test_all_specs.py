@@ -166,6 +166,7 @@ def test_rows_that_do_not_count_add_nothing_even_if_not_finite(name, flags):
 
 # Results that ops write to the memory of inputs; the tuner and the other tests use separate memory.
 IN_PLACE = {
+    "advance": {"new_positions": "positions"},
     "adamw": {"new_param": "param", "new_exp_avg": "exp_avg", "new_exp_avg_sq": "exp_avg_sq"},
     "cross_entropy_backward": {"dlogits": "logits"},
     "cross_entropy_fused": {"dlogits": "logits"},

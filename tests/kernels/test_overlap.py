@@ -9,14 +9,14 @@ from tilekern.kernels.families.overlap import is_few
 from tilekern.spec import LibraryCall
 from tilekern.spec.targets import resolve
 
-# Kernels between a token's products, or around its attention.
+# Kernels between a token's products, or around its attention, or between two tokens.
 IF_FEW = [
     spec_named(name)
     for name in (
         "rms_norm_forward", "rms_norm_offset_forward", "fused_add_rms_norm_forward",
         "fused_add_rms_norm_offset_forward", "fused_rms_norm_add_forward", "fused_rms_norm_add_rms_norm_forward",
         "layer_norm_forward", "fused_add_layer_norm_forward", "qk_norm_rope_forward", "qk_norm_rope_general_forward",
-        "rope", "llama4_rope", "qwen2vl_mrope", "append_to_cache",
+        "rope", "llama4_rope", "qwen2vl_mrope", "append_to_cache", "embedding", "advance",
     )
 ]  # fmt: skip
 # Their problems always have few rows.

@@ -816,7 +816,7 @@ def declared(name: str) -> Case:
 CASES = {each.name: each for each in (*map(declared, OPS), *BY_HAND)}
 # Those that no case calls, and why.
 ELSEWHERE = {
-    **dict.fromkeys(("append_to_cache", "decode_attention", "log_probs"), "it has no gradient"),
+    **dict.fromkeys(("append_to_cache", "decode_attention", "embedding", "log_probs"), "it has no gradient"),
     **dict.fromkeys(("greedy", "route", "sample"), "it gives whole numbers"),
     "sharded_linear_log_probs": "it needs processes",
 }

@@ -18,11 +18,12 @@ _SUMS = re.compile(
     r".*_backward(_remake)?|attention_(delta|dkdv|dq)|column_sum|dyt_sums|grouped_(weight_gradient|sum)|scale|adamw|labels|"
     r"cross_entropy_(forward|fused)|fused_linear_.*|kl_div.*|(logits_)?jsd.*|tvd.*|router_losses_forward"
 )
-# These copy rows, count and sort: no bit of theirs is rounded. The parts of a token's attention have one order and
-# whole exponents, which leave no choice to the kernel that adds them up. Who joins products in one launch sees to it
-# that they are added up as each alone.
+# These copy rows, count and sort: no bit of theirs is rounded. A token's embedding and its position's are two numbers,
+# whose sum has one order. The parts of a token's attention have one order and whole exponents, which leave no choice to
+# the kernel that adds them up. Who joins products in one launch sees to it that they are added up as each alone.
 _EXACT = frozenset((
-    "cache_rows", "decode_join", "gather_rows", "greedy", "route_count", "route_place", "sample", "skinny_projections",
+    "advance", "cache_rows", "decode_join", "embedding", "gather_rows", "greedy", "route_count", "route_place",
+    "sample", "skinny_projections",
 ))  # fmt: skip
 
 
