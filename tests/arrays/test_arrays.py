@@ -241,7 +241,10 @@ MEMORY = case("memory", """
     show(b.address == address)
     b.fill(7)
     show(b.read() == bytes([7] * 64))
-    show([error_of(b.write, b"short"), error_of(b.view, (4, 5)), error_of(b.view((2,)).read)])
+    part = b.view((2, 4), offset=4)
+    part.write(bytes(range(32)))
+    show(b.read() == bytes([7] * 16 + [*range(32)] + [7] * 16) and part.read() == bytes(range(32)))
+    show([error_of(b.write, b"short"), error_of(b.view, (4, 5)), error_of(b.view((4, 2), (4, 1)).read)])
     show([error_of(arrays.empty, (2,), "float64", stream), error_of(arrays.empty, (-2,), "float32", stream)])
     empty = arrays.empty((0, 4), "int64", stream)
     show([empty.read() == b"", error_of(empty.fill)])
@@ -253,14 +256,14 @@ MEMORY = case("memory", """
 
 def test_memory_returns_to_the_pool_and_serves_the_same_stream_again(ran):
     shown, _, calls = ran[MEMORY]
-    assert shown[:5] == [[True, 0], [0, 20], [512, True], True, True]
-    short, outside, part = shown[5]
+    assert shown[:6] == [[True, 0], [0, 20], [512, True], True, True, True]
+    short, outside, part = shown[6]
     assert short == "ValueError: the data has 5 bytes, and the array 64"
     assert outside.startswith("InputError: a view of shape (4, 5) and strides (5, 1) from element 0 on ends after the")
-    assert part == "InputError: only whole arrays are copied and filled; this is a view of a part, or of parts"
-    for text in shown[6]:
+    assert part == "InputError: only contiguous elements are copied and filled; these have the strides (4, 1)"
+    for text in shown[7]:
         assert text.endswith("known dtypes: bfloat16, float16, float32, int32, int64, uint8")
-    assert shown[7:] == [[True, None], 0]
+    assert shown[8:] == [[True, None], 0]
     taken = [one["bytes"] for one in calls if one["call"] == "alloc"]
     assert taken == [512, 512, 512]
     assert [one["bytes"] for one in calls if one["call"] == "free"] == taken

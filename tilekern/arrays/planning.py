@@ -65,10 +65,16 @@ class ArrayPlan:
         self.config: Config = plan.config
         self.blocks = plan.blocks
         self.parameters = spec.device(problem, plan.config).parameters
+        outputs = spec.outputs(problem, plan.blocks)
+        by_blocks = spec.outputs(problem, plan.blocks + 1)
         # A kernel stores a single number as an axis of one.
-        outputs = spec.outputs(problem, plan.blocks).items()
-        self._written = {name: (shape or (1,), dtype) for name, (shape, dtype) in outputs}
-        self._shapes = [self._written.get(one.name, (getattr(one, "shape", None), ""))[0] for one in self.parameters]
+        self._written = {name: (shape or (1,), dtype) for name, (shape, dtype) in outputs.items()}
+        self._shapes = [
+            _wanted(parameter, outputs[parameter.name][0], by_blocks[parameter.name][0])
+            if parameter.name in outputs
+            else getattr(parameter, "shape", None)
+            for parameter in self.parameters
+        ]
         self._passed: set[tuple[Form | None, ...]] = set()
 
     def __repr__(self) -> str:
@@ -186,6 +192,17 @@ class ArrayPlan:
             if wrong:
                 return f"{name} must have strides that {assumed['stride_elements']} divides, not {wrong[0]}"
         return "no variant of its kernel allows the arrays; copy them to contiguous ones"
+
+
+def _wanted(parameter: Any, shape: tuple[int, ...], of_more_blocks: tuple[int, ...]) -> tuple[int | None, ...]:
+    """Return the shape that an output must have: a size that neither problem nor blocks set, as a cache's, may be any."""
+    if not shape:
+        return (1,)
+    stated = parameter.shape or (None,) * len(shape)
+    return tuple(
+        size if known is not None or size != other else None
+        for known, size, other in zip(stated, shape, of_more_blocks, strict=True)
+    )
 
 
 def _number(argument: Any, parameter: ScalarParameter, kernel: str) -> int | float:

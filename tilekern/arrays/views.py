@@ -93,26 +93,36 @@ class Array:
         return Array(self.memory, shape, self.dtype, strides, before + offset)
 
     def write(self, data: Any) -> None:
-        """Copy a buffer with all bytes of the memory here, such as a mapped file; wait until it is done.
+        """Copy a buffer with the bytes of all elements here, such as a mapped file; wait until it is done.
 
         Raises:
+            InputError: the elements are not contiguous.
             ValueError: the buffer has another size.
         """
-        self._whole().write(data)
+        self.memory.write(data, *self._bytes())
 
     def read(self) -> bytearray:
-        """Return the bytes, when the stream that the memory belongs to has come so far."""
-        return self._whole().read()
+        """Return the bytes of contiguous elements, when the stream that the memory belongs to has come so far.
+
+        Raises:
+            InputError: the elements are not contiguous.
+        """
+        return self.memory.read(*self._bytes())
 
     def fill(self, byte: int = 0) -> None:
-        """Queue on the memory's stream that all bytes get a value."""
-        self._whole().fill(byte)
+        """Queue on the memory's stream that all bytes of contiguous elements get a value.
 
-    def _whole(self) -> Memory:
-        size = math.prod(self.shape) * ITEM_BYTES[self.dtype]
-        if self.address != self.memory.address or size != self.memory.size_bytes:
-            raise InputError("only whole arrays are copied and filled; this is a view of a part, or of parts")
-        return self.memory
+        Raises:
+            InputError: the elements are not contiguous.
+        """
+        self.memory.fill(byte, *self._bytes())
+
+    def _bytes(self) -> tuple[int, int]:
+        """Return where the elements begin in the memory, in bytes, and how many bytes they are."""
+        dense = _contiguous(self.shape)
+        if any(size > 1 and one != other for size, one, other in zip(self.shape, self.strides, dense, strict=True)):
+            raise InputError(f"only contiguous elements are copied and filled; these have the strides {self.strides}")
+        return self.address - self.memory.address, math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def empty(shape: Iterable[int], dtype: str, stream: Stream) -> Array:

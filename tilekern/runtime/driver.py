@@ -203,35 +203,39 @@ class Memory:
         if hasattr(self, "address"):
             self.stream.device._give(self.address, self._whole, self.stream.handle)
 
-    def write(self, data: Any) -> None:
-        """Copy an object's buffer here, which has as many bytes and may be read-only; wait until it is done.
+    def write(self, data: Any, first: int = 0, count: int | None = None) -> None:
+        """Copy an object's buffer, which may be read-only, to ``count`` bytes from ``first`` on; wait until it is done.
 
         Raises:
             ValueError: the buffer has another size.
         """
+        count = self.size_bytes if count is None else count
         with _Buffer(data) as buffer:
-            if buffer.len != self.size_bytes:
-                raise ValueError(f"the data has {buffer.len} bytes, and the array {self.size_bytes}")
-            self._copy("cuMemcpyHtoDAsync_v2", _ADDRESS(self.address), _HANDLE(buffer.buf))
+            if buffer.len != count:
+                raise ValueError(f"the data has {buffer.len} bytes, and the array {count}")
+            self._copy("cuMemcpyHtoDAsync_v2", _ADDRESS(self.address + first), _HANDLE(buffer.buf), count)
 
-    def read(self) -> bytearray:
-        """Return a copy in the host's memory, made when the stream has come so far."""
-        out = bytearray(self.size_bytes)
-        self._copy("cuMemcpyDtoHAsync_v2", (ctypes.c_char * len(out)).from_buffer(out), _ADDRESS(self.address))
+    def read(self, first: int = 0, count: int | None = None) -> bytearray:
+        """Return a copy of bytes in the host's memory, made when the stream has come so far."""
+        out = bytearray(self.size_bytes if count is None else count)
+        target = (ctypes.c_char * len(out)).from_buffer(out)
+        self._copy("cuMemcpyDtoHAsync_v2", target, _ADDRESS(self.address + first), len(out))
         return out
 
-    def _copy(self, call: str, target: Any, source: Any) -> None:
-        if self.size_bytes:
+    def _copy(self, call: str, target: Any, source: Any, count: int) -> None:
+        if count:
             with self.stream.device.current():
-                _call(call, target, source, _SIZE(self.size_bytes), _HANDLE(self.stream.handle))
+                _call(call, target, source, _SIZE(count), _HANDLE(self.stream.handle))
         self.stream.synchronize()
 
-    def fill(self, byte: int = 0) -> None:
-        """Queue that all bytes get a value."""
-        if self.size_bytes:
+    def fill(self, byte: int = 0, first: int = 0, count: int | None = None) -> None:
+        """Queue that bytes get a value."""
+        count = self.size_bytes if count is None else count
+        if count:
             with self.stream.device.current():
                 handle = _HANDLE(self.stream.handle)
-                _call("cuMemsetD8Async", _ADDRESS(self.address), ctypes.c_ubyte(byte), _SIZE(self.size_bytes), handle)
+                address = _ADDRESS(self.address + first)
+                _call("cuMemsetD8Async", address, ctypes.c_ubyte(byte), _SIZE(count), handle)
 
 
 class Stream:
