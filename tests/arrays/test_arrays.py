@@ -248,7 +248,7 @@ MEMORY = case("memory", """
     show([error_of(arrays.empty, (2,), "float64", stream), error_of(arrays.empty, (-2,), "float32", stream)])
     empty = arrays.empty((0, 4), "int64", stream)
     show([empty.read() == b"", error_of(empty.fill)])
-    del b, empty
+    del b, empty, part
     gpu.trim()
     show(gpu.pooled_bytes())
     """)  # fmt: skip

@@ -195,7 +195,7 @@ class ArrayPlan:
 
 
 def _wanted(parameter: Any, shape: tuple[int, ...], of_more_blocks: tuple[int, ...]) -> tuple[int | None, ...]:
-    """Return the shape that an output must have: a size that neither problem nor blocks set, as a cache's, may be any."""
+    """Return the shape that an output must have; a size that neither problem nor blocks set, as a cache's, is any."""
     if not shape:
         return (1,)
     stated = parameter.shape or (None,) * len(shape)
