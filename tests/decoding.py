@@ -15,9 +15,9 @@ TEN = ("llama", "glm4", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gpt_
 
 
 @torch.no_grad()
-def one_by_one(model, ids):
-    """The logits of tokens [batch, tokens] that are given one at a time, with a dynamic cache."""
-    cache, rows = None, []
+def one_by_one(model, ids, cache=None):
+    """The logits of tokens [batch, tokens] that are given one at a time, with a dynamic cache or the one given."""
+    rows = []
     for place in range(ids.shape[1]):
         made = model(input_ids=ids[:, place : place + 1], past_key_values=cache, use_cache=True)
         cache = made.past_key_values

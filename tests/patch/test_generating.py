@@ -7,7 +7,6 @@ from transformers.generation import utils
 
 import tilekern
 from tilekern.ops import few_rows, linear_layers
-from tilekern.patch import generating
 from tilekern.runtime import dispatch
 
 pytestmark = pytest.mark.usefixtures("interpreted_llama")
@@ -108,14 +107,14 @@ def test_a_kind_of_call_without_a_record_is_looked_up_once(monkeypatch):
     assert launches() == before
 
 
-def test_threads_that_generate_in_the_mode_put_the_tables_of_caches_back_in_any_order():
+def test_reset_puts_the_tables_of_caches_back():
+    tilekern.apply()
     tables = [cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, cache_utils.STATIC_LAYER_TYPE_MAPPING]
-    before = [dict(table) for table in tables]
-    first, second = generating._keys_kept(), generating._keys_kept()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert type(tables[0]["sliding_attention"](sliding_window=4)) is cache_utils.DynamicLayer
-    assert type(tables[1]["sliding_attention"](max_cache_len=8, sliding_window=4)) is cache_utils.StaticLayer
-    second.__exit__(None, None, None)
-    assert tables == before
+    window = {"sliding_window": 4}
+    with tilekern.invariant():
+        assert type(tables[0]["sliding_attention"](**window)) is cache_utils.DynamicLayer
+        assert type(tables[1]["sliding_attention"](max_cache_len=8, **window)) is cache_utils.StaticLayer
+    assert type(tables[0]["sliding_attention"](**window)) is cache_utils.DynamicSlidingWindowLayer
+    tilekern.reset()
+    assert tables[0]["sliding_attention"] is cache_utils.DynamicSlidingWindowLayer
+    assert tables[1]["sliding_attention"] is cache_utils.StaticSlidingWindowLayer

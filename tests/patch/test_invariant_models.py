@@ -113,14 +113,23 @@ def test_generate_keeps_the_keys_that_have_left_a_window(config, cache):
     assert windowed.is_sliding != made.past_key_values.is_sliding == [False, False]
 
 
+@pytest.mark.parametrize("config", [Gemma2Config, GptOssConfig])
+def test_a_cache_of_the_model_keeps_the_keys_that_have_left_a_window(config):
+    model = make(config, torch.bfloat16, **EXPERTS.get(config, {}) | {"sliding_window": 4})
+    with tilekern.invariant(strict=True):
+        assert torch.equal(one_by_one(model, IDS), trained(model, IDS))
+    assert model(input_ids=IDS, use_cache=True).past_key_values.is_sliding == [True, False]
+
+
 def test_a_cache_that_drops_keys_is_said():
     """The window's first key is at the start of a tile then, and in training wherever it is."""
     model = make(Gemma2Config, torch.bfloat16, sliding_window=4)
+    cache = DynamicCache(config=model.config)
     with tilekern.invariant():
-        one_by_one(model, IDS[:, :3])
+        one_by_one(model, IDS[:, :3], cache)
         assert not dispatch.varying()
     with pytest.warns(TilekernWarning, match="a cache that drops keys"), tilekern.invariant():
-        one_by_one(model, IDS[:, :5])
+        one_by_one(model, IDS[:, 3:5], cache)
     assert "rows of attention_forward may depend on others: a cache that drops keys" in str(tilekern.report(model))
 
 

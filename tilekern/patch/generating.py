@@ -9,17 +9,16 @@ have ended. So it is let read that one step late, as it does on Apple's GPUs, an
 calls, since that step would draw a random number, and where only transformers' own code sees its token. Calls of such a
 model share a static cache, as a graph writes to the cache that it was captured with.
 
-In the invariant mode the caches that ``generate`` makes keep the keys that have left a window: without them a tile of
-keys begins elsewhere than in training.
+In the invariant mode new caches keep the keys that have left a window: without them a tile of keys begins elsewhere
+than in training.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,7 +29,6 @@ from tilekern.patch.exchanging import exchange
 from tilekern.patch.graphs import graphs_of_instance, has_graphs
 from tilekern.patch.token_graphs import captured_kinds
 from tilekern.runtime.dispatch import is_invariant
-from tilekern.runtime.locks import ForkLock
 
 _HOME, _KIND = "transformers.generation.utils", "GenerationMixin"
 _NAMES = ("generate", "generate_batch")
@@ -39,7 +37,6 @@ _TABLES = ("DYNAMIC_LAYER_TYPE_MAPPING", "STATIC_LAYER_TYPE_MAPPING")
 _WHOLE, _WINDOWED, _WINDOW = "full_attention", "sliding_attention", "sliding_window"
 # transformers' choice whether to read late that generation ends, which it makes on "mps" alone.
 _STOPS, _IS_LATE, _LATE = "DeferredStopCheck", "is_supported", "mps"
-_lock = ForkLock()
 # The method that makes a static cache for a call, and the loop of tokens.
 _PREPARE, _LOOP = "_prepare_static_cache", "_sample"
 _FOREIGN = "custom_generate"
@@ -72,6 +69,7 @@ def stand_in(is_on: bool) -> None:
         exchange(owner, _LOOP, _looked_at, is_on=is_on)
     if hasattr(home, _STOPS):  # since transformers 5.24
         exchange(getattr(home, _STOPS), _IS_LATE, _late, is_on=is_on)
+    _keep_keys(is_on)
 
 
 def _by_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +80,7 @@ def _by_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
             options.setdefault("disable_compile", True)  # transformers compiles the steps of a static cache
         before = _replayed.set(call)
         try:
-            with linear_layers.exchanged(), _keys_kept() if is_invariant() else contextlib.nullcontext():
+            with linear_layers.exchanged():
                 found = original(self, *args, **options)
         finally:
             _replayed.reset(before)
@@ -166,33 +164,25 @@ def _serves(kept: Any, made: Any, model: Any, batch_size: int) -> bool:
     )
 
 
-class _Whole:
-    """Makes the layer of a cache that keeps all keys, in place of one that drops those outside of a window."""
+def _keep_keys(is_on: bool) -> None:
+    """Let caches that are made in the invariant mode keep keys outside of windows, or leave that to transformers."""
+    home = sys.modules.get("transformers.cache_utils")
+    for table in (getattr(home, name, {}) for name in _TABLES):
+        original = getattr(table.get(_WINDOWED), "tilekern_original", None)
+        if is_on and original is None and {_WHOLE, _WINDOWED} <= table.keys():
+            table[_WINDOWED] = _whole_in_the_mode(table)
+        elif not is_on and original is not None:
+            table[_WINDOWED] = original
 
-    def __init__(self, table: dict[str, Any]) -> None:
-        self.table, self.original, self.users = table, table[_WINDOWED], 0
 
-    def __call__(self, **given: Any) -> Any:
+def _whole_in_the_mode(table: dict[str, Any]) -> Callable[..., Any]:
+    original = table[_WINDOWED]
+
+    def layer(**given: Any) -> Any:
+        if not is_invariant():
+            return original(**given)
         given.pop(_WINDOW, None)
-        return self.table[_WHOLE](**given)
+        return table[_WHOLE](**given)
 
-
-@contextlib.contextmanager
-def _keys_kept() -> Iterator[None]:
-    """Let new caches keep the keys outside of windows; releases without such tables make their own."""
-    home = sys.modules["transformers.cache_utils"]
-    tables = [table for table in (getattr(home, name, {}) for name in _TABLES) if {_WHOLE, _WINDOWED} <= table.keys()]
-    with _lock:
-        for table in tables:
-            if not isinstance(table[_WINDOWED], _Whole):
-                table[_WINDOWED] = _Whole(table)
-            table[_WINDOWED].users += 1
-    try:
-        yield
-    finally:
-        # Another thread may still generate.
-        with _lock:
-            for table in tables:
-                table[_WINDOWED].users -= 1
-                if not table[_WINDOWED].users:
-                    table[_WINDOWED] = table[_WINDOWED].original
+    layer.tilekern_original = original  # type: ignore[attr-defined]
+    return layer
