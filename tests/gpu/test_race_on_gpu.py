@@ -146,7 +146,8 @@ def test_two_races_of_close_candidates_choose_within_a_percent(watch):
 def test_copies_in_a_row_come_from_memory_and_one_alone_from_the_l2(watch):
     """A quarter of the L2 is read; copies of it, in turn, are four times as large as the L2."""
     size = here().l2_bytes // 4
-    arrays = [torch.ones(size // 4, dtype=torch.int32, device="cuda") for _ in range(16)]
+    # Sums of whole numbers are slower than memory.
+    arrays = [torch.ones(size // 4, dtype=torch.float32, device="cuda") for _ in range(16)]
     sums = [lambda array=array: array.sum() for array in arrays]
     in_turn, alone = captured(_in_turn(sums), 16), captured(_in_turn(sums[:1]), 16)
     for launch in (in_turn, alone):
@@ -155,7 +156,7 @@ def test_copies_in_a_row_come_from_memory_and_one_alone_from_the_l2(watch):
         launch: statistics.median(watch.round([launch] * 20, flushes=False)) / 16 for launch in (in_turn, alone)
     }
     assert size / times_us[in_turn] / 1000 <= 1.05 * here().memory_gbs
-    assert times_us[in_turn] > 1.2 * times_us[alone]
+    assert times_us[in_turn] > 1.1 * times_us[alone]
 
 
 def test_launches_in_a_row_are_not_as_slow_as_the_host(watch):
