@@ -13,7 +13,8 @@ ROOMS = (
     ("runtime",),
     # What torch brings to a launch, and launches on arrays of any library, without it.
     ("ops", "arrays"),
-    ("patch",),
+    # What replaces the code of models, and the engine that runs them without torch.
+    ("patch", "inference"),
     ("integrations", "tuning", "cache_tools"),
     # `python -m tilekern.NAME`
     ("doctor", "run", "tune"),

@@ -192,7 +192,7 @@ def test_the_cache_needs_the_standard_library_and_a_parser_alone():
 
 
 # The rooms that work without torch; beside the classes of CuTe DSL, which a compiler imports, and a mode of torch's.
-CORE_ROOMS = ("spec", "errors", "warning", "compile", "cache", "kernels", "runtime", "arrays")
+CORE_ROOMS = ("spec", "errors", "warning", "compile", "cache", "kernels", "runtime", "arrays", "inference")
 APART = ["tilekern.kernels.cute", "tilekern.runtime.ordinary"]
 CORE = sorted(name for name in MODULES if room_of(name) in CORE_ROOMS and not under(name, APART))
 

@@ -9,12 +9,15 @@ import pytest
 from examples import profile, stressed
 from test_cache_faults import ENVIRONMENT, HERE, judged, said
 
-FUZZER = HERE / "cache_fuzzer.py"
-READERS = ("record", "key", "pack", "wanted", "misses", "signature", "roots", "pulled")
+FUZZER = HERE / "reader_fuzzer.py"
+OF_THE_CACHE = ("record", "key", "pack", "wanted", "misses", "signature", "roots", "pulled")
+OF_CHECKPOINTS = ("safetensors", "index", "torch_file", "state_dict")
+READERS = (*OF_THE_CACHE, *OF_CHECKPOINTS)
 
 
 def test_all_readers_of_the_fuzzer_are_run():
-    assert f"for read in ({', '.join(READERS)})" in FUZZER.read_text()
+    for readers in (OF_THE_CACHE, OF_CHECKPOINTS):
+        assert f"for read in ({', '.join(readers)})" in FUZZER.read_text()
 
 
 @pytest.mark.skipif(

@@ -1,20 +1,23 @@
-"""Atheris on one reader: ``python cache_fuzzer.py READER SECONDS FOLDER``; it ends with 0 where nothing was found.
+"""Atheris on one reader: ``python reader_fuzzer.py READER SECONDS FOLDER``; it ends with 0 where nothing was found.
 
-A reader may raise a CacheError of one line and nothing else, and what it accepts must be what it writes.
+A reader may raise a CacheError or an InputError of one line and nothing else. What a reader of the cache accepts must
+be what it writes; a checkpoint that is accepted must have all bytes of its tensors.
 """
 
 import contextlib
 import hashlib
 import json
+import math
 import shutil
 import sys
 import warnings
+import zipfile
 from pathlib import Path
 
 import atheris
 from msgspec.structs import replace
 
-with atheris.instrument_imports(include=["tilekern.cache", "tilekern.cache_tools.commands.pull"]):
+with atheris.instrument_imports(include=["tilekern.cache", "tilekern.cache_tools.commands.pull", "tilekern.inference"]):
     from tilekern.cache import (
         CacheError,
         PackLayer,
@@ -35,6 +38,9 @@ with atheris.instrument_imports(include=["tilekern.cache", "tilekern.cache_tools
     from tilekern.cache.trust.policy import read_signatures, read_trust_roots
     from tilekern.cache.trust.signing import SigningKey, check_signature, generate_key, is_signed
     from tilekern.cache_tools.commands.pull import was_pulled
+    from tilekern.errors import InputError
+    from tilekern.inference.checkpoints import open_checkpoint
+    from tilekern.inference.host_tensors import ITEM_BYTES
 
 from cache_samples import H200, PROBLEM, find, make, sealed
 
@@ -134,14 +140,84 @@ def allowed(read, *arguments):
     """Return the result of a reader, or None if it refuses with one line."""
     try:
         return read(*arguments)
-    except CacheError as error:
+    except (CacheError, InputError) as error:
         message = str(error)
     assert "\n" not in message, message
     return None
 
 
-def seeds(folder):
-    """Return valid inputs for the fuzzer to start from, by reader."""
+def safetensors(data, folder):
+    """A file of safetensors."""
+    return checkpoint(folder / "model.safetensors", data)
+
+
+def index(data, folder):
+    """The index of two shards."""
+    for path in (folder.parent / "seeds").glob("shard-*"):
+        shutil.copyfile(path, folder / path.name)
+    (folder / "model.safetensors.index.json").write_bytes(data)
+    return checkpoint(folder)
+
+
+def torch_file(data, folder):
+    """A file of torch.save."""
+    return checkpoint(folder / "model.pt", data)
+
+
+def state_dict(data, folder):
+    """The pickle in such a file, whose checksum fits."""
+    with zipfile.ZipFile(folder / "model.pt", "w") as archive:
+        archive.writestr("a/data.pkl", data)
+        for number in range(4):
+            archive.writestr(f"a/data/{number}", bytes(24))
+    return checkpoint(folder / "model.pt")
+
+
+def checkpoint(path, data=None):
+    """Open a checkpoint, whose file is first written where ``data`` is given; if it opens, its tensors are whole."""
+    if data is not None:
+        path.write_bytes(data)
+    opened = allowed(open_checkpoint, path)
+    if opened is None:
+        return False
+    with opened:
+        for name, tensor in opened.tensors.items():
+            assert name.isprintable()
+            assert len(bytes(tensor.data)) == math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+    return True
+
+
+def checkpoint_seeds(folder):
+    """Return valid files of checkpoints for the fuzzer to start from, by reader."""
+    import safetensors.torch
+    import torch
+
+    folder.mkdir()
+    # Storages of 24 bytes, as state_dict() has them.
+    tensors = {
+        "a": torch.ones(2, 3),
+        "b": torch.arange(3),
+        "c": torch.arange(3)[1:1],
+        "d": torch.ones(3, dtype=torch.float64),
+    }
+    for number, names in enumerate(("ab", "cd")):
+        safetensors.torch.save_file({name: tensors[name] for name in names}, folder / f"shard-{number}.safetensors")
+    model = torch.nn.Linear(1, 6).state_dict()
+    documents = [tensors, model, {"model": model, "args": {"layers": 2, "rate": 1e-3, "sizes": [1, (2, None)]}}]
+    for number, document in enumerate(documents):
+        torch.save(document, folder / f"model-{number}.pt", pickle_protocol=2 + number)
+    files = sorted(folder.glob("model-*.pt"))
+    places = {name: f"shard-{number}.safetensors" for number, names in enumerate(("ab", "cd")) for name in names}
+    return {
+        "safetensors": [path.read_bytes() for path in sorted(folder.glob("shard-*"))],
+        "index": [json.dumps({"metadata": {}, "weight_map": places}).encode()],
+        "torch_file": [path.read_bytes() for path in files],
+        "state_dict": [zipfile.ZipFile(path).read(f"{path.stem}/data.pkl") for path in files],
+    }
+
+
+def cache_seeds(folder):
+    """Return valid files of a cache for the fuzzer to start from, by reader."""
     write_pack(folder / "sample.pack", [(RECORD, BLOBS)])
     note_wanted(folder, RECORD.kernel, PROBLEM, H200, "no record")
     (item,) = (folder / "v1" / "wanted").iterdir()
@@ -169,20 +245,25 @@ def seeds(folder):
     return found
 
 
-READERS = {read.__name__: read for read in (record, key, pack, wanted, misses, signature, roots, pulled)}
+OF_THE_CACHE = {read.__name__: read for read in (record, key, pack, wanted, misses, signature, roots, pulled)}
+OF_CHECKPOINTS = {read.__name__: read for read in (safetensors, index, torch_file, state_dict)}
 
 
 def main(reader, seconds, folder):
     warnings.simplefilter("ignore")
     corpus, scratch = Path(folder) / "corpus", Path(folder) / "scratch"
+    read, seeds = (OF_THE_CACHE | OF_CHECKPOINTS)[reader], checkpoint_seeds if reader in OF_CHECKPOINTS else cache_seeds
     corpus.mkdir()
-    for number, data in enumerate(seeds(Path(folder) / "seeds")[reader]):
-        (corpus / str(number)).write_bytes(data)
     scratch.mkdir()
+    for number, data in enumerate(seeds(Path(folder) / "seeds")[reader]):
+        assert reader in OF_THE_CACHE or read(data, scratch), f"seed {number} is refused"
+        (corpus / str(number)).write_bytes(data)
+
+    def run(data):
+        read(data, scratch)
+
     options = [f"-max_total_time={seconds}", "-seed=1", "-max_len=16384", "-rss_limit_mb=2048", "-timeout=20"]
-    atheris.Setup(
-        [sys.argv[0], *options, f"-artifact_prefix={folder}/", str(corpus)], lambda data: READERS[reader](data, scratch)
-    )
+    atheris.Setup([sys.argv[0], *options, f"-artifact_prefix={folder}/", str(corpus)], run)
     atheris.Fuzz()
 
 

@@ -1,0 +1,1 @@
+"""Generation without torch: the engine, and the checkpoints that it reads."""
