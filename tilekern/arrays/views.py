@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from tilekern.errors import InputError
-from tilekern.runtime.driver import Memory, Stream, device_of
+from tilekern.runtime.driver import Fetched, Memory, Stream, device_of
 
 # By the arrays' dtypes: how __cuda_array_interface__ spells them (bfloat16 as ml_dtypes does), and their bytes.
 TYPESTRS = {"bfloat16": "<V2", "float16": "<f2", "float32": "<f4", "int32": "<i4", "int64": "<i8", "uint8": "|u1"}
@@ -108,6 +108,14 @@ class Array:
             InputError: the elements are not contiguous.
         """
         return self.memory.read(*self._bytes())
+
+    def fetch(self) -> Fetched:
+        """Queue a copy of the bytes of contiguous elements, at most 4096, to the host, and wait for nothing.
+
+        Raises:
+            InputError: the elements are not contiguous.
+        """
+        return self.memory.fetch(*self._bytes())
 
     def fill(self, byte: int = 0) -> None:
         """Queue on the memory's stream that all bytes of contiguous elements get a value.

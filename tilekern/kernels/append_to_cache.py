@@ -149,12 +149,12 @@ DIMENSIONS = (
 
 
 def _sizes(problem: Problem) -> dict[str, Any]:
-    """Return the sizes of a cache that the tokens of the inputs fill."""
+    """Return the sizes of a cache that the tokens of the inputs fill, at positions that all sequences share."""
     tokens, batch, heads = problem["tokens"], problem["batch"], problem["kv_heads"]
     page_size = math.gcd(tokens, 16)
     pages = tokens // page_size
     cache = (batch * pages, page_size, heads) if problem["paged"] else (batch, heads, tokens)
-    return {**dict(zip(("entries", "second", "third"), cache, strict=True)), "pages": pages}
+    return {**dict(zip(("entries", "second", "third"), cache, strict=True)), "pages": pages, "positions": 1}
 
 
 _Q, _K = TOKENS_FIRST
@@ -165,7 +165,7 @@ _ARRAYS: Arrays = (
     Array("v", "dtype", _K),
     *(Array(name, "weight_dtype", ("head_dim",), flag="normed") for name in ("q_weight", "k_weight")),
     *angles_of("batch", "tokens", "pairs"),
-    Array("positions", "int32", ("1", "tokens"), aligned=False),
+    Array("positions", "int32", ("positions", "tokens"), aligned=False),
     Array("table", "int32", ("batch", "pages"), aligned=False, flag="paged"),
     EPS,
     ScalarParameter("offset", "float32", 0.75),

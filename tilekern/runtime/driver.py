@@ -22,6 +22,8 @@ _INT, _SIZE, _ADDRESS, _HANDLE = ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64,
 _NO_MEMORY, _NON_BLOCKING, _RELAXED, _ORDINAL = 2, 1, 2, 9
 # Sizes are rounded up to these, so that blocks of the pool fit later requests: from 1 MiB on to the driver's own unit.
 _SMALL, _LARGE = 512, 2 << 20
+# The size of the host's pages to which small results are fetched; they are kept, as locking pages takes long.
+_PAGES = 4096
 
 
 def enter_context(device: int) -> bool:
@@ -97,6 +99,7 @@ class Device:
         self._context = _primary_context(number)
         self._ask_current = _driver().cuCtxGetCurrent  # each launch calls it
         self._free: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self._pages: list[int] = []
 
     def __repr__(self) -> str:
         return f"<GPU {self.number}: {self.target.name}>"
@@ -168,6 +171,16 @@ class Device:
                 _call("cuMemAlloc_v2", ctypes.byref(address), _SIZE(size))
         return address.value
 
+    def _take_pages(self) -> int:
+        """Return the address of pages of the host that the GPU writes without the host's help."""
+        if self._pages:
+            return self._pages.pop()
+        address = _HANDLE()
+        with self.current():
+            _call("cuMemHostAlloc", ctypes.byref(address), _SIZE(_PAGES), 0)
+        assert address.value is not None
+        return address.value
+
     def _give(self, address: int, size: int, stream: int) -> None:
         self._free[stream, size].append(address)
 
@@ -222,6 +235,10 @@ class Memory:
         self._copy("cuMemcpyDtoHAsync_v2", target, _ADDRESS(self.address + first), len(out))
         return out
 
+    def fetch(self, first: int = 0, count: int | None = None) -> Fetched:
+        """Queue a copy of bytes to the host's memory; nothing waits for it before :meth:`Fetched.result`."""
+        return Fetched(self, first, self.size_bytes if count is None else count)
+
     def _copy(self, call: str, target: Any, source: Any, count: int) -> None:
         if count:
             with self.stream.device.current():
@@ -236,6 +253,36 @@ class Memory:
                 handle = _HANDLE(self.stream.handle)
                 address = _ADDRESS(self.address + first)
                 _call("cuMemsetD8Async", address, ctypes.c_ubyte(byte), _SIZE(count), handle)
+
+
+class Fetched:
+    """Bytes on their way to the host; :meth:`Memory.fetch` makes one."""
+
+    def __init__(self, memory: Memory, first: int, count: int) -> None:
+        if count > _PAGES:
+            raise ValueError(f"at most {_PAGES} bytes are fetched at once, not {count}")
+        stream = memory.stream
+        self._device, self._count = stream.device, count
+        self._pages = self._device._take_pages()
+        with self._device.current():
+            target, source = _HANDLE(self._pages), _ADDRESS(memory.address + first)
+            _call("cuMemcpyDtoHAsync_v2", target, source, _SIZE(count), _HANDLE(stream.handle))
+        self._event = stream.record()
+
+    def result(self) -> bytes:
+        """Wait for the bytes, and return them.
+
+        Raises:
+            DriverError: work before the copy failed.
+        """
+        self._event.synchronize()
+        return ctypes.string_at(self._pages, self._count)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_event"):
+            with contextlib.suppress(CannotRun, TypeError):
+                self._event.synchronize()  # the copy may still be written
+                self._device._pages.append(self._pages)
 
 
 class Stream:

@@ -1,0 +1,62 @@
+"""The engine beside transformers, by the interpreter: logits, greedy tokens, prompts in chunks, batches, sampling."""
+
+import pytest
+import torch
+from conftest import read
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tilekern.errors import InputError
+from tilekern.inference import Sampling, load
+
+VOCABULARY = 97
+SMALL = {"vocab_size": VOCABULARY, "eos_token_id": 3, "bos_token_id": 1}
+OF_LLAMA = SMALL | {
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 16,
+}  # fmt: skip
+MODELS = {
+    "gpt2": (GPT2LMHeadModel, GPT2Config(**SMALL, n_embd=48, n_layer=2, n_head=3, n_positions=64)),
+    "llama": (LlamaForCausalLM, LlamaConfig(**OF_LLAMA, rope_parameters={
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32})),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**OF_LLAMA, tie_word_embeddings=True)),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request, tmp_path_factory):
+    """A model with large weights, so that its tokens differ, and the folder of its checkpoint."""
+    kind, config = MODELS[request.param]
+    torch.manual_seed(5)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(std=0.25) if weight.dim() > 1 else weight.normal_(1, 0.1)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def ids_of(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(4, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def test_logits_of_whole_sequences_are_those_of_transformers(gpu, saved):
+    model, folder = saved
+    ids = ids_of(11, 11)
+    found = read(load(folder, dtype="float32").forward(ids)).double()
+    with torch.no_grad():
+        wanted = model.double()(input_ids=torch.tensor(ids), use_cache=False).logits.flatten(0, 1)
+        model.float()
+    assert (found - wanted).norm() < 2e-3 * wanted.norm()
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+
+
+@pytest.mark.parametrize("chunk", [4, 2048])
+def test_greedy_tokens_are_those_of_transformers(gpu, saved, chunk):
+    model, folder = saved
+    engine, (prompt,) = load(folder, dtype="float32"), ids_of(10, seed=1)
+    tokens = [token for (token,) in engine.generate([prompt], 6, ignores_ends=True, chunk=chunk)]
+    wanted = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert tokens == wanted[0, 10:].tolist()

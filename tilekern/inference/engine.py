@@ -1,0 +1,276 @@
+"""The engine: a model on a GPU, which computes logits and generates tokens, without torch.
+
+A prompt is taken in chunks, and each token after it by a CUDA graph that holds the whole step, the choice of the next
+token included: the host launches it and reads the tokens one step later.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from tilekern.arrays import Array, empty
+from tilekern.arrays import device as device_numbered
+from tilekern.errors import InputError
+from tilekern.inference import weights as layout
+from tilekern.inference.architectures import Architecture, architecture_of
+from tilekern.inference.checkpoints import open_checkpoint
+from tilekern.inference.sampling import Choice, Sampling, numbers
+from tilekern.inference.steps import Cache, Model, Step, Tokens, angles_of, new_logits
+from tilekern.inference.tape import Direct, Tape
+from tilekern.runtime.driver import Device, Graph, Stream
+
+# Tokens of a prompt that are taken at once.
+CHUNK = 2048
+
+
+def load(
+    where: str | os.PathLike[str], *, dtype: str = "bfloat16", context: int | None = None, heads: int | None = None,
+    device: Device | int = 0,
+) -> Engine:  # fmt: skip
+    """Return the engine of a checkpoint.
+
+    Args:
+        where: a folder with config.json and safetensors, a state dict of minGPT's, or a hub id.
+        dtype: ``bfloat16``, ``float16`` or ``float32``: of weights, activations and caches.
+        context: the most tokens of a sequence; by default as many as the model was made for, at most 4096.
+        heads: of a state dict without config.json, which does not say it.
+        device: the GPU, or its number.
+
+    Raises:
+        InputError: there is no such checkpoint, the model is not served, or a tensor or a number is missing or wrong.
+        CannotRun: there is no such GPU, or the driver is missing or too old.
+        CacheMiss: no record serves one of the kernels that lay out weights, and none may be compiled.
+        DriverError: the GPU has too little memory.
+    """
+    if dtype not in layout.DTYPES:
+        raise InputError(f"dtype must be one of {', '.join(layout.DTYPES)}, got {dtype!r:.40}")
+    gpu = device_numbered(device) if isinstance(device, int) else device
+    with open_checkpoint(where) as checkpoint:
+        config = checkpoint.config or layout.config_of_state_dict(checkpoint.tensors, heads)
+        architecture = architecture_of(config)
+        stream = gpu.stream()
+        weights = layout.load(architecture, checkpoint.tensors, dtype, stream)
+    return Engine(architecture, weights, dtype, stream, context)
+
+
+class Engine:
+    """A model on a GPU; :func:`load` returns it.
+
+    Attributes:
+        architecture: the model's sizes.
+        dtype: of weights, activations and caches.
+        context: the most tokens of a sequence.
+        stream: the stream on which all of its work is queued.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        weights: layout.Weights,
+        dtype: str,
+        stream: Stream,
+        context: int | None = None,
+    ) -> None:
+        """Make an engine of weights that are on the GPU; see :func:`load`."""
+        most = architecture.positions
+        context = min(most, 4096) if context is None else context
+        if not 1 <= context <= most:
+            raise InputError(f"context must be from 1 to {most}, for which the model was made, got {context}")
+        self.architecture, self.dtype, self.context, self.stream = architecture, dtype, context, stream
+        angles = empty((context, architecture.head_dim // 2 * 2), dtype, stream)
+        angles.write(angles_of(architecture, context, dtype))
+        self._model = Model(architecture, weights, dtype, angles)
+        self._forwards: dict[tuple[int, int], Forward] = {}
+        self._generation: Generation | None = None
+
+    def forward(self, ids: Sequence[Sequence[int]]) -> Array:
+        """Return the logits of all tokens of sequences of one length, in the engine's dtype.
+
+        Args:
+            ids: [batch, tokens].
+
+        Returns:
+            [batch * tokens, vocabulary], valid until the next call with as many sequences and tokens.
+
+        Raises:
+            InputError: sequences differ in length, are empty or longer than the context, or an id is none.
+            CacheMiss: no record serves one of the kernels, and none may be compiled.
+        """
+        self._check(ids)
+        if len({len(sequence) for sequence in ids}) > 1:
+            raise InputError("forward takes sequences of one length; generate takes others too")
+        step = self.captured_forward(len(ids), len(ids[0]))
+        step.ids.write(numbers([one for sequence in ids for one in sequence], "int64"))
+        step.graph.launch(self.stream)
+        return step.logits
+
+    def captured_forward(self, batch: int, tokens: int) -> Forward:
+        """Return the graph of :meth:`forward` for sizes, with its ids and logits; made at the first call."""
+        if (batch, tokens) not in self._forwards:
+            self._forwards[batch, tokens] = Forward(self._model, self.stream, batch, tokens)
+        return self._forwards[batch, tokens]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int,
+        sampling: Sampling | Sequence[Sampling] | None = None, *, ignores_ends: bool = False, chunk: int = CHUNK,
+    ) -> Iterator[list[int | None]]:  # fmt: skip
+        """Yield the next token of each prompt, again and again; None for a sequence that has ended.
+
+        The sampling of a sequence alone decides its draws, whoever shares the batch. With equal kernels, records of the
+        invariant mode, logits are those of :meth:`forward` bit by bit.
+
+        Args:
+            prompts: ids of each, at least one; they may differ in length.
+            new_tokens: how many tokens to choose at most.
+            sampling: how tokens are drawn, of all or of each; by default the likeliest is taken.
+            ignores_ends: whether to go on behind the ids that end a text.
+            chunk: tokens of a prompt that are taken at once.
+
+        Raises:
+            InputError: a prompt is empty, an id is none, or prompt and new tokens are longer than the context.
+            CacheMiss: no record serves one of the kernels, and none may be compiled.
+        """
+        self._check(prompts)
+        longest = max(map(len, prompts))
+        if new_tokens < 1 or longest + new_tokens - 1 > self.context:
+            raise InputError(
+                f"a prompt of {longest} tokens and {new_tokens} new ones do not fit a context of {self.context}; "
+                "load with a larger context"
+            )
+        if chunk < 1:
+            raise InputError(f"chunk must be at least 1, got {chunk}")
+        ways = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(prompts)
+        if len(ways) != len(prompts):
+            raise InputError(f"there are {len(prompts)} prompts and {len(ways)} ways of sampling")
+        return self._generated(
+            prompts, new_tokens, ways, frozenset() if ignores_ends else self.architecture.ends, chunk
+        )
+
+    def _generated(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, ways: Sequence[Sampling], ends: frozenset[int],
+        chunk: int,
+    ) -> Iterator[list[int | None]]:  # fmt: skip
+        running = self._generation
+        if running is None or running.batch != len(prompts):
+            self._generation = running = None  # so that its cache goes before another comes
+            self._generation = running = Generation(self._model, self.stream, len(prompts), self.context)
+        running.begin(prompts, ways, chunk)
+        has_ended = [False] * len(prompts)
+        coming = running.choice.ids.fetch()
+        for number in range(new_tokens):
+            chosen = coming.result()
+            if number + 1 < new_tokens:
+                running.step()
+                coming = running.choice.ids.fetch()
+            tokens = memoryview(chosen).cast("q").tolist()
+            yield [None if is_over else token for token, is_over in zip(tokens, has_ended, strict=True)]
+            has_ended = [is_over or token in ends for token, is_over in zip(tokens, has_ended, strict=True)]
+            if all(has_ended):
+                return
+
+    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Refuse prompts that are empty or too long, and ids outside of the vocabulary."""
+        if not prompts or not all(prompts):
+            raise InputError("there must be a prompt, and each must have a token")
+        if (longest := max(map(len, prompts))) > self.context:
+            raise InputError(f"a prompt has {longest} tokens, and the context is {self.context}")
+        vocabulary = self.architecture.vocabulary
+        for prompt in prompts:
+            if wrong := [one for one in prompt if type(one) is not int or not 0 <= one < vocabulary]:
+                raise InputError(f"ids are whole numbers from 0 to {vocabulary - 1}, got {wrong[0]!r:.40}")
+
+
+class Forward:
+    """The logits of whole sequences as a graph.
+
+    Attributes:
+        ids: int64 [batch, tokens], what the graph reads.
+        logits: [batch * tokens, vocabulary], what it writes.
+        graph: the graph.
+    """
+
+    def __init__(self, model: Model, stream: Stream, batch: int, tokens: int) -> None:
+        self.ids, positions, places = (empty((batch, tokens), dtype, stream) for dtype in ("int64", "int64", "int32"))
+        for array in (positions, places):
+            array.write(numbers([*range(tokens)] * batch, array.dtype))
+        self._tape, cache = Tape(stream), _cache(model, stream, batch, tokens)
+        step = Step(self._tape, model, Tokens(self.ids, positions, places), cache, 0, all_logits=True)
+        self.logits = step.logits
+        self.graph = stream.capture(self._tape.run)
+
+
+class Generation:
+    """The cache of a batch, and the graphs of a step.
+
+    Attributes:
+        batch: the number of sequences.
+        choice: the tokens that were chosen last, and how.
+    """
+
+    def __init__(self, model: Model, stream: Stream, batch: int, context: int) -> None:
+        self.batch, self.choice = batch, Choice(batch, stream)
+        self._model, self._stream = model, stream
+        self._cache = _cache(model, stream, batch, context)
+        positions, places, lengths = (empty((batch,), dtype, stream) for dtype in ("int64", "int32", "int32"))
+        self._positions, self._places, self._lengths = positions, places, lengths
+        columns = (batch, 1)
+        self._tokens = Tokens(self.choice.ids.view(columns), positions.view(columns), places.view(columns), lengths)
+        self._graphs: dict[bool, tuple[Tape, Graph]] = {}
+        self._is_greedy = True
+
+    def begin(self, prompts: Sequence[Sequence[int]], ways: Sequence[Sampling], chunk: int) -> None:
+        """Take the prompts into the cache, and choose the first tokens."""
+        self._is_greedy = all(way.temperature == 0 for way in ways)
+        self.choice.write(ways)
+        now, first = Direct(self._stream), 0
+        logits = new_logits(now, self.batch, self._model)
+        for length, some in groupby(prompts, len):
+            together = list(some)
+            self._take(together, first, length, chunk, logits)
+            first += len(together)
+        counts = [len(prompt) for prompt in prompts]
+        self._positions.write(numbers(counts, "int64"))
+        self._places.write(numbers(counts, "int32"))
+        self._lengths.write(numbers([count + 1 for count in counts], "int32"))
+        self.choice.add(now, logits, self._positions, greedy=self._is_greedy)
+
+    def _take(
+        self, prompts: Sequence[Sequence[int]], first: int, length: int, chunk: int, logits: Array
+    ) -> None:  # fmt: skip
+        """Take prompts of one length, the sequences from ``first`` on, and write the logits of their last tokens."""
+        batch, cache = len(prompts), self._cache.of(first, len(prompts))
+        for before in range(0, length, chunk):
+            count = min(chunk, length - before)
+            ids, positions, places = (
+                empty((batch, count), dtype, self._stream) for dtype in ("int64", "int64", "int32")
+            )
+            ids.write(numbers([one for prompt in prompts for one in prompt[before : before + count]], "int64"))
+            for array in (positions, places):
+                array.write(numbers([*range(before, before + count)] * batch, array.dtype))
+            is_last = before + count == length
+            to = logits.view((batch, logits.shape[1]), logits.strides, first * logits.strides[0]) if is_last else None
+            tokens = Tokens(ids, positions, places)
+            Step(Direct(self._stream), self._model, tokens, cache, before, to=to, has_logits=is_last)
+
+    def step(self) -> None:
+        """Queue the next step: the last tokens go into the cache, and the next ones are chosen."""
+        if self._is_greedy not in self._graphs:
+            tape = Tape(self._stream)
+            step = Step(tape, self._model, self._tokens, self._cache)
+            tape.launch(
+                "advance", {"rows": self.batch}, positions=self._positions, new_positions=self._positions,
+                places=self._places, lengths=self._lengths,
+            )  # fmt: skip
+            self.choice.add(tape, step.logits, self._positions, greedy=self._is_greedy)
+            self._graphs[self._is_greedy] = tape, self._stream.capture(tape.run)
+        _, graph = self._graphs[self._is_greedy]
+        graph.launch(self._stream)
+
+
+def _cache(model: Model, stream: Stream, batch: int, room: int) -> Cache:
+    of = model.architecture
+    shape = batch, of.kv_heads, room, of.head_dim
+    keys, values = ([empty(shape, model.dtype, stream) for _ in range(of.layers)] for _ in range(2))
+    return Cache(keys, values)

@@ -1,0 +1,308 @@
+"""The decoder as launches: a step takes some tokens of each sequence to the logits of their successors.
+
+The launches, and so the bits, are those of a patched transformers model: products round once, a gate's parts too, a
+residual is added by the norm behind it. A step of one token reads the cache by the kernel of decoding, one of several
+tokens by that of training's attention, over the keys before them and their own.
+
+Layout: a residual stream [batch * tokens, width]. Keys and values of a layer [batch, kv_heads, room, head_dim].
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tilekern.arrays import Array
+from tilekern.inference.architectures import Architecture
+from tilekern.inference.tape import Launches
+from tilekern.inference.weights import Layer, Norm, Product, Weights
+from tilekern.kernels.decode_attention import part_of
+from tilekern.kernels.skinny.tiles import MOST_ROWS
+from tilekern.spec import bucket, cdiv
+
+# Rows of logits begin at a multiple of 16 bytes, whatever the vocabulary.
+_UNIT = 8
+
+
+@dataclass(frozen=True)
+class Model:
+    """What all steps share.
+
+    Attributes:
+        architecture, weights: the model.
+        dtype: of weights, activations and caches.
+        angles: cosines and sines by position, [room, 2 * pairs]; of a model without rotation those of angle 0.
+    """
+
+    architecture: Architecture
+    weights: Weights
+    dtype: str
+    angles: Array
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The new tokens of a step, on the GPU.
+
+    Attributes:
+        ids: int64 [batch, tokens].
+        positions: int64 [batch, tokens], in their sequence.
+        places: the same as int32: their rows in the cache.
+        lengths: int32 [batch], the keys that a step of one token sees, its own included.
+    """
+
+    ids: Array
+    positions: Array
+    places: Array
+    lengths: Array | None = None
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values of the layers, each [batch, kv_heads, room, head_dim]."""
+
+    keys: list[Array]
+    values: list[Array]
+
+    def of(self, first: int, batch: int) -> Cache:
+        """Return the part of some sequences."""
+
+        def part(whole: Array) -> Array:
+            return whole.view((batch, *whole.shape[1:]), whole.strides, first * whole.strides[0])
+
+        return Cache([part(x) for x in self.keys], [part(x) for x in self.values])
+
+
+def angles_of(architecture: Architecture, room: int, dtype: str) -> bytes:
+    """Return the numbers of :attr:`Model.angles`, in float32 arithmetic where transformers' is."""
+    pairs = architecture.head_dim // 2
+    if architecture.rotation is None:
+        numbers = array("f", ([1.0] * pairs + [0.0] * pairs) * room)
+    else:
+        numbers, frequencies = array("f"), architecture.rotation.frequencies(architecture.head_dim)
+        for position in range(room):
+            turned = array("f", [frequency * position for frequency in frequencies])
+            numbers.extend(map(math.cos, turned))
+            numbers.extend(map(math.sin, turned))
+    return rounded(numbers, dtype)
+
+
+def rounded(numbers: array[float], dtype: str) -> bytes:
+    """Return finite float32 numbers as bytes of a dtype, rounded to nearest even."""
+    if dtype == "float32":
+        return numbers.tobytes()
+    if dtype == "float16":
+        return struct.pack(f"<{len(numbers)}e", *numbers)
+    bits = array("I", numbers.tobytes())
+    return array("H", [(word + 0x7FFF + (word >> 16 & 1)) >> 16 for word in bits]).tobytes()
+
+
+def new_logits(launches: Launches, rows: int, model: Model) -> Array:
+    """Return an array [rows, vocabulary]."""
+    columns = model.architecture.vocabulary
+    room = cdiv(columns, _UNIT) * _UNIT
+    return launches.array((rows, room), model.dtype).view((rows, columns), (room, 1))
+
+
+class Step:
+    """One step's launches, added to ``launches`` as it is made.
+
+    Attributes:
+        logits: [batch * tokens, vocabulary] if ``all_logits``, else [batch, vocabulary] of the last tokens.
+    """
+
+    logits: Array
+
+    def __init__(
+        self, launches: Launches, model: Model, tokens: Tokens, cache: Cache, before: int | None = None, *,
+        all_logits: bool = False, has_logits: bool = True, to: Array | None = None,
+    ) -> None:  # fmt: skip
+        """Add the launches of a step.
+
+        Args:
+            launches: where they go.
+            model: the model.
+            tokens: the new tokens.
+            cache: where their keys and values go, and are before them.
+            before: the number of keys before the first new token, the same for all sequences; None for a step of one
+                token that reads ``tokens.lengths``.
+            all_logits: whether all tokens have logits.
+            has_logits: whether any token has; those of a prompt's first chunks have none.
+            to: where the logits go; None for a new array.
+        """
+        self._to, self._model, self._cache, self._before = launches, model, cache, before
+        self._tokens, (self._batch, self._count) = tokens, tokens.ids.shape
+        self._rows = self._batch * self._count
+        of = model.architecture
+        self._heads = of.heads, of.kv_heads, of.head_dim
+        self._angles = self._gathered(model.angles, tokens.positions)
+        x = self._gathered(model.weights.embedding, tokens.ids, model.weights.positions)
+        added: Array | None = None
+        for number, layer in enumerate(model.weights.layers):
+            x, y = self._normed(x, added, layer.attention_norm)
+            attended = self._product(self._attended(number, layer, y), layer.output)
+            x, y = self._normed(x, attended, layer.mlp_norm)
+            added = self._product(self._inner(layer, y), layer.down)
+        if not has_logits:
+            return
+        if not all_logits:
+            x, added = self._last(x), None if added is None else self._last(added)
+        _, y = self._normed(x, added, model.weights.norm)
+        self.logits = new_logits(launches, y.shape[0], model) if to is None else to
+        self._product(y, Product(model.weights.head), to=self.logits)
+
+    def _new(self, *shape: int, dtype: str | None = None) -> Array:
+        return self._to.array(shape, dtype or self._model.dtype)
+
+    def _gathered(self, table: Array, ids: Array, positions: Array | None = None) -> Array:
+        """Return rows of a table, [rows, columns], with those of learned positions added."""
+        columns, dtype = table.shape[1], table.dtype
+        out = self._new(self._rows, columns, dtype=dtype)
+        sizes = {"rows": self._rows, "columns": columns, "positioned": positions is not None, "dtype": dtype}
+        learned = {}
+        if positions is not None:
+            learned = {"positions": _flat(self._tokens.places), "position_weight": positions}
+        self._to.launch("embedding", sizes, ids=_flat(ids), weight=table, out=out, **learned)
+        return out
+
+    def _last(self, x: Array) -> Array:
+        """Return the rows of the last tokens."""
+        width, count = x.shape[1], self._count
+        return x.view((self._batch, width), (count * width, 1), (count - 1) * width)
+
+    def _normed(self, x: Array, added: Array | None, norm: Norm) -> tuple[Array, Array]:
+        """Return the residual stream with what is added, and its norm."""
+        of, dtype = self._model.architecture, self._model.dtype
+        rows, columns = x.shape
+        sizes = {"rows": rows, "columns": columns, "dtype": dtype, "weight_dtype": dtype}
+        y, weights = self._new(rows, columns), {"weight": norm.weight, "eps": of.eps}
+        if norm.bias is not None:
+            weights["bias"] = norm.bias
+        if added is None:
+            self._to.launch(f"{of.norm}_norm_forward", sizes, x=x, y=y, **weights)
+            return x, y
+        total = self._new(rows, columns)
+        self._to.launch(f"fused_add_{of.norm}_norm_forward", sizes, residual=x, x=added, total=total, y=y, **weights)
+        return total, y
+
+    def _product(self, x: Array, product: Product, *, gelu: bool = False, to: Array | None = None) -> Array:
+        """Return ``x @ weight^T + bias``, of few rows by the kernel of decoding."""
+        (rows, inner), columns = x.shape, product.weight.shape[0]
+        out = self._new(rows, columns) if to is None else to
+        sizes: dict[str, Any] = {
+            "rows": rows, "inner": inner, "columns": columns, "biased": product.bias is not None, "gelu_tanh": gelu,
+            "dtype": self._model.dtype,
+        }  # fmt: skip
+        bias = {} if product.bias is None else {"bias": product.bias}
+        if rows <= MOST_ROWS:
+            self._to.launch("skinny_linear", sizes, x=x, weight=product.weight, y=out, **bias)
+        else:
+            self._to.launch("matmul", sizes | {"b_transposed": True}, a=x, b=product.weight, c=out, **bias)
+        return out
+
+    def _inner(self, layer: Layer, x: Array) -> Array:
+        """Return what an MLP computes before its last product."""
+        if layer.gate is None:
+            return self._product(x, layer.up, gelu=True)
+        (rows, width), columns, dtype = x.shape, layer.gate.shape[0], self._model.dtype
+        out = self._new(rows, columns)
+        if rows <= MOST_ROWS:
+            sizes: dict[str, Any] = {
+                "rows": rows, "inner": width, "columns": columns, "gated": True, "rounded": True, "silu": True,
+                "dtype": dtype,
+            }  # fmt: skip
+            self._to.launch("skinny_linear", sizes, x=x, weight=layer.gate, up=layer.up.weight, y=out)
+            return out
+        gate, up = self._product(x, Product(layer.gate)), self._product(x, layer.up)
+        self._to.launch("swiglu_forward", {"rows": rows, "columns": columns, "dtype": dtype}, gate=gate, up=up, y=out)
+        return out
+
+    def _attended(self, number: int, layer: Layer, x: Array) -> Array:
+        """Return the attention of the new tokens, [rows, heads * head_dim], after their keys are in the cache."""
+        heads, kv_heads, head_dim = self._heads
+        joined = self._product(x, layer.projections)
+        width = joined.shape[1]
+
+        def part(first: int, count: int) -> Array:
+            strides = self._count * width, width, head_dim, 1
+            return joined.view((self._batch, self._count, count, head_dim), strides, first * head_dim)
+
+        q = self._appended(number, layer, part(0, heads), part(heads, kv_heads), part(heads + kv_heads, kv_heads))
+        out = self._new(self._rows, heads * head_dim)
+        attend = self._of_one if self._before is None else self._of_several
+        attend(q, self._cache.keys[number], self._cache.values[number], out)
+        return out
+
+    def _appended(self, number: int, layer: Layer, q: Array, k: Array, v: Array) -> Array:
+        """Return q, normalised and turned; write keys and values into the cache."""
+        (heads, kv_heads, head_dim), dtype = self._heads, self._model.dtype
+        pairs = head_dim // 2
+        turned = self._new(self._batch, self._count, heads, head_dim)
+        strides = self._count * 2 * pairs, 2 * pairs, 1
+        cos, sin = (
+            self._angles.view((self._batch, self._count, pairs), strides, offset) for offset in (0, pairs)
+        )  # fmt: skip
+        sizes: dict[str, Any] = {
+            "tokens": self._count, "batch": self._batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim,
+            "pairs": pairs, "normed": layer.heads_norm is not None, "dtype": dtype, "weight_dtype": dtype,
+            "angle_dtype": dtype,
+        }  # fmt: skip
+        norms: Mapping[str, Any] = {}
+        if layer.heads_norm is not None:
+            norms = dict(zip(("q_weight", "k_weight"), layer.heads_norm, strict=True))
+        self._to.launch(
+            "append_to_cache", sizes, q=q, k=k, v=v, cos=cos, sin=sin, positions=self._tokens.places,
+            eps=self._model.architecture.eps, offset=0.0, q_out=turned, keys=self._cache.keys[number],
+            values=self._cache.values[number], **norms,
+        )  # fmt: skip
+        return turned
+
+    def _of_one(self, q: Array, keys: Array, values: Array, out: Array) -> None:
+        """Add attention of one token a sequence, whose blocks' parts are joined if there are several."""
+        (heads, kv_heads, head_dim), dtype = self._heads, self._model.dtype
+        group, pairs = heads // kv_heads, self._batch * kv_heads
+        shape = self._batch, kv_heads, group, head_dim
+        sizes: dict[str, Any] = {
+            "kv_heads": pairs, "keys": bucket(keys.shape[2]), "page_size": 1, "group": group, "head_dim": head_dim,
+            "dtype": dtype,
+        }  # fmt: skip
+        parts: list[Array] = []
+
+        def room_of(blocks: int) -> Array:
+            parts.append(self._new(blocks, group, part_of(head_dim), dtype="float32"))
+            return parts[0]
+
+        blocks = self._to.launch(
+            "decode_attention", sizes, q=q.view(shape), keys=keys, values=values, lengths=self._tokens.lengths,
+            scale=head_dim**-0.5, out=out.view(shape), parts=room_of,
+        )  # fmt: skip
+        if blocks > pairs:
+            splits = blocks // pairs
+            sizes = {"kv_heads": pairs, "splits": splits, "group": group, "head_dim": head_dim, "dtype": dtype}
+            to = out.view((pairs, group, head_dim))
+            self._to.launch("decode_join", sizes, parts=parts[0], splits=splits, out=to)
+
+    def _of_several(self, q: Array, keys: Array, values: Array, out: Array) -> None:
+        """Add causal attention of several tokens to the keys before them and their own."""
+        (heads, kv_heads, head_dim), dtype = self._heads, self._model.dtype
+        assert self._before is not None
+        count = self._before + self._count
+        batch, head, key, _ = keys.strides
+        k, v = (x.view((self._batch, count, kv_heads, head_dim), (batch, key, head, 1)) for x in (keys, values))
+        sizes: dict[str, Any] = {
+            "batch": self._batch, "queries": self._count, "keys": count, "heads": heads, "kv_heads": kv_heads,
+            "head_dim": head_dim, "causal": True, "dtype": dtype,
+        }  # fmt: skip
+        self._to.launch(
+            "attention_forward", sizes, q=q, k=k, v=v, most_queries=self._count, scale=head_dim**-0.5,
+            out=out.view((self._batch, self._count, heads, head_dim)),
+            lse=self._new(self._batch, heads, self._count, dtype="float32"),
+        )  # fmt: skip
+
+
+def _flat(x: Array) -> Array:
+    return x.view((math.prod(x.shape),))

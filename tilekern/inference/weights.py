@@ -1,0 +1,264 @@
+"""A checkpoint's weights on the GPU, laid out once: products' weights [out, in], those of q, k and v in one matrix.
+
+Layout: :class:`Weights` names what the decoder reads, whatever the checkpoint calls it. Each of a checkpoint's tensors
+is used once, and a tensor that is missing or has no use is an error, so that no model runs with half of its weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tilekern.arrays import Array, empty, plan
+from tilekern.errors import InputError
+from tilekern.inference.architectures import Architecture
+from tilekern.inference.host_tensors import HostTensor
+from tilekern.runtime.driver import Stream
+
+DTYPES = ("bfloat16", "float16", "float32")
+# Kernels index with 32 bits.
+_MOST_ELEMENTS = (1 << 31) - 1
+# What checkpoints hold beside weights: masks of attention and frequencies of rotations, which are computed.
+_COMPUTED = re.compile(r"\.attn\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$|^(transformer\.)?h\.\d+\.attn\.mask$")
+
+
+@dataclass
+class Product:
+    """The weight [out, in] of a product and its bias [out], if it has one."""
+
+    weight: Array
+    bias: Array | None = None
+
+
+@dataclass
+class Norm:
+    """The weight and the bias of a norm."""
+
+    weight: Array
+    bias: Array | None = None
+
+
+@dataclass
+class Layer:
+    """The weights of a decoder layer; ``gate`` only of a gated MLP, the heads' norms only of models that have them."""
+
+    attention_norm: Norm
+    projections: Product
+    heads_norm: tuple[Array, Array] | None
+    output: Product
+    mlp_norm: Norm
+    gate: Array | None
+    up: Product
+    down: Product
+
+
+@dataclass
+class Weights:
+    """All weights of a model; ``positions`` only of learned ones."""
+
+    embedding: Array
+    positions: Array | None
+    layers: list[Layer]
+    norm: Norm
+    head: Array
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensors of one array: one below the other, or each ``transposed`` first."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    transposed: bool = False
+
+
+def sources_of(architecture: Architecture, tensors: Mapping[str, HostTensor]) -> dict[str, Source]:
+    """Return where each array of a model comes from, by the names that :func:`load` gives them.
+
+    Raises:
+        InputError: a tensor is missing, has another shape, or has no use.
+    """
+    wanted = dict((_gpt2 if architecture.kind == "gpt2" else _llama)(architecture, tensors))
+    used = {name for source in wanted.values() for name in source.names}
+    unknown = sorted(name for name in tensors if name not in used and not _COMPUTED.search(name))
+    # A head that is tied may be stored all the same.
+    unknown = [name for name in unknown if not (architecture.tied and name == "lm_head.weight")]
+    if missing := sorted(used - tensors.keys()):
+        raise InputError(f"the checkpoint lacks {_listed(missing)}, which a {architecture.kind} model has")
+    if unknown:
+        raise InputError(f"the checkpoint has {_listed(unknown)}, for which a {architecture.kind} model has no use")
+    for source in wanted.values():
+        for name, shape in zip(source.names, source.shapes, strict=True):
+            if tensors[name].shape != shape:
+                raise InputError(f"{name} has the shape {list(tensors[name].shape)}; config.json says {list(shape)}")
+            if tensors[name].dtype not in DTYPES:
+                raise InputError(f"{name} is {tensors[name].dtype}; the engine reads {', '.join(DTYPES)}")
+    return wanted
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _gpt2(of: Architecture, tensors: Mapping[str, HostTensor]) -> Iterator[tuple[str, Source]]:
+    """Yield the arrays of GPT-2.
+
+    Hugging Face's names may begin with ``transformer.``, as minGPT's do. Hugging Face stores the weights of products
+    as [in, out], and minGPT as [out, in]: that of q, k and v tells which.
+    """
+    start = "transformer." if "transformer.wte.weight" in tensors else ""
+    width, joined = of.width, tensors.get(f"{start}h.0.attn.c_attn.weight")
+    transposed = joined is not None and joined.shape == (width, 3 * width)
+
+    def product(key: str, name: str, columns: int, inner: int) -> Iterator[tuple[str, Source]]:
+        shape = (inner, columns) if transposed else (columns, inner)
+        yield f"{key}.weight", Source((f"{start}{name}.weight",), (shape,), transposed)
+        yield f"{key}.bias", Source((f"{start}{name}.bias",), ((columns,),))
+
+    def norm(key: str, name: str) -> Iterator[tuple[str, Source]]:
+        for part in ("weight", "bias"):
+            yield f"{key}.{part}", Source((f"{start}{name}.{part}",), ((width,),))
+
+    yield "embedding", Source((f"{start}wte.weight",), ((of.vocabulary, width),))
+    yield "positions", Source((f"{start}wpe.weight",), ((of.positions, width),))
+    for number in range(of.layers):
+        here, there = f"layers.{number}", f"h.{number}"
+        yield from norm(f"{here}.attention_norm", f"{there}.ln_1")
+        yield from product(f"{here}.projections", f"{there}.attn.c_attn", 3 * width, width)
+        yield from product(f"{here}.output", f"{there}.attn.c_proj", width, width)
+        yield from norm(f"{here}.mlp_norm", f"{there}.ln_2")
+        yield from product(f"{here}.up", f"{there}.mlp.c_fc", of.inner, width)
+        yield from product(f"{here}.down", f"{there}.mlp.c_proj", width, of.inner)
+    yield from norm("norm", "ln_f")
+    if not of.tied:
+        yield "head", Source(("lm_head.weight",), ((of.vocabulary, width),))
+
+
+def _llama(of: Architecture, tensors: Mapping[str, HostTensor]) -> Iterator[tuple[str, Source]]:
+    """Yield the arrays of Llama and Qwen3."""
+    del tensors
+    width, columns = of.width, (of.heads * of.head_dim, of.kv_heads * of.head_dim)
+
+    def product(key: str, name: str, outs: Iterable[tuple[str, int]], inner: int, biased: bool) -> Any:
+        outs = tuple(outs)
+        names = tuple(f"{name}.{part}" for part, _ in outs)
+        yield f"{key}.weight", Source(tuple(f"{x}.weight" for x in names), tuple((n, inner) for _, n in outs))
+        if biased:
+            yield f"{key}.bias", Source(tuple(f"{x}.bias" for x in names), tuple((n,) for _, n in outs))
+
+    yield "embedding", Source(("model.embed_tokens.weight",), ((of.vocabulary, width),))
+    for number in range(of.layers):
+        here, there = f"layers.{number}", f"model.layers.{number}"
+        heads = zip(("q_proj", "k_proj", "v_proj"), (columns[0], columns[1], columns[1]), strict=True)
+        yield f"{here}.attention_norm.weight", Source((f"{there}.input_layernorm.weight",), ((width,),))
+        yield from product(f"{here}.projections", f"{there}.self_attn", heads, width, of.biased[0])
+        if of.heads_normed:
+            for head in ("q", "k"):
+                yield f"{here}.{head}_norm", Source((f"{there}.self_attn.{head}_norm.weight",), ((of.head_dim,),))
+        yield from product(f"{here}.output", f"{there}.self_attn", [("o_proj", width)], columns[0], of.biased[1])
+        yield f"{here}.mlp_norm.weight", Source((f"{there}.post_attention_layernorm.weight",), ((width,),))
+        for key, part in (("gate", "gate_proj"), ("up", "up_proj")):
+            yield from product(f"{here}.{key}", f"{there}.mlp", [(part, of.inner)], width, of.biased[2])
+        yield from product(f"{here}.down", f"{there}.mlp", [("down_proj", width)], of.inner, of.biased[2])
+    yield "norm.weight", Source(("model.norm.weight",), ((width,),))
+    if not of.tied:
+        yield "head", Source(("lm_head.weight",), ((of.vocabulary, width),))
+
+
+def load(architecture: Architecture, tensors: Mapping[str, HostTensor], dtype: str, stream: Stream) -> Weights:
+    """Copy a checkpoint's tensors to the GPU, in ``dtype``.
+
+    Raises:
+        InputError: a tensor is missing, has no use, or has another shape or dtype.
+        DriverError: the GPU has no memory left for them.
+    """
+    sources = sources_of(architecture, tensors)
+    return assembled(architecture, {key: _put(source, tensors, dtype, stream) for key, source in sources.items()})
+
+
+def _shape(source: Source) -> tuple[int, ...]:
+    (*rest,) = source.shapes[0][1:]
+    if source.transposed:
+        return source.shapes[0][::-1]
+    return (sum(shape[0] for shape in source.shapes), *rest)
+
+
+def _put(source: Source, tensors: Mapping[str, HostTensor], dtype: str, stream: Stream) -> Array:
+    """Return an array with a source's tensors."""
+    array, row = empty(_shape(source), dtype, stream), 0
+    for name, shape in zip(source.names, source.shapes, strict=True):
+        tensor = tensors[name]
+        part = array
+        if len(source.names) > 1:
+            part = array.view(shape, offset=row * (array.strides[0]))
+            row += shape[0]
+        if tensor.dtype == dtype and not source.transposed:
+            part.write(tensor.data)
+        else:
+            given = empty(shape, tensor.dtype, stream)
+            given.write(tensor.data)
+            _lay_out(given, part, source.transposed, stream)
+            # The memory of ``given`` returns to the pool, which gives it out again for later work of this stream.
+    return array
+
+
+def _lay_out(given: Array, to: Array, transposed: bool, stream: Stream) -> None:
+    """Queue the rounding, and transposing, of an array into another."""
+    rows, columns = given.shape if len(given.shape) == 2 else (1, given.shape[0])
+    if rows * columns > _MOST_ELEMENTS:
+        raise InputError(f"a weight of {rows} x {columns} numbers is too large to be laid out; store it as {to.dtype}")
+    kernel = plan(
+        "lay_out", device=stream.device, rows=rows, columns=columns, transposed=transposed, x_dtype=given.dtype,
+        dtype=to.dtype,
+    )  # fmt: skip
+    ends = (columns, rows) if transposed else (rows, columns)
+    kernel.launch(stream, given.view((rows, columns)), to.view(ends))
+
+
+def assembled(architecture: Architecture, arrays: Mapping[str, Array]) -> Weights:
+    """Return the weights of arrays by the names of :func:`sources_of`."""
+
+    def product(key: str) -> Product:
+        return Product(arrays[f"{key}.weight"], arrays.get(f"{key}.bias"))
+
+    def norm(key: str) -> Norm:
+        return Norm(arrays[f"{key}.weight"], arrays.get(f"{key}.bias"))
+
+    def layer(key: str) -> Layer:
+        heads = (arrays[f"{key}.q_norm"], arrays[f"{key}.k_norm"]) if architecture.heads_normed else None
+        return Layer(
+            attention_norm=norm(f"{key}.attention_norm"), projections=product(f"{key}.projections"), heads_norm=heads,
+            output=product(f"{key}.output"), mlp_norm=norm(f"{key}.mlp_norm"), gate=arrays.get(f"{key}.gate.weight"),
+            up=product(f"{key}.up"), down=product(f"{key}.down"),
+        )  # fmt: skip
+
+    return Weights(
+        embedding=arrays["embedding"], positions=arrays.get("positions"),
+        layers=[layer(f"layers.{number}") for number in range(architecture.layers)], norm=norm("norm"),
+        head=arrays["embedding"] if architecture.tied else arrays["head"],
+    )  # fmt: skip
+
+
+def config_of_state_dict(tensors: Mapping[str, HostTensor], heads: int | None) -> dict[str, Any]:
+    """Return the config of a state dict of minGPT's or nanoGPT's, whose sizes are those of its tensors.
+
+    Raises:
+        InputError: it is of another model, or the number of heads is not given.
+    """
+    embedding, positions = (tensors.get(f"transformer.{name}.weight") for name in ("wte", "wpe"))
+    if embedding is None or positions is None or len(embedding.shape) != 2 or len(positions.shape) != 2:
+        raise InputError("the checkpoint has no config.json, and its tensors are not those of minGPT")
+    if heads is None:
+        raise InputError(
+            "the checkpoint has no config.json, and its tensors do not tell the number of heads: give heads"
+        )
+    layers = {match[1] for name in tensors if (match := re.match(r"transformer\.h\.(\d+)\.", name))}
+    inner = tensors.get("transformer.h.0.mlp.c_fc.bias")
+    return {
+        "model_type": "gpt2", "n_embd": embedding.shape[1], "n_head": heads, "n_layer": len(layers),
+        "n_inner": None if inner is None else inner.shape[0], "vocab_size": embedding.shape[0],
+        "n_positions": positions.shape[0], "tie_word_embeddings": "lm_head.weight" not in tensors,
+    }  # fmt: skip
