@@ -38,7 +38,7 @@ class Interpreted(InterpretedPlan):
 
     capturing = None
 
-    def queue(self, stream, *arguments):
+    def queue(self, stream, *arguments):  # noqa: ARG002
         def run():
             self.launch(0, *map(tensor_of, arguments))
 
@@ -51,7 +51,7 @@ class Recorded:
     def __init__(self, launches):
         self._launches = launches
 
-    def launch(self, stream):
+    def launch(self, stream):  # noqa: ARG002
         for run in self._launches:
             run()
 

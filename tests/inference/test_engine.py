@@ -5,8 +5,7 @@ import torch
 from conftest import read
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tilekern.errors import InputError
-from tilekern.inference import Sampling, load
+from tilekern.inference import load
 
 VOCABULARY = 97
 SMALL = {"vocab_size": VOCABULARY, "eos_token_id": 3, "bos_token_id": 1}
@@ -58,5 +57,6 @@ def test_greedy_tokens_are_those_of_transformers(gpu, saved, chunk):
     model, folder = saved
     engine, (prompt,) = load(folder, dtype="float32"), ids_of(10, seed=1)
     tokens = [token for (token,) in engine.generate([prompt], 6, ignores_ends=True, chunk=chunk)]
-    wanted = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    asked = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = model.generate(torch.tensor([prompt]), **asked)
     assert tokens == wanted[0, 10:].tolist()
