@@ -1,0 +1,93 @@
+"""The engine without torch on a GPU, beside transformers: logits, greedy tokens, batches, draws, and its graph."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tilekern.inference import Sampling, load
+from tilekern.runtime import dispatch
+
+VOCABULARY, NEW = 5003, 64
+OF_LLAMA = {
+    "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512, "head_dim": 64,
+}  # fmt: skip
+MODELS = {
+    "gpt2": (GPT2LMHeadModel, GPT2Config(vocab_size=VOCABULARY, n_embd=192, n_layer=6, n_head=6, n_positions=512)),
+    "llama": (LlamaForCausalLM, LlamaConfig(**OF_LLAMA)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**OF_LLAMA, tie_word_embeddings=True)),
+}
+# Relative errors of logits to those of float64.
+ERRORS = {"float32": 2e-3, "bfloat16": 3e-2, "float16": 5e-3}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request, tmp_path_factory):
+    kind, config = MODELS[request.param]
+    torch.manual_seed(5)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(std=0.08) if weight.dim() > 1 else weight.normal_(1, 0.1)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return model.cuda(), folder
+
+
+@pytest.fixture(autouse=True)
+def compiled():
+    dispatch.set_miss_policy("compile")
+    yield
+    dispatch.set_miss_policy(None)
+
+
+def ids_of(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(4, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def logits_of(engine, ids):
+    logits = engine.forward(ids)
+    engine.stream.synchronize()
+    return torch.as_tensor(logits, device="cuda").clone()
+
+
+@pytest.mark.parametrize("dtype", ERRORS)
+def test_logits_are_near_those_of_float64(saved, dtype):
+    model, folder = saved
+    ids = ids_of(100, 100)
+    found = logits_of(load(folder, dtype=dtype), ids).double()
+    with torch.no_grad():
+        wanted = model.double()(input_ids=torch.tensor(ids, device="cuda"), use_cache=False).logits.flatten(0, 1)
+        model.float()
+    assert (found - wanted).norm() < ERRORS[dtype] * wanted.norm()
+
+
+def test_greedy_tokens_are_those_of_transformers(saved):
+    model, folder = saved
+    (prompt,) = ids_of(70, seed=1)
+    engine = load(folder, dtype="float32")
+    tokens = [token for (token,) in engine.generate([prompt], NEW, ignores_ends=True)]
+    asked = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = model.generate(torch.tensor([prompt], device="cuda"), **asked)[0, 70:].tolist()
+    same = next((at for at, (one, other) in enumerate(zip(tokens, wanted, strict=True)) if one != other), NEW)
+    if same < NEW:  # a tie: TF32 has 10 bits
+        row = logits_of(engine, [prompt + wanted[:same]])[-1]
+        assert (row[wanted[same]] - row[tokens[same]]).abs() < 1e-2 * row.std()
+
+
+def test_a_sequence_has_its_tokens_whoever_shares_the_batch(saved):
+    _, folder = saved
+    engine, prompts = load(folder), ids_of(70, 5, 1, seed=2)
+    ways = [Sampling(), Sampling(temperature=1.0, top_k=50, seed=7), Sampling(temperature=0.7, top_p=0.9, seed=8)]
+    together = list(zip(*engine.generate(prompts, NEW, ways, ignores_ends=True), strict=True))
+    for _ in range(2):
+        again = list(zip(*engine.generate(prompts, NEW, ways, ignores_ends=True), strict=True))
+        assert again == together
+    alone = [
+        [token for (token,) in engine.generate([one], NEW, way, ignores_ends=True)]
+        for one, way in zip(prompts, ways, strict=True)
+    ]
+    same = [sum(a == b for a, b in zip(one, other, strict=True)) for one, other in zip(together, alone, strict=True)]
+    # Kernels of other numbers of rows may round differently, and a token that differs changes all that follow.
+    assert min(same) >= NEW // 8, same
