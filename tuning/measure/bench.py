@@ -189,28 +189,9 @@ class Bench:
         """How many launches of a streamed kernel are timed in a row: each copy as often; None if it is not streamed."""
         return cdiv(_LEAST_IN_A_ROW, self._turns) * self._turns if self._spec.streamed else None
 
-    @property
-    def between(self) -> Launch | None:
-        """A function that launches what is between launches of a streamed kernel, as often; None if it is not streamed.
-
-        In real use a small kernel is before it: the GPU is empty when its blocks are given out. Right after one another
-        the blocks of the next launch would wait on the SMs that are free first, and share them. With four small blocks
-        on an SM this hides that a block alone loads too little ahead: a gated product of 8 rows took 48 us either way
-        in a row, and 6 us more than another in a layer.
-        """
-        return None if self.in_a_row is None else captured(self._small, self.in_a_row)
-
-    @functools.cached_property
-    def _number(self) -> Any:
-        return self._torch.zeros(1, device="cuda")
-
-    def _small(self) -> None:
-        """Launch a kernel of one block."""
-        self._number.add_(1)
-
     def _in_a_row(self, launch: Launch) -> Launch:
         """Return a function that replays as many launches of a streamed kernel as are timed in a row."""
-        return launch if self.in_a_row is None else captured(_all_of(launch, self._small), self.in_a_row)
+        return launch if self.in_a_row is None else captured(launch, self.in_a_row)
 
     def _copied(self, variation: str | None) -> list[dict[str, Any]]:
         """Return the inputs, and copies of them that the launches take in turn."""
