@@ -3,7 +3,16 @@
 import pytest
 import torch
 from conftest import read
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tilekern.inference import load
 
@@ -19,6 +28,8 @@ MODELS = {
         "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32})),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**OF_LLAMA, tie_word_embeddings=True)),
+    "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig(
+        **OF_LLAMA, moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True)),
 }  # fmt: skip
 
 
@@ -28,6 +39,8 @@ def saved(request, tmp_path_factory):
     kind, config = MODELS[request.param]
     torch.manual_seed(5)
     model = kind(config).eval()
+    if request.param == "experts":
+        model.set_experts_implementation("eager")  # the default has no float64
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(std=0.25) if weight.dim() > 1 else weight.normal_(1, 0.1)

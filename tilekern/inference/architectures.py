@@ -1,7 +1,8 @@
 """The models that the engine runs, read from their config.json: sizes, norms, rotations, and the names of weights.
 
-Served are GPT-2 (OpenAI's as Hugging Face stores it, and minGPT's and nanoGPT's), Llama and Qwen3. They share one
-decoder: norm, products for q, k and v, attention, a product, norm, MLP; see :mod:`tilekern.inference.steps`.
+Served are GPT-2 (OpenAI's as Hugging Face stores it, and minGPT's and nanoGPT's), Llama and Qwen3, also with experts.
+They share one decoder: norm, products for q, k and v, attention, a product, norm, MLP or experts; see
+:mod:`tilekern.inference.steps`.
 """
 
 from __future__ import annotations
@@ -54,12 +55,28 @@ class Rotation:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Experts in place of an MLP.
+
+    Attributes:
+        number: how many there are.
+        choices: how many serve a token, by the largest logits of a router.
+        normalized: whether their weights sum to 1.
+    """
+
+    number: int
+    choices: int
+    normalized: bool
+
+
+@dataclass(frozen=True)
 class Architecture:
     """What the engine needs to know of a model.
 
     Attributes:
         kind: the ``model_type`` of its config.
-        layers, width, inner, heads, kv_heads, head_dim, vocabulary: its sizes; ``inner`` is the MLP's.
+        layers, width, inner, heads, kv_heads, head_dim, vocabulary: its sizes; ``inner`` is the MLP's, or each
+            expert's.
         positions: the most tokens of a sequence that it was made for.
         eps: what its norms add to the variance or the mean square.
         norm: whether norms subtract the mean, and have a bias (``layer``), or not (``rms``).
@@ -69,6 +86,7 @@ class Architecture:
         rotation: its rotary embedding; None if it has learned positions.
         tied: whether the head's weight is the embedding's.
         ends: the ids that end a text.
+        experts: those of its MLPs; None if it has none.
     """
 
     kind: str
@@ -88,6 +106,7 @@ class Architecture:
     rotation: Rotation | None
     tied: bool
     ends: frozenset[int] = field(default_factory=frozenset)
+    experts: Experts | None = None
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
@@ -99,9 +118,9 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     kind = config.get("model_type")
     if kind == "gpt2":
         return _gpt2(_Fields(config))
-    if kind in ("llama", "qwen3"):
+    if kind in ("llama", "qwen3", "qwen3_moe"):
         return _llama(_Fields(config), kind)
-    raise InputError(f"config.json: model_type is {kind!r:.40}; the engine runs gpt2, llama and qwen3")
+    raise InputError(f"config.json: model_type is {kind!r:.40}; the engine runs gpt2, llama, qwen3 and qwen3_moe")
 
 
 class _Fields:
@@ -178,13 +197,23 @@ def _llama(fields: _Fields, kind: str) -> Architecture:
     head_dim = fields.size("head_dim", width // heads)
     if head_dim % 2:
         raise InputError(f"config.json: head_dim must be even for a rotary embedding, got {head_dim}")
-    biased = fields.flag("attention_bias", False)
+    biased, experts = fields.flag("attention_bias", False), None
+    if kind == "qwen3_moe":
+        fields.must_be("decoder_sparse_step", 1)
+        fields.must_be("mlp_only_layers", [], None)
+        # transformers 5 writes the second name.
+        number = fields.size("num_experts" if fields.given("num_experts") is not None else "num_local_experts")
+        choices = fields.size("num_experts_per_tok")
+        if choices > number:
+            raise InputError(f"config.json: num_experts_per_tok {choices} must be at most num_experts {number}")
+        experts = Experts(number, choices, fields.flag("norm_topk_prob", False))
     return Architecture(
-        kind=kind, layers=fields.size("num_hidden_layers"), width=width, inner=fields.size("intermediate_size"),
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim, vocabulary=fields.size("vocab_size"),
+        kind=kind, layers=fields.size("num_hidden_layers"), width=width,
+        inner=fields.size("intermediate_size" if experts is None else "moe_intermediate_size"), heads=heads,
+        kv_heads=kv_heads, head_dim=head_dim, vocabulary=fields.size("vocab_size"),
         positions=fields.size("max_position_embeddings"), eps=fields.number("rms_norm_eps", 1e-6), norm="rms",
-        gated=True, biased=(biased, biased, False), heads_normed=kind == "qwen3", rotation=_rotation(fields),
-        tied=fields.flag("tie_word_embeddings", False), ends=fields.ends(),
+        gated=True, biased=(biased, biased, False), heads_normed=kind != "llama", rotation=_rotation(fields),
+        tied=fields.flag("tie_word_embeddings", False), ends=fields.ends(), experts=experts,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from tilekern.inference.architectures import Architecture
 from tilekern.inference.tape import Launches
 from tilekern.inference.weights import Layer, Norm, Product, Weights
 from tilekern.kernels.decode_attention import part_of
+from tilekern.kernels.experts import route
 from tilekern.kernels.skinny.tiles import MOST_ROWS
 from tilekern.spec import bucket, cdiv
 
@@ -146,7 +147,7 @@ class Step:
             x, y = self._normed(x, added, layer.attention_norm)
             attended = self._product(self._attended(number, layer, y), layer.output)
             x, y = self._normed(x, attended, layer.mlp_norm)
-            added = self._product(self._inner(layer, y), layer.down)
+            added = self._by_experts(layer, y) if layer.router is not None else self._mlp(layer, y)
         if not has_logits:
             return
         if not all_logits:
@@ -203,6 +204,58 @@ class Step:
         else:
             self._to.launch("matmul", sizes | {"b_transposed": True}, a=x, b=product.weight, c=out, **bias)
         return out
+
+    def _by_experts(self, layer: Layer, x: Array) -> Array:
+        """Return the weighted sum of each token's experts: its slots, one for each, are sorted by expert."""
+        of, experts, dtype = self._model.architecture, self._model.architecture.experts, self._model.dtype
+        assert experts is not None
+        assert layer.router is not None
+        rows, number, choices = x.shape[0], experts.number, experts.choices
+        slots = rows * choices
+        logits = self._product(x, Product(layer.router))
+        ids, weights = self._new(rows, choices, dtype="int64"), self._new(rows, choices)
+        sizes: dict[str, Any] = {
+            "tokens": rows, "choices": choices, "experts": number, "normalized": experts.normalized, "dtype": dtype,
+            "weight_dtype": dtype,
+        }  # fmt: skip
+        self._to.launch(
+            "router_softmax_forward", sizes, logits=logits, choices=choices, scale=1.0, ids=ids, weights=weights
+        )
+        counts = self._new(route.parts(slots), route.width_of(number), dtype="int32")
+        offsets, order, ranks, chosen = (self._new(size, dtype="int32") for size in (number, slots, slots, slots))
+        sizes = {"rows": slots, "experts": number, "wide": True}
+        self._to.launch("route_count", sizes, ids=_flat(ids), experts=number, counts=counts)
+        self._to.launch(
+            "route_place", sizes, ids=_flat(ids), counts=counts, experts=number, offsets=offsets, order=order,
+            ranks=ranks, chosen=chosen,
+        )  # fmt: skip
+        both, inner, out = self._new(slots, 2 * of.inner), self._new(slots, of.inner), self._new(slots, of.width)
+        sizes = {"rows": slots, "experts": number, "dtype": dtype}
+        self._to.launch(
+            "grouped_linear", sizes | {"inner": of.width, "columns": 2 * of.inner, "gathered": True}, x=x,
+            weight=layer.up.weight, offsets=offsets, order=order, slots=choices, y=both,
+        )  # fmt: skip
+        self._to.launch(
+            "experts_gate", {"rows": slots, "columns": of.inner, "dtype": dtype}, pre=both, experts=chosen,
+            total=number, alpha=1.0, limit=math.inf, shift=0.0, y=inner,
+        )  # fmt: skip
+        self._to.launch(
+            "grouped_linear", sizes | {"inner": of.inner, "columns": of.width}, x=inner, weight=layer.down.weight,
+            offsets=offsets, y=out,
+        )  # fmt: skip
+        y = self._new(rows, of.width)
+        sizes = {
+            "tokens": rows, "choices": choices, "columns": of.width, "dtype": dtype, "weight_dtype": dtype,
+            "weighted": True,
+        }  # fmt: skip
+        self._to.launch(
+            "experts_combine", sizes, x=out, ranks=ranks.view((rows, choices)), experts=chosen, weights=weights,
+            total=number, y=y,
+        )  # fmt: skip
+        return y
+
+    def _mlp(self, layer: Layer, x: Array) -> Array:
+        return self._product(self._inner(layer, x), layer.down)
 
     def _inner(self, layer: Layer, x: Array) -> Array:
         """Return what an MLP computes before its last product."""

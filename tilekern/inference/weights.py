@@ -42,7 +42,11 @@ class Norm:
 
 @dataclass
 class Layer:
-    """The weights of a decoder layer; ``gate`` only of a gated MLP, the heads' norms only of models that have them."""
+    """The weights of a decoder layer; ``gate`` only of a gated MLP, the heads' norms only of models that have them.
+
+    A router's weight is [experts, width]. Its experts have ``up`` [experts, 2 * inner, width], the gate's rows before
+    the others, and ``down`` [experts, width, inner].
+    """
 
     attention_norm: Norm
     projections: Product
@@ -52,6 +56,7 @@ class Layer:
     gate: Array | None
     up: Product
     down: Product
+    router: Array | None = None
 
 
 @dataclass
@@ -160,6 +165,15 @@ def _llama(of: Architecture, tensors: Mapping[str, HostTensor]) -> Iterator[tupl
                 yield f"{here}.{head}_norm", Source((f"{there}.self_attn.{head}_norm.weight",), ((of.head_dim,),))
         yield from product(f"{here}.output", f"{there}.self_attn", [("o_proj", width)], columns[0], of.biased[1])
         yield f"{here}.mlp_norm.weight", Source((f"{there}.post_attention_layernorm.weight",), ((width,),))
+        if of.experts is not None:
+            count = of.experts.number
+            each = [f"{there}.mlp.experts.{expert}" for expert in range(count)]
+            both = tuple(f"{expert}.{part}_proj.weight" for expert in each for part in ("gate", "up"))
+            yield f"{here}.router", Source((f"{there}.mlp.gate.weight",), ((count, width),))
+            yield f"{here}.up.weight", Source(both, ((of.inner, width),) * len(both))
+            down = tuple(f"{expert}.down_proj.weight" for expert in each)
+            yield f"{here}.down.weight", Source(down, ((width, of.inner),) * count)
+            continue
         for key, part in (("gate", "gate_proj"), ("up", "up_proj")):
             yield from product(f"{here}.{key}", f"{there}.mlp", [(part, of.inner)], width, of.biased[2])
         yield from product(f"{here}.down", f"{there}.mlp", [("down_proj", width)], of.inner, of.biased[2])
@@ -227,12 +241,20 @@ def assembled(architecture: Architecture, arrays: Mapping[str, Array]) -> Weight
     def norm(key: str) -> Norm:
         return Norm(arrays[f"{key}.weight"], arrays.get(f"{key}.bias"))
 
+    def product_of_experts(key: str) -> Product:
+        found, experts = product(key), architecture.experts
+        if experts is None:
+            return found
+        rows, inner = found.weight.shape
+        return Product(found.weight.view((experts.number, rows // experts.number, inner)))
+
     def layer(key: str) -> Layer:
         heads = (arrays[f"{key}.q_norm"], arrays[f"{key}.k_norm"]) if architecture.heads_normed else None
         return Layer(
             attention_norm=norm(f"{key}.attention_norm"), projections=product(f"{key}.projections"), heads_norm=heads,
             output=product(f"{key}.output"), mlp_norm=norm(f"{key}.mlp_norm"), gate=arrays.get(f"{key}.gate.weight"),
-            up=product(f"{key}.up"), down=product(f"{key}.down"),
+            up=product_of_experts(f"{key}.up"), down=product_of_experts(f"{key}.down"),
+            router=arrays.get(f"{key}.router"),
         )  # fmt: skip
 
     return Weights(
