@@ -111,10 +111,10 @@ def test_an_id_costs_the_same_at_the_end_of_a_long_text(kind, tmp_path, unit, is
 def test_a_prompt_keeps_its_bos_and_is_neither_cut_nor_filled_up(tmp_path):
     tokenizer = byte_level()
     tokenizer.enable_truncation(4)
-    tokenizer.enable_padding(length=50)
+    tokenizer.enable_padding(length=500)
     ids = saved(tmp_path, tokenizer).encode(TEXT)
+    assert ids == byte_level().encode(TEXT).ids
     assert ids[0] == 0
-    assert tokenizer.decode(ids) == TEXT
 
 
 def test_special_tokens_and_ids_without_a_token_have_no_text(kind, tmp_path):
