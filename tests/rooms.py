@@ -17,7 +17,7 @@ ROOMS = (
     ("patch", "inference"),
     ("integrations", "tuning", "cache_tools"),
     # `python -m tilekern.NAME`
-    ("doctor", "run", "tune"),
+    ("doctor", "generate", "run", "tune"),
 )
 HEIGHT = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
 # Folders of tests that are not called as the room that they test.

@@ -192,7 +192,18 @@ def test_the_cache_needs_the_standard_library_and_a_parser_alone():
 
 
 # The rooms that work without torch; beside the classes of CuTe DSL, which a compiler imports, and a mode of torch's.
-CORE_ROOMS = ("spec", "errors", "warning", "compile", "cache", "kernels", "runtime", "arrays", "inference")
+CORE_ROOMS = (
+    "spec",
+    "errors",
+    "warning",
+    "compile",
+    "cache",
+    "kernels",
+    "runtime",
+    "arrays",
+    "inference",
+    "generate",
+)
 APART = ["tilekern.kernels.cute", "tilekern.runtime.ordinary"]
 CORE = sorted(name for name in MODULES if room_of(name) in CORE_ROOMS and not under(name, APART))
 
@@ -255,7 +266,7 @@ def run(code, *flags):
 @pytest.mark.parametrize(
     "module",
     ["tilekern", "tilekern.cache", "tilekern.spec", "tilekern.spec.targets", "tilekern.errors", "tilekern.spec.source",
-     "tilekern.doctor"],
+     "tilekern.doctor", "tilekern.generate"],
 )  # fmt: skip
 @pytest.mark.processes
 def test_light_modules_load_nothing_heavy(module):

@@ -1,9 +1,11 @@
 """tilekern with nothing but its declared dependencies: no torch, transformers, numpy, click and rich."""
 
 import json
+import re
 import tomllib
 
 import pytest
+import tokenizers
 from environments import ROOT, BarePython
 from test_imports import CORE
 
@@ -84,6 +86,7 @@ COMMANDS = {
     "tilekern.tune": ("qwen3-8b", "--gpu", "H200"),
     "tilekern.cache_tools": ("ls",),
     "tilekern.run": ("train.py",),
+    "tilekern.generate": ("gpt2", "--ids", "1"),
     "tilekern.patch": (),
 }
 
@@ -96,15 +99,39 @@ def test_a_command_line_without_its_extra_is_one_line_and_2(bare, module):
     assert line == f"tilekern: python -m {module} needs click, which is not installed: pip install 'tilekern[tools]'"
 
 
-def test_a_command_line_with_click_says_that_torch_is_missing(tmp_path):
+def with_extras(folder, *extras):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    python = BarePython(tmp_path, [*project["dependencies"], *project["optional-dependencies"]["tools"]])
+    more = [line for extra in extras for line in project["optional-dependencies"][extra]]
+    return BarePython(folder, [*project["dependencies"], *more])
+
+
+def test_a_command_line_with_click_says_that_torch_is_missing(tmp_path):
+    python = with_extras(tmp_path, "tools")
     ran = python.run("-m", "tilekern.cache_tools", "ls", "--cache-dir", "empty")
     assert ran.returncode == 0, ran.stderr
     ran = python.run("-m", "tilekern.tune", "qwen3-8b", "--gpu", "H200", "--cache-dir", "cache")
     assert ran.returncode == 2
     (line,) = ran.stderr.splitlines()
     assert line.endswith(", which is not installed: pip install 'tilekern[torch]'")
+
+
+@pytest.mark.parametrize(
+    ("extras", "said"),
+    [
+        (["tools"], r"--prompt needs tokenizers, which is not installed: pip install 'tilekern\[text\]'"),
+        # With a prompt's ids, the driver or the empty file is next.
+        (["tools", "text"], r"(?!.*needs)(?!.*pip install)[^\n]+"),
+    ],
+    ids=["without", "with"],
+)
+def test_text_needs_tokenizers_beside_click_and_nothing_else(tmp_path, extras, said):
+    python, folder = with_extras(tmp_path, *extras), tmp_path / "gpt2"
+    folder.mkdir()
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
+    (folder / "model.safetensors").touch()
+    ran = python.run("-m", "tilekern.generate", "gpt2", "--prompt", "a")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert re.fullmatch(f"tilekern: {said}\n", ran.stderr), ran.stderr
 
 
 def test_the_doctor_names_the_extras_as_no_fault(bare, tmp_path):

@@ -163,11 +163,20 @@ class _Fields:
             raise InputError(f"config.json: {name} is {value!r:.40}; the engine runs models with {served}")
 
     def ends(self) -> frozenset[int]:
-        value = self._config.get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(one) is int for one in ids):
-            raise InputError(f"config.json: eos_token_id must be an id or a list of ids, got {value!r:.40}")
-        return frozenset(ids)
+        return ends_of(self._config, "config.json")
+
+
+def ends_of(config: Mapping[str, Any], file: str) -> frozenset[int]:
+    """Return the ids that end a text, by ``eos_token_id`` of config.json or generation_config.json.
+
+    Raises:
+        InputError: it is not an id, a list of ids or null.
+    """
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(one) is int for one in ids):
+        raise InputError(f"{file}: eos_token_id must be an id or a list of ids, got {value!r:.40}")
+    return frozenset(ids)
 
 
 def _gpt2(fields: _Fields) -> Architecture:

@@ -78,6 +78,11 @@ def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
         return Checkpoint(folder, config, tensors, files.pop_all())
 
 
+def folder_of(where: str | os.PathLike[str]) -> Path:
+    """Return the folder of a checkpoint's files, downloaded if need be; takes and raises what open_checkpoint does."""
+    return _located(where)[0]
+
+
 def _chosen(path: Path, tensors: dict[str, HostTensor], names: set[str] | None) -> dict[str, HostTensor]:
     """Return the tensors that the index places in a file; it alone says which of them count."""
     if names is None:

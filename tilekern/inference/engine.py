@@ -6,6 +6,7 @@ token included: the host launches it and reads the tokens one step later.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -14,8 +15,9 @@ from tilekern.arrays import Array, empty
 from tilekern.arrays import device as device_numbered
 from tilekern.errors import InputError
 from tilekern.inference import weights as layout
-from tilekern.inference.architectures import Architecture, architecture_of
+from tilekern.inference.architectures import Architecture, architecture_of, ends_of
 from tilekern.inference.checkpoints import open_checkpoint
+from tilekern.inference.json_files import read_json
 from tilekern.inference.sampling import Choice, Sampling, numbers
 from tilekern.inference.steps import Cache, Model, Step, Tokens, angles_of, new_logits
 from tilekern.inference.tape import Direct, Tape
@@ -50,6 +52,11 @@ def load(
     with open_checkpoint(where) as checkpoint:
         config = checkpoint.config or layout.config_of_state_dict(checkpoint.tensors, heads)
         architecture = architecture_of(config)
+        # Models that were taught to converse end their answers by other ids than texts.
+        more = checkpoint.folder / "generation_config.json"
+        if checkpoint.config and more.is_file():
+            ends = architecture.ends | ends_of(read_json(more), more.name)
+            architecture = dataclasses.replace(architecture, ends=ends)
         stream = gpu.stream()
         weights = layout.load(architecture, checkpoint.tensors, dtype, stream)
     return Engine(architecture, weights, dtype, stream, context)
