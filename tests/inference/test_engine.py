@@ -1,5 +1,8 @@
 """The engine beside transformers, by the interpreter: logits, greedy tokens, prompts in chunks, batches, sampling."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from conftest import read
@@ -73,3 +76,17 @@ def test_greedy_tokens_are_those_of_transformers(gpu, saved, chunk):
     asked = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     wanted = model.generate(torch.tensor([prompt]), **asked)
     assert tokens == wanted[0, 10:].tolist()
+
+
+def test_a_text_ends_by_the_ids_of_both_configs(gpu, saved, tmp_path):
+    _, folder = saved
+    prompts = ids_of(10, 7, seed=2)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    whole = list(zip(*load(folder, dtype="float32").generate(prompts, 8, ignores_ends=True), strict=True))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [whole[0][2], whole[1][4]]}))
+    ends = {whole[0][2], whole[1][4], 3}
+    found = list(zip(*load(tmp_path, dtype="float32").generate(prompts, 8), strict=True))
+    for tokens, all_of_them in zip(found, whole, strict=True):
+        last = next(at for at, token in enumerate(all_of_them) if token in ends)
+        assert list(tokens) == [*all_of_them[: last + 1], *[None] * (len(tokens) - last - 1)]
+    assert len(found[0]) <= 5
