@@ -299,7 +299,9 @@ GRAPH = case("graph", """
         middle = arrays.empty((64, 12288), "bfloat16", stream)
         inside.append(middle.address)
         plan.launch(stream, *given[:2], middle)
+        del middle
         plan.launch(stream, *given[:2], given[2])
+        inside.append(arrays.empty((64, 12288), "bfloat16", stream).address)
 
     def broken():
         arrays.empty((64, 12288), "bfloat16", stream)
@@ -308,7 +310,7 @@ GRAPH = case("graph", """
     graph = stream.capture(body)
     graph.launch(stream)
     graph.launch(stream)
-    show([gpu.pooled_bytes(), arrays.empty((64, 12288), "bfloat16", stream).address != inside[0]])
+    show([gpu.pooled_bytes(), arrays.empty((64, 12288), "bfloat16", stream).address != inside[0] == inside[1]])
     show([error_of(stream.capture, broken), error_of(stream.capture, lambda: stream.capture(body))])
     show(error_of(stream.capture, lambda: plan.launch(stream, *given)))
     before = gpu.pooled_bytes()

@@ -39,17 +39,20 @@ class Interpreted(InterpretedPlan):
     capturing = None
 
     def queue(self, stream, *arguments):  # noqa: ARG002
+        # A graph knows addresses alone, so memory that is dropped serves later launches of a capture.
+        seen = [tensor_of(argument) for argument in arguments]
+
         def run():
-            self.launch(0, *map(tensor_of, arguments))
+            self.launch(0, *seen)
 
         run() if Interpreted.capturing is None else Interpreted.capturing.append(run)
 
 
 class Recorded:
-    """A graph: launches in their order."""
+    """A graph: launches in their order, and the memory of their arrays."""
 
-    def __init__(self, launches):
-        self._launches = launches
+    def __init__(self, launches, memory):
+        self._launches, self._memory = launches, memory
 
     def launch(self, stream):  # noqa: ARG002
         for run in self._launches:
@@ -57,12 +60,12 @@ class Recorded:
 
 
 def capture(stream, body):
-    Interpreted.capturing = launches = []
+    Interpreted.capturing, stream.captured = launches, memory = [], driver.GraphMemory(stream)
     try:
         body()
     finally:
-        Interpreted.capturing = None
-    return Recorded(launches)
+        Interpreted.capturing = stream.captured = None
+    return Recorded(launches, memory)
 
 
 def interpreted(spec, device, target, problem):

@@ -18,9 +18,9 @@ from tilekern.inference import weights as layout
 from tilekern.inference.architectures import Architecture, architecture_of, ends_of
 from tilekern.inference.checkpoints import open_checkpoint
 from tilekern.inference.json_files import read_json
+from tilekern.inference.launches import Queued
 from tilekern.inference.sampling import Choice, Sampling, numbers
 from tilekern.inference.steps import Cache, Model, Step, Tokens, angles_of, new_logits
-from tilekern.inference.tape import Direct, Tape
 from tilekern.runtime.driver import Device, Graph, Stream
 
 # Tokens of a prompt that are taken at once.
@@ -202,10 +202,13 @@ class Forward:
         self.ids, positions, places = (empty((batch, tokens), dtype, stream) for dtype in ("int64", "int64", "int32"))
         for array in (positions, places):
             array.write(numbers([*range(tokens)] * batch, array.dtype))
-        self._tape, cache = Tape(stream), _cache(model, stream, batch, tokens)
-        step = Step(self._tape, model, Tokens(self.ids, positions, places), cache, 0, all_logits=True)
-        self.logits = step.logits
-        self.graph = stream.capture(self._tape.run)
+        self.logits = new_logits(Queued(stream), batch * tokens, model)
+        self._used = Tokens(self.ids, positions, places), _cache(model, stream, batch, tokens)
+
+        def step() -> None:
+            Step(Queued(stream), model, *self._used, 0, all_logits=True, to=self.logits)
+
+        self.graph = stream.capture(step)
 
 
 class Generation:
@@ -224,14 +227,14 @@ class Generation:
         self._positions, self._places, self._lengths = positions, places, lengths
         columns = (batch, 1)
         self._tokens = Tokens(self.choice.ids.view(columns), positions.view(columns), places.view(columns), lengths)
-        self._graphs: dict[bool, tuple[Tape, Graph]] = {}
+        self._graphs: dict[bool, Graph] = {}
         self._is_greedy = True
 
     def begin(self, prompts: Sequence[Sequence[int]], ways: Sequence[Sampling], chunk: int) -> None:
         """Take the prompts into the cache, and choose the first tokens."""
         self._is_greedy = all(way.temperature == 0 for way in ways)
         self.choice.write(ways)
-        now, first = Direct(self._stream), 0
+        now, first = Queued(self._stream), 0
         logits = new_logits(now, self.batch, self._model)
         for length, some in groupby(prompts, len):
             together = list(some)
@@ -259,21 +262,22 @@ class Generation:
             is_last = before + count == length
             to = logits.view((batch, logits.shape[1]), logits.strides, first * logits.strides[0]) if is_last else None
             tokens = Tokens(ids, positions, places)
-            Step(Direct(self._stream), self._model, tokens, cache, before, to=to, has_logits=is_last)
+            Step(Queued(self._stream), self._model, tokens, cache, before, to=to, has_logits=is_last)
 
     def step(self) -> None:
         """Queue the next step: the last tokens go into the cache, and the next ones are chosen."""
         if self._is_greedy not in self._graphs:
-            tape = Tape(self._stream)
-            step = Step(tape, self._model, self._tokens, self._cache)
-            tape.launch(
-                "advance", {"rows": self.batch}, positions=self._positions, new_positions=self._positions,
-                places=self._places, lengths=self._lengths,
-            )  # fmt: skip
-            self.choice.add(tape, step.logits, self._positions, greedy=self._is_greedy)
-            self._graphs[self._is_greedy] = tape, self._stream.capture(tape.run)
-        _, graph = self._graphs[self._is_greedy]
-        graph.launch(self._stream)
+            self._graphs[self._is_greedy] = self._stream.capture(self._queue_step)
+        self._graphs[self._is_greedy].launch(self._stream)
+
+    def _queue_step(self) -> None:
+        queue = Queued(self._stream)
+        step = Step(queue, self._model, self._tokens, self._cache)
+        queue.launch(
+            "advance", {"rows": self.batch}, positions=self._positions, new_positions=self._positions,
+            places=self._places, lengths=self._lengths,
+        )  # fmt: skip
+        self.choice.add(queue, step.logits, self._positions, greedy=self._is_greedy)
 
 
 def _cache(model: Model, stream: Stream, batch: int, room: int) -> Cache:

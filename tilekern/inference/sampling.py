@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tilekern.arrays import Array, empty
 from tilekern.errors import InputError
-from tilekern.inference.tape import Launches
+from tilekern.inference.launches import Launches
 from tilekern.runtime.driver import Stream
 
 # By dtypes: the codes of the standard library's arrays.

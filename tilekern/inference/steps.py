@@ -18,7 +18,7 @@ from typing import Any
 
 from tilekern.arrays import Array
 from tilekern.inference.architectures import Architecture
-from tilekern.inference.tape import Launches
+from tilekern.inference.launches import Launches
 from tilekern.inference.weights import Layer, Norm, Product, Weights
 from tilekern.kernels.decode_attention import part_of
 from tilekern.kernels.experts import route

@@ -207,13 +207,19 @@ class Memory:
         unit = _SMALL if size_bytes < 1 << 20 else _LARGE
         self.size_bytes, self.stream = size_bytes, stream
         self._whole = max(1, -(-size_bytes // unit)) * unit
-        self.address = stream.device._take(self._whole, stream.handle)
-        if stream.captured is not None:
-            stream.captured.append(self)
+        self._graph = stream.captured
+        if self._graph is not None:
+            self.address = self._graph.take(self._whole)
+        else:
+            self.address = stream.device._take(self._whole, stream.handle)
 
     def __del__(self) -> None:
         # An interpreter that ends may have dropped everything already; the driver then frees all.
-        if hasattr(self, "address"):
+        if not hasattr(self, "address"):
+            return
+        if self._graph is not None:
+            self._graph.give(self.address, self._whole)
+        else:
             self.stream.device._give(self.address, self._whole, self.stream.handle)
 
     def write(self, data: Any, first: int = 0, count: int | None = None) -> None:
@@ -255,6 +261,34 @@ class Memory:
                 _call("cuMemsetD8Async", address, ctypes.c_ubyte(byte), _SIZE(count), handle)
 
 
+class GraphMemory:
+    """The memory of a graph: blocks that are dropped in its capture serve its later launches, which run in order.
+
+    They return to the device's pool when the graph and all arrays in them are gone.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._blocks: list[tuple[int, int]] = []
+        self._free: dict[int, list[int]] = defaultdict(list)
+
+    def take(self, size: int) -> int:
+        """Return the address of a block that no later launch of the graph uses."""
+        if self._free[size]:
+            return self._free[size].pop()
+        address = self._stream.device._take(size, self._stream.handle)
+        self._blocks.append((address, size))
+        return address
+
+    def give(self, address: int, size: int) -> None:
+        """Take a block back."""
+        self._free[size].append(address)
+
+    def __del__(self) -> None:
+        for address, size in self._blocks:
+            self._stream.device._give(address, size, self._stream.handle)
+
+
 class Fetched:
     """Bytes on their way to the host; :meth:`Memory.fetch` makes one."""
 
@@ -291,12 +325,12 @@ class Stream:
     Attributes:
         device: its device.
         handle: the driver's handle as a number, which other libraries take.
-        captured: memory that the running capture has allocated or still needs; None if nothing is captured.
+        captured: the memory of the running capture; None if nothing is captured.
     """
 
     def __init__(self, device: Device, handle: int) -> None:
         self.device, self.handle = device, handle
-        self.captured: list[Any] | None = None
+        self.captured: GraphMemory | None = None
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Return the version of this protocol and the handle."""
@@ -327,7 +361,8 @@ class Stream:
     def capture(self, body: Callable[[], object]) -> Graph:
         """Return what ``body`` queues on this stream as a graph; nothing of it runs now.
 
-        Memory that is allocated on the stream meanwhile belongs to the graph; keep arrays from before as long as it.
+        Memory that is allocated on the stream meanwhile belongs to the graph, and serves its later launches when it is
+        dropped; keep arrays from before as long as the graph.
         """
         if self.captured is not None:
             raise CannotRun("this stream is being captured already; end that capture first")
@@ -335,7 +370,7 @@ class Stream:
         with self.device.current():
             # Relaxed, so that memory may be allocated and code loaded meanwhile.
             _call("cuStreamBeginCapture_v2", _HANDLE(self.handle), _RELAXED)
-            self.captured = []
+            self.captured = GraphMemory(self)
             try:
                 body()
             except BaseException:
@@ -380,7 +415,7 @@ class Event:
 class Graph:
     """Captured work that can be launched again and again; :meth:`Stream.capture` makes one."""
 
-    def __init__(self, device: Device, graph: ctypes.c_void_p, memory: list[Any]) -> None:
+    def __init__(self, device: Device, graph: ctypes.c_void_p, memory: GraphMemory) -> None:
         self._device, self._memory, self._handle = device, memory, _HANDLE()
         try:
             _call("cuGraphInstantiateWithFlags", ctypes.byref(self._handle), graph, ctypes.c_uint64(0))

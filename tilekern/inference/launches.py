@@ -1,11 +1,11 @@
-"""Launches in their order: queued at once, or recorded with the arrays that they use and queued as often as wanted."""
+"""Where the launches of a step go: to a stream, or to a list of problems."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from tilekern.arrays import Array, ArrayPlan, empty, plan
+from tilekern.arrays import Array, empty, plan
 from tilekern.kernels import spec_named
 from tilekern.runtime.driver import Memory, Stream
 from tilekern.spec import ArrayParameter, Problem
@@ -14,7 +14,7 @@ Sizes = Mapping[str, Any]
 
 
 class Launches(Protocol):
-    """Where a step's launches go: to a GPU now or later, or to a list of problems."""
+    """Takes the launches of a step in their order."""
 
     def array(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Return an array that the launches use."""
@@ -30,8 +30,8 @@ class Launches(Protocol):
         """
 
 
-class Direct:
-    """Queues launches on a stream at once; an array that nobody uses any more serves later launches."""
+class Queued:
+    """Queues launches on a stream; an array that nobody uses any more serves later ones, in a capture too."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -42,7 +42,7 @@ class Direct:
         return empty(shape, dtype, self.stream)
 
     def launch(self, kernel: str, sizes: Sizes, **arguments: Any) -> int:
-        """Add a launch; see :class:`Launches`.
+        """Queue a launch; see :class:`Launches`.
 
         Raises:
             CacheMiss: no record serves the problem, and no default was compiled.
@@ -55,11 +55,8 @@ class Direct:
                 value = self._absence(parameter)
             given.append(value(found.blocks) if callable(value) else value)
         assert not arguments, f"{kernel} has no {', '.join(arguments)}"
-        self._add(found, tuple(given))
-        return found.blocks
-
-    def _add(self, found: ArrayPlan, given: tuple[Any, ...]) -> None:
         found.launch(self.stream, *given)
+        return found.blocks
 
     def _absence(self, parameter: Any) -> Any:
         """Return what stands for an array or a number that a kernel does not read."""
@@ -69,22 +66,6 @@ class Direct:
         if key not in self._absent:
             self._absent[key] = empty((1,) * parameter.ndim, parameter.dtype, self.stream)
         return self._absent[key]
-
-
-class Tape(Direct):
-    """Keeps launches and their arrays, and queues them as often as wanted."""
-
-    def __init__(self, stream: Stream) -> None:
-        super().__init__(stream)
-        self._launches: list[tuple[ArrayPlan, tuple[Any, ...]]] = []
-
-    def _add(self, found: ArrayPlan, given: tuple[Any, ...]) -> None:
-        self._launches.append((found, given))
-
-    def run(self) -> None:
-        """Queue all launches."""
-        for found, given in self._launches:
-            found.launch(self.stream, *given)
 
 
 class Problems:
