@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from environments import stub_of_the_driver
+from small_models import MODELS, save
 
 from tilekern.runtime import dispatch, driver
 from tilekern.runtime.plans import InterpretedPlan
@@ -38,7 +39,7 @@ class Interpreted(InterpretedPlan):
 
     capturing = None
 
-    def queue(self, stream, *arguments):
+    def queue(self, stream, *arguments):  # noqa: ARG002
         def run():
             self.launch(0, *map(tensor_of, arguments))
 
@@ -51,7 +52,7 @@ class Recorded:
     def __init__(self, launches):
         self._launches = launches
 
-    def launch(self, stream):
+    def launch(self, stream):  # noqa: ARG002
         for run in self._launches:
             run()
 
@@ -91,6 +92,13 @@ def gpu(stub, monkeypatch):
     driver.device.cache_clear()
     yield driver.device(0)
     driver.device.cache_clear()
+
+
+@pytest.fixture(scope="session", params=MODELS)
+def saved(request, tmp_path_factory):
+    """A small model of each architecture, and the folder of its checkpoint."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return save(request.param, folder), folder
 
 
 def read(array):
