@@ -1,10 +1,12 @@
 """Batches: a sequence gets what it gets alone, whoever shares the batch and whatever ran before on the engine."""
 
 from dataclasses import replace
+from shutil import copyfile
 
 import pytest
 import torch
 from conftest import read
+from safetensors.torch import load_file, save_file
 from small_models import END, VOCABULARY, ids_of, save
 
 from tilekern.inference import Sampling, load, sampling
@@ -143,9 +145,32 @@ def test_a_prompt_of_many_rows(gpu, saved):
     assert next(engine.generate(prompts, 1)) == [logits[-1].argmax() for logits in wanted]
 
 
+def test_of_many_lengths_the_last_graphs_are_kept(engine):
+    lengths = [*range(2, 11), 3]
+    kept = [engine.captured_forward(1, length) for length in lengths]
+    assert [engine.captured_forward(1, length) is one for length, one in zip(lengths[-8:], kept[-8:], strict=True)] == (
+        [True] * 8
+    )
+    assert engine.captured_forward(1, 2) is not kept[0]
+
+
 def test_a_batch_of_more_ids_than_are_fetched_at_once(engine, monkeypatch):
     assert sampling._FETCHED_IDS * 8 == driver._PAGES
     prompts = ids_of(1, 2, 1, 2, 1)
     wanted = generated(engine, prompts, 2)
     monkeypatch.setattr(sampling, "_FETCHED_IDS", 2)
     assert generated(engine, prompts, 2) == wanted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_equal_logits_the_first_is_taken_beside_draws_too(gpu, folder, tmp_path, dtype):
+    """As by torch's argmax: rows of the head come twice, so the likeliest token does."""
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["lm_head.weight"]
+    head[48:96] = head[:48]
+    save_file(tensors, tmp_path / "model.safetensors")
+    copyfile(folder / "config.json", tmp_path / "config.json")
+    engine, prompts = load(tmp_path, dtype=dtype, context=8), ids_of(3, 4)
+    wanted = generated(engine, prompts, 3)
+    assert {token // 48 for tokens in wanted for token in tokens} <= {0, 2}
+    assert generated(engine, prompts, 3, [Sampling(), Sampling(seed=1, **HOT)])[0] == wanted[0]

@@ -23,6 +23,8 @@ from tilekern.runtime.driver import Device, Graph, Stream
 
 # Tokens of a prompt that are taken at once.
 CHUNK = 2048
+# Each has its own activations and cache on the GPU.
+_KEPT_FORWARDS = 8
 
 
 def load(
@@ -109,10 +111,12 @@ class Engine:
         return step.logits
 
     def captured_forward(self, batch: int, tokens: int) -> Forward:
-        """Return the graph of :meth:`forward` for sizes, with its ids and logits; made at the first call."""
-        if (batch, tokens) not in self._forwards:
-            self._forwards[batch, tokens] = Forward(self._model, self.stream, batch, tokens)
-        return self._forwards[batch, tokens]
+        """Return the graph of :meth:`forward` for sizes, with its ids and logits; those used last are kept."""
+        found = self._forwards.pop((batch, tokens), None)
+        while len(self._forwards) >= _KEPT_FORWARDS:
+            del self._forwards[next(iter(self._forwards))]
+        self._forwards[batch, tokens] = found = found or Forward(self._model, self.stream, batch, tokens)
+        return found
 
     def generate(
         self, prompts: Sequence[Sequence[int]], new_tokens: int,
