@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from environments import stub_of_the_driver
+from small_models import MODELS, save
 
 from tilekern.runtime import dispatch, driver
 from tilekern.runtime.plans import InterpretedPlan
@@ -94,6 +95,13 @@ def gpu(stub, monkeypatch):
     driver.device.cache_clear()
     yield driver.device(0)
     driver.device.cache_clear()
+
+
+@pytest.fixture(scope="session", params=MODELS)
+def saved(request, tmp_path_factory):
+    """A small model of each architecture, and the folder of its checkpoint."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return save(request.param, folder), folder
 
 
 def read(array):

@@ -1,4 +1,4 @@
-"""The engine beside transformers, by the interpreter: logits, greedy tokens, prompts in chunks, batches, sampling."""
+"""The engine beside transformers, by the interpreter: logits, and greedy tokens."""
 
 import json
 import shutil
@@ -6,55 +6,12 @@ import shutil
 import pytest
 import torch
 from conftest import read
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from small_models import VARIANTS, ids_of, save
 
 from tilekern.inference import load
 
-VOCABULARY = 97
-SMALL = {"vocab_size": VOCABULARY, "eos_token_id": 3, "bos_token_id": 1}
-OF_LLAMA = SMALL | {
-    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 16,
-}  # fmt: skip
-MODELS = {
-    "gpt2": (GPT2LMHeadModel, GPT2Config(**SMALL, n_embd=48, n_layer=2, n_head=3, n_positions=64)),
-    "llama": (LlamaForCausalLM, LlamaConfig(**OF_LLAMA, rope_parameters={
-        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32})),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**OF_LLAMA, tie_word_embeddings=True)),
-    "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig(
-        **OF_LLAMA, moe_intermediate_size=24, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True)),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def saved(request, tmp_path_factory):
-    """A model with large weights, so that its tokens differ, and the folder of its checkpoint."""
-    kind, config = MODELS[request.param]
-    torch.manual_seed(5)
-    model = kind(config).eval()
-    if request.param == "experts":
-        model.set_experts_implementation("eager")  # the default has no float64
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.normal_(std=0.25) if weight.dim() > 1 else weight.normal_(1, 0.1)
-    folder = tmp_path_factory.mktemp(request.param)
-    model.save_pretrained(folder)
-    return model, folder
-
-
-def ids_of(*lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(4, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+# Tokens of a prompt that are taken at once, and new ones.
+LONG = pytest.param(2048, 256, marks=pytest.mark.nightly)
 
 
 def test_logits_of_whole_sequences_are_those_of_transformers(gpu, saved):
@@ -68,14 +25,34 @@ def test_logits_of_whole_sequences_are_those_of_transformers(gpu, saved):
     assert torch.equal(found.argmax(-1), wanted.argmax(-1))
 
 
-@pytest.mark.parametrize("chunk", [4, 2048])
-def test_greedy_tokens_are_those_of_transformers(gpu, saved, chunk):
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_models(gpu, tmp_path, name):
+    """Tied heads and heads of their own, groups of heads, odd heads, rotations, biases."""
+    model = save(name, tmp_path)
+    engine, (ids,) = load(tmp_path, dtype="float32"), ids_of(9)
+    with torch.no_grad():
+        wanted = model.double()(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    found = read(engine.forward([ids])).double()
+    assert (found - wanted).norm() < 1e-4 * wanted.norm()
+    assert next(engine.generate([ids], 1)) == [wanted[-1].argmax()]
+
+
+@pytest.mark.parametrize(("chunk", "new_tokens"), [(4, 24), LONG])
+def test_greedy_tokens_are_those_of_transformers(gpu, saved, chunk, new_tokens):
     model, folder = saved
-    engine, (prompt,) = load(folder, dtype="float32"), ids_of(10, seed=1)
-    tokens = [token for (token,) in engine.generate([prompt], 6, ignores_ends=True, chunk=chunk)]
-    asked = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    wanted = model.generate(torch.tensor([prompt]), **asked)
-    assert tokens == wanted[0, 10:].tolist()
+    engine, (prompt,) = load(folder, dtype="float32", context=9 + new_tokens), ids_of(10, seed=1)
+    tokens = [token for (token,) in engine.generate([prompt], new_tokens, ignores_ends=True, chunk=chunk)]
+    wanted = model.generate(
+        torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0, 10:].tolist()
+    assert len(set(tokens)) > 5, "so few different tokens tell little"
+    if tokens != wanted:
+        first = next(number for number, pair in enumerate(zip(tokens, wanted, strict=True)) if pair[0] != pair[1])
+        with torch.no_grad():
+            last = model.double()(torch.tensor([prompt + tokens[:first]])).logits[0, -1]
+            model.float()
+        margin = (last[wanted[first]] - last[tokens[first]]) / last.abs().max()
+        pytest.fail(f"token {first} is {tokens[first]}, and {wanted[first]} is likelier by {margin:.1e} of the logits")
 
 
 def test_a_text_ends_by_the_ids_of_both_configs(gpu, saved, tmp_path):

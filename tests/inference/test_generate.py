@@ -185,7 +185,7 @@ def test_ctrl_c_while_the_model_is_loaded_is_one_line(gpu, folder, capsys, monke
         (["FOLDER", "--ids", ""], "--ids must be whole numbers"),
         (["FOLDER", "--ids", "1", "--new", "0"], "'--new': 0 is not in the range"),
         (["FOLDER", "--ids", "1", "--new", "99"], "do not fit a context of 64"),
-        (["FOLDER", "--ids", "1", "--top-p", "2"], "top_p must be from 0 to 1, got 2.0"),
+        (["FOLDER", "--ids", "1", "--top-p", "2"], "top_p must be a number from 0 to 1, got 2.0"),
         (["FOLDER", "--ids", "1", "--gpu", "9"], "there is no GPU 9"),
         (["nowhere/at/all", "--prompt", "a"], "nowhere/at/all is neither a folder nor a file"),
         (["nowhere/at/all", "--ids", "1"], "nowhere/at/all is neither a folder nor a file"),

@@ -39,8 +39,12 @@ with atheris.instrument_imports(include=["tilekern.cache", "tilekern.cache_tools
     from tilekern.cache.trust.signing import SigningKey, check_signature, generate_key, is_signed
     from tilekern.cache_tools.commands.pull import was_pulled
     from tilekern.errors import InputError
+    from tilekern.inference.architectures import architecture_of
     from tilekern.inference.checkpoints import open_checkpoint
     from tilekern.inference.host_tensors import ITEM_BYTES
+    from tilekern.inference.json_files import read_json
+    from tilekern.inference.steps import angles_of
+    from tilekern.inference.weights import sources_of
 
 from cache_samples import H200, PROBLEM, find, make, sealed
 
@@ -173,6 +177,18 @@ def state_dict(data, folder):
     return checkpoint(folder / "model.pt")
 
 
+def config(data, folder):
+    """A config.json: the architecture, its angles, and where its weights come from."""
+    (folder / "config.json").write_bytes(data)
+    found = allowed(read_json, folder / "config.json")
+    architecture = None if found is None else allowed(architecture_of, found)
+    if architecture is None:
+        return False
+    angles_of(architecture, 3, "float16")
+    allowed(sources_of, architecture, {})
+    return True
+
+
 def checkpoint(path, data=None):
     """Open a checkpoint, whose file is first written where ``data`` is given; if it opens, its tensors are whole."""
     if data is not None:
@@ -207,11 +223,26 @@ def checkpoint_seeds(folder):
     for number, document in enumerate(documents):
         torch.save(document, folder / f"model-{number}.pt", pickle_protocol=2 + number)
     files = sorted(folder.glob("model-*.pt"))
+    sizes = {"vocab_size": 97, "n_embd": 48, "n_head": 3, "n_layer": 2, "n_positions": 64}
+    of_llama = {
+        "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "eos_token_id": [2, 3],
+    }  # fmt: skip
+    stretched = {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }  # fmt: skip
+    configs = [
+        {"model_type": "gpt2", **sizes},
+        {"model_type": "llama", **of_llama, "rope_parameters": stretched},
+        {"model_type": "qwen3", **of_llama, "head_dim": 16, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    ]
     places = {name: f"shard-{number}.safetensors" for number, names in enumerate(("ab", "cd")) for name in names}
     return {
         "safetensors": [path.read_bytes() for path in sorted(folder.glob("shard-*"))],
         "index": [json.dumps({"metadata": {}, "weight_map": places}).encode()],
         "torch_file": [path.read_bytes() for path in files],
+        "config": [json.dumps(config).encode() for config in configs],
         "state_dict": [zipfile.ZipFile(path).read(f"{path.stem}/data.pkl") for path in files],
     }
 
@@ -246,7 +277,7 @@ def cache_seeds(folder):
 
 
 OF_THE_CACHE = {read.__name__: read for read in (record, key, pack, wanted, misses, signature, roots, pulled)}
-OF_CHECKPOINTS = {read.__name__: read for read in (safetensors, index, torch_file, state_dict)}
+OF_CHECKPOINTS = {read.__name__: read for read in (safetensors, index, torch_file, state_dict, config)}
 
 
 def main(reader, seconds, folder):

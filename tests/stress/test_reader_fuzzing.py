@@ -11,7 +11,7 @@ from test_cache_faults import ENVIRONMENT, HERE, judged, said
 
 FUZZER = HERE / "reader_fuzzer.py"
 OF_THE_CACHE = ("record", "key", "pack", "wanted", "misses", "signature", "roots", "pulled")
-OF_CHECKPOINTS = ("safetensors", "index", "torch_file", "state_dict")
+OF_CHECKPOINTS = ("safetensors", "index", "torch_file", "state_dict", "config")
 READERS = (*OF_THE_CACHE, *OF_CHECKPOINTS)
 
 

@@ -1,6 +1,6 @@
 """The models that the engine runs, read from their config.json: sizes, norms, rotations, and the names of weights.
 
-Served are GPT-2 (OpenAI's as Hugging Face stores it, and minGPT's and nanoGPT's), Llama and Qwen3, also with experts.
+Served are GPT-2 (OpenAI's as Hugging Face stores it, and minGPT's), Llama and Qwen3, also with experts.
 They share one decoder: norm, products for q, k and v, attention, a product, norm, MLP or experts; see
 :mod:`tilekern.inference.steps`.
 """
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tilekern.errors import InputError
 
 _ROPE_TYPES = ("default", "linear", "llama3")
+# The smallest and the largest positive number of float32, in which kernels take numbers.
+SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 @dataclass(frozen=True)
@@ -37,21 +39,27 @@ class Rotation:
     before: int = 8192
 
     def frequencies(self, head_dim: int) -> list[float]:
-        """Return the angle of each pair per position, rounded to float32 where transformers rounds it."""
+        """Return the angle of each pair per position.
+
+        Each operation is rounded to float32, as transformers' are; only torch's powers may differ, by their last bit.
+        """
         rounded = _float32([2 * pair / head_dim for pair in range(head_dim // 2)])
         found = _float32([1 / power for power in _float32([self.theta**exponent for exponent in rounded])])
         if self.kind == "linear":
             return _float32([frequency / self.factor for frequency in found])
-        return _float32(map(self._stretched, found)) if self.kind == "llama3" else found
+        return list(map(self._stretched, found)) if self.kind == "llama3" else found
 
     def _stretched(self, frequency: float) -> float:
-        wavelength = 2 * math.pi / frequency
-        if wavelength < self.before / self.high:
+        # torch divides a number by a tensor as it multiplies by the tensor's reciprocal.
+        wavelength = _rounded(_rounded(2 * math.pi) * _rounded(1 / frequency))
+        if wavelength < _rounded(self.before / self.high):
             return frequency
-        if wavelength > self.before / self.low:
-            return frequency / self.factor
-        smooth = (self.before / wavelength - self.low) / (self.high - self.low)
-        return (1 - smooth) * frequency / self.factor + smooth * frequency
+        if wavelength > _rounded(self.before / self.low):
+            return _rounded(frequency / self.factor)
+        turns = _rounded(self.before * _rounded(1 / wavelength))
+        smooth = _rounded(_rounded(turns - self.low) / (self.high - self.low))
+        stretched = _rounded(_rounded(_rounded(1 - smooth) * frequency) / self.factor)
+        return _rounded(stretched + _rounded(smooth * frequency))
 
 
 @dataclass(frozen=True)
@@ -140,12 +148,12 @@ class _Fields:
             raise InputError(f"config.json: {name} must be a whole number from 1 to 2^31 - 1, got {value!r:.40}")
         return value
 
-    def number(self, name: str, otherwise: float | None = None, among: Mapping[str, Any] | None = None) -> float:
-        """Return a positive number, of this config or of a part of it."""
-        value: Any = (self._config if among is None else among).get(name)
+    def number(self, name: str, otherwise: float | None = None, least: float = SMALLEST_FLOAT32) -> float:
+        """Return a positive number that float32 holds, at least ``least``."""
+        value: Any = self._config.get(name)
         value = otherwise if value is None else value
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise InputError(f"config.json: {name} must be a positive number, got {value!r:.40}")
+        if type(value) not in (int, float) or not least <= value <= LARGEST_FLOAT32:
+            raise InputError(f"config.json: {name} must be a number from {least:.3g} to 3.4e+38, got {value!r:.40}")
         return float(value)
 
     def flag(self, name: str, otherwise: bool) -> bool:
@@ -184,8 +192,8 @@ def _gpt2(fields: _Fields) -> Architecture:
     fields.must_be("scale_attn_weights", True)
     fields.must_be("scale_attn_by_inverse_layer_idx", False)
     width, heads = fields.size("n_embd"), fields.size("n_head")
-    if width % heads:
-        raise InputError(f"config.json: n_embd {width} must be a multiple of n_head {heads}")
+    if width % heads or width == heads:
+        raise InputError(f"config.json: n_embd {width} must be a multiple of n_head {heads}, and more than it")
     return Architecture(
         kind="gpt2", layers=fields.size("n_layer"), width=width, inner=fields.size("n_inner", 4 * width), heads=heads,
         kv_heads=heads, head_dim=width // heads, vocabulary=fields.size("vocab_size"),
@@ -199,6 +207,9 @@ def _llama(fields: _Fields, kind: str) -> Architecture:
     fields.must_be("hidden_act", "silu")
     fields.must_be("use_sliding_window", False)
     fields.must_be("mlp_bias", False)
+    layer_types = fields.given("layer_types")
+    if not isinstance(layer_types, list | None) or any(one != "full_attention" for one in layer_types or ()):
+        raise InputError(f"config.json: layer_types must all be 'full_attention', got {layer_types!r:.80}")
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -228,25 +239,33 @@ def _llama(fields: _Fields, kind: str) -> Architecture:
 
 def _rotation(fields: _Fields) -> Rotation:
     """Return the rotation of ``rope_parameters``, or of ``rope_theta`` and ``rope_scaling`` in older configs."""
-    parts = fields.given("rope_parameters") or fields.given("rope_scaling") or {}
-    if not isinstance(parts, dict):
-        raise InputError(f"config.json: rope_parameters must be an object, got {parts!r:.40}")
-    kind = parts.get("rope_type", parts.get("type", "default"))
+    given = fields.given("rope_parameters")
+    given = fields.given("rope_scaling") if given is None else given
+    if given is not None and not isinstance(given, dict):
+        raise InputError(f"config.json: rope_parameters must be an object, got {given!r:.40}")
+    parts = _Fields(given or {})
+    kind = parts.given("rope_type") or parts.given("type") or "default"
     if kind not in _ROPE_TYPES:
         raise InputError(f"config.json: rope_type is {kind!r:.40}; the engine runs {', '.join(_ROPE_TYPES)}")
-    theta = fields.number("rope_theta", 10000.0, parts if "rope_theta" in parts else None)
+    for some in (fields, parts):
+        some.must_be("partial_rotary_factor", None, 1)
+    # From 1 on, all frequencies are finite numbers.
+    theta = parts.number("rope_theta", fields.number("rope_theta", 10000.0, least=1), least=1)
     if kind == "default":
         return Rotation(theta)
-    factor = fields.number("factor", None, parts)
+    factor = parts.number("factor", least=1)
     if kind == "linear":
         return Rotation(theta, kind, factor)
-    low, high = (fields.number(f"{name}_freq_factor", None, parts) for name in ("low", "high"))
-    before = fields.number("original_max_position_embeddings", None, parts)
+    low, high = (parts.number(f"{name}_freq_factor") for name in ("low", "high"))
     if low >= high:
         raise InputError(f"config.json: low_freq_factor {low} must be below high_freq_factor {high}")
-    return Rotation(theta, kind, factor, low, high, int(before))
+    return Rotation(theta, kind, factor, low, high, parts.size("original_max_position_embeddings"))
 
 
-def _float32(numbers: Any) -> list[float]:
+def _float32(numbers: Iterable[float]) -> list[float]:
     """Return numbers rounded to float32."""
     return array("f", numbers).tolist()
+
+
+def _rounded(number: float) -> float:
+    return _float32([number])[0]

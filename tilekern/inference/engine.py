@@ -25,6 +25,8 @@ from tilekern.runtime.driver import Device, Graph, Stream
 
 # Tokens of a prompt that are taken at once.
 CHUNK = 2048
+# Each has its own activations and cache on the GPU.
+_KEPT_FORWARDS = 8
 
 
 def load(
@@ -37,7 +39,8 @@ def load(
         where: a folder with config.json and safetensors, a state dict of minGPT's, or a hub id.
         dtype: ``bfloat16``, ``float16`` or ``float32``: of weights, activations and caches.
         context: the most tokens of a sequence; by default as many as the model was made for, at most 4096.
-        heads: of a state dict without config.json, which does not say it.
+        heads: of a state dict of minGPT's, which does not say it; the sizes are then its tensors', and no config.json
+            is read.
         device: the GPU, or its number.
 
     Raises:
@@ -50,7 +53,8 @@ def load(
         raise InputError(f"dtype must be one of {', '.join(layout.DTYPES)}, got {dtype!r:.40}")
     gpu = device_numbered(device) if isinstance(device, int) else device
     with open_checkpoint(where) as checkpoint:
-        config = checkpoint.config or layout.config_of_state_dict(checkpoint.tensors, heads)
+        is_described = checkpoint.config and heads is None
+        config = checkpoint.config if is_described else layout.config_of_state_dict(checkpoint.tensors, heads)
         architecture = architecture_of(config)
         # Models that were taught to converse end their answers by other ids than texts.
         more = checkpoint.folder / "generation_config.json"
@@ -83,8 +87,8 @@ class Engine:
         """Make an engine of weights that are on the GPU; see :func:`load`."""
         most = architecture.positions
         context = min(most, 4096) if context is None else context
-        if not 1 <= context <= most:
-            raise InputError(f"context must be from 1 to {most}, for which the model was made, got {context}")
+        if type(context) is not int or not 1 <= context <= most:
+            raise InputError(f"context must be from 1 to {most}, for which the model was made, got {context!r:.40}")
         self.architecture, self.dtype, self.context, self.stream = architecture, dtype, context, stream
         angles = empty((context, architecture.head_dim // 2 * 2), dtype, stream)
         angles.write(angles_of(architecture, context, dtype))
@@ -114,10 +118,12 @@ class Engine:
         return step.logits
 
     def captured_forward(self, batch: int, tokens: int) -> Forward:
-        """Return the graph of :meth:`forward` for sizes, with its ids and logits; made at the first call."""
-        if (batch, tokens) not in self._forwards:
-            self._forwards[batch, tokens] = Forward(self._model, self.stream, batch, tokens)
-        return self._forwards[batch, tokens]
+        """Return the graph of :meth:`forward` for sizes, with its ids and logits; those used last are kept."""
+        found = self._forwards.pop((batch, tokens), None)
+        while len(self._forwards) >= _KEPT_FORWARDS:
+            del self._forwards[next(iter(self._forwards))]
+        self._forwards[batch, tokens] = found = found or Forward(self._model, self.stream, batch, tokens)
+        return found
 
     def generate(
         self, prompts: Sequence[Sequence[int]], new_tokens: int,
@@ -140,47 +146,50 @@ class Engine:
             CacheMiss: no record serves one of the kernels, and none may be compiled.
         """
         self._check(prompts)
+        for name, count in (("new_tokens", new_tokens), ("chunk", chunk)):
+            if type(count) is not int or count < 1:
+                raise InputError(f"{name} must be a whole number from 1 on, got {count!r:.40}")
         longest = max(map(len, prompts))
-        if new_tokens < 1 or longest + new_tokens - 1 > self.context:
+        if longest + new_tokens - 1 > self.context:
             raise InputError(
                 f"a prompt of {longest} tokens and {new_tokens} new ones do not fit a context of {self.context}; "
                 "load with a larger context"
             )
-        if chunk < 1:
-            raise InputError(f"chunk must be at least 1, got {chunk}")
         ways = list(sampling) if isinstance(sampling, Sequence) else [sampling or Sampling()] * len(prompts)
         if len(ways) != len(prompts):
             raise InputError(f"there are {len(prompts)} prompts and {len(ways)} ways of sampling")
-        return self._generated(
-            prompts, new_tokens, ways, frozenset() if ignores_ends else self.architecture.ends, chunk
-        )
+        ends = frozenset() if ignores_ends else self.architecture.ends
+        return self._generated([list(prompt) for prompt in prompts], new_tokens, ways, ends, chunk)
 
     def _generated(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, ways: Sequence[Sampling], ends: frozenset[int],
         chunk: int,
     ) -> Iterator[list[int | None]]:  # fmt: skip
-        running = self._generation
+        # Nobody else has it meanwhile: a call that begins before this one ends makes its own.
+        running, self._generation = self._generation, None
         if running is None or running.batch != len(prompts):
-            self._generation = running = None  # so that its cache goes before another comes
-            self._generation = running = Generation(self._model, self.stream, len(prompts), self.context)
-        running.begin(prompts, ways, chunk)
-        has_ended = [False] * len(prompts)
-        coming = running.choice.ids.fetch()
-        for number in range(new_tokens):
-            chosen = coming.result()
-            if number + 1 < new_tokens:
-                running.step()
-                coming = running.choice.ids.fetch()
-            tokens = memoryview(chosen).cast("q").tolist()
-            yield [None if is_over else token for token, is_over in zip(tokens, has_ended, strict=True)]
-            has_ended = [is_over or token in ends for token, is_over in zip(tokens, has_ended, strict=True)]
-            if all(has_ended):
-                return
+            running = None  # so that its cache goes before another comes
+            running = Generation(self._model, self.stream, len(prompts), self.context)
+        try:
+            running.begin(prompts, ways, chunk)
+            has_ended = [False] * len(prompts)
+            coming = running.choice.fetch()
+            for number in range(new_tokens):
+                tokens = [token for ids in coming for token in memoryview(ids.result()).cast("q")]
+                if number + 1 < new_tokens:
+                    running.step()
+                    coming = running.choice.fetch()
+                yield [None if is_over else token for token, is_over in zip(tokens, has_ended, strict=True)]
+                has_ended = [is_over or token in ends for token, is_over in zip(tokens, has_ended, strict=True)]
+                if all(has_ended):
+                    return
+        finally:
+            self._generation = running
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         """Refuse prompts that are empty or too long, and ids outside of the vocabulary."""
-        if not prompts or not all(prompts):
-            raise InputError("there must be a prompt, and each must have a token")
+        if not prompts or not all(isinstance(prompt, Sequence) and prompt for prompt in prompts):
+            raise InputError("prompts must be lists of ids, at least one, and each with a token")
         if (longest := max(map(len, prompts))) > self.context:
             raise InputError(f"a prompt has {longest} tokens, and the context is {self.context}")
         vocabulary = self.architecture.vocabulary

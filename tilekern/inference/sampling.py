@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilekern.arrays import Array, empty
 from tilekern.errors import InputError
+from tilekern.inference.architectures import LARGEST_FLOAT32
 from tilekern.inference.launches import Launches
-from tilekern.runtime.driver import Stream
+from tilekern.runtime.driver import Fetched, Stream
 
 # By dtypes: the codes of the standard library's arrays.
 _CODES = {"float32": "f", "int32": "i", "int64": "q"}
+# The int64 ids in the 4096 bytes that the driver's binding fetches at once.
+_FETCHED_IDS = 512
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,14 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise InputError(f"temperature must be 0 or a positive number, got {self.temperature}")
-        if not 0 <= self.top_k < 1 << 31:
-            raise InputError(f"top_k must be a whole number from 0 on, got {self.top_k}")
-        for name in ("top_p", "min_p"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
-        if not -(1 << 63) <= self.seed < 1 << 63:
-            raise InputError(f"seed must be a whole number of 64 bits, got {self.seed}")
+        for name, most in (("temperature", LARGEST_FLOAT32), ("top_p", 1), ("min_p", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
+                raise InputError(f"{name} must be a number from 0 to {most:.3g}, got {value!r:.40}")
+        for name, least, bits in (("top_k", 0, 31), ("seed", -(1 << 63), 63)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value < 1 << bits:
+                raise InputError(f"{name} must be a whole number from {least} to 2^{bits} - 1, got {value!r:.40}")
 
 
 def numbers(values: Sequence[float], dtype: str) -> bytes:
@@ -77,6 +78,14 @@ class Choice:
         """Copy how each sequence's tokens are drawn to the GPU."""
         for name, to in self._numbers.items():
             to.write(numbers([getattr(way, name) for way in ways], to.dtype))
+
+    def fetch(self) -> list[Fetched]:
+        """Queue copies of the ids to the host, in pieces of what is fetched at once."""
+        batch = self.ids.shape[0]
+        return [
+            self.ids.view((min(batch - first, _FETCHED_IDS),), offset=first).fetch()
+            for first in range(0, batch, _FETCHED_IDS)
+        ]
 
     def add(self, launches: Launches, logits: Array, positions: Array, *, greedy: bool) -> None:
         """Add the launch.

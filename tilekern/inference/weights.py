@@ -85,6 +85,9 @@ def sources_of(architecture: Architecture, tensors: Mapping[str, HostTensor]) ->
     Raises:
         InputError: a tensor is missing, has another shape, or has no use.
     """
+    # Before the sources of so many layers are listed.
+    if architecture.layers > len(tensors):
+        raise InputError(f"the checkpoint has {len(tensors)} tensors, too few for {architecture.layers} layers")
     wanted = dict((_gpt2 if architecture.kind == "gpt2" else _llama)(architecture, tensors))
     used = {name for source in wanted.values() for name in source.names}
     unknown = sorted(name for name in tensors if name not in used and not _COMPUTED.search(name))
@@ -265,7 +268,7 @@ def assembled(architecture: Architecture, arrays: Mapping[str, Array]) -> Weight
 
 
 def config_of_state_dict(tensors: Mapping[str, HostTensor], heads: int | None) -> dict[str, Any]:
-    """Return the config of a state dict of minGPT's or nanoGPT's, whose sizes are those of its tensors.
+    """Return the config of a state dict of minGPT's, whose sizes are those of its tensors.
 
     Raises:
         InputError: it is of another model, or the number of heads is not given.
@@ -277,8 +280,12 @@ def config_of_state_dict(tensors: Mapping[str, HostTensor], heads: int | None) -
         raise InputError(
             "the checkpoint has no config.json, and its tensors do not tell the number of heads: give heads"
         )
+    if type(heads) is not int or heads < 1:
+        raise InputError(f"heads must be a whole number from 1 on, got {heads!r:.40}")
     layers = {match[1] for name in tensors if (match := re.match(r"transformer\.h\.(\d+)\.", name))}
     inner = tensors.get("transformer.h.0.mlp.c_fc.bias")
+    if inner is not None and len(inner.shape) != 1:
+        raise InputError(f"{inner.name} has the shape {list(inner.shape)}; a bias has one size")
     return {
         "model_type": "gpt2", "n_embd": embedding.shape[1], "n_head": heads, "n_layer": len(layers),
         "n_inner": None if inner is None else inner.shape[0], "vocab_size": embedding.shape[0],
