@@ -171,16 +171,25 @@ class Trace:
             plan.blocks = self.blocks(spec, problem, plan.blocks)
 
     def take_apart(self, spec: KernelSpec, problem: Problem) -> None:
-        """Note the parts of a problem in each composite config, on inputs that the spec makes."""
+        """Note the parts of a problem in each composite config: those that it names, or that it asks for on inputs
+        that the spec makes.
+        """
         for config in self.composites(spec, problem):
-            call, inputs = spec.implement(problem, config), _on_meta(spec, problem)
+            call = spec.implement(problem, config)
             assert isinstance(call, LibraryCall)
             with self.aside():
+                if call.parts is not None:
+                    for part in call.parts():
+                        self.note(*part)
+                    continue
+                inputs = _on_meta(spec, problem)
                 call.bound(dispatch.plan_for)(*(inputs[name] for name in call.inputs))
 
     def composites(self, spec: KernelSpec, problem: Problem) -> list[Config]:
         """Return the configs of a problem that are composites."""
         wanted = spec.bucketed(problem)
+        if (spec.name, wanted) not in self._composites and not _may_be_composite(spec, wanted):
+            self._composites[spec.name, wanted] = []
         if (spec.name, wanted) not in self._composites:
             ways = ((config, spec.implement(problem, config)) for config in spec.space.candidates(wanted, self.target))
             found = [config for config, way in ways if way.composite]
@@ -200,7 +209,16 @@ class Trace:
 
     def blocks(self, spec: KernelSpec, problem: Problem, count: int) -> int:
         """Return the size of a grid; it knows the sizes under other configs if a problem uses it."""
-        return Blocks(count, lambda: self._other_grids(spec, problem))
+        return Blocks(count, lambda: self.grids(spec, problem))
+
+    def grids(self, spec: KernelSpec, problem: Problem) -> frozenset[int]:
+        """Return the sizes of the grid of a problem of real sizes under all configs that are kernels."""
+        named = spec.name, problem
+        if named not in self._grids:
+            ways = (spec.implement(problem, c) for c in spec.space.candidates(spec.bucketed(problem), self.target))
+            grids = (way.grid(problem, self.target.sm_count) for way in ways if way.makes_artifact)
+            self._grids[named] = frozenset(grids)
+        return self._grids[named]
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -253,13 +271,18 @@ class Trace:
             frame = frame.f_back
         return op
 
-    def _other_grids(self, spec: KernelSpec, problem: Problem) -> frozenset[int]:
-        named = spec.name, problem
-        if named not in self._grids:
-            ways = (spec.implement(problem, c) for c in spec.space.candidates(spec.bucketed(problem), self.target))
-            grids = (way.grid(problem, self.target.sm_count) for way in ways if way.makes_artifact)
-            self._grids[named] = frozenset(grids)
-        return self._grids[named]
+
+def _may_be_composite(spec: KernelSpec, problem: Problem) -> bool:
+    """Return whether an implementation of a problem is a composite; one config of each tells, allowed or not."""
+    for space in (spec.space, *spec.space.beside):
+        axes = space.axes(problem)
+        if not all(axes.values()):
+            continue  # without a point
+        first = {name: values[0] for name, values in axes.items()}
+        configs = [first | {"implementation": name} for name in axes.get("implementation", ())] or [first]
+        if any(spec.implement(problem, Config(config)).composite for config in configs):
+            return True
+    return False
 
 
 def _on_meta(spec: KernelSpec, problem: Problem) -> dict[str, Any]:
