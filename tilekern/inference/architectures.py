@@ -10,11 +10,17 @@ import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from tilekern.errors import InputError
 
 _ROPE_TYPES = ("default", "linear", "llama3")
+# Names by which transformers takes fields of GPT-2's config too.
+_OF_GPT2 = {
+    "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,17 +104,17 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """
     kind = config.get("model_type")
     if kind == "gpt2":
-        return _gpt2(_Fields(config))
+        return _gpt2(_Fields(config, _OF_GPT2))
     if kind in ("llama", "qwen3"):
         return _llama(_Fields(config), kind)
     raise InputError(f"config.json: model_type is {kind!r:.40}; the engine runs gpt2, llama and qwen3")
 
 
 class _Fields:
-    """The fields of a config, checked as they are read."""
+    """The fields of a config, checked as they are read; ``others`` are further names of some."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config = config
+    def __init__(self, config: Mapping[str, Any], others: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._config = {others.get(name, name): value for name, value in config.items()}
 
     def given(self, name: str) -> Any:
         return self._config.get(name)

@@ -17,7 +17,7 @@ from tilekern.inference import weights as layout
 from tilekern.inference.architectures import Architecture, architecture_of
 from tilekern.inference.checkpoints import open_checkpoint
 from tilekern.inference.sampling import Choice, Sampling, numbers
-from tilekern.inference.steps import Cache, Model, Step, Tokens, angles_of, new_logits
+from tilekern.inference.steps import Cache, Model, Step, Tokens, add_next, angles_of, chunks_of, new_logits
 from tilekern.inference.tape import Direct, Tape
 from tilekern.runtime.driver import Device, Graph, Stream
 
@@ -51,7 +51,7 @@ def load(
         config = checkpoint.config or layout.config_of_state_dict(checkpoint.tensors, heads)
         architecture = architecture_of(config)
         stream = gpu.stream()
-        weights = layout.load(architecture, checkpoint.tensors, dtype, stream)
+        weights = layout.load(architecture, checkpoint.tensors, dtype, Direct(stream))
     return Engine(architecture, weights, dtype, stream, context)
 
 
@@ -192,12 +192,12 @@ class Forward:
     """
 
     def __init__(self, model: Model, stream: Stream, batch: int, tokens: int) -> None:
-        self.ids, positions, places = (empty((batch, tokens), dtype, stream) for dtype in ("int64", "int64", "int32"))
-        for array in (positions, places):
+        self._tape = Tape(stream)
+        given, cache = Tokens.new(self._tape, batch, tokens), Cache.new(self._tape, model, batch, tokens)
+        for array in (given.positions, given.places):
             array.write(numbers([*range(tokens)] * batch, array.dtype))
-        self._tape, cache = Tape(stream), _cache(model, stream, batch, tokens)
-        step = Step(self._tape, model, Tokens(self.ids, positions, places), cache, 0, all_logits=True)
-        self.logits = step.logits
+        step = Step(self._tape, model, given, cache, 0, all_logits=True)
+        self.ids, self.logits = given.ids, step.logits
         self.graph = stream.capture(self._tape.run)
 
 
@@ -210,9 +210,9 @@ class Generation:
     """
 
     def __init__(self, model: Model, stream: Stream, batch: int, context: int) -> None:
-        self.batch, self.choice = batch, Choice(batch, stream)
+        self.batch, self.choice = batch, Choice(batch, Direct(stream))
         self._model, self._stream = model, stream
-        self._cache = _cache(model, stream, batch, context)
+        self._cache = Cache.new(Direct(stream), model, batch, context)
         positions, places, lengths = (empty((batch,), dtype, stream) for dtype in ("int64", "int32", "int32"))
         self._positions, self._places, self._lengths = positions, places, lengths
         columns = (batch, 1)
@@ -240,37 +240,21 @@ class Generation:
         self, prompts: Sequence[Sequence[int]], first: int, length: int, chunk: int, logits: Array
     ) -> None:  # fmt: skip
         """Take prompts of one length, the sequences from ``first`` on, and write the logits of their last tokens."""
-        batch, cache = len(prompts), self._cache.of(first, len(prompts))
-        for before in range(0, length, chunk):
-            count = min(chunk, length - before)
-            ids, positions, places = (
-                empty((batch, count), dtype, self._stream) for dtype in ("int64", "int64", "int32")
-            )
-            ids.write(numbers([one for prompt in prompts for one in prompt[before : before + count]], "int64"))
-            for array in (positions, places):
+        now, batch, cache = Direct(self._stream), len(prompts), self._cache.of(first, len(prompts))
+        for before, count in chunks_of(length, chunk):
+            tokens = Tokens.new(now, batch, count)
+            tokens.ids.write(numbers([one for prompt in prompts for one in prompt[before : before + count]], "int64"))
+            for array in (tokens.positions, tokens.places):
                 array.write(numbers([*range(before, before + count)] * batch, array.dtype))
             is_last = before + count == length
             to = logits.view((batch, logits.shape[1]), logits.strides, first * logits.strides[0]) if is_last else None
-            tokens = Tokens(ids, positions, places)
-            Step(Direct(self._stream), self._model, tokens, cache, before, to=to, has_logits=is_last)
+            Step(now, self._model, tokens, cache, before, to=to, has_logits=is_last)
 
     def step(self) -> None:
         """Queue the next step: the last tokens go into the cache, and the next ones are chosen."""
         if self._is_greedy not in self._graphs:
             tape = Tape(self._stream)
-            step = Step(tape, self._model, self._tokens, self._cache)
-            tape.launch(
-                "advance", {"rows": self.batch}, positions=self._positions, new_positions=self._positions,
-                places=self._places, lengths=self._lengths,
-            )  # fmt: skip
-            self.choice.add(tape, step.logits, self._positions, greedy=self._is_greedy)
+            add_next(tape, self._model, self._tokens, self._cache, self.choice, greedy=self._is_greedy)
             self._graphs[self._is_greedy] = tape, self._stream.capture(tape.run)
         _, graph = self._graphs[self._is_greedy]
         graph.launch(self._stream)
-
-
-def _cache(model: Model, stream: Stream, batch: int, room: int) -> Cache:
-    of = model.architecture
-    shape = batch, of.kv_heads, room, of.head_dim
-    keys, values = ([empty(shape, model.dtype, stream) for _ in range(of.layers)] for _ in range(2))
-    return Cache(keys, values)

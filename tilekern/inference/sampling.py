@@ -7,10 +7,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tilekern.arrays import Array, empty
+from tilekern.arrays import Array
 from tilekern.errors import InputError
 from tilekern.inference.tape import Launches
-from tilekern.runtime.driver import Stream
 
 # By dtypes: the codes of the standard library's arrays.
 _CODES = {"float32": "f", "int32": "i", "int64": "q"}
@@ -63,10 +62,10 @@ class Choice:
         ids: int64 [batch], where it writes.
     """
 
-    def __init__(self, batch: int, stream: Stream) -> None:
-        self.ids = empty((batch,), "int64", stream)
+    def __init__(self, batch: int, launches: Launches) -> None:
+        self.ids = launches.array((batch,), "int64")
         self._numbers = {
-            name: empty((batch,), dtype, stream)
+            name: launches.array((batch,), dtype)
             for name, dtype in (
                 ("temperature", "float32"), ("top_k", "int32"), ("top_p", "float32"), ("min_p", "float32"),
                 ("seed", "int64"),
