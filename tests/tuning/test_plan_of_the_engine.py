@@ -82,6 +82,8 @@ def test_options_of_other_steps_are_refused(planned, options):
 
 
 def test_a_sequence_must_fit(planned):
+    with pytest.raises(InputError, match="--sequence 8,16: pass --tokens too, the batch times the sequence"):
+        planned(sequence="8,16")
     with pytest.raises(InputError, match="a sequence of 129 tokens does not fit a context of 128; pass --sequence"):
         planned(tokens="129")
 

@@ -111,6 +111,8 @@ class Steps:
         Raises:
             InputError: a count is out of range, or goes together with none of the others.
         """
+        if self.sequence and not self.tokens:
+            raise InputError(f"--sequence {_listed(self.sequence)}: pass --tokens too, the batch times the sequence")
         for option, counts in (("--tokens", self.tokens), ("--sequence", self.sequence)):
             for count in counts:
                 if not 1 <= count <= MOST_TOKENS:
