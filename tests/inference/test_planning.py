@@ -8,8 +8,9 @@ from tilekern.inference.host_tensors import HostTensor, size_bytes
 from tilekern.inference.planning import DryRun
 from tilekern.inference.tape import Direct
 from tilekern.inference.weights import load, stored_by
+from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
-from tilekern.runtime.recorder import Trace
+from tilekern.runtime.recorder import Trace, tracing
 from tilekern.spec.targets import INTERPRETED, resolve
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 97}
@@ -123,3 +124,16 @@ def test_a_step_counts_the_launches_of_all_layers_and_loading_none():
         "embedding": 2, "rms_norm_forward": 1, "fused_add_rms_norm_forward": 6, "skinny_linear": 3 * 4 + 1,
         "append_to_cache": 3, "decode_attention": 3, "decode_join": 3, "advance": 1, "greedy": 1, "sample": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [GPT2, LLAMA])
+def test_the_parts_of_a_composite_are_those_that_it_asks_for(kind):
+    wide = {"n_embd": 2048} if kind is GPT2 else {"hidden_size": 2048, "intermediate_size": 8192}
+    config = kind | wide
+    found, called = Trace(resolve("H200")), Trace(resolve("H200"))
+    DryRun(found, architecture_of(config), "bfloat16").token(8, 64)
+    with tracing(called):
+        for kernel, problem in found.asked:
+            called.take_apart(spec_named(kernel), problem)
+    parts = {named for named in found.others if named[0].startswith("skinny")}
+    assert parts == set(called.others) != set()

@@ -9,7 +9,6 @@ import tilekern
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.kernels.composites.head import split
-from tilekern.kernels.skinny import linear
 from tilekern.ops import fused_linear_cross_entropy, gated_mlp, rms_norm, swiglu
 from tilekern.runtime import dispatch
 from tilekern.runtime.recorder import Trace, ordinary_values, tracing
@@ -247,15 +246,3 @@ def test_a_folder_that_is_missing_is_named_before_the_step(tmp_path):
 def test_a_machine_with_no_gpu_needs_a_name():
     with pytest.raises(InputError, match="name one, for example gpu='H200'"), tilekern.trace():
         pass
-
-
-@pytest.mark.parametrize("on", [(), ("biased", "gelu_tanh")], ids=str)
-def test_the_parts_that_a_composite_names_are_those_that_it_asks_for(on):
-    problem = linear.SPEC.problem(**linear.sizes(8, 8192, 2048, "bfloat16", on))
-    inputs, composites = linear.SPEC.inputs(problem, None, "meta"), Trace(H200).composites(linear.SPEC, problem)
-    assert composites
-    for config in composites:
-        found, call = Trace(H200), linear.SPEC.implement(problem, config)
-        with tracing(found):
-            call.bound(dispatch.plan_for)(*(inputs[name] for name in call.inputs))
-        assert set(found.asked) == {(part.name, sizes) for part, sizes in call.parts()}

@@ -15,6 +15,7 @@ from tilekern.inference.host_tensors import HostTensor
 from tilekern.inference.sampling import Choice
 from tilekern.inference.steps import Cache, Model, Step, Tokens, add_next, chunks_of, new_logits
 from tilekern.kernels import spec_named
+from tilekern.kernels.skinny import split
 from tilekern.runtime.driver import Memory
 from tilekern.runtime.recorder import Trace
 from tilekern.spec import KernelSpec, Problem
@@ -98,12 +99,23 @@ class Problems:
         self._trace.note(spec, problem)
         self._trace.count(spec, problem, self._trace.times)
         _, blocks = self._trace.default(spec, problem)
-        self._trace.take_apart(spec, problem)
+        self._note_parts(spec, problem)
         self._note_followers(spec, problem)
         for argument in arguments.values():
             if callable(argument):
                 argument(int(blocks))
         return int(blocks)
+
+    def _note_parts(self, spec: KernelSpec, problem: Problem) -> None:
+        """Note the parts of composites; the engine's kernels have one kind, shares of a product and their sum.
+
+        Asking the composite itself would need torch.
+        """
+        with self._trace.aside():
+            for config in self._trace.composites(spec, problem):
+                sizes = {**problem, "splits": config["splits"]}
+                for part in split.SPECS:
+                    self._trace.note(part, part.problem(**{d.name: sizes[d.name] for d in part.dimensions}))
 
     def _note_followers(self, spec: KernelSpec, problem: Problem) -> None:
         """Note what follows the kernel with the grid of any config."""

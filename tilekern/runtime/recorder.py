@@ -171,18 +171,11 @@ class Trace:
             plan.blocks = self.blocks(spec, problem, plan.blocks)
 
     def take_apart(self, spec: KernelSpec, problem: Problem) -> None:
-        """Note the parts of a problem in each composite config: those that it names, or that it asks for on inputs
-        that the spec makes.
-        """
+        """Note the parts of a problem in each composite config, on inputs that the spec makes."""
         for config in self.composites(spec, problem):
-            call = spec.implement(problem, config)
+            call, inputs = spec.implement(problem, config), _on_meta(spec, problem)
             assert isinstance(call, LibraryCall)
             with self.aside():
-                if call.parts is not None:
-                    for part in call.parts():
-                        self.note(*part)
-                    continue
-                inputs = _on_meta(spec, problem)
                 call.bound(dispatch.plan_for)(*(inputs[name] for name in call.inputs))
 
     def composites(self, spec: KernelSpec, problem: Problem) -> list[Config]:

@@ -275,8 +275,6 @@ class LibraryCall:
         composite: whether it launches kernels of other specs too; then ``call`` takes a function like
             :func:`tilekern.runtime.dispatch.plan_for` before its inputs.
         updates: the input that the call overwrites with its result and returns.
-        parts: returns the kernels that a composite launches, with their problems; None if the sizes of its problem do
-            not say them.
     """
 
     backend: ClassVar[str] = "library"
@@ -286,7 +284,6 @@ class LibraryCall:
     inputs: tuple[str, ...]
     composite: bool = False
     updates: str | None = None
-    parts: Callable[[], Iterable[tuple[KernelSpec, Problem]]] | None = None
 
     def grid(self, problem: Problem, sm_count: int) -> int:  # noqa: ARG002
         """Return 0: the library chooses its own grids."""

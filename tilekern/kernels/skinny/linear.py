@@ -43,7 +43,7 @@ from tilekern.kernels.skinny.tiles import (
     tokens_of,
 )
 from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, grid_of, load
-from tilekern.spec import Array, Config, Constraint, Dimension, KernelSpec, LibraryCall, Problem, Space, Value, cdiv
+from tilekern.spec import Array, Config, Constraint, Dimension, LibraryCall, Problem, Space, Value, cdiv
 from tilekern.spec.targets import INTERPRETED, Target
 
 FLAGS = ("gated", "rounded", "biased", "gelu_tanh", "silu", "accumulated")
@@ -147,11 +147,7 @@ def _by_parts(problem: Problem, splits: int) -> LibraryCall:
         of_join.launch(x.get_device(), parts, bias, addend, y)
         return (y,)
 
-    def parts() -> list[tuple[KernelSpec, Problem]]:
-        sizes = dict(problem) | {"splits": splits}
-        return [(part, part.problem(**{d.name: sizes[d.name] for d in part.dimensions})) for part in split.SPECS]
-
-    return LibraryCall(call, names_of(_ARRAYS), composite=True, parts=parts)
+    return LibraryCall(call, names_of(_ARRAYS), composite=True)
 
 
 def _library(problem: Problem, config: Config) -> LibraryCall | None:
