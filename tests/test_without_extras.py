@@ -134,6 +134,41 @@ def test_text_needs_tokenizers_beside_click_and_nothing_else(tmp_path, extras, s
     assert re.fullmatch(f"tilekern: {said}\n", ran.stderr), ran.stderr
 
 
+@pytest.fixture(scope="module")
+def with_tools(tmp_path_factory):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tools = project["optional-dependencies"]["tools"]
+    return BarePython(tmp_path_factory.mktemp("tools"), [*project["dependencies"], *tools])
+
+
+def planned(python, model, **variables):
+    options = ("--engine", "--gpu", "H200", "--decode", "2", "--invariant", "--stages", "plan", "--sweep", "sweep")
+    return python.run("-m", "tilekern.tune", model, *options, "--cache-dir", "cache", "--json", **variables)
+
+
+def test_the_engine_is_planned_of_a_preset_a_folder_and_the_hub_s_cache(with_tools, tmp_path):
+    snapshot, config = tmp_path / "models--org--name" / "snapshots" / ("0" * 40), {"model_type": "gpt2"}
+    config |= {"n_layer": 3, "n_embd": 48, "n_head": 3, "vocab_size": 50257}
+    for folder in (snapshot, snapshot.parents[1] / "refs"):
+        folder.mkdir(parents=True)
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_text(json.dumps(config))
+    found = []
+    for model in ("mingpt-nano", str(snapshot), "org/name"):
+        assert printed(planned(with_tools, model, HF_HUB_CACHE=str(tmp_path)))["model"].endswith("-engine")
+        found.append(json.loads((with_tools.folder / "sweep" / "sweep.json").read_text())["problems"])
+    assert found[0] == found[1] == found[2]
+    assert {"kernel": "advance", "problem": {"rows": 2}, "launches": 1} in found[0]
+
+
+def test_a_hub_id_that_is_not_in_the_cache_is_one_line(with_tools, tmp_path):
+    ran = planned(with_tools, "org/name", HF_HUB_CACHE=str(tmp_path))
+    assert ran.returncode == 2
+    (line,) = ran.stderr.splitlines()
+    cache = f"the Hugging Face cache {tmp_path}"
+    assert line.startswith(f"tilekern: org/name is not in {cache}, and huggingface_hub is not installed; pass the path")
+
+
 def test_the_doctor_names_the_extras_as_no_fault(bare, tmp_path):
     document = json.loads(bare.run("-m", "tilekern.doctor", "--json", TILEKERN_CACHE_DIR=str(tmp_path)).stdout)
     assert not [line for line in document["wrong"] if "pip install" in line or "cannot" in line]

@@ -18,7 +18,7 @@ from tilekern.runtime.switches import EXPERTS, EXTRAS, OPS
 from tilekern.spec.targets import KNOWN
 from tilekern.tuning.plan.configs import require_model_name
 from tilekern.tuning.plan.presets import PRESETS
-from tilekern.tuning.plan.steps import OPTIMIZERS, Steps
+from tilekern.tuning.plan.steps import OF_ENGINE, OPTIMIZERS, Steps
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class PlanRequest:
         described = "--" + next(iter(named)).replace("ops", "op") if named else None
         if described and not given["models"] and (given["plans"] or given["problems"]):
             raise described_alone(described)
-        steps = Steps(**named, invariant=bool(given["invariant"]))
+        defaults = OF_ENGINE if given["engine"] else {}
+        steps = Steps(**{**defaults, **named}, invariant=bool(given["invariant"]))
         return cls(given["models"], given["plans"], given["problems"], steps, described)
 
 
@@ -71,6 +72,12 @@ def described_alone(option: str) -> InputError:
 
 
 _STEPS = {
+    "engine": click.option(
+        "--engine",
+        is_flag=True,
+        help="Steps are those of tilekern.inference, and need no torch: tokens of --decode sequences (1 if not given), "
+        "prompts of --context, and with --tokens the logits of whole sequences.",
+    ),
     "tokens": click.option("--tokens", help="Tokens of a step (batch times sequence).  [default: 2048,8192]"),
     "sequence": click.option(
         "--sequence", metavar="TEXT", help="Tokens of a sequence; by default a step is one sequence."

@@ -11,7 +11,6 @@ from typing import Any
 
 from tilekern.cache import PACK_SUFFIX, Artifact, BestKernel, Installed, Record, Store, install_pack, write_pack
 from tilekern.cache.trust.signing import SigningKey
-from tilekern.compile.library import library_of
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.runtime.records import launch_in, record_of
@@ -99,7 +98,7 @@ def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dic
         if chosen is None:
             continue
         item, facts = chosen
-        kernel_of = None if library_of(item.config) is None else _best_kernel(sweep, known, found, target)
+        kernel_of = _best_kernel(sweep, known, found, target) if item.is_library else None
         runs, best_kernel = kernel_of or (item, None)
         variants = {} if runs.is_library else {ALIGNED: runs, GENERIC: generic}
         if same := invariant.get((kernel, problem)):
@@ -308,18 +307,16 @@ def _one_class(
 def _best_kernel(
     sweep: Sweep, known: Known, found: list[Candidate], target: Target
 ) -> tuple[Candidate, BestKernel] | None:
-    """Return the best candidate that needs no library: the fastest confirmed one of the newest race, or the predicted
-    one.
-    """
+    """Return the best candidate that is a kernel: the fastest confirmed one of the newest race, or one predicted."""
     timings = known.timings(found)
     for item in ranked(timings):
-        if library_of(item.config) is None and known.is_confirmed(item):
+        if not item.is_library and known.is_confirmed(item):
             check = known.measured[item.key]["check"]
             return item, BestKernel(dict(item.config), dict(timings[item]), check)
     if timings:
         return None
     predicted = ranking(sweep, found[0].kernel, found[0].problem, target)
-    able = (item for item, _ in predicted if library_of(item.config) is None and known.may_win(item))
+    able = (item for item, _ in predicted if not item.is_library and known.may_win(item))
     return next(((item, BestKernel(dict(item.config), None, None)) for item in able), None)
 
 

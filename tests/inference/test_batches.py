@@ -5,7 +5,7 @@ from shutil import copyfile
 
 import pytest
 import torch
-from conftest import read
+from emulated import read
 from safetensors.torch import load_file, save_file
 from small_models import END, VOCABULARY, ids_of, save
 

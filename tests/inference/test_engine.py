@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import read
+from emulated import read
 from small_models import VARIANTS, ids_of, save
 
 from tilekern.inference import load

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import read
+from emulated import read
 from mingpt import SIZES, MinGPT, state_of
 from small_models import OF_GPT2, draw_weights, ids_of
 from transformers import GPT2Config, GPT2LMHeadModel

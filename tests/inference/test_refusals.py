@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 import torch
-from conftest import read
+from emulated import read
 from environments import ROOT, BarePython, stub_of_the_driver
 from examples import examples
 from hypothesis import given

@@ -4,9 +4,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from tuning_samples import SMALL
+from tuning_samples import COMPILED, SMALL
 
 from tilekern.kernels import spec_named
+from tilekern.kernels.skinny.linear import sizes
 from tilekern.tuning.compile.stage import compile_all
 from tilekern.tuning.measure.bench import to_confirm
 from tilekern.tuning.measure.stage import entrants
@@ -14,6 +15,7 @@ from tilekern.tuning.measure.timing import Timing
 from tilekern.tuning.measure.worker import _Measuring
 from tilekern.tuning.publishing import winners
 from tilekern.tuning.strategies import SLOWER, TIED, WON
+from tilekern.tuning.sweep.candidates import candidates
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.verify.check import Check
 
@@ -98,6 +100,26 @@ def test_where_a_library_has_won_the_best_kernel_stands_the_battery_too(products
         found.append([one.key for one in products].index(entrant.key))
         checks[entrant.key] = outcomes.get(found[-1], CONFIRMED)
     assert found == asked
+
+
+def test_where_a_composite_has_won_too(h200, tmp_path):
+    spec, sweep = spec_named("skinny_linear"), Sweep(tmp_path)
+    problem = spec.problem(**sizes(8, 8192, 2048, "bfloat16", ()))
+    split = next(item.config for item in candidates(spec.name, problem, h200) if "splits" in item.config)
+    sweep.begin(h200, "test", [(spec.name, problem)], {(spec.name, problem): [split, spec.default(problem, h200)]})
+    items = sweep.candidates(spec.name, problem)
+    lines = {item.artifact: COMPILED for item in items}
+    composite, kernel, generic = entrants(spec.name, problem, h200, lines, (), items)
+    timed = {
+        composite.key: Timing(10.0, 0.1, 30, WON, 0.0),
+        kernel.key: Timing(11.0, 0.1, 30, SLOWER, 1.0),
+    }
+    checks = {one.key: RIGHT for one in (composite, kernel, generic)}
+    found = []
+    for entrant in to_confirm([composite, kernel, generic], timed, checks):
+        found.append(entrant)
+        checks[entrant.key] = CONFIRMED
+    assert found == [generic, composite, kernel]
 
 
 def test_a_generic_variant_that_was_found_wrong_before_is_not_asked(field):

@@ -47,6 +47,15 @@ PUBLISHED = {
     "gpt-oss-20b": 20_914_757_184,
     "qwen3-30b-a3b": 30_532_122_624,
     "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "mingpt-nano": 4_958_736,
+    "mingpt-tile-small": 6_698_496,
+    "mingpt-micro": 13_790_208,
+    "mingpt-tile-medium": 14_186_752,
+    "mingpt-mini": 22_164_864,
+    "mingpt-tile-large": 32_312_320,
 }
 SMALL = {
     "model_type": "qwen3", "hidden_size": 96, "intermediate_size": 224, "num_attention_heads": 4,

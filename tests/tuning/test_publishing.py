@@ -8,6 +8,7 @@ from tuning_samples import COMPILED, SMALL
 
 from tilekern.cache import FolderLayer, PackLayer, Store, lookup
 from tilekern.kernels import spec_named
+from tilekern.kernels.skinny.linear import sizes
 from tilekern.spec.source import source_digest
 from tilekern.tuning.compile.stage import compile_all
 from tilekern.tuning.measure.stage import entrants, identity
@@ -175,6 +176,25 @@ def test_decoding_follows_the_class_of_training_where_it_can(h200, tmp_path: Pat
     assert outcome({a: 9.0, b: 13.4}, {"64:b": 3.0}) == ([b, "64:b"], ["", ""])
     assert outcome({a: 9.0, b: 13.6}, {"64:b": 3.0}) == ([a, False], ["", follows])
     assert outcome({a: 9.0, b: 9.5}, {c: 3.0}) == ([a, False], ["", follows])
+
+
+def test_where_a_composite_has_won_its_record_has_the_best_kernel_for_arrays_without_torch(h200, tmp_path: Path):
+    sweep, spec = Sweep(tmp_path), spec_named("skinny_linear")
+    problem = spec.problem(**sizes(8, 8192, 2048, "bfloat16", ()))
+    tile = spec.default(problem, h200)
+    split = next(item.config for item in candidates(spec.name, problem, h200) if "splits" in item.config)
+    named = spec.name, problem
+    sweep.begin(h200, "test", [named], {named: [split, tile]})
+    assert compile_all(sweep, jobs=2).failed == 0
+    times = {item.key: timing(5.0 if item.config == split else 7.0) for item in sweep.candidates(*named)[:2]}
+    for key, time in times.items():
+        sweep.note("measured", {"candidate": key, "check": stood("a"), "timing": time})
+    [(winner, blobs)] = winners(sweep, TOOLKIT)
+    record = winner.record
+    assert (record.config, record.best_kernel.config) == (dict(split), dict(tile))
+    assert record.best_kernel.measurement["median_us"] == 7.0
+    assert record.artifacts["aligned"].config == dict(tile)
+    assert {artifact.sha256 for artifact in record.artifacts.values()} == set(blobs)
 
 
 def test_few_samples_do_not_win_over_a_finalist(sweep: Sweep):

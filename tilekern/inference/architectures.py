@@ -11,6 +11,7 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from tilekern.errors import InputError
@@ -18,6 +19,11 @@ from tilekern.errors import InputError
 _ROPE_TYPES = ("default", "linear", "llama3")
 # The smallest and the largest positive number of float32, in which kernels take numbers.
 SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+# Names by which transformers takes fields of GPT-2's config too.
+_OF_GPT2 = {
+    "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,17 +131,17 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """
     kind = config.get("model_type")
     if kind == "gpt2":
-        return _gpt2(_Fields(config))
+        return _gpt2(_Fields(config, _OF_GPT2))
     if kind in ("llama", "qwen3", "qwen3_moe"):
         return _llama(_Fields(config), kind)
     raise InputError(f"config.json: model_type is {kind!r:.40}; the engine runs gpt2, llama, qwen3 and qwen3_moe")
 
 
 class _Fields:
-    """The fields of a config, checked as they are read."""
+    """The fields of a config, checked as they are read; ``others`` are further names of some."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config = config
+    def __init__(self, config: Mapping[str, Any], others: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._config = {others.get(name, name): value for name, value in config.items()}
 
     def given(self, name: str) -> Any:
         return self._config.get(name)

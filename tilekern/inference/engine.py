@@ -20,7 +20,7 @@ from tilekern.inference.checkpoints import open_checkpoint
 from tilekern.inference.json_files import read_json
 from tilekern.inference.launches import Queued
 from tilekern.inference.sampling import Choice, Sampling, numbers
-from tilekern.inference.steps import Cache, Model, Step, Tokens, angles_of, new_logits
+from tilekern.inference.steps import Cache, Model, Step, Tokens, add_next, angles_of, chunks_of, new_logits
 from tilekern.runtime.driver import Device, Graph, Stream
 
 # Tokens of a prompt that are taken at once.
@@ -62,7 +62,7 @@ def load(
             ends = architecture.ends | ends_of(read_json(more), more.name)
             architecture = dataclasses.replace(architecture, ends=ends)
         stream = gpu.stream()
-        weights = layout.load(architecture, checkpoint.tensors, dtype, stream)
+        weights = layout.load(architecture, checkpoint.tensors, dtype, Queued(stream))
     return Engine(architecture, weights, dtype, stream, context)
 
 
@@ -208,11 +208,12 @@ class Forward:
     """
 
     def __init__(self, model: Model, stream: Stream, batch: int, tokens: int) -> None:
-        self.ids, positions, places = (empty((batch, tokens), dtype, stream) for dtype in ("int64", "int64", "int32"))
-        for array in (positions, places):
+        queue = Queued(stream)
+        given, cache = Tokens.new(queue, batch, tokens), Cache.new(queue, model, batch, tokens)
+        for array in (given.positions, given.places):
             array.write(numbers([*range(tokens)] * batch, array.dtype))
-        self.logits = new_logits(Queued(stream), batch * tokens, model)
-        self._used = Tokens(self.ids, positions, places), _cache(model, stream, batch, tokens)
+        self.ids, self.logits = given.ids, new_logits(queue, batch * tokens, model)
+        self._used = given, cache
 
         def step() -> None:
             Step(Queued(stream), model, *self._used, 0, all_logits=True, to=self.logits)
@@ -229,9 +230,9 @@ class Generation:
     """
 
     def __init__(self, model: Model, stream: Stream, batch: int, context: int) -> None:
-        self.batch, self.choice = batch, Choice(batch, stream)
+        self.batch, self.choice = batch, Choice(batch, Queued(stream))
         self._model, self._stream = model, stream
-        self._cache = _cache(model, stream, batch, context)
+        self._cache = Cache.new(Queued(stream), model, batch, context)
         positions, places, lengths = (empty((batch,), dtype, stream) for dtype in ("int64", "int32", "int32"))
         self._positions, self._places, self._lengths = positions, places, lengths
         columns = (batch, 1)
@@ -259,19 +260,15 @@ class Generation:
         self, prompts: Sequence[Sequence[int]], first: int, length: int, chunk: int, logits: Array
     ) -> None:  # fmt: skip
         """Take prompts of one length, the sequences from ``first`` on, and write the logits of their last tokens."""
-        batch, cache = len(prompts), self._cache.of(first, len(prompts))
-        for before in range(0, length, chunk):
-            count = min(chunk, length - before)
-            ids, positions, places = (
-                empty((batch, count), dtype, self._stream) for dtype in ("int64", "int64", "int32")
-            )
-            ids.write(numbers([one for prompt in prompts for one in prompt[before : before + count]], "int64"))
-            for array in (positions, places):
+        now, batch, cache = Queued(self._stream), len(prompts), self._cache.of(first, len(prompts))
+        for before, count in chunks_of(length, chunk):
+            tokens = Tokens.new(now, batch, count)
+            tokens.ids.write(numbers([one for prompt in prompts for one in prompt[before : before + count]], "int64"))
+            for array in (tokens.positions, tokens.places):
                 array.write(numbers([*range(before, before + count)] * batch, array.dtype))
             is_last = before + count == length
             to = logits.view((batch, logits.shape[1]), logits.strides, first * logits.strides[0]) if is_last else None
-            tokens = Tokens(ids, positions, places)
-            Step(Queued(self._stream), self._model, tokens, cache, before, to=to, has_logits=is_last)
+            Step(now, self._model, tokens, cache, before, to=to, has_logits=is_last)
 
     def step(self) -> None:
         """Queue the next step: the last tokens go into the cache, and the next ones are chosen."""
@@ -281,16 +278,4 @@ class Generation:
 
     def _queue_step(self) -> None:
         queue = Queued(self._stream)
-        step = Step(queue, self._model, self._tokens, self._cache)
-        queue.launch(
-            "advance", {"rows": self.batch}, positions=self._positions, new_positions=self._positions,
-            places=self._places, lengths=self._lengths,
-        )  # fmt: skip
-        self.choice.add(queue, step.logits, self._positions, greedy=self._is_greedy)
-
-
-def _cache(model: Model, stream: Stream, batch: int, room: int) -> Cache:
-    of = model.architecture
-    shape = batch, of.kv_heads, room, of.head_dim
-    keys, values = ([empty(shape, model.dtype, stream) for _ in range(of.layers)] for _ in range(2))
-    return Cache(keys, values)
+        add_next(queue, self._model, self._tokens, self._cache, self.choice, greedy=self._is_greedy)

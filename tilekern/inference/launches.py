@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from tilekern.arrays import Array, empty, plan
-from tilekern.kernels import spec_named
-from tilekern.runtime.driver import Memory, Stream
-from tilekern.spec import ArrayParameter, Problem
+from tilekern.runtime.driver import Stream
+from tilekern.spec import ArrayParameter
 
 Sizes = Mapping[str, Any]
 
@@ -66,41 +65,3 @@ class Queued:
         if key not in self._absent:
             self._absent[key] = empty((1,) * parameter.ndim, parameter.dtype, self.stream)
         return self._absent[key]
-
-
-class Problems:
-    """The problems of launches; nothing runs, and arrays have no memory. ``found`` has each once, in its order."""
-
-    def __init__(self) -> None:
-        self.found: dict[tuple[str, Problem], None] = {}
-
-    def array(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """Return an array whose views can be made."""
-        return Array(_NOWHERE, shape, dtype)
-
-    def launch(self, kernel: str, sizes: Sizes, **arguments: Any) -> int:
-        """Keep the problem; return one block."""
-        del arguments
-        spec = spec_named(kernel)
-        flags = {dimension.name: False for dimension in spec.dimensions if dimension.kind == "flag"}
-        self.found[kernel, spec.problem(**{**flags, **sizes})] = None
-        return 1
-
-
-class _Nowhere(Memory):
-    """Memory of any size that is never read."""
-
-    def __init__(self) -> None:
-        class Device:
-            number = 0
-
-        class OfNoDevice:
-            device = Device()
-
-        self.size_bytes, self.address, self.stream = 1 << 62, 0, OfNoDevice()  # type: ignore[assignment]
-
-    def __del__(self) -> None:
-        """Give nothing back."""
-
-
-_NOWHERE = _Nowhere()

@@ -6,11 +6,11 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tilekern.arrays import Array, empty
+from tilekern.arrays import Array
 from tilekern.errors import InputError
 from tilekern.inference.architectures import LARGEST_FLOAT32
 from tilekern.inference.launches import Launches
-from tilekern.runtime.driver import Fetched, Stream
+from tilekern.runtime.driver import Fetched
 
 # By dtypes: the codes of the standard library's arrays.
 _CODES = {"float32": "f", "int32": "i", "int64": "q"}
@@ -64,10 +64,10 @@ class Choice:
         ids: int64 [batch], where it writes.
     """
 
-    def __init__(self, batch: int, stream: Stream) -> None:
-        self.ids = empty((batch,), "int64", stream)
+    def __init__(self, batch: int, launches: Launches) -> None:
+        self.ids = launches.array((batch,), "int64")
         self._numbers = {
-            name: empty((batch,), dtype, stream)
+            name: launches.array((batch,), dtype)
             for name, dtype in (
                 ("temperature", "float32"), ("top_k", "int32"), ("top_p", "float32"), ("min_p", "float32"),
                 ("seed", "int64"),

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tilekern.arrays import Array
 from tilekern.inference.architectures import Architecture
 from tilekern.inference.launches import Launches
+from tilekern.inference.sampling import Choice
 from tilekern.inference.weights import Layer, Norm, Product, Weights
 from tilekern.kernels.decode_attention import part_of
 from tilekern.kernels.experts import route
@@ -61,6 +62,12 @@ class Tokens:
     places: Array
     lengths: Array | None = None
 
+    @classmethod
+    def new(cls, launches: Launches, batch: int, tokens: int) -> Tokens:
+        """Return arrays for a step of several tokens."""
+        ids, positions, places = (launches.array((batch, tokens), dtype) for dtype in ("int64", "int64", "int32"))
+        return cls(ids, positions, places)
+
 
 @dataclass(frozen=True)
 class Cache:
@@ -68,6 +75,14 @@ class Cache:
 
     keys: list[Array]
     values: list[Array]
+
+    @classmethod
+    def new(cls, launches: Launches, model: Model, batch: int, room: int) -> Cache:
+        """Return a cache for ``room`` tokens of each sequence."""
+        of = model.architecture
+        shape = batch, of.kv_heads, room, of.head_dim
+        keys, values = ([launches.array(shape, model.dtype) for _ in range(of.layers)] for _ in range(2))
+        return cls(keys, values)
 
     def of(self, first: int, batch: int) -> Cache:
         """Return the part of some sequences."""
@@ -355,6 +370,24 @@ class Step:
             out=out.view((self._batch, self._count, heads, head_dim)),
             lse=self._new(self._batch, heads, self._count, dtype="float32"),
         )  # fmt: skip
+
+
+def chunks_of(length: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """Yield each chunk of a prompt: the number of tokens before it, and its own."""
+    for before in range(0, length, chunk):
+        yield before, min(chunk, length - before)
+
+
+def add_next(
+    launches: Launches, model: Model, tokens: Tokens, cache: Cache, choice: Choice, *, greedy: bool
+) -> None:  # fmt: skip
+    """Add a step of one token of each sequence; positions advance, and the next tokens are chosen."""
+    step, positions = Step(launches, model, tokens, cache), _flat(tokens.positions)
+    launches.launch(
+        "advance", {"rows": positions.shape[0]}, positions=positions, new_positions=positions,
+        places=_flat(tokens.places), lengths=tokens.lengths,
+    )  # fmt: skip
+    choice.add(launches, step.logits, positions, greedy=greedy)
 
 
 def _flat(x: Array) -> Array:

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tilekern.arrays import Array, empty, plan
+from tilekern.arrays import Array
 from tilekern.errors import InputError
 from tilekern.inference.architectures import Architecture
 from tilekern.inference.host_tensors import HostTensor
-from tilekern.runtime.driver import Stream
+from tilekern.inference.launches import Launches
 
 DTYPES = ("bfloat16", "float16", "float32")
 # Kernels index with 32 bits.
@@ -78,9 +78,30 @@ class Source:
     shapes: tuple[tuple[int, ...], ...]
     transposed: bool = False
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        if self.transposed:
+            return self.shapes[0][::-1]
+        return (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
+
+
+def stored_by(architecture: Architecture, *, start: str = "", transposed: bool = False) -> dict[str, Source]:
+    """Return where each array of a model comes from, by the names that :func:`load` gives them.
+
+    Args:
+        architecture: the model.
+        start: of GPT-2: how its tensors' names begin, ``transformer.`` in minGPT's checkpoints and in some others.
+        transposed: of GPT-2: whether the weights of products are [in, out], as Hugging Face stores them; minGPT's are
+            [out, in], as all of Llama's and Qwen3's.
+    """
+    if architecture.kind == "gpt2":
+        return dict(_gpt2(architecture, start, transposed=transposed))
+    return dict(_llama(architecture))
+
 
 def sources_of(architecture: Architecture, tensors: Mapping[str, HostTensor]) -> dict[str, Source]:
-    """Return where each array of a model comes from, by the names that :func:`load` gives them.
+    """Return where each array of a model comes from in a checkpoint.
 
     Raises:
         InputError: a tensor is missing, has another shape, or has no use.
@@ -88,7 +109,10 @@ def sources_of(architecture: Architecture, tensors: Mapping[str, HostTensor]) ->
     # Before the sources of so many layers are listed.
     if architecture.layers > len(tensors):
         raise InputError(f"the checkpoint has {len(tensors)} tensors, too few for {architecture.layers} layers")
-    wanted = dict((_gpt2 if architecture.kind == "gpt2" else _llama)(architecture, tensors))
+    start = "transformer." if "transformer.wte.weight" in tensors else ""
+    joined = tensors.get(f"{start}h.0.attn.c_attn.weight")
+    is_turned = joined is not None and joined.shape == (architecture.width, 3 * architecture.width)
+    wanted = stored_by(architecture, start=start, transposed=is_turned)
     used = {name for source in wanted.values() for name in source.names}
     unknown = sorted(name for name in tensors if name not in used and not _COMPUTED.search(name))
     # A head that is tied may be stored all the same.
@@ -111,15 +135,9 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _gpt2(of: Architecture, tensors: Mapping[str, HostTensor]) -> Iterator[tuple[str, Source]]:
-    """Yield the arrays of GPT-2.
-
-    Hugging Face's names may begin with ``transformer.``, as minGPT's do. Hugging Face stores the weights of products
-    as [in, out], and minGPT as [out, in]: that of q, k and v tells which.
-    """
-    start = "transformer." if "transformer.wte.weight" in tensors else ""
-    width, joined = of.width, tensors.get(f"{start}h.0.attn.c_attn.weight")
-    transposed = joined is not None and joined.shape == (width, 3 * width)
+def _gpt2(of: Architecture, start: str, *, transposed: bool) -> Iterator[tuple[str, Source]]:
+    """Yield the arrays of GPT-2."""
+    width = of.width
 
     def product(key: str, name: str, columns: int, inner: int) -> Iterator[tuple[str, Source]]:
         shape = (inner, columns) if transposed else (columns, inner)
@@ -145,9 +163,8 @@ def _gpt2(of: Architecture, tensors: Mapping[str, HostTensor]) -> Iterator[tuple
         yield "head", Source(("lm_head.weight",), ((of.vocabulary, width),))
 
 
-def _llama(of: Architecture, tensors: Mapping[str, HostTensor]) -> Iterator[tuple[str, Source]]:
+def _llama(of: Architecture) -> Iterator[tuple[str, Source]]:
     """Yield the arrays of Llama and Qwen3."""
-    del tensors
     width, columns = of.width, (of.heads * of.head_dim, of.kv_heads * of.head_dim)
 
     def product(key: str, name: str, outs: Iterable[tuple[str, int]], inner: int, biased: bool) -> Any:
@@ -185,27 +202,20 @@ def _llama(of: Architecture, tensors: Mapping[str, HostTensor]) -> Iterator[tupl
         yield "head", Source(("lm_head.weight",), ((of.vocabulary, width),))
 
 
-def load(architecture: Architecture, tensors: Mapping[str, HostTensor], dtype: str, stream: Stream) -> Weights:
-    """Copy a checkpoint's tensors to the GPU, in ``dtype``.
+def load(architecture: Architecture, tensors: Mapping[str, HostTensor], dtype: str, launches: Launches) -> Weights:
+    """Copy a checkpoint's tensors to arrays of ``launches``, in ``dtype``.
 
     Raises:
         InputError: a tensor is missing, has no use, or has another shape or dtype.
         DriverError: the GPU has no memory left for them.
     """
     sources = sources_of(architecture, tensors)
-    return assembled(architecture, {key: _put(source, tensors, dtype, stream) for key, source in sources.items()})
+    return assembled(architecture, {key: _put(source, tensors, dtype, launches) for key, source in sources.items()})
 
 
-def _shape(source: Source) -> tuple[int, ...]:
-    (*rest,) = source.shapes[0][1:]
-    if source.transposed:
-        return source.shapes[0][::-1]
-    return (sum(shape[0] for shape in source.shapes), *rest)
-
-
-def _put(source: Source, tensors: Mapping[str, HostTensor], dtype: str, stream: Stream) -> Array:
+def _put(source: Source, tensors: Mapping[str, HostTensor], dtype: str, launches: Launches) -> Array:
     """Return an array with a source's tensors."""
-    array, row = empty(_shape(source), dtype, stream), 0
+    array, row = launches.array(source.shape, dtype), 0
     for name, shape in zip(source.names, source.shapes, strict=True):
         tensor = tensors[name]
         part = array
@@ -215,24 +225,23 @@ def _put(source: Source, tensors: Mapping[str, HostTensor], dtype: str, stream: 
         if tensor.dtype == dtype and not source.transposed:
             part.write(tensor.data)
         else:
-            given = empty(shape, tensor.dtype, stream)
+            given = launches.array(shape, tensor.dtype)
             given.write(tensor.data)
-            _lay_out(given, part, source.transposed, stream)
+            _lay_out(given, part, source.transposed, launches)
             # The memory of ``given`` returns to the pool, which gives it out again for later work of this stream.
     return array
 
 
-def _lay_out(given: Array, to: Array, transposed: bool, stream: Stream) -> None:
-    """Queue the rounding, and transposing, of an array into another."""
+def _lay_out(given: Array, to: Array, transposed: bool, launches: Launches) -> None:
+    """Add the rounding, and transposing, of an array into another."""
     rows, columns = given.shape if len(given.shape) == 2 else (1, given.shape[0])
     if rows * columns > _MOST_ELEMENTS:
         raise InputError(f"a weight of {rows} x {columns} numbers is too large to be laid out; store it as {to.dtype}")
-    kernel = plan(
-        "lay_out", device=stream.device, rows=rows, columns=columns, transposed=transposed, x_dtype=given.dtype,
-        dtype=to.dtype,
-    )  # fmt: skip
+    sizes = {
+        "rows": rows, "columns": columns, "transposed": transposed, "x_dtype": given.dtype, "dtype": to.dtype
+    }  # fmt: skip
     ends = (columns, rows) if transposed else (rows, columns)
-    kernel.launch(stream, given.view((rows, columns)), to.view(ends))
+    launches.launch("lay_out", sizes, x=given.view((rows, columns)), y=to.view(ends))
 
 
 def assembled(architecture: Architecture, arrays: Mapping[str, Array]) -> Weights:

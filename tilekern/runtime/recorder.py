@@ -181,6 +181,8 @@ class Trace:
     def composites(self, spec: KernelSpec, problem: Problem) -> list[Config]:
         """Return the configs of a problem that are composites."""
         wanted = spec.bucketed(problem)
+        if (spec.name, wanted) not in self._composites and not _may_be_composite(spec, wanted):
+            self._composites[spec.name, wanted] = []
         if (spec.name, wanted) not in self._composites:
             ways = ((config, spec.implement(problem, config)) for config in spec.space.candidates(wanted, self.target))
             found = [config for config, way in ways if way.composite]
@@ -200,7 +202,16 @@ class Trace:
 
     def blocks(self, spec: KernelSpec, problem: Problem, count: int) -> int:
         """Return the size of a grid; it knows the sizes under other configs if a problem uses it."""
-        return Blocks(count, lambda: self._other_grids(spec, problem))
+        return Blocks(count, lambda: self.grids(spec, problem))
+
+    def grids(self, spec: KernelSpec, problem: Problem) -> frozenset[int]:
+        """Return the sizes of the grid of a problem of real sizes under all configs that are kernels."""
+        named = spec.name, problem
+        if named not in self._grids:
+            ways = (spec.implement(problem, c) for c in spec.space.candidates(spec.bucketed(problem), self.target))
+            grids = (way.grid(problem, self.target.sm_count) for way in ways if way.makes_artifact)
+            self._grids[named] = frozenset(grids)
+        return self._grids[named]
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -253,13 +264,18 @@ class Trace:
             frame = frame.f_back
         return op
 
-    def _other_grids(self, spec: KernelSpec, problem: Problem) -> frozenset[int]:
-        named = spec.name, problem
-        if named not in self._grids:
-            ways = (spec.implement(problem, c) for c in spec.space.candidates(spec.bucketed(problem), self.target))
-            grids = (way.grid(problem, self.target.sm_count) for way in ways if way.makes_artifact)
-            self._grids[named] = frozenset(grids)
-        return self._grids[named]
+
+def _may_be_composite(spec: KernelSpec, problem: Problem) -> bool:
+    """Return whether an implementation of a problem is a composite; one config of each tells, allowed or not."""
+    for space in (spec.space, *spec.space.beside):
+        axes = space.axes(problem)
+        if not all(axes.values()):
+            continue  # without a point
+        first = {name: values[0] for name, values in axes.items()}
+        configs = [first | {"implementation": name} for name in axes.get("implementation", ())] or [first]
+        if any(spec.implement(problem, Config(config)).composite for config in configs):
+            return True
+    return False
 
 
 def _on_meta(spec: KernelSpec, problem: Problem) -> dict[str, Any]:

@@ -102,10 +102,10 @@ def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
 
     MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, a hub id, or a plan of
     tilekern.trace. A model's training steps run on meta tensors, which compute nothing; the problems that they ask for
-    are tuned, each once. Problems are measured while others are compiled. Without the GPU, winners are predicted.
-    --stages measure takes the plan from the sweep folder, and needs the GPU. A run that was stopped, or whose --budget
-    was spent, goes on where it was. Lists have commas between. The exit code is 3 if a problem has no winner, unless
-    the budget left it out.
+    are tuned, each once; with --engine, those that the engine without torch asks for. Problems are measured while
+    others are compiled. Without the GPU, winners are predicted. --stages measure takes the plan from the sweep folder,
+    and needs the GPU. A run that was stopped, or whose --budget was spent, goes on where it was. Lists have commas
+    between. The exit code is 3 if a problem has no winner, unless the budget left it out.
     """
     from tilekern.tuning.terminal import print_plan, print_result
 

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tilekern.compile.library import library_of
 from tilekern.kernels import spec_named
 from tilekern.runtime.launcher import PrebuiltKernel, Variant
 from tilekern.runtime.plans import plan_of
@@ -288,7 +287,7 @@ def to_confirm(
     """Yield the entrants that must pass the whole battery after a race.
 
     First the generic variant, which every record carries. Then the ranking of the race until one has passed; if that
-    one needs a library, further until one without a library has, since its record carries that one too. Then, if
+    one is a call of a library or a composite, further until a kernel has, since its record carries that too. Then, if
     ``invariant``, until one of each bit class has. The caller puts each outcome into ``checks`` before it asks for the
     next entrant.
     """
@@ -297,11 +296,11 @@ def to_confirm(
     order = ranked({key: timings[key].as_dict() for key in raced})
     has_winner = False
     for key in order:
-        needs_library = library_of(raced[key].candidate.config) is not None
-        if has_winner and needs_library:
+        is_call = raced[key].candidate.is_library
+        if has_winner and is_call:
             continue
         yield raced[key]
-        if checks[key].passed and not needs_library:
+        if checks[key].passed and not is_call:
             break
         has_winner |= checks[key].passed
     stood = {checks[key].bits for key in order if checks[key].passed and checks[key].cases}

@@ -22,6 +22,7 @@ from tilekern.spec.targets import Target, from_description
 from tilekern.tuning.options import PlanRequest, described_alone
 from tilekern.tuning.plan.beside import with_those_beside
 from tilekern.tuning.plan.configs import path_named, read_json
+from tilekern.tuning.plan.engine import plan_of_engine
 from tilekern.tuning.plan.steps import Planned, Steps, dtype_named
 from tilekern.tuning.sweep.plan import Named, PlanFile
 
@@ -39,11 +40,11 @@ def plan_of(request: PlanRequest, target: Target, root: Path) -> Planned:
         InputError: nothing is asked for, or one of them cannot be planned.
     """
     models = [_of_model(model, request, target) for model in request.models]
-    plans = [*models]
-    plans += [plan_of_wanted(root, target) if p == WANTED else plan_of_file(Path(p), target) for p in request.plans]
+    plans = [plan_of_wanted(root, target) if p == WANTED else plan_of_file(Path(p), target) for p in request.plans]
     plans += [plan_of_problem(text, target) for text in request.problems]
     if request.steps.invariant:
         plans = list(map(_with_classes, plans))
+    plans = [*models, *plans]
     if not plans:
         raise InputError(
             "name a model: a preset such as qwen3-8b, the path of a config.json, or a hub id; else give --plan or "
@@ -101,12 +102,15 @@ def plan_of_anything(model: Any, steps: Steps, target: Target, root: Path) -> Pl
 def _of_model(model: str, request: PlanRequest, target: Target) -> Planned:
     path = path_named(model)
     if path is None or "problems" not in read_json(path):
+        if request.steps.engine:
+            return plan_of_engine(model, request.steps, target)
         from tilekern.tuning.plan.models import plan_of_model  # which loads torch and transformers
 
         return plan_of_model(model, request.steps, target)
     if request.described:
         raise described_alone(request.described)
-    return plan_of_file(path, target)
+    plan = plan_of_file(path, target)
+    return _with_classes(plan) if request.steps.invariant else plan
 
 
 WANTED = "wanted"

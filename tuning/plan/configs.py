@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tilekern.errors import InputError
+from tilekern.inference.hub import cache_folder, cached_snapshot
 from tilekern.tuning.plan.presets import PRESETS
 from tilekern.warning import warn_once
 
@@ -50,13 +51,24 @@ def config_named(model: str) -> tuple[str, Any]:
         UnknownModel: no such model.
         InputError: its config cannot be read or fetched, or transformers does not take it.
     """
+    name, fields = fields_named(model)
+    return name, config_of(fields, name)
+
+
+def fields_named(model: str) -> tuple[str, Mapping[str, Any]]:
+    """Return a model's name for people, and the fields of its config.json; see :func:`config_named`.
+
+    Raises:
+        UnknownModel: no such model.
+        InputError: its config cannot be read or fetched.
+    """
     require_model_name(model)
     if model.lower() in PRESETS:
-        return model.lower(), config_of(PRESETS[model.lower()], model.lower())
+        return model.lower(), PRESETS[model.lower()]
     path = path_named(model)
     if path is not None:
-        return str(path), config_of(read_json(path), str(path))
-    return model, config_of(_from_hub(model), model)
+        return str(path), read_json(path)
+    return model, _from_hub(model)
 
 
 def require_model_name(word: str) -> None:
@@ -102,11 +114,16 @@ def read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _from_hub(model: str) -> Mapping[str, Any]:
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    kept = try_to_load_from_cache(model, "config.json")
-    if isinstance(kept, str):
-        return read_json(Path(kept))
+    snapshot = cached_snapshot(model)
+    if snapshot is not None and (snapshot / "config.json").is_file():
+        return read_json(snapshot / "config.json")
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        raise InputError(
+            f"{model} is not in the Hugging Face cache {cache_folder()}, and huggingface_hub is not installed; pass "
+            f"the path of its config.json or a preset ({', '.join(PRESETS)})"
+        ) from None
     with tempfile.TemporaryDirectory() as spare:
         try:
             # The client would go on trying for half a minute where there is no hub.

@@ -8,8 +8,21 @@ from typing import Any
 def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool = False) -> dict[str, Any]:
     return _sizes(
         "qwen3", hidden, intermediate, layers, (heads, 8), 151936, head_dim=128, tie_word_embeddings=tied,
-        rope_theta=1e6,
+        max_position_embeddings=40960, rope_theta=1e6,
     )  # fmt: skip
+
+
+def _gpt2(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    """Return a size of GPT-2, without its dropout of 0.1: today it is trained without."""
+    return _sizes(
+        "gpt2", hidden, 4 * hidden, layers, (heads, heads), 50257, max_position_embeddings=1024,
+        tie_word_embeddings=True, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+
+
+def _mingpt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    """Return a size of minGPT, whose head has a weight of its own."""
+    return _gpt2(layers, hidden, heads) | {"tie_word_embeddings": False}
 
 
 def _sizes(
@@ -58,8 +71,6 @@ _QWEN_3_MOE = {
     "norm_topk_prob": True,
     "rope_theta": 1e6,
 }
-# GPT-2 was published with dropout of 0.1, and is trained without today.
-_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
@@ -67,7 +78,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64),
-    "llama-3-8b": _sizes("llama", 4096, 14336, 32, (32, 8), 128256, rope_theta=5e5),
+    "llama-3-8b": _sizes("llama", 4096, 14336, 32, (32, 8), 128256, max_position_embeddings=8192, rope_theta=5e5),
     "llama-3.2-1b": _sizes("llama", 2048, 8192, 16, (32, 8), 128256, max_position_embeddings=131072, **_LLAMA_3_2),
     "qwen2.5-7b": _sizes("qwen2", *_QWEN_2_5, rope_theta=1e6),
     "gemma-2-9b": _sizes("gemma2", 3584, 14336, 42, (16, 8), 256000, **_GEMMA_2),
@@ -84,5 +95,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "olmo-2-7b": _sizes("olmo2", 4096, 11008, 32, (32, 32), 100352, rope_theta=5e5),
     "gpt-oss-20b": _sizes("gpt_oss", 2880, 2880, 24, (64, 8), 201088, num_local_experts=32, **_GPT_OSS),
     "qwen3-30b-a3b": _sizes("qwen3_moe", 2048, 6144, 48, (32, 4), 151936, **_QWEN_3_MOE),
-    "gpt2": _sizes("gpt2", 768, 3072, 12, (12, 12), 50257, tie_word_embeddings=True, **_NO_DROPOUT),
+    "gpt2": _gpt2(12, 768, 12),
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-xl": _gpt2(48, 1600, 25),
+    "mingpt-nano": _mingpt(3, 48, 3),
+    "mingpt-tile-small": _mingpt(4, 64, 4),
+    "mingpt-micro": _mingpt(4, 128, 4),
+    "mingpt-tile-medium": _mingpt(6, 128, 4),
+    "mingpt-mini": _mingpt(6, 192, 6),
+    "mingpt-tile-large": _mingpt(8, 256, 8),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tilekern.errors import InputError
@@ -13,6 +13,10 @@ from tilekern.tuning.sweep.plan import Named
 MOST_TOKENS = 1 << 24
 ADAMW, NONE = OPTIMIZERS = ("adamw", "none")
 TOKENS, CONTEXT = (2048, 8192), (4096,)
+# The engine generates, and computes logits of whole sequences only where they are asked for.
+OF_ENGINE: Mapping[str, Sequence[int]] = {"tokens": (), "decode": (1,)}
+# What describes the steps of a model that only transformers runs.
+_OF_MODELS = ("ops", "attention", "tp", "packed", "padded", "checkpointing", "experts", "optimizer", "call", "paged")
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,9 @@ class Steps:
         paged: tokens are decoded from the pages of transformers' continuous batching too.
         invariant: the steps run once more inside ``tilekern.invariant()``, where linear layers are kernels' problems
             too; what they ask for there needs a kernel of one bit class.
+        engine: the steps are those of :mod:`tilekern.inference`, which neither trains nor needs torch: logits of whole
+            sequences, prompts of ``context`` - 1 tokens and of the sequences' lengths, and tokens of ``decode``
+            sequences at once.
 
     Raises:
         InputError: a value is not known or out of range, or steps and sequences do not go together.
@@ -77,12 +84,17 @@ class Steps:
     chunk: Sequence[int] = ()
     paged: bool = False
     invariant: bool = False
+    engine: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", list(dict.fromkeys(map(dtype_named, self.dtype))))
         for name in ("tokens", "sequence", "decode", "context", "chunk"):
             if odd := [count for count in getattr(self, name) if not isinstance(count, int) or isinstance(count, bool)]:
                 raise InputError(f"--{name} {odd[0]!r}: a token count is a whole number")
+        defaults = {field.name: field.default for field in fields(self)}
+        if self.engine and (wrong := [name for name in _OF_MODELS if getattr(self, name) != defaults[name]]):
+            option = "op" if wrong[0] == "ops" else wrong[0]
+            raise InputError(f"--{option} describes a step of transformers' model; leave it out with --engine")
         if self.tp < 1:
             raise InputError(f"--tp {self.tp}: the tensor-parallel degree is a whole number from 1 on")
         if self.optimizer not in OPTIMIZERS:
@@ -99,6 +111,8 @@ class Steps:
         Raises:
             InputError: a count is out of range, or goes together with none of the others.
         """
+        if self.sequence and not self.tokens:
+            raise InputError(f"--sequence {_listed(self.sequence)}: pass --tokens too, the batch times the sequence")
         for option, counts in (("--tokens", self.tokens), ("--sequence", self.sequence)):
             for count in counts:
                 if not 1 <= count <= MOST_TOKENS:

@@ -1,0 +1,139 @@
+"""A dry run of the engine finds the problems that the engine asks for, each of them and no others."""
+
+import pytest
+
+from tilekern.inference import Engine, Sampling
+from tilekern.inference.architectures import architecture_of
+from tilekern.inference.host_tensors import HostTensor, size_bytes
+from tilekern.inference.launches import Queued
+from tilekern.inference.planning import DryRun
+from tilekern.inference.weights import load, stored_by
+from tilekern.kernels import spec_named
+from tilekern.runtime import dispatch
+from tilekern.runtime.recorder import Trace, tracing
+from tilekern.spec.targets import INTERPRETED, resolve
+
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 97}
+LLAMA = {
+    "model_type": "llama", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1, "vocab_size": 97,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
+}  # fmt: skip
+# Few key heads and a long context, so that several blocks share a sequence's keys.
+QWEN3 = LLAMA | {"model_type": "qwen3", "num_key_value_heads": 1, "max_position_embeddings": 512}
+# A model, the dtype that it runs in, that of its checkpoint, and whether that has products as [in, out].
+MODELS = {
+    "gpt2 of Hugging Face": (GPT2, "bfloat16", "float32", True),
+    "gpt2 of minGPT": (GPT2, "float32", "float32", False),
+    "llama": (LLAMA, "bfloat16", "bfloat16", False),
+    "qwen3": (QWEN3, "float32", "bfloat16", False),
+}
+CHUNK = 4
+
+
+@pytest.fixture
+def asked(gpu, monkeypatch):
+    """The problems, at their buckets, that the engine asks for."""
+    found, interpreted = set(), dispatch.array_plan_for
+
+    def plan(spec, device, target, problem):
+        found.add((spec.name, spec.bucketed(problem)))
+        return interpreted(spec, device, target, problem)
+
+    monkeypatch.setattr(dispatch, "array_plan_for", plan)
+    return found
+
+
+def engine_of(gpu, config, dtype, stored, transposed):
+    """An engine whose weights are all 0."""
+    architecture, stream = architecture_of(config), gpu.stream()
+    tensors = {
+        name: HostTensor(name, stored, shape, memoryview(bytes(size_bytes(stored, shape))))
+        for source in stored_by(architecture, transposed=transposed).values()
+        for name, shape in zip(source.names, source.shapes, strict=True)
+    }
+    return Engine(architecture, load(architecture, tensors, dtype, Queued(stream)), dtype, stream)
+
+
+def generate(engine, lengths, **more):
+    for _ in engine.generate([[1] * length for length in lengths], 2, ignores_ends=True, chunk=CHUNK, **more):
+        pass
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_that_the_engine_asks_for_is_found_and_nothing_else(gpu, asked, name):
+    config, dtype, stored, transposed = MODELS[name]
+    engine = engine_of(gpu, config, dtype, stored, transposed)
+    engine.forward([[1] * 5] * 2)
+    generate(engine, (5, 5, 9))
+    generate(engine, (9,), sampling=Sampling(temperature=1.0))
+
+    found = Trace(INTERPRETED)
+    dry = DryRun(found, engine.architecture, dtype)
+    dry.load(stored, transposed=transposed)
+    dry.forward(2, 5)
+    for batch, tokens in ((2, 5), (1, 9)):
+        dry.prompt(batch, tokens, CHUNK)
+    for batch in (3, 1):
+        dry.token(batch, engine.context)
+    # Here three sequences draw no tokens, and one does not take the likeliest.
+    both = {("sample", 4), ("greedy", 1)}
+    assert both == {(kernel, problem.get("rows")) for kernel, problem in found.asked.keys() - asked} & both
+    planned = {named for named in found.asked if (named[0], named[1].get("rows")) not in both}
+    assert without_joins(planned) == without_joins(asked)
+    assert asked <= set(found.problems)
+    assert {kernel for kernel, _ in found.others} <= {"decode_join", "skinny_parts", "skinny_join"}
+
+
+def without_joins(problems):
+    """A join is that of the config which runs."""
+    return {named for named in problems if named[0] != "decode_join"}
+
+
+@pytest.mark.parametrize("splits", [1, 4, 0])
+def test_what_other_configs_of_attention_leave_to_be_joined_is_found(gpu, asked, monkeypatch, splits):
+    interpreted = dispatch.array_plan_for
+
+    def plan(spec, device, target, problem):
+        usual = interpreted(spec, device, target, problem)
+        if spec.name != "decode_attention":
+            return usual
+        config = next(c for c in spec.space.candidates(spec.bucketed(problem), INTERPRETED) if c["splits"] == splits)
+        implementation = spec.device(problem, config)
+        return type(usual)(implementation, config, implementation.grid(problem, INTERPRETED.sm_count))
+
+    monkeypatch.setattr(dispatch, "array_plan_for", plan)
+    generate(engine_of(gpu, QWEN3, "bfloat16", "bfloat16", False), (3,))
+    found = Trace(INTERPRETED)
+    DryRun(found, architecture_of(QWEN3), "bfloat16").token(1, 512)
+    joins = {named for named in asked if named[0] == "decode_join"}
+    assert len(joins) == (splits != 1)
+    assert joins <= set(found.problems)
+
+
+def test_a_step_counts_the_launches_of_all_layers_and_loading_none():
+    found = Trace(resolve("H200"))
+    dry = DryRun(found, architecture_of(QWEN3 | {"num_hidden_layers": 3}), "bfloat16")
+    dry.load("float32")
+    assert {kernel for kernel, _ in found.problems} == {"lay_out"}
+    assert not found.launches
+    dry.token(2, 512)
+    counts = {}
+    for (kernel, _), count in found.launches.items():
+        counts[kernel] = counts.get(kernel, 0) + count
+    assert counts == {
+        "embedding": 2, "rms_norm_forward": 1, "fused_add_rms_norm_forward": 6, "skinny_linear": 3 * 4 + 1,
+        "append_to_cache": 3, "decode_attention": 3, "decode_join": 3, "advance": 1, "greedy": 1, "sample": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [GPT2, LLAMA])
+def test_the_parts_of_a_composite_are_those_that_it_asks_for(kind):
+    wide = {"n_embd": 2048} if kind is GPT2 else {"hidden_size": 2048, "intermediate_size": 8192}
+    config = kind | wide
+    found, called = Trace(resolve("H200")), Trace(resolve("H200"))
+    DryRun(found, architecture_of(config), "bfloat16").token(8, 64)
+    with tracing(called):
+        for kernel, problem in found.asked:
+            called.take_apart(spec_named(kernel), problem)
+    parts = {named for named in found.others if named[0].startswith("skinny")}
+    assert parts == set(called.others) != set()

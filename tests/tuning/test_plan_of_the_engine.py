@@ -1,0 +1,102 @@
+"""``--engine`` plans what :mod:`tilekern.inference` launches, by its own steps."""
+
+import json
+
+import pytest
+
+from tilekern.errors import InputError
+from tilekern.inference.architectures import architecture_of
+from tilekern.inference.engine import CHUNK
+from tilekern.inference.planning import DryRun
+from tilekern.runtime.recorder import Trace
+from tilekern.runtime.rows import has_rows
+from tilekern.spec import bucket
+from tilekern.spec.targets import resolve
+from tilekern.tuning.options import PLAN_OPTIONS, PlanRequest
+from tilekern.tuning.plan.choosing import plan_of
+from tilekern.tuning.plan.engine import plan_of_engine
+from tilekern.tuning.plan.presets import PRESETS
+from tilekern.tuning.plan.steps import OF_ENGINE, Steps
+
+H200 = resolve("H200")
+QWEN3 = {
+    "model_type": "qwen3", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 97,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """Plan a model as the command line does."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(QWEN3))
+
+    def plan(*models, **options):
+        given = dict.fromkeys(PLAN_OPTIONS) | {"plans": (), "problems": (), "engine": True} | options
+        return plan_of(PlanRequest.of(given | {"models": models or (str(config),)}), H200, tmp_path)
+
+    return plan
+
+
+def rows_of(plan, kernel):
+    return {problem["rows"] for name, problem in plan.problems if name == kernel}
+
+
+def test_its_options_say_what_the_engine_runs(planned):
+    found = Trace(H200)
+    for dtype in ("bfloat16", "float16"):
+        dry = DryRun(found, architecture_of(QWEN3), dtype)
+        dry.forward(4, 8)
+        for chunk in (CHUNK, 16):
+            for batch, tokens in ((4, 8), (1, 31), (2, 31), (1, 127), (2, 127)):
+                dry.prompt(batch, tokens, chunk)
+        for batch in (1, 2):
+            for context in (32, 128):
+                dry.token(batch, context)
+        for stored in ("float32", "bfloat16"):
+            dry.load(stored)
+    plan = planned(decode="1,2", context="32,128,256", tokens="32", sequence="8", chunk="16", dtype="bf16,fp16")
+    assert set(plan.problems) == set(found.problems)
+    assert plan.launches == found.launches
+    assert plan.name.endswith("config.json-engine")
+
+
+def test_by_default_it_generates_one_sequence(planned):
+    plan = planned()
+    assert rows_of(plan, "skinny_linear") == {1}
+    assert rows_of(plan, "swiglu_forward") == {128}, "a prompt fills the context but for a token"
+    assert not plan.invariant
+
+
+def test_the_invariant_mode_needs_a_class_of_the_same_problems(planned):
+    usual, plan = planned(decode="1,8", tokens="1"), planned(decode="1,8", tokens="1", invariant=True)
+    assert plan.problems == usual.problems
+    assert plan.invariant == {named for named in plan.problems if has_rows(*named)}
+
+
+@pytest.mark.parametrize("options", [{"packed": True}, {"op": "rope"}, {"tp": 2}, {"paged": True}], ids=str)
+def test_options_of_other_steps_are_refused(planned, options):
+    (name,) = options
+    with pytest.raises(InputError, match=f"--{name} describes a step of transformers' model; leave it out with --eng"):
+        planned(**({"ops": "rope"} if name == "op" else options))
+
+
+def test_a_sequence_must_fit(planned):
+    with pytest.raises(InputError, match="--sequence 8,16: pass --tokens too, the batch times the sequence"):
+        planned(sequence="8,16")
+    with pytest.raises(InputError, match="a sequence of 129 tokens does not fit a context of 128; pass --sequence"):
+        planned(tokens="129")
+
+
+def test_a_model_that_it_does_not_run_is_named(planned):
+    with pytest.raises(InputError, match=r"mistral-7b: config\.json: model_type is 'mistral'; the engine runs gpt2"):
+        planned("mistral-7b")
+
+
+@pytest.mark.parametrize("name", [name for name, config in PRESETS.items() if config["model_type"] == "gpt2"])
+def test_sizes_of_gpt2_are_presets(name):
+    plan = plan_of_engine(name, Steps(**OF_ENGINE), H200)
+    (attended,) = (problem for kernel, problem in plan.problems if kernel == "decode_attention")
+    width, heads = (PRESETS[name][field] for field in ("hidden_size", "num_attention_heads"))
+    assert attended["kv_heads"] == bucket(heads)
+    assert (attended["head_dim"], attended["keys"]) == (width // heads, 1024)
