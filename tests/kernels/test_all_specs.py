@@ -76,15 +76,31 @@ def test_any_config_is_right_on_any_problem_and_any_strides(spec, data):
 def test_every_function_is_right_on_any_grid(spec, blocks, dtype):
     """A generic variant runs on the aligned one's grid.
 
-    This holds for the generic config, and for any config with a persistent schedule.
+    This holds for the generic config, and for any config with a persistent schedule. A generic config with a block for
+    each tile may have the tiles, and so the grid, of all others.
     """
-    problem = sized(spec, dtype)
-    inputs = inputs_of(spec, problem)
-    persistent = {}
-    for config in configs(spec, problem):
-        if config.get("schedule") == "persistent" and not spec.is_library(problem, config):
-            persistent.setdefault(spec.device(problem, config).function, config)
-    assert_right(spec, problem, {spec.generic(problem), *persistent.values()}, inputs, blocks)
+    problem, large = sized(spec, dtype), sized(spec, dtype, rows=64, tokens=64, columns=1000, kv_columns=500)
+    inputs, generic = inputs_of(spec, problem), spec.generic(problem)
+    looping = {
+        spec.device(problem, config).function: config
+        for config in configs(spec, problem)
+        if config.get("schedule") == "persistent" and not spec.is_library(problem, config)
+    }
+    if generic.get("schedule") == "block" and len(grids_of(spec, large)) == 1:
+        assert_right(spec, problem, [generic], inputs)
+    else:
+        assert_right(spec, problem, {generic, *looping.values()}, inputs, blocks)
+
+
+def grids_of(spec, problem):
+    """The sizes of the grids of a problem's kernels on an H200, the generic one's too."""
+    target = resolve("H200")
+    kernels = (spec.generic(problem), *spec.space.candidates(problem, target))
+    return {
+        spec.device(problem, config).grid(problem, target.sm_count)
+        for config in kernels
+        if not spec.is_library(problem, config)
+    }
 
 
 @every_spec
