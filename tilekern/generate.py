@@ -133,7 +133,7 @@ class _Request:
             return "stopped" if run.is_stopped else "length"
 
         return {
-            "model": self.model, "dtype": engine.dtype, "context": engine.context,
+            "model": self.model, "dtype": engine.dtype, "weight_dtype": engine.weight_dtype, "context": engine.context,
             "sequences": [
                 {
                     "prompt": sequence.text, "prompt_ids": sequence.prompt, "ids": sequence.ids,
@@ -238,6 +238,9 @@ def _asked(arguments: list[str] | None) -> _Request | int:
     )
     @click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16, float16 or float32.")
     @click.option(
+        "--weight-dtype", help="int8: weights of products in 8 bits, with a scale for each output. Default as --dtype."
+    )
+    @click.option(
         "--context", type=int, help="Tokens of a sequence at most; default as many as the model allows, at most 4096."
     )
     @click.option("--heads", type=int, help="Heads of a state dict without config.json, such as minGPT's.")
@@ -247,22 +250,25 @@ def _asked(arguments: list[str] | None) -> _Request | int:
     @click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
     def command(
         model: str, prompts: tuple[str, ...], ids: tuple[str, ...], new: int, seed: int, ignores_ends: bool,
-        as_json: bool, dtype: str, context: int | None, heads: int | None, device: int, **sampling: Any,
+        as_json: bool, dtype: str, weight_dtype: str | None, context: int | None, heads: int | None, device: int,
+        **sampling: Any,
     ) -> _Request:  # fmt: skip
         """Generate text with GPT-2, Llama or Qwen3, without torch.
 
         MODEL is a folder with config.json and safetensors, a file of weights, or a hub id. One prompt's text is printed
         as it comes, that of several when each ends, under its number. The time is told on standard error.
 
-        --json: model, dtype, context, sequences (prompt, prompt_ids, ids, text, seed, finish_reason), tokens, load_s,
-        generate_s, first_token_s, tokens_per_s.
+        --json: model, dtype, weight_dtype, context, sequences (prompt, prompt_ids, ids, text, seed, finish_reason),
+        tokens, load_s, generate_s, first_token_s, tokens_per_s.
         """
         check_settings()
         if bool(prompts) == bool(ids):
             raise InputError("give prompts by --prompt TEXT, or by --ids 1,2,3" + ", not by both" * bool(ids))
         return _Request(
             model, prompts, tuple(map(_numbers, ids)), new, sampling, seed,
-            {"dtype": dtype, "context": context, "heads": heads, "device": device}, ignores_ends, as_json,
+            {
+                "dtype": dtype, "weight_dtype": weight_dtype, "context": context, "heads": heads, "device": device,
+            }, ignores_ends, as_json,
         )  # fmt: skip
 
     try:

@@ -262,7 +262,7 @@ def test_memory_returns_to_the_pool_and_serves_the_same_stream_again(ran):
     assert outside.startswith("InputError: a view of shape (4, 5) and strides (5, 1) from element 0 on ends after the")
     assert part == "InputError: only contiguous elements are copied and filled; these have the strides (4, 1)"
     for text in shown[7]:
-        assert text.endswith("known dtypes: bfloat16, float16, float32, int32, int64, uint8")
+        assert text.endswith("known dtypes: bfloat16, float16, float32, int8, int32, int64, uint8")
     assert shown[8:] == [[True, None], 0]
     taken = [one["bytes"] for one in calls if one["call"] == "alloc"]
     assert taken == [512, 512, 512]
@@ -401,7 +401,7 @@ def test_arrays_and_streams_of_other_libraries_are_taken_and_what_does_not_fit_i
     handle, count = shown[1]
     assert [one["stream"] for one in launches[:4]] == [handle] * 4
     assert count == 4
-    dtypes = "kernels take bfloat16, float16, float32, int32, int64, uint8"
+    dtypes = "kernels take bfloat16, float16, float32, int8, int32, int64, uint8"
     said = "swiglu_forward(gate bfloat16[64, 12288], up bfloat16[64, 12288], y bfloat16[64, 12288]) on GPU 0"
     problem = "rows=64,columns=12288,dtype=bfloat16"
     neither = "it has neither __cuda_array_interface__ nor DLPack"

@@ -32,7 +32,7 @@ class OnGpuBefore1(OnGpu):
 
 
 @pytest.mark.parametrize("versioned", [True, False])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "int64", "uint8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int8", "int32", "int64", "uint8"])
 def test_a_tensor_s_memory_is_read_by_dlpack(dtype, versioned):
     whole = torch.zeros(4, 6, dtype=getattr(torch, dtype))
     for tensor in (whole, whole.t(), whole[1:, 2:4], whole[0, 0], whole[:, :0]):

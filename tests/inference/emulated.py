@@ -10,7 +10,7 @@ from tilekern.runtime import driver
 from tilekern.runtime.plans import InterpretedPlan
 from tilekern.spec.targets import INTERPRETED
 
-TORCH = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "int32", "int64", "uint8")}
+TORCH = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "int8", "int32", "int64", "uint8")}
 
 
 def tensor_of(array):

@@ -108,6 +108,17 @@ def test_ids_need_no_tokenizers_and_are_printed_as_they_are_given(gpu, folder, c
     )  # fmt: skip
 
 
+def test_int8_weights_write_the_same_text_where_they_lose_nothing(gpu, folder, capsys):
+    """The weights are zeros and ones."""
+    _, _, ids = ids_of(folder, PROMPT, 6)
+    ran = run(capsys, folder, "--prompt", PROMPT, "--new", 6, "--json", "--weight-dtype", "int8")
+    document = json.loads(ran.out)
+    assert document["sequences"][0]["ids"] == ids
+    assert (document["dtype"], document["weight_dtype"]) == ("float32", "int8")
+    wrong = run(capsys, folder, "--prompt", PROMPT, "--weight-dtype", "int4", code=2).err
+    assert wrong == "tilekern: weight_dtype must be int8 or that of dtype, float32, got 'int4'\n"
+
+
 def test_the_document_has_the_exact_text_and_its_fields_stand_in_the_page_and_in_the_help(gpu, folder, capsys):
     tokenizer, prompt, ids = ids_of(folder, PROMPT, 6)
     ran = run(capsys, folder, "--prompt", PROMPT, "--new", 6, "--json", "--context", 32)

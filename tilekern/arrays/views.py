@@ -15,12 +15,16 @@ from tilekern.errors import InputError
 from tilekern.runtime.driver import Fetched, Memory, Stream, device_of
 
 # By the arrays' dtypes: how __cuda_array_interface__ spells them (bfloat16 as ml_dtypes does), and their bytes.
-TYPESTRS = {"bfloat16": "<V2", "float16": "<f2", "float32": "<f4", "int32": "<i4", "int64": "<i8", "uint8": "|u1"}
+TYPESTRS = {
+    "bfloat16": "<V2", "float16": "<f2", "float32": "<f4", "int8": "|i1", "int32": "<i4", "int64": "<i8",
+    "uint8": "|u1",
+}  # fmt: skip
 ITEM_BYTES = {dtype: int(typestr[2:]) for dtype, typestr in TYPESTRS.items()}
 _DTYPES = {typestr: dtype for dtype, typestr in TYPESTRS.items()}
 # The same by DLPack's code and bits of a type.
 _DLPACK_DTYPES = {
-    (4, 16): "bfloat16", (2, 16): "float16", (2, 32): "float32", (0, 32): "int32", (0, 64): "int64", (1, 8): "uint8",
+    (4, 16): "bfloat16", (2, 16): "float16", (2, 32): "float32", (0, 8): "int8", (0, 32): "int32", (0, 64): "int64",
+    (1, 8): "uint8",
 }  # fmt: skip
 # DLPack's types of memory that kernels read: that of a GPU, and managed memory.
 _ON_GPU = (2, 13)
@@ -44,7 +48,7 @@ class Array:
 
     Attributes:
         memory: the memory.
-        dtype: ``bfloat16``, ``float16``, ``float32``, ``int32``, ``int64`` or ``uint8``.
+        dtype: ``bfloat16``, ``float16``, ``float32``, ``int8``, ``int32``, ``int64`` or ``uint8``.
         shape: the sizes.
         strides: the distances of neighbours along each axis, in elements.
         address: where the first element is.

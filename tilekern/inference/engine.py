@@ -30,14 +30,15 @@ _KEPT_FORWARDS = 8
 
 
 def load(
-    where: str | os.PathLike[str], *, dtype: str = "bfloat16", context: int | None = None, heads: int | None = None,
-    device: Device | int = 0,
+    where: str | os.PathLike[str], *, dtype: str = "bfloat16", weight_dtype: str | None = None,
+    context: int | None = None, heads: int | None = None, device: Device | int = 0,
 ) -> Engine:  # fmt: skip
     """Return the engine of a checkpoint.
 
     Args:
         where: a folder with config.json and safetensors, a state dict of minGPT's, or a hub id.
         dtype: ``bfloat16``, ``float16`` or ``float32``: of weights, activations and caches.
+        weight_dtype: ``int8`` for weights of products in 8 bits, with a scale for each output; by default ``dtype``.
         context: the most tokens of a sequence; by default as many as the model was made for, at most 4096.
         heads: of a state dict of minGPT's, which does not say it; the sizes are then its tensors', and no config.json
             is read.
@@ -51,6 +52,9 @@ def load(
     """
     if dtype not in layout.DTYPES:
         raise InputError(f"dtype must be one of {', '.join(layout.DTYPES)}, got {dtype!r:.40}")
+    weight_dtype = weight_dtype or dtype
+    if weight_dtype not in (dtype, layout.INT8):
+        raise InputError(f"weight_dtype must be {layout.INT8} or that of dtype, {dtype}, got {weight_dtype!r:.40}")
     gpu = device_numbered(device) if isinstance(device, int) else device
     with open_checkpoint(where) as checkpoint:
         is_described = checkpoint.config and heads is None
@@ -62,7 +66,8 @@ def load(
             ends = architecture.ends | ends_of(read_json(more), more.name)
             architecture = dataclasses.replace(architecture, ends=ends)
         stream = gpu.stream()
-        weights = layout.load(architecture, checkpoint.tensors, dtype, Queued(stream))
+        int8 = weight_dtype == layout.INT8
+        weights = layout.load(architecture, checkpoint.tensors, dtype, Queued(stream), int8=int8)
     return Engine(architecture, weights, dtype, stream, context)
 
 
@@ -71,7 +76,8 @@ class Engine:
 
     Attributes:
         architecture: the model's sizes.
-        dtype: of weights, activations and caches.
+        dtype: of activations, caches and the weights that are not int8.
+        weight_dtype: ``int8`` if the weights of products are, otherwise ``dtype``.
         context: the most tokens of a sequence.
         stream: the stream on which all of its work is queued.
     """
@@ -92,7 +98,10 @@ class Engine:
         self.architecture, self.dtype, self.context, self.stream = architecture, dtype, context, stream
         angles = empty((context, architecture.head_dim // 2 * 2), dtype, stream)
         angles.write(angles_of(architecture, context, dtype))
-        self._model = Model(architecture, weights, dtype, angles)
+        elements = layout.scratch_elements(weights)
+        scratch = empty((elements,), dtype, stream) if elements else None
+        self.weight_dtype = layout.INT8 if elements else dtype
+        self._model = Model(architecture, weights, dtype, angles, scratch)
         self._forwards: dict[tuple[int, int], Forward] = {}
         self._generation: Generation | None = None
 

@@ -17,7 +17,7 @@ from tilekern.errors import InputError
 
 # By the dtypes that checkpoints have, under torch's names.
 ITEM_BYTES = spec.ITEM_BYTES | {
-    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "uint64": 8, "float64": 8, "complex64": 8,
+    "bool": 1, "uint8": 1, "uint16": 2, "int16": 2, "uint32": 4, "uint64": 8, "float64": 8, "complex64": 8,
     "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
 }  # fmt: skip
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

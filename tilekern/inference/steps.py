@@ -4,6 +4,9 @@ The launches, and so the bits, are those of a patched transformers model: produc
 residual is added by the norm behind it. A step of one token reads the cache by the kernel of decoding, one of several
 tokens by that of training's attention, over the keys before them and their own.
 
+For a product of more rows than the kernels of few rows take, an int8 weight is first multiplied by its scales and
+rounded to the model's dtype. The others multiply sums by the scales, so the bits differ.
+
 Layout: a residual stream [batch * tokens, width]. Keys and values of a layer [batch, kv_heads, room, head_dim].
 """
 
@@ -36,14 +39,16 @@ class Model:
 
     Attributes:
         architecture, weights: the model.
-        dtype: of weights, activations and caches.
+        dtype: of activations, caches and the weights that are not int8.
         angles: cosines and sines by position, [room, 2 * pairs]; of a model without rotation those of angle 0.
+        scratch: room for the largest int8 weight of a layer in ``dtype``; None for a model without int8 weights.
     """
 
     architecture: Architecture
     weights: Weights
     dtype: str
     angles: Array
+    scratch: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,7 @@ class Step:
             x, added = self._last(x), None if added is None else self._last(added)
         _, y = self._normed(x, added, model.weights.norm)
         self.logits = new_logits(launches, y.shape[0], model) if to is None else to
-        self._product(y, Product(model.weights.head), to=self.logits)
+        self._product(y, model.weights.head, to=self.logits)
 
     def _new(self, *shape: int, dtype: str | None = None) -> Array:
         return self._to.array(shape, dtype or self._model.dtype)
@@ -215,10 +220,32 @@ class Step:
         }  # fmt: skip
         bias = {} if product.bias is None else {"bias": product.bias}
         if rows <= MOST_ROWS:
-            self._to.launch("skinny_linear", sizes, x=x, weight=product.weight, y=out, **bias)
+            kernel, scale = _of_few_rows(product.scale)
+            self._to.launch(kernel, sizes, x=x, weight=product.weight, y=out, **scale, **bias)
+        elif product.scale is not None:
+            self._dequantized_product(x, product, gelu, out)
         else:
             self._to.launch("matmul", sizes | {"b_transposed": True}, a=x, b=product.weight, c=out, **bias)
         return out
+
+    def _dequantized_product(self, x: Array, product: Product, gelu: bool, to: Array) -> None:
+        """Add a product with an int8 weight, of which the scratch holds all rows in the model's dtype, or some."""
+        scratch, (rows, inner), dtype = self._model.scratch, product.weight.shape, self._model.dtype
+        assert scratch is not None
+        assert product.scale is not None
+        most = scratch.shape[0] // inner
+        # Columns of the result then begin at multiples of 16 bytes.
+        most = rows if most >= rows else most // _UNIT * _UNIT
+        for first in range(0, rows, most):
+            count = min(most, rows - first)
+            weight = scratch.view((count, inner))
+            self._to.launch(
+                "dequantize_rows", {"rows": count, "columns": inner, "dtype": dtype},
+                x=product.weight.view((count, inner), offset=first * inner),
+                scale=product.scale.view((count,), offset=first), y=weight,
+            )  # fmt: skip
+            bias = None if product.bias is None else product.bias.view((count,), offset=first)
+            self._product(x, Product(weight, bias), gelu=gelu, to=to.view((x.shape[0], count), to.strides, first))
 
     def _by_experts(self, layer: Layer, x: Array) -> Array:
         """Return the weighted sum of each token's experts: its slots, one for each, are sorted by expert."""
@@ -276,16 +303,19 @@ class Step:
         """Return what an MLP computes before its last product."""
         if layer.gate is None:
             return self._product(x, layer.up, gelu=True)
-        (rows, width), columns, dtype = x.shape, layer.gate.shape[0], self._model.dtype
+        (rows, width), columns, dtype = x.shape, layer.gate.weight.shape[0], self._model.dtype
         out = self._new(rows, columns)
         if rows <= MOST_ROWS:
             sizes: dict[str, Any] = {
                 "rows": rows, "inner": width, "columns": columns, "gated": True, "rounded": True, "silu": True,
                 "dtype": dtype,
             }  # fmt: skip
-            self._to.launch("skinny_linear", sizes, x=x, weight=layer.gate, up=layer.up.weight, y=out)
+            kernel, scale = _of_few_rows(layer.gate.scale)
+            up_scale = {} if layer.up.scale is None else {"up_scale": layer.up.scale}
+            weights = {"weight": layer.gate.weight, "up": layer.up.weight}
+            self._to.launch(kernel, sizes, x=x, y=out, **weights, **scale, **up_scale)
             return out
-        gate, up = self._product(x, Product(layer.gate)), self._product(x, layer.up)
+        gate, up = self._product(x, layer.gate), self._product(x, layer.up)
         self._to.launch("swiglu_forward", {"rows": rows, "columns": columns, "dtype": dtype}, gate=gate, up=up, y=out)
         return out
 
@@ -388,6 +418,11 @@ def add_next(
         places=_flat(tokens.places), lengths=tokens.lengths,
     )  # fmt: skip
     choice.add(launches, step.logits, positions, greedy=greedy)
+
+
+def _of_few_rows(scale: Array | None) -> tuple[str, dict[str, Array]]:
+    """Return the kernel of a product of few rows, and its argument for the scale of an int8 weight."""
+    return ("skinny_linear", {}) if scale is None else ("skinny_linear_int8", {"scale": scale})
 
 
 def _flat(x: Array) -> Array:

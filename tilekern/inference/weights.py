@@ -2,10 +2,16 @@
 
 Layout: :class:`Weights` names what the decoder reads, whatever the checkpoint calls it. Each of a checkpoint's tensors
 is used once, and a tensor that is missing or has no use is an error, so that no model runs with half of its weights.
+
+Weights of products may be int8 with a scale for each row, quantised on the GPU from the checkpoint's own numbers,
+tensor by tensor. These stay in the model's dtype: experts, whose kernels read no int8; routers, whose choices a small
+error can change; and a head that is the embedding, whose rows are looked up too. A head of its own is quantised, since
+each token reads all of it.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +24,7 @@ from tilekern.inference.host_tensors import HostTensor
 from tilekern.inference.launches import Launches
 
 DTYPES = ("bfloat16", "float16", "float32")
+INT8 = "int8"
 # Kernels index with 32 bits.
 _MOST_ELEMENTS = (1 << 31) - 1
 # What checkpoints hold beside weights: masks of attention and frequencies of rotations, which are computed.
@@ -26,10 +33,11 @@ _COMPUTED = re.compile(r"\.attn\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$|^(t
 
 @dataclass
 class Product:
-    """The weight [out, in] of a product and its bias [out], if it has one."""
+    """The weight [out, in] of a product, its bias [out], if it has one, and the scale [out] of an int8 weight."""
 
     weight: Array
     bias: Array | None = None
+    scale: Array | None = None
 
 
 @dataclass
@@ -53,7 +61,7 @@ class Layer:
     heads_norm: tuple[Array, Array] | None
     output: Product
     mlp_norm: Norm
-    gate: Array | None
+    gate: Product | None
     up: Product
     down: Product
     router: Array | None = None
@@ -67,7 +75,7 @@ class Weights:
     positions: Array | None
     layers: list[Layer]
     norm: Norm
-    head: Array
+    head: Product
 
 
 @dataclass(frozen=True)
@@ -202,15 +210,28 @@ def _llama(of: Architecture) -> Iterator[tuple[str, Source]]:
         yield "head", Source(("lm_head.weight",), ((of.vocabulary, width),))
 
 
-def load(architecture: Architecture, tensors: Mapping[str, HostTensor], dtype: str, launches: Launches) -> Weights:
-    """Copy a checkpoint's tensors to arrays of ``launches``, in ``dtype``.
+def load(
+    architecture: Architecture, tensors: Mapping[str, HostTensor], dtype: str, launches: Launches, *, int8: bool = False
+) -> Weights:
+    """Copy a checkpoint's tensors to arrays of ``launches``, in ``dtype``; as int8 those of :func:`is_quantized`.
 
     Raises:
         InputError: a tensor is missing, has no use, or has another shape or dtype.
         DriverError: the GPU has no memory left for them.
     """
-    sources = sources_of(architecture, tensors)
-    return assembled(architecture, {key: _put(source, tensors, dtype, launches) for key, source in sources.items()})
+    arrays: dict[str, Array] = {}
+    for key, source in sources_of(architecture, tensors).items():
+        if int8 and is_quantized(architecture, key):
+            arrays[key], arrays[f"{key}.scale"] = _put_quantized(source, tensors, launches)
+        else:
+            arrays[key] = _put(source, tensors, dtype, launches)
+    return assembled(architecture, arrays)
+
+
+def is_quantized(architecture: Architecture, key: str) -> bool:
+    """Tell whether an array, by the name of :func:`sources_of`, is int8 in a model with int8 weights."""
+    parts = ["projections", "output"] if architecture.experts else ["projections", "output", "gate", "up", "down"]
+    return key == "head" or key.endswith(tuple(f".{part}.weight" for part in parts))
 
 
 def _put(source: Source, tensors: Mapping[str, HostTensor], dtype: str, launches: Launches) -> Array:
@@ -225,10 +246,36 @@ def _put(source: Source, tensors: Mapping[str, HostTensor], dtype: str, launches
         if tensor.dtype == dtype and not source.transposed:
             part.write(tensor.data)
         else:
-            given = launches.array(shape, tensor.dtype)
-            given.write(tensor.data)
-            _lay_out(given, part, source.transposed, launches)
-            # The memory of ``given`` returns to the pool, which gives it out again for later work of this stream.
+            _lay_out(_staged(tensor, launches), part, source.transposed, launches)
+    return array
+
+
+def _put_quantized(source: Source, tensors: Mapping[str, HostTensor], launches: Launches) -> tuple[Array, Array]:
+    """Return an int8 matrix of a source's tensors, and the scale of each row."""
+    rows, columns = source.shape
+    array, scale, row = launches.array((rows, columns), INT8), launches.array((rows,), "float32"), 0
+    for name in source.names:
+        given = _staged(tensors[name], launches)
+        if source.transposed:
+            turned = launches.array(given.shape[::-1], given.dtype)
+            _lay_out(given, turned, True, launches)
+            given = turned
+        count = given.shape[0]
+        launches.launch(
+            "quantize_rows", {"rows": count, "columns": columns, "dtype": given.dtype}, x=given,
+            y=array.view((count, columns), offset=row * columns), scale=scale.view((count,), offset=row),
+        )  # fmt: skip
+        row += count
+    return array, scale
+
+
+def _staged(tensor: HostTensor, launches: Launches) -> Array:
+    """Return a tensor on the GPU as the checkpoint has it.
+
+    Its memory returns to the pool, which gives it out again for later work of the stream.
+    """
+    array = launches.array(tensor.shape, tensor.dtype)
+    array.write(tensor.data)
     return array
 
 
@@ -248,7 +295,8 @@ def assembled(architecture: Architecture, arrays: Mapping[str, Array]) -> Weight
     """Return the weights of arrays by the names of :func:`sources_of`."""
 
     def product(key: str) -> Product:
-        return Product(arrays[f"{key}.weight"], arrays.get(f"{key}.bias"))
+        name = f"{key}.weight"
+        return Product(arrays[name], arrays.get(f"{key}.bias"), arrays.get(f"{name}.scale"))
 
     def norm(key: str) -> Norm:
         return Norm(arrays[f"{key}.weight"], arrays.get(f"{key}.bias"))
@@ -264,7 +312,8 @@ def assembled(architecture: Architecture, arrays: Mapping[str, Array]) -> Weight
         heads = (arrays[f"{key}.q_norm"], arrays[f"{key}.k_norm"]) if architecture.heads_normed else None
         return Layer(
             attention_norm=norm(f"{key}.attention_norm"), projections=product(f"{key}.projections"), heads_norm=heads,
-            output=product(f"{key}.output"), mlp_norm=norm(f"{key}.mlp_norm"), gate=arrays.get(f"{key}.gate.weight"),
+            output=product(f"{key}.output"), mlp_norm=norm(f"{key}.mlp_norm"),
+            gate=product(f"{key}.gate") if f"{key}.gate.weight" in arrays else None,
             up=product_of_experts(f"{key}.up"), down=product_of_experts(f"{key}.down"),
             router=arrays.get(f"{key}.router"),
         )  # fmt: skip
@@ -272,8 +321,16 @@ def assembled(architecture: Architecture, arrays: Mapping[str, Array]) -> Weight
     return Weights(
         embedding=arrays["embedding"], positions=arrays.get("positions"),
         layers=[layer(f"layers.{number}") for number in range(architecture.layers)], norm=norm("norm"),
-        head=arrays["embedding"] if architecture.tied else arrays["head"],
+        head=Product(arrays["embedding" if architecture.tied else "head"], scale=arrays.get("head.scale")),
     )  # fmt: skip
+
+
+def scratch_elements(weights: Weights) -> int:
+    """Return the elements of the largest int8 weight of a layer; 0 if there are none."""
+    products = [
+        x for layer in weights.layers for x in (layer.projections, layer.output, layer.gate, layer.up, layer.down)
+    ]
+    return max(math.prod(x.weight.shape) if x is not None and x.scale is not None else 0 for x in products)
 
 
 def config_of_state_dict(tensors: Mapping[str, HostTensor], heads: int | None) -> dict[str, Any]:

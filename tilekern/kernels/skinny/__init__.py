@@ -1,5 +1,8 @@
-"""Linear layers of few rows: whole sums in one kernel, of q, k and v too, or shares of sums in one and their join."""
+"""Linear layers of few rows: whole sums in one kernel, of q, k and v too, or shares of sums in one and their join.
 
-from tilekern.kernels.skinny import linear, projections, split
+Weights are in the dtype of the rows, or int8 with a scale for each output.
+"""
 
-SPECS = (*linear.SPECS, *projections.SPECS, *split.SPECS)
+from tilekern.kernels.skinny import int8, linear, projections, split
+
+SPECS = (*linear.SPECS, *int8.SPECS, *projections.SPECS, *split.SPECS)
