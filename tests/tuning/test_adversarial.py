@@ -90,8 +90,9 @@ def test_every_reference_can_be_computed_in_float32(spec):
         assert narrow[name].dtype == torch.float32
         error = (narrow[name].double() - reference).norm() / (reference.norm() + 1e-30)
         assert error < 1e-5
-    # Half of a slope is as exact in float32, and a copied row, and a token's number.
-    if spec.name not in ("tvd_elements_backward", "gather_rows", "embedding", "greedy", "sample"):
+    # Half of a slope is as exact in float32, and a copied row, and a token's number; to quantise is float32's own work.
+    exact = ("tvd_elements_backward", "gather_rows", "embedding", "greedy", "sample", "quantize_rows")
+    if spec.name not in exact:
         assert any(not torch.equal(narrow[name].double(), reference) for name, reference in wide.items())
 
 

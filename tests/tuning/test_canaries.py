@@ -49,6 +49,22 @@ def test_one_element_beyond_either_end_tears_a_band(dtype, padded, place):
     assert found.is_torn()
 
 
+@LAYOUTS
+@pytest.mark.parametrize("shape", [(3, 5), (3, 16), (7,)])
+def test_single_bytes_are_guarded_too(shape, padded):
+    """Numbers from -127 to 127 are none of the pattern."""
+    found = guarded(shape, torch.int8, "cpu", padded=padded)
+    assert int(found.unwritten()) == found.array.numel()
+    found.array.copy_(torch.arange(-127, 127)[-found.array.numel() :].view(shape))
+    assert int(found.unwritten()) == 0
+    assert not found.is_torn()
+    if len(shape) > 1 and found.array.stride(0) > shape[1]:
+        element_after(found.array[1]).zero_()
+    else:
+        found.array.as_strided((1,), (1,), found.array.storage_offset() - 1).zero_()
+    assert found.is_torn()
+
+
 def test_an_element_behind_a_row_tears_only_a_padded_array():
     dense, padded = (guarded((3, 8), torch.float32, "cpu", padded=padded) for padded in (False, True))
     for found in (dense, padded):

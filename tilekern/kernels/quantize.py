@@ -19,7 +19,7 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.families.arrays import ROWS, Arrays, drawn
+from tilekern.kernels.families.arrays import ROWS, Arrays
 from tilekern.kernels.families.tables import spec
 from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, grid_of, grid_of_tiles, load, power_of_two
 from tilekern.spec import Array, Config, Dimension, Problem, Space, Value
@@ -155,12 +155,20 @@ def _dequantize_config(problem: Problem, schedule: str) -> Config:
     return Config(schedule=schedule, tile_m=4, tile_n=tile_n, occupancy=4, num_worker_warps=0)
 
 
-def _int8_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+# The standard deviation of such numbers in an ordinary row, about.
+SPREAD = 40
+
+
+def int8_numbers(shape: tuple[int, ...], generator: Any, device: str) -> Any:
+    """Draw the numbers of quantised rows."""
     import torch
 
-    shape, found = (problem["rows"], problem["columns"]), drawn(_DEQUANTIZED[1:], problem, generator, device)
-    numbers = torch.randint(-_MOST, _MOST + 1, shape, generator=generator, device=device)
-    return found | {"x": numbers.to(torch.int8)}
+    numbers = (SPREAD * torch.randn(shape, generator=generator, device=device)).nan_to_num().round()
+    return numbers.clamp(-_MOST, _MOST).to(torch.int8)
+
+
+def _int8_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    return {"x": int8_numbers((problem["rows"], problem["columns"]), generator, device)}
 
 
 DEQUANTIZE = spec(

@@ -24,6 +24,8 @@ _GAP_BYTES, _ROW_BYTES = 128, 16
 # Quiet NaNs of two bytes with a payload; arithmetic gives 0x7FC0, 0x7FFF, 0xFFC0 or 0xFFFF. A payload may pass through
 # arithmetic, so inputs have another pattern than outputs.
 OUTPUT_PATTERN, INPUT_PATTERN = 0xFFD5 - (1 << 16), 0xFFD6 - (1 << 16)
+# Of arrays of int8: twice -128, which symmetric quantisation does not give.
+_BYTES_PATTERN = 0x8080 - (1 << 16)
 
 
 @dataclass(frozen=True)
@@ -36,22 +38,28 @@ class Guarded:
 
     def is_torn(self) -> Any:
         """Return whether a band was written to, as a tensor of one bool."""
-        torn = [(band != self.pattern).any() for band in self.bands]
+        torn = [(band != _of_width(band.element_size(), self.pattern)).any() for band in self.bands]
         return torn[0] if len(torn) == 1 else torn[0] | torn[1]
 
     def unwritten(self) -> Any:
         """Count the elements that still hold the pattern, as a tensor."""
         held = bits(self.array)
-        repeats = held.element_size() // 2
-        pattern = sum((self.pattern & 0xFFFF) << 16 * place for place in range(repeats)) - (1 << 16 * repeats)
-        return (held == pattern).sum()
+        return (held == _of_width(held.element_size(), self.pattern)).sum()
+
+
+def _of_width(size_bytes: int, pattern: int) -> int:
+    """Return a pattern of two bytes as a signed integer of another width, the upper byte as one of one."""
+    if size_bytes == 1:
+        return pattern >> 8
+    repeats = size_bytes // 2
+    return sum((pattern & 0xFFFF) << 16 * place for place in range(repeats)) - (1 << 16 * repeats)
 
 
 def guarded(
     shape: Sequence[int], dtype: Any, device: str, *, padded: bool = False, order: Sequence[int] | None = None,
     pattern: int = OUTPUT_PATTERN,
 ) -> Guarded:  # fmt: skip
-    """Make a guarded array filled with a pattern, of elements of two bytes or more.
+    """Make a guarded array filled with a pattern.
 
     Args:
         shape: its extents.
@@ -59,19 +67,22 @@ def guarded(
         device: where it is.
         padded: whether a gap follows each row. Rows always begin at multiples of 16 bytes, as aligned artifacts assume.
         order: the axes in the order of memory, the contiguous one last; by default as in ``shape``.
-        pattern: two bytes as a signed integer.
+        pattern: two bytes as a signed integer; arrays of int8 have their own.
     """
+    pattern = _BYTES_PATTERN if dtype.itemsize == 1 else pattern
     order = list(range(len(shape))) if order is None else list(order)
     lying = [shape[axis] for axis in order]
     columns, lines = lying[-1], math.prod(lying[:-1])
     pitch = pitch_of(columns, dtype) + (_GAP_BYTES // dtype.itemsize if padded else 0) if len(lying) > 1 else columns
-    first, end = BAND_BYTES // 2, (BAND_BYTES + lines * pitch * dtype.itemsize) // 2
+    first = BAND_BYTES // 2
+    end = first + cdiv(lines * pitch * dtype.itemsize, 2)
     raw = torch.full((end + BAND_BYTES // 2,), pattern, dtype=torch.int16, device=device)
-    body = raw[first:end].view(dtype).view(*lying[:-1], pitch)
+    body = raw[first:end].view(dtype)[: lines * pitch].view(*lying[:-1], pitch)
     # Both bands as one tensor, to compare them with one launch.
     bands = [raw.as_strided((2, first), (end, 1))]
     if pitch > columns:
-        bands.append(body[..., columns:].view(torch.int16))
+        gap = body[..., columns:]
+        bands.append(gap if dtype.itemsize == 1 else gap.view(torch.int16))
     places = [order.index(axis) for axis in range(len(shape))]
     return Guarded(body[..., :columns].permute(places), tuple(bands), pattern)
 
@@ -99,7 +110,7 @@ def guarded_copy(array: Any, *, padded: bool = False) -> Guarded:
 
 def bits(array: Any) -> Any:
     """View the elements as integers, which compare where NaN does not."""
-    return array.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[array.element_size()])
+    return array.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[array.element_size()])
 
 
 class GuardedInputs:

@@ -20,9 +20,10 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.families.arrays import Arrays, drawn
+from tilekern.kernels.families.arrays import Arrays, drawn, tensors
 from tilekern.kernels.families.tables import flags_of, spec
 from tilekern.kernels.matmul.space import unit_of
+from tilekern.kernels.quantize import SPREAD, int8_numbers
 from tilekern.kernels.skinny.tiles import (
     TOO_LARGE,
     TOO_SMALL,
@@ -184,13 +185,11 @@ def _reference(
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     """Draw weights that keep the variance of a row: an activation then gets values near 0."""
-    import torch
-
-    found = drawn(_ARRAYS, problem, generator, device, about_one=False)
-    for name in ("weight", "up"):
-        found[name] = torch.randint(-127, 128, found[name].shape, generator=generator, device=device).to(torch.int8)
-    # The standard deviation of such numbers is 73.
-    of_row = (73 * problem["inner"] ** 0.5) ** -1
+    weights = {x.name: x for x in tensors(_ARRAYS) if x.dtype == "int8"}
+    others = tuple(x for x in tensors(_ARRAYS) if x.name not in weights)
+    found = drawn(others, problem, generator, device, about_one=False)
+    found |= {name: int8_numbers(x.shape_in(problem), generator, device) for name, x in weights.items()}
+    of_row = (SPREAD * problem["inner"] ** 0.5) ** -1
     return found | {name: of_row * (1 + found[name].abs() / 4) for name in ("scale", "up_scale")}
 
 
@@ -249,6 +248,7 @@ SPEC = spec(
     generic=generic,
     given=_inputs,
     flops=lambda problem: (4 if problem["gated"] else 2) * problem["rows"] * problem["inner"] * problem["columns"],
+    roundings=2,  # of a rounded gate: its products, and their product
     dependent=True,
     streamed=True,
 )
