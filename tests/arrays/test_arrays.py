@@ -269,6 +269,33 @@ def test_memory_returns_to_the_pool_and_serves_the_same_stream_again(ran):
     assert [one["bytes"] for one in calls if one["call"] == "free"] == taken
 
 
+CIRCLE = case("circle", """
+    import gc
+
+    gpu = arrays.device(0)
+
+    class Owner:
+        pass
+
+    gc.disable()
+    for _ in range(2):
+        owner = Owner()
+        owner.stream = gpu.stream()
+        owner.arrays = [arrays.empty((5,), "float32", owner.stream) for _ in range(3)]
+        # Garbage whose parts end in any order: here the stream first.
+        owner.stream.__del__()
+        del owner.arrays, owner
+    show(gpu.pooled_bytes())
+    """)  # fmt: skip
+
+
+def test_memory_that_outlives_its_stream_returns_to_the_driver(ran):
+    shown, _, calls = ran[CIRCLE]
+    assert shown == [0]
+    sizes = [[one["bytes"] for one in calls if one["call"] == call] for call in ("alloc", "free")]
+    assert sizes[0] == sizes[1] == [512] * 6
+
+
 FULL = case("full", """
     os.environ["STUB_MEMORY"] = str(10 << 20)
     gpu = arrays.device(0)

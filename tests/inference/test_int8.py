@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import read, tensor_of
-from test_engine import MODELS, ids_of, saved  # noqa: F401
+from emulated import read, tensor_of
+from small_models import MODELS, ids_of
 
 from tilekern.errors import InputError
 from tilekern.inference import Sampling, load, weights
@@ -29,10 +29,10 @@ def int8_of(weight):
 
 
 @pytest.fixture
-def model(saved):  # noqa: F811
+def model(saved):
     """The model in float64, with the numbers that int8 weights stand for, and the folder of the whole one."""
     whole, folder = saved
-    kind = next(name for name, (of, _) in MODELS.items() if type(whole) is of)
+    kind = next(name for name, (of, *_) in MODELS.items() if type(whole) is of)
     made = copy.deepcopy(whole).double()
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -97,7 +97,7 @@ def test_products_have_a_byte_for_each_weight_and_the_rest_stays(gpu, model):
         arrays = arrays_of(engine._model.weights)
         found[engine.weight_dtype] = sum(array.memory.size_bytes for array in {a.address: a for a in arrays}.values())
         assert {array.dtype for array in arrays} == {"bfloat16"} | ({"int8", "float32"} if weight_dtype else set())
-    kind = next(name for name, (of, _) in MODELS.items() if of.__name__ == type(made).__name__)
+    kind = next(name for name, (of, *_) in MODELS.items() if of.__name__ == type(made).__name__)
     products = [x for name, x in made.named_parameters() if name.endswith(QUANTIZED[kind])]
     outputs = sum(x.shape[1 if kind == "gpt2" else 0] for x in products)
     assert found["bfloat16"] - found["int8"] == sum(x.numel() for x in products) - 4 * outputs
@@ -134,7 +134,7 @@ def test_weights_are_quantised_from_the_checkpoint_s_own_numbers(gpu, model):
 
 
 @pytest.mark.parametrize("saved", ["llama", "experts"], indirect=True)
-def test_a_weight_that_is_not_finite_makes_its_output_nan(gpu, saved, tmp_path):  # noqa: F811
+def test_a_weight_that_is_not_finite_makes_its_output_nan(gpu, saved, tmp_path):
     """The heads of the others are their embeddings, which are not quantised."""
     whole, folder = saved
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
@@ -148,7 +148,7 @@ def test_a_weight_that_is_not_finite_makes_its_output_nan(gpu, saved, tmp_path):
 
 
 @pytest.mark.parametrize("weight_dtype", ["float16", "int4"])
-def test_other_dtypes_of_weights_are_refused(gpu, saved, weight_dtype):  # noqa: F811
+def test_other_dtypes_of_weights_are_refused(gpu, saved, weight_dtype):
     message = f"weight_dtype must be int8 or that of dtype, bfloat16, got '{weight_dtype}'"
     with pytest.raises(InputError, match=message):
         load(saved[1], weight_dtype=weight_dtype)

@@ -100,6 +100,7 @@ class Device:
         self._ask_current = _driver().cuCtxGetCurrent  # each launch calls it
         self._free: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._pages: list[int] = []
+        self._streams: set[int] = set()
 
     def __repr__(self) -> str:
         return f"<GPU {self.number}: {self.target.name}>"
@@ -129,6 +130,7 @@ class Device:
         with self.current():
             _call("cuStreamCreate", ctypes.byref(handle), _NON_BLOCKING)
         assert handle.value is not None
+        self._streams.add(handle.value)
         return Stream(self, handle.value)
 
     def synchronize(self) -> None:
@@ -182,10 +184,16 @@ class Device:
         return address.value
 
     def _give(self, address: int, size: int, stream: int) -> None:
-        self._free[stream, size].append(address)
+        """Take a block back for work on a stream; free that of a stream which garbage in a circle has ended first."""
+        if stream in self._streams:
+            self._free[stream, size].append(address)
+            return
+        with contextlib.suppress(CannotRun, TypeError), self.current():
+            _call("cuMemFree_v2", _ADDRESS(address))
 
     def _end(self, stream: int) -> None:
         """Free a stream's blocks, which waits for its work, and destroy it."""
+        self._streams.discard(stream)
         with self.current():
             for key in [key for key in self._free if key[0] == stream]:
                 for address in self._free.pop(key):
