@@ -84,9 +84,8 @@ def _default(problem: Problem, target: Target) -> Config:
     """Return cuBLAS for float32, else tiles of which two blocks load at a time on an SM, if they fit there."""
     if problem["dtype"] == "float32" and target != INTERPRETED:
         return Config({name: values[0] for name, values in _axes(problem).items()}).but(implementation="cublas")
-    ways: tuple[dict[str, Value], ...] = ({"tile_k": 256}, {}, {"tile_k": 64}, {"tile_k": 64, "occupancy": 1})
-    found = [config_of(problem["rows"], USUAL, **way) for way in ways]
-    return next((config for config in found if fits_shared(problem, config, target)), found[-1])
+    found = config_of(problem["rows"], USUAL, tile_k=256)
+    return found if fits_shared(problem, found, target) else found.but(tile_k=128)
 
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
