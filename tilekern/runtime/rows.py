@@ -20,8 +20,8 @@ _SUMS = re.compile(
 )
 # These copy rows, count and sort: no bit of theirs is rounded. A token's embedding and its position's are two numbers,
 # whose sum has one order. The parts of a token's attention have one order and whole exponents, which leave no choice to
-# the kernel that adds them up. Who joins products in one launch sees to it that they are added up as each alone. Kernels
-# that lay out weights see no tokens, and round each number by itself.
+# the kernel that adds them up. Who joins products in one launch sees to it that they are added up as each alone.
+# Kernels that lay out weights see no tokens, and round each number by itself.
 _EXACT = frozenset((
     "advance", "cache_rows", "decode_join", "dequantize_rows", "embedding", "gather_rows", "greedy", "lay_out",
     "quantize_rows", "route_count", "route_place", "sample", "skinny_projections",
