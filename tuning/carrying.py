@@ -193,8 +193,7 @@ def _configs(artifacts: Mapping[str, Artifact]) -> list[Config]:
 
 def _problem_today(spec: KernelSpec, values: Mapping[str, Any]) -> Problem | None:
     """Return a record's problem with new flags off; None if its dimensions have changed."""
-    flags = {dimension.name: False for dimension in spec.dimensions if dimension.kind == "flag"}
-    return spec.problem_of(flags | dict(values))
+    return spec.problem_of(spec.with_flags_off(values))
 
 
 def _compiled(

@@ -39,9 +39,8 @@ def plan(kernel: str, *, device: Device | int = 0, **sizes: int | bool | str) ->
         CacheMiss: no record serves, and no default may be compiled (``TILEKERN_ON_MISS``) or can be.
     """
     spec = spec_named(kernel)
-    values = {**{dimension.name: False for dimension in spec.dimensions if dimension.kind == "flag"}, **sizes}
     try:
-        problem = spec.problem(**values)
+        problem = spec.problem(**spec.with_flags_off(sizes))
     except ValueError as error:
         raise InputError(str(error)) from None
     gpu = device_numbered(device) if isinstance(device, int) else device

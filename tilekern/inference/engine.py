@@ -219,8 +219,7 @@ class Forward:
     def __init__(self, model: Model, stream: Stream, batch: int, tokens: int) -> None:
         queue = Queued(stream)
         given, cache = Tokens.new(queue, batch, tokens), Cache.new(queue, model, batch, tokens)
-        for array in (given.positions, given.places):
-            array.write(numbers([*range(tokens)] * batch, array.dtype))
+        given.place(0)
         self.ids, self.logits = given.ids, new_logits(queue, batch * tokens, model)
         self._used = given, cache
 
@@ -273,8 +272,7 @@ class Generation:
         for before, count in chunks_of(length, chunk):
             tokens = Tokens.new(now, batch, count)
             tokens.ids.write(numbers([one for prompt in prompts for one in prompt[before : before + count]], "int64"))
-            for array in (tokens.positions, tokens.places):
-                array.write(numbers([*range(before, before + count)] * batch, array.dtype))
+            tokens.place(before)
             is_last = before + count == length
             to = logits.view((batch, logits.shape[1]), logits.strides, first * logits.strides[0]) if is_last else None
             Step(now, self._model, tokens, cache, before, to=to, has_logits=is_last)

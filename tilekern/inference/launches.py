@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from tilekern.arrays import Array, empty, plan
+from tilekern.arrays import Array, ArrayPlan, empty, plan
 from tilekern.runtime.driver import Stream
 from tilekern.spec import ArrayParameter
 
@@ -35,6 +35,8 @@ class Queued:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self._absent: dict[tuple[int, str], Array] = {}
+        # A step asks for few kinds, once in each layer.
+        self._plans: dict[tuple[str, frozenset[tuple[str, Any]]], ArrayPlan] = {}
 
     def array(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Return a new array of the stream's device."""
@@ -46,7 +48,10 @@ class Queued:
         Raises:
             CacheMiss: no record serves the problem, and no default was compiled.
         """
-        found = plan(kernel, device=self.stream.device, **sizes)
+        kind = kernel, frozenset(sizes.items())
+        found = self._plans.get(kind)
+        if found is None:
+            found = self._plans[kind] = plan(kernel, device=self.stream.device, **sizes)
         given = []
         for parameter in found.parameters:
             value = arguments.pop(parameter.name, None)

@@ -94,8 +94,7 @@ class Problems:
     def launch(self, kernel: str, sizes: Mapping[str, Any], **arguments: Any) -> int:
         """Note the problem; return the blocks of the default config."""
         spec = spec_named(kernel)
-        flags = {dimension.name: False for dimension in spec.dimensions if dimension.kind == "flag"}
-        problem = spec.problem(**{**flags, **sizes})
+        problem = spec.problem(**spec.with_flags_off(sizes))
         self._trace.note(spec, problem)
         self._trace.count(spec, problem, self._trace.times)
         _, blocks = self._trace.default(spec, problem)

@@ -22,7 +22,7 @@ from typing import Any
 from tilekern.arrays import Array
 from tilekern.inference.architectures import Architecture
 from tilekern.inference.launches import Launches
-from tilekern.inference.sampling import Choice
+from tilekern.inference.sampling import Choice, numbers
 from tilekern.inference.weights import Layer, Norm, Product, Weights
 from tilekern.kernels.decode_attention import part_of
 from tilekern.kernels.experts import route
@@ -72,6 +72,12 @@ class Tokens:
         """Return arrays for a step of several tokens."""
         ids, positions, places = (launches.array((batch, tokens), dtype) for dtype in ("int64", "int64", "int32"))
         return cls(ids, positions, places)
+
+    def place(self, before: int) -> None:
+        """Write positions that follow ``before`` tokens of each sequence."""
+        batch, tokens = self.ids.shape
+        for to in (self.positions, self.places):
+            to.write(numbers([*range(before, before + tokens)] * batch, to.dtype))
 
 
 @dataclass(frozen=True)

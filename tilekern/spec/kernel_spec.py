@@ -409,6 +409,10 @@ class KernelSpec:
             _check(self.name, dimension, values[dimension.name])
         return Problem({name: values[name] for name in names})
 
+    def with_flags_off(self, values: Mapping[str, Value]) -> dict[str, Value]:
+        """Return values of dimensions, with flags that are left out off."""
+        return {dimension.name: False for dimension in self.dimensions if dimension.kind == "flag"} | dict(values)
+
     def problem_of(self, values: Mapping[str, Value]) -> Problem | None:
         """Return a record's problem by today's spec, or None if its dimensions were different."""
         try:
