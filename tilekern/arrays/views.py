@@ -148,7 +148,7 @@ def empty(shape: Iterable[int], dtype: str, stream: Stream) -> Array:
     if dtype not in TYPESTRS or min((*sizes, 0)) < 0:
         known = ", ".join(TYPESTRS)
         raise InputError(f"an array of {dtype!r:.40} with the shape {sizes} cannot be made; known dtypes: {known}")
-    return Array(Memory(math.prod(sizes) * ITEM_BYTES[dtype], stream), sizes, dtype)
+    return Array(stream.memory(math.prod(sizes) * ITEM_BYTES[dtype]), sizes, dtype)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
