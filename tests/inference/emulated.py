@@ -29,10 +29,12 @@ def tensor_of(array):
     return torch.frombuffer(raw, dtype=TORCH[array.dtype]).as_strided(array.shape, array.strides)
 
 
+# What graphs that are being captured run, by the handles of their streams.
+CAPTURING = {}
+
+
 class Interpreted(InterpretedPlan):
     """A plan of the default config, which is interpreted when the stream runs, or when its graph does."""
-
-    capturing = {}
 
     def queue(self, stream, *arguments):
         # A graph knows addresses alone, so memory that is dropped serves later launches of a capture.
@@ -46,7 +48,7 @@ class Interpreted(InterpretedPlan):
 
 def queued(stream, run):
     """Do something now, or add it to the graph of a stream, by its handle."""
-    launches = Interpreted.capturing.get(stream)
+    launches = CAPTURING.get(stream)
     run() if launches is None else launches.append(run)
 
 
@@ -67,11 +69,11 @@ class Recorded:
 
 
 def capture(stream, body):
-    Interpreted.capturing[stream.handle], stream.captured = launches, memory = [], driver.GraphMemory(stream)
+    CAPTURING[stream.handle], stream.captured = launches, memory = [], driver.GraphMemory(stream)
     try:
         body()
     finally:
-        del Interpreted.capturing[stream.handle]
+        del CAPTURING[stream.handle]
         stream.captured = None
     return Recorded(launches, memory)
 
@@ -96,59 +98,61 @@ class Nccl:
 
     Attributes:
         fails: errors by the names of functions, which fail from then on.
-        calls: the names of the functions that were called.
+        calls, threads: the names of the functions that were called, and the threads that did.
         alive: the handles of communicators that are not destroyed.
     """
 
-    FUNCTIONS = {
-        "ncclGetVersion": "p", "ncclCommInitAll": "pip", "ncclCommDestroy": "p", "ncclCommAbort": "p",
-        "ncclGroupStart": "", "ncclGroupEnd": "", "ncclAllReduce": "ppziipp", "ncclAllGather": "ppzipp",
-    }  # fmt: skip
-    TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "z": ctypes.c_size_t}
-    DTYPES = {6: torch.float16, 7: torch.float32, 9: torch.bfloat16}
-
     def __init__(self):
-        self.fails, self.calls, self.alive, self._group = {}, [], set(), None
-        for name, types in self.FUNCTIONS.items():
-            setattr(self, name, self._door(name, [self.TYPES[kind] for kind in types]))
-        self.ncclGetErrorString = lambda error: b"internal error"
-        self.ncclGetLastError = lambda handle: b"what\nhappened"
+        self.fails, self.calls, self.threads, self.alive = {}, [], set(), set()
+        self._group, self._cliques = None, {}
+        pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+        for function, name, *types in (
+            (self._get_version, "GetVersion", pointer),
+            (self._init_all, "CommInitAll", pointer, number, pointer),
+            (self.alive.remove, "CommDestroy", pointer),
+            (self.alive.remove, "CommAbort", pointer),
+            (self._start, "GroupStart"),
+            (self._end, "GroupEnd"),
+            (self._sum, "AllReduce", pointer, pointer, size, number, number, pointer, pointer),
+            (self._gather, "AllGather", pointer, pointer, size, number, pointer, pointer),
+        ):
+            setattr(self, f"nccl{name}", self._door(function, f"nccl{name}", types))
+        self.ncclGetErrorString = lambda _: b"internal error"
+        self.ncclGetLastError = lambda _: b"what\nhappened"
 
-    def _door(self, name, types):
-        function = getattr(self, f"_{name[4:]}")
-
+    def _door(self, function, name, types):
         def called(*arguments):
             self.calls.append(name)
-            return self.fails.get(name) or function(*arguments) or 0
+            self.threads.add(threading.current_thread())
+            failed = self.fails.get(name)
+            return failed or function(*arguments) or 0
 
         return ctypes.CFUNCTYPE(ctypes.c_int, *types)(called)
 
-    def _GetVersion(self, to):
+    def _get_version(self, to):
         ctypes.c_int.from_address(to).value = 22809
 
-    def _CommInitAll(self, handles, count, numbers):
+    def _init_all(self, handles, count, numbers):
         self.devices = [ctypes.c_int.from_address(numbers + 4 * at).value for at in range(count)]
-        for at in range(count):
-            ctypes.c_void_p.from_address(handles + 8 * at).value = 100 + at
-            self.alive.add(100 + at)
+        clique = range(100 + len(self._cliques), 100 + len(self._cliques) + count)
+        for at, handle in enumerate(clique):
+            ctypes.c_void_p.from_address(handles + 8 * at).value = handle
+            self._cliques[handle] = set(clique)
+        self.alive |= set(clique)
 
-    def _CommDestroy(self, handle):
-        self.alive.remove(handle)
-
-    _CommAbort = _CommDestroy
-
-    def _GroupStart(self):
+    def _start(self):
         self._group = []
 
-    def _GroupEnd(self):
+    def _end(self):
         group, self._group = self._group, None
-        assert {handle for _, _, handle, _ in group} == self.alive
+        handles = {handle for _, _, handle, _ in group}
+        assert handles == self._cliques[min(handles)] <= self.alive, "a group has a call of each GPU"
         (kind,) = {kind for kind, _, _, _ in group}  # all GPUs ask for the same
 
         def compute():
             self._compute(kind, [buffers for _, buffers, _, _ in group])
 
-        are_capturing = {stream in Interpreted.capturing for _, _, _, stream in group}
+        are_capturing = {stream in CAPTURING for _, _, _, stream in group}
         if are_capturing == {False}:
             compute()
             return
@@ -157,16 +161,16 @@ class Nccl:
         for _, _, _, stream in group:
             queued(stream, meeting)
 
-    def _AllReduce(self, source, target, count, dtype, operation, handle, stream):
+    def _sum(self, source, target, count, dtype, operation, handle, stream):
         assert operation == 0
         self._group.append((("sum", count, dtype), (source, target), handle, stream))
 
-    def _AllGather(self, source, target, count, dtype, handle, stream):
+    def _gather(self, source, target, count, dtype, handle, stream):
         self._group.append((("gather", count, dtype), (source, target), handle, stream))
 
     def _compute(self, kind, buffers):
         name, count, code = kind
-        dtype = self.DTYPES[code]
+        dtype = {6: torch.float16, 7: torch.float32, 9: torch.bfloat16}[code]
 
         def numbers(address, length):
             raw = (ctypes.c_char * (length * dtype.itemsize)).from_address(address)

@@ -104,8 +104,8 @@ class Queued:
 class JointPlan:
     """The plans of a problem on several GPUs, which launch one after the other, each with its own part of the arrays.
 
-    All have one config: what each GPU computes of the whole, such as norms and the choice of experts and tokens, must be
-    the same on all, bit by bit.
+    All have one config: what each GPU computes of the whole, such as norms and the choice of experts and tokens, must
+    be the same on all, bit by bit.
     """
 
     def __init__(self, plans: Sequence[ArrayPlan]) -> None:

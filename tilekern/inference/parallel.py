@@ -1,9 +1,10 @@
 """A model that several GPUs share: which part of each tensor a GPU has, and how it comes there.
 
-Each GPU has some heads of attention and some of an MLP's, or of each expert's, inner numbers, so that it computes a part of
-the sum that attention and the MLP add to the residual stream; the parts are then summed over the GPUs
-(:meth:`tilekern.inference.launches.Launches.add_up`), and all GPUs have the same residual stream. The head is shared by
-its rows. Embeddings, norms and routers are whole on each GPU, and a bias that belongs to a sum is on the first alone.
+Each GPU has some heads of attention and some inner numbers of the MLP, or of each expert, so it computes a part of what
+they add to the residual stream. The parts are summed over the GPUs
+(:meth:`tilekern.inference.launches.Launches.add_up`), and all have the same residual stream again. The head is shared
+by its rows. Embeddings, norms and routers are whole on each GPU. A bias of a sum counts on the first GPU; the others
+have zeros.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def part_of(architecture: Architecture, gpus: int) -> Architecture:
 
 
 def load(
-    architecture: Architecture, tensors: Mapping[str, HostTensor], dtype: str, stream: JointStream, *, int8: bool = False
-) -> Weights:
+    architecture: Architecture, tensors: Mapping[str, HostTensor], dtype: str, stream: JointStream, *,
+    int8: bool = False,
+) -> Weights:  # fmt: skip
     """Copy to each GPU of a stream its part of a checkpoint; see :func:`tilekern.inference.weights.load`.
 
     Raises:

@@ -157,7 +157,7 @@ class _Nowhere(Memory):
     def write(self, data: Any, first: int = 0, count: int | None = None) -> None:
         """Write nothing."""
 
-    def read(self, first: int = 0, count: int | None = None) -> bytearray:
+    def read(self, *_: object) -> bytearray:
         """Return nothing."""
         return bytearray()
 

@@ -173,7 +173,7 @@ def _gpt2(of: Architecture, start: str, *, transposed: bool) -> Iterator[tuple[s
         yield from product(f"{here}.down", f"{there}.mlp.c_proj", width, of.inner)
     yield from norm("norm", "ln_f")
     if not of.tied:
-        yield "head", Source(("lm_head.weight",), ((of.vocabulary, width),))
+        yield "head", Source(("lm_head.weight",), ((of.head_rows, width),))
 
 
 def _llama(of: Architecture) -> Iterator[tuple[str, Source]]:
@@ -212,7 +212,7 @@ def _llama(of: Architecture) -> Iterator[tuple[str, Source]]:
         yield from product(f"{here}.down", f"{there}.mlp", [("down_proj", width)], of.inner, of.biased[2])
     yield "norm.weight", Source(("model.norm.weight",), ((width,),))
     if not of.tied:
-        yield "head", Source(("lm_head.weight",), ((of.vocabulary, width),))
+        yield "head", Source(("lm_head.weight",), ((of.head_rows, width),))
 
 
 def load(

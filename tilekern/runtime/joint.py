@@ -4,16 +4,16 @@ A joint stream stands for a stream of each GPU, and joint memory for as much mem
 need not know how many GPUs there are: an array's address, shape and reads are those of the first GPU, and a write goes
 to all.
 
-Kernels are queued GPU by GPU. What makes GPUs wait for each other, a call of NCCL or a graph with such calls, is queued
-on all or on none, and by other threads: Ctrl-C interrupts the main thread alone, and a GPU that waits for one that never
-comes would wait for ever. Each graph is launched by a thread of its own, as a launch may block until the GPU has run what
-was queued before, which may wait for another GPU.
+Kernels are queued GPU by GPU. Calls of NCCL, and graphs with such calls, make GPUs wait for each other, so they are
+queued on all GPUs or on none. Other threads do so, since Ctrl-C interrupts the main thread alone and might leave a GPU
+waiting for ever. Each graph is launched by a thread of its own: a launch may block until its GPU has run what was
+queued before, which may wait for another GPU, and NVIDIA warns of launches from one thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from tilekern.errors import InputError
@@ -62,8 +62,12 @@ class JointStream(Stream):
         """Leave the end of each stream to itself."""
 
     def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a function returns, called by the thread that Ctrl-C does not interrupt."""
-        return self._caller.submit(function, *arguments).result()
+        """Return what a function returns, called by a thread that Ctrl-C does not interrupt, and wait for it anyway."""
+        call = self._caller.submit(function, *arguments)
+        try:
+            return call.result()
+        finally:
+            wait([call])
 
     def memory(self, size_bytes: int) -> Memory:
         """Return memory on each GPU."""

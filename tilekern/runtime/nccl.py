@@ -113,14 +113,15 @@ class Communicators:
         """End what the GPUs run for NCCL, as one of them may wait for another that will never come."""
         if self._has_failed:
             return
-        self._has_failed, handles, self._handles = True, self._handles, []
+        self._has_failed = True
 
-        def abort() -> None:
+        def abort(nccl: Any, handles: Iterable[int | None]) -> None:
             for handle in handles:
-                self._nccl.ncclCommAbort(handle)
+                nccl.ncclCommAbort(handle)
 
         # The last call returns when all graphs are gone, which may hold the caller's frame.
-        threading.Thread(target=abort, name="tilekern-nccl-abort", daemon=True).start()
+        arguments = (self._nccl, self._handles)
+        threading.Thread(target=abort, args=arguments, name="tilekern-nccl-abort", daemon=True).start()
 
     def begin_graph(self) -> None:
         """Note that there is one more graph with captured calls."""
@@ -139,7 +140,7 @@ class Communicators:
             self._destroy()
 
     def _destroy(self) -> None:
-        handles, self._handles = self._handles, []
+        handles = [] if self._has_failed else self._handles
         with contextlib.suppress(TypeError):  # the interpreter may have ended before
             for handle in handles:
                 self._nccl.ncclCommDestroy(handle)
