@@ -156,6 +156,20 @@ def test_memory_and_communicators_end_with_the_engine_and_its_graphs(linked, fre
     assert linked.calls.count("ncclCommDestroy") == 2
 
 
+def test_communicators_that_end_before_their_graphs_wait_for_the_last_one(linked):
+    """As garbage in a circle may."""
+    communicators = nccl.Communicators([0, 1])
+    communicators.begin_graph()
+    communicators.begin_graph()
+    communicators.__del__()
+    communicators.end_graph()
+    assert "ncclCommDestroy" not in linked.calls
+    communicators.end_graph()
+    assert not linked.alive
+    del communicators
+    assert linked.calls.count("ncclCommDestroy") == 2
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [

@@ -140,7 +140,7 @@ class Communicators:
             self._destroy()
 
     def _destroy(self) -> None:
-        handles = [] if self._has_failed else self._handles
+        handles, self._handles = [] if self._has_failed else self._handles, []
         with contextlib.suppress(TypeError):  # the interpreter may have ended before
             for handle in handles:
                 self._nccl.ncclCommDestroy(handle)
