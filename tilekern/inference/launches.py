@@ -122,7 +122,9 @@ class JointPlan:
     def launch(self, stream: Stream, *arguments: Any) -> None:
         """Queue the kernel on each GPU; see :meth:`tilekern.arrays.ArrayPlan.launch`."""
         for number, (found, lane) in enumerate(zip(self._plans, each_of(stream), strict=True)):
-            found.launch(lane, *(of_gpu(x, number) if isinstance(x, Array) else x for x in arguments))
+            # A joint array has the first GPU's address.
+            mine = [of_gpu(x, number) if isinstance(x, Array) else x for x in arguments] if number else arguments
+            found.launch(lane, *mine)
 
 
 def joined(arrays: Sequence[Array], stream: Stream) -> Array:
@@ -136,8 +138,7 @@ def joined(arrays: Sequence[Array], stream: Stream) -> Array:
 
 def of_gpu(array: Array, number: int) -> Array:
     """Return the part of a joint array that a GPU has, by its number in the joint stream."""
-    offset = _place(array)[0] // ITEM_BYTES[array.dtype]
-    return Array(parts_of(array.memory)[number], array.shape, array.dtype, array.strides, offset)
+    return array.moved(parts_of(array.memory)[number])
 
 
 def _place(array: Array) -> tuple[int, int]:
