@@ -134,6 +134,7 @@ class _Request:
 
         return {
             "model": self.model, "dtype": engine.dtype, "weight_dtype": engine.weight_dtype, "context": engine.context,
+            "gpus": list(engine.gpus),
             "sequences": [
                 {
                     "prompt": sequence.text, "prompt_ids": sequence.prompt, "ids": sequence.ids,
@@ -245,21 +246,28 @@ def _asked(arguments: list[str] | None) -> _Request | int:
     )
     @click.option("--heads", type=int, help="Heads of a state dict without config.json, such as minGPT's.")
     @click.option("--gpu", "device", metavar="NUMBER", type=int, default=0, show_default=True, help="Counted from 0.")
+    @click.option(
+        "--gpus",
+        metavar="N|0,1",
+        default="1",
+        show_default=True,
+        help="GPUs that share the model: how many, from --gpu on, or their numbers. More than one needs NCCL.",
+    )
     @click.option("--ignore-ends", "ignores_ends", is_flag=True, help="Go on behind ids that end a text.")
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end in place of text.")
     @click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
     def command(
         model: str, prompts: tuple[str, ...], ids: tuple[str, ...], new: int, seed: int, ignores_ends: bool,
         as_json: bool, dtype: str, weight_dtype: str | None, context: int | None, heads: int | None, device: int,
-        **sampling: Any,
+        gpus: str, **sampling: Any,
     ) -> _Request:  # fmt: skip
         """Generate text with GPT-2, Llama or Qwen3, without torch.
 
         MODEL is a folder with config.json and safetensors, a file of weights, or a hub id. One prompt's text is printed
         as it comes, that of several when each ends, under its number. The time is told on standard error.
 
-        --json: model, dtype, weight_dtype, context, sequences (prompt, prompt_ids, ids, text, seed, finish_reason),
-        tokens, load_s, generate_s, first_token_s, tokens_per_s.
+        --json: model, dtype, weight_dtype, context, gpus, sequences (prompt, prompt_ids, ids, text, seed,
+        finish_reason), tokens, load_s, generate_s, first_token_s, tokens_per_s.
         """
         check_settings()
         if bool(prompts) == bool(ids):
@@ -268,6 +276,7 @@ def _asked(arguments: list[str] | None) -> _Request | int:
             model, prompts, tuple(map(_numbers, ids)), new, sampling, seed,
             {
                 "dtype": dtype, "weight_dtype": weight_dtype, "context": context, "heads": heads, "device": device,
+                "gpus": _gpus(gpus),
             }, ignores_ends, as_json,
         )  # fmt: skip
 
@@ -278,6 +287,13 @@ def _asked(arguments: list[str] | None) -> _Request | int:
     except InputError as error:
         return _fail(str(error))
     return request if isinstance(request, _Request) else int(request)  # --help
+
+
+def _gpus(text: str) -> int | list[int]:
+    if not _IDS.fullmatch(text):
+        raise InputError(f"--gpus must be a number of GPUs, or their numbers with commas between, got {text!r:.40}")
+    numbers = [int(number) for number in text.split(",")]
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def _numbers(text: str) -> list[int]:

@@ -92,7 +92,9 @@ _STEPS = {
     "paged": click.option("--paged", is_flag=True, help="Tokens are decoded by transformers' generate_batch too."),
     "dtype": click.option("--dtype", help="bfloat16 (bf16), float16 (fp16), float32 (fp32).  [default: bfloat16]"),
     "tp": click.option(
-        "--tp", type=click.IntRange(min=1), help="Tensor-parallel degree: ranks of a model.  [default: 1]"
+        "--tp",
+        type=click.IntRange(min=1),
+        help="Tensor-parallel degree: ranks of a model; with --engine its GPUs.  [default: 1]",
     ),
     "packed": click.option("--packed", is_flag=True, help="Sequences are packed into a batch of one (cu_seq_lens_q)."),
     "padded": click.option("--padded", is_flag=True, help="Sequences are padded to one length, with a mask."),

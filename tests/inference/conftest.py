@@ -4,11 +4,11 @@ import ctypes
 import shutil
 
 import pytest
-from emulated import capture, interpreted
+from emulated import Nccl, capture, interpreted
 from environments import stub_of_the_driver
 from small_models import MODELS, save
 
-from tilekern.runtime import dispatch, driver
+from tilekern.runtime import dispatch, driver, nccl
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +29,15 @@ def gpu(stub, monkeypatch):
     driver.device.cache_clear()
     yield driver.device(0)
     driver.device.cache_clear()
+
+
+@pytest.fixture
+def linked(gpu, monkeypatch):
+    """NCCL between as many GPUs as a test asks for, at most 8."""
+    found = Nccl()
+    monkeypatch.setenv("STUB_GPUS", "8")
+    monkeypatch.setattr(nccl, "library", lambda: found)
+    return found
 
 
 @pytest.fixture(scope="session", params=MODELS)

@@ -68,13 +68,23 @@ def test_by_default_it_generates_one_sequence(planned):
     assert not plan.invariant
 
 
+def test_gpus_that_share_a_model_have_problems_of_their_parts(planned):
+    whole, plan = planned(), planned(tp=2)
+    assert plan.name == f"{whole.name}-tp2"
+    for found, sizes, inner in ((whole, (4, 2), 80), (plan, (2, 1), 40)):
+        assert {(p["heads"], p["kv_heads"]) for name, p in found.problems if name == "append_to_cache"} == {sizes}
+        assert {p["columns"] for name, p in found.problems if name == "swiglu_forward"} == {inner}
+    with pytest.raises(InputError, match=r"--tp 4: .*config\.json: 4 GPUs cannot share 2 key heads and an inner size"):
+        planned(tp=4)
+
+
 def test_the_invariant_mode_needs_a_class_of_the_same_problems(planned):
     usual, plan = planned(decode="1,8", tokens="1"), planned(decode="1,8", tokens="1", invariant=True)
     assert plan.problems == usual.problems
     assert plan.invariant == {named for named in plan.problems if has_rows(*named)}
 
 
-@pytest.mark.parametrize("options", [{"packed": True}, {"op": "rope"}, {"tp": 2}, {"paged": True}], ids=str)
+@pytest.mark.parametrize("options", [{"packed": True}, {"op": "rope"}, {"paged": True}], ids=str)
 def test_options_of_other_steps_are_refused(planned, options):
     (name,) = options
     with pytest.raises(InputError, match=f"--{name} describes a step of transformers' model; leave it out with --eng"):

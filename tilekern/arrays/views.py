@@ -96,6 +96,15 @@ class Array:
         before = (self.address - self.memory.address) // ITEM_BYTES[self.dtype]
         return Array(self.memory, shape, self.dtype, strides, before + offset)
 
+    def moved(self, memory: Memory) -> Array:
+        """Return the same view of other memory, which must be as large."""
+        view = Array.__new__(Array)  # without the checks, which this one has passed
+        view.memory, view.dtype, view.shape, view.strides = memory, self.dtype, self.shape, self.strides
+        view.address = memory.address + self.address - self.memory.address
+        view.form = Form(self.dtype, self.shape, self.strides, memory.stream.device.number)
+        view.__cuda_array_interface__ = self.__cuda_array_interface__ | {"data": (view.address, False)}
+        return view
+
     def write(self, data: Any) -> None:
         """Copy a buffer with the bytes of all elements here, such as a mapped file; wait until it is done.
 
@@ -148,7 +157,7 @@ def empty(shape: Iterable[int], dtype: str, stream: Stream) -> Array:
     if dtype not in TYPESTRS or min((*sizes, 0)) < 0:
         known = ", ".join(TYPESTRS)
         raise InputError(f"an array of {dtype!r:.40} with the shape {sizes} cannot be made; known dtypes: {known}")
-    return Array(Memory(math.prod(sizes) * ITEM_BYTES[dtype], stream), sizes, dtype)
+    return Array(stream.memory(math.prod(sizes) * ITEM_BYTES[dtype]), sizes, dtype)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -101,6 +101,7 @@ class Architecture:
         tied: whether the head's weight is the embedding's.
         ends: the ids that end a text.
         experts: those of its MLPs; None if it has none.
+        gpus: how many GPUs share the model; ``inner``, ``heads`` and ``kv_heads`` are then those of one GPU.
     """
 
     kind: str
@@ -121,6 +122,12 @@ class Architecture:
     tied: bool
     ends: frozenset[int] = field(default_factory=frozenset)
     experts: Experts | None = None
+    gpus: int = 1
+
+    @property
+    def head_rows(self) -> int:
+        """How many ids a GPU computes logits of: its part, if that keeps rows of 16 bytes, or else all."""
+        return self.vocabulary // self.gpus if self.vocabulary % (self.gpus * 8) == 0 else self.vocabulary
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:

@@ -14,6 +14,7 @@ from itertools import groupby
 from tilekern.arrays import Array, empty
 from tilekern.arrays import device as device_numbered
 from tilekern.errors import InputError
+from tilekern.inference import parallel
 from tilekern.inference import weights as layout
 from tilekern.inference.architectures import Architecture, architecture_of, ends_of
 from tilekern.inference.checkpoints import open_checkpoint
@@ -22,6 +23,7 @@ from tilekern.inference.launches import Queued
 from tilekern.inference.sampling import Choice, Sampling, numbers
 from tilekern.inference.steps import Cache, Model, Step, Tokens, add_next, angles_of, chunks_of, new_logits
 from tilekern.runtime.driver import Device, Graph, Stream
+from tilekern.runtime.joint import JointStream, each_of
 
 # Tokens of a prompt that are taken at once.
 CHUNK = 2048
@@ -31,7 +33,7 @@ _KEPT_FORWARDS = 8
 
 def load(
     where: str | os.PathLike[str], *, dtype: str = "bfloat16", weight_dtype: str | None = None,
-    context: int | None = None, heads: int | None = None, device: Device | int = 0,
+    context: int | None = None, heads: int | None = None, device: Device | int = 0, gpus: int | Sequence[int] = 1,
 ) -> Engine:  # fmt: skip
     """Return the engine of a checkpoint.
 
@@ -43,10 +45,13 @@ def load(
         heads: of a state dict of minGPT's, which does not say it; the sizes are then its tensors', and no config.json
             is read.
         device: the GPU, or its number.
+        gpus: how many GPUs share the model, from ``device`` on; or their numbers, in place of ``device``. They must be
+            of one kind, and divide the model's key heads and inner size evenly.
 
     Raises:
         InputError: there is no such checkpoint, the model is not served, or a tensor or a number is missing or wrong.
-        CannotRun: there is no such GPU, or the driver is missing or too old.
+        CannotRun: there is no such GPU, the driver is missing or too old, or NCCL fails.
+        ExtraMissing: several GPUs are asked for, and NCCL is not installed.
         CacheMiss: no record serves one of the kernels that lay out weights, and none may be compiled.
         DriverError: the GPU has too little memory.
     """
@@ -55,7 +60,7 @@ def load(
     weight_dtype = weight_dtype or dtype
     if weight_dtype not in (dtype, layout.INT8):
         raise InputError(f"weight_dtype must be {layout.INT8} or that of dtype, {dtype}, got {weight_dtype!r:.40}")
-    gpu = device_numbered(device) if isinstance(device, int) else device
+    devices = _devices(device, gpus)
     with open_checkpoint(where) as checkpoint:
         is_described = checkpoint.config and heads is None
         config = checkpoint.config if is_described else layout.config_of_state_dict(checkpoint.tensors, heads)
@@ -65,10 +70,24 @@ def load(
         if checkpoint.config and more.is_file():
             ends = architecture.ends | ends_of(read_json(more), more.name)
             architecture = dataclasses.replace(architecture, ends=ends)
-        stream = gpu.stream()
-        int8 = weight_dtype == layout.INT8
-        weights = layout.load(architecture, checkpoint.tensors, dtype, Queued(stream), int8=int8)
+        parallel.part_of(architecture, len(devices))  # so that a number of GPUs that cannot be is refused first
+        int8, stream = weight_dtype == layout.INT8, JointStream(devices) if len(devices) > 1 else devices[0].stream()
+        if isinstance(stream, JointStream):
+            weights = parallel.load(architecture, checkpoint.tensors, dtype, stream, int8=int8)
+        else:
+            weights = layout.load(architecture, checkpoint.tensors, dtype, Queued(stream), int8=int8)
     return Engine(architecture, weights, dtype, stream, context)
+
+
+def _devices(device: Device | int, gpus: int | Sequence[int]) -> list[Device]:
+    """Return the GPUs that a caller of :func:`load` names."""
+    first = device.number if isinstance(device, Device) else device
+    numbers = range(first, first + gpus) if type(gpus) is int else gpus
+    if not isinstance(numbers, Sequence) or not numbers or any(type(number) is not int for number in numbers):
+        raise InputError(f"gpus must be a whole number from 1 on, or a list of GPUs' numbers, got {gpus!r:.40}")
+    if type(gpus) is not int and first:
+        raise InputError(f"gpus lists the GPUs, so device must be left out, got {first}")
+    return [device_numbered(number) for number in numbers]
 
 
 class Engine:
@@ -76,10 +95,12 @@ class Engine:
 
     Attributes:
         architecture: the model's sizes.
+        gpus: the numbers of the GPUs.
         dtype: of activations, caches and the weights that are not int8.
         weight_dtype: ``int8`` if the weights of products are, otherwise ``dtype``.
         context: the most tokens of a sequence.
-        stream: the stream on which all of its work is queued.
+        stream: the stream on which all of its work is queued, of several GPUs a joint one; results are those of the
+            first.
     """
 
     def __init__(
@@ -96,12 +117,13 @@ class Engine:
         if type(context) is not int or not 1 <= context <= most:
             raise InputError(f"context must be from 1 to {most}, for which the model was made, got {context!r:.40}")
         self.architecture, self.dtype, self.context, self.stream = architecture, dtype, context, stream
+        self.gpus = tuple(one.device.number for one in each_of(stream))
         angles = empty((context, architecture.head_dim // 2 * 2), dtype, stream)
         angles.write(angles_of(architecture, context, dtype))
         elements = layout.scratch_elements(weights)
         scratch = empty((elements,), dtype, stream) if elements else None
         self.weight_dtype = layout.INT8 if elements else dtype
-        self._model = Model(architecture, weights, dtype, angles, scratch)
+        self._model = Model(parallel.part_of(architecture, len(self.gpus)), weights, dtype, angles, scratch)
         self._forwards: dict[tuple[int, int], Forward] = {}
         self._generation: Generation | None = None
 

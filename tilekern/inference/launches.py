@@ -1,13 +1,16 @@
-"""Where the launches of a step go: to a stream, or to a list of problems."""
+"""Where the launches of a step go: to a stream of a GPU or of several, or to a list of problems."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from tilekern.arrays import Array, ArrayPlan, empty, plan
+from tilekern.errors import CannotRun
 from tilekern.runtime.driver import Stream
-from tilekern.spec import ArrayParameter
+from tilekern.runtime.joint import JointMemory, JointStream, Window, each_of, parts_of
+from tilekern.spec import ITEM_BYTES, ArrayParameter
 
 Sizes = Mapping[str, Any]
 
@@ -28,6 +31,12 @@ class Launches(Protocol):
                 a function is called with the number of blocks.
         """
 
+    def add_up(self, parts: Array) -> None:
+        """Add that the parts of a sum that several GPUs have become the whole on each; one GPU has the whole."""
+
+    def gather(self, part: Array, to: Array) -> None:
+        """Add that each of several GPUs gets the parts of all, one behind the other."""
+
 
 class Queued:
     """Queues launches on a stream; an array that nobody uses any more serves later ones, in a capture too."""
@@ -36,7 +45,7 @@ class Queued:
         self.stream = stream
         self._absent: dict[tuple[int, str], Array] = {}
         # A step asks for few kinds, once in each layer.
-        self._plans: dict[tuple[str, frozenset[tuple[str, Any]]], ArrayPlan] = {}
+        self._plans: dict[tuple[str, frozenset[tuple[str, Any]]], ArrayPlan | JointPlan] = {}
 
     def array(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Return a new array of the stream's device."""
@@ -51,7 +60,8 @@ class Queued:
         kind = kernel, frozenset(sizes.items())
         found = self._plans.get(kind)
         if found is None:
-            found = self._plans[kind] = plan(kernel, device=self.stream.device, **sizes)
+            plans = [plan(kernel, device=stream.device, **sizes) for stream in each_of(self.stream)]
+            found = self._plans[kind] = JointPlan(plans) if len(plans) > 1 else plans[0]
         given = []
         for parameter in found.parameters:
             value = arguments.pop(parameter.name, None)
@@ -62,6 +72,25 @@ class Queued:
         found.launch(self.stream, *given)
         return found.blocks
 
+    def add_up(self, parts: Array) -> None:
+        """Queue that contiguous parts of a sum become the whole on each GPU.
+
+        Raises:
+            CannotRun: NCCL failed.
+        """
+        if isinstance(self.stream, JointStream):
+            self.stream.sum(parts.memory, *_place(parts), parts.dtype)
+
+    def gather(self, part: Array, to: Array) -> None:
+        """Queue that each GPU gets the contiguous parts of all, one behind the other.
+
+        Raises:
+            CannotRun: NCCL failed.
+        """
+        assert isinstance(self.stream, JointStream)
+        first, count = _place(part)
+        self.stream.gather(part.memory, first, to.memory, _place(to)[0], count, part.dtype)
+
     def _absence(self, parameter: Any) -> Any:
         """Return what stands for an array or a number that a kernel does not read."""
         if not isinstance(parameter, ArrayParameter):
@@ -70,3 +99,48 @@ class Queued:
         if key not in self._absent:
             self._absent[key] = empty((1,) * parameter.ndim, parameter.dtype, self.stream)
         return self._absent[key]
+
+
+class JointPlan:
+    """The plans of a problem on several GPUs, which launch one after the other, each with its own part of the arrays.
+
+    All have one config: what each GPU computes of the whole, such as norms and the choice of experts and tokens, must
+    be the same on all, bit by bit.
+    """
+
+    def __init__(self, plans: Sequence[ArrayPlan]) -> None:
+        """Join them.
+
+        Raises:
+            CannotRun: their configs differ.
+        """
+        first = plans[0]
+        if any(other.config != first.config for other in plans):
+            raise CannotRun(f"{first.kernel}: its record changed while the GPUs looked it up; try again")
+        self._plans, self.parameters, self.blocks = plans, first.parameters, first.blocks
+
+    def launch(self, stream: Stream, *arguments: Any) -> None:
+        """Queue the kernel on each GPU; see :meth:`tilekern.arrays.ArrayPlan.launch`."""
+        for number, (found, lane) in enumerate(zip(self._plans, each_of(stream), strict=True)):
+            # A joint array has the first GPU's address.
+            mine = [of_gpu(x, number) if isinstance(x, Array) else x for x in arguments] if number else arguments
+            found.launch(lane, *mine)
+
+
+def joined(arrays: Sequence[Array], stream: Stream) -> Array:
+    """Return one array for contiguous ones of one shape, one of each GPU of a joint stream."""
+    windows = []
+    for array in arrays:
+        first, count = _place(array)
+        windows.append(Window(array.memory, first, count * ITEM_BYTES[array.dtype]))
+    return Array(JointMemory(windows, stream), arrays[0].shape, arrays[0].dtype)
+
+
+def of_gpu(array: Array, number: int) -> Array:
+    """Return the part of a joint array that a GPU has, by its number in the joint stream."""
+    return array.moved(parts_of(array.memory)[number])
+
+
+def _place(array: Array) -> tuple[int, int]:
+    """Return the byte of its memory where an array begins, and the number of its elements."""
+    return array.address - array.memory.address, math.prod(array.shape)

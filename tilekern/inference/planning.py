@@ -12,6 +12,7 @@ from tilekern.arrays import Array
 from tilekern.inference import weights as layout
 from tilekern.inference.architectures import Architecture
 from tilekern.inference.host_tensors import HostTensor
+from tilekern.inference.parallel import load_parts, part_of
 from tilekern.inference.sampling import Choice
 from tilekern.inference.steps import Cache, Model, Step, Tokens, add_next, chunks_of, new_logits
 from tilekern.kernels import spec_named
@@ -28,20 +29,25 @@ class DryRun:
     of composites, which the engine does not run, but which their timing needs.
     """
 
-    def __init__(self, found: Trace, architecture: Architecture, dtype: str) -> None:
+    def __init__(self, found: Trace, architecture: Architecture, dtype: str, gpus: int = 1) -> None:
         """Make it.
 
         Args:
             found: the trace, whose target's defaults and grids count.
             architecture: the model.
             dtype: of weights, activations and caches.
+            gpus: how many GPUs share the model; the problems are those of one.
+
+        Raises:
+            InputError: the GPUs cannot share it evenly.
         """
-        self._trace, self._to = found, Problems(found)
-        sources = layout.stored_by(architecture)
-        arrays = {key: self._to.array(source.shape, dtype) for key, source in sources.items()}
+        self._trace, self._to, self._whole = found, Problems(found), architecture
+        part = part_of(architecture, gpus)
+        arrays = {key: self._to.array(source.shape, dtype) for key, source in layout.stored_by(part).items()}
+        arrays["head"] = self._to.array((part.head_rows, part.width), dtype)
         # Its rows are read one by one, so that their number makes no problem.
         angles = self._to.array((architecture.positions, architecture.head_dim // 2 * 2), dtype)
-        self._model = Model(architecture, layout.assembled(architecture, arrays), dtype, angles)
+        self._model = Model(part, layout.assembled(part, arrays), dtype, angles)
 
     def load(self, dtype: str, *, transposed: bool = False) -> None:
         """Load a checkpoint, which is part of no step: its launches are not counted.
@@ -50,14 +56,13 @@ class DryRun:
             dtype: of its tensors.
             transposed: whether the weights of products are [in, out], as in Hugging Face's checkpoints of GPT-2.
         """
-        of = self._model.architecture
         tensors = {
             name: HostTensor(name, dtype, shape, memoryview(b""))
-            for source in layout.stored_by(of, transposed=transposed).values()
+            for source in layout.stored_by(self._whole, transposed=transposed).values()
             for name, shape in zip(source.names, source.shapes, strict=True)
         }
         with self._trace.repeated(0):
-            layout.load(of, tensors, self._model.dtype, self._to)
+            load_parts(self._whole, tensors, self._model.dtype, [self._to] * self._model.architecture.gpus)
 
     def forward(self, batch: int, tokens: int) -> None:
         """Compute the logits of all tokens of whole sequences."""
@@ -105,6 +110,12 @@ class Problems:
                 argument(int(blocks))
         return int(blocks)
 
+    def add_up(self, parts: Array) -> None:
+        """Add nothing, as it is not a kernel's."""
+
+    def gather(self, part: Array, to: Array) -> None:
+        """Add nothing, as it is not a kernel's."""
+
     def _note_parts(self, spec: KernelSpec, problem: Problem) -> None:
         """Note the parts of composites; the engine's kernels have one kind, shares of a product and their sum.
 
@@ -145,6 +156,10 @@ class _Nowhere(Memory):
 
     def write(self, data: Any, first: int = 0, count: int | None = None) -> None:
         """Write nothing."""
+
+    def read(self, *_: object) -> bytearray:
+        """Return nothing."""
+        return bytearray()
 
 
 _NOWHERE = _Nowhere()

@@ -171,19 +171,45 @@ class Step:
         added: Array | None = None
         for number, layer in enumerate(model.weights.layers):
             x, y = self._normed(x, added, layer.attention_norm)
-            attended = self._product(self._attended(number, layer, y), layer.output)
+            attended = self._joined(self._product(self._attended(number, layer, y), layer.output))
             x, y = self._normed(x, attended, layer.mlp_norm)
-            added = self._by_experts(layer, y) if layer.router is not None else self._mlp(layer, y)
+            added = self._joined(self._by_experts(layer, y) if layer.router is not None else self._mlp(layer, y))
         if not has_logits:
             return
         if not all_logits:
             x, added = self._last(x), None if added is None else self._last(added)
         _, y = self._normed(x, added, model.weights.norm)
         self.logits = new_logits(launches, y.shape[0], model) if to is None else to
-        self._product(y, model.weights.head, to=self.logits)
+        self._head(y, self.logits)
 
     def _new(self, *shape: int, dtype: str | None = None) -> Array:
         return self._to.array(shape, dtype or self._model.dtype)
+
+    def _joined(self, x: Array) -> Array:
+        """Return a product of all inner numbers, of which each GPU has computed some."""
+        self._to.add_up(x)
+        return x
+
+    def _head(self, x: Array, to: Array) -> None:
+        """Add the product with the head, of which each GPU has some rows, or all."""
+        head = self._model.weights.head
+        rows, columns, all_columns = x.shape[0], head.weight.shape[0], self._model.architecture.vocabulary
+        if columns == all_columns:
+            self._product(x, head, to=to)
+            return
+        part, gpus = self._product(x, head), all_columns // columns
+        if rows == 1:  # the parts lie side by side
+            self._to.gather(part, to)
+            return
+        parts = self._new(gpus * rows, columns)
+        self._to.gather(part, parts)
+        dtype = self._model.dtype
+        sizes = {"rows": rows, "columns": columns, "transposed": False, "x_dtype": dtype, "dtype": dtype}
+        for number in range(gpus):
+            self._to.launch(
+                "lay_out", sizes, x=parts.view((rows, columns), offset=number * rows * columns),
+                y=to.view((rows, columns), to.strides, number * columns),
+            )  # fmt: skip
 
     def _gathered(self, table: Array, ids: Array, positions: Array | None = None) -> Array:
         """Return rows of a table, [rows, columns], with those of learned positions added."""

@@ -117,10 +117,7 @@ def sources_of(architecture: Architecture, tensors: Mapping[str, HostTensor]) ->
     # Before the sources of so many layers are listed.
     if architecture.layers > len(tensors):
         raise InputError(f"the checkpoint has {len(tensors)} tensors, too few for {architecture.layers} layers")
-    start = "transformer." if "transformer.wte.weight" in tensors else ""
-    joined = tensors.get(f"{start}h.0.attn.c_attn.weight")
-    is_turned = joined is not None and joined.shape == (architecture.width, 3 * architecture.width)
-    wanted = stored_by(architecture, start=start, transposed=is_turned)
+    wanted = stored_by(architecture, **form_of(architecture, tensors))
     used = {name for source in wanted.values() for name in source.names}
     unknown = sorted(name for name in tensors if name not in used and not _COMPUTED.search(name))
     # A head that is tied may be stored all the same.
@@ -138,6 +135,14 @@ def sources_of(architecture: Architecture, tensors: Mapping[str, HostTensor]) ->
     return wanted
 
 
+def form_of(architecture: Architecture, tensors: Mapping[str, HostTensor]) -> dict[str, Any]:
+    """Return how a checkpoint stores a model, as :func:`stored_by` takes it."""
+    start = "transformer." if "transformer.wte.weight" in tensors else ""
+    joined = tensors.get(f"{start}h.0.attn.c_attn.weight")
+    is_turned = joined is not None and joined.shape == (architecture.width, 3 * architecture.width)
+    return {"start": start, "transposed": is_turned}
+
+
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
@@ -145,7 +150,7 @@ def _listed(names: list[str]) -> str:
 
 def _gpt2(of: Architecture, start: str, *, transposed: bool) -> Iterator[tuple[str, Source]]:
     """Yield the arrays of GPT-2."""
-    width = of.width
+    width, attended = of.width, of.heads * of.head_dim
 
     def product(key: str, name: str, columns: int, inner: int) -> Iterator[tuple[str, Source]]:
         shape = (inner, columns) if transposed else (columns, inner)
@@ -161,14 +166,14 @@ def _gpt2(of: Architecture, start: str, *, transposed: bool) -> Iterator[tuple[s
     for number in range(of.layers):
         here, there = f"layers.{number}", f"h.{number}"
         yield from norm(f"{here}.attention_norm", f"{there}.ln_1")
-        yield from product(f"{here}.projections", f"{there}.attn.c_attn", 3 * width, width)
-        yield from product(f"{here}.output", f"{there}.attn.c_proj", width, width)
+        yield from product(f"{here}.projections", f"{there}.attn.c_attn", 3 * attended, width)
+        yield from product(f"{here}.output", f"{there}.attn.c_proj", width, attended)
         yield from norm(f"{here}.mlp_norm", f"{there}.ln_2")
         yield from product(f"{here}.up", f"{there}.mlp.c_fc", of.inner, width)
         yield from product(f"{here}.down", f"{there}.mlp.c_proj", width, of.inner)
     yield from norm("norm", "ln_f")
     if not of.tied:
-        yield "head", Source(("lm_head.weight",), ((of.vocabulary, width),))
+        yield "head", Source(("lm_head.weight",), ((of.head_rows, width),))
 
 
 def _llama(of: Architecture) -> Iterator[tuple[str, Source]]:
@@ -207,7 +212,7 @@ def _llama(of: Architecture) -> Iterator[tuple[str, Source]]:
         yield from product(f"{here}.down", f"{there}.mlp", [("down_proj", width)], of.inner, of.biased[2])
     yield "norm.weight", Source(("model.norm.weight",), ((width,),))
     if not of.tied:
-        yield "head", Source(("lm_head.weight",), ((of.vocabulary, width),))
+        yield "head", Source(("lm_head.weight",), ((of.head_rows, width),))
 
 
 def load(
@@ -222,9 +227,9 @@ def load(
     arrays: dict[str, Array] = {}
     for key, source in sources_of(architecture, tensors).items():
         if int8 and is_quantized(architecture, key):
-            arrays[key], arrays[f"{key}.scale"] = _put_quantized(source, tensors, launches)
+            arrays[key], arrays[f"{key}.scale"] = put_quantized(source, tensors, launches)
         else:
-            arrays[key] = _put(source, tensors, dtype, launches)
+            arrays[key] = put(source, tensors, dtype, launches)
     return assembled(architecture, arrays)
 
 
@@ -234,7 +239,7 @@ def is_quantized(architecture: Architecture, key: str) -> bool:
     return key == "head" or key.endswith(tuple(f".{part}.weight" for part in parts))
 
 
-def _put(source: Source, tensors: Mapping[str, HostTensor], dtype: str, launches: Launches) -> Array:
+def put(source: Source, tensors: Mapping[str, HostTensor], dtype: str, launches: Launches) -> Array:
     """Return an array with a source's tensors."""
     array, row = launches.array(source.shape, dtype), 0
     for name, shape in zip(source.names, source.shapes, strict=True):
@@ -250,7 +255,7 @@ def _put(source: Source, tensors: Mapping[str, HostTensor], dtype: str, launches
     return array
 
 
-def _put_quantized(source: Source, tensors: Mapping[str, HostTensor], launches: Launches) -> tuple[Array, Array]:
+def put_quantized(source: Source, tensors: Mapping[str, HostTensor], launches: Launches) -> tuple[Array, Array]:
     """Return an int8 matrix of a source's tensors, and the scale of each row."""
     rows, columns = source.shape
     array, scale, row = launches.array((rows, columns), INT8), launches.array((rows,), "float32"), 0
@@ -321,7 +326,7 @@ def assembled(architecture: Architecture, arrays: Mapping[str, Array]) -> Weight
     return Weights(
         embedding=arrays["embedding"], positions=arrays.get("positions"),
         layers=[layer(f"layers.{number}") for number in range(architecture.layers)], norm=norm("norm"),
-        head=Product(arrays["embedding" if architecture.tied else "head"], scale=arrays.get("head.scale")),
+        head=Product(arrays["head" if "head" in arrays else "embedding"], scale=arrays.get("head.scale")),
     )  # fmt: skip
 
 

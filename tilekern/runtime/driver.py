@@ -357,6 +357,14 @@ class Stream:
         with self.device.current():
             _call("cuStreamSynchronize", _HANDLE(self.handle))
 
+    def memory(self, size_bytes: int) -> Memory:
+        """Return memory for work on this stream.
+
+        Raises:
+            DriverError: the GPU has no such memory left.
+        """
+        return Memory(size_bytes, self)
+
     def record(self) -> Event:
         """Return an event that happens when the work queued so far is done."""
         return Event(self)

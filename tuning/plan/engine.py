@@ -26,7 +26,8 @@ def plan_of_engine(model: str, steps: Steps, target: Target) -> Planned:
 
     Raises:
         tilekern.tuning.plan.configs.UnknownModel: no such model.
-        InputError: its config cannot be read, the engine does not run it, or a sequence is longer than the context.
+        InputError: its config cannot be read, the engine does not run it, ``tp`` GPUs cannot share it, or a sequence is
+            longer than the context.
     """
     name, fields = fields_named(model)
     try:
@@ -35,9 +36,14 @@ def plan_of_engine(model: str, steps: Steps, target: Target) -> Planned:
         raise InputError(f"{name}: {error}") from None
     found = Trace(target)
     for dtype in steps.dtype:
-        _run(DryRun(found, architecture, dtype), architecture, steps)
+        try:
+            engine = DryRun(found, architecture, dtype, steps.tp)
+        except InputError as error:
+            raise InputError(f"--tp {steps.tp}: {name}: {error}") from None
+        _run(engine, architecture, steps)
     named = frozenset(named for named in found.problems if has_rows(*named)) if steps.invariant else frozenset()
-    return Planned(f"{name}-engine", tuple(found.problems), launches=found.launches, invariant=named)
+    called = f"{name}-engine" if steps.tp == 1 else f"{name}-engine-tp{steps.tp}"
+    return Planned(called, tuple(found.problems), launches=found.launches, invariant=named)
 
 
 def _run(engine: DryRun, architecture: Architecture, steps: Steps) -> None:

@@ -16,7 +16,7 @@ TOKENS, CONTEXT = (2048, 8192), (4096,)
 # The engine generates, and computes logits of whole sequences only where they are asked for.
 OF_ENGINE: Mapping[str, Sequence[int]] = {"tokens": (), "decode": (1,)}
 # What describes the steps of a model that only transformers runs.
-_OF_MODELS = ("ops", "attention", "tp", "packed", "padded", "checkpointing", "experts", "optimizer", "call", "paged")
+_OF_MODELS = ("ops", "attention", "packed", "padded", "checkpointing", "experts", "optimizer", "call", "paged")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Steps:
         dtype: the dtypes to train in.
         ops: the ops that are patched, ``attention`` and ``adamw`` among them; all where None.
         attention: transformers' names of the attention implementations.
-        tp: the tensor-parallel degree.
+        tp: the tensor-parallel degree: the ranks, or the engine's GPUs, that share a model.
         packed: sequences stand one after the other in a batch of one, which says where each begins.
         padded: sequences are padded to one length, so that their mask says more than causality.
         checkpointing: activations are made again in the backward.
