@@ -28,20 +28,27 @@ class DryRun:
     of composites, which the engine does not run, but which their timing needs.
     """
 
-    def __init__(self, found: Trace, architecture: Architecture, dtype: str) -> None:
+    def __init__(self, found: Trace, architecture: Architecture, dtype: str, *, int8: bool = False) -> None:
         """Make it.
 
         Args:
             found: the trace, whose target's defaults and grids count.
             architecture: the model.
-            dtype: of weights, activations and caches.
+            dtype: of activations, caches and the weights that are not int8.
+            int8: whether the weights of products are int8.
         """
-        self._trace, self._to = found, Problems(found)
-        sources = layout.stored_by(architecture)
-        arrays = {key: self._to.array(source.shape, dtype) for key, source in sources.items()}
+        self._trace, self._to, self._int8 = found, Problems(found), int8
+        arrays: dict[str, Array] = {}
+        for key, source in layout.stored_by(architecture).items():
+            is_int8 = int8 and layout.is_quantized(architecture, key)
+            arrays[key] = self._to.array(source.shape, layout.INT8 if is_int8 else dtype)
+            if is_int8:
+                arrays[f"{key}.scale"] = self._to.array(source.shape[:1], "float32")
+        weights = layout.assembled(architecture, arrays)
         # Its rows are read one by one, so that their number makes no problem.
         angles = self._to.array((architecture.positions, architecture.head_dim // 2 * 2), dtype)
-        self._model = Model(architecture, layout.assembled(architecture, arrays), dtype, angles)
+        scratch = self._to.array((layout.scratch_elements(weights),), dtype) if int8 else None
+        self._model = Model(architecture, weights, dtype, angles, scratch)
 
     def load(self, dtype: str, *, transposed: bool = False) -> None:
         """Load a checkpoint, which is part of no step: its launches are not counted.
@@ -57,7 +64,7 @@ class DryRun:
             for name, shape in zip(source.names, source.shapes, strict=True)
         }
         with self._trace.repeated(0):
-            layout.load(of, tensors, self._model.dtype, self._to)
+            layout.load(of, tensors, self._model.dtype, self._to, int8=self._int8)
 
     def forward(self, batch: int, tokens: int) -> None:
         """Compute the logits of all tokens of whole sequences."""

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tilekern.errors import InputError
 from tilekern.inference.architectures import Architecture, architecture_of
 from tilekern.inference.engine import CHUNK
 from tilekern.inference.planning import DryRun
+from tilekern.inference.weights import INT8
 from tilekern.runtime.recorder import Trace
 from tilekern.runtime.rows import has_rows
 from tilekern.spec.targets import Target
-from tilekern.tuning.plan.configs import fields_named
+from tilekern.tuning.plan.configs import fields_of
 from tilekern.tuning.plan.steps import Planned, Steps
 
 # The dtypes of checkpoints, beside the one that a model runs in.
 _STORED = ("float32", "bfloat16")
 
 
-def plan_of_engine(model: str, steps: Steps, target: Target) -> Planned:
+def plan_of_engine(model: Any, steps: Steps, target: Target) -> Planned:
     """Plan the problems that the engine asks for to run a model on a GPU.
 
     Args:
-        model: a preset's name, the path of a config.json, or a hub id.
+        model: a preset's name, the path of a config.json, a hub id, or a configuration of transformers or its
+            dictionary.
         steps: what the engine does.
         target: the GPU.
 
@@ -28,16 +32,17 @@ def plan_of_engine(model: str, steps: Steps, target: Target) -> Planned:
         tilekern.tuning.plan.configs.UnknownModel: no such model.
         InputError: its config cannot be read, the engine does not run it, or a sequence is longer than the context.
     """
-    name, fields = fields_named(model)
+    name, fields = fields_of(model)
     try:
         architecture = architecture_of(fields)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     found = Trace(target)
     for dtype in steps.dtype:
-        _run(DryRun(found, architecture, dtype), architecture, steps)
+        _run(DryRun(found, architecture, dtype, int8=steps.weight_dtype == INT8), architecture, steps)
     named = frozenset(named for named in found.problems if has_rows(*named)) if steps.invariant else frozenset()
-    return Planned(f"{name}-engine", tuple(found.problems), launches=found.launches, invariant=named)
+    kind = "engine" if steps.weight_dtype is None else f"engine-{steps.weight_dtype}"
+    return Planned(f"{name}-{kind}", tuple(found.problems), launches=found.launches, invariant=named)
 
 
 def _run(engine: DryRun, architecture: Architecture, steps: Steps) -> None:
