@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 @needing("tilekern.tune")
 def tune(
-    model: Any, tokens: int | Sequence[int] | Mapping[str, Any] = (2048, 8192), *, gpu: str = "auto",
+    model: Any, tokens: int | Sequence[int] | Mapping[str, Any] | None = None, *, gpu: str = "auto",
     budget_s: float | None = None,
     sequence: int | Sequence[int] = (), dtype: Any = ("bfloat16",), ops: str | Sequence[str] | None = None,
     attention: str | Sequence[str] = ("tilekern",), tp: int = 1, packed: bool = False, padded: bool = False,
-    checkpointing: bool = False, optimizer: str = "adamw", experts: bool = False, decode: int | Sequence[int] = (),
-    context: int | Sequence[int] = 4096, chunk: int | Sequence[int] = (), paged: bool = False, invariant: bool = False,
+    checkpointing: bool = False, optimizer: str = "adamw", experts: bool = False,
+    decode: int | Sequence[int] | None = None, context: int | Sequence[int] = 4096, chunk: int | Sequence[int] = (),
+    paged: bool = False, invariant: bool = False, engine: bool = False, weight_dtype: str | None = None,
     strategy: str = "race", executor: str = "local", jobs: int | None = None, gpus: int | None = None,
     timeout_s: float = 60.0, cache_dir: str | Path | None = None,
     sweep: str | Path | None = None, tell: Tell | None = None,
@@ -51,9 +52,10 @@ def tune(
             dictionary, whose model is patched; a model, whose step is traced as it is; or a traced plan
             (:func:`tilekern.trace`) or its file, to which the arguments from ``tokens`` to ``experts`` do not apply,
             except ``gpu`` and ``budget_s``.
-        tokens: tokens of a step, batch times sequence. This, ``sequence``, ``dtype``, ``ops`` and ``attention`` take
-            one value or several. Or, for a model, a job's own batch: the arguments of its forward by name, with tensors
-            on any device; the other arguments up to ``experts`` then do not apply, except ``gpu`` and ``budget_s``.
+        tokens: tokens of a step, batch times sequence; by default 2048 and 8192, for an engine none. This,
+            ``sequence``, ``dtype``, ``ops`` and ``attention`` take one value or several. Or, for a model, a job's own
+            batch: the arguments of its forward by name, with tensors on any device; the other arguments up to
+            ``experts`` then do not apply, except ``gpu`` and ``budget_s``.
         gpu: the GPU to tune for: ``auto`` (the one here), a name, an arch, a key, or figures
             (:func:`tilekern.spec.targets.resolve`).
         budget_s: wall seconds, planning included, after which no more work is started. The problems that gain most per
@@ -68,12 +70,15 @@ def tune(
         checkpointing: whether activations are recomputed in the backward.
         optimizer: ``adamw`` or ``none``.
         experts: whether tilekern runs layers of experts.
-        decode: how many sequences generation decodes at once, one number or several; it is traced where there are any.
+        decode: how many sequences generation decodes at once, one number or several; by default none, for an engine 1.
         context: tokens of a decoded sequence, the new one included.
         chunk: tokens of a prompt that are computed at once, where prompts are computed in chunks too.
         paged: whether tokens are decoded by transformers' ``generate_batch`` too.
         invariant: whether to plan ``tilekern.invariant()`` too, and to find kernels that give a row the same bits at
             all sizes of the plan.
+        engine: whether to plan what the engine of :mod:`tilekern.inference` launches, by the config of ``model``, in
+            place of training steps. The arguments from ``ops`` to ``experts`` and ``paged`` then do not apply.
+        weight_dtype: ``int8`` for an engine with int8 weights; by default they are in ``dtype``.
         strategy: how candidates are timed: ``race`` or ``exhaustive``.
         executor: where to compile and measure: ``local``, ``ray`` or ``ray://HOST:PORT``.
         jobs: compile workers; None is one for each core.
@@ -101,18 +106,20 @@ def tune(
     from tilekern.spec.targets import resolve
     from tilekern.tuning.pipeline import Options, Pipeline
     from tilekern.tuning.plan.choosing import plan_of_anything
-    from tilekern.tuning.plan.steps import TOKENS, Steps, as_list
+    from tilekern.tuning.plan.steps import as_tuple, steps_of
 
     check_settings()
     options = Options(
         strategy=strategy, executor=executor, jobs=jobs, gpus=gpus, timeout_s=timeout_s,
         budget_s=budget_s,
     )  # fmt: skip
-    call = tokens if isinstance(tokens, Mapping) else None
-    steps = Steps(
-        TOKENS if isinstance(tokens, Mapping) else as_list(tokens), as_list(sequence), as_list(dtype),
-        None if ops is None else as_list(ops), as_list(attention), tp, packed, padded, checkpointing, optimizer,
-        experts, call, as_list(decode), as_list(context), as_list(chunk), paged, invariant,
+    is_batch = isinstance(tokens, Mapping)
+    steps = steps_of(
+        tokens=None if is_batch else as_tuple(tokens), call=tokens if is_batch else None, sequence=as_tuple(sequence),
+        dtype=as_tuple(dtype), ops=as_tuple(ops), attention=as_tuple(attention), tp=tp, packed=packed, padded=padded,
+        checkpointing=checkpointing, optimizer=optimizer, experts=experts, decode=as_tuple(decode),
+        context=as_tuple(context), chunk=as_tuple(chunk), paged=paged, invariant=invariant, engine=engine,
+        weight_dtype=weight_dtype,
     )  # fmt: skip
     target = model.target if isinstance(model, Trace) and gpu == "auto" else resolve(gpu)
     store = Store(cache_dir or user_root())

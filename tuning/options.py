@@ -18,7 +18,7 @@ from tilekern.runtime.switches import EXPERTS, EXTRAS, OPS
 from tilekern.spec.targets import KNOWN
 from tilekern.tuning.plan.configs import require_model_name
 from tilekern.tuning.plan.presets import PRESETS
-from tilekern.tuning.plan.steps import OF_ENGINE, OPTIMIZERS, Steps
+from tilekern.tuning.plan.steps import OPTIMIZERS, Steps, steps_of
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,10 @@ class PlanRequest:
                 named[name] = words(named[name], option)
         for model in given["models"]:
             require_model_name(model)
-        described = "--" + next(iter(named)).replace("ops", "op") if named else None
+        described = "--" + next(iter(named)).replace("ops", "op").replace("_", "-") if named else None
         if described and not given["models"] and (given["plans"] or given["problems"]):
             raise described_alone(described)
-        defaults = OF_ENGINE if given["engine"] else {}
-        steps = Steps(**{**defaults, **named}, invariant=bool(given["invariant"]))
+        steps = steps_of(**named, invariant=bool(given["invariant"]))
         return cls(given["models"], given["plans"], given["problems"], steps, described)
 
 
@@ -77,6 +76,9 @@ _STEPS = {
         is_flag=True,
         help="Steps are those of tilekern.inference, and need no torch: tokens of --decode sequences (1 if not given), "
         "prompts of --context, and with --tokens the logits of whole sequences.",
+    ),
+    "weight_dtype": click.option(
+        "--weight-dtype", metavar="int8", help="With --engine: weights of products are int8; by default as --dtype."
     ),
     "tokens": click.option("--tokens", help="Tokens of a step (batch times sequence).  [default: 2048,8192]"),
     "sequence": click.option(

@@ -40,7 +40,7 @@ from tilekern.spec import INVARIANT, Config, Problem
 from tilekern.spec.bits import sizes_of_class
 from tilekern.spec.source import source_digest
 from tilekern.spec.targets import Target, here, resolve
-from tilekern.tuning.plan.steps import CONTEXT, TOKENS, Planned, Steps, as_list
+from tilekern.tuning.plan.steps import CONTEXT, Planned, as_tuple, steps_of
 
 if TYPE_CHECKING:
     from tilekern.tuning.pipeline import Options, Tell
@@ -167,13 +167,13 @@ class Preflight:
 
 @needing("tilekern.preflight")
 def preflight(
-    config: Any, tokens: int | Sequence[int] = TOKENS, *, gpu: str = "auto", sequence: int | Sequence[int] = (),
+    config: Any, tokens: int | Sequence[int] | None = None, *, gpu: str = "auto", sequence: int | Sequence[int] = (),
     dtype: Any = ("bfloat16",), ops: str | Sequence[str] | None = None,
     attention: str | Sequence[str] = ("tilekern",),
     tp: int = 1, packed: bool = False, padded: bool = False, checkpointing: bool = False, optimizer: str = "adamw",
-    experts: bool = False, decode: int | Sequence[int] = (), context: int | Sequence[int] = CONTEXT,
-    chunk: int | Sequence[int] = (), paged: bool = False, invariant: bool = False, need: str = SERVED,
-    cache_dir: str | Path | None = None,
+    experts: bool = False, decode: int | Sequence[int] | None = None, context: int | Sequence[int] = CONTEXT,
+    chunk: int | Sequence[int] = (), paged: bool = False, invariant: bool = False, engine: bool = False,
+    weight_dtype: str | None = None, need: str = SERVED, cache_dir: str | Path | None = None,
 ) -> Preflight:  # fmt: skip
     """List the records that a job will need, and whether the caches have them; nothing is written, compiled or
     launched.
@@ -183,8 +183,8 @@ def preflight(
             transformers or its dictionary, all of which are patched for this; a model, which is asked as it is; or a
             traced plan (:func:`tilekern.trace`) or its file, to which none of the arguments down to ``paged``
             applies. Of a model, the lengths and whether they are packed or padded count.
-        tokens: tokens of a step, batch times sequence; one number or several, as ``sequence``, ``dtype``, ``ops`` and
-            ``attention`` are one or several.
+        tokens: tokens of a step, batch times sequence; by default 2048 and 8192, for an engine none. One number or
+            several, as ``sequence``, ``dtype``, ``ops`` and ``attention`` are one or several.
         gpu: the GPU that the job will run on: ``auto`` (the one here), a name, an arch or a key.
         sequence: tokens of a sequence; a step is one sequence where none is given.
         dtype: the dtypes to train in: ``bfloat16`` or ``bf16``, ``float16`` or ``fp16``, ``float32`` or ``fp32``, or
@@ -197,12 +197,15 @@ def preflight(
         checkpointing: whether activations are made again in the backward.
         optimizer: ``adamw`` or ``none``.
         experts: whether layers of experts run tilekern's, as ``apply(experts=True)`` has it.
-        decode: how many sequences generation decodes at once, one number or several; none for no generation.
+        decode: how many sequences generation decodes at once, one number or several; by default none, for an engine 1.
         context: tokens of a decoded sequence, the new one included.
         chunk: tokens of a prompt that are computed at once, where prompts are computed in chunks too.
         paged: whether tokens are decoded by transformers' ``generate_batch`` too.
         invariant: whether the job also runs in the invariant mode, ``apply(invariant=True)``. Each problem that has
             rows there must have a kernel of one bit class, the same at all its sizes.
+        engine: whether the job runs the engine of :mod:`tilekern.inference`, by the config that is given, in place of
+            training. The arguments from ``ops`` to ``experts`` and ``paged`` then do not apply.
+        weight_dtype: ``int8`` for an engine with int8 weights; by default they are in ``dtype``.
         need: what is asked of a problem's record: ``served`` by any, ``exact``: of the very bucket and GPU,
             ``measured``: there and measured.
         cache_dir: the cache that stands in for the user's; further layers are read as ever.
@@ -211,10 +214,11 @@ def preflight(
         InputError: anything that was named is not known, a step cannot be traced, or it asks for no kernel.
     """
     check_settings()
-    steps = Steps(
-        as_list(tokens), as_list(sequence), as_list(dtype), None if ops is None else as_list(ops), as_list(attention),
-        tp, packed, padded, checkpointing, optimizer, experts, None, as_list(decode), as_list(context), as_list(chunk),
-        paged, invariant,
+    steps = steps_of(
+        tokens=as_tuple(tokens), sequence=as_tuple(sequence), dtype=as_tuple(dtype), ops=as_tuple(ops),
+        attention=as_tuple(attention), tp=tp, packed=packed, padded=padded, checkpointing=checkpointing,
+        optimizer=optimizer, experts=experts, decode=as_tuple(decode), context=as_tuple(context), chunk=as_tuple(chunk),
+        paged=paged, invariant=invariant, engine=engine, weight_dtype=weight_dtype,
     )  # fmt: skip
     target = resolve(gpu)
     from tilekern.tuning.plan.choosing import plan_of_anything

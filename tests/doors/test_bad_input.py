@@ -100,7 +100,10 @@ def said(ran, code):
         (["qwen3-8b", "qwen3-9b", "--gpu", "B200"], ["qwen3-9b", "qwen3-8b"]),
         (["qwen3-8b", "--gpu", "B200", "--stages", "compile"], ["--sweep"]),
         (["--stages", "measure", "--sweep", "nowhere"], ["nowhere is not a sweep folder", "--stages plan,compile"]),
-        (["missing/config.json", "--gpu", "B200"], ["missing/config.json does not exist"]),
+        (["missing/config.json", "--gpu", "B200"], ["missing/config.json is missing; give the path of a model's"]),
+        (["gpt2", "--gpu", "B200", "--weight-dtype", "int8"], ["--weight-dtype int8", "pass --engine"]),
+        (["gpt2", "--gpu", "B200", "--engine", "--weight-dtype", "fp8"], ["--weight-dtype 'fp8'", "int8"]),
+        (["gemma-2-9b", "--gpu", "B200", "--engine"], ["gemma-2-9b: config.json: model_type is 'gemma2'", "llama"]),
     ],
     ids=lambda value: "-".join(value)[:40].replace("\n", "~") if isinstance(value, list) else None,
 )
@@ -120,10 +123,10 @@ def test_a_machine_with_no_gpu_needs_the_target_s_name(here):
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("", "is not a readable JSON file"),
-        ("{", "is not a readable JSON file"),
-        ("[1]", "holds no JSON object"),
-        ('"qwen3"', "holds no JSON object"),
+        ("", "is not valid JSON"),
+        ("{", "is not valid JSON"),
+        ("[1]", "must be a JSON object, got list"),
+        ('"qwen3"', "must be a JSON object, got str"),
         ({"model_type": None}, "model_type is missing; a model's config.json has it"),
         ({"hidden_size": -64}, "hidden_size is -64; expected a whole number"),
         ({"hidden_size": 64.5}, "transformers does not take this config"),
@@ -145,7 +148,7 @@ def test_a_bad_config_is_named_with_its_field(here, text, part):
 def test_a_file_that_is_not_text_is_not_a_config(here):
     path = here.folder / "config.json"
     path.write_bytes(b"\xff\xfe\x00")
-    assert f"{path} is not a readable JSON file" in said(here.tune(here.folder, "--gpu", "B200"), 2)
+    assert f"{path} is not valid JSON" in said(here.tune(here.folder, "--gpu", "B200"), 2)
 
 
 @pytest.mark.parametrize("place", ["/dev/null/x", "file/x", "file"])

@@ -4,7 +4,6 @@ import pytest
 
 from tilekern.inference import Engine, Sampling
 from tilekern.inference.architectures import architecture_of
-from tilekern.inference.caches import KINDS
 from tilekern.inference.host_tensors import HostTensor, size_bytes
 from tilekern.inference.launches import Queued
 from tilekern.inference.planning import DryRun
@@ -21,14 +20,21 @@ LLAMA = {
 }  # fmt: skip
 # Few key heads and a long context, so that several blocks share a sequence's keys.
 QWEN3 = LLAMA | {"model_type": "qwen3", "num_key_value_heads": 1, "max_position_embeddings": 512}
+EXPERTS = LLAMA | {
+    "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}  # fmt: skip
 # A model, the dtype that it runs in, that of its checkpoint, and whether that has products as [in, out].
 MODELS = {
     "gpt2 of Hugging Face": (GPT2, "bfloat16", "float32", True),
     "gpt2 of minGPT": (GPT2, "float32", "float32", False),
     "llama": (LLAMA, "bfloat16", "bfloat16", False),
     "qwen3": (QWEN3, "float32", "bfloat16", False),
+    "experts": (EXPERTS, "bfloat16", "bfloat16", False),
 }
 CHUNK = 4
+# Sequences and tokens of whole ones; the last have more rows than products of few take.
+WHOLE = ((2, 5), (2, 33))
 
 
 @pytest.fixture
@@ -44,7 +50,7 @@ def asked(gpu, monkeypatch):
     return found
 
 
-def engine_of(gpu, config, dtype, stored, transposed, cache="static"):
+def engine_of(gpu, config, dtype, stored, transposed, *, cache="static", int8=False):
     """An engine whose weights are all 0."""
     architecture, stream = architecture_of(config), gpu.stream()
     tensors = {
@@ -52,7 +58,8 @@ def engine_of(gpu, config, dtype, stored, transposed, cache="static"):
         for source in stored_by(architecture, transposed=transposed).values()
         for name, shape in zip(source.names, source.shapes, strict=True)
     }
-    return Engine(architecture, load(architecture, tensors, dtype, Queued(stream)), dtype, stream, cache=cache)
+    weights = load(architecture, tensors, dtype, Queued(stream), int8=int8)
+    return Engine(architecture, weights, dtype, stream, cache=cache)
 
 
 def generate(engine, lengths, **more):
@@ -61,19 +68,21 @@ def generate(engine, lengths, **more):
 
 
 @pytest.mark.share(4)
-@pytest.mark.parametrize("cache", KINDS)
+@pytest.mark.parametrize(("cache", "int8"), [("static", False), ("paged", False), ("static", True)])
 @pytest.mark.parametrize("name", MODELS)
-def test_all_that_the_engine_asks_for_is_found_and_nothing_else(gpu, asked, name, cache):
+def test_all_that_the_engine_asks_for_is_found_and_nothing_else(gpu, asked, name, cache, int8):
     config, dtype, stored, transposed = MODELS[name]
-    engine = engine_of(gpu, config, dtype, stored, transposed, cache)
-    engine.forward([[1] * 5] * 2)
+    engine = engine_of(gpu, config, dtype, stored, transposed, cache=cache, int8=int8)
+    for batch, tokens in WHOLE:
+        engine.forward([[1] * tokens] * batch)
     generate(engine, (5, 5, 9))
     generate(engine, (9,), sampling=Sampling(temperature=1.0))
 
     found = Trace(INTERPRETED)
-    dry = DryRun(found, engine.architecture, dtype)
+    dry = DryRun(found, engine.architecture, dtype, int8=int8)
     dry.load(stored, transposed=transposed)
-    dry.forward(2, 5)
+    for batch, tokens in WHOLE:
+        dry.forward(batch, tokens)
     for batch, tokens in ((2, 5), (1, 9)):
         dry.prompt(batch, tokens, CHUNK, cache=cache)
     for batch in (3, 1):
@@ -84,6 +93,8 @@ def test_all_that_the_engine_asks_for_is_found_and_nothing_else(gpu, asked, name
     planned = {named for named in found.asked if (named[0], named[1].get("rows")) not in both}
     assert without_joins(planned) == without_joins(asked)
     assert asked <= set(found.problems)
+    of_int8 = {kernel for kernel, _ in found.asked} & {"skinny_linear_int8", "quantize_rows", "dequantize_rows"}
+    assert len(of_int8) == (3 if int8 else 0)
     assert {kernel for kernel, _ in found.others} <= {"decode_join", "skinny_parts", "skinny_join"}
 
 
@@ -111,6 +122,17 @@ def test_what_other_configs_of_attention_leave_to_be_joined_is_found(gpu, asked,
     joins = {named for named in asked if named[0] == "decode_join"}
     assert len(joins) == (splits != 1)
     assert joins <= set(found.problems)
+
+
+def test_int8_weights_count_a_layer_s_products_and_leave_a_tied_head():
+    found = Trace(resolve("H200"))
+    config = QWEN3 | {"num_hidden_layers": 3, "tie_word_embeddings": True}
+    DryRun(found, architecture_of(config), "bfloat16", int8=True).token(2, 512)
+    counts = {kernel: 0 for kernel, _ in found.launches}
+    for (kernel, _), count in found.launches.items():
+        counts[kernel] += count
+    assert counts["skinny_linear_int8"] == 3 * 4
+    assert counts["skinny_linear"] == 1
 
 
 def test_a_step_counts_the_launches_of_all_layers_and_loading_none():

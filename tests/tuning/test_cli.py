@@ -269,7 +269,7 @@ def test_what_is_named_like_a_command_but_is_a_path_is_a_model(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     for word, config in (("./status", "status/config.json"), ("statuses", "statuses/config.json")):
         assert cli.main([word, "--gpu", "B200"]) == 2
-        assert f"{config} holds no JSON object" in capsys.readouterr().err
+        assert f"{config} must be a JSON object, got list" in capsys.readouterr().err
 
 
 def test_a_command_that_takes_a_model_names_no_commands(capsys):

@@ -20,7 +20,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 @pytest.mark.parametrize(
     ("name", "read", "said"),
     [
-        ("config.json", lambda path: config_named(str(path)), "is not a readable JSON file"),
+        ("config.json", lambda path: config_named(str(path)), "is not valid JSON"),
         ("sweep.json", lambda path: PlanFile(path.parent).read(), "cannot be read"),
         ("refresh.json", lambda path: Refresh(path.parent).current, "cannot be read"),
     ],

@@ -17,7 +17,7 @@ from tilekern.tuning.options import counts
 from tilekern.tuning.pipeline import Result
 from tilekern.tuning.plan.choosing import plan_of_problem
 from tilekern.tuning.plan.presets import PRESETS
-from tilekern.tuning.plan.steps import Steps, as_list, dtype_named
+from tilekern.tuning.plan.steps import Steps, as_tuple, dtype_named
 from tilekern.tuning.preflight import EXACT, MISSING, NEAREST, Need, Preflight
 from tilekern.tuning.sweep import folder as sweeps
 from tilekern.tuning.sweep.candidates import candidates
@@ -59,7 +59,7 @@ def test_other_values_than_lists_of_numbers_are_refused(text):
 )  # fmt: skip
 def test_short_names_of_dtypes_are_understood(given, name):
     assert dtype_named(given) == name
-    assert Steps(dtype=as_list(given)).dtype == [name]
+    assert Steps(dtype=as_tuple(given)).dtype == [name]
 
 
 def test_others_are_refused_with_those_that_are_known():

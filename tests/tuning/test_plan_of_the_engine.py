@@ -3,7 +3,10 @@
 import json
 
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import tilekern
 from tilekern.errors import InputError
 from tilekern.inference.architectures import architecture_of
 from tilekern.inference.engine import CHUNK
@@ -96,6 +99,86 @@ def test_the_invariant_mode_needs_a_class_of_the_same_problems(planned):
     usual, plan = planned(decode="1,8", tokens="1"), planned(decode="1,8", tokens="1", invariant=True)
     assert plan.problems == usual.problems
     assert plan.invariant == {named for named in plan.problems if has_rows(*named)}
+
+
+def test_int8_weights_are_planned(planned):
+    found = Trace(H200)
+    dry = DryRun(found, architecture_of(QWEN3), "bfloat16", int8=True)
+    dry.forward(4, 32)
+    for batch, tokens in ((4, 32), (1, 127)):
+        dry.prompt(batch, tokens, CHUNK)
+    dry.token(1, 128)
+    for stored in ("float32", "bfloat16"):
+        dry.load(stored)
+    plan = planned(tokens="128", sequence="32", weight_dtype="int8")
+    assert set(plan.problems) == set(found.problems)
+    assert rows_of(plan, "skinny_linear_int8") == {1, 4}
+    assert not rows_of(plan, "skinny_linear")
+    assert {problem["dtype"] for kernel, problem in plan.problems if kernel == "quantize_rows"} == {
+        "float32", "bfloat16"
+    }  # fmt: skip
+    assert plan.name.endswith("config.json-engine-int8")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"weight_dtype": "int8", "engine": False},
+            "--weight-dtype int8 describes the engine's weights; pass --engine",
+        ),
+        ({"weight_dtype": "int4"}, "--weight-dtype 'int4': expected int8; leave it out for weights in --dtype"),
+        ({"weight_dtype": "bfloat16"}, "--weight-dtype 'bfloat16': expected int8"),
+        ({"weight_dtype": ""}, "--weight-dtype '': expected int8"),
+        ({"weight_dtype": "int8", "invariant": True}, "--invariant promises nothing for int8 weights"),
+        ({"weight_dtype": "int8", "dtype": "int8"}, "unknown dtype 'int8'; known: bfloat16"),
+    ],
+    ids=str,
+)
+def test_weights_that_are_not_planned_are_refused(planned, options, message):
+    with pytest.raises(InputError, match=message):
+        planned(**options)
+
+
+@pytest.mark.parametrize("options", [{"plans": ("plan.json",)}, {"problems": ("greedy rows=1,columns=97",)}], ids=str)
+@pytest.mark.parametrize(
+    ("asked", "option"), [({"engine": True}, "--engine"), ({"engine": None, "weight_dtype": "int8"}, "--weight-dtype")]
+)
+def test_a_plan_has_no_engine(options, asked, option):
+    given = dict.fromkeys(PLAN_OPTIONS) | {"models": (), "plans": (), "problems": ()} | options | asked
+    with pytest.raises(InputError, match=f"{option} describes the steps of a model, and a plan has its own sizes"):
+        PlanRequest.of(given)
+
+
+def test_from_python_it_is_the_plan_of_the_command_line(planned, tmp_path):
+    plan = planned(decode="1,4", context="64", weight_dtype="int8")
+    asked = {"engine": True, "weight_dtype": "int8", "decode": [1, 4], "context": 64, "gpu": "H200"}
+    for model in (str(tmp_path / "config.json"), QWEN3, Qwen3Config(**QWEN3)):
+        needs = tilekern.preflight(model, **asked, cache_dir=tmp_path / "cache").needs
+        assert {(need.kernel, need.problem) for need in needs} == set(plan.problems)
+    usual = tilekern.preflight(QWEN3, engine=True, gpu="H200", cache_dir=tmp_path / "cache").needs
+    assert {(need.kernel, need.problem) for need in usual} == set(planned().problems)
+
+
+@pytest.mark.parametrize("call", [tilekern.tune, tilekern.preflight])
+def test_from_python_other_models_and_steps_are_refused(call, tmp_path):
+    with pytest.raises(InputError, match=r"engine=True plans a model by its config; .* not a Trace"):
+        call(Trace(H200), engine=True, gpu="H200", cache_dir=tmp_path)
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(**QWEN3))
+    with pytest.raises(InputError, match=r"engine=True plans a model by its config; .* not a Qwen3ForCausalLM"):
+        call(model, engine=True, gpu="H200", cache_dir=tmp_path)
+    with pytest.raises(InputError, match="a model is a name, a path, a configuration"):
+        call(3, engine=True, gpu="H200", cache_dir=tmp_path)
+    with pytest.raises(InputError, match="--weight-dtype int8 describes the engine's weights; pass --engine too"):
+        call(QWEN3, weight_dtype="int8", gpu="H200", cache_dir=tmp_path)
+    with pytest.raises(InputError, match="--packed describes a step of transformers' model"):
+        call(QWEN3, packed=True, engine=True, gpu="H200", cache_dir=tmp_path)
+
+
+def test_a_batch_is_none_of_the_engine(tmp_path):
+    with pytest.raises(InputError, match="a batch describes a step of transformers' model; leave it out with --eng"):
+        tilekern.tune(QWEN3, {"input_ids": torch.zeros(1, 8)}, engine=True, gpu="H200", cache_dir=tmp_path)
 
 
 @pytest.mark.parametrize("options", [{"packed": True}, {"op": "rope"}], ids=str)

@@ -20,7 +20,7 @@ _MOST_FORMS = 1024
 _MOST_ELEMENTS = (1 << 31) - 1
 
 
-def plan(kernel: str, *, device: Device | int = 0, **sizes: int | bool | str) -> ArrayPlan:
+def plan(kernel: str | KernelSpec, *, device: Device | int = 0, **sizes: int | bool | str) -> ArrayPlan:
     """Return the plan of a problem on a GPU, by the same records, rules of misses and counters as a model's ops::
 
         plan("matmul", rows=16, inner=4096, columns=4096, b_transposed=True, dtype="bfloat16").launch(stream, a, b, c)
@@ -29,7 +29,7 @@ def plan(kernel: str, *, device: Device | int = 0, **sizes: int | bool | str) ->
     made with; ask again to use one that was published since.
 
     Args:
-        kernel: the name of a spec.
+        kernel: a spec, or its name, for which all kernels are loaded.
         device: the GPU, or its number.
         sizes: the spec's dimensions, with real sizes; flags that are left out are off.
 
@@ -38,7 +38,7 @@ def plan(kernel: str, *, device: Device | int = 0, **sizes: int | bool | str) ->
         CannotRun: there is no such GPU, or the driver is missing or too old.
         CacheMiss: no record serves, and no default may be compiled (``TILEKERN_ON_MISS``) or can be.
     """
-    spec = spec_named(kernel)
+    spec = spec_named(kernel) if isinstance(kernel, str) else kernel
     try:
         problem = spec.problem(**spec.with_flags_off(sizes))
     except ValueError as error:

@@ -20,7 +20,6 @@ from tilekern.inference.host_tensors import HostTensor, MappedFile
 from tilekern.inference.hub import cache_folder, cached_snapshot, download, is_hub_id
 from tilekern.inference.json_files import read_json
 from tilekern.inference.safetensors_files import read_safetensors
-from tilekern.inference.torch_files import read_torch_file
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
@@ -73,9 +72,16 @@ def open_checkpoint(where: str | os.PathLike[str]) -> Checkpoint:
         tensors: dict[str, HostTensor] = {}
         for path, names in weights.items():
             file = files.enter_context(contextlib.closing(MappedFile(path)))
-            read = read_safetensors if path.suffix == ".safetensors" else read_torch_file
-            tensors |= _chosen(path, read(file), names)
+            tensors |= _chosen(path, _read(file), names)
         return Checkpoint(folder, config, tensors, files.pop_all())
+
+
+def _read(file: MappedFile) -> dict[str, HostTensor]:
+    if file.path.suffix == ".safetensors":
+        return read_safetensors(file)
+    from tilekern.inference.torch_files import read_torch_file  # which loads what reads pickles
+
+    return read_torch_file(file)
 
 
 def folder_of(where: str | os.PathLike[str]) -> Path:

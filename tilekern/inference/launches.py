@@ -2,17 +2,58 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from tilekern.arrays import Array, ArrayPlan, empty, plan
 from tilekern.errors import CannotRun
+from tilekern.kernels import spec_named
 from tilekern.runtime.driver import Stream
 from tilekern.runtime.joint import JointMemory, JointStream, Window, each_of, parts_of
-from tilekern.spec import ITEM_BYTES, ArrayParameter
+from tilekern.spec import ITEM_BYTES, ArrayParameter, KernelSpec
 
 Sizes = Mapping[str, Any]
+# Where the engine's kernels are, so that a process loads those that it launches and no others.
+MODULES = {
+    "advance": "advance",
+    "append_to_cache": "append_to_cache",
+    "attention_forward": "attention.forward",
+    "decode_attention": "decode_attention",
+    "decode_join": "decode_attention",
+    "dequantize_rows": "quantize",
+    "embedding": "embedding",
+    "experts_combine": "experts.combine",
+    "experts_gate": "experts.gate",
+    "fused_add_layer_norm_forward": "fused_add_layer_norm",
+    "fused_add_rms_norm_forward": "fused_add_rms_norm",
+    "greedy": "sample",
+    "grouped_linear": "grouped.product",
+    "lay_out": "lay_out",
+    "layer_norm_forward": "layer_norm",
+    "matmul": "matmul.product",
+    "quantize_rows": "quantize",
+    "rms_norm_forward": "rms_norm",
+    "route_count": "experts.route",
+    "route_place": "experts.route",
+    "router_softmax_forward": "experts.router",
+    "sample": "sample",
+    "skinny_linear": "skinny.linear",
+    "skinny_linear_int8": "skinny.int8",
+    "swiglu_forward": "swiglu",
+}
+
+
+@functools.cache
+def spec_of(kernel: str) -> KernelSpec:
+    """Return the spec of a kernel; of one that is not in :data:`MODULES` only after all kernels are loaded."""
+    if kernel not in MODULES:
+        return spec_named(kernel)
+    module = importlib.import_module(f"tilekern.kernels.{MODULES[kernel]}")
+    (found,) = (value for value in vars(module).values() if isinstance(value, KernelSpec) and value.name == kernel)
+    return found
 
 
 class Launches(Protocol):
@@ -60,7 +101,7 @@ class Queued:
         kind = kernel, frozenset(sizes.items())
         found = self._plans.get(kind)
         if found is None:
-            plans = [plan(kernel, device=stream.device, **sizes) for stream in each_of(self.stream)]
+            plans = [plan(spec_of(kernel), device=stream.device, **sizes) for stream in each_of(self.stream)]
             found = self._plans[kind] = JointPlan(plans) if len(plans) > 1 else plans[0]
         given = []
         for parameter in found.parameters:

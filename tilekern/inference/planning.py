@@ -30,25 +30,36 @@ class DryRun:
     of composites, which the engine does not run, but which their timing needs.
     """
 
-    def __init__(self, found: Trace, architecture: Architecture, dtype: str, gpus: int = 1) -> None:
+    def __init__(
+        self, found: Trace, architecture: Architecture, dtype: str, gpus: int = 1, *, int8: bool = False
+    ) -> None:  # fmt: skip
         """Make it.
 
         Args:
             found: the trace, whose target's defaults and grids count.
             architecture: the model.
-            dtype: of weights, activations and caches.
+            dtype: of activations, caches and the weights that are not int8.
             gpus: how many GPUs share the model; the problems are those of one.
+            int8: whether the weights of products are int8.
 
         Raises:
             InputError: the GPUs cannot share it evenly.
         """
-        self._trace, self._to, self._whole = found, Problems(found), architecture
+        self._trace, self._to, self._whole, self._int8 = found, Problems(found), architecture, int8
         part = part_of(architecture, gpus)
-        arrays = {key: self._to.array(source.shape, dtype) for key, source in layout.stored_by(part).items()}
-        arrays["head"] = self._to.array((part.head_rows, part.width), dtype)
+        arrays: dict[str, Array] = {}
+        for key, source in layout.stored_by(part).items():
+            is_int8 = int8 and layout.is_quantized(architecture, key)
+            arrays[key] = self._to.array(source.shape, layout.INT8 if is_int8 else dtype)
+            if is_int8:
+                arrays[f"{key}.scale"] = self._to.array(source.shape[:1], "float32")
+        if architecture.tied:
+            arrays["head"] = self._to.array((part.head_rows, part.width), dtype)
+        weights = layout.assembled(part, arrays)
         # Its rows are read one by one, so that their number makes no problem.
         angles = self._to.array((architecture.positions, architecture.head_dim // 2 * 2), dtype)
-        self._model = Model(part, layout.assembled(part, arrays), dtype, angles)
+        scratch = self._to.array((layout.scratch_elements(weights),), dtype) if int8 else None
+        self._model = Model(part, weights, dtype, angles, scratch)
 
     def load(self, dtype: str, *, transposed: bool = False) -> None:
         """Load a checkpoint, which is part of no step: its launches are not counted.
@@ -63,7 +74,8 @@ class DryRun:
             for name, shape in zip(source.names, source.shapes, strict=True)
         }
         with self._trace.repeated(0):
-            load_parts(self._whole, tensors, self._model.dtype, [self._to] * self._model.architecture.gpus)
+            gpus = [self._to] * self._model.architecture.gpus
+            load_parts(self._whole, tensors, self._model.dtype, gpus, int8=self._int8)
 
     def forward(self, batch: int, tokens: int) -> None:
         """Compute the logits of all tokens of whole sequences."""

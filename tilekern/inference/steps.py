@@ -26,7 +26,6 @@ from tilekern.inference.launches import Launches
 from tilekern.inference.sampling import Choice, numbers
 from tilekern.inference.weights import Layer, Norm, Product, Weights
 from tilekern.kernels.decode_attention import part_of
-from tilekern.kernels.experts import route
 from tilekern.kernels.skinny.tiles import MOST_ROWS
 from tilekern.spec import cdiv
 
@@ -85,13 +84,12 @@ def angles_of(architecture: Architecture, room: int, dtype: str) -> bytes:
     """Return the numbers of :attr:`Model.angles`, in float32 arithmetic where transformers' is."""
     pairs = architecture.head_dim // 2
     if architecture.rotation is None:
-        numbers = array("f", ([1.0] * pairs + [0.0] * pairs) * room)
-    else:
-        numbers, frequencies = array("f"), architecture.rotation.frequencies(architecture.head_dim)
-        for position in range(room):
-            turned = array("f", [frequency * position for frequency in frequencies])
-            numbers.extend(map(math.cos, turned))
-            numbers.extend(map(math.sin, turned))
+        return rounded(array("f", [1.0] * pairs + [0.0] * pairs), dtype) * room
+    numbers, frequencies = array("f"), architecture.rotation.frequencies(architecture.head_dim)
+    for position in range(room):
+        turned = array("f", [frequency * position for frequency in frequencies])
+        numbers.extend(map(math.cos, turned))
+        numbers.extend(map(math.sin, turned))
     return rounded(numbers, dtype)
 
 
@@ -101,8 +99,11 @@ def rounded(numbers: array[float], dtype: str) -> bytes:
         return numbers.tobytes()
     if dtype == "float16":
         return struct.pack(f"<{len(numbers)}e", *numbers)
-    bits = array("I", numbers.tobytes())
-    return array("H", [(word + 0x7FFF + (word >> 16 & 1)) >> 16 for word in bits]).tobytes()
+    # All words at once, as digits of one number. None is carried into the next, since finite ones end below infinity.
+    size = 4 * len(numbers)
+    words, ones = (int.from_bytes(text, "little") for text in (numbers.tobytes(), b"\1\0\0\0" * len(numbers)))
+    words += 0x7FFF * ones + (words >> 16 & ones)
+    return array("H", words.to_bytes(size, "little"))[1::2].tobytes()
 
 
 def new_logits(launches: Launches, rows: int, model: Model) -> Array:
@@ -258,6 +259,8 @@ class Step:
 
     def _by_experts(self, layer: Layer, x: Array) -> Array:
         """Return the weighted sum of each token's experts: its slots, one for each, are sorted by expert."""
+        from tilekern.kernels.experts import route  # which models without experts do not load
+
         of, experts, dtype = self._model.architecture, self._model.architecture.experts, self._model.dtype
         assert experts is not None
         assert layer.router is not None

@@ -389,7 +389,7 @@ def array_plan_for(spec: KernelSpec, device: int, target: Target, problem: Probl
         plan = _state.plans.get(key)
         if plan is None:
             _make_room()
-            if wrong := unmet():
+            if wrong := unmet(has_torch=False):
                 raise CannotRun(wrong)
             plan = _looked_up(spec, problem, target, key, _Caller(device, has_torch=False))
             assert plan is not None, "a caller without torch gets a plan or an error"

@@ -140,22 +140,27 @@ def package_unmet(name: str, wanted: str) -> str | None:
     version = installed(name)
     if version is None:
         return f"{name} is not installed: pip install '{name}{wanted}'"
+    return _version_unmet(name, version, wanted)
+
+
+def _version_unmet(name: str, version: str, wanted: str) -> str | None:
     if not fits(version, wanted):
         return f"{name} {version} is installed, and tilekern needs {wanted}: pip install '{name}{wanted}'"
     return None
 
 
 @functools.cache
-def unmet() -> str | None:
+def unmet(*, has_torch: bool = True) -> str | None:
     """Return what keeps this machine from launching kernels, with the version that is needed, or None.
 
     A driver or a cuda-tile out of range would fail in the launch with a message that names neither. A torch or
-    transformers out of range only causes a warning.
+    transformers out of range only causes a warning, if arrays are torch's: reading their versions takes milliseconds.
     """
     wrong = driver_unmet(driver_cuda(), driver_release())
     wanted = {**NEEDS, **EXTRAS["torch"]}
-    for name in ("cuda-tile", "torch", "transformers"):
-        said = package_unmet(name, wanted[name]) if installed(name) is not None else None
+    for name in ("cuda-tile", *(("torch", "transformers") if has_torch else ())):
+        version = installed(name)
+        said = None if version is None else _version_unmet(name, version, wanted[name])
         if said is not None and name == "cuda-tile":
             wrong = wrong or said
         elif said is not None:

@@ -21,7 +21,7 @@ from tilekern.spec import KernelSpec, Problem, Value
 from tilekern.spec.targets import Target, from_description
 from tilekern.tuning.options import PlanRequest, described_alone
 from tilekern.tuning.plan.beside import with_those_beside
-from tilekern.tuning.plan.configs import path_named, read_json
+from tilekern.tuning.plan.configs import config_in, path_named
 from tilekern.tuning.plan.engine import plan_of_engine
 from tilekern.tuning.plan.steps import Planned, Steps, dtype_named
 from tilekern.tuning.sweep.plan import Named, PlanFile
@@ -84,6 +84,10 @@ def plan_of_anything(model: Any, steps: Steps, target: Target, root: Path) -> Pl
             f"a batch is what a model is given; pass the model with it, not a {type(model).__name__}, or tokens=… "
             "instead"
         )
+    if steps.engine and (isinstance(model, Trace) or hasattr(model, "named_modules")):
+        raise InputError(
+            f"engine=True plans a model by its config; pass its name, path or config, not a {type(model).__name__}"
+        )
     if isinstance(model, Trace):
         if model.target.key != target.key:
             raise InputError(f"the step was traced for {model.target.name}, not {target.name}; trace it for that GPU")
@@ -93,7 +97,10 @@ def plan_of_anything(model: Any, steps: Steps, target: Target, root: Path) -> Pl
         plan = Planned("traced step", tuple(model.problems), launches=model.launches, invariant=named)
         return _with_classes(plan) if steps.invariant else plan
     if isinstance(model, str | Path):
-        return plan_of(PlanRequest((str(model),), (), (), steps, None), target, root)
+        described = "--engine" if steps.engine else None
+        return plan_of(PlanRequest((str(model),), (), (), steps, described), target, root)
+    if steps.engine:
+        return plan_of_engine(model, steps, target)
     from tilekern.tuning.plan.models import plan_of_model  # which loads torch and transformers
 
     return plan_of_model(model, steps, target)
@@ -101,7 +108,7 @@ def plan_of_anything(model: Any, steps: Steps, target: Target, root: Path) -> Pl
 
 def _of_model(model: str, request: PlanRequest, target: Target) -> Planned:
     path = path_named(model)
-    if path is None or "problems" not in read_json(path):
+    if path is None or "problems" not in config_in(path):
         if request.steps.engine:
             return plan_of_engine(model, request.steps, target)
         from tilekern.tuning.plan.models import plan_of_model  # which loads torch and transformers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import socket
 import tempfile
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 
 from tilekern.errors import InputError
 from tilekern.inference.hub import cache_folder, cached_snapshot
+from tilekern.inference.json_files import read_json
 from tilekern.tuning.plan.presets import PRESETS
 from tilekern.warning import warn_once
 
@@ -67,8 +67,29 @@ def fields_named(model: str) -> tuple[str, Mapping[str, Any]]:
         return model.lower(), PRESETS[model.lower()]
     path = path_named(model)
     if path is not None:
-        return str(path), read_json(path)
+        return str(path), config_in(path)
     return model, _from_hub(model)
+
+
+def fields_of(model: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return the name for people, and the fields of the config.json, of a model in any form but a module.
+
+    Args:
+        model: what :func:`fields_named` takes, or a configuration of transformers or its dictionary.
+
+    Raises:
+        UnknownModel: no such model.
+        InputError: its config cannot be read or fetched, or ``model`` is something else.
+    """
+    if isinstance(model, str | Path):
+        return fields_named(str(model))
+    fields = model.to_dict() if hasattr(model, "to_dict") else model
+    if not isinstance(fields, Mapping):
+        raise InputError(
+            "a model is a name, a path, a configuration of transformers or its dictionary, or a module; got "
+            f"{model!r:.60}"
+        )
+    return getattr(model, "name_or_path", "") or str(fields.get("model_type", "the model")), fields
 
 
 def require_model_name(word: str) -> None:
@@ -96,27 +117,22 @@ def path_named(model: str) -> Path | None:
         raise InputError(f"cannot read {model}: {error.strerror}") from None
 
 
-def read_json(path: Path) -> Mapping[str, Any]:
-    """Return the object in a JSON file.
+def config_in(path: Path) -> Mapping[str, Any]:
+    """Return the fields of a config.json, or of another JSON file that is given in its place.
 
     Raises:
-        InputError: the file is missing, cannot be read, or holds something else.
+        InputError: the file is missing, cannot be read, or contains something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist; give the path of a model's config.json") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not a readable JSON file: {error}") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{path} holds no JSON object; a model's config.json is one")
-    return found
+        return read_json(path)
+    except InputError as error:
+        raise InputError(f"{error}; give the path of a model's config.json") from None
 
 
 def _from_hub(model: str) -> Mapping[str, Any]:
     snapshot = cached_snapshot(model)
     if snapshot is not None and (snapshot / "config.json").is_file():
-        return read_json(snapshot / "config.json")
+        return config_in(snapshot / "config.json")
     try:
         from huggingface_hub import constants
     except ImportError:
@@ -136,7 +152,7 @@ def _from_hub(model: str) -> Mapping[str, Any]:
                 f"cannot fetch {model} from the hub ({reason}); pass the path of its config.json or a preset "
                 f"({', '.join(PRESETS)})"
             ) from None
-        return read_json(path)
+        return config_in(path)
 
 
 def _downloaded(model: str, spare: str) -> Path:

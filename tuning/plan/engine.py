@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tilekern.errors import InputError
 from tilekern.inference.architectures import Architecture, architecture_of
 from tilekern.inference.caches import PAGED, STATIC
 from tilekern.inference.engine import CHUNK
 from tilekern.inference.planning import DryRun
+from tilekern.inference.weights import INT8
 from tilekern.runtime.recorder import Trace
 from tilekern.runtime.rows import has_rows
 from tilekern.spec.targets import Target
-from tilekern.tuning.plan.configs import fields_named
+from tilekern.tuning.plan.configs import fields_of
 from tilekern.tuning.plan.steps import Planned, Steps
 
 # The dtypes of checkpoints, beside the one that a model runs in.
 _STORED = ("float32", "bfloat16")
 
 
-def plan_of_engine(model: str, steps: Steps, target: Target) -> Planned:
+def plan_of_engine(model: Any, steps: Steps, target: Target) -> Planned:
     """Plan the problems that the engine asks for to run a model on a GPU.
 
     Args:
-        model: a preset's name, the path of a config.json, or a hub id.
+        model: a preset's name, the path of a config.json, a hub id, or a configuration of transformers or its
+            dictionary.
         steps: what the engine does.
         target: the GPU.
 
@@ -30,7 +34,7 @@ def plan_of_engine(model: str, steps: Steps, target: Target) -> Planned:
         InputError: its config cannot be read, the engine does not run it, ``tp`` GPUs cannot share it, or a sequence is
             longer than the context.
     """
-    name, fields = fields_named(model)
+    name, fields = fields_of(model)
     try:
         architecture = architecture_of(fields)
     except InputError as error:
@@ -38,12 +42,13 @@ def plan_of_engine(model: str, steps: Steps, target: Target) -> Planned:
     found = Trace(target)
     for dtype in steps.dtype:
         try:
-            engine = DryRun(found, architecture, dtype, steps.tp)
+            engine = DryRun(found, architecture, dtype, steps.tp, int8=steps.weight_dtype == INT8)
         except InputError as error:
             raise InputError(f"--tp {steps.tp}: {name}: {error}") from None
         _run(engine, architecture, steps)
     named = frozenset(named for named in found.problems if has_rows(*named)) if steps.invariant else frozenset()
-    called = f"{name}-engine" if steps.tp == 1 else f"{name}-engine-tp{steps.tp}"
+    called = f"{name}-engine" if steps.weight_dtype is None else f"{name}-engine-{steps.weight_dtype}"
+    called = called if steps.tp == 1 else f"{called}-tp{steps.tp}"
     return Planned(called, tuple(found.problems), launches=found.launches, invariant=named)
 
 

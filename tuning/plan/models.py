@@ -6,8 +6,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from tilekern.errors import InputError, TilekernWarning
@@ -37,7 +36,7 @@ from tilekern.spec import bucket, cdiv
 from tilekern.spec.targets import Target
 from tilekern.tuning.plan.alike import thin_out
 from tilekern.tuning.plan.beside import with_those_beside
-from tilekern.tuning.plan.configs import config_named, config_of
+from tilekern.tuning.plan.configs import config_of, fields_of
 from tilekern.tuning.plan.sharding import give_own_forwards, share_of
 from tilekern.tuning.plan.steps import ADAMW, Planned, Steps
 
@@ -86,7 +85,8 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
                         for run in _forwards(steps):
                             on_copy(core, run)
         else:
-            name, config = _config(model)
+            name, fields = fields_of(model)
+            config = config_of(fields, name)
             with _noted_warnings() as said, tracing(found):
                 notes = _trace_config(config, name, steps, ops, found)
             notes += said
@@ -107,19 +107,6 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
     named = frozenset(found.invariant)
     plan = Planned(name, tuple(found.problems), tuple(dict.fromkeys(notes)), launches=found.launches, invariant=named)
     return with_those_beside(plan) if steps.invariant else plan
-
-
-def _config(model: Any) -> tuple[str, Any]:
-    if isinstance(model, str | Path):
-        return config_named(str(model))
-    fields = model.to_dict() if hasattr(model, "to_dict") else model
-    if not isinstance(fields, Mapping):
-        raise InputError(
-            "a model is a name, a path, a configuration of transformers or its dictionary, or a module; got "
-            f"{model!r:.60}"
-        )
-    name = getattr(model, "name_or_path", "") or str(fields.get("model_type", "the model"))
-    return name, config_of(fields, name)
 
 
 def _trace_config(config: Any, name: str, steps: Steps, ops: Collection[str], found: Trace) -> list[str]:

@@ -69,6 +69,7 @@ _QWEN_3_MOE = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
     "rope_theta": 1e6,
 }
 PRESETS: dict[str, dict[str, Any]] = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tilekern.errors import InputError
+from tilekern.inference.weights import INT8
 from tilekern.spec import DTYPES
 from tilekern.tuning.sweep.plan import Named
 
@@ -62,6 +63,7 @@ class Steps:
         engine: the steps are those of :mod:`tilekern.inference`, which neither trains nor needs torch: logits of whole
             sequences, prompts of ``context`` - 1 tokens and of the sequences' lengths, and tokens of ``decode``
             sequences at once.
+        weight_dtype: ``int8`` for an engine whose weights of products are int8; None if all are in ``dtype``.
 
     Raises:
         InputError: a value is not known or out of range, or steps and sequences do not go together.
@@ -85,6 +87,7 @@ class Steps:
     paged: bool = False
     invariant: bool = False
     engine: bool = False
+    weight_dtype: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", list(dict.fromkeys(map(dtype_named, self.dtype))))
@@ -93,8 +96,9 @@ class Steps:
                 raise InputError(f"--{name} {odd[0]!r}: a token count is a whole number")
         defaults = {field.name: field.default for field in fields(self)}
         if self.engine and (wrong := [name for name in _OF_MODELS if getattr(self, name) != defaults[name]]):
-            option = "op" if wrong[0] == "ops" else wrong[0]
-            raise InputError(f"--{option} describes a step of transformers' model; leave it out with --engine")
+            option = {"ops": "--op", "call": "a batch"}.get(wrong[0], f"--{wrong[0]}")
+            raise InputError(f"{option} describes a step of transformers' model; leave it out with --engine")
+        self._check_weights()
         if self.tp < 1:
             raise InputError(f"--tp {self.tp}: the tensor-parallel degree is a whole number from 1 on")
         if self.optimizer not in OPTIMIZERS:
@@ -104,6 +108,21 @@ class Steps:
             for count in getattr(self, name):
                 if not least <= count <= MOST_TOKENS:
                     raise InputError(f"--{name} {count}: a count is from {least} to {MOST_TOKENS}")
+
+    def _check_weights(self) -> None:
+        if self.weight_dtype is None:
+            return
+        if self.weight_dtype != INT8:
+            raise InputError(
+                f"--weight-dtype {self.weight_dtype!r:.40}: expected {INT8}; leave it out for weights in --dtype"
+            )
+        if not self.engine:
+            raise InputError(f"--weight-dtype {INT8} describes the engine's weights; pass --engine too")
+        if self.invariant:
+            raise InputError(
+                "--invariant promises nothing for int8 weights, whose products of few rows and of many round "
+                "differently; leave out one of --invariant and --weight-dtype"
+            )
 
     def batches(self) -> list[tuple[int, int]]:
         """Return batch size and sequence length of each step: each token count with each length that divides it.
@@ -130,10 +149,22 @@ class Steps:
         return [(count // length, length) for count, length in dict.fromkeys(pairs)]
 
 
-def as_list(given: Any) -> list[Any]:
-    """Return one value or several as a list."""
+def steps_of(**given: Any) -> Steps:
+    """Return the steps that some fields describe; None for the default, which can depend on ``engine``.
+
+    Raises:
+        InputError: as :class:`Steps`.
+    """
+    defaults = OF_ENGINE if given.get("engine") else {}
+    return Steps(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
+
+
+def as_tuple(given: Any) -> tuple[Any, ...] | None:
+    """Return one value or several as a tuple; None for None."""
+    if given is None:
+        return None
     is_several = isinstance(given, Iterable) and not isinstance(given, str)
-    return list(given) if is_several else [given]
+    return tuple(given) if is_several else (given,)
 
 
 def dtype_named(dtype: Any) -> str:
