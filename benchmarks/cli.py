@@ -300,7 +300,7 @@ def inference(
     ] = None,
     out: Out = None,
     name: Name = None,
-    parts: Annotated[str, typer.Option(help="By commas: forward, decode; default all.")] = "",
+    parts: Annotated[str, typer.Option(help="By commas: forward, decode, start, kernels; default all.")] = "",
     providers: Annotated[str, typer.Option(help="By commas; default all but `tilekern-int8`.")] = "",
     shapes: Annotated[
         str, typer.Option(help="Sequences x tokens of a forward, by commas; default by model, such as 8x128.")
@@ -312,7 +312,7 @@ def inference(
     seconds: Annotated[float, typer.Option(help="Seconds for a case's calls, after which there are fewer.")] = 4,
     limit_s: Annotated[float, typer.Option("--limit-s", help="Seconds for all; what is measured then is kept.")] = 1e9,
 ) -> None:
-    """Measure the engine without torch and its peers: logits of whole sequences, and generated tokens."""
+    """Measure the engine without torch and its peers: logits, generated tokens, fresh processes; and its kernels."""
     from benchmarks import inference as bench
     from tilekern.inference.weights import DTYPES
 

@@ -1,4 +1,4 @@
-"""Measure the engine without torch beside its peers: logits of whole sequences, and generated tokens.
+"""Measure the engine without torch beside its peers: logits, generated tokens, fresh processes; and its kernels.
 
 Each model and part has a process of its own, and peers that take long to compile have further ones, which come last.
 
@@ -32,21 +32,23 @@ INT8 = f"{OURS}-int8"
 ENGINES = (OURS, INT8)
 COMPILED = ("torch-compiled", "hf-compiled")
 WAYS: Mapping[str, Sequence[str]] = {
-    OURS: ("forward", "decode"),
-    INT8: ("forward", "decode"),
-    "torch": ("forward",),
+    OURS: ("forward", "decode", "start", "kernels"),
+    INT8: ("forward", "decode", "kernels"),
+    "torch": ("forward", "start"),
     "torch-graph": ("forward", "decode"),
     "mingpt": ("forward",),
     "torch-compiled": ("forward",),
     "hf-compiled": ("decode",),
 }
 USUAL = tuple(way for way in WAYS if way != INT8)
-PARTS = ("forward", "decode")
+PARTS = ("forward", "decode", "start", "kernels")
 SMALL = tuple(f"mingpt-{size}" for size in ("nano", "tile-small", "micro", "tile-medium", "mini", "tile-large"))
 # The models of each part if none is named.
 MODELS: Mapping[str, Sequence[str]] = {
     "forward": ("gpt2", *SMALL),
     "decode": ("gpt2",),
+    "start": ("gpt2",),
+    "kernels": ("gpt2", "mingpt-tile-medium"),
 }
 # Sequences and tokens of a forward if none are named.
 SHAPES: Mapping[str, Sequence[str]] = dict.fromkeys(SMALL, ("4x64",)) | {"mingpt-tile-medium": ("4x64", "8x128")}
@@ -65,7 +67,7 @@ class Job:
         model: a preset, or the path of a configuration.
         part: one of :data:`PARTS`.
         ways: of :data:`WAYS`.
-        shapes: sequences and tokens of ``forward`` and ``kernels``, as ``8x128``.
+        shapes: sequences and tokens of ``forward`` and of its kernels, as ``8x128``.
         batches: sequences that decode at once.
         contexts: tokens of a decoded sequence at its end.
         dtype: of activations, caches and weights that are not int8.
@@ -172,14 +174,21 @@ def run(job: Job) -> Iterator[Found]:
     """Measure a job's part; yield rows and notes."""
     import torch
 
-    from benchmarks import inference_parts
+    from benchmarks import inference_fresh, inference_kernels, inference_parts
 
+    found_by = {
+        "forward": inference_parts.forward, "decode": inference_parts.decode, "start": inference_fresh.start,
+        "kernels": inference_kernels.kernels,
+    }  # fmt: skip
     if job.dtype == "float32":
         # Products of the engine are TF32's.
         torch.set_float32_matmul_precision("high")
     with torch.no_grad():
-        for found in inference_parts.found(job):
-            yield with_sources([found], kernels_since({}))[0] if isinstance(found, Row) else found
+        for found in found_by[job.part](job):
+            if isinstance(found, Row) and not found.sources:  # a fresh process says its own
+                yield from with_sources([found], kernels_since({}))
+            else:
+                yield found
     yield from doubts()
 
 
@@ -187,7 +196,7 @@ def prepare(job: Job) -> None:
     """Load the modules of a job, so that the waiting process is ready."""
     import torch  # noqa: F401
 
-    from benchmarks import inference_parts  # noqa: F401
+    from benchmarks import inference_fresh, inference_kernels, inference_parts  # noqa: F401
 
     if "hf-compiled" in job.ways:
         import transformers.models.auto.modeling_auto  # noqa: F401

@@ -31,11 +31,6 @@ GENERATED, STEPS = 64, 32
 COMPARED = (2, 32)
 
 
-def found(job: Job) -> Iterator[Found]:
-    """Measure; yield rows and notes."""
-    yield from {"forward": forward, "decode": decode}[job.part](job)
-
-
 class Models:
     """The models of a job, made when they are asked for; their weights are the same."""
 
@@ -92,7 +87,7 @@ def forward(job: Job) -> Iterator[Found]:
             try:
                 if way in ENGINES:
                     whole = models.engine(way).captured_forward(batch, tokens)
-                    whole.ids.write(numbers([one for sequence in ids for one in sequence], "int64"))
+                    whole.ids.write(ids_of(ids))
                     whole.graph.launch(models.stream)
                     wanted = models.sdpa(_tensor(ids, job.device)) if wanted is None else wanted
                     yield compared(case, way, as_tensor(whole.logits), wanted)
@@ -321,6 +316,11 @@ def drawn(vocabulary: int, batch: int, tokens: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(batch * tokens)
     ids: list[list[int]] = torch.randint(0, vocabulary, (batch, tokens), generator=generator).tolist()
     return ids
+
+
+def ids_of(sequences: Sequence[Sequence[int]]) -> Any:
+    """Return the numbers of sequences as the engine's arrays take them."""
+    return numbers([one for sequence in sequences for one in sequence], "int64")
 
 
 def warm_clocks(device: str) -> None:
