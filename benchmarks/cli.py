@@ -293,6 +293,49 @@ def decode(
 
 
 @app.command()
+def inference(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(help="Presets, paths of a config.json or of a folder with one, or hub ids; default by part."),
+    ] = None,
+    out: Out = None,
+    name: Name = None,
+    parts: Annotated[str, typer.Option(help="By commas: forward, decode, start, kernels; default all.")] = "",
+    providers: Annotated[str, typer.Option(help="By commas; default all but `tilekern-int8`.")] = "",
+    shapes: Annotated[
+        str, typer.Option(help="Sequences x tokens of a forward, by commas; default by model, such as 8x128.")
+    ] = "",
+    batch: Annotated[str, typer.Option(help="Sequences that decode at once, by commas.")] = "1,8,64",
+    contexts: Annotated[str, typer.Option(help="Tokens of a decoded sequence at its end, by commas.")] = "512",
+    dtype: Annotated[str, typer.Option(help="Of weights, activations and caches.")] = "bfloat16",
+    samples: Annotated[int, typer.Option(min=1, help="Timed calls of each figure.")] = 200,
+    seconds: Annotated[float, typer.Option(help="Seconds for a case's calls, after which there are fewer.")] = 4,
+    limit_s: Annotated[float, typer.Option("--limit-s", help="Seconds for all; what is measured then is kept.")] = 1e9,
+) -> None:
+    """Measure the engine without torch and its peers: logits, generated tokens, fresh processes; and its kernels."""
+    from benchmarks import inference as bench
+    from tilekern.inference.weights import DTYPES
+
+    chosen = among(parts, bench.PARTS, "part")
+    ways = among(providers, list(bench.WAYS), "provider") if providers else list(bench.USUAL)
+    (kind,) = among(dtype, DTYPES, "dtype")[:1]
+    sizes = [one.strip() for one in shapes.split(",")] if shapes else []
+    for shape in sizes:
+        bench.parsed(shape)
+    common = bench.Job("", "", (), sizes, counts(batch), counts(contexts), kind, samples, seconds)
+    jobs = bench.jobs_of(common, models or [], chosen, ways)
+    if not jobs:
+        raise InputError(f"no provider of {', '.join(ways)} has a part of {', '.join(chosen)}")
+    require_gpu()
+    stem = name or bench.BENCHMARK
+
+    def keep(results: Results) -> None:
+        _write_some(results, out, stem)
+
+    _keep(bench.measure(jobs, limit_s, keep, lambda line: print(line, flush=True)), out, stem)
+
+
+@app.command()
 def parallel(
     out: Out = None,
     name: Name = None,

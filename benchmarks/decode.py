@@ -13,25 +13,23 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks import decode_models as models
 from benchmarks import decode_ops as ops
 from benchmarks.clock import clock_on
-from benchmarks.decode_ops import Found, inside
+from benchmarks.decode_ops import inside
 from benchmarks.environment import facts
+from benchmarks.jobs import Found, measure_in_turns, tell
 from benchmarks.kernels import Effort
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
 from benchmarks.served import doubts
 from benchmarks.sources import kernels_since, with_sources
-from benchmarks.train import Process, in_turns, name_of
+from benchmarks.train import Process, name_of
 from benchmarks.training import has_a_turn
-from tilekern.errors import InputError
 from tilekern.patch.stepping import auto_class
 from tilekern.runtime import dispatch
 from tilekern.tuning.plan.configs import config_named
@@ -46,8 +44,8 @@ PARTS: Mapping[str, Sequence[str]] = {
     "step": tuple(models.WAYS),
     "generate": tuple(models.WAYS),
 }
-# Seconds that one process may take, most of them for torch.compile, and the fewest that must be left for one to begin.
-LIMIT_S, LEAST_S = 300.0, 10.0
+# Seconds that one process may take, most of them for torch.compile.
+LIMIT_S = 300.0
 Keep = Callable[[Results], None]
 Say = Callable[[str], None]
 
@@ -116,28 +114,11 @@ def measure(job: Job, parts: Sequence[str], ways: Sequence[str], limit_s: float,
     Raises:
         InputError: an unknown model, or nothing was measured.
     """
-    until = time.monotonic() + limit_s
     results = Results(facts() | {"model": name_of(job.model)})
-    notes = results.run["notes"]
     jobs = [replace(job, part=part, way=way) for part in parts for way in PARTS[part] if way in ways]
-    with in_turns(jobs, _start) as started:
-        for one, process in started:
-            what, left = f"{one.part} by {one.way}", until - time.monotonic()
-            if left < LEAST_S:
-                notes.append(f"{what}: no time was left")
-                continue
-            say(what)
-            process.limit_s = min(process.limit_s, left)
-            trouble, lines = process.done()
-            results.rows.extend(Row(**line["row"]) for line in lines if line["kind"] == "row")
-            notes.extend(line["text"] for line in lines if line["kind"] == "note")
-            if trouble:
-                notes.append(f"{what}: {trouble}")
-            keep(results)
-    if not results.rows:
-        raise InputError(f"nothing was measured, and nothing is written: {'; '.join(notes)}")
-    notes[:] = dict.fromkeys(notes)
-    return results
+    return measure_in_turns(
+        results, jobs, _start, lambda job: f"{job.part} by {job.way}", limit_s, keep, say
+    )  # fmt: skip
 
 
 def write_plan(path: Path, job: Job, parts: Sequence[str], gpu: str) -> None:
@@ -204,18 +185,12 @@ def prepare(job: Job) -> None:
 
 
 def main(text: str, lines: str) -> None:
-    """Do a job when told to; append each line to a file at once, so that none is lost if the process dies."""
+    """Do a job when told to; write what it finds."""
     job = Job(**json.loads(text))
     prepare(job)
     if not has_a_turn(lines):
         return
-    with Path(lines).open("a", encoding="utf-8") as file:
-        for found in run(job):
-            line: dict[str, Any] = {"kind": "note", "text": found}
-            if isinstance(found, Row):
-                line = {"kind": "row", "row": asdict(found)}
-            file.write(json.dumps(line) + "\n")
-            file.flush()
+    tell(lines, run(job))
 
 
 if __name__ == "__main__":

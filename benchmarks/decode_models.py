@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import tilekern
-from benchmarks.decode_ops import BENCHMARK, INVARIANT, Found, has_experts, inside, mode_of
+from benchmarks.decode_ops import BENCHMARK, INVARIANT, has_experts, inside, mode_of
 from benchmarks.environment import version_of
+from benchmarks.jobs import Found
 from benchmarks.kernels import copy
 from benchmarks.models import make_model
 from benchmarks.providers import OURS, one_line

@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.clock import Entrant
 from benchmarks.environment import version_of
+from benchmarks.jobs import Found
 from benchmarks.kernels import Effort
 from benchmarks.providers import OURS, PEER_SLACK, one_line
 from benchmarks.results import Row
@@ -34,8 +35,6 @@ LEAST_BYTES, MOST_COPIES = 256 << 20, 64
 CHECKED = 2
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _BACKENDS = {"sdpa-cudnn": "CUDNN_ATTENTION", "sdpa-flash": "FLASH_ATTENTION", "sdpa-efficient": "EFFICIENT_ATTENTION"}
-# A row, or a note.
-Found = Row | str
 Call = Callable[..., Any]
 
 

@@ -63,15 +63,22 @@ def _add(parts: dict[str, float], name: str, duration_us: float) -> None:
 
 def profile(step: Callable[[], Any]) -> dict[str, float]:
     """Return milliseconds of each category of one step on the GPU."""
+    return parts_of(events_of(step))
+
+
+def events_of(step: Callable[[], Any]) -> list[dict[str, Any]]:
+    """Return the events of a trace of the GPU's work, whichever library queues it."""
+    import torch
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
     with torch_profile(activities=[ProfilerActivity.CUDA]) as traced:
         step()
+        torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         traced.export_chrome_trace(str(path))
-        return parts_of(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+        return list(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
 
 
 def products(config: Any, layers: int) -> dict[tuple[int, int], int]:

@@ -12,7 +12,7 @@ import torch
 from benchmark_samples import Standing
 
 import tilekern
-from benchmarks import decode, decode_models, decode_ops
+from benchmarks import decode, decode_models, decode_ops, jobs
 from benchmarks.__main__ import main
 from benchmarks.clock import HostClock
 from benchmarks.decode import PARTS, Job
@@ -204,7 +204,7 @@ def test_bits_are_equal_inside_the_mode_alone(tiny, monkeypatch, run):
 def test_what_a_process_leaves_is_kept_and_none_begins_without_time(monkeypatch):
     row = {"kind": "row", "row": asdict(Row("decode", "a case", "tilekern", "time", 1.0, "us"))}
     clock = iter([0.0, 1.0, 95.0, 390.0])
-    monkeypatch.setattr(decode, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     answers, limits, kept = iter([("not done after 240 s", [row]), ("", [])]), [], []
 
     class Limited(Standing):

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 from emulated import read
-from mingpt import SIZES, MinGPT, state_of
 from small_models import OF_GPT2, draw_weights, ids_of
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.mingpt import SIZES, MinGPT, state_of
 from tilekern.inference import load
 
 VOCABULARY = 97
