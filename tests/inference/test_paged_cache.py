@@ -161,8 +161,12 @@ def test_a_sequence_that_ends_gives_its_pages_to_those_that_go_on(of_pages, stat
     over = next(number for number, token in enumerate(second) if number > 2 and token not in first + second[:number])
     assert over < 10
     engine.architecture = replace(engine.architecture, ends=frozenset({second[over]}))
-    found = generated(engine, prompts, 50, flat, ignores_ends=False)
-    assert found == [first, second[: over + 1] + [None] * (49 - over)]
+    steps, left = [], []
+    for tokens in engine.generate(prompts, 50, flat):
+        steps.append(tokens)
+        left.append(free(engine))
+    assert left[over - 1 : over + 1] == [0, 2], "they come back before the next step"
+    assert [list(tokens) for tokens in zip(*steps, strict=True)] == [first, second[: over + 1] + [None] * (49 - over)]
     assert held == [[2, 2], [3, 2], [3, 0], [4, 0], [5, 0]]
     assert free(engine) == 5
 
