@@ -244,7 +244,8 @@ def _by_engine(case: Case) -> Iterator[Row]:
     yield from case.generated(started, [time.perf_counter() for _ in tokens])
     running = engine._generation
     assert running is not None, "the engine keeps its last cache and its graph"
-    yield from case.stepped(Entrant.on_stream(running.step, engine.stream))
+    has_ended = [False] * case.batch
+    yield from case.stepped(Entrant.on_stream(lambda: running.stepped(has_ended), engine.stream))
 
 
 def _by_torch(case: Case) -> Iterator[Row]:

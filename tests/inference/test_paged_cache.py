@@ -165,7 +165,8 @@ def test_a_sequence_that_ends_gives_its_pages_to_those_that_go_on(of_pages, stat
     for tokens in engine.generate(prompts, 50, flat):
         steps.append(tokens)
         left.append(free(engine))
-    assert left[over - 1 : over + 1] == [0, 2], "they come back before the next step"
+    # The step behind its last token was queued before that was read.
+    assert left[over : over + 2] == [0, 2]
     assert [list(tokens) for tokens in zip(*steps, strict=True)] == [first, second[: over + 1] + [None] * (49 - over)]
     assert held == [[2, 2], [3, 2], [3, 0], [4, 0], [5, 0]]
     assert free(engine) == 5
@@ -191,8 +192,14 @@ def test_pages_that_do_not_suffice_for_prompts_are_told_before_anything_runs(of_
 def test_pages_that_do_not_suffice_for_a_step_are_told_behind_the_tokens_before_it(of_pages, static, monkeypatch):
     engine, prompts = of_pages(3), ids_of(14, 30, 1)[:2]
     wanted = generated(static, prompts, 8)
-    launched, graph = [], engines.Generation.step
-    monkeypatch.setattr(engines.Generation, "step", lambda *given: (graph(*given), launched.append(given)))
+    launched, stepped = [], engines.Generation.stepped
+
+    def step(*given):
+        coming = stepped(*given)
+        launched.append(given)
+        return coming
+
+    monkeypatch.setattr(engines.Generation, "stepped", step)
     came, running = [], engine.generate(prompts, 8, ignores_ends=True)
     with pytest.raises(InputError, match="has 3 pages of 16 tokens, 0 of them free, and 2 more are wanted;"):
         came.extend(running)

@@ -1,11 +1,12 @@
 """The engine: a model on a GPU, which computes logits and generates tokens, without torch.
 
 A prompt is taken in chunks, and each token after it by a CUDA graph that holds the whole step, the choice of the next
-token included: the host launches it and reads the tokens one step later.
+token included: the host launches it before it reads the tokens of the step before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from tilekern.inference.json_files import read_json
 from tilekern.inference.launches import Queued
 from tilekern.inference.sampling import Choice, Sampling, numbers
 from tilekern.inference.steps import Model, Step, Tokens, add_next, angles_of, chunks_of, new_logits
-from tilekern.runtime.driver import Device, Graph, Stream
+from tilekern.runtime.driver import Device, Fetched, Graph, Stream
 from tilekern.runtime.joint import JointStream, each_of
 
 # Tokens of a prompt that are taken at once.
@@ -229,21 +230,21 @@ class Engine:
         try:
             running.begin(prompts, ways, chunk)
             has_ended = [False] * len(prompts)
-            coming = running.choice.fetch()
-            for number in range(1, new_tokens + 1):
-                tokens = [token for ids in coming for token in memoryview(ids.result()).cast("q")]
+            coming: Sequence[Fetched] | None = running.choice.fetch()
+            for left in range(new_tokens - 1, -1, -1):
+                assert coming is not None
+                last, coming = coming, None
+                # The next step is queued before this one's tokens are here, so that the GPU waits for no host.
+                with contextlib.suppress(InputError):
+                    coming = running.stepped(has_ended) if left else None
+                tokens = [token for ids in last for token in memoryview(ids.result()).cast("q")]
                 chosen = [None if is_over else token for token, is_over in zip(tokens, has_ended, strict=True)]
-                has_ended = [token is None or token in ends for token in chosen]
-                if number == new_tokens or all(has_ended):
-                    yield chosen
-                    return
-                try:
-                    running.step(has_ended)
-                except InputError:
-                    yield chosen  # a step without pages takes none of the tokens before it
-                    raise
-                coming = running.choice.fetch()
                 yield chosen
+                has_ended = [token is None or token in ends for token in chosen]
+                if all(has_ended):
+                    return
+                if left and coming is None:
+                    coming = running.stepped(has_ended)  # sequences that have ended just now leave their pages
         finally:
             running.cache.end()
             self._generation = running
@@ -337,28 +338,28 @@ class Generation:
             keys = self.cache.of(first, batch, before + count)
             Step(now, self._model, tokens, keys, before, to=to, has_logits=is_last)
 
-    def step(self, has_ended: list[bool]) -> None:
-        """Queue the next step: the last tokens go into the cache, and the next ones are chosen.
+    def stepped(self, has_ended: list[bool]) -> Sequence[Fetched]:
+        """Queue the next step: the last tokens go into the cache, and the next ones are chosen. Return these.
 
         Args:
-            has_ended: of each sequence, whether it has ended by its last token; what it computes means nothing.
+            has_ended: of each sequence, whether it is known to have ended; what it computes means nothing.
 
         Raises:
             InputError: the cache has too few pages; nothing has run.
         """
-        self._steps += 1
-        if self._steps > self._room or has_ended != self._has_ended:
-            self._hold(has_ended)
+        steps = self._steps + 1
+        if steps > self._room or has_ended != self._has_ended:
+            self._hold(has_ended, steps)
+        self._steps = steps
         if self._is_greedy not in self._graphs:
             self._graphs[self._is_greedy] = self._stream.capture(self._queue_step)
         self._graphs[self._is_greedy].launch(self._stream)
+        return self.choice.fetch()
 
-    def _hold(self, has_ended: list[bool]) -> None:
-        """Have room for the keys of a step; leave sequences that have ended out of it, which then see no key."""
-        counts = [
-            0 if is_over else before + self._steps for is_over, before in zip(has_ended, self._before, strict=True)
-        ]
-        self._room = self._steps + self.cache.hold(counts)
+    def _hold(self, has_ended: list[bool], steps: int) -> None:
+        """Have room for the keys of ``steps`` steps; leave sequences that have ended out of it, which see no key."""
+        counts = [0 if is_over else before + steps for is_over, before in zip(has_ended, self._before, strict=True)]
+        self._room = steps + self.cache.hold(counts)
         for number, (is_over, was_over) in enumerate(zip(has_ended, self._has_ended, strict=True)):
             if is_over and not was_over:
                 for to, value in ((self._positions, -1), (self._places, -1), (self._lengths, 0)):
