@@ -54,12 +54,12 @@ _DIGITS = 16
 _FILLER = 1.25
 _OF_SEQUENCES = ("batch", "queries", "keys")
 # Kernels whose rows have experts, by which rows are sorted.
-_ROUTED = ("grouped_linear", "experts_combine")
+_ROUTED = ("grouped_linear", "grouped_linear_tf32", "experts_combine")
 # The kernel whose rows are the last queries of sequences in caches.
 _IN_CACHES = "decode_attention"
 # The kernel for few rows, whose rows are those of the product of many, and all whose rows are sums of ``inner`` terms.
 _OF_FEW_ROWS = "skinny_linear"
-_PRODUCTS = ("matmul", _OF_FEW_ROWS)
+_PRODUCTS = ("matmul", "matmul_tf32", _OF_FEW_ROWS, "skinny_linear_tf32")
 # A window that the queries of a sequence have, whatever the problem's is.
 _WINDOW = 200
 # Numbers of keys in a bucket whose queries are judged together: a prime, so that a cache has one key head.
