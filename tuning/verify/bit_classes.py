@@ -278,10 +278,10 @@ class _Routed(_Among):
         [size] = self._names
         self._given = drawn(spec, problem.but(**{size: ROWS if self._sums else ROWS * self._slots}), device)
         if not self._sums:
-            self._given |= cancelling(self._given, problem["inner"], biased=problem["biased"])
+            self._given |= cancelling(self._given, problem["inner"], biased=bool(problem.get("biased")))
         self._experts = self._given["total"] if self._sums else problem["experts"]
         # Slots without an expert have this number.
-        self._kinds = self._experts + (self._sums or problem["partial"])
+        self._kinds = self._experts + (self._sums or bool(problem.get("partial")))
         self._values = self._given["x"].view(ROWS, self._slots, -1) if self._sums else self._given["x"]
         numbers = torch.arange(ROWS, device=device)
         choices = torch.arange(self._slots, device=device)
