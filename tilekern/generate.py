@@ -237,7 +237,9 @@ def _asked(arguments: list[str] | None) -> _Request | int:
     @click.option(
         "--seed", type=int, default=0, show_default=True, help="Of the draws; each further prompt has the next number."
     )
-    @click.option("--dtype", default="bfloat16", show_default=True, help="bfloat16, float16 or float32.")
+    @click.option(
+        "--dtype", default="bfloat16", show_default=True, help="bfloat16, float16, or float32 with products by TF32."
+    )
     @click.option(
         "--weight-dtype", help="int8: weights of products in 8 bits, with a scale for each output. Default as --dtype."
     )

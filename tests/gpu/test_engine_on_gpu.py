@@ -20,8 +20,8 @@ MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig(**OF_LLAMA)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**OF_LLAMA, tie_word_embeddings=True)),
 }
-# Relative errors of logits to those of float64.
-ERRORS = {"float32": 2e-3, "bfloat16": 3e-2, "float16": 5e-3}
+# Relative errors of logits to those of float64; products of float32 are by TF32, with the mantissa of float16.
+ERRORS = {"float32": 5e-3, "bfloat16": 3e-2, "float16": 5e-3}
 
 
 @pytest.fixture(scope="module", params=MODELS)

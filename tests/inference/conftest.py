@@ -8,7 +8,10 @@ from emulated import Nccl, capture, interpreted
 from environments import stub_of_the_driver
 from small_models import MODELS, save
 
+from tilekern.interpreter import dtypes
 from tilekern.runtime import dispatch, driver, nccl
+
+_TO_TFLOAT32 = dtypes._to_tfloat32
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +25,11 @@ def stub(tmp_path_factory):
 
 @pytest.fixture
 def gpu(stub, monkeypatch):
-    """The GPU; kernels have their default configs."""
+    """The GPU; kernels have their default configs.
+
+    TF32 holds all numbers of float32: roundings would hide small errors of the engine.
+    """
+    monkeypatch.setattr(dtypes, "_to_tfloat32", lambda data: data)
     monkeypatch.setattr(driver, "_driver", lambda: stub)
     monkeypatch.setattr(dispatch, "array_plan_for", interpreted)
     monkeypatch.setattr(driver.Stream, "capture", capture)
@@ -38,6 +45,13 @@ def linked(gpu, monkeypatch):
     monkeypatch.setenv("STUB_GPUS", "8")
     monkeypatch.setattr(nccl, "library", lambda: found)
     return found
+
+
+@pytest.fixture
+def rounding_gpu(gpu, monkeypatch):
+    """The GPU, with TF32 as it is."""
+    monkeypatch.setattr(dtypes, "_to_tfloat32", _TO_TFLOAT32)
+    return gpu
 
 
 @pytest.fixture(scope="session", params=MODELS)

@@ -41,6 +41,7 @@ def test_a_product_is_bound_by_the_peak_of_its_dtype_however_fast_a_copy_of_its_
     ("kernel", "sizes", "dtype"),
     [
         ("matmul", MATMUL[1] | {"dtype": "float16"}, "float16"),
+        ("matmul_tf32", MATMUL[1], "tfloat32"),
         # Of its rows, and not of the weight beside them.
         ("rms_norm_forward", {"rows": 9, "columns": 64, "dtype": "bfloat16", "weight_dtype": "float32"}, "bfloat16"),
         ("route_count", {"rows": 64, "experts": 8}, "float32"),
@@ -50,6 +51,10 @@ def test_the_dtype_of_a_roofline_is_that_of_what_is_multiplied(kernel, sizes, dt
     problem = problem_of(kernel, sizes)
     operations = spec_named(kernel).flops(problem)
     assert roofline(kernel, problem, H200).arithmetic_s == operations / (1e12 * H200.product_tflops(dtype))
+
+
+def test_the_peak_of_tf32_is_half_of_that_of_half_types():
+    assert H200.product_tflops("tfloat32") == 989 / 2
 
 
 def test_what_moves_more_than_it_multiplies_is_bound_by_the_copy_that_was_timed_or_else_the_memory_s_rate():

@@ -42,7 +42,8 @@ def load(
 
     Args:
         where: a folder with config.json and safetensors, a state dict of minGPT's, or a hub id.
-        dtype: ``bfloat16``, ``float16`` or ``float32``: of weights, activations and caches.
+        dtype: ``bfloat16``, ``float16`` or ``float32``: of weights, activations and caches. Products of float32 are by
+            TF32, with 10 bits of mantissa.
         weight_dtype: ``int8`` for weights of products in 8 bits, with a scale for each output; by default ``dtype``.
         context: the most tokens of a sequence; by default as many as the model was made for, at most 4096.
         cache: ``static``: a cache has room for ``context`` tokens of each sequence. ``paged``: sequences take pages of

@@ -31,9 +31,11 @@ MODULES = {
     "fused_add_rms_norm_forward": "fused_add_rms_norm",
     "greedy": "sample",
     "grouped_linear": "grouped.product",
+    "grouped_linear_tf32": "tf32",
     "lay_out": "lay_out",
     "layer_norm_forward": "layer_norm",
     "matmul": "matmul.product",
+    "matmul_tf32": "tf32",
     "quantize_rows": "quantize",
     "rms_norm_forward": "rms_norm",
     "route_count": "experts.route",
@@ -42,6 +44,8 @@ MODULES = {
     "sample": "sample",
     "skinny_linear": "skinny.linear",
     "skinny_linear_int8": "skinny.int8",
+    "skinny_linear_int8_tf32": "tf32",
+    "skinny_linear_tf32": "tf32",
     "swiglu_forward": "swiglu",
 }
 

@@ -1,8 +1,9 @@
 """The decoder as launches: a step takes some tokens of each sequence to the logits of their successors.
 
 The launches, and so the bits, are those of a patched transformers model: products round once, a gate's parts too, a
-residual is added by the norm behind it. A step of one token reads the cache by the kernel of decoding, one of several
-tokens by that of training's attention, over the keys before them and their own.
+residual is added by the norm behind it. Only products of float32 differ, which are by TF32. A step of one token reads
+the cache by the kernel of decoding, one of several tokens by that of training's attention, over the keys before them
+and their own.
 
 For a product of more rows than the kernels of few rows take, an int8 weight is first multiplied by its scales and
 rounded to the model's dtype. The others multiply sums by the scales, so the bits differ.
@@ -226,17 +227,24 @@ class Step:
         out = self._new(rows, columns) if to is None else to
         sizes: dict[str, Any] = {
             "rows": rows, "inner": inner, "columns": columns, "biased": product.bias is not None, "gelu_tanh": gelu,
-            "dtype": self._model.dtype,
         }  # fmt: skip
         bias = {} if product.bias is None else {"bias": product.bias}
         if rows <= MOST_ROWS:
             kernel, scale = _of_few_rows(product.scale)
-            self._to.launch(kernel, sizes, x=x, weight=product.weight, y=out, **scale, **bias)
+            self._multiply(kernel, sizes, x=x, weight=product.weight, y=out, **scale, **bias)
         elif product.scale is not None:
             self._dequantized_product(x, product, gelu, out)
         else:
-            self._to.launch("matmul", sizes | {"b_transposed": True}, a=x, b=product.weight, c=out, **bias)
+            self._multiply("matmul", sizes | {"b_transposed": True}, a=x, b=product.weight, c=out, **bias)
         return out
+
+    def _multiply(self, kernel: str, sizes: dict[str, Any], **arguments: Any) -> None:
+        """Add a launch of products in the model's dtype; of float32 by TF32."""
+        dtype = self._model.dtype
+        if dtype == "float32":
+            self._to.launch(f"{kernel}_tf32", sizes, **arguments)
+        else:
+            self._to.launch(kernel, sizes | {"dtype": dtype}, **arguments)
 
     def _dequantized_product(self, x: Array, product: Product, gelu: bool, to: Array) -> None:
         """Add a product with an int8 weight, of which the scratch holds all rows in the model's dtype, or some."""
@@ -284,8 +292,8 @@ class Step:
             ranks=ranks, chosen=chosen,
         )  # fmt: skip
         both, inner, out = self._new(slots, 2 * of.inner), self._new(slots, of.inner), self._new(slots, of.width)
-        sizes = {"rows": slots, "experts": number, "dtype": dtype}
-        self._to.launch(
+        sizes = {"rows": slots, "experts": number}
+        self._multiply(
             "grouped_linear", sizes | {"inner": of.width, "columns": 2 * of.inner, "gathered": True}, x=x,
             weight=layer.up.weight, offsets=offsets, order=order, slots=choices, y=both,
         )  # fmt: skip
@@ -293,7 +301,7 @@ class Step:
             "experts_gate", {"rows": slots, "columns": of.inner, "dtype": dtype}, pre=both, experts=chosen,
             total=number, alpha=1.0, limit=math.inf, shift=0.0, y=inner,
         )  # fmt: skip
-        self._to.launch(
+        self._multiply(
             "grouped_linear", sizes | {"inner": of.inner, "columns": of.width}, x=inner, weight=layer.down.weight,
             offsets=offsets, y=out,
         )  # fmt: skip
@@ -320,12 +328,11 @@ class Step:
         if rows <= MOST_ROWS:
             sizes: dict[str, Any] = {
                 "rows": rows, "inner": width, "columns": columns, "gated": True, "rounded": True, "silu": True,
-                "dtype": dtype,
             }  # fmt: skip
             kernel, scale = _of_few_rows(layer.gate.scale)
             up_scale = {} if layer.up.scale is None else {"up_scale": layer.up.scale}
             weights = {"weight": layer.gate.weight, "up": layer.up.weight}
-            self._to.launch(kernel, sizes, x=x, y=out, **weights, **scale, **up_scale)
+            self._multiply(kernel, sizes, x=x, y=out, **weights, **scale, **up_scale)
             return out
         gate, up = self._product(x, layer.gate), self._product(x, layer.up)
         self._to.launch("swiglu_forward", {"rows": rows, "columns": columns, "dtype": dtype}, gate=gate, up=up, y=out)

@@ -112,8 +112,10 @@ class Target:
         """Return the peak rate of matrix products of a dtype, in 1e12 operations a second.
 
         A float32 product keeps float32's precision, as kernels and torch's default do: by the scalar units, or by the
-        matrix units as three TF32 products, whichever is faster. A single TF32 product would round the inputs.
+        matrix units as three TF32 products, whichever is faster. A single TF32 product (``tfloat32``) rounds inputs.
         """
+        if dtype == "tfloat32":
+            return self.half_tflops / 2
         return max(self.scalar_tflops, self.half_tflops / 2 / 3) if dtype == "float32" else self.half_tflops
 
     @property

@@ -49,7 +49,7 @@ def roofline(kernel: str, problem: Problem, target: Target, copy_s: float | None
     if copy_s is None:
         copy_s = spec.bytes_moved(problem) / (target.copy_gbs * 1e9)
     # The first dtype of a problem is its products'.
-    dtype = next((str(problem[d.name]) for d in spec.dimensions if d.kind == "dtype"), "float32")
+    dtype = next((str(problem[d.name]) for d in spec.dimensions if d.kind == "dtype"), spec.result_dtype(problem))
     return Roofline(copy_s, spec.flops(problem) / (1e12 * target.product_tflops(dtype)))
 
 

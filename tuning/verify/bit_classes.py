@@ -54,12 +54,12 @@ _DIGITS = 16
 _FILLER = 1.25
 _OF_SEQUENCES = ("batch", "queries", "keys")
 # Kernels whose rows have experts, by which rows are sorted.
-_ROUTED = ("grouped_linear", "experts_combine")
+_ROUTED = ("grouped_linear", "grouped_linear_tf32", "experts_combine")
 # The kernel whose rows are the last queries of sequences in caches.
 _IN_CACHES = "decode_attention"
 # The kernel for few rows, whose rows are those of the product of many, and all whose rows are sums of ``inner`` terms.
 _OF_FEW_ROWS = "skinny_linear"
-_PRODUCTS = ("matmul", _OF_FEW_ROWS)
+_PRODUCTS = ("matmul", "matmul_tf32", _OF_FEW_ROWS, "skinny_linear_tf32")
 # A window that the queries of a sequence have, whatever the problem's is.
 _WINDOW = 200
 # Numbers of keys in a bucket whose queries are judged together: a prime, so that a cache has one key head.
@@ -278,10 +278,10 @@ class _Routed(_Among):
         [size] = self._names
         self._given = drawn(spec, problem.but(**{size: ROWS if self._sums else ROWS * self._slots}), device)
         if not self._sums:
-            self._given |= cancelling(self._given, problem["inner"], biased=problem["biased"])
+            self._given |= cancelling(self._given, problem["inner"], biased=bool(problem.get("biased")))
         self._experts = self._given["total"] if self._sums else problem["experts"]
         # Slots without an expert have this number.
-        self._kinds = self._experts + (self._sums or problem["partial"])
+        self._kinds = self._experts + (self._sums or bool(problem.get("partial")))
         self._values = self._given["x"].view(ROWS, self._slots, -1) if self._sums else self._given["x"]
         numbers = torch.arange(ROWS, device=device)
         choices = torch.arange(self._slots, device=device)
