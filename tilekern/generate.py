@@ -243,6 +243,12 @@ def _asked(arguments: list[str] | None) -> _Request | int:
     @click.option(
         "--context", type=int, help="Tokens of a sequence at most; default as many as the model allows, at most 4096."
     )
+    @click.option(
+        "--cache",
+        default="static",
+        show_default=True,
+        help="static: room for --context tokens of each sequence. paged: for its prompt and new tokens, by pages.",
+    )
     @click.option("--heads", type=int, help="Heads of a state dict without config.json, such as minGPT's.")
     @click.option("--gpu", "device", metavar="NUMBER", type=int, default=0, show_default=True, help="Counted from 0.")
     @click.option("--ignore-ends", "ignores_ends", is_flag=True, help="Go on behind ids that end a text.")
@@ -250,8 +256,8 @@ def _asked(arguments: list[str] | None) -> _Request | int:
     @click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
     def command(
         model: str, prompts: tuple[str, ...], ids: tuple[str, ...], new: int, seed: int, ignores_ends: bool,
-        as_json: bool, dtype: str, weight_dtype: str | None, context: int | None, heads: int | None, device: int,
-        **sampling: Any,
+        as_json: bool, dtype: str, weight_dtype: str | None, context: int | None, cache: str, heads: int | None,
+        device: int, **sampling: Any,
     ) -> _Request:  # fmt: skip
         """Generate text with GPT-2, Llama or Qwen3, without torch.
 
@@ -267,7 +273,8 @@ def _asked(arguments: list[str] | None) -> _Request | int:
         return _Request(
             model, prompts, tuple(map(_numbers, ids)), new, sampling, seed,
             {
-                "dtype": dtype, "weight_dtype": weight_dtype, "context": context, "heads": heads, "device": device,
+                "dtype": dtype, "weight_dtype": weight_dtype, "context": context, "cache": cache, "heads": heads,
+                "device": device,
             }, ignores_ends, as_json,
         )  # fmt: skip
 

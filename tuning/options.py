@@ -89,7 +89,11 @@ _STEPS = {
     "chunk": click.option(
         "--chunk", metavar="TEXT", help="Tokens of a chunk, where prompts are computed in chunks too; by default whole."
     ),
-    "paged": click.option("--paged", is_flag=True, help="Tokens are decoded by transformers' generate_batch too."),
+    "paged": click.option(
+        "--paged",
+        is_flag=True,
+        help="Tokens are decoded by transformers' generate_batch too; with --engine, from its paged cache too.",
+    ),
     "dtype": click.option("--dtype", help="bfloat16 (bf16), float16 (fp16), float32 (fp32).  [default: bfloat16]"),
     "tp": click.option(
         "--tp", type=click.IntRange(min=1), help="Tensor-parallel degree: ranks of a model.  [default: 1]"

@@ -1,9 +1,12 @@
 """The engine without torch on a GPU, beside transformers: logits, greedy tokens, batches, draws, and its graph."""
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from tilekern.errors import InputError
 from tilekern.inference import Sampling, load
 from tilekern.runtime import dispatch
 
@@ -46,6 +49,11 @@ def ids_of(*lengths, seed=0):
     return [torch.randint(4, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
+def page_bytes(folder):
+    of = load(folder, dtype="float32").architecture
+    return 2 * of.layers * 256 * of.kv_heads * of.head_dim * 4
+
+
 def logits_of(engine, ids):
     logits = engine.forward(ids)
     engine.stream.synchronize()
@@ -74,6 +82,40 @@ def test_greedy_tokens_are_those_of_transformers(saved):
     if same < NEW:  # a tie: TF32 has 10 bits
         row = logits_of(engine, [prompt + wanted[:same]])[-1]
         assert (row[wanted[same]] - row[tokens[same]]).abs() < 1e-2 * row.std()
+
+
+def test_a_paged_cache_has_the_tokens_of_the_static_one(saved):
+    """Prompts around the end of a page, in chunks; the second call takes the pages that the first gave back."""
+    _, folder = saved
+    prompts, found = ids_of(250, 256, 3, 400, 400, seed=3), {}
+    # Of 256 tokens: 2 + 2 + 1 + 2 + 2.
+    for cache, more in (("static", {}), ("paged", {"cache_bytes": 9 * page_bytes(folder)})):
+        engine = load(folder, dtype="float32", cache=cache, **more)
+        found[cache] = [
+            list(zip(*engine.generate(some, NEW, ignores_ends=True, chunk=200), strict=True))
+            for some in (prompts, prompts[::-1])
+        ]
+    for one, other in zip(*found.values(), strict=True):
+        same = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in zip(one, other, strict=True)]
+        # Kernels of other configs may round differently, and a token that differs changes all that follow.
+        assert min(same) >= NEW // 8, same
+    with pytest.raises(InputError, match="the cache has 9 pages of 256 tokens"):
+        list(engine.generate(ids_of(*[300] * 5), 1))
+    assert list(zip(*engine.generate(prompts, NEW, ignores_ends=True, chunk=200), strict=True)) == found["paged"][0]
+
+
+def test_a_sequence_that_ends_leaves_the_others_their_tokens(saved):
+    _, folder = saved
+    prompts = ids_of(70, 5, 300, seed=4)
+    for cache in ("static", "paged"):
+        engine = load(folder, dtype="float32", cache=cache)
+        whole = list(zip(*engine.generate(prompts, NEW, ignores_ends=True), strict=True))
+        over = whole[0][9]
+        engine.architecture = dataclasses.replace(engine.architecture, ends=frozenset({over}))
+        found = list(zip(*engine.generate(prompts, NEW), strict=True))
+        for tokens, all_of_them in zip(found, whole, strict=True):
+            kept = all_of_them.index(over) + 1 if over in all_of_them else NEW
+            assert list(tokens) == [*all_of_them[:kept], *[None] * (len(tokens) - kept)][: len(tokens)]
 
 
 def test_a_sequence_has_its_tokens_whoever_shares_the_batch(saved):

@@ -119,6 +119,14 @@ def test_int8_weights_write_the_same_text_where_they_lose_nothing(gpu, folder, c
     assert wrong == "tilekern: weight_dtype must be int8 or that of dtype, float32, got 'int4'\n"
 
 
+def test_a_paged_cache_writes_the_same_text(gpu, folder, capsys):
+    _, prompt, ids = ids_of(folder, PROMPT, 6)
+    options = ("--ids", ",".join(map(str, prompt)), "--new", 6, "--cache")
+    assert run(capsys, folder, *options, "paged").out == ",".join(map(str, ids)) + "\n"
+    wrong = run(capsys, folder, *options, "page", code=2).err
+    assert wrong == "tilekern: cache must be one of static, paged, got 'page'\n"
+
+
 def test_the_document_has_the_exact_text_and_its_fields_stand_in_the_page_and_in_the_help(gpu, folder, capsys):
     tokenizer, prompt, ids = ids_of(folder, PROMPT, 6)
     ran = run(capsys, folder, "--prompt", PROMPT, "--new", 6, "--json", "--context", 32)

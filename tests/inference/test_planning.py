@@ -4,6 +4,7 @@ import pytest
 
 from tilekern.inference import Engine, Sampling
 from tilekern.inference.architectures import architecture_of
+from tilekern.inference.caches import KINDS
 from tilekern.inference.host_tensors import HostTensor, size_bytes
 from tilekern.inference.launches import Queued
 from tilekern.inference.planning import DryRun
@@ -43,7 +44,7 @@ def asked(gpu, monkeypatch):
     return found
 
 
-def engine_of(gpu, config, dtype, stored, transposed):
+def engine_of(gpu, config, dtype, stored, transposed, cache="static"):
     """An engine whose weights are all 0."""
     architecture, stream = architecture_of(config), gpu.stream()
     tensors = {
@@ -51,7 +52,7 @@ def engine_of(gpu, config, dtype, stored, transposed):
         for source in stored_by(architecture, transposed=transposed).values()
         for name, shape in zip(source.names, source.shapes, strict=True)
     }
-    return Engine(architecture, load(architecture, tensors, dtype, Queued(stream)), dtype, stream)
+    return Engine(architecture, load(architecture, tensors, dtype, Queued(stream)), dtype, stream, cache=cache)
 
 
 def generate(engine, lengths, **more):
@@ -59,10 +60,12 @@ def generate(engine, lengths, **more):
         pass
 
 
+@pytest.mark.share(4)
+@pytest.mark.parametrize("cache", KINDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_all_that_the_engine_asks_for_is_found_and_nothing_else(gpu, asked, name):
+def test_all_that_the_engine_asks_for_is_found_and_nothing_else(gpu, asked, name, cache):
     config, dtype, stored, transposed = MODELS[name]
-    engine = engine_of(gpu, config, dtype, stored, transposed)
+    engine = engine_of(gpu, config, dtype, stored, transposed, cache)
     engine.forward([[1] * 5] * 2)
     generate(engine, (5, 5, 9))
     generate(engine, (9,), sampling=Sampling(temperature=1.0))
@@ -72,9 +75,9 @@ def test_all_that_the_engine_asks_for_is_found_and_nothing_else(gpu, asked, name
     dry.load(stored, transposed=transposed)
     dry.forward(2, 5)
     for batch, tokens in ((2, 5), (1, 9)):
-        dry.prompt(batch, tokens, CHUNK)
+        dry.prompt(batch, tokens, CHUNK, cache=cache)
     for batch in (3, 1):
-        dry.token(batch, engine.context)
+        dry.token(batch, engine.context, cache=cache)
     # Here three sequences draw no tokens, and one does not take the likeliest.
     both = {("sample", 4), ("greedy", 1)}
     assert both == {(kernel, problem.get("rows")) for kernel, problem in found.asked.keys() - asked} & both

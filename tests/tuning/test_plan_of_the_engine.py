@@ -61,6 +61,20 @@ def test_its_options_say_what_the_engine_runs(planned):
     assert plan.name.endswith("config.json-engine")
 
 
+def test_paged_adds_the_steps_of_the_paged_cache(planned):
+    usual, plan = (planned(decode="1,2", tokens="32", paged=paged) for paged in (False, True))
+    found = Trace(H200)
+    dry = DryRun(found, architecture_of(QWEN3), "bfloat16")
+    for batch, tokens in ((1, 32), (1, 127), (2, 127)):
+        dry.prompt(batch, tokens, CHUNK, cache="paged")
+    for batch in (1, 2):
+        dry.token(batch, 128, cache="paged")
+    assert set(plan.problems) == set(usual.problems) | set(found.problems)
+    added = set(plan.problems) - set(usual.problems)
+    assert {name for name, _ in added} == {"append_to_cache", "decode_attention", "decode_join", "embedding"}
+    assert {problem["page_size"] for name, problem in added if name == "decode_attention"} == {256}
+
+
 def test_by_default_it_generates_one_sequence(planned):
     plan = planned()
     assert rows_of(plan, "skinny_linear") == {1}
@@ -74,7 +88,7 @@ def test_the_invariant_mode_needs_a_class_of_the_same_problems(planned):
     assert plan.invariant == {named for named in plan.problems if has_rows(*named)}
 
 
-@pytest.mark.parametrize("options", [{"packed": True}, {"op": "rope"}, {"tp": 2}, {"paged": True}], ids=str)
+@pytest.mark.parametrize("options", [{"packed": True}, {"op": "rope"}, {"tp": 2}], ids=str)
 def test_options_of_other_steps_are_refused(planned, options):
     (name,) = options
     with pytest.raises(InputError, match=f"--{name} describes a step of transformers' model; leave it out with --eng"):

@@ -16,11 +16,12 @@ from tilekern.arrays import device as device_numbered
 from tilekern.errors import InputError
 from tilekern.inference import weights as layout
 from tilekern.inference.architectures import Architecture, architecture_of, ends_of
+from tilekern.inference.caches import KINDS, STATIC, Cache, Pool, StaticKeys, new_cache
 from tilekern.inference.checkpoints import open_checkpoint
 from tilekern.inference.json_files import read_json
 from tilekern.inference.launches import Queued
 from tilekern.inference.sampling import Choice, Sampling, numbers
-from tilekern.inference.steps import Cache, Model, Step, Tokens, add_next, angles_of, chunks_of, new_logits
+from tilekern.inference.steps import Model, Step, Tokens, add_next, angles_of, chunks_of, new_logits
 from tilekern.runtime.driver import Device, Graph, Stream
 
 # Tokens of a prompt that are taken at once.
@@ -31,7 +32,8 @@ _KEPT_FORWARDS = 8
 
 def load(
     where: str | os.PathLike[str], *, dtype: str = "bfloat16", weight_dtype: str | None = None,
-    context: int | None = None, heads: int | None = None, device: Device | int = 0,
+    context: int | None = None, cache: str = STATIC, cache_bytes: int | None = None, heads: int | None = None,
+    device: Device | int = 0,
 ) -> Engine:  # fmt: skip
     """Return the engine of a checkpoint.
 
@@ -40,6 +42,10 @@ def load(
         dtype: ``bfloat16``, ``float16`` or ``float32``: of weights, activations and caches.
         weight_dtype: ``int8`` for weights of products in 8 bits, with a scale for each output; by default ``dtype``.
         context: the most tokens of a sequence; by default as many as the model was made for, at most 4096.
+        cache: ``static``: a cache has room for ``context`` tokens of each sequence. ``paged``: sequences take pages of
+            256 tokens as they grow, and give them back when they end.
+        cache_bytes: the bytes of all pages, which are reserved at once; by default each call of ``generate`` has as
+            many as its prompts and new tokens may need.
         heads: of a state dict of minGPT's, which does not say it; the sizes are then its tensors', and no config.json
             is read.
         device: the GPU, or its number.
@@ -55,6 +61,7 @@ def load(
     weight_dtype = weight_dtype or dtype
     if weight_dtype not in (dtype, layout.INT8):
         raise InputError(f"weight_dtype must be {layout.INT8} or that of dtype, {dtype}, got {weight_dtype!r:.40}")
+    _check_cache(cache, cache_bytes)
     gpu = device_numbered(device) if isinstance(device, int) else device
     with open_checkpoint(where) as checkpoint:
         is_described = checkpoint.config and heads is None
@@ -68,7 +75,15 @@ def load(
         stream = gpu.stream()
         int8 = weight_dtype == layout.INT8
         weights = layout.load(architecture, checkpoint.tensors, dtype, Queued(stream), int8=int8)
-    return Engine(architecture, weights, dtype, stream, context)
+    return Engine(architecture, weights, dtype, stream, context, cache=cache, cache_bytes=cache_bytes)
+
+
+def _check_cache(cache: str, cache_bytes: int | None) -> None:
+    """Refuse a kind of cache that is unknown, and a bound of one that has none."""
+    if cache not in KINDS:
+        raise InputError(f"cache must be one of {', '.join(KINDS)}, got {cache!r:.40}")
+    if cache == STATIC and cache_bytes is not None:
+        raise InputError("cache_bytes is the size of a paged cache; pass cache='paged' too, or leave it out")
 
 
 class Engine:
@@ -79,6 +94,7 @@ class Engine:
         dtype: of activations, caches and the weights that are not int8.
         weight_dtype: ``int8`` if the weights of products are, otherwise ``dtype``.
         context: the most tokens of a sequence.
+        cache: ``static`` or ``paged``.
         stream: the stream on which all of its work is queued.
     """
 
@@ -89,19 +105,25 @@ class Engine:
         dtype: str,
         stream: Stream,
         context: int | None = None,
+        *,
+        cache: str = STATIC,
+        cache_bytes: int | None = None,
     ) -> None:
         """Make an engine of weights that are on the GPU; see :func:`load`."""
+        _check_cache(cache, cache_bytes)
         most = architecture.positions
         context = min(most, 4096) if context is None else context
         if type(context) is not int or not 1 <= context <= most:
             raise InputError(f"context must be from 1 to {most}, for which the model was made, got {context!r:.40}")
         self.architecture, self.dtype, self.context, self.stream = architecture, dtype, context, stream
+        self.cache = cache
         angles = empty((context, architecture.head_dim // 2 * 2), dtype, stream)
         angles.write(angles_of(architecture, context, dtype))
         elements = layout.scratch_elements(weights)
         scratch = empty((elements,), dtype, stream) if elements else None
         self.weight_dtype = layout.INT8 if elements else dtype
         self._model = Model(architecture, weights, dtype, angles, scratch)
+        self._pool = None if cache_bytes is None else Pool.of_bytes(Queued(stream), self._model, cache_bytes)
         self._forwards: dict[tuple[int, int], Forward] = {}
         self._generation: Generation | None = None
 
@@ -151,7 +173,8 @@ class Engine:
             chunk: tokens of a prompt that are taken at once.
 
         Raises:
-            InputError: a prompt is empty, an id is none, or prompt and new tokens are longer than the context.
+            InputError: a prompt is empty, an id is none, or prompt and new tokens are longer than the context; or, when
+                the next token is asked for, the pages of ``cache_bytes`` do not suffice for it.
             CacheMiss: no record serves one of the kernels, and none may be compiled.
         """
         self._check(prompts)
@@ -176,23 +199,31 @@ class Engine:
     ) -> Iterator[list[int | None]]:  # fmt: skip
         # Nobody else has it meanwhile: a call that begins before this one ends makes its own.
         running, self._generation = self._generation, None
-        if running is None or running.batch != len(prompts):
+        lengths = [len(prompt) + new_tokens - 1 for prompt in prompts]
+        if running is None or not running.cache.fits(lengths):
             running = None  # so that its cache goes before another comes
-            running = Generation(self._model, self.stream, len(prompts), self.context)
+            cache = new_cache(Queued(self.stream), self._model, self.cache, self.context, lengths, self._pool)
+            running = Generation(self._model, self.stream, len(prompts), cache)
         try:
             running.begin(prompts, ways, chunk)
             has_ended = [False] * len(prompts)
             coming = running.choice.fetch()
-            for number in range(new_tokens):
+            for number in range(1, new_tokens + 1):
                 tokens = [token for ids in coming for token in memoryview(ids.result()).cast("q")]
-                if number + 1 < new_tokens:
-                    running.step()
-                    coming = running.choice.fetch()
-                yield [None if is_over else token for token, is_over in zip(tokens, has_ended, strict=True)]
-                has_ended = [is_over or token in ends for token, is_over in zip(tokens, has_ended, strict=True)]
-                if all(has_ended):
+                chosen = [None if is_over else token for token, is_over in zip(tokens, has_ended, strict=True)]
+                has_ended = [token is None or token in ends for token in chosen]
+                if number == new_tokens or all(has_ended):
+                    yield chosen
                     return
+                try:
+                    running.step(has_ended)
+                except InputError:
+                    yield chosen  # a step without pages takes none of the tokens before it
+                    raise
+                coming = running.choice.fetch()
+                yield chosen
         finally:
+            running.cache.end()
             self._generation = running
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -218,7 +249,7 @@ class Forward:
 
     def __init__(self, model: Model, stream: Stream, batch: int, tokens: int) -> None:
         queue = Queued(stream)
-        given, cache = Tokens.new(queue, batch, tokens), Cache.new(queue, model, batch, tokens)
+        given, cache = Tokens.new(queue, batch, tokens), StaticKeys.new(queue, model, batch, tokens)
         given.place(0)
         self.ids, self.logits = given.ids, new_logits(queue, batch * tokens, model)
         self._used = given, cache
@@ -233,14 +264,13 @@ class Generation:
     """The cache of a batch, and the graphs of a step.
 
     Attributes:
-        batch: the number of sequences.
+        cache: the keys and values of its sequences.
         choice: the tokens that were chosen last, and how.
     """
 
-    def __init__(self, model: Model, stream: Stream, batch: int, context: int) -> None:
-        self.batch, self.choice = batch, Choice(batch, Queued(stream))
+    def __init__(self, model: Model, stream: Stream, batch: int, cache: Cache) -> None:
+        self.cache, self.choice = cache, Choice(batch, Queued(stream))
         self._model, self._stream = model, stream
-        self._cache = Cache.new(Queued(stream), model, batch, context)
         positions, places, lengths = (empty((batch,), dtype, stream) for dtype in ("int64", "int32", "int32"))
         self._positions, self._places, self._lengths = positions, places, lengths
         columns = (batch, 1)
@@ -249,16 +279,23 @@ class Generation:
         self._is_greedy = True
 
     def begin(self, prompts: Sequence[Sequence[int]], ways: Sequence[Sampling], chunk: int) -> None:
-        """Take the prompts into the cache, and choose the first tokens."""
+        """Take the prompts into the cache, and choose the first tokens.
+
+        Raises:
+            InputError: the cache has too few pages; nothing has run.
+        """
+        counts = [len(prompt) for prompt in prompts]
+        # Until more steps than the cache has room for, or until a sequence ends, a step needs nothing of the host.
+        self._before, self._steps, self._room = counts, 0, self.cache.hold(counts)
+        self._has_ended = [False] * len(prompts)
         self._is_greedy = all(way.temperature == 0 for way in ways)
         self.choice.write(ways)
         now, first = Queued(self._stream), 0
-        logits = new_logits(now, self.batch, self._model)
+        logits = new_logits(now, len(prompts), self._model)
         for length, some in groupby(prompts, len):
             together = list(some)
             self._take(together, first, length, chunk, logits)
             first += len(together)
-        counts = [len(prompt) for prompt in prompts]
         self._positions.write(numbers(counts, "int64"))
         self._places.write(numbers(counts, "int32"))
         self._lengths.write(numbers([count + 1 for count in counts], "int32"))
@@ -268,21 +305,44 @@ class Generation:
         self, prompts: Sequence[Sequence[int]], first: int, length: int, chunk: int, logits: Array
     ) -> None:  # fmt: skip
         """Take prompts of one length, the sequences from ``first`` on, and write the logits of their last tokens."""
-        now, batch, cache = Queued(self._stream), len(prompts), self._cache.of(first, len(prompts))
+        now, batch = Queued(self._stream), len(prompts)
         for before, count in chunks_of(length, chunk):
             tokens = Tokens.new(now, batch, count)
             tokens.ids.write(numbers([one for prompt in prompts for one in prompt[before : before + count]], "int64"))
             tokens.place(before)
             is_last = before + count == length
             to = logits.view((batch, logits.shape[1]), logits.strides, first * logits.strides[0]) if is_last else None
-            Step(now, self._model, tokens, cache, before, to=to, has_logits=is_last)
+            keys = self.cache.of(first, batch, before + count)
+            Step(now, self._model, tokens, keys, before, to=to, has_logits=is_last)
 
-    def step(self) -> None:
-        """Queue the next step: the last tokens go into the cache, and the next ones are chosen."""
+    def step(self, has_ended: list[bool]) -> None:
+        """Queue the next step: the last tokens go into the cache, and the next ones are chosen.
+
+        Args:
+            has_ended: of each sequence, whether it has ended by its last token; what it computes means nothing.
+
+        Raises:
+            InputError: the cache has too few pages; nothing has run.
+        """
+        self._steps += 1
+        if self._steps > self._room or has_ended != self._has_ended:
+            self._hold(has_ended)
         if self._is_greedy not in self._graphs:
             self._graphs[self._is_greedy] = self._stream.capture(self._queue_step)
         self._graphs[self._is_greedy].launch(self._stream)
 
+    def _hold(self, has_ended: list[bool]) -> None:
+        """Have room for the keys of a step; leave sequences that have ended out of it, which then see no key."""
+        counts = [
+            0 if is_over else before + self._steps for is_over, before in zip(has_ended, self._before, strict=True)
+        ]
+        self._room = self._steps + self.cache.hold(counts)
+        for number, (is_over, was_over) in enumerate(zip(has_ended, self._has_ended, strict=True)):
+            if is_over and not was_over:
+                for to, value in ((self._positions, -1), (self._places, -1), (self._lengths, 0)):
+                    to.view((1,), offset=number).write(numbers([value], to.dtype))
+        self._has_ended = has_ended
+
     def _queue_step(self) -> None:
         queue = Queued(self._stream)
-        add_next(queue, self._model, self._tokens, self._cache, self.choice, greedy=self._is_greedy)
+        add_next(queue, self._model, self._tokens, self.cache.keys, self.choice, greedy=self._is_greedy)

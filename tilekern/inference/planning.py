@@ -11,9 +11,10 @@ from typing import Any
 from tilekern.arrays import Array
 from tilekern.inference import weights as layout
 from tilekern.inference.architectures import Architecture
+from tilekern.inference.caches import STATIC, Cache, Pool, StaticKeys, new_cache
 from tilekern.inference.host_tensors import HostTensor
 from tilekern.inference.sampling import Choice
-from tilekern.inference.steps import Cache, Model, Step, Tokens, add_next, chunks_of, new_logits
+from tilekern.inference.steps import Model, Step, Tokens, add_next, chunks_of, new_logits
 from tilekern.kernels import spec_named
 from tilekern.kernels.skinny import split
 from tilekern.runtime.driver import Memory
@@ -61,24 +62,30 @@ class DryRun:
 
     def forward(self, batch: int, tokens: int) -> None:
         """Compute the logits of all tokens of whole sequences."""
-        cache = Cache.new(self._to, self._model, batch, tokens)
-        Step(self._to, self._model, Tokens.new(self._to, batch, tokens), cache, 0, all_logits=True)
+        keys = StaticKeys.new(self._to, self._model, batch, tokens)
+        Step(self._to, self._model, Tokens.new(self._to, batch, tokens), keys, 0, all_logits=True)
 
-    def prompt(self, batch: int, tokens: int, chunk: int) -> None:
-        """Take prompts of one length into the cache, up to the logits of their last tokens."""
-        cache = Cache.new(self._to, self._model, batch, tokens)
+    def prompt(self, batch: int, tokens: int, chunk: int, *, cache: str = STATIC) -> None:
+        """Take prompts of one length into a cache of a kind, up to the logits of their last tokens."""
+        whole = self._cache(cache, batch, tokens)
         for before, count in chunks_of(tokens, chunk):
-            given = Tokens.new(self._to, batch, count)
-            Step(self._to, self._model, given, cache, before, has_logits=before + count == tokens)
+            given, keys = Tokens.new(self._to, batch, count), whole.of(0, batch, before + count)
+            Step(self._to, self._model, given, keys, before, has_logits=before + count == tokens)
 
-    def token(self, batch: int, context: int) -> None:
-        """Compute the next token of each sequence, with room for ``context`` tokens: the likeliest, and one drawn."""
+    def token(self, batch: int, context: int, *, cache: str = STATIC) -> None:
+        """Compute the next token of each sequence, the likeliest and one drawn.
+
+        Its cache of a kind has room for ``context`` tokens.
+        """
         choice, lengths = Choice(batch, self._to), self._to.array((batch,), "int32")
         ids, positions, places = (self._to.array((batch, 1), dtype) for dtype in ("int64", "int64", "int32"))
-        cache = Cache.new(self._to, self._model, batch, context)
-        tokens = Tokens(ids, positions, places, lengths)
-        add_next(self._to, self._model, tokens, cache, choice, greedy=True)
+        tokens, keys = Tokens(ids, positions, places, lengths), self._cache(cache, batch, context).keys
+        add_next(self._to, self._model, tokens, keys, choice, greedy=True)
         choice.add(self._to, new_logits(self._to, batch, self._model), positions, greedy=False)
+
+    def _cache(self, kind: str, batch: int, room: int) -> Cache:
+        # The number of pages makes no problem.
+        return new_cache(self._to, self._model, kind, room, [room] * batch, Pool(self._to, self._model, 1))
 
 
 class Problems:

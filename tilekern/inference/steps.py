@@ -7,7 +7,7 @@ tokens by that of training's attention, over the keys before them and their own.
 For a product of more rows than the kernels of few rows take, an int8 weight is first multiplied by its scales and
 rounded to the model's dtype. The others multiply sums by the scales, so the bits differ.
 
-Layout: a residual stream [batch * tokens, width]. Keys and values of a layer [batch, kv_heads, room, head_dim].
+Layout: a residual stream [batch * tokens, width]. Keys and values lie as :mod:`tilekern.inference.caches` says.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from typing import Any
 
 from tilekern.arrays import Array
 from tilekern.inference.architectures import Architecture
+from tilekern.inference.caches import Keys
 from tilekern.inference.launches import Launches
 from tilekern.inference.sampling import Choice, numbers
 from tilekern.inference.weights import Layer, Norm, Product, Weights
 from tilekern.kernels.decode_attention import part_of
 from tilekern.kernels.experts import route
 from tilekern.kernels.skinny.tiles import MOST_ROWS
-from tilekern.spec import bucket, cdiv
+from tilekern.spec import cdiv
 
 # Rows of logits begin at a multiple of 16 bytes, whatever the vocabulary.
 _UNIT = 8
@@ -80,30 +81,6 @@ class Tokens:
             to.write(numbers([*range(before, before + tokens)] * batch, to.dtype))
 
 
-@dataclass(frozen=True)
-class Cache:
-    """Keys and values of the layers, each [batch, kv_heads, room, head_dim]."""
-
-    keys: list[Array]
-    values: list[Array]
-
-    @classmethod
-    def new(cls, launches: Launches, model: Model, batch: int, room: int) -> Cache:
-        """Return a cache for ``room`` tokens of each sequence."""
-        of = model.architecture
-        shape = batch, of.kv_heads, room, of.head_dim
-        keys, values = ([launches.array(shape, model.dtype) for _ in range(of.layers)] for _ in range(2))
-        return cls(keys, values)
-
-    def of(self, first: int, batch: int) -> Cache:
-        """Return the part of some sequences."""
-
-        def part(whole: Array) -> Array:
-            return whole.view((batch, *whole.shape[1:]), whole.strides, first * whole.strides[0])
-
-        return Cache([part(x) for x in self.keys], [part(x) for x in self.values])
-
-
 def angles_of(architecture: Architecture, room: int, dtype: str) -> bytes:
     """Return the numbers of :attr:`Model.angles`, in float32 arithmetic where transformers' is."""
     pairs = architecture.head_dim // 2
@@ -145,7 +122,7 @@ class Step:
     logits: Array
 
     def __init__(
-        self, launches: Launches, model: Model, tokens: Tokens, cache: Cache, before: int | None = None, *,
+        self, launches: Launches, model: Model, tokens: Tokens, cache: Keys, before: int | None = None, *,
         all_logits: bool = False, has_logits: bool = True, to: Array | None = None,
     ) -> None:  # fmt: skip
         """Add the launches of a step.
@@ -154,7 +131,7 @@ class Step:
             launches: where they go.
             model: the model.
             tokens: the new tokens.
-            cache: where their keys and values go, and are before them.
+            cache: where their keys and values go behind those before them.
             before: the number of keys before the first new token, the same for all sequences; None for a step of one
                 token that reads ``tokens.lengths``.
             all_logits: whether all tokens have logits.
@@ -338,7 +315,7 @@ class Step:
         q = self._appended(number, layer, part(0, heads), part(heads, kv_heads), part(heads + kv_heads, kv_heads))
         out = self._new(self._rows, heads * head_dim)
         attend = self._of_one if self._before is None else self._of_several
-        attend(q, self._cache.keys[number], self._cache.values[number], out)
+        attend(number, q, out)
         return out
 
     def _appended(self, number: int, layer: Layer, q: Array, k: Array, v: Array) -> Array:
@@ -352,27 +329,25 @@ class Step:
         )  # fmt: skip
         sizes: dict[str, Any] = {
             "tokens": self._count, "batch": self._batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim,
-            "pairs": pairs, "normed": layer.heads_norm is not None, "dtype": dtype, "weight_dtype": dtype,
-            "angle_dtype": dtype,
+            "pairs": pairs, "normed": layer.heads_norm is not None, "paged": self._cache.sizes["paged"], "dtype": dtype,
+            "weight_dtype": dtype, "angle_dtype": dtype,
         }  # fmt: skip
         norms: Mapping[str, Any] = {}
         if layer.heads_norm is not None:
             norms = dict(zip(("q_weight", "k_weight"), layer.heads_norm, strict=True))
         self._to.launch(
             "append_to_cache", sizes, q=q, k=k, v=v, cos=cos, sin=sin, positions=self._tokens.places,
-            eps=self._model.architecture.eps, offset=0.0, q_out=turned, keys=self._cache.keys[number],
-            values=self._cache.values[number], **norms,
+            eps=self._model.architecture.eps, offset=0.0, q_out=turned, **self._cache.of_layer(number), **norms,
         )  # fmt: skip
         return turned
 
-    def _of_one(self, q: Array, keys: Array, values: Array, out: Array) -> None:
+    def _of_one(self, number: int, q: Array, out: Array) -> None:
         """Add attention of one token a sequence, whose blocks' parts are joined if there are several."""
         (heads, kv_heads, head_dim), dtype = self._heads, self._model.dtype
         group, pairs = heads // kv_heads, self._batch * kv_heads
         shape = self._batch, kv_heads, group, head_dim
         sizes: dict[str, Any] = {
-            "kv_heads": pairs, "keys": bucket(keys.shape[2]), "page_size": 1, "group": group, "head_dim": head_dim,
-            "dtype": dtype,
+            "kv_heads": pairs, **self._cache.sizes, "group": group, "head_dim": head_dim, "dtype": dtype,
         }  # fmt: skip
         parts: list[Array] = []
 
@@ -381,8 +356,8 @@ class Step:
             return parts[0]
 
         blocks = self._to.launch(
-            "decode_attention", sizes, q=q.view(shape), keys=keys, values=values, lengths=self._tokens.lengths,
-            scale=head_dim**-0.5, out=out.view(shape), parts=room_of,
+            "decode_attention", sizes, q=q.view(shape), lengths=self._tokens.lengths, scale=head_dim**-0.5,
+            out=out.view(shape), parts=room_of, **self._cache.of_layer(number),
         )  # fmt: skip
         if blocks > pairs:
             splits = blocks // pairs
@@ -390,16 +365,14 @@ class Step:
             to = out.view((pairs, group, head_dim))
             self._to.launch("decode_join", sizes, parts=parts[0], splits=splits, out=to)
 
-    def _of_several(self, q: Array, keys: Array, values: Array, out: Array) -> None:
+    def _of_several(self, number: int, q: Array, out: Array) -> None:
         """Add causal attention of several tokens to the keys before them and their own."""
         (heads, kv_heads, head_dim), dtype = self._heads, self._model.dtype
         assert self._before is not None
-        count = self._before + self._count
-        batch, head, key, _ = keys.strides
-        k, v = (x.view((self._batch, count, kv_heads, head_dim), (batch, key, head, 1)) for x in (keys, values))
+        k, v = self._cache.read(self._to, number)
         sizes: dict[str, Any] = {
-            "batch": self._batch, "queries": self._count, "keys": count, "heads": heads, "kv_heads": kv_heads,
-            "head_dim": head_dim, "causal": True, "dtype": dtype,
+            "batch": self._batch, "queries": self._count, "keys": self._before + self._count, "heads": heads,
+            "kv_heads": kv_heads, "head_dim": head_dim, "causal": True, "dtype": dtype,
         }  # fmt: skip
         self._to.launch(
             "attention_forward", sizes, q=q, k=k, v=v, most_queries=self._count, scale=head_dim**-0.5,
@@ -415,7 +388,7 @@ def chunks_of(length: int, chunk: int) -> Iterator[tuple[int, int]]:
 
 
 def add_next(
-    launches: Launches, model: Model, tokens: Tokens, cache: Cache, choice: Choice, *, greedy: bool
+    launches: Launches, model: Model, tokens: Tokens, cache: Keys, choice: Choice, *, greedy: bool
 ) -> None:  # fmt: skip
     """Add a step of one token of each sequence; positions advance, and the next tokens are chosen."""
     step, positions = Step(launches, model, tokens, cache), _flat(tokens.positions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tilekern.errors import InputError
 from tilekern.inference.architectures import Architecture, architecture_of
+from tilekern.inference.caches import PAGED, STATIC
 from tilekern.inference.engine import CHUNK
 from tilekern.inference.planning import DryRun
 from tilekern.runtime.recorder import Trace
@@ -54,12 +55,13 @@ def _run(engine: DryRun, architecture: Architecture, steps: Steps) -> None:
             )
         engine.forward(batch, tokens)
     prompts = {*steps.batches(), *((batch, max(1, room - 1)) for batch in steps.decode for room in rooms)}
-    for chunk in dict.fromkeys((CHUNK, *steps.chunk)):
-        for batch, tokens in sorted(prompts):
-            engine.prompt(batch, tokens, chunk)
-    for batch in steps.decode:
-        for room in rooms:
-            engine.token(batch, room)
+    for cache in (STATIC, PAGED) if steps.paged else (STATIC,):
+        for chunk in dict.fromkeys((CHUNK, *steps.chunk)):
+            for batch, tokens in sorted(prompts):
+                engine.prompt(batch, tokens, chunk, cache=cache)
+        for batch in steps.decode:
+            for room in rooms:
+                engine.token(batch, room, cache=cache)
     is_turned = (False, True) if architecture.kind == "gpt2" else (False,)
     for dtype in _STORED:
         for transposed in is_turned:

@@ -16,7 +16,7 @@ TOKENS, CONTEXT = (2048, 8192), (4096,)
 # The engine generates, and computes logits of whole sequences only where they are asked for.
 OF_ENGINE: Mapping[str, Sequence[int]] = {"tokens": (), "decode": (1,)}
 # What describes the steps of a model that only transformers runs.
-_OF_MODELS = ("ops", "attention", "tp", "packed", "padded", "checkpointing", "experts", "optimizer", "call", "paged")
+_OF_MODELS = ("ops", "attention", "tp", "packed", "padded", "checkpointing", "experts", "optimizer", "call")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Steps:
         decode: how many sequences generation decodes at once; it is traced where there are any.
         context: tokens of a sequence in its cache, the new one included.
         chunk: tokens of a prompt that are computed at once, where prompts are computed in chunks too.
-        paged: tokens are decoded from the pages of transformers' continuous batching too.
+        paged: tokens are decoded from pages too: those of transformers' continuous batching, or of the engine.
         invariant: the steps run once more inside ``tilekern.invariant()``, where linear layers are kernels' problems
             too; what they ask for there needs a kernel of one bit class.
         engine: the steps are those of :mod:`tilekern.inference`, which neither trains nor needs torch: logits of whole
