@@ -56,8 +56,7 @@ def spec_of(kernel: str) -> KernelSpec:
     if kernel not in MODULES:
         return spec_named(kernel)
     module = importlib.import_module(f"tilekern.kernels.{MODULES[kernel]}")
-    (found,) = (value for value in vars(module).values() if isinstance(value, KernelSpec) and value.name == kernel)
-    return found
+    return next(found for found in module.SPECS if found.name == kernel)
 
 
 class Launches(Protocol):
