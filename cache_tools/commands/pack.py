@@ -10,7 +10,7 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,30 +23,39 @@ from tilekern.cache_tools.shared.packs import write_selected
 from tilekern.cache_tools.shared.printing import count, note_left_out, print_result, size
 from tilekern.cache_tools.shared.selection import Selection
 
+_DTYPES = ("--dtype", "bfloat16,float16,float32")
 # In whatever dtype and by whatever attention the model may be trained, and generate.
 _STEPS = (
-    "--dtype", "bfloat16,float16,float32", "--attention", "tilekern,tilekern_nondeterministic", "--experts",
-    "--decode", "2", "--context", "4096", "--invariant",
+    *_DTYPES, "--attention", "tilekern,tilekern_nondeterministic", "--experts", "--decode", "2", "--context", "4096",
+    "--invariant",
 )  # fmt: skip
+# Few rows and many, and weights of both kinds.
+_OF_ENGINE = (*_DTYPES, "--engine", "--decode", "1,128", "--tokens", "128")
+_STEPS_OF_ENGINE = (_OF_ENGINE, (*_OF_ENGINE, "--weight-dtype", "int8"))
 
 
 @command
 @click.argument("out", metavar="OUT.pack", type=FILE)
 @with_filters()
 @click.option("--model", help="Only what this model needs: a preset, the path of a config.json, or a hub id.")
+@click.option("--engine", is_flag=True, help="Of --model, what tilekern.inference needs to run it, without torch.")
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Tensor-parallel degree of the model.")
 @cache_dir
 @as_json
-def pack(out: Path, model: str | None, tp: int, store: Store, selection: Selection, as_json: bool) -> None:
+def pack(
+    out: Path, model: str | None, engine: bool, tp: int, store: Store, selection: Selection, as_json: bool
+) -> None:  # fmt: skip
     """Write records, their artifacts and signatures into one file; the same records give the same bytes.
 
     The records of a model are those of its sizes, in any dtype and for steps of any length, with those of its experts
-    and of generation.
+    and of generation; with --engine, those of the engine in place of these, weights of int8 included.
 
     JSON: pack, records, bytes, left_out.
     """
+    if engine and not model:
+        raise CacheError("--engine says what of a model is meant; pass --model too")
     written, left_out = write_selected(
-        store, out, selection, lambda record: not model or _is_needed(record, model, tp)
+        store, out, selection, lambda record: not model or _is_needed(record, model, tp, engine)
     )  # fmt: skip
     size_bytes = out.stat().st_size
     document = {"pack": str(out), "records": written, "bytes": size_bytes, "left_out": left_out}
@@ -65,17 +74,22 @@ class _Needed(NamedTuple):
     bucketed: frozenset[str]
 
 
-def _is_needed(record: Record, model: str, tp: int) -> bool:
+def _is_needed(record: Record, model: str, tp: int, engine: bool) -> bool:
     problem = record.problem.items()
     return any(
         needed.kernel == record.kernel and needed.exact == _exact(problem, needed.bucketed)
-        for needed in _needed_by(model, record.address.target_key, tp)
+        for needed in _needed_by(model, record.address.target_key, tp, engine)
     )
 
 
 @functools.cache
-def _needed_by(model: str, target_key: str, tp: int) -> set[_Needed]:
-    planning = [sys.executable, "-m", "tilekern.tune", model, "--gpu", target_key, "--tp", str(tp), *_STEPS]
+def _needed_by(model: str, target_key: str, tp: int, engine: bool) -> set[_Needed]:
+    ways = _STEPS_OF_ENGINE if engine else (_STEPS,)
+    return set().union(*(_planned(model, target_key, tp, steps) for steps in ways))
+
+
+def _planned(model: str, target_key: str, tp: int, steps: Sequence[str]) -> set[_Needed]:
+    planning = [sys.executable, "-m", "tilekern.tune", model, "--gpu", target_key, "--tp", str(tp), *steps]
     done = subprocess.run([*planning, "--dry-run", "--json"], capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]

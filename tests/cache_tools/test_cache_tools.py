@@ -17,7 +17,11 @@ from command_line import KEY, PREBUILT, ROOT, process
 import tilekern
 from tilekern.cache import FolderLayer, Pack, Store, note_wanted
 from tilekern.cache_tools.cli import app, main
+from tilekern.spec.targets import resolve
+from tilekern.tuning.plan.engine import plan_of_engine
+from tilekern.tuning.plan.steps import Steps
 
+H200 = resolve("H200")
 HERE = made_today(module="tilekern.spec.source")
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("cache")]
@@ -354,6 +358,30 @@ def test_pack_of_a_model_takes_what_it_needs_and_nothing_else(cli, cache, tmp_pa
     assert "rope" not in kernels, "no patched step asks for it"
     other = ("pack", tmp_path / "other.pack", "--model", "no/such", "--target", "H200")
     cli.refused(*other, says="--model no/such")
+
+
+@pytest.mark.processes
+def test_pack_of_the_engine_takes_what_it_needs_of_any_length_and_nothing_else(cli, root, tmp_path):
+    of_engine = {"decode": (3, 70), "context": (700,), "dtype": ("float16",), "engine": True}
+    wanted = [
+        problem
+        for weights in (None, "int8")
+        for problem in plan_of_engine("mingpt-nano", Steps((64,), weight_dtype=weights, **of_engine), H200).problems
+    ]
+    others = plan_of_engine("mingpt-micro", Steps((64,), **of_engine), H200).problems
+    for kernel, problem in {*wanted, *others}:
+        put(root, kernel=kernel, problem=dict(problem))
+    packed = tmp_path / "engine.pack"
+    document = cli.json("pack", packed, "--model", "mingpt-nano", "--engine")
+    found = {(address.kernel, address.problem_key) for address in Pack(packed).records}
+    wanted = {(kernel, problem.key) for kernel, problem in wanted}
+    assert wanted <= found
+    # All of their sizes are buckets, which do not tell a model.
+    assert {kernel for kernel, _ in found - wanted} <= {"lay_out", "quantize_rows", "dequantize_rows"}
+    assert document["records"] == len(found) < len({*wanted, *((kernel, problem.key) for kernel, problem in others)})
+    cli.refused("pack", tmp_path / "other.pack", "--engine", says="pass --model too")
+    of_another = ("pack", tmp_path / "other.pack", "--model", "gemma-2-9b", "--engine")
+    cli.refused(*of_another, says="--model gemma-2-9b: gemma-2-9b: config.json: model_type is 'gemma2'")
 
 
 def test_a_pack_with_a_bad_blob_is_refused(cli, cache, tmp_path):
