@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from enum import Enum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ import typer
 from benchmarks.environment import RESULTS, require_gpu
 from benchmarks.pages import PAGES, files_of, write_files
 from benchmarks.pages.readme import with_training
-from benchmarks.results import Results, print_table, read_folder, write_results
+from benchmarks.results import Results, print_table, read_folder, read_results, write_results
 from tilekern import __version__
 from tilekern.errors import InputError
 
@@ -332,7 +333,22 @@ def inference(
     def keep(results: Results) -> None:
         _write_some(results, out, stem)
 
-    _keep(bench.measure(jobs, limit_s, keep, lambda line: print(line, flush=True)), out, stem)
+    results = bench.measure(jobs, limit_s, keep, lambda line: print(line, flush=True))
+    _keep(results, out, stem)
+    path = _path(out, stem)
+    if find_spec("bokeh") is None:
+        print(f"note: no page of charts, as Bokeh is not installed; elsewhere, run python -m benchmarks charts {path}")
+    else:
+        _write_page(results, path.with_suffix(".html"))
+
+
+@app.command()
+def charts(
+    results: Annotated[Path, typer.Argument(help="A JSON file that `inference` has written.")],
+    out: Annotated[Path | None, typer.Option("--out", help="The page; default beside the JSON file.")] = None,
+) -> None:
+    """Make the page of charts of a run of `inference` from its JSON file; needs no GPU."""
+    _write_page(read_results(results), out or results.with_suffix(".html"))
 
 
 @app.command()
@@ -547,6 +563,20 @@ def report(
         print(f"wrote {readme}")
     write_files(out, files)
     print(f"wrote {len(files)} files into {out}")
+
+
+def _write_page(results: Results, path: Path) -> None:
+    """Write the page of charts of a run of ``inference``.
+
+    Raises:
+        InputError: Bokeh is not installed, the results are of another benchmark, or the file cannot be written.
+    """
+    if find_spec("bokeh") is None:
+        raise InputError("charts need Bokeh, which is not installed; install it with: pip install 'tilekern[report]'")
+    from benchmarks.inference_page import as_html
+    from tilekern.tuning.report import write_text
+
+    print(f"wrote {write_text(path, as_html(results))}")
 
 
 def _needs_gpu_or_out(device: Device, out: Path | None) -> None:

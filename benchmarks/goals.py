@@ -13,6 +13,8 @@ from benchmarks.experts import KEPT, WAITS
 from benchmarks.experts_cases import BALANCED, FROZEN, LORA, ZIPF, label
 from benchmarks.families import BENCHMARK as FAMILIES
 from benchmarks.host import ALLOCATION
+from benchmarks.inference import BENCHMARK as INFERENCE
+from benchmarks.inference import INT8
 from benchmarks.kernels import COPY, PRODUCTS
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row, shown
@@ -309,7 +311,10 @@ def _lag_beside_unpatched(most_s: float) -> Goal:
     return Goal(what, FAMILIES, judge)
 
 
-def _beside(what: str, cases: str, metric: str, most: float, who: str = OURS, than: str = "", ending: str = "") -> Goal:
+def _beside(
+    what: str, cases: str, metric: str, most: float, who: str = OURS, than: str = "", ending: str = "",
+    benchmark: str = DECODE,
+) -> Goal:  # fmt: skip
     """Make a goal of generation: at most a multiple of a provider's figure, or of the best peer's if none is named.
 
     ``cases`` and ``ending`` are how a case's name begins and ends. Where the multiple is 1, a difference within the
@@ -329,7 +334,7 @@ def _beside(what: str, cases: str, metric: str, most: float, who: str = OURS, th
                 figure = f"{ours.value / best.value:.3f} x ({shown(ours)} {ours.unit})"
                 yield Verdict(what, case, target, figure, ours.value <= most * best.value + slack, _listed(others))
 
-    return Goal(what, DECODE, judge, target=target)
+    return Goal(what, benchmark, judge, target=target)
 
 
 def _token(who: str, batch: int, most_ms: float, target: str = "") -> Goal:
@@ -469,6 +474,38 @@ _GENERATION = (
     ),
     Goal(_LOGITS, DECODE, _equal_logits, target="0"),
 )  # fmt: skip
+_GPT2, _MEDIUM, _QWEN3 = "gpt2", "mingpt-tile-medium", "qwen3-8b decode, batch"
+_ENGINE = (
+    _at_most(INFERENCE, "forward_ms", 0.15, "engine, tile-medium's logits", f"{_MEDIUM} forward, 8 x 128", "≤ 0.15 ms"),
+    _at_most(INFERENCE, "forward_ms", 0.62, "engine, GPT-2's logits", f"{_GPT2} forward, 8 x 128", "≤ 0.62 ms"),
+    _beside(
+        "engine, logits of small models", "mingpt-", "forward_ms", 1 / 1.3, than="torch-graph", ending="4 x 64",
+        benchmark=INFERENCE,
+    ),
+    _at_most(
+        INFERENCE, "step_ms", 0.18, "engine, a token of GPT-2", f"{_GPT2} decode, batch 1, context 512", "≤ 0.18 ms"
+    ),
+    *(
+        _at_most(
+            INFERENCE, "step_ms", most, f"engine, a token of Qwen3-8B, batch {batch}",
+            f"{_QWEN3} {batch}, context 4096", f"≤ {most:g} ms",
+        )
+        for batch, most in ((1, 3.9), (64, 14.1))
+    ),
+    _beside(
+        "engine, a token by int8 weights", f"{_QWEN3} 1, context 4096", "step_ms", 1 / 1.6, INT8, OURS,
+        benchmark=INFERENCE,
+    ),
+    _at_most(INFERENCE, "all_mb", 10, "engine, installed with GPT-2's kernels", _GPT2, "≤ 10 MB"),
+    _at_most(
+        INFERENCE, "without_load_s", 0.3, "engine, a process's first logits", f"{_GPT2} start, first logits",
+        "≤ 0.3 s but for the weights",
+    ),
+    _at_most(
+        INFERENCE, "without_load_s", 0.5, "engine, a process's first token", f"{_GPT2} start, first token",
+        "≤ 0.5 s but for the weights",
+    ),
+)  # fmt: skip
 GOALS = (
     _kernel_goal("rms_norm", ("forward",), 0.90, _NORMS),
     _kernel_goal("rms_norm", ("backward", "forward_backward"), 0.85, _NORMS),
@@ -532,6 +569,7 @@ GOALS = (
     _at_most(EXPERTS, WAITS, 0, "layer of experts, waits of the host for the GPU", target="0"),
     _lag_beside_unpatched(0.3),
     *_GENERATION,
+    *_ENGINE,
     Goal("host time of one op call", "host", _host),
     _at_most(
         "startup", "first_step_lag", 0.3, "first step over the second, fresh process", target="≤ 0.3 s over the second"

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import html
-import itertools
-import json
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from bokeh.embed import json_item
 from bokeh.layouts import column, grid, row
 from bokeh.models import ColumnDataSource, CustomJS, GroupFilter, LayoutDOM
 from bokeh.models.widgets import Div, Select
-from bokeh.resources import Resources
 
 from tilekern.tuning.report.columns import candidate_columns, frontier_columns, problem_columns, problems_of
+from tilekern.tuning.report.document import NO_SCRIPTS, document, table_rows
 from tilekern.tuning.report.implementations import standings
 from tilekern.tuning.report.plots import candidate_plots, overview_plots
 from tilekern.tuning.report.rows import STATUSES, Report, Row
@@ -23,54 +20,32 @@ from tilekern.tuning.report.tables import candidate_table, overview_table
 
 # Width between the usual margins of A4 and Letter in landscape, in CSS pixels.
 _PAPER_WIDTH = 960
-# The policy makes the browser refuse to load anything.
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval';\
- style-src 'unsafe-inline'; img-src data: blob:; font-src data:">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a }}
-body {{ margin: 1.5rem auto; max-width: 1500px; padding: 0 1rem }}
-h1 {{ font-size: 1.5rem; margin: 0 0 .5rem }}
-dl {{ display: grid; grid-template-columns: max-content auto; gap: .1rem 1rem; margin: 0 0 1rem }}
-dt {{ color: #595959 }}
-dd {{ margin: 0 }}
-.implementations {{ border-collapse: collapse; margin: 0 0 1rem }}
-.implementations th, .implementations td {{ padding: .1rem 1rem .1rem 0; text-align: left }}
-.implementations caption {{ color: #595959; text-align: left }}
-.notice {{ border-left: 4px solid #d55e00; padding: .4rem .8rem; background: #fdf3ec; max-width: 60rem }}
-.printed {{ display: none }}
-@page {{ size: landscape }}
-@media print {{
-  body {{ margin: 0; max-width: none }}
-  .printed {{ display: table; border-collapse: collapse; font-size: 8pt; width: 100% }}
-  .printed th, .printed td {{ border-bottom: 1px solid #bbb; padding: 2px 4px; text-align: left }}
-}}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-{notice}
-<dl>{facts}</dl>
-{implementations}
-<noscript><p class="notice">The plots and tables need JavaScript, which is off.</p></noscript>
+_STYLE = """\
+body { color: #1a1a1a; max-width: 1500px }
+.implementations { border-collapse: collapse; margin: 0 0 1rem }
+.implementations th, .implementations td { padding: .1rem 1rem .1rem 0; text-align: left }
+.implementations caption { color: #595959; text-align: left }
+.printed { display: none }
+@page { size: landscape }
+@media print {
+  body { margin: 0; max-width: none }
+  .printed { display: table; border-collapse: collapse; font-size: 8pt; width: 100% }
+  .printed th, .printed td { border-bottom: 1px solid #bbb; padding: 2px 4px; text-align: left }
+}
+"""
+_BODY = f"""\
+{{notice}}
+<dl>{{facts}}</dl>
+{{implementations}}
+{NO_SCRIPTS}
 <div id="report"></div>
-<table class="printed">{winners}</table>
-<script type="application/json" id="report-data">{data}</script>
-{scripts}
-<script>{start}</script>
-</body>
-</html>
+<table class="printed">{{winners}}</table>
 """
 _NOTICE = """<p class="notice" role="note">\
 Nothing was measured: all times are predicted from compile-time facts, with no GPU.</p>"""
 # A plot is drawn for the width of the screen; only the style sheets know the paper's width.
-_START = f"""
+_FOR_PAPER = f"""
 const report = document.getElementById("report")
-Bokeh.embed.embed_item(JSON.parse(document.getElementById("report-data").textContent), report)
 addEventListener("beforeprint", () => {{
   const {{width}} = report.getBoundingClientRect()
   report.style.width = `${{width}}px`
@@ -88,27 +63,13 @@ _TAKE_LINE = "if (cb_obj.indices.length) problem.value = problems.data.problem_i
 def as_html(report: Report) -> str:
     """Return the page; the same report always gives the same text."""
     problems = problems_of(report.rows)
-    title = f"Tuning of {report.model} on {report.target['name']}"
-    item = json_item(_layout(problems))
-    # A script's text ends at the first "</", even in a string.
-    data = json.dumps(_renumbered(item), separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
-    return _PAGE.format(
-        title=html.escape(title), notice="" if report.is_measured else _NOTICE, facts=_facts(report),
-        implementations=_implementations(problems), winners=_printed(problems), data=data, start=_START,
-        scripts=Resources("inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"]).render(),
+    body = _BODY.format(
+        notice="" if report.is_measured else _NOTICE, facts=_facts(report), implementations=_implementations(problems),
+        winners=_printed(problems),
     )  # fmt: skip
-
-
-def _renumbered(item: Any) -> Any:
-    """Number the models' ids from 1, since Bokeh numbers them over the whole process."""
-    fresh = (f"m{count}" for count in itertools.count(1))
-    text = json.dumps(item)
-    ids = {found: next(fresh) for found in dict.fromkeys(re.findall(r'"id": ?"(p\d+)"', text))}
-
-    def renamed(value: dict[str, Any]) -> dict[str, Any]:
-        return value | {name: ids[value[name]] for name in ("id", "root_id") if value.get(name) in ids}
-
-    return json.loads(text, object_hook=renamed)
+    title = f"Tuning of {report.model} on {report.target['name']}"
+    items = [json_item(_layout(problems), "report")]
+    return document(title, body, items, _STYLE, _FOR_PAPER, components=("bokeh", "bokeh-widgets", "bokeh-tables"))
 
 
 def _layout(problems: Sequence[Sequence[Row]]) -> LayoutDOM:
@@ -169,7 +130,7 @@ def _implementations(problems: Sequence[Sequence[Row]]) -> str:
     if not lines:
         return ""
     caption = "<caption>Implementations that raced each other</caption>"
-    body = _table_rows(("kernel", "implementation", "won", "ahead of the next, median"), lines)
+    body = table_rows(("kernel", "implementation", "won", "ahead of the next, median"), lines)
     return f'<table class="implementations">{caption}{body}</table>'
 
 
@@ -177,9 +138,4 @@ def _printed(problems: Sequence[Sequence[Row]]) -> str:
     """Make a table of the winners for paper, which cannot scroll."""
     columns = problem_columns(problems)
     heads = {"name": "problem", "winner": "winner", "time_text": "time", "worth_text": "worth"}
-    return _table_rows(heads.values(), zip(*(columns[name] for name in heads), strict=True))
-
-
-def _table_rows(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
-    return f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{body}"
+    return table_rows(heads.values(), zip(*(columns[name] for name in heads), strict=True))
