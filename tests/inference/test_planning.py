@@ -93,7 +93,11 @@ def test_all_that_the_engine_asks_for_is_found_and_nothing_else(gpu, asked, name
     planned = {named for named in found.asked if (named[0], named[1].get("rows")) not in both}
     assert without_joins(planned) == without_joins(asked)
     assert asked <= set(found.problems)
-    of_int8 = {kernel.removesuffix("_tf32") for kernel, _ in found.asked} & {"skinny_linear_int8", "quantize_rows", "dequantize_rows"}
+    of_int8 = {kernel.removesuffix("_tf32") for kernel, _ in found.asked} & {
+        "skinny_linear_int8",
+        "quantize_rows",
+        "dequantize_rows",
+    }
     assert len(of_int8) == (3 if int8 else 0)
     assert {kernel for kernel, _ in found.others} <= {"decode_join", "skinny_parts", "skinny_join"}
 
