@@ -201,6 +201,12 @@ int cuStreamBeginCapture_v2(void *stream, int mode) {
     ((Queue *)stream)->nodes = 0;
     return 0;
 }
+int cuStreamIsCapturing(void *stream, int *status) {
+    if (!current()) return NO_CONTEXT;
+    if (!is_stream(stream)) return INVALID_HANDLE;
+    *status = (uintptr_t)stream > 2 && ((Queue *)stream)->capturing;
+    return 0;
+}
 int cuStreamEndCapture(void *stream, void **graph) {
     Queue *queue = stream;
     if (!is(stream, STREAM) || !queue->capturing) return INVALID_VALUE;

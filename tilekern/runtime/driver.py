@@ -20,6 +20,8 @@ from tilekern.spec.targets import cuda_driver, of_driver
 _INT, _SIZE, _ADDRESS, _HANDLE = ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
 # Of CUresult, CUstream_flags, CUstreamCaptureMode and CUpointer_attribute.
 _NO_MEMORY, _NON_BLOCKING, _RELAXED, _ORDINAL = 2, 1, 2, 9
+# The handle of the legacy default stream.
+LEGACY = 1
 # Sizes are rounded up to these, so that blocks of the pool fit later requests: from 1 MiB on to the driver's own unit.
 _SMALL, _LARGE = 512, 2 << 20
 # The size of the host's pages to which small results are fetched; they are kept, as locking pages takes long.
@@ -132,6 +134,13 @@ class Device:
         assert handle.value is not None
         self._streams.add(handle.value)
         return Stream(self, handle.value)
+
+    def is_capturing(self, stream: int) -> bool:
+        """Return whether a stream of any library, by its handle, is being captured."""
+        status = _INT()
+        with self.current():
+            _call("cuStreamIsCapturing", _HANDLE(stream), ctypes.byref(status))
+        return bool(status.value)
 
     def synchronize(self) -> None:
         """Wait for all work on the device."""
