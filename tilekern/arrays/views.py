@@ -53,7 +53,8 @@ class Interface:
 class Array:
     """A view of memory on a GPU, which lives as long as its views.
 
-    Whatever reads ``__cuda_array_interface__`` takes it: CuPy, numba, ``torch.as_tensor``.
+    Other libraries take it by DLPack (``torch.from_dlpack``, ``cupy.from_dlpack``, ``jax.dlpack.from_dlpack``), whose
+    streams then wait for the work on its own, or by ``__cuda_array_interface__`` (numba). Nothing is copied.
 
     Attributes:
         memory: the memory.
@@ -97,6 +98,38 @@ class Array:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """Where the elements are, for other libraries; it says of no stream that they are ready on it."""
         return self.interface.__cuda_array_interface__
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return DLPack's number for CUDA, and the GPU's."""
+        return dlpack.CUDA, self.form.device
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """Return a DLPack capsule of the same memory, which lives as long as its consumer's array.
+
+        Args:
+            stream: the driver's handle of the consumer's stream, which waits for the work on the memory's so far. 1 or
+                None is the legacy default stream, 2 the thread's, and with -1 none waits.
+            max_version: the newest DLPack that the consumer reads; from (1, 0) on the capsule has a version.
+            dl_device: where the consumer wants it, as :meth:`__dlpack_device__` says it.
+            copy: True asks for a copy.
+
+        Raises:
+            BufferError: a copy is asked for, or another device; or there is no such stream; or it cannot wait, since
+                the memory's is being captured.
+            DriverError: the driver does not know the stream.
+        """
+        if copy:
+            raise BufferError("arrays are exported without a copy; copy what the consumer returns")
+        if dl_device is not None and tuple(map(int, dl_device)) != self.__dlpack_device__():
+            raise BufferError(f"{self!r} stays on its GPU, DLPack's device {self.__dlpack_device__()}, not {dl_device}")
+        return dlpack.export(self.memory, self.form, self.address, stream, max_version)
 
     def view(self, shape: Iterable[int], strides: Iterable[int] | None = None, offset: int = 0) -> Array:
         """Return another view of the same memory that begins ``offset`` elements after this one.
