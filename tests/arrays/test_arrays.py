@@ -454,6 +454,236 @@ def test_arrays_and_streams_of_other_libraries_are_taken_and_what_does_not_fit_i
     ]  # fmt: skip
 
 
+CAPSULES = """
+import ctypes, struct, threading
+
+api = ctypes.pythonapi
+api.PyCapsule_GetName.restype = ctypes.c_char_p
+api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+api.PyCapsule_GetName.argtypes = (ctypes.py_object,)
+api.PyCapsule_GetPointer.argtypes = api.PyCapsule_SetName.argtypes = (ctypes.py_object, ctypes.c_char_p)
+USED = {b"dltensor": b"used_dltensor", b"dltensor_versioned": b"used_dltensor_versioned"}
+delete = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+class Consumed:
+    '''What a consumer reads of a capsule, by the layout in dlpack.h.'''
+
+    def __init__(self, capsule):
+        name = api.PyCapsule_GetName(capsule)
+        self.name, self.pointer = name.decode(), api.PyCapsule_GetPointer(capsule, name)
+        api.PyCapsule_SetName(capsule, USED[name])
+        head, tail = ("IIPPQ", "") if name.endswith(b"versioned") else ("", "PP")
+        layout = f"@{head}PiiiBBHPPQ{tail}"
+        all = struct.unpack(layout, ctypes.string_at(self.pointer, struct.calcsize(layout)))
+        self.head, all = all[: len(head)], all[len(head) :]
+        self.address, self.device, ndim, self.dtype = all[0], all[1:3], all[3], all[4:7]
+        self.shape, self.strides = (struct.unpack(f"@{ndim}q", ctypes.string_at(at, ndim * 8)) for at in all[7:9])
+        self.offset, self.deleter = all[9], self.head[3] if head else all[11]
+
+    def free(self):
+        delete(self.deleter)(self.pointer)
+
+"""
+LENT = case("lent", CAPSULES + textwrap.dedent("""
+    stream = arrays.device(1).stream()
+    for dtype in ("bfloat16", "float16", "float32", "int8", "int32", "int64", "uint8"):
+        whole = arrays.empty((4, 6), dtype, stream)
+        for array in (whole, whole.view((3, 2), (6, 1), offset=7), whole.view((), (), offset=3), whole.view((4, 0))):
+            for version in (None, (0, 8), (1, 0), (1, 3)):
+                seen = Consumed(array.__dlpack__(stream=-1, max_version=version))
+                assert seen.name == ("dltensor_versioned" if version and version[0] else "dltensor")
+                assert seen.head in ((), (1, 0, 0, seen.deleter, 0))
+                assert (seen.address, seen.offset) == (array.address, 0)
+                assert (seen.shape, seen.strides) == (array.shape, array.strides)
+                assert seen.device == array.__dlpack_device__() == (2, 1)
+                seen.free()
+        show([dtype, seen.dtype])
+    """))  # fmt: skip
+
+
+def test_a_capsule_says_what_the_array_is(ran):
+    codes = {"bfloat16": (4, 16), "float16": (2, 16), "float32": (2, 32), "int8": (0, 8), "int32": (0, 32)}
+    codes |= {"int64": (0, 64), "uint8": (1, 8)}
+    assert ran[LENT][0] == [[dtype, [code, bits, 1]] for dtype, (code, bits) in codes.items()]
+
+
+LIVES = case("lives", CAPSULES + textwrap.dedent("""
+    gpu = arrays.device(0)
+    stream = gpu.stream()
+
+    def pooled():
+        return gpu.pooled_bytes() // 512
+
+    def four():
+        return arrays.empty((4,), "float32", stream)
+
+    # Two consumers, the last of which is freed in a thread.
+    for version in (None, (1, 0)):
+        array = four()
+        address, before = array.address, pooled()
+        first, last = (Consumed(array.__dlpack__(stream=-1, max_version=version)) for _ in range(2))
+        del array
+        first.free()
+        show([pooled() - before, four().address != address])
+        kept = pooled()
+        thread = threading.Thread(target=last.free)
+        thread.start()
+        thread.join()
+        show(pooled() - kept)
+    # Freed before the array.
+    array = four()
+    before = pooled()
+    Consumed(array.__dlpack__(stream=-1)).free()
+    array.write(bytes(range(16)))
+    show([pooled() - before, array.read() == bytes(range(16))])
+    # Never consumed: kept as long as the capsule.
+    capsule = array.__dlpack__(stream=-1)
+    del array
+    held = pooled() - before
+    del capsule
+    show([held, pooled() - before])
+    # A consumer may keep the capsule, or drop it long before the array.
+    for drops in (False, True):
+        capsule = four().__dlpack__(stream=-1)
+        before = pooled()
+        seen = Consumed(capsule)
+        if drops:
+            del capsule
+        held = pooled() - before
+        seen.free()
+        show([held, pooled() - before, len(gpu._loans)])
+    # The next array takes the memory, although nobody asked how much there is.
+    for _ in range(3):
+        Consumed(arrays.empty((5 << 20,), "uint8", stream).__dlpack__(stream=-1)).free()
+    """))  # fmt: skip
+
+
+def test_memory_lives_as_long_as_its_consumer_and_returns_to_the_pool(ran):
+    shown, _, calls = ran[LIVES]
+    assert shown[:4] == [[0, True], 1] * 2
+    assert shown[4:] == [[0, True], [0, 1], [0, 1, 0], [0, 1, 0]]
+    assert [one["bytes"] >> 20 for one in calls if one["call"] == "alloc" and one["bytes"] > 512] == [6]
+
+
+ORDERED = case("ordered", """
+    gpu = arrays.device(0)
+    stream, other, ended = gpu.stream(), gpu.stream(), gpu.stream()
+    handle = ended.handle
+    del ended
+
+    def part(name):
+        print(json.dumps({"call": "part", "name": name}), file=sys.stderr, flush=True)
+
+    def refusal(**options):
+        try:
+            array.__dlpack__(**options)
+        except (BufferError, TilekernError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    show([stream.handle, other.handle])
+    array = arrays.empty((4,), "float32", stream)
+    for consumer in (None, 1, 2, other.handle, stream.handle, -1):
+        part(f"export {consumer}")
+        array.__dlpack__(stream=consumer)
+    part("refused")
+    show([refusal(stream=bad) for bad in (0, -2, True, "1", handle)])
+    show([refusal(copy=True), refusal(dl_device=(1, 0)), refusal(dl_device=(2, 1))])
+    show([refusal(copy=False), refusal(dl_device=(2, 0), stream=-1)])
+    refusals = []
+    stream.capture(lambda: refusals.extend(refusal(stream=one) for one in (None, other.handle, -1, stream.handle)))
+    show(refusals)
+    for consumers in ((None, 1), (1, other.handle), (-1,)):
+        array = arrays.empty((4,), "float32", stream)
+        for consumer in consumers:
+            array.__dlpack__(stream=consumer)
+        gpu.pooled_bytes()
+        part(f"drop after {consumers}")
+        del array
+        part("next")
+    kept = [arrays.empty((4,), "float32", stream)]
+    kept[0].__dlpack__()
+    gpu.pooled_bytes()
+    part("drop in a capture")
+    stream.capture(kept.clear)
+    part("end")
+    """)  # fmt: skip
+
+
+def test_the_consumer_s_stream_waits_and_what_cannot_be_exported_is_one_line(ran):
+    shown, _, calls = ran[ORDERED]
+    (own, other), bad, elsewhere, fine, refusals = shown
+    parts = {}
+    for call in calls:
+        if call["call"] == "part":
+            current = parts[call["name"]] = []
+        elif call["call"] in ("record", "wait", "synchronize") and parts:
+            current.append((call["call"], call.get("stream")))
+    for consumer, waiting in ((None, 1), (1, 1), (2, 2), (other, other)):
+        assert parts[f"export {consumer}"] == [("record", own), ("wait", waiting)]
+    assert parts[f"export {own}"] == parts["export -1"] == []
+    behind = [("record", 1), ("wait", own)]
+    assert parts["drop after (None, 1)"] == behind
+    assert parts[f"drop after (1, {other})"] == [("synchronize", None)], "that stream may be gone"
+    assert parts["drop after (-1,)"] == []
+    assert parts["drop in a capture"] == behind[:1], "it waits on the host"
+    stream = "BufferError: the stream of __dlpack__ is a handle, 1, 2, -1 or None, not"
+    assert bad[:4] == [f"{stream} 0", f"{stream} -2", f"{stream} True", f"{stream} '1'"]
+    assert bad[4].startswith("DriverError: the CUDA driver's cuStreamWaitEvent failed with error 400")
+    assert elsewhere[0] == "BufferError: arrays are exported without a copy; copy what the consumer returns"
+    for text, where in zip(elsewhere[1:], ((1, 0), (2, 1)), strict=True):
+        here = "<float32[4] on GPU 0> stays on its GPU, DLPack's device (2, 0)"
+        assert text == f"BufferError: {here}, not {where}"
+    assert fine == [None, None]
+    captured = "BufferError: the array's stream is being captured, so that no other can wait for it; export it later"
+    assert refusals == [captured, captured, None, None]
+
+
+HIDDEN = case("hidden streams", """
+    class Jax:
+        '''As an array of JAX, which takes -1 for the handle of a stream.'''
+
+        def __init__(self, array):
+            self.array, self.__dlpack_device__ = array, array.__dlpack_device__
+            facts = {**array.__cuda_array_interface__, "data": (array.address, True), "version": 2}
+            del facts["stream"]
+            self.__cuda_array_interface__ = facts
+
+        def __dlpack__(self, *, stream=None, max_version=None):
+            if stream == -1:
+                raise RuntimeError("INTERNAL: CUDA error: : CUDA_ERROR_INVALID_HANDLE: invalid resource handle")
+            return self.array.__dlpack__(stream=stream)
+
+    gpu = arrays.device(0)
+    stream, hidden = gpu.stream(), gpu.stream()
+    plan, (gate, up), y = swiglu(), map(Jax, three(hidden)[:2]), three(stream)[2]
+    plan.launch(stream, gate, up, y)
+    plan.launch(0, gate, up, y)
+    # In a capture nothing outside can be waited for.
+    stream.capture(lambda: plan.launch(stream, gate, up, y))
+    show([stream.handle, hidden.handle, gate.array.address, up.array.address, y.address])
+    show(error_of(plan.launch, stream, gate.array, up.array, Jax(y)))
+    Jax.__dlpack__ = lambda self, **options: 1 / 0
+    show([error_of(plan.launch, stream, gate, up, y), dispatch.stats()["swiglu_forward"]["launches"]])
+    # cuda.tile asks for DLPack first, if it can, in each launch.
+    arrays.Array.__dlpack__ = lambda self, **options: 1 / 0
+    plan.launch(stream, gate.array, up.array, y)
+    """)  # fmt: skip
+
+
+def test_a_library_that_hides_its_streams_makes_the_launch_s_wait(ran):
+    shown, launches, calls = ran[HIDDEN]
+    (own, hidden, *addresses), read_only, (error, count) = shown
+    assert len(launches) == 4
+    expected = parameters_of(*((address, (64, 12288), (12288, 1)) for address in addresses))
+    assert all(one["parameters"] == expected for one in launches)
+    ordered = [(one["call"], one["stream"]) for one in calls if one["call"] in ("record", "wait")]
+    assert ordered == [("record", hidden), ("wait", own)] * 2 + [("record", hidden), ("wait", 1)] * 4
+    assert read_only == "InputError: swiglu_forward: y is read-only, and the kernel writes it"
+    assert error.startswith("InputError: swiglu_forward: gate, of type ")
+    assert error.endswith("Jax, cannot be read: ZeroDivisionError: division by zero")
+    assert count == 3
+
+
 FAULTS = case("faults", """
     gpu = arrays.device(0)
     stream = gpu.stream()

@@ -1,6 +1,9 @@
 """Launches on arrays of several libraries, and in a process without torch, give what torch computes in float64."""
 
 import shutil
+import subprocess
+import sys
+import time
 import tomllib
 
 import numpy as np
@@ -99,7 +102,7 @@ class Jax(Own):
             pytest.skip("this jax has no GPU")
 
     def put(self, values):
-        return self.module.device_put(values).block_until_ready()
+        return self.module.numpy.asarray(values) + 0  # runs on JAX's stream, which the launch's waits for
 
 
 def drawn():
@@ -144,6 +147,92 @@ def test_errors_of_the_host_s_arrays_and_of_a_full_gpu():
         arrays.empty((1 << 42,), "uint8", own.stream)
     plan.launch(own.stream, array, array, array)
     own.stream.synchronize()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int64"])
+def test_torch_and_an_array_share_memory_by_dlpack(dtype):
+    stream = arrays.device(0).stream()
+    values = torch.randint(-100, 100, (ROWS, COLUMNS)).to(getattr(torch, dtype))
+    array = arrays.empty(values.shape, dtype, stream)
+    array.write(values.view(torch.uint8).numpy())
+    tensor = torch.from_dlpack(array)
+    assert (tensor.dtype, tensor.shape, tensor.data_ptr()) == (values.dtype, values.shape, array.address)
+    assert torch.equal(tensor.cpu(), values)
+    assert torch.equal(torch.from_dlpack(array.view((10, 8), (COLUMNS, 1), offset=5)).cpu(), values[:10, 5:13])
+    tensor.mul_(2)
+    torch.cuda.synchronize()
+    assert array.read() == (values * 2).view(torch.uint8).numpy().tobytes()
+    array.fill(0)
+    stream.synchronize()
+    assert not tensor.any()
+
+
+@pytest.mark.parametrize("is_default", [True, False])
+def test_torch_s_stream_waits_for_an_array_and_its_memory_for_torch(is_default):
+    gpu = arrays.device(0)
+    stream, size = gpu.stream(), 1 << 28
+    with torch.cuda.stream(torch.cuda.default_stream() if is_default else torch.cuda.Stream()):
+        copy = torch.empty(size, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        array = arrays.empty((size,), "uint8", stream)
+        for byte in range(100):
+            array.fill(byte)
+        tensor = torch.from_dlpack(array)
+        assert tensor.sum() == 99 * size
+        address = array.address
+        del array
+        assert arrays.empty((size,), "uint8", stream).address != address
+        torch.cuda._sleep(100_000_000)
+        copy.copy_(tensor)
+        del tensor
+        again = [arrays.empty((size,), "uint8", stream) for _ in range(2)]
+        assert address in [array.address for array in again]
+        for array in again:
+            array.fill(7)
+        torch.cuda.synchronize()
+        assert copy.sum() == 99 * size
+    del again, array
+    gpu.trim()
+
+
+@pytest.mark.parametrize("library", [CuPy, Jax])
+def test_other_libraries_take_an_array_and_give_it_back(library):
+    own, values = library(), np.arange(24, dtype=np.float32).reshape(4, 6)
+    array = Own().put(values)
+    theirs = own.module.from_dlpack(array) if library is CuPy else pytest.importorskip("jax.dlpack").from_dlpack(array)
+    del array
+    pooled = arrays.device(0).pooled_bytes()
+    assert theirs.tolist() == values.tolist()
+    assert arrays.device(0).pooled_bytes() == pooled
+    del theirs
+    end = time.monotonic() + 10
+    while arrays.device(0).pooled_bytes() == pooled and time.monotonic() < end:
+        time.sleep(0.01)  # JAX frees in a thread
+    assert arrays.device(0).pooled_bytes() == pooled + 512
+
+
+def test_bfloat16_of_jax_is_read_by_dlpack():
+    theirs, (gate, up, expected) = Jax(), drawn()
+    plan = arrays.plan("swiglu_forward", rows=ROWS, columns=COLUMNS, dtype="bfloat16")
+    y = plan.outputs(theirs.stream)["y"]
+    plan.launch(theirs.stream, *(theirs.put(values).astype("bfloat16") for values in (gate, up)), y)
+    np.testing.assert_allclose(torch.from_dlpack(y).double().cpu().numpy(), expected, rtol=0.05, atol=0.05)
+
+
+AT_THE_END = """
+import builtins, torch
+from tilekern import arrays
+
+array = arrays.empty((4,), "bfloat16", arrays.device(0).stream())
+builtins.kept = [torch.from_dlpack(array), array.__dlpack__()]
+torch.kept = torch.from_dlpack(array)
+print("done")
+"""
+
+
+def test_a_process_ends_while_torch_has_an_array():
+    ran = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
 
 
 WITHOUT_TORCH = """

@@ -9,24 +9,26 @@ import threading
 
 import torch
 
-from tilekern.arrays import Array
+from tilekern.arrays.views import TYPESTRS
 from tilekern.runtime import driver
 from tilekern.runtime.plans import InterpretedPlan
 from tilekern.spec.targets import INTERPRETED
 
-TORCH = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "int8", "int32", "int64", "uint8")}
+TORCH = {typestr: getattr(torch, name) for name, typestr in TYPESTRS.items()}
 
 
 def tensor_of(array):
     """An array's elements as a tensor that shares their memory."""
-    if not isinstance(array, Array):
+    interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is None:
         return array
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True))
-    item = TORCH[array.dtype].itemsize
-    if 0 in array.shape:
-        return torch.empty(array.shape, dtype=TORCH[array.dtype])
-    raw = (ctypes.c_char * (reach * item)).from_address(array.address)
-    return torch.frombuffer(raw, dtype=TORCH[array.dtype]).as_strided(array.shape, array.strides)
+    shape, dtype = interface["shape"], TORCH[interface["typestr"]]
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    strides = [stride // dtype.itemsize for stride in interface["strides"]]
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    raw = (ctypes.c_char * (reach * dtype.itemsize)).from_address(interface["data"][0])
+    return torch.frombuffer(raw, dtype=dtype).as_strided(shape, strides)
 
 
 # What graphs that are being captured run, by the handles of their streams.

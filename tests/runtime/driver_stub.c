@@ -76,7 +76,11 @@ int cuCtxPopCurrent_v2(void **found) {
     set = pushed[--depth];
     return 0;
 }
-int cuCtxSynchronize(void) { FAILS("cuCtxSynchronize"); return current() ? 0 : NO_CONTEXT; }
+int cuCtxSynchronize(void) {
+    FAILS("cuCtxSynchronize");
+    fprintf(stderr, "{\"call\": \"synchronize\"}\n");
+    return current() ? 0 : NO_CONTEXT;
+}
 int cuDevicePrimaryCtxRetain(void **found, int device) {
     FAILS("cuDevicePrimaryCtxRetain");
     *found = context_of(device);
@@ -189,7 +193,11 @@ int cuStreamSynchronize(void *stream) {
     FAILS("cuStreamSynchronize");
     return !current() ? NO_CONTEXT : is_stream(stream) ? 0 : INVALID_HANDLE;
 }
-int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { return is(event, EVENT) ? queued(stream) : INVALID_HANDLE; }
+static int of_event(const char *call, void *stream, void *event) {
+    fprintf(stderr, "{\"call\": \"%s\", \"stream\": %lu}\n", call, (unsigned long)stream);
+    return is(event, EVENT) ? queued(stream) : INVALID_HANDLE;
+}
+int cuStreamWaitEvent(void *stream, void *event, unsigned flags) { return of_event("wait", stream, event); }
 static int context_of_stream(void *stream, void **found) {
     *found = (uintptr_t)stream < 3 ? current() : context_of(((Queue *)stream)->device);
     return *found ? 0 : NO_CONTEXT;
@@ -199,6 +207,12 @@ int cuStreamBeginCapture_v2(void *stream, int mode) {
     if (!is(stream, STREAM)) return INVALID_HANDLE;
     ((Queue *)stream)->capturing = 1;
     ((Queue *)stream)->nodes = 0;
+    return 0;
+}
+int cuStreamIsCapturing(void *stream, int *status) {
+    if (!current()) return NO_CONTEXT;
+    if (!is_stream(stream)) return INVALID_HANDLE;
+    *status = (uintptr_t)stream > 2 && ((Queue *)stream)->capturing;
     return 0;
 }
 int cuStreamEndCapture(void *stream, void **graph) {
@@ -228,7 +242,7 @@ int cuEventCreate(void **found, unsigned flags) {
     *found = made(EVENT, 0);
     return current() ? 0 : NO_CONTEXT;
 }
-int cuEventRecord(void *event, void *stream) { return is(event, EVENT) ? queued(stream) : INVALID_HANDLE; }
+int cuEventRecord(void *event, void *stream) { return of_event("record", stream, event); }
 int cuEventSynchronize(void *event) { return is(event, EVENT) ? 0 : INVALID_HANDLE; }
 int cuEventElapsedTime(float *found, void *first, void *last) {
     *found = 1.5f;

@@ -87,7 +87,8 @@ class ArrayPlan:
     def launch(self, stream: Any, *arguments: Any) -> None:
         """Queue the kernel on a stream.
 
-        The arrays must live until the kernel has run, and other streams that use them must wait for it.
+        The arrays must be ready on the stream and live until the kernel has run, and other streams that use them must
+        wait for it. Libraries whose arrays are read by DLPack make the stream wait until they are ready.
 
         Args:
             stream: a stream of this plan's GPU: tilekern's, another library's, or the driver's handle as a number.
@@ -106,12 +107,12 @@ class ArrayPlan:
         given: list[Any] = []
         addresses: list[int] = []
         for parameter, argument in zip(self.parameters, arguments, strict=True):
-            taken: Any = argument
+            taken: Any
             form, address = None, 0
             if type(argument) is Array:
-                form, address = argument.form, argument.address
+                form, taken, address = argument.form, argument.interface, argument.address
             elif isinstance(parameter, ArrayParameter):
-                form, taken, address = form_of(argument, f"{self.kernel}: {parameter.name}")
+                form, taken, address = form_of(argument, f"{self.kernel}: {parameter.name}", self.device, handle)
             else:
                 taken = _number(argument, parameter, self.kernel)
             forms.append(form)

@@ -1,18 +1,19 @@
 """Arrays on a GPU: tilekern's own, and the facts of other libraries' arrays, by their protocols.
 
 An array says where its elements are by ``__cuda_array_interface__`` (CuPy, numba, torch) or by DLPack (JAX and all of
-these). Nothing is copied, and nothing waits: a caller launches on a stream on which the arrays are ready.
+these). Nothing is copied, and the host does not wait. By the interface nothing waits at all: a caller launches on a
+stream on which the arrays are ready. By DLPack the array's library makes that stream wait for its work.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tilekern.errors import InputError
-from tilekern.runtime.driver import Fetched, Memory, Stream, device_of
+from tilekern.arrays import dlpack
+from tilekern.errors import InputError, TilekernError
+from tilekern.runtime.driver import LEGACY, Device, Fetched, Memory, Stream, device_of
 
 # By the arrays' dtypes: how __cuda_array_interface__ spells them (bfloat16 as ml_dtypes does), and their bytes.
 TYPESTRS = {
@@ -21,14 +22,6 @@ TYPESTRS = {
 }  # fmt: skip
 ITEM_BYTES = {dtype: int(typestr[2:]) for dtype, typestr in TYPESTRS.items()}
 _DTYPES = {typestr: dtype for dtype, typestr in TYPESTRS.items()}
-# The same by DLPack's code and bits of a type.
-_DLPACK_DTYPES = {
-    (4, 16): "bfloat16", (2, 16): "float16", (2, 32): "float32", (0, 8): "int8", (0, 32): "int32", (0, 64): "int64",
-    (1, 8): "uint8",
-}  # fmt: skip
-# DLPack's types of memory that kernels read: that of a GPU, and managed memory.
-_ON_GPU = (2, 13)
-_READ_ONLY = 1
 
 
 class Form(NamedTuple):
@@ -41,10 +34,27 @@ class Form(NamedTuple):
     is_read_only: bool = False
 
 
+class Interface:
+    """An array as a launch takes it: cuda.tile asks for DLPack before ``__cuda_array_interface__``, which takes longer.
+
+    It does not keep the array, whose caller does until the launch is queued.
+    """
+
+    __slots__ = ("__cuda_array_interface__",)
+
+    def __init__(self, form: Form, address: int) -> None:
+        item = ITEM_BYTES[form.dtype]
+        self.__cuda_array_interface__ = {
+            "shape": form.shape, "strides": tuple(stride * item for stride in form.strides),
+            "typestr": TYPESTRS[form.dtype], "data": (address, form.is_read_only), "version": 3, "stream": None,
+        }  # fmt: skip
+
+
 class Array:
     """A view of memory on a GPU, which lives as long as its views.
 
-    Whatever reads ``__cuda_array_interface__`` takes it: CuPy, numba, ``torch.as_tensor``.
+    Other libraries take it by DLPack (``torch.from_dlpack``, ``cupy.from_dlpack``, ``jax.dlpack.from_dlpack``), whose
+    streams then wait for the work on its own, or by ``__cuda_array_interface__`` (numba). Nothing is copied.
 
     Attributes:
         memory: the memory.
@@ -54,7 +64,7 @@ class Array:
         address: where the first element is.
     """
 
-    __slots__ = ("__cuda_array_interface__", "__weakref__", "address", "dtype", "form", "memory", "shape", "strides")
+    __slots__ = ("__weakref__", "address", "dtype", "form", "interface", "memory", "shape", "strides")
 
     def __init__(
         self, memory: Memory, shape: Iterable[int], dtype: str, strides: Iterable[int] | None = None, offset: int = 0
@@ -79,13 +89,47 @@ class Array:
             )
         self.address = memory.address + offset * item
         self.form = Form(dtype, self.shape, self.strides, memory.stream.device.number)
-        self.__cuda_array_interface__ = {
-            "shape": self.shape, "strides": tuple(stride * item for stride in self.strides), "typestr": TYPESTRS[dtype],
-            "data": (self.address, False), "version": 3, "stream": None,
-        }  # fmt: skip
+        self.interface = Interface(self.form, self.address)
 
     def __repr__(self) -> str:
         return f"<{self.dtype}{list(self.shape)} on GPU {self.form.device}>"
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Where the elements are, for other libraries; it says of no stream that they are ready on it."""
+        return self.interface.__cuda_array_interface__
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return DLPack's number for CUDA, and the GPU's."""
+        return dlpack.CUDA, self.form.device
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """Return a DLPack capsule of the same memory, which lives as long as its consumer's array.
+
+        Args:
+            stream: the driver's handle of the consumer's stream, which waits for the work on the memory's so far. 1 or
+                None is the legacy default stream, 2 the thread's, and with -1 none waits.
+            max_version: the newest DLPack that the consumer reads; from (1, 0) on the capsule has a version.
+            dl_device: where the consumer wants it, as :meth:`__dlpack_device__` says it.
+            copy: True asks for a copy.
+
+        Raises:
+            BufferError: a copy is asked for, or another device; or there is no such stream; or it cannot wait, since
+                the memory's is being captured.
+            DriverError: the driver does not know the stream.
+        """
+        if copy:
+            raise BufferError("arrays are exported without a copy; copy what the consumer returns")
+        if dl_device is not None and tuple(map(int, dl_device)) != self.__dlpack_device__():
+            raise BufferError(f"{self!r} stays on its GPU, DLPack's device {self.__dlpack_device__()}, not {dl_device}")
+        return dlpack.export(self.memory, self.form, self.address, stream, max_version)
 
     def view(self, shape: Iterable[int], strides: Iterable[int] | None = None, offset: int = 0) -> Array:
         """Return another view of the same memory that begins ``offset`` elements after this one.
@@ -164,41 +208,54 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-class _View:
-    """An array that is only known by DLPack, as ``__cuda_array_interface__``; it keeps the array."""
-
-    def __init__(self, array: Any, address: int, form: Form) -> None:
-        self.array, item = array, ITEM_BYTES[form.dtype]
-        self.__cuda_array_interface__ = {
-            "shape": form.shape, "strides": tuple(stride * item for stride in form.strides),
-            "typestr": TYPESTRS[form.dtype], "data": (address, form.is_read_only), "version": 3, "stream": None,
-        }  # fmt: skip
-
-
-def form_of(array: Any, name: str) -> tuple[Form, Any, int]:
+def form_of(array: Any, name: str, device: Device, stream: int) -> tuple[Form, Interface, int]:
     """Return the form of another library's array, what a launch takes for it, and its address.
 
     Args:
         array: the array.
         name: the parameter, for errors.
+        device: the GPU of the launch.
+        stream: the driver's handle of its stream.
 
     Raises:
-        InputError: it is not an array in the memory of a GPU, or its dtype is one that no kernel takes.
+        InputError: it is not an array in the memory of a GPU, or its dtype is one that no kernel takes, or its library
+            refuses.
     """
     try:
+        has_dlpack = hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
         interface = getattr(array, "__cuda_array_interface__", None)
-        if isinstance(interface, dict):
+        if isinstance(interface, dict) and not (has_dlpack and _has_hidden_stream(interface)):
             form, address = _by_interface(interface, name)
-            return form, array, address
-        if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-            form, address = _by_dlpack(array, name)
-            return form, _View(array, address, form), address
-    except (RuntimeError, BufferError, KeyError, TypeError) as error:  # torch's, of a tensor that requires gradients
+        elif has_dlpack:
+            form, address = _by_dlpack(array, name, _stream_for_dlpack(device, stream))
+            if isinstance(interface, dict):  # JAX's DLPack does not say so
+                form = form._replace(is_read_only=True)
+        else:
+            raise InputError(
+                f"{name} is {_kind(array)}, not an array on a GPU: it has neither __cuda_array_interface__ nor DLPack"
+            )
+    except TilekernError:
+        raise
+    except Exception as error:  # noqa: BLE001 (of any library, such as torch's for a tensor that requires gradients)
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"{name}, {_kind(array)}, cannot be read: {what}") from None
-    raise InputError(
-        f"{name} is {_kind(array)}, not an array on a GPU: it has neither __cuda_array_interface__ nor DLPack"
-    )
+    return form, Interface(form, address), address
+
+
+def _has_hidden_stream(interface: dict[str, Any]) -> bool:
+    """Return whether users cannot know on which stream an array is ready, as with JAX's: DLPack makes a stream wait."""
+    return "stream" not in interface and bool(interface["data"][1])
+
+
+def _stream_for_dlpack(device: Device, stream: int) -> int | None:
+    """Return a stream as ``__dlpack__`` takes it.
+
+    A stream that is captured cannot wait for work outside, so that it is not named: JAX then waits on the host. Nor is
+    -1 passed, DLPack's "do not wait": JAX takes it for a handle.
+    """
+    if stream in (0, LEGACY):
+        return LEGACY
+    return None if device.is_capturing(stream) else stream
 
 
 def _kind(array: Any) -> str:
@@ -221,51 +278,12 @@ def _by_interface(interface: dict[str, Any], name: str) -> tuple[Form, int]:
     return Form(dtype, shape, in_elements, -1 if number is None else number, bool(is_read_only)), address
 
 
-class _Tensor(ctypes.Structure):
-    """DLPack's DLTensor."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device", ctypes.c_int32),
-        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )  # fmt: skip
-
-
-class _Versioned(ctypes.Structure):
-    """DLPack's DLManagedTensorVersioned."""
-
-    _fields_ = (
-        ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p), ("flags", ctypes.c_uint64), ("tensor", _Tensor),
-    )  # fmt: skip
-
-
-_pointer_in = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer_in.restype, _pointer_in.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-_is_capsule = ctypes.pythonapi.PyCapsule_IsValid
-_is_capsule.argtypes = (ctypes.py_object, ctypes.c_char_p)
-
-
-def _by_dlpack(array: Any, name: str) -> tuple[Form, int]:
+def _by_dlpack(array: Any, name: str, stream: int | None) -> tuple[Form, int]:
     where, _ = array.__dlpack_device__()
-    if int(where) not in _ON_GPU:
+    if int(where) not in (dlpack.CUDA, dlpack.MANAGED):
         raise InputError(f"{name}, {_kind(array)}, is not in the memory of a CUDA GPU; copy it there first")
-    try:
-        capsule = array.__dlpack__(stream=-1, max_version=(1, 0))
-    except TypeError:  # of before DLPack 1.0
-        capsule = array.__dlpack__(stream=-1)
-    flags = 0
-    if _is_capsule(capsule, b"dltensor_versioned"):
-        versioned = _Versioned.from_address(_pointer_in(capsule, b"dltensor_versioned"))
-        tensor, flags = versioned.tensor, versioned.flags
-    else:
-        tensor = _Tensor.from_address(_pointer_in(capsule, b"dltensor"))
-    dtype = _DLPACK_DTYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
-    if dtype is None:
-        code = f"{tensor.code} with {tensor.bits} bits"
-        raise InputError(f"{name} has elements of DLPack's type {code}; kernels take {', '.join(TYPESTRS)}")
-    shape = tuple(tensor.shape[: tensor.ndim])
-    strides = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else _contiguous(shape)
-    address = (tensor.data or 0) + tensor.byte_offset
-    return Form(dtype, shape, strides, tensor.device, bool(flags & _READ_ONLY)), address
+    facts = dlpack.read(array, stream)
+    if facts.dtype is None:
+        raise InputError(f"{name} has elements of DLPack's type {facts.type_name}; kernels take {', '.join(TYPESTRS)}")
+    strides = _contiguous(facts.shape) if facts.strides is None else facts.strides
+    return Form(facts.dtype, facts.shape, strides, facts.device, facts.is_read_only), facts.address

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from tilekern.errors import CannotRun, DriverError
 from tilekern.spec.targets import cuda_driver, of_driver
@@ -20,6 +21,8 @@ from tilekern.spec.targets import cuda_driver, of_driver
 _INT, _SIZE, _ADDRESS, _HANDLE = ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
 # Of CUresult, CUstream_flags, CUstreamCaptureMode and CUpointer_attribute.
 _NO_MEMORY, _NON_BLOCKING, _RELAXED, _ORDINAL = 2, 1, 2, 9
+# The handle of the legacy default stream.
+LEGACY = 1
 # Sizes are rounded up to these, so that blocks of the pool fit later requests: from 1 MiB on to the driver's own unit.
 _SMALL, _LARGE = 512, 2 << 20
 # The size of the host's pages to which small results are fetched; they are kept, as locking pages takes long.
@@ -101,6 +104,8 @@ class Device:
         self._free: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._pages: list[int] = []
         self._streams: set[int] = set()
+        self._loans: list[Loan] = []
+        self._settling = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<GPU {self.number}: {self.target.name}>"
@@ -133,6 +138,13 @@ class Device:
         self._streams.add(handle.value)
         return Stream(self, handle.value)
 
+    def is_capturing(self, stream: int) -> bool:
+        """Return whether a stream of any library, by its handle, is being captured."""
+        status = _INT()
+        with self.current():
+            _call("cuStreamIsCapturing", _HANDLE(stream), ctypes.byref(status))
+        return bool(status.value)
+
     def synchronize(self) -> None:
         """Wait for all work on the device."""
         with self.current():
@@ -147,15 +159,35 @@ class Device:
 
     def pooled_bytes(self) -> int:
         """Return how much memory waits in the pool."""
+        self._settle()
         return sum(size * len(blocks) for (_, size), blocks in self._free.items())
 
     def trim(self) -> None:
         """Wait for the device, and give the pool's memory back to the driver."""
+        self._settle()
         with self.current():
             _call("cuCtxSynchronize")
             for blocks in list(self._free.values()):
                 while blocks:
                     _call("cuMemFree_v2", _ADDRESS(blocks.pop()))
+
+    def keep(self, loan: Loan) -> None:
+        """Keep the memory of a loan until it is over, as is seen when the pool is used."""
+        self._settle()
+        self._loans.append(loan)
+
+    def _settle(self) -> None:
+        """Drop the loans that are over, which gives their memory back to the pool."""
+        # A second call, of another thread or of what is dropped here, leaves it to the first.
+        if not self._loans or not self._settling.acquire(blocking=False):
+            return
+        try:
+            for loan in list(self._loans):
+                if loan.is_over():
+                    self._loans.remove(loan)
+                    loan.end()
+        finally:
+            self._settling.release()
 
     def _take(self, size: int, stream: int) -> int:
         """Return the address of a block that is free for work on a stream."""
@@ -201,15 +233,28 @@ class Device:
             _call("cuStreamDestroy_v2", _HANDLE(stream))
 
 
+class Loan(Protocol):
+    """Refers to a memory that another library uses."""
+
+    def is_over(self) -> bool:
+        """Return whether the library is done with the memory."""
+
+    def end(self) -> None:
+        """Drop what the library needed beside the memory; called once."""
+
+
 class Memory:
     """Bytes on a GPU, which return to the pool when nothing refers to them any more.
 
     The pool gives them out again for the same stream only, whose order keeps later work behind earlier work. If other
-    streams use them too, wait for those before you drop them.
+    streams use them too, :meth:`lend` them the memory, or wait for those before you drop it.
 
     Raises:
         DriverError: the GPU has no such memory left.
     """
+
+    # Other streams that use it, by their handles.
+    _borrowers: frozenset[int] = frozenset()
 
     def __init__(self, size_bytes: int, stream: Stream) -> None:
         unit = _SMALL if size_bytes < 1 << 20 else _LARGE
@@ -219,16 +264,40 @@ class Memory:
         if self._graph is not None:
             self.address = self._graph.take(self._whole)
         else:
+            stream.device._settle()  # not in a capture, in which nothing may wait
             self.address = stream.device._take(self._whole, stream.handle)
 
     def __del__(self) -> None:
         # An interpreter that ends may have dropped everything already; the driver then frees all.
         if not hasattr(self, "address"):
             return
+        if self._borrowers:
+            with contextlib.suppress(CannotRun, TypeError):
+                self._await_borrowers()
         if self._graph is not None:
             self._graph.give(self.address, self._whole)
         else:
             self.stream.device._give(self.address, self._whole, self.stream.handle)
+
+    def lend(self, handle: int) -> None:
+        """Queue that a stream of any library, by its handle, waits for the work on this memory's so far.
+
+        When the memory is dropped, later work on it waits for that stream.
+        """
+        event = self.stream.record()
+        with self.stream.device.current():
+            _call("cuStreamWaitEvent", _HANDLE(handle), event.handle, 0)
+        self._borrowers |= {handle}
+
+    def _await_borrowers(self) -> None:
+        """Keep later work on the memory behind that of other streams, which may be gone, except the default one."""
+        stream, device = self.stream, self.stream.device
+        if self._borrowers != {LEGACY} or stream.handle not in device._streams:
+            device.synchronize()
+        elif stream.captured is not None:
+            Event(device, LEGACY).synchronize()
+        else:
+            stream.wait(Event(device, LEGACY))
 
     def write(self, data: Any, first: int = 0, count: int | None = None) -> None:
         """Copy an object's buffer, which may be read-only, to ``count`` bytes from ``first`` on; wait until it is done.
@@ -367,7 +436,7 @@ class Stream:
 
     def record(self) -> Event:
         """Return an event that happens when the work queued so far is done."""
-        return Event(self)
+        return Event(self.device, self.handle)
 
     def wait(self, event: Event) -> None:
         """Queue that later work waits for an event of any stream."""
@@ -403,11 +472,11 @@ class Stream:
 class Event:
     """A moment in a stream's work; :meth:`Stream.record` makes one."""
 
-    def __init__(self, stream: Stream) -> None:
-        self.handle, self._device = _HANDLE(), stream.device
-        with stream.device.current():
+    def __init__(self, device: Device, stream: int) -> None:
+        self.handle, self._device = _HANDLE(), device
+        with device.current():
             _call("cuEventCreate", ctypes.byref(self.handle), 0)
-            _call("cuEventRecord", self.handle, _HANDLE(stream.handle))
+            _call("cuEventRecord", self.handle, _HANDLE(stream))
 
     def __del__(self) -> None:
         if self.handle.value is not None:
