@@ -146,7 +146,7 @@ class Array:
         view.memory, view.dtype, view.shape, view.strides = memory, self.dtype, self.shape, self.strides
         view.address = memory.address + self.address - self.memory.address
         view.form = Form(self.dtype, self.shape, self.strides, memory.stream.device.number)
-        view.__cuda_array_interface__ = self.__cuda_array_interface__ | {"data": (view.address, False)}
+        view.interface = Interface(view.form, view.address)
         return view
 
     def write(self, data: Any) -> None:
