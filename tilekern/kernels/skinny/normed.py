@@ -47,11 +47,11 @@ _WEIGHT_BYTES, _NUMBERS = 256, 64
 _WIDTHS = (USUAL, 32, 16, 8, 4)
 
 
-def _rows(residual, x, i, c, added, shape):
-    """Return a tile of the rows that are normalised, in their dtype."""
-    tile = load(x, (i, c), shape, True, 0, False)
+def _rows(residual, x, i, c, added, shape, tma):
+    """Return a tile of the rows to normalise, in their dtype."""
+    tile = load(x, (i, c), shape, True, 0, tma)
     if ct.static_eval(added):
-        sum_of_both = load(residual, (i, c), shape, True, 0, False).astype(ct.float32) + tile.astype(ct.float32)
+        sum_of_both = load(residual, (i, c), shape, True, 0, tma).astype(ct.float32) + tile.astype(ct.float32)
         tile = sum_of_both.astype(x.dtype)
     return tile
 
@@ -96,7 +96,7 @@ def _statistics(residual, x, total, eps, i, is_first, inner, layer, added, tile_
     """Return the statistics of a tile of rows, piece by piece; store the sum of both if this ``is_first``."""
     square, mean = ct.zeros((tile_r, 1), ct.float32), ct.zeros((tile_r, 1), ct.float32)
     for c in range(ct.cdiv(x.shape[1], piece)):
-        tile = _rows(residual, x, i, c, added, (tile_r, piece))
+        tile = _rows(residual, x, i, c, added, (tile_r, piece), False)
         if ct.static_eval(added):
             _store_if(is_first, total, (i, c), tile)
         more, mean_of_piece = _square_and_mean(tile, c * piece, inner, layer)
@@ -141,7 +141,7 @@ def _product_in_steps(
 ):  # fmt: skip
     total, factor = ct.zeros((tile_n, tile_m), ct.float32), ct.zeros((tile_n, tile_m), ct.float32)
     for c in range(ct.cdiv(x.shape[1], tile_k)):
-        tile = _rows(residual, x, i, c, added, (tile_r, tile_k))
+        tile = _rows(residual, x, i, c, added, (tile_r, tile_k), True)
         of_bias = _row(norm_bias, c, tile_k) if ct.static_eval(layer) else None
         tile = _normal(tile, _row(norm_weight, c, tile_k), of_bias, known, layer, x.dtype)
         tokens = _repeated(tile, tile_m).transpose()
@@ -152,11 +152,25 @@ def _product_in_steps(
     ct.store(y, (i, j), _finished(total, factor, column, y.dtype, *flags).transpose(), allow_tma=False)
 
 
+def _columns_of(
+    residual, x, norm_weight, norm_bias, eps, weight, up, bias, total, y, i, layer, added, flags, inner, tile_r, tile_m,
+    tile_n, tile_k, piece,
+):  # fmt: skip
+    """Compute a block's tiles in a tile of rows, as far apart as there are blocks."""
+    known = _statistics(residual, x, total, eps, i, ct.bid(0) == 0, inner, layer, added, tile_r, piece)
+    for j in range(ct.bid(0), ct.cdiv(y.shape[1], tile_n), ct.num_blocks(0)):
+        _product_in_steps(
+            residual, x, norm_weight, norm_bias, weight, up, bias, y, known, i, j, layer, added, flags, tile_r, tile_m,
+            tile_n, tile_k,
+        )  # fmt: skip
+
+
 @ct.kernel
 def skinny_normed_linear(
     residual, x, norm_weight, norm_bias, eps, weight, up, bias, total, y, layer: ConstBool, added: ConstBool,
     gated: ConstBool, rounded: ConstBool, biased: ConstBool, gelu_tanh: ConstBool, silu: ConstBool, inner: ConstInt,
-    tile_r: ConstInt, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, piece: ConstInt, persistent: ConstBool,
+    tile_r: ConstInt, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, piece: ConstInt, several: ConstBool,
+    persistent: ConstBool,
 ):  # fmt: skip
     """By steps: residual, x and total [rows, inner], weights of the norm [inner], weight and up [columns, inner], bias
     [columns], y [rows, columns].
@@ -164,26 +178,30 @@ def skinny_normed_linear(
     ct.grid_dependency_control_wait()
     ct.grid_dependency_control_launch_dependents()
     flags, down = (gated, rounded, biased, gelu_tanh, silu), ct.cdiv(y.shape[0], tile_m)
-    if ct.static_eval(persistent):
-        for i in range(down):
-            known = _statistics(residual, x, total, eps, i, ct.bid(0) == 0, inner, layer, added, tile_r, piece)
-            for j in range(ct.bid(0), ct.cdiv(y.shape[1], tile_n), ct.num_blocks(0)):
-                _product_in_steps(
-                    residual, x, norm_weight, norm_bias, weight, up, bias, y, known, i, j, layer, added, flags, tile_r,
-                    tile_m, tile_n, tile_k,
-                )  # fmt: skip
-    else:
+    if ct.static_eval(not persistent):
         i, j = ct.bid(0) % down, ct.bid(0) // down
         known = _statistics(residual, x, total, eps, i, j == 0, inner, layer, added, tile_r, piece)
         _product_in_steps(
             residual, x, norm_weight, norm_bias, weight, up, bias, y, known, i, j, layer, added, flags, tile_r, tile_m,
             tile_n, tile_k,
         )  # fmt: skip
+    elif ct.static_eval(several):
+        for i in range(down):
+            _columns_of(
+                residual, x, norm_weight, norm_bias, eps, weight, up, bias, total, y, i, layer, added, flags, inner,
+                tile_r, tile_m, tile_n, tile_k, piece,
+            )  # fmt: skip
+    else:
+        # A loop around it would make three times as much code.
+        _columns_of(
+            residual, x, norm_weight, norm_bias, eps, weight, up, bias, total, y, 0, layer, added, flags, inner, tile_r,
+            tile_m, tile_n, tile_k, piece,
+        )  # fmt: skip
 
 
 def _normed_at_once(residual, x, total, norm, eps, i, is_first, inner, layer, added, shape):
     """Return the norm of a whole tile of rows; store the sum of both if this ``is_first``."""
-    tile = _rows(residual, x, i, 0, added, shape)
+    tile = _rows(residual, x, i, 0, added, shape, False)
     if ct.static_eval(added):
         _store_if(is_first, total, (i, 0), tile)
     square, mean = _square_and_mean(tile, 0, inner, layer)
@@ -265,7 +283,12 @@ def _constants(problem: Problem, config: Config) -> dict[str, Any]:
     # A piece of statistics; the generic config loads single elements, which is long code.
     numbers = _NUMBERS * 128 if tile_k >= 128 else 512
     piece = max(tile_k, min(power_of_two(problem["inner"]), numbers // rows))
-    return {"tile_r": rows, "piece": piece, "scalar": config["held"] == "registers"}
+    return {
+        "tile_r": rows,
+        "piece": piece,
+        "several": power_of_two(problem["rows"]) > config["tile_m"],
+        "scalar": config["held"] == "registers",
+    }
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
@@ -323,7 +346,7 @@ def _stage(problem: Problem, config: Config) -> int:
 def _fits_shared(problem: Problem, config: Config, target: Target) -> bool:
     """Tell whether shared memory holds all operands, and rows of which a thread has no more than it should."""
     numbers = _rows_of(problem, config) * config["tile_k"] // 128
-    return bool(_stage(problem, config) * config["occupancy"] <= target.shared_bytes and numbers <= 2 * _NUMBERS)
+    return bool(_stage(problem, config) * config["occupancy"] <= target.shared_bytes and numbers <= _NUMBERS)
 
 
 def _fits_stages(problem: Problem, config: Config, target: Target) -> bool:
@@ -407,7 +430,7 @@ SPACE = Space(
             "a thread holds 128 to 256 bytes of weights, and its registers are enough for rows too",
             _fits_registers,
         ),
-        _of("shared", "shared memory exceeded, or more than 128 numbers of rows in a thread", _fits_shared),
+        _of("shared", "shared memory exceeded, or more than 64 numbers of rows in a thread", _fits_shared),
         _of("no", TOO_LARGE, _fits_stages),
         _of("no", "blocks loop over wide tiles, if there are more than stay resident", _loops),
         Constraint(
