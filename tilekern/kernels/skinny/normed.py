@@ -330,11 +330,11 @@ def _fits_registers(problem: Problem, config: Config, target: Target) -> bool:
     """Tell whether a thread holds as many weights as it should, or half of these, and has room for its rows."""
     threads = 32 * (config["num_worker_warps"] or 4)
     of_weights = _gates(problem) * config["tile_n"] * config["tile_k"] * ITEM_BYTES[problem["dtype"]] // threads
-    # Rows, and the weights and biases of the norm, are float32; other values take 32 registers.
-    of_rows = 2 * config["tile_m"] * config["tile_k"] // threads
+    # Rows, weights and biases of the norm are float32; a sum of each column and 16 other values are beside them.
+    others = 2 * config["tile_m"] * config["tile_k"] // threads + _gates(problem) * config["tile_n"] + 16
     room = min(255, target.registers // (threads * config["occupancy"]))
     is_full = of_weights >= _WEIGHT_BYTES // 2 or target == INTERPRETED
-    return bool(is_full and of_weights <= _WEIGHT_BYTES and of_weights // 4 + of_rows + 32 <= room)
+    return bool(is_full and of_weights <= _WEIGHT_BYTES and of_weights // 4 + others <= room)
 
 
 def _stage(problem: Problem, config: Config) -> int:
@@ -344,9 +344,10 @@ def _stage(problem: Problem, config: Config) -> int:
 
 
 def _fits_shared(problem: Problem, config: Config, target: Target) -> bool:
-    """Tell whether shared memory holds all operands, and rows of which a thread has no more than it should."""
-    numbers = _rows_of(problem, config) * config["tile_k"] // 128
-    return bool(_stage(problem, config) * config["occupancy"] <= target.shared_bytes and numbers <= _NUMBERS)
+    """Tell whether shared memory holds all operands, and registers what goes through them."""
+    numbers, is_wide = _rows_of(problem, config) * config["tile_k"] // 128, config["tile_n"] == USUAL
+    fits = _stage(problem, config) * config["occupancy"] <= target.shared_bytes
+    return bool(fits and numbers <= _NUMBERS and (is_wide or not problem["gated"]))
 
 
 def _fits_stages(problem: Problem, config: Config, target: Target) -> bool:
@@ -430,7 +431,11 @@ SPACE = Space(
             "a thread holds 128 to 256 bytes of weights, and its registers are enough for rows too",
             _fits_registers,
         ),
-        _of("shared", "shared memory exceeded, or more than 64 numbers of rows in a thread", _fits_shared),
+        _of(
+            "shared",
+            "shared memory exceeded, or registers by more than 64 numbers of rows or by narrow tiles of a gate",
+            _fits_shared,
+        ),
         _of("no", TOO_LARGE, _fits_stages),
         _of("no", "blocks loop over wide tiles, if there are more than stay resident", _loops),
         Constraint(
