@@ -255,3 +255,40 @@ def test_a_dependent_launch_waits_before_it_launches_the_next():
     assert y.tolist() == [1.0, 1.0]
     with pytest.raises(InterpreterError, match=r"launch_dependents\(\) before ct.grid_dependency_control_wait"):
         launch(*given, (torch.ones(2), y, True), dependent=True)
+
+
+@ct.kernel
+def reads_early(weight, x, y, stored: ct.Constant[str]):
+    tile = ct.load(weight, (ct.bid(0),), (1,))
+    ct.grid_dependency_control_wait()
+    tile = tile + ct.load(x, (ct.bid(0),), (1,))
+    ct.store(weight if stored == "weight" else y, (ct.bid(0),), tile)
+
+
+def test_a_dependent_launch_may_read_constants_before_it_waits_and_never_stores_to_them():
+    given = reads_early, (2,)
+    weight, x, y = torch.ones(2), torch.ones(2), torch.zeros(2)
+    launch(*given, (weight, x, y, "y"), dependent=True, constants=frozenset(["weight"]))
+    assert y.tolist() == [2.0, 2.0]
+    for constants in ([], ["x"]):
+        with pytest.raises(InterpreterError, match=r"touches array 'weight' \(load\) before ct.grid_dep"):
+            launch(*given, (weight, x, y, "y"), dependent=True, constants=frozenset(constants))
+    with pytest.raises(InterpreterError, match=r"stores to array 'weight' \(store\), which is a constant"):
+        launch(*given, (weight, x, y, "weight"), dependent=True, constants=frozenset(["weight"]))
+
+
+@pytest.mark.parametrize("constants", [["weight"], []])
+def test_a_slice_of_a_constant_may_be_read_early(constants):
+    @ct.kernel
+    def reads_a_slice(weight, y):
+        tile = ct.load(weight.slice(0, 2, 4), (ct.bid(0),), (1,))
+        ct.grid_dependency_control_wait()
+        ct.store(y, (ct.bid(0),), tile)
+
+    given = (reads_a_slice, (2,), (torch.arange(4.0), y := torch.zeros(2)))
+    if constants:
+        launch(*given, dependent=True, constants=frozenset(constants))
+        assert y.tolist() == [2.0, 3.0]
+        return
+    with pytest.raises(InterpreterError, match=r"touches array 'weight.slice\(0, 2, 4\)'"):
+        launch(*given, dependent=True)

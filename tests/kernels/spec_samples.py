@@ -229,7 +229,7 @@ def launched(
     blocks = blocks or made.grid(problem, INTERPRETED.sm_count)
     outputs = make_outputs(spec, problem, blocks, "cpu") if outputs is None else outputs
     given = launch_arguments(made, inputs, outputs)
-    interpreter.launch(made.function, (blocks,), given, dependent=made.dependent)
+    interpreter.launch(made.function, (blocks,), given, dependent=made.dependent, constants=made.constant_arrays)
     return outputs
 
 

@@ -23,8 +23,8 @@ IF_FEW = [
 ALWAYS = [
     spec_named(name)
     for name in (
-        "skinny_linear", "skinny_linear_int8", "skinny_parts", "skinny_join", "skinny_projections", "decode_attention",
-        "decode_join", "cache_rows",
+        "skinny_linear", "skinny_linear_int8", "skinny_parts", "skinny_join", "skinny_projections",
+        "skinny_normed_linear", "decode_attention", "decode_join", "cache_rows",
     )
 ]  # fmt: skip
 # Gradients of the same families.

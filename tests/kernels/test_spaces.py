@@ -185,6 +185,14 @@ LOSS = {"rows": 10, "vocabulary": 100, "dtype": "bfloat16", "smoothed": False, "
         ("grouped_linear", PRODUCT | {"experts": 2}, 2 * (30 + 2 * 15 + 50) + 4 * 2, 300),
         ("grouped_sum", PRODUCT | {"experts": 2}, 2 * 50 + 4 * 2 * 5, None),
         ("grouped_sum", PRODUCT | {"experts": 2, "weighted": True}, 2 * (50 + 10) + 4 * (10 + 2 * 5), None),
+        ("skinny_normed_linear", PRODUCT, 2 * (30 + 3 + 15 + 50), 300),
+        ("skinny_normed_linear", PRODUCT | {"added": True}, 2 * (3 * 30 + 3 + 15 + 50), 300),
+        (
+            "skinny_normed_linear",
+            PRODUCT | dict.fromkeys(("layer", "added", "gated", "biased"), True),
+            2 * (3 * 30 + 2 * 3 + 2 * 15 + 5 + 50),
+            600,
+        ),
         # Two sequences of 3 key heads, with 20 keys and 15.
         ("decode_attention", DECODE, 2 * (2 * 24 * 8 + 2 * 3 * 35 * 8), 4 * 3 * 35 * 4 * 8),
         ("decode_attention", DECODE | {"padded": True}, 2 * (2 * 24 * 8 + 2 * 3 * 35 * 8), 4 * 3 * 35 * 4 * 8),

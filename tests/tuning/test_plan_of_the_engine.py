@@ -95,10 +95,15 @@ def test_gpus_that_share_a_model_have_problems_of_their_parts(planned):
         planned(tp=4)
 
 
-def test_the_invariant_mode_needs_a_class_of_the_same_problems(planned):
+def test_the_invariant_mode_needs_a_class_of_the_problems_that_it_asks_for(planned):
     usual, plan = planned(decode="1,8", tokens="1"), planned(decode="1,8", tokens="1", invariant=True)
-    assert plan.problems == usual.problems
+    assert set(usual.problems) < set(plan.problems)
+    # In the mode a norm and the product behind it are two launches.
+    more = {kernel for kernel, _ in set(plan.problems) - set(usual.problems)}
+    assert {"rms_norm_forward", "skinny_linear"} <= more
     assert plan.invariant == {named for named in plan.problems if has_rows(*named)}
+    assert "skinny_normed_linear" not in {kernel for kernel, _ in plan.invariant}
+    assert {1, 8} == rows_of(usual, "skinny_normed_linear") == rows_of(plan, "skinny_normed_linear")
 
 
 def test_int8_weights_are_planned(planned):

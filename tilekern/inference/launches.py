@@ -46,6 +46,7 @@ MODULES = {
     "skinny_linear_int8": "skinny.int8",
     "skinny_linear_int8_tf32": "tf32",
     "skinny_linear_tf32": "tf32",
+    "skinny_normed_linear": "skinny.normed",
     "swiglu_forward": "swiglu",
 }
 

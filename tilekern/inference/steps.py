@@ -1,9 +1,10 @@
 """The decoder as launches: a step takes some tokens of each sequence to the logits of their successors.
 
 The launches, and so the bits, are those of a patched transformers model: products round once, a gate's parts too, a
-residual is added by the norm behind it. Only products of float32 differ, which are by TF32. A step of one token reads
-the cache by the kernel of decoding, one of several tokens by that of training's attention, over the keys before them
-and their own.
+residual is added by the norm behind it. Products of float32 differ, which are by TF32. So does a token of few
+sequences outside of the invariant mode, as a norm and the product behind it are one launch, which rounds as both do and
+adds up in another order. A step of one token reads the cache by the kernel of decoding, one of several tokens by that
+of training's attention, over the keys before them and their own.
 
 For a product of more rows than the kernels of few rows take, an int8 weight is first multiplied by its scales and
 rounded to the model's dtype. The others multiply sums by the scales, so the bits differ.
@@ -27,7 +28,9 @@ from tilekern.inference.launches import Launches
 from tilekern.inference.sampling import Choice, numbers
 from tilekern.inference.weights import Layer, Norm, Product, Weights
 from tilekern.kernels.decode_attention import part_of
+from tilekern.kernels.skinny import normed
 from tilekern.kernels.skinny.tiles import MOST_ROWS
+from tilekern.runtime.dispatch import is_invariant
 from tilekern.spec import cdiv
 
 # Rows of logits begin at a multiple of 16 bytes, whatever the vocabulary.
@@ -114,6 +117,20 @@ def new_logits(launches: Launches, rows: int, model: Model) -> Array:
     return launches.array((rows, room), model.dtype).view((rows, columns), (room, 1))
 
 
+@dataclass(frozen=True)
+class Unnormed:
+    """Rows whose norm the product behind it computes.
+
+    Attributes:
+        shape: of the rows.
+        sizes, arguments: what the product's kernel is given beside its own.
+    """
+
+    shape: tuple[int, ...]
+    sizes: dict[str, Any]
+    arguments: dict[str, Any]
+
+
 class Step:
     """One step's launches, added to ``launches`` as it is made.
 
@@ -149,15 +166,16 @@ class Step:
         x = self._gathered(model.weights.embedding, tokens.ids, model.weights.positions)
         added: Array | None = None
         for number, layer in enumerate(model.weights.layers):
-            x, y = self._normed(x, added, layer.attention_norm)
+            x, y = self._normed(x, added, layer.attention_norm, layer.projections)
             attended = self._joined(self._product(self._attended(number, layer, y), layer.output))
-            x, y = self._normed(x, attended, layer.mlp_norm)
+            x, y = self._normed(x, attended, layer.mlp_norm, None if layer.router is not None else layer.up)
             added = self._joined(self._by_experts(layer, y) if layer.router is not None else self._mlp(layer, y))
         if not has_logits:
             return
         if not all_logits:
             x, added = self._last(x), None if added is None else self._last(added)
-        _, y = self._normed(x, added, model.weights.norm)
+        # Each of its many blocks computes the norm again, which is as much as a launch for a row alone.
+        _, y = self._normed(x, added, model.weights.norm, model.weights.head if x.shape[0] == 1 else None)
         self.logits = new_logits(launches, y.shape[0], model) if to is None else to
         self._head(y, self.logits)
 
@@ -169,7 +187,7 @@ class Step:
         self._to.add_up(x)
         return x
 
-    def _head(self, x: Array, to: Array) -> None:
+    def _head(self, x: Array | Unnormed, to: Array) -> None:
         """Add the product with the head, of which each GPU has some rows, or all."""
         head = self._model.weights.head
         rows, columns, all_columns = x.shape[0], head.weight.shape[0], self._model.architecture.vocabulary
@@ -206,10 +224,17 @@ class Step:
         width, count = x.shape[1], self._count
         return x.view((self._batch, width), (count * width, 1), (count - 1) * width)
 
-    def _normed(self, x: Array, added: Array | None, norm: Norm) -> tuple[Array, Array]:
-        """Return the residual stream with what is added, and its norm."""
+    def _normed(
+        self, x: Array, added: Array | None, norm: Norm, product: Product | None
+    ) -> tuple[Array, Array | Unnormed]:
+        """Return the residual stream with what is added, and its norm.
+
+        Where one launch computes the norm and ``product``, the one product that takes it, nothing is launched yet.
+        """
         of, dtype = self._model.architecture, self._model.dtype
         rows, columns = x.shape
+        if product is not None and self._is_one_launch(rows, product):
+            return self._unnormed(x, added, norm)
         sizes = {"rows": rows, "columns": columns, "dtype": dtype, "weight_dtype": dtype}
         y, weights = self._new(rows, columns), {"weight": norm.weight, "eps": of.eps}
         if norm.bias is not None:
@@ -221,7 +246,26 @@ class Step:
         self._to.launch(f"fused_add_{of.norm}_norm_forward", sizes, residual=x, x=added, total=total, y=y, **weights)
         return total, y
 
-    def _product(self, x: Array, product: Product, *, gelu: bool = False, to: Array | None = None) -> Array:
+    def _is_one_launch(self, rows: int, product: Product) -> bool:
+        """Return whether a norm and a product behind it are one launch.
+
+        They are for a token of few sequences. The invariant mode has the launches of more rows.
+        """
+        is_served = product.scale is None and self._model.dtype != "float32" and not is_invariant()
+        return is_served and self._before is None and rows <= normed.MOST_ROWS
+
+    def _unnormed(self, x: Array, added: Array | None, norm: Norm) -> tuple[Array, Unnormed]:
+        """Return the residual stream that the product behind a norm will write, and what that needs."""
+        given: dict[str, Any] = {"x": x, "norm_weight": norm.weight, "eps": self._model.architecture.eps}
+        if norm.bias is not None:
+            given["norm_bias"] = norm.bias
+        total = x
+        if added is not None:
+            total = self._new(*x.shape)
+            given |= {"residual": x, "x": added, "total": total}
+        return total, Unnormed(x.shape, {"layer": norm.bias is not None, "added": added is not None}, given)
+
+    def _product(self, x: Array | Unnormed, product: Product, *, gelu: bool = False, to: Array | None = None) -> Array:
         """Return ``x @ weight^T + bias``, of few rows by the kernel of decoding."""
         (rows, inner), columns = x.shape, product.weight.shape[0]
         out = self._new(rows, columns) if to is None else to
@@ -232,16 +276,21 @@ class Step:
         if rows <= MOST_ROWS:
             kernel, scale = _of_few_rows(product.scale)
             self._multiply(kernel, sizes, x=x, weight=product.weight, y=out, **scale, **bias)
-        elif product.scale is not None:
+            return out
+        assert isinstance(x, Array)
+        if product.scale is not None:
             self._dequantized_product(x, product, gelu, out)
         else:
             self._multiply("matmul", sizes | {"b_transposed": True}, a=x, b=product.weight, c=out, **bias)
         return out
 
     def _multiply(self, kernel: str, sizes: dict[str, Any], **arguments: Any) -> None:
-        """Add a launch of products in the model's dtype; of float32 by TF32."""
-        dtype = self._model.dtype
-        if dtype == "float32":
+        """Add a launch of products in the model's dtype; of float32 by TF32. The norm of rows may belong to it."""
+        dtype, x = self._model.dtype, arguments.get("x")
+        if isinstance(x, Unnormed):
+            arguments |= x.arguments
+            self._to.launch("skinny_normed_linear", sizes | x.sizes | {"dtype": dtype}, **arguments)
+        elif dtype == "float32":
             self._to.launch(f"{kernel}_tf32", sizes, **arguments)
         else:
             self._to.launch(kernel, sizes | {"dtype": dtype}, **arguments)
@@ -265,7 +314,7 @@ class Step:
             bias = None if product.bias is None else product.bias.view((count,), offset=first)
             self._product(x, Product(weight, bias), gelu=gelu, to=to.view((x.shape[0], count), to.strides, first))
 
-    def _by_experts(self, layer: Layer, x: Array) -> Array:
+    def _by_experts(self, layer: Layer, x: Array | Unnormed) -> Array:
         """Return the weighted sum of each token's experts: its slots, one for each, are sorted by expert."""
         from tilekern.kernels.experts import route  # which models without experts do not load
 
@@ -316,10 +365,10 @@ class Step:
         )  # fmt: skip
         return y
 
-    def _mlp(self, layer: Layer, x: Array) -> Array:
+    def _mlp(self, layer: Layer, x: Array | Unnormed) -> Array:
         return self._product(self._inner(layer, x), layer.down)
 
-    def _inner(self, layer: Layer, x: Array) -> Array:
+    def _inner(self, layer: Layer, x: Array | Unnormed) -> Array:
         """Return what an MLP computes before its last product."""
         if layer.gate is None:
             return self._product(x, layer.up, gelu=True)
@@ -338,7 +387,7 @@ class Step:
         self._to.launch("swiglu_forward", {"rows": rows, "columns": columns, "dtype": dtype}, gate=gate, up=up, y=out)
         return out
 
-    def _attended(self, number: int, layer: Layer, x: Array) -> Array:
+    def _attended(self, number: int, layer: Layer, x: Array | Unnormed) -> Array:
         """Return the attention of the new tokens, [rows, heads * head_dim], after their keys are in the cache."""
         heads, kv_heads, head_dim = self._heads
         joined = self._product(x, layer.projections)

@@ -5,8 +5,9 @@ in a shuffled order, the same at every launch. Errors:
 
 - :class:`OutOfBounds`: an access outside an array that the kernel neither masks nor pads.
 - :class:`InterpreterError`: two blocks touch the same element and one of them stores it; a block of a dependent launch
-  touches memory, or lets the next kernel be launched, before it has waited; or the kernel uses a part of ``ct`` that
-  no kernel of tilekern uses (most atomics, ``scan``, ``matmul``, printing).
+  touches memory other than constants, or lets the next kernel be launched, before it has waited; a block stores to a
+  constant; or the kernel uses a part of ``ct`` that no kernel of tilekern uses (most atomics, ``scan``, ``matmul``,
+  printing).
 """
 
 from __future__ import annotations
@@ -75,12 +76,14 @@ BUILTINS = {**vars(builtins), "min": _elementwise("minimum", min), "max": _eleme
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, check_races: bool = True, dependent: bool = False
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], *, check_races: bool = True,
+    dependent: bool = False, constants: frozenset[str] = frozenset(),
 ) -> None:  # fmt: skip
     """Run a kernel (``ct.kernel`` or a plain function) over a grid of one to three axes; it writes tensors in place.
 
     Arguments are in the kernel's order: CPU tensors of any strides, Python scalars and constants. A float that is not
-    annotated as ``ct.Constant`` is a float32 scalar tile in the kernel, as on the GPU. For ``dependent`` see
+    annotated as ``ct.Constant`` is a float32 scalar tile in the kernel, as on the GPU. For ``dependent``, and for
+    ``constants``, the names of arrays that a dependent kernel may read before it waits, see
     :class:`tilekern.spec.Implementation`.
     """
     function: FunctionType = getattr(kernel, "_pyfunc", kernel)
@@ -89,7 +92,7 @@ def launch(
     parameters = _parameters(function)
     if len(arguments) != len(parameters):
         raise InterpreterError(f"kernel {function.__name__} takes {len(parameters)} arguments, got {len(arguments)}")
-    running = Launch(function.__name__, tuple(grid), check_races, _shuffled(math.prod(grid)), dependent)
+    running = Launch(function.__name__, tuple(grid), check_races, _shuffled(math.prod(grid)), dependent, constants)
     values = [
         _argument(running, name, constant, value) for (name, constant), value in zip(parameters, arguments, strict=True)
     ]

@@ -32,6 +32,7 @@ class Launch:
     check_races: bool
     order: tuple[int, ...]
     dependent: bool = False
+    constants: frozenset[str] = frozenset()
     number: int = 0
     block: tuple[int, int, int] = (0, 0, 0)
     waited: bool = False
@@ -60,8 +61,11 @@ class Launch:
                 "before ct.grid_dependency_control_wait(); wait first: the next kernel only waits for this one"
             )
 
-    def _touched(self, operation: str, array: Array) -> None:
-        if self.dependent and not self.waited:
+    def _is_constant(self, array: Array) -> bool:
+        return array.name.partition(".")[0] in self.constants
+
+    def _touched(self, operation: str, array: Array, *, may_be_constant: bool = False) -> None:
+        if self.dependent and not self.waited and not (may_be_constant and self._is_constant(array)):
             raise InterpreterError(
                 f"kernel {self.kernel}: block {self.where()} touches array {array.name!r} ({operation}) before "
                 "ct.grid_dependency_control_wait(), and the launch before may not have ended"
@@ -89,14 +93,19 @@ class Launch:
         self.granules[array.key] = min(size, self.granules.get(array.key, size))
 
     def loaded(self, operation: str, array: Array, access: Box | Points) -> None:
-        """Record a load for :meth:`finish`."""
-        self._touched(operation, array)
+        """Record a load for :meth:`finish`; a constant may be loaded before the wait."""
+        self._touched(operation, array, may_be_constant=True)
         if self.check_races:
             self.loads.append((self.number, operation, array, access))
 
     def stored(self, operation: str, array: Array, access: Box | Points) -> None:
         """Make the running block the owner of the elements; refuse elements that another block owns."""
         self._touched(operation, array)
+        if self._is_constant(array):
+            raise InterpreterError(
+                f"kernel {self.kernel}: block {self.where()} stores to array {array.name!r} ({operation}), which is a "
+                "constant by its spec"
+            )
         if not self.check_races:
             return
         scale = array.memory.element_size() // self.granules[array.key]

@@ -164,7 +164,7 @@ def may_depend(implementation: DeviceKernel, target: Target) -> bool:
 class InterpretedPlan(Plan):
     """A plan whose kernel is interpreted on the CPU, block by block."""
 
-    __slots__ = ("_constants", "_dependent", "_parameters")
+    __slots__ = ("_checks", "_constants", "_parameters")
 
     def __init__(self, implementation: Implementation, config: Config, blocks: int) -> None:
         super().__init__(implementation.function, config, blocks)
@@ -172,7 +172,7 @@ class InterpretedPlan(Plan):
 
         self._constants = tuple(value for _, value in implementation.constants)
         self._parameters = Parameters(name_of(implementation.function), implementation.parameters)
-        self._dependent = implementation.dependent
+        self._checks = {"dependent": implementation.dependent, "constants": implementation.constant_arrays}
 
     def launch(self, device: int, *arguments: Any) -> None:  # noqa: ARG002
         """Run the kernel at once.
@@ -187,7 +187,7 @@ class InterpretedPlan(Plan):
             _refuse_tangents(arguments)
         self._parameters.check(arguments)
         self.launches += 1
-        unwatched(interpreter.launch)(self._kernel, self.grid, arguments + self._constants, dependent=self._dependent)
+        unwatched(interpreter.launch)(self._kernel, self.grid, arguments + self._constants, **self._checks)
 
 
 class LibraryPlan(Plan):

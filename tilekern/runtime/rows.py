@@ -27,10 +27,13 @@ _EXACT = frozenset((
     "quantize_rows", "route_count", "route_place", "sample", "skinny_projections",
 ))  # fmt: skip
 
+# The mode has the launches of more rows in their place.
+_ELSEWHERE = frozenset(("skinny_normed_linear",))
+
 
 def has_rows(kernel: str, problem: Problem | None = None) -> bool:
-    """Return whether a kernel rounds rows of tokens, whose bits should not depend on other rows."""
-    if kernel in _EXACT or _SUMS.fullmatch(kernel):
+    """Return whether a kernel rounds rows of tokens, whose bits should not depend on other rows, in the mode."""
+    if kernel in _EXACT or kernel in _ELSEWHERE or _SUMS.fullmatch(kernel):
         return False
     return problem is None or not problem.get("a_transposed", False)  # a product that sums over tokens
 

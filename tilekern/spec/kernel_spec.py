@@ -60,7 +60,7 @@ class ArrayParameter:
     no vector crosses the end of a row. An array that is not ``aligned`` may have any base and any strides with a last
     stride of 1, in the aligned variant too; for example, its rows are as long as an odd sequence.
     ``shape`` is for checks of callers: an axis is None if the problem does not tell its size, and all are if the spec
-    does not state its arrays.
+    does not state its arrays. A ``constant`` may be read before the launch before has ended.
     """
 
     name: str
@@ -70,6 +70,7 @@ class ArrayParameter:
     role: Literal["input", "output"] = "input"
     aligned: bool = True
     shape: tuple[int | None, ...] | None = field(default=None, compare=False, repr=False)
+    constant: bool = field(default=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ class Array:
             none.
         flag: the dimension that says whether the array exists. If it does not, the kernel takes one element with as
             many axes instead, and does not read it.
+        constant: whether a dependent kernel reads it before it waits. A caller sees to it that the launch right before
+            does not write it, as weights are written by none while a model runs.
     """
 
     name: str
@@ -108,6 +111,7 @@ class Array:
     aligned: bool = True
     nonnegative: bool = False
     flag: str | None = None
+    constant: bool = False
 
     def is_in(self, problem: Problem) -> bool:
         """Return whether a problem has the array."""
@@ -154,7 +158,9 @@ def parameters_of(
         aligned = array.aligned and (is_there or len(array.shape) < 2)
         axes = array.shape or ("1",)
         shape = tuple(map(size, axes)) if is_there else (1,) * len(axes)
-        return ArrayParameter(array.name, array.dtype_in(problem), len(shape), extent, role, aligned, shape)
+        return ArrayParameter(
+            array.name, array.dtype_in(problem), len(shape), extent, role, aligned, shape, array.constant
+        )
 
     return tuple(array if isinstance(array, ScalarParameter) else parameter(array) for array in arrays)
 
@@ -191,7 +197,7 @@ class DeviceKernel:
         constants: compile-time constants by name.
         grid: returns the number of blocks for real sizes and a number of SMs.
         dependent: whether it waits for its predecessor by itself (``grid_dependency_control_wait``), so that it may be
-            launched before that has ended (programmatic dependent launch).
+            launched before that has ended (programmatic dependent launch). Before it waits it reads constants alone.
     """
 
     # The backend that compiles it (:mod:`tilekern.compile.backend`), and whether it launches kernels of other specs.
@@ -204,6 +210,11 @@ class DeviceKernel:
     constants: tuple[tuple[str, int | float | bool], ...]
     grid: Callable[[Problem, int], int]
     dependent: bool = field(default=False, kw_only=True)
+
+    @property
+    def constant_arrays(self) -> frozenset[str]:
+        """The names of the arrays that it may read before it waits."""
+        return frozenset(p.name for p in self.parameters if isinstance(p, ArrayParameter) and p.constant)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from tilekern.errors import InputError
@@ -10,8 +12,8 @@ from tilekern.inference.caches import PAGED, STATIC
 from tilekern.inference.engine import CHUNK
 from tilekern.inference.planning import DryRun
 from tilekern.inference.weights import INT8
+from tilekern.runtime import dispatch
 from tilekern.runtime.recorder import Trace
-from tilekern.runtime.rows import has_rows
 from tilekern.spec.targets import Target
 from tilekern.tuning.plan.configs import fields_of
 from tilekern.tuning.plan.steps import Planned, Steps
@@ -45,11 +47,22 @@ def plan_of_engine(model: Any, steps: Steps, target: Target) -> Planned:
             engine = DryRun(found, architecture, dtype, steps.tp, int8=steps.weight_dtype == INT8)
         except InputError as error:
             raise InputError(f"--tp {steps.tp}: {name}: {error}") from None
-        _run(engine, architecture, steps)
-    named = frozenset(named for named in found.problems if has_rows(*named)) if steps.invariant else frozenset()
+        for is_on in (False, True) if steps.invariant else (False,):
+            with _invariant(is_on=is_on):
+                _run(engine, architecture, steps)
     called = f"{name}-engine" if steps.weight_dtype is None else f"{name}-engine-{steps.weight_dtype}"
     called = called if steps.tp == 1 else f"{called}-tp{steps.tp}"
-    return Planned(called, tuple(found.problems), launches=found.launches, invariant=named)
+    return Planned(called, tuple(found.problems), launches=found.launches, invariant=frozenset(found.invariant))
+
+
+@contextlib.contextmanager
+def _invariant(*, is_on: bool) -> Iterator[None]:
+    """Turn the invariant mode on or off, in which the engine has other launches."""
+    before = dispatch.set_invariant(on=is_on)
+    try:
+        yield
+    finally:
+        dispatch.set_invariant(on=before)
 
 
 def _run(engine: DryRun, architecture: Architecture, steps: Steps) -> None:
