@@ -27,10 +27,9 @@ from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels import layer_norm, rms_norm
 from tilekern.kernels.families.arrays import Arrays, drawn, tensors
 from tilekern.kernels.families.tables import flags_of, spec
-from tilekern.kernels.rms_norm import EPS
+from tilekern.kernels.rms_norm import EPS, reference_forward
 from tilekern.kernels.skinny import linear
 from tilekern.kernels.skinny.tiles import TOO_LARGE, TOO_SMALL, USUAL, activated, count, is_exact, tokens_of
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load, power_of_two
@@ -63,10 +62,10 @@ def _store_if(is_first, total, index, tile):
 
 def _normal(tile, weight, bias, known, layer, dtype):
     """Return the norm of a tile of rows, rounded as by a launch of its own."""
-    tiles, of_row = (tile.astype(ct.float32),), weight.astype(ct.float32)
+    wide, of_row = tile.astype(ct.float32), weight.astype(ct.float32)
     if ct.static_eval(layer):
-        return layer_norm.normal(tiles, (of_row, bias.astype(ct.float32)), known)[0].astype(dtype)
-    return rms_norm.normal(tiles, (of_row,), (known[0], None, None, dtype))[0].astype(dtype)
+        return ((wide - known[0]) * known[1] * of_row + bias.astype(ct.float32)).astype(dtype)
+    return ((wide * known[0]).astype(dtype).astype(ct.float32) * of_row).astype(dtype)
 
 
 def _square_and_mean(tile, first, inner, layer):
@@ -458,9 +457,11 @@ def _reference(
     wide = residual.double() + x.double() if added else x.double()
     rows = wide.to(x.dtype)
     if layer:
-        normed = layer_norm.reference_forward(rows, norm_weight, norm_bias, eps)["y"]
+        left = rows.double() - rows.double().mean(-1, keepdim=True)
+        rstd = (left.square().mean(-1, keepdim=True) + eps).rsqrt()
+        normed = left * rstd * norm_weight.double() + norm_bias.double()
     else:
-        normed = rms_norm.reference_forward(rows, norm_weight, eps)["y"]
+        normed = reference_forward(rows, norm_weight, eps)["y"]
     flags = {"gated": gated, "rounded": rounded, "biased": biased, "gelu_tanh": gelu_tanh, "silu": silu}
     found = linear.reference(normed.to(x.dtype), weight, up, bias, None, accumulated=False, **flags)
     return found | ({"total": wide} if added else {})
