@@ -164,16 +164,6 @@ def test_launches_of_a_streamed_kernel_are_timed_in_a_row_and_no_l2_is_flushed(l
     assert watch.flushed == 2
 
 
-def test_the_time_of_what_is_between_launches_in_a_row_is_taken_off(log):
-    launches = {key: lambda time_us=time_us: time_us for key, time_us in {"a": 12.0, "b": 15.0}.items()}
-    # Three launches in 12 us, with three of 1.5 us between them.
-    runner = GpuRunner(Watch(log), launches, in_a_row=3, between=lambda: log.append("between") or 4.5)
-    assert runner.round(["a", "b", "a"]) == [2.5, 3.5, 2.5]
-    took = log.count("between")
-    assert runner.round(["b"]) == [3.5]
-    assert took == log.count("between") > 1
-
-
 @pytest.mark.parametrize(
     ("name", "sizes", "turns"),
     [

@@ -374,7 +374,7 @@ class KernelSpec:
         roundings: how many times a result is rounded to that dtype on the way; widens the tolerance.
         inputs_in_l2: whether it runs right after the kernel that wrote its inputs, and is timed with them in L2.
         streamed: whether its launches follow one another in real use, each with other weights or keys, as in decoding:
-            they are timed in a row, over copies of the inputs that no L2 holds, next to a launch that fills the GPU.
+            they are timed in a row, over copies of the inputs that no L2 holds.
         follower: the kernel that every op launches right after it, if any.
         arrays: the device function's arrays and scalars, in its order.
         variations: other inputs of the same problem by name, for what changes the time without being part of the

@@ -62,7 +62,6 @@ class Bench:
         self._prepared: dict[str, Launch] = {}
         self._laid_out = in_whole_rows
         self._turns = turns_of(self._spec, self._problem, self._target)
-        self._neighbour: Launch | None = None
 
     def kernel(self, entrant: Entrant) -> PrebuiltKernel | None:
         """Return the launchable kernel of an entrant; None if a library runs it."""
@@ -134,20 +133,17 @@ class Bench:
 
         Of a streamed kernel, one that launches it as often as it is timed in a row, each time on the next copy.
         """
-        found = _in_turn(self._launches(entrant, variation))
-        if variation is None:
-            self._prepared[entrant.key] = found
-        return self._in_a_row(found)
-
-    def _launches(self, entrant: Entrant, variation: str | None) -> list[Launch]:
-        """Return functions that launch the entrant and its follower, one for each copy of the inputs."""
         kernel, blocks = self.kernel(entrant), entrant.candidate.blocks(self._target.sm_count)
         outputs = self._shared_outputs(blocks) if blocks else {}
         followers = [self._following(blocks, outputs)] if blocks in self._task.followers else []
-        return [
+        launches = [
             _all_of(self._launch(kernel, entrant, self._problem, inputs, outputs, in_place=True), *followers)
             for inputs in self._copied(variation)
         ]
+        found = _in_turn(launches)
+        if variation is None:
+            self._prepared[entrant.key] = found
+        return self._in_a_row(found)
 
     def _following(self, blocks: int, outputs: dict[str, Any]) -> Launch:
         """Return a function that launches the follower of entrants with this many blocks, on their output."""
@@ -192,32 +188,9 @@ class Bench:
         """How many launches of a streamed kernel are timed in a row: each copy as often; None if it is not streamed."""
         return cdiv(_LEAST_IN_A_ROW, self._turns) * self._turns if self._spec.streamed else None
 
-    @property
-    def between(self) -> Launch | None:
-        """A function that launches the neighbour of a streamed kernel, as often as it is timed in a row, if it has one.
-
-        In real use the kernels before and after it are others, which fill the GPU: its blocks are resident when theirs
-        are over. Next to itself, small blocks follow each other one by one, and a launch that leaves SMs idle has its
-        next blocks waiting there. So two gated products of 8 rows took 48 us alike next to themselves, and 106 and 112
-        us in a layer.
-        """
-        return None if self._neighbour is None or self.in_a_row is None else captured(self._neighbour, self.in_a_row)
-
-    def choose_neighbour(self, entrants: Sequence[Entrant]) -> None:
-        """Have launches of a streamed kernel alternate with the entrant whose blocks take the most shared memory."""
-        if self.in_a_row is None or not (able := [one for one in entrants if self.kernel(one) is not None]):
-            return
-        filling = max(able, key=lambda one: filled_bytes(one, self._target))
-        launches = self._launches(filling, None)
-        # It reads copies that were read long ago.
-        self._neighbour = _in_turn(launches[len(launches) // 2 :] + launches[: len(launches) // 2])
-
     def _in_a_row(self, launch: Launch) -> Launch:
         """Return a function that replays as many launches of a streamed kernel as are timed in a row."""
-        if self.in_a_row is None:
-            return launch
-        neighbours = [] if self._neighbour is None else [self._neighbour]
-        return captured(_all_of(launch, *neighbours), self.in_a_row)
+        return launch if self.in_a_row is None else captured(launch, self.in_a_row)
 
     def _copied(self, variation: str | None) -> list[dict[str, Any]]:
         """Return the inputs, and copies of them that the launches take in turn."""
@@ -285,13 +258,6 @@ class Bench:
 def turns_of(spec: KernelSpec, problem: Problem, target: Target) -> int:
     """Count the copies of the inputs that launches to be timed take in turn: one if the spec is not streamed."""
     return cdiv(_TIMES_L2 * target.l2_bytes, max(1, spec.bytes_moved(problem))) if spec.streamed else 1
-
-
-def filled_bytes(entrant: Entrant, target: Target) -> int:
-    """Return how many bytes of the GPU's shared memory an entrant's blocks take that are resident at once."""
-    each = int(entrant.compiled["resources"]["shared_bytes"])
-    on_each_sm = max(1, target.shared_bytes // max(1, each))
-    return each * min(entrant.candidate.blocks(target.sm_count), on_each_sm * target.sm_count)
 
 
 def _all_of(first: Launch, *others: Launch) -> Launch:

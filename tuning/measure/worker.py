@@ -171,9 +171,7 @@ class _Measuring:
         lineup = Lineup(tuple(configs), stay, beside, task.predicted)
         steps.begin(STRATEGY)
         self._connection.send((RACING, True))
-        gpu: Runner = GpuRunner(
-            watch, launches, bench.load_code, bench.refresh(), steps.begin, bench.in_a_row, bench.between
-        )
+        gpu: Runner = GpuRunner(watch, launches, bench.load_code, bench.refresh(), steps.begin, bench.in_a_row)
         runner = Several(_Rounds(gpu, steps, careful=task.careful), configs, task.timed)
         with self._part("race"):
             timings = runner.told(strategy_named(task.strategy)(runner, lineup))
@@ -217,7 +215,6 @@ class _Measuring:
 
         self._steps.begin(INPUTS)
         self._bench.load()
-        self._bench.choose_neighbour(racing)
         launches: dict[str, Launch] = {}
         for entrant in racing:
             found = self._own(entrant, on_all_inputs)

@@ -18,7 +18,6 @@ WAKING_US = 2_000.0
 # A short kernel that finds its inputs in L2 is launched several times in a row, equally often for each key, for about
 # this long; a sample is the mean. On an H200 single launches of 5 us spread by 6 %.
 LONG_US, MOST_LAUNCHES = 40.0, 16
-_SAMPLES_BETWEEN = 5
 
 
 class GpuRunner:
@@ -34,22 +33,18 @@ class GpuRunner:
         refresh: before each sample, puts the arrays into L2 that are there in real use; None for nothing.
         announce: called with a key before its first launch and when it is waited for, while the GPU works: it must take
             only some microseconds.
-        in_a_row: of a streamed kernel, how often each function launches it: a sample is their mean, and no L2 is
+        in_a_row: of a streamed kernel, how many launches each function makes: a sample is their mean, and no L2 is
             flushed before them. None for others.
-        between: launches as often what each function of a streamed kernel has between its launches; its time is taken
-            off.
     """
 
     def __init__(
         self, watch: Stopwatch, launches: Mapping[str, Launch], load_code: Callable[[str], bool] = lambda _: False,
         refresh: Launch | None = None, announce: Callable[[str], None] = lambda _: None, in_a_row: int | None = None,
-        between: Launch | None = None,
     ) -> None:  # fmt: skip
         self._watch, self._launches, self._load_code = watch, launches, load_code
         self._refresh, self._announce = refresh, announce
         self._loaded: set[str] = set()
         self._launches_a_sample, self._in_a_row = 1, in_a_row
-        self._between, self._between_us = between, 0.0
         self.spent_us = 0.0
 
     def round(self, keys: Sequence[str]) -> list[float]:
@@ -57,8 +52,6 @@ class GpuRunner:
         if not self._loaded:
             self._watch.wait(WAKING_US)
             self.spent_us += WAKING_US
-            if self._between is not None:
-                self._time_between(self._between)
         if self._loaded.issuperset(keys):
             return self._batch(keys)
         return [self._batch([key])[0] if key in self._loaded else self._first(key) for key in keys]
@@ -69,15 +62,7 @@ class GpuRunner:
         waiting = lambda place: self._announce(keys[place])  # noqa: E731
         samples = self._watch.round(launches, self._refresh, waiting, flushes=self._in_a_row is None)
         self.spent_us += self._watch.spent_us - before_us
-        return [sample / (self._launches_a_sample * (self._in_a_row or 1)) - self._between_us for sample in samples]
-
-    def _time_between(self, between: Launch) -> None:
-        """Take the time of what is between two launches."""
-        before_us = self._watch.spent_us
-        between()
-        samples = self._watch.round([between] * _SAMPLES_BETWEEN, flushes=False)
-        self._between_us = statistics.median(samples) / (self._in_a_row or 1)
-        self.spent_us += self._watch.spent_us - before_us
+        return [sample / (self._launches_a_sample * (self._in_a_row or 1)) for sample in samples]
 
     def _sampled(self, key: str) -> Launch:
         """Return the function that one sample times: a launch, or several in a row."""
