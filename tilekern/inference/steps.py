@@ -35,9 +35,9 @@ from tilekern.spec import cdiv
 
 # Rows of logits begin at a multiple of 16 bytes, whatever the vocabulary.
 _UNIT = 8
-# The widest rows whose norm the product behind it computes. Blocks that hold their weights whole take no longer with the
-# norm than without, 3.0 us for GPT-2's of 768; others read their rows twice, and take 56 us in place of 46 and a norm's 3
-# for Qwen3-8B's gate, and with 8 rows 86 (H200).
+# The widest rows whose norm the product behind it computes. Blocks that hold their weights whole take no longer with
+# the norm than without, 3.0 us for GPT-2's rows of 768; others read their rows twice, and take 56 us in place of 46 and
+# a norm's 3 for Qwen3-8B's gate, and 86 us for 8 rows (H200).
 _MOST_NORMED = 1024
 
 
