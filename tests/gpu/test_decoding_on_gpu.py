@@ -264,6 +264,27 @@ def test_the_next_token_is_that_of_the_cpu(dtype, vocabulary):
     assert tilekern.stats()["sample"]["launches"]
 
 
+@pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("vocabulary", [151936, 50257])
+def test_the_likeliest_token_is_the_same_by_many_blocks(dtype, vocabulary):
+    """Rows of ties, of minus infinity, and with NaN; as the engine's, they begin at multiples of 16 bytes."""
+    parts, join, target = spec_named("greedy_parts"), spec_named("greedy_join"), here()
+    room = torch.full((9, -(-vocabulary // 8) * 8), float("inf"), device="cuda", dtype=getattr(torch, dtype))
+    logits = room[:, :vocabulary]
+    logits.copy_((3 * drawn(9, vocabulary, dtype=torch.float32)).round())
+    logits[1], logits[2, [70, 40000]] = float("-inf"), float("nan")
+    expected = logits.cpu().float().argmax(1)
+    for rows in (1, 9):
+        problem = parts.problem(rows=rows, vocabulary=vocabulary, dtype=dtype)
+        blocks = parts.device(problem, parts.default(problem, target)).grid(problem, target.sm_count)
+        behind = join.problem(rows=rows, stretches=blocks // rows)
+        for config in parts.space.candidates(problem, target):
+            found = compiled(parts, problem, config, target)({"logits": logits[:rows]})
+            ids = compiled(join, behind, join.default(behind, target), target)(found)["ids"]
+            assert torch.equal(ids.cpu(), expected[:rows])
+
+
 def tuned(folder):
     """A cache with kernels of one class for the tiny model, in training and for 1 and 5 sequences."""
     config = folder / "config.json"

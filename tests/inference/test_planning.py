@@ -6,7 +6,8 @@ from tilekern.inference import Engine, Sampling
 from tilekern.inference.architectures import architecture_of
 from tilekern.inference.host_tensors import HostTensor, size_bytes
 from tilekern.inference.launches import Queued
-from tilekern.inference.planning import DryRun
+from tilekern.inference.planning import DryRun, Problems
+from tilekern.inference.sampling import Choice
 from tilekern.inference.weights import load, stored_by
 from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch
@@ -88,7 +89,7 @@ def test_all_that_the_engine_asks_for_is_found_and_nothing_else(gpu, asked, name
     for batch in (3, 1):
         dry.token(batch, engine.context, cache=cache)
     # Here three sequences draw no tokens, and one does not take the likeliest.
-    both = {("sample", 4), ("greedy", 1)}
+    both = {("sample", 4), ("greedy_parts", 1), ("greedy_join", 1)}
     assert both == {(kernel, problem.get("rows")) for kernel, problem in found.asked.keys() - asked} & both
     planned = {named for named in found.asked if (named[0], named[1].get("rows")) not in both}
     assert without_joins(planned) == without_joins(asked)
@@ -151,8 +152,18 @@ def test_a_step_counts_the_launches_of_all_layers_and_loading_none():
         counts[kernel] = counts.get(kernel, 0) + count
     assert counts == {
         "embedding": 2, "skinny_normed_linear": 3 * 2, "fused_add_rms_norm_forward": 1, "skinny_linear": 3 * 2 + 1,
-        "append_to_cache": 3, "decode_attention": 3, "decode_join": 3, "advance": 1, "greedy": 1, "sample": 1,
+        "append_to_cache": 3, "decode_attention": 3, "decode_join": 3, "advance": 1, "greedy_parts": 1,
+        "greedy_join": 1, "sample": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(64, ["greedy_parts", "greedy_join"]), (65, ["greedy"])])
+def test_the_likeliest_tokens_of_few_rows_are_found_by_many_blocks(rows, kernels):
+    found = Trace(resolve("H200"))
+    to = Problems(found)
+    logits, positions = to.array((rows, 50257), "bfloat16"), to.array((rows,), "int64")
+    Choice(rows, to).add(to, logits, positions, greedy=True)
+    assert [kernel for kernel, _ in found.problems] == kernels
 
 
 @pytest.mark.parametrize("kind", [GPT2, LLAMA])

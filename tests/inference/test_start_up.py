@@ -25,7 +25,7 @@ NEEDLESS = (
 )  # fmt: skip
 OF_GPT2 = (
     "advance", "append_to_cache", "attention_forward", "decode_attention", "embedding", "fused_add_layer_norm_forward",
-    "greedy", "lay_out", "layer_norm_forward", "matmul", "skinny_linear",
+    "greedy_join", "greedy_parts", "lay_out", "layer_norm_forward", "matmul", "skinny_linear",
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ ALWAYS = [
     for name in (
         "skinny_linear", "skinny_linear_int8", "skinny_parts", "skinny_join", "skinny_projections",
         "skinny_normed_linear", "decode_attention", "decode_join", "cache_rows",
+        "greedy_parts", "greedy_join",
     )
 ]  # fmt: skip
 # Gradients of the same families.

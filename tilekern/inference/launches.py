@@ -30,6 +30,8 @@ MODULES = {
     "fused_add_layer_norm_forward": "fused_add_layer_norm",
     "fused_add_rms_norm_forward": "fused_add_rms_norm",
     "greedy": "sample",
+    "greedy_join": "greedy",
+    "greedy_parts": "greedy",
     "grouped_linear": "grouped.product",
     "grouped_linear_tf32": "tf32",
     "lay_out": "lay_out",

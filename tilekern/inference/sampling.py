@@ -1,4 +1,4 @@
-"""How the next token is chosen, and the launch that chooses it."""
+"""How the next token is chosen, and the launches that choose it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from tilekern.arrays import Array
 from tilekern.errors import InputError
 from tilekern.inference.architectures import LARGEST_FLOAT32
 from tilekern.inference.launches import Launches
+from tilekern.kernels.families.overlap import is_few
+from tilekern.kernels.greedy import stretches_of
 from tilekern.runtime.driver import Fetched
 
 # By dtypes: the codes of the standard library's arrays.
@@ -58,7 +60,7 @@ def numbers(values: Sequence[float], dtype: str) -> bytes:
 
 
 class Choice:
-    """The launch that writes each sequence's next token.
+    """The launches that write each sequence's next token.
 
     Attributes:
         ids: int64 [batch], where it writes.
@@ -88,7 +90,7 @@ class Choice:
         ]
 
     def add(self, launches: Launches, logits: Array, positions: Array, *, greedy: bool) -> None:
-        """Add the launch.
+        """Add the launch, or two for the likeliest tokens of few rows.
 
         Args:
             logits: [batch, vocabulary].
@@ -97,7 +99,13 @@ class Choice:
         """
         rows, vocabulary = logits.shape
         sizes = {"rows": rows, "vocabulary": vocabulary, "dtype": logits.dtype}
-        if greedy:
+        if greedy and is_few(rows):
+            # One block a row takes tens of microseconds, and leaves the GPU empty.
+            stretches = stretches_of(vocabulary)
+            parts = launches.array((rows, stretches), "int64")
+            launches.launch("greedy_parts", sizes, logits=logits, parts=parts)
+            launches.launch("greedy_join", {"rows": rows, "stretches": stretches}, parts=parts, ids=self.ids)
+        elif greedy:
             launches.launch("greedy", sizes, logits=logits, ids=self.ids)
         else:
             launches.launch("sample", sizes, logits=logits, positions=positions, ids=self.ids, **self._numbers)

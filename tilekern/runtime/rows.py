@@ -23,8 +23,8 @@ _SUMS = re.compile(
 # the kernel that adds them up. Who joins products in one launch sees to it that they are added up as each alone.
 # Kernels that lay out weights see no tokens, and round each number by itself.
 _EXACT = frozenset((
-    "advance", "cache_rows", "decode_join", "dequantize_rows", "embedding", "gather_rows", "greedy", "lay_out",
-    "quantize_rows", "route_count", "route_place", "sample", "skinny_projections",
+    "advance", "cache_rows", "decode_join", "dequantize_rows", "embedding", "gather_rows", "greedy", "greedy_join",
+    "greedy_parts", "lay_out", "quantize_rows", "route_count", "route_place", "sample", "skinny_projections",
 ))  # fmt: skip
 
 # The mode has the launches of more rows in their place.
