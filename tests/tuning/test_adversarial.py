@@ -94,7 +94,8 @@ def test_every_reference_can_be_computed_in_float32(spec):
         assert error < 1e-5
     # Half of a slope is as exact in float32, and a copied row, and a token's number; to quantise is float32's own work.
     exact = (
-        "tvd_elements_backward", "gather_rows", "embedding", "greedy", "greedy_parts", "sample", "quantize_rows",
+        "tvd_elements_backward", "gather_rows", "cache_rows", "lay_out", "embedding", "greedy", "greedy_parts",
+        "sample", "quantize_rows",
     )  # fmt: skip
     if spec.name not in exact:
         assert any(not torch.equal(narrow[name].double(), reference) for name, reference in wide.items())

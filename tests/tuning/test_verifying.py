@@ -36,6 +36,14 @@ def test_an_element_that_a_kernel_does_not_write_is_not_zero():
     assert integers
 
 
+def test_the_sign_of_infinity_counts_but_for_sums_of_rounded_operands():
+    for actual, passes in (([5.0, INF], True), ([5.0, -INF], False)):
+        assert judged(actual, [5.0, INF], **WITHOUT).passed == passes
+    assert judged([5.0, -INF], [5.0, INF], is_coarse=True, **WITHOUT).passed
+    assert not judged([5.0, 7.0], [5.0, INF], is_coarse=True, plain=WITHOUT["plain"]).passed
+    assert not judged([5.0, NAN], [5.0, INF], is_coarse=True, **WITHOUT).passed
+
+
 def test_errors_are_of_the_norm_and_of_the_largest_element():
     relative, elementwise = errors(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]).double())
     assert relative == pytest.approx(0.1)

@@ -264,7 +264,8 @@ class ValueCases:
         plain, right, smooth = self._unpoisoned
         probed = drawn(spec, problem, self._device, placed(draw, adversarial.PROBE))
         reached = adversarial.reached(smooth, adversarial.results_in(torch.float64, spec, problem, probed))
-        leeway = {name: Leeway(plain=right[name], reached=x) for name, x in reached.items()}
+        is_coarse = spec.result_dtype(problem) == "tfloat32"
+        leeway = {name: Leeway(plain=right[name], reached=x, is_coarse=is_coarse) for name, x in reached.items()}
         for what, mark in (("nan", math.nan), ("infinity", math.inf if draw % 2 else -math.inf)):
             inputs = drawn(spec, problem, self._device, placed(draw, mark))
             if names := adversarial.changed_names(plain, inputs):

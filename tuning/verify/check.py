@@ -58,6 +58,7 @@ class Leeway:
             better.
         tainted: if the inputs hold infinity, which elements may be NaN whatever the reference says, or infinite if it
             says NaN: the elements that are NaN if NaN replaces infinity in the inputs.
+        is_coarse: whether operands are rounded, so that a sum near 0, and infinity times it, may have either sign.
     """
 
     norm: float = 0.0
@@ -65,6 +66,7 @@ class Leeway:
     plain: Any = None
     reached: Any = None
     tainted: Any = None
+    is_coarse: bool = False
 
 
 def odd_problem(spec: KernelSpec, problem: Problem, largest: int = 1009) -> Problem:
@@ -186,6 +188,8 @@ def _judged(actual: Any, reference: Any, extra: Leeway) -> tuple[float, float, s
             held = reference.to(actual.dtype)
     if extra.tainted is not None:
         held = actual.where(extra.tainted & (actual.isnan() | actual.isinf() & held.isnan()), held)
+    if extra.is_coarse:
+        held = actual.where(actual.isinf() & held.isinf(), held)
     if said := _misplaced(actual, held):
         return math.inf, math.inf, said
     beyond = ~held.isfinite()
