@@ -24,7 +24,9 @@ OTHERS = {
 }
 # Of single runs, which did not reach all problems of their models.
 OF_H100 = {f"{model}-h100.pack": ("H100", "measured") for model in ("qwen3-8b", "qwen3-30b-a3b")}
-PACKS = MODELS | OTHERS | OF_H100
+# Of the engine without torch.
+OF_ENGINE = {"gpt2-h200.pack": ("H200", "measured")}
+PACKS = MODELS | OTHERS | OF_H100 | OF_ENGINE
 # Kernels of which a pack has records that are not of its kind: no run has come to them yet. They are predicted, and say
 # so.
 OTHERWISE = {
