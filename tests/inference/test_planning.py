@@ -140,6 +140,18 @@ def test_int8_weights_count_a_layer_s_products_and_leave_a_tied_head():
     assert counts["skinny_linear"] == 1
 
 
+def test_whole_sequences_keep_no_keys_where_projections_are_the_keys():
+    """GPT-2 turns and normalises none: attention reads them where the product wrote them."""
+    for name, keeps in (("gpt2 of minGPT", False), ("qwen3", True)):
+        config, dtype, *_ = MODELS[name]
+        found = Trace(INTERPRETED)
+        dry = DryRun(found, architecture_of(config), dtype)
+        dry.forward(2, 5)
+        assert ("append_to_cache" in {kernel for kernel, _ in found.problems}) == keeps
+        dry.prompt(2, 5, CHUNK)
+        assert "append_to_cache" in {kernel for kernel, _ in found.problems}
+
+
 def test_a_step_counts_the_launches_of_all_layers_and_loading_none():
     found = Trace(resolve("H200"))
     dry = DryRun(found, architecture_of(QWEN3 | {"num_hidden_layers": 3}), "bfloat16")

@@ -278,6 +278,17 @@ def new_cache(
     return PagedCache(launches, pool or Pool(launches, model, pages_of(lengths)), len(lengths), room)
 
 
+def keys_of_whole(launches: Launches, model: Model, batch: int, tokens: int) -> StaticKeys | None:
+    """Return the keys of whole sequences, which no later step reads.
+
+    None if a layer's projections are its keys as they are: without a norm of the heads and a rotation.
+    """
+    of = model.architecture
+    if of.rotation is None and not of.heads_normed:
+        return None
+    return StaticKeys.new(launches, model, batch, tokens)
+
+
 def pages_of(lengths: Sequence[int]) -> int:
     """Return how many pages sequences of these lengths fill."""
     return sum(cdiv(length, PAGE) for length in lengths)

@@ -18,7 +18,7 @@ from tilekern.errors import InputError
 from tilekern.inference import parallel
 from tilekern.inference import weights as layout
 from tilekern.inference.architectures import Architecture, architecture_of, ends_of
-from tilekern.inference.caches import KINDS, STATIC, Cache, Pool, StaticKeys, new_cache
+from tilekern.inference.caches import KINDS, STATIC, Cache, Pool, keys_of_whole, new_cache
 from tilekern.inference.checkpoints import open_checkpoint
 from tilekern.inference.json_files import read_json
 from tilekern.inference.launches import Queued
@@ -273,7 +273,7 @@ class Forward:
 
     def __init__(self, model: Model, stream: Stream, batch: int, tokens: int) -> None:
         queue = Queued(stream)
-        given, cache = Tokens.new(queue, batch, tokens), StaticKeys.new(queue, model, batch, tokens)
+        given, cache = Tokens.new(queue, batch, tokens), keys_of_whole(queue, model, batch, tokens)
         given.place(0)
         self.ids, self.logits = given.ids, new_logits(queue, batch * tokens, model)
         self._used = given, cache

@@ -11,7 +11,7 @@ from typing import Any
 from tilekern.arrays import Array
 from tilekern.inference import weights as layout
 from tilekern.inference.architectures import Architecture
-from tilekern.inference.caches import STATIC, Cache, Pool, StaticKeys, new_cache
+from tilekern.inference.caches import STATIC, Cache, Pool, keys_of_whole, new_cache
 from tilekern.inference.host_tensors import HostTensor
 from tilekern.inference.parallel import load_parts, part_of
 from tilekern.inference.sampling import Choice
@@ -79,7 +79,7 @@ class DryRun:
 
     def forward(self, batch: int, tokens: int) -> None:
         """Compute the logits of all tokens of whole sequences."""
-        keys = StaticKeys.new(self._to, self._model, batch, tokens)
+        keys = keys_of_whole(self._to, self._model, batch, tokens)
         Step(self._to, self._model, Tokens.new(self._to, batch, tokens), keys, 0, all_logits=True)
 
     def prompt(self, batch: int, tokens: int, chunk: int, *, cache: str = STATIC) -> None:

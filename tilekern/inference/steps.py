@@ -145,7 +145,7 @@ class Step:
     logits: Array
 
     def __init__(
-        self, launches: Launches, model: Model, tokens: Tokens, cache: Keys, before: int | None = None, *,
+        self, launches: Launches, model: Model, tokens: Tokens, cache: Keys | None, before: int | None = None, *,
         all_logits: bool = False, has_logits: bool = True, to: Array | None = None,
     ) -> None:  # fmt: skip
         """Add the launches of a step.
@@ -154,7 +154,8 @@ class Step:
             launches: where they go.
             model: the model.
             tokens: the new tokens.
-            cache: where their keys and values go behind those before them.
+            cache: where their keys and values go behind those before them; None for whole sequences of a model that
+                :func:`tilekern.inference.caches.keys_of_whole` keeps none of.
             before: the number of keys before the first new token, the same for all sequences; None for a step of one
                 token that reads ``tokens.lengths``.
             all_logits: whether all tokens have logits.
@@ -166,7 +167,8 @@ class Step:
         self._rows = self._batch * self._count
         of = model.architecture
         self._heads = of.heads, of.kv_heads, of.head_dim
-        self._angles = self._gathered(model.angles, tokens.positions)
+        if cache is not None:
+            self._angles = self._gathered(model.angles, tokens.positions)
         x = self._gathered(model.weights.embedding, tokens.ids, model.weights.positions)
         added: Array | None = None
         for number, layer in enumerate(model.weights.layers):
@@ -402,13 +404,19 @@ class Step:
             strides = self._count * width, width, head_dim, 1
             return joined.view((self._batch, self._count, count, head_dim), strides, first * head_dim)
 
-        q = self._appended(number, layer, part(0, heads), part(heads, kv_heads), part(heads + kv_heads, kv_heads))
+        q, k, v = part(0, heads), part(heads, kv_heads), part(heads + kv_heads, kv_heads)
         out = self._new(self._rows, heads * head_dim)
-        attend = self._of_one if self._before is None else self._of_several
-        attend(number, q, out)
+        if self._cache is None:
+            self._of_several(q, k, v, out)
+            return out
+        q = self._appended(number, layer, self._cache, q, k, v)
+        if self._before is None:
+            self._of_one(number, self._cache, q, out)
+        else:
+            self._of_several(q, *self._cache.read(self._to, number), out)
         return out
 
-    def _appended(self, number: int, layer: Layer, q: Array, k: Array, v: Array) -> Array:
+    def _appended(self, number: int, layer: Layer, cache: Keys, q: Array, k: Array, v: Array) -> Array:
         """Return q, normalised and turned; write keys and values into the cache."""
         (heads, kv_heads, head_dim), dtype = self._heads, self._model.dtype
         pairs = head_dim // 2
@@ -419,7 +427,7 @@ class Step:
         )  # fmt: skip
         sizes: dict[str, Any] = {
             "tokens": self._count, "batch": self._batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim,
-            "pairs": pairs, "normed": layer.heads_norm is not None, "paged": self._cache.sizes["paged"], "dtype": dtype,
+            "pairs": pairs, "normed": layer.heads_norm is not None, "paged": cache.sizes["paged"], "dtype": dtype,
             "weight_dtype": dtype, "angle_dtype": dtype,
         }  # fmt: skip
         norms: Mapping[str, Any] = {}
@@ -427,17 +435,17 @@ class Step:
             norms = dict(zip(("q_weight", "k_weight"), layer.heads_norm, strict=True))
         self._to.launch(
             "append_to_cache", sizes, q=q, k=k, v=v, cos=cos, sin=sin, positions=self._tokens.places,
-            eps=self._model.architecture.eps, offset=0.0, q_out=turned, **self._cache.of_layer(number), **norms,
+            eps=self._model.architecture.eps, offset=0.0, q_out=turned, **cache.of_layer(number), **norms,
         )  # fmt: skip
         return turned
 
-    def _of_one(self, number: int, q: Array, out: Array) -> None:
+    def _of_one(self, number: int, cache: Keys, q: Array, out: Array) -> None:
         """Add attention of one token a sequence, whose blocks' parts are joined if there are several."""
         (heads, kv_heads, head_dim), dtype = self._heads, self._model.dtype
         group, pairs = heads // kv_heads, self._batch * kv_heads
         shape = self._batch, kv_heads, group, head_dim
         sizes: dict[str, Any] = {
-            "kv_heads": pairs, **self._cache.sizes, "group": group, "head_dim": head_dim, "dtype": dtype,
+            "kv_heads": pairs, **cache.sizes, "group": group, "head_dim": head_dim, "dtype": dtype,
         }  # fmt: skip
         parts: list[Array] = []
 
@@ -447,7 +455,7 @@ class Step:
 
         blocks = self._to.launch(
             "decode_attention", sizes, q=q.view(shape), lengths=self._tokens.lengths, scale=head_dim**-0.5,
-            out=out.view(shape), parts=room_of, **self._cache.of_layer(number),
+            out=out.view(shape), parts=room_of, **cache.of_layer(number),
         )  # fmt: skip
         if blocks > pairs:
             splits = blocks // pairs
@@ -455,11 +463,10 @@ class Step:
             to = out.view((pairs, group, head_dim))
             self._to.launch("decode_join", sizes, parts=parts[0], splits=splits, out=to)
 
-    def _of_several(self, number: int, q: Array, out: Array) -> None:
+    def _of_several(self, q: Array, k: Array, v: Array, out: Array) -> None:
         """Add causal attention of several tokens to the keys before them and their own."""
         (heads, kv_heads, head_dim), dtype = self._heads, self._model.dtype
         assert self._before is not None
-        k, v = self._cache.read(self._to, number)
         sizes: dict[str, Any] = {
             "batch": self._batch, "queries": self._count, "keys": self._before + self._count, "heads": heads,
             "kv_heads": kv_heads, "head_dim": head_dim, "causal": True, "dtype": dtype,
