@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import engine_models
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -11,10 +12,7 @@ from tilekern.inference import Sampling, load
 from tilekern.runtime import dispatch
 
 VOCABULARY, NEW = 5003, 64
-OF_LLAMA = {
-    "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512, "head_dim": 64,
-}  # fmt: skip
+OF_LLAMA = engine_models.OF_LLAMA | {"vocab_size": VOCABULARY}
 MODELS = {
     "gpt2": (GPT2LMHeadModel, GPT2Config(vocab_size=VOCABULARY, n_embd=192, n_layer=6, n_head=6, n_positions=512)),
     "llama": (LlamaForCausalLM, LlamaConfig(**OF_LLAMA)),
@@ -26,15 +24,8 @@ ERRORS = {"float32": 5e-3, "bfloat16": 3e-2, "float16": 5e-3}
 
 @pytest.fixture(scope="module", params=MODELS)
 def saved(request, tmp_path_factory):
-    kind, config = MODELS[request.param]
-    torch.manual_seed(5)
-    model = kind(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.normal_(std=0.08) if weight.dim() > 1 else weight.normal_(1, 0.1)
     folder = tmp_path_factory.mktemp(request.param)
-    model.save_pretrained(folder)
-    return model.cuda(), folder
+    return engine_models.save(*MODELS[request.param], folder).cuda(), folder
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """A model that two GPUs share by NCCL beside the same model on one GPU: logits, greedy tokens, draws, a second load."""
 
+import engine_models
 import pytest
 import torch
 from transformers import (
@@ -19,10 +20,7 @@ from tilekern.inference.launches import of_gpu
 from tilekern.runtime import dispatch, nccl
 
 NEW = 48
-OF_LLAMA = {
-    "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512, "head_dim": 64,
-}  # fmt: skip
+OF_LLAMA = engine_models.OF_LLAMA | {"vocab_size": 4096}
 OF_EXPERTS = {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
 # GPT-2's vocabulary cannot be shared, and the tied head of Qwen3 can.
 MODELS = {
@@ -50,14 +48,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module", params=MODELS)
 def folder(request, tmp_path_factory):
-    kind, config = MODELS[request.param]
-    torch.manual_seed(5)
-    model = kind(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.normal_(std=0.08) if weight.dim() > 1 else weight.normal_(1, 0.1)
     path = tmp_path_factory.mktemp(request.param)
-    model.save_pretrained(path)
+    engine_models.save(*MODELS[request.param], path)
     return path
 
 
