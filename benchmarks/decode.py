@@ -22,14 +22,13 @@ from benchmarks import decode_ops as ops
 from benchmarks.clock import clock_on
 from benchmarks.decode_ops import inside
 from benchmarks.environment import facts
-from benchmarks.jobs import Found, measure_in_turns, tell
+from benchmarks.jobs import Found, measure_in_turns, serve
 from benchmarks.kernels import Effort
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
 from benchmarks.served import doubts
 from benchmarks.sources import kernels_since, with_sources
 from benchmarks.train import Process, name_of
-from benchmarks.training import has_a_turn
 from tilekern.patch.stepping import auto_class
 from tilekern.runtime import dispatch
 from tilekern.tuning.plan.configs import config_named
@@ -186,11 +185,7 @@ def prepare(job: Job) -> None:
 
 def main(text: str, lines: str) -> None:
     """Do a job when told to; write what it finds."""
-    job = Job(**json.loads(text))
-    prepare(job)
-    if not has_a_turn(lines):
-        return
-    tell(lines, run(job))
+    serve(Job(**json.loads(text)), lines, prepare, run)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,12 @@ from dataclasses import asdict, dataclass, replace
 
 from benchmarks.environment import facts, version_of
 from benchmarks.inference_models import architecture_named, parameters_of
-from benchmarks.jobs import Found, measure_in_turns, tell
+from benchmarks.jobs import Found, measure_in_turns, serve
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
 from benchmarks.served import doubts
 from benchmarks.sources import kernels_since, with_sources
 from benchmarks.train import Process, name_of
-from benchmarks.training import has_a_turn
 from tilekern.errors import InputError
 
 BENCHMARK = "inference"
@@ -204,11 +203,7 @@ def prepare(job: Job) -> None:
 
 def main(text: str, lines: str) -> None:
     """Do a job when told to; write what it finds."""
-    job = Job(**json.loads(text))
-    prepare(job)
-    if not has_a_turn(lines):
-        return
-    tell(lines, run(job))
+    serve(Job(**json.loads(text)), lines, prepare, run)
 
 
 if __name__ == "__main__":

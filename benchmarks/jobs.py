@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from benchmarks.results import Results, Row
 from benchmarks.train import Process, in_turns
+from benchmarks.training import has_a_turn
 from tilekern.errors import InputError
 
 # The fewest seconds that must be left for a process to begin.
@@ -67,3 +68,10 @@ def tell(lines: str, found: Iterable[Found]) -> None:
             line = {"kind": "row", "row": asdict(one)} if isinstance(one, Row) else {"kind": "note", "text": one}
             file.write(json.dumps(line) + "\n")
             file.flush()
+
+
+def serve(job: T, lines: str, prepare: Callable[[T], object], run: Callable[[T], Iterable[Found]]) -> None:
+    """Do a job in a process of its own: get ready, wait for the turn if there is one, and write what is found."""
+    prepare(job)
+    if has_a_turn(lines):
+        tell(lines, run(job))
