@@ -163,7 +163,7 @@ def test_a_step_counts_the_launches_of_all_layers_and_loading_none():
     for (kernel, _), count in found.launches.items():
         counts[kernel] = counts.get(kernel, 0) + count
     assert counts == {
-        "embedding": 2, "skinny_normed_linear": 3 * 2, "fused_add_rms_norm_forward": 1, "skinny_linear": 3 * 2 + 1,
+        "embedding": 2, "skinny_held_linear": 3 * 4, "fused_add_rms_norm_forward": 1, "skinny_linear": 1,
         "append_to_cache": 3, "decode_attention": 3, "decode_join": 3, "advance": 1, "greedy_parts": 1,
         "greedy_join": 1, "sample": 1,
     }  # fmt: skip

@@ -102,8 +102,8 @@ def test_the_invariant_mode_needs_a_class_of_the_problems_that_it_asks_for(plann
     more = {kernel for kernel, _ in set(plan.problems) - set(usual.problems)}
     assert {"rms_norm_forward", "skinny_linear"} <= more
     assert plan.invariant == {named for named in plan.problems if has_rows(*named)}
-    assert "skinny_normed_linear" not in {kernel for kernel, _ in plan.invariant}
-    assert {1, 8} == rows_of(usual, "skinny_normed_linear") == rows_of(plan, "skinny_normed_linear")
+    assert "skinny_held_linear" not in {kernel for kernel, _ in plan.invariant}
+    assert {1, 8} == rows_of(usual, "skinny_held_linear") == rows_of(plan, "skinny_held_linear")
 
 
 def test_int8_weights_are_planned(planned):

@@ -44,11 +44,11 @@ MODULES = {
     "route_place": "experts.route",
     "router_softmax_forward": "experts.router",
     "sample": "sample",
+    "skinny_held_linear": "skinny.held",
     "skinny_linear": "skinny.linear",
     "skinny_linear_int8": "skinny.int8",
     "skinny_linear_int8_tf32": "tf32",
     "skinny_linear_tf32": "tf32",
-    "skinny_normed_linear": "skinny.normed",
     "swiglu_forward": "swiglu",
 }
 

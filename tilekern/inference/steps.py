@@ -1,10 +1,10 @@
 """The decoder as launches: a step takes some tokens of each sequence to the logits of their successors.
 
 The launches, and so the bits, are those of a patched transformers model: products round once, a gate's parts too, a
-residual is added by the norm behind it. Products of float32 differ, which are by TF32. So does a token of few
-sequences outside of the invariant mode, as a norm and the product behind it are one launch, which rounds as both do and
-adds up in another order. A step of one token reads the cache by the kernel of decoding, one of several tokens by that
-of training's attention, over the keys before them and their own.
+residual is added by the norm behind it. Products of float32 differ, which are by TF32. So does a token of few sequences
+outside of the invariant mode, whose products hold their weights and add up in another order; with a norm before it,
+such a product is one launch, which rounds as both do. A step of one token reads the cache by the kernel of decoding,
+one of several tokens by that of training's attention, over the keys before them and their own.
 
 For a product of more rows than the kernels of few rows take, an int8 weight is first multiplied by its scales and
 rounded to the model's dtype. The others multiply sums by the scales, so the bits differ.
@@ -28,17 +28,18 @@ from tilekern.inference.launches import Launches
 from tilekern.inference.sampling import Choice, numbers
 from tilekern.inference.weights import Layer, Norm, Product, Weights
 from tilekern.kernels.decode_attention import part_of
-from tilekern.kernels.skinny import normed
+from tilekern.kernels.skinny import held
 from tilekern.kernels.skinny.tiles import MOST_ROWS
 from tilekern.runtime.dispatch import is_invariant
 from tilekern.spec import cdiv
 
 # Rows of logits begin at a multiple of 16 bytes, whatever the vocabulary.
 _UNIT = 8
-# The widest rows whose norm the product behind it computes. Blocks that hold their weights whole take no longer with
-# the norm than without, 3.0 us for GPT-2's rows of 768; others read their rows twice, and take 56 us in place of 46 and
-# a norm's 3 for Qwen3-8B's gate, and 86 us for 8 rows (H200).
-_MOST_NORMED = 1024
+# The widest model whose products of few rows hold their weights, which they read before their rows are there. A norm
+# before them then belongs to them. Blocks that hold their weights whole take no longer with the norm than without, 3.0
+# us for GPT-2's of 768; others read their rows twice, and take 56 us in place of 46 and a norm's 3 for Qwen3-8B's gate,
+# and with 8 rows 86 (H200).
+_MOST_HELD = 1024
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,8 @@ def new_logits(launches: Launches, rows: int, model: Model) -> Array:
 
 
 @dataclass(frozen=True)
-class Unnormed:
-    """Rows whose norm the product behind it computes.
+class Awaited:
+    """Rows for a product that reads its weights before they are there, and that may compute their norm.
 
     Attributes:
         shape: of the rows.
@@ -173,7 +174,7 @@ class Step:
         added: Array | None = None
         for number, layer in enumerate(model.weights.layers):
             x, y = self._normed(x, added, layer.attention_norm, layer.projections)
-            attended = self._joined(self._product(self._attended(number, layer, y), layer.output))
+            attended = self._joined(self._behind(self._attended(number, layer, y), layer.output))
             x, y = self._normed(x, attended, layer.mlp_norm, None if layer.router is not None else layer.up)
             added = self._joined(self._by_experts(layer, y) if layer.router is not None else self._mlp(layer, y))
         if not has_logits:
@@ -193,7 +194,7 @@ class Step:
         self._to.add_up(x)
         return x
 
-    def _head(self, x: Array | Unnormed, to: Array) -> None:
+    def _head(self, x: Array | Awaited, to: Array) -> None:
         """Add the product with the head, of which each GPU has some rows, or all."""
         head = self._model.weights.head
         rows, columns, all_columns = x.shape[0], head.weight.shape[0], self._model.architecture.vocabulary
@@ -232,14 +233,14 @@ class Step:
 
     def _normed(
         self, x: Array, added: Array | None, norm: Norm, product: Product | None
-    ) -> tuple[Array, Array | Unnormed]:
+    ) -> tuple[Array, Array | Awaited]:
         """Return the residual stream with what is added, and its norm.
 
         Where one launch computes the norm and ``product``, the one product that takes it, nothing is launched yet.
         """
         of, dtype = self._model.architecture, self._model.dtype
         rows, columns = x.shape
-        if product is not None and self._is_one_launch(rows, product):
+        if product is not None and self._is_held(rows, product):
             return self._unnormed(x, added, norm)
         sizes = {"rows": rows, "columns": columns, "dtype": dtype, "weight_dtype": dtype}
         y, weights = self._new(rows, columns), {"weight": norm.weight, "eps": of.eps}
@@ -252,16 +253,21 @@ class Step:
         self._to.launch(f"fused_add_{of.norm}_norm_forward", sizes, residual=x, x=added, total=total, y=y, **weights)
         return total, y
 
-    def _is_one_launch(self, rows: int, product: Product) -> bool:
-        """Return whether a norm and a product behind it are one launch.
+    def _is_held(self, rows: int, product: Product) -> bool:
+        """Return whether a product holds its weights, and is one launch with a norm before it.
 
-        They are for a token of few sequences. The invariant mode has the launches of more rows.
+        It does for a token of few sequences. The invariant mode has the launches of more rows.
         """
         is_served = product.scale is None and self._model.dtype != "float32" and not is_invariant()
-        width = self._model.architecture.width
-        return is_served and self._before is None and rows <= normed.MOST_ROWS and width <= _MOST_NORMED
+        is_few = self._before is None and rows <= held.MOST_ROWS and self._model.architecture.width <= _MOST_HELD
+        return is_served and is_few and product.weight.shape[1] <= held.most_held(rows)
 
-    def _unnormed(self, x: Array, added: Array | None, norm: Norm) -> tuple[Array, Unnormed]:
+    def _behind(self, x: Array, product: Product) -> Array:
+        """Return the product that ends attention or an MLP, without its sum over GPUs."""
+        is_held = self._is_held(x.shape[0], product)
+        return self._product(Awaited(x.shape, {"normed": False}, {"x": x}) if is_held else x, product)
+
+    def _unnormed(self, x: Array, added: Array | None, norm: Norm) -> tuple[Array, Awaited]:
         """Return the residual stream that the product behind a norm will write, and what that needs."""
         given: dict[str, Any] = {"x": x, "norm_weight": norm.weight, "eps": self._model.architecture.eps}
         if norm.bias is not None:
@@ -270,9 +276,10 @@ class Step:
         if added is not None:
             total = self._new(*x.shape)
             given |= {"residual": x, "x": added, "total": total}
-        return total, Unnormed(x.shape, {"layer": norm.bias is not None, "added": added is not None}, given)
+        sizes = {"normed": True, "layer": norm.bias is not None, "added": added is not None}
+        return total, Awaited(x.shape, sizes, given)
 
-    def _product(self, x: Array | Unnormed, product: Product, *, gelu: bool = False, to: Array | None = None) -> Array:
+    def _product(self, x: Array | Awaited, product: Product, *, gelu: bool = False, to: Array | None = None) -> Array:
         """Return ``x @ weight^T + bias``, of few rows by the kernel of decoding."""
         (rows, inner), columns = x.shape, product.weight.shape[0]
         out = self._new(rows, columns) if to is None else to
@@ -292,11 +299,11 @@ class Step:
         return out
 
     def _multiply(self, kernel: str, sizes: dict[str, Any], **arguments: Any) -> None:
-        """Add a launch of products in the model's dtype; of float32 by TF32. The norm of rows may belong to it."""
+        """Add a launch of products in the model's dtype; of float32 by TF32. Of rows to await it holds its weights."""
         dtype, x = self._model.dtype, arguments.get("x")
-        if isinstance(x, Unnormed):
+        if isinstance(x, Awaited):
             arguments |= x.arguments
-            self._to.launch("skinny_normed_linear", sizes | x.sizes | {"dtype": dtype}, **arguments)
+            self._to.launch("skinny_held_linear", sizes | x.sizes | {"dtype": dtype}, **arguments)
         elif dtype == "float32":
             self._to.launch(f"{kernel}_tf32", sizes, **arguments)
         else:
@@ -321,7 +328,7 @@ class Step:
             bias = None if product.bias is None else product.bias.view((count,), offset=first)
             self._product(x, Product(weight, bias), gelu=gelu, to=to.view((x.shape[0], count), to.strides, first))
 
-    def _by_experts(self, layer: Layer, x: Array | Unnormed) -> Array:
+    def _by_experts(self, layer: Layer, x: Array | Awaited) -> Array:
         """Return the weighted sum of each token's experts: its slots, one for each, are sorted by expert."""
         from tilekern.kernels.experts import route  # which models without experts do not load
 
@@ -372,10 +379,10 @@ class Step:
         )  # fmt: skip
         return y
 
-    def _mlp(self, layer: Layer, x: Array | Unnormed) -> Array:
-        return self._product(self._inner(layer, x), layer.down)
+    def _mlp(self, layer: Layer, x: Array | Awaited) -> Array:
+        return self._behind(self._inner(layer, x), layer.down)
 
-    def _inner(self, layer: Layer, x: Array | Unnormed) -> Array:
+    def _inner(self, layer: Layer, x: Array | Awaited) -> Array:
         """Return what an MLP computes before its last product."""
         if layer.gate is None:
             return self._product(x, layer.up, gelu=True)
@@ -394,7 +401,7 @@ class Step:
         self._to.launch("swiglu_forward", {"rows": rows, "columns": columns, "dtype": dtype}, gate=gate, up=up, y=out)
         return out
 
-    def _attended(self, number: int, layer: Layer, x: Array | Unnormed) -> Array:
+    def _attended(self, number: int, layer: Layer, x: Array | Awaited) -> Array:
         """Return the attention of the new tokens, [rows, heads * head_dim], after their keys are in the cache."""
         heads, kv_heads, head_dim = self._heads
         joined = self._product(x, layer.projections)

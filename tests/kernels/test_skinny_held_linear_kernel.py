@@ -1,4 +1,4 @@
-"""A norm and the linear layer behind it for few rows, beside the tests of all specs."""
+"""Linear layers of few rows that hold their weights, with a norm or not, beside the tests of all specs."""
 
 import itertools
 
@@ -9,14 +9,15 @@ from spec_samples import assert_right, inputs_of, launched, one_of_each, resourc
 from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.kernels.skinny import linear
-from tilekern.kernels.skinny.normed import FLAGS
+from tilekern.kernels.skinny.held import FLAGS, most_held
 from tilekern.spec import ALIGNED, GENERIC
 from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
 
-SPEC, PLAIN = spec_named("skinny_normed_linear"), spec_named("skinny_linear")
+SPEC, PLAIN = spec_named("skinny_held_linear"), spec_named("skinny_linear")
 # The axes by which code differs, besides the hints.
 WAYS = ("held", "schedule", "tile_m", "tile_n", "tile_k")
-GPT2, LLAMA = ("layer", "added", "biased", "gelu_tanh"), ("added", "gated", "rounded", "silu")
+GPT2, LLAMA = ("normed", "layer", "added", "biased", "gelu_tanh"), ("normed", "added", "gated", "rounded", "silu")
+WITHOUT = [("biased",), (), ("added", "gated", "silu")]
 
 
 def problem_of(rows, inner, columns, *on, dtype="bfloat16"):
@@ -24,14 +25,14 @@ def problem_of(rows, inner, columns, *on, dtype="bfloat16"):
     return SPEC.problem(rows=rows, inner=inner, columns=columns, dtype=dtype, **flags)
 
 
-@pytest.mark.parametrize("on", [on for n in range(8) for on in itertools.combinations(FLAGS, n)], ids="-".join)
+@pytest.mark.parametrize("on", [on for n in range(9) for on in itertools.combinations(FLAGS, n)], ids="-".join)
 def test_every_combination_of_flags_with_tails_on_all_sides(on):
     problem = problem_of(3, 150, 37, *on, dtype="float32")
     assert_right(SPEC, problem, one_of_each(SPEC, problem, "held"), inputs_of(SPEC, problem))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 65])
-@pytest.mark.parametrize("on", [GPT2, LLAMA], ids="-".join)
+@pytest.mark.parametrize("on", [GPT2, LLAMA, ("biased",)], ids="-".join)
 def test_any_number_of_rows_in_every_way(rows, on):
     problem = problem_of(rows, 300, 70, *on)
     assert_right(SPEC, problem, one_of_each(SPEC, problem, *WAYS), inputs_of(SPEC, problem))
@@ -58,7 +59,9 @@ def whole_numbers(problem):
     return inputs
 
 
-@pytest.mark.parametrize("on", [(), ("added",), ("layer",), ("layer", "added")], ids="-".join)
+@pytest.mark.parametrize(
+    "on", [("normed", *on) for on in ((), ("added",), ("layer",), ("layer", "added"))], ids="-".join
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sum_and_norm_have_the_bits_of_a_launch_of_their_own(on, dtype):
     """Each output is an element of the norm, since the weight is a unit matrix."""
@@ -104,7 +107,7 @@ def test_a_row_that_is_not_finite_leaves_the_bits_of_the_others(value, on):
 @pytest.mark.parametrize("inner", [150, 256, 300, 1000])
 def test_a_mean_far_from_zero_costs_no_more_than_its_own_rounding(inner):
     """The tail of a row must not count as zeros, nor the mean of the squares have that of the row subtracted."""
-    problem = problem_of(3, inner, 37, "layer", dtype="float32")
+    problem = problem_of(3, inner, 37, "normed", "layer", dtype="float32")
     inputs = inputs_of(SPEC, problem)
     inputs["x"] += 256
     assert_right(SPEC, problem, one_of_each(SPEC, problem, *WAYS), inputs, most=1e-4)
@@ -112,8 +115,8 @@ def test_a_mean_far_from_zero_costs_no_more_than_its_own_rounding(inner):
 
 def test_statistics_of_several_pieces_are_those_of_the_row(monkeypatch):
     """Pieces whose means lie apart."""
-    monkeypatch.setattr("tilekern.kernels.skinny.normed._NUMBERS", 2)
-    problem = problem_of(2, 1000, 37, "layer", "added", dtype="float32")
+    monkeypatch.setattr("tilekern.kernels.skinny.held._NUMBERS", 2)
+    problem = problem_of(2, 1000, 37, "normed", "layer", "added", dtype="float32")
     inputs = inputs_of(SPEC, problem)
     inputs["x"] += torch.arange(1000) // 128
     for tile_k, piece in ((128, 128), (32, 64)):
@@ -122,10 +125,40 @@ def test_statistics_of_several_pieces_are_those_of_the_row(monkeypatch):
         assert_right(SPEC, problem, [config], inputs)
 
 
+@pytest.mark.parametrize(
+    ("inner", "widths"),
+    [(768, {256, 1024}), (384, {128, 256, 512}), (3072, {256, 1024}), (512, {256, 512}), (600, {256, 1024})],
+)
+@pytest.mark.parametrize("on", WITHOUT, ids="-".join)
+def test_weights_without_a_norm_are_held_in_slices(inner, widths, on):
+    problem = problem_of(3, inner, 37, *on)
+    held = [config for config in one_of_each(SPEC, problem, *WAYS) if config["held"] != "no"]
+    assert {config["tile_k"] for config in held} == widths
+    assert_right(SPEC, problem, held, inputs_of(SPEC, problem))
+
+
+@pytest.mark.parametrize("target", KNOWN, ids=lambda target: target.key)
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+def test_blocks_hold_the_weights_of_as_many_terms_as_it_says(target, rows):
+    for inner in (768, 1024, 3072, 4096):
+        problem = problem_of(rows, inner, 768, "biased")
+        assert (SPEC.default(problem, target)["held"] != "no") == (inner <= most_held(rows))
+
+
 @pytest.mark.parametrize("target", KNOWN, ids=lambda target: target.key)
 @pytest.mark.parametrize(
     ("inner", "columns", "on"),
-    [(768, 2304, GPT2), (768, 50257, ("layer", "added")), (4096, 6144, ("added",)), (4096, 12288, LLAMA)],
+    [
+        (768, 2304, GPT2),
+        (768, 50257, ("normed", "layer", "added")),
+        (4096, 6144, ("normed", "added")),
+        (4096, 12288, LLAMA),
+        (768, 768, ("biased",)),
+        (3072, 768, ("biased",)),
+        (3072, 1024, ()),
+        (4096, 1024, ()),
+        (12288, 4096, ()),
+    ],
 )
 def test_spaces_are_small_and_have_the_default(target, inner, columns, on):
     for rows in (1, 2, 4, 8):
@@ -138,15 +171,16 @@ def test_spaces_are_small_and_have_the_default(target, inner, columns, on):
 @pytest.mark.parametrize("target", KNOWN, ids=lambda target: target.key)
 def test_float32_has_no_matrix_units_on_a_gpu(target):
     for rows, inner in ((1, 768), (8, 4096)):
-        problem = problem_of(rows, inner, 2304, dtype="float32")
+        problem = problem_of(rows, inner, 2304, "normed", dtype="float32")
         found = list(SPEC.space.candidates(problem, target))
         assert SPEC.default(problem, target) in found
         assert all(config["held"] == "registers" or config == SPEC.generic(problem) for config in found)
 
 
 LARGE = [
-    (1, 768, 2304, GPT2), (8, 768, 3072, GPT2), (1, 768, 50257, ("layer", "added")), (4, 1024, 6144, LLAMA),
-    (1, 4096, 12288, LLAMA), (8, 4096, 6144, ("added",)),
+    (1, 768, 2304, GPT2), (8, 768, 3072, GPT2), (1, 768, 50257, ("normed", "layer", "added")),
+    (4, 1024, 6144, LLAMA), (1, 4096, 12288, LLAMA), (8, 4096, 6144, ("normed", "added")), (1, 768, 768, ("biased",)),
+    (1, 3072, 768, ("biased",)), (4, 3072, 1024, ()), (8, 1024, 1024, ()),
 ]  # fmt: skip
 
 

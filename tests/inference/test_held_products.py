@@ -1,4 +1,4 @@
-"""A token of few sequences has its norms in the launches of the products behind them."""
+"""A token of few sequences has products that hold their weights, and its norms in their launches."""
 
 import itertools
 
@@ -15,14 +15,14 @@ from tilekern.inference.launches import Queued
 from tilekern.inference.planning import DryRun
 from tilekern.inference.sampling import numbers
 from tilekern.inference.steps import Step, Tokens
-from tilekern.kernels.skinny.normed import MOST_ROWS
+from tilekern.kernels.skinny.held import MOST_ROWS
 from tilekern.runtime import dispatch
 from tilekern.runtime.recorder import Trace
 from tilekern.spec import ITEM_BYTES, ArrayParameter
 from tilekern.spec.targets import resolve
 
 LENGTH = 7
-KERNEL = "skinny_normed_linear"
+KERNEL = "skinny_held_linear"
 NORMS = {"rms_norm_forward", "fused_add_rms_norm_forward", "layer_norm_forward", "fused_add_layer_norm_forward"}
 LLAMA = {
     "model_type": "llama", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 97,
@@ -70,9 +70,9 @@ def test_logits_are_as_near_to_transformers_as_those_of_two_launches(gpu, saved,
     model, folder = saved
     engine, ids = load(folder, dtype=dtype), ids_of(*[LENGTH] * rows)
     found = logits_of_last_tokens(engine, ids)
-    assert launched.count(KERNEL) >= len(engine._model.weights.layers)
+    assert launched.count(KERNEL) >= 2 * len(engine._model.weights.layers)
     launched.clear()
-    monkeypatch.setattr(Step, "_is_one_launch", lambda *_: False)
+    monkeypatch.setattr(Step, "_is_held", lambda *_: False)
     apart = logits_of_last_tokens(engine, ids)
     assert KERNEL not in launched
     with torch.no_grad():
@@ -96,22 +96,39 @@ def launches_of(config, dtype="bfloat16", rows=1, **how):
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=lambda config: config["model_type"])
 def test_a_token_of_one_sequence_launches_no_norm(config):
     found = launches_of(config)
-    # Each layer's attention and MLP, and the head.
-    assert found[KERNEL] == 2 * 2 + 1
+    # Each layer's attention and MLP begin and end with one, and the head is one.
+    assert found[KERNEL] == 2 * 4 + 1
     assert not NORMS & found.keys()
-    assert found["skinny_linear"] == 2 * 2
+    assert "skinny_linear" not in found
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "held"), [(1, 4096, 4), (4, 4096, 4), (5, 4096, 3), (8, 1024, 4), (1, 4100, 3)]
+)
+def test_long_sums_of_which_blocks_do_not_hold_the_weights_are_usual_products(rows, inner, held):
+    found = launches_of(LLAMA | {"intermediate_size": inner}, rows=rows)
+    # The head's rows have a norm of their own, if they are several.
+    assert found[KERNEL] == 2 * held + (rows == 1)
+    assert found.get("skinny_linear", 0) == 2 * (4 - held) + (rows > 1)
+
+
+@pytest.mark.parametrize("width", [1024, 1025])
+def test_wide_models_launch_usual_products(width):
+    found = launches_of(LLAMA | {"hidden_size": width})
+    assert (KERNEL in found) == (width <= 1024) == ("skinny_linear" not in found)
 
 
 @pytest.mark.parametrize("rows", [2, MOST_ROWS])
 def test_the_head_of_several_sequences_has_a_norm_of_its_own(rows):
     found = launches_of(LLAMA, rows=rows)
-    assert found[KERNEL] == 2 * 2
+    assert found[KERNEL] == 2 * 4
     assert found["fused_add_rms_norm_forward"] == 1
 
 
 def test_a_router_and_its_experts_share_a_norm():
     found = launches_of(EXPERTS)
-    assert found[KERNEL] == 2 + 1
+    # Each layer's attention begins and ends with one, and the head is one.
+    assert found[KERNEL] == 2 * 2 + 1
     assert found["fused_add_rms_norm_forward"] == 2
 
 
@@ -140,14 +157,21 @@ def span(array):
 
 def test_no_launch_writes_what_the_next_one_reads_before_it_waits(gpu, saved, monkeypatch):
     """Constants of a kernel are read while the launch before it may still run."""
-    launch, launches = ArrayPlan.launch, []
+    launch, launches, absence, absent = ArrayPlan.launch, [], Queued._absence, []
 
     def noted(plan, stream, *arguments):
         pairs = zip(plan.parameters, arguments, strict=True)
-        launches.append([(p, span(x)) for p, x in pairs if isinstance(p, ArrayParameter)])
+        pairs = [(p, x) for p, x in pairs if isinstance(p, ArrayParameter) and not any(x is other for other in absent)]
+        launches.append([(p, span(x)) for p, x in pairs])
         launch(plan, stream, *arguments)
 
+    def noted_absence(queued, parameter):
+        """One array stands for all that no flag needs, which are neither read nor written."""
+        absent.append(absence(queued, parameter))
+        return absent[-1]
+
     monkeypatch.setattr(ArrayPlan, "launch", noted)
+    monkeypatch.setattr(Queued, "_absence", noted_absence)
     engine = load(saved[1], dtype="bfloat16", context=16)
     for _ in engine.generate(ids_of(3), 3, ignores_ends=True):
         pass
