@@ -29,7 +29,7 @@ LIMIT_S = 120.0
 TOKENS = 64
 MB = 1_000_000
 # Steps of :mod:`benchmarks.first_logits`; weights are loaded in one of them.
-STEPS, LOAD = ("interpreter", "import", "gpu", "load", "first"), "load"
+STEPS, LOAD = ("interpreter", "import", "gpu", "first", "load"), "load"
 _IMPORT = "import time; started = time.perf_counter(); import torch; print(time.perf_counter() - started)"
 # Of tilekern's folder, but not of the engine: packs of models, and what Python writes.
 _NOT_CORE = ("prebuilt", "__pycache__")

@@ -16,8 +16,8 @@ from benchmarks.latency import Entrant, calls_of, percentile, race, rows_of
 from benchmarks.providers import OURS, one_line
 from benchmarks.results import Row
 from tilekern.arrays import device as gpu_numbered
+from tilekern.inference.choice import numbers
 from tilekern.inference.engine import Engine
-from tilekern.inference.sampling import numbers
 from tilekern.runtime.driver import Stream
 
 # The largest distance of logits to those of torch in the same dtype, as a share of their norm: both round differently.

@@ -9,7 +9,7 @@ from emulated import read
 from safetensors.torch import load_file, save_file
 from small_models import END, VOCABULARY, ids_of, save
 
-from tilekern.inference import Sampling, load, sampling
+from tilekern.inference import Sampling, choice, load
 from tilekern.runtime import driver
 
 HOT = {"temperature": 1.5, "top_k": 50, "top_p": 0.95, "min_p": 0.01}
@@ -155,10 +155,10 @@ def test_of_many_lengths_the_last_graphs_are_kept(engine):
 
 
 def test_a_batch_of_more_ids_than_are_fetched_at_once(engine, monkeypatch):
-    assert sampling._FETCHED_IDS * 8 == driver._PAGES
+    assert choice._FETCHED_IDS * 8 == driver._PAGES
     prompts = ids_of(1, 2, 1, 2, 1)
     wanted = generated(engine, prompts, 2)
-    monkeypatch.setattr(sampling, "_FETCHED_IDS", 2)
+    monkeypatch.setattr(choice, "_FETCHED_IDS", 2)
     assert generated(engine, prompts, 2) == wanted
 
 

@@ -11,9 +11,9 @@ from tilekern.arrays import ArrayPlan
 from tilekern.inference import load
 from tilekern.inference.architectures import architecture_of
 from tilekern.inference.caches import StaticKeys
+from tilekern.inference.choice import numbers
 from tilekern.inference.launches import Queued
 from tilekern.inference.planning import DryRun
-from tilekern.inference.sampling import numbers
 from tilekern.inference.steps import Step, Tokens
 from tilekern.kernels.skinny.held import MOST_ROWS
 from tilekern.runtime import dispatch

@@ -4,10 +4,10 @@ import pytest
 
 from tilekern.inference import Engine, Sampling
 from tilekern.inference.architectures import architecture_of
+from tilekern.inference.choice import Choice
 from tilekern.inference.host_tensors import HostTensor, size_bytes
 from tilekern.inference.launches import Queued
 from tilekern.inference.planning import DryRun, Problems
-from tilekern.inference.sampling import Choice
 from tilekern.inference.weights import load, stored_by
 from tilekern.kernels import spec_named
 from tilekern.runtime import dispatch

@@ -2,12 +2,16 @@
 
 import subprocess
 import sys
+import threading
 from array import array
 
 import pytest
 import torch
 from environments import environment
+from small_models import save
 
+from tilekern.errors import CannotRun, InputError
+from tilekern.inference import checkpoints, load, loading
 from tilekern.inference.architectures import architecture_of
 from tilekern.inference.launches import MODULES, spec_of
 from tilekern.inference.planning import DryRun
@@ -63,6 +67,36 @@ def test_what_gpt2_has_no_use_for_is_not_loaded():
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment()
     )  # fmt: skip
     assert (ran.stdout, ran.stderr) == ("\n", "")
+
+
+@pytest.mark.processes
+def test_the_import_leaves_what_takes_long_to_the_time_in_which_the_gpu_gets_ready():
+    code = "import sys; from tilekern.inference import Sampling, load; print('cuda.tile' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment()
+    )  # fmt: skip
+    assert (ran.stdout, ran.stderr) == ("False\n", "")
+
+
+def test_the_gpu_gets_ready_while_a_checkpoint_is_opened(tmp_path, monkeypatch):
+    """What is wrong with either is said, and the other has ended by then."""
+    opened, ended = threading.Event(), []
+
+    def device(number):
+        assert opened.wait(60), "the checkpoint waits for the GPU"
+        ended.append(number)
+        raise CannotRun("there is no GPU")
+
+    monkeypatch.setattr(loading, "device_numbered", device)
+    whole = checkpoints.open_checkpoint
+    monkeypatch.setattr(checkpoints, "open_checkpoint", lambda where: opened.set() or whole(where))
+    with pytest.raises(InputError, match="nowhere is neither"):
+        load(tmp_path / "nowhere")
+    assert ended == [0]
+    save("gpt2", tmp_path)
+    with pytest.raises(CannotRun, match="there is no GPU"):
+        load(tmp_path)
+    assert ended == [0, 0]
 
 
 def test_numbers_round_to_nearest_even_as_in_torch():

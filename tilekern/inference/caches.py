@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tilekern.arrays import Array
 from tilekern.errors import InputError
+from tilekern.inference.choice import numbers
 from tilekern.inference.launches import Launches
-from tilekern.inference.sampling import numbers
 from tilekern.spec import ITEM_BYTES, bucket, cdiv
 
 if TYPE_CHECKING:

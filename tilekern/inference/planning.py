@@ -12,9 +12,9 @@ from tilekern.arrays import Array
 from tilekern.inference import weights as layout
 from tilekern.inference.architectures import Architecture
 from tilekern.inference.caches import STATIC, Cache, Pool, keys_of_whole, new_cache
+from tilekern.inference.choice import Choice
 from tilekern.inference.host_tensors import HostTensor
 from tilekern.inference.parallel import load_parts, part_of
-from tilekern.inference.sampling import Choice
 from tilekern.inference.steps import Model, Step, Tokens, add_next, chunks_of, new_logits
 from tilekern.kernels import spec_named
 from tilekern.kernels.skinny import split

@@ -24,8 +24,8 @@ from typing import Any
 from tilekern.arrays import Array
 from tilekern.inference.architectures import Architecture
 from tilekern.inference.caches import Keys
+from tilekern.inference.choice import Choice, numbers
 from tilekern.inference.launches import Launches
-from tilekern.inference.sampling import Choice, numbers
 from tilekern.inference.weights import Layer, Norm, Product, Weights
 from tilekern.kernels.decode_attention import part_of
 from tilekern.kernels.skinny import held
