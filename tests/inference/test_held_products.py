@@ -47,7 +47,9 @@ def logits_of_last_tokens(engine, ids):
     last.ids.write(numbers([sequence[-1] for sequence in ids], "int64"))
     last.place(LENGTH - 1)
     lengths.write(numbers([LENGTH] * batch, "int32"))
-    tokens = Tokens(last.ids, last.positions, last.places, lengths)
+    counters = launches.array((batch * model.architecture.kv_heads,), "int32")
+    counters.write(bytes(4 * counters.shape[0]))
+    tokens = Tokens(last.ids, last.positions, last.places, lengths, counters)
     return tensor_of(Step(launches, model, tokens, keys).logits).clone().double()
 
 

@@ -51,6 +51,13 @@ def asked(gpu, monkeypatch):
     return found
 
 
+@pytest.fixture
+def invariant():
+    before = dispatch.set_invariant(on=True)
+    yield
+    dispatch.set_invariant(on=before)
+
+
 def engine_of(gpu, config, dtype, stored, transposed, *, cache="static", int8=False):
     """An engine whose weights are all 0."""
     architecture, stream = architecture_of(config), gpu.stream()
@@ -109,7 +116,7 @@ def without_joins(problems):
 
 
 @pytest.mark.parametrize("splits", [1, 4, 0])
-def test_what_other_configs_of_attention_leave_to_be_joined_is_found(gpu, asked, monkeypatch, splits):
+def test_what_other_configs_leave_to_be_joined_in_the_mode_is_found(gpu, asked, invariant, monkeypatch, splits):
     interpreted = dispatch.array_plan_for
 
     def plan(spec, device, target, problem):
@@ -164,8 +171,7 @@ def test_a_step_counts_the_launches_of_all_layers_and_loading_none():
         counts[kernel] = counts.get(kernel, 0) + count
     assert counts == {
         "embedding": 2, "skinny_held_linear": 3 * 4, "fused_add_rms_norm_forward": 1, "skinny_linear": 1,
-        "append_to_cache": 3, "decode_attention": 3, "decode_join": 3, "advance": 1, "greedy_parts": 1,
-        "greedy_join": 1, "sample": 1,
+        "token_attention": 3, "advance": 1, "greedy_parts": 1, "greedy_join": 1, "sample": 1,
     }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ NEEDLESS = (
 )  # fmt: skip
 OF_GPT2 = (
     "advance", "append_to_cache", "attention_forward", "decode_attention", "embedding", "fused_add_layer_norm_forward",
-    "greedy_join", "greedy_parts", "lay_out", "layer_norm_forward", "matmul", "skinny_linear",
+    "greedy_join", "greedy_parts", "lay_out", "layer_norm_forward", "matmul", "skinny_linear", "token_attention",
 )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def planned(name, **how):
 @pytest.mark.parametrize("name", SERVED)
 def test_presets_are_planned_by_kernels_whose_modules_are_known(name):
     kernels = planned(name) | planned(name, int8=True)
-    assert {"embedding", "append_to_cache", "skinny_linear_int8", "dequantize_rows"} <= kernels
+    assert {"embedding", "token_attention", "skinny_linear_int8", "dequantize_rows"} <= kernels
     assert kernels <= MODULES.keys()
 
 

@@ -190,6 +190,40 @@ def test_arrays_of_other_element_sizes_share_owners():
     races(shift_in_place, (2,), (halves[2:], words), r"block \(\d,\) reads element \(0,\) of array 'x'")
 
 
+@ct.kernel
+def last_adds_up(parts, count, total, order: ct.Constant, is_late: ct.Constant[bool]):
+    """Each block stores a part and counts itself; the last one adds up all parts, and sets the count back."""
+    if not is_late:
+        ct.store(parts, (ct.bid(0),), ct.full((1,), 1.0, ct.float32))
+    before = ct.atomic_add(count, (0,), 1, memory_order=order)
+    if is_late:
+        ct.store(parts, (ct.bid(0),), ct.full((1,), 1.0, ct.float32))
+    if before == ct.num_blocks(0) - 1:
+        ct.store(total, (0,), ct.sum(ct.load(parts, (0,), (4,)), axis=0, keepdims=True))
+        ct.store(count, (0,), 0)
+
+
+def counted():
+    return torch.zeros(4), torch.zeros(1, dtype=torch.int32), torch.zeros(1)
+
+
+def test_a_block_reads_what_others_stored_before_an_atomic_access_that_it_sees():
+    parts, count, total = counted()
+    launch(last_adds_up, (4,), (parts, count, total, ct.MemoryOrder.ACQ_REL, False))
+    assert (total.item(), count.item()) == (4, 0)
+
+
+@pytest.mark.parametrize("order", ["RELAXED", "ACQUIRE", "RELEASE"])
+def test_other_atomic_accesses_order_nothing(order):
+    given = (*counted(), ct.MemoryOrder[order], False)
+    races(last_adds_up, (4,), given, r"block \(\d,\) reads element \(\d,\) of array '(parts|count)'")
+
+
+def test_what_a_block_stores_after_its_atomic_access_is_not_ordered():
+    given = (*counted(), ct.MemoryOrder.ACQ_REL, True)
+    races(last_adds_up, (4,), given, r"reads element \(\d,\) of array 'parts' \(load\)")
+
+
 def test_a_block_may_store_an_element_twice():
     @ct.kernel
     def twice(y):

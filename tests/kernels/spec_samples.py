@@ -109,7 +109,7 @@ def drawn_problem(spec: KernelSpec, random: Random) -> Problem:
         most = LARGE.get(d.name, 65536)
         size = random.randint(1, most if is_large else min(most, 300))
         values[d.name] = random.choice(kinds[d.kind]) if d.kind in kinds else size
-    if "head_dim" in values and "rope" in spec.name:
+    if "head_dim" in values and ("rope" in spec.name or "turned" in values):
         values["head_dim"] += values["head_dim"] % 2
     return spec.bucketed(spec.problem(**fitting(values)))
 

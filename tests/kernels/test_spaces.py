@@ -194,10 +194,13 @@ LOSS = {"rows": 10, "vocabulary": 100, "dtype": "bfloat16", "smoothed": False, "
             2 * (3 * 30 + 2 * 3 + 2 * 15 + 5 + 50),
             600,
         ),
-        # Two sequences of 3 key heads, with 20 keys and 15.
-        ("decode_attention", DECODE, 2 * (2 * 24 * 8 + 2 * 3 * 35 * 8), 4 * 3 * 35 * 4 * 8),
+        # Two sequences of 3 key heads, with 20 keys each, or behind padding 20 and 15.
+        ("decode_attention", DECODE, 2 * (2 * 24 * 8 + 2 * 3 * 40 * 8), 4 * 3 * 40 * 4 * 8),
         ("decode_attention", DECODE | {"padded": True}, 2 * (2 * 24 * 8 + 2 * 3 * 35 * 8), 4 * 3 * 35 * 4 * 8),
         ("decode_attention", DECODE | {"windowed": True}, 2 * (2 * 24 * 8 + 2 * 3 * 10 * 8), 4 * 3 * 10 * 4 * 8),
+        # Keys and values of the new tokens are read and written, and 19 old ones are read.
+        ("token_attention", DECODE, 2 * (2 * 24 * 8 + 4 * 6 * 8 + 2 * 6 * 19 * 8), 4 * 6 * 20 * 4 * 8),
+        ("token_attention", DECODE | {"paged": True}, 2 * (2 * 24 * 8 + 4 * 6 * 8 + 2 * 3 * (19 + 14) * 8), None),
         ("rope", TURNED | HALF | {"full": True}, 2 * 2 * 320 + 2 * 4 * 10 * 2, 3 * 320),
         ("rope", TURNED | HALF | {"inverse": True, "angle_dtype": "float32"}, (2 + 4) * 320 + 2 * 4 * 5 * 4, 3 * 320),
         ("llama4_rope", TURNED | HALF | {"angle_dtype": "float32"}, 2 * 320 * 2 + 4 * 10 * 4, 3 * 320),

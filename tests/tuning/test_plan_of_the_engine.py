@@ -74,8 +74,8 @@ def test_paged_adds_the_steps_of_the_paged_cache(planned):
         dry.token(batch, 128, cache="paged")
     assert set(plan.problems) == set(usual.problems) | set(found.problems)
     added = set(plan.problems) - set(usual.problems)
-    assert {name for name, _ in added} == {"append_to_cache", "decode_attention", "decode_join", "embedding"}
-    assert {problem["page_size"] for name, problem in added if name == "decode_attention"} == {256}
+    assert {name for name, _ in added} == {"append_to_cache", "token_attention", "embedding"}
+    assert {problem["page_size"] for name, problem in added if name == "token_attention"} == {256}
 
 
 def test_by_default_it_generates_one_sequence(planned):
@@ -102,7 +102,8 @@ def test_the_invariant_mode_needs_a_class_of_the_problems_that_it_asks_for(plann
     more = {kernel for kernel, _ in set(plan.problems) - set(usual.problems)}
     assert {"rms_norm_forward", "skinny_linear"} <= more
     assert plan.invariant == {named for named in plan.problems if has_rows(*named)}
-    assert "skinny_held_linear" not in {kernel for kernel, _ in plan.invariant}
+    assert not {"skinny_held_linear", "token_attention"} & {kernel for kernel, _ in plan.invariant}
+    assert {"append_to_cache", "decode_attention"} <= more
     assert {1, 8} == rows_of(usual, "skinny_held_linear") == rows_of(plan, "skinny_held_linear")
 
 
@@ -208,7 +209,7 @@ def test_a_model_that_it_does_not_run_is_named(planned):
 @pytest.mark.parametrize("name", [name for name, config in PRESETS.items() if config["model_type"] == "gpt2"])
 def test_sizes_of_gpt2_are_presets(name):
     plan = plan_of_engine(name, Steps(**OF_ENGINE), H200)
-    (attended,) = (problem for kernel, problem in plan.problems if kernel == "decode_attention")
+    (attended,) = (problem for kernel, problem in plan.problems if kernel == "token_attention")
     width, heads = (PRESETS[name][field] for field in ("hidden_size", "num_attention_heads"))
     assert attended["kv_heads"] == bucket(heads)
     assert (attended["head_dim"], attended["keys"]) == (width // heads, 1024)

@@ -1,7 +1,8 @@
 """The caches of keys and values: room for the context of each sequence, or pages that sequences take as they grow.
 
-Both serve the same steps. Layers append the keys and values of new tokens by ``append_to_cache``, and one token of each
-sequence reads them where they are, by ``decode_attention``. The attention of a prompt's tokens takes keys that follow
+Both serve the same steps. Layers append the keys and values of a prompt's tokens by ``append_to_cache``. One token of
+each sequence appends its own and reads the others where they are, by ``token_attention``, or in the invariant mode by
+``decode_attention`` after the former. The attention of a prompt's tokens takes keys that follow
 one another, so those in pages are first copied to a scratch of one layer by ``embedding``: as rows of a table.
 """
 
@@ -34,10 +35,10 @@ class Keys(Protocol):
 
     @property
     def sizes(self) -> Mapping[str, Any]:
-        """The dimensions of ``decode_attention`` that say how they lie."""
+        """The dimensions of ``token_attention`` and ``decode_attention`` that say how they lie."""
 
     def of_layer(self, number: int) -> dict[str, Array]:
-        """Return a layer's arrays, as ``append_to_cache`` and ``decode_attention`` name them."""
+        """Return a layer's arrays, as these kernels and ``append_to_cache`` name them."""
 
     def read(self, launches: Launches, number: int) -> tuple[Array, Array]:
         """Return a layer's keys and values for ``attention_forward``, after the launches that this takes."""

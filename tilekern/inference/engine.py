@@ -227,8 +227,12 @@ class Generation:
         self._model, self._stream = model, stream
         positions, places, lengths = (empty((batch,), dtype, stream) for dtype in ("int64", "int32", "int32"))
         self._positions, self._places, self._lengths = positions, places, lengths
+        counters = empty((batch * model.architecture.kv_heads,), "int32", stream)
+        counters.write(bytes(4 * counters.shape[0]))
         columns = (batch, 1)
-        self._tokens = Tokens(self.choice.ids.view(columns), positions.view(columns), places.view(columns), lengths)
+        self._tokens = Tokens(
+            self.choice.ids.view(columns), positions.view(columns), places.view(columns), lengths, counters
+        )
         self._graphs: dict[bool, Graph] = {}
         self._is_greedy = True
 

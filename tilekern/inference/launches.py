@@ -50,6 +50,7 @@ MODULES = {
     "skinny_linear_int8_tf32": "tf32",
     "skinny_linear_tf32": "tf32",
     "swiglu_forward": "swiglu",
+    "token_attention": "token_attention",
 }
 
 

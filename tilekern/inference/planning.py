@@ -96,7 +96,9 @@ class DryRun:
         """
         choice, lengths = Choice(batch, self._to), self._to.array((batch,), "int32")
         ids, positions, places = (self._to.array((batch, 1), dtype) for dtype in ("int64", "int64", "int32"))
-        tokens, keys = Tokens(ids, positions, places, lengths), self._cache(cache, batch, context).keys
+        counters = self._to.array((batch * self._model.architecture.kv_heads,), "int32")
+        tokens = Tokens(ids, positions, places, lengths, counters)
+        keys = self._cache(cache, batch, context).keys
         add_next(self._to, self._model, tokens, keys, choice, greedy=True)
         choice.add(self._to, new_logits(self._to, batch, self._model), positions, greedy=False)
 

@@ -3,8 +3,9 @@
 The launches, and so the bits, are those of a patched transformers model: products round once, a gate's parts too, a
 residual is added by the norm behind it. Products of float32 differ, which are by TF32. So does a token of few sequences
 outside of the invariant mode, whose products hold their weights and add up in another order; with a norm before it,
-such a product is one launch, which rounds as both do. A step of one token reads the cache by the kernel of decoding,
-one of several tokens by that of training's attention, over the keys before them and their own.
+such a product is one launch, which rounds as both do. A step of one token has its attention in one launch, with the
+norms and rotation of its heads and its rows of the cache; in the invariant mode by the kernels of decoding. One of
+several tokens has training's attention, over the keys before them and their own.
 
 For a product of more rows than the kernels of few rows take, an int8 weight is first multiplied by its scales and
 rounded to the model's dtype. The others multiply sums by the scales, so the bits differ.
@@ -69,12 +70,15 @@ class Tokens:
         positions: int64 [batch, tokens], in their sequence.
         places: the same as int32: their rows in the cache.
         lengths: int32 [batch], the keys that a step of one token sees, its own included.
+        counters: int32, a 0 for each key head of each sequence, with which the blocks of a step of one token count
+            themselves, layer after layer.
     """
 
     ids: Array
     positions: Array
     places: Array
     lengths: Array | None = None
+    counters: Array | None = None
 
     @classmethod
     def new(cls, launches: Launches, batch: int, tokens: int) -> Tokens:
@@ -168,7 +172,7 @@ class Step:
         self._rows = self._batch * self._count
         of = model.architecture
         self._heads = of.heads, of.kv_heads, of.head_dim
-        if cache is not None:
+        if cache is not None and not (self._is_joint() and of.rotation is None):
             self._angles = self._gathered(model.angles, tokens.positions)
         x = self._gathered(model.weights.embedding, tokens.ids, model.weights.positions)
         added: Array | None = None
@@ -406,13 +410,17 @@ class Step:
         heads, kv_heads, head_dim = self._heads
         joined = self._product(x, layer.projections)
         width = joined.shape[1]
+        out = self._new(self._rows, heads * head_dim)
+        if self._is_joint():
+            assert self._cache is not None
+            self._of_one_at_once(number, layer, self._cache, joined, out)
+            return out
 
         def part(first: int, count: int) -> Array:
             strides = self._count * width, width, head_dim, 1
             return joined.view((self._batch, self._count, count, head_dim), strides, first * head_dim)
 
         q, k, v = part(0, heads), part(heads, kv_heads), part(heads + kv_heads, kv_heads)
-        out = self._new(self._rows, heads * head_dim)
         if self._cache is None:
             self._of_several(q, k, v, out)
             return out
@@ -423,15 +431,53 @@ class Step:
             self._of_several(q, *self._cache.read(self._to, number), out)
         return out
 
+    def _is_joint(self) -> bool:
+        """Return whether attention, from the projections on, is one launch: that of a token, whose heads have halves.
+
+        The invariant mode has several, whose bits are those of more tokens.
+        """
+        is_token = self._cache is not None and self._before is None
+        return is_token and self._heads[2] % 2 == 0 and not is_invariant()
+
+    def _of_one_at_once(self, number: int, layer: Layer, cache: Keys, joined: Array, out: Array) -> None:
+        """Add attention of one token a sequence as one launch, which also writes its keys and values."""
+        (heads, kv_heads, head_dim), dtype, of = self._heads, self._model.dtype, self._model.architecture
+        group, width, arrays = heads // kv_heads, joined.shape[1], cache.of_layer(number)
+
+        def part(first: int, count: int) -> Array:
+            """Return heads by the key head that they read, ``count`` of each."""
+            strides = width, count * head_dim, head_dim, 1
+            return joined.view((self._batch, kv_heads, count, head_dim), strides, first * head_dim)
+
+        sizes: dict[str, Any] = {
+            "kv_heads": self._batch * kv_heads, **cache.sizes, "group": group, "head_dim": head_dim, "dtype": dtype,
+            "normed": layer.heads_norm is not None, "turned": of.rotation is not None,
+        }  # fmt: skip
+        given: dict[str, Any] = {}
+        if layer.heads_norm is not None:
+            given |= zip(("q_weight", "k_weight"), layer.heads_norm, strict=True)
+        if of.rotation is not None:
+            given |= zip(("cos", "sin"), self._cos_and_sin(), strict=True)
+        self._to.launch(
+            "token_attention", sizes, q=part(0, group), k=part(heads, 1), v=part(heads + kv_heads, 1),
+            positions=self._tokens.places, counters=self._tokens.counters, eps=of.eps, scale=head_dim**-0.5,
+            new_keys=arrays["keys"], new_values=arrays["values"],
+            out=out.view((self._batch, kv_heads, group, head_dim)),
+            parts=lambda blocks: self._new(blocks, group, part_of(head_dim), dtype="float32"), **arrays, **given,
+        )  # fmt: skip
+
+    def _cos_and_sin(self) -> list[Array]:
+        """Return the cosines and the sines of the tokens' angles, [batch, tokens, pairs]."""
+        pairs = self._heads[2] // 2
+        shape, strides = (self._batch, self._count, pairs), (self._count * 2 * pairs, 2 * pairs, 1)
+        return [self._angles.view(shape, strides, offset) for offset in (0, pairs)]
+
     def _appended(self, number: int, layer: Layer, cache: Keys, q: Array, k: Array, v: Array) -> Array:
         """Return q, normalised and turned; write keys and values into the cache."""
         (heads, kv_heads, head_dim), dtype = self._heads, self._model.dtype
         pairs = head_dim // 2
         turned = self._new(self._batch, self._count, heads, head_dim)
-        strides = self._count * 2 * pairs, 2 * pairs, 1
-        cos, sin = (
-            self._angles.view((self._batch, self._count, pairs), strides, offset) for offset in (0, pairs)
-        )  # fmt: skip
+        cos, sin = self._cos_and_sin()
         sizes: dict[str, Any] = {
             "tokens": self._count, "batch": self._batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim,
             "pairs": pairs, "normed": layer.heads_norm is not None, "paged": cache.sizes["paged"], "dtype": dtype,

@@ -103,17 +103,26 @@ class _Selection:
         self._array.launch.stored(self._operation, self._array, self._points)
         self._put(values)
 
-    def exchange(self, values: torch.Tensor) -> Tile:
+    def exchange(self, values: torch.Tensor, memory_order: Any) -> Tile:
         """Store like :meth:`write` and return the former elements, in one access that only races with plain stores."""
         former = self.read(filled(0, self._array.dtype))
         self._put(values)
+        self._order(memory_order)
         return former
 
-    def add(self, values: torch.Tensor) -> Tile:
+    def add(self, values: torch.Tensor, memory_order: Any) -> Tile:
         """Add to the elements and return the former ones, likewise; no element is selected twice."""
         former = self.read(filled(0, self._array.dtype))
         self._put(former.data + values)
+        self._order(memory_order)
         return former
+
+    def _order(self, memory_order: Any) -> None:
+        """Record how an access of the elements orders the memory of blocks."""
+        acquires = memory_order in (ct.MemoryOrder.ACQUIRE, ct.MemoryOrder.ACQ_REL)
+        releases = memory_order in (ct.MemoryOrder.RELEASE, ct.MemoryOrder.ACQ_REL)
+        offsets = self._points.offsets.tolist()
+        self._array.launch.ordered(self._array, offsets, acquires=acquires, releases=releases)
 
     def _put(self, values: torch.Tensor) -> None:
         try:
@@ -166,17 +175,18 @@ def atomic_xchg(array: Array, indices: Any, update: Any, /, *, check_bounds: boo
     """See ``ct.atomic_xchg``; its memory order and scope are the default ones."""
     _check("atomic_xchg", array)
     selection = _Selection("atomic_xchg", array, indices, None, check_bounds)
-    return selection.exchange(_stored_data(update, array.dtype, f"atomic_xchg of array {array.name!r}"))
+    data = _stored_data(update, array.dtype, f"atomic_xchg of array {array.name!r}")
+    return selection.exchange(data, ct.MemoryOrder.ACQ_REL)
 
 
 def atomic_add(
     array: Array, indices: Any, update: Any, /, *, check_bounds: bool = True,
-    memory_order: Any = ct.MemoryOrder.ACQ_REL,  # noqa: ARG001
+    memory_order: Any = ct.MemoryOrder.ACQ_REL,
 ) -> Tile:  # fmt: skip
-    """See ``ct.atomic_add``; blocks that run one after another are in every memory order."""
+    """See ``ct.atomic_add``; its scope is the default one."""
     _check("atomic_add", array)
     selection = _Selection("atomic_add", array, indices, None, check_bounds)
-    return selection.add(_stored_data(update, array.dtype, f"atomic_add to array {array.name!r}"))
+    return selection.add(_stored_data(update, array.dtype, f"atomic_add to array {array.name!r}"), memory_order)
 
 
 @dataclass(frozen=True, slots=True)

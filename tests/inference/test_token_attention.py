@@ -1,0 +1,102 @@
+"""The attention of a token is one launch, but in the invariant mode; its tokens are those of three launches."""
+
+import pytest
+import torch
+from emulated import tensor_of
+from small_models import ids_of
+
+from tilekern.arrays import ArrayPlan
+from tilekern.inference import load
+from tilekern.inference.architectures import architecture_of
+from tilekern.inference.caches import KINDS, STATIC
+from tilekern.inference.planning import DryRun
+from tilekern.inference.steps import Step
+from tilekern.runtime import dispatch
+from tilekern.runtime.recorder import Trace
+from tilekern.spec.targets import resolve
+
+KERNEL, APART = "token_attention", {"append_to_cache", "decode_attention", "decode_join"}
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512, "vocab_size": 97}
+QWEN3 = {
+    "model_type": "qwen3", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 97,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The kernels that were launched."""
+    found, launch = [], ArrayPlan.launch
+
+    def noted(plan, stream, *arguments):
+        found.append(plan.kernel)
+        launch(plan, stream, *arguments)
+
+    monkeypatch.setattr(ArrayPlan, "launch", noted)
+    return found
+
+
+LENGTHS, NEW = (3, 9, 6), 6
+
+
+def generated(folder, cache):
+    """The tokens, and of a static cache the rows of the first layer, in which nothing is that attention computed."""
+    engine = load(folder, dtype="float32", context=300, cache=cache)
+    tokens = list(engine.generate(ids_of(*LENGTHS), NEW, ignores_ends=True, chunk=4))
+    running = engine._generation
+    assert not tensor_of(running._tokens.counters).any()
+    caches = running.cache.keys.of_layer(0) if cache == STATIC else {}
+    counts = [length + NEW - 1 for length in LENGTHS]
+    return tokens, [tensor_of(x)[b, :, :count].clone() for x in caches.values() for b, count in enumerate(counts)]
+
+
+@pytest.mark.parametrize("cache", KINDS)
+def test_tokens_and_caches_are_those_of_three_launches(gpu, saved, launched, monkeypatch, cache):
+    """In float32, where sums in another order choose no other token."""
+    model, folder = saved
+    tokens, rows = generated(folder, cache)
+    assert (KERNEL in launched) == (model.config.hidden_size != 15)
+    launched.clear()
+    monkeypatch.setattr(Step, "_is_joint", lambda _: False)
+    wanted, others = generated(folder, cache)
+    assert KERNEL not in launched
+    assert tokens == wanted
+    assert all(torch.equal(x, y) for x, y in zip(rows, others, strict=True))
+
+
+def launches_of(config, **how):
+    found = Trace(resolve("H200"))
+    DryRun(found, architecture_of(config), how.pop("dtype", "bfloat16")).token(2, 512, **how)
+    counts = {}
+    for (kernel, _), count in found.launches.items():
+        counts[kernel] = counts.get(kernel, 0) + count
+    return counts
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("cache", KINDS)
+@pytest.mark.parametrize("config", [GPT2, QWEN3], ids=lambda config: config["model_type"])
+def test_a_layer_of_a_token_has_one_launch_between_its_projections_and_its_output(config, cache, dtype):
+    found = launches_of(config, cache=cache, dtype=dtype)
+    assert found[KERNEL] == 2
+    assert not APART & found.keys()
+    # GPT-2 turns no heads, and reads no angles.
+    assert found["embedding"] == (1 if config is GPT2 else 2)
+
+
+@pytest.mark.parametrize("config", [GPT2, QWEN3], ids=lambda config: config["model_type"])
+def test_the_invariant_mode_has_the_kernels_of_its_bit_classes(config):
+    before = dispatch.set_invariant(on=True)
+    try:
+        found = launches_of(config)
+    finally:
+        dispatch.set_invariant(on=before)
+    assert KERNEL not in found
+    assert {found[kernel] for kernel in APART & found.keys()} == {2}
+    assert found["embedding"] == 2
+
+
+def test_heads_without_halves_have_three_launches():
+    found = launches_of(GPT2 | {"n_embd": 30})
+    assert KERNEL not in found
+    assert found["append_to_cache"] == 2
