@@ -28,6 +28,7 @@ import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import Arrays, drawn
 from tilekern.kernels.families.tables import flags_of, spec
+from tilekern.kernels.matmul.space import unit_of
 from tilekern.kernels.rms_norm import EPS
 from tilekern.kernels.skinny import linear
 from tilekern.kernels.skinny.tiles import TOO_LARGE, TOO_SMALL, USUAL, WIDTHS, activated, count, tokens_of
@@ -168,7 +169,7 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
         "tile_k": [128, 64, 256, 512],
         "occupancy": [2, 1, 4],
         "early": [0, 1],
-        "num_worker_warps": [0],
+        "num_worker_warps": [0, 8],
     }
 
 
@@ -213,6 +214,13 @@ SPACE = Space(
             lambda problem, config, target: (
                 (config["tile_k"] < 512 or (config["tile_n"] == USUAL and config["occupancy"] == 1))
                 and (config["tile_k"] > 64 or config["occupancy"] > 1)
+            ),
+        ),
+        Constraint(
+            "eight warps are two groups of Hopper's four, with 64 columns each of a tile that has an SM to itself",
+            lambda problem, config, target: (
+                not config["num_worker_warps"]
+                or (unit_of(target) == "wgmma" and config["tile_n"] >= 128 and config["occupancy"] == 1)
             ),
         ),
         Constraint("narrow tiles are for SMs that wider ones leave idle, wide ones for more columns", _is_read_by_most),
