@@ -194,6 +194,13 @@ LOSS = {"rows": 10, "vocabulary": 100, "dtype": "bfloat16", "smoothed": False, "
             2 * (3 * 30 + 2 * 3 + 2 * 15 + 5 + 50),
             600,
         ),
+        ("skinny_scaled_linear", PRODUCT, 2 * (30 + 3 + 15 + 50), 300),
+        (
+            "skinny_scaled_linear",
+            PRODUCT | dict.fromkeys(("added", "gated", "biased"), True),
+            2 * (3 * 30 + 3 + 2 * 15 + 5 + 50),
+            600,
+        ),
         # Two sequences of 3 key heads, with 20 keys each, or behind padding 20 and 15.
         ("decode_attention", DECODE, 2 * (2 * 24 * 8 + 2 * 3 * 40 * 8), 4 * 3 * 40 * 4 * 8),
         ("decode_attention", DECODE | {"padded": True}, 2 * (2 * 24 * 8 + 2 * 3 * 35 * 8), 4 * 3 * 35 * 4 * 8),

@@ -2,10 +2,11 @@
 
 The launches, and so the bits, are those of a patched transformers model: products round once, a gate's parts too, a
 residual is added by the norm behind it. Products of float32 differ, which are by TF32. So does a token of few sequences
-outside of the invariant mode, whose products hold their weights and add up in another order; with a norm before it,
-such a product is one launch, which rounds as both do. A step of one token has its attention in one launch, with the
-norms and rotation of its heads and its rows of the cache; in the invariant mode by the kernels of decoding. One of
-several tokens has training's attention, over the keys before them and their own.
+outside of the invariant mode: a norm and the product behind it are one launch. It rounds as both do if it holds its
+weights, as in models that are not wide, but adds up in another order; of wide ones, it scales sums of terms that are
+rounded before they are normalised. A step of one token has its attention in one launch, with the norms and rotation of
+its heads and its rows of the cache; in the invariant mode by the kernels of decoding. One of several tokens has
+training's attention, over the keys before them and their own.
 
 For a product of more rows than the kernels of few rows take, an int8 weight is first multiplied by its scales and
 rounded to the model's dtype. The others multiply sums by the scales, so the bits differ.
@@ -39,7 +40,7 @@ _UNIT = 8
 # The widest model whose products of few rows hold their weights, which they read before their rows are there. A norm
 # before them then belongs to them. Blocks that hold their weights whole take no longer with the norm than without, 3.0
 # us for GPT-2's of 768; others read their rows twice, and take 56 us in place of 46 and a norm's 3 for Qwen3-8B's gate,
-# and with 8 rows 86 (H200).
+# and with 8 rows 86 (H200). Wider models have a kernel that reads rows once.
 _MOST_HELD = 1024
 
 
@@ -131,10 +132,12 @@ class Awaited:
     """Rows for a product that reads its weights before they are there, and that may compute their norm.
 
     Attributes:
+        kernel: the product's.
         shape: of the rows.
-        sizes, arguments: what the product's kernel is given beside its own.
+        sizes, arguments: what the kernel is given beside those of any product.
     """
 
+    kernel: str
     shape: tuple[int, ...]
     sizes: dict[str, Any]
     arguments: dict[str, Any]
@@ -245,7 +248,10 @@ class Step:
         of, dtype = self._model.architecture, self._model.dtype
         rows, columns = x.shape
         if product is not None and self._is_held(rows, product):
-            return self._unnormed(x, added, norm)
+            sizes = {"normed": True, "layer": norm.bias is not None, "dtype": dtype}
+            return self._unnormed("skinny_held_linear", sizes, x, added, norm)
+        if product is not None and self._is_scaled(rows, product):
+            return self._unnormed("skinny_scaled_linear", {}, x, added, norm)
         sizes = {"rows": rows, "columns": columns, "dtype": dtype, "weight_dtype": dtype}
         y, weights = self._new(rows, columns), {"weight": norm.weight, "eps": of.eps}
         if norm.bias is not None:
@@ -257,22 +263,36 @@ class Step:
         self._to.launch(f"fused_add_{of.norm}_norm_forward", sizes, residual=x, x=added, total=total, y=y, **weights)
         return total, y
 
-    def _is_held(self, rows: int, product: Product) -> bool:
-        """Return whether a product holds its weights, and is one launch with a norm before it.
+    def _is_few(self, rows: int, product: Product) -> bool:
+        """Return whether a product may be one launch with a norm before it: that of a token of few sequences.
 
-        It does for a token of few sequences. The invariant mode has the launches of more rows.
+        The invariant mode has the launches of more rows.
         """
         is_served = product.scale is None and self._model.dtype != "float32" and not is_invariant()
-        is_few = self._before is None and rows <= held.MOST_ROWS and self._model.architecture.width <= _MOST_HELD
-        return is_served and is_few and product.weight.shape[1] <= held.most_held(rows)
+        return is_served and self._before is None and rows <= held.MOST_ROWS
+
+    def _is_held(self, rows: int, product: Product) -> bool:
+        """Return whether a product holds its weights."""
+        is_narrow = self._model.architecture.width <= _MOST_HELD
+        return is_narrow and self._is_few(rows, product) and product.weight.shape[1] <= held.most_held(rows)
+
+    def _is_scaled(self, rows: int, product: Product) -> bool:
+        """Return whether a product scales its sums by the factor of the norm before it."""
+        of = self._model.architecture
+        is_served = of.norm == "rms" and of.width > _MOST_HELD and self._model.dtype == "bfloat16"
+        return is_served and self._is_few(rows, product)
 
     def _behind(self, x: Array, product: Product) -> Array:
         """Return the product that ends attention or an MLP, without its sum over GPUs."""
-        is_held = self._is_held(x.shape[0], product)
-        return self._product(Awaited(x.shape, {"normed": False}, {"x": x}) if is_held else x, product)
+        if not self._is_held(x.shape[0], product):
+            return self._product(x, product)
+        sizes = {"normed": False, "dtype": self._model.dtype}
+        return self._product(Awaited("skinny_held_linear", x.shape, sizes, {"x": x}), product)
 
-    def _unnormed(self, x: Array, added: Array | None, norm: Norm) -> tuple[Array, Awaited]:
-        """Return the residual stream that the product behind a norm will write, and what that needs."""
+    def _unnormed(
+        self, kernel: str, sizes: dict[str, Any], x: Array, added: Array | None, norm: Norm
+    ) -> tuple[Array, Awaited]:
+        """Return the residual stream that the product behind a norm will write, and what its kernel needs."""
         given: dict[str, Any] = {"x": x, "norm_weight": norm.weight, "eps": self._model.architecture.eps}
         if norm.bias is not None:
             given["norm_bias"] = norm.bias
@@ -280,8 +300,7 @@ class Step:
         if added is not None:
             total = self._new(*x.shape)
             given |= {"residual": x, "x": added, "total": total}
-        sizes = {"normed": True, "layer": norm.bias is not None, "added": added is not None}
-        return total, Awaited(x.shape, sizes, given)
+        return total, Awaited(kernel, x.shape, sizes | {"added": added is not None}, given)
 
     def _product(self, x: Array | Awaited, product: Product, *, gelu: bool = False, to: Array | None = None) -> Array:
         """Return ``x @ weight^T + bias``, of few rows by the kernel of decoding."""
@@ -303,11 +322,11 @@ class Step:
         return out
 
     def _multiply(self, kernel: str, sizes: dict[str, Any], **arguments: Any) -> None:
-        """Add a launch of products in the model's dtype; of float32 by TF32. Of rows to await it holds its weights."""
+        """Add a launch of products in the model's dtype, of float32 by TF32; or of rows to await, by their kernel."""
         dtype, x = self._model.dtype, arguments.get("x")
         if isinstance(x, Awaited):
             arguments |= x.arguments
-            self._to.launch("skinny_held_linear", sizes | x.sizes | {"dtype": dtype}, **arguments)
+            self._to.launch(x.kernel, sizes | x.sizes, **arguments)
         elif dtype == "float32":
             self._to.launch(f"{kernel}_tf32", sizes, **arguments)
         else:

@@ -28,7 +28,7 @@ _EXACT = frozenset((
 ))  # fmt: skip
 
 # The mode has the launches of more rows in their place.
-_ELSEWHERE = frozenset(("skinny_held_linear", "token_attention"))
+_ELSEWHERE = frozenset(("skinny_held_linear", "skinny_scaled_linear", "token_attention"))
 
 
 def has_rows(kernel: str, problem: Problem | None = None) -> bool:
