@@ -300,9 +300,19 @@ def _suits_digits(problem: Problem, config: Config, target: Target) -> bool:
     across, ahead, tile_k = config["tile_n"] * _gates(problem), config["ahead"], config["tile_k"]
     if not _is_split(config):
         return bool(ahead == 0 and tile_k <= 256)
-    is_step = across * tile_k in (_STEP, 2 * _STEP) or (across, tile_k) == (16, 512)
+    is_step = across * tile_k in (_STEP, 2 * _STEP) or (config["tile_n"] < USUAL and across * tile_k == _STEP // 2)
     is_ahead = ahead == 0 or (ahead % tile_k == 0 and across * ahead in (_STEP, 2 * _STEP))
     return bool(config["schedule"] == "block" and is_step and is_ahead)
+
+
+def _suits_occupancy(problem: Problem, config: Config, target: Target) -> bool:
+    """Tell whether blocks are 2 on an SM, or 1 or 4 where the compiler gives each more than one stage (sm_90)."""
+    occupancy, tile_n = config["occupancy"], config["tile_n"]
+    if not _is_split(config):
+        return bool(tile_n <= USUAL or occupancy <= 2)
+    has_room = (tile_n, config["tile_k"], config["ahead"]) == (32, 256, 0) and problem["rows"] <= 4
+    others = 1 if tile_n >= USUAL else 4 if has_room else 2
+    return occupancy in (2, others)
 
 
 def _is_read_by_most(problem: Problem, config: Config, target: Target) -> bool:
@@ -335,9 +345,12 @@ def _default_that_widens(problem: Problem, target: Target) -> Config:
 
 
 def default(problem: Problem, target: Target) -> Config:
-    """Return the widest of the narrow tiles with which three quarters of the SMs read, split if the space says so."""
+    """Return the widest of the narrow tiles with which three quarters of the SMs read, split if the space says so.
+
+    Digits of more than four rows take longer than the weights of narrower tiles.
+    """
     found = []
-    for tile_n in (width for width in WIDTHS if width <= USUAL):
+    for tile_n in (width for width in WIDTHS if width == USUAL or (width < USUAL and problem["rows"] <= 4)):
         terms = min(512, _STEP // (tile_n * _gates(problem)))
         split = _usual(problem, tile_n, tile_k=terms, widening="no").but(tile_m=power_of_two(problem["rows"]))
         ways = (split.but(ahead=_STEP // (tile_n * _gates(problem)), occupancy=2), split, split.but(occupancy=1))
@@ -379,16 +392,15 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 _CONSTRAINTS = (
     Constraint(TOO_LARGE, _fits_shared),
     Constraint(
-        "a block of digits has one tile, steps of 16 or 32 KB of weights, or 8 KB of 16 columns, and none, 16 or 32 KB "
-        "before them",
+        "a block of digits has one tile, steps of 16 or 32 KB of weights, or 8 KB of narrow tiles, and 16 or 32 KB "
+        "before them, or none",
         _suits_digits,
     ),
     Constraint("narrow tiles are for SMs that wider ones leave idle, wide ones for more columns", _is_read_by_most),
     Constraint(
-        "two blocks with 128 columns each, or with digits, read as much at a time as four with 64",
-        lambda problem, config, target: (
-            config["tile_n"] < (USUAL if _is_split(config) else 128) or config["occupancy"] <= 2
-        ),
+        "two blocks with 128 columns each, or with digits, read as much at a time as four with 64; narrow tiles with "
+        "digits get no more stages alone on an SM, and one if four share it, unless it is small",
+        _suits_occupancy,
     ),
     Constraint(
         "narrower tiles have the same code by both ways of widening",
