@@ -42,6 +42,17 @@ def test_any_number_of_rows_by_every_shape_of_tile(rows, dtype):
     assert_right(SPEC, problem, found, inputs_of(SPEC, problem))
 
 
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize(("inner", "whole"), [(1024, True), (3072, True), (1040, False)])
+def test_rows_of_whole_steps_are_read_without_bounds(rows, inner, whole):
+    """Rows that a tile has beyond the last are that one again, and are not stored."""
+    problem = problem_of(rows, inner, 70)
+    inputs = inputs_of(SPEC, problem)
+    found = [config for config in one_of_each(SPEC, problem, *WAYS) if config["widening"] == "no"]
+    assert any(dict(SPEC.device(problem, config).constants)["whole"] == whole for config in found)
+    assert_right(SPEC, problem, found, inputs)
+
+
 @pytest.mark.parametrize("rows", [1, 17])
 def test_all_numbers_of_int8_are_exact(rows):
     """A row picks one number of each weight."""
@@ -102,9 +113,10 @@ def test_the_least_and_the_largest_rows_and_zeros(dtype):
             assert torch.equal(picked(row, 2), row)
 
 
-def test_digits_have_the_same_bits_by_any_config_and_beside_any_rows():
+@pytest.mark.parametrize("inner", [2048, 2100])
+def test_digits_have_the_same_bits_by_any_config_and_beside_any_rows(inner):
     """Their sums are exact, and the largest are near the end of int32."""
-    problem = problem_of(8, 2100, 70, "gated", "rounded", "silu")
+    problem = problem_of(8, inner, 70, "gated", "rounded", "silu")
     inputs = inputs_of(SPEC, problem)
     inputs["x"][3], inputs["weight"][5], inputs["up"][5] = 255 / 128, -128, 127
     right = launched(SPEC, problem, SPEC.default(problem, INTERPRETED), inputs)["y"]

@@ -145,12 +145,26 @@ def skinny_linear_int8(
     each_step(_tile, tiles, persistent, arguments)
 
 
-def _powers(x, i, tile_m, piece):
+def _rows(x, i, step, shape, whole):
+    """Load a tile of rows. If columns are ``whole``, it lies inside, and rows beyond the last are that one again.
+
+    The compiler has a branch around each vector whose bounds it checks, and so waits for one after the other (sm_90).
+    """
+    if ct.static_eval(not whole):
+        return load(x, (i, step), shape, True, 0, False)
+    if ct.static_eval(shape[0] == 1):
+        return load(x, (i, step), shape, False, 0, False)
+    row = ct.minimum(i * shape[0] + ct.arange(shape[0], dtype=ct.int32), x.shape[0] - 1)
+    column = step * shape[1] + ct.arange(shape[1], dtype=ct.int32)
+    return ct.gather(x, (ct.reshape(row, (shape[0], 1)), ct.reshape(column, (1, shape[1]))), check_bounds=False)
+
+
+def _powers(x, i, tile_m, piece, whole):
     """Return the power of two of each row that makes its numbers whole, and its inverse, [tile_m, 1] each."""
     # Magnitudes are in the order of their bits, and those of NaN are the largest.
     largest = ct.zeros((tile_m, piece), ct.int32)
     for c in range(ct.cdiv(x.shape[1], piece)):
-        bits = ct.bitcast(load(x, (i, c), (tile_m, piece), True, 0, False).astype(ct.float32), ct.int32)
+        bits = ct.bitcast(_rows(x, i, c, (tile_m, piece), whole).astype(ct.float32), ct.int32)
         largest = ct.maximum(largest, bits & 0x7FFFFFFF)
     largest = ct.max(largest, 1, keepdims=True)
     # The exponent of float32 is in the bits from 23 on, with 127 added.
@@ -182,22 +196,22 @@ def _of_digits(sums, inverse):
     return ct.reshape(total, (rows, columns)) * inverse
 
 
-def _begun(x, first, total, factor, power, i, gated, wide):
+def _begun(x, first, total, factor, power, i, gated, wide, whole):
     """Return the sums and the products of the first terms, whose weights are there already."""
-    tokens = _digits(load(x, (i, 0), (power.shape[0], first[0].shape[1]), True, 0, False), power, wide)
+    tokens = _digits(_rows(x, i, 0, (power.shape[0], first[0].shape[1]), whole), power, wide)
     total = ct.mma(first[0], tokens, total)
     return total, ct.mma(first[1], tokens, factor) if ct.static_eval(gated) else factor
 
 
-def _digit_sums(x, weight, up, first, i, j, gated, tile_m, tile_n, tile_k, ahead, wide, piece, latency):
+def _digit_sums(x, weight, up, first, i, j, gated, tile_m, tile_n, tile_k, ahead, wide, piece, whole, latency):
     """Return the sums of x @ weight^T and x @ up^T, [tile_m, tile_n] each, without the columns' scales."""
-    power, inverse = _powers(x, i, tile_m, piece)
+    power, inverse = _powers(x, i, tile_m, piece, whole)
     total, factor = ct.zeros((tile_n, wide), ct.int32), ct.zeros((tile_n, wide), ct.int32)
     if ct.static_eval(ahead > 0):
-        total, factor = _begun(x, first, total, factor, power, i, gated, wide)
+        total, factor = _begun(x, first, total, factor, power, i, gated, wide, whole)
     for step in range(ahead // tile_k, ct.cdiv(x.shape[1], tile_k)):
         # Rows that go through registers do not take the place of weights in shared memory.
-        tokens = _digits(load(x, (i, step), (tile_m, tile_k), True, latency, False), power, wide)
+        tokens = _digits(_rows(x, i, step, (tile_m, tile_k), whole), power, wide)
         total = ct.mma(load(weight, (j, step), (tile_n, tile_k), True, latency, True), tokens, total)
         if ct.static_eval(gated):
             factor = ct.mma(load(up, (j, step), (tile_n, tile_k), True, latency, True), tokens, factor)
@@ -208,7 +222,7 @@ def _digit_sums(x, weight, up, first, i, j, gated, tile_m, tile_n, tile_k, ahead
 def skinny_linear_int8_by_digits(
     x, weight, scale, up, up_scale, bias, y, gated: ConstBool, rounded: ConstBool, biased: ConstBool,
     gelu_tanh: ConstBool, silu: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, ahead: ConstInt,
-    wide: ConstInt, piece: ConstInt, latency: ConstInt,
+    wide: ConstInt, piece: ConstInt, whole: ConstBool, latency: ConstInt,
 ):  # fmt: skip
     """Splits rows into digits, one tile a block: arrays as those of :func:`skinny_linear_int8`."""
     down = ct.cdiv(y.shape[0], tile_m)
@@ -222,7 +236,7 @@ def skinny_linear_int8_by_digits(
     ct.grid_dependency_control_wait()
     ct.grid_dependency_control_launch_dependents()
     total, factor = _digit_sums(
-        x, weight, up, first, i, j, gated, tile_m, tile_n, tile_k, ahead, wide, piece, latency
+        x, weight, up, first, i, j, gated, tile_m, tile_n, tile_k, ahead, wide, piece, whole, latency
     )  # fmt: skip
     z = _finished(total, factor, scales, y.dtype, gated, rounded, biased, gelu_tanh, silu)
     ct.store(y, (i, j), z, allow_tma=False)
@@ -270,8 +284,16 @@ def _wide(config: Config) -> int:
 
 
 def _constants(problem: Problem, config: Config) -> dict[str, Any]:
-    piece = min(power_of_two(problem["inner"]), _PIECE // config["tile_m"])
-    return {"by_float32": config["widening"] == "float32", "wide": _wide(config), "piece": piece}
+    inner, tiles = problem["inner"], (config["tile_k"], config["ahead"] or 1)
+    # A piece that divides the rows, if it is not much smaller than one that does not.
+    most, divisor = _PIECE // config["tile_m"], inner & -inner
+    piece = min(most, divisor) if divisor >= min(most, 1024) else min(most, power_of_two(inner))
+    return {
+        "by_float32": config["widening"] == "float32",
+        "wide": _wide(config),
+        "piece": piece,
+        "whole": all(inner % width == 0 for width in (piece, *tiles)),
+    }
 
 
 def _is_split_if_few(problem: Problem, config: Config, target: Target) -> bool:
