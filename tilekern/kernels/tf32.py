@@ -173,6 +173,6 @@ _TILE: Mapping[str, Value] = {"implementation": "tile"}
 SPECS = (
     _spec(matmul.SPEC, _TILE, ("a_transposed", "silu", "accumulated")),
     _spec(linear.SPEC, _TILE, ("accumulated",)),
-    _spec(int8.SPEC, {"widening": "float32"}),
+    _spec(int8.WIDENED, {"widening": "float32"}),
     _spec(grouped.SPEC, _TILE, ("inner_first", "biased", "partial")),
 )
