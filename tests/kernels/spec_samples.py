@@ -40,10 +40,10 @@ SIZES = {
     "experts": st.integers(1, 9),
 }
 # Large sizes by the name of a dimension; other sizes go up to 65536. Heads are as large as attention's kernels allow:
-# its gradients for 512 would take the compiler up to 4 s, for 1024 up to 12 s.
+# its gradients for 512 would take the compiler up to 4 s, for 1024 up to 12 s. Blocks hold rows of narrow models whole.
 LARGE = {
     "vocabulary": 300_000, "batch": 64, "heads": 256, "kv_heads": 256, "head_dim": 256, "experts": 256, "choices": 64,
-    "group": 32,
+    "group": 32, "width": 256, "attended": 256,
 }  # fmt: skip
 VIEWS = ("contiguous", "wide_rows", "offset", "reversed")
 # Sizes that are not powers of two, for tests that need a single problem of each spec.

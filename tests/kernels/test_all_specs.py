@@ -235,7 +235,7 @@ def test_bytes_are_those_of_all_inputs_and_outputs(spec, dtype, flags):
 
 SIZES = {
     "columns": 1024, "vocabulary": 1024, "hidden": 256, "inner": 256, "heads": 16, "kv_heads": 8, "head_dim": 128,
-    "pairs": 64, "experts": 16, "expert_groups": 2,
+    "pairs": 64, "experts": 16, "expert_groups": 2, "width": 256, "attended": 256,
 }  # fmt: skip
 
 

@@ -38,6 +38,8 @@ MODULES = {
     "layer_norm_forward": "layer_norm",
     "matmul": "matmul.product",
     "matmul_tf32": "tf32",
+    "narrow_block": "narrow.block",
+    "narrow_linear": "narrow.linear",
     "quantize_rows": "quantize",
     "rms_norm_forward": "rms_norm",
     "route_count": "experts.route",

@@ -4,9 +4,10 @@ The launches, and so the bits, are those of a patched transformers model: produc
 residual is added by the norm behind it. Products of float32 differ, which are by TF32. So does a token of few sequences
 outside of the invariant mode: a norm and the product behind it are one launch. It rounds as both do if it holds its
 weights, as in models that are not wide, but adds up in another order; of wide ones, it scales sums of terms that are
-rounded before they are normalised. A step of one token has its attention in one launch, with the norms and rotation of
-its heads and its rows of the cache; in the invariant mode by the kernels of decoding. One of several tokens has
-training's attention, over the keys before them and their own.
+rounded before they are normalised. In narrow models products of many rows have the norms before them in their launches
+too, and in still narrower ones all that is behind attention is one launch. A step of one token has its attention in one
+launch, with the norms and rotation of its heads and its rows of the cache; in the invariant mode by the kernels of
+decoding. One of several tokens has training's attention, over the keys before them and their own.
 
 For a product of more rows than the kernels of few rows take, an int8 weight is first multiplied by its scales and
 rounded to the model's dtype. The others multiply sums by the scales, so the bits differ.
@@ -42,6 +43,10 @@ _UNIT = 8
 # us for GPT-2's of 768; others read their rows twice, and take 56 us in place of 46 and a norm's 3 for Qwen3-8B's gate,
 # and with 8 rows 86 (H200). Wider models have a kernel that reads rows once.
 _MOST_HELD = 1024
+# The widest models whose products of many rows are one launch with the norm before them, and whose layers are one
+# launch behind attention. A launch of 1024 rows of 128 takes 4.5 us (H200), nearly all of them to begin and to end. Of
+# wider rows a block does not hold whole weights.
+_MOST_NARROW, _MOST_BEHIND = 512, 256
 
 
 @dataclass(frozen=True)
@@ -181,8 +186,13 @@ class Step:
         added: Array | None = None
         for number, layer in enumerate(model.weights.layers):
             x, y = self._normed(x, added, layer.attention_norm, layer.projections)
-            attended = self._joined(self._behind(self._attended(number, layer, y), layer.output))
-            x, y = self._normed(x, attended, layer.mlp_norm, None if layer.router is not None else layer.up)
+            y = self._attended(number, layer, y)
+            if self._is_one_launch(layer, y):
+                # The norm behind it finds the residual stream whole.
+                x, added = self._ended(layer, x, y), None
+                continue
+            attended = self._joined(self._behind(y, layer.output))
+            x, y = self._normed(x, attended, layer.mlp_norm, self._only_product(layer))
             added = self._joined(self._by_experts(layer, y) if layer.router is not None else self._mlp(layer, y))
         if not has_logits:
             return
@@ -248,10 +258,13 @@ class Step:
         of, dtype = self._model.architecture, self._model.dtype
         rows, columns = x.shape
         if product is not None and self._is_held(rows, product):
-            sizes = {"normed": True, "layer": norm.bias is not None, "dtype": dtype}
+            sizes = {"inner": columns, "normed": True, "layer": norm.bias is not None, "dtype": dtype}
             return self._unnormed("skinny_held_linear", sizes, x, added, norm)
         if product is not None and self._is_scaled(rows, product):
-            return self._unnormed("skinny_scaled_linear", {}, x, added, norm)
+            return self._unnormed("skinny_scaled_linear", {"inner": columns}, x, added, norm)
+        if product is not None and self._is_narrow(rows, product):
+            sizes = {"width": columns, "layer": norm.bias is not None, "dtype": dtype}
+            return self._unnormed("narrow_linear", sizes, x, added, norm)
         sizes = {"rows": rows, "columns": columns, "dtype": dtype, "weight_dtype": dtype}
         y, weights = self._new(rows, columns), {"weight": norm.weight, "eps": of.eps}
         if norm.bias is not None:
@@ -268,8 +281,7 @@ class Step:
 
         The invariant mode has the launches of more rows.
         """
-        is_served = product.scale is None and self._model.dtype != "float32" and not is_invariant()
-        return is_served and self._before is None and rows <= held.MOST_ROWS
+        return self._is_merged(product) and self._before is None and rows <= held.MOST_ROWS
 
     def _is_held(self, rows: int, product: Product) -> bool:
         """Return whether a product holds its weights."""
@@ -282,11 +294,53 @@ class Step:
         is_served = of.norm == "rms" and of.width > _MOST_HELD and self._model.dtype == "bfloat16"
         return is_served and self._is_few(rows, product)
 
+    def _is_narrow(self, rows: int, product: Product) -> bool:
+        """Return whether a product of many rows is one launch with a norm before it."""
+        return self._is_merged(product) and rows > MOST_ROWS and self._model.architecture.width <= _MOST_NARROW
+
+    def _is_merged(self, *products: Product) -> bool:
+        """Return whether there are kernels of products with what is around them, outside of the invariant mode."""
+        is_served = self._model.dtype != "float32" and not is_invariant()
+        return is_served and all(product.scale is None for product in products)
+
+    def _is_one_launch(self, layer: Layer, attended: Array) -> bool:
+        """Return whether all that is behind the attention of many rows is one launch, which has their sums whole."""
+        of, (rows, inner) = self._model.architecture, attended.shape
+        if layer.router is not None or of.gpus > 1 or max(of.width, inner) > _MOST_BEHIND:
+            return False
+        gate = [] if layer.gate is None else [layer.gate]
+        return rows > MOST_ROWS and self._is_merged(layer.output, layer.up, layer.down, *gate)
+
+    def _ended(self, layer: Layer, residual: Array, x: Array) -> Array:
+        """Return the residual stream behind a layer: x by attention's product, its sum, its norm and the MLP."""
+        of, (rows, width) = self._model.architecture, residual.shape
+        y, norm, gate = self._new(rows, width), layer.mlp_norm, layer.gate
+        given = {
+            "out_bias": layer.output.bias, "norm_bias": norm.bias, "up_bias": layer.up.bias,
+            "down_bias": layer.down.bias, "gate": None if gate is None else gate.weight,
+        }  # fmt: skip
+        sizes = {
+            "rows": rows, "attended": x.shape[1], "hidden": layer.up.weight.shape[0], "width": width,
+            "layer": norm.bias is not None, "gated": gate is not None, "biased": layer.up.bias is not None,
+            "out_biased": layer.output.bias is not None, "dtype": self._model.dtype,
+        }  # fmt: skip
+        self._to.launch(
+            "narrow_block", sizes, residual=residual, x=x, out_weight=layer.output.weight, norm_weight=norm.weight,
+            eps=of.eps, up=layer.up.weight, down=layer.down.weight, y=y,
+            **{name: value for name, value in given.items() if value is not None},
+        )  # fmt: skip
+        return y
+
+    def _only_product(self, layer: Layer) -> Product | None:
+        """Return the product that alone takes an MLP's rows; None if several do, as a gate's with many rows."""
+        is_shared = layer.router is not None or (layer.gate is not None and self._rows > MOST_ROWS)
+        return None if is_shared else layer.up
+
     def _behind(self, x: Array, product: Product) -> Array:
         """Return the product that ends attention or an MLP, without its sum over GPUs."""
         if not self._is_held(x.shape[0], product):
             return self._product(x, product)
-        sizes = {"normed": False, "dtype": self._model.dtype}
+        sizes = {"inner": x.shape[1], "normed": False, "dtype": self._model.dtype}
         return self._product(Awaited("skinny_held_linear", x.shape, sizes, {"x": x}), product)
 
     def _unnormed(
@@ -307,14 +361,15 @@ class Step:
         (rows, inner), columns = x.shape, product.weight.shape[0]
         out = self._new(rows, columns) if to is None else to
         sizes: dict[str, Any] = {
-            "rows": rows, "inner": inner, "columns": columns, "biased": product.bias is not None, "gelu_tanh": gelu,
+            "rows": rows, "columns": columns, "biased": product.bias is not None, "gelu_tanh": gelu,
         }  # fmt: skip
+        if isinstance(x, Array):
+            sizes["inner"] = inner
         bias = {} if product.bias is None else {"bias": product.bias}
-        if rows <= MOST_ROWS:
+        if rows <= MOST_ROWS or isinstance(x, Awaited):
             kernel, scale = _of_few_rows(product.scale)
             self._multiply(kernel, sizes, x=x, weight=product.weight, y=out, **scale, **bias)
             return out
-        assert isinstance(x, Array)
         if product.scale is not None:
             self._dequantized_product(x, product, gelu, out)
         else:

@@ -27,8 +27,10 @@ _EXACT = frozenset((
     "greedy_parts", "lay_out", "quantize_rows", "route_count", "route_place", "sample", "skinny_projections",
 ))  # fmt: skip
 
-# The mode has the launches of more rows in their place.
-_ELSEWHERE = frozenset(("skinny_held_linear", "skinny_scaled_linear", "token_attention"))
+# The mode has other launches in their place.
+_ELSEWHERE = frozenset(
+    ("narrow_block", "narrow_linear", "skinny_held_linear", "skinny_scaled_linear", "token_attention")
+)
 
 
 def has_rows(kernel: str, problem: Problem | None = None) -> bool:
