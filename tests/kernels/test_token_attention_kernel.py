@@ -79,8 +79,8 @@ def test_in_place_it_leaves_the_rows_of_append_to_cache_and_counters_of_0(
 ):
     problem = problem_of(*on, dtype=dtype, group=group, head_dim=head_dim, page_size=page_size)
     inputs = inputs_at(problem, positions)
-    keys_first = is_first or group < 16
-    config = config_of(problem, splits=splits, tile_n=tile_n, keys_first=keys_first)
+    other = {} if is_first or group == 3 else {"keys_first": False, "scalar": group == 1}
+    config = config_of(problem, splits=splits, tile_n=tile_n, **other)
     found = in_place(problem, config, inputs)
     expected = expected_results(SPEC, problem, inputs)
     check = compare(SPEC, problem, found, {"out": expected["out"]})
@@ -206,5 +206,9 @@ MODELS = {
 def test_the_defaults_of_models_spill_nothing(arch, name):
     (sizes, on), target = MODELS[name], resolve(arch)
     problem = SPEC.bucketed(problem_of(*on, **sizes))
-    made = compile_candidate(SPEC, problem, SPEC.default(problem, target), target, ALIGNED)
-    assert resources_of(SPEC, problem, made, target).stack_bytes == 0
+    default = SPEC.default(problem, target)
+    ways = [default] + [default.but(keys_first=False, scalar=True)] * (name == "gpt2")
+    for config in ways:
+        assert SPEC.space.violated(problem, config, target) is None
+        made = compile_candidate(SPEC, problem, config, target, ALIGNED)
+        assert resources_of(SPEC, problem, made, target).stack_bytes == 0

@@ -5,8 +5,11 @@ k are divided by their heads' root mean square, if ``normed``, rotated by halves
 dtype; then ``out = softmax(scale q k^T) v`` over the keys before the token and its own.
 
 The tiles of old keys of a key head are dealt out to ``splits`` blocks: tile j belongs to block ``j % splits``. Each
-block makes its query heads by itself. The block that would have the next tile takes the new key, and writes it and its
-value to the cache. It has them in registers, and no block reads them from the cache, so none waits for another.
+block makes its query heads by itself. The block to whose tile the new key belongs takes it last, from registers, and
+writes it and its value to the cache. No other block reads that tile, so none waits for another.
+
+The products are those of ``decode_attention``. A single query head fills an eighth of what the matrix units take, so
+the scalar units may multiply it (``scalar``), by vectors of keys and values that do not pass through shared memory.
 
 Each block of several leaves its part of the sums, then counts itself in the ``counters`` of the key head. That orders
 memory: who sees the count of another block sees its part. So the last block to come adds up all parts, always in the
@@ -30,7 +33,7 @@ import cuda.tile as ct
 from tilekern.kernels import decode_attention as decoding
 from tilekern.kernels.append_to_cache import _place, written
 from tilekern.kernels.attention.problem import depth_of
-from tilekern.kernels.attention.tiles import LOG2_E, LOWEST, product
+from tilekern.kernels.attention.tiles import LOG2_E, LOWEST, add_sums, product
 from tilekern.kernels.decode_attention import MOST_SPLITS, _add_tile, _nothing, _store_out, _store_part
 from tilekern.kernels.families.arrays import Arrays
 from tilekern.kernels.families.normed_rotations import EPS, read_weight
@@ -38,7 +41,7 @@ from tilekern.kernels.families.normed_rotations import normed as norm
 from tilekern.kernels.families.rotations import drawn_angles, read_angles, read_halves, rotated, write_halves
 from tilekern.kernels.families.tables import flags_of, spec
 from tilekern.kernels.qk_norm_rope import turned as turn
-from tilekern.kernels.tiles import ConstBool, ConstInt, power_of_two
+from tilekern.kernels.tiles import ConstBool, ConstInt, load, power_of_two
 from tilekern.spec import (
     ITEM_BYTES,
     Array,
@@ -108,54 +111,73 @@ def _tile_of(table, where, j, tile_n, paged):
     return (b, h, j), ct.static_eval((1, 1, tile_n))
 
 
-def _keys_of(keys, place, shape, tile_n, form):
+def _rows_of(cache, place, shape, tile_n, depth, bounded, tma):
+    """Load a tile of a cache, (tile_n, depth), with zeros beyond its end or the page's if ``bounded``."""
+    return ct.reshape(load(cache, place + (0,), shape + (depth,), bounded, 0, tma), (tile_n, depth))
+
+
+def _keys_of(keys, place, shape, tile_n, bounded, tma, form):
     """Load a tile of keys, (tile_n, twice the width of halves), in the layout of :func:`_joined`."""
     _, width, whole, _, _, _ = form[0]
     if ct.static_eval(whole):
-        both = ct.static_eval(2 * width)
-        found = ct.load(keys, place + (0,), shape + (both,), padding_mode=ct.PaddingMode.ZERO)
-        return ct.reshape(found, (tile_n, both))
+        return _rows_of(keys, place, shape, tile_n, ct.static_eval(2 * width), bounded, tma)
     return _joined(read_halves(keys, place, shape, form), tile_n, width)
+
+
+def _add_tile_of_one(state, products, v_tile, factor):
+    """Add a tile of keys (tile_n, 1) to the state of a single query head, by the scalar units."""
+    biggest, total, summed = state
+    most = ct.maximum(biggest, ct.max(products, axis=0, keepdims=True) * factor)
+    shrink = ct.exp2(biggest - most, flush_to_zero=True)
+    weights = ct.exp2(products * factor - most, flush_to_zero=True)
+    total = total * shrink + ct.sum(weights, axis=0, keepdims=True)
+    return most, total, summed * shrink + ct.sum(v_tile.astype(ct.float32) * weights, axis=0, keepdims=True)
 
 
 def _add_old(state, q_side, caches, table, where, steps, shown, factor, sizes, flags, form):
     """Add the tiles of old keys of ``steps``, (begin, stop, step); of an edge, of which ``shown`` keys are old ones."""
     biggest, total, summed = state
     depth, rows, tile_n = sizes
-    keys_first, paged, is_edge = flags
+    keys_first, scalar, paged, is_edge = flags
     begin, stop, step = steps
     _, _, page_size, across = where
     along, kinds = ct.arange(tile_n, dtype=ct.int32), (keys_first, False, False, False, False, False)
     for j in range(begin, stop, step):
         place, shape = _tile_of(table, where, j, tile_n, paged)
-        k_tile = _keys_of(caches[0], place, shape, tile_n, form)
-        if ct.static_eval(keys_first):
+        # Without bounds the scalar units load vectors; through shared memory these would be copied again.
+        bounded, tma = ct.static_eval(is_edge or paged or not scalar or not form[0][2]), ct.static_eval(not scalar)
+        k_tile = _keys_of(caches[0], place, shape, tile_n, bounded, tma, form)
+        v_tile = _rows_of(caches[1], place, shape, tile_n, depth, bounded, tma)
+        if ct.static_eval(scalar):
+            products = ct.sum(k_tile.astype(ct.float32) * q_side.astype(ct.float32), axis=1, keepdims=True)
+        elif ct.static_eval(keys_first):
             products = product(k_tile, q_side, ct.zeros((tile_n, rows), ct.float32))
         else:
             products = product(q_side, ct.transpose(k_tile), ct.zeros((rows, tile_n), ct.float32))
-        v_tile = ct.load(caches[1], place + (0,), shape + (depth,), padding_mode=ct.PaddingMode.ZERO)
-        v_tile = ct.reshape(v_tile, (tile_n, depth))
         if ct.static_eval(is_edge or paged):
             # A page may end within a tile.
             count = shown if ct.static_eval(is_edge) else page_size - j % across * tile_n
-            side = ct.static_eval((tile_n, 1) if keys_first else (1, tile_n))
+            side = ct.static_eval((tile_n, 1) if keys_first or scalar else (1, tile_n))
             products = ct.where(ct.reshape(along < count, side), products, -float("inf"))
         if ct.static_eval(is_edge):
             # A weight of 0 does not stop NaN of rows that were never written.
             v_tile = ct.where(ct.reshape(along < shown, (tile_n, 1)), v_tile, 0.0)
-        biggest, total, summed = _add_tile((biggest, total, summed), products, v_tile, factor, kinds)
+        if ct.static_eval(scalar):
+            biggest, total, summed = _add_tile_of_one((biggest, total, summed), products, v_tile, factor)
+        else:
+            biggest, total, summed = _add_tile((biggest, total, summed), products, v_tile, factor, kinds)
     return biggest, total, summed
 
 
-def _begun(q_heads, k_head, v_row, is_mine, factor, sizes, keys_first):
-    """Return the running maximum, denominator and weighted sum of the new key, if it is this block's, else of none."""
+def _of_new(q_heads, k_head, v_row, factor, sizes, keys_first):
+    """Return what the new key adds by itself: (exponent, denominator, weighted sum)."""
     depth, rows, _ = sizes
     side = ct.static_eval((1, rows) if keys_first else (rows, 1))
     scores = ct.sum(q_heads.astype(ct.float32) * k_head.astype(ct.float32), axis=1, keepdims=True)
-    scores = ct.where(is_mine, ct.reshape(_repeated(scores, rows), side) * factor, -float("inf"))
+    scores = ct.reshape(_repeated(scores, rows), side) * factor
     biggest = ct.maximum(scores, LOWEST)
     value = ct.reshape(v_row.astype(ct.float32), ct.static_eval((depth, 1) if keys_first else (1, depth)))
-    summed = _nothing(rows, depth, keys_first) + ct.where(is_mine, value, 0.0)
+    summed = _nothing(rows, depth, keys_first) + value
     return biggest, ct.exp2(scores - biggest, flush_to_zero=True), summed
 
 
@@ -201,7 +223,7 @@ def _attend(
     """Attend to one split of the keys of one key head, and join the parts if they are all there."""
     (q, k, v), (new_keys, new_values), (eps, scale) = heads, new, numbers
     head_dim, depth, rows, group, tile_n, chunk = sizes
-    persistent, keys_first, normed, turned, paged = flags
+    persistent, keys_first, scalar, normed, turned, paged = flags
     q_form, k_form = forms
     width = ct.static_eval(k_form[0][1])
     split, pair = item % splits, item // splits
@@ -224,27 +246,27 @@ def _attend(
 
     of_q, of_k = read_halves(q, (b, h, 0), (1, 1, group), q_form), read_halves(k, (b, h, 0), (1, 1, 1), k_form)
     v_row = ct.load(v, (b, h, 0, 0), (1, 1, 1, depth), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
-    k_halves = _made(of_k, factors[1], turns, eps, kinds, k_form)
     q_heads = _joined(_made(of_q, factors[0], turns, eps, kinds, q_form), group, width).astype(q.dtype)
-    k_head = _joined(k_halves, 1, width).astype(k.dtype)
+    q_side = _repeated(q_heads, rows)
+    q_side = ct.transpose(q_side) if ct.static_eval(keys_first) else q_side
+
+    factor, of_tiles, ways = scale * LOG2_E, (depth, rows, tile_n), (keys_first, scalar, paged)
+    side, where = ct.static_eval((1, rows) if keys_first else (rows, 1)), (b, h, page_size, across)
+    state = (ct.full(side, LOWEST, ct.float32), ct.zeros(side, ct.float32), _nothing(rows, depth, keys_first))
+    steps = (split, edge, splits)
+    state = _add_old(state, q_side, caches, table, where, steps, 0, factor, of_tiles, ways + (False,), k_form)
+    steps = (edge, edge + ct.where(is_mine & (shown > 0), 1, 0), 1)
+    state = _add_old(state, q_side, caches, table, where, steps, shown, factor, of_tiles, ways + (True,), k_form)
+    biggest, total, summed = state
     if is_mine:
+        k_halves = _made(of_k, factors[1], turns, eps, kinds, k_form)
         place = (row[0], row[1], h) if ct.static_eval(paged) else (row[0], h, row[1])
         write_halves(new_keys, k_halves[0], k_halves[1], place, k_form)
         ct.store(new_values, place + (0,), v_row, allow_tma=False)
-
-    factor, of_tiles = scale * LOG2_E, (depth, rows, tile_n)
-    state = _begun(q_heads, k_head, v_row, is_mine, factor, of_tiles, keys_first)
-    q_side = _repeated(q_heads, rows)
-    q_side = ct.transpose(q_side) if ct.static_eval(keys_first) else q_side
-    where = (b, h, page_size, across)
-    state = _add_old(
-        state, q_side, caches, table, where, (split, edge, splits), 0, factor, of_tiles, (keys_first, paged, False),
-        k_form,
-    )  # fmt: skip
-    steps = (edge, edge + ct.where(is_mine & (shown > 0), 1, 0), 1)
-    state = _add_old(
-        state, q_side, caches, table, where, steps, shown, factor, of_tiles, (keys_first, paged, True), k_form
-    )
+        k_head = _joined(k_halves, 1, width).astype(k.dtype)
+        found = _of_new(q_heads, k_head, v_row, factor, of_tiles, keys_first)
+        biggest, total, summed = add_sums((biggest, total, summed), found)
+    state = (biggest, total, summed)
     # By TMA the result would pass through shared memory.
     if splits == 1:
         _store_out(out, b, h, state, rows, depth, keys_first, False)
@@ -259,8 +281,8 @@ def _attend(
 def token_attention(
     q, k, v, q_weight, k_weight, cos, sin, positions, table, keys, values, counters, eps, scale, new_keys, new_values,
     out, parts, head_dim: ConstInt, depth: ConstInt, width: ConstInt, rows: ConstInt, group: ConstInt, tile_n: ConstInt,
-    chunk: ConstInt, persistent: ConstBool, keys_first: ConstBool, whole: ConstBool, bounded: ConstBool,
-    normed: ConstBool, turned: ConstBool, paged: ConstBool,
+    chunk: ConstInt, persistent: ConstBool, keys_first: ConstBool, scalar: ConstBool, whole: ConstBool,
+    bounded: ConstBool, normed: ConstBool, turned: ConstBool, paged: ConstBool,
 ):  # fmt: skip
     """One split of one key head a block, or resident blocks that loop; the layout is that of the module."""
     pairs = q.shape[0] * q.shape[1]
@@ -268,7 +290,10 @@ def token_attention(
     splits = ct.maximum(1, ct.num_blocks(0) // pairs)
     half = ct.static_eval(head_dim // 2)
     forms = (((half, width, whole, bounded, False, 0),), ((half, width, whole, not whole, False, 0),))
-    sizes, flags = (head_dim, depth, rows, group, tile_n, chunk), (persistent, keys_first, normed, turned, paged)
+    sizes, flags = (
+        (head_dim, depth, rows, group, tile_n, chunk),
+        (persistent, keys_first, scalar, normed, turned, paged),
+    )
     arguments = (
         (q, k, v), (q_weight, k_weight), (cos, sin), positions, table, (keys, values), (new_keys, new_values),
         (eps, scale), counters, out, parts, splits, sizes, flags, forms,
@@ -435,11 +460,16 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
         "splits": [n for n in (1, 2, 4, 8, 16, 32, MOST_SPLITS) if n <= bucket(problem["keys"])],
         "occupancy": [1, 2],
         "num_worker_warps": [4, 8],
-        "keys_first": [True, False] if problem["group"] >= _FEW else [True],
+        "keys_first": [True, False] if problem["group"] >= _FEW or problem["group"] == 1 else [True],
+        "scalar": [False, True] if problem["group"] == 1 else [False],
     }
 
 
 _CONSTRAINTS = (
+    Constraint(
+        "a single query head is a row of scalar units, or a column of products",
+        lambda problem, config, target: problem["group"] > 1 or config["scalar"] != config["keys_first"],
+    ),
     Constraint(
         "a split without a tile of its own has nothing to do",
         lambda problem, config, target: (
@@ -470,8 +500,9 @@ _CONSTRAINTS = (
 
 def _config(problem: Problem, schedule: str, tile_n: int, splits: int, occupancy: int, warps: int) -> Config:
     return Config(
-        schedule=schedule, tile_n=tile_n, splits=splits, occupancy=occupancy, num_worker_warps=warps, keys_first=True
-    )
+        schedule=schedule, tile_n=tile_n, splits=splits, occupancy=occupancy, num_worker_warps=warps, keys_first=True,
+        scalar=False,
+    )  # fmt: skip
 
 
 def _default(problem: Problem, target: Target) -> Config:
@@ -490,7 +521,7 @@ def _generic(problem: Problem) -> Config:
 
 def _constants(problem: Problem, config: Config) -> dict[str, Any]:
     group = power_of_two(problem["group"])
-    rows = max(_LEAST_ROWS, group)
+    rows = group if config["scalar"] else max(_LEAST_ROWS, group)
     at_once = max(1, _MOST_AT_ONCE // (group * problem["depth"]))
     return {
         "rows": rows,
