@@ -9,7 +9,7 @@ matrix units get two operands of one dtype:
 - ``direct`` and ``float32``: weights become numbers of the dtype of ``x`` in registers, which is exact too. The
   compiler does it, or each is made a float32 first. The compiler's code for sm_90 has five to six instructions for a
   number by the first and three by the second, one of which runs at a quarter of the others' rate or less; for sm_100
-  three by both, and that slow one by the second alone. With ``no`` it is one for a row of ``x``.
+  three by both, and that slow one by the second alone. With ``no`` it is one for a row of ``x``, two for eight (sm_90).
 
 Digits: a row is multiplied by the power of two that brings its largest magnitude to 2^29 or above, but below 2^30, and
 cut to whole numbers, whose digits of base 256 are -128 to 127. So a number of bfloat16 is exact from 2^-22 of its row's
@@ -206,11 +206,13 @@ def _begun(x, first, total, factor, power, i, gated, wide, whole):
 def _digit_sums(x, weight, up, first, i, j, gated, tile_m, tile_n, tile_k, ahead, wide, piece, whole, latency):
     """Return the sums of x @ weight^T and x @ up^T, [tile_m, tile_n] each, without the columns' scales."""
     power, inverse = _powers(x, i, tile_m, piece, whole)
+    # Several rows whose indices are computed take 3 to 5 times as many instructions in narrow tiles (sm_90).
+    whole = ct.static_eval(whole and (tile_m == 1 or tile_n >= 64))
     total, factor = ct.zeros((tile_n, wide), ct.int32), ct.zeros((tile_n, wide), ct.int32)
     if ct.static_eval(ahead > 0):
         total, factor = _begun(x, first, total, factor, power, i, gated, wide, whole)
     for step in range(ahead // tile_k, ct.cdiv(x.shape[1], tile_k)):
-        # Rows that go through registers do not take the place of weights in shared memory.
+        # By TMA, rows would take the place of weights in shared memory.
         tokens = _digits(_rows(x, i, step, (tile_m, tile_k), whole), power, wide)
         total = ct.mma(load(weight, (j, step), (tile_n, tile_k), True, latency, True), tokens, total)
         if ct.static_eval(gated):
@@ -369,7 +371,7 @@ def _default_that_widens(problem: Problem, target: Target) -> Config:
 def default(problem: Problem, target: Target) -> Config:
     """Return the widest of the narrow tiles with which three quarters of the SMs read, split if the space says so.
 
-    Digits of more than four rows take longer than the weights of narrower tiles.
+    With more than four rows, digits take six instructions for a weight of a narrower tile (sm_90).
     """
     found = []
     for tile_n in (width for width in WIDTHS if width == USUAL or (width < USUAL and problem["rows"] <= 4)):
