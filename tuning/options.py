@@ -25,7 +25,8 @@ from tilekern.tuning.plan.steps import OPTIMIZERS, Steps, steps_of
 class PlanRequest:
     """A request for a plan: models to step, plans that exist, named problems; at least one of them.
 
-    ``described`` is the first option that describes a model's steps, which a plan cannot use.
+    ``described`` is the first option that describes a model's steps, which a plan cannot use. ``kernels`` are those
+    whose problems are planned; all where there are none.
     """
 
     models: Sequence[str]
@@ -33,6 +34,7 @@ class PlanRequest:
     problems: Sequence[str]
     steps: Steps
     described: str | None
+    kernels: Sequence[str] = ()
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> PlanRequest:
@@ -62,7 +64,8 @@ class PlanRequest:
         if described and not given["models"] and (given["plans"] or given["problems"]):
             raise described_alone(described)
         steps = steps_of(**named, invariant=bool(given["invariant"]))
-        return cls(given["models"], given["plans"], given["problems"], steps, described)
+        kernels = words(given["kernels"], "--kernels") if given["kernels"] is not None else ()
+        return cls(given["models"], given["plans"], given["problems"], steps, described, kernels)
 
 
 def described_alone(option: str) -> InputError:
@@ -132,6 +135,10 @@ _OTHERS = {
     "problems": click.option(
         "--problem", "problems", multiple=True, metavar="'NAME SIZES'",
         help="An op or a kernel: 'rms_norm rows=8192,columns=4096,dtype=bfloat16'; may be repeated.",
+    ),
+    "kernels": click.option(
+        "--kernels", metavar="TEXT",
+        help="Plan problems of these kernels alone, as skinny_linear,token_attention; by default of all.",
     ),
 }  # fmt: skip
 PLAN_OPTIONS = (*_STEPS, *_OTHERS)

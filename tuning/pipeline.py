@@ -48,6 +48,7 @@ from tilekern.tuning.publishing import (
     winners,
     write_packs,
 )
+from tilekern.tuning.rehearse.stage import STEP, rehearse, stage_in
 from tilekern.tuning.strategies import strategy_named
 from tilekern.tuning.sweep.folder import RESULTS, Sweep, folder_in
 from tilekern.tuning.sweep.plan import Named
@@ -126,6 +127,8 @@ class Result:
         notes: lines for people.
         compile: the outcome of the compile stage (:class:`tilekern.tuning.compile.stage.CompileSummary`).
         measure: that of the measure stage (:class:`tilekern.tuning.measure.stage.MeasureSummary`), with ``reasons``.
+        step: how many kernels were chosen in the step of a token (:class:`tilekern.tuning.rehearse.stage.Summary`);
+            empty without such a step.
         results: the file of all records, ``results.pack``; None where none was written.
         cache: the cache that took them in.
         packs: how many records each model's pack has, by its path.
@@ -143,6 +146,7 @@ class Result:
     notes: list[str] = field(default_factory=list)
     compile: dict[str, Any] = field(default_factory=dict)
     measure: dict[str, Any] = field(default_factory=dict)
+    step: dict[str, Any] = field(default_factory=dict)
     results: str | None = None
     cache: str | None = None
     packs: dict[str, int] = field(default_factory=dict)
@@ -159,6 +163,7 @@ class Result:
             "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
             "compile": self.compile,
             "measure": self.measure,
+            "step": self.step,
             "problems": [winner.as_json() for winner in self.winners],
             "budget": {
                 "seconds": self.budget_s,
@@ -214,7 +219,10 @@ class Pipeline:
             InputError: the folder holds another target's sweep, is held by another run, or cannot be written.
         """
         sweep = Sweep(folder or folder_in(store.root, target.key))
-        sweep.begin(target, planned.name, planned.problems, launches=planned.launches, invariant=planned.invariant)
+        sweep.begin(
+            target, planned.name, planned.problems, launches=planned.launches, invariant=planned.invariant,
+            tokens=planned.tokens,
+        )  # fmt: skip
         pipeline = cls(sweep, store, options, tell or (lambda *_: None), packs=packs, notes=planned.notes)
         pipeline.result.seconds[PLAN] = time.monotonic() - options.began
         return pipeline
@@ -268,6 +276,8 @@ class Pipeline:
                     self._compile(will_measure=executor is not None)
                 if executor:
                     self._measure(executor)
+            if self._measures and self.sweep.tokens:
+                self._choose_in_steps(executor)
         if self._compiles and (key := self.options.key):
             self.result.notes.append(f"signed {self.sweep.sign(key)} artifacts with key {key.public_key[:16]}")
         # The machine that measures may have no compiler.
@@ -321,6 +331,18 @@ class Pipeline:
         self.result.measure = self._measured(done)
         self.result.seconds[COMPILE] = compiling.ended - started
         self.result.seconds[MEASURE] = time.perf_counter() - compiling.ended
+
+    def _choose_in_steps(self, executor: Executor | None) -> None:
+        """Choose the kernels of tokens in the engine's own steps, which run on a GPU of this host."""
+        if executor is None or self.options.executor != LOCAL:
+            where = "there is none" if executor is None else f"--executor {self.options.executor} has others"
+            self.result.notes.append(f"no step of a token is timed, which needs the GPU here, and {where}")
+            return
+        is_over = self._spent.is_set if self.budget else lambda: False
+        with self._timed(STEP):
+            done = rehearse(self.sweep, executor, stage_in(Path(self.store.root)), self._told(STEP), is_over)
+        self.result.step = {name: value for name, value in vars(done).items() if name != "notes"}
+        self.result.notes += done.notes
 
     def _measured(self, done: MeasureSummary) -> dict[str, Any]:
         """Return the outcome of the measure stage, with the reasons of wrong and quarantined candidates."""

@@ -30,6 +30,8 @@ from tilekern.tuning.sweep.lines import copy_key
 from tilekern.tuning.sweep.plan import Named
 
 MOST_RUNNERS_UP = 3
+# In a record's measurement: the step of a token in which its kernel was chosen.
+IN_STEP = "in_step"
 # A class may cost training so much more than the best one, if more of decoding is of it: a problem of decoding without
 # a kernel of the class is left to training's, which takes twice as long and more.
 _NEAR = 1.5
@@ -58,6 +60,13 @@ class Winner:
         return None if same is None else same["median_us"] / self.time_us
 
     @property
+    def in_step(self) -> dict[str, Any] | None:
+        """The step of a token in which its kernel was chosen; None if it is the fastest in a row."""
+        best = self.record.best_kernel
+        found = best.measurement if best else self.record.measurement
+        return (found or {}).get(IN_STEP)
+
+    @property
     def share(self) -> float:
         """The part of the roofline that it reaches: the roofline's time over ``time_us``."""
         return 1e6 * self.roofline.seconds / self.time_us
@@ -77,6 +86,7 @@ class Winner:
             "bound": self.roofline.bound,
             "gain_over_default": round(self.gain, 4),
             "invariant": (record.measurement or {}).get(INVARIANT),
+            IN_STEP: self.in_step,
         }
 
 
@@ -105,7 +115,7 @@ def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dic
             facts["measurement"][INVARIANT] = known.invariant(same, generic)
             if not same.is_library and same.config != runs.config:
                 variants[INVARIANT] = same
-        artifacts = {name: _artifact(sweep, one, known.compiled[one.artifact]) for name, one in variants.items()}
+        artifacts = {name: artifact_in(sweep, one, known.compiled[one.artifact]) for name, one in variants.items()}
         blobs = {artifact.sha256: sweep.cubin(artifact.sha256) for artifact in artifacts.values()}
         # What a library runs belongs to the toolkit of its rivals.
         made_by = (known.line(item) or known.line(generic)).get("toolkit", toolkit)
@@ -125,12 +135,13 @@ class Known:
     quarantined: dict[str, str]
     races: dict[tuple[str, str], Line]
     gpu: dict[str, Any]
+    chosen: dict[str, Line]
 
     @classmethod
     def of(cls, sweep: Sweep) -> Known:
         """Read all journals of a sweep; the newest race of a problem counts."""
         races = {(race["kernel"], race["problem"]): race for race in sweep.races().values()}
-        return cls(sweep.compiled(), sweep.measured(), sweep.quarantined(), races, sweep.gpu())
+        return cls(sweep.compiled(), sweep.measured(), sweep.quarantined(), races, sweep.gpu(), sweep.chosen())
 
     def line(self, item: Candidate) -> Line:
         """Return the journal's line of a candidate's artifact, or an empty one."""
@@ -186,6 +197,19 @@ class Known:
             return str(self.measured[item.key]["check"].get("reason", "it failed its check"))
         return str(self.line(item).get("reason", "it was not timed"))
 
+    def best_kernel(self, timings: Mapping[Candidate, Mapping[str, Any]]) -> Candidate | None:
+        """Return the kernel that runs of those of one race, without a library: what the step of a token chose, or else
+        the fastest that is confirmed; None if there is none.
+        """
+        able = [item for item in ranked(timings) if not item.is_library and self.is_confirmed(item)]
+        line = self.chosen.get(f"{able[0].kernel}|{able[0].problem.key}", {}) if able else {}
+        return next((item for item in able if item.key == line.get("candidate")), able[0] if able else None)
+
+    def in_step(self, item: Candidate) -> dict[str, Any]:
+        """Return what a record says of a kernel that the step of a token chose; nothing of another."""
+        line = self.chosen.get(f"{item.kernel}|{item.problem.key}", {})
+        return {IN_STEP: line["step"]} if line.get("candidate") == item.key else {}
+
     def timings(self, found: list[Candidate]) -> dict[Candidate, dict[str, Any]]:
         """Return the timings of the newest race; only candidates that raced together compare."""
         race = self.races.get((found[0].kernel, found[0].problem.key), {}).get("race")
@@ -193,7 +217,8 @@ class Known:
         return {item: line["timing"] for item, line in lines.items() if "timing" in line and line.get("race") == race}
 
 
-def _artifact(sweep: Sweep, item: Candidate, line: dict[str, Any]) -> Artifact:
+def artifact_in(sweep: Sweep, item: Candidate, line: dict[str, Any]) -> Artifact:
+    """Return the entry in a record of a candidate that compiled, by the journal's line of its artifact."""
     return Artifact(
         sha256=line["sha256"],
         size=len(sweep.cubin(line["sha256"])),
@@ -213,9 +238,11 @@ def _measured_winner(known: Known, found: list[Candidate], target: Target) -> tu
         return None
     order = ranked(timings)
     best = next((item for item in order if known.is_confirmed(item)), order[0])
+    if not best.is_library:
+        best = known.best_kernel(timings) or best
     others = [item for item in order if item is not best]
     race = known.races.get((best.kernel, best.problem.key), {})
-    measurement = timings[best] | race.get("gpu", known.gpu)
+    measurement = timings[best] | race.get("gpu", known.gpu) | known.in_step(best)
     if race.get("followers") and best.spec.follower:
         measurement["with"] = best.spec.follower.kernel
     if default := timing_of_default(timings, known.compiled, target):
@@ -309,10 +336,9 @@ def _best_kernel(
 ) -> tuple[Candidate, BestKernel] | None:
     """Return the best candidate that is a kernel: the fastest confirmed one of the newest race, or one predicted."""
     timings = known.timings(found)
-    for item in ranked(timings):
-        if not item.is_library and known.is_confirmed(item):
-            check = known.measured[item.key]["check"]
-            return item, BestKernel(dict(item.config), dict(timings[item]), check)
+    if item := known.best_kernel(timings):
+        check = known.measured[item.key]["check"]
+        return item, BestKernel(dict(item.config), timings[item] | known.in_step(item), check)
     if timings:
         return None
     predicted = ranking(sweep, found[0].kernel, found[0].problem, target)

@@ -248,7 +248,7 @@ def _row(winner: Winner) -> list[str]:
         f"{winner.time_us:.1f}",
         f"{winner.roofline.bound} {100 * winner.share:.0f} %",
         f"{winner.gain:.2f}x",
-        winner.record.provenance,
+        winner.record.provenance + (", in the step" if winner.in_step else ""),
     ]
 
 
@@ -265,6 +265,10 @@ def _details(outcome: Result, stage: str) -> str:
         beyond = " beyond it" if is_beside else ""
         why = _because(found) if found["wrong"] or found["quarantined"] else ""
         return f"{beyond} ({found['timed']} timed, {found['wrong']} wrong, {found['quarantined']} in quarantine{why})"
+    if stage == "step" and outcome.step:
+        found = outcome.step
+        others = f"{found['changed']} of them not the fastest in a row"
+        return f" ({found['chosen']} kernels chosen in the step of a token, {others}; {found['tried']} others tried)"
     return ""
 
 

@@ -73,9 +73,9 @@ def default_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan only the default config of each problem, as compiling a whole space takes long."""
     begin = Sweep.begin
 
-    def begin_defaults(self, target, model, problems, limits=None, launches=None, invariant=()):
+    def begin_defaults(self, target, model, problems, limits=None, launches=None, invariant=(), tokens=()):
         defaults = {(kernel, problem): [spec_named(kernel).default(problem, target)] for kernel, problem in problems}
-        begin(self, target, model, problems, limits or defaults, launches, invariant)
+        begin(self, target, model, problems, limits or defaults, launches, invariant, tokens)
 
     monkeypatch.setattr(Sweep, "begin", begin_defaults)
 

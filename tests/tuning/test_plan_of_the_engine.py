@@ -64,6 +64,37 @@ def test_its_options_say_what_the_engine_runs(planned):
     assert plan.name.endswith("config.json-engine")
 
 
+def test_a_plan_has_the_steps_of_its_tokens(planned):
+    plan = planned(decode="1,8", context="32,4096", dtype="bf16,fp16", paged=True)
+    found = [(step.dtype, step.cache, step.batch, step.context) for step in plan.tokens]
+    assert found == [
+        (dtype, cache, batch, room)
+        for dtype in ("bfloat16", "float16")
+        for cache in ("static", "paged")
+        for batch in (1, 8)
+        for room in (32, 128)  # as many as the model was made for
+    ]
+    assert {step.architecture for step in plan.tokens} == {architecture_of(QWEN3)}
+    assert [step.int8 for step in planned(weight_dtype="int8").tokens] == [True]
+
+
+def test_tokens_of_several_gpus_have_no_step_and_a_note_says_so(planned):
+    plan = planned(tp=2)
+    assert plan.tokens == ()
+    assert plan.notes == ("--tp 2: the step of a token on several GPUs is not timed; the fastest in a row win",)
+    assert planned(tp=2, decode="8").notes == plan.notes
+
+
+def test_some_kernels_of_a_plan(planned):
+    plan, whole = planned(kernels="advance, skinny_linear"), planned()
+    assert plan.problems == tuple(p for p in whole.problems if p[0] in ("advance", "skinny_linear"))
+    assert plan.tokens == whole.tokens
+    with pytest.raises(InputError, match="--kernels 'skinny': nothing of it is planned; planned: advance, append"):
+        planned(kernels="skinny")
+    with pytest.raises(InputError, match="--kernels is empty"):
+        planned(kernels=",")
+
+
 def test_paged_adds_the_steps_of_the_paged_cache(planned):
     usual, plan = (planned(decode="1,2", tokens="32", paged=paged) for paged in (False, True))
     found = Trace(H200)

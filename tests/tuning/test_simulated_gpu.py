@@ -11,8 +11,8 @@ from tilekern.spec import Config, Problem
 from tilekern.tuning.compile.stage import Compiling, compile_all
 from tilekern.tuning.executors.local import LocalExecutor
 from tilekern.tuning.measure import process
-from tilekern.tuning.measure.stage import measure_all
-from tilekern.tuning.publishing import keep_winners, winners
+from tilekern.tuning.measure.stage import confirm, measure_all
+from tilekern.tuning.publishing import Known, keep_winners, winners
 from tilekern.tuning.sweep.candidates import candidates
 from tilekern.tuning.sweep.folder import Sweep
 
@@ -113,6 +113,26 @@ def test_every_problem_has_a_confirmed_winner(simulated, compiled):
     assert len(bfloat16.artifacts) == 2
 
 
+def lines_of(sweep):
+    return (sweep.folder / "measured.jsonl").read_text().splitlines()
+
+
+def confirm_others(sweep, executor):
+    """Candidates that only raced stand the battery too, and keep their times; those that stood it do not again."""
+    known, before = Known.of(sweep), sweep.measured()
+    items = [item for named in sweep.problems() for item in known.timings(sweep.candidates(*named))]
+    others = [item for item in items if not known.is_confirmed(item)]
+    assert {(item.kernel, item.problem) for item in others} == set(sweep.problems())
+    lines = len(lines_of(sweep))
+    confirm(sweep, executor, items)
+    after = Sweep(sweep.folder).measured()
+    for item in items:
+        assert after[item.key]["timing"] == before[item.key]["timing"]
+        assert len(after[item.key]["check"]["cases"]) > 3
+        assert item in others or after[item.key]["check"] == before[item.key]["check"]
+    assert len(lines_of(sweep)) == lines + len(others), "each is checked once"
+
+
 def test_what_is_measured_while_others_are_compiled_has_confirmed_winners_too(simulated, compiled, h200, tmp_path):
     """Compilers, measuring processes and journals at once, in an executor that starts its workers before; in turns."""
     sweep, named = Sweep(tmp_path / "sweep"), compiled.problems()[:2]
@@ -124,6 +144,7 @@ def test_what_is_measured_while_others_are_compiled_has_confirmed_winners_too(si
     ):
         summary = measure_all(sweep, executor, keep_winners, coming=compiling.problems(), turns=turns)
         assert compiling.summary().compiled == len(sweep.compiled())
+        confirm_others(sweep, executor)
     assert (summary.wrong, summary.quarantined) == (0, 0)
     assert [race["kernel"] for race in sweep.races().values()] == [kernel for kernel, _ in reversed(named)]
     found = [winner for winner, _ in winners(sweep, {"key": "none"})]

@@ -7,10 +7,11 @@ token included: the host launches it before it reads the tokens of the step befo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from tilekern.arrays import Array, empty
+from tilekern.arrays import Array, ArrayPlan, empty, plan
 from tilekern.errors import InputError
 from tilekern.inference import parallel
 from tilekern.inference import weights as layout
@@ -156,8 +157,7 @@ class Engine:
         lengths = [len(prompt) + new_tokens - 1 for prompt in prompts]
         if running is None or not running.cache.fits(lengths):
             running = None  # so that its cache goes before another comes
-            cache = new_cache(Queued(self.stream), self._model, self.cache, self.context, lengths, self._pool)
-            running = Generation(self._model, self.stream, len(prompts), cache)
+            running = self.generation(lengths)
         try:
             running.begin(prompts, ways, chunk)
             has_ended = [False] * len(prompts)
@@ -179,6 +179,16 @@ class Engine:
         finally:
             running.cache.end()
             self._generation = running
+
+    def generation(self, lengths: Sequence[int]) -> Generation:
+        """Return what generates a batch of sequences that grow to these lengths.
+
+        Raises:
+            InputError: the lengths need more pages than kernels index.
+            DriverError: the GPU has too little memory.
+        """
+        cache = new_cache(Queued(self.stream), self._model, self.cache, self.context, lengths, self._pool)
+        return Generation(self._model, self.stream, len(lengths), cache)
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         """Refuse prompts that are empty or too long, and ids outside of the vocabulary."""
@@ -254,10 +264,14 @@ class Generation:
             together = list(some)
             self._take(together, first, length, chunk, logits)
             first += len(together)
+        self.place(counts)
+        self.choice.add(now, logits, self._positions, greedy=self._is_greedy)
+
+    def place(self, counts: Sequence[int]) -> None:
+        """Have the next token of each sequence follow so many tokens."""
         self._positions.write(numbers(counts, "int64"))
         self._places.write(numbers(counts, "int32"))
         self._lengths.write(numbers([count + 1 for count in counts], "int32"))
-        self.choice.add(now, logits, self._positions, greedy=self._is_greedy)
 
     def _take(
         self, prompts: Sequence[Sequence[int]], first: int, length: int, chunk: int, logits: Array
@@ -287,7 +301,7 @@ class Generation:
             self._hold(has_ended, steps)
         self._steps = steps
         if self._is_greedy not in self._graphs:
-            self._graphs[self._is_greedy] = self._stream.capture(self._queue_step)
+            self._graphs[self._is_greedy] = self.capture(greedy=self._is_greedy)
         self._graphs[self._is_greedy].launch(self._stream)
         return self.choice.fetch()
 
@@ -301,6 +315,18 @@ class Generation:
                     to.view((1,), offset=number).write(numbers([value], to.dtype))
         self._has_ended = has_ended
 
-    def _queue_step(self) -> None:
-        queue = Queued(self._stream)
-        add_next(queue, self._model, self._tokens, self.cache.keys, self.choice, greedy=self._is_greedy)
+    def capture(self, *, greedy: bool, find: Callable[..., ArrayPlan] = plan) -> Graph:
+        """Return the graph of a step, which the generation must outlive.
+
+        Args:
+            greedy: whether all sequences take the likeliest token.
+            find: returns the plans of its launches, as :func:`tilekern.arrays.plan` does.
+
+        Raises:
+            CacheMiss: no record serves one of the kernels, and none may be compiled.
+        """
+        queue = Queued(self._stream, find)
+        step = functools.partial(
+            add_next, queue, self._model, self._tokens, self.cache.keys, self.choice, greedy=greedy
+        )  # fmt: skip
+        return self._stream.capture(step)

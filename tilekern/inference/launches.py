@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tilekern.arrays import Array, ArrayPlan, empty, plan
@@ -90,10 +90,15 @@ class Launches(Protocol):
 
 
 class Queued:
-    """Queues launches on a stream; an array that nobody uses any more serves later ones, in a capture too."""
+    """Queues launches on a stream; an array that nobody uses any more serves later ones, in a capture too.
 
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
+    Args:
+        stream: the stream.
+        find: returns the plans, as :func:`tilekern.arrays.plan` does.
+    """
+
+    def __init__(self, stream: Stream, find: Callable[..., ArrayPlan] = plan) -> None:
+        self.stream, self._find = stream, find
         self._absent: dict[tuple[int, str], Array] = {}
         # A step asks for few kinds, once in each layer.
         self._plans: dict[tuple[str, frozenset[tuple[str, Any]]], ArrayPlan | JointPlan] = {}
@@ -111,7 +116,7 @@ class Queued:
         kind = kernel, frozenset(sizes.items())
         found = self._plans.get(kind)
         if found is None:
-            plans = [plan(spec_of(kernel), device=stream.device, **sizes) for stream in each_of(self.stream)]
+            plans = [self._find(spec_of(kernel), device=stream.device, **sizes) for stream in each_of(self.stream)]
             found = self._plans[kind] = JointPlan(plans) if len(plans) > 1 else plans[0]
         given = []
         for parameter in found.parameters:

@@ -47,12 +47,7 @@ class DryRun:
         """
         self._trace, self._to, self._whole, self._int8 = found, Problems(found), architecture, int8
         part = part_of(architecture, gpus)
-        arrays: dict[str, Array] = {}
-        for key, source in layout.stored_by(part).items():
-            is_int8 = int8 and layout.is_quantized(architecture, key)
-            arrays[key] = self._to.array(source.shape, layout.INT8 if is_int8 else dtype)
-            if is_int8:
-                arrays[f"{key}.scale"] = self._to.array(source.shape[:1], "float32")
+        arrays = layout.unwritten(part, dtype, self._to, int8=int8)
         if architecture.tied:
             arrays["head"] = self._to.array((part.head_rows, part.width), dtype)
         weights = layout.assembled(part, arrays)

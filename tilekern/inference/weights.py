@@ -233,6 +233,24 @@ def load(
     return assembled(architecture, arrays)
 
 
+def unwritten(architecture: Architecture, dtype: str, launches: Launches, *, int8: bool = False) -> dict[str, Array]:
+    """Return arrays for all weights of a model by the names of :func:`stored_by`, and for the scales of int8 ones.
+
+    Args:
+        architecture: the model, or one GPU's part of it.
+        dtype: of the weights that are not int8.
+        launches: where the arrays come from.
+        int8: whether the weights of products are int8.
+    """
+    arrays: dict[str, Array] = {}
+    for key, source in stored_by(architecture).items():
+        is_int8 = int8 and is_quantized(architecture, key)
+        arrays[key] = launches.array(source.shape, INT8 if is_int8 else dtype)
+        if is_int8:
+            arrays[f"{key}.scale"] = launches.array(source.shape[:1], "float32")
+    return arrays
+
+
 def is_quantized(architecture: Architecture, key: str) -> bool:
     """Tell whether an array, by the name of :func:`sources_of`, is int8 in a model with int8 weights."""
     parts = ["projections", "output"] if architecture.experts else ["projections", "output", "gate", "up", "down"]

@@ -112,6 +112,7 @@ def _measure(sweep: Sweep) -> dict[str, Any]:
         },
         "quarantined": sweep.quarantined(),
         "skipped": sweep.skipped(),
+        "chosen_in_step": sum("step" in line for line in sweep.chosen().values()),
         "parts_s": _parts(races.values()),
     }
 
@@ -131,6 +132,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     known = f"{len(measured['wrong'])} wrong, {len(measured['quarantined'])} in quarantine"
     yield f"compile: {tried}{_time(compiled)}"
     yield f"measure: {measured['done']} of {measured['problems']} problems, {known}{_time(measured)}"
+    if measured["chosen_in_step"]:
+        yield f"chosen in the step of a token: kernels of {measured['chosen_in_step']} problems"
     if measured["parts_s"]:
         parts = ", ".join(f"{part} {_span(seconds)}" for part, seconds in measured["parts_s"].items())
         yield f"time of measuring: {parts}"

@@ -102,10 +102,11 @@ def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
 
     MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, a hub id, or a plan of
     tilekern.trace. A model's training steps run on meta tensors, which compute nothing; the problems that they ask for
-    are tuned, each once; with --engine, those that the engine without torch asks for. Problems are measured while
-    others are compiled. Without the GPU, winners are predicted. --stages measure takes the plan from the sweep folder,
-    and needs the GPU. A run that was stopped, or whose --budget was spent, goes on where it was. Lists have commas
-    between. The exit code is 3 if a problem has no winner, unless the budget left it out.
+    are tuned, each once; with --engine, those that the engine without torch asks for, and the kernels of a token are
+    chosen in its step on the GPU. Problems are measured while others are compiled. Without the GPU, winners are
+    predicted. --stages measure takes the plan from the sweep folder, and needs the GPU. A run that was stopped, or
+    whose --budget was spent, goes on where it was. Lists have commas between. The exit code is 3 if a problem has no
+    winner, unless the budget left it out.
     """
     from tilekern.tuning.terminal import print_plan, print_result
 
@@ -187,9 +188,13 @@ def _dry_run(request: Request) -> PlanReport:
         if sweep.folder.joinpath("sweep.json").exists() and sweep.target.key != target.key:
             raise InputError(f"{sweep.folder} holds a sweep for {sweep.target.name}, not {target.name}; give another")
         name, problems, notes, limits = planned.name, list(planned.problems), list(planned.notes), None
+        tokens = planned.tokens
     else:
         sweep, notes = _given(request), []
         name, target, problems, limits = sweep.model, sweep.target, sweep.problems(), sweep.limits
+        tokens = sweep.tokens
+    if MEASURE in options.stages and tokens:
+        notes = [*notes, f"the kernels of {len(tokens)} tokens are then chosen in their steps; no estimate counts that"]
     if COMPILE in options.stages:
         notes = [*notes, *without_backends(sweep, problems)]
     is_here = options.executor == LOCAL

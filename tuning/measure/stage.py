@@ -108,6 +108,32 @@ def measure_all(
     )
 
 
+def confirm(sweep: Sweep, executor: Executor, wanted: Iterable[Candidate]) -> None:
+    """Run the whole battery on candidates that were timed; journal each check.
+
+    Raises:
+        InputError: the executor has no GPU that is the sweep's target, or another run holds the sweep.
+    """
+    gpu = executor.describe_gpu(sweep.target)
+    with sweep.running("measure") as run:
+        sweep.note("gpu", gpu)
+        work = _Work(sweep, "race", gpu, run, {}, None, threading.Event())
+        todo = list(_confirming(sweep, wanted))
+        work.begin(todo)
+        _measure(executor, work, todo, lambda: None)
+
+
+def _confirming(sweep: Sweep, wanted: Iterable[Candidate]) -> Iterator[Task]:
+    compiled, measured = sweep.compiled(), sweep.measured()
+    by_problem: dict[Named, list[Entrant]] = {}
+    for item in wanted:
+        by_problem.setdefault((item.kernel, item.problem), []).append(Entrant(item, compiled[item.artifact]))
+    for (kernel, problem), found in by_problem.items():
+        cubins = {entrant.compiled["sha256"]: sweep.cubin(entrant.compiled["sha256"]) for entrant in found}
+        checks = {entrant.key: Check(**measured[entrant.key]["check"]) for entrant in found}
+        yield Task(kernel, problem, sweep.target, tuple(found), cubins, found[0].key, checks, confirms=True)
+
+
 def _measure(executor: Executor, work: _Work, todo: Iterable[Task], tell: Callable[[], None]) -> None:
     try:
         for line in executor.run(todo):
@@ -192,6 +218,12 @@ class _Work:
             else:
                 self._run.go_on()
             self._changed.notify_all()
+
+    def begin(self, todo: Sequence[Task]) -> None:
+        """Take in tasks that are handed out elsewhere."""
+        self._count(begun=len(todo))
+        for task in todo:
+            self._begin(task)
 
     def _begin(self, task: Task) -> None:
         entry = _Entry(task, self._gpu)

@@ -57,7 +57,8 @@ class Task:
     battery that makes its cases anew for each candidate, after the GPU ran out of memory. ``timed`` names the
     variations of the spec's inputs that are timed too. ``followers`` holds the kernels that are launched and timed
     right after a candidate, by the candidate's number of blocks. ``invariant`` has the fastest of each bit class stand
-    the whole battery, so that it may be the invariant kernel.
+    the whole battery, so that it may be the invariant kernel. ``confirms`` has all entrants stand the whole battery,
+    and times none.
     """
 
     kernel: str
@@ -74,6 +75,7 @@ class Task:
     timed: tuple[str, ...] = ()
     followers: Mapping[int, Entrant] = field(default_factory=dict)
     invariant: bool = False
+    confirms: bool = False
 
     def without(self, key: str) -> Task:
         """Return the task without an entrant."""

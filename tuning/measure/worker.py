@@ -113,7 +113,10 @@ class _Measuring:
                 if entrant.key not in self._checks:
                     self._check(entrant, self._bench.check)
         racing = [one for one in self._task.entrants if one.is_aligned and self._checks[one.key].passed]
-        if racing:
+        if self._task.confirms:
+            with self._part("battery"):
+                self._confirm(racing)
+        elif racing:
             self._time(racing, watch)
 
     @contextlib.contextmanager
@@ -185,6 +188,13 @@ class _Measuring:
         with self._part("winners' bit classes"):
             self._classify([entrant for entrant in task.entrants if self._checks[entrant.key].cases])
         self._connection.send((TIMED, timings))
+
+    def _confirm(self, entrants: Sequence[Entrant]) -> None:
+        """Run the whole battery on the entrants that did not stand it before, with launches of the others between."""
+        able = self._launches(entrants)
+        for entrant in entrants:
+            if entrant.key in able and not self._checks[entrant.key].cases:
+                self._check(entrant, self._bench.confirm)
 
     def _classify(self, entrants: Sequence[Entrant]) -> None:
         """Note the bit classes of entrants that passed; one that cannot run among other rows is of none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,14 +50,24 @@ def plan_of(request: PlanRequest, target: Target, root: Path) -> Planned:
             "name a model: a preset such as qwen3-8b, the path of a config.json, or a hub id; else give --plan or "
             "--problem"
         )
+    problems = tuple(dict.fromkeys(problem for plan in plans for problem in plan.problems))
     return Planned(
         ", ".join(plan.name for plan in plans),
-        tuple(dict.fromkeys(problem for plan in plans for problem in plan.problems)),
+        _of_kernels(problems, request.kernels),
         tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
         tuple(models),
         sum((Counter(plan.launches) for plan in plans), Counter()),
         frozenset().union(*(plan.invariant for plan in plans)),
+        tuple(dict.fromkeys(token for plan in plans for token in plan.tokens)),
     )
+
+
+def _of_kernels(problems: tuple[Named, ...], kernels: Sequence[str]) -> tuple[Named, ...]:
+    """Return the problems of some kernels, or all if none is named."""
+    planned = sorted({kernel for kernel, _ in problems})
+    if unknown := [kernel for kernel in kernels if kernel not in planned]:
+        raise InputError(f"--kernels {unknown[0]!r:.60}: nothing of it is planned; planned: {', '.join(planned)}")
+    return tuple(named for named in problems if named[0] in kernels) if kernels else problems
 
 
 def _with_classes(plan: Planned) -> Planned:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tilekern.errors import InputError
@@ -11,12 +11,14 @@ from tilekern.inference.architectures import Architecture, architecture_of
 from tilekern.inference.caches import PAGED, STATIC
 from tilekern.inference.engine import CHUNK
 from tilekern.inference.planning import DryRun
+from tilekern.inference.rehearsal import TokenStep
 from tilekern.inference.weights import INT8
 from tilekern.runtime import dispatch
 from tilekern.runtime.recorder import Trace
 from tilekern.spec.targets import Target
 from tilekern.tuning.plan.configs import fields_of
 from tilekern.tuning.plan.steps import Planned, Steps
+from tilekern.tuning.sweep.plan import Named
 
 # The dtypes of checkpoints, beside the one that a model runs in.
 _STORED = ("float32", "bfloat16")
@@ -52,7 +54,22 @@ def plan_of_engine(model: Any, steps: Steps, target: Target) -> Planned:
                 _run(engine, architecture, steps)
     called = f"{name}-engine" if steps.weight_dtype is None else f"{name}-engine-{steps.weight_dtype}"
     called = called if steps.tp == 1 else f"{called}-tp{steps.tp}"
-    return Planned(called, tuple(found.problems), launches=found.launches, invariant=frozenset(found.invariant))
+    notes, tokens = [], tuple(_tokens(architecture, steps))
+    if steps.tp > 1 and tokens:
+        notes.append(f"--tp {steps.tp}: the step of a token on several GPUs is not timed; the fastest in a row win")
+        tokens = ()
+    return Planned(
+        called, tuple(found.problems), tuple(notes), launches=found.launches, invariant=frozenset(found.invariant),
+        tokens=tokens,
+    )  # fmt: skip
+
+
+def problems_of_token(step: TokenStep, target: Target) -> tuple[dict[Named, int], list[Named]]:
+    """Return how often a token launches each problem, and all problems that it may launch, whichever configs win."""
+    found = Trace(target)
+    with _invariant(is_on=False):
+        DryRun(found, step.architecture, step.dtype, int8=step.int8).token(step.batch, step.context, cache=step.cache)
+    return dict(found.launches), found.problems
 
 
 @contextlib.contextmanager
@@ -70,7 +87,7 @@ def _run(engine: DryRun, architecture: Architecture, steps: Steps) -> None:
 
     A cache has no room for more tokens than the model was made for, as with :func:`tilekern.inference.load`.
     """
-    rooms = dict.fromkeys(min(context, architecture.positions) for context in steps.context)
+    rooms = _rooms(architecture, steps)
     for batch, tokens in steps.batches():
         if tokens > max(rooms):
             raise InputError(
@@ -79,7 +96,7 @@ def _run(engine: DryRun, architecture: Architecture, steps: Steps) -> None:
             )
         engine.forward(batch, tokens)
     prompts = {*steps.batches(), *((batch, max(1, room - 1)) for batch in steps.decode for room in rooms)}
-    for cache in (STATIC, PAGED) if steps.paged else (STATIC,):
+    for cache in _caches(steps):
         for chunk in dict.fromkeys((CHUNK, *steps.chunk)):
             for batch, tokens in sorted(prompts):
                 engine.prompt(batch, tokens, chunk, cache=cache)
@@ -90,3 +107,20 @@ def _run(engine: DryRun, architecture: Architecture, steps: Steps) -> None:
     for dtype in _STORED:
         for transposed in is_turned:
             engine.load(dtype, transposed=transposed)
+
+
+def _tokens(architecture: Architecture, steps: Steps) -> Iterator[TokenStep]:
+    """Yield the steps of a token; the first one that launches a problem decides which kernel it has."""
+    for dtype in steps.dtype:
+        for cache in _caches(steps):
+            for batch in steps.decode:
+                for room in _rooms(architecture, steps):
+                    yield TokenStep(architecture, dtype, batch, room, cache, steps.weight_dtype == INT8)
+
+
+def _rooms(architecture: Architecture, steps: Steps) -> Sequence[int]:
+    return [*dict.fromkeys(min(context, architecture.positions) for context in steps.context)]
+
+
+def _caches(steps: Steps) -> Sequence[str]:
+    return (STATIC, PAGED) if steps.paged else (STATIC,)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tilekern.errors import InputError
+from tilekern.inference.rehearsal import TokenStep
 from tilekern.inference.weights import INT8
 from tilekern.spec import DTYPES
 from tilekern.tuning.sweep.plan import Named
@@ -25,7 +26,8 @@ class Planned:
     """The problems of a plan, each once, with a name and notes for people.
 
     ``models`` are the plans of single models, if there are several. ``launches`` counts the launches of a step, as far
-    as known. ``invariant`` are the problems that need a kernel of one bit class.
+    as known. ``invariant`` are the problems that need a kernel of one bit class. ``tokens`` are the engine's steps in
+    which the kernels of a token are chosen.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Planned:
     models: tuple[Planned, ...] = ()
     launches: Mapping[Named, int] = field(default_factory=dict)
     invariant: frozenset[Named] = frozenset()
+    tokens: tuple[TokenStep, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ compiled.jsonl        one line for each artifact that was tried, appended as it 
 artifacts/<sha256>    cubins
 measured.jsonl        one line for each candidate that was checked, and one more when it was timed
 races.jsonl           one line for each problem whose timings are complete, with the GPU and driver
+chosen.jsonl          one line for each problem whose kernel was chosen in the step of a token
 gpu.jsonl             the GPUs and drivers that measured
 skipped.jsonl         problems that could not be measured at all, with the reason; tried again by the next run
 quarantine.jsonl      candidates that crashed or hung, with the reason; not tried again with what ran them then
@@ -39,6 +40,7 @@ from tilekern.cache.trust.policy import must_be_signed
 from tilekern.cache.trust.signing import SigningKey
 from tilekern.compile.toolchain import backends
 from tilekern.errors import InputError
+from tilekern.inference.rehearsal import TokenStep
 from tilekern.spec import Problem
 from tilekern.spec.targets import Target, from_description
 from tilekern.tuning.sweep.candidates import ARTIFACT_DIGITS, Candidate, candidates
@@ -55,6 +57,7 @@ _KEYS = {
     "quarantine": "candidate",
     "gpu": "gpu",
     "races": "race",
+    "chosen": "chosen",
     "skipped": "skipped",
     "runs": "run",
     "signatures": "signed",
@@ -125,6 +128,7 @@ class Sweep:
     def begin(
         self, target: Target, model: str, problems: Sequence[Named], limits: Limits | None = None,
         launches: Mapping[Named, int] | None = None, invariant: Iterable[Named] = (),
+        tokens: Sequence[TokenStep] = (),
     ) -> None:  # fmt: skip
         """Write the plan, in place of an older one for the same target; the journals stay.
 
@@ -135,6 +139,7 @@ class Sweep:
             limits: the configs to try of a problem; the whole space of one that is not named.
             launches: how often a step launches a problem, where that is known.
             invariant: the problems that need a kernel of one bit class.
+            tokens: the engine's steps in which the kernels of a token are chosen.
 
         Raises:
             InputError: the folder holds another target's sweep, is held by another run, cannot be written, or can be
@@ -146,7 +151,7 @@ class Sweep:
                 raise InputError(f"{self.folder} holds a sweep for {before['name']}, not {target.name}; give another")
             make_folder(self.folder / _ARTIFACTS)
             with self.holder.locked():
-                self._plan.write(target, model, problems, limits or {}, launches, invariant)
+                self._plan.write(target, model, problems, limits or {}, launches, invariant, tokens)
 
     def again(self, folder: Path) -> Sweep:
         """Begin a sweep of the same plan in another folder.
@@ -155,7 +160,9 @@ class Sweep:
             InputError: as of :meth:`begin`.
         """
         sweep = Sweep(folder)
-        sweep.begin(self.target, self.model, self.problems(), self.limits, self.launches, self.invariant)
+        sweep.begin(
+            self.target, self.model, self.problems(), self.limits, self.launches, self.invariant, self.tokens
+        )  # fmt: skip
         return sweep
 
     @property
@@ -191,6 +198,11 @@ class Sweep:
     def invariant(self) -> frozenset[Named]:
         """Return the problems that need a kernel of one bit class beside the fastest; none without a plan."""
         return self._plan.read().invariant if self._plan.exists() else frozenset()
+
+    @property
+    def tokens(self) -> tuple[TokenStep, ...]:
+        """Return the engine's steps in which the kernels of a token are chosen."""
+        return self._plan.read().tokens
 
     def candidates(self, kernel: str, problem: Problem) -> list[Candidate]:
         """Return the candidates of a problem, as the plan limits them."""
@@ -249,6 +261,15 @@ class Sweep:
     def races(self) -> dict[str, Line]:
         """Return each race that ended, the newest last."""
         return self._journals["races"].latest()
+
+    def chosen(self) -> dict[str, Line]:
+        """Return what the step of a token chose for each problem, by ``kernel|problem``; a later race ends it.
+
+        Further lines say which problems a step does not launch (:func:`tilekern.tuning.sweep.lines.not_in`).
+        """
+        races = {f"{race['kernel']}|{race['problem']}": name for name, race in self.races().items()}
+        lines = self._journals["chosen"].latest()
+        return {key: line for key, line in lines.items() if races.get(line["of"]) == line["race"]}
 
     def measured(self) -> dict[str, Line]:
         """The check and the time of each candidate, as far as known.

@@ -83,6 +83,10 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
         "race": str, "kernel": str, "problem": str, "strategy": str, "untimed": _all((str, NoneType)),
         "seconds?": _all(_is_number), "gpu?": dict, "followers?": _all(str),
     },
+    "chosen": {
+        "chosen": str, "of": str, "race": str, "candidate?": str,
+        "step?": {"token_us": _is_time, "otherwise_us": _is_time, "tried": _is_count},
+    },
     "skipped": {"skipped": str, "reason": str},
     "signatures": {"signed": str, "signature": str},
     "runs": {
@@ -100,6 +104,11 @@ def copy_key(kernel: str, problem: Problem) -> str:
 def is_copy(key: str) -> bool:
     """Return whether a line of that key is about a copy, not a candidate."""
     return key.startswith(f"{COPY}|")
+
+
+def not_in(problem: str, step: object) -> str:
+    """Return the journal's key for a problem, named ``kernel|problem``, that a step does not launch."""
+    return f"{problem} not in {step}"
 
 
 def is_whole(journal: str, line: Mapping[str, Any]) -> bool:

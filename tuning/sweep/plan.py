@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tilekern.cache import CacheError
 from tilekern.cache.files import read_whole, write_whole
 from tilekern.errors import InputError
+from tilekern.inference.rehearsal import TokenStep
 from tilekern.kernels import all_specs
 from tilekern.runtime.recorder import FORMAT, Named, document
 from tilekern.spec import Config, Problem
@@ -29,7 +32,7 @@ class Plan:
     """The problems to tune; ``target`` has a ``key`` and a ``name``.
 
     ``launches`` counts the launches of a step, as far as known. ``invariant`` are the problems that need a kernel of
-    one bit class.
+    one bit class. ``tokens`` are the engine's steps in which the kernels of a token are chosen.
     """
 
     target: Mapping[str, Any]
@@ -38,6 +41,7 @@ class Plan:
     limits: Limits
     launches: Mapping[Named, int]
     invariant: frozenset[Named]
+    tokens: tuple[TokenStep, ...]
 
 
 class PlanFile:
@@ -54,6 +58,7 @@ class PlanFile:
     def write(
         self, target: Target, model: str, problems: Sequence[Named], limits: Limits,
         launches: Mapping[Named, int] | None = None, invariant: Iterable[Named] = (),
+        tokens: Sequence[TokenStep] = (),
     ) -> None:  # fmt: skip
         """Write the plan in one step.
 
@@ -64,6 +69,8 @@ class PlanFile:
         for item, named in zip(plan["problems"], problems, strict=True):
             if named in limits:
                 item["configs"] = [dict(config) for config in limits[named]]
+        if tokens:
+            plan["tokens"] = msgspec.to_builtins(tokens)
         write_whole(self._path, json.dumps(plan, indent=1).encode())
 
     def read(self) -> Plan:
@@ -124,6 +131,7 @@ class PlanFile:
                 {(k, p): tuple(map(Config, configs)) for k, p, configs, _ in items if configs is not None},
                 {(k, p): int(number) for k, p, _, number in items if number is not None},
                 frozenset((k, p) for (k, p, _, _), is_classed in zip(items, classed, strict=True) if is_classed),
+                msgspec.convert(plan.get("tokens", []), tuple[TokenStep, ...]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, msgspec.ValidationError):
             raise InputError(f"{self._path} is damaged; remove it and plan again") from None

@@ -24,7 +24,7 @@ from tilekern.errors import InputError
 from tilekern.tuning.sweep.journal import Journal, Line
 
 # The journals that records are made of.
-SEALED = ("compiled", "measured", "races")
+SEALED = ("compiled", "measured", "races", "chosen")
 # The one of them whose lines say which machine code runs.
 COMPILED = "compiled"
 _SEAL = "seal"
