@@ -160,6 +160,7 @@ def test_kernels_that_hold_more_run_fewer_blocks_on_an_sm():
 
 MATRIX = {"rows": 10, "columns": 100}
 TURNED = {"tokens": 4, "batch": 2, "heads": 3, "kv_heads": 1, "head_dim": 10, "pairs": 3}
+NARROW = {"rows": 10, "width": 3, "columns": 5, "attended": 2, "hidden": 4, "dtype": "bfloat16"}
 PRODUCT = {"rows": 10, "inner": 3, "columns": 5, "dtype": "bfloat16", "weight_dtype": "bfloat16"}
 DECODE = {"kv_heads": 6, "keys": 20, "page_size": 4, "group": 4, "head_dim": 8, "dtype": "bfloat16"}
 HALF = dict.fromkeys(("dtype", "weight_dtype", "angle_dtype"), "bfloat16")
@@ -200,6 +201,16 @@ LOSS = {"rows": 10, "vocabulary": 100, "dtype": "bfloat16", "smoothed": False, "
             PRODUCT | dict.fromkeys(("added", "gated", "biased"), True),
             2 * (3 * 30 + 3 + 2 * 15 + 5 + 50),
             600,
+        ),
+        ("narrow_linear", NARROW, 2 * (30 + 3 + 15 + 50), 300),
+        ("narrow_linear", NARROW | dict.fromkeys(("layer", "added", "biased"), True), 2 * (98 + 2 * 30 + 3 + 5), 300),
+        ("narrow_block", NARROW, 2 * (2 * 30 + 20 + 6 + 2 * 3 + 2 * 12), 600),
+        ("narrow_block", NARROW | {"gated": True, "ended": True}, 2 * (116 + 12 + 30), 840),
+        (
+            "narrow_block",
+            NARROW | dict.fromkeys(("layer", "biased", "out_biased", "followed", "next_biased"), True),
+            2 * (116 + 4 * 3 + 4 + 15 + 5 + 50),
+            900,
         ),
         # Two sequences of 3 key heads, with 20 keys each, or behind padding 20 and 15.
         ("decode_attention", DECODE, 2 * (2 * 24 * 8 + 2 * 3 * 40 * 8), 4 * 3 * 40 * 4 * 8),

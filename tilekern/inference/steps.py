@@ -5,8 +5,8 @@ residual is added by the norm behind it. Products of float32 differ, which are b
 outside of the invariant mode: a norm and the product behind it are one launch. It rounds as both do if it holds its
 weights, as in models that are not wide, but adds up in another order; of wide ones, it scales sums of terms that are
 rounded before they are normalised. In narrow models products of many rows have the norms before them in their launches
-too, and in still narrower ones all that is behind attention is one launch. A step of one token has its attention in one
-launch, with the norms and rotation of its heads and its rows of the cache; in the invariant mode by the kernels of
+too, and in still narrower ones all between the attentions of two layers is one launch. A step of one token has its
+attention in one launch, with the norms and rotation of its heads and its rows of the cache; in the invariant mode by the kernels of
 decoding. One of several tokens has training's attention, over the keys before them and their own.
 
 For a product of more rows than the kernels of few rows take, an int8 weight is first multiplied by its scales and
@@ -43,10 +43,10 @@ _UNIT = 8
 # us for GPT-2's of 768; others read their rows twice, and take 56 us in place of 46 and a norm's 3 for Qwen3-8B's gate,
 # and with 8 rows 86 (H200). Wider models have a kernel that reads rows once.
 _MOST_HELD = 1024
-# The widest models whose products of many rows are one launch with the norm before them, and whose layers are one
-# launch behind attention. A launch of 1024 rows of 128 takes 4.5 us (H200), nearly all of them to begin and to end. Of
-# wider rows a block does not hold whole weights.
-_MOST_NARROW, _MOST_BEHIND = 512, 256
+# The widest models whose products of many rows are one launch with the norm before them, and the widest that have one
+# launch between the attentions of two layers. A launch of 1024 rows of 128 takes 4.5 us (H200), nearly all of them to
+# begin and to end. Of wider rows a block does not hold whole weights.
+_MOST_NARROW, _MOST_BETWEEN = 512, 256
 
 
 @dataclass(frozen=True)
@@ -182,24 +182,29 @@ class Step:
         self._heads = of.heads, of.kv_heads, of.head_dim
         if cache is not None and not (self._is_joint() and of.rotation is None):
             self._angles = self._gathered(model.angles, tokens.positions)
-        x = self._gathered(model.weights.embedding, tokens.ids, model.weights.positions)
+        x, layers = self._gathered(model.weights.embedding, tokens.ids, model.weights.positions), model.weights.layers
         added: Array | None = None
-        for number, layer in enumerate(model.weights.layers):
-            x, y = self._normed(x, added, layer.attention_norm, layer.projections)
-            y = self._attended(number, layer, y)
-            if self._is_one_launch(layer, y):
-                # The norm behind it finds the residual stream whole.
-                x, added = self._ended(layer, x, y), None
+        joined: Array | None = None
+        for number, (layer, following) in enumerate(zip(layers, [*layers[1:], None], strict=True)):
+            if joined is None:
+                x, y = self._normed(x, added, layer.attention_norm, layer.projections)
+                joined = self._product(y, layer.projections)
+            attended = self._attended(number, layer, joined)
+            if self._is_one_launch(layer, attended):
+                x, joined = self._ended(x, attended, layer, following)
                 continue
-            attended = self._joined(self._behind(y, layer.output))
+            joined, attended = None, self._joined(self._behind(attended, layer.output))
             x, y = self._normed(x, attended, layer.mlp_norm, self._only_product(layer))
             added = self._joined(self._by_experts(layer, y) if layer.router is not None else self._mlp(layer, y))
         if not has_logits:
             return
-        if not all_logits:
-            x, added = self._last(x), None if added is None else self._last(added)
-        # Each of its many blocks computes the norm again, which is as much as a launch for a row alone.
-        _, y = self._normed(x, added, model.weights.norm, model.weights.head if x.shape[0] == 1 else None)
+        if joined is not None:  # the last layer's launch has the final norm, too
+            y = joined if all_logits else self._last(joined)
+        else:
+            if not all_logits:
+                x, added = self._last(x), None if added is None else self._last(added)
+            # Each of its many blocks computes the norm again, which is as much as a launch for a row alone.
+            _, y = self._normed(x, added, model.weights.norm, model.weights.head if x.shape[0] == 1 else None)
         self.logits = new_logits(launches, y.shape[0], model) if to is None else to
         self._head(y, self.logits)
 
@@ -304,32 +309,49 @@ class Step:
         return is_served and all(product.scale is None for product in products)
 
     def _is_one_launch(self, layer: Layer, attended: Array) -> bool:
-        """Return whether all that is behind the attention of many rows is one launch, which has their sums whole."""
+        """Return whether all between the attention of many rows and the next layer's is one launch, with whole sums."""
         of, (rows, inner) = self._model.architecture, attended.shape
-        if layer.router is not None or of.gpus > 1 or max(of.width, inner) > _MOST_BEHIND:
+        if layer.router is not None or of.gpus > 1 or max(of.width, inner) > _MOST_BETWEEN:
             return False
         gate = [] if layer.gate is None else [layer.gate]
-        return rows > MOST_ROWS and self._is_merged(layer.output, layer.up, layer.down, *gate)
+        return rows > MOST_ROWS and self._is_merged(layer.projections, layer.output, layer.up, layer.down, *gate)
 
-    def _ended(self, layer: Layer, residual: Array, x: Array) -> Array:
-        """Return the residual stream behind a layer: x by attention's product, its sum, its norm and the MLP."""
-        of, (rows, width) = self._model.architecture, residual.shape
+    def _ended(self, residual: Array, x: Array, layer: Layer, following: Layer | None) -> tuple[Array, Array]:
+        """Return the residual stream behind a layer, and q, k and v of the following one; the final norm of the last.
+
+        Args:
+            residual: the stream before attention.
+            x: what attention leaves.
+            layer, following: the layers.
+        """
+        of, (rows, width), dtype = self._model.architecture, residual.shape, self._model.dtype
         y, norm, gate = self._new(rows, width), layer.mlp_norm, layer.gate
+        next_norm = self._model.weights.norm if following is None else following.attention_norm
+        projections = layer.projections if following is None else following.projections
+        columns = projections.weight.shape[0]
+        sizes = {
+            "rows": rows, "attended": x.shape[1], "hidden": layer.up.weight.shape[0], "width": width,
+            "columns": columns, "layer": norm.bias is not None, "gated": gate is not None,
+            "biased": layer.up.bias is not None, "out_biased": layer.output.bias is not None, "dtype": dtype,
+        }  # fmt: skip
         given = {
             "out_bias": layer.output.bias, "norm_bias": norm.bias, "up_bias": layer.up.bias,
             "down_bias": layer.down.bias, "gate": None if gate is None else gate.weight,
+            "next_norm_bias": next_norm.bias,
         }  # fmt: skip
-        sizes = {
-            "rows": rows, "attended": x.shape[1], "hidden": layer.up.weight.shape[0], "width": width,
-            "layer": norm.bias is not None, "gated": gate is not None, "biased": layer.up.bias is not None,
-            "out_biased": layer.output.bias is not None, "dtype": self._model.dtype,
-        }  # fmt: skip
+        if following is None:
+            z = given["normed"] = self._new(rows, width)
+            sizes["ended"] = True
+        else:
+            z = given["following"] = self._new(rows, columns)
+            given |= {"next_weight": projections.weight, "next_bias": projections.bias}
+            sizes |= {"followed": True, "next_biased": projections.bias is not None}
         self._to.launch(
             "narrow_block", sizes, residual=residual, x=x, out_weight=layer.output.weight, norm_weight=norm.weight,
-            eps=of.eps, up=layer.up.weight, down=layer.down.weight, y=y,
+            eps=of.eps, up=layer.up.weight, down=layer.down.weight, next_norm_weight=next_norm.weight, y=y,
             **{name: value for name, value in given.items() if value is not None},
         )  # fmt: skip
-        return y
+        return y, z
 
     def _only_product(self, layer: Layer) -> Product | None:
         """Return the product that alone takes an MLP's rows; None if several do, as a gate's with many rows."""
@@ -479,10 +501,15 @@ class Step:
         self._to.launch("swiglu_forward", {"rows": rows, "columns": columns, "dtype": dtype}, gate=gate, up=up, y=out)
         return out
 
-    def _attended(self, number: int, layer: Layer, x: Array | Awaited) -> Array:
-        """Return the attention of the new tokens, [rows, heads * head_dim], after their keys are in the cache."""
+    def _attended(self, number: int, layer: Layer, joined: Array) -> Array:
+        """Return the attention of the new tokens, [rows, heads * head_dim], after their keys are in the cache.
+
+        Args:
+            number: the layer's.
+            layer: the layer.
+            joined: q, k and v of the new tokens, side by side.
+        """
         heads, kv_heads, head_dim = self._heads
-        joined = self._product(x, layer.projections)
         width = joined.shape[1]
         out = self._new(self._rows, heads * head_dim)
         if self._is_joint():

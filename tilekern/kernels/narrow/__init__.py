@@ -1,6 +1,6 @@
-"""Layers of narrow models in few launches: a norm and its product, and all that is behind attention.
+"""Layers of narrow models in few launches: a norm with its product, and all between the attentions of two layers.
 
-A block has its rows whole, so that what one product leaves for the next never leaves the block.
+A block has its rows whole, so that what one product leaves for the next stays in the block.
 """
 
 from tilekern.kernels.narrow import block, linear

@@ -1,12 +1,14 @@
-"""The end of a decoder's layer in one launch: attention's product with its residual, then the MLP with its norm.
+"""All between the attentions of two layers in one launch: a product, a norm, an MLP, a norm, a product.
 
 ``t = cast(residual + cast(x @ out_weight^T + out_bias))``, ``n = cast(norm(t))`` and
 ``y = cast(t + cast(h @ down^T + down_bias))``, where h is ``gelu(n @ up^T + up_bias)`` by tanh, or, if ``gated``,
 ``silu(cast(n @ gate^T)) * cast(n @ up^T + up_bias)``, rounded. The norm is RMSNorm, or with ``layer`` layer
-normalisation. All casts are those of launches apart, so a result differs from theirs by the order of sums alone.
+normalisation. ``normed = cast(norm(y))`` is what the final norm leaves, if ``ended``, and
+``following = cast(normed @ next_weight^T + next_bias)`` are the next layer's q, k and v, if ``followed``. All casts are
+those of launches apart, so a result differs from theirs by the order of sums alone.
 
 In a narrow model each of these products takes as long as its launch. A block takes ``tile_m`` rows; all that is between
-x and y stays in it. The weights go through each block, ``tile_h`` numbers of the inner size at a time.
+x and y stays in it. The weights go through each block, ``tile_h`` numbers of the inner size or columns at a time.
 
 Weights and biases must be constants: those of attention's product are read before the kernel that runs right before has
 ended, and that must not write them.
@@ -41,7 +43,7 @@ from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load, power_of_
 from tilekern.spec import ITEM_BYTES, Array, Config, Dimension, Problem, Space, Value, cdiv
 from tilekern.spec.targets import Target
 
-FLAGS = ("layer", "gated", "biased", "out_biased")
+FLAGS = ("layer", "gated", "biased", "out_biased", "followed", "next_biased", "ended")
 
 
 def _inner(n, gate, up, up_bias, c, gated, biased, tile_h):
@@ -65,38 +67,61 @@ def _with(rows, sums, bias, biased):
     return added_up(rows, sums.astype(rows.dtype).transpose())
 
 
-def _rows(
-    i, residual, x, out_weight, eps, gate, up, up_bias, down, y, constants, layer, gated, biased, out_biased, width,
-    tile_m, tile_w, tile_a, tile_h,
-):  # fmt: skip
-    """Compute a tile of rows; ``constants`` are what is the same for all."""
-    out, out_bias, norm_weight, norm_bias, down_bias = constants
+def _behind_attention(i, residual, x, out_weight, constants, out_biased, tile_m, tile_w, tile_a):
+    """Return the residual stream with attention's product, which is taken by steps if no weight is held."""
+    out, out_bias = constants[:2]
     # Loads without TMA leave a row to few threads, which add it up sooner.
-    total, nothing = load(residual, (i, 0), (tile_m, tile_w), True, 0, False), ct.zeros((tile_w, tile_m), ct.float32)
+    rows, sums = load(residual, (i, 0), (tile_m, tile_w), True, 0, False), ct.zeros((tile_w, tile_m), ct.float32)
     if ct.static_eval(out is None):
-        sums = nothing
         for c in range(ct.cdiv(x.shape[1], tile_a)):
             of_step = load(out_weight, (0, c), (tile_w, tile_a), True, 0, True)
             sums = product(of_step, load(x, (i, c), (tile_m, tile_a), True, 0, True), sums)
     else:
-        sums = product(out, load(x, (i, 0), (tile_m, tile_a), True, 0, True), nothing)
-    total = _with(total, sums, out_bias, out_biased)
-    n = normal(total, norm_weight, norm_bias, eps, width, layer)
-    sums = nothing
+        sums = product(out, load(x, (i, 0), (tile_m, tile_a), True, 0, True), sums)
+    return _with(rows, sums, out_bias, out_biased)
+
+
+def _follow(i, n, next_weight, next_bias, following, next_biased, tile_h):
+    """Store the product of rows with the next layer's weight."""
+    tile_m, tile_w = n.shape
+    for c in range(ct.cdiv(next_weight.shape[0], tile_h)):
+        of_step = load(next_weight, (c, 0), (tile_h, tile_w), True, 0, True)
+        z = product(of_step, n, ct.zeros((tile_h, tile_m), ct.float32))
+        if ct.static_eval(next_biased):
+            z = z + column(row(next_bias, c, tile_h))
+        ct.store(following, (i, c), z.astype(following.dtype).transpose(), allow_tma=False)
+
+
+def _rows(
+    i, residual, x, out_weight, eps, gate, up, up_bias, down, next_weight, next_bias, y, normed, following, constants,
+    layer, gated, biased, out_biased, followed, next_biased, ended, width, tile_m, tile_w, tile_a, tile_h,
+):  # fmt: skip
+    """Compute a tile of rows; ``constants`` are what is the same for all."""
+    norm_weight, norm_bias, down_bias, next_norm_weight, next_norm_bias = constants[2:]
+    total = _behind_attention(i, residual, x, out_weight, constants, out_biased, tile_m, tile_w, tile_a)
+    n, sums = normal(total, norm_weight, norm_bias, eps, width, layer), ct.zeros((tile_w, tile_m), ct.float32)
     for c in range(ct.cdiv(up.shape[0], tile_h)):
         h = _inner(n, gate, up, up_bias, c, gated, biased, tile_h)
         sums = ct.mma(load(down, (0, c), (tile_w, tile_h), True, 0, True), h, sums)
-    ct.store(y, (i, 0), _with(total, sums, down_bias, biased), allow_tma=False)
+    total = _with(total, sums, down_bias, biased)
+    ct.store(y, (i, 0), total, allow_tma=False)
+    n = normal(total, next_norm_weight, next_norm_bias, eps, width, layer)
+    if ct.static_eval(ended):
+        ct.store(normed, (i, 0), n, allow_tma=False)
+    if ct.static_eval(followed):
+        _follow(i, n, next_weight, next_bias, following, next_biased, tile_h)
 
 
 @ct.kernel
 def narrow_block(
-    residual, x, out_weight, out_bias, norm_weight, norm_bias, eps, gate, up, up_bias, down, down_bias, y,
-    layer: ConstBool, gated: ConstBool, biased: ConstBool, out_biased: ConstBool, width: ConstInt, tile_m: ConstInt,
-    tile_w: ConstInt, tile_a: ConstInt, tile_h: ConstInt, persistent: ConstBool,
+    residual, x, out_weight, out_bias, norm_weight, norm_bias, eps, gate, up, up_bias, down, down_bias,
+    next_norm_weight, next_norm_bias, next_weight, next_bias, y, normed, following, layer: ConstBool, gated: ConstBool,
+    biased: ConstBool, out_biased: ConstBool, followed: ConstBool, next_biased: ConstBool, ended: ConstBool,
+    width: ConstInt, tile_m: ConstInt, tile_w: ConstInt, tile_a: ConstInt, tile_h: ConstInt, persistent: ConstBool,
 ):  # fmt: skip
-    """residual and y [rows, width], x [rows, attended], out_weight [width, attended], gate and up [hidden, width], down
-    [width, hidden], biases and the norm's weights of the size of the result.
+    """residual, y and normed [rows, width], x [rows, attended], out_weight [width, attended], gate and up [hidden,
+    width], down [width, hidden], next_weight [columns, width], following [rows, columns], biases and the norms' weights
+    of the size of the result.
     """
     # They are constants, so that they are on their way while the predecessor ends.
     constants = (
@@ -105,12 +130,14 @@ def narrow_block(
         row(norm_weight, 0, tile_w),
         row(norm_bias, 0, tile_w) if ct.static_eval(layer) else None,
         row(down_bias, 0, tile_w) if ct.static_eval(biased) else None,
+        row(next_norm_weight, 0, tile_w),
+        row(next_norm_bias, 0, tile_w) if ct.static_eval(layer) else None,
     )
     ct.grid_dependency_control_wait()
     ct.grid_dependency_control_launch_dependents()
     arguments = (
-        residual, x, out_weight, eps, gate, up, up_bias, down, y, constants, layer, gated, biased, out_biased, width,
-        tile_m, tile_w, tile_a, tile_h,
+        residual, x, out_weight, eps, gate, up, up_bias, down, next_weight, next_bias, y, normed, following, constants,
+        layer, gated, biased, out_biased, followed, next_biased, ended, width, tile_m, tile_w, tile_a, tile_h,
     )  # fmt: skip
     if ct.static_eval(persistent):
         for i in range(ct.bid(0), ct.cdiv(y.shape[0], tile_m), ct.num_blocks(0)):
@@ -133,7 +160,13 @@ _ARRAYS: Arrays = (
     Array("up_bias", "dtype", ("hidden",), flag="biased", constant=True),
     Array("down", "dtype", ("width", "hidden"), constant=True),
     Array("down_bias", "dtype", ("width",), flag="biased", constant=True),
+    Array("next_norm_weight", "dtype", ("width",), constant=True),
+    Array("next_norm_bias", "dtype", ("width",), flag="layer", constant=True),
+    Array("next_weight", "dtype", ("columns", "width"), flag="followed", constant=True),
+    Array("next_bias", "dtype", ("columns",), flag="next_biased", constant=True),
     Array("y", "dtype", _WIDE, "output"),
+    Array("normed", "dtype", _WIDE, "output", flag="ended"),
+    Array("following", "dtype", ("rows", "columns"), "output", flag="followed"),
 )
 
 
@@ -179,22 +212,29 @@ def _fits_registers(problem: Problem, config: Config, target: Target) -> bool:
     )
 
 
+def _of_step(problem: Problem, config: Config) -> int:
+    """Return the bytes of a step's weights."""
+    weights = 3 if problem["gated"] else 2
+    return int(weights * power_of_two(problem["width"]) * config["tile_h"] * ITEM_BYTES[problem["dtype"]])
+
+
 def _fits_shared(problem: Problem, config: Config, target: Target) -> bool:
     """Tell whether shared memory holds attention's weight, then those of a step, and operands of rows beside them."""
-    (tile_w, tile_a), tile_m, tile_h = _sides(problem, config).values(), config["tile_m"], config["tile_h"]
-    weights = max(tile_w * tile_a, tile_w * tile_h * (3 if problem["gated"] else 2))
-    numbers = weights + tile_m * (tile_a + 2 * tile_w + tile_h)
-    return bool(numbers * ITEM_BYTES[problem["dtype"]] * config["occupancy"] <= target.shared_bytes)
+    (tile_w, tile_a), tile_m, item = _sides(problem, config).values(), config["tile_m"], ITEM_BYTES[problem["dtype"]]
+    of_rows = tile_m * (tile_a + 2 * tile_w + config["tile_h"])
+    most = max(tile_w * tile_a * item, _of_step(problem, config)) + of_rows * item
+    return bool(most * config["occupancy"] <= target.shared_bytes)
 
 
 def _default(problem: Problem, target: Target) -> Config:
-    """Return the smallest tile with which each SM has at most one, or the largest, and the longest steps."""
+    """Return the smallest tile with which each SM has at most one, or the largest; steps of which two are under way."""
     found = [_config(m, h) for m in (16, 32, 64) for h in (128, 64)]
     allowed = [config for config in found if SPACE.violated(problem, config, target) is None]
-    if not allowed:
+    flowing = [config for config in allowed if 2 * _of_step(problem, config) <= target.shared_bytes] or allowed
+    if not flowing:
         return generic(problem)
-    fitting = (config for config in allowed if _count(problem, config) <= target.sm_count)
-    return next(fitting, next(c for c in allowed if c["tile_m"] == allowed[-1]["tile_m"]))
+    fitting = (config for config in flowing if _count(problem, config) <= target.sm_count)
+    return next(fitting, next(c for c in flowing if c["tile_m"] == flowing[-1]["tile_m"]))
 
 
 SPACE = Space(
@@ -214,7 +254,9 @@ SPACE = Space(
 
 def _reference(
     residual: Any, x: Any, out_weight: Any, out_bias: Any, norm_weight: Any, norm_bias: Any, eps: float, gate: Any,
-    up: Any, up_bias: Any, down: Any, down_bias: Any, *, layer: bool, gated: bool, biased: bool, out_biased: bool,
+    up: Any, up_bias: Any, down: Any, down_bias: Any, next_norm_weight: Any, next_norm_bias: Any, next_weight: Any,
+    next_bias: Any, *, layer: bool, gated: bool, biased: bool, out_biased: bool, followed: bool, next_biased: bool,
+    ended: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Compute the formula in float64, with the casts of the sum, the norm and the products."""
 
@@ -225,7 +267,7 @@ def _reference(
     def rounded(z: Any) -> Any:
         return z.to(x.dtype)
 
-    of_out, of_mlp = (["biased"] if is_on else [] for is_on in (out_biased, biased))
+    of_out, of_mlp, of_next = (["biased"] if is_on else [] for is_on in (out_biased, biased, next_biased))
     total = rounded(residual.double() + rounded(product(x, out_weight, out_bias, *of_out)).double())
     n = normal_reference(total, norm_weight, norm_bias, eps, layer=layer)
     if gated:
@@ -233,15 +275,27 @@ def _reference(
         h = opened * opened.sigmoid() * rounded(product(n, up, up_bias, *of_mlp)).double()
     else:
         h = product(n, up, up_bias, *of_mlp, "gelu_tanh")
-    return {"y": total.double() + rounded(product(rounded(h), down, down_bias, *of_mlp)).double()}
+    found = {"y": total.double() + rounded(product(rounded(h), down, down_bias, *of_mlp)).double()}
+    n = normal_reference(rounded(found["y"]), next_norm_weight, next_norm_bias, eps, layer=layer)
+    if ended:
+        found["normed"] = n
+    if followed:
+        found["following"] = product(n, next_weight, next_bias, *of_next)
+    return found
+
+
+def _flops(problem: Problem) -> int:
+    inner = (3 if problem["gated"] else 2) * problem["hidden"]
+    across = problem["attended"] + inner + (problem["columns"] if problem["followed"] else 0)
+    return int(2 * problem["rows"] * problem["width"] * across)
 
 
 SPEC = spec(
     "narrow_block",
-    "y = t + MLP(norm(t)), where t is residual + x @ out_weight^T, for models whose rows fit into a tile",
+    "y = t + MLP(norm(t)), where t is residual + x @ out_weight^T, then a norm and its product, for narrow models",
     (
         Dimension("rows", "bucketed"),
-        *(Dimension(name, "exact") for name in ("attended", "hidden", "width")),
+        *(Dimension(name, "exact") for name in ("attended", "hidden", "width", "columns")),
         *flags_of(FLAGS),
         Dimension("dtype", "dtype"),
     ),
@@ -254,12 +308,7 @@ SPEC = spec(
     default=_default,
     generic=generic,
     given=lambda problem, generator, device: inputs_of(_ARRAYS, problem, generator, device),
-    flops=lambda problem: (
-        2
-        * problem["rows"]
-        * problem["width"]
-        * (problem["attended"] + (3 if problem["gated"] else 2) * problem["hidden"])
-    ),
+    flops=_flops,
     roundings=2,
     dependent=True,
     inputs_in_l2=True,
