@@ -6,8 +6,8 @@ outside of the invariant mode: a norm and the product behind it are one launch. 
 weights, as in models that are not wide, but adds up in another order; of wide ones, it scales sums of terms that are
 rounded before they are normalised. In narrow models products of many rows have the norms before them in their launches
 too, and in still narrower ones all between the attentions of two layers is one launch. A step of one token has its
-attention in one launch, with the norms and rotation of its heads and its rows of the cache; in the invariant mode by the kernels of
-decoding. One of several tokens has training's attention, over the keys before them and their own.
+attention in one launch, with the norms and rotation of its heads and its rows of the cache; in the invariant mode by
+the kernels of decoding. One of several tokens has training's attention, over the keys before them and their own.
 
 For a product of more rows than the kernels of few rows take, an int8 weight is first multiplied by its scales and
 rounded to the model's dtype. The others multiply sums by the scales, so the bits differ.
