@@ -186,7 +186,7 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
     return {
         "schedule": ["block", "persistent"],
         "tile_m": [16, 8, 32, 64],
-        "tile_h": [128, 64, 32],
+        "tile_h": [128, 64, 16],
         "occupancy": [1, 2],
         "num_worker_warps": [8, 0],
     }
@@ -201,7 +201,7 @@ def _config(tile_m: int, tile_h: int, **changes: Value) -> Config:
 
 def generic(problem: Problem) -> Config:
     """Return steps that any GPU holds, on any grid; eight warps share their loads of single elements."""
-    return _config(16, 32, schedule="persistent")
+    return _config(16, 16, schedule="persistent")
 
 
 def _fits_registers(problem: Problem, config: Config, target: Target) -> bool:
@@ -241,7 +241,7 @@ SPACE = Space(
     _axes,
     constraints(
         generic,
-        ("steps of 32 leave half of an instruction empty", lambda problem, config, target: config["tile_h"] >= 64),
+        ("steps of 16 leave most of an instruction empty", lambda problem, config, target: config["tile_h"] >= 64),
         ("a thread holds 4 to 64 sums of each product", _fits_registers),
         ("shared memory exceeded", _fits_shared),
         (
