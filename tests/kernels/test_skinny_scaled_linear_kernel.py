@@ -28,7 +28,8 @@ def problem_of(rows, inner, columns, *on):
 
 @examples(40)
 @given(
-    rows=st.integers(1, 20), inner=st.integers(8, 400), columns=st.integers(1, 150), on=st.sets(st.sampled_from(FLAGS)),
+    rows=st.integers(1, 20), inner=st.one_of(st.integers(8, 400), st.sampled_from([64, 128, 256, 512])),
+    columns=st.integers(1, 150), on=st.sets(st.sampled_from(FLAGS)),
     views=st.lists(st.sampled_from(VIEWS), min_size=4, max_size=4), data=st.data(),
 )  # fmt: skip
 def test_any_sizes_strides_and_flags(rows, inner, columns, on, views, data):
@@ -47,21 +48,24 @@ def test_every_combination_of_flags_with_tails_on_all_sides(on):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 65])
-def test_any_number_of_rows_in_every_way(rows):
-    problem = problem_of(rows, 300, 70, *LLAMA)
+@pytest.mark.parametrize("inner", [300, 512])
+def test_any_number_of_rows_in_every_way(rows, inner):
+    """Steps of 512 terms are whole, of which no bounds are checked, or the last has a tail."""
+    problem = problem_of(rows, inner, 70, *LLAMA)
     assert_right(SPEC, problem, one_of_each(SPEC, problem, *WAYS), inputs_of(SPEC, problem))
 
 
 @pytest.mark.parametrize("on", [("added",), ("added", "gated", "rounded")], ids="-".join)
-def test_bits_are_those_of_the_formula_if_sums_are_exact(on):
+@pytest.mark.parametrize("inner", [512, 600])
+def test_bits_are_those_of_the_formula_if_sums_are_exact(on, inner):
     """Whole numbers, whose products with weights of the norm are not rounded."""
-    problem = problem_of(3, 600, 70, *on)
+    problem = problem_of(3, inner, 70, *on)
     inputs, generator = inputs_of(SPEC, problem), torch.Generator().manual_seed(7)
     for name in ("residual", "x", "weight", "up"):
         inputs[name] = torch.randint(-8, 9, inputs[name].shape, generator=generator).bfloat16()
-    inputs["norm_weight"] = 2.0 ** torch.randint(-1, 2, (600,), generator=generator).bfloat16()
+    inputs["norm_weight"] = 2.0 ** torch.randint(-1, 2, (inner,), generator=generator).bfloat16()
     total = (inputs["residual"].float() + inputs["x"].float()).bfloat16()
-    rstd = torch.rsqrt(total.float().square().sum(1, keepdim=True) / 600 + inputs["eps"])
+    rstd = torch.rsqrt(total.float().square().sum(1, keepdim=True) / inner + inputs["eps"])
     terms = total.double() * inputs["norm_weight"].double()
     of_products = ("weight", "up") if "gated" in on else ("weight",)
     products = [rstd * (terms @ inputs[name].double().t()).float() for name in of_products]

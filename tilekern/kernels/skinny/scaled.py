@@ -50,12 +50,26 @@ def _weights(weight, up, j, step, gated, tile_n, tile_k):
     return (tile,)
 
 
-def _rows(residual, x, norm_weight, i, step, added, tile_r, tile_k):
+def _loaded(x, i, step, shape, whole):
+    """Load a tile of rows. If columns are ``whole``, it lies inside, and rows beyond the last are that one again.
+
+    The compiler has a branch around each vector whose bounds it checks, and so waits for one after the other (sm_90).
+    """
+    if ct.static_eval(not whole):
+        return load(x, (i, step), shape, True, 0, False)
+    if ct.static_eval(shape[0] == 1):
+        return load(x, (i, step), shape, False, 0, False)
+    row = ct.minimum(i * shape[0] + ct.arange(shape[0], dtype=ct.int32), x.shape[0] - 1)
+    column = step * shape[1] + ct.arange(shape[1], dtype=ct.int32)
+    return ct.gather(x, (ct.reshape(row, (shape[0], 1)), ct.reshape(column, (1, shape[1]))), check_bounds=False)
+
+
+def _rows(residual, x, norm_weight, i, step, added, tile_r, tile_k, whole):
     """Return a step's tiles of x and the residual, [tile_r, tile_k] each, behind that of the norm's weight."""
-    tile = load(x, (i, step), (tile_r, tile_k), True, 0, False)
-    of_norm = load(norm_weight, (step,), (tile_k,), True, 0, False)
+    of_norm = load(norm_weight, (step,), (tile_k,), not whole, 0, False)
+    tile = _loaded(x, i, step, (tile_r, tile_k), whole)
     if ct.static_eval(added):
-        return of_norm, tile, load(residual, (i, step), (tile_r, tile_k), True, 0, False)
+        return of_norm, tile, _loaded(residual, i, step, (tile_r, tile_k), whole)
     return of_norm, tile
 
 
@@ -93,7 +107,7 @@ def _multiplied(sums, weights, terms, tile_m):
 
 def _tile(
     item, first, residual, x, norm_weight, eps, weight, up, bias, total, y, added, gated, rounded, biased, gelu_tanh,
-    silu, inner, tile_r, tile_m, tile_n, tile_k, early,
+    silu, inner, whole, tile_r, tile_m, tile_n, tile_k, early,
 ):  # fmt: skip
     """Compute tile number ``item`` of the result; ``first`` are the first step's weights if they are there."""
     down, steps = ct.cdiv(y.shape[0], tile_m), ct.cdiv(x.shape[1], tile_k)
@@ -102,11 +116,11 @@ def _tile(
     sums = (zeros, zeros) if ct.static_eval(gated) else (zeros,)
     terms_of_first = None
     if ct.static_eval(early):
-        rows = _rows(residual, x, norm_weight, i, 0, added, tile_r, tile_k)
+        rows = _rows(residual, x, norm_weight, i, 0, added, tile_r, tile_k, whole)
         squares, terms_of_first = _terms(squares, rows, total, i, j, 0, added)
     for step in range(early, steps):
         weights = _weights(weight, up, j, step, gated, tile_n, tile_k)
-        rows = _rows(residual, x, norm_weight, i, step, added, tile_r, tile_k)
+        rows = _rows(residual, x, norm_weight, i, step, added, tile_r, tile_k, whole)
         squares, terms = _terms(squares, rows, total, i, j, step, added)
         sums = _multiplied(sums, weights, terms, tile_m)
     if ct.static_eval(early):
@@ -128,8 +142,8 @@ def _tile(
 @ct.kernel
 def skinny_scaled_linear(
     residual, x, norm_weight, eps, weight, up, bias, total, y, added: ConstBool, gated: ConstBool, rounded: ConstBool,
-    biased: ConstBool, gelu_tanh: ConstBool, silu: ConstBool, inner: ConstInt, tile_r: ConstInt, tile_m: ConstInt,
-    tile_n: ConstInt, tile_k: ConstInt, early: ConstInt, persistent: ConstBool,
+    biased: ConstBool, gelu_tanh: ConstBool, silu: ConstBool, inner: ConstInt, whole: ConstBool, tile_r: ConstInt,
+    tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt, early: ConstInt, persistent: ConstBool,
 ):  # fmt: skip
     """residual, x and total [rows, inner], norm_weight [inner], weight and up [columns, inner], bias [columns], y
     [rows, columns].
@@ -143,7 +157,7 @@ def skinny_scaled_linear(
     tiles = ct.cdiv(y.shape[0], tile_m) * ct.cdiv(y.shape[1], tile_n)
     arguments = (
         first, residual, x, norm_weight, eps, weight, up, bias, total, y, added, gated, rounded, biased, gelu_tanh,
-        silu, inner, tile_r, tile_m, tile_n, tile_k, early,
+        silu, inner, whole, tile_r, tile_m, tile_n, tile_k, early,
     )  # fmt: skip
     each_step(_tile, tiles, persistent, arguments)
 
@@ -245,16 +259,16 @@ SPACE = Space(
 
 
 def _default(problem: Problem, target: Target) -> Config:
-    """Return the widest of the narrow tiles with which three quarters of the SMs read; early weights if they may be."""
-    ways = ((2, 1), (2, 0), (1, 0))
-    found = [
-        _config(tile_n, occupancy=occupancy, early=early)
-        for tile_n in (USUAL, 32, 16)
-        for occupancy, early in ways
-    ]  # fmt: skip
-    allowed = [config for config in found if SPACE.violated(problem, config, target) is None]
-    least = min(config["tile_n"] for config in allowed)
-    return next(c for c in allowed if 4 * count(problem, c) >= 3 * target.sm_count or c["tile_n"] == least)
+    """Return tiles of 64 columns: of 512 terms a step if each SM has one tile at most, else of 128.
+
+    Narrower tiles have 500 instructions in a step of eight rows that reads 8 KB (sm_90), which is no longer the time of
+    memory. Weights are early if they may be.
+    """
+    ways = [(128, 2, 1), (128, 2, 0), (128, 1, 0)]
+    if count(problem, _config(USUAL)) <= target.sm_count:
+        ways.insert(0, (512, 1, 1))
+    found = (_config(USUAL, tile_k=tile_k, occupancy=occupancy, early=early) for tile_k, occupancy, early in ways)
+    return next(config for config in found if SPACE.violated(problem, config, target) is None)
 
 
 def generic(problem: Problem) -> Config:
@@ -294,7 +308,10 @@ SPEC = spec(
     _reference,
     function=skinny_scaled_linear,
     grid=lambda sizes, config, sm_count: grid_of(count(sizes, config), config, sm_count),
-    constants=lambda problem, config: {"tile_r": min(MOST_ROWS, power_of_two(problem["rows"]))},
+    constants=lambda problem, config: {
+        "tile_r": min(MOST_ROWS, power_of_two(problem["rows"])),
+        "whole": problem["inner"] % config["tile_k"] == 0,
+    },
     space=SPACE,
     default=_default,
     generic=generic,
