@@ -314,12 +314,36 @@ class TestStage:
 
         result = run(Broken())[0]
         assert [note for note in result.notes if "does not run" in note] == [
-            f"{STEP} does not run, and its kernels are the fastest in a row: DriverError: the GPU has too little memory"
+            f"{STEP} does not run, and what it has not decided has the fastest in a row: "
+            "DriverError: the GPU has too little memory"
         ]
         assert [Config(winner.record.config) for winner in result.winners] == [
             planned.candidates(*named)[0].config for named in planned.problems()
         ]
         assert {winner.in_step for winner in result.winners} == {None}
+
+    def test_a_gpu_that_is_lost_on_the_way_ends_the_step_and_earlier_choices_hold(self, planned, run):
+        step, deadly = Costs(planned), key_of(planned, THREE[1], 1)
+        real, asked = step.samples, []
+
+        def samples(ways, count):
+            asked.append(ways)
+            if any(kernel.key == deadly for way in ways for kernel in way.values()):
+                step.launched = step.samples = lost
+                lost()
+            return real(ways, count)
+
+        def lost(*_):
+            asked.append(None)
+            raise StepFailed("the GPU is lost")
+
+        step.samples = samples
+        result = run(step)[0]
+        assert (asked[-2:], asked.count(None)) == ([None, None], 2), "the candidate's, and that of the step without it"
+        assert result.step["chosen"] == 1
+        largest = next(winner for winner in result.winners if winner.problem == THREE[2][1])
+        assert largest.in_step
+        assert any(note.endswith("has the fastest in a row: the GPU is lost") for note in result.notes)
 
     def test_the_budget_ends_it_and_the_next_run_goes_on(self, planned, run):
         step = Costs(planned)

@@ -83,7 +83,7 @@ def choose(
         is_over: asked before each measurement; no choice is made for a problem that is at work then.
 
     Raises:
-        StepFailed: the step cannot run with the kernels to begin with.
+        StepFailed: the step cannot run with the kernels to begin with, or not any more; earlier choices hold.
     """
     way = dict(given)
     (first,) = meter.samples([way], _SAMPLES)
@@ -105,6 +105,7 @@ def choose(
                 gained, token_us, _ = gain(named, kernel)
             except StepFailed as error:
                 failed.append(str(error))
+                meter.launched(way)  # raises if it was not the candidate
             else:
                 gains[number] = gained
         chosen, before_us = way[named], token_us
@@ -115,6 +116,7 @@ def choose(
                 gained, now_us, other_us = gain(named, kernels[number])
             except StepFailed as error:
                 failed.append(str(error))
+                meter.launched(way)
                 continue
             if gained:
                 chosen, before_us, token_us = kernels[number], now_us, other_us

@@ -8,7 +8,7 @@ until the problem is raced again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -97,26 +97,22 @@ def rehearse(
     for step in sweep.tokens:
         while not is_over() and (found := open_problems(sweep, step)).others:
             cubins = {digest: sweep.cubin(digest) for digest in found.digests}
+            choices, is_broken = [], False
             try:
                 with sweep.running(STEP), stages(step, cubins) as meter:
-                    choices = list(_told(choose(meter, found.given, found.others, is_over), found, progress))
+                    for choice in choose(meter, found.given, found.others, is_over):
+                        choices.append(choice)
+                        progress(len(choices), len(found.others))
             except StepFailed as error:
-                summary.notes.append(f"{step} does not run, and its kernels are the fastest in a row: {error}")
-                break
-            if not is_over():
+                is_broken = True
+                summary.notes.append(
+                    f"{step} does not run, and what it has not decided has the fastest in a row: {error}"
+                )
+            if not (is_broken or is_over()):
                 _leave_out(sweep, step, set(found.others) - {choice.named for choice in choices})
-            if not _keep(sweep, executor, step, found, choices, summary):
+            if not _keep(sweep, executor, step, found, choices, summary) or is_broken:
                 break
     return summary
-
-
-def _told(
-    choices: Iterator[Choice[Kernel]], found: Open, progress: Callable[[int, int], None]
-) -> Iterator[Choice[Kernel]]:
-    progress(0, len(found.others))
-    for number, choice in enumerate(choices, 1):
-        yield choice
-        progress(number, len(found.others))
 
 
 def _leave_out(sweep: Sweep, step: TokenStep, named: Iterable[Named]) -> None:
