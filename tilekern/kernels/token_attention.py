@@ -483,10 +483,16 @@ _CONSTRAINTS = (
         ),
     ),
     Constraint(
-        "tiles of 256 keys spill unless eight warps share them on an SM of their own",
+        "eight warps spill unless their block has an SM to itself; scalar units have the same code beside another",
         lambda problem, config, target: (
-            config["tile_n"] < 256 or (config["num_worker_warps"] == 8 and config["occupancy"] == 1)
+            config["occupancy"] == 1
+            if config["num_worker_warps"] == 8
+            else config["occupancy"] == 2 or not config["scalar"]
         ),
+    ),
+    Constraint(
+        "tiles of 256 keys spill unless eight warps share them",
+        lambda problem, config, target: config["tile_n"] < 256 or config["num_worker_warps"] == 8,
     ),
     Constraint(
         "eight warps share large tiles, or sums of float32",
