@@ -290,10 +290,8 @@ def token_attention(
     splits = ct.maximum(1, ct.num_blocks(0) // pairs)
     half = ct.static_eval(head_dim // 2)
     forms = (((half, width, whole, bounded, False, 0),), ((half, width, whole, not whole, False, 0),))
-    sizes, flags = (
-        (head_dim, depth, rows, group, tile_n, chunk),
-        (persistent, keys_first, scalar, normed, turned, paged),
-    )
+    sizes = (head_dim, depth, rows, group, tile_n, chunk)
+    flags = (persistent, keys_first, scalar, normed, turned, paged)
     arguments = (
         (q, k, v), (q_weight, k_weight), (cos, sin), positions, table, (keys, values), (new_keys, new_values),
         (eps, scale), counters, out, parts, splits, sizes, flags, forms,
