@@ -131,6 +131,18 @@ def test_a_token_whose_page_is_not_there_is_not_written_and_gives_zeros():
     assert int((~found["new_values"].isnan()).sum()) == 2 * 24
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+def test_scores_that_are_all_minus_infinity_give_nan(splits):
+    problem = problem_of()
+    inputs = inputs_at(problem, (77, 77))
+    for name in ("keys", "k"):
+        inputs[name] = inputs[name].abs()
+    inputs["q"][0, 0, 0, 0] = -torch.inf
+    out = launched(SPEC, problem, config_of(problem, splits=splits), inputs)["out"]
+    assert out[0, 0, 0].isnan().all()
+    assert int(out.isnan().sum()) == 24
+
+
 def test_the_first_token_has_its_own_value():
     problem = problem_of("normed", "turned")
     inputs = inputs_at(problem, (0, 0))

@@ -34,7 +34,7 @@ from tilekern.kernels import decode_attention as decoding
 from tilekern.kernels.append_to_cache import _place, written
 from tilekern.kernels.attention.problem import depth_of
 from tilekern.kernels.attention.tiles import LOG2_E, LOWEST, add_sums, product
-from tilekern.kernels.decode_attention import MOST_SPLITS, _add_tile, _nothing, _store_out, _store_part
+from tilekern.kernels.decode_attention import MOST_SPLITS, _add_tile, _nothing, _store_part
 from tilekern.kernels.families.arrays import Arrays
 from tilekern.kernels.families.normed_rotations import EPS, read_weight
 from tilekern.kernels.families.normed_rotations import normed as norm
@@ -176,12 +176,20 @@ def _of_new(q_heads, k_head, v_row, factor, sizes, keys_first):
     scores = ct.sum(q_heads.astype(ct.float32) * k_head.astype(ct.float32), axis=1, keepdims=True)
     scores = ct.reshape(_repeated(scores, rows), side) * factor
     biggest = ct.maximum(scores, LOWEST)
+    # 1, but of scores that are not finite.
+    weight = ct.exp2(scores - biggest, flush_to_zero=True)
     value = ct.reshape(v_row.astype(ct.float32), ct.static_eval((depth, 1) if keys_first else (1, depth)))
-    summed = _nothing(rows, depth, keys_first) + value
-    return biggest, ct.exp2(scores - biggest, flush_to_zero=True), summed
+    return biggest, weight, _nothing(rows, depth, keys_first) + value * weight
 
 
-def _join(parts, pair, splits, out, b, h, sizes):
+def _store_quotient(out, b, h, total, summed, is_there):
+    """Store the result of rows (1, rows, depth); NaN if all scores are -inf, and 0 for a token without a place."""
+    found = summed * (1.0 / ct.where(is_there, total, 1.0))
+    # By TMA it would pass through shared memory.
+    ct.store(out, (b, h, 0, 0), ct.reshape(found, (1,) + found.shape).astype(out.dtype), allow_tma=False)
+
+
+def _join(parts, pair, splits, out, b, h, is_there, sizes):
     """Add up the parts of a key head, ``chunk`` at a time, and store the result."""
     head_dim, depth, group, chunk = sizes
     mine, zero = parts.slice(0, pair * splits, (pair + 1) * splits), ct.PaddingMode.ZERO
@@ -198,8 +206,7 @@ def _join(parts, pair, splits, out, b, h, sizes):
         total = total * shrink + ct.sum(totals * weights, axis=0, keepdims=True)
         summed = summed * shrink + ct.sum(values * weights, axis=0, keepdims=True)
         biggest = most
-    found = summed * (1.0 / ct.where(total == 0.0, 1.0, total))
-    ct.store(out, (b, h, 0, 0), ct.reshape(found, (1, 1, group, depth)).astype(out.dtype), allow_tma=False)
+    _store_quotient(out, b, h, total, summed, is_there)
 
 
 def _is_last(counters, pair, splits):
@@ -247,8 +254,7 @@ def _attend(
     of_q, of_k = read_halves(q, (b, h, 0), (1, 1, group), q_form), read_halves(k, (b, h, 0), (1, 1, 1), k_form)
     v_row = ct.load(v, (b, h, 0, 0), (1, 1, 1, depth), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
     q_heads = _joined(_made(of_q, factors[0], turns, eps, kinds, q_form), group, width).astype(q.dtype)
-    q_side = _repeated(q_heads, rows)
-    q_side = ct.transpose(q_side) if ct.static_eval(keys_first) else q_side
+    q_side = ct.transpose(_repeated(q_heads, rows)) if ct.static_eval(keys_first) else _repeated(q_heads, rows)
 
     factor, of_tiles, ways = scale * LOG2_E, (depth, rows, tile_n), (keys_first, scalar, paged)
     side, where = ct.static_eval((1, rows) if keys_first else (rows, 1)), (b, h, page_size, across)
@@ -266,15 +272,16 @@ def _attend(
         k_head = _joined(k_halves, 1, width).astype(k.dtype)
         found = _of_new(q_heads, k_head, v_row, factor, of_tiles, keys_first)
         biggest, total, summed = add_sums((biggest, total, summed), found)
-    state = (biggest, total, summed)
-    # By TMA the result would pass through shared memory.
     if splits == 1:
-        _store_out(out, b, h, state, rows, depth, keys_first, False)
+        if ct.static_eval(keys_first):
+            summed = ct.transpose(summed)
+        total, summed = ct.reshape(total, (1, rows, 1)), ct.reshape(summed, (1, rows, depth))
+        _store_quotient(out, b, h, total, summed, is_there)
     else:
-        _store_part(parts, item, state, rows, depth, head_dim, keys_first)
+        _store_part(parts, item, (biggest, total, summed), rows, depth, head_dim, keys_first)
         if _is_last(counters, pair, splits):
             ct.store(counters, (pair,), 0)
-            _join(parts, pair, splits, out, b, h, (head_dim, depth, group, chunk))
+            _join(parts, pair, splits, out, b, h, is_there, (head_dim, depth, group, chunk))
 
 
 @ct.kernel
@@ -290,10 +297,8 @@ def token_attention(
     splits = ct.maximum(1, ct.num_blocks(0) // pairs)
     half = ct.static_eval(head_dim // 2)
     forms = (((half, width, whole, bounded, False, 0),), ((half, width, whole, not whole, False, 0),))
-    sizes, flags = (
-        (head_dim, depth, rows, group, tile_n, chunk),
-        (persistent, keys_first, scalar, normed, turned, paged),
-    )
+    sizes = (head_dim, depth, rows, group, tile_n, chunk)
+    flags = (persistent, keys_first, scalar, normed, turned, paged)
     arguments = (
         (q, k, v), (q_weight, k_weight), (cos, sin), positions, table, (keys, values), (new_keys, new_values),
         (eps, scale), counters, out, parts, splits, sizes, flags, forms,
@@ -483,10 +488,16 @@ _CONSTRAINTS = (
         ),
     ),
     Constraint(
-        "tiles of 256 keys spill unless eight warps share them on an SM of their own",
+        "eight warps spill unless their block has an SM to itself; scalar units have the same code beside another",
         lambda problem, config, target: (
-            config["tile_n"] < 256 or (config["num_worker_warps"] == 8 and config["occupancy"] == 1)
+            config["occupancy"] == 1
+            if config["num_worker_warps"] == 8
+            else config["occupancy"] == 2 or not config["scalar"]
         ),
+    ),
+    Constraint(
+        "tiles of 256 keys spill unless eight warps share them",
+        lambda problem, config, target: config["tile_n"] < 256 or config["num_worker_warps"] == 8,
     ),
     Constraint(
         "eight warps share large tiles, or sums of float32",
