@@ -364,6 +364,10 @@ class TestStage:
         result, opened, _ = run(Costs(planned), budget_s=1.0)
         assert (len(measured.winners), opened, result.step) == (4, [], {"chosen": 0, "changed": 0, "tried": 0})
 
+    def test_what_the_other_stages_leave_of_a_budget_is_the_step_s(self, planned, run):
+        result, opened, _ = run(Costs(planned), stages=["compile", "measure"], budget_s=1000.0)
+        assert (len(opened), result.step["chosen"]) == (1, 3)
+
     @pytest.mark.parametrize(
         ("gpu", "words"), [(None, "which needs the GPU here, and there is none"), ("target", None)]
     )
