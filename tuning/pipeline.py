@@ -46,6 +46,7 @@ from tilekern.tuning.publishing import (
     publish,
     why_not,
     winners,
+    with_invariant,
     write_packs,
 )
 from tilekern.tuning.rehearse.stage import STEP, rehearse, stage_in
@@ -359,7 +360,13 @@ class Pipeline:
         A problem whose space was compiled in part has none, nor has one that a better record serves than a prediction.
         """
         self._note_left_out()
-        found = list(winners(self.sweep, self.result.toolkit))
+        layers = default_layers(Path(self.store.root), looking=True)
+        found = list(
+            with_invariant(
+                winners(self.sweep, self.result.toolkit),
+                lambda named: served_by([named], self.sweep.target, layers)[named],
+            )
+        )
         if self.options.only_measured:
             found = [won for won in found if won[0].record.provenance == MEASURED]
         unfinished = {

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilekern.cache import PACK_SUFFIX, Artifact, BestKernel, Installed, Record, Store, install_pack, write_pack
+import msgspec
+
+from tilekern.cache import PACK_SUFFIX, Artifact, BestKernel, Hit, Installed, Record, Store, install_pack, write_pack
 from tilekern.cache.trust.signing import SigningKey
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
@@ -124,6 +127,50 @@ def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dic
             best_kernel=best_kernel, candidates=len(found), failed=sum(known.has_failed(c) for c in found), **facts,
         )  # fmt: skip
         yield _winner(item, record, target), blobs
+
+
+def with_invariant(
+    found: Iterable[tuple[Winner, dict[str, bytes]]], served: Callable[[Named], Hit | None]
+) -> Iterator[tuple[Winner, dict[str, bytes]]]:  # fmt: skip
+    """Yield measured winners with the invariant kernels of the records that serve their problems now.
+
+    The class of a kernel holds as long as its source is the same, whatever is faster, so a sweep that asks for no
+    classes takes none away.
+
+    Args:
+        found: winners with the bytes of their artifacts; one that has an invariant kernel is yielded as it is.
+        served: returns the record that a lookup of a problem finds.
+    """
+    for winner, blobs in found:
+        record, hit = winner.record, None
+        if record.provenance == "measured" and INVARIANT not in (record.measurement or {}):
+            hit = served((winner.kernel, winner.problem))
+        if hit is not None and hit.exact_target and hit.exact_bucket and not hit.lost:
+            facts = (hit.record.measurement or {}).get(INVARIANT)
+            if facts is not None and hit.record.source_digest == record.source_digest:
+                yield _classed(winner, blobs, hit, facts)
+                continue
+        yield winner, blobs
+
+
+def _classed(
+    winner: Winner, blobs: dict[str, bytes], hit: Hit, facts: Mapping[str, Any]
+) -> tuple[Winner, dict[str, bytes]]:  # fmt: skip
+    """Return a winner with a record's invariant kernel, and its artifact unless it is the winner's or a library's."""
+    record, variants = winner.record, hit.record.artifacts
+    artifacts = dict(record.artifacts)
+    runs = next((name for name in (INVARIANT, ALIGNED) if _runs(variants, name, facts)), None)
+    if runs is not None and not _runs(artifacts, ALIGNED, facts):
+        artifacts[INVARIANT] = variants[runs]
+        blobs = blobs | {variants[runs].sha256: hit.load(runs)}
+    measurement = (record.measurement or {}) | {INVARIANT: facts}
+    changed = msgspec.structs.replace(record, measurement=measurement, artifacts=artifacts)
+    return dataclasses.replace(winner, record=changed), blobs
+
+
+def _runs(artifacts: Mapping[str, Artifact], variant: str, facts: Mapping[str, Any]) -> bool:
+    """Return whether a variant runs the config of an invariant kernel."""
+    return variant in artifacts and artifacts[variant].config == facts["config"]
 
 
 @dataclass(frozen=True)

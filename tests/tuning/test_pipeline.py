@@ -1,5 +1,6 @@
 """The pipeline from a planned sweep to the cache, its budget of time, and ``tilekern.tune``; with no GPU."""
 
+import hashlib
 import itertools
 import json
 import shutil
@@ -43,6 +44,8 @@ from tilekern.tuning.sweep.plan import PlanFile
 from tilekern.tuning.terminal import print_result
 
 FOUR = [*THREE, WIDE]
+# The code of an invariant kernel that is not the fastest.
+ANOTHER = b"\x7fELF of another"
 TOOLS = {"key": "tileiras-1-cuda_tile-1", "tileiras": "1", "cuda_tile": "1"}
 
 
@@ -85,15 +88,47 @@ class TestRun:
         apart = start(folder="apart").run()
         assert [w.as_json() for w in apart.winners] == [w.as_json() for w in result.winners]
 
-    def test_a_class_that_a_new_run_does_not_find_is_said(self, start, tmp_path):
-        start().run()
-        store = Store(tmp_path / "cache")
-        record = next(iter(store.entries())).record
-        classed = record.measurement | {INVARIANT: {"config": record.config, "bits": "a", "median_us": 1.0}}
-        blobs = {digest: store.read_blob(digest) for digest in record.digests}
-        store.write(msgspec.structs.replace(record, measurement=classed), blobs)
+    @pytest.fixture
+    def classed(self, start, tmp_path):
+        """Give a record of the cache an invariant kernel, and change it; return the record before, and the kernel."""
+
+        def change(variant="aligned", **changes):
+            start().run()
+            store = Store(tmp_path / "cache")
+            record = next(iter(store.entries())).record
+            config = dict(record.artifacts[variant].config)
+            facts = {"config": config, "bits": "a", "median_us": 1.0, "generic": False}
+            artifacts, blobs = dict(record.artifacts), {digest: store.read_blob(digest) for digest in record.digests}
+            if config != record.config:
+                other = hashlib.sha256(ANOTHER).hexdigest()
+                blobs[other] = ANOTHER
+                same = msgspec.structs.replace(
+                    artifacts["aligned"], sha256=other, size=len(ANOTHER), config=config
+                )  # fmt: skip
+                artifacts[INVARIANT] = same
+            changes |= {"measurement": record.measurement | {INVARIANT: facts}, "artifacts": artifacts}
+            store.write(msgspec.structs.replace(record, **changes), blobs)
+            return record, facts
+
+        return change
+
+    @pytest.mark.parametrize("variant", ["aligned", "generic"])
+    def test_a_run_without_classes_takes_none_away(self, start, classed, tmp_path, variant):
+        """The invariant kernel stays, with its artifact where the winner is another."""
+        before, facts = classed(variant)
         result = start(folder="again").run()
-        [note] = result.notes
+        assert result.notes == []
+        store = Store(tmp_path / "cache")
+        record = next(e.record for e in store.entries() if e.record.problem == before.problem)
+        assert record.measurement[INVARIANT] == facts
+        assert (INVARIANT in record.artifacts) == (variant == "generic")
+        assert record.config == before.config
+        if variant == "generic":
+            assert store.read_blob(record.artifacts[INVARIANT].sha256) == ANOTHER
+
+    def test_a_class_of_other_source_is_lost_and_said(self, start, classed):
+        classed(source_digest="0" * 64)
+        [note] = start(folder="again").run().notes
         assert "had a kernel for tilekern.invariant() and have none now: 1; tune them with --invariant" in note
         assert start(folder="once more").run().notes == []
 
