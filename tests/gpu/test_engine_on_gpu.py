@@ -14,7 +14,8 @@ from tilekern.runtime import dispatch
 VOCABULARY, NEW = 5003, 64
 OF_LLAMA = engine_models.OF_LLAMA | {"vocab_size": VOCABULARY}
 MODELS = {
-    "gpt2": (GPT2LMHeadModel, GPT2Config(vocab_size=VOCABULARY, n_embd=192, n_layer=6, n_head=6, n_positions=512)),
+    # So narrow that whole sequences have one launch between two attentions.
+    "gpt2": (GPT2LMHeadModel, GPT2Config(vocab_size=VOCABULARY, n_embd=128, n_layer=6, n_head=4, n_positions=512)),
     "llama": (LlamaForCausalLM, LlamaConfig(**OF_LLAMA)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**OF_LLAMA, tie_word_embeddings=True)),
 }
