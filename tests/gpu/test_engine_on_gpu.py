@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-import tilekern
 from tilekern.errors import InputError
 from tilekern.inference import Sampling, load
 from tilekern.runtime import dispatch
@@ -15,7 +14,8 @@ from tilekern.runtime import dispatch
 VOCABULARY, NEW = 5003, 64
 OF_LLAMA = engine_models.OF_LLAMA | {"vocab_size": VOCABULARY}
 MODELS = {
-    "gpt2": (GPT2LMHeadModel, GPT2Config(vocab_size=VOCABULARY, n_embd=192, n_layer=6, n_head=6, n_positions=512)),
+    # So narrow that whole sequences have one launch between two attentions.
+    "gpt2": (GPT2LMHeadModel, GPT2Config(vocab_size=VOCABULARY, n_embd=128, n_layer=6, n_head=4, n_positions=512)),
     "llama": (LlamaForCausalLM, LlamaConfig(**OF_LLAMA)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**OF_LLAMA, tie_word_embeddings=True)),
 }
@@ -78,7 +78,7 @@ def test_greedy_tokens_are_those_of_transformers(saved):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_greedy_tokens_of_a_wide_model_are_among_the_likeliest(tmp_path, rows):
-    """Its products scale their sums by the norm's factor. Of logits nearly equal, bfloat16 may exchange two."""
+    """Its norms are launches of their own. Of logits that are nearly equal, bfloat16 may exchange two."""
     config = Qwen3Config(**OF_LLAMA | {"hidden_size": 2048, "intermediate_size": 3072, "num_hidden_layers": 2})
     model = engine_models.save(Qwen3ForCausalLM, config, tmp_path).cuda()
     prompts = ids_of(*[70] * rows, seed=5)
@@ -88,7 +88,6 @@ def test_greedy_tokens_of_a_wide_model_are_among_the_likeliest(tmp_path, rows):
         logits = model.double()(input_ids=torch.tensor(tokens, device="cuda"), use_cache=False).logits[:, 69:-1]
     chosen = logits.gather(2, torch.tensor(tokens, device="cuda")[:, 70:, None])[..., 0]
     assert (chosen > logits.amax(2) - 0.2 * logits.std(2)).all()
-    assert tilekern.stats()["skinny_scaled_linear"]
 
 
 def test_a_paged_cache_has_the_tokens_of_the_static_one(saved):

@@ -1,4 +1,4 @@
-"""A token of few sequences has its norms in the launches of products, which hold their weights or scale their sums."""
+"""A token of few sequences has its norms in the launches of products, which hold their weights."""
 
 import itertools
 
@@ -22,7 +22,7 @@ from tilekern.spec import ITEM_BYTES, ArrayParameter
 from tilekern.spec.targets import resolve
 
 LENGTH = 7
-KERNEL, SCALED = "skinny_held_linear", "skinny_scaled_linear"
+KERNEL = "skinny_held_linear"
 NORMS = {"rms_norm_forward", "fused_add_rms_norm_forward", "layer_norm_forward", "fused_add_layer_norm_forward"}
 LLAMA = {
     "model_type": "llama", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 97,
@@ -85,53 +85,6 @@ def test_logits_are_as_near_to_transformers_as_those_of_two_launches(gpu, saved,
     assert usual < 0.1
 
 
-@pytest.fixture
-def wide(monkeypatch):
-    """Small models count as wide."""
-    monkeypatch.setattr("tilekern.inference.steps._MOST_HELD", 16)
-
-
-@pytest.mark.parametrize("rows", [1, 3, MOST_ROWS])
-def test_logits_of_wide_models_are_as_near_to_transformers(gpu, saved, wide, launched, monkeypatch, rows):
-    """Over several batches, since single rows differ by a factor of two, in either direction."""
-    model, folder = saved
-    engine, prompts = load(folder, dtype="bfloat16"), ids_of(*[LENGTH] * 24)
-    batches = [prompts[first : first + rows] for first in range(0, 24, rows)]
-    found = torch.cat([logits_of_last_tokens(engine, ids) for ids in batches])
-    of = engine.architecture
-    # Attention and the MLP have a norm before them, and the head of one row; experts share theirs with a router.
-    products = 0 if of.norm == "layer" else len(engine._model.weights.layers) * (1 if of.experts else 2) + (rows == 1)
-    assert launched.count(SCALED) == products * len(batches)
-    assert KERNEL not in launched
-    monkeypatch.setattr(Step, "_is_scaled", lambda *_: False)
-    apart = torch.cat([logits_of_last_tokens(engine, ids) for ids in batches])
-    with torch.no_grad():
-        wanted = model.double()(input_ids=torch.tensor(prompts), use_cache=False).logits[:, -1]
-        model.float()
-    error, usual = ((x - wanted).norm() / wanted.norm() for x in (found, apart))
-    assert error < 1.2 * usual
-    assert usual < 0.2
-
-
-def test_greedy_tokens_of_wide_models_are_among_the_likeliest(gpu, saved, wide, launched):
-    """Of logits that are nearly equal, bfloat16 may exchange two."""
-    model, folder = saved
-    engine, prompts = load(folder, dtype="bfloat16"), ids_of(3, 5)
-    tokens = [list(prompt) for prompt in prompts]
-    for event in engine.generate(prompts, 6, ignores_ends=True):
-        for sequence, token in zip(tokens, event, strict=True):
-            sequence.append(token)
-    assert (SCALED in launched) == (engine.architecture.norm == "rms")
-    for prompt, sequence in zip(prompts, tokens, strict=True):
-        assert len(sequence) == len(prompt) + 6
-        with torch.no_grad():
-            logits = model.double()(input_ids=torch.tensor([sequence]), use_cache=False).logits[0]
-            model.float()
-        for place in range(len(prompt), len(sequence)):
-            before = logits[place - 1]
-            assert before[sequence[place]] > before.max() - 0.1 * before.std()
-
-
 def launches_of(config, dtype="bfloat16", rows=1, **how):
     """How often a token launches each kernel."""
     found = Trace(resolve("H200"))
@@ -164,42 +117,7 @@ def test_long_sums_of_which_blocks_do_not_hold_the_weights_are_usual_products(ro
 @pytest.mark.parametrize("width", [1024, 1025])
 def test_wide_models_hold_no_weights(width):
     found = launches_of(LLAMA | {"hidden_size": width})
-    assert (KERNEL in found) == (width <= 1024) == ("skinny_linear" not in found) == (SCALED not in found)
-
-
-WIDE, WIDE_GPT2 = LLAMA | {"hidden_size": 2048}, GPT2 | {"n_embd": 2048}
-
-
-@pytest.mark.parametrize("rows", [1, MOST_ROWS])
-def test_wide_models_launch_products_that_scale_their_sums(rows):
-    found = launches_of(WIDE, rows=rows)
-    assert found[SCALED] == 2 * 2 + (rows == 1)
-    # Those that end attention and the MLP, and the head of several rows behind its norm.
-    assert found["skinny_linear"] == 2 * 2 + (rows > 1)
-    assert found.get("fused_add_rms_norm_forward", 0) == (rows > 1)
-    assert "rms_norm_forward" not in found
-
-
-@pytest.mark.parametrize(
-    ("config", "how"),
-    [
-        (WIDE, {"rows": MOST_ROWS + 1}),
-        (WIDE, {"dtype": "float16"}),
-        (WIDE, {"dtype": "float32"}),
-        (WIDE, {"int8": True}),
-        (WIDE_GPT2, {}),
-        (WIDE, "invariant"),
-    ],
-    ids=str,
-)
-def test_other_tokens_of_wide_models_launch_norms_and_products(config, how):
-    before = dispatch.set_invariant(on=how == "invariant")
-    try:
-        found = launches_of(config, **({} if how == "invariant" else how))
-    finally:
-        dispatch.set_invariant(on=before)
-    assert SCALED not in found
-    assert sum(count for kernel, count in found.items() if kernel.startswith("fused_add")) == 2 * 2
+    assert (KERNEL in found) == (width <= 1024) == ("skinny_linear" not in found) == (not NORMS & found.keys())
 
 
 @pytest.mark.parametrize("rows", [2, MOST_ROWS])
@@ -239,10 +157,8 @@ def span(array):
     return array.address, array.address + reach * ITEM_BYTES[array.dtype]
 
 
-@pytest.mark.parametrize("most_held", [16, 1024])
-def test_no_launch_writes_what_the_next_one_reads_before_it_waits(gpu, saved, monkeypatch, most_held):
+def test_no_launch_writes_what_the_next_one_reads_before_it_waits(gpu, saved, monkeypatch):
     """Constants of a kernel are read while the launch before it may still run."""
-    monkeypatch.setattr("tilekern.inference.steps._MOST_HELD", most_held)
     launch, launches, absence, absent = ArrayPlan.launch, [], Queued._absence, []
 
     def noted(plan, stream, *arguments):

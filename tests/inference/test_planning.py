@@ -136,19 +136,6 @@ def test_what_other_configs_leave_to_be_joined_in_the_mode_is_found(gpu, asked, 
     assert joins <= set(found.problems)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_the_products_of_wide_models_are_found(gpu, asked, monkeypatch, rows):
-    monkeypatch.setattr("tilekern.inference.steps._MOST_HELD", 16)
-    engine = engine_of(gpu, QWEN3, "bfloat16", "bfloat16", False)
-    generate(engine, (3,) * rows)
-    found = Trace(INTERPRETED)
-    DryRun(found, engine.architecture, "bfloat16").token(rows, engine.context)
-    planned, scaled = (
-        {named for named in kernels if named[0] == "skinny_scaled_linear"} for kernels in (found.problems, asked)
-    )
-    assert planned == scaled != set()
-
-
 def test_int8_weights_count_a_layer_s_products_and_leave_a_tied_head():
     found = Trace(resolve("H200"))
     config = QWEN3 | {"num_hidden_layers": 3, "tie_word_embeddings": True}

@@ -1,4 +1,4 @@
-"""The attention of a token is one launch, but in the invariant mode; its tokens are those of three launches."""
+"""A token's attention is one launch if it has few keys, but in the invariant mode; its tokens are those of three."""
 
 import pytest
 import torch
@@ -64,9 +64,9 @@ def test_tokens_and_caches_are_those_of_three_launches(gpu, saved, launched, mon
     assert all(torch.equal(x, y) for x, y in zip(rows, others, strict=True))
 
 
-def launches_of(config, **how):
+def launches_of(config, batch=2, keys=512, dtype="bfloat16", **how):
     found = Trace(resolve("H200"))
-    DryRun(found, architecture_of(config), how.pop("dtype", "bfloat16")).token(2, 512, **how)
+    DryRun(found, architecture_of(config), dtype).token(batch, keys, **how)
     counts = {}
     for (kernel, _), count in found.launches.items():
         counts[kernel] = counts.get(kernel, 0) + count
@@ -100,3 +100,16 @@ def test_heads_without_halves_have_three_launches():
     found = launches_of(GPT2 | {"n_embd": 30})
     assert KERNEL not in found
     assert found["append_to_cache"] == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "is_one"),
+    # Each sequence has two key heads.
+    [(1, 1024, True), (1, 1025, False), (32, 1024, True), (33, 64, False)],
+)
+@pytest.mark.parametrize("cache", KINDS)
+def test_attention_of_many_keys_or_heads_has_several_launches(batch, keys, is_one, cache):
+    found = launches_of(QWEN3 | {"max_position_embeddings": 4096}, batch, keys, cache=cache)
+    assert (found.get(KERNEL, 0), found.get("append_to_cache", 0)) == ((2, 0) if is_one else (0, 2))
+    # A model that turns no heads still gathers angles for several.
+    assert launches_of(GPT2 | {"n_positions": 4096}, batch, keys, cache=cache)["embedding"] == (1 if is_one else 2)

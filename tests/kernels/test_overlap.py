@@ -24,8 +24,8 @@ ALWAYS = [
     spec_named(name)
     for name in (
         "skinny_linear", "skinny_linear_int8", "skinny_parts", "skinny_join", "skinny_projections",
-        "skinny_held_linear", "skinny_scaled_linear", "decode_attention", "decode_join", "token_attention",
-        "cache_rows", "greedy_parts", "greedy_join",
+        "skinny_held_linear", "decode_attention", "decode_join", "token_attention", "cache_rows", "greedy_parts",
+        "greedy_join",
     )
 ]  # fmt: skip
 # Gradients of the same families.

@@ -195,13 +195,6 @@ LOSS = {"rows": 10, "vocabulary": 100, "dtype": "bfloat16", "smoothed": False, "
             2 * (3 * 30 + 2 * 3 + 2 * 15 + 5 + 50),
             600,
         ),
-        ("skinny_scaled_linear", PRODUCT, 2 * (30 + 3 + 15 + 50), 300),
-        (
-            "skinny_scaled_linear",
-            PRODUCT | dict.fromkeys(("added", "gated", "biased"), True),
-            2 * (3 * 30 + 3 + 2 * 15 + 5 + 50),
-            600,
-        ),
         ("narrow_linear", NARROW, 2 * (30 + 3 + 15 + 50), 300),
         ("narrow_linear", NARROW | dict.fromkeys(("layer", "added", "biased"), True), 2 * (98 + 2 * 30 + 3 + 5), 300),
         ("narrow_block", NARROW, 2 * (2 * 30 + 20 + 6 + 2 * 3 + 2 * 12), 600),

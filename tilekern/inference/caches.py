@@ -1,9 +1,9 @@
 """The caches of keys and values: room for the context of each sequence, or pages that sequences take as they grow.
 
 Both serve the same steps. Layers append the keys and values of a prompt's tokens by ``append_to_cache``. One token of
-each sequence appends its own and reads the others where they are, by ``token_attention``, or in the invariant mode by
-``decode_attention`` after the former. The attention of a prompt's tokens takes keys that follow
-one another, so those in pages are first copied to a scratch of one layer by ``embedding``: as rows of a table.
+each sequence appends its own and reads the others where they are, by ``token_attention``, or by ``decode_attention``
+after the former. The attention of a prompt's tokens takes keys that follow one another, so those in pages are first
+copied to a scratch of one layer by ``embedding``: as rows of a table.
 """
 
 from __future__ import annotations

@@ -51,7 +51,6 @@ MODULES = {
     "skinny_linear_int8": "skinny.int8",
     "skinny_linear_int8_tf32": "tf32",
     "skinny_linear_tf32": "tf32",
-    "skinny_scaled_linear": "skinny.scaled",
     "swiglu_forward": "swiglu",
     "token_attention": "token_attention",
 }

@@ -1,12 +1,14 @@
 """The decoder as launches: a step takes some tokens of each sequence to the logits of their successors.
 
 The launches, and so the bits, are those of a patched transformers model: products round once, a gate's parts too, a
-residual is added by the norm behind it. Products of float32 differ, which are by TF32. So does a token of few sequences
-outside of the invariant mode, unless the model is wide: a norm and the product behind it are one launch, which rounds
-as both do and adds up in another order. In narrow models all between the attentions of two layers is one launch, of
-many rows too. A step of one token has the kernels of decoding for its attention, or one launch with the norms and
-rotation of its heads and its rows of the cache; one of several tokens has training's attention, over the keys before
-them and their own.
+residual is added by the norm behind it. A step of one token has the kernels of decoding for its attention; one of
+several tokens has training's attention, over the keys before them and their own. Products of float32 differ, which are
+by TF32. Outside of the invariant mode some launches take the place of several, round as they do, and add up in
+another order:
+
+- a norm and the product behind it, for a token of few sequences, unless the model is wide;
+- all between the attentions of two layers, for many rows of a narrow model;
+- attention for a token with few keys: the norms and rotation of its heads, its rows of the cache, and their attention.
 
 For a product of more rows than the kernels of few rows take, an int8 weight is first multiplied by its scales and
 rounded to the model's dtype. The others multiply sums by the scales, so the bits differ.
@@ -42,8 +44,9 @@ _UNIT = 8
 # us for GPT-2's of 768; others read their rows twice, and take 56 us in place of 46 and a norm's 3 for Qwen3-8B's gate,
 # and with 8 rows 86 (H200).
 _MOST_HELD = 1024
-# The widest models that have one launch for many rows between the attentions of two layers. A layer of 256 tokens takes
-# 19 us in place of 23 if it is 128 wide, and 37 in place of 26 if it is 192 (H200).
+# The widest models that have one launch for many rows between the attentions of two layers, or, where that cannot be,
+# for a norm and the product behind it. A layer of 256 tokens takes 19 us in place of 23 if it is 128 wide, and 37 in
+# place of 26 if it is 192 (H200).
 _MOST_NARROW = 128
 # The most keys, and key heads of all sequences, of which a token's attention is one launch. GPT-2's step of 12 heads of
 # 512 keys is 7 % faster by it, with 96 heads 2 % slower, and Qwen3-8B's of 8 heads of 4096 keys 2.5 % (H200): the block
@@ -282,7 +285,7 @@ class Step:
         return total, y
 
     def _is_held(self, rows: int, product: Product) -> bool:
-        """Return whether a product holds its weights, and is one launch with a norm before it.
+        """Return whether a product holds its weights, and is one launch with the norm before it, if it is behind one.
 
         It does for a token of few sequences. The invariant mode has the launches of more rows.
         """

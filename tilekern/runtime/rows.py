@@ -28,9 +28,7 @@ _EXACT = frozenset((
 ))  # fmt: skip
 
 # The mode has other launches in their place.
-_ELSEWHERE = frozenset(
-    ("narrow_block", "narrow_linear", "skinny_held_linear", "skinny_scaled_linear", "token_attention")
-)
+_ELSEWHERE = frozenset(("narrow_block", "narrow_linear", "skinny_held_linear", "token_attention"))
 
 
 def has_rows(kernel: str, problem: Problem | None = None) -> bool:
