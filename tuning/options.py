@@ -138,7 +138,7 @@ _OTHERS = {
     ),
     "kernels": click.option(
         "--kernels", metavar="TEXT",
-        help="Plan problems of these kernels alone, as skinny_linear,token_attention; by default of all.",
+        help="Plan problems of these kernels alone, as skinny_linear,decode_attention; by default of all.",
     ),
 }  # fmt: skip
 PLAN_OPTIONS = (*_STEPS, *_OTHERS)

@@ -34,7 +34,8 @@ def test_many_launches_in_a_row_are_right_and_have_the_same_bits(name):
     for config in SPEC.space.candidates(SPEC.bucketed(problem), here()):
         by_splits.setdefault(config["splits"], config)
     assert len(by_splits) > 3
-    for config in by_splits.values():
+    # The fewest blocks that share keys, and the most: a config takes two seconds to compile.
+    for config in (by_splits[2], by_splits[max(by_splits)]):
         launch = compiled(SPEC, problem, config, here())
         first = launch(inputs)
         check = compare(SPEC, problem, first, expected)
