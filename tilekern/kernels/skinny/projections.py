@@ -84,8 +84,8 @@ def _default(problem: Problem, target: Target) -> Config:
     """Return cuBLAS for float32, else tiles of which two blocks load at a time on an SM, if they fit there."""
     if problem["dtype"] == "float32" and target != INTERPRETED:
         return Config({name: values[0] for name, values in _axes(problem).items()}).but(implementation="cublas")
-    found = config_of(problem["rows"], USUAL, tile_k=256)
-    return found if fits_shared(problem, found, target) else found.but(tile_k=128)
+    found = [config_of(problem["rows"], USUAL, tile_k=tile_k) for tile_k in (256, 128, 64)]
+    return next((c for c in found if fits_shared(problem, c, target)), found[-1])
 
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
