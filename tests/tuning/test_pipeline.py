@@ -126,6 +126,17 @@ class TestRun:
         if variant == "generic":
             assert store.read_blob(record.artifacts[INVARIANT].sha256) == ANOTHER
 
+    def test_a_class_of_another_toolkit_stays_in_its_record(self, start, classed, tmp_path):
+        """Of the same config another compiler may make code of another class."""
+        before, _ = classed(toolkit={**TOOLS, "key": "tileiras-0-cuda_tile-0"})
+        store = Store(tmp_path / "cache")
+        for made in (entry for entry in store.entries() if entry.record.toolkit == before.toolkit):
+            made.path.unlink()
+        assert start(folder="again").run().notes == []
+        found = [e.record for e in Store(tmp_path / "cache").entries() if e.record.problem == before.problem]
+        classes = {record.toolkit["key"]: INVARIANT in record.measurement for record in found}
+        assert classes == {"tileiras-0-cuda_tile-0": True, before.toolkit["key"]: False}
+
     def test_a_class_of_other_source_is_lost_and_said(self, start, classed):
         classed(source_digest="0" * 64)
         [note] = start(folder="again").run().notes
