@@ -386,7 +386,7 @@ def _one_class(
 def _best_kernel(
     sweep: Sweep, known: Known, found: list[Candidate], target: Target
 ) -> tuple[Candidate, BestKernel] | None:
-    """Return the best candidate that is a kernel: the fastest confirmed one of the newest race, or one predicted."""
+    """Return the best candidate that is a kernel: by the newest race (:meth:`Known.best_kernel`), or as predicted."""
     timings = known.timings(found)
     if item := known.best_kernel(timings):
         check = known.measured[item.key]["check"]
