@@ -134,8 +134,8 @@ def with_invariant(
 ) -> Iterator[tuple[Winner, dict[str, bytes]]]:  # fmt: skip
     """Yield measured winners with the invariant kernels of the records that serve their problems now.
 
-    The class of a kernel holds as long as its source is the same, whatever is faster, so a sweep that asks for no
-    classes takes none away.
+    The class of a kernel holds as long as its source and the toolkit are the same, whatever is faster, so a sweep that
+    asks for no classes takes none away. A record of another toolkit stays beside the new one, and serves the mode.
 
     Args:
         found: winners with the bytes of their artifacts; one that has an invariant kernel is yielded as it is.
@@ -147,10 +147,15 @@ def with_invariant(
             hit = served((winner.kernel, winner.problem))
         if hit is not None and hit.exact_target and hit.exact_bucket and not hit.lost:
             facts = (hit.record.measurement or {}).get(INVARIANT)
-            if facts is not None and hit.record.source_digest == record.source_digest:
+            if facts is not None and _same_code(hit.record, record):
                 yield _classed(winner, blobs, hit, facts)
                 continue
         yield winner, blobs
+
+
+def _same_code(one: Record, other: Record) -> bool:
+    """Return whether artifacts of two records with one config are the same."""
+    return (one.source_digest, one.toolkit["key"]) == (other.source_digest, other.toolkit["key"])
 
 
 def _classed(
@@ -381,7 +386,7 @@ def _one_class(
 def _best_kernel(
     sweep: Sweep, known: Known, found: list[Candidate], target: Target
 ) -> tuple[Candidate, BestKernel] | None:
-    """Return the best candidate that is a kernel: the fastest confirmed one of the newest race, or one predicted."""
+    """Return the best candidate that is a kernel: by the newest race (:meth:`Known.best_kernel`), or as predicted."""
     timings = known.timings(found)
     if item := known.best_kernel(timings):
         check = known.measured[item.key]["check"]

@@ -59,7 +59,7 @@ def test_records_are_chosen_in_the_step_and_generate_the_same_tokens(swept, tmp_
     result = Pipeline(swept, store, Options(["compile", "measure"])).run()
     assert not [note for note in result.notes if "does not run" in note or "left out of" in note]
     assert result.step["chosen"] > 3
-    assert result.step["tried"] >= result.step["chosen"] > result.step["changed"] - 1
+    assert result.step["tried"] >= result.step["chosen"] >= result.step["changed"]
     chosen = {winner.kernel: winner.in_step for winner in result.winners if winner.in_step}
     for facts in chosen.values():
         assert (facts["of"], facts["layers"]) == (str(swept.tokens[0]), 2)

@@ -8,6 +8,7 @@ from emulated import Nccl, capture, interpreted
 from environments import stub_of_the_driver
 from small_models import MODELS, save
 
+from tilekern.arrays import ArrayPlan
 from tilekern.interpreter import dtypes
 from tilekern.runtime import dispatch, driver, nccl
 
@@ -52,6 +53,19 @@ def rounding_gpu(gpu, monkeypatch):
     """The GPU, with TF32 as it is."""
     monkeypatch.setattr(dtypes, "_to_tfloat32", _TO_TFLOAT32)
     return gpu
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The kernels that were launched."""
+    found, launch = [], ArrayPlan.launch
+
+    def noted(plan, stream, *arguments):
+        found.append(plan.kernel)
+        launch(plan, stream, *arguments)
+
+    monkeypatch.setattr(ArrayPlan, "launch", noted)
+    return found
 
 
 @pytest.fixture(scope="session", params=MODELS)

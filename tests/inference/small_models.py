@@ -1,4 +1,6 @@
-"""Small models of transformers with weights so large that their tokens differ, and prompts for them."""
+"""Small models of transformers with weights so large that their tokens differ, prompts for them, and their launches."""
+
+from collections import Counter
 
 import torch
 from transformers import (
@@ -77,3 +79,11 @@ def ids_of(*lengths, seed=0):
     """Return prompts of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(4, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def counts_of(trace):
+    """How often a trace launches each kernel."""
+    counts = Counter()
+    for (kernel, _), count in trace.launches.items():
+        counts[kernel] += count
+    return dict(counts)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from emulated import tensor_of
-from small_models import ids_of
+from small_models import counts_of, ids_of
 
 from tilekern.arrays import ArrayPlan
 from tilekern.inference import load
@@ -53,19 +53,6 @@ def logits_of_last_tokens(engine, ids):
     return tensor_of(Step(launches, model, tokens, keys).logits).clone().double()
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """The kernels that were launched."""
-    found, launch = [], ArrayPlan.launch
-
-    def noted(plan, stream, *arguments):
-        found.append(plan.kernel)
-        launch(plan, stream, *arguments)
-
-    monkeypatch.setattr(ArrayPlan, "launch", noted)
-    return found
-
-
 @pytest.mark.parametrize("rows", [1, 3, MOST_ROWS])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_logits_are_as_near_to_transformers_as_those_of_two_launches(gpu, saved, launched, monkeypatch, rows, dtype):
@@ -89,10 +76,7 @@ def launches_of(config, dtype="bfloat16", rows=1, **how):
     """How often a token launches each kernel."""
     found = Trace(resolve("H200"))
     DryRun(found, architecture_of(config), dtype, **how).token(rows, 64)
-    counts = {}
-    for (kernel, _), count in found.launches.items():
-        counts[kernel] = counts.get(kernel, 0) + count
-    return counts
+    return counts_of(found)
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=lambda config: config["model_type"])

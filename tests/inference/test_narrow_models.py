@@ -3,10 +3,9 @@
 import pytest
 import torch
 from emulated import read
-from small_models import draw_weights, ids_of
+from small_models import counts_of, draw_weights, ids_of
 
 from benchmarks.mingpt import SIZES, MinGPT
-from tilekern.arrays import ArrayPlan
 from tilekern.inference import load
 from tilekern.inference.architectures import architecture_of
 from tilekern.inference.planning import DryRun
@@ -25,19 +24,6 @@ EXPERTS = LLAMA | {
     "model_type": "qwen3_moe", "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2,
     "norm_topk_prob": True,
 }  # fmt: skip
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """The kernels that were launched."""
-    found, launch = [], ArrayPlan.launch
-
-    def noted(plan, stream, *arguments):
-        found.append(plan.kernel)
-        launch(plan, stream, *arguments)
-
-    monkeypatch.setattr(ArrayPlan, "launch", noted)
-    return found
 
 
 def distance(x, reference):
@@ -101,10 +87,7 @@ def launches_of(config, dtype="bfloat16", rows=(8, 16), **how):
     """How often whole sequences launch each kernel."""
     found = Trace(resolve("H200"))
     DryRun(found, architecture_of(config), dtype, **how).forward(*rows)
-    counts = {}
-    for (kernel, _), count in found.launches.items():
-        counts[kernel] = counts.get(kernel, 0) + count
-    return counts
+    return counts_of(found)
 
 
 def test_a_layer_of_a_narrow_model_is_two_launches():

@@ -1,6 +1,7 @@
 """A dry run of the engine finds the problems that the engine asks for, each of them and no others."""
 
 import pytest
+from small_models import counts_of
 
 from tilekern.inference import Engine, Sampling
 from tilekern.inference.architectures import architecture_of
@@ -140,9 +141,7 @@ def test_int8_weights_count_a_layer_s_products_and_leave_a_tied_head():
     found = Trace(resolve("H200"))
     config = QWEN3 | {"num_hidden_layers": 3, "tie_word_embeddings": True}
     DryRun(found, architecture_of(config), "bfloat16", int8=True).token(2, 512)
-    counts = {kernel: 0 for kernel, _ in found.launches}
-    for (kernel, _), count in found.launches.items():
-        counts[kernel] += count
+    counts = counts_of(found)
     assert counts["skinny_linear_int8"] == 3 * 4
     assert counts["skinny_linear"] == 1
 
@@ -166,10 +165,7 @@ def test_a_step_counts_the_launches_of_all_layers_and_loading_none():
     assert {kernel for kernel, _ in found.problems} == {"lay_out"}
     assert not found.launches
     dry.token(2, 512)
-    counts = {}
-    for (kernel, _), count in found.launches.items():
-        counts[kernel] = counts.get(kernel, 0) + count
-    assert counts == {
+    assert counts_of(found) == {
         "embedding": 2, "skinny_held_linear": 3 * 4, "fused_add_rms_norm_forward": 1, "skinny_linear": 1,
         "token_attention": 3, "advance": 1, "greedy_parts": 1, "greedy_join": 1, "sample": 1,
     }  # fmt: skip

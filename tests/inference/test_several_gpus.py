@@ -179,6 +179,8 @@ def test_communicators_that_end_before_their_graphs_wait_for_the_last_one(linked
         ({"gpus": 0}, InputError, "gpus must be a whole number from 1 on, or a list of GPUs' numbers, got 0"),
         ({"gpus": "01"}, InputError, "gpus must be a whole number from 1 on, or a list of GPUs' numbers, got '01'"),
         ({"gpus": [0, 1], "device": 1}, InputError, "gpus lists the GPUs, so device must be left out, got 1"),
+        ({"device": "cuda:1"}, InputError, "device must be a GPU or its number, got 'cuda:1'"),
+        ({"device": None}, InputError, "device must be a GPU or its number, got None"),
         ({"gpus": [0, 8]}, CannotRun, "there is no GPU 8: the driver gives 8, counted from 0"),
         ({"device": 7, "gpus": 2}, CannotRun, "there is no GPU 8: the driver gives 8, counted from 0"),
     ],

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from emulated import tensor_of
-from small_models import ids_of
+from small_models import counts_of, ids_of
 
-from tilekern.arrays import ArrayPlan
 from tilekern.inference import load
 from tilekern.inference.architectures import architecture_of
 from tilekern.inference.caches import KINDS, STATIC
@@ -21,19 +20,6 @@ QWEN3 = {
     "model_type": "qwen3", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 97,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
 }  # fmt: skip
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """The kernels that were launched."""
-    found, launch = [], ArrayPlan.launch
-
-    def noted(plan, stream, *arguments):
-        found.append(plan.kernel)
-        launch(plan, stream, *arguments)
-
-    monkeypatch.setattr(ArrayPlan, "launch", noted)
-    return found
 
 
 LENGTHS, NEW = (3, 9, 6), 6
@@ -67,10 +53,7 @@ def test_tokens_and_caches_are_those_of_three_launches(gpu, saved, launched, mon
 def launches_of(config, batch=2, keys=512, dtype="bfloat16", **how):
     found = Trace(resolve("H200"))
     DryRun(found, architecture_of(config), dtype).token(batch, keys, **how)
-    counts = {}
-    for (kernel, _), count in found.launches.items():
-        counts[kernel] = counts.get(kernel, 0) + count
-    return counts
+    return counts_of(found)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -21,6 +21,7 @@ JOURNALS = {
     "skipped": "skipped", "runs": "run", "chosen": "chosen",
 }  # fmt: skip
 
+CHOSEN = {"chosen": "r", "of": "k|p", "race": "r"}
 RACE = {"race": "r", "kernel": "k", "problem": "p", "strategy": "race", "untimed": {}}
 
 
@@ -105,6 +106,8 @@ def test_lines_that_lack_a_field_or_hold_another_type_are_passed_over(sweep, sai
         ("measured", {"candidate": "r", "timing": {"median_us": 5.0, "samples": 5, "behind": float("inf")}}),
         ("measured", {"candidate": "r", "check": {"passed": False, "relative_error": 10**400, "elementwise_error": 0}}),
         ("races", RACE | {"seconds": {"a": float("nan")}}),
+        ("chosen", CHOSEN | {"candidate": "c"}),
+        ("chosen", CHOSEN | {"step": {"token_us": 9.0, "otherwise_us": 9.5, "tried": 2}}),
         ("gpu", {"gpu": "r"}),
         ("gpu", {"gpu": "r", "driver": "5", "torch": float("nan")}),
         ("runs", {"run": "r"}),

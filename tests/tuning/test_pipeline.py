@@ -19,8 +19,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tuning_samples import SMALL, THREE, WIDE, needs_compiler
 
 import tilekern
-from tilekern.cache import FolderLayer, PackLayer, Store, default_layers
+from tilekern.cache import FolderLayer, Pack, PackLayer, Store, default_layers
 from tilekern.cache.keys import parse_problem_key
+from tilekern.cache.trust.signing import SigningKey, generate_key
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.patch.registry import known_ops
@@ -125,6 +126,29 @@ class TestRun:
         assert record.config == before.config
         if variant == "generic":
             assert store.read_blob(record.artifacts[INVARIANT].sha256) == ANOTHER
+
+    def test_a_run_that_signs_takes_no_code_from_a_cache(self, start, classed, tmp_path):
+        """Nobody knows who made it: the key's owner would say to all who trust it that they did."""
+        classed("generic")
+        generate_key(tmp_path / "mine.key")
+        result = start(folder="again", key=SigningKey(tmp_path / "mine.key")).run()
+        assert any("have none now: 1; tune them with --invariant" in note for note in result.notes)
+        pack = Pack(Path(result.results))
+        assert len(pack.signatures()) == 4
+        assert hashlib.sha256(ANOTHER).hexdigest() not in {
+            x for one in pack.records for x in pack.read_record(one).digests
+        }
+
+    def test_a_class_of_another_toolkit_stays_in_its_record(self, start, classed, tmp_path):
+        """Of the same config another compiler may make code of another class."""
+        before, _ = classed(toolkit={**TOOLS, "key": "tileiras-0-cuda_tile-0"})
+        store = Store(tmp_path / "cache")
+        for made in (entry for entry in store.entries() if entry.record.toolkit == before.toolkit):
+            made.path.unlink()
+        assert start(folder="again").run().notes == []
+        found = [e.record for e in Store(tmp_path / "cache").entries() if e.record.problem == before.problem]
+        classes = {record.toolkit["key"]: INVARIANT in record.measurement for record in found}
+        assert classes == {"tileiras-0-cuda_tile-0": True, before.toolkit["key"]: False}
 
     def test_a_class_of_other_source_is_lost_and_said(self, start, classed):
         classed(source_digest="0" * 64)

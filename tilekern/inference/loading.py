@@ -80,6 +80,8 @@ def load(
 def _numbers(device: Device | int, gpus: int | Sequence[int]) -> Sequence[int]:
     """Return the numbers of the GPUs that a caller of :func:`load` names."""
     first = device.number if isinstance(device, Device) else device
+    if type(first) is not int:
+        raise InputError(f"device must be a GPU or its number, got {first!r:.40}")
     numbers = range(first, first + gpus) if type(gpus) is int else gpus
     if not isinstance(numbers, Sequence) or not numbers or any(type(number) is not int for number in numbers):
         raise InputError(f"gpus must be a whole number from 1 on, or a list of GPUs' numbers, got {gpus!r:.40}")

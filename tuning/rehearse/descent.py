@@ -71,7 +71,7 @@ def choose(
 ) -> Iterator[Choice[Kernel]]:  # fmt: skip
     """Yield a choice for each problem of ``others`` that the step launches, in their order.
 
-    Those that follow are made with it.
+    Later choices are made with the earlier ones.
 
     Another kernel is chosen if it makes the step faster by more than the spread, twice: of several, one may have been
     lucky, and a graph that is captured again has its arrays elsewhere.

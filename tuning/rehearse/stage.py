@@ -29,8 +29,8 @@ from tilekern.tuning.sweep.lines import not_in
 from tilekern.tuning.sweep.plan import Named
 
 STEP = "step"
-# A candidate is tried if it takes at most so many times as long in a row as the fastest, and so many others of a
-# problem are: one that is slower in a row has made no step faster.
+# Candidates are tried that take at most so many times as long in a row as the fastest, at most so many of a problem:
+# slower ones have made no step faster.
 _NEAR, _MOST_OTHERS = 1.12, 6
 
 
@@ -151,7 +151,12 @@ def _keep(
         summary.changed += key != found.given[choice.named].key
         summary.tried += choice.tried
         summary.notes += [f"left out of {step}: {kernel} {problem.key}: {reason}" for reason in choice.failed]
-    return len(sound) < len(choices) and any(not known.may_win(item) for item in items.values())
+    doubted = {named: item for named, item in items.items() if not is_sound[named]}
+    failed = {named: known.why_untimed(item) for named, item in doubted.items() if not known.may_win(item)}
+    for named in doubted:
+        reason = failed.get(named, "its checks did not come to their end")
+        summary.notes.append(f"chosen in {step}, and left out since: {named[0]} {named[1].key}: {reason}")
+    return bool(failed)
 
 
 def open_problems(sweep: Sweep, step: TokenStep) -> Open:

@@ -117,6 +117,8 @@ def is_whole(journal: str, line: Mapping[str, Any]) -> bool:
         return False
     if journal == "gpu":  # printed as it is, whatever else it names
         return _all(str)(line)
+    if journal == "chosen":
+        return ("candidate" in line) == ("step" in line)
     return journal != "compiled" or (line["status"] in ("ok", "failed", "open") and _has(line, _FORMS[line["status"]]))
 
 
