@@ -1,6 +1,7 @@
 """The wheel: what is in it, and that both command lines run from it with no checkout in sight."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,8 +11,12 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
+import release
 from environments import BarePython
 from packaging.requirements import Requirement
+from packaging.version import Version
+
+import tilekern
 
 # One worker of pytest's builds and installs the wheel for all tests.
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("wheel")]
@@ -34,7 +39,9 @@ def wheel(tmp_path_factory):
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", ENTRY):
         shutil.copy(ROOT / name, source)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
-    ran = subprocess.run([*command, "-w", folder, source], capture_output=True, text=True, check=False)
+    # So that bytecode that the build makes is beside the sources, where it could come into the wheel.
+    env = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
+    ran = subprocess.run([*command, "-w", folder, source], env=env, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     return next(folder.glob("*.whl"))
 
@@ -67,12 +74,16 @@ def test_it_holds_the_packages_and_their_data_and_nothing_else(wheel):
     assert packs == {name for name in names if name.endswith(".pack")}
 
 
+def test_a_release_may_have_it(wheel):
+    release.check_wheel(wheel, release.package_files(ROOT), tilekern.__version__)
+
+
 def test_it_names_what_it_needs(wheel):
     archive = zipfile.ZipFile(wheel)
     info = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     metadata = message_from_string(archive.read(info).decode())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert metadata["Version"] == project["version"]
+    assert metadata["Version"] == tilekern.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
     plain = [need for need in metadata.get_all("Requires-Dist") if "extra ==" not in need]
@@ -93,12 +104,17 @@ def test_it_works_with_the_dependencies_in_its_metadata_alone(installed, tmp_pat
     assert "pip install 'tilekern[tools]'" in python.run("-m", "tilekern.tune", "qwen3-8b").stderr
 
 
-def test_the_version_has_one_form_everywhere():
+def test_the_version_stands_in_one_place_and_is_above_the_newest_in_the_changelog():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    import tilekern
-
-    assert tilekern.__version__ == project["version"]
-    assert f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert "version" in project["dynamic"]
+    assert release.own_version(ROOT / "tilekern" / "__init__.py") == tilekern.__version__
+    version = Version(tilekern.__version__)
+    assert str(version) == tilekern.__version__
+    released = [Version(name) for name in re.findall(r"^## \[(\d.*)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)]
+    assert released == sorted(released, reverse=True)
+    # Only a release's own commit has its version.
+    assert version.is_devrelease or version == released[0]
+    assert version >= released[0]
 
 
 def test_it_is_what_is_imported(installed):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tilekern.integrations.names import register_later as _register_later
 
-__version__ = "0.1.0"
+# The only place of the version; `.dev0` between releases (docs/releasing.md).
+__version__ = "0.2.0.dev0"
 
 _WHERE = {
     "apply": "tilekern.patch",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -166,8 +167,9 @@ def test_the_packs_of_the_repository_are_layers_of_a_lookup(made):
 
 @pytest.mark.slow
 def test_another_tilekern_in_the_process_is_refused(made, monkeypatch):
+    own = re.escape(tilekern.__version__)
     monkeypatch.setattr(tilekern, "__version__", "0.0.9")
-    with pytest.raises(ImportError, match=r"tilekern 0\.0\.9 is imported already.* has 0\.1\.0"):
+    with pytest.raises(ImportError, match=rf"tilekern 0\.0\.9 is imported already.* has {own}"):
         kernels.get_local_kernel(made / "out")
 
 
