@@ -1,7 +1,8 @@
 """Train a causal language model whose weights, gradients and optimizer's state are shared among GPUs by FSDP2.
 
-    torchrun --nproc-per-node 8 examples/fsdp2.py                      Qwen3-8B from the hub, on random tokens
-    torchrun --nproc-per-node 2 examples/fsdp2.py --config config.json random weights; nothing is downloaded
+    torchrun --standalone --nproc-per-node 2 examples/fsdp2.py                         on random tokens
+    torchrun --standalone --nproc-per-node 8 examples/fsdp2.py --model Qwen/Qwen3-8B --tokens 8192
+    torchrun --standalone --nproc-per-node 2 examples/fsdp2.py --config config.json    nothing is downloaded
 
 Needs `pip install 'tilekern[torch]'` and an NVIDIA GPU for each process. Without GPUs, `TILEKERN_INTERPRET=1` runs the
 kernels on the CPU, which is meant for models of a few thousand parameters.
@@ -21,7 +22,7 @@ import tilekern
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="Qwen/Qwen3-8B", help="hub id or folder of a model to go on from")
+    parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="hub id or folder of a model to go on from")
     parser.add_argument("--config", help="a config.json, for a model with random weights in place of --model")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a step on each GPU")

@@ -241,15 +241,16 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_the_engine_s_error(gpu, fol
 
 
 def test_the_example_prints_each_text(gpu, folder, capsys, monkeypatch):
-    tokenizer, _, ids = ids_of(folder, PROMPT, 20)
-    options = ("--model", str(folder), "--prompt", PROMPT, "--new", "20", "--samples", "2", "--dtype", "float32")
+    """They end within a character, of which some bytes wait."""
+    tokenizer, _, ids = ids_of(folder, PROMPT, 24)
+    options = ("--model", str(folder), "--prompt", PROMPT, "--new", "24", "--samples", "2", "--dtype", "float32")
     monkeypatch.setattr(sys, "argv", [EXAMPLE, *options])
     capsys.readouterr()
     runpy.run_path(EXAMPLE, run_name="__main__")
     text = PROMPT + tokenizer.decode(ids)
     printed = capsys.readouterr()
     assert printed.out == f"{text}\n--- 2\n{text}\n"
-    assert printed.err.startswith("40 tokens in ")
+    assert printed.err.startswith("48 tokens in ")
 
 
 @pytest.mark.processes
