@@ -2,6 +2,8 @@
 
 import json
 import re
+import runpy
+import subprocess
 import sys
 
 import pytest
@@ -19,6 +21,7 @@ PROMPT, OTHER = "a\u4f60", "0123456789"
 # What the model writes at each position, whatever came before.
 WRITTEN = "0123456 \u4f60\u597d, \x1b[1mGr\u00fc\u00dfe\t\U0001f600<eos> and on \u4f60\u597d!"
 PAGE = ROOT / "docs" / "inference.md"
+EXAMPLE = str(ROOT / "examples" / "generate_without_torch.py")
 
 
 @pytest.fixture(scope="module")
@@ -235,3 +238,23 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_the_engine_s_error(gpu, fol
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     size = tokenizer.get_vocab_size() - 1
     assert f"from 0 to {size - 1}, got {size}\n" in run(capsys, tmp_path, "--prompt", "a <more>", code=2).err
+
+
+def test_the_example_prints_each_text(gpu, folder, capsys, monkeypatch):
+    """They end within a character, of which some bytes wait."""
+    tokenizer, _, ids = ids_of(folder, PROMPT, 24)
+    options = ("--model", str(folder), "--prompt", PROMPT, "--new", "24", "--samples", "2", "--dtype", "float32")
+    monkeypatch.setattr(sys, "argv", [EXAMPLE, *options])
+    capsys.readouterr()
+    runpy.run_path(EXAMPLE, run_name="__main__")
+    text = PROMPT + tokenizer.decode(ids)
+    printed = capsys.readouterr()
+    assert printed.out == f"{text}\n--- 2\n{text}\n"
+    assert printed.err.startswith("48 tokens in ")
+
+
+@pytest.mark.processes
+def test_the_example_imports_no_torch():
+    code = "import runpy, sys; runpy.run_path(sys.argv[1]); print('torch' in sys.modules, 'numpy' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code, EXAMPLE], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False False\n"
