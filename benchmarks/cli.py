@@ -547,9 +547,9 @@ def cache_scale(
 def report(
     results: Annotated[Path, typer.Option(help="Folder with the JSON files.")] = RESULTS,
     out: Annotated[Path, typer.Option("--out", help="Folder for the pages and plots.")] = PAGES,
-    readme: Annotated[Path | None, typer.Option(help="A README whose training table is written anew.")] = None,
+    readme: Annotated[Path | None, typer.Option(help="A README whose headline and table are written anew.")] = None,
 ) -> None:
-    """Make the result pages, their plots and the README's table from all JSON files."""
+    """Make the result pages, their plots and the README's headline and table from all JSON files."""
     if not results.is_dir():
         raise InputError(f"--results {results} is not a folder; pass the one with the JSON files")
     everything = read_folder(results)

@@ -23,7 +23,8 @@ HEIGHT = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
 # Folders of tests that are not called as the room that they test.
 FOLDERS = {"liger": "integrations", "ptx": "kernels", "stress": "cache"}
 # Changes of these reach only tests that always run.
-PROSE = ("docs/", "benchmarks/", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff")
+PROSE = ("docs/", "benchmarks/", ".github/", *PAGES)
 
 
 def reached(paths):

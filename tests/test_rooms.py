@@ -14,6 +14,7 @@ DOORS = ROOMS[-1]
     ("paths", "rooms"),
     [
         ([], set()),
+        (["SECURITY.md", "CITATION.cff", ".github/ISSUE_TEMPLATE/bug.yml"], set()),
         (["README.md", "docs/tuning.md", "benchmarks/cli.py", "tilekern/prebuilt/a.pack"], set()),
         (["tilekern/patch/loss.py"], {"patch", "integrations", "tuning", "cache_tools", *DOORS}),
         (["tuning/measure/stage.py", "tests/ops/contract.py"], {"tuning", "ops", *DOORS}),

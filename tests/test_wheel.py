@@ -86,6 +86,8 @@ def test_it_names_what_it_needs(wheel):
     assert metadata["Version"] == tilekern.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata.get_all("Classifier") == project["classifiers"]
+    assert metadata["Keywords"] == ",".join(project["keywords"])
     plain = [need for need in metadata.get_all("Requires-Dist") if "extra ==" not in need]
     assert set(map(Requirement, plain)) == set(map(Requirement, project["dependencies"]))
     assert set(metadata.get_all("Provides-Extra")) == set(project["optional-dependencies"])

@@ -174,3 +174,9 @@ def test_the_doctor_names_the_extras_as_no_fault(bare, tmp_path):
     assert not [line for line in document["wrong"] if "pip install" in line or "cannot" in line]
     told = " ".join(bare.run("-m", "tilekern.doctor", TILEKERN_CACHE_DIR=str(tmp_path)).stdout.split())
     assert "without the extras torch, tools, text: pip install 'tilekern[torch,tools,text]'" in told
+
+
+def test_the_doctor_of_a_model_names_the_extra_that_it_needs(bare, tmp_path):
+    ran = bare.run("-m", "tilekern.doctor", "qwen3-8b", "--gpu", "H200", "--json", TILEKERN_CACHE_DIR=str(tmp_path))
+    needed = "tracing a model needs click, which is not installed: pip install 'tilekern[tools]'"
+    assert f"qwen3-8b cannot be traced: {needed}" in json.loads(ran.stdout)["wrong"]

@@ -1,4 +1,4 @@
-"""Write the README's table: training one model, with the fastest variant of each trainer."""
+"""Write the README's headline and table: training one model, with the fastest variant of each trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.results import Results
 from tilekern.errors import InputError
 
 _LINES = (
-    "<!-- training: `python -m benchmarks report --readme README.md` writes this table -->",
+    "<!-- training: `python -m benchmarks report --readme README.md` writes headline and table -->",
     "<!-- training ends -->",
 )
 _MODEL = "qwen3-8b"
@@ -18,7 +18,7 @@ _TRAINERS = {"tilekern": "tilekern", "hf": "Hugging Face", "liger": "Liger", "to
 
 
 def with_training(text: str, everything: Sequence[Results]) -> str:
-    """Return a Markdown text with the table of the model's newest training run that has all of these peers.
+    """Return a Markdown text with headline and table of the model's newest training run that has all of these peers.
 
     Raises:
         InputError: the text has no lines for the table, or there is no such run.
@@ -34,7 +34,21 @@ def with_training(text: str, everything: Sequence[Results]) -> str:
         wanted = f"no results of train {_MODEL} have {', '.join(_TRAINERS.values())}"
         raise InputError(f"{wanted}; run python -m benchmarks train {_MODEL}")
     newest = max(runs, key=lambda run: str(run.run["date"]))
-    return f"{head}{begin}\n\n{_training(newest)}\n{end}{tail}"
+    return f"{head}{begin}\n\n{_headline(newest)}\n\n{_training(newest)}\n{end}{tail}"
+
+
+def _headline(run: Results) -> str:
+    """Compare speed and memory with each peer's, at the step at which tilekern is fastest."""
+    best = fastest(run, None, "tilekern")
+    assert best is not None
+    compared = []
+    for family, title in _TRAINERS.items():
+        row = fastest(run, best.case, family)
+        if row is not None and row is not best:
+            ours, theirs = (run.row(best.case, who.provider, MEMORY) for who in (best, row))
+            memory = f" in {ours.value / theirs.value:.2f} x of its memory" if ours and theirs else ""
+            compared.append(f"**{best.value / row.value:.2f} x {title}**{memory}")
+    return f"tilekern is fastest at {best.case.split(' ')[1]} tokens of a step. Its speed there: {', '.join(compared)}."
 
 
 def _training(run: Results) -> str:

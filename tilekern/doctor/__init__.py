@@ -21,7 +21,7 @@ from tilekern.doctor.machine import (
     tell_of_torch,
 )
 from tilekern.doctor.report import Report
-from tilekern.errors import InputError
+from tilekern.errors import InputError, needing
 from tilekern.runtime.requirements import PYTHON, fits
 from tilekern.spec.targets import Target
 
@@ -79,11 +79,12 @@ def tell_of_model(report: Report, model: str, target: Target | None) -> None:
         report.say("model", f"{model}: not checked without a GPU; name the job's GPU by --gpu")
         return
     try:
-        from tilekern.cache import user_root
-        from tilekern.tuning.options import PlanRequest
-        from tilekern.tuning.plan.choosing import plan_of
-        from tilekern.tuning.plan.steps import Steps
-        from tilekern.tuning.preflight import preflight_of
+        with needing("tracing a model"):
+            from tilekern.cache import user_root
+            from tilekern.tuning.options import PlanRequest
+            from tilekern.tuning.plan.choosing import plan_of
+            from tilekern.tuning.plan.steps import Steps
+            from tilekern.tuning.preflight import preflight_of
     except ImportError as error:
         report.complain(f"{model} cannot be traced: {error}")
         return
