@@ -393,7 +393,8 @@ class TestStage:
         path = planned.folder / "chosen.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         other = key_of(planned, SMALL, 1)
-        path.write_text("".join(json.dumps({**line, "candidate": other}) + "\n" for line in lines))
+        changed = [line | ({"candidate": other} if "candidate" in line else {"more": 1}) for line in lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in changed))
         assert Sweep(planned.folder).chosen() == {}
         assert len(Sweep(planned.folder, foreign=True).chosen()) == 4
 
