@@ -339,12 +339,9 @@ class Pipeline:
             where = "there is none" if executor is None else f"--executor {self.options.executor} has others"
             self.result.notes.append(f"no step of a token is timed, which needs the GPU here, and {where}")
             return
+        is_over = self.budget.spent.is_set if self.budget else lambda: False
         with self._timed(STEP):
-            done = rehearse(
-                self.sweep, executor, stage_in(Path(self.store.root)), self._told(STEP),
-                # Not whether it is spent: the compile stage says so when it ends.
-                is_over=lambda: self.budget is not None and self.budget.used_s >= self.budget.seconds,
-            )  # fmt: skip
+            done = rehearse(self.sweep, executor, stage_in(Path(self.store.root)), self._told(STEP), is_over)
         self.result.step = {name: value for name, value in vars(done).items() if name != "notes"}
         self.result.notes += done.notes
 

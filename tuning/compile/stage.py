@@ -238,11 +238,11 @@ class Compiling:
 
     Args:
         compile: :func:`compile_all` with its sweep and all other arguments, except ``beside`` and ``is_over``.
-        is_over: set to stop, also by this class.
+        is_over: set to stop.
     """
 
     def __init__(self, compile: Callable[..., CompileSummary], is_over: threading.Event | None = None) -> None:
-        self._compile, self._is_over = compile, is_over or threading.Event()
+        self._compile, self._is_over = compile, _Stop(is_over)
         # Problems that can be measured, and None at the end.
         self._ready: queue.SimpleQueue[Named | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -291,6 +291,17 @@ class Compiling:
             raise self._error
         assert self._summary is not None, "a stage that is over has a summary or an error"
         return self._summary
+
+
+class _Stop(threading.Event):
+    """Ends one stage; another event, as that of a spent budget, ends it too and is left to the stages behind it."""
+
+    def __init__(self, other: threading.Event | None) -> None:
+        super().__init__()
+        self._other = other
+
+    def is_set(self) -> bool:
+        return super().is_set() or (self._other is not None and self._other.is_set())
 
 
 def work_s(line: Mapping[str, Any]) -> float:
