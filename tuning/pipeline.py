@@ -178,6 +178,12 @@ class Result:
         }
 
 
+def described_toolkit() -> dict[str, str]:
+    """Return the ``key`` and versions of the compiler that is installed."""
+    tools = toolkit()
+    return tools.describe() if tools else NO_TOOLKIT
+
+
 class Pipeline:
     """One run over a planned sweep; its methods stand in the order of the stages.
 
@@ -196,11 +202,9 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self.sweep, self.store, self.options, self.tell = sweep, store, options, tell
         self.budget = Budget(options.budget_s, options.began) if options.budget_s is not None else None
-        tools = toolkit()
         self.result = Result(
-            sweep.model, sweep.target, tools.describe() if tools else NO_TOOLKIT, notes=list(notes),
-            budget_s=options.budget_s,
-        )  # fmt: skip
+            sweep.model, sweep.target, described_toolkit(), notes=list(notes), budget_s=options.budget_s
+        )
         self._packs = packs or {}
         # Of a run with a budget: what each problem is worth, its turn, and the record that serves it before.
         self._worths: dict[Named, Worth] = {}

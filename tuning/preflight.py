@@ -244,6 +244,19 @@ def preflight_of(
     return Preflight(planned.name, target, need, needs, is_here, planned.notes)
 
 
+def without_served(planned: Planned, target: Target, cache_dir: str | Path | None = None) -> Planned:
+    """Return a plan without the problems whose records the caches have: measured ones if the GPU is here, else any.
+
+    A problem that shares its bit class with a missing one stays, as all sizes of a class are tuned at once.
+    """
+    at_hand = here()
+    found = preflight_of(planned, target, MEASURED if at_hand and at_hand.key == target.key else OWN, cache_dir)
+    left = set(_to_tune(found)[0])
+    problems = tuple(named for named in planned.problems if named in left)
+    note = f"{len(planned.problems) - len(problems)} of {len(planned.problems)} problems have their records"
+    return dataclasses.replace(planned, problems=problems, notes=(*planned.notes, note))
+
+
 def fix(
     found: Preflight, by: str = TUNE, *, cache_dir: str | Path | None = None, jobs: int | None = None,
     gpus: int | None = None, timeout_s: float | None = None, tell: Tell = lambda *_: None,

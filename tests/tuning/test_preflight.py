@@ -318,6 +318,35 @@ def test_fix_tunes_only_what_is_missing(model, default_configs, tmp_path, capsys
     assert run(*arguments) == 0
 
 
+@pytest.mark.parametrize(("is_here", "provenance", "is_left_out"), [
+    (False, "predicted", True), (True, "predicted", False), (True, "measured", True),
+])  # fmt: skip
+def test_a_tune_of_what_is_missing_leaves_out_what_serves(
+    is_here, provenance, is_left_out, model, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(checks, "here", lambda: H200 if is_here else None)
+    needs = rope().needs
+    put(tmp_path / "cache", needs[0].kernel, needs[0].problem, provenance=provenance)
+    arguments = [model, "--gpu", "H200", "--tokens", "64", "--op", "rope", "--missing", "--dry-run", "--json"]
+    assert not cli.main(arguments)
+    planned = json.loads(capsys.readouterr().out)["problems"]
+    assert [problem["kernel"] for problem in planned] == [need.kernel for need in needs[is_left_out:]]
+
+
+def test_a_tune_of_what_is_missing_has_nothing_to_do_where_all_is_there(model, tmp_path, capsys):
+    for need in rope().needs:
+        put(tmp_path / "cache", need.kernel, need.problem)
+    assert not cli.main([model, "--gpu", "H200", "--tokens", "64", "--op", "rope", "--missing"])
+    assert "2 of 2 problems have their records" in capsys.readouterr().out
+    assert not list((tmp_path / "cache").glob("sweeps/*"))
+
+
+@pytest.mark.parametrize("more", [["--stages", "measure"], ["--packs", "packs"]])
+def test_a_tune_of_what_is_missing_plans_and_writes_no_packs_of_models(more, model, capsys):
+    assert cli.main([model, "--gpu", "H200", "--missing", *more]) == 2
+    assert "--missing" in capsys.readouterr().err
+
+
 @needs_compiler
 @pytest.mark.slow
 def test_fix_by_compiling_takes_the_defaults(model, tmp_path, capsys):

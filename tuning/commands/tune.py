@@ -36,8 +36,10 @@ from tilekern.tuning.pipeline import (
     Pipeline,
     Result,
     absence,
+    described_toolkit,
     without_backends,
 )
+from tilekern.tuning.preflight import without_served
 from tilekern.tuning.publishing import pack_paths
 from tilekern.tuning.strategies import STRATEGIES
 from tilekern.tuning.sweep.folder import Sweep, folder_in
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from tilekern.tuning.predict.estimating import PlanReport
 
 _GROUPS = {
-    "What to tune": ("gpu", "specs", *(name for name in PLAN_OPTIONS if name != "models")),
+    "What to tune": ("gpu", "specs", *(name for name in PLAN_OPTIONS if name != "models"), "missing"),
     "How": ("stages", "dry_run", "jobs", "timeout_s", "budget_s", "strategy", "executor", "gpus"),
     "Where, and what is printed": ("sweep", "sign", "packs", "cache_dir", "as_json"),
 }
@@ -73,6 +75,10 @@ class _Tune(GroupedCommand):
 @tuner_command(cls=_Tune, groups=_GROUPS, epilog=NAMES)
 @plan_options
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, B200, an arch, a key or sm_90:78.")
+@click.option(
+    "--missing", is_flag=True,
+    help="Leave out what caches and packs have: measured records if the GPU is here, any of it otherwise.",
+)  # fmt: skip
 @click.option("--stages", default=",".join(STAGES), show_default=True, help="Which stages to run.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and its estimated time; write nothing.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Compile workers, up to 4 a core; one a core if not given.")
@@ -132,6 +138,7 @@ class Request:
     sweep: Path | None
     packs: Path | None
     store: Store
+    missing: bool = False
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Request:
@@ -152,15 +159,23 @@ class Request:
             )
         if given["packs"] and not {PLAN, MEASURE} <= set(stages):
             raise InputError("--packs needs a run that plans and measures; of another one take its results.pack")
+        if given["missing"] and PLAN not in stages:
+            raise InputError("--missing is an option of the stage plan; leave it out, the sweep folder has the plan")
+        if given["missing"] and given["packs"]:
+            raise InputError(
+                "--packs writes what each model asks for, and --missing leaves out a part; make packs of a model by "
+                "python -m tilekern.cache_tools pack --model"
+            )
         store = Store(given["cache_dir"] or user_root())
-        return cls(plan, options, given["gpu"], given["sweep"], given["packs"], store)
+        return cls(plan, options, given["gpu"], given["sweep"], given["packs"], store, given["missing"])
 
     def planned(self) -> tuple[Target, Planned]:
         """Return the target and its plan."""
         target = resolve(self.gpu)
         from tilekern.tuning.plan.choosing import plan_of
 
-        return target, plan_of(self.plan, target, self.store.root)
+        planned = plan_of(self.plan, target, self.store.root)
+        return target, without_served(planned, target, self.store.root) if self.missing else planned
 
 
 def _run(request: Request, *, quiet: bool) -> Result:
@@ -171,6 +186,8 @@ def _run(request: Request, *, quiet: bool) -> Result:
         if PLAN not in options.stages:
             return Pipeline(_given(request), store, options, tell).run()
         target, planned = request.planned()
+        if request.missing and not planned.problems:
+            return Result(planned.name, target, described_toolkit(), notes=list(planned.notes))
         packs = pack_paths(request.packs, planned.models, target) if request.packs else {}
         return Pipeline.of(planned, target, store, options, tell, folder=request.sweep, packs=packs).run()
 
