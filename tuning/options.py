@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,8 +236,10 @@ class Folder(click.Path):
 
 
 GPU_NAMES = ", ".join(target.name for target in KNOWN)
-# Ends the help of commands that take models.
-NAMES = f"Presets: {', '.join(PRESETS)}. GPUs: {GPU_NAMES}."
+# Ends the help of commands that take models. click would break a name at a hyphen; it leaves lines behind "\b" alone.
+NAMES = "\b\n" + textwrap.fill(
+    f"Presets: {', '.join(PRESETS)}. GPUs: {GPU_NAMES}.", 76, break_on_hyphens=False, break_long_words=False
+)
 
 
 def tuner_command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:

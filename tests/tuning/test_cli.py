@@ -252,7 +252,7 @@ def test_an_unknown_word_is_told_the_commands_and_the_models(arguments, nearest,
     assert (out, err.count("\n")) == ("", 1)
     assert "unknown command or model '" in err
     assert nearest in err
-    for part in (*COMMANDS, "qwen3-0.6b", "config.json", "Qwen/Qwen3-8B"):
+    for part in (*COMMANDS, "a preset such as qwen3-8b", "config.json", "Qwen/Qwen3-8B"):
         assert part in err
 
 

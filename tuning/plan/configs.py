@@ -28,8 +28,8 @@ _MOST = {
 }
 
 MODEL_IS = (
-    f"a preset ({', '.join(PRESETS)}), the path of a config.json or of a folder with one, or a hub id such as "
-    "Qwen/Qwen3-8B"
+    "a preset such as qwen3-8b (--help lists them), the path of a config.json or of a folder with one, or a hub id "
+    "such as Qwen/Qwen3-8B"
 )
 
 
@@ -138,7 +138,7 @@ def _from_hub(model: str) -> Mapping[str, Any]:
     except ImportError:
         raise InputError(
             f"{model} is not in the Hugging Face cache {cache_folder()}, and huggingface_hub is not installed; pass "
-            f"the path of its config.json or a preset ({', '.join(PRESETS)})"
+            "the path of its config.json, or a preset such as qwen3-8b"
         ) from None
     with tempfile.TemporaryDirectory() as spare:
         try:
@@ -149,8 +149,8 @@ def _from_hub(model: str) -> Mapping[str, Any]:
         except Exception as error:  # noqa: BLE001 (the hub client raises many kinds; all mean that it is out of reach)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
             raise InputError(
-                f"cannot fetch {model} from the hub ({reason}); pass the path of its config.json or a preset "
-                f"({', '.join(PRESETS)})"
+                f"cannot fetch {model} from the hub ({reason}); pass the path of its config.json, or a preset such as "
+                "qwen3-8b"
             ) from None
         return config_in(path)
 
