@@ -26,7 +26,7 @@ from benchmarks.results import ALL, Results, Row
 from benchmarks.sources import digests
 from tilekern.cache import Artifact, Hit, Layer, default_layers
 from tilekern.compile.library import libraries_here, library_of
-from tilekern.errors import InputError, TilekernError
+from tilekern.errors import InputError
 from tilekern.kernels import all_specs, spec_named
 from tilekern.runtime.dispatch import find
 from tilekern.runtime.requirements import unmet
@@ -185,7 +185,7 @@ def _timed(
         raise  # the CUDA context is gone
     except torch.OutOfMemoryError:
         return "its inputs do not fit into this GPU's memory"
-    except (TilekernError, RuntimeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 (what a launch can raise is open, and the other problems go on)
         return f"{type(error).__name__}: {error}"
     finally:
         # Launches refer to each other, and keep the arrays of a finished problem alive.
@@ -210,7 +210,8 @@ def _raced(
         followers={blocks: entrant for blocks, (entrant, _) in behind.items()},
     )  # fmt: skip
     bench = Bench(task)
-    for entrant in entrants:
+    # A composite's parts have records of its own sizes, not of those that a check takes.
+    for entrant in (entrant for entrant in entrants if not entrant.candidate.is_library):
         if not (check := bench.check(entrant)).passed:
             return f"{entrant.candidate.config.key} is wrong here: {check.reason}"
     launches = {entrant.key: bench.prepare(entrant) for entrant in entrants}
@@ -245,7 +246,10 @@ def entrant_of(kernel: str, problem: Problem, hit: Hit) -> Entrant:
 def _behind(
     kernel: str, problem: Problem, entrants: Iterable[Entrant], target: Target, layers: Sequence[Layer]
 ) -> dict[int, tuple[Entrant, Hit]]:
-    """Return the kernels launched behind candidates by their number of blocks, as this GPU's records have them."""
+    """Return the kernels launched behind candidates by their number of blocks, as this GPU's records have them.
+
+    None if a record is missing, so that candidates are timed alike.
+    """
     follower = spec_named(kernel).follower
     found: dict[int, tuple[Entrant, Hit]] = {}
     for blocks in {entrant.candidate.blocks(target.sm_count) for entrant in entrants} - {0}:
@@ -254,8 +258,9 @@ def _behind(
             continue
         spec = spec_named(follower.kernel)
         hit = find(spec, spec.bucketed(wanted), target, layers=layers)
-        if hit is not None and artifact_of(spec.name, spec.bucketed(wanted), hit) is not None:
-            found[blocks] = entrant_of(spec.name, spec.bucketed(wanted), hit), hit
+        if hit is None or artifact_of(spec.name, spec.bucketed(wanted), hit) is None:
+            return {}
+        found[blocks] = entrant_of(spec.name, spec.bucketed(wanted), hit), hit
     return found
 
 
