@@ -441,6 +441,25 @@ def regret(
 
 
 @app.command()
+def exchange(
+    other: Annotated[str, typer.Option("--from", help="The GPU whose records are timed here, such as H100.")],
+    out: Out = None,
+    name: Name = None,
+    kernels: Annotated[str, typer.Option(help="Kernels to compare, by commas; default all.")] = "",
+    rounds: Annotated[int, typer.Option(min=8, help="Rounds of both winners of a problem.")] = 100,
+    problem_s: Annotated[float, typer.Option(help="GPU seconds for a problem; then there are fewer rounds.")] = 1,
+    seconds: Annotated[float, typer.Option(help="Seconds of the whole run; problems left then are noted.")] = 480,
+) -> None:
+    """Measure what it costs to use another GPU's records: its winners beside this GPU's; needs no compiler."""
+    from benchmarks.exchange import BENCHMARK, Effort, measure
+    from tilekern.spec.targets import resolve
+
+    stem = name or f"{BENCHMARK}-{resolve(other).key}"
+    effort = Effort(rounds, problem_s, seconds)
+    _keep(measure(other, effort, _kernels_among(kernels), _kept_by_case(out, stem)), out, stem)
+
+
+@app.command()
 def races(
     sweep: Annotated[Path, typer.Option("--sweep", help="A sweep folder that was measured on the GPU here.")],
     out: Out = None,

@@ -16,7 +16,7 @@ from tilekern.cache import CacheError
 from tilekern.cache_tools.shared.options import HELP, version
 from tilekern.errors import InputError, TilekernWarning
 from tilekern.runtime.settings import check_settings
-from tilekern.warning import shown_plainly, tell
+from tilekern.warning import DEPRECATED, shown_plainly, tell
 
 _COMMANDS = (
     "clear", "diff", "keygen", "ls", "pack", "prune", "pull", "push", "repository", "revoke", "show", "sign", "stats",
@@ -55,8 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: default those of the command line.
     """
+    words = sys.argv[1:] if arguments is None else arguments
     try:
         check_settings()
+        if any(word.partition("=")[0] == "--target" for word in words):
+            DEPRECATED["--target"].tell()
         with shown_plainly():
             code = app.main(args=arguments, prog_name="python -m tilekern.cache_tools", standalone_mode=False)
         sys.stdout.flush()

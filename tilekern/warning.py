@@ -14,7 +14,8 @@ import functools
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from tilekern.errors import ExtraMissing, TilekernWarning, needing
@@ -78,6 +79,41 @@ def _warn_from_a_thread(message: str, about: object) -> None:
             warn(message)
         else:
             warn_once(message, about)
+
+
+@dataclass(frozen=True)
+class Deprecated:
+    """A stable name that still works and will go (docs/releasing.md has the rules, CHANGELOG lists it).
+
+    Attributes:
+        name: the name as users know it: ``tilekern.tune(fast=…)``, or ``--target`` of a command.
+        instead: what to use.
+        since: the minor release that deprecates it, such as ``0.2``.
+        removed_in: the minor release in which it goes, at least two later.
+    """
+
+    name: str
+    instead: str
+    since: str
+    removed_in: str
+
+    def __str__(self) -> str:
+        since, removed = self.since, self.removed_in
+        return f"{self.name} is deprecated since tilekern {since} and will be removed in {removed}; use {self.instead}"
+
+    def warn(self, stacklevel: int = 2) -> None:
+        """Give a ``DeprecationWarning`` at the caller's line; the caller itself is ``stacklevel`` 1, as in Python."""
+        warnings.warn(str(self), DeprecationWarning, stacklevel + 1)
+
+    def tell(self) -> None:
+        """Print a line on the standard error, for a command line."""
+        tell(f"{_PLACE}: {self}", err=True)
+
+
+# All that is deprecated. A test fails once the version reaches a name's removal.
+DEPRECATED: Mapping[str, Deprecated] = {
+    "--target": Deprecated("--target of python -m tilekern.cache_tools", "--gpu", "0.2", "0.4"),
+}
 
 
 @contextlib.contextmanager

@@ -70,6 +70,8 @@ class Need:
         needs_class: whether the job needs a kernel of one bit class.
         bits: the class of that kernel; None where there is none.
         varies: why the record that serves has no such kernel to run, although the job needs one; else None.
+        launches: how often the traced steps launch it; 0 if only another winner of a composite or of a grid would, and
+            None if that is not known.
     """
 
     kernel: str
@@ -84,6 +86,7 @@ class Need:
     needs_class: bool = False
     bits: str | None = None
     varies: str | None = None
+    launches: int | None = None
 
     def meets(self, demand: str) -> bool:
         """Return whether the record meets a demand, one of :data:`DEMANDS`, and has the bit class that is needed."""
@@ -97,6 +100,47 @@ class Need:
         """Return the need as ``--json`` prints it."""
         fields = {name: value for name, value in vars(self).items() if name != "is_stale"}
         return fields | {"problem": dict(self.problem), "stale": self.is_stale}
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of a step's launches whose problem has a record that serves; launches are from 1 on.
+
+    A layer's kernels count once for each layer. A composite, such as the backward of attention, counts beside the
+    kernels that it launches, since without its record none of them runs.
+
+    Attributes:
+        launches: all launches of the traced steps.
+        by_state: the launches by the state of their problem, one of :data:`STATES`.
+        missing: the launches without a record by kernel, most first.
+        records: how many records serve; some may serve several problems.
+    """
+
+    launches: int
+    by_state: Mapping[str, int]
+    missing: Mapping[str, int]
+    records: int
+
+    @property
+    def served(self) -> int:
+        """Return the launches whose problem has a record."""
+        return self.launches - self.by_state[MISSING]
+
+    @property
+    def percent(self) -> int:
+        """Return the served share, rounded down, so that 100 means all."""
+        return 100 * self.served // self.launches
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the share as ``--json`` prints it."""
+        return {
+            "percent": self.percent,
+            "launches": self.launches,
+            "served": self.served,
+            "by_state": dict(self.by_state),
+            "missing": dict(self.missing),
+            "records": self.records,
+        }
 
 
 @dataclass(frozen=True)
@@ -138,6 +182,19 @@ class Preflight:
         found = Counter(need.state for need in self.needs)
         return {name: found[name] for name in STATES}
 
+    @property
+    def share(self) -> Share | None:
+        """The share of the launches that have a record; None if no launches are known."""
+        by_state, missing = Counter(dict.fromkeys(STATES, 0)), Counter[str]()
+        for need in self.needs:
+            by_state[need.state] += need.launches or 0
+            if need.state == MISSING and need.launches:
+                missing[need.kernel] += need.launches
+        if not by_state.total():
+            return None
+        records = len({need.serving for need in self.needs if need.serving})
+        return Share(by_state.total(), by_state, dict(missing.most_common()), records)
+
     def provenances(self, state: str | None = None) -> dict[str, int]:
         """Return the number of served needs by provenance, of all states or of one."""
         found = Counter(need.provenance for need in self.needs if state in (None, need.state))
@@ -158,6 +215,7 @@ class Preflight:
             "complete": not self.missing,
             "counts": self.counts(),
             "provenances": self.provenances(),
+            "share": share.as_json() if (share := self.share) else None,
             "problems": [need.as_json() for need in self.needs],
             "missing": [need.as_json() for need in self.missing],
             "cannot_fix": self.cannot_fix,
@@ -238,7 +296,7 @@ def preflight_of(
     if need not in DEMANDS:
         raise InputError(f"unknown need {need!r}; known: {', '.join(DEMANDS)}")
     layers = _layers(cache_dir)
-    needs = _needs(planned.problems, target, layers, planned.invariant)
+    needs = _needs(planned.problems, target, layers, planned.invariant, planned.launches)
     at_hand = here()
     is_here = at_hand is not None and at_hand.key == target.key
     return Preflight(planned.name, target, need, needs, is_here, planned.notes)
@@ -297,8 +355,8 @@ def fix(
         with cache.held():
             done = tune(cache, named, options, tell, classed)
         failed = {pair: result for pair, result in done.items() if isinstance(result, str)}
-    problems = [(need.kernel, need.problem) for need in found.needs]
-    again = _needs(problems, found.target, _layers(cache_dir), _classed(found), failed)
+    launches = {(need.kernel, need.problem): need.launches for need in found.needs}
+    again = _needs(launches, found.target, _layers(cache_dir), _classed(found), launches, failed)
     return dataclasses.replace(found, needs=again)
 
 
@@ -358,13 +416,16 @@ def _layers(cache_dir: str | Path | None) -> list[Layer]:
 
 def _needs(
     problems: Iterable[Named], target: Target, layers: Sequence[Layer], invariant: Collection[Named],
-    failed: Mapping[Named, str] | None = None,
+    launches: Mapping[Named, int | None], failed: Mapping[Named, str] | None = None,
 ) -> tuple[Need, ...]:  # fmt: skip
     classes: dict[tuple[Any, ...], str] = {}
-    return tuple(
-        _need(*named, target, layers, (failed or {}).get(named), classes if named in invariant else None)
+    found = (
+        (named, _need(*named, target, layers, (failed or {}).get(named), classes if named in invariant else None))
         for named in problems
     )
+    # A plan that knows launches has none of the problems that only another winner asks for.
+    unknown = 0 if launches else None
+    return tuple(dataclasses.replace(need, launches=launches.get(named, unknown)) for named, need in found)
 
 
 def _need(
@@ -411,6 +472,27 @@ def _has_stale(kernel: str, problem: Problem, target: Target, layers: Sequence[L
             if freshness(record, today) == STALE:
                 return True
     return False
+
+
+def share_line(found: Preflight) -> str | None:
+    """Describe the share of the launches that have a record in one line for people; None if none are known."""
+    share = found.share
+    if share is None:
+        return None
+    states = ", ".join(
+        f"{share.by_state[state]:,} {state.replace('_', ' ')}" for state in STATES[:-1] if share.by_state[state]
+    )
+    line = f"{share.percent} % of {share.launches:,} launches have a record{f': {states}' * bool(states)}"
+    served = sum(need.state != MISSING for need in found.needs)
+    if share.records < served:
+        records = "1 record serves" if share.records == 1 else f"{share.records:,} records serve"
+        line += f" ({records} {served:,} problems)"
+    if share.missing:
+        rest = ", ".join(f"{kernel} {number:,}" for kernel, number in share.missing.items())
+        line += f"; the other {share.by_state[MISSING]:,}: {rest}"
+    if idle := sum(need.state == MISSING and not need.launches for need in found.needs):
+        line += f"; {idle} missing problem{'s' * (idle != 1)} only with another winner"
+    return line
 
 
 def line_of(need: Need) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.environment import NO_GPU
+from benchmarks.exchange import BENCHMARK as EXCHANGE
+from benchmarks.exchange import SERVES
 from benchmarks.pages.markdown import head, link, table
 from benchmarks.pages.models import LAG, Step
 from benchmarks.providers import OURS
@@ -91,6 +93,14 @@ _CACHE: Mapping[str, Mapping[str, str]] = {
 }
 
 
+_COUNTS = ("problems", "equal")
+_LOSSES: Mapping[str, str] = {
+    "median_loss": "median loss",
+    "p90_loss": "90th percentile",
+    "worst_loss": "worst",
+}
+
+
 def page(everything: Sequence[Results]) -> dict[str, str]:
     """Return the page by its file name."""
     parts = [
@@ -99,6 +109,7 @@ def page(everything: Sequence[Results]) -> dict[str, str]:
         _first_steps(everything),
         _section("Host time of one call", everything, _HOST),
         _section("Tuning", everything, _TUNING),
+        _exchanges(everything),
         _section("Cache", everything, _CACHE),
     ]
     return {NAME: "\n".join(filter(None, parts))}
@@ -138,6 +149,30 @@ def _first_steps(everything: Sequence[Results]) -> str:
         return ""
     columns = ("training step", "GPU", "compiler", "first step over the second, s", "", "source", "data")
     return f"### First steps of whole models\n\n{table(columns, lines)}"
+
+
+_OF_OTHERS = """
+A GPU without a record of a problem runs that of the most similar GPU of its architecture. The loss is the time of that
+GPU's winner over this GPU's own, less one, on problems that both were tuned for; equal winners lose nothing. With a
+loss of up to {serves:.0f} % in the median the records serve; beyond that the GPUs are tuned apart.
+"""
+
+
+def _exchanges(everything: Sequence[Results]) -> str:
+    """Show the loss of another GPU's records, over all problems and by family of kernels."""
+    lines = []
+    for run in everything:
+        for case in run.cases() if run.benchmark == EXCHANGE else ():
+            figures = {name: run.row(case, OURS, name) for name in (*_COUNTS, *_LOSSES)}
+            counts = [f"{row.value:.0f}" for name in _COUNTS if (row := figures[name])]
+            losses = [f"{100 * row.value:+.1f} %" for name in _LOSSES if (row := figures[name])]
+            if counts and losses:
+                of = (_gpu(run), str(run.run["records_of"]), case)
+                lines.append((*of, *counts, *losses, described(run, case), link(run)))
+    if not lines:
+        return ""
+    columns = ("GPU", "records of", "kernels", "problems", "equal winners", *_LOSSES.values(), "source", "data")
+    return f"## Records of a similar GPU\n{_OF_OTHERS.format(serves=100 * SERVES)}\n{table(columns, lines)}"
 
 
 def _gpu(run: Results) -> str:

@@ -19,7 +19,12 @@ _ABSENT = ("not_there", "no_records", "no_other_bucket")
 @command
 @click.argument("kernel", metavar="KERNEL")
 @click.argument("key", metavar="PROBLEM")
-@click.option("--gpu", "--target", "target_name", help="The GPU: its name, arch or key; default that of this machine.")
+@click.option(
+    "--gpu",
+    "--target",
+    "target_name",
+    help="The GPU: its name, arch or key; default that of this machine; --target is deprecated.",
+)
 @cache_dir
 @as_json
 def why(kernel: str, key: str, target_name: str | None, store: Store, as_json: bool) -> None:

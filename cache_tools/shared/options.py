@@ -87,7 +87,9 @@ dry_run = click.option("--dry-run", is_flag=True, help="Say what would be remove
 confirmed = click.option("--yes", "-y", "confirmed", is_flag=True, help="Do not ask.")
 _FILTERS = {
     "kernel": click.option("--kernel", help="Only records of this kernel."),
-    "target": click.option("--gpu", "--target", "target", help="Only records of this GPU: its key, name or arch."),
+    "target": click.option(
+        "--gpu", "--target", "target", help="Only records of this GPU: its key, name or arch; --target is deprecated."
+    ),
     "toolkit": click.option("--toolkit", help="Only records of the toolkit with this key."),
     "problem": click.option("--problem", help="Only problems with these dimensions: rows=8192,dtype=bfloat16."),
     "provenance": click.option("--provenance", help="Only measured, predicted or default records."),

@@ -32,6 +32,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens
         "startup",
         "tune",
         "gpus --sweep no",
+        "exchange --from H100",
         "races --sweep no",
         "strategies --sweep no",
     ],

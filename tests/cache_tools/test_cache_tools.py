@@ -66,12 +66,12 @@ def test_ls_lists_the_records_in_columns(cli):
         ([], 3),
         (["--kernel", "swiglu"], 1),
         (["--kernel", "rope"], 0),
-        (["--target", "sm_90-h200-132"], 2),
-        (["--target", "h200"], 2),
-        (["--target", "SM_100"], 1),
+        (["--gpu", "sm_90-h200-132"], 2),
+        (["--gpu", "h200"], 2),
+        (["--gpu", "SM_100"], 1),
         (["--toolkit", "tileiras-13.5.0"], 1),
         (["--provenance", "predicted"], 1),
-        (["--provenance", "measured", "--target", "H200"], 1),
+        (["--provenance", "measured", "--gpu", "H200"], 1),
         (["--problem", "rows=1024"], 1),
         (["--problem", "dtype=bfloat16,columns=4096"], 3),
         (["--problem", "rows=102"], 0),
@@ -162,7 +162,7 @@ def test_a_record_with_a_number_beyond_all_bounds_is_bad_for_every_reader(cli, r
 def test_show_of_several_names_them(cli, cache):
     put(cache, target=H100)
     cli.refused("show", "rms_norm", KEY, says=("2 GPUs match", "sm_90-h100-132", "sm_90-h200-132", "--gpu"))
-    assert cli("show", "rms_norm", KEY, "--target", "H100")[0] == 0
+    assert cli("show", "rms_norm", KEY, "--gpu", "H100")[0] == 0
 
 
 def test_stats(cli, cache):
@@ -287,7 +287,7 @@ def test_verify_leaves_another_schema_alone(cli, cache):
     [
         (["--all"], 3),
         (["--kernel", "rms_norm"], 2),
-        (["--target", "B200"], 1),
+        (["--gpu", "B200"], 1),
         (["--toolkit", "tileiras-13.4.92"], 2),
         (["--provenance", "predicted"], 1),
         (["--kernel", "rope"], 0),
@@ -348,7 +348,7 @@ def test_pack_of_a_model_takes_what_it_needs_and_nothing_else(cli, cache, tmp_pa
     for pack in sorted(PREBUILT.glob("qwen3-8b-*.pack")):
         cli.json("unpack", pack)
     whole = tmp_path / "whole.pack"
-    packed = cli.json("pack", whole, "--model", "qwen3-8b", "--target", "H200")
+    packed = cli.json("pack", whole, "--model", "qwen3-8b", "--gpu", "H200")
     shipped = len(Pack(PREBUILT / "qwen3-8b-h200.pack").records)
     assert packed["records"] == shipped, "the shipped pack is what the planner asks for, and no more"
     assert packed["left_out"] == 1
@@ -356,7 +356,7 @@ def test_pack_of_a_model_takes_what_it_needs_and_nothing_else(cli, cache, tmp_pa
     assert kernels["attention_backward"] == 10, "of five lengths, with gradients that repeat and with others"
     assert kernels["rms_norm_forward"] == 9, "of five lengths, chunks of a prompt and a token of 1, 8 and 64 sequences"
     assert "rope" not in kernels, "no patched step asks for it"
-    other = ("pack", tmp_path / "other.pack", "--model", "no/such", "--target", "H200")
+    other = ("pack", tmp_path / "other.pack", "--model", "no/such", "--gpu", "H200")
     cli.refused(*other, says="--model no/such")
 
 

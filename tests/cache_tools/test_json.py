@@ -75,12 +75,12 @@ COMMANDS = [
     (["ls", "--kernel", "nothing"], 0),
     (["show", "rms_norm", KEY], 0),
     (["show", "foreign", KEY], 0),
-    (["show", "rms_norm", KEY.replace("8192", "2"), "--target", "H200"], 0),
+    (["show", "rms_norm", KEY.replace("8192", "2"), "--gpu", "H200"], 0),
     (["show", "swiglu_forward", SWIGLU.replace("5000", "8192"), "--gpu=H200", "--sass", "--variant=generic"], 0),
     (["stats"], 0),
     (["stats", "--layers"], 0),
-    (["why", "swiglu_forward", SWIGLU, "--target", "H100"], 0),
-    (["why", "swiglu_forward", SWIGLU, "--target", "sm_121"], 0),
+    (["why", "swiglu_forward", SWIGLU, "--gpu", "H100"], 0),
+    (["why", "swiglu_forward", SWIGLU, "--gpu", "sm_121"], 0),
     (["wanted"], 0),
     (["wanted", "--clear"], 0),
     (["verify"], 1),
@@ -128,9 +128,9 @@ def test_the_output_of_a_command_matches_its_schema(cli, named, command, code):
 
 def test_what_is_not_trusted_prints_the_same_form(cli, named, monkeypatch):
     monkeypatch.setenv("TILEKERN_TRUST", "signed")
-    places = cli.json("show", "rms_norm", KEY, "--target", "H200", may_warn=True)["places"]
+    places = cli.json("show", "rms_norm", KEY, "--gpu", "H200", may_warn=True)["places"]
     monkeypatch.setenv("TILEKERN_CACHE_PATH", str(PREBUILT / "qwen3-8b-h200.pack"))
-    steps = cli.json("why", "swiglu_forward", SWIGLU, "--target", "H200", may_warn=True)["steps"]
+    steps = cli.json("why", "swiglu_forward", SWIGLU, "--gpu", "H200", may_warn=True)["steps"]
     for tried in (places, steps):
         assert "untrusted" in [one["outcome"] for one in tried]
     cli.json(*named(["verify", "MORE"]), code=1)

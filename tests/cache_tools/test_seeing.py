@@ -58,15 +58,15 @@ def test_a_filter_keeps_what_it_refuses_from_being_read(cli, cache):
     bad = next(entry.path for entry in Store(cache).entries() if entry.record.kernel == "swiglu")
     bad.write_text("{")
     assert cli.json("ls", "--kernel", "rms_norm")["unreadable"] == []
-    assert cli.json("ls", "--target", "H200")["unreadable"] == []
-    assert [item["path"] for item in cli.json("ls", "--target", "B200")["unreadable"]] == [str(bad)]
+    assert cli.json("ls", "--gpu", "H200")["unreadable"] == []
+    assert [item["path"] for item in cli.json("ls", "--gpu", "B200")["unreadable"]] == [str(bad)]
 
 
 @pytest.mark.parametrize(
     "filters",
     [
         ("--kernel", "swiglu"),
-        ("--target", "B200"),
+        ("--gpu", "B200"),
         ("--toolkit", "tileiras-13.5.0"),
         ("--problem", KEY),
         ("--provenance", "measured"),
@@ -122,7 +122,7 @@ def test_show_names_the_layers_and_the_winner(cli, cache, layers):
     ]
     out = cli("show", "rms_norm", KEY)[1]
     assert "stale: made from another source of the kernel" in out
-    there = cli.json("show", "rms_norm", KEY, "--target", "H100")
+    there = cli.json("show", "rms_norm", KEY, "--gpu", "H100")
     assert (there["layer"], there["places"][0]["outcome"]) == (pack, "taken")
 
 
@@ -135,7 +135,7 @@ def dated(cache):
 
 def test_every_command_says_what_is_not_known_to_be_the_best(cli, cache, dated):
     words = "not known to be the best: the space has changed since"
-    found = {r["problem"]["rows"]: (r["stale"], r["fresh"]) for r in cli.json("ls", "--target", "H200")["records"]}
+    found = {r["problem"]["rows"]: (r["stale"], r["fresh"]) for r in cli.json("ls", "--gpu", "H200")["records"]}
     assert found == {1: (False, False), 4: (False, True), 1024: (True, False), 8192: (True, False)}
     listed = cli("ls")[1]
     assert [listed.count(state) for state in ("measured (space changed)", "(stale)")] == [1, 3]
@@ -169,11 +169,11 @@ def test_why_tells_of_a_record_that_is_taken_and_not_known_to_be_the_best(cli, t
     monkeypatch.setattr(
         "tilekern.cache_tools.commands.why.default_layers", lambda *_, **__: [FolderLayer(root, "user")]
     )
-    document = cli.json("why", "swiglu_forward", SWIGLU, "--target", "H200")
+    document = cli.json("why", "swiglu_forward", SWIGLU, "--gpu", "H200")
     assert document["source_digest"] == today["source_digest"]
     assert [step["outcome"] for step in document["steps"]] == ["dated", "taken"]
     assert document["hit"]["fresh"] is False
-    out = cli("why", "swiglu_forward", SWIGLU, "--target", "H200")[1]
+    out = cli("why", "swiglu_forward", SWIGLU, "--gpu", "H200")[1]
     assert "it is not known to be the best: the space has changed since; tune it again" in out
 
 
@@ -205,7 +205,7 @@ def test_show_disassembles_an_artifact(cli, tmp_path, monkeypatch):
         "ls", "--layer", "prebuilt:qwen3-8b-h200", "--kernel", "swiglu_forward", "--problem", "rows=8192",
         root=tmp_path / "none",
     )["records"]  # fmt: skip
-    both = ("show", row["kernel"], row["problem_key"], "--target", "H200", "--sass")
+    both = ("show", row["kernel"], row["problem_key"], "--gpu", "H200", "--sass")
     (sass,) = cli.json(*both, "--variant", "generic", root=tmp_path / "none")["sass"].items()
     assert (sass[0], "EXIT" in sass[1]) == ("generic", True)
     cli.refused(*both, "--variant", "fast", root=tmp_path / "none", says=("fast", "aligned, generic"))
@@ -285,7 +285,7 @@ def test_diff_across_toolkits(cli, tmp_path):
 def test_why_tells_the_lookup_that_dispatch_does(cli, cache):
     swiglu = {"kernel": "swiglu_forward", "module": "tilekern.kernels.swiglu", "problem": SWIGLU_BUCKET}
     put(cache, target=resolve("H200").describe(), toolkit=installed().describe(), **swiglu)
-    document = cli.json("why", "swiglu_forward", SWIGLU, "--target", "H200")
+    document = cli.json("why", "swiglu_forward", SWIGLU, "--gpu", "H200")
     spec = spec_named("swiglu_forward")
     problem = spec.problem(rows=5000, columns=12288, dtype="bfloat16")
     layers = default_layers(cache, looking=True)
@@ -304,18 +304,18 @@ def test_why_tells_the_lookup_that_dispatch_does(cli, cache):
         *before,
         (f"prebuilt:{pack}", "taken"),
     ]
-    out = cli("why", "swiglu_forward", SWIGLU, "--target", "H200")[1]
+    out = cli("why", "swiglu_forward", SWIGLU, "--gpu", "H200")[1]
     assert "1. user: " in out
     assert f"taken: from prebuilt:{pack}, measured, of this very GPU, its own bucket" in out
 
 
 def test_why_nothing_serves_or_a_relative_does(cli):
-    lonely = cli.json("why", "swiglu_forward", SWIGLU, "--target", "sm_121")
+    lonely = cli.json("why", "swiglu_forward", SWIGLU, "--gpu", "sm_121")
     assert lonely["hit"] is None
     assert {step["outcome"] for step in lonely["steps"]} == {"no_records"}
     assert lonely["steps"][-1]["layer"] is None
-    assert "TILEKERN_ON_MISS" in cli("why", "swiglu_forward", SWIGLU, "--target", "sm_121")[1]
-    relative = cli.json("why", "swiglu_forward", "rows=2,columns=12288,dtype=bfloat16", "--target", "sm_90-gh200-132")
+    assert "TILEKERN_ON_MISS" in cli("why", "swiglu_forward", SWIGLU, "--gpu", "sm_121")[1]
+    relative = cli.json("why", "swiglu_forward", "rows=2,columns=12288,dtype=bfloat16", "--gpu", "sm_90-gh200-132")
     assert (relative["hit"]["exact_target"], relative["hit"]["exact_bucket"]) == (False, False)
     assert relative["target"] == "sm_90-gh200-132"
 
@@ -324,7 +324,7 @@ def test_why_changes_nothing_and_reports_a_bad_record(cli, cache):
     swiglu = {"kernel": "swiglu_forward", "module": "tilekern.kernels.swiglu", "problem": SWIGLU_BUCKET}
     path = put(cache, target=resolve("H200").describe(), toolkit=installed().describe(), **swiglu)
     path.write_text("{")
-    code, out, err = cli("why", "swiglu_forward", SWIGLU, "--target", "H200", "--json")
+    code, out, err = cli("why", "swiglu_forward", SWIGLU, "--gpu", "H200", "--json")
     assert (code, json.loads(out)["steps"][0]["outcome"]) == (0, "bad")
     assert err == f"tilekern: {path} is bad: {json.loads(out)['steps'][0]['detail']}\n"
     assert path.read_text() == "{"

@@ -70,7 +70,7 @@ def test_ls_says_each_record_with_its_whole_key_and_each_gpu_and_toolkit_once(pr
 
 
 def test_a_key_that_does_not_fit_is_printed_below_its_row(printed, filled):
-    text = printed("ls", "--kernel", "attention_delta", "--target", "H200", "--cache-dir", filled, columns="80")
+    text = printed("ls", "--kernel", "attention_delta", "--gpu", "H200", "--cache-dir", filled, columns="80")
     lines = text.splitlines()
     assert lines[1].split() == ["KERNEL", "PROVENANCE", "TIME", "GAIN", "SIZE", "AGE"]
     assert lines[2].startswith("attention_delta  measured ")

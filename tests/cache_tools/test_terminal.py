@@ -44,7 +44,7 @@ def evil(tmp_path):
         ["show", "swiglu", ",".join(f"{name}={value}" for name, value in PROBLEM.items())],
         ["show", "rms_norm", ",".join(f"{name}={value}" for name, value in PROBLEM.items())],
         ["diff", "CACHE", "CACHE"], ["prune", "--max-size", "0", "--dry-run"], ["clear", "--all", "--yes"],
-        ["pack", "CACHE.pack"], ["unpack", EVIL], ["verify", EVIL], ["show", EVIL, EVIL], ["ls", "--target", EVIL],
+        ["pack", "CACHE.pack"], ["unpack", EVIL], ["verify", EVIL], ["show", EVIL, EVIL], ["ls", "--gpu", EVIL],
         ["pull", f"file:///{EVIL}"], ["revoke", EVIL, "--key", EVIL, "--out", EVIL], [EVIL], ["ls", f"--{EVIL}"],
     ],
 )  # fmt: skip

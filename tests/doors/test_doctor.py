@@ -342,6 +342,17 @@ def test_bad_input_is_one_line_and_2(capsys, arguments, message):
 
 
 @needs_compiler
+def test_the_report_on_a_model_has_the_share_of_its_launches(capsys, compiled, tmp_path):
+    shutil.copytree(compiled, tmp_path / "cache")
+    launches = {(SPEC.name, PROBLEM.but(columns=columns)): count for columns, count in ((48, 30), (56, 9), (64, 1))}
+    PlanFile(tmp_path, "plan.json").write(H200, "a step", list(launches), {}, launches)
+    told = run(capsys, str(tmp_path / "plan.json"), "--gpu", "H200", code=0)
+    assert "75 % of 40 launches have a record: 30 exact; the other 10: swiglu_forward 10\n" in told
+    document = json.loads(run(capsys, str(tmp_path / "plan.json"), "--gpu", "H200", "--json", code=0))
+    assert document["model"]["share"]["percent"] == 75
+
+
+@needs_compiler
 def test_the_report_on_a_model_is_that_of_a_preflight(capsys, monkeypatch, compiled, tmp_path):
     shutil.copytree(compiled, tmp_path / "cache")
     problems = [

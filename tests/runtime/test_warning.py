@@ -48,7 +48,7 @@ ONE = ["--gpu", "H200", "--problem", "swiglu rows=64,columns=48,dtype=bfloat16"]
     "command",
     [
         # Of a GPU without records: a record is listed with its age, which differs from run to run.
-        ["-m", "tilekern.cache_tools", "ls", "--layers", "--target", "sm_121"],
+        ["-m", "tilekern.cache_tools", "ls", "--layers", "--gpu", "sm_121"],
         pytest.param(["-m", "tilekern.tune", "preflight", *ONE], marks=pytest.mark.nightly),
     ],
     ids=["cache_tools", "tune"],

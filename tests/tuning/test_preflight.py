@@ -22,7 +22,7 @@ from tilekern.spec.targets import resolve
 from tilekern.tuning import cli
 from tilekern.tuning import preflight as checks
 from tilekern.tuning.plan.models import plan_of_model
-from tilekern.tuning.plan.steps import Steps
+from tilekern.tuning.plan.steps import Planned, Steps
 
 H200, H100 = resolve("H200"), resolve("H100")
 TOOLS = {"key": "tileiras-1.0-cuda_tile-1.0", "tileiras": "1.0", "cuda_tile": "1.0"}
@@ -110,6 +110,56 @@ def test_what_is_there_has_a_name(tmp_path, target, rows, provenance, state, mee
         assert {need.provenance for need in found.needs} == {None if state == "missing" else provenance}
         assert (found.missing == []) == (demand in meets)
         assert found.counts()[state] == len(found.needs)
+
+
+def planned_launches(launches):
+    """A plan of swiglu at some rows, each launched so often."""
+    sizes = {
+        ("swiglu_forward", spec_named("swiglu_forward").problem(rows=rows, columns=columns, dtype="bfloat16")): count
+        for (rows, columns), count in launches.items()
+    }
+    return Planned("a model", tuple(sizes), launches={named: count for named, count in sizes.items() if count})
+
+
+def test_the_share_counts_launches_and_not_problems(tmp_path):
+    planned = planned_launches({(64, 48): 3, (128, 48): 2, (256, 48): 1, (64, 56): 5, (64, 72): 0})
+    put(tmp_path / "cache", *planned.problems[0])
+    found = checks.preflight_of(planned, H200)
+    share = found.share.as_json()
+    assert share == {
+        "percent": 54, "launches": 11, "served": 6, "missing": {"swiglu_forward": 5}, "records": 1,
+        "by_state": {"exact": 3, "nearest": 3, "other_gpu": 0, "missing": 5},
+    }  # fmt: skip
+    assert [need.as_json()["launches"] for need in found.needs] == [3, 2, 1, 5, 0]
+    assert checks.share_line(found) == (
+        "54 % of 11 launches have a record: 3 exact, 3 nearest (1 record serves 3 problems); the other 5: "
+        "swiglu_forward 5; 1 missing problem only with another winner"
+    )
+
+
+@pytest.mark.parametrize(("served", "percent", "words"), [(199, 99, "99 % of 200"), (200, 100, "100 % of 200")])
+def test_a_whole_share_is_the_only_one_of_100_percent(tmp_path, served, percent, words):
+    planned = planned_launches({(64, 48): served, (64, 56): 200 - served})
+    put(tmp_path / "cache", *planned.problems[0])
+    found = checks.preflight_of(planned, H200)
+    assert (found.share.percent, words in checks.share_line(found)) == (percent, True)
+
+
+def test_without_known_launches_there_is_no_share(tmp_path):
+    found = checks.preflight_of(planned_launches({(64, 48): 0}), H200)
+    assert (found.share, checks.share_line(found), found.as_json()["share"]) == (None, None, None)
+    assert found.needs[0].launches is None
+
+
+def test_kernels_without_a_record_come_in_the_order_of_their_launches(model, capsys):
+    assert run(model, "--gpu", "H200", "--tokens", "64", "--ops", "rope,swiglu,rms_norm", "--json") == 3
+    share = json.loads(capsys.readouterr().out)["share"]
+    assert share["missing"]["rope"] == 4, "forward and backward of two layers"
+    assert share["missing"]["rms_norm_forward"] == 9, "two of a layer, of its q and of its k, and the last norm"
+    assert list(share["missing"].values()) == sorted(share["missing"].values(), reverse=True)
+    assert share["percent"] == 0
+    assert run(model, "--gpu", "H200", "--tokens", "64", "--ops", "rope,swiglu,rms_norm") == 3
+    assert f"0 % of {share['launches']} launches have a record; the other" in capsys.readouterr().out
 
 
 def test_a_stale_record_is_missing_and_said_to_be_stale(tmp_path, model, capsys):

@@ -119,7 +119,7 @@ def tools_go_on_with(run, folder):
     here = ["--cache-dir", str(folder / "cache")]
     commands = [
         ["ls", *here], ["ls", "--layers", *here], ["stats", *here], ["verify", *here], ["show", "rope", KEY, *here],
-        ["why", "rope", KEY, "--target", "B200", *here], ["diff", str(folder / "cache"), str(folder / "cache")],
+        ["why", "rope", KEY, "--gpu", "B200", *here], ["diff", str(folder / "cache"), str(folder / "cache")],
         ["wanted", "--clear", *here], ["pack", pack, *here], ["keygen", key], ["sign", pack, "--key", key],
         ["unpack", pack, *here], ["wheel", str(folder / "dist"), "--name", "acme", "--version", "1", *here],
         ["push", pack, away], ["pull", away, *here], ["prune", "--stale", "--yes", *here],

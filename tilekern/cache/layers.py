@@ -229,16 +229,16 @@ class PackLayer:
 
     def targets(self) -> list[str]:
         """Return the keys of its targets, sorted."""
-        return sorted({address.target_key for address in self._addresses()})
+        return sorted({address.target_key for address in self.addresses()})
 
     def toolkits(self, target_key: str) -> list[str]:
         """Return the keys of its toolkits for a target, sorted."""
-        return sorted({address.toolkit_key for address in self._addresses() if address.target_key == target_key})
+        return sorted({address.toolkit_key for address in self.addresses() if address.target_key == target_key})
 
     def problems(self, target_key: str, toolkit_key: str, kernel: str) -> list[dict[str, Value]]:
         """Return the problems that it has records of."""
         place = (target_key, toolkit_key, kernel)
-        return problems_of(address.problem_key for address in self._addresses() if address[:3] == place)
+        return problems_of(address.problem_key for address in self.addresses() if address[:3] == place)
 
     def read_record(self, target_key: str, toolkit_key: str, kernel: str, problem: dict[str, Value]) -> Record:
         """Return one record, checked; raises as :meth:`Layer.read_record` says."""
@@ -276,7 +276,8 @@ class PackLayer:
                     signatures[name.rpartition("/")[2]] = pack.read(name)
         return signatures
 
-    def _addresses(self) -> Iterable[Address]:
+    def addresses(self) -> Iterable[Address]:
+        """Return the addresses of its records; none if the pack cannot be read, which it warns about."""
         pack = self._pack()
         return pack.records if pack else ()
 

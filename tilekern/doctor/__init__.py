@@ -84,7 +84,7 @@ def tell_of_model(report: Report, model: str, target: Target | None) -> None:
             from tilekern.tuning.options import PlanRequest
             from tilekern.tuning.plan.choosing import plan_of
             from tilekern.tuning.plan.steps import Steps
-            from tilekern.tuning.preflight import preflight_of
+            from tilekern.tuning.preflight import MISSING, preflight_of, share_line
     except ImportError as error:
         report.complain(f"{model} cannot be traced: {error}")
         return
@@ -96,15 +96,19 @@ def tell_of_model(report: Report, model: str, target: Target | None) -> None:
     report.document["model"] = found.as_json()
     counts = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in found.counts().items() if number)
     report.say("model", f"{found.model} on {target.name}: {len(found.needs)} problems: {counts}")
+    share = share_line(found)
+    if share is not None:
+        report.say("", share)
     by_kernel: dict[str, Counter[str]] = {}
     for need in found.needs:
         state = f"{need.state.replace('_', ' ')}{', stale' if need.is_stale else ''}"
         by_kernel.setdefault(need.kernel, Counter())[state] += 1
-    # Kernels with exact records only are in the counts above.
-    rest = {kernel: states for kernel, states in by_kernel.items() if set(states) != {"exact"}}
-    told = [f"{kernel} {', '.join(f'{n} {state}' for state, n in states.items())}" for kernel, states in rest.items()]
-    if told:
-        report.say("", "; ".join(told))
+    # Kernels with exact records only are in the counts above, and missing ones in the share if there is one.
+    told = {"exact"} if share is None else {"exact", MISSING}
+    rest = {kernel: states for kernel, states in by_kernel.items() if not told.issuperset(states)}
+    lines = [f"{kernel} {', '.join(f'{n} {state}' for state, n in states.items())}" for kernel, states in rest.items()]
+    if lines:
+        report.say("", "; ".join(lines))
     if found.missing and report.document.get("compilers", {}).get("tileiras") is None:
         report.complain(
             f"{len(found.missing)} of {len(found.needs)} problems of {found.model} have no record, and no compiler is "

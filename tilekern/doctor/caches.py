@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import Counter
 from pathlib import Path
@@ -85,15 +84,12 @@ def _counts(report: Report, layer: Layer, target: Target | None) -> Counter[str]
     """Count a layer's records for the GPU (``own``), for its arch (``near``) and others; its own also by state."""
     from tilekern.cache import CacheError, PackLayer, UnknownSchema, Untrusted
     from tilekern.cache.keys import Address, parse_path, parse_problem_key
-    from tilekern.cache.packs.pack import Pack
     from tilekern.cache_tools.shared.installed import is_stale
 
     counts: Counter[str] = Counter()
     addresses: list[Address] = []
     if isinstance(layer, PackLayer):
-        with contextlib.suppress(CacheError):  # which the layer warns about below
-            addresses = sorted(Pack(layer.path).records)
-        layer.targets()
+        addresses = sorted(layer.addresses())
     else:
         folder = Path(getattr(layer, "root", ""))
         for name in _files_below(report, folder):

@@ -48,13 +48,15 @@ def command(
     found no compiler.
 
     --json: model, target, need, invariant (with and without: how many problems that need a bit class have it; null if
-    none needs one), complete (bool), counts (problems by state), provenances (of the records that serve),
-    problems and missing: lists of kernel, problem, state (exact; nearest: another bucket's record serves; other_gpu:
+    none needs one), complete (bool), counts (problems by state), provenances (of the records that serve), share (of
+    the launches of the traced steps: percent, rounded down, with a record of any GPU or bucket that serves; launches,
+    served, by_state, missing by kernel, and records: how many serve; null if no launches are known), problems and
+    missing: lists of kernel, problem, state (exact; nearest: another bucket's record serves; other_gpu:
     one of another GPU of the arch serves; missing), provenance (measured, predicted, default), serving (the record's
     address), layer, stale (a record of this very problem exists, but the kernel was edited), fresh (false: the search
     space has changed since), why (--fix failed), needs_class (the job needs a kernel of one bit class), bits (its
-    class), varies (why no such kernel will run); cannot_fix (why --fix cannot build missing records on this machine,
-    or null); notes.
+    class), varies (why no such kernel will run), launches (by the steps, or null); cannot_fix (why --fix cannot build
+    missing records on this machine, or null); notes.
     """
     request, target = PlanRequest.of(given), resolve(gpu)
     from tilekern.tuning.plan.choosing import plan_of
@@ -80,6 +82,8 @@ def _told(found: checks.Preflight) -> list[str]:
             counted.append(f"{number} {state.replace('_', ' ')}{f' ({how})' * bool(how)}")
     numbers = ", ".join(counted)
     lines = [*first, f"{found.model} on {found.target.name}: {len(found.needs)} problems: {numbers}", *found.notes]
+    if share := checks.share_line(found):
+        lines.append(share)
     if classes := found.invariant_counts():
         lines.append(f"tilekern.invariant(): {classes['with']} with a bit class, {classes['without']} without")
     lines += [f"served: {checks.line_of(need)}" for need in found.needs if need.fresh is False]
