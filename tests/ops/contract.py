@@ -345,6 +345,16 @@ def of_linear(d: Drawn) -> Given:
     return {"x": x, "weight": weight, "bias": bias, "activation": d.one_of(None, "silu", "gelu", "gelu_tanh")}
 
 
+def of_lora_linear(d: Drawn) -> Given:
+    inner, out, rank = d.size(24, 8, 80), d.size(19, 8, 80), d.size(4, 1, 20)
+    x, weight = d.normal(*d.leading(), inner), d.normal(out, inner)
+    return {
+        "x": x, "weight": weight, "a": d.normal(rank, inner), "b": d.normal(out, rank) / 2,
+        "scaling": d.one_of(2.0, 0.25, 1), "bias": d.one_of(None, d.normal(out)),
+        "dropped": d.one_of(None, None, x * (d.normal(*x.shape) > -1)),
+    }  # fmt: skip
+
+
 def of_gated_linear(d: Drawn) -> Given:
     inner, out = d.size(24, 8, 80), d.size(19, 8, 80)
     weights = {name: d.normal(out, inner) / math.sqrt(inner) for name in ("gate_weight", "up_weight")}
@@ -709,6 +719,8 @@ BY_HAND = [
     case(ops.linear, of_linear, formulas.linear, kernel="matmul", is_cast=True, variants=4),
     case(ops.projections, of_projections, lambda x, *weights: [x @ w.T for w in weights], layouts=APART, is_cast=True,
          call=lambda x, **weights: ops.projections(x, *weights.values()), factors=(1, 2), variants=2, skips=BY_TORCH),
+    case(ops.lora_linear, of_lora_linear, formulas.lora_linear, layouts=APART, is_cast=True, factors=(2, 4), variants=3,
+         skips=BY_TORCH),
     case(ops.gated_linear, of_gated_linear, formulas.gated_linear, kernel="matmul", is_cast=True, variants=2,
          factors=(2, 4)),
     case(ops.gated_mlp, of_mlp, formulas.gated_mlp, kernel="swiglu_forward", **MLPS,

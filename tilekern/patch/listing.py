@@ -16,7 +16,7 @@ from tilekern.errors import InputError, TilekernError, TilekernWarning
 from tilekern.patch import list_patches
 from tilekern.patch.differences import differences
 from tilekern.patch.families import FAMILIES, Family
-from tilekern.patch.installed import transformers_version
+from tilekern.patch.installed import version_of
 from tilekern.patch.matching import Module, patches_of, path_of
 from tilekern.patch.registry import check_choice, check_ops, home_of, known_ops
 from tilekern.runtime.settings import check_settings
@@ -85,7 +85,7 @@ def command(
         asked_for: Sequence[str | None] = models or [None]
         found = [found for model in asked_for for found in list_patches(model)]
         rows = [Row(x.status, x.patch.op, x.patch.model_type, x.patch.target, x.digest, x.reason) for x in found]
-        releases = {transformers_version(): asked(rows)}
+        releases = {version_of("transformers"): asked(rows)}
     if as_json:
         document = [
             {"transformers": name, "patches": [row._asdict() for row in rows]} for name, rows in releases.items()
