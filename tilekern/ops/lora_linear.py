@@ -5,19 +5,23 @@ The adapter's products are added inside of matrix products: its result to the la
 made. Layer and adapter by themselves make the adapter's result, its scaled copy and the sum, a scaled copy of the
 gradient, and two gradients of ``x`` with their sum.
 
+Layers that share ``x`` (q, k and v; gate and up) are one function: their factors ``a`` are one product, and all
+gradients of ``x`` are added inside of products.
+
 It is written by hand and not declared, as it is a sequence of torch's matrix products. If it is traced or in the
 invariant mode, its parts run as operations of their own, so there is nothing to register.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilekern.ops.linear import product
+from tilekern.ops.projections import input_gradient
 from tilekern.ops.registration import (
     applied,
     cast_as_products,
@@ -30,6 +34,16 @@ from tilekern.ops.registration import (
     uncast,
 )
 from tilekern.runtime.dispatch import is_invariant
+
+
+class Adapted(NamedTuple):
+    """A linear layer with an adapter; the arguments of :func:`lora_linear`."""
+
+    weight: Tensor
+    a: Tensor
+    b: Tensor
+    scaling: float = 1.0
+    bias: Tensor | None = None
 
 
 def lora_linear(
@@ -56,32 +70,29 @@ def lora_linear(
     Raises:
         ValueError: shapes or devices do not fit.
     """
-    given: tuple[Any, ...] = (x, weight, a, b, bias, dropped)
-    _check(*given)
+    return lora_linears(x, [Adapted(weight, a, b, scaling, bias)], dropped)[0]
+
+
+def lora_linears(x: Tensor, layers: Sequence[Adapted], dropped: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Return the result of :func:`lora_linear` for each of some layers that share ``x``, and ``dropped``."""
+    for layer in layers:
+        _check(x, layer, dropped)
+    scalings = tuple(layer.scaling for layer in layers)
+    parameters = [part for layer in layers for part in (layer.weight, layer.a, layer.b, layer.bias)]
     if is_autocast(x):
-        given = cast_as_products(*given)
+        x, dropped, *parameters = cast_as_products(x, dropped, *parameters)
         with uncast(x.device.type):
-            return _lora_linear(scaling, *given)
-    return _lora_linear(scaling, *given)
+            return _run(scalings, x, dropped, *parameters)
+    return _run(scalings, x, dropped, *parameters)
 
 
-def _lora_linear(scaling: float, *given: Any) -> Tensor:
-    x, weight, a, b, bias, dropped = given
-    if not is_eager(*given) or is_invariant():
-        low = torch.nn.functional.linear(x if dropped is None else dropped, a)
-        return torch.nn.functional.linear(x, weight, bias) + torch.nn.functional.linear(low, b) * scaling
-    if needs_gradient(*given):
-        return _apply(*given, scaling)
-    return _products(product, scaling, *given)[0]
-
-
-def _check(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, dropped: Tensor | None) -> None:
-    shapes = (x.shape[-1:], weight.shape, a.shape, b.shape)
-    fit = len(weight.shape) == 2 and shapes[0] == weight.shape[1:] == a.shape[1:]
-    if not fit or len(a.shape) != 2 or b.shape != (weight.shape[0], a.shape[0]):
+def _check(x: Tensor, layer: Adapted, dropped: Tensor | None) -> None:
+    weight, a, b, _, bias = layer
+    fit = weight.dim() == a.dim() == 2 and x.shape[-1:] == weight.shape[1:] == a.shape[1:]
+    if not fit or b.shape != (weight.shape[0], a.shape[0]):
         raise ValueError(
             "lora_linear: x must be [..., in_features], weight [out_features, in_features], a [rank, in_features] and "
-            f"b [out_features, rank], got {', '.join(str(list(x.shape)) for x in (x, weight, a, b))}"
+            f"b [out_features, rank], got {', '.join(str(list(given.shape)) for given in (x, weight, a, b))}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"lora_linear: bias must be {list(weight.shape[:1])}, got {list(bias.shape)}")
@@ -90,19 +101,98 @@ def _check(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None,
     check_devices("lora_linear", x=x, weight=weight, a=a, b=b, bias=bias, dropped=dropped)
 
 
+def _run(
+    scalings: tuple[float, ...], x: Tensor, dropped: Tensor | None, *parameters: Tensor | None
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the results; ``parameters`` are weight, a, b and bias of each layer."""
+    if not is_eager(x, dropped, *parameters) or is_invariant():
+        return tuple(_apart(x, dropped, *layer) for layer in _layers(scalings, parameters))
+    if needs_gradient(x, dropped, *parameters):
+        made: tuple[Tensor, ...] = _apply(scalings, x, dropped, *parameters)
+        return made
+    return _products(product, scalings, x, dropped, parameters)[0]
+
+
+def _layers(scalings: Sequence[float], parameters: Sequence[Any]) -> list[Adapted]:
+    found = []
+    for number, scaling in enumerate(scalings):
+        weight, a, b, bias = parameters[4 * number : 4 * number + 4]
+        found.append(Adapted(weight, a, b, scaling, bias))
+    return found
+
+
+def _apart(
+    x: Tensor, dropped: Tensor | None, weight: Tensor, a: Tensor, b: Tensor, scaling: float, bias: Tensor | None
+) -> Tensor:
+    """Return the result of a layer, by torch's operations."""
+    low = torch.nn.functional.linear(x if dropped is None else dropped, a)
+    return torch.nn.functional.linear(x, weight, bias) + torch.nn.functional.linear(low, b) * scaling
+
+
 def _products(
-    multiply: Callable[..., Tensor], scaling: float, x: Tensor, weight: Tensor, a: Tensor, b: Tensor,
-    bias: Tensor | None, dropped: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the result, and ``x @ a^T`` [rows, rank]; ``multiply`` is the product of a linear layer."""
-    rows = _rows(x)
-    low = multiply(rows if dropped is None else _rows(dropped), a)
-    y = multiply(rows, weight, bias).addmm_(low, b.t(), alpha=scaling)
-    return shaped(y, *x.shape[:-1], weight.shape[0]), low
+    multiply: Callable[..., Tensor], scalings: tuple[float, ...], x: Tensor, dropped: Tensor | None,
+    parameters: Sequence[Any],
+) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
+    """Return the results, and ``x @ a^T`` [rows, ranks] of all layers; ``multiply`` is a linear layer's product."""
+    layers, rows, made = _layers(scalings, parameters), _rows(x), []
+    low = multiply(rows if dropped is None else _rows(dropped), _joined([layer.a for layer in layers]))
+    for (weight, _, b, scaling, bias), part in zip(layers, _split(low, layers, 1), strict=True):
+        y = multiply(rows, weight, bias).addmm_(part, b.t(), alpha=scaling)
+        made.append(shaped(y, *x.shape[:-1], weight.shape[0]))
+    return tuple(made), low
 
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
+
+
+def _joined(factors: Sequence[Tensor]) -> Tensor:
+    """Return the factors [rank, in_features] of all layers below each other."""
+    return factors[0] if len(factors) == 1 else torch.cat(list(factors))
+
+
+def _split(joined: Tensor, layers: Sequence[Adapted], dim: int) -> Sequence[Tensor]:
+    """Return the part of each layer's rank in a dimension."""
+    return (joined,) if len(layers) == 1 else joined.split([layer.a.shape[0] for layer in layers], dim)
+
+
+class _LoraLinears(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, scalings: tuple[float, ...], x: Tensor, dropped: Tensor | None, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        results, low = _products(torch.nn.functional.linear, scalings, x, dropped, parameters)
+        ctx.save_for_backward(x, dropped, low, *parameters)
+        ctx.scalings = scalings
+        return results
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+        x, dropped, low, *parameters = ctx.saved_tensors
+        _, of_x, of_dropped, *wanted = ctx.needs_input_grad
+        layers, slopes = _layers(ctx.scalings, parameters), [_rows(dy) for dy in given]
+        apart, rows, factor = dropped is not None, _rows(x), _joined([layer.a for layer in layers])
+        dx = input_gradient(slopes, [layer.weight for layer in layers]) if of_x else None
+        ddropped, da = None, [None] * len(layers)
+        if any(wanted[1::4]) or of_dropped or (of_x and not apart):
+            dlow = torch.empty_like(low)
+            for (_, _, b, scaling, _), slope, part in zip(layers, slopes, _split(dlow, layers, 1), strict=True):
+                part.addmm_(slope, b, beta=0, alpha=scaling)
+            if any(wanted[1::4]):
+                da = list(_split(torch.mm(dlow.t(), _rows(dropped) if apart else rows), layers, 0))
+            if of_dropped:
+                ddropped = shaped(torch.mm(dlow, factor), *x.shape)
+            elif dx is not None and not apart:
+                dx.addmm_(dlow, factor)
+        found: list[Tensor | None] = [None, None if dx is None else shaped(dx, *x.shape), ddropped]
+        for number, (slope, part) in enumerate(zip(slopes, _split(low, layers, 1), strict=True)):
+            of_weight, of_a, of_b, of_bias = wanted[4 * number : 4 * number + 4]
+            found.append(torch.mm(slope.t(), rows) if of_weight else None)
+            found.append(da[number] if of_a else None)
+            found.append(_scaled(slope.t(), part, ctx.scalings[number]) if of_b else None)
+            found.append(slope.sum(0) if of_bias else None)
+        return tuple(found)
 
 
 def _scaled(first: Tensor, second: Tensor, scaling: float) -> Tensor:
@@ -111,37 +201,4 @@ def _scaled(first: Tensor, second: Tensor, scaling: float) -> Tensor:
     return made.addmm_(first, second, beta=0, alpha=scaling)
 
 
-class _LoraLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, dropped: Tensor | None,
-        scaling: float,
-    ) -> Tensor:  # fmt: skip
-        y, low = _products(torch.nn.functional.linear, scaling, x, weight, a, b, bias, dropped)
-        ctx.save_for_backward(x, weight, a, b, dropped, low)
-        ctx.scaling = scaling
-        return y
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, a, b, dropped, low = ctx.saved_tensors
-        of_x, of_weight, of_a, of_b, of_bias, of_dropped, _ = ctx.needs_input_grad
-        slopes, apart = _rows(dy), dropped is not None
-        dx = ddropped = da = None
-        if of_x:
-            dx = torch.mm(slopes, weight)
-        if of_a or of_dropped or (of_x and not apart):
-            dlow = _scaled(slopes, b, ctx.scaling)
-            da = torch.mm(dlow.t(), _rows(dropped if apart else x)) if of_a else None
-            if of_dropped:
-                ddropped = shaped(torch.mm(dlow, a), *x.shape)
-            elif dx is not None and not apart:
-                dx.addmm_(dlow, a)
-        dx = None if dx is None else shaped(dx, *x.shape)
-        dweight = torch.mm(slopes.t(), _rows(x)) if of_weight else None
-        db = _scaled(slopes.t(), low, ctx.scaling) if of_b else None
-        return dx, dweight, da, db, slopes.sum(0) if of_bias else None, ddropped, None
-
-
-_apply = applied(_LoraLinear)
+_apply = applied(_LoraLinears)
