@@ -124,9 +124,10 @@ def _layers(scalings: Sequence[float], parameters: Sequence[Any]) -> list[Adapte
 def _apart(
     x: Tensor, dropped: Tensor | None, weight: Tensor, a: Tensor, b: Tensor, scaling: float, bias: Tensor | None
 ) -> Tensor:
-    """Return the result of a layer, by torch's operations."""
+    """Return the result of a layer, by torch's operations in PEFT's order."""
+    y = torch.nn.functional.linear(x, weight, bias)
     low = torch.nn.functional.linear(x if dropped is None else dropped, a)
-    return torch.nn.functional.linear(x, weight, bias) + torch.nn.functional.linear(low, b) * scaling
+    return y + torch.nn.functional.linear(low, b) * scaling
 
 
 def _products(

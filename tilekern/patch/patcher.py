@@ -469,7 +469,7 @@ def list_patches(model_type: str | None = None) -> list[Found]:
     """
     if model_type is None or not home_of(model_type):
         check_choice(model_type, FORMS[0])
-    own = registered()
+    own = (*registered(), adapters.PATCH)
     with _lock:
         return [
             examine(patch, _ledger) if patch in own or patch.module in sys.modules else as_read(patch)
