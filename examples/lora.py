@@ -52,7 +52,8 @@ def main() -> None:
     # The same tokens at each step, so that the loss falls: put batches of yours here.
     ids = torch.randint(model.config.vocab_size, (args.batch, args.tokens), device=device)
     for step in range(args.steps):
-        loss = model(input_ids=ids, labels=ids).loss
+        with torch.autocast(device, torch.bfloat16):  # adapters of float32, as PEFT makes them, multiply in bfloat16
+            loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -114,6 +114,7 @@ def test_lora(env, tmp_path, model):
     options = ("--tokens", 12, "--steps", 6, "--batch", 2, "--rank", 2, "--lr", 1e-1)
     printed = run(env, tmp_path, "lora.py", "--config", Path(model) / "config.json", *options)
     assert served(printed, "fused_linear_cross_entropy")
+    assert re.search(r"^lora: patched; no call fell back$", printed, re.M)
     first, *_, last = (float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", printed, re.M))
     assert last < first - 0.03
     assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()

@@ -26,6 +26,8 @@ from tilekern import interpreter, ops
 from tilekern.ops.activation import CURVES
 from tilekern.ops.fused_rms_norm_add import fused_rms_norm_add
 from tilekern.ops.fused_rms_norm_add_rms_norm import fused_rms_norm_add_rms_norm
+from tilekern.ops.lora_linear import Adapted
+from tilekern.ops.lora_linear import lora_linears as _lora_linears
 from tilekern.ops.registration import promoted
 
 Given = dict[str, Any]
@@ -343,6 +345,34 @@ def of_linear(d: Drawn) -> Given:
     inner, out = d.size(24, 8, 80), d.size(19, 8, 80)
     x, weight, bias = d.normal(*d.leading(), inner), d.normal(out, inner), d.one_of(d.normal(out), None)
     return {"x": x, "weight": weight, "bias": bias, "activation": d.one_of(None, "silu", "gelu", "gelu_tanh")}
+
+
+def of_lora_linear(d: Drawn) -> Given:
+    inner, out, rank = d.size(24, 8, 80), d.size(19, 8, 80), d.size(4, 1, 20)
+    x, weight = d.normal(*d.leading(), inner), d.normal(out, inner)
+    return {
+        "x": x, "weight": weight, "a": d.normal(rank, inner), "b": d.normal(out, rank) / 2,
+        "scaling": d.one_of(2.0, 0.25, 1), "bias": d.one_of(None, d.normal(out)),
+        "dropped": d.one_of(None, None, x * (d.normal(*x.shape) > -1)),
+    }  # fmt: skip
+
+
+def of_lora_linears(d: Drawn) -> Given:
+    inner, layers = d.size(24, 8, 80), {}
+    for number in range(d.one_of(3, 2)):
+        out, rank = d.size(19 - number, 1, 40), d.size(4 - number, 1, 20)
+        layers |= {f"weight{number}": d.normal(out, inner), f"a{number}": d.normal(rank, inner)}
+        layers[f"b{number}"] = d.normal(out, rank) / 2
+    return {"x": d.normal(*d.leading(), inner), **layers}
+
+
+def lora_linears(x: torch.Tensor, **given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    parts = [given[name] for name in given]
+    return _lora_linears(x, [Adapted(*parts[n : n + 3], 2.0) for n in range(0, len(parts), 3)])
+
+
+def apart_lora_linears(x: torch.Tensor, *parts: torch.Tensor) -> list[torch.Tensor]:
+    return [formulas.lora_linear(x, *parts[n : n + 3], 2.0) for n in range(0, len(parts), 3)]
 
 
 def of_gated_linear(d: Drawn) -> Given:
@@ -709,6 +739,10 @@ BY_HAND = [
     case(ops.linear, of_linear, formulas.linear, kernel="matmul", is_cast=True, variants=4),
     case(ops.projections, of_projections, lambda x, *weights: [x @ w.T for w in weights], layouts=APART, is_cast=True,
          call=lambda x, **weights: ops.projections(x, *weights.values()), factors=(1, 2), variants=2, skips=BY_TORCH),
+    case(ops.lora_linear, of_lora_linear, formulas.lora_linear, layouts=APART, is_cast=True, factors=(2, 4), variants=3,
+         skips=BY_TORCH),
+    case(ops.lora_linear, of_lora_linears, apart_lora_linears, name="lora_linear of several layers", call=lora_linears,
+         layouts=APART, is_cast=True, factors=(2, 6), variants=2, skips=BY_TORCH),
     case(ops.gated_linear, of_gated_linear, formulas.gated_linear, kernel="matmul", is_cast=True, variants=2,
          factors=(2, 4)),
     case(ops.gated_mlp, of_mlp, formulas.gated_mlp, kernel="swiglu_forward", **MLPS,

@@ -74,6 +74,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, activation: 
     return CURVES[activation](functional.linear(x, weight, bias))
 
 
+def lora_linear(
+    x: torch.Tensor, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, bias: Any = None,
+    dropped: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    return functional.linear(x, weight, bias) + scaling * ((x if dropped is None else dropped) @ a.T @ b.T)
+
+
 def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     return CURVES[activation](x @ gate.T) * (x @ up.T)
 

@@ -9,7 +9,7 @@ from tiny_families import SEEING, make
 
 from tilekern.patch import experts, patterns
 from tilekern.patch.families import FAMILIES
-from tilekern.patch.matching import OPS, Module, path_of
+from tilekern.patch.matching import OF_MODELS, Module, path_of
 
 EXPERTS = re.compile(r"^class \w+(Experts|MoE)\(", re.MULTILINE)
 HEADS = re.compile(r"self\.(q_norm|q_layernorm|query_layernorm)\(")
@@ -21,10 +21,10 @@ MADE = re.compile(r"^\| family \|.*?^These are tested with images, too: [^\n]*\n
 
 def page(of_experts):
     """The text of the page, its tables anew; ``of_experts`` gives the last cell of a family's row."""
-    rows = [f"| {' | '.join(('family', *OPS, 'experts'))} |", "|---" * (len(OPS) + 2) + "|"]
+    rows = [f"| {' | '.join(('family', *OF_MODELS, 'experts'))} |", "|---" * (len(OF_MODELS) + 2) + "|"]
     for family in sorted(FAMILIES.values()):
         module = Module(family.module, path_of(family.module).read_text(encoding="utf-8"))
-        cells = [served(op, family) or reason(op, module) for op in OPS]
+        cells = [served(op, family) or reason(op, module) for op in OF_MODELS]
         rows.append(f"| {' | '.join((family.model_type, *cells, of_experts(family.model_type)))} |")
     seeing = [f"{name}{_without(SEEING[name].without)}" for name in sorted(SEEING)]
     made = "\n".join(rows) + f"\n\nThese are tested with images, too: {', '.join(seeing)}.\n"

@@ -26,6 +26,7 @@ from tilekern.ops.gated_mlp import gated_mlp as gated_mlp
 from tilekern.ops.linear import linear as linear
 from tilekern.ops.linear_log_probs import linear_log_probs as linear_log_probs
 from tilekern.ops.log_probs import log_probs as log_probs
+from tilekern.ops.lora_linear import lora_linear as lora_linear
 from tilekern.ops.mlp import mlp as mlp
 from tilekern.ops.modules import CLASSES
 from tilekern.ops.operation import DECLARED

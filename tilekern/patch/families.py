@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from tilekern.patch.matching import patches_in, path_of
 from tilekern.patch.table import Patch
 from tilekern.runtime.awaiting import is_being_imported
-from tilekern.runtime.switches import EXPERTS, OPS
+from tilekern.runtime.switches import EXPERTS, OF_MODELS
 
-# One letter per op, in the order of OPS: norm, layer norm, mlp, plain mlp, qk_norm_rope, rope, sum and norm, loss.
-_LETTERS = dict(zip("nlmpqrsh", OPS, strict=True))
+# One letter per op of OF_MODELS, in order: norm, layer norm, mlp, plain mlp, qk_norm_rope, rope, sum and norm, loss.
+_LETTERS = dict(zip("nlmpqrsh", OF_MODELS, strict=True))
 # The families with each set of ops; the test of each family runs every op named here.
 _SERVED = {
     "nmqrsh": "afmoe doge dots1 exaone4 exaone_moe flint gemma3 gemma4 glm4_moe hunyuan_v1_dense hunyuan_v1_moe hy_v3 "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -137,6 +137,19 @@ def parameters_as_written(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None
         return None
     weight, bias = parameter_of(layer, "weight"), parameter_of(layer, "bias")
     return (weight, bias) if type(weight) in TENSORS and (bias is None or type(bias) in TENSORS) else None
+
+
+def linear_of(layer: Any, known: Collection[type] = ()) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Return the weight [out, in] and the bias of a linear layer of torch, of GPT-2 or of another known class.
+
+    Return None for other layers, and if calling it runs more than its class's own forward.
+    """
+    kind = type(layer)
+    transposed = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+    found = parameters_as_written(layer) if transposed or kind is Linear or kind in known else None
+    if found is None or not transposed:
+        return found
+    return found[0].t(), found[1]
 
 
 def bare_weights(module: torch.nn.Module, names: Iterable[str]) -> list[torch.Tensor] | None:

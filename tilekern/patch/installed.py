@@ -81,10 +81,10 @@ def holder(module: Any, path: str) -> tuple[Any, str]:
     return owner, name
 
 
-def transformers_version() -> str:
-    """Return the installed transformers' version, without importing it."""
+def version_of(library: str) -> str:
+    """Return an installed library's version, without importing it."""
     try:
-        return importlib.metadata.version("transformers")
+        return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
 

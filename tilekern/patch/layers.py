@@ -26,7 +26,7 @@ from tilekern.ops.fused_add_layer_norm import fused_add_layer_norm
 from tilekern.ops.fused_rms_norm_add import fused_rms_norm_add
 from tilekern.ops.fused_rms_norm_add_rms_norm import fused_rms_norm_add_rms_norm
 from tilekern.ops.layer_norm import layer_norm as layer_norm_op
-from tilekern.patch import parallel, patterns, replacements
+from tilekern.patch import adapters, parallel, patterns, replacements
 from tilekern.patch.checkpointing import checkpointed
 from tilekern.patch.digests import is_checkpointing
 from tilekern.patch.guards import (
@@ -39,8 +39,8 @@ from tilekern.patch.guards import (
     has_hooks,
     is_from,
     is_plain,
+    linear_of,
     parameter_of,
-    parameters_as_written,
     weight_of,
 )
 from tilekern.patch.rewriting import named_as, rewritten
@@ -177,7 +177,7 @@ def mlp(
     def run(up: Any, act: Any, down: Any, x: Any, dropout: float = 0.0) -> Any:
         kind = replacements.kind_of(act, kinds) if type(x) in TENSORS else None
         known = [names[name] for name in others] if others else ()
-        first, last = _linear(up, known), _linear(down, known)
+        first, last = linear_of(up, known), linear_of(down, known)
         if kind is not None and first is not None and last is not None and not dropout:
             return ops.mlp(x, *first, *last, kind)
         count_own("activation_forward", _why_apart(kind, first, last, x))
@@ -200,16 +200,6 @@ def _why_apart(kind: str | None, first: Any, last: Any, x: Any) -> str:
     if kind is None:
         return "an activation without an op, or with hooks" if is_plain(x) else SUBCLASS
     return "a linear layer with an adapter, hooks or another forward" if first is None or last is None else "dropout"
-
-
-def _linear(layer: Any, known: Collection[type]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Return the weight [out, in] and the bias of a linear layer of torch, of GPT-2 or of another known class."""
-    kind = type(layer)
-    transposed = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
-    found = parameters_as_written(layer) if transposed or kind is torch.nn.Linear or kind in known else None
-    if found is None or not transposed:
-        return found
-    return found[0].t(), found[1]
 
 
 def is_layer_norm(norm: Any) -> bool:
@@ -390,7 +380,7 @@ def _projected(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ..
     weights = bare_weights(self, _PROJECTIONS) if type(hidden_states) in TENSORS else None
     if weights is not None:
         return ops.projections(hidden_states, *weights)
-    return tuple(getattr(self, name)(hidden_states) for name in _PROJECTIONS)
+    return adapters.projected([getattr(self, name) for name in _PROJECTIONS], hidden_states)
 
 
 def _fit(size: int | None, weight: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -16,11 +16,11 @@ from tilekern.errors import InputError, TilekernError, TilekernWarning
 from tilekern.patch import list_patches
 from tilekern.patch.differences import differences
 from tilekern.patch.families import FAMILIES, Family
-from tilekern.patch.installed import transformers_version
+from tilekern.patch.installed import version_of
 from tilekern.patch.matching import Module, patches_of, path_of
 from tilekern.patch.registry import check_choice, check_ops, home_of, known_ops
 from tilekern.runtime.settings import check_settings
-from tilekern.runtime.switches import EXPERTS, FORMS, OPS
+from tilekern.runtime.switches import EXPERTS, FORMS, OF_MODELS
 from tilekern.warning import shown_plainly, tell
 
 
@@ -44,7 +44,7 @@ class Row(NamedTuple):
     help="Only this model type, e.g. llama, or the module of another model, e.g. mine.modeling_mine; repeatable. For "
     'families that are not tested, prints what forms="any" patches.',
 )
-@click.option("--op", "ops", multiple=True, help=f"Only this op: {', '.join((*OPS, EXPERTS))}; repeatable.")
+@click.option("--op", "ops", multiple=True, help=f"Only this op: {', '.join((*OF_MODELS, EXPERTS))}; repeatable.")
 @click.option("--all", "everything", is_flag=True, help="Print a line for each patch, not counts by op.")
 @click.option("--diff", is_flag=True, help="Print how code without a known form differs from the nearest one.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, with the digests.")
@@ -85,7 +85,7 @@ def command(
         asked_for: Sequence[str | None] = models or [None]
         found = [found for model in asked_for for found in list_patches(model)]
         rows = [Row(x.status, x.patch.op, x.patch.model_type, x.patch.target, x.digest, x.reason) for x in found]
-        releases = {transformers_version(): asked(rows)}
+        releases = {version_of("transformers"): asked(rows)}
     if as_json:
         document = [
             {"transformers": name, "patches": [row._asdict() for row in rows]} for name, rows in releases.items()

@@ -19,7 +19,7 @@ from typing import Any
 from tilekern.patch import experts, layers, loss, patterns, replacements, routers
 from tilekern.patch.digests import Table, digest_of_tree
 from tilekern.patch.table import PLAIN, Norm, Patch
-from tilekern.runtime.switches import EXPERTS, OPS
+from tilekern.runtime.switches import EXPERTS, OF_MODELS
 
 _NORMS = Table(
     "norms",
@@ -292,7 +292,7 @@ class Module:
 
 
 def patches_of(module: Module, model_type: str) -> list[Patch]:
-    """Return the patches of a module's code that has a known form: routers, then the rest in the order of ``OPS``."""
+    """Return the patches of a module's code that has a known form: routers, then ops in ``OF_MODELS``' order."""
 
     def add(op: str, path: str, make: Callable[..., Any], relies_on: Iterable[str] = (), **more: Any) -> None:
         code = module.methods | module.functions
@@ -316,7 +316,7 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
     for kind in module.forwards:
         if f"{kind}.forward" not in taken:
             _add_torchs_layers(module, kind, add)
-    return [*first, *sorted(patches, key=lambda patch: (*OPS, EXPERTS).index(patch.ops[-1]))]
+    return [*first, *sorted(patches, key=lambda patch: (*OF_MODELS, EXPERTS).index(patch.ops[-1]))]
 
 
 def _add_shaped(module: Module, add: Callable[..., None]) -> None:
@@ -353,7 +353,7 @@ def _add_fused(module: Module, kind: str, add: Callable[..., None]) -> None:
     if norms and module.has(kind, partial(patterns.sums_and_norms, norms=norms)):
         add("fused_add_rms_norm", path, partial(layers.fused_add_rms_norm, norms=tuple(norms), kinds=written), methods)
     if "labels" in ast.unparse(forward.args) and module.has(kind, patterns.head_and_loss):
-        add(OPS[-1], path, loss.fused_linear_cross_entropy, takes_in=(EXPERTS,))
+        add(OF_MODELS[-1], path, loss.fused_linear_cross_entropy, takes_in=(EXPERTS,))
 
 
 def _add_torchs_layers(module: Module, kind: str, add: Callable[..., None]) -> None:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilekern.errors import InputError
 from tilekern.ops import invariance
+from tilekern.patch import adapters, batching, defaults, generating, static_caches
 from tilekern.patch import attention as attention_door
-from tilekern.patch import batching, defaults, generating, static_caches
 from tilekern.patch import comparing as ranks
 from tilekern.patch import experts as experts_door
 from tilekern.patch import graphs as graphs_door
 from tilekern.patch.families import FAMILIES, imported, is_of_transformers, may_have_forms
-from tilekern.patch.installed import Found, as_read, examine, transformers_version
+from tilekern.patch.installed import Found, as_read, examine, version_of
 from tilekern.patch.instances import patch_modules
 from tilekern.patch.ledger import Ledger, Touch
 from tilekern.patch.masking import refusal_of
@@ -37,7 +37,7 @@ from tilekern.patch.registry import (
 )
 from tilekern.patch.table import Patch, chosen
 from tilekern.runtime import dispatch
-from tilekern.runtime.awaiting import Arrivals
+from tilekern.runtime.awaiting import Arrivals, is_imported
 from tilekern.runtime.locks import ForkLock
 from tilekern.runtime.settings import check_settings
 from tilekern.runtime.switches import ADAMW, ATTENTION, ATTENTIONS, EXPERTS, EXTRAS, FORMS, GRAPHS, OPS
@@ -73,6 +73,7 @@ def apply(
     mlp: bool = True,
     fused_add_rms_norm: bool = True,
     qk_norm_rope: bool = True,
+    lora: bool = True,
     experts: bool = False,
     attention: bool = False,
     adamw: bool = False,
@@ -98,6 +99,7 @@ def apply(
         rms_norm, swiglu, rope, fused_linear_cross_entropy, layer_norm, mlp, fused_add_rms_norm, qk_norm_rope: which
             ops to patch. ``swiglu`` is for MLPs with a gate, including gelu gates; ``mlp`` for those without one. With
             the fused loss a model in training returns a loss and no logits.
+        lora: whether linear layers of PEFT and their LoRA adapters are one op.
         experts: whether models of all families that use transformers' default, grouped products, run
             ``experts_implementation="tilekern"`` instead; includes routers of known forms and their auxiliary loss (ops
             ``router`` and ``router_losses``).
@@ -107,8 +109,8 @@ def apply(
             ``capturable`` or ``differentiable`` makes torch's, with a warning.
         graphs: whether models of transformers and PEFT replay their training steps from CUDA graphs, as after
             :func:`tilekern.graphed`.
-        model_type: patch one family only, for example ``qwen3``; None means all. Attention, experts, the optimizer and
-            graphs always apply to all families.
+        model_type: patch one family only, for example ``qwen3``, and not PEFT's layers; None means all. Attention,
+            experts, the optimizer and graphs always apply to all families.
         forms: ``tested`` patches the families whose tests pass here (``python -m tilekern.patch`` lists them), ``any``
             patches all families of transformers whose code has a known form.
         on_miss: handling of problems without a record from now on: ``compile``, ``fallback`` or ``error``.
@@ -149,6 +151,7 @@ def apply(
     with _lock:
         mine = {family.module for family in families}
         homes = [name for name in imported() if model_type is None or name in mine]
+        homes += [adapters.HOME] if model_type is None and is_imported(adapters.HOME) else []
         rows = [patch for name in homes for patch in _wanted(name)]
         later = [] if mine.intersection(homes) else [family for family in families if family.is_here]
     own = registered(model_type)
@@ -191,7 +194,9 @@ def _wish(switches: Mapping[str, bool], model_type: str | None, forms: str) -> _
 
 
 def _awaits(name: str) -> bool:
-    return name in _wishes or graphs_door.awaits(name) or (_wishes[None].forms == "any" and is_of_transformers(name))
+    if name in _wishes or name == adapters.HOME or graphs_door.awaits(name):
+        return True
+    return _wishes[None].forms == "any" and is_of_transformers(name)
 
 
 def _wanted(name: str) -> list[Patch]:
@@ -281,6 +286,7 @@ def apply_to_model(
     mlp: bool = True,
     fused_add_rms_norm: bool = True,
     qk_norm_rope: bool = True,
+    lora: bool = True,
     experts: bool = False,
     model_type: str | None = None,
     forms: str = "tested",
@@ -463,7 +469,7 @@ def list_patches(model_type: str | None = None) -> list[Found]:
     """
     if model_type is None or not home_of(model_type):
         check_choice(model_type, FORMS[0])
-    own = registered()
+    own = (*registered(), adapters.PATCH)
     with _lock:
         return [
             examine(patch, _ledger) if patch in own or patch.module in sys.modules else as_read(patch)
@@ -495,14 +501,15 @@ def _in_order(ops: set[str]) -> list[str]:
 
 
 def _warn(found: Found) -> None:
+    library = "peft" if found.patch is adapters.PATCH else "transformers"
     known = f" ({found.patch.releases})" if found.patch.releases else ""
     remedy = (
         "Compare the code with the one that the patch replaces, and register the patch with its new digest"
         if found.patch in registered()
-        else f"Install a transformers release that this tilekern knows{known} or a newer tilekern, or undo what else "
+        else f"Install a {library} release that this tilekern knows{known} or a newer tilekern, or undo what else "
         "replaced it"
     )
     warn(
-        f"{found.patch.op} is not patched: {found.reason}, in transformers {transformers_version()}; the model's own "
+        f"{found.patch.op} is not patched: {found.reason}, in {library} {version_of(library)}; the model's own "
         f"code runs. {remedy}"
     )

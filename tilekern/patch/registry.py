@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 
 from tilekern.errors import InputError
+from tilekern.patch import adapters
 from tilekern.patch.families import FAMILIES, family_of, module_of
 from tilekern.patch.matching import patches_in, path_of
 from tilekern.patch.table import Patch
@@ -31,10 +32,15 @@ def home_of(name: str) -> str:
 
 
 def patches_for(module: str, forms: str = "tested") -> tuple[Patch, ...]:
-    """Return the patches of the classes in a module; untested families only with ``forms="any"``."""
+    """Return the patches of the classes in a module; untested families only with ``forms="any"``.
+
+    The module of PEFT's layers has its own.
+    """
     family = family_of(module)
     if family is not None:
         return family.patches()
+    if module == adapters.HOME:
+        return (adapters.PATCH,)
     # The folder of a transformers model is named after the family; other code goes by its module name.
     return patches_in(module, module.split(".")[-2 if "." in module else -1]) if forms == "any" else ()
 

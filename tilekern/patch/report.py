@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from tilekern.patch import experts, layers, loss, parallel, patcher, replacements
+from tilekern.patch import adapters, experts, layers, loss, parallel, patcher, replacements
 from tilekern.patch.bound_method import Bound, place_of
 from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.families import family_of, is_of_transformers, may_have_forms
@@ -22,7 +22,7 @@ from tilekern.patch.ledger import Ledger, is_inside
 from tilekern.patch.registry import registered
 from tilekern.patch.table import Patch, ops_in
 from tilekern.runtime import dispatch
-from tilekern.runtime.switches import ATTENTION, EXPERTS
+from tilekern.runtime.switches import ATTENTION, EXPERTS, LORA
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +44,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "fused_linear_cross_entropy": ("fused_linear_cross_entropy",),
     EXPERTS: ("experts_gate", "router_softmax_forward", "router_sigmoid_forward", "router_losses_forward"),
     ATTENTION: ("attention_forward",),
+    LORA: (adapters.KERNEL,),
 }  # fmt: skip
 _BOTH_WAYS = {"rope"}
 
@@ -130,13 +131,15 @@ def _heading(op: str, patched: int, modules: int, calls: Calls) -> str:
         return "not patched"
     state = "patched" if patched == modules else f"patched in {patched} of {modules} modules"
     if not calls.launches and not calls.fallbacks:
-        return f"{state}; not called yet in this process"
+        # Products of torch are not counted.
+        return f"{state}; {'no call fell back' if op == LORA else 'not called yet in this process'}"
     if not calls.fallbacks:
         return f"{state}; no call fell back, {calls.launches} launches"
     why = because(calls.reasons)
     if calls.launches and op in _BOTH_WAYS:
         return f"{state}; {calls.fallbacks} calls fell back{why}, {calls.launches} launches, backward ones among them"
-    return f"{state}; {calls.fallbacks} of {calls.launches + calls.fallbacks} calls fell back{why}"
+    among = "" if op == LORA else f" of {calls.launches + calls.fallbacks}"
+    return f"{state}; {calls.fallbacks}{among} calls fell back{why}"
 
 
 def because(reasons: dict[str, int]) -> str:
@@ -326,7 +329,7 @@ def _given(own: Any, module: Any, method: str, ledger: Ledger) -> tuple[str, Any
 
 
 def _unpatched(patch: Patch) -> str:
-    if family_of(patch.module) is None and patch not in registered():
+    if family_of(patch.module) is None and patch not in (adapters.PATCH, *registered()):
         who = (
             f'{patch.model_type} is not among the families that are tested; forms="any" patches it'
             if is_of_transformers(patch.module)

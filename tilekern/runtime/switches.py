@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from tilekern.errors import InputError
 
-# In the order in which they are applied.
-OPS = (
+# The ops of models' code, in the order in which they are applied.
+OF_MODELS = (
     "rms_norm", "layer_norm", "swiglu", "mlp", "qk_norm_rope", "rope", "fused_add_rms_norm",
     "fused_linear_cross_entropy",
 )  # fmt: skip
+# The op of PEFT's layers, which are of no family.
+LORA = "lora"
+# The ops that are on by default.
+OPS = (*OF_MODELS, LORA)
 # The op that a model's configuration selects: its attention.
 ATTENTION = "attention"
 # The op that runs only if requested: layers of experts, with their routers.

@@ -31,7 +31,7 @@ from tilekern.patch.stepping import (
 from tilekern.patch.table import ops_in
 from tilekern.runtime.dispatch import is_invariant
 from tilekern.runtime.recorder import Trace, tracing
-from tilekern.runtime.switches import ATTENTION, ATTENTIONS, EXPERTS
+from tilekern.runtime.switches import ATTENTION, ATTENTIONS, EXPERTS, LORA
 from tilekern.spec import bucket, cdiv
 from tilekern.spec.targets import Target
 from tilekern.tuning.plan.alike import thin_out
@@ -273,8 +273,8 @@ def _without_patch(config: Any, ops: Iterable[str], found: Trace) -> list[str]:
     for kinds in ({"rms_norm", "layer_norm"}, {"swiglu", "mlp"}):
         known |= kinds if kinds & known else set()
     asked = {op for texts in found.askers.values() for text in texts for op in ops_in(text)}
-    # Experts may have transformers' door.
-    known |= {EXPERTS} & asked
+    # Experts may have transformers' door, and adapters are of no family.
+    known |= {EXPERTS} & asked | {LORA}
     missing = [op for op in ops if op in registry.known_ops() and op not in known]
     if not missing:
         return []

@@ -1,0 +1,159 @@
+"""A linear layer with an adapter: which tensors it makes and keeps, and which gradients it computes."""
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilekern.ops import lora_linear
+from tilekern.ops.lora_linear import Adapted, lora_linears
+
+ROWS, INNER, RANK = 96, 40, 4
+OUT = (56, 24, 48)
+PRODUCTS = {"mm", "addmm_", "addmm"}
+VIEWS = {"view", "t", "split", "split_with_sizes", "detach", "_unsafe_view", "empty", "empty_like", "resize_"}
+
+
+def leaves(number=1, device="cpu", dtype=torch.float32, seed=0):
+    """x, and layers with frozen weights."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    x = normal(2, ROWS // 2, INNER).requires_grad_()
+    layers = [
+        Adapted(normal(out, INNER), normal(RANK, INNER).requires_grad_(), normal(out, RANK).requires_grad_(), 2.0)
+        for out in OUT[:number]
+    ]
+    return x, layers
+
+
+def trained(layers):
+    return [factor for layer in layers for factor in (layer.a, layer.b)]
+
+
+class Made(TorchDispatchMode):
+    """The names of operations that compute a tensor of at least so many numbers."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.names = least, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if any(x.numel() >= self.least for x in pytree.tree_leaves(result)) and name not in VIEWS:
+            self.names.append(name)
+        return result
+
+
+def step_of(x, layers):
+    results = lora_linears(x, layers)
+    slopes = [torch.empty_like(y) for y in results]
+    return torch.autograd.grad(results, [x, *trained(layers)], slopes)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_only_products_make_tensors_of_the_size_of_activations(number):
+    """On meta tensors, on which operations can be listed without being taken for traced."""
+    given = leaves(number, "meta")
+    with Made(ROWS * min(OUT)) as made:
+        step_of(*given)
+    # Forward: the layer's product, and the adapter's that is added to it. Backward: the first product, and all others
+    # that are added to it: of further layers, and one of all adapters.
+    assert made.names == [*("mm", "addmm_") * number, "mm", *["addmm_"] * number]
+
+
+def test_the_same_of_layer_and_adapter_apart_would_be_seen():
+    x, (layer,) = leaves(1, "meta")
+    with Made(ROWS * min(OUT)) as made:
+        y = torch.nn.functional.linear(x, layer.weight)
+        y = y + torch.nn.functional.linear(torch.nn.functional.linear(x, layer.a), layer.b) * layer.scaling
+        torch.autograd.grad(y, [x, layer.a, layer.b], torch.empty_like(y))
+    assert sorted(set(made.names) - PRODUCTS) == ["add", "mul"]
+    assert len(made.names) == 8
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_input_low_products_and_parameters_are_kept(number):
+    x, layers = leaves(number)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        lora_linears(x, layers)
+    parameters = [tuple(part.shape) for layer in layers for part in (layer.weight, layer.a, layer.b)]
+    assert sorted(kept) == sorted([tuple(x.shape), (ROWS, RANK * number), *parameters])
+
+
+def test_several_layers_give_what_each_gives():
+    x, layers = leaves(3)
+    results = lora_linears(x, layers)
+    for y, layer in zip(results, layers, strict=True):
+        torch.testing.assert_close(y, lora_linears(x, [layer])[0], rtol=1e-5, atol=1e-4)
+    again = lora_linears(x, layers)
+    slopes = [torch.randn_like(y) for y in results]
+    found, same = (torch.autograd.grad(each, [x, *trained(layers)], slopes) for each in (results, again))
+    assert all(map(torch.equal, found, same))
+    for gradient, leaf in zip(found, [x, *trained(layers)], strict=True):
+        assert gradient.shape == leaf.shape
+        assert gradient.is_contiguous()
+
+
+LEARNING = {
+    "the second factor": ("b",), "the first factor": ("a",), "a bias": ("bias",), "the input": ("x",),
+    "what was dropped": ("dropped",), "all": ("x", "weight", "a", "b", "bias", "dropped"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", LEARNING.values(), ids=LEARNING)
+def test_gradients_are_those_of_what_learns(names):
+    x, (layer,) = leaves()
+    given = {"x": x.detach(), "weight": layer.weight, "a": layer.a.detach(), "b": layer.b.detach(), "scaling": 0.5}
+    given |= {"bias": torch.randn(OUT[0]), "dropped": x.detach() * (torch.rand_like(x) > 0.5) * 2}
+    learning = [given[name].requires_grad_() for name in names]
+    y = lora_linear(**given)
+    right = torch.nn.functional.linear(given["x"], layer.weight, given["bias"])
+    right = right + 0.5 * given["dropped"] @ given["a"].T @ given["b"].T
+    slope = torch.randn_like(y)
+    torch.testing.assert_close(y, right)
+    found, wanted = (torch.autograd.grad(each, learning, slope) for each in (y, right))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_that_does_nothing_changes_no_bit():
+    x, (layer,) = leaves(dtype=torch.bfloat16)
+    made = lora_linear(x, layer.weight, layer.a, torch.zeros_like(layer.b), 2.0)
+    assert torch.equal(made, torch.nn.functional.linear(x, layer.weight))
+
+
+def test_under_autocast_the_factors_learn_in_their_own_dtype():
+    x, (layer,) = leaves(dtype=torch.bfloat16)
+    wide = [factor.detach().float().requires_grad_() for factor in trained([layer])]
+    with torch.autocast("cpu", torch.bfloat16):
+        y = lora_linear(x, layer.weight, *wide, 2.0)
+    right = lora_linear(x, layer.weight, layer.a, layer.b, 2.0)
+    assert torch.equal(y, right)
+    slope = torch.randn_like(y)
+    for gradient, rounded in zip(
+        torch.autograd.grad(y, wide, slope), torch.autograd.grad(right, trained([layer]), slope), strict=True
+    ):
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, rounded.float())
+
+
+WRONG = {
+    "factors of other ranks": ({"b": torch.ones(OUT[0], RANK + 1)}, "got .*, .*56, 40.*, .*4, 40.*, .*56, 5"),
+    "a factor of other columns": ({"a": torch.ones(RANK, INNER + 1)}, "x must be .* a .rank, in_features"),
+    "a bias of another size": ({"bias": torch.ones(3)}, r"bias must be \[56\], got \[3\]"),
+    "an input without features": ({"x": torch.tensor(1.0)}, "x must be"),
+    "another shape after a dropout": ({"dropped": torch.ones(3, INNER)}, r"dropped must be \[2, 48, 40\] as x is"),
+    "another device": ({"a": torch.ones(RANK, INNER, device="meta")}, "a is on meta, and must be on cpu"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "said"), WRONG.values(), ids=WRONG)
+def test_what_does_not_fit_is_refused(wrong, said):
+    x, (layer,) = leaves()
+    given = {"x": x, "weight": layer.weight, "a": layer.a, "b": layer.b}
+    with pytest.raises(ValueError, match=said):
+        lora_linear(**given | wrong)
