@@ -30,6 +30,12 @@ def to_install(target: Target) -> str | None:
     return package if package and NOTES.exists() and installed(package) is None else None
 
 
+def install_or(target: Target) -> str:
+    """Return ``pip install PACKAGE, or`` to put before another remedy for missing records; empty if it is no remedy."""
+    package = to_install(target)
+    return f"pip install {package}, or " if package else ""
+
+
 def version_unmet(package: str) -> str | None:
     """Return why an installed package of records is not for this tilekern, and what to do; None if it is."""
     wanted = asked_by(package).get("tilekern", "")

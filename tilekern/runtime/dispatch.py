@@ -26,6 +26,7 @@ from tilekern.errors import (
     TilekernError,
     ToolchainMissing,
 )
+from tilekern.runtime.data_packages import install_or
 from tilekern.runtime.locks import ForkLock
 from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of, unwatched
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
@@ -850,7 +851,7 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target, caller: _Caller)
         return None
     if root := cache.user_root_if_any():
         cache.note_wanted(root, spec.name, dict(wanted), target.describe(), f"not in any cache; policy {policy}")
-    tune = f"tune it with: python -m tilekern.tune MODEL --gpu {target.option}"
+    tune = f"{install_or(target)}tune it with: python -m tilekern.tune MODEL --gpu {target.option}"
     missing = f"no cache holds {spec.name} for {wanted.key} on {target.name}"
     if policy == "error" or (policy == "fallback" and not caller.has_torch):
         raise CacheMiss(f"{missing}; {tune} ({_compiler_and_driver()})")
@@ -924,7 +925,7 @@ def _tell_of_missing(foreseen: Foreseen, target: Target) -> None:
     warn_once(
         f"no cache holds {len(lacking)} of the {len(foreseen.problems)} problems that a step of {foreseen.model} asks "
         f"for on {target.name}, and no compiler is installed; the model's own ops run for {', '.join(names)}{cost}; "
-        "mend it with: pip install 'tilekern[compile]'"
+        f"mend it with: {install_or(target)}pip install 'tilekern[compile]'"
     )
 
 
