@@ -90,7 +90,7 @@ def build(packs: Sequence[Path], out: Path, version: str, key: SigningKey | None
         name = PACKAGES[target_key]
         with TemporaryDirectory() as folder:
             union = Path(folder, "records.pack")
-            write_pack(union, _whole(records.values()), _signatures(opened, records.values(), key))
+            write_pack(union, whole(records.values()), _signatures(opened, records.values(), key))
             more = {"license": "Apache-2.0", "dependencies": [f"tilekern{fitting(version)}"]}
             wheel = write_wheel(read_contents(union), name, version, name.replace("-", "_"), out, more)
         size_bytes = wheel.stat().st_size
@@ -124,12 +124,12 @@ def choose(packs: Sequence[Pack]) -> dict[str, dict[Address, Chosen]]:
                 raise CacheError(f"{pack.path.name}: {record.address.path} is stale; tune or refresh it first")
             of_gpu = chosen.setdefault(record.address.target_key, {})
             other = of_gpu.get(record.address)
-            if other is None or _order(record) < _order(other.record):
+            if other is None or order(record) < order(other.record):
                 of_gpu[record.address] = Chosen(record, pack)
     return chosen
 
 
-def _order(record: Record) -> tuple[int, bool, bool, float]:
+def order(record: Record) -> tuple[int, bool, bool, float]:
     """Return a sort key of records of one address, the best first."""
     return (
         PROVENANCES.index(record.provenance),
@@ -139,7 +139,8 @@ def _order(record: Record) -> tuple[int, bool, bool, float]:
     )
 
 
-def _whole(chosen: Iterable[Chosen]) -> Iterator[tuple[Record, dict[str, bytes]]]:
+def whole(chosen: Iterable[Chosen]) -> Iterator[tuple[Record, dict[str, bytes]]]:
+    """Yield records with their blobs."""
     for record, pack in chosen:
         yield record, {digest: pack.read_blob(digest) for digest in record.digests}
 
