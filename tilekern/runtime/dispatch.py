@@ -26,7 +26,6 @@ from tilekern.errors import (
     TilekernError,
     ToolchainMissing,
 )
-from tilekern.runtime.data_packages import install_or
 from tilekern.runtime.locks import ForkLock
 from tilekern.runtime.plans import Counters, InterpretedPlan, LibraryPlan, Plan, plan_of, unwatched
 from tilekern.runtime.provisional import Watch, is_settled, of_several_ranks
@@ -839,6 +838,7 @@ def _own_default(spec: KernelSpec, wanted: Problem, target: Target, found: Hit) 
 
 def _on_miss(spec: KernelSpec, wanted: Problem, target: Target, caller: _Caller) -> Hit | None:
     from tilekern import cache
+    from tilekern.runtime.data_packages import install_or
 
     policy = miss_policy()
     if _state.agreement is not None and not _state.agreement.covers(target):
@@ -914,6 +914,8 @@ def _look_ahead(spec: KernelSpec, wanted: Problem, target: Target) -> None:
 
 
 def _tell_of_missing(foreseen: Foreseen, target: Target) -> None:
+    from tilekern.runtime.data_packages import install_or
+
     lacking = missing(foreseen.problems, target)
     # A default that a library runs needs no compiler.
     names = sorted({spec.name for spec, _ in lacking})
