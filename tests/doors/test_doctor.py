@@ -295,11 +295,11 @@ def _package_for_h200(monkeypatch, site, compiled, wanted):
 def test_a_data_package_of_another_version_is_wrong_with_what_pip_does(capsys, monkeypatch, compiled, tmp_path):
     _package_for_h200(monkeypatch, tmp_path / "site", compiled, "<0.2,>=0.1")
     monkeypatch.setattr("tilekern.cache_tools.shared.installed.digest_today", lambda _: "0" * 64)
-    version, stale = wrong(capsys, "--gpu", "H200")[::-1]
+    stale, version = wrong(capsys, "--gpu", "H200")
     remedy = "pip install -U tilekern-packs-h200"
     assert version == f"tilekern-packs-h200 0.1 is for tilekern <0.2,>=0.1, and {__version__} is installed: {remedy}"
     assert stale == (
-        f"tilekern-packs-h200:records: 1 record stale, as the source of their kernels has changed; update it: {remedy}"
+        f"tilekern-packs-h200 has records for other versions of their kernels, which are not used; update it: {remedy}"
     )
 
 

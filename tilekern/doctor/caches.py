@@ -96,6 +96,7 @@ def _counts(report: Report, layer: Layer, target: Target | None) -> Counter[str]
     """Count a layer's records for the GPU (``own``), for its arch (``near``) and others; its own also by state."""
     from tilekern.cache import CacheError, PackLayer, UnknownSchema, Untrusted
     from tilekern.cache.keys import Address, parse_path, parse_problem_key
+    from tilekern.cache.lookup import other_versions
     from tilekern.cache.packs.pack import Pack
     from tilekern.cache_tools.shared.installed import is_stale
 
@@ -133,13 +134,12 @@ def _counts(report: Report, layer: Layer, target: Target | None) -> Counter[str]
             counts["bad"] += 1
     if counts["stale"]:
         package = getattr(layer, "package", None)
-        remedy = (
-            f"update it: pip install -U {package}"
-            if package
-            else "python -m tilekern.tune refresh --same-code keeps those with the same machine code"
-        )
         report.complain(
-            f"{layer.name}: {_records(counts['stale'])} stale, as the source of their kernels has changed; {remedy}"
+            # A lookup says the same, and the report only once.
+            other_versions(package)
+            if package
+            else f"{layer.name}: {_records(counts['stale'])} stale, as the source of their kernels has changed; "
+            "python -m tilekern.tune refresh --same-code keeps those with the same machine code"
         )
     return counts
 
