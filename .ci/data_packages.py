@@ -7,7 +7,7 @@ A record or an artifact that several packs have is stored once. Records of one p
 ones come first, then predicted ones and defaults; records of today's search space before others; those with an
 invariant kernel before others; then the newest. The same packs and key give the same bytes.
 
-Needs the extra tilekern[ship], and tilekern[trust] for a key. `.ci/release.py` runs this and checks the wheels.
+Needs the extras tilekern[tools,ship], and tilekern[trust] for a key. `.ci/release.py` runs this and checks the wheels.
 """
 
 from __future__ import annotations
