@@ -8,7 +8,8 @@ wheels into a fresh environment; and writes dist/tilekern-VERSION/: these files,
 a key, SHA256SUMS.sig. The first thing that is wrong ends it with one line and exit code 1, and nothing is written then.
 docs/releasing.md has the steps before and after.
 
-Needs git, and the extras tilekern[tools,ship,trust] in the environment that runs it; twine checks the metadata if installed.
+Needs git, and the extras tilekern[tools,ship,trust] in the environment that runs it; twine checks the metadata if it is
+installed.
 """
 
 from __future__ import annotations
