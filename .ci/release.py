@@ -3,12 +3,13 @@
 
     python .ci/release.py 0.2.0 --key release.key
 
-It builds the sdist, and from it the wheel, twice; checks what is in both; installs the wheel into a fresh environment;
-and writes dist/tilekern-VERSION/: both files, RELEASE_NOTES.md, SHA256SUMS and, with a key, SHA256SUMS.sig. The first
-thing that is wrong ends it with one line and exit code 1, and nothing is written then. docs/releasing.md has the steps
-before and after.
+It builds the sdist, from it the wheel, and the data packages of all GPUs, twice; checks what is in them; installs the
+wheels into a fresh environment; and writes dist/tilekern-VERSION/: these files, RELEASE_NOTES.md, SHA256SUMS and, with
+a key, SHA256SUMS.sig. The first thing that is wrong ends it with one line and exit code 1, and nothing is written then.
+docs/releasing.md has the steps before and after.
 
-Needs git, and the extras tilekern[ship,trust] in the environment that runs it; twine checks the metadata if installed.
+Needs git, and the extras tilekern[tools,ship,trust] in the environment that runs it; twine checks the metadata if it is
+installed.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
+import tomllib
 import venv
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,16 +46,27 @@ if TYPE_CHECKING:
     from tilekern.cache.trust.signing import SigningKey
 
 PURPOSE = b"tilekern release 1\n"
-# PyPI's default limit for one file.
-LARGEST_BYTES = 100_000_000
-# Beside the modules of the package's folders and the packs.
-ALONE = ("tilekern/py.typed", "tilekern_startup.py")
+# Of the sdist and the wheel; PyPI's default limit for one file is 100 MB.
+LARGEST_BYTES = 10_000_000
 # Made by the build of a wheel.
 NOTED = "tilekern/spec/source_digests.json"
-METADATA = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE")
+DATA_METADATA = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt")
+METADATA = (*DATA_METADATA, "licenses/LICENSE")
 EGG_INFO = ("PKG-INFO", "SOURCES.txt", "dependency_links.txt", "entry_points.txt", "requires.txt", "top_level.txt")
 # Beside the package in an sdist; setuptools writes the last two.
 SDIST_TOP = ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py", "PKG-INFO", "setup.cfg")
+# Looks up a record of a data package as a job does, and prints its kernel and the layer that it is found in.
+FIND = """
+import sys
+from tilekern.cache import default_layers, lookup, parse_problem_key
+from tilekern.spec.source import source_digest
+layers = default_layers()
+own = next(layer for layer in layers if layer.name == sys.argv[1] + ":records")
+(target, *_), (module, kernel, problem) = own.targets(), sys.argv[2:]
+hit = lookup(kernel, parse_problem_key(problem), bucketed=[], target_key=target, arch=target.partition("-")[0],
+             toolkit_key=None, source=source_digest(module), layers=layers)
+print(kernel, "of", target, "in", hit and hit.layer.name)
+"""
 # The second build must not depend on what differs here.
 BUILDS = {
     "first": {"PYTHONHASHSEED": "1", "TZ": "UTC", "LC_ALL": "C"},
@@ -101,24 +114,26 @@ def release(root: Path, version: str | None, key_file: Path | None, out: Path | 
     with tempfile.TemporaryDirectory(prefix="tilekern-release-") as scratch:
         sources = [unpack(commit_archive(root), Path(scratch, name, "source")) for name in BUILDS]
         builds = [
-            build(source, source.parent, {"SOURCE_DATE_EPOCH": seconds, **varied})
+            build(source, source.parent, {"SOURCE_DATE_EPOCH": seconds, **varied}, key_file)
             for source, varied in zip(sources, BUILDS.values(), strict=True)
         ]
         for one, other in zip(*builds, strict=True):
             require_same(one, other)
             say(f"{one.name}: {megabytes(one)}, both builds are equal")
-        sdist, wheel = builds[0]
-        files = package_files(unpack(commit_archive(root), Path(scratch, "files")))
+        sdist, wheel, *packages = builds[0]
+        commits_files = unpack(commit_archive(root), Path(scratch, "files"))
+        files = package_files(commits_files)
         check_sdist(sdist, files, version)
         check_wheel(wheel, files, version)
         for name in sorted(name for name in files if name.endswith(".pack")):
             say(f"  {name}: {len(files[name]):,} bytes")
         say(f"contents: {len(files)} files of the commit, the noted digests, metadata, and nothing else")
-        say(f"metadata: {check_metadata(sdist, wheel, version)}")
-        for line in check_installed(wheel, version, Path(scratch, "environment")):
+        say(check_packages(packages, packs_of(commits_files), version, key.public_key if key else None))
+        say(f"metadata: {check_metadata(builds[0], version)}")
+        for line in check_installed(wheel, packages, version, Path(scratch, "environment")):
             say(f"installed: {line}")
         finished = Path(scratch, "finished")
-        write_files(finished, [sdist, wheel], notes, key)
+        write_files(finished, builds[0], notes, key)
         shutil.copytree(finished, out)
     say(f"signed with key {key.public_key[:16]}" if key else "not signed: no --key")
     say(f"wrote {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
@@ -246,11 +261,11 @@ def unpack(archive: bytes, folder: Path) -> Path:
     return folder
 
 
-def build(source: Path, folder: Path, settings: Mapping[str, str]) -> tuple[Path, Path]:
-    """Build an sdist from sources and a wheel from the sdist, as pip does for who installs the sdist.
+def build(source: Path, folder: Path, settings: Mapping[str, str], key_file: Path | None) -> list[Path]:
+    """Build an sdist from sources, a wheel from the sdist, as pip does for who installs the sdist, and data packages.
 
     Returns:
-        The sdist and the wheel, in ``folder / "built"``.
+        The sdist, the wheel and the data packages, in ``folder / "built"``.
     """
     built = folder / "built"
     built.mkdir()
@@ -264,7 +279,11 @@ def build(source: Path, folder: Path, settings: Mapping[str, str]) -> tuple[Path
 
     sdist = hook("build_sdist", source)
     (unpacked,) = unpack(gzip.decompress(sdist.read_bytes()), folder / "unpacked").iterdir()
-    return sdist, hook("build_wheel", unpacked)
+    wheel = hook("build_wheel", unpacked)
+    signed = ["--key", str(key_file.resolve())] if key_file else []
+    command = [sys.executable, str(source / ".ci" / "data_packages.py"), str(built), *signed]
+    run(command, cwd=source, env=environment(**settings))
+    return [sdist, wheel, *sorted(set(built.iterdir()) - {sdist, wheel})]
 
 
 def require_same(one: Path, other: Path) -> None:
@@ -296,13 +315,15 @@ def package_files(source: Path) -> dict[str, bytes]:
         for above, folder in folders.items()
         for path in folder.rglob("*.py")
     }
-    for path in (
-        *source.glob("tilekern/prebuilt/*.pack"),
-        source / "tilekern/py.typed",
-        source / "tilekern_startup.py",
-    ):
-        files[str(path.relative_to(source))] = path.read_bytes()
+    data = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
+    for name in (*(f"tilekern/{name}" for name in data["tilekern"]), "tilekern_startup.py"):
+        files[name] = (source / name).read_bytes()
     return files
+
+
+def packs_of(source: Path) -> list[Path]:
+    """Return the packs of a checkout; the package has some of them, the data packages have all."""
+    return sorted((source / "tilekern" / "prebuilt").glob("*.pack"))
 
 
 def check_sdist(path: Path, files: Mapping[str, bytes], version: str) -> None:
@@ -310,6 +331,7 @@ def check_sdist(path: Path, files: Mapping[str, bytes], version: str) -> None:
     if path.name != f"tilekern-{version}.tar.gz":
         raise ReleaseError(f"the sdist is called {path.name}, not tilekern-{version}.tar.gz")
     require_contents(path, files, {*SDIST_TOP, *(f"tilekern.egg-info/{name}" for name in EGG_INFO)})
+    require_size(path)
 
 
 def check_wheel(path: Path, files: Mapping[str, bytes], version: str) -> None:
@@ -317,6 +339,7 @@ def check_wheel(path: Path, files: Mapping[str, bytes], version: str) -> None:
     if path.name != f"tilekern-{version}-py3-none-any.whl":
         raise ReleaseError(f"the wheel is called {path.name}, not tilekern-{version}-py3-none-any.whl")
     require_contents(path, files, {NOTED, *(f"tilekern-{version}.dist-info/{name}" for name in METADATA)})
+    require_size(path)
 
 
 def require_contents(path: Path, files: Mapping[str, bytes], others: set[str]) -> None:
@@ -329,32 +352,85 @@ def require_contents(path: Path, files: Mapping[str, bytes], others: set[str]) -
     ):
         if names:
             raise ReleaseError(f"{path.name} {problem} {', '.join(sorted(names)[:5])} ({len(names)} files)")
+
+
+def require_size(path: Path) -> None:
+    """Refuse an sdist or wheel that is too large."""
     if path.stat().st_size > LARGEST_BYTES:
         raise ReleaseError(
-            f"{path.name} has {megabytes(path)}, and an index takes {LARGEST_BYTES / 1e6:.0f}; move packs out"
+            f"{path.name} has {megabytes(path)} and may have {LARGEST_BYTES / 1e6:.0f}; "
+            "take packs out of package-data in pyproject.toml"
         )
 
 
-def check_metadata(sdist: Path, wheel: Path, version: str) -> str:
-    """Refuse metadata that an index would refuse; return a line about what was checked."""
-    documents = [contents(sdist)["PKG-INFO"], contents(wheel)[f"tilekern-{version}.dist-info/METADATA"]]
-    for path, document in zip((sdist, wheel), documents, strict=True):
+def check_packages(packages: Sequence[Path], packs: Sequence[Path], version: str, public_key: str | None) -> str:
+    """Refuse data packages that are not a pack and metadata, or that do not have each record of a commit's packs.
+
+    Args:
+        packages: the wheels.
+        packs: the commit's packs.
+        version: of the release.
+        public_key: that of the key which must have signed every record; None for no signatures.
+
+    Returns:
+        A line about what was checked.
+    """
+    from tilekern.cache import CacheError, Pack, checked_contents
+    from tilekern.cache.trust.signing import is_signed
+
+    inside = set()
+    for path in packages:
+        module, suffix = path.name.split("-", 1)
+        if suffix != f"{version}-py3-none-any.whl":
+            raise ReleaseError(f"{path.name} is not of version {version}")
+        pack_name = f"{module}/records.pack"
+        info = {f"{module}-{version}.dist-info/{name}" for name in DATA_METADATA}
+        require_contents(path, {}, {f"{module}/__init__.py", pack_name, *info})
+        with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(path) as archive:
+            pack = Pack(Path(archive.extract(pack_name, folder)))
+            signatures = pack.signatures()
+            try:
+                records = [record for record, _ in checked_contents(pack)]
+            except CacheError as error:
+                raise ReleaseError(f"{path.name}: {error}") from None
+        inside |= {record.address for record in records}
+        for record in records:
+            by_key = signatures.get(hashlib.sha256(record.data).hexdigest(), {})
+            if public_key and not is_signed(public_key, record.data, by_key.get(public_key, b"")):
+                raise ReleaseError(f"{path.name}: {record.address.path} is not signed by the release's key")
+    if missing := {address for pack in packs for address in Pack(pack).records} - inside:
+        raise ReleaseError(f"no data package has {min(missing).path} ({len(missing)} records)")
+    return f"data packages: {len(inside):,} records of {len(packs)} packs, {'signed' if public_key else 'not signed'}"
+
+
+def check_metadata(built: Sequence[Path], version: str) -> str:
+    """Refuse metadata that an index would refuse; return a line about what was checked.
+
+    Args:
+        built: the sdist, the wheel, and the data packages.
+        version: of the release.
+    """
+    documents = []
+    for path in built:
+        name = "tilekern" if path in built[:2] else path.name.partition("-")[0].replace("_", "-")
+        inside = "PKG-INFO" if path == built[0] else f"{name.replace('-', '_')}-{version}.dist-info/METADATA"
+        documents.append(contents(path)[inside])
         try:
-            metadata = Metadata.from_email(document, validate=True)
+            metadata = Metadata.from_email(documents[-1], validate=True)
         except ExceptionGroup as group:
             raise ReleaseError(f"{path.name}: {'; '.join(map(str, group.exceptions))}") from None
-        if (metadata.name, str(metadata.version)) != ("tilekern", version):
+        if (metadata.name, str(metadata.version)) != (name, version):
             raise ReleaseError(f"{path.name} says that it is {metadata.name} {metadata.version}")
     if documents[0] != documents[1]:
         raise ReleaseError("the metadata of the sdist and of the wheel differ")
     if importlib.util.find_spec("twine") is None:
         return "valid by packaging (twine is not installed)"
-    run([sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel)], cwd=sdist.parent)
+    run([sys.executable, "-m", "twine", "check", "--strict", *map(str, built)], cwd=built[0].parent)
     return "valid by packaging and twine"
 
 
-def check_installed(wheel: Path, version: str, folder: Path) -> Iterator[str]:
-    """Install a wheel into a new environment and use it; yield a line for each thing that works.
+def check_installed(wheel: Path, packages: Sequence[Path], version: str, folder: Path) -> Iterator[str]:
+    """Install wheels into a new environment and use them; yield a line for each thing that works.
 
     Its dependencies are those of the environment that runs this, so that no index is needed.
     """
@@ -364,10 +440,11 @@ def check_installed(wheel: Path, version: str, folder: Path) -> Iterator[str]:
     ours = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
     (site / "dependencies.pth").write_text("".join(f"{path}\n" for path in ours))
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
-    run([*command, str(wheel)], cwd=folder, env=environment(PIP_DISABLE_PIP_VERSION_CHECK="1"))
+    wheels = [str(path) for path in (wheel, *packages)]
+    run([*command, *wheels], cwd=folder, env=environment(PIP_DISABLE_PIP_VERSION_CHECK="1"))
 
     def works(*arguments: str) -> str:
-        return run([str(python), *arguments], cwd=folder, env=environment()).strip()
+        return run([str(python), *arguments], cwd=folder, env=environment(TILEKERN_CACHE_DIR="cache")).strip()
 
     code = "import tilekern; from importlib.metadata import version; print(tilekern.__file__, version('tilekern'))"
     expected = f"{site / 'tilekern' / '__init__.py'} {version}"
@@ -384,6 +461,16 @@ def check_installed(wheel: Path, version: str, folder: Path) -> Iterator[str]:
     if again.read_bytes() != (site / NOTED).read_bytes():
         raise ReleaseError(f"{NOTED} of the wheel differs from the digests of the sources beside it")
     yield f"{NOTED} is true"
+    from tilekern.cache import Pack
+
+    for path in packages:
+        name = path.name.partition("-")[0].replace("_", "-")
+        record = next(iter(Pack(site / name.replace("-", "_") / "records.pack").entries())).record
+        assert record is not None
+        found = works("-c", FIND, name, record.module, record.kernel, record.address.problem_key)
+        if not found.endswith(f"in {name}:records"):
+            raise ReleaseError(f"a lookup does not find a record of {name}: {found}")
+        yield f"a lookup finds {found}"
 
 
 def write_files(folder: Path, built: list[Path], notes: str, key: SigningKey | None) -> None:

@@ -11,6 +11,10 @@ import pytest
 import release
 from release import ReleaseError
 
+sys.path.insert(0, str(Path(__file__).parent / "cache"))
+from cache_samples import PROBLEM, digest_of, make, new_key
+
+from tilekern.cache import write_pack
 from tilekern.cache.trust.signing import SigningKey, generate_key, is_signed
 
 ROOT = Path(__file__).parents[1]
@@ -147,8 +151,44 @@ def test_a_wheel_of_another_version_or_too_large_is_refused(tmp_path, monkeypatc
     with pytest.raises(ReleaseError, match=r"not tilekern-0\.3\.0-py3-none-any\.whl"):
         release.check_wheel(path, FILES, "0.3.0")
     monkeypatch.setattr(release, "LARGEST_BYTES", 1000)
-    with pytest.raises(ReleaseError, match="and an index takes"):
+    with pytest.raises(ReleaseError, match=r"has 0\.0 MB and may have 0; take packs out of package-data"):
         release.check_wheel(path, FILES, "0.2.0")
+
+
+def package_of(folder, *records, key=None, version="0.2.0", more=()):
+    """A data package for the H200, as `.ci/data_packages.py` builds it, with more files."""
+    signatures = {digest_of(one): {key.public_key: key.sign(one.to_json().encode())} for one, _ in records if key}
+    folder.mkdir()
+    write_pack(folder / "records.pack", records, signatures)
+    path = folder / f"tilekern_packs_h200-{version}-py3-none-any.whl"
+    info = (f"tilekern_packs_h200-{version}.dist-info/{name}" for name in release.DATA_METADATA)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(folder / "records.pack", "tilekern_packs_h200/records.pack")
+        for name in ("tilekern_packs_h200/__init__.py", *info, *more):
+            archive.writestr(name, b"")
+    return path
+
+
+def test_data_packages_have_each_record_of_the_commits_packs_signed_by_the_key(tmp_path):
+    one, other = make(), make(problem={**PROBLEM, "rows": 1024})
+    write_pack(tmp_path / "a.pack", [one])
+    write_pack(tmp_path / "b.pack", [one, other])
+    packs, key = [tmp_path / "a.pack", tmp_path / "b.pack"], new_key(tmp_path / "release.key")
+
+    def check(name, *records, public_key=None, **options):
+        return release.check_packages([package_of(tmp_path / name, *records, **options)], packs, "0.2.0", public_key)
+
+    assert check("whole", one, other) == "data packages: 2 records of 2 packs, not signed"
+    said = check("signed", one, other, key=key, public_key=key.public_key)
+    assert said == "data packages: 2 records of 2 packs, signed"
+    with pytest.raises(ReleaseError, match="is not signed by the release's key"):
+        check("unsigned", one, other, public_key=key.public_key)
+    with pytest.raises(ReleaseError, match=r"no data package has v1/.*rows=1024.* \(1 records\)"):
+        check("part", one)
+    with pytest.raises(ReleaseError, match=r"must not have tests/a\.py"):
+        check("more", one, other, more=["tests/a.py"])
+    with pytest.raises(ReleaseError, match=r"0\.1\.0-py3-none-any\.whl is not of version 0\.2\.0"):
+        check("old", one, other, version="0.1.0")
 
 
 def test_two_builds_that_differ_are_refused_with_what_differs(tmp_path):
@@ -219,6 +259,7 @@ def test_a_whole_release_is_made_of_a_commit_and_not_published(tmp_path):
     assert ran.stdout.endswith("nothing was published\n")
     out = clone / "dist" / "tilekern-98.0.0"
     built = {"tilekern-98.0.0.tar.gz", "tilekern-98.0.0-py3-none-any.whl"}
+    built |= {f"tilekern_packs_{gpu}-98.0.0-py3-none-any.whl" for gpu in ("b200", "h100", "h200")}
     assert {path.name for path in out.iterdir()} == built | {"RELEASE_NOTES.md", "SHA256SUMS", "SHA256SUMS.sig"}
     sums, signature = ((out / name).read_bytes() for name in ("SHA256SUMS", "SHA256SUMS.sig"))
     assert is_signed(public_key, sums, signature, release.PURPOSE)

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import click
 
 from tilekern.cache import CacheError, Store
-from tilekern.cache.files import write_whole
 from tilekern.cache_tools.shared.options import FILE, as_json, cache_dir, with_filters
-from tilekern.cache_tools.shared.packs import Contents, packs_or_selected, sha256_of
+from tilekern.cache_tools.shared.packs import packs_or_selected, sha256_of
 from tilekern.cache_tools.shared.printing import count, note_left_out, print_result, size
 from tilekern.cache_tools.shared.selection import Selection
-
-# The group that tilekern.cache.places reads.
-_GROUP = "tilekern.prebuilt"
-# 1980-01-01, the earliest time in a zip file: the same contents give the same bytes whenever they are built.
-_EPOCH = "315532800"
-_BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+from tilekern.cache_tools.shared.wheels import needs, write_wheel
 
 
 @click.command()
@@ -49,7 +37,7 @@ def wheel(
     # Its folder among the installed packages, which no other package has.
     module = f"tilekern_packs_{name.replace('-', '_')}"
     with packs_or_selected([pack] if pack else [], store, selection) as ((contents,), left_out):
-        path = _build_wheel(contents, name, version, module, out_dir)
+        path = write_wheel(contents, name, version, module, out_dir)
     size_bytes = path.stat().st_size
     document = {"wheel": str(path), "name": name, "version": version, "module": module, "left_out": left_out}
     document |= {"wheel_bytes": size_bytes, "wheel_sha256": sha256_of(path), **contents.document()}
@@ -63,7 +51,7 @@ def _normalised(name: str, version: str) -> tuple[str, str]:
         from packaging.utils import InvalidName, canonicalize_name
         from packaging.version import InvalidVersion, Version
     except ImportError:
-        raise CacheError(_needs("packaging")) from None
+        raise CacheError(needs("packaging")) from None
     try:
         package = canonicalize_name(name, validate=True)
         number = str(Version(version))
@@ -76,76 +64,3 @@ def _normalised(name: str, version: str) -> tuple[str, str]:
     if package == "tilekern":
         raise CacheError("--name tilekern would replace tilekern itself; choose another")
     return package, number
-
-
-def _build_wheel(pack: Contents, name: str, version: str, module: str, out_dir: Path) -> Path:
-    with TemporaryDirectory() as folder:
-        project, built = Path(folder, "project"), Path(folder, "built")
-        built.mkdir()
-        _write_project(project, pack, name, version, module)
-        _run_setuptools(project, built)
-        (wheel,) = built.iterdir()
-        path = out_dir / wheel.name
-        try:
-            write_whole(path, wheel.read_bytes())
-        except OSError as error:
-            raise CacheError(f"cannot write {path}: {error.strerror}") from None
-    return path
-
-
-def _write_project(project: Path, pack: Contents, name: str, version: str, module: str) -> None:
-    folder = project / module
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text('"""Packs of tuned GPU kernels, which tilekern reads where they lie."""\n')
-    shutil.copyfile(pack.path, folder / "records.pack")
-    for path in folder.iterdir():
-        path.chmod(0o644)
-    records = count(len(pack.records), "record")
-    # The summary may have 512 characters.
-    summary = f"Tuned GPU kernels for tilekern: {records} for {count(len(pack.targets), 'GPU model')}"
-    text = (
-        f"{records} of tuned GPU kernels for {', '.join(pack.targets)}, made with {', '.join(pack.toolkits)}. "
-        f"sha256 of the pack: {pack.sha256}.\n"
-    )
-    (project / "pyproject.toml").write_text(
-        f"""[build-system]
-requires = ["setuptools>=77"]
-build-backend = "setuptools.build_meta"
-
-[project]
-name = {json.dumps(name)}
-version = {json.dumps(version)}
-description = {json.dumps(summary)}
-readme = {{text = {json.dumps(text)}, content-type = "text/plain"}}
-
-[project.entry-points."{_GROUP}"]
-{json.dumps(name)} = {json.dumps(module)}
-
-[tool.setuptools]
-packages = [{json.dumps(module)}]
-
-[tool.setuptools.package-data]
-{module} = ["*.pack"]
-"""
-    )
-
-
-def _run_setuptools(project: Path, out: Path) -> None:
-    # In another process: the backend works in the current folder and changes its process.
-    done = subprocess.run(
-        [sys.executable, "-c", _BUILD, str(out)],
-        cwd=project,
-        env=os.environ | {"SOURCE_DATE_EPOCH": _EPOCH},
-        umask=0o022,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if "No module named 'setuptools'" in done.stderr:
-        raise CacheError(_needs("setuptools"))
-    if done.returncode:
-        raise CacheError(f"setuptools cannot build the wheel: {done.stderr.strip().splitlines()[-1:]}")
-
-
-def _needs(library: str) -> str:
-    return f"making a wheel needs {library}: pip install 'tilekern[ship]'"

@@ -21,7 +21,17 @@ from cache_samples import (
     toolkit,
 )
 
-from tilekern.cache import CacheError, FolderLayer, PackLayer, Store, default_layers, hits, user_root, write_pack
+from tilekern.cache import (
+    CacheError,
+    FolderLayer,
+    PackLayer,
+    Store,
+    UnknownSchema,
+    default_layers,
+    hits,
+    user_root,
+    write_pack,
+)
 
 
 def layer(root, name="user", writable=True):
@@ -331,11 +341,34 @@ def test_the_default_layers_in_their_order(tmp_path, monkeypatch):
         "no_such_package",
     ]
     assert [one.name for one in layers][:4] == ["user", str(tmp_path / "shared"), "some.pack", "ours:h200"]
+    assert [getattr(one, "package", None) for one in layers[1:4]] == [None, None, "prebuilt-kernels"]
     assert find([layers[3]]).load("aligned")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*gone.*")
         warnings.filterwarnings("ignore", message=".*no_such_package.*")
         default_layers()
+
+
+def test_records_of_a_package_for_other_kernels_are_named_once_with_what_pip_does(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilekern.warning._said", set())
+    pack, later = tmp_path / "a.pack", tmp_path / "later.pack"
+    write_pack(pack, [make(), make(problem={**PROBLEM, "rows": 1024})])
+    write_pack(later, [make()])
+    layers = [PackLayer(path, path.stem, "package", f"acme-{path.stem}") for path in (pack, later)]
+    monkeypatch.setattr(layers[1], "read_record", _of_a_later_tilekern)
+    assert find(layers[:1])
+    assert find([PackLayer(pack)], source="0" * 64) is None, "a pack that is not a package's says nothing"
+    with pytest.warns(RuntimeWarning) as caught:
+        assert [find(layers, {**PROBLEM, "rows": rows}, source="0" * 64) for rows in (8192, 1024)] == [None] * 2
+    assert [str(one.message) for one in caught] == [
+        f"acme-{name} has records for other versions of their kernels, which are not used; "
+        f"update it: pip install -U acme-{name}"
+        for name in ("a", "later")
+    ]
+
+
+def _of_a_later_tilekern(*_):
+    raise UnknownSchema("schema 5 was written by another version of tilekern")
 
 
 def test_the_user_cache_is_the_platforms_unless_chosen(tmp_path, monkeypatch):

@@ -13,8 +13,8 @@ from environments import ROOT, environment
 from marks import needs_compiler
 from one_record import H200, PROBLEM, SPEC
 
-from tilekern import cache
-from tilekern.cache import CacheError, Untrusted
+from tilekern import __version__, cache
+from tilekern.cache import CacheError, Store, Untrusted, write_pack
 from tilekern.cache.layers import FolderLayer
 from tilekern.compile import toolchain
 from tilekern.doctor import machine
@@ -273,6 +273,50 @@ def test_stale_records_are_wrong_with_the_command_that_mends_them(capsys, monkey
     assert "1 stale" in told
     assert "1 record stale, as the source of their kernels has changed" in told
     assert "python -m tilekern.tune refresh --same-code" in told
+
+
+def _package_for_h200(monkeypatch, site, compiled, wanted):
+    """A data package of one record that is installed, for some versions of tilekern."""
+    folder, info = site / "tilekern_packs_h200", site / "tilekern_packs_h200-0.1.dist-info"
+    for new in (folder, info):
+        new.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    store = Store(compiled)
+    (record,) = (entry.record for entry in store.entries())
+    write_pack(folder / "records.pack", [(record, {sha256: store.read_blob(sha256) for sha256 in record.digests})])
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: tilekern-packs-h200\nVersion: 0.1\nRequires-Dist: tilekern{wanted}\n"
+    )
+    (info / "entry_points.txt").write_text("[tilekern.prebuilt]\ntilekern-packs-h200 = tilekern_packs_h200\n")
+    monkeypatch.syspath_prepend(str(site))
+
+
+@needs_compiler
+def test_a_data_package_of_another_version_is_wrong_with_what_pip_does(capsys, monkeypatch, compiled, tmp_path):
+    _package_for_h200(monkeypatch, tmp_path / "site", compiled, "<0.2,>=0.1")
+    monkeypatch.setattr("tilekern.cache_tools.shared.installed.digest_today", lambda _: "0" * 64)
+    stale, version = wrong(capsys, "--gpu", "H200")
+    remedy = "pip install -U tilekern-packs-h200"
+    assert version == f"tilekern-packs-h200 0.1 is for tilekern <0.2,>=0.1, and {__version__} is installed: {remedy}"
+    assert stale == (
+        f"tilekern-packs-h200 has records for other versions of their kernels, which are not used; update it: {remedy}"
+    )
+
+
+@needs_compiler
+def test_a_data_package_of_this_version_is_listed_and_that_of_the_gpu_named_if_it_is_not_there(
+    capsys, monkeypatch, compiled, tmp_path
+):
+    assert "records of more models" not in run(capsys, "--gpu", "H200", code=0), "a checkout has all packs"
+    notes = tmp_path / "source_digests.json"
+    notes.touch()
+    monkeypatch.setattr("tilekern.runtime.data_packages.NOTES", notes)
+    assert "records of more models for H200: pip install tilekern-packs-h200" in run(capsys, "--gpu", "H200", code=0)
+    assert "records of more models" not in run(capsys, "--gpu", "L40S", code=0), "there is none"
+    _package_for_h200(monkeypatch, tmp_path / "site", compiled, f">={__version__}")
+    told = run(capsys, "--gpu", "H200", code=0)
+    assert "packs of tilekern-packs-h200: 1 record for H200 (1 default)" in told
+    assert "records of more models" not in told
 
 
 def test_a_cache_that_is_a_file_is_wrong(capsys, tmp_path):

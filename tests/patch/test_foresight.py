@@ -3,6 +3,7 @@
 import gc
 import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -321,6 +322,8 @@ def test_without_a_compiler_it_is_said_once_what_is_missing_and_what_that_costs(
     cutile.toolkit.cache_clear()
     model = make(layers=1).train()
     tilekern.apply_to_model(model)
+    # As of a wheel, which has the packs of few models.
+    monkeypatch.setattr("tilekern.runtime.data_packages.NOTES", Path(__file__))
     with asked_for_nothing(tmp_path / "cache", monkeypatch):
         call = Call(kwargs={"input_ids": IDS, "labels": IDS})
         monkeypatch.setattr(foresight, "_running", lambda: (model, call))
@@ -333,10 +336,11 @@ def test_without_a_compiler_it_is_said_once_what_is_missing_and_what_that_costs(
     assert re.fullmatch(
         r"no cache holds 13 of the 15 problems that a step of Qwen3ForCausalLM asks for on H200, and no compiler is "
         r"installed; the model's own ops run for column_sum, .*, swiglu_forward, which costs some \S+ ms of GPU time a "
-        r"step by the bytes moved; mend it with: pip install 'tilekern\[compile\]'",
+        r"step by the bytes moved; mend it with: pip install tilekern-packs-h200, or pip install 'tilekern\[compile\]'",
         first,
     ), first
     assert "no cache holds swiglu_forward for this model on H200" in second
+    assert second.endswith("pip install tilekern-packs-h200, or tune it with: python -m tilekern.tune MODEL --gpu H200")
 
 
 def test_the_cost_is_the_difference_of_the_bytes_moved(interpreted):

@@ -216,11 +216,19 @@ class PackLayer:
         origin: where the pack comes from: a ``file``, which others must not be able to write; an installed
             ``package``, which can only be changed by those who can change its code; or tilekern's own ``wheel``, whose
             packs need no signature either.
+        package: the name by which pip knows that package.
     """
 
-    def __init__(self, path: str | os.PathLike[str], name: str | None = None, origin: Origin = "file") -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        origin: Origin = "file",
+        package: str | None = None,
+    ) -> None:
         self.path = Path(path)
         self.origin = origin
+        self.package = package
         self.name = name or self.path.name
         self._opened: tuple[int, Pack | None] | None = None
 

@@ -314,7 +314,23 @@ def _read(kernel: str, candidate: _Candidate, source: str, steps: list[Step]) ->
             warn_once(f"a record of {kernel} is passed over: {detail}", about=detail)
     if found is None:
         steps.append(candidate.step(outcome, detail))
+        if outcome in (STALE, "unknown_schema"):
+            _tell_of_other_versions(candidate.layer)
     return found
+
+
+def _tell_of_other_versions(layer: Layer) -> None:
+    """Say once that an installed package has records which this tilekern does not use."""
+    if package := getattr(layer, "package", None):
+        warn_once(other_versions(package))
+
+
+def other_versions(package: str) -> str:
+    """Return the warning that an installed package has records which this tilekern does not use."""
+    return (
+        f"{package} has records for other versions of their kernels, which are not used; "
+        f"update it: pip install -U {package}"
+    )
 
 
 def _load(kernel: str, candidate: _Candidate, source: str) -> _Found | None:

@@ -107,9 +107,9 @@ def _package_layers() -> Iterator[Layer]:
             warn(f"entry point {entry.name} of group {ENTRY_POINTS} names {entry.module}, which cannot be found")
             continue
         for folder in folders:
-            yield from _packs_of(folder, entry.name, "package")
+            yield from _packs_of(folder, entry.name, "package", entry.dist.name if entry.dist else None)
 
 
-def _packs_of(folder: Path, owner: str, origin: Origin) -> Iterator[Layer]:
+def _packs_of(folder: Path, owner: str, origin: Origin, package: str | None = None) -> Iterator[Layer]:
     for path in sorted(folder.glob(f"*{PACK_SUFFIX}")):
-        yield PackLayer(path, f"{owner}:{path.stem}", origin)
+        yield PackLayer(path, f"{owner}:{path.stem}", origin, package)

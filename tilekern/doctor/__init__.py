@@ -81,6 +81,7 @@ def tell_of_model(report: Report, model: str, target: Target | None) -> None:
     try:
         with needing("tracing a model"):
             from tilekern.cache import user_root
+            from tilekern.runtime.data_packages import install_or
             from tilekern.tuning.options import PlanRequest
             from tilekern.tuning.plan.choosing import plan_of
             from tilekern.tuning.plan.steps import Steps
@@ -112,6 +113,6 @@ def tell_of_model(report: Report, model: str, target: Target | None) -> None:
     if found.missing and report.document.get("compilers", {}).get("tileiras") is None:
         report.complain(
             f"{len(found.missing)} of {len(found.needs)} problems of {found.model} have no record, and no compiler is "
-            "installed, so the model's own ops run; on a machine with tilekern[compile] run "
-            f"python -m tilekern.tune {model} --gpu {target.option}"
+            f"installed, so the model's own ops run; {install_or(target)}on a machine with "
+            f"tilekern[compile] run python -m tilekern.tune {model} --gpu {target.option}"
         )

@@ -45,9 +45,20 @@ def tell_of_caches(report: Report, target: Target | None) -> None:
                 f"{_records(counts['bad'])} of {name} cannot be read: "
                 "python -m tilekern.cache_tools verify lists them; tune or unpack again"
             )
+    _data_packages(report, target)
     policy = "signed records alone" if must_be_signed() else "any record"
     shared = "and what others can write, too" if others_may_write() else "but not what others can write"
     report.say("", f"trusted: {policy}, {shared}")
+
+
+def _data_packages(report: Report, target: Target | None) -> None:
+    """Complain about installed data packages of another version; name that of the GPU if it is not installed."""
+    from tilekern.runtime.data_packages import PACKAGES, to_install, version_unmet
+
+    for wrong in filter(None, map(version_unmet, PACKAGES.values())):
+        report.complain(wrong)
+    if target is not None and (package := to_install(target)):
+        report.say("", f"records of more models for {target.name}: pip install {package}")
 
 
 def _records(number: int) -> str:
@@ -84,6 +95,7 @@ def _counts(report: Report, layer: Layer, target: Target | None) -> Counter[str]
     """Count a layer's records for the GPU (``own``), for its arch (``near``) and others; its own also by state."""
     from tilekern.cache import CacheError, PackLayer, UnknownSchema, Untrusted
     from tilekern.cache.keys import Address, parse_path, parse_problem_key
+    from tilekern.cache.lookup import other_versions
     from tilekern.cache_tools.shared.installed import is_stale
 
     counts: Counter[str] = Counter()
@@ -117,8 +129,12 @@ def _counts(report: Report, layer: Layer, target: Target | None) -> Counter[str]
         except CacheError:
             counts["bad"] += 1
     if counts["stale"]:
+        package = getattr(layer, "package", None)
         report.complain(
-            f"{layer.name}: {_records(counts['stale'])} stale, as the source of their kernels has changed; "
+            # A lookup says the same, and the report only once.
+            other_versions(package)
+            if package
+            else f"{layer.name}: {_records(counts['stale'])} stale, as the source of their kernels has changed; "
             "python -m tilekern.tune refresh --same-code keeps those with the same machine code"
         )
     return counts

@@ -838,6 +838,7 @@ def _own_default(spec: KernelSpec, wanted: Problem, target: Target, found: Hit) 
 
 def _on_miss(spec: KernelSpec, wanted: Problem, target: Target, caller: _Caller) -> Hit | None:
     from tilekern import cache
+    from tilekern.runtime.data_packages import install_or
 
     policy = miss_policy()
     if _state.agreement is not None and not _state.agreement.covers(target):
@@ -850,7 +851,7 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target, caller: _Caller)
         return None
     if root := cache.user_root_if_any():
         cache.note_wanted(root, spec.name, dict(wanted), target.describe(), f"not in any cache; policy {policy}")
-    tune = f"tune it with: python -m tilekern.tune MODEL --gpu {target.option}"
+    tune = f"{install_or(target)}tune it with: python -m tilekern.tune MODEL --gpu {target.option}"
     missing = f"no cache holds {spec.name} for {wanted.key} on {target.name}"
     if policy == "error" or (policy == "fallback" and not caller.has_torch):
         raise CacheMiss(f"{missing}; {tune} ({_compiler_and_driver()})")
@@ -913,6 +914,8 @@ def _look_ahead(spec: KernelSpec, wanted: Problem, target: Target) -> None:
 
 
 def _tell_of_missing(foreseen: Foreseen, target: Target) -> None:
+    from tilekern.runtime.data_packages import install_or
+
     lacking = missing(foreseen.problems, target)
     # A default that a library runs needs no compiler.
     names = sorted({spec.name for spec, _ in lacking})
@@ -924,7 +927,7 @@ def _tell_of_missing(foreseen: Foreseen, target: Target) -> None:
     warn_once(
         f"no cache holds {len(lacking)} of the {len(foreseen.problems)} problems that a step of {foreseen.model} asks "
         f"for on {target.name}, and no compiler is installed; the model's own ops run for {', '.join(names)}{cost}; "
-        "mend it with: pip install 'tilekern[compile]'"
+        f"mend it with: {install_or(target)}pip install 'tilekern[compile]'"
     )
 
 

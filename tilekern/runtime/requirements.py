@@ -72,14 +72,15 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in _NUMBER.findall(release[0])] if release else []
 
 
-def asked_by(name: str, extra: str) -> dict[str, str]:
-    """Return the ranges that an installed distribution requires under one of its extras, by name."""
+def asked_by(name: str, extra: str | None = None) -> dict[str, str]:
+    """Return the ranges that an installed distribution requires, or those under one of its extras, by name."""
     found = {}
     with contextlib.suppress(metadata.PackageNotFoundError, OSError):
         for line in metadata.requires(name) or ():
             wanted, _, condition = line.partition(";")
             matched = _REQUIREMENT.fullmatch(wanted.strip())
-            if matched and re.search(rf"extra\s*==\s*['\"]{extra}['\"]", condition):
+            is_asked = re.search(rf"extra\s*==\s*['\"]{extra}['\"]", condition) if extra else not condition
+            if matched and is_asked:
                 found[matched[1]] = matched[2].replace(" ", "")
     return found
 
