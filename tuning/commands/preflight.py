@@ -41,11 +41,11 @@ def command(
 ) -> None:  # fmt: skip
     """List the records that a job of MODEL, or of several, will need, and those that its caches lack.
 
-    MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, a hub id, or a plan of
-    tilekern.trace. Runs on any machine, and writes nothing without --fix, which measures if the GPU is here, and else
-    predicts. With --invariant, each problem that has rows inside tilekern.invariant() must also have a kernel of one
-    bit class, which only measuring finds. Exit codes: 0 nothing is missing; 2 bad input; 3 records are missing; 4 --fix
-    found no compiler.
+    MODEL is a preset (qwen3-8b), base (the presets, and sizes that are frequent in public configs), the path of a
+    config.json or of a folder with one, a hub id, or a plan of tilekern.trace. Runs on any machine, and writes nothing
+    without --fix, which measures if the GPU is here, and else predicts. With --invariant, each problem that has rows
+    inside tilekern.invariant() must also have a kernel of one bit class, which only measuring finds. Exit codes: 0
+    nothing is missing; 2 bad input; 3 records are missing; 4 --fix found no compiler.
 
     --json: model, target, need, invariant (with and without: how many problems that need a bit class have it; null if
     none needs one), complete (bool), counts (problems by state), provenances (of the records that serve), share (of

@@ -106,13 +106,13 @@ class _Tune(GroupedCommand):
 def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
     """Tune the kernels of one MODEL or several for a GPU, and fill the cache.
 
-    MODEL is a preset (qwen3-8b), the path of a config.json or of a folder with one, a hub id, or a plan of
-    tilekern.trace. A model's training steps run on meta tensors, which compute nothing; the problems that they ask for
-    are tuned, each once; with --engine, those that the engine without torch asks for, and the kernels of a token are
-    chosen in its step on the GPU. Problems are measured while others are compiled. Without the GPU, winners are
-    predicted. --stages measure takes the plan from the sweep folder, and needs the GPU. A run that was stopped, or
-    whose --budget was spent, goes on where it was. Lists have commas between. The exit code is 3 if a problem has no
-    winner, unless the budget left it out.
+    MODEL is a preset (qwen3-8b), base (the presets, and sizes that are frequent in public configs), the path of a
+    config.json or of a folder with one, a hub id, or a plan of tilekern.trace. A model's training steps run on meta
+    tensors, which compute nothing; the problems that they ask for are tuned, each once; with --engine, those that the
+    engine without torch asks for, and the kernels of a token are chosen in its step on the GPU. Problems are measured
+    while others are compiled. Without the GPU, winners are predicted. --stages measure takes the plan from the sweep
+    folder, and needs the GPU. A run that was stopped, or whose --budget was spent, goes on where it was. Lists have
+    commas between. The exit code is 3 if a problem has no winner, unless the budget left it out.
     """
     from tilekern.tuning.terminal import print_plan, print_result
 

@@ -21,7 +21,7 @@ from tilekern.spec import KernelSpec, Problem, Value
 from tilekern.spec.targets import Target, from_description
 from tilekern.tuning.options import PlanRequest, described_alone
 from tilekern.tuning.plan.beside import with_those_beside
-from tilekern.tuning.plan.configs import config_in, path_named
+from tilekern.tuning.plan.configs import BASE, config_in, path_named
 from tilekern.tuning.plan.engine import plan_of_engine
 from tilekern.tuning.plan.steps import Planned, Steps, dtype_named
 from tilekern.tuning.sweep.plan import Named, PlanFile
@@ -117,6 +117,10 @@ def plan_of_anything(model: Any, steps: Steps, target: Target, root: Path) -> Pl
 
 
 def _of_model(model: str, request: PlanRequest, target: Target) -> Planned:
+    if model.lower() == BASE:
+        from tilekern.tuning.plan.base import plan_of_base  # which loads torch and transformers
+
+        return plan_of_base(request.steps, target)
     path = path_named(model)
     if path is None or "problems" not in config_in(path):
         if request.steps.engine:

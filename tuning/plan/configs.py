@@ -27,6 +27,8 @@ _MOST = {
     "vocab_size": 1 << 24,
 }
 
+# Names the plan of all presets and of frequent sizes, where models are planned.
+BASE = "base"
 MODEL_IS = (
     "a preset such as qwen3-8b (--help lists them), the path of a config.json or of a folder with one, or a hub id "
     "such as Qwen/Qwen3-8B"
@@ -63,6 +65,8 @@ def fields_named(model: str) -> tuple[str, Mapping[str, Any]]:
         InputError: its config cannot be read or fetched.
     """
     require_model_name(model)
+    if model.lower() == BASE:
+        raise InputError(f"{BASE} stands for many models, and has no config of its own; name one of them")
     if model.lower() in PRESETS:
         return model.lower(), PRESETS[model.lower()]
     path = path_named(model)
@@ -96,11 +100,11 @@ def require_model_name(word: str) -> None:
     """Refuse a word that cannot name a model, whatever the hub has.
 
     Raises:
-        UnknownModel: it is not a preset, the path of a config or a hub id.
+        UnknownModel: it is not a preset, ``base``, the path of a config or a hub id.
         InputError: a folder on the way to it cannot be read.
     """
     is_hub_id = word.count("/") == 1 and not word.startswith((".", "/"))
-    if word.lower() not in PRESETS and not is_hub_id and path_named(word) is None:
+    if word.lower() not in (*PRESETS, BASE) and not is_hub_id and path_named(word) is None:
         raise UnknownModel(word)
 
 
