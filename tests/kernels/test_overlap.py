@@ -1,4 +1,4 @@
-"""Kernels of few rows let the next kernel be launched early, once they have waited; those of many rows do not."""
+"""Kernels of few rows let the next be launched early, once they have waited; of many rows some kernels alone do."""
 
 import pytest
 from spec_samples import each, inputs_of, launched, one_of_each_code, sized
@@ -19,13 +19,14 @@ IF_FEW = [
         "rope", "llama4_rope", "qwen2vl_mrope", "append_to_cache", "embedding", "advance",
     )
 ]  # fmt: skip
-# Their problems always have few rows.
+# Their problems always have few rows, or their kernels are for chains of many rows.
 ALWAYS = [
     spec_named(name)
     for name in (
         "skinny_linear", "skinny_linear_int8", "skinny_parts", "skinny_join", "skinny_projections",
         "skinny_held_linear", "decode_attention", "decode_join", "token_attention", "cache_rows", "greedy_parts",
-        "greedy_join",
+        "greedy_join", "early_linear", "early_attention_forward", "early_fused_add_layer_norm_forward",
+        "early_fused_add_rms_norm_forward",
     )
 ]  # fmt: skip
 # Gradients of the same families.
@@ -86,7 +87,7 @@ def test_few_rows_let_the_next_kernel_be_launched_and_many_do_not(spec, blocks):
 
 
 @each(ALWAYS)
-def test_a_kernel_of_few_rows_alone_lets_the_next_one_be_launched(spec, blocks):
+def test_a_kernel_of_few_rows_alone_or_of_a_chain_lets_the_next_one_be_launched(spec, blocks):
     problem = sized(spec)
     for config in interpreted(spec, problem, 2):
         assert which_launch(spec, problem, config, blocks) == "all", config

@@ -3,11 +3,13 @@
 The launches, and so the bits, are those of a patched transformers model: products round once, a gate's parts too, a
 residual is added by the norm behind it. A step of one token has the kernels of decoding for its attention; one of
 several tokens has training's attention, over the keys before them and their own. Products of float32 differ, which are
-by TF32. Outside of the invariant mode some launches take the place of several, round as they do, and add up in
+by TF32. Outside of the invariant mode some launches take the place of others, round as they do, and add up in
 another order:
 
 - a norm and the product behind it, for a token of few sequences, unless the model is wide;
 - all between the attentions of two layers, for many rows of a narrow model;
+- products of many rows that overlap the launch before, unless the model is wide; attention and norms that do have the
+  bits of those that do not;
 - attention for a token with few keys: the norms and rotation of its heads, its rows of the cache, and their attention.
 
 For a product of more rows than the kernels of few rows take, an int8 weight is first multiplied by its scales and
@@ -48,6 +50,8 @@ _MOST_HELD = 1024
 # for a norm and the product behind it. A layer of 256 tokens takes 19 us in place of 23 if it is 128 wide, and 37 in
 # place of 26 if it is 192 (H200).
 _MOST_NARROW = 128
+# The widest models whose kernels of many rows overlap: in wider ones a product takes far longer than its launch.
+_MOST_EARLY = 1024
 # The most keys, and key heads of all sequences, of which a token's attention is one launch. GPT-2's step of 12 heads of
 # 512 keys is 7 % faster by it, with 96 heads 2 % slower, and Qwen3-8B's of 8 heads of 4096 keys 2.5 % (H200): the block
 # that adds up the parts of many splits is alone.
@@ -280,8 +284,8 @@ class Step:
         if added is None:
             self._to.launch(f"{of.norm}_norm_forward", sizes, x=x, y=y, **weights)
             return x, y
-        total = self._new(rows, columns)
-        self._to.launch(f"fused_add_{of.norm}_norm_forward", sizes, residual=x, x=added, total=total, y=y, **weights)
+        total, kernel = self._new(rows, columns), f"fused_add_{of.norm}_norm_forward"
+        self._to.launch(self._early(kernel, rows), sizes, residual=x, x=added, total=total, y=y, **weights)
         return total, y
 
     def _is_held(self, rows: int, product: Product) -> bool:
@@ -295,6 +299,14 @@ class Step:
     def _is_narrow(self, rows: int, product: Product) -> bool:
         """Return whether a product of many rows is one launch with a norm before it."""
         return self._is_merged(product) and rows > MOST_ROWS and self._model.architecture.width <= _MOST_NARROW
+
+    def _is_early(self, rows: int) -> bool:
+        """Return whether kernels of many rows overlap the ends of those before them, for models of some width."""
+        return self._is_merged() and rows > MOST_ROWS and self._model.architecture.width <= _MOST_EARLY
+
+    def _early(self, kernel: str, rows: int) -> str:
+        """Return the name of a kernel, or of its copy that overlaps, in place of it."""
+        return f"early_{kernel}" if self._is_early(rows) else kernel
 
     def _is_merged(self, *products: Product) -> bool:
         """Return whether there are kernels of products with what is around them, outside of the invariant mode."""
@@ -387,6 +399,8 @@ class Step:
             return out
         if product.scale is not None:
             self._dequantized_product(x, product, gelu, out)
+        elif self._is_early(rows):
+            self._multiply("early_linear", sizes, x=x, weight=product.weight, y=out, **bias)
         else:
             self._multiply("matmul", sizes | {"b_transposed": True}, a=x, b=product.weight, c=out, **bias)
         return out
@@ -621,7 +635,8 @@ class Step:
             "kv_heads": kv_heads, "head_dim": head_dim, "causal": True, "dtype": dtype,
         }  # fmt: skip
         self._to.launch(
-            "attention_forward", sizes, q=q, k=k, v=v, most_queries=self._count, scale=head_dim**-0.5,
+            self._early("attention_forward", self._rows), sizes, q=q, k=k, v=v, most_queries=self._count,
+            scale=head_dim**-0.5,
             out=out.view((self._batch, self._count, heads, head_dim)),
             lse=self._new(self._batch, heads, self._count, dtype="float32"),
         )  # fmt: skip

@@ -28,7 +28,10 @@ _EXACT = frozenset((
 ))  # fmt: skip
 
 # The mode has other launches in their place.
-_ELSEWHERE = frozenset(("narrow_block", "narrow_linear", "skinny_held_linear", "token_attention"))
+_ELSEWHERE = frozenset((
+    "early_attention_forward", "early_fused_add_layer_norm_forward", "early_fused_add_rms_norm_forward", "early_linear",
+    "narrow_block", "narrow_linear", "skinny_held_linear", "token_attention",
+))  # fmt: skip
 
 
 def has_rows(kernel: str, problem: Problem | None = None) -> bool:
