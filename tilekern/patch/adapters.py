@@ -37,7 +37,7 @@ Function = Callable[..., Any]
 # The module of PEFT's layers, and the name by which their calls are counted.
 HOME, KERNEL = "peft.tuners.lora.layer", "lora_linear"
 _ROWS = "adapters chosen for each row"
-_ELSE = "a layer with hooks, a bias in its adapter, or of another class than torch's"
+_ELSE = "hooks, a bias in the adapter, or a layer or weights of other classes than torch's"
 
 
 def linear(original: Function) -> Function:
