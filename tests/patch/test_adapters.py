@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -78,6 +80,16 @@ def test_apply_comes_before_or_after_peft_and_is_undone(order, calls):
     assert same(step(model), expected)
     assert len(calls) == 7
     assert "not patched" in next(iter(set(reasons(model, "lora").values())))
+
+
+def test_peft_is_patched_when_it_is_imported():
+    code = (
+        "import sys, tilekern; tilekern.apply(); assert 'peft' not in sys.modules\n"
+        "import peft.tuners.lora.layer as home; print(home.Linear.forward.__module__)\n"
+        "tilekern.apply(lora=False); print(home.Linear.forward.__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [adapters.__name__, adapters.HOME]
 
 
 @pytest.mark.usefixtures("interpreted")
