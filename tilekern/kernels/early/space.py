@@ -107,6 +107,9 @@ def _shares_an_sm(problem: Problem, config: Config, target: Target) -> bool:
 
 
 def _loops(problem: Problem, config: Config, target: Target) -> bool:
+    """Tell whether blocks loop for a reason; for ``matmul`` tiles of 128 elements of depth always do."""
+    if config["tile_k"] == 128:
+        return True
     resident = target.sm_count * config["occupancy"]
     return bool(config["schedule"] == "block" or count(problem, config) > resident or target == INTERPRETED)
 
