@@ -55,6 +55,8 @@ PARTS = {
 # Variables by which a user's settings would change the tests.
 CLEARED = ("TILEKERN_", "PYTHON", "TEST_", "HYPOTHESIS_")
 TIMEOUT_S = 1800
+# In what pip says where an index does not have the versions, or they exclude each other.
+UNAVAILABLE = ("No matching distribution", "Could not find a version", "conflicting dependencies")
 CODE = """
 import json, platform, tilekern, torch, transformers
 from importlib.metadata import version
@@ -79,6 +81,10 @@ class Cell(NamedTuple):
 
 class UnavailableError(Exception):
     """A cell cannot be tried here; the message says why."""
+
+
+class InstallError(Exception):
+    """pip found all packages and could not install them; the message is pip's."""
 
 
 def main() -> None:
@@ -124,6 +130,8 @@ def tried(cells: list[Cell], folder: Path) -> Iterable[dict[str, Any]]:
             row |= outcome(environment, source)
         except UnavailableError as error:
             row |= {"result": "unavailable", "reason": str(error)}
+        except InstallError as error:
+            row |= {"result": "failed", "reason": str(error)}
         yield row | {"seconds": round(time.monotonic() - begun)}
 
 
@@ -155,13 +163,14 @@ def interpreter(python: str) -> str:
 def install(environment: Path, source: Path, cell: Cell) -> None:
     """Install a cell's versions, the checkout and what runs its tests."""
     needs = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    tools = [need for need in needs["test"] if re.match(r"[\w-]+", need)[0] in TOOLS]
-    command = [environment, "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check"]
+    tools = [need for need in needs["test"] if re.split(r"[^\w-]", need)[0] in TOOLS]
     asked = [f"torch=={cell.torch}", f"transformers=={cell.transformers}", "-e", f"{source}[torch,tools,text,compile]"]
-    done = ran(*command, *asked, *tools)
+    quiet = ("-q", "--no-compile", "--disable-pip-version-check")
+    done = ran(environment, "-m", "pip", "install", *quiet, *asked, *tools)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or ["ERROR: pip failed"]
-        raise UnavailableError(f"pip: {errors[0].removeprefix('ERROR: ')[:200]}")
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or [f"ERROR: {done.stderr}"]
+        text = f"pip: {errors[0].removeprefix('ERROR: ').strip()[:200]}"
+        raise UnavailableError(text) if any(word in text for word in UNAVAILABLE) else InstallError(text)
 
 
 def outcome(environment: Path, source: Path) -> dict[str, Any]:
@@ -175,8 +184,8 @@ def outcome(environment: Path, source: Path) -> dict[str, Any]:
         return {"result": "failed", "reason": f"import: {said[0]}", "parts": {"import": "failed"}}
     parts, reasons = {"import": "passed"}, []
     for part, arguments in PARTS.items():
-        command = (environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
-        done = ran(*command, cwd=source, env=settings)
+        options = ("-q", "-p", "no:cacheprovider", *arguments)
+        done = ran(environment, "-m", "pytest", *options, cwd=source, env=settings)
         lines = [line for line in done.stdout.splitlines() if line.strip()]
         parts[part] = counts(lines[-1]) if lines else f"exit code {done.returncode}"
         if done.returncode:
@@ -206,19 +215,21 @@ def write(cells: list[Cell], row: dict[str, Any]) -> None:
     rows = {old["name"]: old for old in earlier} | {row["name"]: row}
     kept = [rows[cell.name] for cell in cells if cell.name in rows]
     RESULTS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(TABLE.sub(lambda _: table(kept), PAGE.read_text(encoding="utf-8"), count=1), encoding="utf-8")
+    PAGE.write_text(
+        TABLE.sub(lambda _: table(cells, rows), PAGE.read_text(encoding="utf-8"), count=1), encoding="utf-8"
+    )
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the page's table of results."""
+def table(cells: list[Cell], rows: dict[str, dict[str, Any]]) -> str:
+    """Return the page's table: all cells, and the results by name of those that were tried."""
     columns = ("import", *PARTS)
     heads = ("Python", "torch", "transformers", "result", *columns, "date", "commit")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for row in rows:
-        result = f"{row['result']}: {row['reason']}" if row["reason"] else row["result"]
-        cells = [row["python"], row["torch"], row["transformers"], result.replace("|", "\\|")]
-        cells += [row["parts"].get(column, "-") for column in columns]
-        lines.append(f"| {' | '.join((*cells, row['date'], row['commit']))} |")
+    for cell in cells:
+        row = rows.get(cell.name, {"result": "not tried", "reason": "", "parts": {}, "date": "-", "commit": "-"})
+        result = ": ".join(filter(None, (row["result"], row["reason"].replace("|", "\\|"))))
+        parts = [row["parts"].get(column, "-") for column in columns]
+        lines.append(f"| {' | '.join((*cell, result, *parts, row['date'], row['commit']))} |")
     return "\n".join(lines) + "\n"
 
 
