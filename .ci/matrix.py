@@ -168,9 +168,10 @@ def install(environment: Path, source: Path, cell: Cell) -> None:
     quiet = ("-q", "--no-compile", "--disable-pip-version-check")
     done = ran(environment, "-m", "pip", "install", *quiet, *asked, *tools)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or [f"ERROR: {done.stderr}"]
-        text = f"pip: {errors[0].removeprefix('ERROR: ').strip()[:200]}"
-        raise UnavailableError(text) if any(word in text for word in UNAVAILABLE) else InstallError(text)
+        errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+        absent = [line for line in errors if any(words in line for words in UNAVAILABLE)]
+        text = f"pip: {[done.stderr.strip()[-200:], *errors, *absent][-1].strip()[:200]}"
+        raise UnavailableError(text) if absent else InstallError(text)
 
 
 def outcome(environment: Path, source: Path) -> dict[str, Any]:
