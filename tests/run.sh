@@ -7,7 +7,8 @@
 #   bash tests/run.sh quick    those that start no processes and are not slow, with few examples and parameters: for
 #                              while one works
 #   bash tests/run.sh nightly  every test with all parameters, and examples drawn anew: PTX as it runs, browsers, Ray,
-#                              kills at any moment; the cache under processes, failing calls and mutations, for long
+#                              kills at any moment; the cache under processes, failing calls and mutations, for long;
+#                              then the versions of .ci/versions.toml (gigabytes of torch, some minutes each)
 #
 # Needs Python 3.11 or newer and a package index; no GPU. Works in .venv, or in the environment that TILEKERN_VENV
 # names; one that has everything is used as it is. Writes to the clone and to one temporary folder, nowhere else.
@@ -117,6 +118,8 @@ wait "$collected" || true  # The workers report what is wrong with it.
 step "pytest"
 if [ "$tier" = nightly ]; then
     HYPOTHESIS_PROFILE=thorough in_workers -m "not gpu" --timeout 7200
+    step "versions of Python, torch and transformers"
+    "$python" .ci/matrix.py
 else
     # A branch's tests are those that its changes can reach; on the main branch, or without one, all are.
     main=$(git merge-base HEAD origin/main 2>/dev/null || true)

@@ -26,8 +26,8 @@ KERNELS = {
     "fused_linear_cross_entropy": {"fused_linear_cross_entropy"},
 }  # fmt: skip
 # Of layers with norms before their sums: in one kernel with the norm behind the sum where there is one, else in one.
-NORM_ADD = {"exaone4", "flex_olmo", "olmo2", "olmo3"}
-NORM_ADD_NORM = {"afmoe", "gemma2", "gemma3", "gemma4", "glm4", "glm4v"}
+NORM_ADD = {"exaone4", "flex_olmo", "gemma3n", "olmo2", "olmo3", "olmo_hybrid"}
+NORM_ADD_NORM = {"afmoe", "gemma2", "gemma3", "gemma4", "gemma4_unified", "glm4", "glm4v", "kolibri1"}
 # Whose loss has a part of the router's.
 ROUTED = {"gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
 # Models that raise without a patch too, by release, and the attribute that their results lack.

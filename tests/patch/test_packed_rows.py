@@ -19,11 +19,14 @@ from tilekern.patch.families import FAMILIES
 
 MODELS = Path(transformers.__file__).parent / "models"
 NEWEST = Version(transformers.__version__) >= Version("5.24")
-# They have a class for each attention, or compute it by themselves.
-WITHOUT = {"bloom", "falcon", "gpt_neo", "mpt", "xglm", *([] if NEWEST else ["gptj"])}
-REFUSED = {"deepseek_v32"}
+# They have a class for each attention, compute it by themselves, or have none.
+WITHOUT = {"bloom", "falcon", "falcon_mamba", "gpt_neo", "mamba", "mpt", "xglm", *([] if NEWEST else ["gptj"])}
+REFUSED = {"deepseek_v32", "glm_moe_dsa"}
 # Some of their layers are no attention, and run over a row as one sequence.
-RECURRENT = {"falcon_h1", "jamba", "lfm2_moe", "minimax", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
+RECURRENT = {
+    "bailing_hybrid", "bamba", "falcon_h1", "jamba", "kimi_linear", "lara_mini", "lfm2_moe", "lfm3", "minimax",
+    "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "zaya",
+}  # fmt: skip
 # One of each way in which positions reach a mask, or do not; the others are slow together.
 QUICK = {"afmoe", "gemma3", "gpt_bigcode", "gpt_oss", "granitemoehybrid", "llama4", "opt", "qwen2_5_vl", "qwen2_moe"}
 ROW = torch.tensor([[3, 5, 7, 9, 11, 13, 15]])

@@ -161,6 +161,22 @@ def test_a_model_is_as_it_was_and_counts_nothing(h200):
     assert all(x.grad is None and x.device.type == "cpu" for x in model.parameters())
 
 
+def test_a_forward_may_ask_for_autocast_on_meta(h200, monkeypatch):
+    """As transformers 5.0 asks on every device; torch raises on meta."""
+    model, asked, own = make(attention="tilekern"), [], torch.is_autocast_enabled
+    rotary = type(model.model.rotary_emb)
+    forward = rotary.forward
+
+    def asking(self, x, *ids, **more):
+        asked.append((x.device.type, torch.is_autocast_enabled(x.device.type)))
+        return forward(self, x, *ids, **more)
+
+    monkeypatch.setattr(rotary, "forward", asking)
+    traced(model, STEPS["plain"][0])
+    assert set(asked) == {("meta", False)}
+    assert torch.is_autocast_enabled is own
+
+
 def test_objects_that_cannot_be_copied_are_the_job_s_own(h200):
     apply()
     model = make()

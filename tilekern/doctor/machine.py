@@ -161,9 +161,11 @@ def tell_of_packages(report: Report) -> None:
             report.complain(wrong)
     kernels, asked = versions["kernels"], asked_by("transformers", "kernels").get("kernels")
     if kernels and asked and not fits(kernels, asked):
-        report.complain(
-            f"kernels {kernels} is installed, and transformers {versions['transformers']} needs {asked} for "
-            f"use_kernels=True: pip install 'kernels{asked}'"
+        # Only a choice of transformers is missing, and an index may not have the release that it asks for.
+        report.say(
+            "",
+            f"use_kernels=True is not available: transformers {versions['transformers']} needs kernels{asked}, and "
+            f"{kernels} is installed",
         )
     if installed("tilekern") is None and os.environ.get("TILEKERN_APPLY", "0") not in ("", "0"):
         report.complain("TILEKERN_APPLY is set, and tilekern is on a path and not installed, so that nothing reads it")

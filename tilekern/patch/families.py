@@ -15,21 +15,27 @@ from tilekern.runtime.switches import EXPERTS, OF_MODELS
 _LETTERS = dict(zip("nlmpqrsh", OF_MODELS, strict=True))
 # The families with each set of ops; the test of each family runs every op named here.
 _SERVED = {
-    "nmqrsh": "afmoe doge dots1 exaone4 exaone_moe flint gemma3 gemma4 glm4_moe hunyuan_v1_dense hunyuan_v1_moe hy_v3 "
-    "laguna lfm2 lfm2_moe llama4 mellum qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe",
-    "npqrsh": "nanochat",
-    "nmrsh": "aria axk1 cwm deepseek_v2 deepseek_v3 diffllama ernie4_5 ernie4_5_moe ernie4_5_vl_moe "
+    "nmqrsh": "afmoe doge dots1 exaone4 exaone_moe flint gemma3 gemma4 gemma4_unified glm4_moe hunyuan_v1_dense "
+    "hunyuan_v1_moe hy_v3 kolibri1 laguna lara_mini lfm2 lfm2_moe lfm3 llama4 mellum qwen3 qwen3_5 qwen3_5_moe "
+    "qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe",
+    "npqrsh": "apertus1p5 nanochat",
+    "nmrsh": "aria axk1 bailing_hybrid cwm deepseek_v2 deepseek_v3 diffllama ernie4_5 ernie4_5_moe ernie4_5_vl_moe "
     "falcon_h1 gemma gemma2 glm glm4 glm4_moe_lite glm4v glm4v_moe granite granite_swa granitemoe_swa "
-    "granitemoehybrid granitemoeshared helium hunyuan_vl llama minicpm3 ministral ministral3 mistral mllama olmo2 "
-    "olmo3 paddleocr_vl phi3 qwen2 qwen2_5_vl qwen2_moe qwen2_vl seed_oss smollm3 solar_open vaultgemma youtu",
-    "nlmrsh": "deepseek_v32",
+    "granitemoehybrid granitemoeshared helium hrm_text hunyuan_vl hyperclovax llama mimo_v2_flash minicpm3 "
+    "ministral ministral3 mistral mistral4 mllama olmo2 olmo3 olmo_hybrid paddleocr_vl phi3 phi4_multimodal qwen2 "
+    "qwen2_5_vl qwen2_moe qwen2_vl seed_oss smollm3 solar_open vaultgemma youtu",
+    "nlmrsh": "deepseek_v32 glm_moe_dsa",
     "nprsh": "arcee",
-    "nqrsh": "apertus",
-    "nmsh": "jamba",
+    "nqrsh": "apertus gemma3n",
+    "nmsh": "jamba kimi_linear",
     "nrsh": "bitnet flex_olmo gpt_oss granitemoe jetmoe minimax minimax_m2 mixtral olmoe",
-    "lmrh": "cohere cohere2 olmo stablelm",
-    "lprh": "falcon gpt_neox gptj nemotron persimmon phi starcoder2",
-    "nmrs": "pixtral",
+    "lmrh": "cohere cohere2 cohere2_moe olmo stablelm",
+    "lprh": "codegen falcon gpt_neox gptj jais2 nemotron persimmon phi starcoder2",
+    "nmrs": "bamba pixtral",
+    "nph": "nemotron_h",
+    "nmrh": "longcat_flash",
+    "nprh": "zaya",
+    "nh": "falcon_mamba mamba",
     "lph": "biogpt bloom gpt2 gpt_bigcode gpt_neo mpt opt xglm",
     "lrh": "phimoe",
     "lp": "clip siglip",

@@ -9,8 +9,9 @@ import contextlib
 import copy
 import functools
 import sys
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -171,6 +172,38 @@ def auto_class(config: Any) -> Any:
     raise InputError(f"{type(config).__name__}: transformers has no language model with such a configuration")
 
 
+class _Autocast:
+    """``torch.is_autocast_enabled`` while a model runs on meta, where torch raises and older transformers ask.
+
+    Traces of several threads share the replacement; the last one that ends takes it away.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._ask = threading.Lock(), 0, torch.is_autocast_enabled
+
+    def _is_enabled(self, *device: str) -> bool:
+        return device != (_META.type,) and self._ask(*device)
+
+    @contextlib.contextmanager
+    def off_on_meta(self) -> Iterator[None]:
+        """Say inside the block, or the decorated function, that autocast is off on meta."""
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._ask, torch.is_autocast_enabled = torch.is_autocast_enabled, self._is_enabled
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    torch.is_autocast_enabled = self._ask
+
+
+_AUTOCAST = _Autocast()
+
+
+@_AUTOCAST.off_on_meta()
 def step(model: Any, batch: Batch | Call, *, adamw: bool = True) -> None:
     """Take a training step of a model on meta, with or without the step of ``tilekern.AdamW``."""
     with torch.enable_grad():
@@ -181,6 +214,7 @@ def step(model: Any, batch: Batch | Call, *, adamw: bool = True) -> None:
     model.zero_grad()
 
 
+@_AUTOCAST.off_on_meta()
 def score(model: Any, batch: Batch) -> None:
     """Run the forward of a batch of a model on meta up to the logits of all tokens, without labels or a gradient."""
     inputs = batch.inputs()
@@ -189,6 +223,7 @@ def score(model: Any, batch: Batch) -> None:
         model(**inputs)
 
 
+@_AUTOCAST.off_on_meta()
 def decode(model: Any, sequences: int, context: int, chunk: int | None = None) -> None:
     """Run a prompt of a model on meta, and one token after it of several sequences with such a prompt; no gradient.
 
