@@ -42,7 +42,7 @@ from tilekern.cache.trust.signing import SigningKey
 from tilekern.cache_tools.shared.installed import freshness_of
 from tilekern.cache_tools.shared.packs import read_contents, sha256_of
 from tilekern.cache_tools.shared.wheels import write_wheel
-from tilekern.runtime.data_packages import PACKAGES
+from tilekern.runtime.data_packages import ALIKE, PACKAGES
 from tilekern.spec import INVARIANT
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,7 +91,8 @@ def build(packs: Sequence[Path], out: Path, version: str, key: SigningKey | None
         with TemporaryDirectory() as folder:
             union = Path(folder, "records.pack")
             write_pack(union, whole(records.values()), _signatures(opened, records.values(), key))
-            more = {"license": "Apache-2.0", "dependencies": [f"tilekern{fitting(version)}"]}
+            needed = ["tilekern", *([ALIKE[name]] if name in ALIKE else [])]
+            more = {"license": "Apache-2.0", "dependencies": [f"{one}{fitting(version)}" for one in needed]}
             wheel = write_wheel(read_contents(union), name, version, name.replace("-", "_"), out, more)
         size_bytes = wheel.stat().st_size
         if size_bytes > LARGEST_BYTES:

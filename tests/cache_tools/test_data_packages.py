@@ -119,6 +119,15 @@ def test_it_is_a_package_for_its_gpu_and_versions_signed_and_the_same_bytes_twic
     assert hit.load("aligned") == b"one" * 100
 
 
+@pytest.mark.processes
+def test_the_h100s_package_brings_along_the_h200s(tmp_path):
+    h100 = {**H200, "key": "sm_90-h100_80gb_hbm3-132"}
+    (line,) = data_packages.build([pack_of(tmp_path / "a.pack", record_of(64, target=h100))], tmp_path, "0.2.1")
+    wheel = zipfile.ZipFile(tmp_path / line.partition(":")[0])
+    metadata = message_from_bytes(wheel.read("tilekern_packs_h100-0.2.1.dist-info/METADATA"))
+    assert metadata.get_all("Requires-Dist") == ["tilekern<0.3,>=0.2.1", "tilekern-packs-h200<0.3,>=0.2.1"]
+
+
 def test_a_stale_record_a_gpu_without_a_name_and_a_large_wheel_are_refused(packs, tmp_path, monkeypatch):
     stale = pack_of(tmp_path / "stale.pack", make())
     with pytest.raises(CacheError, match=r"^stale\.pack: v1/sm_90-h200-132/.* is stale; tune or refresh it first$"):

@@ -11,6 +11,7 @@ from tilekern.kernels import spec_named
 from tilekern.spec import INVARIANT, Config, Problem
 from tilekern.spec.source import source_digest
 from tilekern.spec.targets import resolve
+from tilekern.tuning import preflight
 from tilekern.tuning.plan.models import plan_of_model
 from tilekern.tuning.plan.steps import Steps
 
@@ -24,22 +25,40 @@ OTHERS = {
 }
 # Of single runs, which did not reach all problems of their models.
 OF_H100 = {f"{model}-h100.pack": ("H100", "measured") for model in ("qwen3-8b", "qwen3-30b-a3b")}
-# Of the engine without torch.
-OF_ENGINE = {"gpt2-h200.pack": ("H200", "measured")}
-PACKS = MODELS | OTHERS | OF_H100 | OF_ENGINE
-# Kernels of which a pack has records that are not of its kind: no run has come to them yet. They are predicted, and say
-# so.
+# Of the engine without torch; the second has what its first run on a GPU would compile.
+OF_ENGINE = {"gpt2-h200.pack": ("H200", "measured"), "engine-h200.pack": ("H200", "default")}
+# Of the sizes of many models.
+BASE = {"base-h200.pack": ("H200", "measured")}
+PACKS = MODELS | OTHERS | OF_H100 | OF_ENGINE | BASE
+# Kernels of which a pack has records that are not of its kind: no run has come to them yet. They are predicted or
+# defaults, and say so.
 OTHERWISE = {
+    "base-h200.pack": {"matmul", "attention_backward", "fused_linear_cross_entropy"},
+    "gpt2-h200.pack": {
+        "early_attention_forward", "early_fused_add_layer_norm_forward", "early_linear", "narrow_block",
+        "narrow_linear", "lay_out", "sample",
+    },
     "gemma-2-9b-h200.pack": {"matmul"},
     "llama-3-8b-h200.pack": {"attention_forward"},
     "gpt-oss-20b-h200.pack": {"attention_forward"},
-}
+}  # fmt: skip
 # Kernels whose space has grown since a pack's run: what is new there was not raced on that GPU yet.
 GROWN = {"qwen3-8b-h100.pack": {"decode_attention", "skinny_linear"}}
 # What the driver calls them.
 GPUS = {"H200": "NVIDIA H200", "H100": "NVIDIA H100 80GB HBM3"}
 MEASURED = [name for name, (_, provenance) in PACKS.items() if provenance == "measured"]
 TOKENS = [2048, 4096, 8192, 16384, 32768]
+# Models in no pack, one with the sizes of SmolLM2-1.7B and one that nobody has published.
+UNKNOWN = {
+    "llama": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "vocab_size": 49152,
+    },
+    "qwen3": {
+        "hidden_size": 3072, "intermediate_size": 10240, "num_hidden_layers": 40, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
 
 
 def test_these_packs_ship():
@@ -102,6 +121,28 @@ def test_the_models_problems_are_all_there(name: str):
         )
         assert hit is not None, f"{kernel} {problem.key}"
         assert hit.exact_bucket
+
+
+@pytest.mark.parametrize("gpu", ["H200", "H100"])
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_a_model_in_no_pack_has_four_fifths_of_its_launches_in_the_packs_of_a_gpu(kind, gpu, monkeypatch):
+    """The base has what the packs of models lack; the H100's package brings along the H200's."""
+    monkeypatch.setattr(preflight, "default_layers", lambda *_, **__: [*map(PackLayer, FOLDER.glob("*-h200.pack"))])
+    target = resolve(gpu)
+    found = preflight.preflight_of(plan_of_model({"model_type": kind} | UNKNOWN[kind], Steps((4096,)), target), target)
+    assert found.share.percent >= 80, found.share
+    assert {need.state for need in found.needs} <= {"exact" if gpu == "H200" else "other_gpu", "nearest", "missing"}
+
+
+@pytest.mark.parametrize(("model", "more"), [
+    ("gpt2", {"context": [64, 512], "tokens": [1024], "sequence": [128]}),
+    ("qwen3-8b", {"context": [4096]}),
+    ("qwen3-8b", {"context": [4096], "weight_dtype": "int8"}),
+    ("llama-3.2-1b", {"context": [512]}),
+])  # fmt: skip
+def test_the_engine_compiles_nothing(model, more):
+    found = preflight.preflight(model, gpu="H200", engine=True, decode=[1, 8], **more)
+    assert not found.missing, found.share
 
 
 def test_no_predicted_winner_spills():

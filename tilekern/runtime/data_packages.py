@@ -16,6 +16,9 @@ PACKAGES = {
     "sm_90-h200-132": "tilekern-packs-h200",
     "sm_100-b200-148": "tilekern-packs-b200",
 }
+# What a package brings along: the records of a GPU that is so alike that they serve where its own are missing.
+# docs/results/platform.md has what it costs, measured by `python -m benchmarks exchange`.
+ALIKE = {"tilekern-packs-h100": "tilekern-packs-h200"}
 
 
 def package_of(target: Target) -> str | None:
