@@ -8,8 +8,8 @@
 For each Python and torch it makes an environment in a temporary folder, installs HEAD and each transformers with pip,
 and runs the tests of PARTS, one to two minutes a cell on two cores; no GPU is needed. Interpreters are those on PATH
 and pyenv's. A torch for CUDA takes 6 GB of disk until its cells are done; without room, or where pip cannot install
-the versions, a cell is "unavailable". Rows of the cells that ran are replaced in docs/results/versions.json, from which
-the table of docs/results/versions.md is made. Exit code 1: a cell failed.
+the versions, a cell is "unavailable". Rows of the cells that ran are replaced in docs/versions.json, from which
+the table of docs/versions.md is made. Exit code 1: a cell failed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from release import ROOT, commit_archive, git, unpack
 
 VERSIONS = ROOT / ".ci" / "versions.toml"
-RESULTS = ROOT / "docs" / "results" / "versions.json"
+RESULTS = ROOT / "docs" / "versions.json"
 PAGE = RESULTS.with_suffix(".md")
 TABLE = re.compile(r"^\| Python \|.*?\n(?=\n|\Z)", re.M | re.S)
 # For an environment with a torch for CUDA, and what pip unpacks meanwhile.
