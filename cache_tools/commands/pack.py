@@ -30,7 +30,7 @@ _STEPS = (
     "--invariant",
 )  # fmt: skip
 # Few rows and many, and weights of both kinds.
-_OF_ENGINE = (*_DTYPES, "--engine", "--decode", "1,64,128", "--tokens", "128")
+_OF_ENGINE = (*_DTYPES, "--engine", "--decode", "1,64,128", "--tokens", "64,128")
 _STEPS_OF_ENGINE = (_OF_ENGINE, (*_OF_ENGINE, "--weight-dtype", "int8"))
 
 

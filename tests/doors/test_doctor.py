@@ -31,7 +31,7 @@ DEFAULT_LAYERS = cache.default_layers
 @pytest.fixture(autouse=True)
 def sound(tmp_path, monkeypatch):
     """A machine without a GPU and with an empty cache, on which nothing is wrong."""
-    for name in [name for name in os.environ if name.startswith("TILEKERN_") or name == "CUDA_VISIBLE_DEVICES"]:
+    for name in [name for name in os.environ if name.startswith("TILEKERN_") or name in machine._OTHER_VARIABLES]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(machine, "asked_by", lambda *_: {})

@@ -111,7 +111,7 @@ def test_trainer(env, tmp_path, model):
 
 @processes
 def test_lora(env, tmp_path, model):
-    options = ("--tokens", 12, "--steps", 6, "--batch", 2, "--rank", 2, "--lr", 1e-1)
+    options = ("--tokens", 12, "--steps", 16, "--batch", 2, "--rank", 2, "--lr", 3e-2)
     printed = run(env, tmp_path, "lora.py", "--config", Path(model) / "config.json", *options)
     assert served(printed, "fused_linear_cross_entropy")
     assert re.search(r"^lora: patched; no call fell back$", printed, re.M)

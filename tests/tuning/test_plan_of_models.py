@@ -97,7 +97,7 @@ SMALL = {
     "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 3, "vocab_size": 336,
 }  # fmt: skip
 LLAMA = {"model_type": "llama", **{name: value for name, value in SMALL.items() if name != "model_type"}}
-JAIS = SMALL | {"model_type": "jais2"}
+BART = SMALL | {"model_type": "bart"}
 NOT_PATCHED = (
     "rms_norm, layer_norm, swiglu, mlp, qk_norm_rope, rope, fused_add_rms_norm, fused_linear_cross_entropy have no "
     "patch"
@@ -305,12 +305,12 @@ def test_a_llama_is_planned_whole(name):
 
 
 def test_parts_without_a_patch_are_not_planned_and_are_named():
-    plan = planned(JAIS)
+    plan = planned(BART)
     assert {kernel.partition("_")[0] for kernel in by_kernel(plan)} == {"attention", "adamw"}
-    assert plan.notes == (f"jais2: attention and adamw only; {NOT_PATCHED}",)
-    assert planned(JAIS, ops=["attention"]).notes == ()
-    with pytest.raises(InputError, match="asks for no kernel of --ops rope; jais2: nothing only; rope has no patch"):
-        planned(JAIS, ops=["rope"])
+    assert plan.notes == (f"bart: attention and adamw only; {NOT_PATCHED}",)
+    assert planned(BART, ops=["attention"]).notes == ()
+    with pytest.raises(InputError, match="asks for no kernel of --ops rope; bart: nothing only; rope has no patch"):
+        planned(BART, ops=["rope"])
 
 
 @pytest.mark.parametrize(
