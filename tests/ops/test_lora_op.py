@@ -1,5 +1,7 @@
 """A linear layer with an adapter: which tensors it makes and keeps, and which gradients it computes."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -164,6 +166,33 @@ def test_gradients_are_those_of_what_learns(names):
     torch.testing.assert_close(y, right)
     found, wanted = (torch.autograd.grad(each, learning, slope) for each in (y, right))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("learns", list(itertools.product([False, True], repeat=4))[1:])
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_second_derivative_is_right_or_refused_whatever_is_kept(learns, drops):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((5, 6), (7, 6), (2, 6), (7, 2))
+    given = [
+        torch.randn(shape, generator=generator).requires_grad_(flag)
+        for shape, flag in zip(shapes, learns, strict=True)
+    ]  # fmt: skip
+    learning = [leaf for leaf in given if leaf.requires_grad]
+
+    def second(run):
+        x, *factors = given
+        y = run(x * 1, *factors, x * 2 if drops else x)
+        first = torch.autograd.grad(y.sum(), learning, create_graph=True)
+        total = sum((part**2).sum() for part in first) + sum((leaf**3).sum() for leaf in learning)
+        return torch.autograd.grad(total, learning)
+
+    right = second(lambda x, w, a, b, low: x @ w.T + 0.5 * low @ a.T @ b.T)
+    try:
+        found = second(lambda x, w, a, b, low: lora_linear(x, w, a, b, 0.5, dropped=low if drops else None))
+    except RuntimeError as error:
+        assert "trying to differentiate twice" in str(error)  # noqa: PT017
+    else:
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
 
 
 def test_an_adapter_that_does_nothing_changes_no_bit():
