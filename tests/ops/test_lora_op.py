@@ -1,5 +1,7 @@
 """A linear layer with an adapter: which tensors it makes and keeps, and which gradients it computes."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -75,14 +77,60 @@ def test_the_same_of_layer_and_adapter_apart_would_be_seen():
     assert len(made.names) == 8
 
 
+KEPT = {
+    "as usual": ({"x", "a", "b"}, False), "of a first layer": ({"a", "b"}, False), "a alone": ({"x", "a"}, False),
+    "b alone": ({"x", "b"}, False), "nothing but x": ({"x"}, False), "a bias alone": ({"bias"}, False),
+    "all": ({"x", "weight", "a", "b", "bias"}, False), "after a dropout": ({"x", "a", "b"}, True),
+    "b alone after a dropout": ({"x", "b"}, True), "a weight after a dropout": ({"weight", "b"}, True),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("number", [1, 3])
-def test_input_low_products_and_parameters_are_kept(number):
+@pytest.mark.parametrize(("learning", "drops"), KEPT.values(), ids=KEPT)
+def test_what_is_kept_is_what_layers_apart_keep(learning, drops, number):
+    """If ``a`` is frozen (LoRA-FA), or reads what was dropped, ``x`` is not kept."""
     x, layers = leaves(number)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
-        lora_linears(x, layers)
-    parameters = [tuple(part.shape) for layer in layers for part in (layer.weight, layer.a, layer.b)]
-    assert sorted(kept) == sorted([tuple(x.shape), (ROWS, RANK * number), *parameters])
+    x.requires_grad_("x" in learning)
+    layers = [layer._replace(bias=torch.zeros(layer.weight.shape[0])) for layer in layers]
+    for layer in layers:
+        for name in ("weight", "a", "b", "bias"):
+            getattr(layer, name).requires_grad_(name in learning)
+    x = x * 1
+    dropped = torch.nn.functional.dropout(x) if drops else None
+
+    def kept_by(run):
+        kept = set()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.add((t.untyped_storage().data_ptr(), t.numel())) or t, lambda t: t
+        ):
+            results = run()
+        return kept, results
+
+    def apart():
+        lows = [torch.nn.functional.linear(x if dropped is None else dropped, layer.a) for layer in layers]
+        pairs = zip(layers, lows, strict=True)
+        return lows, [torch.nn.functional.linear(x, w, c) + torch.nn.functional.linear(low, b) * s
+                      for (w, _, b, s, c), low in pairs]  # fmt: skip
+
+    kept, _ = kept_by(lambda: lora_linears(x, layers, dropped))
+    wanted, (lows, _) = kept_by(apart)
+    # x @ a^T of all layers is one tensor.
+    low = {(part.untyped_storage().data_ptr(), part.numel()) for part in lows}
+    assert {each for each in kept if each in wanted} == wanted - low
+    assert [size for place, size in kept if (place, size) not in wanted] == [RANK * number * ROWS] * bool(low & wanted)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_what_is_not_kept_may_change_before_the_backward(drops):
+    x, (layer,) = leaves()
+    layer.a.requires_grad_(drops)
+    learning = [x, *(leaf for leaf in (layer.a, layer.b) if leaf.requires_grad)]
+    z, slope = x * 1, torch.randn(2, ROWS // 2, OUT[0])
+    y = lora_linears(z, [layer], z * 2 if drops else None)[0]
+    wanted = torch.autograd.grad(y, learning, slope, retain_graph=True)
+    with torch.no_grad():
+        z.zero_()
+    assert all(map(torch.equal, torch.autograd.grad(y, learning, slope), wanted))
 
 
 def test_several_layers_give_what_each_gives():
@@ -118,6 +166,33 @@ def test_gradients_are_those_of_what_learns(names):
     torch.testing.assert_close(y, right)
     found, wanted = (torch.autograd.grad(each, learning, slope) for each in (y, right))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("learns", list(itertools.product([False, True], repeat=4))[1:])
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_second_derivative_is_right_or_refused_whatever_is_kept(learns, drops):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((5, 6), (7, 6), (2, 6), (7, 2))
+    given = [
+        torch.randn(shape, generator=generator).requires_grad_(flag)
+        for shape, flag in zip(shapes, learns, strict=True)
+    ]  # fmt: skip
+    learning = [leaf for leaf in given if leaf.requires_grad]
+
+    def second(run):
+        x, *factors = given
+        y = run(x * 1, *factors, x * 2 if drops else x)
+        first = torch.autograd.grad(y.sum(), learning, create_graph=True)
+        total = sum((part**2).sum() for part in first) + sum((leaf**3).sum() for leaf in learning)
+        return torch.autograd.grad(total, learning)
+
+    right = second(lambda x, w, a, b, low: x @ w.T + 0.5 * low @ a.T @ b.T)
+    try:
+        found = second(lambda x, w, a, b, low: lora_linear(x, w, a, b, 0.5, dropped=low if drops else None))
+    except RuntimeError as error:
+        assert "trying to differentiate twice" in str(error)  # noqa: PT017
+    else:
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
 
 
 def test_an_adapter_that_does_nothing_changes_no_bit():

@@ -52,8 +52,8 @@ def lora_linear(
 ) -> Tensor:  # fmt: skip
     """Return ``x @ weight^T + bias + scaling * (x @ a^T) @ b^T``, rounded after each product.
 
-    For the backward it keeps ``x``, ``dropped``, ``x @ a^T`` and the parameters. Under autocast all are cast, as a
-    linear layer's are.
+    For the backward it keeps what gradients read, as the layers apart would: ``x @ a^T`` if ``b`` learns, ``x`` (or
+    ``dropped``) if ``a`` does, and parameters. Under autocast all are cast, as a linear layer's are.
 
     Args:
         x: [..., in_features].
@@ -137,7 +137,8 @@ def _products(
     """Return the results, and ``x @ a^T`` [rows, ranks] of all layers; ``multiply`` is a linear layer's product."""
     layers, rows, made = _layers(scalings, parameters), _rows(x), []
     low = multiply(rows if dropped is None else _rows(dropped), _joined([layer.a for layer in layers]))
-    for (weight, _, b, scaling, bias), part in zip(layers, _split(low, layers, 1), strict=True):
+    parts = _split(low, [layer.a.shape[0] for layer in layers], 1)
+    for (weight, _, b, scaling, bias), part in zip(layers, parts, strict=True):
         y = multiply(rows, weight, bias).addmm_(part, b.t(), alpha=scaling)
         made.append(shaped(y, *x.shape[:-1], weight.shape[0]))
     return tuple(made), low
@@ -152,9 +153,33 @@ def _joined(factors: Sequence[Tensor]) -> Tensor:
     return factors[0] if len(factors) == 1 else torch.cat(list(factors))
 
 
-def _split(joined: Tensor, layers: Sequence[Adapted], dim: int) -> Sequence[Tensor]:
+def _split(joined: Tensor, ranks: Sequence[int], dim: int) -> Sequence[Tensor]:
     """Return the part of each layer's rank in a dimension."""
-    return (joined,) if len(layers) == 1 else joined.split([layer.a.shape[0] for layer in layers], dim)
+    return (joined,) if len(ranks) == 1 else joined.split(ranks, dim)
+
+
+class _Needs(NamedTuple):
+    """Which gradients are wanted: of x, of what was dropped, and of the parameters of each layer.
+
+    through_a: whether one of the first two goes through ``a``; low: whether the gradient of ``x @ a^T`` is read.
+    """
+
+    x: bool
+    dropped: bool
+    weight: tuple[bool, ...]
+    a: tuple[bool, ...]
+    b: tuple[bool, ...]
+    bias: tuple[bool, ...]
+    through_a: bool
+    low: bool
+
+    @classmethod
+    def of(cls, needs_input_grad: tuple[bool, ...], apart: bool) -> _Needs:
+        """Sort autograd's flags; ``apart``: whether ``a`` reads something else than ``x``."""
+        _, x, dropped, *rest = needs_input_grad
+        weight, a, b, bias = (tuple(rest[number::4]) for number in range(4))
+        through_a = dropped if apart else x
+        return cls(x, dropped, weight, a, b, bias, through_a, through_a or any(a))
 
 
 class _LoraLinears(torch.autograd.Function):
@@ -163,36 +188,46 @@ class _LoraLinears(torch.autograd.Function):
         ctx: Any, scalings: tuple[float, ...], x: Tensor, dropped: Tensor | None, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:  # fmt: skip
         results, low = _products(torch.nn.functional.linear, scalings, x, dropped, parameters)
-        ctx.save_for_backward(x, dropped, low, *parameters)
-        ctx.scalings = scalings
+        needs = _Needs.of(ctx.needs_input_grad, dropped is not None)
+        reads_x = any(needs.weight) or (any(needs.a) and dropped is None)
+        ctx.save_for_backward(
+            x if reads_x else None, dropped if any(needs.a) else None, low if any(needs.b) else None,
+            *(weight if needs.x else None for weight in parameters[::4]),
+            *(a if needs.through_a else None for a in parameters[1::4]),
+            *(b if needs.low else None for b in parameters[2::4]),
+        )  # fmt: skip
+        ctx.scalings, ctx.shape, ctx.needs = scalings, x.shape, needs
+        ctx.ranks = [a.shape[0] for a in parameters[1::4] if a is not None]
         return results
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
         x, dropped, low, *parameters = ctx.saved_tensors
-        _, of_x, of_dropped, *wanted = ctx.needs_input_grad
-        layers, slopes = _layers(ctx.scalings, parameters), [_rows(dy) for dy in given]
-        apart, rows, factor = dropped is not None, _rows(x), _joined([layer.a for layer in layers])
-        dx = input_gradient(slopes, [layer.weight for layer in layers]) if of_x else None
-        ddropped, da = None, [None] * len(layers)
-        if any(wanted[1::4]) or of_dropped or (of_x and not apart):
-            dlow = torch.empty_like(low)
-            for (_, _, b, scaling, _), slope, part in zip(layers, slopes, _split(dlow, layers, 1), strict=True):
+        needs, ranks, number = ctx.needs, ctx.ranks, len(given)
+        weights, factors, seconds = parameters[:number], parameters[number : 2 * number], parameters[2 * number :]
+        slopes = [_rows(dy) for dy in given]
+        dx = input_gradient(slopes, weights) if needs.x else None
+        ddropped, da, db = None, [None] * number, [None] * number
+        if needs.low:
+            dlow = slopes[0].new_empty(slopes[0].shape[0], sum(ranks))
+            for b, slope, part, scaling in zip(seconds, slopes, _split(dlow, ranks, 1), ctx.scalings, strict=True):
                 part.addmm_(slope, b, beta=0, alpha=scaling)
-            if any(wanted[1::4]):
-                da = list(_split(torch.mm(dlow.t(), _rows(dropped) if apart else rows), layers, 0))
-            if of_dropped:
-                ddropped = shaped(torch.mm(dlow, factor), *x.shape)
-            elif dx is not None and not apart:
-                dx.addmm_(dlow, factor)
-        found: list[Tensor | None] = [None, None if dx is None else shaped(dx, *x.shape), ddropped]
-        for number, (slope, part) in enumerate(zip(slopes, _split(low, layers, 1), strict=True)):
-            of_weight, of_a, of_b, of_bias = wanted[4 * number : 4 * number + 4]
-            found.append(torch.mm(slope.t(), rows) if of_weight else None)
-            found.append(da[number] if of_a else None)
-            found.append(_scaled(slope.t(), part, ctx.scalings[number]) if of_b else None)
-            found.append(slope.sum(0) if of_bias else None)
+            if any(needs.a):
+                da = list(_split(torch.mm(dlow.t(), _rows(x if dropped is None else dropped)), ranks, 0))
+            if needs.dropped:
+                ddropped = shaped(torch.mm(dlow, _joined(factors)), *ctx.shape)
+            elif dx is not None and needs.through_a:
+                dx.addmm_(dlow, _joined(factors))
+        if any(needs.b):
+            parts = zip(slopes, _split(low, ranks, 1), ctx.scalings, strict=True)
+            db = [_scaled(slope.t(), part, scaling) for slope, part, scaling in parts]
+        found: list[Tensor | None] = [None, None if dx is None else shaped(dx, *ctx.shape), ddropped]
+        for each, slope in enumerate(slopes):
+            found.append(torch.mm(slope.t(), _rows(x)) if needs.weight[each] else None)
+            found.append(da[each] if needs.a[each] else None)
+            found.append(db[each] if needs.b[each] else None)
+            found.append(slope.sum(0) if needs.bias[each] else None)
         return tuple(found)
 
 

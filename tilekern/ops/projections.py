@@ -50,7 +50,10 @@ def input_gradient(slopes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tenso
 class _Projections(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *weights)
+        # As by torch's layers, which keep no input for a frozen weight and no weight for an input without a gradient.
+        of_x, *wanted = ctx.needs_input_grad
+        ctx.save_for_backward(x if any(wanted) else None, *(weight if of_x else None for weight in weights))
+        ctx.shape = x.shape
         return tuple(torch.nn.functional.linear(x, weight) for weight in weights)
 
     @staticmethod
@@ -58,9 +61,9 @@ class _Projections(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         slopes = [slope.reshape(-1, slope.shape[-1]) for slope in given]
-        dx = shaped(input_gradient(slopes, weights), *x.shape) if ctx.needs_input_grad[0] else None
-        rows = x.reshape(-1, x.shape[-1])
-        wanted = ctx.needs_input_grad[1:]
+        of_x, *wanted = ctx.needs_input_grad
+        dx = shaped(input_gradient(slopes, weights), *ctx.shape) if of_x else None
+        rows = x.reshape(-1, x.shape[-1]) if any(wanted) else None
         return dx, *(torch.mm(s.t(), rows) if want else None for s, want in zip(slopes, wanted, strict=True))
 
 
