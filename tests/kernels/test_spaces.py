@@ -45,7 +45,7 @@ def problems_of(config):
 
 @pytest.mark.parametrize("gpu", ["H200", "B200"])
 @pytest.mark.parametrize("model", PRESETS)
-@pytest.mark.share(4)
+@pytest.mark.share(12)
 @pytest.mark.slow
 def test_defaults_of_the_presets_are_candidates(model, gpu):
     """All candidates of one problem of a spec, drawn by model and GPU, and the first candidate of all others."""

@@ -20,6 +20,9 @@ from tilekern.tuning.publishing import pack_paths
 
 H100 = resolve("H100")
 
+# Its plan takes ten seconds, in each worker that has a test of it.
+pytestmark = pytest.mark.xdist_group("base plan")
+
 
 def config(kind, hidden, intermediate, layers, heads, vocabulary):
     return {
