@@ -99,7 +99,8 @@ class Need:
     def as_json(self) -> dict[str, Any]:
         """Return the need as ``--json`` prints it."""
         fields = {name: value for name, value in vars(self).items() if name != "is_stale"}
-        return fields | {"problem": dict(self.problem), "stale": self.is_stale}
+        bucketed = [d.name for d in spec_named(self.kernel).dimensions if d.kind == "bucketed"]
+        return fields | {"problem": dict(self.problem), "bucketed": bucketed, "stale": self.is_stale}
 
 
 @dataclass(frozen=True)

@@ -89,9 +89,10 @@ def _needed_by(model: str, target_key: str, tp: int, engine: bool) -> set[_Neede
 
 
 def _planned(model: str, target_key: str, tp: int, steps: Sequence[str]) -> set[_Needed]:
-    planning = [sys.executable, "-m", "tilekern.tune", model, "--gpu", target_key, "--tp", str(tp), *steps]
-    done = subprocess.run([*planning, "--dry-run", "--json"], capture_output=True, text=True, check=False)
-    if done.returncode:
+    planning = [sys.executable, "-m", "tilekern.tune", "preflight", model, "--gpu", target_key, "--tp", str(tp), *steps]
+    done = subprocess.run([*planning, "--json"], capture_output=True, text=True, check=False)
+    # 3: the caches have not all of it.
+    if done.returncode not in (0, 3):
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise CacheError(f"--model {model}: {lines[-1].removeprefix('tilekern: ')}")
     return {

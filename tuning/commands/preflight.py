@@ -47,16 +47,17 @@ def command(
     inside tilekern.invariant() must also have a kernel of one bit class, which only measuring finds. Exit codes: 0
     nothing is missing; 2 bad input; 3 records are missing; 4 --fix found no compiler.
 
-    --json: model, target, need, invariant (with and without: how many problems that need a bit class have it; null if
-    none needs one), complete (bool), counts (problems by state), provenances (of the records that serve), share (of
-    the launches of the traced steps: percent, rounded down, with a record of any GPU or bucket that serves; launches,
-    served, by_state, missing by kernel, and records: how many serve; null if no launches are known), problems and
-    missing: lists of kernel, problem, state (exact; nearest: another bucket's record serves; other_gpu:
-    one of another GPU of the arch serves; missing), provenance (measured, predicted, default), serving (the record's
-    address), layer, stale (a record of this very problem exists, but the kernel was edited), fresh (false: the search
-    space has changed since), why (--fix failed), needs_class (the job needs a kernel of one bit class), bits (its
-    class), varies (why no such kernel will run), launches (by the steps, or null); cannot_fix (why --fix cannot build
-    missing records on this machine, or null); notes.
+    --json: model, target, need, invariant (with and without: how many problems that need a bit class have it; null
+    if none needs one), complete (bool), counts (problems by state), provenances (of the records that serve), share
+    (of the launches of the traced steps: percent, rounded down, with a record of any GPU or bucket that serves;
+    launches, served, by_state, missing by kernel, and records: how many serve; null if no launches are known),
+    problems and missing: lists of kernel, problem, bucketed (the sizes that a record of another bucket may serve),
+    state (exact; nearest: another bucket's record serves; other_gpu: one of another GPU of the arch serves;
+    missing), provenance (measured, predicted, default), serving (the record's address), layer, stale (a record of
+    this very problem exists, but the kernel was edited), fresh (false: the search space has changed since), why
+    (--fix failed), needs_class (the job needs a kernel of one bit class), bits (its class), varies (why no such
+    kernel will run), launches (by the steps, or null); cannot_fix (why --fix cannot build missing records on this
+    machine, or null); notes.
     """
     request, target = PlanRequest.of(given), resolve(gpu)
     from tilekern.tuning.plan.choosing import plan_of
