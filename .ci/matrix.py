@@ -6,7 +6,7 @@
     python .ci/matrix.py --list              the names, and nothing else
 
 For each Python and torch it makes an environment in a temporary folder, installs HEAD and each transformers with pip,
-and runs the tests of PARTS, one to two minutes a cell on two cores; no GPU is needed. Interpreters are those on PATH
+and runs the tests of PARTS, one to three minutes a cell on two cores; no GPU is needed. Interpreters are those on PATH
 and pyenv's. A torch for CUDA takes 6 GB of disk until its cells are done; without room, or where pip cannot install
 the versions, a cell is "unavailable". Rows of the cells that ran are replaced in docs/versions.json, from which
 the table of docs/versions.md is made. Exit code 1: a cell failed.
@@ -45,11 +45,14 @@ FAMILIES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "gemma2", "gemma3", "phi3", "gpt2",
     "gpt_oss", "olmo2", "granite", "glm4", "deepseek_v3", "qwen2_vl",
 )  # fmt: skip
+# Kernels that are compiled; old compilers reject most of them.
+KERNELS = ("attention_forward", "skinny_linear", "rms_norm_forward", "swiglu_forward")
 # By the table's column: pytest's arguments.
 PARTS = {
     "trace": ("tests/patch/test_trace_of_a_step.py", "-k", "dtypes or as_it_was or refused"),
     "patches": ("tests/patch/test_model_families.py", "-k", " or ".join(f"is[{name}]" for name in FAMILIES)),
     "interpreter": ("tests/interpreter/test_tiles.py", "tests/ops/test_norms_op.py"),
+    "compiler": ("tests/kernels/test_compile.py", "-k", f"qwen3_8b and ({' or '.join(KERNELS)})"),
     "stub driver": ("tests/runtime/test_extended_launch.py", "tests/inference/test_engine.py", "-m", "not nightly"),
 }
 # Variables by which a user's settings would change the tests.
@@ -61,7 +64,7 @@ CODE = """
 import json, platform, tilekern, torch, transformers
 from importlib.metadata import version
 assert callable(tilekern.apply)
-names = ("torch", "transformers", "cuda-tile", "numpy", "tokenizers")
+names = ("torch", "transformers", "cuda-tile", "nvidia-cuda-tileiras", "numpy", "tokenizers")
 print(json.dumps({"python": platform.python_version()} | {name: version(name) for name in names}))
 """
 

@@ -16,11 +16,12 @@ from one_record import H200, PROBLEM, SPEC
 from tilekern import __version__, cache
 from tilekern.cache import CacheError, Store, Untrusted, write_pack
 from tilekern.cache.layers import FolderLayer
-from tilekern.compile import toolchain
+from tilekern.compile import cutile, toolchain
 from tilekern.doctor import machine
 from tilekern.doctor.__main__ import main
 from tilekern.doctor.machine import Devices
 from tilekern.runtime import requirements
+from tilekern.runtime.requirements import TILEIRAS
 from tilekern.runtime.settings import SETTINGS
 from tilekern.spec.targets import resolve
 from tilekern.tuning.sweep.plan import PlanFile
@@ -123,6 +124,13 @@ def test_a_package_out_of_range_is_named_with_what_to_install(capsys, monkeypatc
     _has_only(monkeypatch, **{name: version})
     (text,) = wrong(capsys)
     assert text.startswith(message)
+
+
+@pytest.mark.parametrize("version", ["13.2.86", "13.5.37"])
+def test_a_compiler_out_of_range_is_named_with_what_to_install(capsys, monkeypatch, version):
+    monkeypatch.setattr(toolchain, "toolkit", lambda: cutile.Toolkit(Path("tileiras"), version, "1.7.0"))
+    wanted = f"tilekern needs {TILEIRAS}: pip install 'tilekern[compile]'"
+    assert wrong(capsys) == [f"tileiras {version} is here, and {wanted}"]
 
 
 def test_a_kernels_package_that_transformers_cannot_use_is_said_and_is_not_wrong(capsys, monkeypatch):

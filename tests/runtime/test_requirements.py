@@ -16,7 +16,17 @@ from tilekern.compile.cute_compiler import CuteDsl
 from tilekern.doctor.machine import devices
 from tilekern.errors import EXTRA_OF, CacheMiss, InputError, TilekernWarning
 from tilekern.runtime import dispatch, requirements
-from tilekern.runtime.requirements import EXTRAS, LEAST_DRIVER, NEEDS, PYTHON, asked_by, driver_unmet, fits, unmet
+from tilekern.runtime.requirements import (
+    EXTRAS,
+    LEAST_DRIVER,
+    NEEDS,
+    PYTHON,
+    TILEIRAS,
+    asked_by,
+    driver_unmet,
+    fits,
+    unmet,
+)
 from tilekern.spec.targets import resolve
 from tilekern.tuning.measure import gpu
 
@@ -73,6 +83,16 @@ def test_the_ranges_are_those_of_the_project():
     assert project()["optional-dependencies"]["cute"] == [f"{name}{wanted}" for name, wanted in CuteDsl.needs.items()]
 
 
+def test_the_compiler_s_packages_are_asked_for_by_name_in_versions_that_cuda_tile_takes():
+    """Of cuda-toolkit, which cuda-tile's own extra asks for, torch pins another version."""
+    packages = [f"{name}{TILEIRAS}" for name in ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")]
+    assert project()["optional-dependencies"]["compile"] == [*packages, "pyelftools>=0.31"]
+    taken = asked_by("cuda-tile", "tileiras")["cuda-toolkit"]
+    lowest, end = TILEIRAS.removeprefix(">=").split(",")
+    assert fits(lowest, taken)
+    assert end in taken.split(",")
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/reference.md"])
 def test_the_tables_of_requirements_have_the_ranges(page):
     rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|", (ROOT / page).read_text(), re.M))
@@ -80,7 +100,7 @@ def test_the_tables_of_requirements_have_the_ranges(page):
     every = {**NEEDS, **EXTRAS["torch"], **EXTRAS["tools"], **EXTRAS["text"]}
     told = {"Python": PYTHON, **{name: every[name] for name in ("torch", "cuda-tile", "transformers")}, **CuteDsl.needs}
     if page != "README.md":
-        told |= every
+        told |= every | {"nvidia-cuda-tileiras": TILEIRAS}
     assert {name: rows[name].split(";")[0].strip(" `") for name in told} == told
 
 

@@ -15,6 +15,7 @@ from tilekern.errors import InputError
 from tilekern.runtime.requirements import (
     EXTRAS,
     NEEDS,
+    TILEIRAS,
     asked_by,
     cuda_text,
     driver_cuda,
@@ -207,10 +208,9 @@ def tell_of_compilers(report: Report) -> None:
                 report.complain(wrong)
     report.say("compiler", "; ".join(lines))
     report.document["compilers"] = versions
-    wanted = asked_by("cuda-tile", "tileiras").get("cuda-toolkit")
-    if found and wanted and not fits(found.tileiras, wanted):
+    if found and not fits(found.tileiras, TILEIRAS):
         report.complain(
-            f"tileiras {found.tileiras} is here, and cuda-tile needs {wanted}: pip install 'tilekern[compile]'"
+            f"tileiras {found.tileiras} is here, and tilekern needs {TILEIRAS}: pip install 'tilekern[compile]'"
         )
 
 

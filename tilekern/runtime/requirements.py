@@ -28,6 +28,9 @@ EXTRAS = {
     "tools": {"click": ">=8.1", "rich": ">=13"},
     "text": {"tokenizers": ">=0.22"},
 }
+# The extra `compile`: the tile compiler, and its parts in the same range. Older ones reject most kernels (launches that
+# wait for the kernel before, loads without checks of bounds, sm_90); cuda-tile asks for less than 13.5.
+TILEIRAS = ">=13.4,<13.5"
 PYTHON = ">=3.11"
 # cuda-tile launches by functions of CUDA 13.0, which drivers have since r580.
 LEAST_CUDA, LEAST_DRIVER = 13000, "r580"
