@@ -3,9 +3,13 @@
 
     python .ci/data_packages.py dist --key release.key
 
-A record or an artifact that several packs have is stored once. Records of one problem that differ: of these, measured
-ones come first, then predicted ones and defaults; records of today's search space before others; those with an
-invariant kernel before others; then the newest. The same packs and key give the same bytes.
+A record or an artifact that several packs have is stored once. If packs have different records of a problem, the
+package has the best (`tilekern.cache.why_better`). The same packs and key give the same bytes.
+
+    python .ci/data_packages.py --settle
+
+writes the best record of each problem into every pack that has one of it. A lookup takes the record of the first pack,
+as comparing those of all packs would mean to open all of them first; so the first one must be as good as any.
 
 Needs the extras tilekern[tools,ship], and tilekern[trust] for a key. `.ci/release.py` runs this and checks the wheels.
 """
@@ -16,7 +20,6 @@ import argparse
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -30,20 +33,19 @@ from tilekern import __version__
 from tilekern.cache import (
     DATED,
     FRESH,
-    PROVENANCES,
     Address,
     CacheError,
     Pack,
     Record,
     checked_contents,
+    why_better,
     write_pack,
 )  # fmt: skip
 from tilekern.cache.trust.signing import SigningKey
-from tilekern.cache_tools.shared.installed import freshness_of
+from tilekern.cache_tools.shared.installed import freshness_of, today_of
 from tilekern.cache_tools.shared.packs import read_contents, sha256_of
 from tilekern.cache_tools.shared.wheels import write_wheel
 from tilekern.runtime.data_packages import ALIKE, PACKAGES
-from tilekern.spec import INVARIANT
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST_BYTES = 60_000_000
@@ -59,12 +61,18 @@ class Chosen(NamedTuple):
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Build the data packages of all GPUs from tilekern/prebuilt/*.pack.")
-    parser.add_argument("out", type=Path, help="folder for the wheels")
+    parser.add_argument("out", nargs="?", type=Path, help="folder for the wheels")
+    parser.add_argument(
+        "--settle", action="store_true", help="build nothing; give each pack the best record of all packs"
+    )
     parser.add_argument("--key", type=Path, help="private key of `tilekern-cache keygen`; default: no signatures")
     options = parser.parse_args()
+    if bool(options.out) == options.settle or (options.settle and options.key):
+        parser.error("name either a folder for the wheels or --settle, which takes no key")
     packs = sorted((ROOT / "tilekern" / "prebuilt").glob("*.pack"))
     try:
-        for line in build(packs, options.out, __version__, options.key and SigningKey(options.key)):
+        key = options.key and SigningKey(options.key)
+        for line in settle(packs) if options.settle else build(packs, options.out, __version__, key):
             print(line, flush=True)
     except CacheError as error:
         raise SystemExit(f"data packages: {error}") from None
@@ -125,19 +133,31 @@ def choose(packs: Sequence[Pack]) -> dict[str, dict[Address, Chosen]]:
                 raise CacheError(f"{pack.path.name}: {record.address.path} is stale; tune or refresh it first")
             of_gpu = chosen.setdefault(record.address.target_key, {})
             other = of_gpu.get(record.address)
-            if other is None or order(record) < order(other.record):
+            if other is None or why_better(record, other.record, today_of(record)):
                 of_gpu[record.address] = Chosen(record, pack)
     return chosen
 
 
-def order(record: Record) -> tuple[int, bool, bool, float]:
-    """Return a sort key of records of one address, the best first."""
-    return (
-        PROVENANCES.index(record.provenance),
-        freshness_of(record) == DATED,
-        INVARIANT not in (record.measurement or {}),
-        -datetime.fromisoformat(record.created).timestamp(),
-    )
+def settle(packs: Sequence[Path]) -> Iterator[str]:
+    """Write each pack anew that has a worse record than another pack has of the same problem; yield a line about each.
+
+    Raises:
+        CacheError: as :func:`build`, or a pack cannot be written.
+    """
+    opened = [Pack(path) for path in packs]
+    best = {address: one for of_gpu in choose(opened).values() for address, one in of_gpu.items()}
+    for pack in opened:
+        own = {address: Chosen(pack.read_record(address), pack) for address in pack.records}
+        better = {
+            address: best[address]
+            for address, one in own.items()
+            if why_better(best[address].record, one.record, today_of(one.record))
+        }
+        if better:
+            records = (own | better).values()
+            # The open packs keep the files that they had.
+            write_pack(pack.path, whole(records), _signatures(opened, records, None))
+            yield f"{pack.path.name}: {len(better):,} of {len(own):,} records are now those of other packs"
 
 
 def whole(chosen: Iterable[Chosen]) -> Iterator[tuple[Record, dict[str, bytes]]]:

@@ -3,7 +3,7 @@
 import pytest
 from cache_samples import PROBLEM, SOURCE, digest_of, make, put
 
-from tilekern.cache import CacheError, Store, install_pack, why_better, write_pack
+from tilekern.cache import CacheError, Store, install_pack, why_kept, write_pack
 
 SECOND = {"problem": {**PROBLEM, "rows": 1}}
 # Records are made in August.
@@ -62,7 +62,7 @@ def test_a_record_made_just_now_is_newer_than_any_date(tmp_path):
     reason = "with a kernel for tilekern.invariant()"
     assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache")) == (0, {reason: 1}, 0)
     assert install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), made_now=[digest_of(made[0])]) == (1, {}, 1)
-    assert not why_better(Store(tmp_path / "cache"), made[0], made_now=True)
+    assert not why_kept(Store(tmp_path / "cache"), made[0], made_now=True)
 
 
 def test_inconsistent_contents_are_not_packed(tmp_path):

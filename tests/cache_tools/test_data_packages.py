@@ -1,15 +1,16 @@
 """The data packages of `.ci/data_packages.py`: which records they have, for which GPU and versions, by whose key."""
 
+import itertools
 import os
 import zipfile
 from email import message_from_bytes
 
 import data_packages
 import pytest
-from cache_samples import B200, H200, PROBLEM, find, made_today, make, make_classed, new_key
+from cache_samples import B200, H200, PROBLEM, digest_of, find, made_today, make, make_classed, new_key
 from command_line import ROOT
 
-from tilekern.cache import CacheError, Pack, PackLayer, default_layers, lookup, write_pack
+from tilekern.cache import CacheError, Pack, PackLayer, checked_contents, default_layers, lookup, why_better, write_pack
 from tilekern.runtime.data_packages import PACKAGES, package_of
 from tilekern.runtime.requirements import fits
 from tilekern.spec.source import source_digest
@@ -174,25 +175,59 @@ def test_a_gpu_has_its_own_package_or_that_of_the_most_similar_one_of_its_arch(g
     assert package_of(resolve(gpu)) == package
 
 
+def test_settled_packs_have_the_best_record_of_each_problem_and_stay_as_they_are_otherwise(tmp_path):
+    key = new_key(tmp_path / "release.key")
+    best, own, other = record_of(64), record_of(1024), record_of(2048)
+    signatures = {digest_of(best[0]): {key.public_key: key.sign(best[0].to_json().encode())}}
+    paths = [
+        pack_of(tmp_path / "a.pack", record_of(64, provenance="default"), own),
+        pack_of(tmp_path / "b.pack", record_of(64, b"two" * 100, provenance="predicted"), own),
+        tmp_path / "c.pack",
+        pack_of(tmp_path / "d.pack", own, other),
+    ]
+    write_pack(paths[2], [best, other], signatures)
+    untouched = [path.read_bytes() for path in paths[2:]]
+    assert list(data_packages.settle(paths)) == [
+        "a.pack: 1 of 2 records are now those of other packs",
+        "b.pack: 1 of 2 records are now those of other packs",
+    ]
+    assert [path.read_bytes() for path in paths[2:]] == untouched
+    for path in paths[:2]:
+        found = {record.data for record, _ in checked_contents(Pack(path))}
+        assert found == {best[0].data, own[0].data}
+        assert Pack(path).signatures() == Pack(paths[2]).signatures()
+    assert not list(data_packages.settle(paths))
+
+
+def test_no_pack_that_ships_has_a_worse_record_than_another():
+    """A checkout's lookup takes the first pack's, and a wheel has some of the packs."""
+    opened = [Pack(path) for path in PREBUILT]
+    for address in {address for pack in opened for address in pack.records}:
+        holders = [pack for pack in opened if address in pack.records]
+        records = [pack.read_record(address) for pack in holders] if len(holders) > 1 else []
+        for (pack, record), other in itertools.product(zip(holders, records, strict=False), records):
+            today = source_digest(record.module)
+            assert not why_better(other, record, today), (
+                f"{pack.path.name}: another pack has a better {address.path}; run python .ci/data_packages.py --settle"
+            )
+
+
 @pytest.mark.nightly
 def test_the_packages_that_ship_serve_what_the_packs_serve(tmp_path):
-    """At each problem the same record; of those that differ from pack to pack, the best instead of the first."""
+    """At each problem the same kernels; two packs may tell them apart by when their figures were carried over."""
     opened = [Pack(path) for path in PREBUILT]
     layers = [PackLayer(path) for path in PREBUILT]
     for target, of_gpu in data_packages.choose(opened).items():
         write_pack(tmp_path / f"{target}.pack", data_packages.whole(of_gpu.values()))
         union = PackLayer(tmp_path / f"{target}.pack")
         assert set(Pack(union.path).records) == {a for pack in opened for a in pack.records if a.target_key == target}
-        for address, chosen in of_gpu.items():
-            record = chosen.record
-            all_of_it = [pack.read_record(address) for pack in opened if address in pack.records]
-            best = min(all_of_it, key=data_packages.order)
+        for record, _ in of_gpu.values():
             asked = {"target_key": target, "arch": target, "toolkit_key": None, "bucketed": ()}
             asked |= {"source": source_digest(record.module)}
             for invariant in (False, True):
                 ours, theirs = (
-                    lookup(record.kernel, record.problem, layers=places, invariant=invariant, **asked).record.data
+                    lookup(record.kernel, record.problem, layers=places, invariant=invariant, **asked)
                     for places in ([union], layers)
                 )
-                assert ours == best.data
-                assert ours == theirs or len({one.data for one in all_of_it}) > 1, address
+                assert ours.record.created == theirs.record.created
+                assert (ours.record.config, ours.blobs) == (theirs.record.config, theirs.blobs)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from environments import ROOT, environment
 from marks import needs_compiler
@@ -283,25 +284,28 @@ def test_stale_records_are_wrong_with_the_command_that_mends_them(capsys, monkey
     assert "python -m tilekern.tune refresh --same-code" in told
 
 
-def _package_for_h200(monkeypatch, site, compiled, wanted):
-    """A data package of one record that is installed, for some versions of tilekern."""
-    folder, info = site / "tilekern_packs_h200", site / "tilekern_packs_h200-0.1.dist-info"
+def _package(monkeypatch, site, compiled, wanted, gpu="H200"):
+    """A GPU's data package of one record that is installed, for some versions of tilekern."""
+    name = f"tilekern-packs-{gpu.lower()}"
+    folder = site / name.replace("-", "_")
+    info = site / f"{folder.name}-0.1.dist-info"
     for new in (folder, info):
         new.mkdir(parents=True)
     (folder / "__init__.py").touch()
     store = Store(compiled)
     (record,) = (entry.record for entry in store.entries())
+    record = msgspec.structs.replace(record, target=resolve(gpu).describe())
     write_pack(folder / "records.pack", [(record, {sha256: store.read_blob(sha256) for sha256 in record.digests})])
     (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: tilekern-packs-h200\nVersion: 0.1\nRequires-Dist: tilekern{wanted}\n"
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\nRequires-Dist: tilekern{wanted}\n"
     )
-    (info / "entry_points.txt").write_text("[tilekern.prebuilt]\ntilekern-packs-h200 = tilekern_packs_h200\n")
+    (info / "entry_points.txt").write_text(f"[tilekern.prebuilt]\n{name} = {folder.name}\n")
     monkeypatch.syspath_prepend(str(site))
 
 
 @needs_compiler
 def test_a_data_package_of_another_version_is_wrong_with_what_pip_does(capsys, monkeypatch, compiled, tmp_path):
-    _package_for_h200(monkeypatch, tmp_path / "site", compiled, "<0.2,>=0.1")
+    _package(monkeypatch, tmp_path / "site", compiled, "<0.2,>=0.1")
     monkeypatch.setattr("tilekern.cache_tools.shared.installed.digest_today", lambda _: "0" * 64)
     stale, version = wrong(capsys, "--gpu", "H200")
     remedy = "pip install -U tilekern-packs-h200"
@@ -315,16 +319,49 @@ def test_a_data_package_of_another_version_is_wrong_with_what_pip_does(capsys, m
 def test_a_data_package_of_this_version_is_listed_and_that_of_the_gpu_named_if_it_is_not_there(
     capsys, monkeypatch, compiled, tmp_path
 ):
-    assert "records of more models" not in run(capsys, "--gpu", "H200", code=0), "a checkout has all packs"
+    assert "more records that serve" not in run(capsys, "--gpu", "H200", code=0), "a checkout has all packs"
     notes = tmp_path / "source_digests.json"
     notes.touch()
     monkeypatch.setattr("tilekern.runtime.data_packages.NOTES", notes)
-    assert "records of more models for H200: pip install tilekern-packs-h200" in run(capsys, "--gpu", "H200", code=0)
-    assert "records of more models" not in run(capsys, "--gpu", "L40S", code=0), "there is none"
-    _package_for_h200(monkeypatch, tmp_path / "site", compiled, f">={__version__}")
+    assert "more records that serve H200: pip install tilekern-packs-h200" in run(capsys, "--gpu", "H200", code=0)
+    assert "more records that serve" not in run(capsys, "--gpu", "L40S", code=0), "there is none"
+    _package(monkeypatch, tmp_path / "site", compiled, f">={__version__}")
     told = run(capsys, "--gpu", "H200", code=0)
     assert "packs of tilekern-packs-h200: 1 record for H200 (1 default)" in told
-    assert "records of more models" not in told
+    assert "more records that serve" not in told
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("gpu", "there", "counted", "named"),
+    [
+        ("H200", "H100", "0 records for H200, 1 for others of sm_90", "tilekern-packs-h200"),
+        ("H100", "H200", "0 records for H100 80GB HBM3, 1 for others of sm_90", "tilekern-packs-h100"),
+        # As after `pip install --no-deps`: pip brings the H200's package along.
+        ("H100", "H100", "1 record for H100 80GB HBM3 (1 default)", "tilekern-packs-h200"),
+    ],
+)
+def test_with_one_of_two_packages_of_similar_gpus_its_records_serve_and_the_other_is_named(
+    capsys, monkeypatch, compiled, tmp_path, gpu, there, counted, named
+):
+    monkeypatch.setattr("tilekern.runtime.data_packages.NOTES", tmp_path)
+    _package(monkeypatch, tmp_path / "site", compiled, f">={__version__}", there)
+    problems = [(SPEC.name, PROBLEM.but(columns=columns)) for columns in (48, 56)]
+    PlanFile(tmp_path, "plan.json").write(resolve(gpu), "a step", problems, {})
+    plan = str(tmp_path / "plan.json")
+    told = run(capsys, plan, "--gpu", gpu, code=0)
+    assert f"packs of tilekern-packs-{there.lower()}: {counted}" in told
+    assert f"more records that serve {resolve(gpu).name}: pip install {named}" in told
+    served = "exact" if gpu == there else "other gpu"
+    assert f"on {resolve(gpu).name}: 2 problems: 1 {served}, 1 missing" in told
+    with monkeypatch.context() as patch:
+        patch.setattr(toolchain, "toolkit", lambda: None)
+        _has_only(patch, **{"nvidia-cuda-tileiras": None})
+        (text,) = wrong(capsys, plan, "--gpu", gpu)
+    assert text.startswith(f"1 of 2 problems of {plan} have no record, and no compiler is installed, ")
+    assert f"so the model's own ops run; pip install {named}, or on a machine with tilekern[compile] run " in text
+    _package(monkeypatch, tmp_path / "other", compiled, f">={__version__}", "H100" if there == "H200" else "H200")
+    assert "more records that serve" not in run(capsys, "--gpu", gpu, code=0)
 
 
 def test_a_cache_that_is_a_file_is_wrong(capsys, tmp_path):

@@ -6,11 +6,11 @@ compiler is.
 
 from tilekern.cache.entries import BlobFile, Entry, Garbage, Where
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, NoHome, UnknownSchema, Untrusted
-from tilekern.cache.freshness import DATED, FRESH, NOT_FRESH, STALE, Freshness, freshness
+from tilekern.cache.freshness import DATED, FRESH, NOT_FRESH, STALE, Freshness, freshness, why_better
 from tilekern.cache.keys import Address, parse_problem_key, problem_key
 from tilekern.cache.layers import FolderLayer, Layer, PackLayer
 from tilekern.cache.lookup import Hit, Step, by_preference, hits, lookup
-from tilekern.cache.packs.installing import Installed, install_pack, why_better
+from tilekern.cache.packs.installing import Installed, install_pack, why_kept
 from tilekern.cache.packs.pack import PACK_SUFFIX, Pack, checked_contents
 from tilekern.cache.packs.writing import write_pack
 from tilekern.cache.places import default_layers, user_root, user_root_if_any
@@ -80,5 +80,6 @@ __all__ = [
     "user_root_if_any",
     "wanted_name",
     "why_better",
+    "why_kept",
     "write_pack",
 ]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from tilekern.cache.errors import CacheError, Corrupt, Missing, MissingRecord, UnknownSchema, Untrusted
-from tilekern.cache.freshness import DATED, FRESH, NOT_FRESH, STALE, freshness
+from tilekern.cache.freshness import DATED, FRESH, NOT_FRESH, STALE, freshness, has_class
 from tilekern.cache.keys import Value, problem_key
 from tilekern.cache.layers import Layer
 from tilekern.cache.records import PROVENANCES, Record
@@ -288,7 +288,7 @@ def _classed_first(in_order: Iterable[_Found], steps: list[Step]) -> Iterator[_F
     """Yield records, those with an invariant kernel that can be loaded before the others."""
     others = []
     for found in in_order:
-        if INVARIANT in (found.record.measurement or {}) and not found.lost:
+        if has_class(found.record) and not found.lost:
             yield found
         else:
             steps[-1] = steps[-1]._replace(outcome="classless", detail=found.lost or "it has no invariant kernel")

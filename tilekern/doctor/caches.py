@@ -52,13 +52,13 @@ def tell_of_caches(report: Report, target: Target | None) -> None:
 
 
 def _data_packages(report: Report, target: Target | None) -> None:
-    """Complain about installed data packages of another version; name that of the GPU if it is not installed."""
+    """Complain about installed data packages of another version; name one that the GPU is without."""
     from tilekern.runtime.data_packages import PACKAGES, to_install, version_unmet
 
     for wrong in filter(None, map(version_unmet, PACKAGES.values())):
         report.complain(wrong)
     if target is not None and (package := to_install(target)):
-        report.say("", f"records of more models for {target.name}: pip install {package}")
+        report.say("", f"more records that serve {target.name}: pip install {package}")
 
 
 def _records(number: int) -> str:

@@ -28,9 +28,14 @@ def package_of(target: Target) -> str | None:
 
 
 def to_install(target: Target) -> str | None:
-    """Return the data package for a GPU if it is not installed; None in a checkout, which has all packs itself."""
+    """Return the data package to install for a GPU: its own, or the one that this should have brought along.
+
+    None if both are installed, and in a checkout, which has all packs itself.
+    """
     package = package_of(target)
-    return package if package and NOTES.exists() and installed(package) is None else None
+    if package is None or not NOTES.exists():
+        return None
+    return next((one for one in (package, ALIKE.get(package)) if one and installed(one) is None), None)
 
 
 def install_or(target: Target) -> str:

@@ -19,7 +19,7 @@ from tilekern.cache import (
     Store,
     freshness,
     user_root_if_any,
-    why_better,
+    why_kept,
 )
 from tilekern.cache.turns import turn
 from tilekern.runtime.ahead import Ahead, Coming
@@ -97,7 +97,7 @@ def _keep(store: Store, record: Record, blobs: Mapping[str, bytes], *, anew: boo
     """Store a record unless a better one is there; return whether the cache has one now."""
     try:
         # The tuner may have published a winner while the compiler ran.
-        if anew or not why_better(store, record, lambda _: source_digest(record.module)):
+        if anew or not why_kept(store, record, lambda _: source_digest(record.module)):
             store.write(record, blobs)
     except (CacheError, OSError) as error:
         warn_once(

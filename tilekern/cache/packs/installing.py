@@ -6,22 +6,20 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from tilekern.cache.errors import CacheError, UnknownSchema, Untrusted
 from tilekern.cache.files import read_whole
 from tilekern.cache.folders import write_below
-from tilekern.cache.freshness import FRESH, STALE, freshness
+from tilekern.cache.freshness import has_class, why_better
 from tilekern.cache.keys import Address, blob_path, signature_path
 from tilekern.cache.packs.incoming import Incoming, finish_incoming, remove_abandoned
 from tilekern.cache.packs.pack import Pack, checked_contents
-from tilekern.cache.records import LARGEST_RECORD, PROVENANCES, Record, decode_record
+from tilekern.cache.records import LARGEST_RECORD, Record, decode_record
 from tilekern.cache.store import GRACE_S, Store
 from tilekern.cache.trust.policy import must_be_signed, own_seal, require_trusted
 from tilekern.cache.trust.signing import SIGNATURE_BYTES
-from tilekern.spec.kernel_spec import INVARIANT
 
 Today = Callable[[Record], str | None]
 _Signatures = Mapping[str, Mapping[str, bytes]]
@@ -50,7 +48,7 @@ def install_pack(
 ) -> Installed:
     """Put a pack's records, blobs and signatures into a store, all or nothing, once all are checked.
 
-    A record in the store stays if it is better (:func:`why_better`). Under the policy ``signed``, every record must be
+    A record in the store stays if it is better (:func:`why_kept`). Under the policy ``signed``, every record must be
     signed by a trust root.
 
     Args:
@@ -60,7 +58,7 @@ def install_pack(
             no signature.
         made_now: sha256 of the records that this process made, of its own artifacts or others'. They count as newer
             than any in the store, whatever the dates.
-        today: returns the digest of a record's kernel by its source today, for :func:`why_better`.
+        today: returns the digest of a record's kernel by its source today, for :func:`why_kept`.
 
     Raises:
         Corrupt: anything in the pack is wrong; nothing was written.
@@ -79,11 +77,11 @@ def install_pack(
                 raise Untrusted(f"{pack.path}: {record.address.path}: {error}; nothing was unpacked") from None
     finish_incoming(store.root)
     reasons = {
-        address: why_better(store, pack.read_record(address), today, made_now=pack.members[name].sha256 in made_now)
+        address: why_kept(store, pack.read_record(address), today, made_now=pack.members[name].sha256 in made_now)
         for address, name in pack.records.items()
     }
     chosen = [address for address, reason in reasons.items() if not reason]
-    unclassed = sum(_has_class(_present(store, one)) and not _has_class(pack.read_record(one)) for one in chosen)
+    unclassed = sum(has_class(_present(store, one)) and not has_class(pack.read_record(one)) for one in chosen)
     try:
         remove_abandoned(store.root, time.time() - GRACE_S)
         with Incoming(store.root) as incoming:
@@ -121,24 +119,16 @@ def _present(store: Store, address: Address, *, trusted: bool = False) -> Record
     return present
 
 
-def _has_class(record: Record | None) -> bool:
-    return record is not None and INVARIANT in (record.measurement or {})
+def why_kept(store: Store, offered: Record, today: Today | None = None, *, made_now: bool = False) -> str:
+    """Return why a store's record is better than an offered one of its address; empty if the latter is to be written.
 
-
-def why_better(store: Store, offered: Record, today: Today | None = None, *, made_now: bool = False) -> str:
-    """Return why a store's record of the same problem, target and toolkit is better than an offered one.
-
-    The better one is, in this order: valid for today's source of the kernel; of the stronger provenance (measured, then
-    predicted, then default); of today's search space; with an invariant kernel; the newer one. So an old pack does not
-    undo newer records, and a pack that was tuned without ``--invariant`` does not undo a bit class. The text is empty
-    if the offered one is to be written.
+    :func:`tilekern.cache.why_better` says which is better.
 
     Args:
         store: the cache.
         offered: the other record.
         today: returns the digest of a record's kernel by its source today, or None if that is not installed here.
-        made_now: whether the offered record was made just now: it is of today's source, and wins where an invariant
-            kernel or the dates would decide, which come from the clocks of two machines.
+        made_now: whether the offered record was made just now, of today's source.
 
     Raises:
         UnknownSchema: another version of tilekern wrote the store's record; only that version may replace it.
@@ -147,20 +137,7 @@ def why_better(store: Store, offered: Record, today: Today | None = None, *, mad
     if present is None:
         return ""
     source = None if made_now or today is None else today(offered)
-    worth = [freshness(record, source) if source else None for record in (present, offered)]
-    if (worth[0] == STALE) != (worth[1] == STALE):
-        return "of today's source" if worth[1] == STALE else ""
-    if present.source_digest == offered.source_digest:
-        ranks = [PROVENANCES.index(record.provenance) for record in (present, offered)]
-        if ranks[0] != ranks[1]:
-            return f"{present.provenance}, not {offered.provenance}" if ranks[0] < ranks[1] else ""
-        if present.space_digest != offered.space_digest and FRESH in worth:
-            return "of today's search space" if worth[0] == FRESH else ""
-        classed = [_has_class(record) for record in (present, offered)]
-        if classed[0] != classed[1] and not made_now:
-            return "with a kernel for tilekern.invariant()" if classed[0] else ""
-    is_newer = not made_now and datetime.fromisoformat(present.created) > datetime.fromisoformat(offered.created)
-    return "newer" if is_newer else ""
+    return why_better(present, offered, source, other_is_new=made_now)
 
 
 def _files(
