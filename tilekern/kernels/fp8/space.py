@@ -1,0 +1,128 @@
+"""The search space of e4m3 products: tiles of twice the depth of those of half types, with a group of warps to scale.
+
+Four warps that add 128 x 128 sums spill on Hopper, where their epilogue reads scales along both sides.
+"""
+
+from __future__ import annotations
+
+from tilekern.kernels.matmul.space import (
+    blocks,
+    elements,
+    holds_sums,
+    is_square_enough,
+    is_tile,
+    of_tiles,
+    one_for_library,
+    sides,
+    unit_of,
+)
+from tilekern.spec import Config, Constraint, Problem, Space, Value, cdiv
+from tilekern.spec.targets import INTERPRETED, Target
+
+__all__ = ["SPACE", "blocks", "default", "generic", "sizes_of", "tiles"]
+
+
+def sizes_of(problem: Problem) -> tuple[int, int, int]:
+    """Return the rows and columns of the result, and the length of the sums."""
+    rows, inner, columns = problem["rows"], problem["inner"], problem["columns"]
+    return (inner, columns, rows) if problem["over_rows"] else (rows, columns, inner)
+
+
+def tiles(problem: Problem, config: Config) -> int:
+    """Count the tiles of the result."""
+    m, n, _ = sizes_of(problem)
+    return cdiv(m, config["tile_m"]) * cdiv(n, config["tile_n"])
+
+
+def _axes(problem: Problem) -> dict[str, list[Value]]:
+    m, n, _ = sizes_of(problem)
+    return {
+        "implementation": ["tile", "torch"],
+        "schedule": ["persistent", "block"],
+        "tile_m": sides(m),
+        "tile_n": sides(n),
+        "tile_k": [128, 64],
+        "group_m": [8, 16],
+        "occupancy": [1, 2],
+        "num_ctas": [1, 2],
+        "num_worker_warps": [0, 8],
+    }
+
+
+def _multiplies(problem: Problem, config: Config, target: Target) -> bool:
+    return target == INTERPRETED or target.has_fp8
+
+
+def _library_takes(problem: Problem, config: Config, target: Target) -> bool:
+    _, n, k = sizes_of(problem)
+    fits = n % 16 == 0 and k % 16 == 0 and problem["dtype"] == "bfloat16"
+    return is_tile(config) or fits
+
+
+def _needs_warps(problem: Problem, config: Config, target: Target) -> bool:
+    few = elements(config) <= 128 * 64
+    return few if config["num_worker_warps"] == 0 and unit_of(target) == "wgmma" else True
+
+
+def _fits_shared(problem: Problem, config: Config, target: Target) -> bool:
+    stage = (config["tile_m"] + config["tile_n"]) * config["tile_k"] // config["num_ctas"]
+    return bool(2 * stage * config["occupancy"] <= target.shared_bytes)
+
+
+def _is_large(problem: Problem, target: Target) -> bool:
+    m, n, _ = sizes_of(problem)
+    return min(m, n) >= 128 and cdiv(m, 128) * cdiv(n, 128) >= 2 * target.sm_count
+
+
+def _suits_size(problem: Problem, config: Config, target: Target) -> bool:
+    if _is_large(problem, target):
+        return elements(config) * config["num_ctas"] >= 128 * 128
+    return elements(config) <= 128 * 64 or 4 * tiles(problem, config) * config["num_ctas"] >= target.sm_count
+
+
+def _shares(problem: Problem, config: Config, target: Target) -> bool:
+    return config["occupancy"] == 1 or (elements(config) <= 128 * 64 and not _is_large(problem, target))
+
+
+def _clusters(problem: Problem, config: Config, target: Target) -> bool:
+    large = _is_large(problem, target) and elements(config) >= 128 * 128
+    return config["num_ctas"] == 1 or (large and config["schedule"] == "persistent" and unit_of(target) != "mma")
+
+
+SPACE = Space(
+    _axes,
+    (
+        one_for_library(_axes),
+        Constraint("torch's product takes multiples of 16, and makes bfloat16", _library_takes),
+        Constraint("the GPU has no products of e4m3", _multiplies),
+        of_tiles("the sums exceed the registers of the warps that add, or tensor memory", holds_sums),
+        of_tiles("four warps that scale more than 128 x 64 sums spill", _needs_warps),
+        of_tiles("two stages of operands exceed shared memory", _fits_shared),
+        of_tiles("a side of more than twice the other reads more operands for the same work", is_square_enough),
+        of_tiles("a small tile on a large problem is bound by operands, a large one on a small idles SMs", _suits_size),
+        of_tiles("a second block on an SM is for small tiles of small problems", _shares),
+        of_tiles("clusters are for large tiles of large problems, and for operands that TMA brings", _clusters),
+    ),
+)
+_TILES = ((128, 256, 8), (128, 128, 8), (128, 64, 0), (64, 64, 0))
+
+
+def _config(tile_m: int, tile_n: int, warps: int) -> Config:
+    return Config(
+        implementation="tile", schedule="persistent", tile_m=tile_m, tile_n=tile_n, tile_k=128, group_m=8, occupancy=1,
+        num_ctas=1, num_worker_warps=warps,
+    )  # fmt: skip
+
+
+def default(problem: Problem, target: Target) -> Config:
+    """Return the first tile that gives each SM one, or the smallest."""
+    m, n, _ = sizes_of(problem)
+    fitting = [_config(*tile) for tile in _TILES if tile[0] in sides(m) and tile[1] in sides(n)] or [_config(64, 64, 0)]
+    if unit_of(target) == "mma":
+        fitting = [_config(64, 64, 0).but(schedule="block", tile_k=64)]
+    return next((config for config in fitting if tiles(problem, config) >= target.sm_count), fitting[-1])
+
+
+def generic(problem: Problem) -> Config:
+    """Return a small tile that any GPU holds; eight warps share its loads of single elements."""
+    return _config(64, 64, 8).but(tile_k=64)
