@@ -153,7 +153,7 @@ def within(relative: float, elementwise: float, tolerance: Tolerance) -> bool:
 def errors(actual: Any, reference: Any) -> tuple[float, float]:
     """Return ||actual - reference|| / ||reference|| and max|actual - reference| / max|reference|, infinite for NaN."""
     reference = reference.detach().double()
-    return _ratios(reference - actual.detach(), reference)
+    return _ratios(reference - actual.detach().double(), reference)
 
 
 def _ratios(difference: Any, reference: Any) -> tuple[float, float]:

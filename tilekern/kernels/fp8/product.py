@@ -119,20 +119,20 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
 def _reference(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any = None, *, over_rows: bool, biased: bool
-) -> dict[str, Any]:  # fmt: skip  # noqa: ARG001 (the arrays' shapes tell)
+) -> dict[str, Any]:  # fmt: skip
     """Compute the formula in float64."""
     c = (a.double() * a_scale.double()[:, None]) @ (b.double() * b_scale.double()[:, None]).t()
     return {"c": c if bias is None else c + bias.double()}
 
 
 def scaled_product(a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, dtype: Any) -> Any:
-    """Return the product [m, n] by torch: on a GPU that of ``torch._scaled_mm``, elsewhere of float32 numbers.
+    """Return the product [a's rows, b's rows] by torch: on a GPU that of ``torch._scaled_mm``, elsewhere of float32 numbers.
 
-    ``torch._scaled_mm`` takes only sizes that are multiples of 16, and no NaN as a scale is lost in it.
+    ``torch._scaled_mm`` takes only sizes that are multiples of 16, and makes bfloat16.
     """
     import torch
 
-    (m, k), n = a.shape, b.shape[0]
+    n, k = b.shape
     if a.is_cuda and k % 16 == 0 and n % 16 == 0 and dtype == torch.bfloat16:
         return torch._scaled_mm(
             a, b.t(), scale_a=a_scale[:, None], scale_b=b_scale[None], bias=bias, out_dtype=dtype, use_fast_accum=True

@@ -13,7 +13,7 @@ from tilekern.kernels.families.arrays import ROWS
 from tilekern.kernels.families.tables import MATRIX, spec
 from tilekern.kernels.fp8.scales import E4M3, bits_of, scale_of, scaled_rows
 from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, grid_of, load, power_of_two
-from tilekern.spec import Array, Config, Constraint, Dimension, Problem, Space, Value, cdiv
+from tilekern.spec import Array, Config, Constraint, Problem, Space, Value, cdiv
 from tilekern.spec.targets import Target
 
 # The most numbers that a thread holds of a row.
