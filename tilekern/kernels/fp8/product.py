@@ -1,4 +1,4 @@
-"""Products of e4m3 matrices with a scale for each row: ``c = (scale_a scale_b^T) * (a @ b^T) + bias``.
+"""Products of e4m3 matrices with a scale for each row: ``c = (scale_a scale_b^T) * (a @ b^T) + bias + addend``.
 
 Both operands are stored along the sums, as tensor cores read 8-bit floats. One spec serves a linear layer's three
 products. With x [tokens, in], weight [out, in] and dy [tokens, out], where ``'`` is a turned matrix:
@@ -7,7 +7,9 @@ products. With x [tokens, in], weight [out, in] and dy [tokens, out], where ``'`
     input gradient   dx = dy @ weight'^T       a = dy,  b = weight'
     weight gradient  dweight = dy' @ x'^T      a = dy', b = x', over_rows
 
-``rows`` is always the number of tokens, and the one bucketed dimension; the sums of the last product are over it.
+``rows`` is always the number of tokens, and the one bucketed dimension; the sums of the last product are over it. If a
+problem is ``accumulated``, ``c`` may be the memory of ``addend``: only the block that stores a tile of ``c`` reads this
+tile of ``addend``, and reads it first.
 
 Hopper's tensor cores keep sums of e4m3 products with 14 bits of mantissa, as ``torch._scaled_mm`` does with
 ``use_fast_accum``. That adds an error of 3e-5 * sqrt(terms) of a result's norm (0.23 % at 4096 terms, 0.46 % at 24576,
@@ -32,7 +34,7 @@ from tilekern.spec import ITEM_BYTES, Array, Config, Dimension, LibraryCall, Pro
 _ALIGNMENT_BYTES = 16
 
 
-def _tile(a, b, a_scale, b_scale, bias, c, item, tile_m, tile_n, tile_k, group_m, whole_rows):
+def _tile(a, b, a_scale, b_scale, bias, addend, c, item, tile_m, tile_n, tile_k, group_m, whole_rows):
     """Compute tile number ``item`` of the result."""
     i, j = place_and_column(item, ct.cdiv(c.shape[0], tile_m), ct.cdiv(c.shape[1], tile_n), group_m)
     total = ct.zeros((tile_m, tile_n), ct.float32)
@@ -44,6 +46,8 @@ def _tile(a, b, a_scale, b_scale, bias, c, item, tile_m, tile_n, tile_k, group_m
     z = total * ct.reshape(down, (tile_m, 1)) * ct.reshape(across, (1, tile_n))
     if ct.static_eval(bias is not None):
         z = z + load(bias, (j,), (tile_n,), True, 0, False).astype(ct.float32)
+    if ct.static_eval(addend is not None):
+        z = z + load(addend, (i, j), (tile_m, tile_n), True, 0, True).astype(ct.float32)
     # TMA writes whole 16 bytes, so the ends of other rows are stored without it.
     if ct.static_eval(whole_rows) or (j + 1) * tile_n <= c.shape[1]:
         ct.store(c, (i, j), z.astype(c.dtype))
@@ -51,13 +55,13 @@ def _tile(a, b, a_scale, b_scale, bias, c, item, tile_m, tile_n, tile_k, group_m
         ct.store(c, (i, j), z.astype(c.dtype), allow_tma=False)
 
 
-def _product(a, b, a_scale, b_scale, bias, c, persistent, tile_m, tile_n, tile_k, group_m, whole_rows):
+def _product(a, b, a_scale, b_scale, bias, addend, c, persistent, tile_m, tile_n, tile_k, group_m, whole_rows):
     if ct.static_eval(persistent):
         count = ct.cdiv(c.shape[0], tile_m) * ct.cdiv(c.shape[1], tile_n)
         for item in range(ct.bid(0), count, ct.num_blocks(0)):
-            _tile(a, b, a_scale, b_scale, bias, c, item, tile_m, tile_n, tile_k, group_m, whole_rows)
+            _tile(a, b, a_scale, b_scale, bias, addend, c, item, tile_m, tile_n, tile_k, group_m, whole_rows)
     else:
-        _tile(a, b, a_scale, b_scale, bias, c, ct.bid(0), tile_m, tile_n, tile_k, group_m, whole_rows)
+        _tile(a, b, a_scale, b_scale, bias, addend, c, ct.bid(0), tile_m, tile_n, tile_k, group_m, whole_rows)
 
 
 @ct.kernel
@@ -69,7 +73,7 @@ def fp8_plain(
 
     ``whole_rows`` means that the rows of c are whole 16 bytes.
     """
-    _product(a, b, a_scale, b_scale, None, c, persistent, tile_m, tile_n, tile_k, group_m, whole_rows)
+    _product(a, b, a_scale, b_scale, None, None, c, persistent, tile_m, tile_n, tile_k, group_m, whole_rows)
 
 
 @ct.kernel
@@ -78,16 +82,39 @@ def fp8_biased(
     group_m: ConstInt, whole_rows: ConstBool,
 ):  # fmt: skip
     """With a bias [n]; others as in :func:`fp8_plain`."""
-    _product(a, b, a_scale, b_scale, bias, c, persistent, tile_m, tile_n, tile_k, group_m, whole_rows)
+    _product(a, b, a_scale, b_scale, bias, None, c, persistent, tile_m, tile_n, tile_k, group_m, whole_rows)
 
 
-_FUNCTIONS = {False: fp8_plain, True: fp8_biased}
+@ct.kernel
+def fp8_accumulated(
+    a, b, a_scale, b_scale, addend, c, persistent: ConstBool, tile_m: ConstInt, tile_n: ConstInt, tile_k: ConstInt,
+    group_m: ConstInt, whole_rows: ConstBool,
+):  # fmt: skip
+    """With an addend [m, n], which may be ``c``; others as in :func:`fp8_plain`."""
+    _product(a, b, a_scale, b_scale, None, addend, c, persistent, tile_m, tile_n, tile_k, group_m, whole_rows)
+
+
+@ct.kernel
+def fp8_biased_accumulated(
+    a, b, a_scale, b_scale, bias, addend, c, persistent: ConstBool, tile_m: ConstInt, tile_n: ConstInt,
+    tile_k: ConstInt, group_m: ConstInt, whole_rows: ConstBool,
+):  # fmt: skip
+    """With both."""
+    _product(a, b, a_scale, b_scale, bias, addend, c, persistent, tile_m, tile_n, tile_k, group_m, whole_rows)
+
+
+# By whether there are a bias and an addend.
+_FUNCTIONS = {
+    (False, False): fp8_plain, (True, False): fp8_biased, (False, True): fp8_accumulated,
+    (True, True): fp8_biased_accumulated,
+}  # fmt: skip
 DIMENSIONS = (
     Dimension("rows", "bucketed"),
     Dimension("inner", "exact"),
     Dimension("columns", "exact"),
     Dimension("over_rows", "flag"),
     Dimension("biased", "flag"),
+    Dimension("accumulated", "flag"),
     Dimension("dtype", "dtype"),
 )
 
@@ -100,6 +127,7 @@ def _arrays(problem: Problem) -> Arrays:
         Array("a_scale", "float32", (m,)),
         Array("b_scale", "float32", ("columns",)),
         *([Array("bias", "dtype", ("columns",))] if problem["biased"] else []),
+        *([Array("addend", "dtype", (m, "columns"))] if problem["accumulated"] else []),
         Array("c", "dtype", (m, "columns"), "output"),
     )
 
@@ -118,15 +146,17 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
 
 def _reference(
-    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any = None, *, over_rows: bool, biased: bool
+    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any = None, addend: Any = None, *, over_rows: bool, biased: bool,
+    accumulated: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Compute the formula in float64."""
     c = (a.double() * a_scale.double()[:, None]) @ (b.double() * b_scale.double()[:, None]).t()
-    return {"c": c if bias is None else c + bias.double()}
+    c = c if bias is None else c + bias.double()
+    return {"c": c if addend is None else c + addend.double()}
 
 
 def scaled_product(a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, dtype: Any) -> Any:
-    """Return the product [a's rows, b's rows] by torch: on a GPU that of ``torch._scaled_mm``, elsewhere of float32 numbers.
+    """Return the product [a's rows, b's rows]: on a GPU by ``torch._scaled_mm``, elsewhere of float32 numbers.
 
     ``torch._scaled_mm`` takes only sizes that are multiples of 16, and makes bfloat16.
     """
@@ -146,10 +176,11 @@ def _library(problem: Problem) -> LibraryCall:
 
     dtype = getattr(torch, problem["dtype"])
 
-    def call(a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any = None) -> tuple[Any]:
-        return (scaled_product(a, b, a_scale, b_scale, bias, dtype),)
+    def call(a: Any, b: Any, a_scale: Any, b_scale: Any, *more: Any) -> tuple[Any]:
+        c = scaled_product(a, b, a_scale, b_scale, more[0] if problem["biased"] else None, dtype)
+        return (more[-1].add_(c) if problem["accumulated"] else c,)
 
-    return LibraryCall(call, names_of(_arrays(problem)))
+    return LibraryCall(call, names_of(_arrays(problem)), updates="addend" if problem["accumulated"] else None)
 
 
 def _constants(problem: Problem, config: Config) -> dict[str, bool]:
@@ -162,7 +193,7 @@ SPEC = spec(
     DIMENSIONS,
     _arrays,
     _reference,
-    function=lambda problem, config: _FUNCTIONS[problem["biased"]],
+    function=lambda problem, config: _FUNCTIONS[problem["biased"], problem["accumulated"]],
     library=lambda problem, config: None if is_tile(config) else _library(problem),
     constants=_constants,
     grid=lambda sizes, config, sm_count: blocks(tiles(sizes, config), config, sm_count),
