@@ -1,6 +1,6 @@
 """The search space of e4m3 products: tiles of twice the depth of those of half types, with a group of warps to scale.
 
-Four warps that add 128 x 128 sums spill on Hopper, where their epilogue reads scales along both sides.
+On Hopper a step's sums are added to those before in registers, so a tile has half of the sums of one of bfloat16.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ def _library_takes(problem: Problem, config: Config, target: Target) -> bool:
     return is_tile(config) or fits
 
 
-def _needs_warps(problem: Problem, config: Config, target: Target) -> bool:
-    few = elements(config) <= 128 * 64
-    return few if config["num_worker_warps"] == 0 and unit_of(target) == "wgmma" else True
+def _holds_both(problem: Problem, config: Config, target: Target) -> bool:
+    """Return whether the registers hold the sums, and on Hopper those of a step beside them."""
+    most = 64 * 256 if config["num_worker_warps"] else 32 * 128
+    return unit_of(target) != "wgmma" or bool(elements(config) * config["occupancy"] <= most)
 
 
 def _fits_shared(problem: Problem, config: Config, target: Target) -> bool:
@@ -96,7 +97,9 @@ SPACE = Space(
         Constraint("torch's product takes multiples of 16, and makes bfloat16", _library_takes),
         Constraint("the GPU has no products of e4m3", _multiplies),
         of_tiles("the sums exceed the registers of the warps that add, or tensor memory", holds_sums),
-        of_tiles("four warps that scale more than 128 x 64 sums spill", _needs_warps),
+        of_tiles(
+            "a thread on Hopper holds 64 sums and as many of a step, or 32 of the four warps that load too", _holds_both
+        ),
         of_tiles("two stages of operands exceed shared memory", _fits_shared),
         of_tiles("a side of more than twice the other reads more operands for the same work", is_square_enough),
         of_tiles("a small tile on a large problem is bound by operands, a large one on a small idles SMs", _suits_size),
@@ -104,7 +107,8 @@ SPACE = Space(
         of_tiles("clusters are for large tiles of large problems, and for operands that TMA brings", _clusters),
     ),
 )
-_TILES = ((128, 256, 8), (128, 128, 8), (128, 64, 0), (64, 64, 0))
+# With warps that scale; the first is for tensor memory.
+_TILES = ((128, 256, 8), (128, 128, 8), (128, 64, 8), (64, 64, 0))
 
 
 def _config(tile_m: int, tile_n: int, warps: int) -> Config:
@@ -117,7 +121,8 @@ def _config(tile_m: int, tile_n: int, warps: int) -> Config:
 def default(problem: Problem, target: Target) -> Config:
     """Return the first tile that gives each SM one, or the smallest."""
     m, n, _ = sizes_of(problem)
-    fitting = [_config(*tile) for tile in _TILES if tile[0] in sides(m) and tile[1] in sides(n)] or [_config(64, 64, 0)]
+    fitting = [_config(*tile) for tile in _TILES if tile[0] in sides(m) and tile[1] in sides(n)]
+    fitting = [config for config in fitting if _holds_both(problem, config, target)]
     if unit_of(target) == "mma":
         fitting = [_config(64, 64, 0).but(schedule="block", tile_k=64)]
     return next((config for config in fitting if tiles(problem, config) >= target.sm_count), fitting[-1])
