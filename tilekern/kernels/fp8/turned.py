@@ -23,6 +23,8 @@ from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of_tiles, load
 from tilekern.spec import Array, Config, Constraint, Dimension, Problem, Space, Value
 from tilekern.spec.targets import Target
 
+# Numbers that TMA writes at once.
+_UNIT = 16
 # Scales in one load of those of all rows.
 _SCALES = 1024
 _SIDES = (32, 64, 128)
@@ -45,7 +47,12 @@ def _turned(item, x, scale, y, common, largest, shrinking, tile_m, tile_n, tma):
         inverse = ct.reshape(reciprocal(ct.bitcast(step, ct.int32)), (tile_m, 1))
         tile = (tile.astype(ct.float32) * inverse).astype(y.dtype)
     moved = tile.astype(ct.float32) * ct.reshape(step * shrinking, (tile_m, 1))
-    ct.store(y, (j, i), ct.transpose(moved.astype(y.dtype)), allow_tma=tma)
+    tile = ct.transpose(moved.astype(y.dtype))
+    # TMA writes whole 16 bytes, so the ends of other rows are stored without it.
+    if (y.shape[1] % _UNIT == 0) | ((i + 1) * tile_m <= y.shape[1]):
+        ct.store(y, (j, i), tile, allow_tma=tma)
+    else:
+        ct.store(y, (j, i), tile, allow_tma=False)
     if i == 0:
         ct.store(common, (j,), ct.bitcast(largest, ct.float32) * ct.full((tile_n,), 1.0, ct.float32), allow_tma=False)
 
