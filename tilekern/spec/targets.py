@@ -30,7 +30,7 @@ HAS = {
     "wgmma": range(90, 91),
     "blackwell": range(100, 1000),
     "tensor_memory": range(100, 120),
-    "fp8": range(89, 1000),
+    "fp8": range(90, 1000),
     "cudnn_attention": range(80, 1000),
     "cudnn_wide_heads": range(90, 1000),
 }
@@ -91,7 +91,7 @@ class Target:
 
     @property
     def has_fp8(self) -> bool:
-        """Whether its matrix units multiply 8-bit floats."""
+        """Whether kernels have 8-bit floats: cuTile has none for sm_89, whose matrix units multiply them."""
         return self.capability in HAS["fp8"]
 
     @property

@@ -12,6 +12,7 @@ import cuda.tile as ct
 from tilekern.kernels.families.arrays import ROWS
 from tilekern.kernels.families.tables import MATRIX, spec
 from tilekern.kernels.fp8.scales import E4M3, bits_of, scale_of, scaled_rows
+from tilekern.kernels.fp8.space import HAS_FP8, check_target
 from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, grid_of, load, power_of_two
 from tilekern.spec import Array, Config, Constraint, Problem, Space, Value, cdiv
 from tilekern.spec.targets import Target
@@ -56,8 +57,10 @@ def _threads(config: Config) -> int:
 
 
 def _is_held(problem: Problem, config: Config, target: Target) -> bool:
+    """Tell whether a thread holds fewer numbers than it has registers: code for 64 in 64 registers spilled."""
     numbers = config["tile_n"] * cdiv(problem["columns"], config["tile_n"])
-    return not config["held"] or bool(numbers <= _HELD * _threads(config))
+    few = numbers <= _HELD * _threads(config) and numbers * config["occupancy"] < target.registers
+    return not config["held"] or bool(few)
 
 
 def _widths(problem: Problem) -> list[Value]:
@@ -75,11 +78,13 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
 
 
 def _default(problem: Problem, target: Target) -> Config:
+    check_target(target)
     columns = problem["columns"]
     warps = 0 if columns <= 32 * 4 * 32 else 8
     tile_n = min(2048, power_of_two(columns))
-    held = tile_n * cdiv(columns, tile_n) <= _HELD * 32 * (warps or 4)
-    return Config(schedule="block", tile_n=tile_n, held=held, occupancy=4, num_worker_warps=warps)
+    config = Config(schedule="block", tile_n=tile_n, held=True, occupancy=4, num_worker_warps=warps)
+    choices = (config, config.but(occupancy=2), config.but(held=False))
+    return next(config for config in choices if _is_held(problem, config, target))
 
 
 def _reference(x: Any) -> dict[str, Any]:
@@ -99,7 +104,8 @@ SPEC = spec(
     space=Space(
         _axes,
         (
-            Constraint(f"a thread holds at most {_HELD} numbers of a row", _is_held),
+            HAS_FP8,
+            Constraint(f"a thread holds at most {_HELD} numbers of a row, and fewer than it has registers", _is_held),
             Constraint(
                 "a thread has 4 numbers of a tile or more",
                 lambda problem, config, target: (

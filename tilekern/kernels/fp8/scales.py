@@ -17,7 +17,7 @@ import cuda.tile as ct
 
 E4M3 = "float8_e4m3fn"
 # All bits of a mantissa below 1.75; an exponent's bits; 2^-126, the least scale; infinity; and 2^8 as exponents count.
-_CARRY, _EXPONENT, _LEAST, _INFINITY, _EIGHT = 0x1FFFFF, 0x7F800000, 0x00800000, 0x7F800000, 8 << 23
+_CARRY, _EXPONENT, _LEAST, INFINITY, _EIGHT = 0x1FFFFF, 0x7F800000, 0x00800000, 0x7F800000, 8 << 23
 # The bits of a power of two and of its reciprocal add up to this.
 _BOTH = 0x7F000000
 MAGNITUDE = 0x7FFFFFFF
@@ -31,7 +31,7 @@ def bits_of(tile):
 def scale_of(largest):
     """Return the scales, and their reciprocals, of rows whose largest magnitudes have these bits."""
     power = ct.maximum(((largest + _CARRY) & _EXPONENT) - _EIGHT, _LEAST)
-    is_finite = largest < _INFINITY
+    is_finite = largest < INFINITY
     scale = ct.where(is_finite, ct.bitcast(power, ct.float32), math.nan)
     return scale, ct.where(is_finite, reciprocal(power), math.nan)
 

@@ -1,10 +1,11 @@
-"""The search space of e4m3 products: tiles of twice the depth of those of half types, with a group of warps to scale.
+"""The GPUs that have e4m3, and the search space of products: tiles of twice the depth of those of half types.
 
 On Hopper a step's sums are added to those before in registers, so a tile has half of the sums of one of bfloat16.
 """
 
 from __future__ import annotations
 
+from tilekern.errors import InputError
 from tilekern.kernels.matmul.space import (
     blocks,
     elements,
@@ -17,9 +18,22 @@ from tilekern.kernels.matmul.space import (
     unit_of,
 )
 from tilekern.spec import Config, Constraint, Problem, Space, Value, cdiv
-from tilekern.spec.targets import INTERPRETED, Target
+from tilekern.spec.targets import Target
 
-__all__ = ["SPACE", "blocks", "default", "generic", "sizes_of", "tiles"]
+__all__ = ["HAS_FP8", "SPACE", "blocks", "check_target", "default", "generic", "sizes_of", "tiles"]
+HAS_FP8 = Constraint(
+    "8-bit floats need a GPU of sm_90 or newer", lambda problem, config, target: target.has_fp8
+)  # fmt: skip
+
+
+def check_target(target: Target) -> None:
+    """Refuse a GPU for which no kernel of 8-bit floats compiles.
+
+    Raises:
+        InputError: it is older than sm_90.
+    """
+    if not target.has_fp8:
+        raise InputError(f"{HAS_FP8.reason}; {target.name} is {target.arch}")
 
 
 def sizes_of(problem: Problem) -> tuple[int, int, int]:
@@ -49,10 +63,6 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
     }
 
 
-def _multiplies(problem: Problem, config: Config, target: Target) -> bool:
-    return target == INTERPRETED or target.has_fp8
-
-
 def _library_takes(problem: Problem, config: Config, target: Target) -> bool:
     _, n, k = sizes_of(problem)
     fits = n % 16 == 0 and k % 16 == 0 and problem["dtype"] == "bfloat16"
@@ -77,7 +87,8 @@ def _is_large(problem: Problem, target: Target) -> bool:
 
 def _suits_size(problem: Problem, config: Config, target: Target) -> bool:
     if _is_large(problem, target):
-        return elements(config) * config["num_ctas"] >= 128 * 128
+        least = 128 * 64 if unit_of(target) == "mma" else 128 * 128
+        return elements(config) * config["num_ctas"] >= least
     return elements(config) <= 128 * 64 or 4 * tiles(problem, config) * config["num_ctas"] >= target.sm_count
 
 
@@ -93,9 +104,9 @@ def _clusters(problem: Problem, config: Config, target: Target) -> bool:
 SPACE = Space(
     _axes,
     (
+        HAS_FP8,
         one_for_library(_axes),
         Constraint("torch's product takes multiples of 16, and makes bfloat16", _library_takes),
-        Constraint("the GPU has no products of e4m3", _multiplies),
         of_tiles("the sums exceed the registers of the warps that add, or tensor memory", holds_sums),
         of_tiles(
             "a thread on Hopper holds 64 sums and as many of a step, or 32 of the four warps that load too", _holds_both
@@ -119,12 +130,21 @@ def _config(tile_m: int, tile_n: int, warps: int) -> Config:
 
 
 def default(problem: Problem, target: Target) -> Config:
-    """Return the first tile that gives each SM one, or the smallest."""
+    """Return the first tile that gives each SM one, or the smallest.
+
+    Raises:
+        InputError: the GPU is older than sm_90.
+    """
+    check_target(target)
     m, n, _ = sizes_of(problem)
     fitting = [_config(*tile) for tile in _TILES if tile[0] in sides(m) and tile[1] in sides(n)]
     fitting = [config for config in fitting if _holds_both(problem, config, target)]
     if unit_of(target) == "mma":
-        fitting = [_config(64, 64, 0).but(schedule="block", tile_k=64)]
+        wide = [_config(128, 64, 0)] if 128 in sides(m) else []
+        fitting = [config.but(schedule="block", tile_k=64) for config in (*wide, _config(64, 64, 0))]
+    if unit_of(target) == "tcgen05" and (problem["biased"] or problem["accumulated"]):
+        # More than sums and scales spills on eight warps that hold 128 x 256.
+        fitting = [config for config in fitting if elements(config) <= 128 * 128]
     return next((config for config in fitting if tiles(problem, config) >= target.sm_count), fitting[-1])
 
 

@@ -10,17 +10,21 @@ A weight may be given in its own dtype: it is rounded to its rows' scales first,
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import ROWS, Arrays
 from tilekern.kernels.families.tables import spec
-from tilekern.kernels.fp8.scales import E4M3, MAGNITUDE, reciprocal, scaled_rows, turned_rows
-from tilekern.kernels.tiles import TMA_NEEDS_HOPPER, ConstBool, ConstInt, grid_of_tiles, load
+from tilekern.kernels.fp8.scales import E4M3, INFINITY, MAGNITUDE, reciprocal, scaled_rows, turned_rows
+from tilekern.kernels.fp8.space import HAS_FP8, check_target
+from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of_tiles, load
 from tilekern.spec import Array, Config, Constraint, Dimension, Problem, Space, Value
 from tilekern.spec.targets import Target
 
+# Numbers that TMA writes at once.
+_UNIT = 16
 # Scales in one load of those of all rows.
 _SCALES = 1024
 _SIDES = (32, 64, 128)
@@ -34,7 +38,7 @@ def _largest(scale):
     return ct.max(largest, 0, keepdims=True)
 
 
-def _turned(item, x, scale, y, common, largest, tile_m, tile_n, tma):
+def _turned(item, x, scale, y, common, largest, shrinking, tile_m, tile_n, tma):
     down = ct.cdiv(x.shape[0], tile_m)
     i, j = item % down, item // down
     step = load(scale, (i,), (tile_m,), True, 0, False)
@@ -42,8 +46,13 @@ def _turned(item, x, scale, y, common, largest, tile_m, tile_n, tma):
     if ct.static_eval(x.dtype != y.dtype):
         inverse = ct.reshape(reciprocal(ct.bitcast(step, ct.int32)), (tile_m, 1))
         tile = (tile.astype(ct.float32) * inverse).astype(y.dtype)
-    moved = tile.astype(ct.float32) * ct.reshape(step * reciprocal(largest), (tile_m, 1))
-    ct.store(y, (j, i), ct.transpose(moved.astype(y.dtype)), allow_tma=tma)
+    moved = tile.astype(ct.float32) * ct.reshape(step * shrinking, (tile_m, 1))
+    tile = ct.transpose(moved.astype(y.dtype))
+    # TMA writes whole 16 bytes, so the ends of other rows are stored without it.
+    if (y.shape[1] % _UNIT == 0) | ((i + 1) * tile_m <= y.shape[1]):
+        ct.store(y, (j, i), tile, allow_tma=tma)
+    else:
+        ct.store(y, (j, i), tile, allow_tma=False)
     if i == 0:
         ct.store(common, (j,), ct.bitcast(largest, ct.float32) * ct.full((tile_n,), 1.0, ct.float32), allow_tma=False)
 
@@ -56,12 +65,13 @@ def fp8_turned(
     [columns], whose elements are all the scale of y.
     """
     largest = _largest(scale)
+    shrinking = ct.where(largest < INFINITY, reciprocal(largest), math.nan)
     if ct.static_eval(persistent):
         tiles = ct.cdiv(x.shape[0], tile_m) * ct.cdiv(x.shape[1], tile_n)
         for item in range(ct.bid(0), tiles, ct.num_blocks(0)):
-            _turned(item, x, scale, y, common, largest, tile_m, tile_n, tma)
+            _turned(item, x, scale, y, common, largest, shrinking, tile_m, tile_n, tma)
     else:
-        _turned(ct.bid(0), x, scale, y, common, largest, tile_m, tile_n, tma)
+        _turned(ct.bid(0), x, scale, y, common, largest, shrinking, tile_m, tile_n, tma)
 
 
 def _arrays(problem: Problem) -> Arrays:
@@ -102,10 +112,9 @@ def _fits(problem: Problem, config: Config, target: Target) -> bool:
     return bool(2048 <= config["tile_m"] * config["tile_n"] <= 32768 // config["occupancy"])
 
 
-def _config(target: Target) -> Config:
-    return Config(
-        schedule="persistent", tile_m=128, tile_n=64, occupancy=2, num_worker_warps=0, tma=target.has_tma
-    )  # fmt: skip
+def _default(problem: Problem, target: Target) -> Config:
+    check_target(target)
+    return Config(schedule="persistent", tile_m=128, tile_n=64, occupancy=2, num_worker_warps=0, tma=True)
 
 
 SPEC = spec(
@@ -124,7 +133,7 @@ SPEC = spec(
     space=Space(
         _axes,
         (
-            TMA_NEEDS_HOPPER,
+            HAS_FP8,
             Constraint("a tile has 2048 numbers or more, and all on an SM up to 32768", _fits),
             Constraint(
                 "blocks that loop are for tiles that TMA brings, whose loads run ahead",
@@ -132,7 +141,7 @@ SPEC = spec(
             ),
         ),
     ),
-    default=lambda problem, target: _config(target) if target.has_tma else _config(target).but(schedule="block"),
+    default=_default,
     generic=lambda problem: Config(
         schedule="persistent", tile_m=32, tile_n=64, occupancy=1, num_worker_warps=8, tma=False
     ),
