@@ -102,6 +102,20 @@ def _graphs(_: Any) -> None:
     tilekern.apply(experts=True, graphs=True)
 
 
+def _fp8(_: Any) -> None:
+    """Apply all patches, and run linear layers by 8-bit floats."""
+    import tilekern
+
+    tilekern.apply(experts=True, fp8=True)
+
+
+def _fp8_graphs(_: Any) -> None:
+    """Also replay training steps from CUDA graphs."""
+    import tilekern
+
+    tilekern.apply(experts=True, graphs=True, fp8=True)
+
+
 def _liger(config: Any) -> None:
     from liger_kernel import transformers
 
@@ -119,6 +133,8 @@ TRAINERS: Mapping[str, Trainer] = {
     f"{OURS}-nondeterministic": Trainer("", _tilekern, f"{OURS}_nondeterministic", own_optimizer=True),
     f"{OURS}-torch-adamw": Trainer("", _tilekern, OURS),
     f"{OURS}-graphs": Trainer("", _graphs, OURS),
+    f"{OURS}-fp8": Trainer("", _fp8, OURS, own_optimizer=True),
+    f"{OURS}-fp8-graphs": Trainer("", _fp8_graphs, OURS),
     # A token's logits have the bits that it has in generation; see docs/same-bits.md.
     f"{OURS}-invariant": Trainer("", _tilekern, OURS, environment={"TILEKERN_INVARIANT": "1"}, own_optimizer=True),
     f"{OURS}-grouped_mm": Trainer("", _without_experts, OURS, own_optimizer=True),

@@ -19,7 +19,7 @@ from tilekern import __version__
 from tilekern.errors import InputError
 from tilekern.integrations.startup import apply_later
 from tilekern.runtime.settings import APPLY, check_settings
-from tilekern.runtime.switches import ADAMW, ATTENTION, EXPERTS, FORMS, GRAPHS, OPS, text_of
+from tilekern.runtime.switches import ADAMW, ATTENTION, EXPERTS, FORMS, FP8, GRAPHS, OPS, text_of
 from tilekern.warning import command_line, tell
 
 # Ops that are off by default.
@@ -28,6 +28,7 @@ _ASKED = {
     ATTENTION: 'Give models without an attn_implementation "tilekern".',
     ADAMW: "Replace torch.optim.AdamW by tilekern's.",
     GRAPHS: "Replay training steps from CUDA graphs, as tilekern.graphed does.",
+    FP8: "Linear layers run products of 8-bit floats, as after tilekern.fp8.convert.",
 }
 
 

@@ -109,6 +109,7 @@ _STEPS = {
     "packed": click.option("--packed", is_flag=True, help="Sequences are packed into a batch of one (cu_seq_lens_q)."),
     "padded": click.option("--padded", is_flag=True, help="Sequences are padded to one length, with a mask."),
     "experts": click.option("--experts", is_flag=True, help="Experts run tilekern's kernels: apply(experts=True)."),
+    "fp8": click.option("--fp8", is_flag=True, help="Linear layers run 8-bit floats: apply(fp8=True)."),
     "checkpointing": click.option("--checkpointing", is_flag=True, help="Activations are recomputed in the backward."),
     "optimizer": click.option(
         "--optimizer", type=click.Choice(OPTIMIZERS), help="tilekern.AdamW, or none.  [default: adamw]"

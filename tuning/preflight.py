@@ -230,7 +230,8 @@ def preflight(
     dtype: Any = ("bfloat16",), ops: str | Sequence[str] | None = None,
     attention: str | Sequence[str] = ("tilekern",),
     tp: int = 1, packed: bool = False, padded: bool = False, checkpointing: bool = False, optimizer: str = "adamw",
-    experts: bool = False, decode: int | Sequence[int] | None = None, context: int | Sequence[int] = CONTEXT,
+    experts: bool = False, fp8: bool = False, decode: int | Sequence[int] | None = None,
+    context: int | Sequence[int] = CONTEXT,
     chunk: int | Sequence[int] = (), paged: bool = False, invariant: bool = False, engine: bool = False,
     weight_dtype: str | None = None, need: str = SERVED, cache_dir: str | Path | None = None,
 ) -> Preflight:  # fmt: skip
@@ -255,6 +256,7 @@ def preflight(
         padded: whether they are padded to one length, with a mask.
         checkpointing: whether activations are made again in the backward.
         optimizer: ``adamw`` or ``none``.
+        fp8: whether linear layers run products of 8-bit floats, as ``apply(fp8=True)`` has it.
         experts: whether layers of experts run tilekern's, as ``apply(experts=True)`` has it.
         decode: how many sequences generation decodes at once, one number or several; by default none, for an engine 1.
         context: tokens of a decoded sequence, the new one included.
@@ -276,8 +278,8 @@ def preflight(
     steps = steps_of(
         tokens=as_tuple(tokens), sequence=as_tuple(sequence), dtype=as_tuple(dtype), ops=as_tuple(ops),
         attention=as_tuple(attention), tp=tp, packed=packed, padded=padded, checkpointing=checkpointing,
-        optimizer=optimizer, experts=experts, decode=as_tuple(decode), context=as_tuple(context), chunk=as_tuple(chunk),
-        paged=paged, invariant=invariant, engine=engine, weight_dtype=weight_dtype,
+        optimizer=optimizer, experts=experts, fp8=fp8, decode=as_tuple(decode), context=as_tuple(context),
+        chunk=as_tuple(chunk), paged=paged, invariant=invariant, engine=engine, weight_dtype=weight_dtype,
     )  # fmt: skip
     target = resolve(gpu)
     from tilekern.tuning.plan.choosing import plan_of_anything

@@ -62,6 +62,11 @@ def compiled() -> list[KernelSpec]:
     return [spec for spec in SPECS if not spec.is_library(sized(spec), spec.generic(sized(spec)))]
 
 
+def runs_on(spec: KernelSpec, target: Target) -> bool:
+    """Return whether a GPU has the dtypes of a spec: 8-bit floats begin with Hopper."""
+    return target.has_fp8 or not spec.name.startswith("fp8_")
+
+
 def each(specs: Iterable[KernelSpec]) -> Any:
     """Parametrise a test with specs, as ``spec``."""
     return pytest.mark.parametrize("spec", list(specs), ids=lambda spec: spec.name)

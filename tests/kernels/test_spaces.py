@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from spec_samples import NAMES, SPECS, sized
+from spec_samples import NAMES, SPECS, runs_on, sized
 
 import tilekern
 from tilekern.errors import InputError
@@ -80,6 +80,11 @@ def test_candidates_are_all_points_that_no_constraint_turns_down(spec, gpu):
 def test_there_are_candidates_and_an_allowed_default_for_other_models(spec):
     for sizes, rows, target in itertools.product(OTHERS, (1, 4096), (*KNOWN, INTERPRETED)):
         problem = spec.bucketed(sized(spec, "bfloat16", rows=rows, tokens=rows, batch=1, **sizes))
+        if not runs_on(spec, target):
+            with pytest.raises(InputError, match=f"^8-bit floats need a GPU of sm_90 or newer; {target.name} is "):
+                spec.default(problem, target)
+            assert next(spec.space.candidates(problem, target), None) is None
+            continue
         default = spec.default(problem, target)
         assert spec.space.violated(problem, default, target) is None, (problem, default, target.arch)
         assert next(spec.space.candidates(problem, target), None) is not None, (problem, target.arch)
@@ -96,7 +101,7 @@ DANGEROUS = [
 @every_spec
 def test_dangerous_points_are_refused_with_a_reason_and_are_not_candidates(spec):
     problem = sized(spec, "bfloat16", rows=4096, columns=4096, tokens=4096, heads=32, kv_heads=8, head_dim=128)
-    for target in KNOWN:
+    for target in (target for target in KNOWN if runs_on(spec, target)):
         for changes, reason in DANGEROUS:
             config = spec.default(problem, target).but(**changes)
             assert reason in spec.space.violated(problem, config, target), (changes, target)
@@ -123,7 +128,7 @@ def test_two_configs_of_one_implementation_differ_in_what_the_compiler_sees(spec
 
 @every_spec
 def test_every_config_has_a_grid_for_any_rows(spec):
-    target = KNOWN[0]
+    target = next(target for target in KNOWN if runs_on(spec, target))
     for rows in (1, 1000, 1 << 20):
         problem = sized(spec, "bfloat16", rows=rows, tokens=rows)
         for config in (spec.default(problem, target), spec.generic(problem)):

@@ -50,6 +50,18 @@ def test_one_element_beyond_either_end_tears_a_band(dtype, padded, place):
 
 
 @LAYOUTS
+@pytest.mark.parametrize("place", [-1, 15])
+def test_8_bit_floats_are_nan_until_they_are_written(place, padded):
+    found = guarded((3, 15), torch.float8_e4m3fn, "cpu", padded=padded)
+    assert found.array.isnan().all()
+    found.array.copy_(torch.tensor(torch.nan))
+    assert int(found.unwritten()) == 0
+    assert not found.is_torn()
+    found.array.as_strided((1,), (1,), found.array.storage_offset() + place).fill_(-0.0)
+    assert found.is_torn()
+
+
+@LAYOUTS
 @pytest.mark.parametrize("shape", [(3, 5), (3, 16), (7,)])
 def test_single_bytes_are_guarded_too(shape, padded):
     """Numbers from -127 to 127 are none of the pattern."""

@@ -26,7 +26,7 @@ from tilekern.ops.fused_add_layer_norm import fused_add_layer_norm
 from tilekern.ops.fused_rms_norm_add import fused_rms_norm_add
 from tilekern.ops.fused_rms_norm_add_rms_norm import fused_rms_norm_add_rms_norm
 from tilekern.ops.layer_norm import layer_norm as layer_norm_op
-from tilekern.patch import adapters, parallel, patterns, replacements
+from tilekern.patch import parallel, patterns, replacements
 from tilekern.patch.checkpointing import checkpointed
 from tilekern.patch.digests import is_checkpointing
 from tilekern.patch.guards import (
@@ -43,6 +43,7 @@ from tilekern.patch.guards import (
     parameter_of,
     weight_of,
 )
+from tilekern.patch.projecting import projected
 from tilekern.patch.rewriting import named_as, rewritten
 from tilekern.patch.table import Norm
 
@@ -380,7 +381,7 @@ def _projected(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ..
     weights = bare_weights(self, _PROJECTIONS) if type(hidden_states) in TENSORS else None
     if weights is not None:
         return ops.projections(hidden_states, *weights)
-    return adapters.projected([getattr(self, name) for name in _PROJECTIONS], hidden_states)
+    return projected([getattr(self, name) for name in _PROJECTIONS], hidden_states)
 
 
 def _fit(size: int | None, weight: torch.Tensor | None, other: torch.Tensor | None) -> bool:

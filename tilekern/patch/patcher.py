@@ -18,6 +18,7 @@ from tilekern.patch import adapters, batching, defaults, generating, static_cach
 from tilekern.patch import attention as attention_door
 from tilekern.patch import comparing as ranks
 from tilekern.patch import experts as experts_door
+from tilekern.patch import fp8 as fp8_door
 from tilekern.patch import graphs as graphs_door
 from tilekern.patch.families import FAMILIES, imported, is_of_transformers, may_have_forms
 from tilekern.patch.installed import Found, as_read, examine, version_of
@@ -40,7 +41,7 @@ from tilekern.runtime import dispatch
 from tilekern.runtime.awaiting import Arrivals, is_imported
 from tilekern.runtime.locks import ForkLock
 from tilekern.runtime.settings import check_settings
-from tilekern.runtime.switches import ADAMW, ATTENTION, ATTENTIONS, EXPERTS, EXTRAS, FORMS, GRAPHS, OPS
+from tilekern.runtime.switches import ADAMW, ATTENTION, ATTENTIONS, EXPERTS, EXTRAS, FORMS, FP8, GRAPHS, OPS
 from tilekern.warning import warn
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def apply(
     attention: bool = False,
     adamw: bool = False,
     graphs: bool = False,
+    fp8: bool | str = False,
     model_type: str | None = None,
     forms: str = "tested",
     on_miss: str | None = None,
@@ -109,8 +111,10 @@ def apply(
             ``capturable`` or ``differentiable`` makes torch's, with a warning.
         graphs: whether models of transformers and PEFT replay their training steps from CUDA graphs, as after
             :func:`tilekern.graphed`.
+        fp8: ``"rowwise"``, or True for it: linear layers of the decoders of models that transformers makes from now on
+            run products of 8-bit floats, as after :func:`tilekern.fp8.convert`.
         model_type: patch one family only, for example ``qwen3``, and not PEFT's layers; None means all. Attention,
-            experts, the optimizer and graphs always apply to all families.
+            experts, the optimizer, graphs and 8-bit floats always apply to all families.
         forms: ``tested`` patches the families whose tests pass here (``python -m tilekern.patch`` lists them), ``any``
             patches all families of transformers whose code has a known form.
         on_miss: handling of problems without a record from now on: ``compile``, ``fallback`` or ``error``.
@@ -128,6 +132,7 @@ def apply(
     """
     switches = _switches(locals())
     check_settings()
+    switches[FP8] = fp8 = fp8_door.is_asked(fp8)
     check_switches({name: switches.pop(name) for name in _DOORS})
     wish = _wish(switches, model_type, forms)
     invariance.check_choice(invariant)
@@ -147,6 +152,7 @@ def apply(
     defaults.attention_stand_in(attention)
     defaults.adamw_stand_in(adamw)
     graphs_door.stand_in(graphs)
+    fp8_door.stand_in(fp8)
     invariance.choose(invariant)
     with _lock:
         mine = {family.module for family in families}
@@ -165,7 +171,7 @@ def apply(
     dispatch.foresee_by(_foresee)
     ranks.agree_when_up()
     done |= {op for family in later for op in family.ops if op in wish.ops} | ({EXPERTS} & wish.ops)
-    done |= {op for op, is_on in ((ATTENTION, attention), (ADAMW, adamw), (GRAPHS, graphs)) if is_on}
+    done |= {op for op, is_on in ((ATTENTION, attention), (ADAMW, adamw), (GRAPHS, graphs), (FP8, fp8)) if is_on}
     return _in_order(done)
 
 
@@ -403,6 +409,8 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
         defaults.adamw_stand_in(False)
     if GRAPHS in wanted:
         graphs_door.put_back()
+    if FP8 in wanted:
+        fp8_door.stand_in(False)
     with _lock:
         for home, wish in _wishes.items():
             _wishes[home] = wish._replace(ops=wish.ops.difference(wanted))
@@ -479,7 +487,7 @@ def list_patches(model_type: str | None = None) -> list[Found]:
 
 
 # Ops that replace choices of other libraries instead of model code.
-_DOORS = (ATTENTION, ADAMW, GRAPHS)
+_DOORS = (ATTENTION, ADAMW, GRAPHS, FP8)
 
 
 def _doors_on() -> dict[str, list[str]]:
@@ -488,6 +496,7 @@ def _doors_on() -> dict[str, list[str]]:
         ATTENTION: [defaults.CHOICE] if defaults.is_attention_on() else [],
         ADAMW: ["torch.optim.AdamW.__new__"] if defaults.is_adamw_on() else [],
         GRAPHS: graphs_door.places(),
+        FP8: [fp8_door.CHOICE] if fp8_door.is_on() else [],
     }
     return {op: places for op, places in on.items() if places}
 

@@ -10,7 +10,7 @@ from tilekern.patch import adapters
 from tilekern.patch.families import FAMILIES, family_of, module_of
 from tilekern.patch.matching import patches_in, path_of
 from tilekern.patch.table import Patch
-from tilekern.runtime.switches import ADAMW, ATTENTION, EXPERTS, FORMS, GRAPHS, OPS
+from tilekern.runtime.switches import ADAMW, ATTENTION, EXPERTS, FORMS, FP8, GRAPHS, OPS
 
 _registered: list[Patch] = []
 
@@ -112,6 +112,7 @@ _ELSEWHERE = {
     ATTENTION: ' of one model, which model.set_attn_implementation("tilekern") chooses',
     ADAMW: " of one model, for which tilekern.AdamW is made",
     GRAPHS: " of one model, which tilekern.graphed(model) captures",
+    FP8: " of one model, which tilekern.fp8.convert(model) switches",
 }
 
 

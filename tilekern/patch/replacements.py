@@ -22,7 +22,6 @@ from tilekern.ops.linear import product
 from tilekern.ops.llama4_rope import llama4_rope
 from tilekern.ops.qwen2vl_mrope import qwen2vl_mrope
 from tilekern.ops.registration import is_autocast
-from tilekern.patch import adapters
 from tilekern.patch.guards import (
     SHAPES,
     SUBCLASS,
@@ -36,6 +35,7 @@ from tilekern.patch.guards import (
     parameter_of,
     weight_of,
 )
+from tilekern.patch.projecting import projected
 from tilekern.patch.rewriting import named_as
 from tilekern.patch.table import PLAIN, Norm
 
@@ -178,7 +178,7 @@ def gated_mlp(
             return original(self, x)
         weights = bare_weights(self, layers)
         if weights is None:
-            y = getattr(self, last)(gate(*adapters.projected((getattr(self, first), getattr(self, second)), x)))
+            y = getattr(self, last)(gate(*projected((getattr(self, first), getattr(self, second)), x)))
         elif gate is ops.swiglu:
             y = ops.gated_mlp(x, *weights)
         elif gate is _GEGLU_TANH and few_rows.is_served(x, *weights) and few_rows.is_tuned(x, weights[0], *_GATED_TANH):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from tilekern.patch import adapters, experts, layers, loss, parallel, patcher, replacements
+from tilekern.patch import adapters, experts, fp8, layers, loss, parallel, patcher, replacements
 from tilekern.patch.bound_method import Bound, place_of
 from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.families import family_of, is_of_transformers, may_have_forms
@@ -22,7 +22,7 @@ from tilekern.patch.ledger import Ledger, is_inside
 from tilekern.patch.registry import registered
 from tilekern.patch.table import Patch, ops_in
 from tilekern.runtime import dispatch
-from tilekern.runtime.switches import ATTENTION, EXPERTS, LORA
+from tilekern.runtime.switches import ATTENTION, EXPERTS, FP8, LORA
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     EXPERTS: ("experts_gate", "router_softmax_forward", "router_sigmoid_forward", "router_losses_forward"),
     ATTENTION: ("attention_forward",),
     LORA: (adapters.KERNEL,),
+    FP8: (fp8.KERNEL,),
 }  # fmt: skip
 _BOTH_WAYS = {"rope"}
 
@@ -176,6 +177,7 @@ def report(model: torch.nn.Module) -> Report:
     with patcher.held() as ledger:
         judged = [(patch, examine(patch, ledger)) for patch in patcher.patches_of_model(model, "any")]
         rows = [row for name, module in model.named_modules() for row in _rows(name, module, judged, ledger, shards)]
+        rows += [Row(name, type(layer).__name__, FP8, reason) for name, layer, reason in fp8.judged(model)]
     counted, why = dispatch.stats(), dispatch.reasons()
     fallbacks = {kernel: counts["fallbacks"] for kernel, counts in counted.items() if counts["fallbacks"]}
     calls = {op: _calls_of(names, counted, why) for op, names in KERNELS.items()}

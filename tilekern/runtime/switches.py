@@ -21,12 +21,14 @@ EXPERTS = "experts"
 ADAMW = "adamw"
 # CUDA graphs of training steps.
 GRAPHS = "graphs"
+# Linear layers whose products are of 8-bit floats.
+FP8 = "fp8"
 # The name by which a model's configuration selects tilekern's code, and the attentions by name: whether gradients have
 # the same bits in every run.
 IMPLEMENTATION = "tilekern"
 ATTENTIONS = {IMPLEMENTATION: True, "tilekern_nondeterministic": False}
 # Ops that are off by default.
-EXTRAS = (EXPERTS, ATTENTION, ADAMW, GRAPHS)
+EXTRAS = (EXPERTS, ATTENTION, ADAMW, GRAPHS, FP8)
 # The families to patch: those with tests in tilekern, or all whose code has a known form.
 FORMS = ("tested", "any")
 _ALL = "1"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tilekern.spec.targets import Target
 
 DTYPES = ("bfloat16", "float16", "float32")
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "int32": 4, "int64": 8}
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "int32": 4, "int64": 8, "float8_e4m3fn": 1}
 ALIGNED, GENERIC = "aligned", "generic"
 # A record's artifact of the kernel that gives a row the same bits at every number of rows, if that is not the winner's.
 INVARIANT = "invariant"

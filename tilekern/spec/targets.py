@@ -30,6 +30,7 @@ HAS = {
     "wgmma": range(90, 91),
     "blackwell": range(100, 1000),
     "tensor_memory": range(100, 120),
+    "fp8": range(90, 1000),
     "cudnn_attention": range(80, 1000),
     "cudnn_wide_heads": range(90, 1000),
 }
@@ -87,6 +88,11 @@ class Target:
     def has_dependent_launch(self) -> bool:
         """Whether a kernel can be launched before its predecessor has ended (programmatic dependent launch)."""
         return self.capability in HAS["dependent_launch"]
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether kernels have 8-bit floats: cuTile has none for sm_89, whose matrix units multiply them."""
+        return self.capability in HAS["fp8"]
 
     @property
     def has_wgmma(self) -> bool:

@@ -30,8 +30,11 @@ OPCODES = {
     "shared_accesses": {0x184: "LDS", 0x188: "STS", 0x03B: "LDSM", 0x044: "STSM"},
     "bulk_loads": {0x1B4: "UTMALDG", 0x1BA: "UBLKCP"},
     "bulk_stores": {0x1B5: "UTMASTG"},
-    # Products of half types on sm_80 and sm_120, sm_90, sm_100; of int8 on others than the last two, sm_90, sm_100.
-    "products": {0x03C: "HMMA", 0x1F0: "HGMMA", 0x1EA: "UTCHMMA", 0x037: "IMMA", 0x1F1: "IGMMA"},
+    # Products of half types on sm_80 and sm_120, sm_90, sm_100; of int8 on others than the last two, sm_90; of 8-bit
+    # floats on sm_120, sm_90. On sm_100 those of 8-bit floats, UTCQMMA, have the opcode of half types.
+    "products": {
+        0x03C: "HMMA", 0x1F0: "HGMMA", 0x1EA: "UTCHMMA", 0x037: "IMMA", 0x1F1: "IGMMA", 0x07A: "QMMA", 0x1F3: "QGMMA",
+    },
     "barriers": {0x11D: "BAR"},
     "float_operations": {
         0x008: "FSEL", 0x009: "FMNMX", 0x00B: "FSETP", 0x020: "FMUL", 0x021: "FADD", 0x023: "FFMA", 0x03E: "F2FP",

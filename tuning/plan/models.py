@@ -14,7 +14,7 @@ from tilekern.kernels.attention.forward import SPEC as FORWARD
 from tilekern.kernels.cache_rows import SPEC as CACHE_ROWS
 from tilekern.kernels.decode_attention import SPEC as DECODING
 from tilekern.ops.invariance import invariant
-from tilekern.patch import attention, experts, registry
+from tilekern.patch import attention, experts, fp8, registry
 from tilekern.patch.patcher import applied, codes
 from tilekern.patch.stepping import (
     Batch,
@@ -169,7 +169,7 @@ def _step(model: Any, steps: Steps, ops: Collection[str], found: Trace, *, is_sp
     if steps.checkpointing:
         model.gradient_checkpointing_enable()
     patched = [op for op in ops if op in registry.known_ops()]
-    with applied(model, patched), experts.chosen(model, EXPERTS in ops):
+    with applied(model, patched), experts.chosen(model, EXPERTS in ops), fp8.converted(model, steps.fp8):
         found.patches |= codes()
         if is_split:
             give_own_forwards(model)

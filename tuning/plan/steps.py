@@ -18,7 +18,7 @@ TOKENS, CONTEXT = (2048, 8192), (4096,)
 # The engine generates, and computes logits of whole sequences only where they are asked for.
 OF_ENGINE: Mapping[str, Sequence[int]] = {"tokens": (), "decode": (1,)}
 # What describes the steps of a model that only transformers runs.
-_OF_MODELS = ("ops", "attention", "packed", "padded", "checkpointing", "experts", "optimizer", "call")
+_OF_MODELS = ("ops", "attention", "packed", "padded", "checkpointing", "experts", "optimizer", "fp8", "call")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Steps:
         checkpointing: activations are made again in the backward.
         experts: layers of experts run ``experts_implementation="tilekern"``, and routers the op, as
             ``apply(experts=True)`` has it.
+        fp8: linear layers run products of 8-bit floats, as ``apply(fp8=True)`` has it.
         optimizer: ``adamw``, which is ``tilekern.AdamW``, or ``none``.
         call: the arguments of the forward of a job's own step, by name; the lengths are then those of its tensors.
         decode: how many sequences generation decodes at once; it is traced where there are any.
@@ -83,6 +84,7 @@ class Steps:
     checkpointing: bool = False
     optimizer: str = ADAMW
     experts: bool = False
+    fp8: bool = False
     call: Mapping[str, Any] | None = None
     decode: Sequence[int] = ()
     context: Sequence[int] = CONTEXT

@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tilekern.spec import KernelSpec, Problem
-from tilekern.tuning.verify.check import expected_results
+from tilekern.tuning.verify.check import expected_results, widened
 
 # One seed for all, so that a change of one draw leaves the others as they were.
 SEED = 20251
@@ -159,5 +159,6 @@ def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[s
     return [
         name
         for name, value in after.items()
-        if isinstance(value, torch.Tensor) and bool((~value.isfinite() & before[name].isfinite()).any())
+        if isinstance(value, torch.Tensor)
+        and bool((~widened(value).isfinite() & widened(before[name]).isfinite()).any())
     ]

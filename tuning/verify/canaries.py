@@ -24,8 +24,9 @@ _GAP_BYTES, _ROW_BYTES = 128, 16
 # Quiet NaNs of two bytes with a payload; arithmetic gives 0x7FC0, 0x7FFF, 0xFFC0 or 0xFFFF. A payload may pass through
 # arithmetic, so inputs have another pattern than outputs.
 OUTPUT_PATTERN, INPUT_PATTERN = 0xFFD5 - (1 << 16), 0xFFD6 - (1 << 16)
-# Of arrays of int8: twice -128, which symmetric quantisation does not give.
-_BYTES_PATTERN = 0x8080 - (1 << 16)
+# Of arrays of int8: twice -128, which symmetric quantisation does not give. Of 8-bit floats: twice the negative NaN,
+# where conversions on GPUs give the positive one.
+_BYTES_PATTERN, _FLOAT8_PATTERN = 0x8080 - (1 << 16), 0xFFFF - (1 << 16)
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,10 @@ def guarded(
         device: where it is.
         padded: whether a gap follows each row. Rows always begin at multiples of 16 bytes, as aligned artifacts assume.
         order: the axes in the order of memory, the contiguous one last; by default as in ``shape``.
-        pattern: two bytes as a signed integer; arrays of int8 have their own.
+        pattern: two bytes as a signed integer; arrays of single bytes have their own.
     """
-    pattern = _BYTES_PATTERN if dtype.itemsize == 1 else pattern
+    if dtype.itemsize == 1:
+        pattern = _FLOAT8_PATTERN if dtype.is_floating_point else _BYTES_PATTERN
     order = list(range(len(shape))) if order is None else list(order)
     lying = [shape[axis] for axis in order]
     columns, lines = lying[-1], math.prod(lying[:-1])
@@ -82,7 +84,7 @@ def guarded(
     bands = [raw.as_strided((2, first), (end, 1))]
     if pitch > columns:
         gap = body[..., columns:]
-        bands.append(gap if dtype.itemsize == 1 else gap.view(torch.int16))
+        bands.append(gap.view(torch.int8 if dtype.itemsize == 1 else torch.int16))
     places = [order.index(axis) for axis in range(len(shape))]
     return Guarded(body[..., :columns].permute(places), tuple(bands), pattern)
 

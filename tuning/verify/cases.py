@@ -20,7 +20,7 @@ from tilekern.spec import TOLERANCES, KernelSpec, Problem, bucket
 from tilekern.tuning.verify import adversarial
 from tilekern.tuning.verify.adversarial import Change, drawn, placed
 from tilekern.tuning.verify.canaries import GuardedInputs
-from tilekern.tuning.verify.check import Check, Leeway, expected_results, judge, odd_problem
+from tilekern.tuning.verify.check import Check, Leeway, expected_results, judge, odd_problem, widened
 
 # A candidate may have this many times torch's own float32 error on top of the tolerance: it sums in another order, its
 # exponentials and quotients are the hardware's, and three tf32 products that make one of float32 keep 2^-21.
@@ -221,7 +221,7 @@ class ValueCases:
         dtypes = {name: getattr(torch, dtype) for name, (_, dtype) in spec.outputs(problem, 1).items()}
         held = [x for x in case.inputs.values() if isinstance(x, torch.Tensor)]
         held += [(_HEADROOM * x).to(dtypes.get(name, torch.float32)) for name, x in case.expected.items()]
-        if case.leeway.keys() != case.expected.keys() or not all(bool(x.isfinite().all()) for x in held):
+        if case.leeway.keys() != case.expected.keys() or not all(bool(widened(x).isfinite().all()) for x in held):
             return False
         if adversarial.largest_exponent(spec, problem, case.inputs) > _LARGEST_EXPONENT:
             return False

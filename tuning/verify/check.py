@@ -153,7 +153,7 @@ def within(relative: float, elementwise: float, tolerance: Tolerance) -> bool:
 def errors(actual: Any, reference: Any) -> tuple[float, float]:
     """Return ||actual - reference|| / ||reference|| and max|actual - reference| / max|reference|, infinite for NaN."""
     reference = reference.detach().double()
-    return _ratios(reference - actual.detach(), reference)
+    return _ratios(reference - actual.detach().double(), reference)
 
 
 def _ratios(difference: Any, reference: Any) -> tuple[float, float]:
@@ -169,6 +169,11 @@ def _ratios(difference: Any, reference: Any) -> tuple[float, float]:
     return tuple(value if math.isfinite(value) else math.inf for value in found)  # type: ignore[return-value]
 
 
+def widened(x: Any) -> Any:
+    """Return 8-bit floats in float32, since torch compares and tests none, and any other tensor as it is."""
+    return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
+
+
 def _judged(actual: Any, reference: Any, extra: Leeway) -> tuple[float, float, str]:
     """Return both errors over the finite elements, and a description of wrong other elements."""
     if actual.shape != reference.shape:
@@ -178,14 +183,14 @@ def _judged(actual: Any, reference: Any, extra: Leeway) -> tuple[float, float, s
         return relative, elementwise, ""
     # Elements may be infinite or NaN where the rounded reference is too. Results may be large, so steps that need no
     # float64 run in their own dtype.
-    actual, reference = actual.detach(), reference.detach().double()
-    held = reference.to(actual.dtype)
+    dtype, actual, reference = actual.dtype, widened(actual.detach()), reference.detach().double()
+    held = widened(reference.to(dtype))
     if extra.reached is not None:
         better = actual.isfinite() & ~held.isfinite() & ~extra.reached
         if bool(better.any()):
             better &= extra.plain.isfinite()
             reference = extra.plain.where(better, reference)
-            held = reference.to(actual.dtype)
+            held = widened(reference.to(dtype))
     if extra.tainted is not None:
         held = actual.where(extra.tainted & (actual.isnan() | actual.isinf() & held.isnan()), held)
     if extra.is_coarse:

@@ -1,0 +1,178 @@
+"""A linear layer by 8-bit floats: its three products beside float64, what it keeps, and when torch's layer runs."""
+
+import math
+
+import pytest
+import torch
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tilekern
+from tilekern.ops.fp8_linear import fp8_linear, fp8_linears
+
+# What rounding two operands to 4 significant bits leaves of a product's norm: 2^-5 / sqrt(3) for each, and a margin.
+NOISE = 0.045
+
+
+def leaves(rows, inner, outs, dtype=torch.bfloat16, seed=0, biased=False):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+    return normal(2, rows // 2, inner), [(normal(out, inner), normal(out) if biased else None) for out in outs]
+
+
+def distance(found, wanted):
+    return ((found.double() - wanted).norm() / wanted.norm()).item()
+
+
+def run(x, layers, slopes):
+    results = fp8_linears(x, layers)
+    inputs = [x, *(part for layer in layers for part in layer if part is not None)]
+    return results, torch.autograd.grad(results, inputs, slopes)
+
+
+def exact(x, layers, slopes):
+    layers = [
+        tuple(None if part is None else part.detach().double().requires_grad_() for part in layer) for layer in layers
+    ]
+    x = x.detach().double().requires_grad_()
+    results = [torch.nn.functional.linear(x, *layer) for layer in layers]
+    inputs = [x, *(part for layer in layers for part in layer if part is not None)]
+    return results, torch.autograd.grad(results, inputs, [slope.double() for slope in slopes])
+
+
+@pytest.mark.parametrize("interpreted", ["0", "1"])
+@examples(12)
+@given(data=st.data())
+def test_results_and_gradients_are_those_of_float64_but_for_the_roundings(interpreted, data):
+    rows = 2 * data.draw(st.integers(33, 80), label="rows")
+    inner = data.draw(st.sampled_from([48, 128, 200]), label="inner")
+    outs = data.draw(st.lists(st.sampled_from([16, 96, 130]), min_size=1, max_size=3), label="outs")
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]), label="dtype")
+    x, layers = leaves(rows, inner, outs, dtype, data.draw(st.integers(0, 9)), data.draw(st.booleans(), label="biased"))
+    slopes = [torch.randn(2, rows // 2, out).to(dtype) for out in outs]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEKERN_INTERPRET", interpreted)
+        results, gradients = run(x, layers, slopes)
+    wanted, of_wanted = exact(x, layers, slopes)
+    for found, want in zip((*results, *gradients), (*wanted, *of_wanted), strict=True):
+        assert found.dtype == dtype
+        assert found.shape == want.shape
+        assert distance(found, want) < NOISE
+
+
+def test_the_interpreter_and_torchs_operations_round_to_the_same_numbers(monkeypatch):
+    x, layers = leaves(70, 64, (48, 32), torch.float32)
+    slopes = [torch.randn(2, 35, out) for out in (48, 32)]
+    found = []
+    for interpreted in "01":
+        monkeypatch.setenv("TILEKERN_INTERPRET", interpreted)
+        results, gradients = run(x, layers, slopes)
+        found.append((*results, *gradients))
+    for one, other in zip(*found, strict=True):
+        # Sums of the same numbers, in another order.
+        assert distance(one, other.double()) < 1e-6
+
+
+def test_a_step_gives_the_same_bits_again(monkeypatch):
+    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
+    x, layers = leaves(80, 64, (48,))
+    slopes = [torch.randn(2, 40, 48).bfloat16()]
+    first, second = (run(x, layers, slopes) for _ in range(2))
+    for one, other in zip((*first[0], *first[1]), (*second[0], *second[1]), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_outliers_of_1e4_leave_other_rows_as_exact_as_before():
+    x, layers = leaves(80, 64, (48,), torch.float32)
+    with torch.no_grad():
+        x[0, 3, 5] = 1e4
+    (y,), (want,) = fp8_linears(x, layers), exact(x, layers, [torch.zeros(2, 40, 48)])[0]
+    others = torch.ones(2, 40, dtype=torch.bool)
+    others[0, 3] = False
+    assert distance(y[others], want[others]) < NOISE
+    assert distance(y, want) < NOISE
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_makes_its_row_nan_and_no_other(odd):
+    x, layers = leaves(80, 64, (48,))
+    with torch.no_grad():
+        x[1, 7, 9] = odd
+    y = fp8_linear(x, *layers[0])
+    assert y[1, 7].isnan().all()
+    assert y.isfinite().all(-1).sum() == 79
+    y.nan_to_num().sum().backward()
+    # A gradient that sums over the row says so too, as a scaler of losses expects.
+    assert layers[0][0].grad.isnan().any()
+
+
+def test_zeros_stay_zeros():
+    x, layers = leaves(80, 64, (48,))
+    with torch.no_grad():
+        x.zero_()
+    y = fp8_linear(x, *layers[0])
+    y.backward(torch.ones_like(y))
+    assert not y.any()
+    assert not layers[0][0].grad.any()
+
+
+def test_eight_bits_are_kept_of_the_input_and_nothing_of_a_frozen_weights():
+    x, layers = leaves(80, 64, (48, 32))
+
+    def kept(*given):
+        found = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+            fp8_linears(*given)
+        return [(tuple(t.shape), t.dtype) for t in found]
+
+    weights = [((48, 64), torch.bfloat16), ((32, 64), torch.bfloat16)]
+    scales = [((48,), torch.float32), ((32,), torch.float32)]
+    numbers = [((80, 64), torch.float8_e4m3fn), ((80,), torch.float32)]
+    assert kept(x, layers) == [*numbers, *weights, *scales]
+    frozen = [(weight.detach(), None) for weight, _ in layers]
+    assert kept(x, frozen) == [*weights, *scales]
+    assert kept(x.detach(), layers) == numbers
+
+
+def test_autocast_casts_as_for_a_linear_layer():
+    x, layers = leaves(80, 64, (48,), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = fp8_linear(x, *layers[0])
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert layers[0][0].grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("why", "rows", "graded"),
+    [("few rows without a gradient", 8, False), ("an empty matrix", 0, True)],
+)
+def test_torchs_layer_runs_where_it_must_and_is_counted(why, rows, graded):
+    x, layers = leaves(rows, 64, (48,))
+    before = tilekern.stats()["fp8_matmul"]["fallbacks"]
+    with torch.set_grad_enabled(graded):
+        y = fp8_linear(x, *layers[0])
+    assert torch.equal(y, torch.nn.functional.linear(x, *layers[0]))
+    assert tilekern.stats()["fp8_matmul"]["fallbacks"] == before + 1
+    from tilekern.runtime import dispatch
+
+    assert why in dispatch.reasons()["fp8_matmul"]
+
+
+def test_the_invariant_mode_has_the_bits_of_bfloat16():
+    x, layers = leaves(80, 64, (48,))
+    with tilekern.invariant():
+        y = fp8_linear(x, *layers[0])
+    assert distance(y, exact(x, layers, [torch.zeros(2, 40, 48)])[0][0]) < 0.004
+
+
+def test_shapes_that_do_not_fit_are_said():
+    x, layers = leaves(80, 64, (48,))
+    with pytest.raises(ValueError, match=r"fp8_linear: x must be \[..., in_features\]"):
+        fp8_linear(x[..., :32], *layers[0])
+    with pytest.raises(ValueError, match=r"fp8_linear: bias must be \[48\], got \[47\]"):
+        fp8_linear(x, layers[0][0], torch.zeros(47))

@@ -1,0 +1,10 @@
+"""Train linear layers with products of 8-bit floats (docs/fp8.md)::
+
+import tilekern.fp8
+
+tilekern.fp8.convert(model)
+"""
+
+from tilekern.patch.fp8 import Linear, convert, restore
+
+__all__ = ["Linear", "convert", "restore"]

@@ -1,0 +1,253 @@
+"""fp8_linear: a linear layer whose three products are of 8-bit floats (e4m3), with a scale for each row.
+
+With x [tokens, in], weight [out, in] and dy [tokens, out], where ``q`` rounds a matrix to e4m3 with a scale for each
+row, and ``t`` turns such a matrix (:mod:`tilekern.kernels.fp8`):
+
+    forward          y = q(x) @ q(weight)^T + bias
+    input gradient   dx = q(dy) @ t(q(weight))^T
+    weight gradient  dweight = t(q(dy)) @ t(q(x))^T
+
+Each of the three is rounded once; a turned matrix has the numbers of the other, at one scale. Of the forward only
+``q(x)`` stays, half of what a linear layer keeps. Weights are rounded anew in both directions: 8-bit copies would take
+a byte for each parameter between them. All sums have a fixed order, so a step gives the same bits again.
+
+Layers that share ``x`` (q, k and v; gate and up) are one function, which rounds ``x`` once, and adds up the gradients
+of ``x`` inside of products.
+
+It is written by hand and not declared, as it is a sequence of three kernels. If it is traced or in the invariant mode,
+torch's linear layer runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilekern.errors import NoVariant
+from tilekern.kernels.fp8.product import SPEC as PRODUCT
+from tilekern.kernels.fp8.product import scaled_product
+from tilekern.kernels.fp8.rows import SPEC as ROWS
+from tilekern.kernels.fp8.scales import scaled_rows, turned_rows
+from tilekern.kernels.fp8.turned import SPEC as TURNED
+from tilekern.kernels.matmul.product import MOST_ELEMENTS
+from tilekern.kernels.skinny.tiles import MOST_ROWS
+from tilekern.ops.linear import product
+from tilekern.ops.registration import (
+    applied,
+    as_rows,
+    cast_as_products,
+    check_devices,
+    differentiable_once,
+    is_autocast,
+    is_eager,
+    needs_gradient,
+    shaped,
+    uncast,
+)
+from tilekern.runtime.dispatch import count_fallback, is_invariant, plan_for, refused
+
+E4M3 = torch.float8_e4m3fn
+Layer = tuple[Tensor, Tensor | None]
+# A matrix [rows, columns] of e4m3, and its scales [rows].
+Rounded = tuple[Tensor, Tensor]
+# Rows of turned matrices begin at whole 16 bytes, as TMA reads them.
+_PITCH = 16
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``x @ weight^T + bias``, with products of 8-bit floats in the forward and in both gradients.
+
+    Up to 64 rows without a gradient, as in decoding, run in the dtype of ``x``: rounding the weight would take longer
+    than the product.
+
+    Args:
+        x: [..., in_features]; bfloat16, float16 or float32, any strides.
+        weight: [out_features, in_features], of the dtype of ``x``. Under autocast both are cast, as a linear layer's.
+        bias: [out_features], of the dtype of ``x``, or None.
+
+    Returns:
+        [..., out_features], contiguous.
+
+    Raises:
+        ValueError: shapes or devices do not fit.
+    """
+    return fp8_linears(x, [(weight, bias)])[0]
+
+
+def fp8_linears(x: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, ...]:
+    """Return the result of :func:`fp8_linear` for each of some layers, weight and bias, that share ``x``."""
+    for weight, bias in layers:
+        _check(x, weight, bias)
+    parameters = [part for layer in layers for part in layer]
+    if is_autocast(x):
+        x, *parameters = cast_as_products(x, *parameters)
+        with uncast(x.device.type):
+            return _run(x, *parameters)
+    return _run(x, *parameters)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
+        raise ValueError(
+            f"fp8_linear: x must be [..., in_features] and weight [out_features, in_features], got {list(x.shape)} and "
+            f"{list(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"fp8_linear: bias must be {list(weight.shape[:1])}, got {list(bias.shape)}")
+    check_devices("fp8_linear", x=x, weight=weight, bias=bias)
+
+
+def _run(x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    if not is_eager(x, *parameters):
+        return tuple(torch.nn.functional.linear(x, *layer) for layer in _layers(parameters))
+    graded = needs_gradient(x, *parameters)
+    why = _why_not(x, graded, parameters[::2])
+    if why:
+        count_fallback(PRODUCT, why)
+        multiply = torch.nn.functional.linear if graded else product
+        return tuple(multiply(x, *layer) for layer in _layers(parameters))
+    if graded:
+        made: tuple[Tensor, ...] = _apply(x, *parameters)
+        return made
+    return _forward(x, parameters)[0]
+
+
+def _why_not(x: Tensor, graded: bool, weights: Sequence[Any]) -> str:
+    """Return why torch's layer computes a call; empty if the op does."""
+    if is_invariant():
+        return "the invariant mode, whose bits are those of bfloat16"
+    rows = x.numel() // max(1, x.shape[-1])
+    if not graded and rows <= MOST_ROWS:
+        return "few rows without a gradient"
+    if max(x.numel(), *(max(weight.numel(), rows * weight.shape[0]) for weight in weights)) > MOST_ELEMENTS:
+        return "a matrix of more than 2^31 elements"
+    return "" if x.numel() and all(weight.numel() for weight in weights) else "an empty matrix"
+
+
+def _layers(parameters: Sequence[Any]) -> list[Layer]:
+    return list(zip(parameters[::2], parameters[1::2], strict=True))
+
+
+def rounded(x: Tensor) -> Rounded:
+    """Return the e4m3 numbers of a matrix [rows, columns], and its rows' scales [rows]."""
+    plan = plan_for(ROWS, x.device, x.shape[0], x.shape[1], x.dtype)
+    if plan is not None:
+        numbers = torch.empty(x.shape, dtype=E4M3, device=x.device)
+        scale = torch.empty(x.shape[:1], dtype=torch.float32, device=x.device)
+        try:
+            plan.launch(x.get_device(), x, numbers, scale)
+        except NoVariant as error:
+            refused(ROWS, error)
+        else:
+            return numbers, scale
+    count_fallback(ROWS)
+    return scaled_rows(x)
+
+
+def turned(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Rounded:
+    """Return the transpose of a matrix, at the largest of its rows' scales.
+
+    Args:
+        x: [rows, columns]; e4m3 numbers, or numbers of ``dtype`` that are rounded to these scales first.
+        scale: [rows].
+        dtype: that of the matrix before it was rounded.
+    """
+    rows, columns = x.shape
+    plan = plan_for(TURNED, x.device, rows, columns, x.dtype == E4M3, dtype)
+    if plan is not None:
+        pitch = -(-rows // _PITCH) * _PITCH
+        numbers = torch.empty((columns, pitch), dtype=E4M3, device=x.device)[:, :rows]
+        common = torch.empty((columns,), dtype=torch.float32, device=x.device)
+        try:
+            plan.launch(x.get_device(), x, scale, numbers, common)
+        except NoVariant as error:
+            refused(TURNED, error)
+        else:
+            return numbers, common
+    count_fallback(TURNED)
+    return turned_rows(x, scale)
+
+
+def multiplied(
+    a: Rounded, b: Rounded, dtype: torch.dtype, bias: Tensor | None = None, addend: Tensor | None = None, *,
+    over_rows: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return ``a @ b^T + bias + addend`` [a's rows, b's rows] of rounded matrices, in a dtype.
+
+    The result may have the memory of ``addend``. ``over_rows``: the sums are over tokens, as a weight's gradient.
+    """
+    (left, down), (right, across) = a, b
+    m, k = left.shape
+    rows, inner = (k, m) if over_rows else (m, k)
+    plan = plan_for(
+        PRODUCT, left.device, rows, inner, right.shape[0], over_rows, bias is not None, addend is not None, dtype
+    )
+    more = () if bias is None else (bias.contiguous(),)
+    if plan is not None:
+        given = (left, right, down, across, *more, *(() if addend is None else (addend,)))
+
+        def allocate() -> tuple[Tensor]:
+            like = torch.empty((m, right.shape[0]), dtype=dtype, device=left.device) if addend is None else addend
+            return (like,)
+
+        try:
+            (c,) = plan.run(left.get_device(), given, allocate)
+        except NoVariant as error:
+            refused(PRODUCT, error)
+        else:
+            return c
+    count_fallback(PRODUCT)
+    c = scaled_product(left, right, down, across, bias, dtype)
+    return c if addend is None else addend.add_(c)
+
+
+def _forward(x: Tensor, parameters: Sequence[Any]) -> tuple[tuple[Tensor, ...], Rounded, list[Tensor]]:
+    """Return the results, the rounded ``x``, and the scales of each weight's rows."""
+    numbers, made, scales = rounded(as_rows(x)), [], []
+    for weight, bias in _layers(parameters):
+        of_weight = rounded(as_rows(weight))
+        scales.append(of_weight[1])
+        y = multiplied(numbers, of_weight, x.dtype, bias)
+        made.append(shaped(y, *x.shape[:-1], weight.shape[0]))
+    return tuple(made), numbers, scales
+
+
+class _Fp8Linears(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        results, (numbers, scale), scales = _forward(x, parameters)
+        of_x, *of_parameters = ctx.needs_input_grad
+        reads_x = any(of_parameters[::2])
+        ctx.save_for_backward(
+            *((numbers, scale) if reads_x else (None, None)),
+            *(weight if of_x else None for weight in parameters[::2]),
+            *(one if of_x else None for one in scales),
+        )
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        return results
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+        numbers, scale, *parameters = ctx.saved_tensors
+        weights, scales = parameters[: len(given)], parameters[len(given) :]
+        of_x, *of_parameters = ctx.needs_input_grad
+        dtype, dx, across, found = ctx.dtype, None, None, []
+        for n, slope in enumerate(given):
+            dy, dweight = as_rows(slope), None
+            if of_x or of_parameters[2 * n]:
+                slopes, steps = rounded(dy)
+                if of_x:
+                    weight = turned(as_rows(weights[n]), scales[n], dtype)
+                    dx = multiplied((slopes, steps), weight, dtype, addend=dx)
+                if of_parameters[2 * n]:
+                    across = turned(numbers, scale, dtype) if across is None else across
+                    dweight = multiplied(turned(slopes, steps, dtype), across, dtype, over_rows=True)
+            found += [dweight, dy.sum(0) if of_parameters[2 * n + 1] else None]
+        return None if dx is None else shaped(dx, *ctx.shape), *found
+
+
+_apply = applied(_Fp8Linears)

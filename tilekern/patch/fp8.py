@@ -1,0 +1,204 @@
+"""Train a model's linear layers with products of 8-bit floats: which layers, the class that they get, and back.
+
+A layer keeps its parameters, names and dtype, so optimizers, checkpoints and FSDP see the model of before; only its
+class changes. A layer that stays as it is, is one of these:
+
+- the head, embeddings and routers: their results decide between tokens and experts
+- layers outside of the decoder's repeated layers, as those of a vision tower
+- sides of fewer than 128, or that are no multiples of 16, which 8-bit products take
+- adapters of PEFT, and layers of other classes than torch's, as those of 4 bits
+- layers with a forward of their own, as accelerate's hooks give them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tilekern.errors import InputError
+from tilekern.ops.fp8_linear import fp8_linear, fp8_linears
+from tilekern.patch.exchanging import exchange
+from tilekern.patch.guards import SUBCLASS, TENSORS, count_own, parameter_of, parameters_as_written
+from tilekern.spec.targets import HAS
+
+# The only format so far; the kernel by whose name calls of other layers are counted.
+ROWWISE, KERNEL = "rowwise", "fp8_matmul"
+# What :func:`stand_in` changes.
+CHOICE = "transformers.modeling_utils.PreTrainedModel.post_init"
+_LEAST, _UNIT = 128, 16
+_OTHERS = ("gate", "router", "score", "classifier")
+_ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+
+
+class Linear(torch.nn.Linear):
+    """A linear layer of torch whose products are of 8-bit floats, in the forward and in both gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x @ weight^T + bias`` [..., out_features] of ``x`` [..., in_features]."""
+        weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
+        if torch.compiler.is_compiling() or not _is_taken(x, weight, bias):
+            return torch.nn.functional.linear(x, weight, bias)
+        return fp8_linear(x, weight, bias)
+
+    def extra_repr(self) -> str:
+        """Return torch's text and the format."""
+        return f"{super().extra_repr()}, fp8={ROWWISE}"
+
+
+def _is_taken(x: Any, weight: Any, bias: Any) -> bool:
+    """Return whether the op takes a layer's tensors; others are counted."""
+    if any(given is not None and type(given) not in TENSORS for given in (x, weight, bias)):
+        count_own(KERNEL, SUBCLASS)
+        return False
+    # Two dtypes are torch's error, or autocast's work.
+    return x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
+
+
+def projected(layers: Sequence[Any], x: Any) -> tuple[torch.Tensor, ...] | None:
+    """Return the results of layers that share ``x`` if all are of 8-bit floats and calling them does no more."""
+    if torch.compiler.is_compiling() or not all(type(layer) is Linear for layer in layers):
+        return None
+    given = [parameters_as_written(layer) for layer in layers]
+    parameters = [each for each in given if each is not None]
+    if len(parameters) < len(layers) or not all(_is_taken(x, *each) for each in parameters):
+        return None
+    return fp8_linears(x, parameters)
+
+
+def convert(model: torch.nn.Module, chosen: Callable[[str, torch.nn.Linear], bool] | None = None) -> list[str]:
+    """Have linear layers of a model's decoder run products of 8-bit floats from now on.
+
+    Call it before the optimizer's first step or at any time: parameters stay the same objects, in their dtype. Do it
+    before FSDP or DDP wrap the model, and before ``torch.compile``, which compiles such layers as ordinary ones.
+
+    Args:
+        model: a model of transformers, alone or inside PEFT's, or any module with numbered layers.
+        chosen: ``(name, layer) -> bool``, asked about each layer that would be converted; None takes all.
+
+    Returns:
+        The names of the layers that run so now, in the model's order.
+
+    Raises:
+        InputError: there is none, or the GPU has no products of 8-bit floats.
+    """
+    found = [(name, layer) for name, layer in _layers_of(model) if chosen is None or chosen(name, layer)]
+    if not found:
+        raise InputError(
+            f"{type(model).__name__} has no linear layer for 8-bit floats: those of repeated layers, of torch's class, "
+            f"with sides of {_LEAST} or more that are multiples of {_UNIT}"
+        )
+    for device in {layer.weight.device for _, layer in found}:
+        _check(device)
+    for _, layer in found:
+        layer.__class__ = Linear
+    return [name for name, _ in found]
+
+
+def restore(model: torch.nn.Module) -> list[str]:
+    """Give the layers of :func:`convert` their own class back; return their names."""
+    found = converted_layers(model)
+    for _, layer in found:
+        layer.__class__ = torch.nn.Linear
+    return [name for name, _ in found]
+
+
+def converted_layers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Linear]]:
+    """Return the layers of a model that run products of 8-bit floats, with their names."""
+    return [(name, layer) for name, layer in model.named_modules() if type(layer) is Linear]
+
+
+def judged(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
+    """Return the linear layers of a model that has some of 8-bit floats, and why others are not; else none."""
+    on = {id(layer) for _, layer in converted_layers(model)}
+    fit = {id(layer) for _, layer in _layers_of(model)}
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
+    whys = ("" if id(layer) in on else "not converted" if id(layer) in fit else _UNFIT for _, layer in layers)
+    return [(*named, why) for named, why in zip(layers, whys, strict=True)] if on else []
+
+
+_UNFIT = "stays in its dtype: a head, a router, an adapter, outside of the decoder's layers, or of other sizes"
+
+
+def _check(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if 10 * major + minor not in HAS["fp8"]:
+        raise InputError(
+            f"{torch.cuda.get_device_name(device)} (sm_{major}{minor}) has no products of 8-bit floats; sm_89 and "
+            "newer have them"
+        )
+
+
+def _layers_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
+    """Yield the layers to convert, and those that are converted."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    decoder = getattr(model, "get_decoder", lambda: None)() or model
+    inside = {id(module) for module in decoder.modules()}
+    for name, layer in model.named_modules():
+        *path, last = name.split(".")
+        if type(layer) not in (torch.nn.Linear, Linear) or layer is head or id(layer) not in inside:
+            continue
+        if not any(part.isdigit() for part in path) or last in _OTHERS or not set(_ADAPTERS).isdisjoint(path):
+            continue
+        if "forward" in layer.__dict__:
+            continue
+        sides = layer.in_features, layer.out_features
+        if min(sides) >= _LEAST and not any(side % _UNIT for side in sides):
+            yield name, layer
+
+
+@contextlib.contextmanager
+def converted(model: torch.nn.Module, is_on: bool) -> Iterator[None]:
+    """Convert a model for a while if ``is_on``."""
+    before = {id(layer) for _, layer in converted_layers(model)}
+    if is_on:
+        convert(model)
+    try:
+        yield
+    finally:
+        for _, layer in converted_layers(model):
+            if id(layer) not in before:
+                layer.__class__ = torch.nn.Linear
+
+
+def is_asked(fp8: Any) -> bool:
+    """Return whether a value of ``apply(fp8=...)`` asks for 8-bit floats.
+
+    Raises:
+        InputError: the value is another than False, None, True and the format's name.
+    """
+    if not isinstance(fp8, bool) and fp8 not in (None, ROWWISE):
+        raise InputError(f"apply: fp8 must be {ROWWISE!r}, True for it, or False, got {fp8!r:.40}")
+    return bool(fp8)
+
+
+def is_on() -> bool:
+    """Return whether :func:`stand_in` is in force."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return kind is not None and hasattr(vars(kind)["post_init"], "tilekern_original")
+
+
+def stand_in(wanted: bool) -> None:
+    """Convert models of transformers when they are made from now on, or undo this."""
+    if wanted == is_on():
+        return
+    from transformers import PreTrainedModel
+
+    exchange(PreTrainedModel, "post_init", _converting, is_on=wanted)
+
+
+def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def post_init(self: Any) -> Any:
+        made = original(self)
+        if any(True for _ in _layers_of(self)):
+            convert(self)
+        return made
+
+    return post_init
