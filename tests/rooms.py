@@ -15,7 +15,8 @@ ROOMS = (
     ("ops", "arrays"),
     # What replaces the code of models, and the engine that runs them without torch.
     ("patch", "inference"),
-    ("integrations", "tuning", "cache_tools"),
+    # `fp8` has the names of `patch` that users import.
+    ("integrations", "fp8", "tuning", "cache_tools"),
     # `python -m tilekern.NAME`
     ("doctor", "generate", "run", "tune"),
 )
