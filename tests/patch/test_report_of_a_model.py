@@ -245,4 +245,4 @@ def test_models_without_values_and_graphs_of_torch_compile_are_counted_too(uncou
 def test_kernels_of_ops_are_those_that_there_are():
     # The op of an adapter runs products of torch, and counts by its own name where PEFT's code runs instead.
     assert set(itertools.chain(*KERNELS.values())) <= {*all_specs(), "lora_linear"}
-    assert set(KERNELS) == {*OPS, "experts", "attention"}
+    assert set(KERNELS) == {*OPS, "experts", "attention", "fp8"}
