@@ -193,6 +193,13 @@ def test_sizes_that_8_bit_products_do_not_take_stay_as_they_are():
     assert not any("mlp" in name for name in tilekern.fp8.convert(odd))
 
 
+def test_a_gpu_that_is_older_than_hopper_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (8, 9))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA L4")
+    with pytest.raises(InputError, match="8-bit floats need a GPU of sm_90 or newer; NVIDIA L4 is sm_89"):
+        tilekern.patch.fp8._check(torch.device("cuda", 0))
+
+
 def test_the_tuner_plans_the_kernels_of_a_step():
     steps = Steps([4096], fp8=True)
     found = {problem[0] for problem in plan_of_model("qwen3-0.6b", steps, resolve("H200")).problems}

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from tilekern.errors import InputError
+from tilekern.kernels.fp8.space import HAS_FP8
 from tilekern.ops.fp8_linear import fp8_linear, fp8_linears
 from tilekern.patch.exchanging import exchange
 from tilekern.patch.guards import SUBCLASS, TENSORS, count_own, parameter_of, parameters_as_written
@@ -84,7 +85,7 @@ def convert(model: torch.nn.Module, chosen: Callable[[str, torch.nn.Linear], boo
         The names of the layers that run so now, in the model's order.
 
     Raises:
-        InputError: there is none, or the GPU has no products of 8-bit floats.
+        InputError: there is none, or the GPU is older than sm_90.
     """
     found = [(name, layer) for name, layer in _layers_of(model) if chosen is None or chosen(name, layer)]
     if not found:
@@ -129,10 +130,7 @@ def _check(device: torch.device) -> None:
         return
     major, minor = torch.cuda.get_device_capability(device)
     if 10 * major + minor not in HAS["fp8"]:
-        raise InputError(
-            f"{torch.cuda.get_device_name(device)} (sm_{major}{minor}) has no products of 8-bit floats; sm_89 and "
-            "newer have them"
-        )
+        raise InputError(f"{HAS_FP8.reason}; {torch.cuda.get_device_name(device)} is sm_{major}{minor}")
 
 
 def _layers_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
