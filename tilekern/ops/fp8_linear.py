@@ -104,7 +104,7 @@ def _run(x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
     if not is_eager(x, *parameters):
         return tuple(torch.nn.functional.linear(x, *layer) for layer in _layers(parameters))
     graded = needs_gradient(x, *parameters)
-    why = _why_not(x, graded, parameters[::2])
+    why = why_not(x, graded, parameters[::2])
     if why:
         count_fallback(PRODUCT, why)
         multiply = torch.nn.functional.linear if graded else product
@@ -115,8 +115,8 @@ def _run(x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
     return _forward(x, parameters)[0]
 
 
-def _why_not(x: Tensor, graded: bool, weights: Sequence[Any]) -> str:
-    """Return why torch's layer computes a call; empty if the op does."""
+def why_not(x: Tensor, graded: bool, weights: Sequence[Any]) -> str:
+    """Return why torch's layers, with these weights, compute a call; empty if products of 8-bit floats do."""
     if is_invariant():
         return "the invariant mode, whose bits are those of bfloat16"
     rows = x.numel() // max(1, x.shape[-1])

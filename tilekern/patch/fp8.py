@@ -22,7 +22,9 @@ import torch
 
 from tilekern.errors import InputError
 from tilekern.kernels.fp8.space import HAS_FP8
-from tilekern.ops.fp8_linear import fp8_linear, fp8_linears
+from tilekern.ops.fp8_gated_mlp import fp8_gated_mlp
+from tilekern.ops.fp8_linear import fp8_linear, fp8_linears, why_not
+from tilekern.ops.registration import needs_gradient
 from tilekern.patch.exchanging import exchange
 from tilekern.patch.guards import SUBCLASS, TENSORS, count_own, parameter_of, parameters_as_written
 from tilekern.spec.targets import HAS
@@ -69,6 +71,29 @@ def projected(layers: Sequence[Any], x: Any) -> tuple[torch.Tensor, ...] | None:
     if len(parameters) < len(layers) or not all(_is_taken(x, *each) for each in parameters):
         return None
     return fp8_linears(x, parameters)
+
+
+def gated_mlp(layers: Sequence[Any], activation: str, x: torch.Tensor) -> torch.Tensor | None:
+    """Return the result of an MLP if all its layers are of 8-bit floats, without biases, and calling them does no more.
+
+    Args:
+        layers: those that make gate and up, or the one that makes both side by side; and the last.
+        activation: as of :func:`tilekern.ops.fp8_gated_mlp.fp8_gated_mlp`.
+        x: [..., in_features].
+    """
+    if torch.compiler.is_compiling() or not all(type(layer) is Linear for layer in layers):
+        return None
+    given = [parameters_as_written(layer) for layer in layers]
+    weights = [each[0] for each in given if each is not None and each[1] is None]
+    is_one_dtype = all(weight.dtype == x.dtype for weight in weights) or torch.is_autocast_enabled(x.device.type)
+    if len(weights) < len(layers) or not is_one_dtype:
+        return None
+    *first, down = weights
+    if len(first) == 1:
+        if why_not(x, needs_gradient(x, *weights), weights):
+            return None  # one product makes both
+        first = list(first[0].chunk(2))
+    return fp8_gated_mlp(x, first[0], first[1], down, activation)
 
 
 def convert(model: torch.nn.Module, chosen: Callable[[str, torch.nn.Linear], bool] | None = None) -> list[str]:

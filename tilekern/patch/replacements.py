@@ -22,6 +22,7 @@ from tilekern.ops.linear import product
 from tilekern.ops.llama4_rope import llama4_rope
 from tilekern.ops.qwen2vl_mrope import qwen2vl_mrope
 from tilekern.ops.registration import is_autocast
+from tilekern.patch import fp8
 from tilekern.patch.guards import (
     SHAPES,
     SUBCLASS,
@@ -43,6 +44,7 @@ Function = Callable[..., Any]
 _NORM, _LAYER_NORM = "rms_norm_forward", "layer_norm_forward"
 _GEGLU_TANH = partial(geglu, tanh=True)
 _GATED_TANH = ("gated", "gelu_tanh")
+_ACTIVATIONS: dict[Function, str] = {ops.swiglu: "silu", geglu: "gelu", _GEGLU_TANH: "gelu_tanh"}
 
 
 def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
@@ -178,7 +180,9 @@ def gated_mlp(
             return original(self, x)
         weights = bare_weights(self, layers)
         if weights is None:
-            y = getattr(self, last)(gate(*projected((getattr(self, first), getattr(self, second)), x)))
+            made = (getattr(self, first), getattr(self, second), getattr(self, last))
+            y = fp8.gated_mlp(made, _ACTIVATIONS[gate], x)
+            y = made[2](gate(*projected(made[:2], x))) if y is None else y
         elif gate is ops.swiglu:
             y = ops.gated_mlp(x, *weights)
         elif gate is _GEGLU_TANH and few_rows.is_served(x, *weights) and few_rows.is_tuned(x, weights[0], *_GATED_TANH):
@@ -202,7 +206,9 @@ def joined_mlp(
         if gate is None or type(hidden_states) is not torch.Tensor:
             _count_gate(gate)
             return original(self, hidden_states)
-        return getattr(self, last)(gate(*getattr(self, first)(hidden_states).chunk(2, dim=-1)))
+        made = (getattr(self, first), getattr(self, last))
+        y = fp8.gated_mlp(made, _ACTIVATIONS[gate], hidden_states)
+        return made[1](gate(*made[0](hidden_states).chunk(2, dim=-1))) if y is None else y
 
     return named_as(forward, original)
 

@@ -1,0 +1,197 @@
+"""fp8_gated_mlp: ``down(act(gate(x)) * up(x))`` by 8-bit floats, as one function of autograd.
+
+Its six products are those of :mod:`tilekern.ops.fp8_linear`. The gate and its gradients are rounded to e4m3 in the
+launches that compute them (:mod:`tilekern.kernels.fp8.gated`), so no pass of its own does it. It keeps the e4m3 numbers
+of x, gate and up; the gate's result is computed again beside its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilekern.errors import NoVariant
+from tilekern.kernels.fp8.gated import BACKWARD, FORWARD
+from tilekern.kernels.fp8.scales import scaled_rows
+from tilekern.ops.fp8_linear import (
+    E4M3,
+    Rounded,
+    fp8_linear,
+    fp8_linears,
+    multiplied,
+    rounded,
+    turned,
+    why_not,
+)
+from tilekern.ops.geglu import geglu
+from tilekern.ops.registration import (
+    applied,
+    as_rows,
+    cast_as_products,
+    check_tensors,
+    differentiable_once,
+    is_autocast,
+    is_eager,
+    needs_gradient,
+    shaped,
+    uncast,
+)
+from tilekern.ops.swiglu import swiglu
+from tilekern.runtime.dispatch import count_fallback, plan_for, refused
+from tilekern.spec import KernelSpec
+
+# By name: whether it is gelu, and by tanh; and the gate of torch's or the tuned kernels.
+_ACTIVATIONS: dict[str, tuple[bool, bool, Callable[[Tensor, Tensor], Tensor]]] = {
+    "silu": (False, False, swiglu),
+    "gelu": (True, False, geglu),
+    "gelu_tanh": (True, True, lambda gate, up: geglu(gate, up, tanh=True)),
+}
+
+
+def fp8_gated_mlp(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu"
+) -> Tensor:
+    """Return ``(act(x @ gate_weight^T) * (x @ up_weight^T)) @ down_weight^T``, with products of 8-bit floats.
+
+    Where :func:`fp8_linear` runs torch's layer, so does each of the three.
+
+    Args:
+        x: [..., hidden]; bfloat16, float16 or float32, any strides.
+        gate_weight, up_weight: [intermediate, hidden], of the dtype of ``x``. Under autocast all are cast, as those of
+            linear layers.
+        down_weight: [hidden, intermediate], of the dtype of ``x``.
+        activation: ``silu``, ``gelu`` or ``gelu_tanh``.
+
+    Returns:
+        [..., hidden], contiguous.
+
+    Raises:
+        ValueError: shapes or devices do not fit, or the activation is unknown.
+    """
+    weights: Sequence[Tensor] = (gate_weight, up_weight, down_weight)
+    _check(x, weights, activation)
+    if is_autocast(x):
+        x, *weights = cast_as_products(x, *weights)
+        with uncast(x.device.type):
+            return _run(x, weights, activation)
+    return _run(x, weights, activation)
+
+
+def _check(x: Tensor, weights: Sequence[Tensor], activation: str) -> None:
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"fp8_gated_mlp: activation must be one of {tuple(_ACTIVATIONS)}, got {activation!r}")
+    gate, up, down = weights
+    if not gate.shape == up.shape == down.shape[::-1] or x.shape[-1:] != gate.shape[1:]:
+        raise ValueError(
+            "fp8_gated_mlp: x must be [..., hidden], gate_weight and up_weight [intermediate, hidden] and down_weight "
+            f"[hidden, intermediate], got {', '.join(str(list(each.shape)) for each in (x, *weights))}"
+        )
+    check_tensors("fp8_gated_mlp", x=x, gate_weight=gate, up_weight=up, down_weight=down)
+
+
+def _run(x: Tensor, weights: Sequence[Tensor], activation: str) -> Tensor:
+    graded = needs_gradient(x, *weights)
+    if not is_eager(x, *weights) or why_not(x, graded, weights):
+        gate, up = fp8_linears(x, [(weight, None) for weight in weights[:2]])
+        return fp8_linear(_ACTIVATIONS[activation][2](gate, up), weights[2])
+    if graded:
+        made: Tensor = _apply(x, *weights, activation)
+        return made
+    return _forward(x, weights, activation)[0]
+
+
+def _forward(
+    x: Tensor, weights: Sequence[Tensor], activation: str
+) -> tuple[Tensor, Rounded, tuple[Tensor, Tensor], list[Tensor]]:
+    """Return the result, the rounded x, gate and up, and the scales of each weight's rows."""
+    numbers, made, scales = rounded(as_rows(x)), [], []
+    for weight in weights[:2]:
+        of_weight = rounded(as_rows(weight))
+        scales.append(of_weight[1])
+        made.append(multiplied(numbers, of_weight, x.dtype))
+    (of_gate,) = _gated(FORWARD, activation, *made)
+    of_weight = rounded(as_rows(weights[2]))
+    y = shaped(multiplied(of_gate, of_weight, x.dtype), *x.shape[:-1], weights[2].shape[0])
+    return y, numbers, (made[0], made[1]), [*scales, of_weight[1]]
+
+
+def _gated(spec: KernelSpec, activation: str, *given: Tensor) -> list[Rounded]:
+    """Return a gate's results, or its gradients and its results: e4m3 numbers [rows, columns] and scales [rows]."""
+    shape, device = given[0].shape, given[0].device
+    gelu, tanh, _ = _ACTIVATIONS[activation]
+    count = 1 if spec is FORWARD else 3
+    plan = plan_for(spec, device, *shape, given[0].dtype, gelu, tanh)
+    if plan is not None:
+        numbers = [torch.empty(shape, dtype=E4M3, device=device) for _ in range(count)]
+        scales = [torch.empty(shape[:1], dtype=torch.float32, device=device) for _ in range(count)]
+        try:
+            plan.launch(given[0].get_device(), *given, *numbers, *scales)
+        except NoVariant as error:
+            refused(spec, error)
+        else:
+            return list(zip(numbers, scales, strict=True))
+    count_fallback(spec)
+    return [scaled_rows(x) for x in _by_torch(activation, *given)]
+
+
+def _by_torch(activation: str, *given: Tensor) -> tuple[Tensor, ...]:
+    """Return what is to be rounded in float32: y of gate and up, or dgate, dup and y of dy, gate and up."""
+    *slopes, gate, up = (each.float() for each in given)
+    gelu, tanh, _ = _ACTIVATIONS[activation]
+    functional = torch.nn.functional
+
+    def formula(gate: Tensor, up: Tensor) -> Tensor:
+        curve = functional.gelu(gate, approximate="tanh" if tanh else "none") if gelu else functional.silu(gate)
+        return curve * up
+
+    if not slopes:
+        return (formula(gate, up),)
+    with torch.enable_grad():
+        leaves = gate.detach().requires_grad_(), up.detach().requires_grad_()
+        y = formula(*leaves)
+    return *torch.autograd.grad(y, leaves, slopes), y.detach()
+
+
+class _Fp8GatedMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+        y, of_x, made, scales = _forward(x, (gate, up, down), activation)
+        ctx.save_for_backward(*of_x, *made, gate, up, down, *scales)
+        ctx.shape, ctx.dtype, ctx.activation = x.shape, x.dtype, activation
+        return y
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        numbers, scale, gate, up, *weights_and_scales = ctx.saved_tensors
+        weights, scales = weights_and_scales[:3], weights_and_scales[3:]
+        of_x, *of_weights = ctx.needs_input_grad[:4]
+        dtype = ctx.dtype
+
+        def turned_weight(n: int) -> Rounded:
+            return turned(as_rows(weights[n]), scales[n], dtype)
+
+        slopes = rounded(as_rows(slope))
+        ddown = None
+        dy = multiplied(slopes, turned_weight(2), dtype)
+        *gradients, y = _gated(BACKWARD, ctx.activation, dy, gate, up)
+        del dy, gate, up
+        if of_weights[2]:
+            ddown = multiplied(turned(*slopes, dtype), turned(*y, dtype), dtype, over_rows=True)
+        del y, slopes
+        dx, across, found = None, None, []
+        for n, of_gate in enumerate(gradients):
+            if of_x:
+                dx = multiplied(of_gate, turned_weight(n), dtype, addend=dx)
+            if of_weights[n]:
+                across = turned(numbers, scale, dtype) if across is None else across
+                found.append(multiplied(turned(*of_gate, dtype), across, dtype, over_rows=True))
+            else:
+                found.append(None)
+        return None if dx is None else shaped(dx, *ctx.shape), *found, ddown, None
+
+
+_apply = applied(_Fp8GatedMlp)
