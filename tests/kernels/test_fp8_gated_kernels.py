@@ -33,7 +33,9 @@ def matrices(data, rows, columns, dtype, count):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9), label="seed"))
     made = []
     for _ in range(count):
-        x = torch.randn(rows, columns, generator=generator) * 2.0 ** torch.randint(-3, 4, (rows, 1), generator=generator)
+        x = torch.randn(rows, columns, generator=generator) * 2.0 ** torch.randint(
+            -3, 4, (rows, 1), generator=generator
+        )
         made.append(x.to(getattr(torch, dtype)))
     return made
 

@@ -1,6 +1,7 @@
 """A linear layer by 8-bit floats: its three products beside float64, what it keeps, and when torch's layer runs."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -176,3 +177,32 @@ def test_shapes_that_do_not_fit_are_said():
         fp8_linear(x[..., :32], *layers[0])
     with pytest.raises(ValueError, match=r"fp8_linear: bias must be \[48\], got \[47\]"):
         fp8_linear(x, layers[0][0], torch.zeros(47))
+
+
+def roundings(monkeypatch):
+    """Count the matrices that are rounded."""
+    module, found = sys.modules["tilekern.ops.fp8_linear"], []
+    original = module.rounded
+    monkeypatch.setattr(module, "rounded", lambda x: found.append(x.shape) or original(x))
+    return found
+
+
+def test_layers_called_one_by_one_round_the_same_input_once_until_it_is_written_to(monkeypatch):
+    leaf, layers = leaves(80, 64, (48, 32, 32))
+    x, found = leaf * 1, roundings(monkeypatch)
+    apart = [fp8_linear(x, weight) for weight, _ in layers]
+    assert found == [(80, 64), (48, 64), (32, 64), (32, 64)]
+    for one, other in zip(apart, fp8_linears(x.clone(), layers), strict=True):
+        assert torch.equal(one, other)
+    with torch.no_grad():
+        x += 1
+    found.clear()
+    after = fp8_linear(x, layers[0][0])
+    assert found[0] == (80, 64)
+    assert not torch.equal(after, apart[0])
+    with torch.inference_mode():
+        unseen = torch.ones(80, 64, dtype=torch.bfloat16)
+        first = fp8_linear(unseen, layers[0][0])
+        unseen.zero_()
+        assert first.any()
+        assert not fp8_linear(unseen, layers[0][0]).any()

@@ -89,17 +89,59 @@ def test_gradients_of_the_first_step_point_where_those_of_bfloat16_do():
         assert cosine > 0.98, name
 
 
-def test_layers_that_share_their_input_are_one_op(monkeypatch):
-    calls = []
-    original = tilekern.patch.fp8.fp8_linears
-    monkeypatch.setattr(
-        "tilekern.patch.fp8.fp8_linears", lambda x, layers: calls.append(len(layers)) or original(x, layers)
-    )
+@pytest.fixture
+def calls(monkeypatch):
+    """The sizes of the ops that a model calls: layers that share their input, and the weights of MLPs."""
+    found, linears, mlp = [], tilekern.patch.fp8.fp8_linears, tilekern.patch.fp8.fp8_gated_mlp
+
+    def noted_linears(x, layers):
+        found.append(len(layers))
+        return linears(x, layers)
+
+    def noted_mlp(x, *weights_and_activation):
+        found.append(weights_and_activation[-1])
+        return mlp(x, *weights_and_activation)
+
+    monkeypatch.setattr("tilekern.patch.fp8.fp8_linears", noted_linears)
+    monkeypatch.setattr("tilekern.patch.fp8.fp8_gated_mlp", noted_mlp)
+    return found
+
+
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        (transformers.Qwen3Config(**SIZES), [3, "silu"]),
+        (transformers.LlamaConfig(**SIZES, mlp_bias=True), [2]),
+        (transformers.GemmaConfig(**SIZES), ["gelu_tanh"]),
+        (transformers.Phi3Config(**SIZES, pad_token_id=0), ["silu"]),
+    ],
+    ids=lambda case: getattr(case, "model_type", ""),
+)
+def test_layers_that_share_their_input_are_one_op_and_an_mlp_is_one(calls, config, wanted):
     tilekern.apply()
-    model = model_of()
+    model = model_of(config)
+    before = model(input_ids=ids_of(), labels=ids_of()).loss
     tilekern.fp8.convert(model)
-    model(input_ids=ids_of(), labels=ids_of())
-    assert calls == [3, 2, 3, 2]
+    loss = model(input_ids=ids_of(), labels=ids_of()).loss
+    loss.backward()
+    assert calls == wanted
+    assert abs(loss - before) < 0.02 * before
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in model.parameters())
+
+
+def test_a_joined_layer_decodes_by_one_product(calls):
+    tilekern.apply()
+    model = model_of(transformers.Phi3Config(**SIZES, pad_token_id=0))
+    tilekern.fp8.convert(model)
+    with torch.no_grad():
+        model(input_ids=ids_of(1, 8))
+    assert calls == []
 
 
 def test_apply_converts_models_that_are_made_later_until_reset():
@@ -203,6 +245,7 @@ def test_a_gpu_that_is_older_than_hopper_is_refused(monkeypatch):
 def test_the_tuner_plans_the_kernels_of_a_step():
     steps = Steps([4096], fp8=True)
     found = {problem[0] for problem in plan_of_model("qwen3-0.6b", steps, resolve("H200")).problems}
-    assert {"fp8_rows", "fp8_turned", "fp8_matmul"} <= found
+    assert {"fp8_rows", "fp8_turned", "fp8_matmul", "fp8_gated_forward", "fp8_gated_backward"} <= found
+    assert not found & {"swiglu_forward", "swiglu_backward", "swiglu_backward_remake"}
     plain = {problem[0] for problem in plan_of_model("qwen3-0.6b", Steps([4096]), resolve("H200")).problems}
     assert not any(kernel.startswith("fp8") for kernel in plain)

@@ -23,6 +23,7 @@ from tilekern.ops.fp8_linear import (
     fp8_linears,
     multiplied,
     rounded,
+    rounded_input,
     turned,
     why_not,
 )
@@ -107,7 +108,7 @@ def _forward(
     x: Tensor, weights: Sequence[Tensor], activation: str
 ) -> tuple[Tensor, Rounded, tuple[Tensor, Tensor], list[Tensor]]:
     """Return the result, the rounded x, gate and up, and the scales of each weight's rows."""
-    numbers, made, scales = rounded(as_rows(x)), [], []
+    numbers, made, scales = rounded_input(x), [], []
     for weight in weights[:2]:
         of_weight = rounded(as_rows(weight))
         scales.append(of_weight[1])

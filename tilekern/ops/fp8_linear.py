@@ -11,8 +11,8 @@ Each of the three is rounded once; a turned matrix has the numbers of the other,
 ``q(x)`` stays, half of what a linear layer keeps. Weights are rounded anew in both directions: 8-bit copies would take
 a byte for each parameter between them. All sums have a fixed order, so a step gives the same bits again.
 
-Layers that share ``x`` (q, k and v; gate and up) are one function, which rounds ``x`` once, and adds up the gradients
-of ``x`` inside of products.
+Layers that share ``x`` (q, k and v; gate and up) round it once. As one function they also turn it once, and add up its
+gradients inside of products.
 
 It is written by hand and not declared, as it is a sequence of three kernels. If it is traced or in the invariant mode,
 torch's linear layer runs.
@@ -53,6 +53,8 @@ E4M3 = torch.float8_e4m3fn
 Layer = tuple[Tensor, Tensor | None]
 # A matrix [rows, columns] of e4m3, and its scales [rows].
 Rounded = tuple[Tensor, Tensor]
+# The attribute of a tensor that holds its rounded numbers.
+_HELD = "_tilekern_rounded"
 # Rows of turned matrices begin at whole 16 bytes, as TMA reads them.
 _PITCH = 16
 
@@ -147,6 +149,35 @@ def rounded(x: Tensor) -> Rounded:
     return scaled_rows(x)
 
 
+def rounded_input(x: Tensor) -> Rounded:
+    """Return :func:`rounded` of a layer's input [..., columns], once for all layers that get the same tensor.
+
+    The tensor holds the numbers as long as it lives, for calls on the same stream, until it is written to.
+    """
+    moment = _moment(x)
+    held, made = x.__dict__.get(_HELD, (None, None))
+    if moment is None or held != moment:
+        made = rounded(as_rows(x))
+        if moment is not None:
+            x.__dict__[_HELD] = moment, made
+    return made
+
+
+def _moment(x: Tensor) -> tuple[int, int, bool] | None:
+    """Return when and where a tensor is read; None if a later write could not be told.
+
+    Inputs of a captured graph are written to between its launches, and nothing made them in its capture.
+    """
+    if x.is_inference():
+        return None
+    if not x.is_cuda:
+        return x._version, 0, False
+    is_capturing = torch.cuda.is_current_stream_capturing()
+    if is_capturing and x.grad_fn is None:
+        return None
+    return x._version, torch.cuda.current_stream(x.device).cuda_stream, is_capturing
+
+
 def turned(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Rounded:
     """Return the transpose of a matrix, at the largest of its rows' scales.
 
@@ -206,7 +237,7 @@ def multiplied(
 
 def _forward(x: Tensor, parameters: Sequence[Any]) -> tuple[tuple[Tensor, ...], Rounded, list[Tensor]]:
     """Return the results, the rounded ``x``, and the scales of each weight's rows."""
-    numbers, made, scales = rounded(as_rows(x)), [], []
+    numbers, made, scales = rounded_input(x), [], []
     for weight, bias in _layers(parameters):
         of_weight = rounded(as_rows(weight))
         scales.append(of_weight[1])
