@@ -32,6 +32,7 @@ from tilekern.kernels.fp8.product import scaled_product
 from tilekern.kernels.fp8.rows import SPEC as ROWS
 from tilekern.kernels.fp8.scales import scaled_rows, turned_rows
 from tilekern.kernels.fp8.turned import SPEC as TURNED
+from tilekern.kernels.fp8.turned import pitch_of
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
 from tilekern.kernels.skinny.tiles import MOST_ROWS
 from tilekern.ops.linear import product
@@ -55,8 +56,6 @@ Layer = tuple[Tensor, Tensor | None]
 Rounded = tuple[Tensor, Tensor]
 # The attribute of a tensor that holds its rounded numbers.
 _HELD = "_tilekern_rounded"
-# Rows of turned matrices begin at whole 16 bytes, as TMA reads them.
-_PITCH = 16
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -189,15 +188,14 @@ def turned(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Rounded:
     rows, columns = x.shape
     plan = plan_for(TURNED, x.device, rows, columns, x.dtype == E4M3, dtype)
     if plan is not None:
-        pitch = -(-rows // _PITCH) * _PITCH
-        numbers = torch.empty((columns, pitch), dtype=E4M3, device=x.device)[:, :rows]
+        numbers = torch.empty((columns, pitch_of(rows)), dtype=E4M3, device=x.device)
         common = torch.empty((columns,), dtype=torch.float32, device=x.device)
         try:
             plan.launch(x.get_device(), x, scale, numbers, common)
         except NoVariant as error:
             refused(TURNED, error)
         else:
-            return numbers, common
+            return numbers[:, :rows], common
     count_fallback(TURNED)
     return turned_rows(x, scale)
 

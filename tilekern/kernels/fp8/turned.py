@@ -5,6 +5,9 @@ weight and its result's gradient turned. The scale of a turned row would have to
 a pass of its own over the matrix; the largest of the rows' scales is known already. All are powers of two, so a number
 stays as it is unless it is below 2^-14 of the matrix's largest, where fewer bits are left of it, and at last none.
 
+Rows of ``y`` have zeros up to the next 16 numbers, as TMA writes whole 16 bytes, and products read rows that begin at
+such.
+
 A weight may be given in its own dtype: it is rounded to its rows' scales first, to the numbers that the forward read.
 """
 
@@ -20,11 +23,11 @@ from tilekern.kernels.families.tables import spec
 from tilekern.kernels.fp8.scales import E4M3, INFINITY, MAGNITUDE, reciprocal, scaled_rows, turned_rows
 from tilekern.kernels.fp8.space import HAS_FP8, check_target
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of_tiles, load
-from tilekern.spec import Array, Config, Constraint, Dimension, Problem, Space, Value
+from tilekern.spec import Array, Config, Constraint, Dimension, Problem, Space, Value, cdiv
 from tilekern.spec.targets import Target
 
-# Numbers that TMA writes at once.
-_UNIT = 16
+# Numbers that TMA writes at once; rows of y are whole ones.
+UNIT = 16
 # Scales in one load of those of all rows.
 _SCALES = 1024
 _SIDES = (32, 64, 128)
@@ -47,12 +50,7 @@ def _turned(item, x, scale, y, common, largest, shrinking, tile_m, tile_n, tma):
         inverse = ct.reshape(reciprocal(ct.bitcast(step, ct.int32)), (tile_m, 1))
         tile = (tile.astype(ct.float32) * inverse).astype(y.dtype)
     moved = tile.astype(ct.float32) * ct.reshape(step * shrinking, (tile_m, 1))
-    tile = ct.transpose(moved.astype(y.dtype))
-    # TMA writes whole 16 bytes, so the ends of other rows are stored without it.
-    if (y.shape[1] % _UNIT == 0) | ((i + 1) * tile_m <= y.shape[1]):
-        ct.store(y, (j, i), tile, allow_tma=tma)
-    else:
-        ct.store(y, (j, i), tile, allow_tma=False)
+    ct.store(y, (j, i), ct.transpose(moved.astype(y.dtype)), allow_tma=tma)
     if i == 0:
         ct.store(common, (j,), ct.bitcast(largest, ct.float32) * ct.full((tile_n,), 1.0, ct.float32), allow_tma=False)
 
@@ -61,7 +59,7 @@ def _turned(item, x, scale, y, common, largest, shrinking, tile_m, tile_n, tma):
 def fp8_turned(
     x, scale, y, common, tile_m: ConstInt, tile_n: ConstInt, tma: ConstBool, persistent: ConstBool
 ):  # fmt: skip
-    """A tile a block, or resident blocks that loop; x [rows, columns], scale [rows], y [columns, rows], common
+    """A tile a block, or resident blocks that loop; x [rows, columns], scale [rows], y [columns, pitch], common
     [columns], whose elements are all the scale of y.
     """
     largest = _largest(scale)
@@ -78,7 +76,7 @@ def _arrays(problem: Problem) -> Arrays:
     return (
         Array("x", E4M3 if problem["rounded"] else "dtype", ROWS),
         Array("scale", "float32", ("rows",)),
-        Array("y", E4M3, ROWS[::-1], "output"),
+        Array("y", E4M3, ("columns", "pitch"), "output"),
         Array("common", "float32", ("columns",), "output"),
     )
 
@@ -93,8 +91,17 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
 
 
 def _reference(x: Any, scale: Any, rounded: bool) -> dict[str, Any]:
+    import torch
+
     y, common = turned_rows(x, scale)
-    return {"y": y.double(), "common": common.double()}
+    # The zeros behind a row have its scale too, which may be NaN.
+    behind = (0 * common)[:, None].expand(len(common), pitch_of(x.shape[0]) - x.shape[0])
+    return {"y": torch.cat([y.double(), behind.double()], 1), "common": common.double()}
+
+
+def pitch_of(rows: int) -> int:
+    """Return the numbers in a row of y, for so many rows of x."""
+    return cdiv(rows, UNIT) * UNIT
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
@@ -146,6 +153,7 @@ SPEC = spec(
         schedule="persistent", tile_m=32, tile_n=64, occupancy=1, num_worker_warps=8, tma=False
     ),
     given=_inputs,
+    sizes=lambda problem: {"pitch": pitch_of(problem["rows"])},
     result_dtype=lambda problem: "float32",
     flops=lambda problem: 2 * problem["rows"] * problem["columns"],
 )
