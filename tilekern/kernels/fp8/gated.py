@@ -18,7 +18,6 @@ import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import ROWS, gradients
 from tilekern.kernels.families.tables import MATRIX, flags_of, spec
-from tilekern.kernels.fp8.rows import FEW_THREADS, threads_of
 from tilekern.kernels.fp8.scales import E4M3, bits_of, scale_of
 from tilekern.kernels.fp8.space import HAS_FP8, check_target
 from tilekern.kernels.geglu import by_tanh, exact
@@ -133,10 +132,14 @@ def fp8_gated_backward(
 _FORWARD, _BACKWARD = (("gate", "up"), ("y",)), (("dy", "gate", "up"), ("dgate", "dup", "y"))
 
 
+def _threads(config: Config) -> int:
+    return 32 * (config["num_worker_warps"] or 4)
+
+
 def _is_held(held_bytes: int, problem: Problem, config: Config, target: Target) -> bool:
     """Tell whether the registers hold a row of each block, with so many bytes a column; code for more spilled."""
     row = held_bytes * config["tile_n"] * cdiv(problem["columns"], config["tile_n"])
-    fits = row <= _HELD_BYTES * threads_of(config) and row * config["occupancy"] <= _SHARE * 4 * target.registers
+    fits = row <= _HELD_BYTES * _threads(config) and row * config["occupancy"] <= _SHARE * 4 * target.registers
     return bool(fits) if config["held"] else config["tile_n"] <= _NARROW
 
 
@@ -189,7 +192,12 @@ def _spec(function: Any, summary: str, inputs: tuple[str, ...], outputs: tuple[s
             (
                 HAS_FP8,
                 Constraint("the registers hold a row of each block, or it is read twice by narrow tiles", is_held),
-                FEW_THREADS,
+                Constraint(
+                    "each thread of eight warps has 4 numbers of a tile or more",
+                    lambda problem, config, target: (
+                        config["tile_n"] >= 4 * _threads(config) or config["num_worker_warps"] == 0
+                    ),
+                ),
             ),
         ),
         default=default,

@@ -52,26 +52,19 @@ def fp8_rows(x, y, scale, tile_n: ConstInt, chunks: ConstInt, held: ConstBool, p
     each_step(_row, x.shape[0], persistent, (x, y, scale, tile_n, chunks, held))
 
 
-def threads_of(config: Config) -> int:
-    """Return how many threads of a block compute."""
+def _threads(config: Config) -> int:
     return 32 * (config["num_worker_warps"] or 4)
 
 
 def _is_held(problem: Problem, config: Config, target: Target) -> bool:
     """Tell whether a thread holds fewer numbers than it has registers: code for 64 in 64 registers spilled."""
     numbers = config["tile_n"] * cdiv(problem["columns"], config["tile_n"])
-    few = numbers <= _HELD * threads_of(config) and numbers * config["occupancy"] < target.registers
+    few = numbers <= _HELD * _threads(config) and numbers * config["occupancy"] < target.registers
     return not config["held"] or bool(few)
 
 
 def _widths(problem: Problem) -> list[Value]:
     return list(dict.fromkeys(min(width, power_of_two(problem["columns"])) for width in _WIDTHS))
-
-
-FEW_THREADS = Constraint(
-    "a thread has 4 numbers of a tile or more",
-    lambda problem, config, target: config["tile_n"] >= 4 * threads_of(config) or config["num_worker_warps"] == 0,
-)
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
@@ -113,7 +106,12 @@ SPEC = spec(
         (
             HAS_FP8,
             Constraint(f"a thread holds at most {_HELD} numbers of a row, and fewer than it has registers", _is_held),
-            FEW_THREADS,
+            Constraint(
+                "a thread has 4 numbers of a tile or more",
+                lambda problem, config, target: (
+                    config["tile_n"] >= 4 * _threads(config) or config["num_worker_warps"] == 0
+                ),
+            ),
         ),
     ),
     default=_default,
