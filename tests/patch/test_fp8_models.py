@@ -135,6 +135,55 @@ def test_layers_that_share_their_input_are_one_op_and_an_mlp_is_one(calls, confi
     assert all(x.grad is not None and x.grad.isfinite().all() for x in model.parameters())
 
 
+def kept_by(run):
+    """Return the tensors that are kept for the backward, each memory once."""
+    found = {}
+
+    def pack(x):
+        found.setdefault(x.untyped_storage().data_ptr(), x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        run()
+    return list(found.values())
+
+
+def test_layers_behind_norms_and_attention_keep_nothing_of_their_inputs(monkeypatch):
+    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
+    tilekern.apply(attention=True)
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = model_of(transformers.Qwen3Config(**SIZES | sizes, attn_implementation="tilekern"))
+    parameters, ids = {x.untyped_storage().data_ptr() for x in model.parameters()}, ids_of(1, 70)
+
+    def kept():
+        found = kept_by(lambda: model(input_ids=ids, labels=ids))
+        found = [x for x in found if x.untyped_storage().data_ptr() not in parameters]
+        return sorted((x.nbytes, str(x.dtype)) for x in found if x.numel() >= 70 * 128)
+
+    before = kept()
+    tilekern.fp8.convert(model)
+    after = kept()
+    # What q, k and v read, and what gate and up read.
+    for _ in range(2):
+        before.remove((2 * 70 * 128, "torch.bfloat16"))
+    assert after == before
+
+
+@pytest.mark.parametrize("config", [transformers.Qwen3Config, transformers.Gemma2Config, transformers.LlamaConfig])
+def test_inputs_that_are_made_again_give_the_gradients_of_those_that_are_kept(monkeypatch, config):
+    tilekern.apply(attention=True)
+    model = model_of(config(**SIZES | {"num_hidden_layers": 2}, attn_implementation="tilekern"))
+    tilekern.fp8.convert(model)
+    found = []
+    for is_remade in (True, False):
+        if not is_remade:
+            monkeypatch.setattr("tilekern.ops.remade.found", lambda *_, **__: None)
+        model(input_ids=ids_of(), labels=ids_of()).loss.backward()
+        found.append([x.grad.clone() for x in model.parameters()])
+        model.zero_grad()
+    assert all(map(torch.equal, *found))
+
+
 def test_a_joined_layer_decodes_by_one_product(calls):
     tilekern.apply()
     model = model_of(transformers.Phi3Config(**SIZES, pad_token_id=0))

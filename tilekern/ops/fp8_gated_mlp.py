@@ -1,8 +1,8 @@
 """fp8_gated_mlp: ``down(act(gate(x)) * up(x))`` by 8-bit floats, as one function of autograd.
 
 Its six products are those of :mod:`tilekern.ops.fp8_linear`. The gate and its gradients are rounded to e4m3 in the
-launches that compute them (:mod:`tilekern.kernels.fp8.gated`), so no pass of its own does it. It keeps the e4m3 numbers
-of x, gate and up; the gate's result is computed again beside its gradients.
+launches that compute them (:mod:`tilekern.kernels.fp8.gated`), so no pass of its own does it. It keeps gate and up, and
+of x what a linear layer of 8-bit floats does; the gate's result is computed again beside its gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from tilekern.ops.fp8_linear import (
     Rounded,
     fp8_linear,
     fp8_linears,
+    kept_input,
     multiplied,
+    read_again,
     rounded,
     rounded_input,
     turned,
@@ -160,15 +162,16 @@ class _Fp8GatedMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
         y, of_x, made, scales = _forward(x, (gate, up, down), activation)
-        ctx.save_for_backward(*of_x, *made, gate, up, down, *scales)
+        ctx.make, kept = kept_input(x, of_x, several=True)
+        ctx.save_for_backward(*made, gate, up, down, *scales, *kept)
         ctx.shape, ctx.dtype, ctx.activation = x.shape, x.dtype, activation
         return y
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        numbers, scale, gate, up, *weights_and_scales = ctx.saved_tensors
-        weights, scales = weights_and_scales[:3], weights_and_scales[3:]
+        gate, up, *rest = ctx.saved_tensors
+        weights, scales, kept = rest[:3], rest[3:6], rest[6:]
         of_x, *of_weights = ctx.needs_input_grad[:4]
         dtype = ctx.dtype
 
@@ -188,7 +191,7 @@ class _Fp8GatedMlp(torch.autograd.Function):
             if of_x:
                 dx = multiplied(of_gate, turned_weight(n), dtype, addend=dx)
             if of_weights[n]:
-                across = turned(numbers, scale, dtype) if across is None else across
+                across = turned(*read_again(ctx.make, kept), dtype) if across is None else across
                 found.append(multiplied(turned(*of_gate, dtype), across, dtype, over_rows=True))
             else:
                 found.append(None)

@@ -8,7 +8,8 @@ row, and ``t`` turns such a matrix (:mod:`tilekern.kernels.fp8`):
     weight gradient  dweight = t(q(dy)) @ t(q(x))^T
 
 Each of the three is rounded once; a turned matrix has the numbers of the other, at one scale. Of the forward only
-``q(x)`` stays, half of what a linear layer keeps. Weights are rounded anew in both directions: 8-bit copies would take
+``q(x)`` stays, half of what a linear layer keeps, or nothing where another op keeps what ``x`` is made from
+(:mod:`tilekern.ops.remade`). Weights are rounded anew in both directions: 8-bit copies would take
 a byte for each parameter between them. All sums have a fixed order, so a step gives the same bits again.
 
 Layers that share ``x`` (q, k and v; gate and up) round it once. As one function they also turn it once, and add up its
@@ -20,7 +21,7 @@ torch's linear layer runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from tilekern.kernels.fp8.turned import SPEC as TURNED
 from tilekern.kernels.fp8.turned import pitch_of
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
 from tilekern.kernels.skinny.tiles import MOST_ROWS
+from tilekern.ops import remade
 from tilekern.ops.linear import product
 from tilekern.ops.registration import (
     applied,
@@ -54,6 +56,7 @@ E4M3 = torch.float8_e4m3fn
 Layer = tuple[Tensor, Tensor | None]
 # A matrix [rows, columns] of e4m3, and its scales [rows].
 Rounded = tuple[Tensor, Tensor]
+Making = Callable[..., Tensor] | None
 # The attribute of a tensor that holds its rounded numbers.
 _HELD = "_tilekern_rounded"
 
@@ -244,16 +247,29 @@ def _forward(x: Tensor, parameters: Sequence[Any]) -> tuple[tuple[Tensor, ...], 
     return tuple(made), numbers, scales
 
 
+def kept_input(
+    x: Tensor, numbers: Rounded, *, several: bool
+) -> tuple[Callable[..., Tensor] | None, tuple[Tensor, ...]]:
+    """Return what a layer keeps of its input: its e4m3 numbers and scales; or what it is made from, and how."""
+    made = remade.found(x, several=several)
+    return (None, numbers) if made is None else made
+
+
+def read_again(make: Making, kept: Sequence[Tensor]) -> Rounded:
+    """Return the e4m3 numbers and scales of an input, of what :func:`kept_input` returned."""
+    return (kept[0], kept[1]) if make is None else rounded(as_rows(make(*kept)))
+
+
 class _Fp8Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        results, (numbers, scale), scales = _forward(x, parameters)
+        results, numbers, scales = _forward(x, parameters)
         of_x, *of_parameters = ctx.needs_input_grad
-        reads_x = any(of_parameters[::2])
+        ctx.make, kept = None, ()
+        if any(of_parameters[::2]):
+            ctx.make, kept = kept_input(x, numbers, several=len(results) > 1)
         ctx.save_for_backward(
-            *((numbers, scale) if reads_x else (None, None)),
-            *(weight if of_x else None for weight in parameters[::2]),
-            *(one if of_x else None for one in scales),
+            *kept, *(weight if of_x else None for weight in parameters[::2]), *(one if of_x else None for one in scales)
         )
         ctx.shape, ctx.dtype = x.shape, x.dtype
         return results
@@ -261,8 +277,8 @@ class _Fp8Linears(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
-        numbers, scale, *parameters = ctx.saved_tensors
-        weights, scales = parameters[: len(given)], parameters[len(given) :]
+        saved, count = ctx.saved_tensors, len(given)
+        kept, weights, scales = saved[: -2 * count], saved[-2 * count : -count], saved[-count:]
         of_x, *of_parameters = ctx.needs_input_grad
         dtype, dx, across, found = ctx.dtype, None, None, []
         for n, slope in enumerate(given):
@@ -273,7 +289,7 @@ class _Fp8Linears(torch.autograd.Function):
                     weight = turned(as_rows(weights[n]), scales[n], dtype)
                     dx = multiplied((slopes, steps), weight, dtype, addend=dx)
                 if of_parameters[2 * n]:
-                    across = turned(numbers, scale, dtype) if across is None else across
+                    across = turned(*read_again(ctx.make, kept), dtype) if across is None else across
                     dweight = multiplied(turned(slopes, steps, dtype), across, dtype, over_rows=True)
             found += [dweight, dy.sum(0) if of_parameters[2 * n + 1] else None]
         return None if dx is None else shaped(dx, *ctx.shape), *found

@@ -22,6 +22,7 @@ import torch
 
 from tilekern.errors import InputError
 from tilekern.kernels.fp8.space import HAS_FP8
+from tilekern.ops import remade
 from tilekern.ops.fp8_gated_mlp import fp8_gated_mlp
 from tilekern.ops.fp8_linear import fp8_linear, fp8_linears, why_not
 from tilekern.ops.registration import needs_gradient
@@ -120,6 +121,7 @@ def convert(model: torch.nn.Module, chosen: Callable[[str, torch.nn.Linear], boo
         )
     for device in {layer.weight.device for _, layer in found}:
         _check(device)
+    remade.want()
     for _, layer in found:
         layer.__class__ = Linear
     return [name for name, _ in found]

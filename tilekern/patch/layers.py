@@ -76,7 +76,9 @@ def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mappin
     def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
         given = given_of(norm, residual, x)
         if given is not None:
-            return ops.fused_add_rms_norm(residual, x, *given)
+            total, y = ops.fused_add_rms_norm(residual, x, *given)
+            replacements.tell_norm(y, total, *given)
+            return total, y
         total = residual + x
         return total, norm(total)
 
@@ -91,7 +93,9 @@ def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mappin
         then = None if given is None else given_of(following, residual, x)
         if given is None or then is None or given[1:] != then[1:]:
             return add_norm(residual, norm(x), following)
-        return fused_rms_norm_add_rms_norm(residual, x, given[0], *then)
+        total, y = fused_rms_norm_add_rms_norm(residual, x, given[0], *then)
+        replacements.tell_norm(y, total, *then)
+        return total, y
 
     ours = {
         patterns.ADD_NORM: add_norm, patterns.NORM_ADD: norm_add, patterns.NORM_ADD_NORM: norm_add_norm,

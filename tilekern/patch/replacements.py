@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tilekern import ops
-from tilekern.ops import few_rows
+from tilekern.ops import few_rows, remade
 from tilekern.ops.activation import activation as activation_op
 from tilekern.ops.geglu import geglu
 from tilekern.ops.layer_norm import layer_norm
@@ -55,15 +55,31 @@ def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
         if type(hidden_states) is not torch.Tensor:
             count_own(_NORM, SUBCLASS)
             return original(self, hidden_states)
-        return ops.rms_norm(hidden_states, parameter_of(self, "weight"), self.variance_epsilon)
+        return normed(hidden_states, parameter_of(self, "weight"), self.variance_epsilon)
 
     def forward_with_options(self: Any, hidden_states: torch.Tensor) -> Any:
         if type(hidden_states) is not torch.Tensor:
             count_own(_NORM, SUBCLASS)
             return original(self, hidden_states)
-        return ops.rms_norm(hidden_states, weight_of(norm, self), getattr(self, eps), offset, casting_mode)
+        return normed(hidden_states, weight_of(norm, self), getattr(self, eps), offset, casting_mode)
 
     return named_as(forward if norm == PLAIN else forward_with_options, original)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor | None, *options: Any) -> torch.Tensor:
+    """Return :func:`tilekern.ops.rms_norm`, and tell of it."""
+    y = ops.rms_norm(x, weight, *options)
+    tell_norm(y, x, weight, *options)
+    return y
+
+
+def tell_norm(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, *options: Any) -> None:
+    """Tell the layers that read ``y`` that it is a norm of ``x``, which is kept."""
+
+    def again(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        return ops.rms_norm(x, weight, *options)
+
+    remade.tell(y, again, *((x,) if weight is None else (x, weight)))
 
 
 def rms_norm_by_helper(original: Function, norm: Norm) -> Function:
@@ -76,7 +92,7 @@ def rms_norm_by_helper(original: Function, norm: Norm) -> Function:
         if not written or type(hidden_states) is not torch.Tensor:
             count_own(_NORM, SUBCLASS if written else "a subclass with a _norm of its own")
             return original(self, hidden_states)
-        return ops.rms_norm(hidden_states, weight_of(norm, self), getattr(self, eps), offset, casting_mode)
+        return normed(hidden_states, weight_of(norm, self), getattr(self, eps), offset, casting_mode)
 
     return named_as(forward, original)
 
