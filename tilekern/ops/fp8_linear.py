@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tilekern.errors import NoVariant
 from tilekern.kernels.fp8.product import SPEC as PRODUCT
@@ -50,6 +51,7 @@ from tilekern.ops.registration import (
 from tilekern.runtime.dispatch import count_fallback, is_invariant, plan_for, refused
 
 E4M3 = torch.float8_e4m3fn
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Layer = tuple[Tensor, Tensor | None]
 # A matrix [rows, columns] of e4m3, and its scales [rows].
 Rounded = tuple[Tensor, Tensor]
@@ -102,6 +104,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 def _run(x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
     if not is_eager(x, *parameters):
+        if not torch.compiler.is_compiling():
+            count_fallback(PRODUCT, "a transform or a mode of torch, as vmap or selective checkpoints")
         return tuple(torch.nn.functional.linear(x, *layer) for layer in _layers(parameters))
     graded = needs_gradient(x, *parameters)
     why = _why_not(x, graded, parameters[::2])
@@ -119,6 +123,10 @@ def _why_not(x: Tensor, graded: bool, weights: Sequence[Any]) -> str:
     """Return why torch's layer computes a call; empty if the op does."""
     if is_invariant():
         return "the invariant mode, whose bits are those of bfloat16"
+    if x.dtype not in _DTYPES:
+        return "a dtype that is not bfloat16, float16 or float32"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
     rows = x.numel() // max(1, x.shape[-1])
     if not graded and rows <= MOST_ROWS:
         return "few rows without a gradient"

@@ -29,6 +29,7 @@ from tilekern.spec.targets import HAS
 
 # The only format so far; the kernel by whose name calls of other layers are counted.
 ROWWISE, KERNEL = "rowwise", "fp8_matmul"
+COMPILED = "torch.compile"
 # What :func:`stand_in` changes.
 CHOICE = "transformers.modeling_utils.PreTrainedModel.post_init"
 _LEAST, _UNIT = 128, 16
@@ -41,22 +42,29 @@ class Linear(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight^T + bias`` [..., out_features] of ``x`` [..., in_features]."""
+        if torch.compiler.is_compiling():
+            count_own(KERNEL, COMPILED)
+            return torch.nn.functional.linear(x, self.weight, self.bias)
         weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
-        if torch.compiler.is_compiling() or not _is_taken(x, weight, bias):
+        # A hook's forward may hold this method of a layer that was restored since.
+        if not isinstance(self, Linear):
             return torch.nn.functional.linear(x, weight, bias)
-        return fp8_linear(x, weight, bias)
+        if not _are_plain(x, weight, bias):
+            count_own(KERNEL, SUBCLASS)
+            return torch.nn.functional.linear(x, weight, bias)
+        return (fp8_linear if _are_alike(x, weight) else torch.nn.functional.linear)(x, weight, bias)
 
     def extra_repr(self) -> str:
         """Return torch's text and the format."""
         return f"{super().extra_repr()}, fp8={ROWWISE}"
 
 
-def _is_taken(x: Any, weight: Any, bias: Any) -> bool:
-    """Return whether the op takes a layer's tensors; others are counted."""
-    if any(given is not None and type(given) not in TENSORS for given in (x, weight, bias)):
-        count_own(KERNEL, SUBCLASS)
-        return False
-    # Two dtypes are torch's error, or autocast's work.
+def _are_plain(*given: Any) -> bool:
+    return all(x is None or type(x) in TENSORS for x in given)
+
+
+def _are_alike(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether dtypes are one or autocast makes them one; others are torch's error."""
     return x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
 
 
@@ -66,9 +74,9 @@ def projected(layers: Sequence[Any], x: Any) -> tuple[torch.Tensor, ...] | None:
         return None
     given = [parameters_as_written(layer) for layer in layers]
     parameters = [each for each in given if each is not None]
-    if len(parameters) < len(layers) or not all(_is_taken(x, *each) for each in parameters):
+    if len(parameters) < len(layers) or not _are_plain(x):
         return None
-    return fp8_linears(x, parameters)
+    return fp8_linears(x, parameters) if all(_are_alike(x, weight) for weight, _ in parameters) else None
 
 
 def convert(model: torch.nn.Module, chosen: Callable[[str, torch.nn.Linear], bool] | None = None) -> list[str]:
@@ -96,13 +104,21 @@ def convert(model: torch.nn.Module, chosen: Callable[[str, torch.nn.Linear], boo
     for device in {layer.weight.device for _, layer in found}:
         _check(device)
     for _, layer in found:
-        layer.__class__ = Linear
+        if not isinstance(layer, Linear):
+            layer.__class__ = Linear
     return [name for name, _ in found]
 
 
 def restore(model: torch.nn.Module) -> list[str]:
-    """Give the layers of :func:`convert` their own class back; return their names."""
+    """Give the layers of :func:`convert` their own class back; return their names.
+
+    Raises:
+        InputError: a layer has got another class since, as ``fully_shard`` of a single layer and parametrizations do.
+    """
     found = converted_layers(model)
+    for name, layer in found:
+        if type(layer) is not Linear:
+            raise InputError(f"{name} is a {type(layer).__name__} now; restore the model before that is done")
     for _, layer in found:
         layer.__class__ = torch.nn.Linear
     return [name for name, _ in found]
@@ -110,19 +126,25 @@ def restore(model: torch.nn.Module) -> list[str]:
 
 def converted_layers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Linear]]:
     """Return the layers of a model that run products of 8-bit floats, with their names."""
-    return [(name, layer) for name, layer in model.named_modules() if type(layer) is Linear]
+    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, Linear)]
 
 
 def judged(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
-    """Return the linear layers of a model that has some of 8-bit floats, and why others are not; else none."""
+    """Return the linear layers of a model and why each runs no 8-bit floats; none if nobody has asked for these."""
     on = {id(layer) for _, layer in converted_layers(model)}
-    fit = {id(layer) for _, layer in _layers_of(model)}
+    if not on and not is_on():
+        return []
+    fit, unasked = {id(layer) for _, layer in _layers_of(model)}, "not converted" if on else _EARLIER
     layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
-    whys = ("" if id(layer) in on else "not converted" if id(layer) in fit else _UNFIT for _, layer in layers)
-    return [(*named, why) for named, why in zip(layers, whys, strict=True)] if on else []
+    whys = ("" if id(layer) in on else unasked if id(layer) in fit else _UNFIT for _, layer in layers)
+    return [(*named, why) for named, why in zip(layers, whys, strict=True)]
 
 
-_UNFIT = "stays in its dtype: a head, a router, an adapter, outside of the decoder's layers, or of other sizes"
+_UNFIT = (
+    "stays in its dtype: a head, a router, an adapter, outside of the decoder's layers, of other sizes, or with a "
+    "forward of its own"
+)
+_EARLIER = "the model was made before tilekern.apply(fp8=...); tilekern.fp8.convert(model) converts it"
 
 
 def _check(device: torch.device) -> None:
@@ -135,12 +157,15 @@ def _check(device: torch.device) -> None:
 
 def _layers_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
     """Yield the layers to convert, and those that are converted."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    decoder = getattr(model, "get_decoder", lambda: None)() or model
+    # DDP and others have the model inside.
+    owner: Any = next((module for module in model.modules() if hasattr(module, "get_decoder")), None)
+    head = getattr(owner, "get_output_embeddings", lambda: None)()
+    decoder = getattr(owner, "get_decoder", lambda: None)() or model
     inside = {id(module) for module in decoder.modules()}
     for name, layer in model.named_modules():
         *path, last = name.split(".")
-        if type(layer) not in (torch.nn.Linear, Linear) or layer is head or id(layer) not in inside:
+        is_known = type(layer) is torch.nn.Linear or isinstance(layer, Linear)
+        if not is_known or layer is head or id(layer) not in inside:
             continue
         if not any(part.isdigit() for part in path) or last in _OTHERS or not set(_ADAPTERS).isdisjoint(path):
             continue
