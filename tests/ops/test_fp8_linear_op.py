@@ -7,6 +7,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 import tilekern
 from tilekern.ops.fp8_linear import fp8_linear, fp8_linears
@@ -161,6 +162,95 @@ def test_torchs_layer_runs_where_it_must_and_is_counted(why, rows, graded):
     from tilekern.runtime import dispatch
 
     assert why in dispatch.reasons()["fp8_matmul"]
+
+
+def dual(x, layer):
+    with torch.autograd.forward_ad.dual_level():
+        return torch.autograd.forward_ad.unpack_dual(
+            fp8_linear(torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x)), *layer)
+        ).primal
+
+
+def counted_flops(x, layer):
+    with FlopCounterMode(display=False):
+        return fp8_linear(x, *layer)
+
+
+@pytest.mark.parametrize(
+    ("why", "run", "dtype"),
+    [
+        ("a transform or a mode", lambda x, layer: torch.vmap(lambda row: fp8_linear(row, *layer))(x), None),
+        ("a transform or a mode", counted_flops, None),
+        ("forward-mode differentiation", dual, None),
+        ("a dtype that is not", lambda x, layer: fp8_linear(x, *layer), torch.float64),
+    ],
+    ids=["vmap", "mode", "forward mode", "float64"],
+)
+def test_other_ways_to_compute_run_torchs_layer_and_are_counted(why, run, dtype):
+    from tilekern.runtime import dispatch
+
+    x, layers = leaves(160, 64, (48,), dtype or torch.bfloat16)
+    before = dispatch.reasons().get("fp8_matmul", {})
+    y = run(x, layers[0])
+    assert torch.equal(y, torch.nn.functional.linear(x, *layers[0]))
+    now = dispatch.reasons()["fp8_matmul"]
+    assert [text for text in now if now[text] > before.get(text, 0) and why in text]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("power", [16, -20])
+def test_gradients_of_a_scaled_loss_are_scaled_to_the_bit(dtype, power, monkeypatch):
+    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
+    x, layers = leaves(80, 64, (48, 32), dtype, biased=True)
+    # Rows of which some are 2^-20 of others.
+    slopes = [
+        torch.randn(2, 40, out).to(dtype) * 2.0 ** -torch.arange(0, 20, 0.5)[:, None].to(dtype) for out in (48, 32)
+    ]
+    _, plain = run(x, layers, slopes)
+    _, scaled = run(x, layers, [slope * 2.0**power for slope in slopes])
+    assert all(torch.equal(one * 2.0**power, other) for one, other in zip(plain, scaled, strict=True))
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_reaches_what_a_scaler_of_losses_reads(odd):
+    x, layers = leaves(80, 64, (48,), torch.float16)
+    slope = torch.randn(2, 40, 48).half()
+    slope[1, 7, 9] = odd
+    _, (dx, dweight) = run(x, layers, [slope])
+    assert not dx[1, 7].isfinite().any()
+    assert dx.isfinite().all(-1).sum() == 79
+    assert not dweight.isfinite().any()
+
+
+def test_a_single_token_trains(monkeypatch):
+    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
+    x, layers = leaves(2, 64, (48,))
+    x = x[:1].detach().requires_grad_()
+    slopes = [torch.randn(1, 1, 48).bfloat16()]
+    (y,), (dx, dweight) = run(x, layers, slopes)
+    (want,), of_wanted = exact(x, layers, slopes)
+    # Few terms average less of their noise.
+    assert all(
+        distance(found, other) < 2 * NOISE for found, other in zip((y, dx, dweight), (want, *of_wanted), strict=True)
+    )
+
+
+def test_strides_of_any_kind_are_read():
+    x, layers = leaves(80, 64, (48,))
+    turned = x.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()
+    slope = torch.randn(48, 40, 2).bfloat16().permute(2, 1, 0)
+    results, gradients = run(turned, layers, [slope])
+    wanted, of_wanted = run(x, layers, [slope.contiguous()])
+    assert all(map(torch.equal, (*results, *gradients), (*wanted, *of_wanted)))
+    spread = x[:, :1].expand(2, 40, 64)
+    assert torch.equal(fp8_linear(spread, *layers[0]), fp8_linear(spread.contiguous(), *layers[0]))
+
+
+def test_differentiating_twice_is_refused():
+    x, layers = leaves(80, 64, (48,))
+    (dx,) = torch.autograd.grad(fp8_linear(x, *layers[0]).float().square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="the gradient of this op has no gradient"):
+        dx.float().sum().backward()
 
 
 def test_the_invariant_mode_has_the_bits_of_bfloat16():
