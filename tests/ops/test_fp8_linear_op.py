@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilekern
+from tilekern.kernels.fp8.scales import scaled_rows
 from tilekern.ops.fp8_linear import fp8_linear, fp8_linears
+from tilekern.ops.rounded_weight import RoundedWeight
 
 # What rounding two operands to 4 significant bits leaves of a product's norm: 2^-5 / sqrt(3) for each, and a margin.
 NOISE = 0.045
@@ -251,6 +253,40 @@ def test_differentiating_twice_is_refused():
     (dx,) = torch.autograd.grad(fp8_linear(x, *layers[0]).float().square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="the gradient of this op has no gradient"):
         dx.float().sum().backward()
+
+
+@pytest.mark.parametrize("interpreted", ["0", "1"])
+def test_a_weight_that_is_rounded_already_gives_the_same_bits(interpreted, monkeypatch):
+    monkeypatch.setenv("TILEKERN_INTERPRET", interpreted)
+    x, layers = leaves(80, 64, (48, 32), biased=True)
+    with torch.no_grad():
+        # Rows of which some are 2^-12 of others: their smallest numbers vanish when the weight is turned.
+        layers[0][0].mul_(2.0 ** -torch.arange(0, 12, 0.25)[:, None])
+    slopes = [torch.randn(2, 40, out).bfloat16() for out in (48, 32)]
+    results, gradients = run(x, layers, slopes)
+    rounded = [(RoundedWeight(*scaled_rows(weight.detach()), weight.dtype), bias) for weight, bias in layers]
+    for weight, _ in rounded:
+        weight.requires_grad_()
+    found, of_found = run(x, rounded, slopes)
+    assert all(map(torch.equal, (*results, *gradients), (*found, *of_found)))
+    assert {type(gradient) for gradient in of_found} == {torch.Tensor}
+
+
+def test_other_operations_read_a_rounded_weight_as_its_numbers():
+    x, ((weight, _),) = leaves(8, 64, (48,))
+    rounded = RoundedWeight(*scaled_rows(weight.detach()), weight.dtype)
+    want = rounded.numbers.double() * rounded.scale[:, None]
+    assert torch.equal(rounded.double(), want)
+    parameter = torch.nn.Parameter(rounded)
+    assert (type(parameter.detach()), parameter.dtype, parameter.shape) == (RoundedWeight, weight.dtype, weight.shape)
+    same = torch.as_strided(parameter.detach(), (48, 64), (64, 1))
+    assert same.numbers.data_ptr() == rounded.numbers.data_ptr()
+    assert torch.equal(torch.as_strided(parameter.detach(), (64, 48), (1, 64)).double(), want.t())
+    # Few rows, and products of torch's with a gradient, are in the weight's dtype.
+    with torch.no_grad():
+        assert torch.equal(fp8_linear(x, parameter), torch.nn.functional.linear(x, want.bfloat16()))
+    torch.nn.functional.linear(x.detach(), parameter).sum().backward()
+    assert type(parameter.grad) is torch.Tensor
 
 
 def test_the_invariant_mode_has_the_bits_of_bfloat16():

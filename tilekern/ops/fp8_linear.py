@@ -48,6 +48,7 @@ from tilekern.ops.registration import (
     shaped,
     uncast,
 )
+from tilekern.ops.rounded_weight import RoundedWeight
 from tilekern.runtime.dispatch import count_fallback, is_invariant, plan_for, refused
 
 E4M3 = torch.float8_e4m3fn
@@ -68,6 +69,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Args:
         x: [..., in_features]; bfloat16, float16 or float32, any strides.
         weight: [out_features, in_features], of the dtype of ``x``. Under autocast both are cast, as a linear layer's.
+            A :class:`~tilekern.ops.rounded_weight.RoundedWeight` is read as it is.
         bias: [out_features], of the dtype of ``x``, or None.
 
     Returns:
@@ -111,7 +113,8 @@ def _run(x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
     why = _why_not(x, graded, parameters[::2])
     if why:
         count_fallback(PRODUCT, why)
-        multiply = torch.nn.functional.linear if graded else product
+        is_torchs = graded or any(type(weight) is RoundedWeight for weight in parameters[::2])
+        multiply = torch.nn.functional.linear if is_torchs else product
         return tuple(multiply(x, *layer) for layer in _layers(parameters))
     if graded:
         made: tuple[Tensor, ...] = _apply(x, *parameters)
@@ -216,11 +219,18 @@ def _forward(x: Tensor, parameters: Sequence[Any]) -> tuple[tuple[Tensor, ...], 
     """Return the results, the rounded ``x``, and the scales of each weight's rows."""
     numbers, made, scales = rounded(as_rows(x)), [], []
     for weight, bias in _layers(parameters):
-        of_weight = rounded(as_rows(weight))
+        is_rounded = type(weight) is RoundedWeight
+        of_weight = (weight.numbers, weight.scale) if is_rounded else rounded(as_rows(weight))
         scales.append(of_weight[1])
         y = multiplied(numbers, of_weight, x.dtype, bias)
         made.append(shaped(y, *x.shape[:-1], weight.shape[0]))
     return tuple(made), numbers, scales
+
+
+def _as_turned(weight: Any) -> Tensor:
+    """Return what :func:`turned` reads of a weight."""
+    numbers: Tensor = weight.numbers if type(weight) is RoundedWeight else weight
+    return numbers
 
 
 class _Fp8Linears(torch.autograd.Function):
@@ -231,7 +241,7 @@ class _Fp8Linears(torch.autograd.Function):
         reads_x = any(of_parameters[::2])
         ctx.save_for_backward(
             *((numbers, scale) if reads_x else (None, None)),
-            *(weight if of_x else None for weight in parameters[::2]),
+            *(_as_turned(weight) if of_x else None for weight in parameters[::2]),
             *(one if of_x else None for one in scales),
         )
         ctx.shape, ctx.dtype = x.shape, x.dtype

@@ -23,16 +23,20 @@ import torch
 from tilekern.errors import InputError
 from tilekern.kernels.fp8.space import HAS_FP8
 from tilekern.ops.fp8_linear import fp8_linear, fp8_linears
+from tilekern.ops.rounded_weight import RoundedWeight
 from tilekern.patch.exchanging import exchange
-from tilekern.patch.guards import SUBCLASS, TENSORS, count_own, parameter_of, parameters_as_written
+from tilekern.patch.guards import SUBCLASS, TENSORS, count_own, has_hooks, parameter_of
 from tilekern.spec.targets import HAS
 
 # The only format so far; the kernel by whose name calls of other layers are counted.
 ROWWISE, KERNEL = "rowwise", "fp8_matmul"
 COMPILED = "torch.compile"
+# Functions of a shard that FSDP2 calls before and after it gathers (tilekern.patch.gathering).
+BEFORE, AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 # What :func:`stand_in` changes.
 CHOICE = "transformers.modeling_utils.PreTrainedModel.post_init"
 _LEAST, _UNIT = 128, 16
+_WEIGHTS = (*TENSORS, RoundedWeight)
 _OTHERS = ("gate", "router", "score", "classifier")
 _ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
@@ -49,7 +53,7 @@ class Linear(torch.nn.Linear):
         # A hook's forward may hold this method of a layer that was restored since.
         if not isinstance(self, Linear):
             return torch.nn.functional.linear(x, weight, bias)
-        if not _are_plain(x, weight, bias):
+        if type(weight) not in _WEIGHTS or not _are_plain(x, bias):
             count_own(KERNEL, SUBCLASS)
             return torch.nn.functional.linear(x, weight, bias)
         return (fp8_linear if _are_alike(x, weight) else torch.nn.functional.linear)(x, weight, bias)
@@ -57,6 +61,27 @@ class Linear(torch.nn.Linear):
     def extra_repr(self) -> str:
         """Return torch's text and the format."""
         return f"{super().extra_repr()}, fp8={ROWWISE}"
+
+    # As when a model is moved or loaded, which may give the weight a new shard.
+
+    def _apply(self, *given: Any, **options: Any) -> Linear:
+        with _gathered_so_on(self):
+            super()._apply(*given, **options)
+        return self
+
+    def _load_from_state_dict(self, *given: Any, **options: Any) -> None:
+        with _gathered_so_on(self):
+            super()._load_from_state_dict(*given, **options)
+
+
+@contextlib.contextmanager
+def _gathered_so_on(layer: torch.nn.Module) -> Iterator[None]:
+    """Put the functions that FSDP2 finds on a weight's shard on the shard that the weight has in the end."""
+    shard = getattr(layer._parameters.get("weight"), "_local_tensor", None)
+    functions = {} if shard is None else {name: vars(shard)[name] for name in (BEFORE, AFTER) if name in vars(shard)}
+    yield
+    if functions:
+        vars(layer.weight._local_tensor).update(functions)
 
 
 def _are_plain(*given: Any) -> bool:
@@ -72,9 +97,9 @@ def projected(layers: Sequence[Any], x: Any) -> tuple[torch.Tensor, ...] | None:
     """Return the results of layers that share ``x`` if all are of 8-bit floats and calling them does no more."""
     if torch.compiler.is_compiling() or not all(type(layer) is Linear for layer in layers):
         return None
-    given = [parameters_as_written(layer) for layer in layers]
-    parameters = [each for each in given if each is not None]
-    if len(parameters) < len(layers) or not _are_plain(x):
+    parameters = [(parameter_of(layer, "weight"), parameter_of(layer, "bias")) for layer in layers]
+    are_plain = _are_plain(x, *(bias for _, bias in parameters)) and all(type(w) in _WEIGHTS for w, _ in parameters)
+    if not are_plain or any("forward" in layer.__dict__ or has_hooks(layer) for layer in layers):
         return None
     return fp8_linears(x, parameters) if all(_are_alike(x, weight) for weight, _ in parameters) else None
 
@@ -113,15 +138,24 @@ def restore(model: torch.nn.Module) -> list[str]:
     """Give the layers of :func:`convert` their own class back; return their names.
 
     Raises:
-        InputError: a layer has got another class since, as ``fully_shard`` of a single layer and parametrizations do.
+        InputError: a layer has got another class since, as ``fully_shard`` of a single layer and parametrizations do,
+            or its weight is gathered in 8 bits.
     """
     found = converted_layers(model)
     for name, layer in found:
+        if is_gathered(layer):
+            raise InputError(f"the weight of {name} is gathered in 8 bits; to train in its dtype, shard the model anew")
         if type(layer) is not Linear:
             raise InputError(f"{name} is a {type(layer).__name__} now; restore the model before that is done")
     for _, layer in found:
         layer.__class__ = torch.nn.Linear
     return [name for name, _ in found]
+
+
+def is_gathered(layer: torch.nn.Module) -> bool:
+    """Return whether :func:`tilekern.fp8.gather` serves the weight of a layer."""
+    weight = parameter_of(layer, "weight")
+    return type(weight) is RoundedWeight or hasattr(getattr(weight, "_local_tensor", None), BEFORE)
 
 
 def converted_layers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Linear]]:
