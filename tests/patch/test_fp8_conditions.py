@@ -271,6 +271,14 @@ def test_the_report_says_that_a_model_was_made_before_apply():
     assert rows["lm_head"].startswith("stays in its dtype")
 
 
+def test_apply_leaves_the_layers_of_a_model_to_its_quantiser():
+    tilekern.apply(fp8="rowwise")
+    config = config_of()
+    config.quantization_config = {"quant_method": "bitsandbytes"}
+    model = model_of(config)
+    assert {type(layer) for layer in model.modules() if isinstance(layer, torch.nn.Linear)} == {torch.nn.Linear}
+
+
 def test_the_callback_of_a_trainer_patches_a_converted_model_too():
     state = SimpleNamespace(is_local_process_zero=False)
     tilekern.TrainerCallback().on_init_end(SimpleNamespace(n_gpu=0), state, None, model=converted())

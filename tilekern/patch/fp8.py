@@ -178,7 +178,10 @@ _UNFIT = (
     "stays in its dtype: a head, a router, an adapter, outside of the decoder's layers, of other sizes, or with a "
     "forward of its own"
 )
-_EARLIER = "the model was made before tilekern.apply(fp8=...); tilekern.fp8.convert(model) converts it"
+_EARLIER = (
+    "the model was made before tilekern.apply(fp8=...), or is quantised by transformers; tilekern.fp8.convert(model) "
+    "converts it"
+)
 
 
 def _check(device: torch.device) -> None:
@@ -254,7 +257,9 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def post_init(self: Any) -> Any:
         made = original(self)
-        if any(True for _ in _layers_of(self)):
+        # Quantisers of transformers replace layers of torch's own class alone, and run after this.
+        is_quantised = getattr(self.config, "quantization_config", None) is not None
+        if not is_quantised and any(True for _ in _layers_of(self)):
             convert(self)
         return made
 
