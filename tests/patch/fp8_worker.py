@@ -1,6 +1,8 @@
 """One of two ranks that train a small model of 8-bit floats under DDP, FSDP2 and tensor parallelism.
 
-    python fp8_worker.py MEET RANK COUNT FOLDER
+    python fp8_worker.py MEET RANK COUNT DEVICE FOLDER
+
+On ``cuda`` only FSDP2 that gathers 8 bits is tried; all layers have one size, so that few kernels are compiled.
 
 Exit status: 0 where all agree, 77 where this torch cannot shard, which the last line of output explains.
 """
@@ -22,10 +24,14 @@ from tilekern.ops.rounded_weight import RoundedWeight
 from tilekern.patch.fp8 import converted_layers
 from tilekern.runtime import dispatch
 
-IDS = (torch.arange(2)[:, None] * 17 + 5 * torch.arange(80)) % 256
+DEVICE = sys.argv[4]
+IDS = ((torch.arange(2)[:, None] * 17 + 5 * torch.arange(80)) % 256).to(
+    DEVICE if DEVICE == "cpu" else f"cuda:{sys.argv[2]}"
+)
 SIZES = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 256, "tie_word_embeddings": False,
+    "attn_implementation": "eager",
 }  # fmt: skip
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 LAYERS = 14
@@ -35,7 +41,8 @@ ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all
 
 def made(dtype=torch.float32, *, converted=True):
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**SIZES)).to(dtype).train()
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**SIZES)).to(dtype)
+    model = model.to(IDS.device).train()
     if converted:
         tilekern.fp8.convert(model)
     return model
@@ -131,7 +138,7 @@ def compare_gathering(row):
         "singly": {"mp_policy": MIXED, "singly": True},
         "hybrid": {"mp_policy": MIXED, "mesh": of_copies(1, 2)},
     }
-    for name, settings in ways.items():
+    for name, settings in ways.items() if DEVICE == "cpu" else [("mixed", ways["mixed"])]:
         plain, found = (trained(row, gathered, settings) for gathered in (False, True))
         assert_same(found[0], plain[0], f"gathered, {name}")
         # A byte in place of 2 or 4, and 4 bytes of a scale for each row.
@@ -227,14 +234,14 @@ def refuse():
 
 
 def of_copies(copies, shards):
-    return dist.init_device_mesh("cpu", (copies, shards), mesh_dim_names=("copies", "shards"))
+    return dist.init_device_mesh(DEVICE, (copies, shards), mesh_dim_names=("copies", "shards"))
 
 
 def share_tensors():
     """Layers whose tensors are DTensors run in their dtype, and each call is counted once."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    model, mesh = made(), dist.init_device_mesh("cpu", (2,))
+    model, mesh = made(), dist.init_device_mesh(DEVICE, (2,))
     plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
     for layer in model.model.layers:
         parallelize_module(layer.mlp, mesh, plan)
@@ -248,24 +255,30 @@ def share_tensors():
 
 def main():
     """Go through all ways of sharing."""
-    meet, rank, count, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    meet, rank, count, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[5])
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=count)
-        fully_shard(torch.nn.Linear(4, 4), mesh=dist.init_device_mesh("cpu", (count,)))(
-            torch.ones(1, 4)
-        ).sum().backward()
+        backend = "gloo"
+        if DEVICE == "cuda":
+            torch.cuda.set_device(rank)
+            os.environ["CUBLAS_WORKSPACE_CONFIG"], backend = ":4096:8", "cpu:gloo,cuda:nccl"
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        dist.init_process_group(backend, init_method=meet, rank=rank, world_size=count)
+        linear, mesh = torch.nn.Linear(4, 4).to(IDS.device), dist.init_device_mesh(DEVICE, (count,))
+        fully_shard(linear, mesh=mesh)(torch.ones(1, 4, device=IDS.device)).sum().backward()
     except (RuntimeError, NotImplementedError, AttributeError) as error:
         print(f"this torch cannot run FSDP2 here: {str(error).splitlines()[0]}")  # noqa: T201
         sys.exit(77)
-    row, wanted = IDS[rank : rank + 1], mean_of_rows(rank, IDS)
-    train_by_ddp(row, wanted)
-    train_by_fsdp2(row, wanted)
+    row = IDS[rank : rank + 1]
+    if DEVICE == "cpu":
+        wanted = mean_of_rows(rank, IDS)
+        train_by_ddp(row, wanted)
+        train_by_fsdp2(row, wanted)
+        refuse()
+        share_tensors()
     compare_gathering(row)
     load_and_move(row, folder)
-    refuse()
-    share_tensors()
     dist.destroy_process_group()
 
 

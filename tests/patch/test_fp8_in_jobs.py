@@ -13,7 +13,7 @@ WORKER = Path(__file__).with_name("fp8_worker.py")
 @pytest.mark.nightly
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no distributed package")
 def test_two_processes_give_the_losses_and_gradients_of_one_and_gather_8_bits(tmp_path):
-    ended = finish(start(tmp_path, WORKER, 2, tmp_path, GLOO_SOCKET_IFNAME="lo"))
+    ended = finish(start(tmp_path, WORKER, 2, "cpu", tmp_path, GLOO_SOCKET_IFNAME="lo"))
     if any(code == 77 for _, _, code in ended):
         pytest.skip(ended[0][0].strip().splitlines()[-1])
     assert [code for _, _, code in ended] == [0, 0], "\n".join(error[-3000:] for _, error, _ in ended)
