@@ -107,8 +107,8 @@ def projected(layers: Sequence[Any], x: Any) -> tuple[torch.Tensor, ...] | None:
 def convert(model: torch.nn.Module, chosen: Callable[[str, torch.nn.Linear], bool] | None = None) -> list[str]:
     """Have linear layers of a model's decoder run products of 8-bit floats from now on.
 
-    Call it before the optimizer's first step or at any time: parameters stay the same objects, in their dtype. Do it
-    before FSDP or DDP wrap the model, and before ``torch.compile``, which compiles such layers as ordinary ones.
+    Call it at any time, before or after DDP, FSDP or ``torch.compile`` have the model, which compiles such layers as
+    ordinary ones; but before ``fully_shard`` of single linear layers. Parameters stay the same objects, in their dtype.
 
     Args:
         model: a model of transformers, alone or inside PEFT's, or any module with numbered layers.
