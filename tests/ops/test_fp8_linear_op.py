@@ -1,5 +1,6 @@
 """A linear layer by 8-bit floats: its three products beside float64, what it keeps, and when torch's layer runs."""
 
+import itertools
 import math
 
 import pytest
@@ -246,6 +247,36 @@ def test_strides_of_any_kind_are_read():
     assert all(map(torch.equal, (*results, *gradients), (*wanted, *of_wanted)))
     spread = x[:, :1].expand(2, 40, 64)
     assert torch.equal(fp8_linear(spread, *layers[0]), fp8_linear(spread.contiguous(), *layers[0]))
+
+
+def test_what_needs_no_gradient_gets_none_and_the_rest_the_same():
+    x, ((weight, bias), (other, _)) = leaves(80, 64, (48, 32), biased=True)
+    slope = torch.randn(2, 40, 48).bfloat16()
+    given = x, weight, bias
+    wanted = torch.autograd.grad(fp8_linear(*given), given, slope)
+    for graded in itertools.product([False, True], repeat=3):
+        parts = [part.detach().requires_grad_(needs) for part, needs in zip(given, graded, strict=True)]
+        if any(graded):
+            fp8_linear(*parts).backward(slope)
+        for part, needs, want in zip(parts, graded, wanted, strict=True):
+            assert torch.equal(part.grad, want) if needs else part.grad is None
+    # A result that nothing reads.
+    fp8_linears(x, [(weight, bias), (other, None)])[0].backward(slope)
+    assert other.grad is None
+    assert torch.equal(x.grad, wanted[0])
+
+
+def test_results_may_be_changed_in_place_and_weights_may_not():
+    x, layers = leaves(80, 64, (48, 32))
+    wanted = [2 * y.detach() for y in fp8_linears(x, layers)]
+    changed = [y.mul_(2) for y in fp8_linears(x, layers)]
+    assert all(map(torch.equal, changed, wanted))
+    changed[0].sum().backward()
+    y = fp8_linear(x, *layers[0])
+    with torch.no_grad():
+        layers[0][0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_differentiating_twice_is_refused():

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import tilekern
 import tilekern.fp8
@@ -116,6 +116,8 @@ def train_by_fsdp2(row, wanted):
         model = sharded(made())
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         assert_same(step(model, row), wanted, f"FSDP2, checkpoints, reentrant {reentrant}")
+    flat = FullyShardedDataParallel(made(), device_id=IDS.device)
+    assert torch.equal(flat(input_ids=row, labels=row).loss, wanted[0])
     mixed = step(sharded(made(), mp_policy=MIXED), row)
     plain = step(sharded(made(converted=False), mp_policy=MIXED), row)
     assert abs(mixed[0] - plain[0]) / plain[0] < 1e-2
@@ -136,6 +138,7 @@ def compare_gathering(row):
         "mixed": {"mp_policy": MIXED},
         "whole": {"mp_policy": MIXED, "reshard_after_forward": False},
         "singly": {"mp_policy": MIXED, "singly": True},
+        "patched": {"mp_policy": MIXED, "patched": True},
         "hybrid": {"mp_policy": MIXED, "mesh": of_copies(1, 2)},
     }
     for name, settings in ways.items() if DEVICE == "cpu" else [("mixed", ways["mixed"])]:
@@ -151,6 +154,10 @@ def compare_gathering(row):
 
 def trained(row, gathered, settings):
     """Results of two steps and an evaluation, the model's state, the bytes gathered, and how often all weights were."""
+    if settings.get("patched"):
+        # Layers that share their input are one op.
+        tilekern.apply()
+    settings = {name: setting for name, setting in settings.items() if name != "patched"}
     model, total = sharded(made(), gathered=gathered, **settings), [0, 0]
     original = getattr(dist, ALL_GATHER)
 
@@ -179,6 +186,7 @@ def trained(row, gathered, settings):
     state = model.state_dict()
     assert all(not vars(x._local_tensor) for x in state.values())
     state = {name: whole(x) for name, x in state.items()}
+    tilekern.reset()
     moments = [whole(x) for slot in optimizer.state.values() for x in slot.values()]
     return [*found, *state.values(), *moments], state, *total
 

@@ -245,16 +245,20 @@ class _Fp8Linears(torch.autograd.Function):
             *(one if of_x else None for one in scales),
         )
         ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         numbers, scale, *parameters = ctx.saved_tensors
         weights, scales = parameters[: len(given)], parameters[len(given) :]
         of_x, *of_parameters = ctx.needs_input_grad
         dtype, dx, across, found = ctx.dtype, None, None, []
         for n, slope in enumerate(given):
+            if slope is None:  # a result that nothing read
+                found += [None, None]
+                continue
             dy, dweight = as_rows(slope), None
             if of_x or of_parameters[2 * n]:
                 slopes, steps = rounded(dy)
