@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from test_fp8_models import config_of, ids_of, model_of
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import tilekern
 import tilekern.fp8
 from tilekern.errors import InputError
+from tilekern.patch.fp8 import converted_layers
 from tilekern.patch.projecting import projected
 from tilekern.runtime import dispatch
 
@@ -234,7 +236,7 @@ def test_a_layer_that_is_of_another_class_since_is_not_restored_in_silence():
     assert rows["model.layers.1.mlp.up_proj"] == ""
     with pytest.raises(InputError, match=r"model.layers.1.mlp.up_proj is a ParametrizedLinear now"):
         tilekern.fp8.restore(model)
-    assert len(tilekern.patch.fp8.converted_layers(model)) == 14
+    assert len(converted_layers(model)) == 14
 
 
 def test_offloaded_weights_are_read_where_they_are_then():
@@ -269,6 +271,23 @@ def test_the_report_says_that_a_model_was_made_before_apply():
     rows = {row.module: row.reason for row in tilekern.report(model).rows if row.op == "fp8"}
     assert rows["model.layers.0.mlp.up_proj"].startswith("the model was made before tilekern.apply(fp8=...)")
     assert rows["lm_head"].startswith("stays in its dtype")
+
+
+def test_apply_converts_the_layers_that_convert_does_and_no_vision_tower():
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**sizes, vocab_size=512),
+        vision_config=transformers.CLIPVisionConfig(**sizes, image_size=28, patch_size=14),
+    )
+    found = []
+    for is_applied in (False, True):
+        if is_applied:
+            tilekern.apply(fp8="rowwise")
+        with torch.device("meta"):
+            model = transformers.LlavaForConditionalGeneration._from_config(config)
+        found.append([name for name, _ in converted_layers(model)] if is_applied else tilekern.fp8.convert(model))
+    assert found[0] == found[1]
+    assert all("language_model" in name for name in found[0])
 
 
 def test_apply_leaves_the_layers_of_a_model_to_its_quantiser():

@@ -259,7 +259,12 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
         made = original(self)
         # Quantisers of transformers replace layers of torch's own class alone, and run after this.
         is_quantised = getattr(self.config, "quantization_config", None) is not None
-        if not is_quantised and any(True for _ in _layers_of(self)):
+        fit = set() if is_quantised else {id(layer) for _, layer in _layers_of(self)}
+        # An inner model is made first, and may be another's encoder or vision tower.
+        for _, layer in converted_layers(self):
+            if id(layer) not in fit:
+                layer.__class__ = torch.nn.Linear
+        if fit:
             convert(self)
         return made
 
