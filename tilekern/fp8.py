@@ -6,5 +6,6 @@ tilekern.fp8.convert(model)
 """
 
 from tilekern.patch.fp8 import Linear, convert, restore
+from tilekern.patch.gathering import gather
 
-__all__ = ["Linear", "convert", "restore"]
+__all__ = ["Linear", "convert", "gather", "restore"]

@@ -1,5 +1,6 @@
 """A linear layer by 8-bit floats: its three products beside float64, what it keeps, and when torch's layer runs."""
 
+import itertools
 import math
 import sys
 
@@ -8,9 +9,12 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 import tilekern
+from tilekern.kernels.fp8.scales import scaled_rows
 from tilekern.ops.fp8_linear import fp8_linear, fp8_linears
+from tilekern.ops.rounded_weight import RoundedWeight
 
 # What rounding two operands to 4 significant bits leaves of a product's norm: 2^-5 / sqrt(3) for each, and a margin.
 NOISE = 0.045
@@ -162,6 +166,159 @@ def test_torchs_layer_runs_where_it_must_and_is_counted(why, rows, graded):
     from tilekern.runtime import dispatch
 
     assert why in dispatch.reasons()["fp8_matmul"]
+
+
+def dual(x, layer):
+    with torch.autograd.forward_ad.dual_level():
+        return torch.autograd.forward_ad.unpack_dual(
+            fp8_linear(torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x)), *layer)
+        ).primal
+
+
+def counted_flops(x, layer):
+    with FlopCounterMode(display=False):
+        return fp8_linear(x, *layer)
+
+
+@pytest.mark.parametrize(
+    ("why", "run", "dtype"),
+    [
+        ("a transform or a mode", lambda x, layer: torch.vmap(lambda row: fp8_linear(row, *layer))(x), None),
+        ("a transform or a mode", counted_flops, None),
+        ("forward-mode differentiation", dual, None),
+        ("a dtype that is not", lambda x, layer: fp8_linear(x, *layer), torch.float64),
+    ],
+    ids=["vmap", "mode", "forward mode", "float64"],
+)
+def test_other_ways_to_compute_run_torchs_layer_and_are_counted(why, run, dtype):
+    from tilekern.runtime import dispatch
+
+    x, layers = leaves(160, 64, (48,), dtype or torch.bfloat16)
+    before = dispatch.reasons().get("fp8_matmul", {})
+    y = run(x, layers[0])
+    assert torch.equal(y, torch.nn.functional.linear(x, *layers[0]))
+    now = dispatch.reasons()["fp8_matmul"]
+    assert [text for text in now if now[text] > before.get(text, 0) and why in text]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("power", [16, -20])
+def test_gradients_of_a_scaled_loss_are_scaled_to_the_bit(dtype, power, monkeypatch):
+    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
+    x, layers = leaves(80, 64, (48, 32), dtype, biased=True)
+    # Rows of which some are 2^-20 of others.
+    slopes = [
+        torch.randn(2, 40, out).to(dtype) * 2.0 ** -torch.arange(0, 20, 0.5)[:, None].to(dtype) for out in (48, 32)
+    ]
+    _, plain = run(x, layers, slopes)
+    _, scaled = run(x, layers, [slope * 2.0**power for slope in slopes])
+    assert all(torch.equal(one * 2.0**power, other) for one, other in zip(plain, scaled, strict=True))
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_reaches_what_a_scaler_of_losses_reads(odd):
+    x, layers = leaves(80, 64, (48,), torch.float16)
+    slope = torch.randn(2, 40, 48).half()
+    slope[1, 7, 9] = odd
+    _, (dx, dweight) = run(x, layers, [slope])
+    assert not dx[1, 7].isfinite().any()
+    assert dx.isfinite().all(-1).sum() == 79
+    assert not dweight.isfinite().any()
+
+
+def test_a_single_token_trains(monkeypatch):
+    monkeypatch.setenv("TILEKERN_INTERPRET", "1")
+    x, layers = leaves(2, 64, (48,))
+    x = x[:1].detach().requires_grad_()
+    slopes = [torch.randn(1, 1, 48).bfloat16()]
+    (y,), (dx, dweight) = run(x, layers, slopes)
+    (want,), of_wanted = exact(x, layers, slopes)
+    # Few terms average less of their noise.
+    assert all(
+        distance(found, other) < 2 * NOISE for found, other in zip((y, dx, dweight), (want, *of_wanted), strict=True)
+    )
+
+
+def test_strides_of_any_kind_are_read():
+    x, layers = leaves(80, 64, (48,))
+    turned = x.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()
+    slope = torch.randn(48, 40, 2).bfloat16().permute(2, 1, 0)
+    results, gradients = run(turned, layers, [slope])
+    wanted, of_wanted = run(x, layers, [slope.contiguous()])
+    assert all(map(torch.equal, (*results, *gradients), (*wanted, *of_wanted)))
+    spread = x[:, :1].expand(2, 40, 64)
+    assert torch.equal(fp8_linear(spread, *layers[0]), fp8_linear(spread.contiguous(), *layers[0]))
+
+
+def test_what_needs_no_gradient_gets_none_and_the_rest_the_same():
+    x, ((weight, bias), (other, _)) = leaves(80, 64, (48, 32), biased=True)
+    slope = torch.randn(2, 40, 48).bfloat16()
+    given = x, weight, bias
+    wanted = torch.autograd.grad(fp8_linear(*given), given, slope)
+    for graded in itertools.product([False, True], repeat=3):
+        parts = [part.detach().requires_grad_(needs) for part, needs in zip(given, graded, strict=True)]
+        if any(graded):
+            fp8_linear(*parts).backward(slope)
+        for part, needs, want in zip(parts, graded, wanted, strict=True):
+            assert torch.equal(part.grad, want) if needs else part.grad is None
+    # A result that nothing reads.
+    fp8_linears(x, [(weight, bias), (other, None)])[0].backward(slope)
+    assert other.grad is None
+    assert torch.equal(x.grad, wanted[0])
+
+
+def test_results_may_be_changed_in_place_and_weights_may_not():
+    x, layers = leaves(80, 64, (48, 32))
+    wanted = [2 * y.detach() for y in fp8_linears(x, layers)]
+    changed = [y.mul_(2) for y in fp8_linears(x, layers)]
+    assert all(map(torch.equal, changed, wanted))
+    changed[0].sum().backward()
+    y = fp8_linear(x, *layers[0])
+    with torch.no_grad():
+        layers[0][0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_differentiating_twice_is_refused():
+    x, layers = leaves(80, 64, (48,))
+    (dx,) = torch.autograd.grad(fp8_linear(x, *layers[0]).float().square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="the gradient of this op has no gradient"):
+        dx.float().sum().backward()
+
+
+@pytest.mark.parametrize("interpreted", ["0", "1"])
+def test_a_weight_that_is_rounded_already_gives_the_same_bits(interpreted, monkeypatch):
+    monkeypatch.setenv("TILEKERN_INTERPRET", interpreted)
+    x, layers = leaves(80, 64, (48, 32), biased=True)
+    with torch.no_grad():
+        # Rows of which some are 2^-12 of others: their smallest numbers vanish when the weight is turned.
+        layers[0][0].mul_(2.0 ** -torch.arange(0, 12, 0.25)[:, None])
+    slopes = [torch.randn(2, 40, out).bfloat16() for out in (48, 32)]
+    results, gradients = run(x, layers, slopes)
+    rounded = [(RoundedWeight(*scaled_rows(weight.detach()), weight.dtype), bias) for weight, bias in layers]
+    for weight, _ in rounded:
+        weight.requires_grad_()
+    found, of_found = run(x, rounded, slopes)
+    assert all(map(torch.equal, (*results, *gradients), (*found, *of_found)))
+    assert {type(gradient) for gradient in of_found} == {torch.Tensor}
+
+
+def test_other_operations_read_a_rounded_weight_as_its_numbers():
+    x, ((weight, _),) = leaves(8, 64, (48,))
+    rounded = RoundedWeight(*scaled_rows(weight.detach()), weight.dtype)
+    want = rounded.numbers.double() * rounded.scale[:, None]
+    assert torch.equal(rounded.double(), want)
+    parameter = torch.nn.Parameter(rounded)
+    assert (type(parameter.detach()), parameter.dtype, parameter.shape) == (RoundedWeight, weight.dtype, weight.shape)
+    same = torch.as_strided(parameter.detach(), (48, 64), (64, 1))
+    assert same.numbers.data_ptr() == rounded.numbers.data_ptr()
+    assert torch.equal(torch.as_strided(parameter.detach(), (64, 48), (1, 64)).double(), want.t())
+    # Few rows, and products of torch's with a gradient, are in the weight's dtype.
+    with torch.no_grad():
+        assert torch.equal(fp8_linear(x, parameter), torch.nn.functional.linear(x, want.bfloat16()))
+    torch.nn.functional.linear(x.detach(), parameter).sum().backward()
+    assert type(parameter.grad) is torch.Tensor
 
 
 def test_the_invariant_mode_has_the_bits_of_bfloat16():

@@ -200,7 +200,7 @@ def test_an_exhaustive_race_is_estimated_to_take_all_its_rounds(compiled_sweep: 
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_whole_sweep_of_an_h200_is_estimated_as_it_was(tmp_path: Path, h200: Target):
-    """105 problems of Qwen3-8B took 94 s: where the shipped figures come from. These are 102 of today, with fewer candidates."""
+    """105 problems of Qwen3-8B took 94 s, where the figures come from; these are 102 of today, of fewer candidates."""
     problems = plan_of_model("qwen3-8b", Steps([1024, 2048, 4096, 8192, 16384]), h200).problems
     counts = count(problems, h200, Sweep(tmp_path), "race")
     assert 60 < estimate_measure(counts, h200, 1, []).seconds < 115

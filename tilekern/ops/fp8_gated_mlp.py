@@ -22,10 +22,12 @@ from tilekern.ops.fp8_linear import (
     fp8_linear,
     fp8_linears,
     kept_input,
+    kept_weight,
     multiplied,
     read_again,
     rounded,
     rounded_input,
+    rounded_weight,
     turned,
     why_not,
 )
@@ -112,11 +114,11 @@ def _forward(
     """Return the result, the rounded x, gate and up, and the scales of each weight's rows."""
     numbers, made, scales = rounded_input(x), [], []
     for weight in weights[:2]:
-        of_weight = rounded(as_rows(weight))
+        of_weight = rounded_weight(weight)
         scales.append(of_weight[1])
         made.append(multiplied(numbers, of_weight, x.dtype))
     (of_gate,) = _gated(FORWARD, activation, *made)
-    of_weight = rounded(as_rows(weights[2]))
+    of_weight = rounded_weight(weights[2])
     y = shaped(multiplied(of_gate, of_weight, x.dtype), *x.shape[:-1], weights[2].shape[0])
     return y, numbers, (made[0], made[1]), [*scales, of_weight[1]]
 
@@ -163,7 +165,7 @@ class _Fp8GatedMlp(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
         y, of_x, made, scales = _forward(x, (gate, up, down), activation)
         ctx.make, kept = kept_input(x, of_x, several=True)
-        ctx.save_for_backward(*made, gate, up, down, *scales, *kept)
+        ctx.save_for_backward(*made, *map(kept_weight, (gate, up, down)), *scales, *kept)
         ctx.shape, ctx.dtype, ctx.activation = x.shape, x.dtype, activation
         return y
 

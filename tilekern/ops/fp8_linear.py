@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tilekern.errors import NoVariant
 from tilekern.kernels.fp8.product import SPEC as PRODUCT
@@ -50,9 +51,11 @@ from tilekern.ops.registration import (
     shaped,
     uncast,
 )
+from tilekern.ops.rounded_weight import RoundedWeight
 from tilekern.runtime.dispatch import count_fallback, is_invariant, plan_for, refused
 
 E4M3 = torch.float8_e4m3fn
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Layer = tuple[Tensor, Tensor | None]
 # A matrix [rows, columns] of e4m3, and its scales [rows].
 Rounded = tuple[Tensor, Tensor]
@@ -70,6 +73,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Args:
         x: [..., in_features]; bfloat16, float16 or float32, any strides.
         weight: [out_features, in_features], of the dtype of ``x``. Under autocast both are cast, as a linear layer's.
+            A :class:`~tilekern.ops.rounded_weight.RoundedWeight` is read as it is.
         bias: [out_features], of the dtype of ``x``, or None.
 
     Returns:
@@ -106,12 +110,15 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 def _run(x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
     if not is_eager(x, *parameters):
+        if not torch.compiler.is_compiling():
+            count_fallback(PRODUCT, "a transform or a mode of torch, as vmap or selective checkpoints")
         return tuple(torch.nn.functional.linear(x, *layer) for layer in _layers(parameters))
     graded = needs_gradient(x, *parameters)
     why = why_not(x, graded, parameters[::2])
     if why:
         count_fallback(PRODUCT, why)
-        multiply = torch.nn.functional.linear if graded else product
+        is_torchs = graded or any(type(weight) is RoundedWeight for weight in parameters[::2])
+        multiply = torch.nn.functional.linear if is_torchs else product
         return tuple(multiply(x, *layer) for layer in _layers(parameters))
     if graded:
         made: tuple[Tensor, ...] = _apply(x, *parameters)
@@ -123,6 +130,10 @@ def why_not(x: Tensor, graded: bool, weights: Sequence[Any]) -> str:
     """Return why torch's layers, with these weights, compute a call; empty if products of 8-bit floats do."""
     if is_invariant():
         return "the invariant mode, whose bits are those of bfloat16"
+    if x.dtype not in _DTYPES:
+        return "a dtype that is not bfloat16, float16 or float32"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
     rows = x.numel() // max(1, x.shape[-1])
     if not graded and rows <= MOST_ROWS:
         return "few rows without a gradient"
@@ -240,17 +251,29 @@ def _forward(x: Tensor, parameters: Sequence[Any]) -> tuple[tuple[Tensor, ...], 
     """Return the results, the rounded ``x``, and the scales of each weight's rows."""
     numbers, made, scales = rounded_input(x), [], []
     for weight, bias in _layers(parameters):
-        of_weight = rounded(as_rows(weight))
+        of_weight = rounded_weight(weight)
         scales.append(of_weight[1])
         y = multiplied(numbers, of_weight, x.dtype, bias)
         made.append(shaped(y, *x.shape[:-1], weight.shape[0]))
     return tuple(made), numbers, scales
 
 
-def kept_input(
-    x: Tensor, numbers: Rounded, *, several: bool
-) -> tuple[Callable[..., Tensor] | None, tuple[Tensor, ...]]:
-    """Return what a layer keeps of its input: its e4m3 numbers and scales; or what it is made from, and how."""
+def rounded_weight(weight: Tensor) -> Rounded:
+    """Return the e4m3 numbers and scales of a weight, which may have been rounded before."""
+    return (weight.numbers, weight.scale) if type(weight) is RoundedWeight else rounded(as_rows(weight))
+
+
+def kept_weight(weight: Any) -> Tensor:
+    """Return what :func:`turned` reads of a weight."""
+    numbers: Tensor = weight.numbers if type(weight) is RoundedWeight else weight
+    return numbers
+
+
+def kept_input(x: Tensor, numbers: Rounded, *, several: bool) -> tuple[Making, tuple[Tensor, ...]]:
+    """Return what a layer keeps of its input: None and its e4m3 numbers and scales; or how it is made, and from what.
+
+    ``several``: as in :func:`tilekern.ops.remade.found`.
+    """
     made = remade.found(x, several=several)
     return (None, numbers) if made is None else made
 
@@ -269,19 +292,25 @@ class _Fp8Linears(torch.autograd.Function):
         if any(of_parameters[::2]):
             ctx.make, kept = kept_input(x, numbers, several=len(results) > 1)
         ctx.save_for_backward(
-            *kept, *(weight if of_x else None for weight in parameters[::2]), *(one if of_x else None for one in scales)
+            *kept,
+            *(kept_weight(weight) if of_x else None for weight in parameters[::2]),
+            *(one if of_x else None for one in scales),
         )
         ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.set_materialize_grads(False)
         return results
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         saved, count = ctx.saved_tensors, len(given)
         kept, weights, scales = saved[: -2 * count], saved[-2 * count : -count], saved[-count:]
         of_x, *of_parameters = ctx.needs_input_grad
         dtype, dx, across, found = ctx.dtype, None, None, []
         for n, slope in enumerate(given):
+            if slope is None:  # a result that nothing read
+                found += [None, None]
+                continue
             dy, dweight = as_rows(slope), None
             if of_x or of_parameters[2 * n]:
                 slopes, steps = rounded(dy)

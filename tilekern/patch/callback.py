@@ -16,6 +16,7 @@ from tilekern.patch.registry import known_ops
 from tilekern.patch.report import because, report
 from tilekern.runtime.counting import stats
 from tilekern.runtime.dispatch import reasons
+from tilekern.runtime.switches import ATTENTION, FP8
 from tilekern.warning import tell
 
 
@@ -85,7 +86,7 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def _begin(self, model: torch.nn.Module, args: Any, state: Any) -> None:
         found = report(model)
-        if not any(row.op != "attention" and not row.reason for row in found.rows):
+        if not any(row.op not in (ATTENTION, FP8) and not row.reason for row in found.rows):
             if args.n_gpu > 1:
                 raise InputError(
                     f"the Trainer runs the model by torch.nn.DataParallel on {args.n_gpu} GPUs, and replicas of a "

@@ -26,15 +26,20 @@ from tilekern.ops import remade
 from tilekern.ops.fp8_gated_mlp import fp8_gated_mlp
 from tilekern.ops.fp8_linear import fp8_linear, fp8_linears, why_not
 from tilekern.ops.registration import needs_gradient
+from tilekern.ops.rounded_weight import RoundedWeight
 from tilekern.patch.exchanging import exchange
-from tilekern.patch.guards import SUBCLASS, TENSORS, count_own, parameter_of, parameters_as_written
+from tilekern.patch.guards import SUBCLASS, TENSORS, count_own, has_hooks, parameter_of
 from tilekern.spec.targets import HAS
 
 # The only format so far; the kernel by whose name calls of other layers are counted.
 ROWWISE, KERNEL = "rowwise", "fp8_matmul"
+COMPILED = "torch.compile"
+# Functions of a shard that FSDP2 calls before and after it gathers (tilekern.patch.gathering).
+BEFORE, AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 # What :func:`stand_in` changes.
 CHOICE = "transformers.modeling_utils.PreTrainedModel.post_init"
 _LEAST, _UNIT = 128, 16
+_WEIGHTS = (*TENSORS, RoundedWeight)
 _OTHERS = ("gate", "router", "score", "classifier")
 _ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
@@ -44,34 +49,68 @@ class Linear(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight^T + bias`` [..., out_features] of ``x`` [..., in_features]."""
+        if torch.compiler.is_compiling():
+            count_own(KERNEL, COMPILED)
+            return torch.nn.functional.linear(x, self.weight, self.bias)
         weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
-        if torch.compiler.is_compiling() or not _is_taken(x, weight, bias):
+        # A hook's forward may hold this method of a layer that was restored since.
+        if not isinstance(self, Linear):
             return torch.nn.functional.linear(x, weight, bias)
-        return fp8_linear(x, weight, bias)
+        if type(weight) not in _WEIGHTS or not _are_plain(x, bias):
+            count_own(KERNEL, SUBCLASS)
+            return torch.nn.functional.linear(x, weight, bias)
+        return (fp8_linear if _are_alike(x, weight) else torch.nn.functional.linear)(x, weight, bias)
 
     def extra_repr(self) -> str:
         """Return torch's text and the format."""
         return f"{super().extra_repr()}, fp8={ROWWISE}"
 
+    # As when a model is moved or loaded, which may give the weight a new shard.
 
-def _is_taken(x: Any, weight: Any, bias: Any) -> bool:
-    """Return whether the op takes a layer's tensors; others are counted."""
-    if any(given is not None and type(given) not in TENSORS for given in (x, weight, bias)):
-        count_own(KERNEL, SUBCLASS)
-        return False
-    # Two dtypes are torch's error, or autocast's work.
+    def _apply(self, *given: Any, **options: Any) -> Linear:
+        with _gathered_so_on(self):
+            super()._apply(*given, **options)
+        return self
+
+    def _load_from_state_dict(self, *given: Any, **options: Any) -> None:
+        with _gathered_so_on(self):
+            super()._load_from_state_dict(*given, **options)
+
+
+@contextlib.contextmanager
+def _gathered_so_on(layer: torch.nn.Module) -> Iterator[None]:
+    """Put the functions that FSDP2 finds on a weight's shard on the shard that the weight has in the end."""
+    shard = getattr(layer._parameters.get("weight"), "_local_tensor", None)
+    functions = {} if shard is None else {name: vars(shard)[name] for name in (BEFORE, AFTER) if name in vars(shard)}
+    yield
+    if functions:
+        vars(layer.weight._local_tensor).update(functions)
+
+
+def _are_plain(*given: Any) -> bool:
+    return all(x is None or type(x) in TENSORS for x in given)
+
+
+def _are_alike(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether dtypes are one or autocast makes them one; others are torch's error."""
     return x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
 
 
 def projected(layers: Sequence[Any], x: Any) -> tuple[torch.Tensor, ...] | None:
     """Return the results of layers that share ``x`` if all are of 8-bit floats and calling them does no more."""
+    parameters = _parameters_of(layers, x)
+    return None if parameters is None else fp8_linears(x, parameters)
+
+
+def _parameters_of(layers: Sequence[Any], x: Any) -> list[tuple[Any, Any]] | None:
+    """Return weights and biases of layers of 8-bit floats whose calls on ``x`` are the op and no more; else None."""
     if torch.compiler.is_compiling() or not all(type(layer) is Linear for layer in layers):
         return None
-    given = [parameters_as_written(layer) for layer in layers]
-    parameters = [each for each in given if each is not None]
-    if len(parameters) < len(layers) or not all(_is_taken(x, *each) for each in parameters):
+    parameters = [(parameter_of(layer, "weight"), parameter_of(layer, "bias")) for layer in layers]
+    are_plain = _are_plain(x, *(bias for _, bias in parameters)) and all(type(w) in _WEIGHTS for w, _ in parameters)
+    if not are_plain or any("forward" in layer.__dict__ or has_hooks(layer) for layer in layers):
         return None
-    return fp8_linears(x, parameters)
+    return parameters if all(_are_alike(x, weight) for weight, _ in parameters) else None
 
 
 def gated_mlp(layers: Sequence[Any], activation: str, x: torch.Tensor) -> torch.Tensor | None:
@@ -82,16 +121,12 @@ def gated_mlp(layers: Sequence[Any], activation: str, x: torch.Tensor) -> torch.
         activation: as of :func:`tilekern.ops.fp8_gated_mlp.fp8_gated_mlp`.
         x: [..., in_features].
     """
-    if torch.compiler.is_compiling() or not all(type(layer) is Linear for layer in layers):
+    parameters = _parameters_of(layers, x)
+    if parameters is None or any(bias is not None for _, bias in parameters):
         return None
-    given = [parameters_as_written(layer) for layer in layers]
-    weights = [each[0] for each in given if each is not None and each[1] is None]
-    is_one_dtype = all(weight.dtype == x.dtype for weight in weights) or torch.is_autocast_enabled(x.device.type)
-    if len(weights) < len(layers) or not is_one_dtype:
-        return None
-    *first, down = weights
+    *first, down = (weight for weight, _ in parameters)
     if len(first) == 1:
-        if why_not(x, needs_gradient(x, *weights), weights):
+        if why_not(x, needs_gradient(x, *first, down), (*first, down)):
             return None  # one product makes both
         first = list(first[0].chunk(2))
     return fp8_gated_mlp(x, first[0], first[1], down, activation)
@@ -100,8 +135,8 @@ def gated_mlp(layers: Sequence[Any], activation: str, x: torch.Tensor) -> torch.
 def convert(model: torch.nn.Module, chosen: Callable[[str, torch.nn.Linear], bool] | None = None) -> list[str]:
     """Have linear layers of a model's decoder run products of 8-bit floats from now on.
 
-    Call it before the optimizer's first step or at any time: parameters stay the same objects, in their dtype. Do it
-    before FSDP or DDP wrap the model, and before ``torch.compile``, which compiles such layers as ordinary ones.
+    Call it at any time, before or after DDP, FSDP or ``torch.compile`` have the model, which compiles such layers as
+    ordinary ones; but before ``fully_shard`` of single linear layers. Parameters stay the same objects, in their dtype.
 
     Args:
         model: a model of transformers, alone or inside PEFT's, or any module with numbered layers.
@@ -123,33 +158,59 @@ def convert(model: torch.nn.Module, chosen: Callable[[str, torch.nn.Linear], boo
         _check(device)
     remade.want()
     for _, layer in found:
-        layer.__class__ = Linear
+        if not isinstance(layer, Linear):
+            layer.__class__ = Linear
     return [name for name, _ in found]
 
 
 def restore(model: torch.nn.Module) -> list[str]:
-    """Give the layers of :func:`convert` their own class back; return their names."""
+    """Give the layers of :func:`convert` their own class back; return their names.
+
+    Raises:
+        InputError: a layer has got another class since, as ``fully_shard`` of a single layer and parametrizations do,
+            or its weight is gathered in 8 bits.
+    """
     found = converted_layers(model)
+    for name, layer in found:
+        if is_gathered(layer):
+            raise InputError(f"the weight of {name} is gathered in 8 bits; to train in its dtype, shard the model anew")
+        if type(layer) is not Linear:
+            raise InputError(f"{name} is a {type(layer).__name__} now; restore the model before that is done")
     for _, layer in found:
         layer.__class__ = torch.nn.Linear
     return [name for name, _ in found]
 
 
+def is_gathered(layer: torch.nn.Module) -> bool:
+    """Return whether :func:`tilekern.fp8.gather` serves the weight of a layer."""
+    weight = parameter_of(layer, "weight")
+    return type(weight) is RoundedWeight or hasattr(getattr(weight, "_local_tensor", None), BEFORE)
+
+
 def converted_layers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Linear]]:
     """Return the layers of a model that run products of 8-bit floats, with their names."""
-    return [(name, layer) for name, layer in model.named_modules() if type(layer) is Linear]
+    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, Linear)]
 
 
 def judged(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
-    """Return the linear layers of a model that has some of 8-bit floats, and why others are not; else none."""
+    """Return the linear layers of a model and why each runs no 8-bit floats; none if nobody has asked for these."""
     on = {id(layer) for _, layer in converted_layers(model)}
-    fit = {id(layer) for _, layer in _layers_of(model)}
+    if not on and not is_on():
+        return []
+    fit, unasked = {id(layer) for _, layer in _layers_of(model)}, "not converted" if on else _EARLIER
     layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
-    whys = ("" if id(layer) in on else "not converted" if id(layer) in fit else _UNFIT for _, layer in layers)
-    return [(*named, why) for named, why in zip(layers, whys, strict=True)] if on else []
+    whys = ("" if id(layer) in on else unasked if id(layer) in fit else _UNFIT for _, layer in layers)
+    return [(*named, why) for named, why in zip(layers, whys, strict=True)]
 
 
-_UNFIT = "stays in its dtype: a head, a router, an adapter, outside of the decoder's layers, or of other sizes"
+_UNFIT = (
+    "stays in its dtype: a head, a router, an adapter, outside of the decoder's layers, of other sizes, or with a "
+    "forward of its own"
+)
+_EARLIER = (
+    "the model was made before tilekern.apply(fp8=...), or is quantised by transformers; tilekern.fp8.convert(model) "
+    "converts it"
+)
 
 
 def _check(device: torch.device) -> None:
@@ -162,12 +223,15 @@ def _check(device: torch.device) -> None:
 
 def _layers_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
     """Yield the layers to convert, and those that are converted."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    decoder = getattr(model, "get_decoder", lambda: None)() or model
+    # DDP and others have the model inside.
+    owner: Any = next((module for module in model.modules() if hasattr(module, "get_decoder")), None)
+    head = getattr(owner, "get_output_embeddings", lambda: None)()
+    decoder = getattr(owner, "get_decoder", lambda: None)() or model
     inside = {id(module) for module in decoder.modules()}
     for name, layer in model.named_modules():
         *path, last = name.split(".")
-        if type(layer) not in (torch.nn.Linear, Linear) or layer is head or id(layer) not in inside:
+        is_known = type(layer) is torch.nn.Linear or isinstance(layer, Linear)
+        if not is_known or layer is head or id(layer) not in inside:
             continue
         if not any(part.isdigit() for part in path) or last in _OTHERS or not set(_ADAPTERS).isdisjoint(path):
             continue
@@ -222,7 +286,14 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def post_init(self: Any) -> Any:
         made = original(self)
-        if any(True for _ in _layers_of(self)):
+        # Quantisers of transformers replace layers of torch's own class alone, and run after this.
+        is_quantised = getattr(self.config, "quantization_config", None) is not None
+        fit = set() if is_quantised else {id(layer) for _, layer in _layers_of(self)}
+        # An inner model is made first, and may be another's encoder or vision tower.
+        for _, layer in converted_layers(self):
+            if id(layer) not in fit:
+                layer.__class__ = torch.nn.Linear
+        if fit:
             convert(self)
         return made
 
