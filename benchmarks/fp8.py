@@ -25,8 +25,8 @@ from benchmarks.fp8_curves import (
     text,
     train,
 )
-from benchmarks.fp8_errors import FP8, TORCH, Figures, errors_of, operands_of
-from benchmarks.fp8_gradients import Cosines, cosines, group_of
+from benchmarks.fp8_errors import FP8, TORCH, Figures, eight, errors_of, operands_of
+from benchmarks.fp8_gradients import OTHER_BATCH, Cosines, cosines, group_of, of_first_steps
 from benchmarks.models import make_model
 from benchmarks.providers import OURS
 from benchmarks.results import Results, Row
@@ -122,18 +122,25 @@ def _rows(case: str, figures: Figures) -> Iterator[Row]:
 
 def _gradients(job: Job, run: Mapping[str, Any], say: Say) -> Iterator[list[Row]]:
     say(f"gradients: {job.label}, {job.first_steps} steps")
-    found = cosines(_model(job), _vocabulary(job), job.tokens, job.first_steps)
+    found = of_first_steps(_model(job), _vocabulary(job), job.tokens, job.first_steps)
     for step, one in enumerate(found, 1):
         case = f"gradients {job.label}, step {step}"
-        least = sorted(one.fp8_to_bf16.items(), key=lambda item: item[1])[:NAMED]
-        run["notes"].append(f"{case}: the least cosines to bfloat16 are {', '.join(f'{n} {c:.4f}' for n, c in least)}")
+        run["notes"].append(_least(case, one))
         yield list(gradient_rows(case, one))
+
+
+def _least(case: str, found: Cosines) -> str:
+    least = sorted(found.fp8_to_bf16.items(), key=lambda item: item[1])[:NAMED]
+    return f"{case}: the least cosines to bfloat16 are {', '.join(f'{name} {value:.4f}' for name, value in least)}"
 
 
 def gradient_rows(case: str, found: Cosines) -> Iterator[Row]:
     """Return the rows of a step: over all parameters, and the least of each layer."""
-    pairs = ((FP8, "bf16", found.fp8_to_bf16), (FP8, "fp32", found.fp8_to_fp32), (TORCH, "fp32", found.bf16_to_fp32))
-    for provider, other, all_of in pairs:
+    pairs = (
+        (FP8, "bf16", found.fp8_to_bf16), (OTHER_BATCH, "bf16", found.other_batch), (FP8, "fp32", found.fp8_to_fp32),
+        (TORCH, "fp32", found.bf16_to_fp32),
+    )  # fmt: skip
+    for provider, other, all_of in (pair for pair in pairs if pair[2]):
         groups: dict[str, list[float]] = {}
         for name, value in all_of.items():
             groups.setdefault(group_of(name), []).append(value)
@@ -144,8 +151,9 @@ def gradient_rows(case: str, found: Cosines) -> Iterator[Row]:
             (f"far_from_{other}", sum(value < NEAR for value in values)),
         ):
             yield Row(BENCHMARK, case, provider, metric, round(value, 6), "1")
-        for group, some in groups.items():
-            yield Row(BENCHMARK, f"{case}: {group}", provider, f"least_cosine_to_{other}", round(min(some), 6), "1")
+        if provider != OTHER_BATCH:
+            for group, some in groups.items():
+                yield Row(BENCHMARK, f"{case}: {group}", provider, f"least_cosine_to_{other}", round(min(some), 6), "1")
 
 
 def _curves(job: Job, run: dict[str, Any], say: Say) -> Iterator[list[Row]]:
@@ -158,7 +166,7 @@ def _curves(job: Job, run: dict[str, Any], say: Say) -> Iterator[list[Row]]:
                 found[provider], model = train(config, provider, job.steps, job.sizes, job.device)
                 points[provider] = smoothed(found[provider].losses)
                 if provider == OURS:
-                    yield [*_of_trained(model, f"errors {name} after {job.steps} steps", job)]
+                    yield [*_of_trained(model, f"{name} after {job.steps} steps", job, run)]
                 del model
             run["curves"][case] = {provider: [round(loss, 5) for loss in some] for provider, some in points.items()}
             kinds = dict.fromkeys(layer.rpartition(".")[2] for layer in found[FP8].converted)
@@ -175,9 +183,9 @@ def _curves(job: Job, run: dict[str, Any], say: Say) -> Iterator[list[Row]]:
             ]
 
 
-def _of_trained(model: Any, case: str, job: Job) -> Iterator[Row]:
-    """Return the worst figures of the layers of a trained model, on its text."""
-    rows = text(job.sizes.length, job.device)[0][: job.sizes.sequences]
+def _of_trained(model: Any, what: str, job: Job, run: Mapping[str, Any]) -> Iterator[Row]:
+    """Return the rows of a trained model on its text: the worst figures of its layers, and its gradients."""
+    rows, others = text(job.sizes.length, job.device)[0].split(job.sizes.sequences)[:2]
     worst: dict[str, dict[str, float]] = {}
     for _, operands in operands_of(model, rows):
         for provider, found in errors_of(operands).items():
@@ -185,7 +193,10 @@ def _of_trained(model: Any, case: str, job: Job) -> Iterator[Row]:
             for metric, value in found.items():
                 choose = min if metric.endswith("cosine") else max
                 mine[metric] = choose(value, mine.get(metric, value))
-    yield from _rows(f"{case}: worst of all layers", worst)
+    yield from _rows(f"errors {what}: worst of all layers", worst)
+    gradients = cosines(model, rows, others, to_fp32=False)
+    run["notes"].append(_least(f"gradients {what}", gradients))
+    yield from gradient_rows(f"gradients {what}", gradients)
 
 
 def write_plan(path: Path, job: Job, parts: Iterable[str], gpu: str) -> None:
@@ -195,29 +206,29 @@ def write_plan(path: Path, job: Job, parts: Iterable[str], gpu: str) -> None:
         InputError: the model or the GPU is unknown.
     """
     from tilekern import trace
-    from tilekern.fp8 import convert
 
     with trace(path, gpu=gpu):
         if {"errors", "gradients"} & set(parts):
-            model = make_model(config_named(job.model)[1], job.layers, device="meta")
-            convert(model)
-            _ask(model, 1, job.tokens)
+            _ask(make_model(config_named(job.model)[1], job.layers, device="meta"), 1, job.tokens)
         if "curves" in parts:
             with patched():
                 for config in configs(job.sizes).values():
-                    model = make_model(config, 0, OURS, "meta")
-                    _ask(model, job.sizes.sequences, job.sizes.length)
-                    convert(model)
-                    _ask(model, job.sizes.sequences, job.sizes.length)
+                    _ask(make_model(config, 0, OURS, "meta"), job.sizes.sequences, job.sizes.length)
 
 
 def _ask(model: Any, sequences: int, length: int) -> None:
-    """Take a step on meta tensors, and a forward without gradients."""
+    """Do on meta tensors what is done with a model: steps, products of its layers, and forwards without gradients."""
     import torch
 
+    from tilekern.fp8 import convert
     from tilekern.patch.stepping import Batch
 
     batch = Batch(sequences, length)
-    batch.backward(model)
-    with torch.no_grad():
-        model(**batch.inputs())
+    for _, operands in operands_of(model, batch.inputs()["input_ids"]):
+        eight(operands)
+    for is_fp8 in (False, True):
+        if is_fp8:
+            convert(model)
+        batch.backward(model)
+        with torch.no_grad():
+            model(**batch.inputs())

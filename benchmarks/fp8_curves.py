@@ -138,9 +138,9 @@ def _batches(rows: Any, count: int, order: int) -> Iterator[Any]:
 
     generator = torch.Generator().manual_seed(order)
     while True:
-        shuffled = torch.randperm(len(rows), generator=generator)
+        shuffled = torch.randperm(len(rows), generator=generator).to(rows.device)
         for first in range(0, len(rows) - count + 1, count):
-            yield rows[shuffled[first : first + count].to(rows.device)]
+            yield rows[shuffled[first : first + count]]
 
 
 def _held_out(model: Any, rows: Any, count: int) -> float:

@@ -56,6 +56,37 @@ def operands_of(model: Any, ids: Any) -> Iterator[tuple[str, Operands]]:
         yield name, Operands(found["x"], model.get_submodule(name).weight.detach(), found["dy"])
 
 
+class Eight(NamedTuple):
+    """A layer's operands and products by 8-bit floats: e4m3 numbers and scales, as they are and turned, by name."""
+
+    rows: Mapping[str, Any]
+    turned: Mapping[str, Any]
+    products: Mapping[str, Any]
+
+
+def eight(operands: Operands) -> Eight:
+    """Compute a layer's three products as the op does."""
+    from tilekern.ops.fp8_linear import multiplied, rounded, turned
+
+    dtype = operands.x.dtype
+    rows = {name: rounded(each.contiguous()) for name, each in operands._asdict().items()}
+    across = {
+        "x": turned(*rows["x"], dtype),
+        "weight": turned(operands.weight, rows["weight"][1], dtype),
+        "dy": turned(*rows["dy"], dtype),
+    }
+    return Eight(rows, across, {"y": multiplied(rows["x"], rows["weight"], dtype), **_gradients(rows, across, dtype)})
+
+
+def _gradients(rows: Mapping[str, Any], turned: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    from tilekern.ops.fp8_linear import multiplied
+
+    return {
+        "dx": multiplied(rows["dy"], turned["weight"], dtype),
+        "dweight": multiplied(turned["dy"], turned["x"], dtype, over_rows=True),
+    }
+
+
 def errors_of(operands: Operands) -> Figures:
     """Return the figures of a layer by provider.
 
@@ -64,36 +95,24 @@ def errors_of(operands: Operands) -> Figures:
     zero and become zero in the turned matrix. ``dweight_cosine`` is that of the weight's gradient to float64's.
     """
     from tilekern.kernels.fp8.scales import scaled_rows
-    from tilekern.ops.fp8_linear import multiplied, rounded, turned
 
-    named, dtype = operands._asdict(), operands.x.dtype
+    named, ours = operands._asdict(), eight(operands)
     exact = _products(*(each.double() for each in operands))
-    rows = {name: rounded(each.contiguous()) for name, each in named.items()}
-    across = {
-        "x": turned(*rows["x"], dtype),
-        "weight": turned(operands.weight, rows["weight"][1], dtype),
-        "dy": turned(*rows["dy"], dtype),
+    by_column = {name: scaled_rows(each.t().contiguous()) for name, each in named.items()}
+    found = {
+        FP8: ours.products,
+        TORCH: _products(*operands),
+        COLUMNS: _gradients(ours.rows, by_column, operands.x.dtype),
     }
-    by_column = {name: scaled_rows(each.t()) for name, each in named.items()}
-
-    def gradients(turned_by: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "dx": multiplied(rows["dy"], turned_by["weight"], dtype),
-            "dweight": multiplied(turned_by["dy"], turned_by["x"], dtype, over_rows=True),
-        }
-
-    ours = {"y": multiplied(rows["x"], rows["weight"], dtype), **gradients(across)}
-    figures: dict[str, dict[str, float]] = {
-        FP8: {
-            f"{name}_error": relative(rows[name][0].double() * rows[name][1][:, None], each)
-            for name, each in named.items()
-        }
+    figures = {
+        who: {f"{name}_error": relative(c, exact[name]) for name, c in products.items()}
+        for who, products in found.items()
     }
-    for who, found in ((FP8, ours), (TORCH, _products(*operands)), (COLUMNS, gradients(by_column))):
-        figures.setdefault(who, {}).update({f"{name}_error": relative(c, exact[name]) for name, c in found.items()})
-    figures[FP8]["dweight_cosine"] = cosine(ours["dweight"], exact["dweight"])
     for name, each in named.items():
-        figures[FP8][f"{name}_flushed"] = flushed(each, across[name][0])
+        numbers, scale = ours.rows[name]
+        figures[FP8][f"{name}_error"] = relative(numbers.double() * scale[:, None], each)
+        figures[FP8][f"{name}_flushed"] = flushed(each, ours.turned[name][0])
+    figures[FP8]["dweight_cosine"] = cosine(ours.products["dweight"], exact["dweight"])
     return figures
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from benchmarks.fp8 import BENCHMARK, NEAR
 from benchmarks.fp8_curves import COMPARED, OTHER_ORDER
 from benchmarks.fp8_errors import COLUMNS, FP8, TORCH
+from benchmarks.fp8_gradients import OTHER_BATCH
 from benchmarks.pages.charts import Panel, lines
 from benchmarks.pages.markdown import by_gpu, head, link, plot, slug, table
 from benchmarks.providers import OURS
@@ -22,8 +23,10 @@ Whether [8-bit floats](../fp8.md) train as bfloat16 does. `python -m benchmarks 
   orders of the batches, and by 8-bit floats with the first order. Curves are means of some steps each. The distance is
   the mean over the last {COMPARED:.0%} of them, to bfloat16 in the first order. It should not exceed that of the other
   order.
-- **gradients**: the cosine of the angle between a parameter's gradients, from the same weights and random tokens. An
-  error of a product is in all layers behind it, so cosines fall with the number of layers.
+- **gradients**: the cosine of the angle between a parameter's gradients, from the same weights and tokens. What
+  rounding changes in the forward is in all layers behind it. A model of random weights at real width makes it larger
+  from layer to layer, in bfloat16 too; the small models at the end of their curves do so far less. The median to
+  another batch is the cosine of two batches' gradients in bfloat16.
 - **errors**: the norm of the difference over the norm, of the operands x, weight and dy (the gradient of a layer's
   result) when they are rounded, and of the three products beside float64. *Flushed* is the share of numbers that become
   zero in the turned matrix, which has one scale. *By column* has a scale for each of its rows instead, which no kernel
@@ -99,7 +102,7 @@ def _plots(gpu: str, run: Results, files: dict[str, str]) -> list[str]:
 
 
 def _gradients(run: Results) -> str:
-    """Make a line for each step, and for each layer of the first."""
+    """Make a line for each step and each trained model, and for each layer of the first step."""
     lines_of = []
     for case in _cases(run, "gradients"):
         step, _, group = case.removeprefix("gradients ").partition(": ")
@@ -108,12 +111,14 @@ def _gradients(run: Results) -> str:
         far = run.row(case, FP8, "far_from_bf16")
         cosines = (
             run.row(case, FP8, "least_cosine_to_bf16"), run.row(case, FP8, "median_cosine_to_bf16"),
-            run.row(case, FP8, "least_cosine_to_fp32"), run.row(case, TORCH, "least_cosine_to_fp32"),
+            run.row(case, OTHER_BATCH, "median_cosine_to_bf16"), run.row(case, FP8, "least_cosine_to_fp32"),
+            run.row(case, TORCH, "least_cosine_to_fp32"),
         )  # fmt: skip
         cells = (*map(_figure, cosines), f"{far.value:.0f}" if far else "-")
         lines_of.append((f"{step}{f', {group}' if group else ''}", *cells, described(run, case), link(run)))
     columns = (
-        "gradients of", "least, 8-bit to bfloat16", "median", "least, 8-bit to float32", "least, bfloat16 to float32",
+        "gradients of", "least, 8-bit to bfloat16", "median", "median, another batch", "least, 8-bit to float32",
+        "least, bfloat16 to float32",
         f"parameters below {NEAR}", "source", "data",
     )  # fmt: skip
     return f"### Gradients of the first steps\n\n{table(columns, lines_of)}" if lines_of else ""

@@ -14,7 +14,7 @@ from benchmarks import fp8, fp8_curves
 from benchmarks.__main__ import main
 from benchmarks.fp8_curves import OTHER_ORDER, Sizes, compared, configs, distance, smoothed
 from benchmarks.fp8_errors import COLUMNS, FP8, TORCH, Operands, cosine, errors_of, flushed, operands_of, relative
-from benchmarks.fp8_gradients import Cosines, cosines, group_of
+from benchmarks.fp8_gradients import OTHER_BATCH, Cosines, group_of, of_first_steps
 from benchmarks.goals import GOALS
 from benchmarks.models import make_model
 from benchmarks.pages import fp8 as pages
@@ -80,6 +80,10 @@ def test_a_hundred_steps_of_a_small_model_stay_within_what_the_order_of_batches_
     assert run.row(case, FP8, "held_out_loss").value == pytest.approx(run.row(case, OURS, "held_out_loss").value, 0.01)
     assert f"{case}: 8-bit floats in 7 layers: q_proj, k_proj, v_proj, o_proj, gate_proj" in str(run.run["notes"])
     assert run.row("errors qwen3 after 100 steps: worst of all layers", FP8, "dy_flushed").value < 0.02
+    least = {
+        who: run.row("gradients qwen3 after 100 steps", who, "least_cosine_to_bf16").value for who in (FP8, OTHER_BATCH)
+    }
+    assert least[OTHER_BATCH] < 0.9 < least[FP8]
     assert kept == sorted(set(kept))
     run.run["gpu"] = "H200"
     files = pages.page([run])
@@ -162,7 +166,7 @@ def test_curves_are_smoothed_and_compared_over_their_last_quarter():
 def test_gradients_step_along_bfloat16_and_leave_the_model_unconverted(tmp_path):
     model = make_model(configs(SMALL)["qwen3"], device="cpu")
     before = model.lm_head.weight.detach().clone()
-    found = list(cosines(model, 256, 64, 2))
+    found = list(of_first_steps(model, 256, 64, 2))
     assert not torch.equal(model.lm_head.weight, before)
     assert {type(layer).__module__ for layer in model.modules() if isinstance(layer, torch.nn.Linear)} == {
         "torch.nn.modules.linear"
@@ -173,13 +177,15 @@ def test_gradients_step_along_bfloat16_and_leave_the_model_unconverted(tmp_path)
 
 def test_the_least_cosine_of_each_layer_has_a_row():
     names = {"model.layers.0.a.weight": 0.5, "model.layers.0.b.weight": 0.9, "model.embed_tokens.weight": 1.0}
-    rows = list(fp8.gradient_rows("gradients m, step 1", Cosines(names, names, names)))
+    rows = list(fp8.gradient_rows("gradients m, step 1", Cosines(names, dict.fromkeys(names, 0.25), names, names)))
     found = {(row.case, row.metric): row.value for row in rows if row.provider == FP8}
     assert found["gradients m, step 1", "least_cosine_to_bf16"] == 0.5
     assert found["gradients m, step 1", "far_from_bf16"] == 2
     assert found["gradients m, step 1: layers.0", "least_cosine_to_fp32"] == 0.5
     assert found["gradients m, step 1: embed_tokens", "least_cosine_to_bf16"] == 1
     assert group_of("lm_head.weight") == "lm_head"
+    others = {(row.case, row.metric): row.value for row in rows if row.provider == OTHER_BATCH}
+    assert others["gradients m, step 1", "median_cosine_to_bf16"] == 0.25
 
 
 def test_the_plan_has_the_kernels_of_8_bit_floats_at_the_small_models_sizes(tmp_path):
