@@ -239,6 +239,46 @@ def experts(
 
 
 @app.command()
+def fp8(
+    model: Annotated[
+        str, typer.Argument(help="A preset, the path of a config.json or of a folder with one, or a hub id.")
+    ] = TUNED,
+    out: Out = None,
+    name: Name = None,
+    parts: Annotated[str, typer.Option(help="By commas: errors, gradients, curves; default all.")] = "",
+    layers: Annotated[int, typer.Option(min=0, help="Layers of the model; 0 means all.")] = 4,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of a step of the model, in one sequence.")] = 4096,
+    first_steps: Annotated[int, typer.Option(min=1, help="Steps whose gradients are compared.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each small model.")] = 2000,
+    hidden: Annotated[int, typer.Option(min=128, help="Hidden size of the small models, a multiple of 128.")] = 256,
+    device: Annotated[Device, typer.Option(help="Where the models train.")] = Device.cuda,
+    plan: Annotated[
+        Path | None, typer.Option(help="Measure nothing; write the plan of these parts for `tilekern.tune --plan`.")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="GPU that the plan is for.")] = "auto",
+) -> None:
+    """Measure whether 8-bit floats train rightly: errors of each layer, gradients' cosines, losses of small models."""
+    from benchmarks import fp8 as bench
+    from benchmarks.fp8_curves import Sizes
+
+    if hidden % 128:
+        raise InputError(f"--hidden {hidden}: heads have 64 and sides a multiple of 128; pass a multiple of 128")
+    chosen = among(parts, bench.PARTS, "part")
+    job = bench.Job(model, layers, tokens, first_steps, steps, Sizes(hidden), device.value)
+    if plan is not None:
+        bench.write_plan(plan, job, chosen, gpu)
+        print(f"wrote {plan}")
+        return
+    _needs_gpu_or_out(device, out)
+    stem = name or bench.BENCHMARK
+
+    def keep(results: Results) -> None:
+        _write_some(results, out, stem)
+
+    _keep(bench.measure(job, chosen, keep, lambda line: print(line, flush=True)), out, stem)
+
+
+@app.command()
 def decode(
     model: Annotated[
         str, typer.Argument(help="A preset, the path of a config.json or of a folder with one, or a hub id.")

@@ -12,6 +12,10 @@ from benchmarks.experts import BENCHMARK as EXPERTS
 from benchmarks.experts import KEPT, WAITS
 from benchmarks.experts_cases import BALANCED, FROZEN, LORA, ZIPF, label
 from benchmarks.families import BENCHMARK as FAMILIES
+from benchmarks.fp8 import BENCHMARK as OF_FP8
+from benchmarks.fp8 import NEAR
+from benchmarks.fp8_curves import OTHER_ORDER
+from benchmarks.fp8_errors import FP8, TORCH
 from benchmarks.host import ALLOCATION
 from benchmarks.inference import BENCHMARK as INFERENCE
 from benchmarks.inference import INT8
@@ -119,6 +123,24 @@ def _peers(results: Results, case: str, metric: str) -> list[Row]:
 
 def _listed(rows: Sequence[Row]) -> str:
     return "; ".join(f"{row.provider} {shown(row)} {row.unit}".removesuffix(" 1") for row in rows) or "-"
+
+
+def _near_curves(results: Results) -> Iterator[Verdict]:
+    for case in results.cases():
+        ours, other = (results.row(case, who, "distance") for who in (FP8, OTHER_ORDER))
+        if ours and other:
+            met, figure = ours.value <= other.value, f"{shown(ours)} nat, {shown(other)} nat"
+            yield Verdict("8-bit floats, loss", case, "≤ the distance of another order of batches", figure, met, "-")
+
+
+def _near_gradients(results: Results) -> Iterator[Verdict]:
+    for case in results.cases():
+        ours = results.row(case, FP8, "least_cosine_to_bf16")
+        if ours and ": " not in case:
+            bf16 = results.row(case, TORCH, "least_cosine_to_fp32")
+            figure = shown(ours) + (f"; bfloat16 to float32 {shown(bf16)}" if bf16 else "")
+            target = f"cosine ≥ {NEAR} for every parameter"
+            yield Verdict("8-bit floats, gradients", case, target, figure, ours.value >= NEAR, "-")
 
 
 def _host(results: Results) -> Iterator[Verdict]:
@@ -570,6 +592,8 @@ GOALS = (
     _lag_beside_unpatched(0.3),
     *_GENERATION,
     *_ENGINE,
+    Goal("8-bit floats, loss beside bfloat16's", OF_FP8, _near_curves),
+    Goal("8-bit floats, gradients beside bfloat16's", OF_FP8, _near_gradients),
     Goal("host time of one op call", "host", _host),
     _at_most(
         "startup", "first_step_lag", 0.3, "first step over the second, fresh process", target="≤ 0.3 s over the second"

@@ -16,6 +16,8 @@ from benchmarks.providers import OURS
 _WIDTH, _HEIGHT = 320, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 58, 46
 _LINE, _LETTER = 18, 6.3
+# The most points of a line that are marked.
+_MARKED = 16
 _GREY = "#8c8c8c"
 # A provider has the colour of the longest of these prefixes of its name.
 _COLOURS = {
@@ -33,17 +35,20 @@ _COLOURS = {
     "sdpa-flash": "#e45756",
     "sdpa-cudnn": "#b279a2",
     "trl": "#eeca3b",
+    "bfloat16": "#4c78a8",
+    "8-bit": "#f58518",
 }
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram: the values of each provider at each label, None if missing."""
+    """One diagram: the values of each provider at each label, None if missing; lines may be on a logarithmic scale."""
 
     title: str
     unit: str
     labels: Sequence[str]
     series: Mapping[str, Sequence[float | None]]
+    is_log: bool = False
 
 
 def bars(title: str, panels: Sequence[Panel]) -> str:
@@ -53,7 +58,7 @@ def bars(title: str, panels: Sequence[Panel]) -> str:
 
 def lines(title: str, panels: Sequence[Panel]) -> str:
     """Return a chart with a line for each provider; times are on a logarithmic scale."""
-    return _chart(title, panels, _lines, lambda panel: panel.unit == "us")
+    return _chart(title, panels, _lines, lambda panel: panel.is_log or panel.unit == "us")
 
 
 _Drawn = Callable[[Panel, "_Axes", Mapping[str, "_Look"]], Iterator[str]]
@@ -193,7 +198,7 @@ def _lines(panel: Panel, axes: _Axes, looks: Mapping[str, _Look]) -> Iterator[st
             f'<path d="M{path}" fill="none" stroke="{look.colour}" stroke-width="{thickness}" '
             f'stroke-opacity="{look.opacity:g}" stroke-dasharray="{look.dashes}"/>'
         )
-        for x, y in points:
+        for x, y in points if len(points) <= _MARKED else ():
             yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{thickness + 0.5:g}" fill="{look.colour}"/>'
 
 
