@@ -21,6 +21,8 @@ torch's linear layer runs.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,8 +62,8 @@ Layer = tuple[Tensor, Tensor | None]
 # A matrix [rows, columns] of e4m3, and its scales [rows].
 Rounded = tuple[Tensor, Tensor]
 Making = Callable[..., Tensor] | None
-# The attribute of a tensor that holds its rounded numbers.
-_HELD = "_tilekern_rounded"
+# The attribute of a tensor that holds its rounded numbers, and the last such tensor of a thread.
+_HELD, _last = "_tilekern_rounded", threading.local()
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -165,13 +167,18 @@ def rounded(x: Tensor) -> Rounded:
 def rounded_input(x: Tensor) -> Rounded:
     """Return :func:`rounded` of a layer's input [..., columns], once for all layers that get the same tensor.
 
-    The tensor holds the numbers as long as it lives, for calls on the same stream, until it is written to.
+    The tensor holds the numbers until it is written to, is read on another stream, or another input is rounded: a
+    backward may keep it for long.
     """
     moment = _moment(x)
     held, made = x.__dict__.get(_HELD, (None, None))
     if moment is None or held != moment:
         made = rounded(as_rows(x))
         if moment is not None:
+            last: Tensor | None = getattr(_last, "input", lambda: None)()
+            if last is not None:
+                last.__dict__.pop(_HELD, None)
+            _last.input = weakref.ref(x)
             x.__dict__[_HELD] = moment, made
     return made
 
