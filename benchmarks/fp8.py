@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.environment import facts
 from benchmarks.fp8_curves import (
+    BESIDE,
     TRAININGS,
     Sizes,
     compared,
@@ -178,7 +179,11 @@ def _curves(job: Job, run: dict[str, Any], say: Say) -> Iterator[list[Row]]:
                     ("loss", statistics.fmean(compared(points[provider])), "nat"),
                     ("held_out_loss", curve.held_out, "nat"),
                     ("step_ms", curve.step_ms, "ms"),
-                    *([] if provider == OURS else [("distance", distance(points[provider], points[OURS]), "nat")]),
+                    *(
+                        [("distance", distance(points[provider], points[BESIDE[provider]]), "nat")]
+                        if provider in BESIDE
+                        else []
+                    ),
                 )
             ]
 

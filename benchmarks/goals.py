@@ -14,7 +14,7 @@ from benchmarks.experts_cases import BALANCED, FROZEN, LORA, ZIPF, label
 from benchmarks.families import BENCHMARK as FAMILIES
 from benchmarks.fp8 import BENCHMARK as OF_FP8
 from benchmarks.fp8 import NEAR
-from benchmarks.fp8_curves import OTHER_ORDER
+from benchmarks.fp8_curves import distances
 from benchmarks.fp8_errors import FP8, TORCH
 from benchmarks.host import ALLOCATION
 from benchmarks.inference import BENCHMARK as INFERENCE
@@ -127,10 +127,10 @@ def _listed(rows: Sequence[Row]) -> str:
 
 def _near_curves(results: Results) -> Iterator[Verdict]:
     for case in results.cases():
-        ours, other = (results.row(case, who, "distance") for who in (FP8, OTHER_ORDER))
-        if ours and other:
-            met, figure = ours.value <= other.value, f"{shown(ours)} nat, {shown(other)} nat"
-            yield Verdict("8-bit floats, loss", case, "≤ the distance of another order of batches", figure, met, "-")
+        if apart := distances(results, case):
+            figure = f"{apart[0]:.4f} nat, {apart[1]:.4f} nat"
+            target = "≤ the distance of another order of batches"
+            yield Verdict("8-bit floats, loss", case, target, figure, apart[0] <= apart[1], "-")
 
 
 def _near_gradients(results: Results) -> Iterator[Verdict]:

@@ -16,7 +16,7 @@ DOORS = ROOMS[-1]
         ([], set()),
         (["SECURITY.md", "CITATION.cff", ".github/ISSUE_TEMPLATE/bug.yml"], set()),
         (["README.md", "docs/tuning.md", "benchmarks/cli.py", "tilekern/prebuilt/a.pack"], set()),
-        (["tilekern/patch/loss.py"], {"patch", "integrations", "tuning", "cache_tools", *DOORS}),
+        (["tilekern/patch/loss.py"], {"patch", "integrations", "fp8", "tuning", "cache_tools", *DOORS}),
         (["tuning/measure/stage.py", "tests/ops/contract.py"], {"tuning", "ops", *DOORS}),
         (["tests/stress/faults.c"], {"cache"}),
         (["tilekern/run.py"], {"run"}),

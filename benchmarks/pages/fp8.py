@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.fp8 import BENCHMARK, NEAR
-from benchmarks.fp8_curves import COMPARED, OTHER_ORDER
+from benchmarks.fp8_curves import BESIDE, COMPARED, FP8_OTHER_ORDER, OTHER_ORDER, distances
 from benchmarks.fp8_errors import COLUMNS, FP8, TORCH
 from benchmarks.fp8_gradients import OTHER_BATCH
 from benchmarks.pages.charts import Panel, lines
@@ -19,10 +19,11 @@ _NONE = "No run is recorded yet: `python -m benchmarks fp8` on a GPU.\n"
 _TEXT = f"""
 Whether [8-bit floats](../fp8.md) train as bfloat16 does. `python -m benchmarks fp8` measures it.
 
-- **curves**: small models that learn this documentation byte by byte, from the same weights: in bfloat16 with two
-  orders of the batches, and by 8-bit floats with the first order. Curves are means of some steps each. The distance is
-  the mean over the last {COMPARED:.0%} of them, to bfloat16 in the first order. It should not exceed that of the other
-  order.
+- **curves**: small models that learn this documentation byte by byte, from the same weights, with two orders of the
+  batches, each in bfloat16 and by 8-bit floats (in earlier runs with the first alone). Points are means of some steps
+  each, and losses those of the last {COMPARED:.0%} of them. The distance is the mean over these points: of 8-bit floats
+  to bfloat16 with the same order, and of the two orders in bfloat16, which it should not exceed. The latter has the
+  difference of the batches in it. Losses of held-out text, after the last step, have not.
 - **gradients**: the cosine of the angle between a parameter's gradients, from the same weights and tokens. What
   rounding changes in the forward is in all layers behind it. A model of random weights at real width makes it larger
   from layer to layer, in bfloat16 too; the small models at the end of their curves do so far less. The median to
@@ -36,7 +37,10 @@ _ERRORS = ("x_error", "weight_error", "dy_error")
 _PRODUCTS = ("y_error", "dx_error", "dweight_error")
 _FLUSHED = ("x_flushed", "weight_flushed", "dy_flushed")
 # The curves' names in plots.
-_CURVES = {OURS: "bfloat16", OTHER_ORDER: "bfloat16, other order", FP8: "8-bit floats"}
+_CURVES = {
+    OURS: "bfloat16", OTHER_ORDER: "bfloat16, other order", FP8: "8-bit floats",
+    FP8_OTHER_ORDER: "8-bit floats, other order",
+}  # fmt: skip
 # The labels below a curve.
 _LABELS = 4
 
@@ -60,16 +64,17 @@ def _cases(run: Results, part: str) -> list[str]:
 def _curves(run: Results) -> str:
     lines_of = []
     for case in _cases(run, "curves"):
-        ours, other = (run.row(case, who, "distance") for who in (FP8, OTHER_ORDER))
         losses = [
-            run.row(case, who, metric) for metric in ("loss", "held_out_loss") for who in (OURS, OTHER_ORDER, FP8)
+            ", ".join(_figure(row) for who in orders if (row := run.row(case, who, metric)))
+            for metric in ("loss", "held_out_loss")
+            for orders in ((OURS, OTHER_ORDER), (FP8, FP8_OTHER_ORDER))
         ]
-        is_near = "-" if ours is None or other is None else "yes" if ours.value <= other.value else "**no**"
-        cells = (*map(_figure, losses), _figure(ours), _figure(other), is_near)
-        lines_of.append((case.removeprefix("curves "), *cells, described(run, case), link(run)))
+        apart = distances(run, case)
+        cells = (*(f"{each:.4f}" for each in apart), "yes" if apart[0] <= apart[1] else "**no**") if apart else "---"
+        lines_of.append((case.removeprefix("curves "), *losses, *cells, described(run, case), link(run)))
     columns = (
-        "model", "loss, bfloat16", "other order", "8-bit", "held-out loss, bfloat16", "other order", "8-bit",
-        "distance, 8-bit", "other order", "within", "source", "data",
+        "model", "loss, bfloat16: two orders", "8-bit", "held-out loss, bfloat16", "8-bit", "distance, 8-bit",
+        "two orders", "within", "source", "data",
     )  # fmt: skip
     return f"### Curves\n\n{table(columns, lines_of)}" if lines_of else ""
 
@@ -79,21 +84,21 @@ def _figure(row: Row | None) -> str:
 
 
 def _plots(gpu: str, run: Results, files: dict[str, str]) -> list[str]:
-    """Draw the losses of each model, and the distances to bfloat16; return the lines that show the plots."""
+    """Draw the losses of each model, and the distances of pairs of them; return the lines that show the plots."""
     shown = []
     for case, points in run.run["curves"].items():
         what = case.removeprefix("curves ")
-        base, count, steps = points[OURS], len(points[OURS]), run.run["steps"]
+        count, steps = len(points[OURS]), run.run["steps"]
         every = max(1, count // _LABELS)
         labels = [f"{steps * (n + 1) // count:,}" if (n + 1) % every == 0 else "" for n in range(count)]
         apart = {
-            _CURVES[who]: [abs(a - b) or None for a, b in zip(losses, base, strict=True)]
+            _CURVES[who]: [abs(a - b) or None for a, b in zip(losses, points[BESIDE[who]], strict=True)]
             for who, losses in points.items()
-            if who != OURS
+            if who in BESIDE
         }
         panels = [
             Panel("loss of a byte", "nat", labels, {_CURVES[who]: some for who, some in points.items()}, is_log=True),
-            Panel("distance to bfloat16", "nat", labels, apart, is_log=True),
+            Panel("distance", "nat", labels, apart, is_log=True),
         ]
         name = f"{slug(gpu, 'fp8', what)}.svg"
         files[name] = lines(f"{what} on one {gpu}: bfloat16 and 8-bit floats", panels)
@@ -121,7 +126,7 @@ def _gradients(run: Results) -> str:
         "least, bfloat16 to float32",
         f"parameters below {NEAR}", "source", "data",
     )  # fmt: skip
-    return f"### Gradients of the first steps\n\n{table(columns, lines_of)}" if lines_of else ""
+    return f"### Gradients\n\n{table(columns, lines_of)}" if lines_of else ""
 
 
 def _errors(run: Results) -> str:

@@ -27,6 +27,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens
     [
         "kernels",
         "experts",
+        "fp8",
         "decode",
         "host",
         "startup",

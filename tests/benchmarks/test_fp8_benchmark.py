@@ -8,11 +8,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmark_samples import is_one_line
+from benchmark_samples import is_one_line, rows
 
 from benchmarks import fp8, fp8_curves
 from benchmarks.__main__ import main
-from benchmarks.fp8_curves import OTHER_ORDER, Sizes, compared, configs, distance, smoothed
+from benchmarks.fp8_curves import (
+    FP8_OTHER_ORDER,
+    OTHER_ORDER,
+    Sizes,
+    compared,
+    configs,
+    distance,
+    distances,
+    smoothed,
+)
 from benchmarks.fp8_errors import COLUMNS, FP8, TORCH, Operands, cosine, errors_of, flushed, operands_of, relative
 from benchmarks.fp8_gradients import OTHER_BATCH, Cosines, group_of, of_first_steps
 from benchmarks.goals import GOALS
@@ -72,11 +81,14 @@ def test_a_hundred_steps_of_a_small_model_stay_within_what_the_order_of_batches_
     run = fp8.measure(job, ["curves"], lambda results: kept.append(len(results.rows)), lambda _: None)
     case = "curves qwen3, 100 steps"
     points = run.run["curves"][case]
-    assert list(points) == [OURS, OTHER_ORDER, FP8]
+    assert list(points) == [OURS, OTHER_ORDER, FP8, FP8_OTHER_ORDER]
     assert all(len(some) == 50 for some in points.values())
     assert points[OURS][-1] < 0.75 * points[OURS][0]
     assert points[FP8] != points[OURS]
-    assert 0 < run.row(case, FP8, "distance").value < run.row(case, OTHER_ORDER, "distance").value
+    of_orders = [run.row(case, who, "distance").value for who in (FP8, FP8_OTHER_ORDER)]
+    ours, other = distances(run, case)
+    assert 0 < ours == sum(of_orders) / 2 < other
+    assert other > distance(points[OTHER_ORDER], points[FP8_OTHER_ORDER]) == pytest.approx(of_orders[1], abs=1e-4)
     assert run.row(case, FP8, "held_out_loss").value == pytest.approx(run.row(case, OURS, "held_out_loss").value, 0.01)
     assert f"{case}: 8-bit floats in 7 layers: q_proj, k_proj, v_proj, o_proj, gate_proj" in str(run.run["notes"])
     assert run.row("errors qwen3 after 100 steps: worst of all layers", FP8, "dy_flushed").value < 0.02
@@ -89,7 +101,9 @@ def test_a_hundred_steps_of_a_small_model_stay_within_what_the_order_of_batches_
     files = pages.page([run])
     assert "| qwen3, 100 steps |" in files[pages.NAME]
     texts = [one.text for one in ET.fromstring(files["h200-fp8-qwen3-100-steps.svg"]).iter() if one.text]
-    assert {"bfloat16", "bfloat16, other order", "8-bit floats", "distance to bfloat16, nat"} <= set(texts)
+    assert {"bfloat16", "bfloat16, other order", "8-bit floats", "8-bit floats, other order", "distance, nat"} <= set(
+        texts
+    )
     goal = next(goal for goal in GOALS if goal.title == "8-bit floats, loss beside bfloat16's")
     assert [verdict.met for verdict in goal.judge(run)] == [True]
 
@@ -117,11 +131,11 @@ def test_the_same_order_has_the_same_losses_and_another_order_the_same_weights()
 
 
 def test_held_out_text_is_not_trained_with():
-    rows, held = fp8_curves.text(256, "cpu")
-    seen = {bytes(row.tolist()) for row in rows}
-    assert len(held) == -(-(len(rows) + len(held)) // 10)
+    trained, held = fp8_curves.text(256, "cpu")
+    seen = {bytes(row.tolist()) for row in trained}
+    assert len(held) == -(-(len(trained) + len(held)) // 10)
     assert sum(bytes(row.tolist()) in seen for row in held) == 0
-    (batch,) = [batch for batch, _ in zip(fp8_curves._batches(rows, 4, 1), range(1), strict=False)]
+    (batch,) = [batch for batch, _ in zip(fp8_curves._batches(trained, 4, 1), range(1), strict=False)]
     assert batch.shape == (4, 256)
 
 
@@ -154,6 +168,14 @@ def test_figures_of_nothing_are_finite():
     assert flushed(torch.zeros(2, 3), torch.zeros(3, 2)) == 0
 
 
+def test_a_run_with_one_order_of_8_bit_floats_is_judged_by_that():
+    run = rows("fp8", ("m", FP8, "distance", 0.02, "nat"), ("m", OTHER_ORDER, "distance", 0.01, "nat"))
+    assert distances(run, "m") == (0.02, 0.01)
+    goal = next(goal for goal in GOALS if goal.title == "8-bit floats, loss beside bfloat16's")
+    assert [(verdict.met, verdict.figure) for verdict in goal.judge(run)] == [(False, "0.0200 nat, 0.0100 nat")]
+    assert distances(run, "other") is None
+
+
 def test_curves_are_smoothed_and_compared_over_their_last_quarter():
     losses = [float(n) for n in range(96 * 2)]
     assert smoothed(losses)[:2] == [1.5, 5.5]
@@ -177,14 +199,14 @@ def test_gradients_step_along_bfloat16_and_leave_the_model_unconverted(tmp_path)
 
 def test_the_least_cosine_of_each_layer_has_a_row():
     names = {"model.layers.0.a.weight": 0.5, "model.layers.0.b.weight": 0.9, "model.embed_tokens.weight": 1.0}
-    rows = list(fp8.gradient_rows("gradients m, step 1", Cosines(names, dict.fromkeys(names, 0.25), names, names)))
-    found = {(row.case, row.metric): row.value for row in rows if row.provider == FP8}
+    made = list(fp8.gradient_rows("gradients m, step 1", Cosines(names, dict.fromkeys(names, 0.25), names, names)))
+    found = {(row.case, row.metric): row.value for row in made if row.provider == FP8}
     assert found["gradients m, step 1", "least_cosine_to_bf16"] == 0.5
     assert found["gradients m, step 1", "far_from_bf16"] == 2
     assert found["gradients m, step 1: layers.0", "least_cosine_to_fp32"] == 0.5
     assert found["gradients m, step 1: embed_tokens", "least_cosine_to_bf16"] == 1
     assert group_of("lm_head.weight") == "lm_head"
-    others = {(row.case, row.metric): row.value for row in rows if row.provider == OTHER_BATCH}
+    others = {(row.case, row.metric): row.value for row in made if row.provider == OTHER_BATCH}
     assert others["gradients m, step 1", "median_cosine_to_bf16"] == 0.25
 
 
