@@ -1,6 +1,8 @@
-"""Matrices of 8-bit floats with a scale for each row: made, turned, and multiplied."""
+"""Matrices of 8-bit floats with a scale for each row, or for blocks: made, turned, and multiplied."""
 
-from tilekern.kernels.fp8 import gated, product, rows, turned
+from tilekern.kernels.fp8 import block_product, blocks, gated, product, rows, turned, weight_blocks
 
-SPECS = (rows.SPEC, turned.SPEC, product.SPEC, *gated.SPECS)
+SPECS = (
+    rows.SPEC, turned.SPEC, product.SPEC, *gated.SPECS, blocks.SPEC, weight_blocks.SPEC, block_product.SPEC,
+)  # fmt: skip
 __all__ = ["SPECS"]
