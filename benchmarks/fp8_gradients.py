@@ -69,7 +69,7 @@ def cosines(model: Any, ids: Any, others: Any, *, to_fp32: bool = True) -> Cosin
 
     bf16 = _gradients(model, ids)
     other_batch = _compared(_gradients(model, others), bf16)
-    with converted(model, True):
+    with converted(model, "rowwise"):
         fp8 = _gradients(model, ids)
     to_bf16 = _compared(fp8, bf16)
     if not to_fp32:

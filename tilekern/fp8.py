@@ -5,7 +5,7 @@ import tilekern.fp8
 tilekern.fp8.convert(model)
 """
 
-from tilekern.patch.fp8 import Linear, convert, restore
+from tilekern.patch.fp8 import BlockwiseLinear, Linear, Mxfp8Linear, convert, restore
 from tilekern.patch.gathering import gather
 
-__all__ = ["Linear", "convert", "gather", "restore"]
+__all__ = ["BlockwiseLinear", "Linear", "Mxfp8Linear", "convert", "gather", "restore"]

@@ -25,7 +25,7 @@ def tune(
     budget_s: float | None = None,
     sequence: int | Sequence[int] = (), dtype: Any = ("bfloat16",), ops: str | Sequence[str] | None = None,
     attention: str | Sequence[str] = ("tilekern",), tp: int = 1, packed: bool = False, padded: bool = False,
-    checkpointing: bool = False, optimizer: str = "adamw", experts: bool = False, fp8: bool = False,
+    checkpointing: bool = False, optimizer: str = "adamw", experts: bool = False, fp8: bool | str = False,
     decode: int | Sequence[int] | None = None, context: int | Sequence[int] = 4096, chunk: int | Sequence[int] = (),
     paged: bool = False, invariant: bool = False, engine: bool = False, weight_dtype: str | None = None,
     strategy: str = "race", executor: str = "local", jobs: int | None = None, gpus: int | None = None,
@@ -70,7 +70,7 @@ def tune(
         checkpointing: whether activations are recomputed in the backward.
         optimizer: ``adamw`` or ``none``.
         experts: whether tilekern runs layers of experts.
-        fp8: whether linear layers run products of 8-bit floats.
+        fp8: the format in which linear layers run products of 8-bit floats, as ``apply(fp8=...)`` has it; or False.
         decode: how many sequences generation decodes at once, one number or several; by default none, for an engine 1.
         context: tokens of a decoded sequence, the new one included.
         chunk: tokens of a prompt that are computed at once, where prompts are computed in chunks too.

@@ -15,7 +15,7 @@ import click
 from tilekern import __version__
 from tilekern.errors import InputError
 from tilekern.kernels import add_specs
-from tilekern.runtime.switches import EXPERTS, EXTRAS, OPS
+from tilekern.runtime.switches import EXPERTS, EXTRAS, FP8_FORMATS, OPS, ROWWISE
 from tilekern.spec.targets import KNOWN
 from tilekern.tuning.plan.configs import require_model_name
 from tilekern.tuning.plan.presets import PRESETS
@@ -109,7 +109,13 @@ _STEPS = {
     "packed": click.option("--packed", is_flag=True, help="Sequences are packed into a batch of one (cu_seq_lens_q)."),
     "padded": click.option("--padded", is_flag=True, help="Sequences are padded to one length, with a mask."),
     "experts": click.option("--experts", is_flag=True, help="Experts run tilekern's kernels: apply(experts=True)."),
-    "fp8": click.option("--fp8", is_flag=True, help="Linear layers run 8-bit floats: apply(fp8=True)."),
+    "fp8": click.option(
+        "--fp8",
+        is_flag=False,
+        flag_value=ROWWISE,
+        type=click.Choice(FP8_FORMATS),
+        help=f"Linear layers run 8-bit floats, {ROWWISE} if no format follows: apply(fp8=...).",
+    ),
     "checkpointing": click.option("--checkpointing", is_flag=True, help="Activations are recomputed in the backward."),
     "optimizer": click.option(
         "--optimizer", type=click.Choice(OPTIMIZERS), help="tilekern.AdamW, or none.  [default: adamw]"

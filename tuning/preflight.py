@@ -230,7 +230,7 @@ def preflight(
     dtype: Any = ("bfloat16",), ops: str | Sequence[str] | None = None,
     attention: str | Sequence[str] = ("tilekern",),
     tp: int = 1, packed: bool = False, padded: bool = False, checkpointing: bool = False, optimizer: str = "adamw",
-    experts: bool = False, fp8: bool = False, decode: int | Sequence[int] | None = None,
+    experts: bool = False, fp8: bool | str = False, decode: int | Sequence[int] | None = None,
     context: int | Sequence[int] = CONTEXT,
     chunk: int | Sequence[int] = (), paged: bool = False, invariant: bool = False, engine: bool = False,
     weight_dtype: str | None = None, need: str = SERVED, cache_dir: str | Path | None = None,
@@ -256,7 +256,7 @@ def preflight(
         padded: whether they are padded to one length, with a mask.
         checkpointing: whether activations are made again in the backward.
         optimizer: ``adamw`` or ``none``.
-        fp8: whether linear layers run products of 8-bit floats, as ``apply(fp8=True)`` has it.
+        fp8: the format in which linear layers run products of 8-bit floats, as ``apply(fp8=...)`` has it; or False.
         experts: whether layers of experts run tilekern's, as ``apply(experts=True)`` has it.
         decode: how many sequences generation decodes at once, one number or several; by default none, for an engine 1.
         context: tokens of a decoded sequence, the new one included.

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import math
 import operator
 
 import cuda.tile as ct
@@ -194,10 +195,35 @@ def test_mma():
         run(lambda x: ct.mma(x, x, ct.zeros((4, 4), ct.float16)), torch.zeros(4, 4, dtype=torch.bfloat16))
 
 
+def test_mma_scaled():
+    a, b = torch.randn(4, 64).to(torch.float8_e4m3fn), torch.randn(64, 2).to(torch.float8_e4m3fn)
+    # The bits of e8m0: 2^-1, 2^3, NaN and others.
+    down = torch.tensor([[126, 130], [127, 127], [255, 127], [100, 150]]).to(torch.uint8).view(torch.int8)
+    across = torch.tensor([[127, 128], [120, 130]]).to(torch.uint8).view(torch.int8)
+
+    def product(x, y, x_bits, y_bits):
+        scales = (ct.bitcast(bits, ct.float8_e8m0fnu) for bits in (x_bits, y_bits))
+        return ct.mma_scaled(x, next(scales), y, next(scales), ct.full((4, 2), 1, ct.float32))
+
+    wide = [2.0 ** (bits.view(torch.uint8).double() - 127) for bits in (down, across)]
+    wide[0][2, 0] = math.nan
+    left, right = wide[0].repeat_interleave(32, 1) * a.double(), wide[1].repeat_interleave(32, 0) * b.double()
+    found = torch.tensor(run(product, a, b, down, across)[1], dtype=torch.float64)
+    torch.testing.assert_close(found, left @ right + 1, rtol=1e-5, atol=1e-5, equal_nan=True)
+    with pytest.raises(InterpreterError, match="with scales of float8_e8m0fnu"):
+        run(lambda x, y: ct.mma_scaled(x, x, y, y, ct.zeros((4, 2), ct.float32)), a, b)
+
+
+def test_permute():
+    x = torch.arange(64).reshape(2, 4, 8)
+    assert run(lambda t: ct.permute(t, (2, 0, 1)), x)[1] == x.permute(2, 0, 1).tolist()
+    with pytest.raises(InterpreterError, match="each of 3 once"):
+        run(lambda t: ct.permute(t, (2, 0, 0)), x)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda t: ct.mma_scaled(t, t), "the interpreter does not know ct.mma_scaled"),
         (lambda t: ct.banana(t, 1), "the interpreter does not know ct.banana"),
         (lambda t: t.sum(), "the interpreter does not know Tile.sum"),
         (lambda t: t.reshape((4, 3)), "cannot reshape"),

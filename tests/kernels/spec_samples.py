@@ -63,7 +63,9 @@ def compiled() -> list[KernelSpec]:
 
 
 def runs_on(spec: KernelSpec, target: Target) -> bool:
-    """Return whether a GPU has the dtypes of a spec: 8-bit floats begin with Hopper."""
+    """Return whether a GPU has the dtypes of a spec: 8-bit floats begin with Hopper, their scales with Blackwell."""
+    if spec.name.startswith("mxfp8_"):
+        return target.is_blackwell or target == INTERPRETED
     return target.has_fp8 or not spec.name.startswith("fp8_")
 
 

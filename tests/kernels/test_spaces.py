@@ -81,7 +81,8 @@ def test_there_are_candidates_and_an_allowed_default_for_other_models(spec):
     for sizes, rows, target in itertools.product(OTHERS, (1, 4096), (*KNOWN, INTERPRETED)):
         problem = spec.bucketed(sized(spec, "bfloat16", rows=rows, tokens=rows, batch=1, **sizes))
         if not runs_on(spec, target):
-            with pytest.raises(InputError, match=f"^8-bit floats need a GPU of sm_90 or newer; {target.name} is "):
+            needs = "MXFP8 needs a GPU of sm_100" if spec.name.startswith("mx") else "8-bit floats need a GPU of sm_90"
+            with pytest.raises(InputError, match=f"^{needs} or newer; {target.name} is "):
                 spec.default(problem, target)
             assert next(spec.space.candidates(problem, target), None) is None
             continue

@@ -205,7 +205,9 @@ def test_apply_converts_models_that_are_made_later_until_reset():
     tilekern.apply(fp8=True)
     tilekern.reset()
     assert tilekern.fp8.restore(model_of()) == []
-    with pytest.raises(InputError, match="fp8 must be 'rowwise', True for it, or False, got 'mxfp4'"):
+    with pytest.raises(
+        InputError, match="fp8 must be 'rowwise', 'blockwise', 'mxfp8', True for 'rowwise', or False, got 'mxfp4'"
+    ):
         tilekern.apply(fp8="mxfp4")
 
 

@@ -77,6 +77,22 @@ def test_a_problem_may_name_them_too():
     assert long.problems == short.problems
 
 
+@pytest.mark.parametrize(
+    ("words", "format"),
+    [(["--fp8"], "rowwise"), (["--fp8", "--packed"], "rowwise"), (["--fp8", "blockwise"], "blockwise")],
+)
+def test_fp8_may_name_a_format(words, format, monkeypatch):
+    found = []
+    monkeypatch.setattr("tilekern.tuning.options.steps_of", lambda **given: found.append(given) or Steps([64]))
+    cli.main(["preflight", "qwen3-0.6b", "--gpu", "H200", *words])
+    assert [given["fp8"] for given in found] == [format]
+
+
+def test_another_format_is_refused_with_those_that_are_known(capsys):
+    assert cli.main(["preflight", "qwen3-0.6b", "--gpu", "H200", "--fp8", "tensorwise"]) != 0
+    assert "'tensorwise' is not one of 'rowwise', 'blockwise', 'mxfp8'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [[], ["preflight"]])
 def test_help_names_presets_gpus_and_ops(command, capsys):
     assert cli.main([*command, "--help"]) == 0

@@ -195,6 +195,36 @@ def mma(x: Tile, y: Tile, /, acc: Tile, *, use_fast_acc: bool = False) -> Tile:
     return Tile((product + acc.data.to(product.dtype)).to(acc.data.dtype), acc.dtype)
 
 
+# Numbers that share a scale of e8m0.
+_SCALED = 32
+
+
+def mma_scaled(x: Tile, x_scale: Tile, y: Tile, y_scale: Tile, /, acc: Tile) -> Tile:
+    """See ``ct.mma_scaled``: of float8, with scales of e8m0 for 32 numbers; sums are float32."""
+    for numbers, scale in ((x, x_scale), (y, y_scale)):
+        if numbers.dtype not in (ct.float8_e4m3fn, ct.float8_e5m2) or scale.dtype != ct.float8_e8m0fnu:
+            raise InterpreterError(
+                f"mma_scaled: the interpreter knows float8 with scales of float8_e8m0fnu, got {numbers.dtype} and "
+                f"{scale.dtype}"
+            )
+    if acc.dtype != ct.float32:
+        raise InterpreterError(f"mma_scaled: acc must be float32, got {acc.dtype}")
+    left, right = _scaled(x, x_scale, -1), _scaled(y, y_scale, -2)
+    product = torch.matmul(left, right)
+    if tuple(product.shape) != acc.shape:
+        raise InterpreterError(f"mma_scaled: acc must have shape {tuple(product.shape)}, got {acc.shape}")
+    return Tile(product + acc.data, acc.dtype)
+
+
+def _scaled(numbers: Tile, scale: Tile, axis: int) -> torch.Tensor:
+    factors = scale.data.float().repeat_interleave(_SCALED, axis)
+    if factors.shape != numbers.data.shape:
+        raise InterpreterError(
+            f"mma_scaled: {_SCALED} numbers have a scale, got shapes {numbers.shape} and {scale.shape}"
+        )
+    return numbers.data.float() * factors
+
+
 def _install_operators() -> None:
     def install(name: str, function: Callable[..., Any]) -> None:
         setattr(Tile, f"__{name}__", lambda self, other: function(name, self, other))

@@ -30,6 +30,7 @@ IN_MEMORY: dict[Any, torch.dtype] = {
     ct.float64: torch.float64,
     ct.float8_e4m3fn: torch.float8_e4m3fn,
     ct.float8_e5m2: torch.float8_e5m2,
+    ct.float8_e8m0fnu: torch.float8_e8m0fnu,
 }
 _FROM_TORCH = {carrier: dtype for dtype, carrier in IN_MEMORY.items()}
 # torch has almost no arithmetic for the wider unsigned integers, and no tfloat32.
@@ -37,7 +38,7 @@ _WIDE_UNSIGNED = {ct.uint16: 0xFFFF, ct.uint32: 0xFFFF_FFFF}
 CARRIERS = {**IN_MEMORY, **dict.fromkeys(_WIDE_UNSIGNED, torch.int64), ct.tfloat32: torch.float32}
 HALVES = (ct.float16, ct.bfloat16)
 FLOATS = (ct.float16, ct.bfloat16, ct.float32, ct.float64)
-RESTRICTED_FLOATS = (ct.tfloat32, ct.float8_e4m3fn, ct.float8_e5m2)
+RESTRICTED_FLOATS = (ct.tfloat32, ct.float8_e4m3fn, ct.float8_e5m2, ct.float8_e8m0fnu)
 SIGNED = (ct.int8, ct.int16, ct.int32, ct.int64)
 UNSIGNED = (ct.uint8, *_WIDE_UNSIGNED)
 INTEGERS = (*SIGNED, *UNSIGNED)

@@ -9,7 +9,7 @@ from typing import Any
 import cuda.tile as ct
 import torch
 
-from tilekern.interpreter.arithmetic import UNARY, arithmetic, bitwise, compare, mma, unary
+from tilekern.interpreter.arithmetic import UNARY, arithmetic, bitwise, compare, mma, mma_scaled, unary
 from tilekern.interpreter.dtypes import (
     HALVES,
     RESTRICTED_FLOATS,
@@ -77,6 +77,13 @@ def bitcast(x: Any, /, dtype: Any) -> Tile:
         raise InterpreterError(f"bitcast: cannot reinterpret {tile.dtype} as {dtype}")
     raw = to_memory(tile.data, tile.dtype)
     return Tile(from_memory(raw.view(to_memory(filled(0, dtype), dtype).dtype), dtype), dtype)
+
+
+def permute(x: Tile, /, axes: Any) -> Tile:
+    """See ``ct.permute``."""
+    if sorted(axes) != list(range(x.ndim)):
+        raise InterpreterError(f"permute: axes must be each of {x.ndim} once, got {tuple(axes)}")
+    return Tile(x.data.permute(*axes), x.dtype)
 
 
 def where(cond: Any, x: Any, y: Any, /) -> Tile:
@@ -240,6 +247,8 @@ FUNCTIONS: dict[str, Any] = {
             extract,
             full,
             mma,
+            mma_scaled,
+            permute,
             reduce,
             static_assert,
             static_iter,

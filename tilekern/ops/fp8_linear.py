@@ -24,7 +24,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ from tilekern.ops.registration import (
 )
 from tilekern.ops.rounded_weight import RoundedWeight
 from tilekern.runtime.dispatch import count_fallback, is_invariant, plan_for, refused
+from tilekern.spec import KernelSpec
 
 E4M3 = torch.float8_e4m3fn
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -64,6 +65,22 @@ Rounded = tuple[Tensor, Tensor]
 Making = Callable[..., Tensor] | None
 # The attribute of a tensor that holds its rounded numbers, and the last such tensor of a thread.
 _HELD, _last = "_tilekern_rounded", threading.local()
+
+
+class Format(NamedTuple):
+    """How layers that share their input run in a format of 8-bit floats.
+
+    Attributes:
+        op: the name of the op, for errors.
+        product: the kernel by whose name calls of torch's layer are counted.
+        graded: x, then weight and bias of each layer -> their results, with gradients.
+        plain: x, and weight and bias of each layer in one sequence -> their results, without gradients.
+    """
+
+    op: str
+    product: KernelSpec
+    graded: Callable[..., tuple[Tensor, ...]]
+    plain: Callable[[Tensor, Sequence[Any]], tuple[Tensor, ...]]
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -89,43 +106,49 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def fp8_linears(x: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, ...]:
     """Return the result of :func:`fp8_linear` for each of some layers, weight and bias, that share ``x``."""
+    return linears(_ROWWISE, x, layers)
+
+
+def linears(how: Format, x: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, ...]:
+    """Return the results of layers that share ``x`` in a format, or of torch's layers where those run.
+
+    Raises:
+        ValueError: shapes or devices do not fit.
+    """
     for weight, bias in layers:
-        _check(x, weight, bias)
+        _check(how.op, x, weight, bias)
     parameters = [part for layer in layers for part in layer]
     if is_autocast(x):
         x, *parameters = cast_as_products(x, *parameters)
         with uncast(x.device.type):
-            return _run(x, *parameters)
-    return _run(x, *parameters)
+            return _run(how, x, *parameters)
+    return _run(how, x, *parameters)
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
         raise ValueError(
-            f"fp8_linear: x must be [..., in_features] and weight [out_features, in_features], got {list(x.shape)} and "
+            f"{op}: x must be [..., in_features] and weight [out_features, in_features], got {list(x.shape)} and "
             f"{list(weight.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"fp8_linear: bias must be {list(weight.shape[:1])}, got {list(bias.shape)}")
-    check_devices("fp8_linear", x=x, weight=weight, bias=bias)
+        raise ValueError(f"{op}: bias must be {list(weight.shape[:1])}, got {list(bias.shape)}")
+    check_devices(op, x=x, weight=weight, bias=bias)
 
 
-def _run(x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+def _run(how: Format, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
     if not is_eager(x, *parameters):
         if not torch.compiler.is_compiling():
-            count_fallback(PRODUCT, "a transform or a mode of torch, as vmap or selective checkpoints")
-        return tuple(torch.nn.functional.linear(x, *layer) for layer in _layers(parameters))
+            count_fallback(how.product, "a transform or a mode of torch, as vmap or selective checkpoints")
+        return tuple(torch.nn.functional.linear(x, *layer) for layer in layers_of(parameters))
     graded = needs_gradient(x, *parameters)
     why = why_not(x, graded, parameters[::2])
     if why:
-        count_fallback(PRODUCT, why)
+        count_fallback(how.product, why)
         is_torchs = graded or any(type(weight) is RoundedWeight for weight in parameters[::2])
         multiply = torch.nn.functional.linear if is_torchs else product
-        return tuple(multiply(x, *layer) for layer in _layers(parameters))
-    if graded:
-        made: tuple[Tensor, ...] = _apply(x, *parameters)
-        return made
-    return _forward(x, parameters)[0]
+        return tuple(multiply(x, *layer) for layer in layers_of(parameters))
+    return how.graded(x, *parameters) if graded else how.plain(x, parameters)
 
 
 def why_not(x: Tensor, graded: bool, weights: Sequence[Any]) -> str:
@@ -144,7 +167,8 @@ def why_not(x: Tensor, graded: bool, weights: Sequence[Any]) -> str:
     return "" if x.numel() and all(weight.numel() for weight in weights) else "an empty matrix"
 
 
-def _layers(parameters: Sequence[Any]) -> list[Layer]:
+def layers_of(parameters: Sequence[Any]) -> list[Layer]:
+    """Return weight and bias of each layer, of all in one sequence."""
     return list(zip(parameters[::2], parameters[1::2], strict=True))
 
 
@@ -230,34 +254,43 @@ def multiplied(
     The result may have the memory of ``addend``. ``over_rows``: the sums are over tokens, as a weight's gradient.
     """
     (left, down), (right, across) = a, b
-    m, k = left.shape
-    rows, inner = (k, m) if over_rows else (m, k)
-    plan = plan_for(
-        PRODUCT, left.device, rows, inner, right.shape[0], over_rows, bias is not None, addend is not None, dtype
-    )
-    more = () if bias is None else (bias.contiguous(),)
-    if plan is not None:
-        given = (left, right, down, across, *more, *(() if addend is None else (addend,)))
-
-        def allocate() -> tuple[Tensor]:
-            like = torch.empty((m, right.shape[0]), dtype=dtype, device=left.device) if addend is None else addend
-            return (like,)
-
-        try:
-            (c,) = plan.run(left.get_device(), given, allocate)
-        except NoVariant as error:
-            refused(PRODUCT, error)
-        else:
-            return c
-    count_fallback(PRODUCT)
+    c = launched(PRODUCT, left, right, down, across, dtype, bias, addend, over_rows=over_rows)
+    if c is not None:
+        return c
     c = scaled_product(left, right, down, across, bias, dtype)
     return c if addend is None else addend.add_(c)
+
+
+def launched(
+    spec: KernelSpec, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, bias: Tensor | None,
+    addend: Tensor | None, *, over_rows: bool,
+) -> Tensor | None:  # fmt: skip
+    """Return a format's product, computed by its kernel or library; None, counted, if torch must compute it."""
+    m, k = a.shape
+    rows, inner = (k, m) if over_rows else (m, k)
+    plan = plan_for(spec, a.device, rows, inner, b.shape[0], over_rows, bias is not None, addend is not None, dtype)
+    if plan is not None:
+        more = () if bias is None else (bias.contiguous(),)
+        given = (a, b, a_scale, b_scale, *more, *(() if addend is None else (addend,)))
+
+        def allocate() -> tuple[Tensor]:
+            return (torch.empty((m, b.shape[0]), dtype=dtype, device=a.device) if addend is None else addend,)
+
+        try:
+            (c,) = plan.run(a.get_device(), given, allocate)
+        except NoVariant as error:
+            refused(spec, error)
+        else:
+            made: Tensor = c
+            return made
+    count_fallback(spec)
+    return None
 
 
 def _forward(x: Tensor, parameters: Sequence[Any]) -> tuple[tuple[Tensor, ...], Rounded, list[Tensor]]:
     """Return the results, the rounded ``x``, and the scales of each weight's rows."""
     numbers, made, scales = rounded_input(x), [], []
-    for weight, bias in _layers(parameters):
+    for weight, bias in layers_of(parameters):
         of_weight = rounded_weight(weight)
         scales.append(of_weight[1])
         y = multiplied(numbers, of_weight, x.dtype, bias)
@@ -331,4 +364,4 @@ class _Fp8Linears(torch.autograd.Function):
         return None if dx is None else shaped(dx, *ctx.shape), *found
 
 
-_apply = applied(_Fp8Linears)
+_ROWWISE = Format("fp8_linear", PRODUCT, applied(_Fp8Linears), lambda x, parameters: _forward(x, parameters)[0])

@@ -16,54 +16,77 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from tilekern.errors import InputError
+from tilekern.kernels.fp8.mx_scales import HAS_MX
 from tilekern.kernels.fp8.space import HAS_FP8
 from tilekern.ops import remade
+from tilekern.ops.fp8_block_linear import fp8_block_linear, fp8_block_linears
 from tilekern.ops.fp8_gated_mlp import fp8_gated_mlp
 from tilekern.ops.fp8_linear import fp8_linear, fp8_linears, why_not
+from tilekern.ops.mxfp8_linear import mxfp8_linear, mxfp8_linears
 from tilekern.ops.registration import needs_gradient
 from tilekern.ops.rounded_weight import RoundedWeight
 from tilekern.patch.exchanging import exchange
 from tilekern.patch.guards import SUBCLASS, TENSORS, count_own, has_hooks, parameter_of
+from tilekern.runtime.switches import BLOCKWISE, FP8_FORMATS, MXFP8, ROWWISE
 from tilekern.spec.targets import HAS
 
-# The only format so far; the kernel by whose name calls of other layers are counted.
-ROWWISE, KERNEL = "rowwise", "fp8_matmul"
 COMPILED = "torch.compile"
 # Functions of a shard that FSDP2 calls before and after it gathers (tilekern.patch.gathering).
 BEFORE, AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 # What :func:`stand_in` changes.
 CHOICE = "transformers.modeling_utils.PreTrainedModel.post_init"
 _LEAST, _UNIT = 128, 16
-_WEIGHTS = (*TENSORS, RoundedWeight)
 _OTHERS = ("gate", "router", "score", "classifier")
 _ADAPTERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
 
 class Linear(torch.nn.Linear):
-    """A linear layer of torch whose products are of 8-bit floats, in the forward and in both gradients."""
+    """A linear layer of torch whose products are of 8-bit floats, in the forward and in both gradients.
+
+    Attributes:
+        fp8: the format.
+        kernel: the kernel by whose name calls of torch's layer are counted.
+        weights: the classes of weights that the format's op reads.
+    """
+
+    fp8: ClassVar[str] = ROWWISE
+    kernel: ClassVar[str] = "fp8_matmul"
+    weights: ClassVar[tuple[Any, ...]] = (*TENSORS, RoundedWeight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight^T + bias`` [..., out_features] of ``x`` [..., in_features]."""
+        # A hook's forward may hold this method of a layer that was restored since.
+        is_on = isinstance(self, Linear)
         if torch.compiler.is_compiling():
-            count_own(KERNEL, COMPILED)
+            if is_on:
+                count_own(self.kernel, COMPILED)
             return torch.nn.functional.linear(x, self.weight, self.bias)
         weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
-        # A hook's forward may hold this method of a layer that was restored since.
-        if not isinstance(self, Linear):
+        if not is_on:
             return torch.nn.functional.linear(x, weight, bias)
-        if type(weight) not in _WEIGHTS or not _are_plain(x, bias):
-            count_own(KERNEL, SUBCLASS)
+        if type(weight) not in self.weights or not _are_plain(x, bias):
+            count_own(self.kernel, SUBCLASS)
             return torch.nn.functional.linear(x, weight, bias)
-        return (fp8_linear if _are_alike(x, weight) else torch.nn.functional.linear)(x, weight, bias)
+        return (self.result if _are_alike(x, weight) else torch.nn.functional.linear)(x, weight, bias)
+
+    @staticmethod
+    def result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return the result of one layer."""
+        return fp8_linear(x, weight, bias)
+
+    @staticmethod
+    def results(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Return the result of each of some layers, weight and bias, that share ``x``."""
+        return fp8_linears(x, layers)
 
     def extra_repr(self) -> str:
         """Return torch's text and the format."""
-        return f"{super().extra_repr()}, fp8={ROWWISE}"
+        return f"{super().extra_repr()}, fp8={self.fp8}"
 
     # As when a model is moved or loaded, which may give the weight a new shard.
 
@@ -75,6 +98,46 @@ class Linear(torch.nn.Linear):
     def _load_from_state_dict(self, *given: Any, **options: Any) -> None:
         with _gathered_so_on(self):
             super()._load_from_state_dict(*given, **options)
+
+
+class BlockwiseLinear(Linear):
+    """A linear layer of torch whose products are of 8-bit floats with scales of blocks."""
+
+    fp8 = BLOCKWISE
+    kernel = "fp8_block_matmul"
+    weights = TENSORS
+
+    @staticmethod
+    def result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return the result of one layer."""
+        return fp8_block_linear(x, weight, bias)
+
+    @staticmethod
+    def results(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Return the result of each of some layers, weight and bias, that share ``x``."""
+        return fp8_block_linears(x, layers)
+
+
+class Mxfp8Linear(Linear):
+    """A linear layer of torch whose products are of MXFP8, for GPUs of sm_100 and newer."""
+
+    fp8 = MXFP8
+    kernel = "mxfp8_matmul"
+    weights = TENSORS
+
+    @staticmethod
+    def result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return the result of one layer."""
+        return mxfp8_linear(x, weight, bias)
+
+    @staticmethod
+    def results(x: torch.Tensor, layers: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Return the result of each of some layers, weight and bias, that share ``x``."""
+        return mxfp8_linears(x, layers)
+
+
+_CLASSES = {kind.fp8: kind for kind in (Linear, BlockwiseLinear, Mxfp8Linear)}
+KERNELS = tuple(kind.kernel for kind in _CLASSES.values())
 
 
 @contextlib.contextmanager
@@ -97,31 +160,34 @@ def _are_alike(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def projected(layers: Sequence[Any], x: Any) -> tuple[torch.Tensor, ...] | None:
-    """Return the results of layers that share ``x`` if all are of 8-bit floats and calling them does no more."""
-    parameters = _parameters_of(layers, x)
-    return None if parameters is None else fp8_linears(x, parameters)
+    """Return the results of layers that share ``x`` if all are of one format and calling them does no more."""
+    kind: Any = type(layers[0])
+    if kind not in _CLASSES.values():
+        return None
+    parameters = _parameters_of(layers, x, kind)
+    return None if parameters is None else kind.results(x, parameters)
 
 
-def _parameters_of(layers: Sequence[Any], x: Any) -> list[tuple[Any, Any]] | None:
-    """Return weights and biases of layers of 8-bit floats whose calls on ``x`` are the op and no more; else None."""
-    if torch.compiler.is_compiling() or not all(type(layer) is Linear for layer in layers):
+def _parameters_of(layers: Sequence[Any], x: Any, kind: type[Linear]) -> list[tuple[Any, Any]] | None:
+    """Return weights and biases of layers of a format whose calls on ``x`` are the op and no more; else None."""
+    if torch.compiler.is_compiling() or not all(type(layer) is kind for layer in layers):
         return None
     parameters = [(parameter_of(layer, "weight"), parameter_of(layer, "bias")) for layer in layers]
-    are_plain = _are_plain(x, *(bias for _, bias in parameters)) and all(type(w) in _WEIGHTS for w, _ in parameters)
+    are_plain = _are_plain(x, *(bias for _, bias in parameters)) and all(type(w) in kind.weights for w, _ in parameters)
     if not are_plain or any("forward" in layer.__dict__ or has_hooks(layer) for layer in layers):
         return None
     return parameters if all(_are_alike(x, weight) for weight, _ in parameters) else None
 
 
 def gated_mlp(layers: Sequence[Any], activation: str, x: torch.Tensor) -> torch.Tensor | None:
-    """Return the result of an MLP if all its layers are of 8-bit floats, without biases, and calling them does no more.
+    """Return the result of an MLP if all its layers are ``rowwise``, without biases, and calling them does no more.
 
     Args:
         layers: those that make gate and up, or the one that makes both side by side; and the last.
         activation: as of :func:`tilekern.ops.fp8_gated_mlp.fp8_gated_mlp`.
         x: [..., in_features].
     """
-    parameters = _parameters_of(layers, x)
+    parameters = _parameters_of(layers, x, Linear)
     if parameters is None or any(bias is not None for _, bias in parameters):
         return None
     *first, down = (weight for weight, _ in parameters)
@@ -132,7 +198,9 @@ def gated_mlp(layers: Sequence[Any], activation: str, x: torch.Tensor) -> torch.
     return fp8_gated_mlp(x, first[0], first[1], down, activation)
 
 
-def convert(model: torch.nn.Module, chosen: Callable[[str, torch.nn.Linear], bool] | None = None) -> list[str]:
+def convert(
+    model: torch.nn.Module, chosen: Callable[[str, torch.nn.Linear], bool] | None = None, *, format: str = ROWWISE
+) -> list[str]:  # fmt: skip
     """Have linear layers of a model's decoder run products of 8-bit floats from now on.
 
     Call it at any time, before or after DDP, FSDP or ``torch.compile`` have the model, which compiles such layers as
@@ -141,13 +209,18 @@ def convert(model: torch.nn.Module, chosen: Callable[[str, torch.nn.Linear], boo
     Args:
         model: a model of transformers, alone or inside PEFT's, or any module with numbered layers.
         chosen: ``(name, layer) -> bool``, asked about each layer that would be converted; None takes all.
+        format: ``rowwise``, a scale for each row of a matrix; ``blockwise``, one for each 128 numbers of a row, and for
+            each 128 x 128 of a weight; or ``mxfp8``, one for each 32 numbers. Layers of another format change to it.
 
     Returns:
         The names of the layers that run so now, in the model's order.
 
     Raises:
-        InputError: there is none, or the GPU is older than sm_90.
+        InputError: there is none, the format is unknown, or the GPU is older than sm_90, for ``mxfp8`` sm_100; or a
+            layer of another format has got another class since, or its weight is gathered in 8 bits.
     """
+    if format not in FP8_FORMATS:
+        raise InputError(f"convert: format must be one of {', '.join(map(repr, FP8_FORMATS))}, got {format!r:.40}")
     found = [(name, layer) for name, layer in _layers_of(model) if chosen is None or chosen(name, layer)]
     if not found:
         raise InputError(
@@ -155,11 +228,14 @@ def convert(model: torch.nn.Module, chosen: Callable[[str, torch.nn.Linear], boo
             f"with sides of {_LEAST} or more that are multiples of {_UNIT}"
         )
     for device in {layer.weight.device for _, layer in found}:
-        _check(device)
-    remade.want()
-    for _, layer in found:
-        if not isinstance(layer, Linear):
-            layer.__class__ = Linear
+        _check(device, format)
+    changing = [(name, layer) for name, layer in found if getattr(layer, "fp8", None) != format]
+    for name, layer in changing:
+        _check_own(name, layer)
+    if format == ROWWISE:
+        remade.want()
+    for _, layer in changing:
+        layer.__class__ = _CLASSES[format]
     return [name for name, _ in found]
 
 
@@ -172,13 +248,20 @@ def restore(model: torch.nn.Module) -> list[str]:
     """
     found = converted_layers(model)
     for name, layer in found:
-        if is_gathered(layer):
-            raise InputError(f"the weight of {name} is gathered in 8 bits; to train in its dtype, shard the model anew")
-        if type(layer) is not Linear:
-            raise InputError(f"{name} is a {type(layer).__name__} now; restore the model before that is done")
+        _check_own(name, layer)
     for _, layer in found:
         layer.__class__ = torch.nn.Linear
     return [name for name, _ in found]
+
+
+def _check_own(name: str, layer: torch.nn.Module) -> None:
+    """Refuse to change the class of a converted layer that others rely on."""
+    if not isinstance(layer, Linear):
+        return
+    if is_gathered(layer):
+        raise InputError(f"the weight of {name} is gathered in 8 bits; to train in its dtype, shard the model anew")
+    if type(layer) not in _CLASSES.values():
+        raise InputError(f"{name} is a {type(layer).__name__} now; restore the model before that is done")
 
 
 def is_gathered(layer: torch.nn.Module) -> bool:
@@ -195,12 +278,17 @@ def converted_layers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Linear]
 def judged(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
     """Return the linear layers of a model and why each runs no 8-bit floats; none if nobody has asked for these."""
     on = {id(layer) for _, layer in converted_layers(model)}
-    if not on and not is_on():
+    if not on and not format_on():
         return []
     fit, unasked = {id(layer) for _, layer in _layers_of(model)}, "not converted" if on else _EARLIER
     layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
     whys = ("" if id(layer) in on else unasked if id(layer) in fit else _UNFIT for _, layer in layers)
     return [(*named, why) for named, why in zip(layers, whys, strict=True)]
+
+
+def named(layer: Any) -> str:
+    """Return the name of a linear layer's class, and the format if it is of 8-bit floats."""
+    return f"Linear, {layer.fp8}" if isinstance(layer, Linear) else type(layer).__name__
 
 
 _UNFIT = (
@@ -213,12 +301,13 @@ _EARLIER = (
 )
 
 
-def _check(device: torch.device) -> None:
+def _check(device: torch.device, format: str = ROWWISE) -> None:
     if device.type != "cuda":
         return
     major, minor = torch.cuda.get_device_capability(device)
-    if 10 * major + minor not in HAS["fp8"]:
-        raise InputError(f"{HAS_FP8.reason}; {torch.cuda.get_device_name(device)} is sm_{major}{minor}")
+    needed, feature = (HAS_MX, "blackwell") if format == MXFP8 else (HAS_FP8, "fp8")
+    if 10 * major + minor not in HAS[feature]:
+        raise InputError(f"{needed.reason}; {torch.cuda.get_device_name(device)} is sm_{major}{minor}")
 
 
 def _layers_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
@@ -243,46 +332,39 @@ def _layers_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
 
 
 @contextlib.contextmanager
-def converted(model: torch.nn.Module, is_on: bool) -> Iterator[None]:
-    """Convert a model for a while if ``is_on``."""
-    before = {id(layer) for _, layer in converted_layers(model)}
-    if is_on:
-        convert(model)
+def converted(model: torch.nn.Module, format: str) -> Iterator[None]:
+    """Convert a model for a while, unless the format is empty."""
+    before = {id(layer): type(layer) for _, layer in converted_layers(model)}
+    if format:
+        convert(model, format=format)
     try:
         yield
     finally:
         for _, layer in converted_layers(model):
-            if id(layer) not in before:
-                layer.__class__ = torch.nn.Linear
+            kind = before.get(id(layer), torch.nn.Linear)
+            if type(layer) is not kind:
+                layer.__class__ = kind
 
 
-def is_asked(fp8: Any) -> bool:
-    """Return whether a value of ``apply(fp8=...)`` asks for 8-bit floats.
-
-    Raises:
-        InputError: the value is another than False, None, True and the format's name.
-    """
-    if not isinstance(fp8, bool) and fp8 not in (None, ROWWISE):
-        raise InputError(f"apply: fp8 must be {ROWWISE!r}, True for it, or False, got {fp8!r:.40}")
-    return bool(fp8)
-
-
-def is_on() -> bool:
-    """Return whether :func:`stand_in` is in force."""
+def format_on() -> str:
+    """Return the format of :func:`stand_in` that is in force; empty if there is none."""
     kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    return kind is not None and hasattr(vars(kind)["post_init"], "tilekern_original")
+    return "" if kind is None else getattr(vars(kind)["post_init"], "tilekern_format", "")
 
 
-def stand_in(wanted: bool) -> None:
-    """Convert models of transformers when they are made from now on, or undo this."""
-    if wanted == is_on():
+def stand_in(format: str) -> None:
+    """Convert models of transformers when they are made from now on; undo this if the format is empty."""
+    if format == format_on():
         return
     from transformers import PreTrainedModel
 
-    exchange(PreTrainedModel, "post_init", _converting, is_on=wanted)
+    make = functools.partial(_converting, format=format)
+    # Out with another format first.
+    exchange(PreTrainedModel, "post_init", make, is_on=False)
+    exchange(PreTrainedModel, "post_init", make, is_on=bool(format))
 
 
-def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
+def _converting(original: Callable[..., Any], format: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def post_init(self: Any) -> Any:
         made = original(self)
@@ -294,7 +376,8 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
             if id(layer) not in fit:
                 layer.__class__ = torch.nn.Linear
         if fit:
-            convert(self)
+            convert(self, format=format)
         return made
 
+    post_init.tilekern_format = format  # type: ignore[attr-defined]
     return post_init

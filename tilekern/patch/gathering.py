@@ -17,6 +17,7 @@ from tilekern.errors import InputError
 from tilekern.ops.fp8_linear import rounded
 from tilekern.ops.rounded_weight import RoundedWeight
 from tilekern.patch.fp8 import AFTER, BEFORE, Linear
+from tilekern.runtime.switches import ROWWISE
 
 
 def gather(model: torch.nn.Module) -> list[str]:
@@ -30,7 +31,7 @@ def gather(model: torch.nn.Module) -> list[str]:
     dtype of autocast first.
 
     Args:
-        model: a model of which :func:`convert` converted layers, sharded by FSDP2.
+        model: a model of which :func:`convert` converted layers ``rowwise``, sharded by FSDP2.
 
     Returns:
         The names of the layers whose weights are gathered so, in the model's order.
@@ -61,7 +62,9 @@ def _shards_of(model: torch.nn.Module) -> Iterator[tuple[str, tuple[torch.Tensor
                 raise InputError("FSDP2 has gathered weights already; call tilekern.fp8.gather before the first step")
             sharded.update((id(inner), inner) for inner in module.modules())
     for name, layer in model.named_modules():
-        if isinstance(layer, Linear) and id(layer) in sharded and _is_by_rows(layer.weight):
+        # Other formats have scales of blocks, which ranks that share rows may cut.
+        is_rowwise = isinstance(layer, Linear) and layer.fp8 == ROWWISE
+        if is_rowwise and id(layer) in sharded and _is_by_rows(layer.weight):
             yield name, (layer.weight._local_tensor, layer.weight.device_mesh.device_type)
 
 

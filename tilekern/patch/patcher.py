@@ -41,7 +41,18 @@ from tilekern.runtime import dispatch
 from tilekern.runtime.awaiting import Arrivals, is_imported
 from tilekern.runtime.locks import ForkLock
 from tilekern.runtime.settings import check_settings
-from tilekern.runtime.switches import ADAMW, ATTENTION, ATTENTIONS, EXPERTS, EXTRAS, FORMS, FP8, GRAPHS, OPS
+from tilekern.runtime.switches import (
+    ADAMW,
+    ATTENTION,
+    ATTENTIONS,
+    EXPERTS,
+    EXTRAS,
+    FORMS,
+    FP8,
+    GRAPHS,
+    OPS,
+    format_of,
+)
 from tilekern.warning import warn
 
 if TYPE_CHECKING:
@@ -111,8 +122,8 @@ def apply(
             ``capturable`` or ``differentiable`` makes torch's, with a warning.
         graphs: whether models of transformers and PEFT replay their training steps from CUDA graphs, as after
             :func:`tilekern.graphed`.
-        fp8: ``"rowwise"``, or True for it: linear layers of the decoders of models that transformers makes from now on
-            run products of 8-bit floats, as after :func:`tilekern.fp8.convert`.
+        fp8: ``"rowwise"``, True for it, ``"blockwise"`` or ``"mxfp8"``: linear layers of the decoders of models that
+            transformers makes from now on run products of 8-bit floats, as after :func:`tilekern.fp8.convert`.
         model_type: patch one family only, for example ``qwen3``, and not PEFT's layers; None means all. Attention,
             experts, the optimizer, graphs and 8-bit floats always apply to all families.
         forms: ``tested`` patches the families whose tests pass here (``python -m tilekern.patch`` lists them), ``any``
@@ -132,7 +143,8 @@ def apply(
     """
     switches = _switches(locals())
     check_settings()
-    switches[FP8] = fp8 = fp8_door.is_asked(fp8)
+    fp8 = format_of(fp8, "apply")
+    switches[FP8] = bool(fp8)
     check_switches({name: switches.pop(name) for name in _DOORS})
     wish = _wish(switches, model_type, forms)
     invariance.check_choice(invariant)
@@ -410,7 +422,7 @@ def reset(names: str | Iterable[str] | None = None) -> list[str]:
     if GRAPHS in wanted:
         graphs_door.put_back()
     if FP8 in wanted:
-        fp8_door.stand_in(False)
+        fp8_door.stand_in("")
     with _lock:
         for home, wish in _wishes.items():
             _wishes[home] = wish._replace(ops=wish.ops.difference(wanted))
@@ -496,7 +508,7 @@ def _doors_on() -> dict[str, list[str]]:
         ATTENTION: [defaults.CHOICE] if defaults.is_attention_on() else [],
         ADAMW: ["torch.optim.AdamW.__new__"] if defaults.is_adamw_on() else [],
         GRAPHS: graphs_door.places(),
-        FP8: [fp8_door.CHOICE] if fp8_door.is_on() else [],
+        FP8: [fp8_door.CHOICE] if fp8_door.format_on() else [],
     }
     return {op: places for op, places in on.items() if places}
 

@@ -45,7 +45,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     EXPERTS: ("experts_gate", "router_softmax_forward", "router_sigmoid_forward", "router_losses_forward"),
     ATTENTION: ("attention_forward",),
     LORA: (adapters.KERNEL,),
-    FP8: (fp8.KERNEL,),
+    FP8: fp8.KERNELS,
 }  # fmt: skip
 _BOTH_WAYS = {"rope"}
 
@@ -59,7 +59,7 @@ class Row:
 
     Attributes:
         module: the module's path in the model; empty for the model itself.
-        kind: the name of the module's class.
+        kind: the name of the module's class; of a layer of 8-bit floats with the format.
         op: the op.
         reason: why the op does not serve the module; empty if it does.
     """
@@ -177,7 +177,7 @@ def report(model: torch.nn.Module) -> Report:
     with patcher.held() as ledger:
         judged = [(patch, examine(patch, ledger)) for patch in patcher.patches_of_model(model, "any")]
         rows = [row for name, module in model.named_modules() for row in _rows(name, module, judged, ledger, shards)]
-        rows += [Row(name, type(layer).__name__, FP8, reason) for name, layer, reason in fp8.judged(model)]
+        rows += [Row(name, fp8.named(layer), FP8, reason) for name, layer, reason in fp8.judged(model)]
     counted, why = dispatch.stats(), dispatch.reasons()
     fallbacks = {kernel: counts["fallbacks"] for kernel, counts in counted.items() if counts["fallbacks"]}
     calls = {op: _calls_of(names, counted, why) for op, names in KERNELS.items()}

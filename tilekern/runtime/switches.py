@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tilekern.errors import InputError
 
 # The ops of models' code, in the order in which they are applied.
@@ -23,6 +25,8 @@ ADAMW = "adamw"
 GRAPHS = "graphs"
 # Linear layers whose products are of 8-bit floats.
 FP8 = "fp8"
+# Their formats: a scale for each row of a matrix, for each 128 numbers of it, or for each 32.
+ROWWISE, BLOCKWISE, MXFP8 = FP8_FORMATS = ("rowwise", "blockwise", "mxfp8")
 # The name by which a model's configuration selects tilekern's code, and the attentions by name: whether gradients have
 # the same bits in every run.
 IMPLEMENTATION = "tilekern"
@@ -68,6 +72,22 @@ def switches_of(text: str) -> dict[str, bool]:
     if _ALL in words or left_out:
         return dict.fromkeys(left_out, False) | dict.fromkeys(asked.intersection(EXTRAS), True)
     return {op: op in asked for op in (*OPS, *EXTRAS)}
+
+
+def format_of(fp8: Any, asker: str) -> str:
+    """Return the format that a value of ``fp8`` asks for; empty for none.
+
+    Args:
+        fp8: False or None; True for the first format; or a format's name.
+        asker: the function that was given it, for the error.
+
+    Raises:
+        InputError: it is another value.
+    """
+    if not isinstance(fp8, bool) and fp8 not in (None, "", *FP8_FORMATS):
+        names = ", ".join(map(repr, FP8_FORMATS))
+        raise InputError(f"{asker}: fp8 must be {names}, True for {ROWWISE!r}, or False, got {fp8!r:.40}")
+    return ROWWISE if fp8 is True else fp8 or ""
 
 
 def text_of(switches: dict[str, bool]) -> str:

@@ -169,7 +169,7 @@ def _step(model: Any, steps: Steps, ops: Collection[str], found: Trace, *, is_sp
     if steps.checkpointing:
         model.gradient_checkpointing_enable()
     patched = [op for op in ops if op in registry.known_ops()]
-    with applied(model, patched), experts.chosen(model, EXPERTS in ops), fp8.converted(model, steps.fp8):
+    with applied(model, patched), experts.chosen(model, EXPERTS in ops), fp8.converted(model, str(steps.fp8)):
         found.patches |= codes()
         if is_split:
             give_own_forwards(model)

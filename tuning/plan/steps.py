@@ -9,6 +9,7 @@ from typing import Any
 from tilekern.errors import InputError
 from tilekern.inference.rehearsal import TokenStep
 from tilekern.inference.weights import INT8
+from tilekern.runtime.switches import format_of
 from tilekern.spec import DTYPES
 from tilekern.tuning.sweep.plan import Named
 
@@ -55,7 +56,7 @@ class Steps:
         checkpointing: activations are made again in the backward.
         experts: layers of experts run ``experts_implementation="tilekern"``, and routers the op, as
             ``apply(experts=True)`` has it.
-        fp8: linear layers run products of 8-bit floats, as ``apply(fp8=True)`` has it.
+        fp8: the format in which linear layers run products of 8-bit floats, as ``apply(fp8=...)`` has it; or none.
         optimizer: ``adamw``, which is ``tilekern.AdamW``, or ``none``.
         call: the arguments of the forward of a job's own step, by name; the lengths are then those of its tensors.
         decode: how many sequences generation decodes at once; it is traced where there are any.
@@ -84,7 +85,7 @@ class Steps:
     checkpointing: bool = False
     optimizer: str = ADAMW
     experts: bool = False
-    fp8: bool = False
+    fp8: bool | str = ""
     call: Mapping[str, Any] | None = None
     decode: Sequence[int] = ()
     context: Sequence[int] = CONTEXT
@@ -96,6 +97,7 @@ class Steps:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", list(dict.fromkeys(map(dtype_named, self.dtype))))
+        object.__setattr__(self, "fp8", format_of(self.fp8, "steps"))
         for name in ("tokens", "sequence", "decode", "context", "chunk"):
             if odd := [count for count in getattr(self, name) if not isinstance(count, int) or isinstance(count, bool)]:
                 raise InputError(f"--{name} {odd[0]!r}: a token count is a whole number")

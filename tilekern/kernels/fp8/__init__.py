@@ -1,6 +1,19 @@
-"""Matrices of 8-bit floats with a scale for each row: made, turned, and multiplied."""
+"""Matrices of 8-bit floats with a scale for each row, or for blocks: made, turned, and multiplied."""
 
-from tilekern.kernels.fp8 import gated, product, rows, turned
+from tilekern.kernels.fp8 import (
+    block_product,
+    blocks,
+    gated,
+    mx_blocks,
+    mx_product,
+    product,
+    rows,
+    turned,
+    weight_blocks,
+)
 
-SPECS = (rows.SPEC, turned.SPEC, product.SPEC, *gated.SPECS)
+SPECS = (
+    rows.SPEC, turned.SPEC, product.SPEC, *gated.SPECS, blocks.SPEC, weight_blocks.SPEC, block_product.SPEC,
+    mx_blocks.SPEC, mx_product.SPEC,
+)  # fmt: skip
 __all__ = ["SPECS"]
