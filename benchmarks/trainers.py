@@ -116,6 +116,13 @@ def _fp8_graphs(_: Any) -> None:
     tilekern.apply(experts=True, graphs=True, fp8=True)
 
 
+def _fp8_blockwise(_: Any) -> None:
+    """Apply all patches, and run linear layers by 8-bit floats with scales of blocks."""
+    import tilekern
+
+    tilekern.apply(experts=True, fp8="blockwise")
+
+
 def _liger(config: Any) -> None:
     from liger_kernel import transformers
 
@@ -135,6 +142,7 @@ TRAINERS: Mapping[str, Trainer] = {
     f"{OURS}-graphs": Trainer("", _graphs, OURS),
     f"{OURS}-fp8": Trainer("", _fp8, OURS, own_optimizer=True),
     f"{OURS}-fp8-graphs": Trainer("", _fp8_graphs, OURS),
+    f"{OURS}-fp8-blockwise": Trainer("", _fp8_blockwise, OURS, own_optimizer=True),
     # A token's logits have the bits that it has in generation; see docs/same-bits.md.
     f"{OURS}-invariant": Trainer("", _tilekern, OURS, environment={"TILEKERN_INVARIANT": "1"}, own_optimizer=True),
     f"{OURS}-grouped_mm": Trainer("", _without_experts, OURS, own_optimizer=True),

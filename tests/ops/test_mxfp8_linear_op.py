@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tilekern
+from tilekern.ops.fp8_block_linear import fp8_block_linears
 from tilekern.ops.mxfp8_linear import mxfp8_linear, mxfp8_linears
 
 # What rounding two operands to 4 significant bits leaves of a product's norm: 2^-5 / sqrt(3) for each, and a margin.
@@ -110,3 +111,17 @@ def test_torchs_layer_runs_where_it_must_and_is_counted():
     assert tilekern.stats()["mxfp8_matmul"]["fallbacks"] == before + 1
     with pytest.raises(ValueError, match=r"mxfp8_linear: x must be \[..., in_features\]"):
         mxfp8_linear(x[..., :32], *layers[0])
+
+
+@pytest.mark.parametrize("op", [mxfp8_linears, fp8_block_linears])
+def test_a_result_that_nothing_reads_has_no_gradient(op):
+    x, layers = leaves(80, 64, (48, 32), biased=True)
+    first, _ = op(x, layers)
+    first.backward(torch.ones_like(first))
+    alone = x.grad.clone()
+    assert layers[1][0].grad is None
+    assert layers[1][1].grad is None
+    x.grad = None
+    (y,) = op(x, layers[:1])
+    y.backward(torch.ones_like(y))
+    assert torch.equal(alone, x.grad)

@@ -166,3 +166,28 @@ def test_a_gpu_without_products_of_mxfp8_is_refused(monkeypatch):
         tilekern.patch.fp8._check(device, "mxfp8")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (10, 0))
     tilekern.patch.fp8._check(device, "mxfp8")
+
+
+@pytest.mark.parametrize("format", OTHERS)
+def test_activations_that_are_made_again_give_the_same_bits(format):
+    model, ids, found = model_of(), ids_of(), []
+    tilekern.fp8.convert(model, format=format)
+    for again in (False, True):
+        if again:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append([x.grad.clone() for x in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("format", OTHERS)
+def test_a_frozen_base_below_adapters_runs_a_format(format):
+    peft = pytest.importorskip("peft")
+    how = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model_of(), how, autocast_adapter_dtype=False)
+    assert len(tilekern.fp8.convert(model, format=format)) == 14
+    model(input_ids=ids_of(), labels=ids_of()).loss.backward()
+    graded = {name for name, x in model.named_parameters() if x.grad is not None}
+    assert all("lora_" in name for name in graded)
+    assert len(graded) == 28

@@ -252,11 +252,23 @@ def _fits_shared(problem: Problem, config: Config, target: Target) -> bool:
 
 
 def _suits_size(problem: Problem, config: Config, target: Target) -> bool:
-    """Return whether a tile is large on a problem whose tiles of 128 x 128 fill the GPU twice, and alone on its SM."""
+    """Return whether a tile is large, and alone on its SM, on a problem whose tiles of 128 x 128 fill the GPU twice.
+
+    If they fill it once, a tile has half of their sums at least.
+    """
     m, n, _ = sizes_of(problem)
-    if min(m, n) < SIDE or cdiv(m, SIDE) * cdiv(n, SIDE) < 2 * target.sm_count:
-        return True
-    return config["occupancy"] == 1 and _sums(config) >= SIDE * (64 if unit_of(target) == "mma" else SIDE)
+    waves = 0.0 if min(m, n) < SIDE else cdiv(m, SIDE) * cdiv(n, SIDE) / target.sm_count
+    if waves >= 2:
+        return config["occupancy"] == 1 and _sums(config) >= SIDE * (64 if unit_of(target) == "mma" else SIDE)
+    return waves < 1 or _sums(config) >= SIDE * 64
+
+
+def _feeds_warps(problem: Problem, config: Config, target: Target) -> bool:
+    return _sums(config) >= 32 * 32 * (config["num_worker_warps"] or 4)
+
+
+def _bands(problem: Problem, config: Config, target: Target) -> bool:
+    return config["group_m"] == 8 or cdiv(sizes_of(problem)[0], config["tile_m"]) > 32
 
 
 SPACE = Space(
@@ -268,6 +280,8 @@ SPACE = Space(
         of_tiles(f"a thread holds {_MOST_SUMS} sums and as many of a step", _holds_sums),
         of_tiles("two stages of operands and scales exceed shared memory", _fits_shared),
         of_tiles("a small tile, or a second block on an SM, is for small problems", _suits_size),
+        of_tiles("a thread of eight warps has 32 sums or more", _feeds_warps),
+        of_tiles("bands of 16 rows of tiles are for more than 32 of them", _bands),
     ),
 )
 _TILES = ((128, 128, 8), (128, 64, 8), (64, 64, 0))
