@@ -7,7 +7,6 @@ only where such layers are in use.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +15,15 @@ from torch import Tensor
 
 # Attributes of tensors.
 _MADE, _KEPT = "_tilekern_made", "_tilekern_kept"
-_wanted = threading.Event()
+
+
+class _State:
+    """Whether layers that ask are in use in this process; others need not pay for telling."""
+
+    is_wanted = False
+
+
+state = _State()
 
 
 class Made(NamedTuple):
@@ -28,7 +35,7 @@ class Made(NamedTuple):
 
 def want() -> None:
     """Have ops tell from now on."""
-    _wanted.set()
+    state.is_wanted = True
 
 
 def tell(y: Any, make: Callable[..., Tensor], *sources: Any) -> None:
@@ -44,7 +51,7 @@ def tell_kept(y: Any) -> None:
 
 
 def _is_told(y: Any) -> bool:
-    return _wanted.is_set() and type(y) is Tensor and y.requires_grad and not torch.compiler.is_compiling()
+    return state.is_wanted and type(y) is Tensor and y.requires_grad and not torch.compiler.is_compiling()
 
 
 def found(x: Tensor, *, several: bool) -> Made | None:
