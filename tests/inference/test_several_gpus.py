@@ -136,6 +136,7 @@ def test_calls_that_gpus_wait_for_are_not_the_main_thread_s(linked, llama):
 def freed(linked):
     """Fails if communicators or memory of a GPU are left behind."""
     first = settled_bytes()
+    gc.freeze()  # late in a run the next collection would look through what other tests left for seconds
     yield
     assert settled_bytes() == first
     assert not linked.alive
@@ -144,9 +145,14 @@ def freed(linked):
 def settled_bytes():
     """Return the first GPU's free bytes when the threads are gone which served engines: a late one still holds one."""
     gc.collect()
-    wait_until(lambda: not any(x.name.startswith(("tilekern-nccl", "tilekern-graphs")) for x in threading.enumerate()))
-    gc.collect()
+    if threads_of_engines():
+        wait_until(lambda: not threads_of_engines())
+        gc.collect()
     return driver.device(0).free_bytes()
+
+
+def threads_of_engines():
+    return [each for each in threading.enumerate() if each.name.startswith(("tilekern-nccl", "tilekern-graphs"))]
 
 
 def test_memory_and_communicators_end_with_the_engine_and_its_graphs(linked, freed, llama):
