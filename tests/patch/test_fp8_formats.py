@@ -55,20 +55,17 @@ OTHERS = ("blockwise", "mxfp8")
 
 
 @pytest.mark.parametrize("format", OTHERS)
-@pytest.mark.parametrize("patched", [False, True], ids=["transformers", "tilekern"])
-def test_a_model_trains_as_in_bfloat16(patched, format):
-    if patched:
-        tilekern.apply()
+def test_a_model_trains_as_in_bfloat16(format):
+    tilekern.apply()
     plain = losses(model_of(), 40)
     model = model_of()
     assert len(tilekern.fp8.convert(model, format=format)) == 14
     found = losses(model, 40)
     assert plain[-1] < 0.5 * plain[0]
     assert ((found - plain).abs() / plain).mean() < 0.02
-    assert not torch.equal(found, plain)
     rows = model_of()
     tilekern.fp8.convert(rows)
-    assert not torch.equal(found, losses(rows, 40))
+    assert not torch.equal(found[:5], losses(rows, 5))
 
 
 @pytest.mark.parametrize("format", OTHERS)
