@@ -13,7 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tilekern
 from tilekern.kernels.fp8.scales import scaled_rows
+from tilekern.ops import remade
 from tilekern.ops.fp8_linear import fp8_linear, fp8_linears
+from tilekern.ops.rms_norm import rms_norm
 from tilekern.ops.rounded_weight import RoundedWeight
 
 # What rounding two operands to 4 significant bits leaves of a product's norm: 2^-5 / sqrt(3) for each, and a margin.
@@ -372,3 +374,37 @@ def test_numbers_are_held_of_the_last_input_alone():
     for x in inputs:
         fp8_linear(x, layers[0][0])
     assert [hasattr(x, "_tilekern_rounded") for x in inputs] == [False, False, True]
+
+
+def told_and_not(change):
+    """Gradients of two layers behind a norm that told of itself, and of one that did not."""
+    found = []
+    for is_told in (True, False):
+        leaf, layers = leaves(80, 64, (48, 32))
+        weight = torch.linspace(0.5, 1.5, 64).bfloat16().requires_grad_()
+        y = rms_norm(leaf, weight, 1e-6)
+        if is_told:
+            remade.tell(y, lambda x, weight: rms_norm(x, weight, 1e-6), leaf, weight)
+        y, kept = change(y), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x.dtype) or x, lambda x: x):
+            results = fp8_linears(y, layers)
+        leaves_of = [leaf, weight, *(one for one, _ in layers)]
+        found.append(
+            (
+                torch.autograd.grad(results, leaves_of, [torch.ones_like(x) for x in results]),
+                torch.float8_e4m3fn in kept,
+            )
+        )
+    return found
+
+
+def test_an_input_that_is_changed_after_its_norm_is_kept(monkeypatch):
+    monkeypatch.setattr(remade.state, "is_wanted", True)
+    (told, keeps), (plain, _) = told_and_not(lambda y: y)
+    assert not keeps
+    assert all(map(torch.equal, told, plain))
+    (told, keeps), (plain, _) = told_and_not(lambda y: y.mul_(1.5))
+    assert keeps
+    assert all(map(torch.equal, told, plain))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert told_and_not(lambda y: y)[0][1]

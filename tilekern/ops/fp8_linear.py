@@ -315,7 +315,7 @@ def kept_input(x: Tensor, numbers: Rounded, *, several: bool) -> tuple[Making, t
     ``several``: as in :func:`tilekern.ops.remade.found`.
     """
     made = remade.found(x, several=several)
-    return (None, numbers) if made is None else made
+    return (None, numbers) if made is None else (made.make, made.sources)
 
 
 def read_again(make: Making, kept: Sequence[Tensor]) -> Rounded:

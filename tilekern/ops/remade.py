@@ -27,10 +27,11 @@ state = _State()
 
 
 class Made(NamedTuple):
-    """How a tensor is made again: ``make(*sources)``, of tensors that are kept anyway."""
+    """How a tensor of a version is made again: ``make(*sources)``, of tensors that are kept anyway."""
 
     make: Callable[..., Tensor]
     sources: tuple[Tensor, ...]
+    version: int = 0
 
 
 def want() -> None:
@@ -39,9 +40,12 @@ def want() -> None:
 
 
 def tell(y: Any, make: Callable[..., Tensor], *sources: Any) -> None:
-    """Note that ``y`` is ``make(*sources)``, which the backward of what made it keeps."""
-    if _is_told(y):
-        y.__dict__[_MADE] = Made(make, sources)
+    """Note that ``y`` is ``make(*sources)``, which the backward of what made it keeps.
+
+    Not under autocast, in which a backward does not run.
+    """
+    if _is_told(y) and not torch.is_autocast_enabled(y.device.type):
+        y.__dict__[_MADE] = Made(make, sources, y._version)
 
 
 def tell_kept(y: Any) -> None:
@@ -61,7 +65,7 @@ def found(x: Tensor, *, several: bool) -> Made | None:
     """
     made: Made | None = x.__dict__.get(_MADE)
     if made is not None:
-        return made if several else None
+        return made if several and made.version == x._version else None
     whole = _whole(x)
     return Made(_itself, (x,)) if _KEPT in whole.__dict__ and whole.numel() == x.numel() else None
 
