@@ -302,3 +302,15 @@ def test_the_callback_of_a_trainer_patches_a_converted_model_too():
     state = SimpleNamespace(is_local_process_zero=False)
     tilekern.TrainerCallback().on_init_end(SimpleNamespace(n_gpu=0), state, None, model=converted())
     assert "fused_add_rms_norm" in tilekern.get_patched_ops()
+
+
+def test_converted_layers_run_without_values():
+    """On the device "meta", which has no autocast of its own."""
+    tilekern.apply()
+    model = model_of().to("meta")
+    tilekern.fp8.convert(model)
+    layer = model.model.layers[0]
+    x = torch.empty(2, 80, 256, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    layer.mlp(layer.post_attention_layernorm(x)).sum().backward()
+    assert x.grad.shape == x.shape
+    assert layer.mlp.up_proj.weight.grad.shape == (384, 256)

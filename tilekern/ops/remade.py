@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilekern.ops.registration import is_autocast
+
 # Attributes of tensors.
 _MADE, _KEPT = "_tilekern_made", "_tilekern_kept"
 
@@ -44,7 +46,7 @@ def tell(y: Any, make: Callable[..., Tensor], *sources: Any) -> None:
 
     Not under autocast, in which a backward does not run.
     """
-    if _is_told(y) and not torch.is_autocast_enabled(y.device.type):
+    if _is_told(y) and not is_autocast(y):
         y.__dict__[_MADE] = Made(make, sources, y._version)
 
 

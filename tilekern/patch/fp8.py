@@ -28,7 +28,7 @@ from tilekern.ops.fp8_block_linear import fp8_block_linear, fp8_block_linears
 from tilekern.ops.fp8_gated_mlp import fp8_gated_mlp
 from tilekern.ops.fp8_linear import fp8_linear, fp8_linears, why_not
 from tilekern.ops.mxfp8_linear import mxfp8_linear, mxfp8_linears
-from tilekern.ops.registration import needs_gradient
+from tilekern.ops.registration import is_autocast, needs_gradient
 from tilekern.ops.rounded_weight import RoundedWeight
 from tilekern.patch.exchanging import exchange
 from tilekern.patch.guards import SUBCLASS, TENSORS, count_own, has_hooks, parameter_of
@@ -156,7 +156,7 @@ def _are_plain(*given: Any) -> bool:
 
 def _are_alike(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether dtypes are one or autocast makes them one; others are torch's error."""
-    return x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
+    return x.dtype == weight.dtype or is_autocast(x)
 
 
 def projected(layers: Sequence[Any], x: Any) -> tuple[torch.Tensor, ...] | None:
