@@ -1,7 +1,9 @@
 """A linear layer by 8-bit floats: its three products beside float64, what it keeps, and when torch's layer runs."""
 
+import contextlib
 import itertools
 import math
+import pickle
 import sys
 
 import pytest
@@ -13,9 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tilekern
 from tilekern.kernels.fp8.scales import scaled_rows
-from tilekern.ops import remade
 from tilekern.ops.fp8_linear import fp8_linear, fp8_linears
-from tilekern.ops.rms_norm import rms_norm
+from tilekern.ops.kept import tell_kept
 from tilekern.ops.rounded_weight import RoundedWeight
 
 # What rounding two operands to 4 significant bits leaves of a product's norm: 2^-5 / sqrt(3) for each, and a margin.
@@ -367,44 +368,53 @@ def test_layers_called_one_by_one_round_the_same_input_once_until_it_is_written_
         assert not fp8_linear(unseen, layers[0][0]).any()
 
 
-def test_numbers_are_held_of_the_last_input_alone():
-    """Of all inputs they would add half to what a backward keeps of an input in its dtype."""
+def test_numbers_are_held_of_the_last_input_alone_and_while_it_lives(monkeypatch):
     leaf, layers = leaves(80, 64, (64,))
-    inputs = [leaf * n for n in range(1, 4)]
-    for x in inputs:
-        fp8_linear(x, layers[0][0])
-    assert [hasattr(x, "_tilekern_rounded") for x in inputs] == [False, False, True]
+    found, weight = roundings(monkeypatch), layers[0][0]
+    first, second = leaf * 1, leaf * 2
+    for x in (first, second, first, first):
+        fp8_linear(x, weight)
+    assert found == [(80, 64), (64, 64)] * 3 + [(64, 64)]
+    del first, x
+    assert sys.modules["tilekern.ops.fp8_linear"]._last.held is None
 
 
-def told_and_not(change):
-    """Gradients of two layers behind a norm that told of itself, and of one that did not."""
-    found = []
-    for is_told in (True, False):
-        leaf, layers = leaves(80, 64, (48, 32))
-        weight = torch.linspace(0.5, 1.5, 64).bfloat16().requires_grad_()
-        y = rms_norm(leaf, weight, 1e-6)
-        if is_told:
-            remade.tell(y, lambda x, weight: rms_norm(x, weight, 1e-6), leaf, weight)
-        y, kept = change(y), []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x.dtype) or x, lambda x: x):
-            results = fp8_linears(y, layers)
-        leaves_of = [leaf, weight, *(one for one, _ in layers)]
-        found.append(
-            (
-                torch.autograd.grad(results, leaves_of, [torch.ones_like(x) for x in results]),
-                torch.float8_e4m3fn in kept,
-            )
-        )
-    return found
+def test_inputs_that_live_on_are_rounded_anew(monkeypatch):
+    """Fused optimizers and collectives write to them without a new version."""
+    leaf, layers = leaves(80, 64, (64,), torch.float32)
+    weight = layers[0][0]
+    for x in (leaf, leaf.detach().clone()):
+        before = fp8_linear(x, weight)
+        x.data.mul_(4)
+        assert torch.equal(fp8_linear(x, weight), 4 * before)
 
 
-def test_an_input_that_is_changed_after_its_norm_is_kept(monkeypatch):
-    monkeypatch.setattr(remade.state, "is_wanted", True)
-    (told, keeps), (plain, _) = told_and_not(lambda y: y)
-    assert not keeps
-    assert all(map(torch.equal, told, plain))
-    (told, keeps), (plain, _) = told_and_not(lambda y: y.mul_(1.5))
-    assert keeps
-    assert all(map(torch.equal, told, plain))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert told_and_not(lambda y: y)[0][1]
+@pytest.mark.parametrize("are_packed", [False, True])
+def test_what_attention_keeps_is_kept_unless_hooks_pack_it(monkeypatch, are_packed):
+    module, kept = sys.modules["tilekern.ops.fp8_linear"], []
+    original = module.kept_input
+    monkeypatch.setattr(module, "kept_input", lambda *given: kept.append(original(*given)) or kept[-1])
+    leaf, layers = leaves(80, 64, (48,))
+    whole, weight = (leaf * 1).view(2, 40, 4, 16), layers[0][0]
+    tell_kept(whole)
+    with torch.autograd.graph.save_on_cpu() if are_packed else contextlib.nullcontext():
+        y = fp8_linear(whole.reshape(2, 40, 64), weight)
+    apart = fp8_linear(leaf * 1, weight)
+    assert [[x.dtype for x in each] for each in kept] == [
+        [torch.float8_e4m3fn, torch.float32] if are_packed else [torch.bfloat16], [torch.float8_e4m3fn, torch.float32],
+    ]  # fmt: skip
+    inputs = [leaf, weight]
+    for one, other in zip(
+        torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(apart.sum(), inputs), strict=True
+    ):  # fmt: skip
+        assert torch.equal(one, other)
+
+
+def test_inputs_are_pickled_and_copied_as_before():
+    leaf, layers = leaves(80, 64, (48,))
+    x = leaf * 1
+    fp8_linear(x, layers[0][0])
+    assert torch.equal(pickle.loads(pickle.dumps(x.detach())), x)
+    y = torch.empty(80, 64).normal_()
+    fp8_linear(y, layers[0][0].float())
+    assert not vars(y)

@@ -17,7 +17,6 @@ from torch.nn.utils import parametrizations, parametrize, weight_norm
 
 import tilekern
 import tilekern.patch
-from tilekern.ops import remade
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*another forward than", "ignore:.*was replaced by something else")
 interpreted = pytest.mark.usefixtures("interpreted")
@@ -368,9 +367,7 @@ CALLS = {"qwen3": 41, "llama": 25, "gemma2": 38, "gemma3": 54, "gpt2": 37, "gpt_
 @pytest.mark.filterwarnings("ignore::tilekern.errors.TilekernWarning")
 @pytest.mark.parametrize(("family", "calls"), CALLS.items())
 def test_a_layer_calls_few_functions_around_its_ops(monkeypatch, family, calls):
-    """Where no layer of the process runs 8-bit floats, for which norms would tell of themselves."""
     monkeypatch.delenv("TILEKERN_INTERPRET", raising=False)
-    monkeypatch.setattr(remade.state, "is_wanted", False)
     model, ids, _ = make_family(family)
     model.set_attn_implementation("tilekern")
     tilekern.apply(model_type=family)

@@ -164,8 +164,7 @@ class _Fp8GatedMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
         y, of_x, made, scales = _forward(x, (gate, up, down), activation)
-        ctx.make, kept = kept_input(x, of_x, several=True)
-        ctx.save_for_backward(*made, *map(kept_weight, (gate, up, down)), *scales, *kept)
+        ctx.save_for_backward(*made, *map(kept_weight, (gate, up, down)), *scales, *kept_input(x, of_x))
         ctx.shape, ctx.dtype, ctx.activation = x.shape, x.dtype, activation
         return y
 
@@ -193,7 +192,7 @@ class _Fp8GatedMlp(torch.autograd.Function):
             if of_x:
                 dx = multiplied(of_gate, turned_weight(n), dtype, addend=dx)
             if of_weights[n]:
-                across = turned(*read_again(ctx.make, kept), dtype) if across is None else across
+                across = turned(*read_again(kept), dtype) if across is None else across
                 found.append(multiplied(turned(*of_gate, dtype), across, dtype, over_rows=True))
             else:
                 found.append(None)

@@ -8,9 +8,9 @@ row, and ``t`` turns such a matrix (:mod:`tilekern.kernels.fp8`):
     weight gradient  dweight = t(q(dy)) @ t(q(x))^T
 
 Each of the three is rounded once; a turned matrix has the numbers of the other, at one scale. Of the forward only
-``q(x)`` stays, half of what a linear layer keeps, or nothing where another op keeps what ``x`` is made from
-(:mod:`tilekern.ops.remade`). Weights are rounded anew in both directions: 8-bit copies would take
-a byte for each parameter between them. All sums have a fixed order, so a step gives the same bits again.
+``q(x)`` stays, half of what a linear layer keeps, or nothing where another op keeps ``x`` (:mod:`tilekern.ops.kept`).
+Weights are rounded anew in both directions: 8-bit copies would take a byte for each parameter between them. All sums
+have a fixed order, so a step gives the same bits again.
 
 Layers that share ``x`` (q, k and v; gate and up) round it once. As one function they also turn it once, and add up its
 gradients inside of products.
@@ -39,7 +39,7 @@ from tilekern.kernels.fp8.turned import SPEC as TURNED
 from tilekern.kernels.fp8.turned import pitch_of
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
 from tilekern.kernels.skinny.tiles import MOST_ROWS
-from tilekern.ops import remade
+from tilekern.ops.kept import is_kept
 from tilekern.ops.linear import product
 from tilekern.ops.registration import (
     applied,
@@ -62,9 +62,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Layer = tuple[Tensor, Tensor | None]
 # A matrix [rows, columns] of e4m3, and its scales [rows].
 Rounded = tuple[Tensor, Tensor]
-Making = Callable[..., Tensor] | None
-# The attribute of a tensor that holds its rounded numbers, and the last such tensor of a thread.
-_HELD, _last = "_tilekern_rounded", threading.local()
+# A thread's last input: a reference, when it was read, and its rounded numbers.
+_last = threading.local()
 
 
 class Format(NamedTuple):
@@ -191,35 +190,35 @@ def rounded(x: Tensor) -> Rounded:
 def rounded_input(x: Tensor) -> Rounded:
     """Return :func:`rounded` of a layer's input [..., columns], once for all layers that get the same tensor.
 
-    The tensor holds the numbers until it is written to, is read on another stream, or another input is rounded: a
-    backward may keep it for long.
+    The numbers are held as long as the tensor lives, on the same stream and unwritten, until a thread's next input.
     """
     moment = _moment(x)
-    held, made = x.__dict__.get(_HELD, (None, None))
-    if moment is None or held != moment:
-        made = rounded(as_rows(x))
-        if moment is not None:
-            last: Tensor | None = getattr(_last, "input", lambda: None)()
-            if last is not None:
-                last.__dict__.pop(_HELD, None)
-            _last.input = weakref.ref(x)
-            x.__dict__[_HELD] = moment, made
+    held: tuple[Any, Any, Rounded] | None = getattr(_last, "held", None)
+    if held is not None and moment is not None and held[0]() is x and held[1] == moment:
+        return held[2]
+    made = rounded(as_rows(x))
+    _last.held = None if moment is None else (weakref.ref(x, _forget), moment, made)
     return made
+
+
+def _forget(tensor: Any) -> None:
+    held = getattr(_last, "held", None)
+    if held is not None and held[0] is tensor:
+        _last.held = None
 
 
 def _moment(x: Tensor) -> tuple[int, int, bool] | None:
     """Return when and where a tensor is read; None if a later write could not be told.
 
-    Inputs of a captured graph are written to between its launches, and nothing made them in its capture.
+    Parameters, buffers and inputs of graphs live on and are written to, by fused optimizers, collectives and captured
+    graphs without a new version. What an op of this step made is read by the layers behind it and gone.
     """
-    if x.is_inference():
+    if x.is_inference() or x.grad_fn is None:
         return None
     if not x.is_cuda:
         return x._version, 0, False
-    is_capturing = torch.cuda.is_current_stream_capturing()
-    if is_capturing and x.grad_fn is None:
-        return None
-    return x._version, torch.cuda.current_stream(x.device).cuda_stream, is_capturing
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    return x._version, stream, torch.cuda.is_current_stream_capturing()
 
 
 def turned(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Rounded:
@@ -309,18 +308,14 @@ def kept_weight(weight: Any) -> Tensor:
     return numbers
 
 
-def kept_input(x: Tensor, numbers: Rounded, *, several: bool) -> tuple[Making, tuple[Tensor, ...]]:
-    """Return what a layer keeps of its input: None and its e4m3 numbers and scales; or how it is made, and from what.
-
-    ``several``: as in :func:`tilekern.ops.remade.found`.
-    """
-    made = remade.found(x, several=several)
-    return (None, numbers) if made is None else (made.make, made.sources)
+def kept_input(x: Tensor, numbers: Rounded) -> tuple[Tensor, ...]:
+    """Return what a layer keeps of its input: its e4m3 numbers and scales, or itself where that takes no memory."""
+    return (x,) if is_kept(x) else numbers
 
 
-def read_again(make: Making, kept: Sequence[Tensor]) -> Rounded:
+def read_again(kept: Sequence[Tensor]) -> Rounded:
     """Return the e4m3 numbers and scales of an input, of what :func:`kept_input` returned."""
-    return (kept[0], kept[1]) if make is None else rounded(as_rows(make(*kept)))
+    return rounded(as_rows(kept[0])) if len(kept) == 1 else (kept[0], kept[1])
 
 
 class _Fp8Linears(torch.autograd.Function):
@@ -328,11 +323,8 @@ class _Fp8Linears(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         results, numbers, scales = _forward(x, parameters)
         of_x, *of_parameters = ctx.needs_input_grad
-        ctx.make, kept = None, ()
-        if any(of_parameters[::2]):
-            ctx.make, kept = kept_input(x, numbers, several=len(results) > 1)
         ctx.save_for_backward(
-            *kept,
+            *(kept_input(x, numbers) if any(of_parameters[::2]) else ()),
             *(kept_weight(weight) if of_x else None for weight in parameters[::2]),
             *(one if of_x else None for one in scales),
         )
@@ -358,7 +350,7 @@ class _Fp8Linears(torch.autograd.Function):
                     weight = turned(as_rows(weights[n]), scales[n], dtype)
                     dx = multiplied((slopes, steps), weight, dtype, addend=dx)
                 if of_parameters[2 * n]:
-                    across = turned(*read_again(ctx.make, kept), dtype) if across is None else across
+                    across = turned(*read_again(kept), dtype) if across is None else across
                     dweight = multiplied(turned(slopes, steps, dtype), across, dtype, over_rows=True)
             found += [dweight, dy.sum(0) if of_parameters[2 * n + 1] else None]
         return None if dx is None else shaped(dx, *ctx.shape), *found

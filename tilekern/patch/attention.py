@@ -15,7 +15,7 @@ import torch
 
 from tilekern.errors import InputError
 from tilekern.kernels.attention.forward import SPEC
-from tilekern.ops import packing, remade
+from tilekern.ops import kept, packing
 from tilekern.ops.attention import Call, attention, formula, serves, shown
 from tilekern.ops.decode_attention import by_tuned_kernels
 from tilekern.ops.packing import can_read, is_capturing
@@ -132,7 +132,7 @@ def attend(
         sinks=s_aux, cu_seqlens=starts if packed else None,
         max_seqlen=longest if packed and isinstance(longest, int) else None, deterministic=deterministic,
     )  # fmt: skip
-    remade.tell_kept(out)
+    kept.tell_kept(out)
     return out, None
 
 

@@ -23,7 +23,6 @@ import torch
 from tilekern.errors import InputError
 from tilekern.kernels.fp8.mx_scales import HAS_MX
 from tilekern.kernels.fp8.space import HAS_FP8
-from tilekern.ops import remade
 from tilekern.ops.fp8_block_linear import fp8_block_linear, fp8_block_linears
 from tilekern.ops.fp8_gated_mlp import fp8_gated_mlp
 from tilekern.ops.fp8_linear import fp8_linear, fp8_linears, why_not
@@ -232,8 +231,6 @@ def convert(
     changing = [(name, layer) for name, layer in found if getattr(layer, "fp8", None) != format]
     for name, layer in changing:
         _check_own(name, layer)
-    if format == ROWWISE:
-        remade.want()
     for _, layer in changing:
         layer.__class__ = _CLASSES[format]
     return [name for name, _ in found]
@@ -296,8 +293,8 @@ _UNFIT = (
     "forward of its own"
 )
 _EARLIER = (
-    "the model was made before tilekern.apply(fp8=...), or is quantised by transformers; tilekern.fp8.convert(model) "
-    "converts it"
+    "the model was made before tilekern.apply(fp8=...), was restored, or is quantised by transformers; "
+    "tilekern.fp8.convert(model) converts it"
 )
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from tilekern import ops
-from tilekern.ops import remade
 from tilekern.ops.activation import activation
 from tilekern.ops.fused_add_layer_norm import fused_add_layer_norm
 from tilekern.ops.fused_rms_norm_add import fused_rms_norm_add
@@ -77,8 +76,7 @@ def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mappin
     def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
         given = given_of(norm, residual, x)
         if given is not None:
-            total, y = ops.fused_add_rms_norm(residual, x, *given)
-            return total, replacements.tell_norm(y, total, *given) if remade.state.is_wanted else y
+            return ops.fused_add_rms_norm(residual, x, *given)
         total = residual + x
         return total, norm(total)
 
@@ -93,8 +91,7 @@ def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mappin
         then = None if given is None else given_of(following, residual, x)
         if given is None or then is None or given[1:] != then[1:]:
             return add_norm(residual, norm(x), following)
-        total, y = fused_rms_norm_add_rms_norm(residual, x, given[0], *then)
-        return total, replacements.tell_norm(y, total, *then) if remade.state.is_wanted else y
+        return fused_rms_norm_add_rms_norm(residual, x, given[0], *then)
 
     ours = {
         patterns.ADD_NORM: add_norm, patterns.NORM_ADD: norm_add, patterns.NORM_ADD_NORM: norm_add_norm,

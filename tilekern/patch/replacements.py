@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tilekern import ops
-from tilekern.ops import few_rows, remade
+from tilekern.ops import few_rows
 from tilekern.ops.activation import activation as activation_op
 from tilekern.ops.geglu import geglu
 from tilekern.ops.layer_norm import layer_norm
@@ -55,32 +55,15 @@ def rms_norm(original: Function, norm: Norm = PLAIN) -> Function:
         if type(hidden_states) is not torch.Tensor:
             count_own(_NORM, SUBCLASS)
             return original(self, hidden_states)
-        weight, eps = parameter_of(self, "weight"), self.variance_epsilon
-        y = ops.rms_norm(hidden_states, weight, eps)
-        return tell_norm(y, hidden_states, weight, eps) if remade.state.is_wanted else y
+        return ops.rms_norm(hidden_states, parameter_of(self, "weight"), self.variance_epsilon)
 
     def forward_with_options(self: Any, hidden_states: torch.Tensor) -> Any:
         if type(hidden_states) is not torch.Tensor:
             count_own(_NORM, SUBCLASS)
             return original(self, hidden_states)
-        given = weight_of(norm, self), getattr(self, eps), offset, casting_mode
-        y = ops.rms_norm(hidden_states, *given)
-        return tell_norm(y, hidden_states, *given) if remade.state.is_wanted else y
+        return ops.rms_norm(hidden_states, weight_of(norm, self), getattr(self, eps), offset, casting_mode)
 
     return named_as(forward if norm == PLAIN else forward_with_options, original)
-
-
-def tell_norm(
-    y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0,
-    casting_mode: str = "llama",
-) -> torch.Tensor:  # fmt: skip
-    """Tell the layers that read ``y`` that it is a norm of ``x``, which is kept; return ``y``."""
-
-    def again(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        return ops.rms_norm(x, weight, eps, offset, casting_mode)
-
-    remade.tell(y, again, *((x,) if weight is None else (x, weight)))
-    return y
 
 
 def rms_norm_by_helper(original: Function, norm: Norm) -> Function:
@@ -93,9 +76,7 @@ def rms_norm_by_helper(original: Function, norm: Norm) -> Function:
         if not written or type(hidden_states) is not torch.Tensor:
             count_own(_NORM, SUBCLASS if written else "a subclass with a _norm of its own")
             return original(self, hidden_states)
-        given = weight_of(norm, self), getattr(self, eps), offset, casting_mode
-        y = ops.rms_norm(hidden_states, *given)
-        return tell_norm(y, hidden_states, *given) if remade.state.is_wanted else y
+        return ops.rms_norm(hidden_states, weight_of(norm, self), getattr(self, eps), offset, casting_mode)
 
     return named_as(forward, original)
 
