@@ -314,3 +314,10 @@ def test_converted_layers_run_without_values():
     layer.mlp(layer.post_attention_layernorm(x)).sum().backward()
     assert x.grad.shape == x.shape
     assert layer.mlp.up_proj.weight.grad.shape == (384, 256)
+
+
+def test_the_report_counts_the_gates_of_8_bit_mlps(counted):
+    tilekern.apply()
+    model = converted()
+    step(model)
+    assert "swiglu: patched; 2 of 2 calls fell back" in str(tilekern.report(model))

@@ -33,7 +33,7 @@ _LEAVES = ("rms_norm", "layer_norm", "swiglu", "mlp")
 KERNELS: dict[str, tuple[str, ...]] = {
     "rms_norm": ("rms_norm_forward", "rms_norm_offset_forward"),
     "layer_norm": ("layer_norm_forward", "fused_add_layer_norm_forward"),
-    "swiglu": ("swiglu_forward", "swiglu_scaled_forward", "geglu_forward"),
+    "swiglu": ("swiglu_forward", "swiglu_scaled_forward", "geglu_forward", "fp8_gated_forward"),
     "mlp": ("activation_forward",),
     "qk_norm_rope": ("qk_norm_rope_forward", "qk_norm_rope_general_forward"),
     "rope": ("rope", "llama4_rope", "qwen2vl_mrope"),
