@@ -22,15 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilekern.errors import NoVariant
 from tilekern.kernels.fp8.block_product import SPEC as PRODUCT
 from tilekern.kernels.fp8.block_product import block_product
 from tilekern.kernels.fp8.block_scales import SIDE, block_rows, block_squares, whole
 from tilekern.kernels.fp8.blocks import SPEC as BLOCKS
 from tilekern.kernels.fp8.weight_blocks import SPEC as WEIGHT
-from tilekern.ops.fp8_linear import E4M3, Format, Layer, Rounded, launched, layers_of, linears
+from tilekern.ops.fp8_linear import E4M3, Format, Layer, Rounded, launched, layers_of, linears, written
 from tilekern.ops.registration import applied, as_rows, differentiable_once, shaped
-from tilekern.runtime.dispatch import count_fallback, plan_for, refused
 from tilekern.spec import cdiv
 
 
@@ -65,22 +63,15 @@ def blocked(x: Tensor, *, both: bool) -> tuple[Rounded, Rounded | None]:
     If ``both``, also its transpose [columns, rows] with scales [rows / 128, columns], rounded from ``x`` too.
     """
     rows, columns = x.shape
-    plan = plan_for(BLOCKS, x.device, rows, columns, both, x.dtype)
-    if plan is not None:
-        numbers, scale = _empty(x, rows, columns)
+
+    def allocate() -> Sequence[Tensor]:
         # Rows of turned matrices, and of scales, are stored as whole 16 bytes, as TMA writes and reads them.
-        turned, turned_scale = _empty(x, columns, whole(rows)) if both else (None, None)
-        try:
-            plan.launch(x.get_device(), x, numbers, scale, *((turned, turned_scale) if both else ()))
-        except NoVariant as error:
-            refused(BLOCKS, error)
-        else:
-            along = numbers, scale[:, :rows]
-            if turned is None or turned_scale is None:
-                return along, None
-            return along, (turned[:, :rows], turned_scale[:, :columns])
-    count_fallback(BLOCKS)
-    return _by_torch(x), _by_torch(x.t()) if both else None
+        return (*_empty(x, rows, columns), *(_empty(x, columns, whole(rows)) if both else ()))
+
+    made = written(BLOCKS, (rows, columns, both, x.dtype), (x,), allocate)
+    if made is None:
+        return _by_torch(x), _by_torch(x.t()) if both else None
+    return (made[0], made[1][:, :rows]), (made[2][:, :rows], made[3][:, :columns]) if both else None
 
 
 def _empty(x: Tensor, rows: int, columns: int) -> Rounded:
@@ -97,19 +88,15 @@ def _by_torch(x: Tensor) -> Rounded:
 def squared(weight: Tensor, *, turned: bool) -> Rounded:
     """Return a weight [rows, columns], or its transpose, in e4m3, with the scales of its 128 x 128 blocks."""
     rows, columns = weight.shape
-    plan = plan_for(WEIGHT, weight.device, rows, columns, turned, weight.dtype)
-    if plan is not None:
-        down, across = cdiv(rows, SIDE), cdiv(columns, SIDE)
-        shapes = ((columns, whole(rows)), (across, down)) if turned else ((rows, columns), (down, across))
-        numbers = torch.empty(shapes[0], dtype=E4M3, device=weight.device)
-        scale = torch.empty(shapes[1], dtype=torch.float32, device=weight.device)
-        try:
-            plan.launch(weight.get_device(), weight, numbers, scale)
-        except NoVariant as error:
-            refused(WEIGHT, error)
-        else:
-            return numbers[:, :rows] if turned else numbers, scale
-    count_fallback(WEIGHT)
+    down, across = cdiv(rows, SIDE), cdiv(columns, SIDE)
+    shapes = ((columns, whole(rows)), (across, down)) if turned else ((rows, columns), (down, across))
+
+    def allocate() -> Rounded:
+        return weight.new_empty(shapes[0], dtype=E4M3), weight.new_empty(shapes[1], dtype=torch.float32)
+
+    made = written(WEIGHT, (rows, columns, turned, weight.dtype), (weight,), allocate)
+    if made is not None:
+        return (made[0][:, :rows] if turned else made[0]), made[1]
     numbers, scale = block_squares(weight)
     return (numbers.t().contiguous(), scale.t().contiguous()) if turned else (numbers, scale)
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilekern.errors import NoVariant
 from tilekern.kernels.fp8.gated import BACKWARD, FORWARD
 from tilekern.kernels.fp8.scales import scaled_rows
 from tilekern.ops.fp8_linear import (
@@ -30,6 +29,7 @@ from tilekern.ops.fp8_linear import (
     rounded_weight,
     turned,
     why_not,
+    written,
 )
 from tilekern.ops.geglu import geglu
 from tilekern.ops.registration import (
@@ -45,7 +45,6 @@ from tilekern.ops.registration import (
     uncast,
 )
 from tilekern.ops.swiglu import swiglu
-from tilekern.runtime.dispatch import count_fallback, plan_for, refused
 from tilekern.spec import KernelSpec
 
 # By name: whether it is gelu, and by tanh; and the gate of torch's or the tuned kernels.
@@ -125,21 +124,17 @@ def _forward(
 
 def _gated(spec: KernelSpec, activation: str, *given: Tensor) -> list[Rounded]:
     """Return a gate's results, or its gradients and its results: e4m3 numbers [rows, columns] and scales [rows]."""
-    shape, device = given[0].shape, given[0].device
+    like, count = given[0], 1 if spec is FORWARD else 3
     gelu, tanh, _ = _ACTIVATIONS[activation]
-    count = 1 if spec is FORWARD else 3
-    plan = plan_for(spec, device, *shape, given[0].dtype, gelu, tanh)
-    if plan is not None:
-        numbers = [torch.empty(shape, dtype=E4M3, device=device) for _ in range(count)]
-        scales = [torch.empty(shape[:1], dtype=torch.float32, device=device) for _ in range(count)]
-        try:
-            plan.launch(given[0].get_device(), *given, *numbers, *scales)
-        except NoVariant as error:
-            refused(spec, error)
-        else:
-            return list(zip(numbers, scales, strict=True))
-    count_fallback(spec)
-    return [scaled_rows(x) for x in _by_torch(activation, *given)]
+
+    def allocate() -> list[Tensor]:
+        numbers = [like.new_empty(like.shape, dtype=E4M3) for _ in range(count)]
+        return numbers + [like.new_empty(like.shape[:1], dtype=torch.float32) for _ in range(count)]
+
+    made = written(spec, (*like.shape, like.dtype, gelu, tanh), given, allocate)
+    if made is None:
+        return [scaled_rows(x) for x in _by_torch(activation, *given)]
+    return list(zip(made[:count], made[count:], strict=True))
 
 
 def _by_torch(activation: str, *given: Tensor) -> tuple[Tensor, ...]:

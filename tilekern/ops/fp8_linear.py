@@ -171,20 +171,38 @@ def layers_of(parameters: Sequence[Any]) -> list[Layer]:
     return list(zip(parameters[::2], parameters[1::2], strict=True))
 
 
+def written(
+    spec: KernelSpec, dimensions: Sequence[Any], given: Sequence[Tensor], allocate: Callable[[], Sequence[Tensor]]
+) -> Sequence[Tensor] | None:
+    """Return a kernel's outputs, of memory that ``allocate`` makes; None, counted, if torch must compute them.
+
+    Args:
+        spec: the kernel.
+        dimensions: the values of its problem, in their order.
+        given: its inputs.
+        allocate: returns its outputs, in their order.
+    """
+    plan = plan_for(spec, given[0].device, *dimensions)
+    if plan is not None:
+        outputs = allocate()
+        try:
+            plan.launch(given[0].get_device(), *given, *outputs)
+        except NoVariant as error:
+            refused(spec, error)
+        else:
+            return outputs
+    count_fallback(spec)
+    return None
+
+
 def rounded(x: Tensor) -> Rounded:
     """Return the e4m3 numbers of a matrix [rows, columns], and its rows' scales [rows]."""
-    plan = plan_for(ROWS, x.device, x.shape[0], x.shape[1], x.dtype)
-    if plan is not None:
-        numbers = torch.empty(x.shape, dtype=E4M3, device=x.device)
-        scale = torch.empty(x.shape[:1], dtype=torch.float32, device=x.device)
-        try:
-            plan.launch(x.get_device(), x, numbers, scale)
-        except NoVariant as error:
-            refused(ROWS, error)
-        else:
-            return numbers, scale
-    count_fallback(ROWS)
-    return scaled_rows(x)
+
+    def allocate() -> Rounded:
+        return x.new_empty(x.shape, dtype=E4M3), x.new_empty(x.shape[:1], dtype=torch.float32)
+
+    made = written(ROWS, (*x.shape, x.dtype), (x,), allocate)
+    return scaled_rows(x) if made is None else (made[0], made[1])
 
 
 def rounded_input(x: Tensor) -> Rounded:
@@ -230,18 +248,12 @@ def turned(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Rounded:
         dtype: that of the matrix before it was rounded.
     """
     rows, columns = x.shape
-    plan = plan_for(TURNED, x.device, rows, columns, x.dtype == E4M3, dtype)
-    if plan is not None:
-        numbers = torch.empty((columns, pitch_of(rows)), dtype=E4M3, device=x.device)
-        common = torch.empty((columns,), dtype=torch.float32, device=x.device)
-        try:
-            plan.launch(x.get_device(), x, scale, numbers, common)
-        except NoVariant as error:
-            refused(TURNED, error)
-        else:
-            return numbers[:, :rows], common
-    count_fallback(TURNED)
-    return turned_rows(x, scale)
+
+    def allocate() -> Rounded:
+        return x.new_empty((columns, pitch_of(rows)), dtype=E4M3), x.new_empty((columns,), dtype=torch.float32)
+
+    made = written(TURNED, (rows, columns, x.dtype == E4M3, dtype), (x, scale), allocate)
+    return turned_rows(x, scale) if made is None else (made[0][:, :rows], made[1])
 
 
 def multiplied(

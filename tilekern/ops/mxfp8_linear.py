@@ -21,15 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilekern.errors import NoVariant
 from tilekern.kernels.fp8.block_scales import SIDE, whole
 from tilekern.kernels.fp8.mx_blocks import SPEC as BLOCKS
 from tilekern.kernels.fp8.mx_product import SPEC as PRODUCT
 from tilekern.kernels.fp8.mx_product import mx_product
 from tilekern.kernels.fp8.mx_scales import SCALES, mx_rows
-from tilekern.ops.fp8_linear import E4M3, Format, Layer, Rounded, launched, layers_of, linears
+from tilekern.ops.fp8_linear import E4M3, Format, Layer, Rounded, launched, layers_of, linears, written
 from tilekern.ops.registration import applied, as_rows, differentiable_once, shaped
-from tilekern.runtime.dispatch import count_fallback, plan_for, refused
 from tilekern.spec import cdiv
 
 
@@ -63,22 +61,18 @@ def blocked(x: Tensor, *, along: bool, turned: bool) -> list[Rounded]:
     Scales are [rows / 128, columns / 128, 32, 16].
     """
     rows, columns = x.shape
-    plan = plan_for(BLOCKS, x.device, rows, columns, along and turned, turned, x.dtype)
-    if plan is not None:
-        made = [_empty(x, rows, columns, columns)] if along else []
+
+    def allocate() -> Sequence[Tensor]:
         # Rows of turned matrices are stored as whole 16 bytes, as TMA writes and reads them.
+        made = [_empty(x, rows, columns, columns)] if along else []
         made += [_empty(x, columns, rows, whole(rows))] if turned else []
-        try:
-            plan.launch(x.get_device(), x, *(part for each in made for part in each))
-        except NoVariant as error:
-            refused(BLOCKS, error)
-        else:
-            if turned:
-                numbers, scale = made[-1]
-                made[-1] = numbers[:, :rows], scale
-            return made
-    count_fallback(BLOCKS)
-    return [mx_rows(each) for each, is_asked in ((x, along), (x.t(), turned)) if is_asked]
+        return [part for each in made for part in each]
+
+    made = written(BLOCKS, (rows, columns, along and turned, turned, x.dtype), (x,), allocate)
+    if made is None:
+        return [mx_rows(each) for each, is_asked in ((x, along), (x.t(), turned)) if is_asked]
+    pairs = list(zip(made[::2], made[1::2], strict=True))
+    return [*pairs[:-1], (pairs[-1][0][:, :rows], pairs[-1][1])] if turned else pairs
 
 
 def _empty(x: Tensor, rows: int, columns: int, stored: int) -> Rounded:
