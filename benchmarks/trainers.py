@@ -38,6 +38,7 @@ class Trainer:
         limit_s: seconds that one process may take.
         own_optimizer: whether ``tilekern.AdamW`` takes the steps instead of torch's fused AdamW.
         needs: another required package.
+        convert: called with the model once it is made, before anything wraps or compiles it.
     """
 
     distribution: str = "transformers"
@@ -50,6 +51,7 @@ class Trainer:
     limit_s: float = 240.0
     own_optimizer: bool = False
     needs: str = ""
+    convert: Callable[[Any], None] = _nothing
 
     def held_to_backend(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of the steps: it restricts torch's SDPA to the trainer's back end, if it names one."""
@@ -132,6 +134,27 @@ def _liger(config: Any) -> None:
     patch()
 
 
+def _torchao(recipe: str) -> Callable[[Any], None]:
+    """Return a conversion of the linear layers of a model's decoder to 8-bit floats; the head stays as it is.
+
+    Args:
+        recipe: torchao's name of the scales: ``rowwise``, or ``tensorwise``, which has one for a matrix.
+    """
+
+    def convert(model: Any) -> None:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        for layer in layers_of(model):
+            convert_to_float8_training(
+                layer,
+                # Products of 8-bit floats take multiples of 16.
+                module_filter_fn=lambda linear, _: linear.in_features % 16 == linear.out_features % 16 == 0,
+                config=Float8LinearConfig.from_recipe_name(recipe),
+            )
+
+    return convert
+
+
 _FLASH, _CUDNN = "FLASH_ATTENTION", "CUDNN_ATTENTION"
 _LIGER = "liger-kernel"
 TRAINERS: Mapping[str, Trainer] = {
@@ -163,6 +186,9 @@ TRAINERS: Mapping[str, Trainer] = {
     "torch.compile-layers-cudnn": Trainer("torch", backend=_CUDNN, compiled="layers", limit_s=150),
     "torch.compile-layers-flex": Trainer("torch", attention="flex_attention", compiled="layers", limit_s=150),
     "torch.compile-layers-eager": Trainer("torch", attention="eager", compiled="layers", limit_s=150),
+    # torchao's conversion is meant to be compiled; without it each quantisation is several passes over memory.
+    "torchao-fp8-rowwise": Trainer("torchao", backend=_CUDNN, compiled="layers", convert=_torchao("rowwise")),
+    "torchao-fp8-tensorwise": Trainer("torchao", backend=_CUDNN, compiled="layers", convert=_torchao("tensorwise")),
     "torch.compile": Trainer("torch", compiled="model", limit_s=150),
 }
 # Enough for a run of some minutes: the fastest of each family of peers on an H200.

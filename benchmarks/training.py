@@ -166,6 +166,7 @@ def begin(job: Job) -> Loop:
     """Make the model on its device, and its optimizer."""
     trainer, config = trainer_named(job.provider), config_named(job.model)[1]
     model = make_model(config, job.layers, trainer.attention, job.device)
+    trainer.convert(model)
     if job.way:
         model = sharing.shared(model, job.way, job.ranks, job.device)
     if job.checkpointing:

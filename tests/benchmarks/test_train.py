@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,6 +120,31 @@ def test_adapters_train_alone(tiny):
     assert len(changed) == 2 * 7 * 2
     assert all("lora_" in name for name in changed)
     assert {x.dtype for x in loop.model.parameters()} == {torch.bfloat16}
+
+
+def test_torchao_converts_the_layers_of_the_decoder_before_they_are_compiled(tiny, monkeypatch):
+    class Rounded(torch.nn.Linear):
+        recipe = ""
+
+    def convert(layer, *, module_filter_fn, config):
+        assert layer._compiled_call_impl is None
+        for name, linear in layer.named_modules():
+            if isinstance(linear, torch.nn.Linear) and module_filter_fn(linear, name):
+                linear.__class__, linear.recipe = Rounded, config
+        return layer
+
+    recipes = SimpleNamespace(from_recipe_name=lambda name: name)
+    module = SimpleNamespace(Float8LinearConfig=recipes, convert_to_float8_training=convert)
+    monkeypatch.setitem(sys.modules, "torchao.float8", module)
+    path = tiny / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 100}))
+    for recipe in ("rowwise", "tensorwise"):
+        job = replace(JOB, provider=f"torchao-fp8-{recipe}", model=str(tiny), device="cpu")
+        model = begin(job).model
+        rounded = {name: layer.recipe for name, layer in model.named_modules() if isinstance(layer, Rounded)}
+        names = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(2) for name in "qkvo"]
+        assert rounded == dict.fromkeys(names, recipe), "products of 100 columns and the head stay as they are"
+        assert all(layer._compiled_call_impl for layer in model.model.layers)
 
 
 def test_a_length_that_does_not_fit_is_tried_once_more_in_a_fresh_process(monkeypatch):
