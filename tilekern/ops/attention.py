@@ -352,7 +352,8 @@ def _attention(
     else:
         if mask is not None and blind is not None:
             mask = mask | blind[0, :, :, 0]
-        out = torch.nn.functional.scaled_dot_product_attention(
+        # Not by its name in torch.nn.functional, which context parallelism replaces by another attention.
+        out = torch._C._nn.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, is_causal=square, scale=call.scale,
             enable_gqa=q.shape[2] != k.shape[2],
         ).transpose(1, 2)  # fmt: skip
