@@ -1,0 +1,133 @@
+"""What a checkpoint keeps of attention, so that it does not run again in the backward.
+
+A checkpoint of a layer keeps the layer's input, and computes all else again. Attention is the dear part of that: its
+work grows with the square of the tokens, and what its backward needs, the result and a number for each row of scores,
+is no larger than the layer's input. torch's own selective checkpoints run a layer under a dispatch mode, which is slow
+and hides launches; the contexts here only tell attention's launch to keep its results, or to take them.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from tilekern.ops.registration import keeps_graph
+from tilekern.warning import warn_once
+
+_Results = tuple[Tensor, ...]
+
+
+def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Let checkpoints keep attention's results, so that their backward does not compute attention again.
+
+    Give it to torch's checkpoints as their ``context_fn``:
+
+    - ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": tilekern.keep_attention})``
+    - ``torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=tilekern.keep_attention)``
+
+    Gradients are bit by bit those without checkpoints. A layer keeps 2 bytes for each token and column of its
+    attention's result and 4 for each token and head, until its backward; all else is computed again. It serves
+    attention "tilekern", and :func:`tilekern.ops.attention`, by their kernels; other attentions run again.
+
+    Returns:
+        The contexts of the forward and of the forward that runs again.
+    """
+    kept: list[_Kept | None] = []
+    return _Forward(kept), _Again(kept)
+
+
+class _Kept:
+    """What one call of attention gave.
+
+    Attributes:
+        key: what the call was asked.
+        results: its results, without their history.
+        versions: their versions, which change with writes in place.
+    """
+
+    def __init__(self, key: Any, results: _Results) -> None:
+        self.key, self.results = key, tuple(x.detach() for x in results)
+        self.versions = [x._version for x in self.results]
+
+    def is_unchanged(self) -> bool:
+        return self.versions == [x._version for x in self.results]
+
+
+class _Checkpoint:
+    """The run of a checkpoint in this thread, as a context.
+
+    Attributes:
+        kept: what calls of attention gave, in their order; None for what is needed no more.
+    """
+
+    def __init__(self, kept: list[_Kept | None]) -> None:
+        self.kept = kept
+
+    def __enter__(self) -> None:
+        self._around, _thread.run = _thread.run, self
+
+    def __exit__(self, *_: object) -> None:
+        _thread.run = self._around
+
+    def taken(self, key: Any) -> _Results | None:  # noqa: ARG002
+        return None
+
+    def keep(self, key: Any, results: _Results) -> None:
+        pass
+
+
+class _Forward(_Checkpoint):
+    def keep(self, key: Any, results: _Results) -> None:
+        _Again.is_of_use = True
+        self.kept.append(_Kept(key, results))
+
+
+class _Again(_Checkpoint):
+    # Whether any checkpoint has kept something.
+    is_of_use = False
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._next = 0
+        if not self.is_of_use:
+            warn_once(
+                "keep_attention: no kernel of tilekern's attention ran in this checkpoint, so attention runs again; "
+                'use attn_implementation="tilekern"'
+            )
+
+    def taken(self, key: Any) -> _Results | None:
+        place, self._next = self._next, self._next + 1
+        kept = self.kept[place] if place < len(self.kept) else None
+        if kept is None or not kept.is_unchanged():
+            return None
+        if kept.key != key:
+            raise RuntimeError(
+                "keep_attention: the forward that runs again calls attention with other shapes or options than the "
+                "first; a checkpoint must compute the same each time"
+            )
+        if not keeps_graph():
+            self.kept[place] = None
+        return tuple(x.detach() for x in kept.results)
+
+
+class _Thread(threading.local):
+    """This thread; run: the innermost checkpoint that runs in it."""
+
+    run: _Checkpoint | None = None
+
+
+_thread = _Thread()
+
+
+def taken(*key: Any) -> Any:
+    """Return the results that a checkpoint has kept of the call that is made now; None if it must be computed."""
+    return None if _thread.run is None else _thread.run.taken(key)
+
+
+def keep(results: _Results, *key: Any) -> None:
+    """Let the checkpoint that runs, if one does, keep a call's results."""
+    if _thread.run is not None:
+        _thread.run.keep(key, results)
