@@ -32,6 +32,11 @@ LEARNING_RATE = 1e-5
 Line = dict[str, Any]
 # The line that a process writes before it waits for its turn.
 READY: Line = {"kind": "ready"}
+# Kinds of checkpoints of layers, and their names in results.
+CHECKPOINTS = {
+    "": "", "full": "checkpointing", "attention": "checkpointing, attention kept",
+    "offload": "checkpointing, attention kept, inputs on the host",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,8 @@ class Job:
     """The work of one process: ``timed`` is the number of timed steps of each of ``tokens``, after ``warm_up``.
 
     A step is a batch of sequences of ``sequence`` tokens, or one sequence if that is 0. With ``lora`` only adapters of
-    that rank train, on all linear layers, in the model's dtype; with 0 all weights do. ``ranks`` processes share
+    that rank train, on all linear layers, in the model's dtype; with 0 all weights do. ``checkpointing`` is one of
+    :data:`CHECKPOINTS`. ``ranks`` processes share
     the model in one of :data:`benchmarks.sharing.WAYS`; ``limit_s`` are the seconds that they may take, 0 for the
     provider's.
     """
@@ -51,7 +57,7 @@ class Job:
     timed: tuple[int, ...]
     warm_up: int = 2
     device: str = "cuda"
-    checkpointing: bool = False
+    checkpointing: str = ""
     profile: bool = False
     sequence: int = 0
     lora: int = 0
@@ -169,12 +175,25 @@ def begin(job: Job) -> Loop:
     if job.way:
         model = sharing.shared(model, job.way, job.ranks, job.device)
     if job.checkpointing:
-        model.gradient_checkpointing_enable()
+        _checkpoint(model, job.checkpointing)
     if job.lora:
         model = _adapted(model, job.lora)
     trainer.compile(model)
     shares = job.ranks if job.way == "fsdp" else 1
     return Loop(trainer, model, trainer.optimizer(model, LEARNING_RATE), job.device, shares)
+
+
+def _checkpoint(model: Any, kind: str) -> None:
+    if kind == "full":
+        model.gradient_checkpointing_enable()
+        return
+    import tilekern
+
+    options = {"use_reentrant": False, "context_fn": tilekern.keep_attention}
+    if kind == "offload":
+        model.activation_checkpointing_enable(options, offload=True)
+    else:
+        model.gradient_checkpointing_enable(options)
 
 
 def _adapted(model: Any, rank: int) -> Any:
