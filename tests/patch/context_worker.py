@@ -108,6 +108,10 @@ def checkpoint(model):
     model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
+def keep_attention(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": tilekern.keep_attention})
+
+
 def drop_masks(model):
     """As ``Accelerator.prepare`` does."""
     _attach_context_parallel_hooks(model)
@@ -124,6 +128,7 @@ def train(mesh):
     compare(mesh, "gemma2", odd, "rows in one piece")
     compare(mesh, "qwen3", batch(2, 8 * COUNT, padding=3), "padding")
     compare(mesh, "qwen3", plain, "checkpoints", checkpoint)
+    compare(mesh, "qwen3", plain, "checkpoints that keep attention", keep_attention)
     compare(mesh, "qwen3", plain, "dropped masks", drop_masks)
 
 
