@@ -263,7 +263,7 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (out, lse)."""
     call = plans.call
-    kept = checkpoints.taken(q.shape, k.shape, q.dtype, call)
+    kept: tuple[Tensor, Tensor] | None = checkpoints.taken(q, k, call)
     if kept is not None:
         return kept
     starts = _starts(q, cu_seqlens, cu_seqlens_k)
@@ -274,7 +274,7 @@ def _launch(
     out, lse = plans.forward.run(
         q.get_device(), inputs, lambda: (fresh(q), _row_values(q)) if cu_seqlens_k is None else _zeros(q)
     )
-    checkpoints.keep((out, lse), q.shape, k.shape, q.dtype, call)
+    checkpoints.keep(q, k, call, (out, lse))
     return out, lse
 
 

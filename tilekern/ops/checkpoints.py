@@ -122,12 +122,12 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def taken(*key: Any) -> Any:
-    """Return the results that a checkpoint has kept of the call that is made now; None if it must be computed."""
-    return None if _thread.run is None else _thread.run.taken(key)
+def taken(q: Tensor, k: Tensor, call: Any) -> Any:
+    """Return the results that a checkpoint has kept of an attention that is called now; None if it must be computed."""
+    return None if _thread.run is None else _thread.run.taken((q.shape, k.shape, q.dtype, call))
 
 
-def keep(results: _Results, *key: Any) -> None:
-    """Let the checkpoint that runs, if one does, keep a call's results."""
+def keep(q: Tensor, k: Tensor, call: Any, results: _Results) -> None:
+    """Let the checkpoint that runs, if one does, keep an attention's results."""
     if _thread.run is not None:
-        _thread.run.keep(key, results)
+        _thread.run.keep((q.shape, k.shape, q.dtype, call), results)
