@@ -24,7 +24,7 @@ from benchmarks.models import make_model
 from benchmarks.power import PowerMeter
 from benchmarks.served import doubts
 from benchmarks.sources import kernels_used
-from benchmarks.trainers import Trainer, trainer_named
+from benchmarks.trainers import Trainer, has_our_attention, trainer_named
 from tilekern.patch.stepping import auto_class
 from tilekern.tuning.plan.configs import config_named
 
@@ -78,19 +78,20 @@ class Job:
 
 @dataclass(frozen=True)
 class Loop:
-    """A model, its optimizer, and the training step."""
+    """A model, its optimizer, and the training step; ``mesh`` are the ranks that share each sequence, if any do."""
 
     trainer: Trainer
     model: Any
     optimizer: Any
     device: str
     shares: int = 1
+    mesh: Any = None
 
     def step(self, ids: Any) -> Any:
         """Take one step on random tokens; return its loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        with self.trainer.held_to_backend():
-            loss = self.model(input_ids=ids, labels=ids).loss
+        with self.trainer.held_to_backend(), sharing.inputs_of(ids, self.mesh) as given:
+            loss = self.model(**given).loss
             loss.backward()
         self.optimizer.step()
         return loss.detach()
@@ -178,9 +179,10 @@ def begin(job: Job) -> Loop:
         _checkpoint(model, job.checkpointing)
     if job.lora:
         model = _adapted(model, job.lora)
+    mesh = sharing.mesh_of(model, job.way, job.ranks, job.device, drops_masks=not has_our_attention(job.provider))
     trainer.compile(model)
     shares = job.ranks if job.way == "fsdp" else 1
-    return Loop(trainer, model, trainer.optimizer(model, LEARNING_RATE), job.device, shares)
+    return Loop(trainer, model, trainer.optimizer(model, LEARNING_RATE), job.device, shares, mesh)
 
 
 def _checkpoint(model: Any, kind: str) -> None:
