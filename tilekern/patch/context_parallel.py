@@ -85,7 +85,7 @@ def shards_here() -> Shards | None:
         InputError: torch's context parallelism is another than this module knows.
     """
     stand_in = torch.nn.functional.scaled_dot_product_attention
-    if not isinstance(stand_in, FunctionType) or not stand_in.__module__.startswith(_HOME):
+    if not isinstance(stand_in, FunctionType) or not str(stand_in.__module__).startswith(_HOME):
         return None
     mesh = variables_of(stand_in).get("device_mesh")
     options = stand_in.__globals__.get("_cp_options")
