@@ -10,6 +10,7 @@ loss, power and clock), ``begun``, ``profile``, ``floor``, ``note``, or ``out_of
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -35,7 +36,7 @@ READY: Line = {"kind": "ready"}
 # Kinds of checkpoints of layers, and their names in results.
 CHECKPOINTS = {
     "": "", "full": "checkpointing", "attention": "checkpointing, attention kept",
-    "offload": "checkpointing, attention kept, inputs on the host",
+    "offload": "checkpointing, attention kept, on the host",
 }  # fmt: skip
 
 
@@ -191,7 +192,8 @@ def _checkpoint(model: Any, kind: str) -> None:
         return
     import tilekern
 
-    options = {"use_reentrant": False, "context_fn": tilekern.keep_attention}
+    keep = functools.partial(tilekern.keep_attention, offload=kind == "offload")
+    options = {"use_reentrant": False, "context_fn": keep}
     if kind == "offload":
         model.activation_checkpointing_enable(options, offload=True)
     else:

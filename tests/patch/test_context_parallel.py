@@ -11,7 +11,7 @@ from rank_jobs import finish, start
 
 import tilekern
 from tilekern.errors import InputError
-from tilekern.patch import context_parallel
+from tilekern.patch import context_parallel, graphs
 from tilekern.patch.attention import attend
 
 WORKER = Path(__file__).with_name("context_worker.py")
@@ -56,6 +56,13 @@ def test_attention_without_a_mask_is_refused(replaced):
     q = torch.zeros(1, 2, 4, 16)
     with pytest.raises(InputError, match="in context_parallel"):
         attend(True, torch.nn.Module(), q, q, q, None)
+
+
+def test_steps_are_not_captured(replaced):
+    """Its buffers change their sizes in place, and their ranks wait for each other."""
+    assert not graphs.is_traced()
+    replaced(2)
+    assert graphs.is_traced()
 
 
 def test_a_compiled_attention_notices_the_context(replaced):

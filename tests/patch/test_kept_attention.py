@@ -109,13 +109,43 @@ def test_a_result_that_was_written_over_is_computed_again():
     assert number == 3
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_results_on_the_host(monkeypatch, times):
+    """Copies, as of a GPU's; a write over the result does not reach them."""
+    copied = []
+
+    def on_host(x):
+        copied.append(x.detach().clone().to(memory_format=torch.contiguous_format))
+        return copied[-1]
+
+    def doubled(q, k, v):
+        with torch.no_grad():
+            out = attention(q, k, v)
+            out.mul_(2)
+        return out * q + attention(q, k, v)
+
+    monkeypatch.setattr(checkpoints, "_on_host", on_host)
+    monkeypatch.setattr(checkpoints, "_is_elsewhere", lambda _: True)
+    given = leaves()
+    wanted = gradients(doubled, given)
+
+    def offloaded(*given):
+        context = functools.partial(keep_attention, offload=True)
+        return checkpoint(doubled, *given, use_reentrant=False, context_fn=context)
+
+    found, number = forwards(lambda: gradients(offloaded, given, times))
+    assert same(found, wanted)
+    assert number == 2
+    assert len(copied) == 4
+
+
 def test_memory_is_free_once_the_backward_has_used_it():
     q, k, v = leaves()
     before = keep_attention()
     forward, again = before
     with forward:
         attention(q, k, v)
-    assert forward.kept[0].results[0].shape == (1, 7, 4, 16)
+    assert forward.kept[0].results()[0].shape == (1, 7, 4, 16)
 
     def back(slope):
         with again:

@@ -12,6 +12,7 @@ import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilekern.ops.registration import keeps_graph
@@ -20,7 +21,7 @@ from tilekern.warning import warn_once
 _Results = tuple[Tensor, ...]
 
 
-def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def keep_attention(*, offload: bool = False) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Let checkpoints keep attention's results, so that their backward does not compute attention again.
 
     Give it to torch's checkpoints as their ``context_fn``:
@@ -32,11 +33,15 @@ def keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManage
     attention's result and 4 for each token and head, until its backward; all else is computed again. It serves
     attention "tilekern", and :func:`tilekern.ops.attention`, by their kernels; other attentions run again.
 
+    Args:
+        offload: whether results of a GPU are kept in pinned memory of the host. They are copied on the stream of the
+            computation. Give ``functools.partial(tilekern.keep_attention, offload=True)``.
+
     Returns:
         The contexts of the forward and of the forward that runs again.
     """
     kept: list[_Kept | None] = []
-    return _Forward(kept), _Again(kept)
+    return _Forward(kept, offload), _Again(kept, offload)
 
 
 class _Kept:
@@ -44,16 +49,33 @@ class _Kept:
 
     Attributes:
         key: what the call was asked.
-        results: its results, without their history.
-        versions: their versions, which change with writes in place.
     """
 
-    def __init__(self, key: Any, results: _Results) -> None:
-        self.key, self.results = key, tuple(x.detach() for x in results)
-        self.versions = [x._version for x in self.results]
+    def __init__(self, key: Any, results: _Results, offload: bool) -> None:
+        self.key, self._device = key, results[0].device
+        self._is_copied = offload and _is_elsewhere(self._device)
+        # Without their history, which leads to this checkpoint.
+        self._results = tuple(_on_host(x) if self._is_copied else x.detach() for x in results)
+        self._versions = self._written()
 
-    def is_unchanged(self) -> bool:
-        return self.versions == [x._version for x in self.results]
+    def results(self) -> _Results | None:
+        """Return the results; None if they were written over."""
+        if self._is_copied:
+            return tuple(x.to(self._device, non_blocking=True, copy=True) for x in self._results)
+        return tuple(x.detach() for x in self._results) if self._versions == self._written() else None
+
+    def _written(self) -> list[int]:
+        return [x._version for x in self._results]
+
+
+def _is_elsewhere(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """Return a copy in pinned memory; what reads it on the same stream comes later."""
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return copy.copy_(x.detach(), non_blocking=True)
 
 
 class _Checkpoint:
@@ -63,8 +85,8 @@ class _Checkpoint:
         kept: what calls of attention gave, in their order; None for what is needed no more.
     """
 
-    def __init__(self, kept: list[_Kept | None]) -> None:
-        self.kept = kept
+    def __init__(self, kept: list[_Kept | None], offload: bool) -> None:
+        self.kept, self._offload = kept, offload
 
     def __enter__(self) -> None:
         self._around, _thread.run = _thread.run, self
@@ -82,7 +104,7 @@ class _Checkpoint:
 class _Forward(_Checkpoint):
     def keep(self, key: Any, results: _Results) -> None:
         _Again.is_of_use = True
-        self.kept.append(_Kept(key, results))
+        self.kept.append(_Kept(key, results, self._offload))
 
 
 class _Again(_Checkpoint):
@@ -101,7 +123,7 @@ class _Again(_Checkpoint):
     def taken(self, key: Any) -> _Results | None:
         place, self._next = self._next, self._next + 1
         kept = self.kept[place] if place < len(self.kept) else None
-        if kept is None or not kept.is_unchanged():
+        if kept is None:
             return None
         if kept.key != key:
             raise RuntimeError(
@@ -110,7 +132,7 @@ class _Again(_Checkpoint):
             )
         if not keeps_graph():
             self.kept[place] = None
-        return tuple(x.detach() for x in kept.results)
+        return kept.results()
 
 
 class _Thread(threading.local):
