@@ -140,12 +140,15 @@ def train(
     providers: Annotated[str, typer.Option(help="Trainers, by commas; default the fastest of each family.")] = "",
     lora: Annotated[int, typer.Option(min=0, help="Rank of adapters that train alone; 0 trains all weights.")] = 0,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Compute activations again.")] = False,
+    keep_attention: Annotated[
+        bool, typer.Option("--keep-attention", help="With --checkpointing, but not attention; of tilekern alone.")
+    ] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Say where tilekern's steps spend the GPU.")] = False,
     device: Annotated[Device, typer.Option(help="Where the model trains.")] = Device.cuda,
 ) -> None:
     """Measure training steps of a whole model, tilekern and its peers: tokens per second, memory, first steps."""
     from benchmarks import train as bench
-    from benchmarks.trainers import TRAINERS, USUAL
+    from benchmarks.trainers import TRAINERS, USUAL, has_our_attention
 
     if device is Device.cpu and profile:
         raise InputError("--profile says where the GPU's time goes; it needs --device cuda")
@@ -154,8 +157,11 @@ def train(
     timed = bench.timed_steps(lengths, steps)
     if sequence and any(length % sequence for length in lengths):
         raise InputError(f"--sequence {sequence}: each of --tokens must be a whole number of sequences")
-    job = bench.Job("", model, layers, tuple(lengths), timed, 4, device.value, checkpointing, profile, sequence, lora)
     names = among(providers, list(TRAINERS), "provider") if providers else list(USUAL)
+    if keep_attention and not (checkpointing and all(has_our_attention(name) for name in names)):
+        raise InputError("--keep-attention goes with --checkpointing and --providers of tilekern")
+    how = "attention" if keep_attention else "full" if checkpointing else ""
+    job = bench.Job("", model, layers, tuple(lengths), timed, 4, device.value, how, profile, sequence, lora)
     stem = name or "train"
 
     def keep(figures: Results, parts: Results) -> None:
@@ -166,6 +172,43 @@ def train(
     _keep(figures, out, stem)
     if parts.rows:
         _keep(parts, out, f"{stem}_profile")
+
+
+@app.command()
+def longest(
+    models: Annotated[
+        list[str], typer.Argument(help="Presets, paths of a config.json or of a folder with one, or hub ids.")
+    ],
+    out: Out = None,
+    name: Name = None,
+    gib: Annotated[str, typer.Option(help="Memory that torch may take, in GiB, by commas: 139 for an H200.")] = "139",
+    checkpoints: Annotated[
+        str, typer.Option(help="By commas: none, attention (computed again but for it), full, offload.")
+    ] = "none,attention,full",
+    providers: Annotated[str, typer.Option(help="Trainers, by commas.")] = "tilekern",
+    layers: Annotated[int, typer.Option(min=0, help="Layers of the models; 0 means all.")] = 0,
+    lora: Annotated[int, typer.Option(min=0, help="Rank of adapters that train alone; 0 trains all weights.")] = 0,
+    first: Annotated[int, typer.Option(min=1, help="Tokens of the first sequence that is tried.")] = 8192,
+    grid: Annotated[int, typer.Option(min=1, help="Lengths are multiples of this.")] = 1024,
+    most: Annotated[int, typer.Option(min=1, help="Tokens of the longest sequence that is tried.")] = 1 << 20,
+    limit_s: Annotated[float, typer.Option("--limit-s", help="Seconds for each search.")] = 550.0,
+    device: Annotated[Device, typer.Option(help="Where the models train.")] = Device.cuda,
+) -> None:
+    """Find the longest sequence that trains in some memory, for each model, kind of checkpoints and trainer."""
+    from benchmarks import longest as bench
+    from benchmarks.trainers import TRAINERS
+
+    _needs_gpu_or_out(device, out)
+    kinds = ["" if kind == "none" else kind for kind in among(checkpoints, bench.KINDS, "checkpoints")]
+    names = among(providers, list(TRAINERS), "provider")
+    common = bench.Search(bench.Job("", "", layers, (), (), device=device.value, lora=lora), 0.0, first, grid, most)
+    searches = bench.searches_of(common, models, counts(gib, "numbers of GiB"), kinds, names)
+    stem = name or bench.BENCHMARK
+
+    def keep(results: Results) -> None:
+        _write_some(results, out, stem)
+
+    _keep(bench.measure(searches, limit_s, keep, say=lambda line: print(line, flush=True)), out, stem)
 
 
 @app.command()
@@ -645,8 +688,8 @@ def _needs_gpu_or_out(device: Device, out: Path | None) -> None:
         raise InputError("on the CPU the figures mean nothing; say with --out where they go")
 
 
-def counts(text: str) -> list[int]:
-    """Parse a comma-separated list of token counts; drop repeated ones.
+def counts(text: str, what: str = "token counts") -> list[int]:
+    """Parse a comma-separated list of positive numbers; drop repeated ones.
 
     Raises:
         InputError: one of them is not a positive whole number.
@@ -654,7 +697,7 @@ def counts(text: str) -> list[int]:
     found = [part.strip() for part in text.split(",")]
     for part in found:
         if not part.isdecimal() or int(part) < 1:
-            raise InputError(f"token counts are whole numbers from 1 on, by commas; got {part!r}")
+            raise InputError(f"{what} are whole numbers from 1 on, by commas; got {part!r}")
     return list(dict.fromkeys(int(part) for part in found))
 
 

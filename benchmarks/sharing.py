@@ -14,7 +14,9 @@ from typing import Any
 from benchmarks.models import layers_of
 
 # The title of each way; expert parallelism also shares the tensors of the other layers.
-WAYS = {"fsdp": "FSDP2", "tp": "tensor parallel", "ep": "tensor and expert parallel"}
+WAYS = {
+    "fsdp": "FSDP2", "tp": "tensor parallel", "ep": "tensor and expert parallel", "cp": "context parallel and FSDP2",
+}  # fmt: skip
 
 
 def rank() -> int:
@@ -67,7 +69,7 @@ def shared(model: Any, way: str, ranks: int, device: str) -> Any:
     """Share a model that each rank has made whole: each rank keeps a part, by FSDP2 of layers or the model's plan."""
     import torch
 
-    if way == "fsdp":
+    if way in ("fsdp", "cp"):
         from torch.distributed.fsdp import fully_shard
 
         mesh = torch.distributed.init_device_mesh(device, (ranks,))
@@ -80,6 +82,40 @@ def shared(model: Any, way: str, ranks: int, device: str) -> Any:
     # A part by rows is a view, which would keep the whole tensor in memory.
     model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
     return model
+
+
+def mesh_of(model: Any, way: str, ranks: int, device: str, drops_masks: bool) -> Any:
+    """Return the ranks that share sequences, or None; torch's own attention then takes no masks, which are dropped."""
+    import torch
+
+    if way != "cp":
+        return None
+    if drops_masks:
+        from accelerate.big_modeling import _attach_context_parallel_hooks
+
+        _attach_context_parallel_hooks(model)
+    return torch.distributed.init_device_mesh(device, (ranks,))
+
+
+@contextlib.contextmanager
+def inputs_of(ids: Any, mesh: Any) -> Iterator[dict[str, Any]]:
+    """Yield a step's inputs; with a mesh this rank's part of each sequence, for the forward and the backward inside.
+
+    The mean of the ranks' losses is the loss of whole sequences.
+    """
+    if mesh is None:
+        yield {"input_ids": ids, "labels": ids}
+        return
+    import torch
+    from torch.distributed.tensor.experimental import context_parallel
+
+    labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids).contiguous()
+    given = {"input_ids": ids.clone(), "labels": labels, "shift_labels": labels.clone(), "position_ids": places}
+    counted = ids.shape[0] * (ids.shape[1] - 1) / mesh.size()
+    buffers = list(given.values())
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)):
+        yield given | {"num_items_in_batch": counted}
 
 
 def configured(settings: dict[str, int]) -> Any:

@@ -17,7 +17,7 @@ from tilekern.spec.source import source_digest
 # Benchmarks that time tilekern's kernels; the other benchmarks time its Python code.
 OF_KERNELS = (
     "kernels", "kernels_sweep", "experts", "train", "train_families", "train_profile", "parallel", "host", "decode",
-    "inference", "exchange", "fp8",
+    "inference", "exchange", "fp8", "longest",
 )  # fmt: skip
 # Counters that rise when a kernel's record serves a call, instead of torch's own operations.
 _SERVED = ("hits", "nearest", "compiled", "launches")

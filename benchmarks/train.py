@@ -31,7 +31,7 @@ from benchmarks.results import Results, Row
 from benchmarks.sharing import WAYS
 from benchmarks.sources import with_sources
 from benchmarks.trainers import NO_PATCHES, full_name, trainer_named
-from benchmarks.training import READY, Job, Line
+from benchmarks.training import CHECKPOINTS, READY, Job, Line
 from tilekern.errors import InputError
 from tilekern.tuning.measure.timing import Timing
 from tilekern.tuning.plan.configs import config_named
@@ -153,7 +153,7 @@ def label(job: Job, tokens: int) -> str:
     said += f", {job.layers} layers" if job.layers else ""
     said += f", {WAYS[job.way]} on {job.ranks} GPUs" if job.way else ""
     said += f", {_adapters(job)}" if job.lora else ""
-    return said + (", checkpointing" if job.checkpointing else "")
+    return said + (f", {CHECKPOINTS[job.checkpointing]}" if job.checkpointing else "")
 
 
 def _adapters(job: Job) -> str:

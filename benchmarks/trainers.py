@@ -206,6 +206,11 @@ def trainer_named(name: str) -> Trainer:
     return TRAINERS[name]
 
 
+def has_our_attention(name: str) -> bool:
+    """Return whether a trainer's attention is tilekern's, whose results a checkpoint can keep."""
+    return trainer_named(name).attention.startswith(OURS)
+
+
 def full_name(name: str) -> str:
     """Return a trainer's name with its version, as in the results.
 

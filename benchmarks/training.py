@@ -10,6 +10,7 @@ loss, power and clock), ``begun``, ``profile``, ``floor``, ``note``, or ``out_of
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -24,7 +25,7 @@ from benchmarks.models import make_model
 from benchmarks.power import PowerMeter
 from benchmarks.served import doubts
 from benchmarks.sources import kernels_used
-from benchmarks.trainers import Trainer, trainer_named
+from benchmarks.trainers import Trainer, has_our_attention, trainer_named
 from tilekern.patch.stepping import auto_class
 from tilekern.tuning.plan.configs import config_named
 
@@ -32,6 +33,11 @@ LEARNING_RATE = 1e-5
 Line = dict[str, Any]
 # The line that a process writes before it waits for its turn.
 READY: Line = {"kind": "ready"}
+# Kinds of checkpoints of layers, and their names in results.
+CHECKPOINTS = {
+    "": "", "full": "checkpointing", "attention": "checkpointing, attention kept",
+    "offload": "checkpointing, attention kept, on the host",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,8 @@ class Job:
     """The work of one process: ``timed`` is the number of timed steps of each of ``tokens``, after ``warm_up``.
 
     A step is a batch of sequences of ``sequence`` tokens, or one sequence if that is 0. With ``lora`` only adapters of
-    that rank train, on all linear layers, in the model's dtype; with 0 all weights do. ``ranks`` processes share
+    that rank train, on all linear layers, in the model's dtype; with 0 all weights do. ``checkpointing`` is one of
+    :data:`CHECKPOINTS`. ``ranks`` processes share
     the model in one of :data:`benchmarks.sharing.WAYS`; ``limit_s`` are the seconds that they may take, 0 for the
     provider's.
     """
@@ -51,7 +58,7 @@ class Job:
     timed: tuple[int, ...]
     warm_up: int = 2
     device: str = "cuda"
-    checkpointing: bool = False
+    checkpointing: str = ""
     profile: bool = False
     sequence: int = 0
     lora: int = 0
@@ -72,19 +79,20 @@ class Job:
 
 @dataclass(frozen=True)
 class Loop:
-    """A model, its optimizer, and the training step."""
+    """A model, its optimizer, and the training step; ``mesh`` are the ranks that share each sequence, if any do."""
 
     trainer: Trainer
     model: Any
     optimizer: Any
     device: str
     shares: int = 1
+    mesh: Any = None
 
     def step(self, ids: Any) -> Any:
         """Take one step on random tokens; return its loss."""
         self.optimizer.zero_grad(set_to_none=True)
-        with self.trainer.held_to_backend():
-            loss = self.model(input_ids=ids, labels=ids).loss
+        with self.trainer.held_to_backend(), sharing.inputs_of(ids, self.mesh) as given:
+            loss = self.model(**given).loss
             loss.backward()
         self.optimizer.step()
         return loss.detach()
@@ -170,12 +178,27 @@ def begin(job: Job) -> Loop:
     if job.way:
         model = sharing.shared(model, job.way, job.ranks, job.device)
     if job.checkpointing:
-        model.gradient_checkpointing_enable()
+        _checkpoint(model, job.checkpointing)
     if job.lora:
         model = _adapted(model, job.lora)
+    mesh = sharing.mesh_of(model, job.way, job.ranks, job.device, drops_masks=not has_our_attention(job.provider))
     trainer.compile(model)
     shares = job.ranks if job.way == "fsdp" else 1
-    return Loop(trainer, model, trainer.optimizer(model, LEARNING_RATE), job.device, shares)
+    return Loop(trainer, model, trainer.optimizer(model, LEARNING_RATE), job.device, shares, mesh)
+
+
+def _checkpoint(model: Any, kind: str) -> None:
+    if kind == "full":
+        model.gradient_checkpointing_enable()
+        return
+    import tilekern
+
+    keep = functools.partial(tilekern.keep_attention, offload=kind == "offload")
+    options = {"use_reentrant": False, "context_fn": keep}
+    if kind == "offload":
+        model.activation_checkpointing_enable(options, offload=True)
+    else:
+        model.gradient_checkpointing_enable(options)
 
 
 def _adapted(model: Any, rank: int) -> Any:

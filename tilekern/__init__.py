@@ -30,6 +30,7 @@ _WHERE = {
     "tune": "tilekern",
     "preflight": "tilekern.tuning.preflight",
     "invariant": "tilekern.ops.invariance",
+    "keep_attention": "tilekern.ops.checkpoints",
     "stats": "tilekern.runtime.counting",
     "check_labels": "tilekern.ops.labels",
     "arrays": "tilekern",
@@ -41,6 +42,7 @@ __all__ = ["__version__", *_WHERE]  # noqa: PLE0604
 if TYPE_CHECKING:
     from tilekern import arrays as arrays
     from tilekern.ops.adamw import AdamW as AdamW
+    from tilekern.ops.checkpoints import keep_attention as keep_attention
     from tilekern.ops.invariance import invariant as invariant
     from tilekern.ops.labels import check_labels as check_labels
     from tilekern.patch import apply as apply

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.environment import ROOT
-from benchmarks.pages import decoding, fp8, maintainers, models, ops, platform
+from benchmarks.pages import decoding, fp8, longest, maintainers, models, ops, platform
 from benchmarks.pages.markdown import PLOTS
 from benchmarks.results import Results
 from tilekern.errors import InputError
@@ -17,7 +17,7 @@ PAGES = ROOT / "docs" / "results"
 def files_of(everything: Sequence[Results]) -> dict[str, str]:
     """Return the text of each page and plot, by its path below the folder of pages."""
     found: dict[str, str] = {}
-    for module in (models, decoding, fp8, ops, platform, maintainers):
+    for module in (models, decoding, fp8, longest, ops, platform, maintainers):
         for name, text in module.page(everything).items():
             path = name if name.endswith(".md") else f"{PLOTS}/{name}"
             found[path] = text.rstrip() + "\n"

@@ -105,13 +105,21 @@ def test_a_report_that_cannot_be_made_leaves_the_old_one(tmp_path, capsys):
     assert old.read_text() == "old"
 
 
-def test_a_report_of_nothing_is_six_pages(tmp_path):
+def test_a_report_of_nothing_is_seven_pages(tmp_path):
     plots = tmp_path / "pages" / "plots"
     plots.mkdir(parents=True)
     (plots / "of-an-earlier-report.svg").touch()
     assert main(["report", "--results", str(tmp_path), "--out", str(tmp_path / "pages")]) == 0
     found = sorted(path.relative_to(tmp_path / "pages").as_posix() for path in tmp_path.rglob("pages/**/*.*"))
-    assert found == ["decoding.md", "fp8.md", "maintainers.md", "models.md", "ops.md", "platform.md"]
+    assert found == [
+        "decoding.md",
+        "fp8.md",
+        "long-sequences.md",
+        "maintainers.md",
+        "models.md",
+        "ops.md",
+        "platform.md",
+    ]
 
 
 def test_facts_are_complete_and_take_the_commit_from_the_environment(monkeypatch):

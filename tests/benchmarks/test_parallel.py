@@ -52,6 +52,16 @@ def test_two_processes_share_tensors_and_experts_and_have_the_loss_of_one(tiny):
     assert results.row(case, "tilekern", "tokens_per_s").value > 0
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
+def test_two_processes_share_sequences_and_have_the_loss_of_one(tiny):
+    job = Job(**vars(tiny) | {"provider": "tilekern", "way": "cp", "ranks": 2})
+    results = measure_jobs([job], facts(), "parallel", lambda *_: None, lambda _: None)[0]
+    case = "tiny 2 x 16 tokens, context parallel and FSDP2 on 2 GPUs"
+    assert results.cases() == [case], results.run["notes"]
+    assert results.row(case, "tilekern", "loss").value == pytest.approx(losses_of(tiny)[0], rel=0.01)
+
+
 @pytest.mark.usefixtures("alone")
 def test_layers_that_fsdp_shards_train_as_they_are(tiny):
     expected, (tokens,) = losses_of(tiny), tiny.tokens

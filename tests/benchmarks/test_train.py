@@ -97,8 +97,10 @@ def test_rows_of_a_length():
     }  # fmt: skip
     rows = train.rows_of(line | {"kernels": ["swiglu_forward"]}, "tilekern", JOB)
     assert all(list(row.sources) == ["swiglu_forward"] for row in rows)
-    job = Job("", "qwen3-8b", 2, (32768,), (5,), checkpointing=True)
+    job = Job("", "qwen3-8b", 2, (32768,), (5,), checkpointing="full")
     assert train.label(job, 32768) == "qwen3-8b 32768 tokens, 2 layers, checkpointing"
+    job = replace(job, checkpointing="attention")
+    assert train.label(job, 32768) == "qwen3-8b 32768 tokens, 2 layers, checkpointing, attention kept"
     assert train.label(Job("", "gpt2", 0, (8192,), (5,), sequence=1024), 8192) == "gpt2 8 x 1024 tokens"
 
 

@@ -94,6 +94,14 @@ def test_selective_checkpoints_run_as_in_bfloat16_and_are_counted(counted):
     assert list(counted()) == ["a transform or a mode of torch, as vmap or selective checkpoints"]
 
 
+def test_checkpoints_that_keep_attention_run_8_bit_floats(counted):
+    model = converted(config=config_of(attn_implementation="eager"))
+    wanted = step(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": tilekern.keep_attention})
+    assert_same(step(model), wanted)
+    assert not any("mode" in reason for reason in counted())
+
+
 def test_accumulated_steps_are_a_batch():
     model, ids = converted(dtype=torch.float32), ids_of()
     for row in ids.split(1):

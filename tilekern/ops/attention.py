@@ -15,6 +15,7 @@ from tilekern.kernels.attention import backward as backward_kernels
 from tilekern.kernels.attention.forward import SPEC as _FORWARD
 from tilekern.kernels.attention.gradients import SPEC as _BACKWARD
 from tilekern.kernels.families.placeholders import placeholder
+from tilekern.ops import checkpoints
 from tilekern.ops.operation import operation
 from tilekern.ops.packing import check_starts, longest
 from tilekern.ops.registration import check_softcap, check_tensors, check_vectors, disjoint, fresh, needs_gradient
@@ -262,6 +263,9 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (out, lse)."""
     call = plans.call
+    kept: tuple[Tensor, Tensor] | None = checkpoints.taken(q, k, call)
+    if kept is not None:
+        return kept
     starts = _starts(q, cu_seqlens, cu_seqlens_k)
     most = q.shape[1] if cu_seqlens is None else call.max_seqlen
     logits = placeholder(1, torch.float32, q.device) if sinks is None else disjoint(sinks.float())
@@ -270,6 +274,7 @@ def _launch(
     out, lse = plans.forward.run(
         q.get_device(), inputs, lambda: (fresh(q), _row_values(q)) if cu_seqlens_k is None else _zeros(q)
     )
+    checkpoints.keep(q, k, call, (out, lse))
     return out, lse
 
 
@@ -352,7 +357,8 @@ def _attention(
     else:
         if mask is not None and blind is not None:
             mask = mask | blind[0, :, :, 0]
-        out = torch.nn.functional.scaled_dot_product_attention(
+        # Not by its name in torch.nn.functional, which context parallelism replaces by another attention.
+        out = torch._C._nn.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask, is_causal=square, scale=call.scale,
             enable_gqa=q.shape[2] != k.shape[2],
         ).transpose(1, 2)  # fmt: skip

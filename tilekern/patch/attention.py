@@ -20,6 +20,7 @@ from tilekern.ops.attention import Call, attention, formula, serves, shown
 from tilekern.ops.decode_attention import by_tuned_kernels
 from tilekern.ops.packing import can_read, is_capturing
 from tilekern.ops.registration import autocast_dtype, is_autocast, is_traced
+from tilekern.patch import context_parallel
 from tilekern.patch.decoding import in_graph, keys_of
 from tilekern.patch.guards import SUBCLASS, constant_in_graphs
 from tilekern.patch.masking import lacks_sequences, mask, note_dropped_keys, says_packing_alone
@@ -33,6 +34,8 @@ from tilekern.warning import warn_once
 # Arguments that change the result and that neither the kernels nor SDPA support: chosen keys, sinks of each query, the
 # paged cache as older releases of transformers hand it over.
 UNSERVED = frozenset(("indices", "block_indices", "sinks", "cache"))
+# Arguments of calls that context parallelism does not serve.
+_NOT_SHARDED = ("write_index", "position_bias", "cu_seq_lens_q")
 is_compiling = torch.compiler.is_compiling
 
 
@@ -73,9 +76,15 @@ def attend(
             - packed sequences come in a batch of several rows or with a cache
             - an argument in :data:`UNSERVED` is given
             - there are keys that no mask describes
+            - context parallelism is on, and this is no causal attention of a sequence to itself
     """
     _check_served(module, kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_replaced = torch.nn.functional.scaled_dot_product_attention is not context_parallel.SDPA
+    shards = context_parallel.shards_here() if is_replaced else None
+    if shards is not None:
+        way = (causal, scaling, sliding_window, softcap, s_aux, deterministic)
+        return _sharded(shards, query, key, value, attention_mask, dropout, way, kwargs), None
     if kwargs.get("write_index") is not None:
         way = (causal, scaling, sliding_window, softcap, s_aux, deterministic)
         return _batched(module, query, key, value, attention_mask, dropout, way, kwargs), None
@@ -91,11 +100,7 @@ def attend(
     packed = starts is not None and query.shape[0] == 1 and queries == keys
     if starts is not None and not packed and attention_mask is None:
         raise InputError('attn_implementation="tilekern" takes cu_seq_lens_q for a batch of one without a cache only')
-    if (told is not None and told.shape[3] != keys) or (causal and attention_mask is None and 1 < queries < keys):
-        raise InputError(
-            f'attn_implementation="tilekern": {type(module).__name__} hands over {keys} keys for {queries} queries, '
-            f'and its mask tells of {queries if told is None else told.shape[3]}; use "eager"'
-        )
+    _check_keys(module, causal and attention_mask is None, told, queries, keys)
     if told is not None and queries < keys:
         # The remaining keys are unused room of a cache.
         key, value = (x[:, :, :queries] for x in (key, value))
@@ -134,6 +139,33 @@ def attend(
     )  # fmt: skip
     kept.tell_kept(out)
     return out, None
+
+
+def _sharded(
+    shards: context_parallel.Shards, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    dropout: float, way: tuple[Any, ...], kwargs: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """Compute the attention of sequences that ranks share: each computes all tokens of its heads."""
+    causal, scale, window, softcap, sinks, deterministic = way
+    unserved = {
+        "attention that is not causal": not causal,
+        "dropout": bool(dropout),
+        "a cache, or keys of another sequence": query.shape[2] != key.shape[2],
+        SUBCLASS: _is_foreign(query),
+    } | {name: kwargs.get(name) is not None for name in _NOT_SHARDED}
+    for what, is_asked in unserved.items():
+        if is_asked:
+            raise InputError(f'attn_implementation="tilekern" in context_parallel does not serve {what}; use "sdpa"')
+    starts, longest = context_parallel.sequences_of(shards, attention_mask, query.shape[2])
+    rows = _tokens_first(*_autocast(query, key, value))
+    rows[1:] = [context_parallel.with_enough_heads(shards, query.shape[1], x) for x in rows[1:]]
+    q, k, v = (context_parallel.to_heads(shards, x) for x in rows)
+    out = attention(
+        q, k, v, causal=True, scale=scale, window=window, softcap=softcap,
+        sinks=None if sinks is None else sinks.chunk(shards.size)[shards.rank], cu_seqlens=starts,
+        max_seqlen=None if starts is None else longest, deterministic=deterministic,
+    )  # fmt: skip
+    return context_parallel.to_tokens(shards, out)
 
 
 def _by_torch(
@@ -300,6 +332,15 @@ def _check_served(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
             raise InputError(
                 f'attn_implementation="tilekern" of {kind} does not compute what {name} asks for; use "eager"'
             )
+
+
+def _check_keys(module: torch.nn.Module, alone: bool, told: ToldMask | None, queries: int, keys: int) -> None:
+    """Raise InputError for keys that the mask does not tell of, or, of causality ``alone``, of no cache's."""
+    if (told is not None and told.shape[3] != keys) or (alone and 1 < queries < keys):
+        raise InputError(
+            f'attn_implementation="tilekern": {type(module).__name__} hands over {keys} keys for {queries} queries, '
+            f'and its mask tells of {queries if told is None else told.shape[3]}; use "eager"'
+        )
 
 
 def _kept_apart(

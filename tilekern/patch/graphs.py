@@ -25,6 +25,7 @@ from tilekern.ops.packing import is_capturing
 from tilekern.ops.registration import modes, transforms
 from tilekern.patch import padding
 from tilekern.patch.captured import CAPTURE_FAILED, Call, CapturedStep, Refused, Room, exchanged, inside, is_inside
+from tilekern.patch.context_parallel import SDPA, shards_here
 from tilekern.patch.guards import has_global_hooks, is_sharded
 from tilekern.patch.positions import look
 from tilekern.patch.token_graphs import Token, TokenStep
@@ -570,8 +571,11 @@ DEVICES = ("cuda",)
 def is_traced() -> bool:
     """Return whether something sees what a replay would hide.
 
-    That is torch.compile, a capture of the caller's, a transform, a mode, or hooks on saved tensors.
+    That is torch.compile, a capture of the caller's, a transform, a mode, hooks on saved tensors, or context
+    parallelism.
     """
+    if torch.nn.functional.scaled_dot_product_attention is not SDPA and shards_here() is not None:
+        return True
     if torch.compiler.is_compiling() or is_capturing() or transforms() is not None or modes():
         return True
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:

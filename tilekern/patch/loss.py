@@ -10,7 +10,7 @@ import torch
 
 from tilekern import ops
 from tilekern.ops.registration import scalar
-from tilekern.patch import parallel, patterns
+from tilekern.patch import context_parallel, parallel, patterns
 from tilekern.patch.digests import Table, definition_of
 from tilekern.patch.guards import (
     constant_in_graphs,
@@ -34,8 +34,9 @@ def fused_linear_cross_entropy(original: Function, **functions: Function) -> Fun
     """Replace the ``forward`` of a ``ForCausalLM`` that makes logits by one linear layer and passes them to HF's loss.
 
     Without logits the loss is the same as Hugging Face's: the labels are shifted by one (or taken from
-    ``shift_labels``), and the sum is divided by ``num_items_in_batch`` or by the number of labels that count. The
-    output's ``logits`` are :data:`tilekern.patch.skipped_logits.SKIPPED`, whose errors tell how to get them.
+    ``shift_labels``, which context parallelism needs), and the sum is divided by ``num_items_in_batch`` or by the
+    number of labels that count. The output's ``logits`` are :data:`tilekern.patch.skipped_logits.SKIPPED`, whose errors
+    tell how to get them.
 
     The forward gets an additional argument ``skip_logits``, as in Liger:
 
@@ -149,6 +150,8 @@ def _loss(
     """Compute Hugging Face's ``ForCausalLMLoss`` of ``head(hidden) * factor / divisor``, capped."""
     head = _called_for(head)
     if shift_labels is None:
+        if torch.nn.functional.scaled_dot_product_attention is not context_parallel.SDPA:
+            context_parallel.refuse_labels()
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     tokens, given = hidden.shape[:-1].numel(), shift_labels.numel()
     if given != tokens:

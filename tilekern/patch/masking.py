@@ -14,7 +14,7 @@ import torch
 from tilekern.errors import InputError
 from tilekern.kernels.attention.forward import SPEC
 from tilekern.ops.packing import can_read
-from tilekern.patch import padding
+from tilekern.patch import context_parallel, padding
 from tilekern.patch.decoding import with_keys
 from tilekern.patch.guards import constant_in_graphs
 from tilekern.patch.ledger import content
@@ -48,10 +48,8 @@ def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> 
 
     Raises:
         InputError: the model computes its attention by itself, where a missing mask would let each token see all; or it
-            passes keys that no mask is made for.
+            passes keys that no mask is made for; or context parallelism shards it and cannot serve it.
     """
-    from transformers.masking_utils import and_masks, eager_mask, packed_sequence_mask_function, sdpa_mask
-
     reading = reading_of(type(config))
     if reading.refusal:
         raise InputError(f'attn_implementation="tilekern": {reading.refusal}; use "eager"')
@@ -60,6 +58,15 @@ def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> 
     if local_size is not None and type(before) is int and before > 0:
         note_dropped_keys()
     ask = _Ask(given, reading, own, config)
+    shards = context_parallel.shards_here()
+    return _mask_here(ask, local_size) if shards is None else ask.of_shards(shards, local_size)
+
+
+def _mask_here(ask: _Ask, local_size: int | None) -> Any:
+    """Return :func:`mask` for tokens that are all on this rank."""
+    from transformers.masking_utils import and_masks, eager_mask, packed_sequence_mask_function, sdpa_mask
+
+    given = ask.given
     if ask.is_dropped_in_graph():
         return None
     other = ask.other_padding()
@@ -74,9 +81,9 @@ def mask(*, local_size: int | None = None, config: Any = None, **given: Any) -> 
     if numbers is not None:
         function = and_masks(given["mask_function"], packed_sequence_mask_function(numbers[None]))
         given |= {"mask_function": function, "allow_is_causal_skip": False}
-    if reading.by_mask_alone:
-        return eager_mask(**given | {"allow_is_bidirectional_skip": False}, local_size=local_size, config=config)
-    made = sdpa_mask(**given, local_size=None if own else local_size, config=config)
+    if ask.reading.by_mask_alone:
+        return eager_mask(**given | {"allow_is_bidirectional_skip": False}, local_size=local_size, config=ask.config)
+    made = sdpa_mask(**given, local_size=None if ask.is_own else local_size, config=ask.config)
     if made is None and ask.is_causal and 1 < ask.queries < ask.keys:
         return ask.with_room(local_size)
     if made is not None and not ask.can_read:
@@ -98,6 +105,7 @@ class _Ask:
 
     Attributes:
         queries, keys: their numbers.
+        is_own: whether layers pass the window to the attention function.
         is_causal: whether no query sees a later key.
         is_joined: whether transformers' mask function already separates sequences, as it does if values are unreadable.
         is_plain: whether the mask function only expresses causality, the layers' window and the starts of sequences.
@@ -109,6 +117,7 @@ class _Ask:
         self.given, self.reading, self.config = given, reading, config
         self.padding, function = given.get("attention_mask"), given["mask_function"]
         # Releases before 5.17 pass the positions of the queries.
+        self.is_own = own
         self.queries = given["q_length"] if "q_length" in given else len(given["cache_position"])
         self.keys = given["kv_length"]
         self.is_causal = _is_causal(given)
@@ -127,6 +136,16 @@ class _Ask:
             wanted = not self.given.get("allow_is_causal_skip", True)
             return wanted and self.queries > 1 and _is_made_by(function, "and_masks")
         return self.numbers is not None
+
+    def of_shards(self, shards: context_parallel.Shards, window: int | None) -> ToldMask:
+        """Return the mask of whole rows, which the ranks of a context share."""
+        if not self.is_plain or self.given.get("kv_offset", 0) or self.queries != self.keys:
+            raise InputError(
+                'attn_implementation="tilekern" in context_parallel serves causal masks and windows without a cache, '
+                f'and {self.config.model_type} asks for another one; use "sdpa"'
+            )
+        batch = self.given["batch_size"]
+        return context_parallel.mask_of(shards, positions_of_call(), self.padding, batch, self.queries, window)
 
     def is_dropped_in_graph(self) -> bool:
         """Return whether, while a graph is made, None expresses the mask: only causality and the window are needed.

@@ -48,7 +48,7 @@ def around(module: torch.nn.Module) -> FunctionType | None:
 def inside(module: torch.nn.Module) -> Any:
     """Return the method inside transformers' wrapper around a module's forward; None if it cannot be found."""
     outer = around(module)
-    return None if outer is None else _variables(outer).get("original_forward")
+    return None if outer is None else variables_of(outer).get("original_forward")
 
 
 def forward_of(module: torch.nn.Module) -> Any:
@@ -57,7 +57,7 @@ def forward_of(module: torch.nn.Module) -> Any:
     if outer is None or outer.__qualname__ != _SUMMED or torch.compiler.is_compiling():
         return plain.forward_of(module)
     # Another release may implement it differently; then it is not recognised.
-    is_known = {_HOOK, _HOOKED} <= _variables(outer).keys()
+    is_known = {_HOOK, _HOOKED} <= variables_of(outer).keys()
     return getattr(inside(module), "__func__", None) if is_known else None
 
 
@@ -70,7 +70,7 @@ def see_to_sums(*modules: torch.nn.Module) -> None:
         outer = around(module)
         if outer is None or not torch.is_grad_enabled():
             continue
-        variables = _variables(outer)
+        variables = variables_of(outer)
         hooked = variables[_HOOKED]
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and hooked.get(name) is not parameter:
@@ -83,7 +83,7 @@ def part_of_head(head: Any) -> Part | None:
     outer = around(head)
     if outer is None or outer.__qualname__ != _SPLIT:
         return None
-    style = _variables(outer)["self"]
+    style = variables_of(outer)["self"]
     usual = (
         type(style).__name__ == "ColwiseParallel" and style.output_layouts.is_replicate() and style.use_local_output
         and plain.is_from(getattr(inside(head), "__func__", None), torch.nn.Linear.__module__)
@@ -99,7 +99,7 @@ def part_of_head(head: Any) -> Part | None:
     return Part(weight.to_local(), None if bias is None else bias.to_local(), first, mesh.get_group())
 
 
-def _variables(function: FunctionType) -> dict[str, Any]:
+def variables_of(function: FunctionType) -> dict[str, Any]:
     """Return a function's closure variables by name."""
     return {
         name: cell.cell_contents
