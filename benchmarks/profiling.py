@@ -19,7 +19,7 @@ CATEGORIES = tuple(
     for name, pattern in (
         (
             "attention backward",
-            r"attention_(backward|delta|dkdv|dq)|flash_bwd|bprop|dot_do_o|convert_dq|sdpa.*(bwd|backward)|fmha.*bwd",
+            r"attention_(backward|delta|sums|dkdv|dq)|flash_bwd|bprop|dot_do_o|convert_dq|sdpa.*(bwd|backward)|fmha.*bwd",
         ),
         ("attention forward", r"attention_forward|flash_fwd|fprop|sdpa|fmha"),
         ("loss", r"cross_entropy|nll_loss|soft_?max|lse_"),

@@ -22,6 +22,8 @@ from tilekern.tuning.plan.configs import config_named
         ("void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16>", "attention backward"),
         ("attention_forward", "attention forward"),
         ("attention_dkdv", "attention backward"),
+        ("attention_dq_kept", "attention backward"),
+        ("attention_sums", "attention backward"),
         ("cross_entropy_fused", "loss"),
         ("liger_cross_entropy_kernel", "loss"),
         ("void cunn_SoftMaxForward<8, c10::BFloat16, float>", "loss"),

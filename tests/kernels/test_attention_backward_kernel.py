@@ -159,7 +159,7 @@ def test_keys_that_no_query_sees_get_zeros():
 
 # As one spec.
 
-KERNELS, CUDNN = Config(implementation="kernels"), Config(implementation="cudnn")
+KERNELS, KEPT, APART, CUDNN = (Config(implementation=name) for name in ("kernels", "kept", "apart", "cudnn"))
 LARGE = {"batch": 1, "queries": 4096, "keys": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128}
 SMALL = {"batch": 2, "queries": 37, "keys": 37, "heads": 2, "kv_heads": 1, "head_dim": 20}
 
@@ -183,13 +183,13 @@ def candidates(problem, target="H200"):
     ids=str,
 )
 def test_cudnn_is_a_candidate_unless_deterministic(problem, target):
-    assert candidates(problem, target) == [KERNELS, CUDNN]
+    assert candidates(problem, target) == [KERNELS, KEPT, APART, CUDNN]
 
 
 @pytest.mark.parametrize("target", [target.name for target in KNOWN])
 def test_deterministic_problems_exclude_cudnn(target):
     problem = whole(deterministic=True)
-    assert candidates(problem, target) == [KERNELS]
+    assert candidates(problem, target) == [KERNELS, KEPT, APART]
     assert "changes from run to run" in GRADIENTS.space.violated(problem, CUDNN, resolve(target))
 
 
@@ -208,24 +208,24 @@ def test_deterministic_problems_exclude_cudnn(target):
     ids=lambda problem: problem.key,
 )
 def test_problems_that_cudnn_does_not_take(problem):
-    assert candidates(problem) == [KERNELS]
+    assert CUDNN not in candidates(problem)
     assert GRADIENTS.space.violated(problem, CUDNN, resolve("H200")).startswith("cuDNN's attention takes half types")
 
 
 def test_large_heads_need_a_newer_gpu():
-    assert candidates(whole(sizes={"head_dim": 256}), "A100") == [KERNELS]
+    assert candidates(whole(sizes={"head_dim": 256}), "A100") == [KERNELS, KEPT, APART]
 
 
 def test_the_interpreter_and_the_defaults_take_the_kernels():
     problem = whole()
-    assert list(GRADIENTS.space.candidates(problem, INTERPRETED)) == [KERNELS]
+    assert list(GRADIENTS.space.candidates(problem, INTERPRETED)) == [KERNELS, KEPT, APART]
     assert GRADIENTS.default(problem, resolve("H200")) == GRADIENTS.generic(problem) == KERNELS
 
 
 def test_both_are_calls_without_an_artifact_that_take_the_same_inputs():
-    made = [GRADIENTS.implement(whole(), config) for config in (KERNELS, CUDNN)]
+    made = [GRADIENTS.implement(whole(), config) for config in (KERNELS, KEPT, APART, CUDNN)]
     assert all(isinstance(found, LibraryCall) and found.inputs == attention_cudnn.BACKWARD_INPUTS for found in made)
-    assert [found.composite for found in made] == [True, False]
+    assert [found.composite for found in made] == [True, True, True, False]
 
 
 @every_flag
@@ -235,6 +235,70 @@ def test_the_kernels_in_a_row_with_every_flag(flags):
     before = [counters(name).launches for name in names]
     assert_right(GRADIENTS, problem, [KERNELS], plain_inputs(GRADIENTS, problem))
     assert [counters(name).launches for name in names] == [n + 1 for n in before]
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (whole("float32"), [KERNELS]),
+        (whole(windowed=True), [KERNELS]),
+        (whole(sizes={"kv_heads": 32}, packed=True), [KERNELS, KEPT]),
+        (whole(sizes={"kv_heads": 5}), [KERNELS]),
+        # A key head's dS has 1.1 GB with four readers at 16384 tokens, 4.3 GB at 32768.
+        (whole(sizes={"queries": 16384, "keys": 16384}), [KERNELS, KEPT, APART]),
+        (whole(sizes={"queries": 32768, "keys": 32768}), [KERNELS]),
+        (whole(sizes={"queries": 32768, "keys": 32768, "kv_heads": 32}), [KERNELS, KEPT]),
+    ],
+    ids=lambda found: getattr(found, "key", None),
+)
+def test_what_keeps_the_score_gradients(problem, expected):
+    problem = problem.but(deterministic=True)
+    assert candidates(problem) == expected
+
+
+GROUPED = SMALL | {"heads": 6, "kv_heads": 2}
+
+
+@pytest.mark.parametrize("config", [KEPT, APART], ids=str)
+@pytest.mark.parametrize("room", [1 << 30, 4 << 15], ids=["in one", "in pieces"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(zip(("causal", "capped", "packed"), found, strict=True))
+        for found in itertools.product((False, True), repeat=3)
+    ],
+    ids=str,
+)
+def test_score_gradients_are_kept_with_every_flag(config, room, flags, monkeypatch):
+    """A unit has 2^15 bytes; a key head has three readers, each with the units of two sequences."""
+    monkeypatch.setattr("tilekern.kernels.attention.gradients.MOST_KEPT", room)
+    problem = whole("bfloat16", GROUPED, **flags)
+    names = ["attention_dkdv_kept", "attention_dq_kept", *(["attention_sums"] if config is APART else [])]
+    before = [counters(name).launches for name in names]
+    assert_right(GRADIENTS, problem, [config], plain_inputs(GRADIENTS, problem))
+    pieces = 1 if room == 1 << 30 else 2
+    assert [counters(name).launches - n for name, n in zip(names, before, strict=True)] == [pieces] * len(names)
+
+
+@pytest.mark.parametrize("config", [KEPT, APART], ids=str)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 300), (300, 1), (129, 260), (260, 129), (390, 390)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_score_gradients_are_kept_on_odd_lengths(config, queries, keys, causal):
+    """Lines that two rows of units share must hold both, whatever the lengths."""
+    problem = whole("bfloat16", GROUPED | {"batch": 1, "queries": queries, "keys": keys}, causal=causal)
+    assert_right(GRADIENTS, problem, [config], plain_inputs(GRADIENTS, problem))
+
+
+def test_kept_score_gradients_give_the_bits_of_those_computed_again():
+    """dS is rounded alike, and added up in the order of the keys: edges last, as here, where they are the last keys."""
+    problem = whole("bfloat16", SMALL | {"queries": 200, "keys": 200}, deterministic=True)
+    inputs = plain_inputs(GRADIENTS, problem)
+    runs = []
+    for config in (KERNELS, KEPT, KEPT):
+        call = GRADIENTS.implement(problem, config)
+        runs.append(call.bound(plan_for)(*(inputs[name] for name in call.inputs)))
+    assert all(torch.equal(a, b) for a, b in zip(*runs[1:], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1:], runs[1][1:], strict=True)), "dk and dv"
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 70), (70, 1), (33, 100), (100, 33), (129, 129)])

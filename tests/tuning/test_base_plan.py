@@ -84,10 +84,10 @@ def test_heads_that_no_public_config_has_are_not_found_and_little_else_is_missin
     }  # fmt: skip
 
 
-def test_the_base_is_of_a_thousand_problems_and_has_those_of_whole_presets(planned):
+def test_the_base_is_of_some_thousand_problems_and_has_those_of_whole_presets(planned):
     assert planned.name == "base"
     assert planned.notes == ()
-    assert len(set(planned.problems)) == len(planned.problems) <= 1000
+    assert len(set(planned.problems)) == len(planned.problems) <= 1150
     for name in ("gemma-3-1b", "llama-4-scout", "deepseek-v2-lite", "gpt2"):
         plan = plan_of_model(name, Steps((4096,)), H100)
         assert set(plan.problems) <= set(planned.problems), name

@@ -143,6 +143,7 @@ def test_qwen3_8b_asks_for_what_its_step_launches_and_what_other_winners_would()
         "fused_add_rms_norm_forward": 1, "fused_add_rms_norm_backward": 1,
         "swiglu_forward": 1, "swiglu_backward_remake": 1,
         "attention_forward": 1, "attention_backward": 1, "attention_delta": 1, "attention_dkdv": 1, "attention_dq": 1,
+        "attention_dkdv_kept": 2, "attention_dq_kept": 1, "attention_sums": 1,
         "fused_linear_cross_entropy": 1, "cross_entropy_fused": 1, "matmul": 4, "scale": 2, "adamw": 6,
         "labels": 1,
     }  # fmt: skip

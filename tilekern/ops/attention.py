@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilekern.kernels.attention import backward as backward_kernels
+from tilekern.kernels.attention.backward import DELTA as _DELTA
 from tilekern.kernels.attention.forward import SPEC as _FORWARD
 from tilekern.kernels.attention.gradients import SPEC as _BACKWARD
+from tilekern.kernels.attention.gradients import parts
 from tilekern.kernels.families.placeholders import placeholder
 from tilekern.ops import checkpoints
 from tilekern.ops.operation import operation
@@ -25,7 +26,6 @@ from tilekern.warning import warn_once
 
 # Compiling the gradients of wider heads takes too long during a training step.
 WIDEST_HEAD = 256
-_DELTA, _DKDV, _DQ = backward_kernels.DELTA, backward_kernels.DKDV, backward_kernels.DQ
 _QUERIES, _KEYS = ("batch", "queries", "heads", "head_dim"), ("batch", "keys", "kv_heads", "head_dim")
 _ARRAYS = (
     Array("q", "dtype", _QUERIES),
@@ -245,10 +245,11 @@ def _find(
     if forward is None or not graded:
         return None if forward is None else Plans(forward, None, None, call)
     gradients, delta = found(_BACKWARD), found(_DELTA, batch=q.shape[0], queries=q.shape[1])
-    parts = [gradients, delta]
-    if gradients is not None and gradients.config["implementation"] == "kernels":
-        parts += [found(_DKDV), found(_DQ)]
-    return None if None in parts else Plans(forward, gradients, delta, call)
+    launched = [gradients, delta]
+    if gradients is not None:
+        for spec, sizes in parts(gradients.config, values, q, k):
+            launched.append(plan_for(spec, q.device, *(sizes[d.name] for d in spec.dimensions)))
+    return None if None in launched else Plans(forward, gradients, delta, call)
 
 
 def _row_values(q: Tensor) -> Tensor:

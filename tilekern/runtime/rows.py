@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 # Gradients and losses are sums over tokens, an optimizer has none, and checks of labels give no numbers.
 _SUMS = re.compile(
-    r".*_backward(_remake)?|attention_(delta|dkdv|dq)|column_sum|dyt_sums|grouped_(weight_gradient|sum)|scale|adamw|labels|"
-    r"cross_entropy_(forward|fused)|fused_linear_.*|kl_div.*|(logits_)?jsd.*|tvd.*|router_losses_forward"
+    r".*_backward(_remake)?|attention_(delta|sums|(dkdv|dq)(_kept)?)|column_sum|dyt_sums|"
+    r"grouped_(weight_gradient|sum)|scale|adamw|labels|cross_entropy_(forward|fused)|fused_linear_.*|kl_div.*|"
+    r"(logits_)?jsd.*|tvd.*|router_losses_forward"
 )
 # These copy rows, count and sort: no bit of theirs is rounded. A token's embedding and its position's are two numbers,
 # whose sum has one order. The parts of a token's attention have one order and whole exponents, which leave no choice to

@@ -73,7 +73,7 @@ def _score_gradients(products, pulled, lse, delta, shown, factors, capped, preci
 def _add_queries(
     arrays, place, owned, sums, span, factors, tile_m, depth, latency, causal, windowed, capped, packed, precise, masked
 ):
-    """Add a tile of queries to dk and dv of a tile of keys."""
+    """Add a tile of queries to dk and dv of a tile of keys; return these sums, and dS^T as its product reads it."""
     (q, dout, lse, delta), (number, first, tile, head), (k_tile, v_tile, key) = arrays, place, owned
     queries, keys, window = span
     q_tile = load_rows(q, number, first, tile, head, tile_m, depth, packed, latency)
@@ -94,21 +94,28 @@ def _add_queries(
         shown = seen(query, key, queries, keys, window, causal, windowed)
     weights, gradients = _score_gradients(products, pulled, lse_row, delta_row, shown, factors, capped, precise, masked)
     dk_sum, dv_sum = sums
+    gradients = gradients.astype(q.dtype)
     dv_sum = ct.mma(weights.astype(dout.dtype), dout_tile, dv_sum)
-    dk_sum = ct.mma(gradients.astype(q.dtype), q_tile, dk_sum)
-    return dk_sum, dv_sum
+    dk_sum = ct.mma(gradients, q_tile, dk_sum)
+    return (dk_sum, dv_sum), gradients
 
 
-def _keys_gradients(
-    item, q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, heads,
-    kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed, precise,
+def keys_gradients(
+    item, q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, keep, kept,
+    heads, kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, apart, causal, windowed, capped, packed,
+    precise,
 ):  # fmt: skip
-    """Compute dk and dv of a tile of keys of one key head of a sequence, with the queries of all heads that read it."""
+    """Compute dk and dv of a tile of keys of one key head of a sequence, with the queries of all heads that read it.
+
+    If ``apart``, with those of one head: dk and dv have a part for each. ``keep(kept, ...)`` takes each dS^T.
+    """
     batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
-    group = ct.static_eval(max(1, heads // kv_heads))
+    owners = ct.static_eval(heads if apart else kv_heads)
+    group = ct.static_eval(max(1, heads // owners))
     abreast = heads_abreast(q.shape[1], depth * group, 1, budget)
-    row, tile = head_and_tile(item, ct.cdiv(most_keys, tile_n), batch * kv_heads, abreast, False)
-    number, kv_head = row // kv_heads, row % kv_heads
+    row, tile = head_and_tile(item, ct.cdiv(most_keys, tile_n), batch * owners, abreast, False)
+    number, owner = row // owners, row % owners
+    kv_head = kv_head_of(owner, heads, kv_heads) if ct.static_eval(apart) else owner
     first_query, queries = sequence(query_starts, number, q.shape[1], packed)
     first_key, keys = sequence(key_starts, number, k.shape[1], packed)
     # One iteration, or none beyond the end of a packed sequence: tileiras 13.4 rejects a branch in dq's kernel for
@@ -122,28 +129,34 @@ def _keys_gradients(
         first, full, edge, stop = query_tiles(tile * tile_n, tile_n, queries, keys, window, tile_m, causal, windowed)
         if ct.static_eval(one_loop):
             full, edge = stop, stop
-        head = first_head_of(kv_head, heads, kv_heads)
-        readers = first_head_of(kv_head + 1, heads, kv_heads) - head
+        head = first_head_of(owner, heads, owners)
+        readers = first_head_of(owner + 1, heads, owners) - head
         sums = ct.zeros((tile_n, depth), ct.float32), ct.zeros((tile_n, depth), ct.float32)
         # One loop over the tiles of all heads keeps loads in flight from one head to the next.
         count = ct.maximum(1, full - first + stop - edge)
         for n in range(readers * (full - first + stop - edge)):
             place = (number, first_query, edge_tile(n % count, first, full, edge), head + n // count)
-            sums = _add_queries(
+            sums, gradients = _add_queries(
                 arrays, place, owned, sums, span, factors, tile_m, depth, latency, causal, windowed, capped, packed,
                 precise, True,
             )  # fmt: skip
+            keep(kept, gradients, place, tile, queries, heads, batch, causal, packed)
         if ct.static_eval(not one_loop):
             count = ct.maximum(1, edge - full)
             for n in range(readers * (edge - full)):
                 place = (number, first_query, full + n % count, head + n // count)
-                sums = _add_queries(
+                sums, gradients = _add_queries(
                     arrays, place, owned, sums, span, factors, tile_m, depth, latency, causal, windowed, capped, packed,
                     precise, False,
                 )  # fmt: skip
+                keep(kept, gradients, place, tile, queries, heads, batch, causal, packed)
         dk_sum, dv_sum = sums
-        store_rows(dk, number, first_key, keys, tile, kv_head, (dk_sum * scale).astype(dk.dtype), packed)
-        store_rows(dv, number, first_key, keys, tile, kv_head, dv_sum.astype(dv.dtype), packed)
+        store_rows(dk, number, first_key, keys, tile, owner, (dk_sum * scale).astype(dk.dtype), packed)
+        store_rows(dv, number, first_key, keys, tile, owner, dv_sum.astype(dv.dtype), packed)
+
+
+def _keep_nothing(kept, gradients, place, tile, queries, heads, batch, causal, packed):
+    pass
 
 
 @ct.kernel
@@ -159,15 +172,16 @@ def attention_dkdv(
     [batch + 1]; if ``packed``, the sequences follow one another in a batch of one.
     """
     arguments = (
-        q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, heads, kv_heads,
-        depth, tile_m, tile_n, budget, latency, one_loop, causal, windowed, capped, packed, precise,
+        q, k, v, dout, lse, delta, query_starts, key_starts, most_keys, scale, softcap, window, dk, dv, _keep_nothing,
+        None, heads, kv_heads, depth, tile_m, tile_n, budget, latency, one_loop, False, causal, windowed, capped,
+        packed, precise,
     )  # fmt: skip
     if ct.static_eval(persistent):
         batch = ct.static_eval(query_starts.shape[0] - 1 if packed else q.shape[0])
         for item in range(ct.bid(0), batch * kv_heads * ct.cdiv(most_keys, tile_n), ct.num_blocks(0)):
-            _keys_gradients(item, *arguments)
+            keys_gradients(item, *arguments)
     else:
-        _keys_gradients(ct.bid(0), *arguments)
+        keys_gradients(ct.bid(0), *arguments)
 
 
 def _add_keys(

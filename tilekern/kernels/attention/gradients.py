@@ -1,8 +1,10 @@
 """Attention's backward as one spec: by the kernels of this package, with the same bits in every run, or by cuDNN.
 
-The kernels run one after the other: delta, then dk and dv by tiles of keys, then dq by tiles of queries. They compute
-the scores twice (seven matrix products against five), and no two blocks add to the same element. Only they serve a
-``deterministic`` problem.
+The kernels run one after the other: delta, then dk and dv by tiles of keys, then dq by tiles of queries; no two blocks
+add to the same element. ``kernels`` compute the scores twice: seven matrix products against five. ``kept`` computes
+them once and keeps dS for dq, and so does ``apart``, with parts of dk and dv for each query head
+(:mod:`tilekern.kernels.attention.kept`). Both take some key heads at a time, so that dS takes :data:`MOST_KEPT` bytes
+at most. A ``deterministic`` problem is not for cuDNN.
 """
 
 from __future__ import annotations
@@ -13,17 +15,70 @@ from typing import Any
 from tilekern.kernels.attention import backward as attention_backward
 from tilekern.kernels.attention import backward_problem as shared
 from tilekern.kernels.attention import cudnn as attention_cudnn
+from tilekern.kernels.attention import kept as attention_kept
 from tilekern.kernels.attention import problem as attention_problem
 from tilekern.kernels.families.arrays import Arrays
 from tilekern.kernels.families.tables import spec
-from tilekern.spec import Array, Config, Dimension, LibraryCall, Problem, ScalarParameter, Space
+from tilekern.spec import (
+    ITEM_BYTES,
+    Array,
+    Config,
+    Constraint,
+    Dimension,
+    KernelSpec,
+    LibraryCall,
+    Problem,
+    ScalarParameter,
+    Space,
+)
+from tilekern.spec.targets import Target
 
 PlanFor = Callable[..., Any]
 DIMENSIONS = (*shared.DIMENSIONS, Dimension("deterministic", "flag"))
+# Bytes of dS: those of 16 heads at 8192 tokens.
+MOST_KEPT = 5 << 28
 
 
-def _composite(problem: Problem) -> LibraryCall:
-    flags = [problem[name] for name in shared.FLAGS]
+def _pieces(sizes: Problem | dict[str, Any], query_tokens: int, item_bytes: int) -> int | None:
+    """Return into how many pieces of equal numbers of key heads the backward is cut, so that dS has enough room.
+
+    None if not even one key head's dS has. ``query_tokens`` counts the queries of all packed sequences.
+    """
+    heads, kv_heads = sizes["heads"], sizes["kv_heads"]
+    if heads % kv_heads:
+        return None
+    given = (sizes[name] for name in ("queries", "keys", "heads", "causal", "packed"))
+    lines, columns, keys, queries = attention_kept.room(sizes["batch"], query_tokens, *given)
+    need = lines * columns * keys * queries * item_bytes
+    return next((n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and need <= n * MOST_KEPT), None)
+
+
+def parts(config: Config, sizes: dict[str, Any], q: Any, k: Any) -> list[tuple[KernelSpec, dict[str, Any]]]:
+    """Return the kernels that a config launches after delta, with their sizes by dimension.
+
+    Args:
+        config: a config of :data:`SPEC`.
+        sizes: the sizes of a problem of :data:`SPEC`, by dimension.
+        q: [batch, queries, heads, head_dim], or all packed sequences in a batch of one.
+        k: [batch, keys, kv_heads, head_dim], likewise.
+    """
+    if config["implementation"] == "cudnn":
+        return []
+    if config["implementation"] == "kernels":
+        return [(attention_backward.DKDV, sizes), (attention_backward.DQ, sizes)]
+    # A record may serve sizes larger than its own, whose dS has less room than one key head's.
+    count = _pieces(sizes, q.shape[1], q.element_size()) or sizes["kv_heads"]
+    apart = config["implementation"] == "apart"
+    piece = sizes | {name: sizes[name] // count for name in ("heads", "kv_heads")} | {"apart": apart}
+    found = [(attention_kept.DKDV, piece), (attention_kept.DQ, piece)]
+    if apart:
+        group = piece["heads"] // piece["kv_heads"]
+        found += [(attention_kept.SUMS, piece | {"tokens": k.shape[0] * k.shape[1], "group": group})]
+    return found
+
+
+def _composite(problem: Problem, config: Config) -> LibraryCall:
+    flags = {name: problem[name] for name in shared.FLAGS}
 
     def call(
         plan_for: PlanFor, q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, query_starts: Any, key_starts: Any,
@@ -31,20 +86,79 @@ def _composite(problem: Problem) -> LibraryCall:
     ) -> tuple[Any, Any, Any]:  # fmt: skip
         import torch
 
-        device, number = q.device, q.get_device()
-        heads, head_dim, kv_heads = q.shape[2], q.shape[3], k.shape[2]
-        batch = query_starts.shape[0] - 1 if problem["packed"] else q.shape[0]
-        sizes = (batch, most_queries, most_keys, heads, kv_heads, head_dim, *flags, q.dtype)
+        device = q.device
+        sizes = {
+            "batch": query_starts.shape[0] - 1 if problem["packed"] else q.shape[0],
+            "queries": most_queries, "keys": most_keys, "heads": q.shape[2], "kv_heads": k.shape[2],
+            "head_dim": q.shape[3], **flags, "dtype": q.dtype,
+        }  # fmt: skip
         delta = torch.empty(lse.shape, dtype=torch.float32, device=device)
-        of_delta = plan_for(attention_backward.DELTA, device, q.shape[0], q.shape[1], heads, head_dim, q.dtype)
-        of_delta.launch(number, out, dout, delta)
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
-        given = (q, k, v, dout, lse, delta, query_starts, key_starts)
-        plan_for(attention_backward.DKDV, device, *sizes).launch(number, *given, most_keys, *factors, dk, dv)
-        plan_for(attention_backward.DQ, device, *sizes).launch(number, *given, most_queries, *factors, dq)
-        return dq, dk, dv
+        of_delta = plan_for(attention_backward.DELTA, device, q.shape[0], q.shape[1], q.shape[2], q.shape[3], q.dtype)
+        of_delta.launch(q.get_device(), out, dout, delta)
+        found = parts(config, sizes, q, k)
+        plans = [plan_for(one, device, *(own[d.name] for d in one.dimensions)) for one, own in found]
+        slopes = tuple(torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
+        launch = _launch if config["implementation"] == "kernels" else _launch_kept
+        arrays, most = (q, k, v, dout, lse, delta), (most_queries, most_keys)
+        launch(plans, found[0][1], arrays, (query_starts, key_starts), most, factors, slopes)
+        return slopes
 
     return LibraryCall(call, attention_cudnn.BACKWARD_INPUTS, composite=True)
+
+
+def _launch(
+    plans: list[Any], sizes: dict[str, Any], arrays: tuple[Any, ...], starts: tuple[Any, Any], most: tuple[int, int],
+    factors: tuple[Any, ...], slopes: tuple[Any, Any, Any],
+) -> None:  # fmt: skip
+    """Write dq, dk and dv, with the scores computed twice."""
+    (of_keys, of_queries), (dq, dk, dv), number = plans, slopes, arrays[0].get_device()
+    of_keys.launch(number, *arrays, *starts, most[1], *factors, dk, dv)
+    of_queries.launch(number, *arrays, *starts, most[0], *factors, dq)
+
+
+def _launch_kept(
+    plans: list[Any], sizes: dict[str, Any], arrays: tuple[Any, ...], starts: tuple[Any, Any], most: tuple[int, int],
+    factors: tuple[Any, ...], slopes: tuple[Any, Any, Any],
+) -> None:  # fmt: skip
+    """Write dq, dk and dv piece by piece, with dS kept; ``sizes`` are those of a piece."""
+    import torch
+
+    q, k, v, dout, lse, delta = arrays
+    (scale, softcap, _), number = factors, q.get_device()
+    of_keys, of_queries, *of_sums = plans
+    given = (sizes[name] for name in ("queries", "keys", "heads", "causal", "packed"))
+    lines, columns, *unit = attention_kept.room(sizes["batch"], q.shape[1], *given)
+    kept = torch.empty(lines, columns, *unit, dtype=q.dtype, device=q.device)
+    count = k.shape[2] // sizes["kv_heads"]
+    heads = [x.chunk(count, dim=2) for x in (q, k, v, dout, *slopes)]
+    rows = [x.chunk(count, dim=1) for x in (lse, delta)]
+    for n in range(count):
+        q, k, v, dout, dq, dk, dv = (x[n] for x in heads)
+        read, sums = (q, k, v, dout, *(x[n] for x in rows)), (dk, dv)
+        if of_sums:
+            shape = (*k.shape[:2], q.shape[2], q.shape[3])
+            sums = tuple(torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+        of_keys.launch(number, *read, *starts, most[1], scale, softcap, *sums, kept)
+        of_queries.launch(number, kept, k, *starts, most[0], scale, dq)
+        if of_sums:
+            by_group = (x.flatten(0, 1).unflatten(1, (k.shape[2], -1)) for x in sums)
+            of_sums[0].launch(number, *by_group, *(x.flatten(0, 1) for x in (dk, dv)))
+
+
+def _has_room(problem: Problem, config: Config, target: Target) -> bool:
+    if config["implementation"] not in ("kept", "apart"):
+        return True
+    tokens = attention_problem.sizes(problem)["query_tokens"]
+    fits = _pieces(problem, tokens, ITEM_BYTES[problem["dtype"]]) is not None
+    grouped = config["implementation"] == "kept" or problem["heads"] > problem["kv_heads"]
+    return fits and grouped and not problem["windowed"] and problem["dtype"] != "float32"
+
+
+_KEPT = Constraint(
+    "dS is kept of half types, without windows, which leave few scores to compute again, and if that of one key head "
+    "has room; it has parts only if key heads have several readers",
+    _has_room,
+)
 
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
@@ -100,12 +214,13 @@ SPEC = spec(
     reference,
     function=lambda problem, config: None,
     library=lambda problem, config: (
-        attention_cudnn.backward(problem) if config["implementation"] == "cudnn" else _composite(problem)
+        attention_cudnn.backward(problem) if config["implementation"] == "cudnn" else _composite(problem, config)
     ),
     grid=lambda sizes, config, sm_count: 1,
     sizes=attention_problem.sizes,
     space=Space(
-        lambda problem: {"implementation": ["kernels", "cudnn"]}, (attention_cudnn.SERVES, attention_cudnn.REPEATS)
+        lambda problem: {"implementation": ["kernels", "kept", "apart", "cudnn"]},
+        (attention_cudnn.SERVES, attention_cudnn.REPEATS, _KEPT),
     ),
     default=lambda problem, target: Config(implementation="kernels"),
     generic=lambda problem: Config(implementation="kernels"),
