@@ -219,7 +219,25 @@ def test_large_heads_need_a_newer_gpu():
 def test_the_interpreter_and_the_defaults_take_the_kernels():
     problem = whole()
     assert list(GRADIENTS.space.candidates(problem, INTERPRETED)) == [KERNELS, KEPT, APART]
-    assert GRADIENTS.default(problem, resolve("H200")) == GRADIENTS.generic(problem) == KERNELS
+    assert GRADIENTS.default(problem, resolve("B200")) == GRADIENTS.generic(problem) == KERNELS
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (whole(), KEPT),
+        (whole(sizes={"kv_heads": 4}), APART),
+        (whole(sizes={"kv_heads": 4, "batch": 2}), KEPT),
+        # In eight pieces of one key head.
+        (whole(sizes={"queries": 16384, "keys": 16384}), APART),
+        (whole(sizes={"heads": 4, "kv_heads": 4}), KEPT),
+        (whole(windowed=True), KERNELS),
+        (whole("float32"), KERNELS),
+    ],
+    ids=lambda found: getattr(found, "key", None),
+)
+def test_the_default_of_hopper_fills_the_gpu(problem, expected):
+    assert GRADIENTS.default(problem, resolve("H200")) == expected
 
 
 def test_both_are_calls_without_an_artifact_that_take_the_same_inputs():

@@ -30,6 +30,7 @@ from tilekern.spec import (
     Problem,
     ScalarParameter,
     Space,
+    cdiv,
 )
 from tilekern.spec.targets import Target
 
@@ -145,13 +146,15 @@ def _launch_kept(
             of_sums[0].launch(number, *by_group, *(x.flatten(0, 1) for x in (dk, dv)))
 
 
+def _pieces_of(problem: Problem) -> int | None:
+    return _pieces(problem, attention_problem.sizes(problem)["query_tokens"], ITEM_BYTES[problem["dtype"]])
+
+
 def _has_room(problem: Problem, config: Config, target: Target) -> bool:
     if config["implementation"] not in ("kept", "apart"):
         return True
-    tokens = attention_problem.sizes(problem)["query_tokens"]
-    fits = _pieces(problem, tokens, ITEM_BYTES[problem["dtype"]]) is not None
     grouped = config["implementation"] == "kept" or problem["heads"] > problem["kv_heads"]
-    return fits and grouped and not problem["windowed"] and problem["dtype"] != "float32"
+    return _pieces_of(problem) is not None and grouped and not problem["windowed"] and problem["dtype"] != "float32"
 
 
 _KEPT = Constraint(
@@ -195,6 +198,15 @@ def reference(
     )
 
 
+def _default(problem: Problem, target: Target) -> Config:
+    """Return what is fastest on an H200, for GPUs of its kind: parts if key heads have too few tiles to fill it."""
+    count = _pieces_of(problem) or 1
+    tiles = problem["batch"] * (problem["kv_heads"] // count) * cdiv(problem["keys"], 64)
+    names = ("apart", "kept") if tiles < 3 * target.sm_count else ("kept",)
+    found = [config for config in (Config(implementation=name) for name in names) if _has_room(problem, config, target)]
+    return found[0] if found and target.has_wgmma else Config(implementation="kernels")
+
+
 _QUERIES = attention_problem.TOKENS["queries"]
 _ARRAYS: Arrays = (
     *(attention_problem.Q, attention_problem.K, attention_problem.V),
@@ -222,7 +234,7 @@ SPEC = spec(
         lambda problem: {"implementation": ["kernels", "kept", "apart", "cudnn"]},
         (attention_cudnn.SERVES, attention_cudnn.REPEATS, _KEPT),
     ),
-    default=lambda problem, target: Config(implementation="kernels"),
+    default=_default,
     generic=lambda problem: Config(implementation="kernels"),
     given=_inputs,
     flops=lambda problem: 10 * attention_problem.pairs(problem) * problem["head_dim"],
