@@ -142,9 +142,9 @@ def compile_kernel(kernel: CuteKernel, target: Target) -> tuple[bytes, str]:
                 kernel.function, kernel.parameters, capability=target.capability, block=kernel.block,
                 cluster=kernel.cluster, **dict(kernel.constants),
             )  # fmt: skip
-            made = cute.compile(
-                program, program.sample, options=f"--gpu-arch {target.arch} --keep-cubin --dump-dir {folder}"
-            )
+            # "a" for instructions that only this architecture has.
+            arch = target.arch + getattr(program, "arch_suffix", "")
+            made = cute.compile(program, program.sample, options=f"--gpu-arch {arch} --keep-cubin --dump-dir {folder}")
             cubin = bytes(made.artifacts.CUBIN)
     except Exception as error:  # the DSL raises many kinds; all mean that this candidate cannot be compiled
         raise compile_failure(error)(f"{type(error).__name__}: {_reason(error)}") from error

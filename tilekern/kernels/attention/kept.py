@@ -14,11 +14,13 @@ each query head adds up parts of dk and dv of its own, in float32, and :data:`SU
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cuda.tile as ct
 
 from tilekern.kernels.attention import backward_problem as shared
+from tilekern.kernels.attention import kept_cute
 from tilekern.kernels.attention.backward import keys_gradients
 from tilekern.kernels.attention.problem import SCALARS, STARTS, K, depth_of, is_one_loop, mask, pairs, sizes
 from tilekern.kernels.attention.problem import inputs as attention_inputs
@@ -389,7 +391,8 @@ DKDV = spec(
         config,
         sm_count,
     ),
-    space=_KEYS,
+    space=replace(_KEYS, beside=(kept_cute.SPACE,)),
+    cute=kept_cute.implement,
     default=lambda problem, target: shared.default(problem, target, _KEYS, "keys"),
     generic=shared.generic,
     given=_keys_inputs,
