@@ -104,7 +104,7 @@ class AttentionKeys:
             self.produce(q, k, v, dout, lse, delta, kept)
         else:
             cute.arch.setmaxregister_increase(_MANY)
-            self.consume(given["scale"], dk, dv)
+            self.consume(given["scale"], dk, dv, kept)
 
     # The queries that see the block's keys.
 
@@ -234,9 +234,11 @@ class AttentionKeys:
     # The consumers: 64 keys each.
 
     @cute.jit
-    def consume(self, scale, dk, dv):
+    def consume(self, scale, dk, dv, kept):
         """Add up dk and dv of a warpgroup's keys, and store dS."""
         self.part = (self.warp >> 2) & 1
+        # Bytes from a key to the next in a unit of dS.
+        pitch = 2 * Int32(kept.row((0, 0, 1)))
         self.products()
         factor = scale * Float32(LOG2_E)
         dk_sum, dv_sum = (self.sums() for _ in range(2))
@@ -267,7 +269,7 @@ class AttentionKeys:
                 pulled[i] = scores[i] * (pulled[i] - delta[i // 4 * 2 + i % 2])
             gradients.store(pulled.load().to(self.half))
             self.add(dk_sum, gradients, self.q_t[None, None, None, stage])
-            self.keep(gradients, self.notes[0, stage])
+            self.keep(gradients, self.notes[0, stage], pitch)
             warpgroup.wait_group(0)
             self.tell(self.empty + stage)
             is_last = stage == self.stages - 1
@@ -363,7 +365,7 @@ class AttentionKeys:
                 is_seen = is_seen & (key <= query + self.keys - self.queries)
             weights[i] = Float32(cutlass.select_(is_seen, weights[i], Float32(0.0)))
 
-    def keep(self, gradients: Any, unit: Any) -> None:
+    def keep(self, gradients: Any, unit: Any, pitch: Any) -> None:
         """Store dS: each warp turns its 16 keys into whole rows of 128 bytes."""
         warp, row, chunk = self.warp & 7, self.lane % 16, self.lane // 16
         start = (self.copies + warp * 16 * _WIDTH).toint()
@@ -375,10 +377,10 @@ class AttentionKeys:
             store_matrices(target ^ (n * 2 * ALIGNED_BYTES), [values[4 * n + i] for i in range(4)])
         cute.arch.sync_warp()
         row, chunk = self.lane // 8, self.lane % 8
-        address = unit + 2 * ((self.part * _ROWS + self.warp % 4 * 16 + row) * _UNIT + chunk * _VECTOR)
+        address = unit + ((self.part * _ROWS + self.warp % 4 * 16 + row) * pitch + chunk * ALIGNED_BYTES)
         for n in range(4):
             at = 4 * n + row
-            copy_out(address + n * 4 * _UNIT * 2, start + 2 * (at * _WIDTH + (chunk ^ (at % 8)) * _VECTOR))
+            copy_out(address + n * 4 * pitch, start + 2 * (at * _WIDTH + (chunk ^ (at % 8)) * _VECTOR))
 
     def unit(self, kept: Argument, tile: Any, head: Any) -> Any:
         """Return the address of a tile in its unit of ``kept``: like ``_unit`` of cuTile's kernel."""
