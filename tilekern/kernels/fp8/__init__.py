@@ -4,6 +4,9 @@ from tilekern.kernels.fp8 import (
     block_product,
     blocks,
     gated,
+    grouped,
+    grouped_gradient,
+    grouped_turned,
     mx_blocks,
     mx_product,
     product,
@@ -14,6 +17,7 @@ from tilekern.kernels.fp8 import (
 
 SPECS = (
     rows.SPEC, turned.SPEC, product.SPEC, *gated.SPECS, blocks.SPEC, weight_blocks.SPEC, block_product.SPEC,
-    mx_blocks.SPEC, mx_product.SPEC,
+    mx_blocks.SPEC, mx_product.SPEC, grouped_turned.ROWS_SPEC, grouped_turned.WEIGHTS_SPEC, grouped.SPEC,
+    grouped_gradient.SPEC,
 )  # fmt: skip
 __all__ = ["SPECS"]
