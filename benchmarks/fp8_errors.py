@@ -27,15 +27,17 @@ class Operands(NamedTuple):
 
 
 def operands_of(model: Any, ids: Any) -> Iterator[tuple[str, Operands]]:
-    """Take a training step's forward and backward; yield the operands of each layer that 8-bit floats would serve.
+    """Take a training step's forward and backward; yield the operands of each linear layer for 8-bit floats.
 
     Args:
         model: a model in training mode, whose layers are not converted. Its gradients are dropped.
         ids: tokens [batch, sequence], which are the labels too.
     """
+    import torch
+
     from tilekern.fp8 import convert, restore
 
-    names = convert(model)
+    names = convert(model, lambda _, layer: isinstance(layer, torch.nn.Linear))
     restore(model)
     seen: dict[str, dict[str, Any]] = {name: {} for name in names}
 
