@@ -10,9 +10,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from benchmarks.providers import OURS
+from benchmarks.providers import FP8
 
-FP8 = f"{OURS}-fp8"
 # The same products by torch in the operands' dtype, and 8-bit ones whose turned matrices have a scale for each column.
 TORCH, COLUMNS = "torch", "scales-by-column"
 Figures = Mapping[str, Mapping[str, float]]

@@ -22,12 +22,12 @@ from benchmarks.fp8_curves import (
     distances,
     smoothed,
 )
-from benchmarks.fp8_errors import COLUMNS, FP8, TORCH, Operands, cosine, errors_of, flushed, operands_of, relative
+from benchmarks.fp8_errors import COLUMNS, TORCH, Operands, cosine, errors_of, flushed, operands_of, relative
 from benchmarks.fp8_gradients import OTHER_BATCH, Cosines, group_of, of_first_steps
 from benchmarks.goals import GOALS
 from benchmarks.models import make_model
 from benchmarks.pages import fp8 as pages
-from benchmarks.providers import OURS
+from benchmarks.providers import FP8, OURS
 from benchmarks.results import Results, read_results
 from tilekern.kernels.fp8.scales import scaled_rows, turned_rows
 
