@@ -106,19 +106,35 @@ def test_each_expert_s_rows_begin_a_block_of_their_own(data):
     assert found["common"][list(left)].isnan().all()  # unwritten
 
 
+def least_scale(peak):
+    """Return the least power of two, at least 2^-126, by which a magnitude is 448 or less."""
+    return next(2.0**p for p in range(-126, 129) if peak <= 448 * 2.0**p)
+
+
 @examples(30)
 @given(data=st.data())
-def test_a_weight_is_rounded_to_the_forward_s_numbers_and_turned(data):
+def test_a_turned_weight_has_the_forward_s_numbers(data):
+    """At the least scale of 128 x 128; numbers are those of its rows, but where they are small."""
     experts, rows, columns = data.draw(st.integers(1, 3)), data.draw(SIDES), data.draw(SIDES)
     dtype = data.draw(st.sampled_from(DTYPES), label="dtype")
     x = normal(data, experts, rows, columns, dtype=getattr(torch, dtype))
-    numbers, scale, _ = rounded(x)
+    _, steps, wide = rounded(x)
     problem = WEIGHTS.problem(experts=experts, rows=rows, columns=columns, dtype=dtype)
-    found = run(data, WEIGHTS, problem, {"x": x, "scale": scale})
+    found = run(data, WEIGHTS, problem, {"x": x})
     down = -(-rows // SIDE)
-    for block, (y, common) in enumerate(zip(found["y"], found["common"], strict=True)):
+    for block, (y, scales) in enumerate(zip(found["y"], found["scale"], strict=True)):
         own = slice(block % down * SIDE, block % down * SIDE + SIDE)
-        assert_turned(y, common, numbers[block // down][own], scale[block // down][own])
+        given_to, numbers = x[block // down][own].double(), wide[block // down][own]
+        for j, scale in enumerate(scales.double()):
+            square, few = given_to[:, j * SIDE :][:, :SIDE], numbers[:, j * SIDE :][:, :SIDE]
+            assert scale == least_scale(square.abs().max().item())
+            turned = y[j * SIDE :][:SIDE].double().t() * scale
+            # e4m3's normal numbers begin at 2^-6, in both scales.
+            least = 2.0**-6 * torch.maximum(scale, steps[block // down][own].double()[:, None])
+            is_normal = square.abs() >= least
+            assert torch.equal(turned[: len(square)][is_normal], few[is_normal])
+            assert ((turned[: len(square)] - square).abs() <= 2.0**-4 * square.abs() + 2.0**-10 * scale).all()
+            assert not turned[len(square) :].any()
 
 
 def test_a_row_of_nan_makes_its_block_nan_and_no_other():
@@ -131,12 +147,12 @@ def test_a_row_of_nan_makes_its_block_nan_and_no_other():
         # Blocks 0 and 1 of the first expert, the second of which ends next to the row; 2 and 3 of the other.
         assert found["common"].isnan().tolist() == [False, False, True, False]
         assert [bool(y.float().isnan().any()) for y in found["y"]] == [False, False, True, False]
-    x = torch.randn(2, 200, 20)
+    x = torch.randn(2, 200, 140)
     x[1, 5, 3] = math.inf
-    _, scale, _ = rounded(x)
-    problem = WEIGHTS.problem(experts=2, rows=200, columns=20, dtype="float32")
-    found = launched(WEIGHTS, problem, WEIGHTS.generic(problem), {"x": x, "scale": scale})
-    assert found["common"].isnan().tolist() == [False, False, True, False]
+    problem = WEIGHTS.problem(experts=2, rows=200, columns=140, dtype="float32")
+    found = launched(WEIGHTS, problem, WEIGHTS.generic(problem), {"x": x})
+    assert found["scale"].isnan().nonzero().tolist() == [[2, 0]]
+    assert found["y"].float().isnan().flatten(1).sum(1).tolist() == [0, 0, SIDE * SIDE, 0]
 
 
 def weight_of(x, turned):
@@ -144,13 +160,11 @@ def weight_of(x, turned):
     if not turned:
         numbers, scale, wide = rounded(x)
         return numbers, scale, wide
-    stored = x.transpose(1, 2).contiguous()
-    _, scale, _ = rounded(stored)
-    y, common = turned_weights(stored, scale)
-    down = -(-stored.shape[1] // SIDE)
-    blocks = (y.double() * common.double()[:, None, None]).view(len(x), down, x.shape[1], SIDE)
-    wide = blocks.transpose(1, 2).reshape(len(x), x.shape[1], -1)[..., : x.shape[2]]
-    return y, common, wide
+    y, scale = turned_weights(x.transpose(1, 2).contiguous())
+    columns, down = x.shape[1], -(-x.shape[2] // SIDE)
+    squares = scale.double().repeat_interleave(SIDE, 1)[:, :columns, None]
+    blocks = (y.double() * squares).view(len(x), down, columns, SIDE)
+    return y, scale, blocks.transpose(1, 2).reshape(len(x), columns, -1)[..., : x.shape[2]]
 
 
 def assert_near(c, wide, terms, inner):

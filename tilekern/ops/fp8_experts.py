@@ -7,9 +7,9 @@ With x [tokens, hidden], its rows in the order of experts ``x[order]``, and ``q`
     input gradient   dy = q(dout)[order] @ t(q(down))^T    drows = q(dpre) @ t(q(gate_up))^T
     weight gradient  ddown = t(q(dout)[order]) @ t(q(w y))^T    dgate_up = t(q(dpre)) @ t(q(x)[order])^T
 
-where ``w`` are the routing weights. A turned matrix has a scale for each 128 of its rows
-(:mod:`tilekern.kernels.fp8.grouped_turned`). Weights that are stored [experts, in, out], as those of GPT-OSS, are
-rounded as they are stored, so that the forward reads them turned, and the gradient as they are.
+where ``w`` are the routing weights. Turned rows have a scale for each 128 rows, turned weights for each 128 x 128
+numbers (:mod:`tilekern.kernels.fp8.grouped_turned`). Of weights that are stored [experts, in, out], as GPT-OSS's, the
+forward reads the turned ones, and the gradient those as they are stored.
 
 The gate, the routing, and the sums of tokens and biases are those of :mod:`tilekern.ops.experts`. It keeps the
 pre-activation and the routing as that does, and of x what a linear layer of 8-bit floats keeps. Weights are rounded
@@ -170,35 +170,38 @@ def _rounded_weight(weight: Tensor) -> Rounded:
     return numbers.view(weight.shape), scale.view(weight.shape[:2])
 
 
-def _turned_weight(weight: Tensor, scale: Tensor) -> Rounded:
-    """Return the blocks of weights [experts, rows, columns], rounded to their rows' scales first."""
+def _turned_weight(weight: Tensor) -> Rounded:
+    """Return the blocks of weights [experts, rows, columns]."""
     number, rows, columns = weight.shape
     count = number * cdiv(rows, SIDE)
 
     def allocate() -> Rounded:
-        return torch.empty((count, columns, SIDE), dtype=E4M3, device=weight.device), scale.new_empty(count)
+        numbers = torch.empty((count, columns, SIDE), dtype=E4M3, device=weight.device)
+        return numbers, torch.empty((count, cdiv(columns, SIDE)), dtype=torch.float32, device=weight.device)
 
     weight = weight.contiguous()
-    made = written(grouped_turned.WEIGHTS_SPEC, (*weight.shape, weight.dtype), (weight, scale), allocate)
-    return grouped_turned.turned_weights(weight, scale) if made is None else (made[0], made[1])
+    made = written(grouped_turned.WEIGHTS_SPEC, (*weight.shape, weight.dtype), (weight,), allocate)
+    return grouped_turned.turned_weights(weight) if made is None else (made[0], made[1])
 
 
-def _multiplied(rows: Rounded, weight: Rounded, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product of sorted rows with their experts' weights, [rows, columns]; rows of nobody hold anything."""
-    (a, a_scale), (b, b_scale) = rows, weight
-    is_turned = b_scale.dim() == 1
+def _multiplied(rows: Rounded, weight: Tensor, offsets: Tensor, dtype: torch.dtype, *, turned: bool) -> Tensor:
+    """Return the product of sorted rows with their experts' weights, [rows, columns]; rows of nobody hold anything.
+
+    Sums are over the last axis of the weight as it is stored, or, if ``turned``, over the one before.
+    """
+    (a, a_scale), (b, b_scale) = rows, _turned_weight(weight) if turned else _rounded_weight(weight)
     (count, inner), columns = a.shape, b.shape[1]
 
     def allocate() -> tuple[Tensor]:
         return (torch.empty((count, columns), dtype=dtype, device=a.device),)
 
     given = (a, b, a_scale, b_scale, offsets)
-    made = written(PRODUCT, (count, inner, columns, len(offsets), is_turned, dtype), given, allocate)
+    made = written(PRODUCT, (count, inner, columns, len(offsets), turned, dtype), given, allocate)
     if made is not None:
         return made[0]
     if a.is_meta:
         return allocate()[0]
-    return grouped_product(*given, torch.float32, turned=is_turned).to(dtype)
+    return grouped_product(*given, torch.float32, turned=turned).to(dtype)
 
 
 def _outer(a: Rounded, b: Rounded, routing: Routing, dtype: torch.dtype) -> Tensor:
@@ -294,20 +297,14 @@ def _summed(rows: Tensor, routing: Routing, *weighting: Tensor) -> Tensor:
 def _forward(
     how: Gate, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, ids: Tensor,
-) -> tuple[Tensor, Rounded, Tensor, Routing, list[Tensor]]:  # fmt: skip
-    """Return the result, the rounded x, the pre-activation, the routing, and the scales of both weights' rows."""
-    routing, scales = route(ids, len(gate_up)), []
-
-    def product(rows: Rounded, weight: Tensor, is_turned: bool) -> Tensor:
-        numbers, scale = _rounded_weight(weight)
-        scales.append(scale)
-        operand = _turned_weight(weight, scale) if is_turned else (numbers, scale)
-        return _multiplied(rows, operand, routing.offsets, x.dtype)
-
-    numbers = rounded_input(x)
-    pre = product(_ordered(numbers, routing), gate_up, how.up_turned)
-    rows = product(rounded(_gated(how, pre, gate_up_bias, routing)), down, how.down_turned)
-    return _combined(rows, routing, weights, down_bias), numbers, pre, routing, scales
+) -> tuple[Tensor, Rounded, Tensor, Routing]:  # fmt: skip
+    """Return the result, the rounded x, the pre-activation and the routing."""
+    routing, numbers = route(ids, len(gate_up)), rounded_input(x)
+    ends, dtype = routing.offsets, x.dtype
+    pre = _multiplied(_ordered(numbers, routing), gate_up, ends, dtype, turned=how.up_turned)
+    y = rounded(_gated(how, pre, gate_up_bias, routing))
+    rows = _multiplied(y, down, ends, dtype, turned=how.down_turned)
+    return _combined(rows, routing, weights, down_bias), numbers, pre, routing
 
 
 class _Fp8Experts(torch.autograd.Function):
@@ -316,22 +313,18 @@ class _Fp8Experts(torch.autograd.Function):
         ctx: Any, how: Gate, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None,
         down_bias: Tensor | None, ids: Tensor,
     ) -> Tensor:  # fmt: skip
-        y, numbers, pre, routing, scales = _forward(how, x, weights, gate_up, down, gate_up_bias, down_bias, ids)
+        y, numbers, pre, routing = _forward(how, x, weights, gate_up, down, gate_up_bias, down_bias, ids)
         kept = kept_input(x, numbers) if ctx.needs_input_grad[3] else ()
-        ctx.save_for_backward(weights, gate_up, down, gate_up_bias, down_bias, pre, *scales, *routing, *kept)
+        ctx.save_for_backward(weights, gate_up, down, gate_up_bias, down_bias, pre, *routing, *kept)
         ctx.how = how
         return y
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        weights, gate_up, down, gate_up_bias, down_bias, pre, up_scale, down_scale, *rest = ctx.saved_tensors
+        weights, gate_up, down, gate_up_bias, down_bias, pre, *rest = ctx.saved_tensors
         routing, kept, how, dtype = Routing(*rest[:4]), rest[4:], ctx.how, pre.dtype
         of_x, of_weights, of_gate_up, of_down, of_gate_up_bias, of_down_bias = ctx.needs_input_grad[1:7]
-
-        def product(rows: Rounded, weight: Tensor, scale: Tensor, is_turned: bool) -> Tensor:
-            operand = _rounded_weight(weight) if is_turned else _turned_weight(weight, scale)
-            return _multiplied(rows, operand, routing.offsets, dtype)
 
         def of_weight(out: Rounded, inner: Rounded, is_turned: bool) -> Tensor:
             a, b = (inner, out) if is_turned else (out, inner)
@@ -345,7 +338,7 @@ class _Fp8Experts(torch.autograd.Function):
             rows, shares = _slopes(dout, routing, down_bias)
             ddown_bias = _summed(rows, routing, factors) if of_down_bias else None
             del rows
-        dy = product(slopes, down, down_scale, how.down_turned)
+        dy = _multiplied(slopes, down, routing.offsets, dtype, turned=not how.down_turned)
         dpre, y, dweights = _ungated(how, dy, pre, gate_up_bias, factors, shares, routing)
         del dy, pre, shares
         if of_down:
@@ -363,7 +356,7 @@ class _Fp8Experts(torch.autograd.Function):
                 dgate_up = of_weight(_turned_rows(gradients, routing), across, how.up_turned)
                 del across
             if of_x:
-                drows = product(gradients, gate_up, up_scale, how.up_turned)
+                drows = _multiplied(gradients, gate_up, routing.offsets, dtype, turned=not how.up_turned)
                 dx = _combined(drows, routing, None, None)
         made = dweights.view(weights.shape).to(weights.dtype) if of_weights else None
         return None, dx, made, dgate_up, ddown, dgate_up_bias, ddown_bias, None

@@ -6,7 +6,7 @@ copy e4m3 rows before takes a part of the product's time. Both operands are stor
 has a scale. A weight is stored in one of two ways:
 
     along the sums  b [experts, columns, inner]     a scale for each row of b
-    ``turned``      b [blocks, columns, 128]        a scale for each 128 terms
+    ``turned``      b [blocks, columns, 128]        a scale for each 128 x 128
 
 Blocks are those of :mod:`tilekern.kernels.fp8.grouped_turned`. A layer whose weights are [experts, out, in] reads them
 as they are in the forward, and turned for the gradient; one that stores [experts, in, out] the other way round.
@@ -83,8 +83,8 @@ def _tile(
             if ct.static_eval(turned):
                 block = expert * ct.cdiv(a.shape[1], SIDE) + step * tile_k // SIDE
                 right = operand(b, block, j, step % (SIDE // tile_k), tile_n, tile_k, latency)
-                scale = load(b_scale, (block,), (1,), True, latency, False)
-                total = added(total, left, right, ct.reshape(scale, (1, 1)))
+                scale = load(b_scale, (block, j * tile_n // SIDE), (1, 1), True, latency, False)
+                total = added(total, left, right, scale)
             else:
                 total = ct.mma(left, operand(b, expert, j, step, tile_n, tile_k, latency).transpose(), total)
         scales = a_scale.tiled_view((tile_m,), padding_mode=ct.PaddingMode.ZERO, traversal_steps=(1,))
@@ -102,7 +102,7 @@ def fp8_grouped(
     """One place a block, or resident blocks that loop; a [rows, inner], a_scale [rows], offsets [experts].
 
     b is [experts, columns, inner] and b_scale [experts, columns], or, if ``turned``, [blocks, columns, 128] and
-    [blocks]; c [rows, columns].
+    [blocks, columns / 128]; c [rows, columns].
     """
     places = (c.shape[0] // tile_m + experts) * ct.cdiv(c.shape[1], tile_n)
     each_step(
@@ -113,7 +113,7 @@ def fp8_grouped(
 
 def _arrays(problem: Problem) -> Arrays:
     b, b_scale = (
-        (("weight_blocks", "columns", str(SIDE)), ("weight_blocks",))
+        (("weight_blocks", "columns", str(SIDE)), ("weight_blocks", "across"))
         if problem["turned"]
         else (("experts", "columns", "inner"), ("experts", "columns"))
     )
@@ -138,12 +138,11 @@ def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     a, a_scale = scaled_rows(normal(problem["rows"], inner))
-    shape = (experts, inner, columns) if problem["turned"] else (experts, columns, inner)
-    weight = normal(*shape).mul_(inner**-0.5)
-    b, b_scale = scaled_rows(weight.view(-1, shape[2]))
-    b, b_scale = b.view(shape), b_scale.view(shape[:2])
     if problem["turned"]:
-        b, b_scale = turned_weights(weight, b_scale)
+        b, b_scale = turned_weights(normal(experts, inner, columns).mul_(inner**-0.5))
+    else:
+        b, b_scale = scaled_rows(normal(experts * columns, inner).mul_(inner**-0.5))
+        b, b_scale = b.view(experts, columns, inner), b_scale.view(experts, columns)
     return {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "offsets": balanced(problem, device)}
 
 
@@ -152,7 +151,8 @@ def wide_weight(b: Any, b_scale: Any, inner: int, dtype: Any, *, turned: bool) -
     if not turned:
         return b.to(dtype) * b_scale.to(dtype)[..., None]
     columns = b.shape[1]
-    wide = (b.to(dtype) * b_scale.to(dtype)[:, None, None]).view(-1, cdiv(inner, SIDE), columns, SIDE)
+    scale = b_scale.to(dtype).repeat_interleave(SIDE, 1)[:, :columns, None]
+    wide = (b.to(dtype) * scale).view(-1, cdiv(inner, SIDE), columns, SIDE)
     return wide.transpose(1, 2).reshape(len(wide), columns, -1)[..., :inner]
 
 
@@ -335,7 +335,9 @@ SPEC = experts_spec(
     _reference,
     function=fp8_grouped,
     library=lambda problem, config: None if is_tile(config) else LibraryCall(_by_torch, names_of(_arrays(problem))),
-    sizes=lambda problem: {"weight_blocks": problem["experts"] * cdiv(problem["inner"], SIDE)},
+    sizes=lambda problem: {
+        "weight_blocks": problem["experts"] * cdiv(problem["inner"], SIDE), "across": cdiv(problem["columns"], SIDE),
+    },
     constants=lambda problem, config: {"turns": (problem["experts"] - 1).bit_length()},
     given=_inputs,
     variations=VARIATIONS,

@@ -1,16 +1,17 @@
 """Transpose e4m3 matrices of experts, by blocks of 128 rows: ``x[128 rows]^T ~ scale * y[block]``.
 
-A tensor core reads e4m3 operands along the sums alone. The gradient of an expert's weight sums over its rows, and the
-gradient of its input over the weight's rows, so rows that are sorted by expert, and weights, have to be turned. Experts
-have any number of rows: each begins a block of its own here, whose last rows may be zeros, so that products read whole
-tiles at addresses that TMA takes. An expert whose rows begin at ``begin`` has its first block at ``begin // 128 +
-expert``, so nobody counts blocks (:mod:`tilekern.kernels.grouped.tiles`), and some blocks stay unwritten.
+A tensor core reads e4m3 operands along the sums alone. The gradient of an expert's weight sums over its rows, and one
+of both products with a weight sums over the weight's rows, so rows that are sorted by expert, and weights, have to be
+turned. Experts have any number of rows: each begins a block of its own here, whose last rows may be zeros, so that
+products read whole tiles at addresses that TMA takes.
 
-A block has the largest of its rows' scales, which a block of the GPU has at hand. All are powers of two, so a number
-stays as it is unless it is below 2^-14 of its block's largest, where fewer bits are left of it, and at last none.
+    rows      An expert whose rows begin at ``begin`` has its first block at ``begin // 128 + expert``, so nobody counts
+              blocks (:mod:`tilekern.kernels.grouped.tiles`), and some stay unwritten. A block has the largest of its
+              rows' scales. They may be gathered through ``order``, as in :mod:`tilekern.kernels.grouped.product`.
+    weights   are given in their own dtype, and each 128 x 128 numbers have a scale, the least one.
 
-Rows may be gathered through ``order``, as in :mod:`tilekern.kernels.grouped.product`. Weights are given in their own
-dtype, and rounded to their rows' scales first, to the numbers of :mod:`tilekern.kernels.fp8.rows`.
+All scales are powers of two, so the numbers are those of :mod:`tilekern.kernels.fp8.rows`, unless they are below 2^-14
+of their block's largest, where fewer bits are left of them, and at last none.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import ROWS, Arrays
-from tilekern.kernels.families.tables import flags_of, spec
-from tilekern.kernels.fp8.scales import E4M3, INFINITY, MAGNITUDE, reciprocal, scaled_rows
+from tilekern.kernels.families.tables import spec
+from tilekern.kernels.fp8.scales import E4M3, INFINITY, MAGNITUDE, bits_of, reciprocal, scale_of, scaled_rows
 from tilekern.kernels.fp8.space import HAS_FP8, check_target
 from tilekern.kernels.grouped.routing import OF_SUMS, SLOTS, balanced, shuffled
 from tilekern.kernels.grouped.tiles import gathered, group_at, rows_of, sources
@@ -34,17 +35,9 @@ from tilekern.spec.targets import Target
 SIDE = 128
 
 
-def _store(tile, step, y, common, block, j, tile_n):
-    """Store a tile [128, tile_n] of e4m3 numbers with the scales [128] turned; a block's first tile stores its scale.
-
-    Rows that are none have the scale 0.
-    """
-    largest = ct.max(ct.bitcast(step, ct.int32) & MAGNITUDE, 0, keepdims=True)
-    shrinking = ct.where(largest < INFINITY, reciprocal(largest), math.nan)
-    moved = tile.astype(ct.float32) * ct.reshape(step * shrinking, (SIDE, 1))
-    ct.store(y, (block, j, 0), ct.reshape(ct.transpose(moved.astype(y.dtype)), (1, tile_n, SIDE)))
-    if j == 0:
-        ct.store(common, (block,), ct.bitcast(largest, ct.float32), allow_tma=False)
+def _store(y, block, j, tile, tile_n):
+    """Store a tile [128, tile_n] of float32 numbers turned, in e4m3."""
+    ct.store(y, (block, j, 0), ct.reshape(ct.transpose(tile.astype(y.dtype)), (1, tile_n, SIDE)))
 
 
 def _rows(item, x, scale, offsets, order, slots, y, common, experts, turns, rows, tile_n):
@@ -63,8 +56,12 @@ def _rows(item, x, scale, offsets, order, slots, y, common, experts, turns, rows
             tile, step = view.load((first, j)), steps.load((first,))
         inside = first + ct.arange(SIDE, dtype=ct.int32) < end
         # Those of the next expert may be NaN.
-        wide = ct.where(ct.reshape(inside, (SIDE, 1)), tile.astype(ct.float32), 0.0)
-        _store(wide, ct.where(inside, step, 0.0), y, common, block, j, tile_n)
+        wide, step = ct.where(ct.reshape(inside, (SIDE, 1)), tile.astype(ct.float32), 0.0), ct.where(inside, step, 0.0)
+        largest = ct.max(ct.bitcast(step, ct.int32) & MAGNITUDE, 0, keepdims=True)
+        shrinking = ct.where(largest < INFINITY, reciprocal(largest), math.nan)
+        _store(y, block, j, wide * ct.reshape(step * shrinking, (SIDE, 1)), tile_n)
+        if j == 0:
+            ct.store(common, (block,), ct.bitcast(largest, ct.float32), allow_tma=False)
 
 
 @ct.kernel
@@ -95,43 +92,30 @@ def fp8_grouped_turned_gathered(
     )  # fmt: skip
 
 
-def _weight(item, x, scale, y, common, tile_n):
-    down, across = ct.cdiv(x.shape[1], SIDE), ct.cdiv(x.shape[2], tile_n)
+def _weight(item, x, y, scale):
+    down, across = ct.cdiv(x.shape[1], SIDE), ct.cdiv(x.shape[2], SIDE)
     block, j = item // across, item % across
-    expert, i = block // down, block % down
-    step = ct.reshape(load(scale, (expert, i), (1, SIDE), True, 0, False), (SIDE,))
-    tile = ct.reshape(load(x, (expert, i, j), (1, SIDE, tile_n), True, 0, True), (SIDE, tile_n))
-    # Rows after the last one have the scale 0, and numbers that are 0.
-    inverse = ct.reshape(reciprocal(ct.bitcast(step, ct.int32)), (SIDE, 1))
-    numbers = (tile.astype(ct.float32) * inverse).astype(y.dtype)
-    _store(numbers, step, y, common, block, j, tile_n)
+    tile = ct.reshape(load(x, (block // down, block % down, j), (1, SIDE, SIDE), True, 0, True), (SIDE, SIDE))
+    tile = tile.astype(ct.float32)
+    step, inverse = scale_of(ct.max(ct.max(bits_of(tile), 1, keepdims=True), 0, keepdims=True))
+    _store(y, block, j, tile * inverse, SIDE)
+    ct.store(scale, (block, j), step, allow_tma=False)
 
 
 @ct.kernel
-def fp8_expert_weights_turned(
-    x, scale, y, common, tile_n: ConstInt, persistent: ConstBool
-):  # fmt: skip
-    """A tile a block, or resident blocks that loop; x [experts, rows, columns], scale [experts, rows].
+def fp8_expert_weights_turned(x, y, scale, persistent: ConstBool):
+    """A tile a block, or resident blocks that loop; x [experts, rows, columns].
 
-    y [experts * rows / 128, columns, 128] and common [experts * rows / 128], with a block for the last rows of each.
+    y [blocks, columns, 128] and scale [blocks, columns / 128], with ``rows / 128`` blocks for each expert, and one more
+    for its last rows.
     """
-    steps = x.shape[0] * ct.cdiv(x.shape[1], SIDE) * ct.cdiv(x.shape[2], tile_n)
-    each_step(_weight, steps, persistent, (x, scale, y, common, tile_n))
+    steps = x.shape[0] * ct.cdiv(x.shape[1], SIDE) * ct.cdiv(x.shape[2], SIDE)
+    each_step(_weight, steps, persistent, (x, y, scale))
 
 
 def blocks_of(rows: int, experts: int) -> int:
     """Return the blocks of rows that are sorted by expert, some of which stay unwritten."""
     return rows // SIDE + experts
-
-
-def _moved(numbers: Any, scale: Any) -> tuple[Any, Any]:
-    """Return float32 numbers [blocks * 128, columns] at their blocks' scales, turned and in e4m3, and these scales."""
-    import torch
-
-    common = scale.view(-1, SIDE).amax(1)
-    moved = numbers * (scale / common.repeat_interleave(SIDE))[:, None]
-    turned = moved.to(torch.float8_e4m3fn).view(-1, SIDE, numbers.shape[1]).transpose(1, 2).contiguous()
-    return turned, common
 
 
 def turned_groups(x: Any, scale: Any, offsets: Any, order: Any = None, slots: int = 1) -> tuple[Any, Any]:
@@ -159,24 +143,25 @@ def turned_groups(x: Any, scale: Any, offsets: Any, order: Any = None, slots: in
     to = torch.where(expert < len(offsets), (begins // SIDE + expert) * SIDE + places - begins, count).long()
     rows = numbers.new_zeros(count + 1, x.shape[1]).index_copy_(0, to, numbers)[:-1]
     scales = steps.new_zeros(count + 1).index_copy_(0, to, steps)[:-1]
-    turned, common = _moved(rows, scales)
-    return turned, common.where(common != 0, math.nan)
+    common = scales.view(-1, SIDE).amax(1)
+    common = common.where(common != 0, math.nan)
+    moved = (rows * (scales / common.repeat_interleave(SIDE))[:, None]).to(torch.float8_e4m3fn)
+    return moved.view(-1, SIDE, x.shape[1]).transpose(1, 2).contiguous(), common
 
 
-def turned_weights(x: Any, scale: Any) -> tuple[Any, Any]:
-    """Compute the blocks of weights [experts, rows, columns] with scales [experts, rows], by torch's operations.
+def turned_weights(x: Any) -> tuple[Any, Any]:
+    """Compute the blocks of weights [experts, rows, columns], by torch's operations.
 
     Returns:
-        e4m3 numbers [experts * blocks of rows, columns, 128], and their scales.
+        e4m3 numbers [blocks, columns, 128] and their scales [blocks, columns / 128], all blocks of one expert first.
     """
-    import torch
-
     experts, rows, columns = x.shape
-    whole = SIDE * cdiv(rows, SIDE)
-    numbers, scales = scale.new_zeros(experts, whole, columns), scale.new_zeros(experts, whole)
-    numbers[:, :rows] = (x.float() / scale[..., None]).to(torch.float8_e4m3fn).float()
-    scales[:, :rows] = scale
-    return _moved(numbers.view(-1, columns), scales.view(-1))
+    down, across = cdiv(rows, SIDE), cdiv(columns, SIDE)
+    padded = x.new_zeros(experts, down * SIDE, across * SIDE)
+    padded[:, :rows, :columns] = x
+    squares = padded.view(experts * down, SIDE, across, SIDE).permute(0, 2, 3, 1).reshape(-1, SIDE * SIDE)
+    numbers, scale = scaled_rows(squares)
+    return numbers.view(experts * down, across * SIDE, SIDE)[:, :columns].contiguous(), scale.view(-1, across)
 
 
 def _row_arrays(problem: Problem) -> Arrays:
@@ -209,35 +194,21 @@ def _row_reference(x: Any, scale: Any, offsets: Any, order: Any = None, slots: i
     return {"y": y.double(), "common": common.double()}
 
 
-def _weight_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
-
-    shape = problem["experts"], problem["rows"], problem["columns"]
-    x = torch.randn(shape, generator=generator, device=device, dtype=getattr(torch, problem["dtype"]))
-    return {"x": x, "scale": scaled_rows(x.view(-1, shape[2]))[1].view(shape[:2])}
-
-
-def _weight_reference(x: Any, scale: Any) -> dict[str, Any]:
-    y, common = turned_weights(x, scale)
-    return {"y": y.double(), "common": common.double()}
-
-
-def _tiles(sizes: Problem, config: Config) -> int:
-    rows, experts = sizes["rows"], sizes["experts"]
-    down = blocks_of(rows, experts) if "gathered" in sizes else experts * cdiv(rows, SIDE)
-    return int(down * cdiv(sizes["columns"], config["tile_n"]))
+def _weight_reference(x: Any) -> dict[str, Any]:
+    y, scale = turned_weights(x)
+    return {"y": y.double(), "scale": scale.double()}
 
 
 def _fits(problem: Problem, config: Config, target: Target) -> bool:
     return bool(SIDE * config["tile_n"] * config["occupancy"] <= 32768)
 
 
-def _default(problem: Problem, target: Target) -> Config:
+def _row_default(problem: Problem, target: Target) -> Config:
     check_target(target)
     return Config(schedule="persistent", tile_n=64, occupancy=4, num_worker_warps=0)
 
 
-def _axes(problem: Problem) -> dict[str, list[Value]]:
+def _row_axes(problem: Problem) -> dict[str, list[Value]]:
     return {
         "schedule": ["persistent", "block"],
         "tile_n": [32, 64, 128],
@@ -246,25 +217,13 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
     }
 
 
-_SPACE = Space(
-    _axes,
-    (
-        HAS_FP8,
-        Constraint("the tiles on an SM have up to 32768 numbers", _fits),
-        Constraint(
-            "a thread of eight warps has 32 numbers of a tile or more",
-            lambda problem, config, target: config["num_worker_warps"] == 0 or config["tile_n"] >= 64,
-        ),
-    ),
-)
-_SHARED: dict[str, Any] = {
-    "grid": lambda sizes, config, sm_count: grid_of(_tiles(sizes, config), config, sm_count),
-    "space": _SPACE,
-    "default": _default,
-    "generic": lambda problem: Config(schedule="persistent", tile_n=32, occupancy=1, num_worker_warps=8),
-    "result_dtype": lambda problem: "float32",
-}
-_EXPERTS = Dimension("experts", "exact")
+def _weight_default(problem: Problem, target: Target) -> Config:
+    check_target(target)
+    return Config(schedule="persistent", occupancy=2, num_worker_warps=8)
+
+
+def _weight_axes(problem: Problem) -> dict[str, list[Value]]:
+    return {"schedule": ["persistent", "block"], "occupancy": [1, 2], "num_worker_warps": [0, 8]}
 
 
 def _row_bytes(problem: Problem) -> int:
@@ -277,7 +236,12 @@ def _row_bytes(problem: Problem) -> int:
 ROWS_SPEC = spec(
     "fp8_grouped_turned",
     "rows sorted by expert, transposed by blocks of 128, in e4m3 at the largest of their scales",
-    (Dimension("rows", "bucketed"), Dimension("columns", "exact"), _EXPERTS, *flags_of(("gathered",))),
+    (
+        Dimension("rows", "bucketed"),
+        Dimension("columns", "exact"),
+        Dimension("experts", "exact"),
+        Dimension("gathered", "flag"),
+    ),
     _row_arrays,
     _row_reference,
     function=lambda problem, config: fp8_grouped_turned_gathered if problem["gathered"] else fp8_grouped_turned,
@@ -286,26 +250,48 @@ ROWS_SPEC = spec(
         "row_blocks": blocks_of(problem["rows"], problem["experts"]),
     },
     constants=lambda problem, config: {"turns": (problem["experts"] - 1).bit_length()},
+    grid=lambda sizes, config, sm_count: grid_of(
+        blocks_of(sizes["rows"], sizes["experts"]) * cdiv(sizes["columns"], config["tile_n"]), config, sm_count
+    ),
+    space=Space(
+        _row_axes,
+        (
+            HAS_FP8,
+            Constraint("the tiles on an SM have up to 32768 numbers", _fits),
+            Constraint(
+                "a thread of eight warps has 32 numbers of a tile or more",
+                lambda problem, config, target: config["num_worker_warps"] == 0 or config["tile_n"] >= 64,
+            ),
+        ),
+    ),
+    default=_row_default,
+    generic=lambda problem: Config(schedule="persistent", tile_n=32, occupancy=1, num_worker_warps=8),
     given=_row_inputs,
+    result_dtype=lambda problem: "float32",
     flops=lambda problem: 2 * problem["rows"] * problem["columns"],
     bytes_moved=_row_bytes,
     variations=OF_SUMS,
-    **_SHARED,
 )
 WEIGHTS_SPEC = spec(
     "fp8_expert_weights_turned",
-    "weights of experts, transposed by blocks of 128 rows, in e4m3 at the largest of their rows' scales",
+    "weights of experts, transposed by blocks of 128 rows, in e4m3 with a scale of each 128 x 128 numbers",
     (*(Dimension(name, "exact") for name in ("experts", "rows", "columns")), Dimension("dtype", "dtype")),
     (
         Array("x", "dtype", ("experts", *ROWS)),
-        Array("scale", "float32", ("experts", "rows"), aligned=False),
-        Array("y", E4M3, ("row_blocks", "columns", str(SIDE)), "output"),
-        Array("common", "float32", ("row_blocks",), "output"),
+        Array("y", E4M3, ("weight_blocks", "columns", str(SIDE)), "output"),
+        Array("scale", "float32", ("weight_blocks", "across"), "output", aligned=False),
     ),
     _weight_reference,
     function=fp8_expert_weights_turned,
-    sizes=lambda problem: {"row_blocks": problem["experts"] * cdiv(problem["rows"], SIDE)},
-    given=_weight_inputs,
+    sizes=lambda problem: {
+        "weight_blocks": problem["experts"] * cdiv(problem["rows"], SIDE), "across": cdiv(problem["columns"], SIDE),
+    },
+    grid=lambda sizes, config, sm_count: grid_of(
+        sizes["experts"] * cdiv(sizes["rows"], SIDE) * cdiv(sizes["columns"], SIDE), config, sm_count
+    ),
+    space=Space(_weight_axes, (HAS_FP8,)),
+    default=_weight_default,
+    generic=lambda problem: Config(schedule="persistent", occupancy=1, num_worker_warps=8),
+    result_dtype=lambda problem: "float32",
     flops=lambda problem: 3 * problem["experts"] * problem["rows"] * problem["columns"],
-    **_SHARED,
-)
+)  # fmt: skip
