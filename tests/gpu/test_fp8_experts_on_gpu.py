@@ -124,8 +124,8 @@ def test_results_and_gradients_are_those_of_float64_but_for_the_roundings(gate):
     expected = results(by_loop, wide(on_cpu), slope.bfloat16().double(), **how(gate))
     for name, x in expected.items():
         assert (found[name].cpu().double() - x).norm() < 0.1 * x.norm(), name
-    names = ("fp8_rows", "fp8_grouped_turned", "fp8_expert_weights_turned", "fp8_grouped_matmul", "experts_gate")
-    for kernel in (*names, "fp8_grouped_weight_gradient"):
+    names = ("fp8_rows", "fp8_grouped_turned", "fp8_expert_weights_turned", "fp8_grouped_matmul", "fp8_experts_gate")
+    for kernel in (*names, "fp8_experts_gate_backward", "fp8_grouped_weight_gradient"):
         assert dispatch.counters(kernel).launches > 0
         assert dispatch.counters(kernel).fallbacks == 0
 

@@ -159,6 +159,7 @@ LEFT_OUT = {
     **dict.fromkeys(("tvd_elements_forward", "tvd_elements_backward"), ("counted", 0)),
     **dict.fromkeys(("router_losses_forward", "router_losses_backward"), ("shares", 0)),
     **dict.fromkeys(("experts_gate", "experts_gate_backward", "experts_combine"), ("experts", "total")),
+    **dict.fromkeys(("fp8_experts_gate", "fp8_experts_gate_backward"), ("experts", "total")),
 }
 
 

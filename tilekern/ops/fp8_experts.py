@@ -11,9 +11,10 @@ where ``w`` are the routing weights. Turned rows have a scale for each 128 rows,
 numbers (:mod:`tilekern.kernels.fp8.grouped_turned`). Of weights that are stored [experts, in, out], as GPT-OSS's, the
 forward reads the turned ones, and the gradient those as they are stored.
 
-The gate, the routing, and the sums of tokens and biases are those of :mod:`tilekern.ops.experts`. It keeps the
-pre-activation and the routing as that does, and of x what a linear layer of 8-bit floats keeps. Weights are rounded
-anew in both directions. All sums have a fixed order.
+The gate and its gradients are rounded in the launches that compute them (:mod:`tilekern.kernels.fp8.experts_gate`). The
+routing and the sums of tokens and biases are those of :mod:`tilekern.ops.experts`. It keeps the pre-activation and the
+routing as that does, and of x what a linear layer of 8-bit floats keeps. Weights are rounded anew in both directions.
+All sums have a fixed order.
 
 It is written by hand and not declared, as the linear layer is.
 """
@@ -28,10 +29,11 @@ from torch import Tensor
 
 from tilekern.kernels.experts import combine, gate, gather
 from tilekern.kernels.families.placeholders import placeholder
-from tilekern.kernels.fp8 import grouped_gradient, grouped_turned
+from tilekern.kernels.fp8 import experts_gate, grouped_gradient, grouped_turned
 from tilekern.kernels.fp8.grouped import SPEC as PRODUCT
 from tilekern.kernels.fp8.grouped import grouped_product
 from tilekern.kernels.fp8.grouped_turned import SIDE, blocks_of
+from tilekern.kernels.fp8.scales import scaled_rows
 from tilekern.kernels.grouped import sums
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
 from tilekern.kernels.skinny.tiles import MOST_ROWS
@@ -221,40 +223,51 @@ def _outer(a: Rounded, b: Rounded, routing: Routing, dtype: torch.dtype) -> Tens
     return grouped_gradient.grouped_gradient(*given, torch.float32).to(dtype)
 
 
-# The gate, the routing and the sums, which are those of experts in the layer's dtype.
+# The gate, the routing and the sums.
 
 
 def _bias(bias: Tensor | None, x: Tensor) -> Tensor:
     return placeholder(2, x.dtype, x.device) if bias is None else bias.contiguous()
 
 
-def _gated(how: Gate, pre: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
-    """Return the gate's value [rows, inner]; zeros for rows without an expert."""
+def _gated(how: Gate, pre: Tensor, bias: Tensor | None, routing: Routing) -> Rounded:
+    """Return the gate's rounded value [rows, inner]; zeros for rows without an expert."""
     rows, inner = len(pre), pre.shape[1] // 2
     flags = *how.flags, bias is not None
+
+    def allocate() -> Rounded:
+        return pre.new_empty((rows, inner), dtype=E4M3), pre.new_empty(rows, dtype=torch.float32)
+
     given = (pre, _bias(bias, pre), routing.experts, len(routing.offsets), *how.numbers)
-    made = written(gate.FORWARD, (rows, inner, pre.dtype, *flags), given, lambda: (pre.new_empty(rows, inner),))
-    return gate.reference(*given, *flags)["y"].to(pre.dtype) if made is None else made[0]
+    made = written(experts_gate.FORWARD, (rows, inner, pre.dtype, *flags), given, allocate)
+    return scaled_rows(gate.reference(*given, *flags)["y"]) if made is None else (made[0], made[1])
 
 
 def _ungated(
     how: Gate, dy: Tensor, pre: Tensor, bias: Tensor | None, factors: Tensor, shares: Tensor, routing: Routing
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of the pre-activation, the weighted value, and the gradients of the routing weights."""
+) -> tuple[Rounded, Rounded, Tensor, Tensor]:
+    """Return the rounded gradient of the pre-activation and weighted value, the gradients of the routing weights, and,
+    if there is a bias, the first one unrounded.
+    """
     flags = *how.flags, bias is not None
     known, numbers = (_bias(bias, pre), routing.experts), (len(routing.offsets), *how.numbers)
     given = (dy, pre, *known, routing.order, factors, shares, *numbers)
 
-    def allocate() -> tuple[Tensor, Tensor, Tensor]:
-        return torch.empty_like(pre), torch.empty_like(dy), torch.empty_like(factors, dtype=torch.float32)
+    def allocate() -> tuple[Tensor, ...]:
+        wide = placeholder(2, pre.dtype, pre.device) if bias is None else torch.empty_like(pre)
+        scales = (pre.new_empty(len(pre), dtype=torch.float32) for _ in range(2))
+        of_pre, of_y = torch.empty_like(pre, dtype=E4M3), torch.empty_like(dy, dtype=E4M3)
+        return of_pre, wide, of_y, *scales, torch.empty_like(factors, dtype=torch.float32)
 
-    made = written(gate.BACKWARD, (*dy.shape, pre.dtype, *flags, factors.dtype, True), given, allocate)
+    made = written(experts_gate.BACKWARD, (*dy.shape, pre.dtype, *flags, factors.dtype), given, allocate)
     if made is not None:
-        return made[0], made[1], made[2]
+        of_pre, wide, of_y, pre_scale, y_scale, dweights = made
+        return (of_pre, pre_scale), (of_y, y_scale), dweights, wide
     names = ("dy", "pre", "bias", "experts", "order", "weights", "shares", "total", "alpha", "limit", "shift")
     switches = dict(zip(("tanh", "interleaved", "biased"), flags, strict=True))
     found = gate.backward_reference(**dict(zip(names, given, strict=True)), **switches, remade=True)
-    return found["dpre"].to(pre.dtype), found["y"].to(pre.dtype), found["dweights"].float()
+    dpre = found["dpre"]
+    return scaled_rows(dpre), scaled_rows(found["y"]), found["dweights"].float(), dpre.to(pre.dtype)
 
 
 def _combined(rows: Tensor, routing: Routing, weights: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -302,7 +315,7 @@ def _forward(
     routing, numbers = route(ids, len(gate_up)), rounded_input(x)
     ends, dtype = routing.offsets, x.dtype
     pre = _multiplied(_ordered(numbers, routing), gate_up, ends, dtype, turned=how.up_turned)
-    y = rounded(_gated(how, pre, gate_up_bias, routing))
+    y = _gated(how, pre, gate_up_bias, routing)
     rows = _multiplied(y, down, ends, dtype, turned=how.down_turned)
     return _combined(rows, routing, weights, down_bias), numbers, pre, routing
 
@@ -339,25 +352,23 @@ class _Fp8Experts(torch.autograd.Function):
             ddown_bias = _summed(rows, routing, factors) if of_down_bias else None
             del rows
         dy = _multiplied(slopes, down, routing.offsets, dtype, turned=not how.down_turned)
-        dpre, y, dweights = _ungated(how, dy, pre, gate_up_bias, factors, shares, routing)
+        gradients, y, dweights, wide = _ungated(how, dy, pre, gate_up_bias, factors, shares, routing)
         del dy, pre, shares
         if of_down:
-            across = _turned_rows(rounded(y), routing)
+            across = _turned_rows(y, routing)
             ddown = of_weight(_turned_rows(slopes, routing), across, how.down_turned)
             del across
         del slopes, y
         if of_gate_up_bias:
-            dgate_up_bias = _summed(dpre, routing)
-        if of_x or of_gate_up:
-            gradients = rounded(dpre)
-            del dpre
-            if of_gate_up:
-                across = _turned_rows(read_again(kept), routing, gathers=True)
-                dgate_up = of_weight(_turned_rows(gradients, routing), across, how.up_turned)
-                del across
-            if of_x:
-                drows = _multiplied(gradients, gate_up, routing.offsets, dtype, turned=not how.up_turned)
-                dx = _combined(drows, routing, None, None)
+            dgate_up_bias = _summed(wide, routing)
+        del wide
+        if of_gate_up:
+            across = _turned_rows(read_again(kept), routing, gathers=True)
+            dgate_up = of_weight(_turned_rows(gradients, routing), across, how.up_turned)
+            del across
+        if of_x:
+            drows = _multiplied(gradients, gate_up, routing.offsets, dtype, turned=not how.up_turned)
+            dx = _combined(drows, routing, None, None)
         made = dweights.view(weights.shape).to(weights.dtype) if of_weights else None
         return None, dx, made, dgate_up, ddown, dgate_up_bias, ddown_bias, None
 

@@ -42,7 +42,9 @@ KERNELS: dict[str, tuple[str, ...]] = {
         "fused_rms_norm_add_rms_norm_forward",
     ),
     "fused_linear_cross_entropy": ("fused_linear_cross_entropy",),
-    EXPERTS: ("experts_gate", "router_softmax_forward", "router_sigmoid_forward", "router_losses_forward"),
+    EXPERTS: (
+        "experts_gate", "fp8_experts_gate", "router_softmax_forward", "router_sigmoid_forward", "router_losses_forward",
+    ),
     ATTENTION: ("attention_forward",),
     LORA: (adapters.KERNEL,),
     FP8: fp8.KERNELS,
