@@ -262,7 +262,7 @@ def experts(
     chosen = [model.strip() for model in models.split(",")] if models else list(MODELS)
     lengths, wanted, peers = counts(tokens), among(kinds, KINDS, "kind"), among(providers, list(MAKERS), "provider")
     if plan is not None:
-        for note in bench.write_plan(plan, chosen, lengths, wanted, gpu):
+        for note in bench.write_plan(plan, chosen, lengths, wanted, peers, gpu):
             print(f"note: {note}")
         print(f"wrote {plan}")
         return

@@ -26,7 +26,7 @@ from benchmarks.cases import Case, Tensors
 from benchmarks.clock import clock_on
 from benchmarks.environment import facts
 from benchmarks.kernels import Effort, backward, check, clone, forward, memory_row, plan_of, timed_rows
-from benchmarks.providers import OURS, Provider, one_line
+from benchmarks.providers import FP8, OURS, Provider, one_line
 from benchmarks.results import Results, Row
 from benchmarks.served import doubts
 from benchmarks.sources import kernels_used, with_sources
@@ -174,16 +174,16 @@ def _once(results: Results) -> None:
     results.rows[:] = rows.values()
 
 
-def write_plan(path: Path, models: Sequence[str], tokens: Sequence[int], kinds: Sequence[str], gpu: str) -> list[str]:
-    """Write the plan of the problems that tilekern needs in these cases; return notes on problems without a kernel.
+def write_plan(
+    path: Path, models: Sequence[str], tokens: Sequence[int], kinds: Sequence[str], names: Sequence[str], gpu: str
+) -> list[str]:
+    """Write the plan of the problems that tilekern's among some providers need; return notes on those without a kernel.
 
     Raises:
         InputError: the GPU is unknown, or no problem is needed.
     """
-    ours = {model: layers.provider(OURS, model) for model in models}
-    return plan_of(
-        path, [(case, one) for model, one in ours.items() for case in layers.cases(model, tokens, kinds)], gpu
-    )
+    ours = [(model, layers.provider(name, model)) for model in models for name in (OURS, FP8) if name in names]
+    return plan_of(path, [(case, one) for model, one in ours for case in layers.cases(model, tokens, kinds)], gpu)
 
 
 def run(job: Job) -> Iterator[Line]:

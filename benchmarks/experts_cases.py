@@ -16,9 +16,10 @@ from typing import Any
 from benchmarks.cases import Case, Tensors, Work, seeded
 from benchmarks.environment import version_of
 from benchmarks.models import make_model
-from benchmarks.providers import OURS, Provider
+from benchmarks.providers import FP8, OURS, Provider
 from benchmarks.train import name_of
 from tilekern.errors import InputError
+from tilekern.runtime.switches import ROWWISE
 from tilekern.tuning.plan.configs import config_named
 
 OP, FROZEN_OP, LORA_OP = "experts", "experts_frozen", "experts_lora"
@@ -63,11 +64,18 @@ class Experts:
         """Return a weight as [experts, in, out]."""
         return weight if self.module.is_transposed else weight.transpose(1, 2)
 
-    def run(self, implementation: str) -> Layer:
-        """Run the layer by transformers' module, with one of its implementations of experts."""
+    def run(self, implementation: str, format: str = "") -> Layer:
+        """Run the layer by transformers' module, with one of its implementations of experts.
+
+        ``format`` is that of 8-bit floats, or empty.
+        """
         import torch
 
+        from tilekern.patch.experts import FORMAT
+
         module = _module(self.model, implementation)
+        if format:
+            setattr(module, FORMAT, format)
 
         def layer(x: Any, ids: Any, scores: Any, *weights: Any) -> Any:
             return torch.func.functional_call(module, self.given(weights), (x, ids, scores))
@@ -324,6 +332,7 @@ class Maker:
 
 MAKERS: Mapping[str, Maker] = {
     OURS: Maker(lambda experts: experts.run(OURS)),
+    FP8: Maker(lambda experts: experts.run(OURS, ROWWISE)),
     "transformers": Maker(lambda experts: experts.run("grouped_mm"), "transformers"),
     "torch.compile": Maker(lambda experts: _compiled(experts.run("grouped_mm")), "torch"),
     "torch-grouped": Maker(_by_hand, "torch"),

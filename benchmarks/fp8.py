@@ -26,10 +26,10 @@ from benchmarks.fp8_curves import (
     text,
     train,
 )
-from benchmarks.fp8_errors import FP8, TORCH, Figures, eight, errors_of, operands_of
+from benchmarks.fp8_errors import TORCH, Figures, eight, errors_of, operands_of
 from benchmarks.fp8_gradients import OTHER_BATCH, Cosines, cosines, group_of, of_first_steps
 from benchmarks.models import make_model
-from benchmarks.providers import OURS
+from benchmarks.providers import FP8, OURS
 from benchmarks.results import Results, Row
 from benchmarks.served import doubts
 from benchmarks.sources import kernels_since, with_sources

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.environment import ROOT
-from benchmarks.fp8_errors import FP8
 from benchmarks.models import make_model
-from benchmarks.providers import OURS
+from benchmarks.providers import FP8, OURS
 from benchmarks.results import Results
 
 OTHER_ORDER, FP8_OTHER_ORDER = (f"{who}-other-order" for who in (OURS, FP8))

@@ -10,9 +10,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from benchmarks.providers import OURS
+from benchmarks.providers import FP8
 
-FP8 = f"{OURS}-fp8"
 # The same products by torch in the operands' dtype, and 8-bit ones whose turned matrices have a scale for each column.
 TORCH, COLUMNS = "torch", "scales-by-column"
 Figures = Mapping[str, Mapping[str, float]]
@@ -27,15 +26,17 @@ class Operands(NamedTuple):
 
 
 def operands_of(model: Any, ids: Any) -> Iterator[tuple[str, Operands]]:
-    """Take a training step's forward and backward; yield the operands of each layer that 8-bit floats would serve.
+    """Take a training step's forward and backward; yield the operands of each linear layer for 8-bit floats.
 
     Args:
         model: a model in training mode, whose layers are not converted. Its gradients are dropped.
         ids: tokens [batch, sequence], which are the labels too.
     """
+    import torch
+
     from tilekern.fp8 import convert, restore
 
-    names = convert(model)
+    names = convert(model, lambda _, layer: isinstance(layer, torch.nn.Linear))
     restore(model)
     seen: dict[str, dict[str, Any]] = {name: {} for name in names}
 

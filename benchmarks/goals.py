@@ -15,12 +15,12 @@ from benchmarks.families import BENCHMARK as FAMILIES
 from benchmarks.fp8 import BENCHMARK as OF_FP8
 from benchmarks.fp8 import NEAR
 from benchmarks.fp8_curves import distances
-from benchmarks.fp8_errors import FP8, TORCH
+from benchmarks.fp8_errors import TORCH
 from benchmarks.host import ALLOCATION
 from benchmarks.inference import BENCHMARK as INFERENCE
 from benchmarks.inference import INT8
 from benchmarks.kernels import COPY, PRODUCTS
-from benchmarks.providers import OURS
+from benchmarks.providers import FP8, OURS
 from benchmarks.results import Results, Row, shown
 from benchmarks.suite_cases import SUITE
 

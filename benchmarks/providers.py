@@ -27,12 +27,15 @@ from tilekern.errors import InputError
 
 Call = Callable[..., Any]
 OURS = "tilekern"
+FP8 = f"{OURS}-fp8"
 OPS = (
     "rms_norm", "swiglu", "rope", "fused_add_rms_norm", "qk_norm_rope", "cross_entropy", "fused_linear_cross_entropy",
     "attention", "linear", *SUITE,
 )  # fmt: skip
 # Peers round more often than tilekern, like the formulas that they replace.
 PEER_SLACK = 4.0
+# e4m3 has 4 significant bits where bfloat16 has 8.
+FP8_SLACK = 16.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Provider:
     @property
     def slack(self) -> float:
         """Return the factor on tilekern's tolerance that its errors may reach."""
-        return 1.0 if self.name == OURS else PEER_SLACK
+        return {OURS: 1.0, FP8: FP8_SLACK}.get(self.name, PEER_SLACK)
 
 
 def _tilekern() -> Provider:

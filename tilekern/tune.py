@@ -70,7 +70,7 @@ def tune(
         checkpointing: whether activations are recomputed in the backward.
         optimizer: ``adamw`` or ``none``.
         experts: whether tilekern runs layers of experts.
-        fp8: the format in which linear layers run products of 8-bit floats, as ``apply(fp8=...)`` has it; or False.
+        fp8: the format of 8-bit floats of linear layers and experts, as ``apply(fp8=...)`` has it; or False.
         decode: how many sequences generation decodes at once, one number or several; by default none, for an engine 1.
         context: tokens of a decoded sequence, the new one included.
         chunk: tokens of a prompt that are computed at once, where prompts are computed in chunks too.

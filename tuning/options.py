@@ -114,7 +114,7 @@ _STEPS = {
         is_flag=False,
         flag_value=ROWWISE,
         type=click.Choice(FP8_FORMATS),
-        help=f"Linear layers run 8-bit floats, {ROWWISE} if no format follows: apply(fp8=...).",
+        help=f"Linear layers, and experts, run 8-bit floats, {ROWWISE} if no format follows: apply(fp8=...).",
     ),
     "checkpointing": click.option("--checkpointing", is_flag=True, help="Activations are recomputed in the backward."),
     "optimizer": click.option(

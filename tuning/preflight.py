@@ -256,7 +256,7 @@ def preflight(
         padded: whether they are padded to one length, with a mask.
         checkpointing: whether activations are made again in the backward.
         optimizer: ``adamw`` or ``none``.
-        fp8: the format in which linear layers run products of 8-bit floats, as ``apply(fp8=...)`` has it; or False.
+        fp8: the format of 8-bit floats of linear layers and experts, as ``apply(fp8=...)`` has it; or False.
         experts: whether layers of experts run tilekern's, as ``apply(experts=True)`` has it.
         decode: how many sequences generation decodes at once, one number or several; by default none, for an engine 1.
         context: tokens of a decoded sequence, the new one included.

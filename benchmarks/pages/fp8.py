@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from benchmarks.fp8 import BENCHMARK, NEAR
 from benchmarks.fp8_curves import BESIDE, COMPARED, FP8_OTHER_ORDER, OTHER_ORDER, distances
-from benchmarks.fp8_errors import COLUMNS, FP8, TORCH
+from benchmarks.fp8_errors import COLUMNS, TORCH
 from benchmarks.fp8_gradients import OTHER_BATCH
 from benchmarks.pages.charts import Panel, lines
 from benchmarks.pages.markdown import by_gpu, head, link, plot, slug, table
-from benchmarks.providers import OURS
+from benchmarks.providers import FP8, OURS
 from benchmarks.results import Results, Row
 from benchmarks.sources import described
 

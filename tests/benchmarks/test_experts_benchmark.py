@@ -54,7 +54,7 @@ def test_providers_equal_the_loop_in_float64(model, kind, tiny):
     (case,) = cases(tiny[model], [24], [kind])
     tensors = case.tensors("cpu")
     expected = case.expected(tensors)
-    names = ("tilekern", "transformers", "torch-grouped")
+    names = ("tilekern", "tilekern-fp8", "transformers", "torch-grouped")
     for one in (provider(name, tiny[model]) for name in names):
         check(case, tensors, expected, one)
     case.products(tensors)

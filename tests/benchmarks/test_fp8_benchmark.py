@@ -22,12 +22,12 @@ from benchmarks.fp8_curves import (
     distances,
     smoothed,
 )
-from benchmarks.fp8_errors import COLUMNS, FP8, TORCH, Operands, cosine, errors_of, flushed, operands_of, relative
+from benchmarks.fp8_errors import COLUMNS, TORCH, Operands, cosine, errors_of, flushed, operands_of, relative
 from benchmarks.fp8_gradients import OTHER_BATCH, Cosines, group_of, of_first_steps
 from benchmarks.goals import GOALS
 from benchmarks.models import make_model
 from benchmarks.pages import fp8 as pages
-from benchmarks.providers import OURS
+from benchmarks.providers import FP8, OURS
 from benchmarks.results import Results, read_results
 from tilekern.kernels.fp8.scales import scaled_rows, turned_rows
 
@@ -108,14 +108,16 @@ def test_a_hundred_steps_of_a_small_model_stay_within_what_the_order_of_batches_
     assert [verdict.met for verdict in goal.judge(run)] == [True]
 
 
-def test_gpt_oss_runs_8_bit_floats_in_its_attention():
+def test_gpt_oss_runs_8_bit_floats_in_attention_and_experts():
     with fp8_curves.patched():
         curve, model = fp8_curves.train(configs(SMALL)["gpt-oss"], FP8, 2, SMALL, "cpu")
-        assert curve.converted == [
-            f"model.layers.{n}.self_attn.{name}_proj" for n in range(2) for name in ("q", "k", "v", "o")
-        ]
+        linear = [f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")]
+        assert curve.converted == [f"model.layers.{n}.{name}" for n in range(2) for name in (*linear, "mlp.experts")]
+        # Errors are of linear layers.
         assert [name for name, _ in operands_of(make_model(configs(SMALL)["gpt-oss"], device="cpu", attention=OURS),
-                                               torch.arange(64)[None])] == curve.converted  # fmt: skip
+                                               torch.arange(64)[None])] == [
+            f"model.layers.{n}.{name}" for n in range(2) for name in linear
+        ]  # fmt: skip
     assert all(torch.isfinite(x).all() for x in model.parameters())
 
 

@@ -159,6 +159,7 @@ LEFT_OUT = {
     **dict.fromkeys(("tvd_elements_forward", "tvd_elements_backward"), ("counted", 0)),
     **dict.fromkeys(("router_losses_forward", "router_losses_backward"), ("shares", 0)),
     **dict.fromkeys(("experts_gate", "experts_gate_backward", "experts_combine"), ("experts", "total")),
+    **dict.fromkeys(("fp8_experts_gate", "fp8_experts_gate_backward"), ("experts", "total")),
 }
 
 
@@ -216,9 +217,10 @@ def test_in_place_gives_the_same_bits(name, data):
 
 # Kernels whose arrays are shared, gathered or packed; test_spaces.py has their bytes, counted by hand.
 OTHER_BYTES = (
-    "attention_forward", "attention_backward", "attention_dkdv", "attention_dq", "decode_attention", "fused_linear_",
-    "gather_", "group_norm_backward", "grouped_sum", "labels", "linear_log_probs", "llama4_rope", "narrow_", "qk_norm",
-    "qwen2vl", "rope", "router_losses", "skinny_held_linear", "token_attention",
+    "attention_forward", "attention_backward", "attention_dkdv", "attention_dq", "decode_attention",
+    "fp8_grouped_turned", "fp8_grouped_weight", "fused_linear_", "gather_", "group_norm_backward", "grouped_sum",
+    "labels", "linear_log_probs", "llama4_rope", "narrow_", "qk_norm", "qwen2vl", "rope", "router_losses",
+    "skinny_held_linear", "token_attention",
 )  # fmt: skip
 
 

@@ -39,9 +39,9 @@ LAYERS = 14
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
-def made(dtype=torch.float32, *, converted=True):
+def made(dtype=torch.float32, *, converted=True, config=None):
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**SIZES)).to(dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config or transformers.Qwen3Config(**SIZES)).to(dtype)
     model = model.to(IDS.device).train()
     if converted:
         tilekern.fp8.convert(model)
@@ -84,9 +84,9 @@ def counted():
     return dispatch.reasons().get("fp8_matmul", {})
 
 
-def mean_of_rows(rank, ids):
+def mean_of_rows(rank, ids, config=None):
     """What a rank gets that trains on one row: its loss, and the mean of the gradients of all."""
-    rows = [step(made(), row) for row in ids.split(1)]
+    rows = [step(made(config=config), row) for row in ids.split(1)]
     return [rows[rank][0], *(sum(parts) / len(rows) for parts in zip(*(row[1:] for row in rows), strict=True))]
 
 
@@ -129,6 +129,20 @@ def train_by_fsdp2(row, wanted):
         assert "has no linear layer for 8-bit floats" in str(error)  # noqa: PT017
     else:
         raise AssertionError("layers of FSDP2's classes were converted")
+
+
+def train_experts_by_fsdp2(row, rank):
+    """Experts are gathered in their dtype, whether they were converted before or after."""
+    tilekern.apply(experts=True)
+    sizes = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.Qwen3MoeConfig(**SIZES, **sizes)
+    wanted = mean_of_rows(rank, IDS, config)
+    assert_same(step(sharded(made(config=config)), row), wanted, "FSDP2, experts")
+    late = sharded(made(config=config, converted=False))
+    assert sum(name.endswith("experts") for name in tilekern.fp8.convert(late)) == 2
+    assert_same(step(late, row), wanted, "FSDP2, experts, converted later")
+    assert sum("experts, rowwise" in row.kind.lower() for row in tilekern.report(late).rows if not row.reason) == 2
+    tilekern.reset()
 
 
 def compare_gathering(row):
@@ -283,6 +297,7 @@ def main():
         wanted = mean_of_rows(rank, IDS)
         train_by_ddp(row, wanted)
         train_by_fsdp2(row, wanted)
+        train_experts_by_fsdp2(row, rank)
         refuse()
         share_tensors()
     compare_gathering(row)

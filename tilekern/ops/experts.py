@@ -139,10 +139,11 @@ def experts(
     return _experts(x.to(gate_up.dtype), weights, gate_up, down, gate_up_bias, down_bias, ids, *how).to(dtype)
 
 
-def _check(
+def check_layer(
     x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
     ids: Tensor, *options: Any,
 ) -> None:  # fmt: skip
+    """Raise ValueError if the arguments, weights as they are stored, do not fit."""
     how = Gate(*options)
     gate_up, down = _seen(gate_up, down, how)
     if gate_up.dim() != 3 or gate_up.shape[1] % 2:
@@ -343,6 +344,6 @@ _experts = operation(
     gate.FORWARD, gate.BACKWARD, name="experts", ungraded=("ids",), arrays=_ARRAYS,
     kept=("pre", "offsets", "order", "ranks", "chosen"),
     reads=(*_GRADED, "ids", "pre", "offsets", "order", "ranks", "chosen"), apart=_GRADED,
-    key=("activation == 'gelu_tanh'", "interleaved", "up_turned", "down_turned"), check=_check, find=_find,
+    key=("activation == 'gelu_tanh'", "interleaved", "up_turned", "down_turned"), check=check_layer, find=_find,
     launch=_launch, launch_backward=_launch_backward, fake=_fake, rest=_rest,
 )(_formula)  # fmt: skip

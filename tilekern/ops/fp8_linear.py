@@ -150,14 +150,19 @@ def _run(how: Format, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ..
     return how.graded(x, *parameters) if graded else how.plain(x, parameters)
 
 
-def why_not(x: Tensor, graded: bool, weights: Sequence[Any]) -> str:
-    """Return why torch's layers, with these weights, compute a call; empty if products of 8-bit floats do."""
+def why_never(x: Tensor) -> str:
+    """Return why no call on ``x`` runs products of 8-bit floats, whatever the sizes; empty if calls do."""
     if is_invariant():
         return "the invariant mode, whose bits are those of bfloat16"
     if x.dtype not in _DTYPES:
         return "a dtype that is not bfloat16, float16 or float32"
-    if forward_ad._current_level >= 0:
-        return "forward-mode differentiation"
+    return "forward-mode differentiation" if forward_ad._current_level >= 0 else ""
+
+
+def why_not(x: Tensor, graded: bool, weights: Sequence[Any]) -> str:
+    """Return why torch's layers, with these weights, compute a call; empty if products of 8-bit floats do."""
+    if why := why_never(x):
+        return why
     rows = x.numel() // max(1, x.shape[-1])
     if not graded and rows <= MOST_ROWS:
         return "few rows without a gradient"
@@ -172,25 +177,22 @@ def layers_of(parameters: Sequence[Any]) -> list[Layer]:
 
 
 def written(
-    spec: KernelSpec, dimensions: Sequence[Any], given: Sequence[Tensor], allocate: Callable[[], Sequence[Tensor]]
+    spec: KernelSpec, dimensions: Sequence[Any], given: Sequence[Any], allocate: Callable[[], Sequence[Tensor]]
 ) -> Sequence[Tensor] | None:
-    """Return a kernel's outputs, of memory that ``allocate`` makes; None, counted, if torch must compute them.
+    """Return a kernel's outputs, of memory that ``allocate`` makes, or a library's; None, counted, if torch must.
 
     Args:
         spec: the kernel.
         dimensions: the values of its problem, in their order.
-        given: its inputs.
+        given: its inputs, the first a tensor.
         allocate: returns its outputs, in their order.
     """
     plan = plan_for(spec, given[0].device, *dimensions)
     if plan is not None:
-        outputs = allocate()
         try:
-            plan.launch(given[0].get_device(), *given, *outputs)
+            return plan.run(given[0].get_device(), tuple(given), lambda: tuple(allocate()))
         except NoVariant as error:
             refused(spec, error)
-        else:
-            return outputs
     count_fallback(spec)
     return None
 
@@ -279,23 +281,15 @@ def launched(
     """Return a format's product, computed by its kernel or library; None, counted, if torch must compute it."""
     m, k = a.shape
     rows, inner = (k, m) if over_rows else (m, k)
-    plan = plan_for(spec, a.device, rows, inner, b.shape[0], over_rows, bias is not None, addend is not None, dtype)
-    if plan is not None:
-        more = () if bias is None else (bias.contiguous(),)
-        given = (a, b, a_scale, b_scale, *more, *(() if addend is None else (addend,)))
+    dimensions = rows, inner, b.shape[0], over_rows, bias is not None, addend is not None, dtype
+    more = () if bias is None else (bias.contiguous(),)
+    given = (a, b, a_scale, b_scale, *more, *(() if addend is None else (addend,)))
 
-        def allocate() -> tuple[Tensor]:
-            return (torch.empty((m, b.shape[0]), dtype=dtype, device=a.device) if addend is None else addend,)
+    def allocate() -> tuple[Tensor]:
+        return (torch.empty((m, b.shape[0]), dtype=dtype, device=a.device) if addend is None else addend,)
 
-        try:
-            (c,) = plan.run(a.get_device(), given, allocate)
-        except NoVariant as error:
-            refused(spec, error)
-        else:
-            made: Tensor = c
-            return made
-    count_fallback(spec)
-    return None
+    made = written(spec, dimensions, given, allocate)
+    return None if made is None else made[0]
 
 
 def _forward(x: Tensor, parameters: Sequence[Any]) -> tuple[tuple[Tensor, ...], Rounded, list[Tensor]]:

@@ -23,10 +23,21 @@ import torch
 
 from tilekern import ops
 from tilekern.kernels.experts.gate import FORWARD
+from tilekern.kernels.fp8.grouped import SPEC as PRODUCT
+from tilekern.ops.fp8_experts import fp8_experts
 from tilekern.patch import parallel
 from tilekern.patch.digests import Table, definition_of
-from tilekern.patch.guards import SUBCLASS, constant_in_graphs, count_own, forward_of, has_hooks, is_from, is_plain
-from tilekern.patch.replacements import is_ordinary
+from tilekern.patch.guards import (
+    COMPILED,
+    SUBCLASS,
+    constant_in_graphs,
+    count_own,
+    forward_of,
+    has_hooks,
+    is_from,
+    is_ordinary,
+    is_plain,
+)
 from tilekern.patch.rewriting import named_as
 from tilekern.runtime import implementation
 from tilekern.runtime.dispatch import count_fallback
@@ -36,6 +47,8 @@ from tilekern.warning import warn_once
 # transformers' default, and the attribute in which a configuration stores the choice. The name without the suffix is a
 # property whose setter would also change nested configurations.
 _DEFAULT, _NAME = "grouped_mm", "_experts_implementation_internal"
+# The attribute of a module of experts that runs products of 8-bit floats; its value is the format.
+FORMAT = "tilekern_fp8"
 # Models whose experts were chosen here.
 _chosen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -93,7 +106,7 @@ def unserved(module: torch.nn.Module, is_gathered: bool = False) -> str:
 
     ``is_gathered`` says that its weights are plain tensors whenever it runs.
     """
-    return _unserved(module, _weights(module), is_gathered)
+    return _unserved(module, weights_of(module), is_gathered)
 
 
 def _unserved(module: torch.nn.Module, weights: tuple[Any, ...], is_gathered: bool = False) -> str:
@@ -167,7 +180,7 @@ def _activations() -> dict[Any, str]:
     }
 
 
-def _weights(module: Any) -> tuple[Any, ...]:
+def weights_of(module: Any) -> tuple[Any, ...]:
     """Return the weights of both products, then their biases if it has any."""
     names = ("gate_up_proj", "down_proj")
     biases = tuple(f"{name}_bias" for name in names) if getattr(module, "has_bias", False) else ()
@@ -191,7 +204,7 @@ def run_experts(
     Returns:
         [tokens, hidden].
     """
-    weights = _weights(module)
+    weights = weights_of(module)
     reason = _unserved(module, weights)
     if not reason and not is_plain(hidden_states, top_k_index, top_k_weights):
         reason = "its inputs are not plain tensors"
@@ -208,11 +221,21 @@ def run_experts(
     gate_up, down, *biases = weights
     if getattr(module, "is_transposed", False):
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    return ops.experts(
+    return _op_of(module)(
         hidden_states, top_k_index, top_k_weights, gate_up, down, *biases, activation=_activation(module, form) or "",
         alpha=getattr(module, form.alpha) if form.alpha else 1.0,
         limit=getattr(module, form.limit) if form.limit else None, shift=form.shift, interleaved=form.interleaved,
     )  # fmt: skip
+
+
+def _op_of(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
+    """Return the op of a module of experts: that of 8-bit floats if it was converted, but in compiled code."""
+    if FORMAT not in vars(module):
+        return ops.experts
+    if torch.compiler.is_compiling():
+        count_own(PRODUCT.name, COMPILED)
+        return ops.experts
+    return fp8_experts
 
 
 def unserved_layer(module: Any) -> str:
@@ -220,7 +243,7 @@ def unserved_layer(module: Any) -> str:
     experts, homes = module.experts, {kind.__module__ for kind in type(module).__mro__}
     if has_hooks(experts) or not is_from(forward_of(experts), *homes):
         return "its experts are called by hooks or by another forward than their own"
-    return _unserved_by(experts, GateForm(), _weights(experts))
+    return _unserved_by(experts, GateForm(), weights_of(experts))
 
 
 def scaled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,7 +260,7 @@ def scaled_layer(original: Callable[..., Any]) -> Callable[..., Any]:
         scores, logits = self.router(x)
         chosen, ids = scores.topk(self.top_k, dim=1)
         slots = (x[:, None] * chosen[..., None]).flatten(0, 1)
-        gate_up, down = (weight.transpose(1, 2) for weight in _weights(experts))
+        gate_up, down = (weight.transpose(1, 2) for weight in weights_of(experts))
         ones, activation = slots.new_ones(len(slots), 1), _activation(experts, GateForm()) or ""
         y = ops.experts(slots, ids.view(-1, 1), ones, gate_up, down, activation=activation)
         return self.shared_expert(x).add_(y.view(*ids.shape, -1).sum(1)), logits

@@ -1,13 +1,15 @@
-"""Train a model's linear layers with products of 8-bit floats: which layers, the class that they get, and back.
+"""Train a model's layers with products of 8-bit floats: which layers, what they become, and back.
 
-A layer keeps its parameters, names and dtype, so optimizers, checkpoints and FSDP see the model of before; only its
-class changes. A layer that stays as it is, is one of these:
+A layer keeps its parameters, names and dtype, so optimizers, checkpoints and FSDP see the model of before. A linear
+layer gets another class. A module of experts that runs tilekern's op (:mod:`tilekern.patch.experts`) keeps its class,
+which is its model's, and gets an attribute, which the op's door reads. A layer that stays as it is, is one of these:
 
 - the head, embeddings and routers: their results decide between tokens and experts
 - layers outside of the decoder's repeated layers, as those of a vision tower
 - sides of fewer than 128, or that are no multiples of 16, which 8-bit products take
 - adapters of PEFT, and layers of other classes than torch's, as those of 4 bits
 - layers with a forward of their own, as accelerate's hooks give them
+- experts that run transformers' code, and all experts in other formats than ``rowwise``
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from tilekern.errors import InputError
+from tilekern.kernels.fp8.grouped import SPEC as EXPERTS_PRODUCT
 from tilekern.kernels.fp8.mx_scales import HAS_MX
 from tilekern.kernels.fp8.space import HAS_FP8
 from tilekern.ops.fp8_block_linear import fp8_block_linear, fp8_block_linears
@@ -29,12 +32,12 @@ from tilekern.ops.fp8_linear import fp8_linear, fp8_linears, why_not
 from tilekern.ops.mxfp8_linear import mxfp8_linear, mxfp8_linears
 from tilekern.ops.registration import is_autocast, needs_gradient
 from tilekern.ops.rounded_weight import RoundedWeight
+from tilekern.patch import experts, guards
 from tilekern.patch.exchanging import exchange
-from tilekern.patch.guards import SUBCLASS, TENSORS, count_own, has_hooks, parameter_of
+from tilekern.patch.guards import COMPILED, SUBCLASS, TENSORS, count_own, has_hooks, parameter_of
 from tilekern.runtime.switches import BLOCKWISE, FP8_FORMATS, MXFP8, ROWWISE
 from tilekern.spec.targets import HAS
 
-COMPILED = "torch.compile"
 # Functions of a shard that FSDP2 calls before and after it gathers (tilekern.patch.gathering).
 BEFORE, AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 # What :func:`stand_in` changes.
@@ -136,7 +139,7 @@ class Mxfp8Linear(Linear):
 
 
 _CLASSES = {kind.fp8: kind for kind in (Linear, BlockwiseLinear, Mxfp8Linear)}
-KERNELS = tuple(kind.kernel for kind in _CLASSES.values())
+KERNELS = (*(kind.kernel for kind in _CLASSES.values()), EXPERTS_PRODUCT.name)
 
 
 @contextlib.contextmanager
@@ -198,18 +201,20 @@ def gated_mlp(layers: Sequence[Any], activation: str, x: torch.Tensor) -> torch.
 
 
 def convert(
-    model: torch.nn.Module, chosen: Callable[[str, torch.nn.Linear], bool] | None = None, *, format: str = ROWWISE
+    model: torch.nn.Module, chosen: Callable[[str, Any], bool] | None = None, *, format: str = ROWWISE
 ) -> list[str]:  # fmt: skip
-    """Have linear layers of a model's decoder run products of 8-bit floats from now on.
+    """Have layers of a model's decoder run products of 8-bit floats from now on.
 
     Call it at any time, before or after DDP, FSDP or ``torch.compile`` have the model, which compiles such layers as
     ordinary ones; but before ``fully_shard`` of single linear layers. Parameters stay the same objects, in their dtype.
 
     Args:
         model: a model of transformers, alone or inside PEFT's, or any module with numbered layers.
-        chosen: ``(name, layer) -> bool``, asked about each layer that would be converted; None takes all.
+        chosen: ``(name, layer) -> bool``, asked about each linear layer and each module of experts that would be
+            converted; None takes all.
         format: ``rowwise``, a scale for each row of a matrix; ``blockwise``, one for each 128 numbers of a row, and for
             each 128 x 128 of a weight; or ``mxfp8``, one for each 32 numbers. Layers of another format change to it.
+            Experts have ``rowwise`` alone, if they run tilekern's op (``apply(experts=True)``).
 
     Returns:
         The names of the layers that run so now, in the model's order.
@@ -220,24 +225,24 @@ def convert(
     """
     if format not in FP8_FORMATS:
         raise InputError(f"convert: format must be one of {', '.join(map(repr, FP8_FORMATS))}, got {format!r:.40}")
-    found = [(name, layer) for name, layer in _layers_of(model) if chosen is None or chosen(name, layer)]
+    found = [(name, layer) for name, layer in _served(model, format) if chosen is None or chosen(name, layer)]
     if not found:
         raise InputError(
             f"{type(model).__name__} has no linear layer for 8-bit floats: those of repeated layers, of torch's class, "
             f"with sides of {_LEAST} or more that are multiples of {_UNIT}"
         )
-    for device in {layer.weight.device for _, layer in found}:
+    for device in {next(layer.parameters()).device for _, layer in found}:
         _check(device, format)
-    changing = [(name, layer) for name, layer in found if getattr(layer, "fp8", None) != format]
+    changing = [(name, layer) for name, layer in found if _format_of(layer) != format]
     for name, layer in changing:
         _check_own(name, layer)
     for _, layer in changing:
-        layer.__class__ = _CLASSES[format]
+        _give(layer, format)
     return [name for name, _ in found]
 
 
 def restore(model: torch.nn.Module) -> list[str]:
-    """Give the layers of :func:`convert` their own class back; return their names.
+    """Have the layers of :func:`convert` run as before; return their names.
 
     Raises:
         InputError: a layer has got another class since, as ``fully_shard`` of a single layer and parametrizations do,
@@ -247,8 +252,34 @@ def restore(model: torch.nn.Module) -> list[str]:
     for name, layer in found:
         _check_own(name, layer)
     for _, layer in found:
-        layer.__class__ = torch.nn.Linear
+        _give(layer, "")
     return [name for name, _ in found]
+
+
+def _is_linear(layer: torch.nn.Module) -> bool:
+    return isinstance(layer, torch.nn.Linear)
+
+
+def _format_of(layer: torch.nn.Module) -> str:
+    """Return the format of a layer; empty if it has none."""
+    return layer.fp8 if isinstance(layer, Linear) else vars(layer).get(experts.FORMAT, "")
+
+
+def _give(layer: Any, format: str) -> None:
+    """Have a layer run products of a format, or of none if it is empty."""
+    if _is_linear(layer):
+        layer.__class__ = _CLASSES[format] if format else torch.nn.Linear
+    elif format:
+        setattr(layer, experts.FORMAT, format)
+    else:
+        delattr(layer, experts.FORMAT)
+
+
+def _why_no_experts(module: torch.nn.Module, format: str, shards: bool) -> str:
+    """Return why a module of experts does not run a format; empty if it may."""
+    if format != ROWWISE:
+        return f"experts have the format {ROWWISE!r} alone"
+    return experts.reason_of(module, shards)
 
 
 def _check_own(name: str, layer: torch.nn.Module) -> None:
@@ -267,25 +298,36 @@ def is_gathered(layer: torch.nn.Module) -> bool:
     return type(weight) is RoundedWeight or hasattr(getattr(weight, "_local_tensor", None), BEFORE)
 
 
-def converted_layers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Linear]]:
+def converted_layers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Return the layers of a model that run products of 8-bit floats, with their names."""
-    return [(name, layer) for name, layer in model.named_modules() if isinstance(layer, Linear)]
+    return [(name, layer) for name, layer in model.named_modules() if _format_of(layer)]
 
 
-def judged(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
-    """Return the linear layers of a model and why each runs no 8-bit floats; none if nobody has asked for these."""
-    on = {id(layer) for _, layer in converted_layers(model)}
+def judged(model: torch.nn.Module, shards: bool = False) -> list[tuple[str, torch.nn.Module, str]]:
+    """Return the linear layers and experts of a model and why each runs no 8-bit floats; none if nobody asked for any.
+
+    ``shards`` says that FSDP shards parts of the model.
+    """
+    on = {id(layer): _format_of(layer) for _, layer in converted_layers(model)}
     if not on and not format_on():
         return []
     fit, unasked = {id(layer) for _, layer in _layers_of(model)}, "not converted" if on else _EARLIER
-    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
-    whys = ("" if id(layer) in on else unasked if id(layer) in fit else _UNFIT for _, layer in layers)
-    return [(*named, why) for named, why in zip(layers, whys, strict=True)]
+    format = ROWWISE if ROWWISE in on.values() else next(iter(on.values()), format_on())
+
+    def why(layer: torch.nn.Module) -> str:
+        if _is_linear(layer):
+            return "" if id(layer) in on else unasked if id(layer) in fit else _UNFIT
+        own = _why_no_experts(layer, format, shards) if id(layer) in fit else _UNFIT
+        return own or ("" if id(layer) in on else unasked)
+
+    layers = [(name, layer) for name, layer in model.named_modules() if _is_linear(layer) or _are_experts(layer)]
+    return [(name, layer, why(layer)) for name, layer in layers]
 
 
-def named(layer: Any) -> str:
-    """Return the name of a linear layer's class, and the format if it is of 8-bit floats."""
-    return f"Linear, {layer.fp8}" if isinstance(layer, Linear) else type(layer).__name__
+def named(layer: torch.nn.Module) -> str:
+    """Return the name of a layer's class, and the format if it is of 8-bit floats."""
+    format, kind = _format_of(layer), "Linear" if isinstance(layer, Linear) else type(layer).__name__
+    return f"{kind}, {format}" if format else kind
 
 
 _UNFIT = (
@@ -307,8 +349,8 @@ def _check(device: torch.device, format: str = ROWWISE) -> None:
         raise InputError(f"{needed.reason}; {torch.cuda.get_device_name(device)} is sm_{major}{minor}")
 
 
-def _layers_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
-    """Yield the layers to convert, and those that are converted."""
+def _layers_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the layers to convert, and those that are converted; of experts those that an op may serve."""
     # DDP and others have the model inside.
     owner: Any = next((module for module in model.modules() if hasattr(module, "get_decoder")), None)
     head = getattr(owner, "get_output_embeddings", lambda: None)()
@@ -316,31 +358,51 @@ def _layers_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
     inside = {id(module) for module in decoder.modules()}
     for name, layer in model.named_modules():
         *path, last = name.split(".")
-        is_known = type(layer) is torch.nn.Linear or isinstance(layer, Linear)
-        if not is_known or layer is head or id(layer) not in inside:
+        sides = _sides_of(layer)
+        if not sides or layer is head or id(layer) not in inside:
             continue
         if not any(part.isdigit() for part in path) or last in _OTHERS or not set(_ADAPTERS).isdisjoint(path):
             continue
         if "forward" in layer.__dict__:
             continue
-        sides = layer.in_features, layer.out_features
         if min(sides) >= _LEAST and not any(side % _UNIT for side in sides):
+            yield name, layer
+
+
+def _are_experts(module: torch.nn.Module) -> bool:
+    """Return whether a module is of transformers' experts, whose code calls an implementation."""
+    return hasattr(type(module), "_apply_gate")
+
+
+def _sides_of(layer: Any) -> tuple[int, ...]:
+    """Return the sides of the weights of a layer that may have a format; none if it may not."""
+    if type(layer) is torch.nn.Linear or isinstance(layer, Linear):
+        return layer.in_features, layer.out_features
+    weights = experts.weights_of(layer)[:2] if _are_experts(layer) else ()
+    shapes = [weight.shape for weight in weights if isinstance(weight, torch.Tensor) and weight.dim() == 3]
+    return tuple(side for shape in shapes for side in shape[1:]) if len(shapes) == 2 else ()
+
+
+def _served(model: torch.nn.Module, format: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the layers that may run a format."""
+    shards = guards.is_gathered(model)
+    for name, layer in _layers_of(model):
+        if _is_linear(layer) or not _why_no_experts(layer, format, shards):
             yield name, layer
 
 
 @contextlib.contextmanager
 def converted(model: torch.nn.Module, format: str) -> Iterator[None]:
     """Convert a model for a while, unless the format is empty."""
-    before = {id(layer): type(layer) for _, layer in converted_layers(model)}
+    before = {id(layer): _format_of(layer) for _, layer in converted_layers(model)}
     if format:
         convert(model, format=format)
     try:
         yield
     finally:
         for _, layer in converted_layers(model):
-            kind = before.get(id(layer), torch.nn.Linear)
-            if type(layer) is not kind:
-                layer.__class__ = kind
+            if _format_of(layer) != before.get(id(layer), ""):
+                _give(layer, before.get(id(layer), ""))
 
 
 def format_on() -> str:
@@ -367,11 +429,11 @@ def _converting(original: Callable[..., Any], format: str) -> Callable[..., Any]
         made = original(self)
         # Quantisers of transformers replace layers of torch's own class alone, and run after this.
         is_quantised = getattr(self.config, "quantization_config", None) is not None
-        fit = set() if is_quantised else {id(layer) for _, layer in _layers_of(self)}
+        fit = set() if is_quantised else {id(layer) for _, layer in _served(self, format)}
         # An inner model is made first, and may be another's encoder or vision tower.
         for _, layer in converted_layers(self):
             if id(layer) not in fit:
-                layer.__class__ = torch.nn.Linear
+                _give(layer, "")
         if fit:
             convert(self, format=format)
         return made

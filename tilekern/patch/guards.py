@@ -15,8 +15,11 @@ Linear = torch.nn.Linear
 Function = TypeVar("Function", bound=Callable[..., object])
 TENSORS = (torch.Tensor, torch.nn.Parameter)
 _LINEAR = Linear.__module__
+# The module of the functions that replace forwards.
+_REPLACEMENTS = "tilekern.patch.replacements"
 
 SUBCLASS = "a subclass of Tensor"
+COMPILED = "torch.compile"
 SHAPES = "shapes or dtypes that the op does not take"
 
 
@@ -102,6 +105,15 @@ def forward_of(module: torch.nn.Module) -> Any:
     """Return the function of a module's own forward, else of its class's; None if its own is not a method."""
     own = module.__dict__.get("forward")
     return type(module).forward if own is None else getattr(own, "__func__", None)
+
+
+def is_ordinary(activation: torch.nn.Module) -> bool:
+    """Return whether calling an activation only runs the forward of its class, as written or as replaced here."""
+    if has_hooks(activation):
+        return False
+    kind = type(activation)
+    forward = forward_of(activation) if "forward" in activation.__dict__ else kind.forward
+    return is_from(forward, kind.__module__, _REPLACEMENTS)
 
 
 def parameter_of(module: torch.nn.Module, name: str) -> Any:

@@ -29,9 +29,7 @@ from tilekern.patch.guards import (
     TENSORS,
     bare_weights,
     count_own,
-    forward_of,
-    has_hooks,
-    is_from,
+    is_ordinary,
     is_plain,
     parameter_of,
     weight_of,
@@ -244,15 +242,6 @@ def _gates_by(activation: str) -> Callable[[Any], Function | None]:
         return None if op is None or not is_ordinary(function) else op
 
     return gate_of
-
-
-def is_ordinary(activation: torch.nn.Module) -> bool:
-    """Return whether calling an activation only runs the forward of its class, as written or as replaced here."""
-    if has_hooks(activation):
-        return False
-    kind = type(activation)
-    forward = forward_of(activation) if "forward" in activation.__dict__ else kind.forward
-    return is_from(forward, kind.__module__, __name__)
 
 
 def gates() -> dict[type, Function]:

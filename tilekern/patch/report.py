@@ -15,7 +15,7 @@ from tilekern.patch.bound_method import Bound, place_of
 from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.families import family_of, is_of_transformers, may_have_forms
 from tilekern.patch.graphs import graphs_of
-from tilekern.patch.guards import has_hooks, is_from
+from tilekern.patch.guards import has_hooks, is_from, is_ordinary
 from tilekern.patch.installed import Found, examine
 from tilekern.patch.instances import code_of
 from tilekern.patch.ledger import Ledger, is_inside
@@ -42,7 +42,9 @@ KERNELS: dict[str, tuple[str, ...]] = {
         "fused_rms_norm_add_rms_norm_forward",
     ),
     "fused_linear_cross_entropy": ("fused_linear_cross_entropy",),
-    EXPERTS: ("experts_gate", "router_softmax_forward", "router_sigmoid_forward", "router_losses_forward"),
+    EXPERTS: (
+        "experts_gate", "fp8_experts_gate", "router_softmax_forward", "router_sigmoid_forward", "router_losses_forward",
+    ),
     ATTENTION: ("attention_forward",),
     LORA: (adapters.KERNEL,),
     FP8: fp8.KERNELS,
@@ -177,7 +179,7 @@ def report(model: torch.nn.Module) -> Report:
     with patcher.held() as ledger:
         judged = [(patch, examine(patch, ledger)) for patch in patcher.patches_of_model(model, "any")]
         rows = [row for name, module in model.named_modules() for row in _rows(name, module, judged, ledger, shards)]
-        rows += [Row(name, fp8.named(layer), FP8, reason) for name, layer, reason in fp8.judged(model)]
+        rows += [Row(name, fp8.named(layer), FP8, reason) for name, layer, reason in fp8.judged(model, shards)]
     counted, why = dispatch.stats(), dispatch.reasons()
     fallbacks = {kernel: counts["fallbacks"] for kernel, counts in counted.items() if counts["fallbacks"]}
     calls = {op: _calls_of(names, counted, why) for op, names in KERNELS.items()}
@@ -389,7 +391,7 @@ def _of_the_gate(patch: Patch, module: Any, _: bool) -> str:
         return f"no op has its activation, {type(activation).__name__}"
     if has_hooks(activation):
         return "hooks on its activation have the steps run one by one"
-    return "" if replacements.is_ordinary(activation) else "its activation has another forward than its class's"
+    return "" if is_ordinary(activation) else "its activation has another forward than its class's"
 
 
 # By op: why a patched module still runs its steps one by one; the bool says whether FSDP shards the model.

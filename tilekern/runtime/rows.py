@@ -31,8 +31,10 @@ _EXACT = frozenset((
 # The mode has other launches in their place.
 _ELSEWHERE = frozenset((
     "early_attention_forward", "early_fused_add_layer_norm_forward", "early_fused_add_rms_norm_forward", "early_linear",
-    "fp8_block_matmul", "fp8_blocks", "fp8_gated_forward", "fp8_matmul", "fp8_rows", "fp8_turned", "fp8_weight_blocks",
-    "mxfp8_blocks", "mxfp8_matmul", "narrow_block", "narrow_linear", "skinny_held_linear", "token_attention",
+    "fp8_block_matmul", "fp8_blocks", "fp8_expert_weights_turned", "fp8_experts_gate", "fp8_gated_forward",
+    "fp8_grouped_matmul", "fp8_grouped_turned", "fp8_grouped_weight_gradient", "fp8_matmul", "fp8_rows", "fp8_turned",
+    "fp8_weight_blocks", "mxfp8_blocks", "mxfp8_matmul", "narrow_block", "narrow_linear", "skinny_held_linear",
+    "token_attention",
 ))  # fmt: skip
 
 

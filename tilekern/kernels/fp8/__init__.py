@@ -3,7 +3,11 @@
 from tilekern.kernels.fp8 import (
     block_product,
     blocks,
+    experts_gate,
     gated,
+    grouped,
+    grouped_gradient,
+    grouped_turned,
     mx_blocks,
     mx_product,
     product,
@@ -14,6 +18,7 @@ from tilekern.kernels.fp8 import (
 
 SPECS = (
     rows.SPEC, turned.SPEC, product.SPEC, *gated.SPECS, blocks.SPEC, weight_blocks.SPEC, block_product.SPEC,
-    mx_blocks.SPEC, mx_product.SPEC,
+    mx_blocks.SPEC, mx_product.SPEC, grouped_turned.ROWS_SPEC, grouped_turned.WEIGHTS_SPEC, grouped.SPEC,
+    grouped_gradient.SPEC, *experts_gate.SPECS,
 )  # fmt: skip
 __all__ = ["SPECS"]
