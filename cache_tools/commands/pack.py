@@ -25,9 +25,10 @@ from tilekern.cache_tools.shared.selection import Selection
 
 _DTYPES = ("--dtype", "bfloat16,float16,float32")
 # In whatever dtype and by whatever attention the model may be trained, and generate.
+# On long sequences attention's backward runs in pieces of fewer heads.
 _STEPS = (
     *_DTYPES, "--attention", "tilekern,tilekern_nondeterministic", "--experts", "--decode", "2", "--context", "4096",
-    "--invariant",
+    "--invariant", "--tokens", "4096,8192,16384,32768",
 )  # fmt: skip
 # Few rows and many, and weights of both kinds.
 _OF_ENGINE = (*_DTYPES, "--engine", "--decode", "1,64,128", "--tokens", "64,128")

@@ -9,7 +9,7 @@ from spec_samples import assert_right, each, launched, plain_inputs, sized
 from tilekern.kernels.attention import kept
 from tilekern.kernels.attention.kept import DKDV, DQ, SUMS
 from tilekern.kernels.attention.problem import mask
-from tilekern.spec.targets import INTERPRETED
+from tilekern.spec.targets import INTERPRETED, resolve
 
 SIZES = {"batch": 2, "queries": 300, "keys": 300, "heads": 4, "kv_heads": 2, "head_dim": 20}
 LENGTHS = [(1, 1), (300, 300), (400, 400), (100, 300), (300, 100), (128, 256)]
@@ -46,6 +46,12 @@ def test_dq_by_other_tiles_than_those_that_wrote(packed, causal, tile_m, tile_n,
 def test_default_configs(spec, head_dim):
     problem = problem_of(spec, sizes={"batch": 1, "head_dim": head_dim}, causal=True)
     assert_right(spec, problem, [spec.default(problem, INTERPRETED)], plain_inputs(spec, problem))
+
+
+def test_parts_leave_room_in_the_shared_memory_of_blackwell():
+    problem = problem_of(DKDV, sizes={"queries": 4096, "keys": 4096, "head_dim": 128}, causal=True)
+    chosen = [DKDV.default(problem.but(apart=apart), resolve("B200"))["tile_n"] for apart in (False, True)]
+    assert chosen == [128, 64]
 
 
 @packed_or_not

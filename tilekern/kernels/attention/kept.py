@@ -14,7 +14,6 @@ each query head adds up parts of dk and dv of its own, in float32, and :data:`SU
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import cuda.tile as ct
@@ -364,6 +363,19 @@ def _keys_inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any
 
 
 _KEYS = shared.space_of("keys")
+_DKDV_SPACE = Space(
+    _KEYS.axes,
+    (
+        *_KEYS.constraints,
+        Constraint(
+            "float32 parts of 128 keys, on their way to memory, do not fit the shared memory beside tiles of tcgen05",
+            lambda problem, config, target: (
+                config["tile_n"] <= 64 or not (problem["apart"] and target.has_tensor_memory)
+            ),
+        ),
+    ),
+    beside=(kept_cute.SPACE,),
+)
 
 
 def _dkdv_arrays(problem: Problem) -> Arrays:
@@ -391,9 +403,9 @@ DKDV = spec(
         config,
         sm_count,
     ),
-    space=replace(_KEYS, beside=(kept_cute.SPACE,)),
+    space=_DKDV_SPACE,
     cute=kept_cute.implement,
-    default=lambda problem, target: shared.default(problem, target, _KEYS, "keys"),
+    default=lambda problem, target: shared.default(problem, target, _DKDV_SPACE, "keys"),
     generic=shared.generic,
     given=_keys_inputs,
     flops=lambda problem: 8 * pairs(problem.but(windowed=False)) * problem["head_dim"],
