@@ -31,7 +31,7 @@ COMMON = {
     "attention_forward": LAYERS, "attention_backward": LAYERS, "fused_linear_cross_entropy": 1, "scale": 2,
     "labels": 1,
 }  # fmt: skip
-KERNELS = COMMON | dict.fromkeys(("attention_delta", "attention_dkdv", "attention_dq"), LAYERS)
+KERNELS = COMMON | dict.fromkeys(("attention_delta", "attention_dkdv_kept", "attention_dq_kept"), LAYERS)
 ATTENTIONS = ["tilekern", "tilekern_nondeterministic"]
 
 

@@ -307,6 +307,21 @@ def test_score_gradients_are_kept_on_odd_lengths(config, queries, keys, causal):
     assert_right(GRADIENTS, problem, [config], plain_inputs(GRADIENTS, problem))
 
 
+@pytest.mark.parametrize("config", [KEPT, APART], ids=str)
+def test_pieces_without_a_plan_run_the_kernels_that_compute_scores_twice(config):
+    problem = whole("bfloat16", GROUPED, deterministic=True)
+    inputs = plain_inputs(GRADIENTS, problem)
+
+    def without_kept(spec, *sizes):
+        return None if spec.name.endswith("_kept") else plan_for(spec, *sizes)
+
+    runs = []
+    for way, plans in ((config, without_kept), (KERNELS, plan_for)):
+        call = GRADIENTS.implement(problem, way)
+        runs.append(call.bound(plans)(*(inputs[name] for name in call.inputs)))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
 def test_kept_score_gradients_give_the_bits_of_those_computed_again():
     """dS is rounded alike, and added up in the order of the keys: edges last, as here, where they are the last keys."""
     problem = whole("bfloat16", SMALL | {"queries": 200, "keys": 200}, deterministic=True)

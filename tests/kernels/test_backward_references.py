@@ -13,10 +13,11 @@ from tilekern.ops.operation import DECLARED
 
 SHIPPED = [op for op in DECLARED.values() if op.formula.__module__.startswith("tilekern.ops.")]
 FORWARD = "_forward"
-# Gradients of more or fewer results than a forward kernel's; the tests of these kernels compare them with autograd.
+# Gradients of more or fewer results than a forward kernel's, or parts of them; the tests of these kernels compare them
+# with autograd, or with gradients that are compared with it.
 ELSEWHERE = (
-    "experts_gate_backward", "fused_linear_cross_entropy", "fused_linear_jsd", "grouped_weight_gradient",
-    "router_losses_backward",
+    "attention_dkdv_kept", "attention_dq_kept", "attention_sums", "experts_gate_backward", "fp8_experts_gate_backward",
+    "fused_linear_cross_entropy", "fused_linear_jsd", "grouped_weight_gradient", "router_losses_backward",
 )  # fmt: skip
 
 

@@ -207,7 +207,7 @@ def test_two_bytes_are_as_exact_as_torch(way, attention, autocast):
 
 SEEDS = range(2)
 RUN = {
-    "attention_forward", "attention_delta", "attention_dkdv", "attention_dq", "cross_entropy_fused", "scale",
+    "attention_forward", "attention_delta", "attention_dkdv_kept", "attention_dq_kept", "cross_entropy_fused", "scale",
     "qk_norm_rope_forward", "qk_norm_rope_backward", "fused_add_rms_norm_forward", "fused_add_rms_norm_backward",
     "rms_norm_forward", "rms_norm_backward", "swiglu_forward", "swiglu_backward_remake", "column_sum",
 }  # fmt: skip

@@ -68,8 +68,10 @@ def test_a_model_in_no_preset_has_four_fifths_of_its_launches_in_the_base(planne
     plan = plan_of_model(UNKNOWN[name], Steps((tokens,)), H100)
     assert not [preset for preset, fields in PRESETS.items() if fields.items() >= UNKNOWN[name].items()]
     known = served_by(planned.problems) if tokens > 4096 else set(planned.problems)
-    found = Counter({named: times for named, times in plan.launches.items() if key_of(named, tokens) in known})
-    assert found.total() >= 0.8 * plan.launches.total(), sorted(set(plan.launches) - set(found))
+    # Pieces of attention's backward have heads of their own; without them it runs kernels of whole heads.
+    launches = Counter({named: times for named, times in plan.launches.items() if not named[0].endswith("_kept")})
+    found = Counter({named: times for named, times in launches.items() if key_of(named, tokens) in known})
+    assert found.total() >= 0.8 * launches.total(), set(launches) - set(found)
 
 
 def key_of(named, tokens):
@@ -80,7 +82,8 @@ def test_heads_that_no_public_config_has_are_not_found_and_little_else_is_missin
     plan = plan_of_model(config("llama", 4096, 11008, 8, (32, 16, 96), 32000), Steps((4096,)), H100)
     missing = {kernel for kernel, problem in plan.launches if (kernel, problem) not in planned.problems}
     assert missing == {
-        "rope", "attention_forward", "attention_backward", "attention_delta", "attention_dkdv", "attention_dq",
+        "rope", "attention_forward", "attention_backward", "attention_delta", "attention_dkdv_kept",
+        "attention_dq_kept",
     }  # fmt: skip
 
 

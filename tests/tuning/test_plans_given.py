@@ -107,7 +107,10 @@ def test_problems_that_are_not_composites_have_no_parts():
         ("rope tokens=64,batch=1,heads=4,kv_heads=2,head_dim=64,dtype=bfloat16", {"rope"}),
         (
             "attention batch=1,queries=64,keys=64,heads=4,kv_heads=2,head_dim=64,causal=True,dtype=bfloat16",
-            {f"attention_{name}" for name in ("forward", "backward", "delta", "dkdv", "dq")},
+            {
+                *(f"attention_{name}" for name in ("forward", "backward", "delta", "dkdv", "dq")),
+                *(f"attention_{name}" for name in ("dkdv_kept", "dq_kept", "sums")),
+            },
         ),
         (
             "cross_entropy rows=64,vocabulary=512,dtype=bfloat16",

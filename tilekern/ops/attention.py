@@ -14,7 +14,7 @@ from torch import Tensor
 from tilekern.kernels.attention.backward import DELTA as _DELTA
 from tilekern.kernels.attention.forward import SPEC as _FORWARD
 from tilekern.kernels.attention.gradients import SPEC as _BACKWARD
-from tilekern.kernels.attention.gradients import parts
+from tilekern.kernels.attention.gradients import plans_of
 from tilekern.kernels.families.placeholders import placeholder
 from tilekern.ops import checkpoints
 from tilekern.ops.operation import operation
@@ -245,11 +245,8 @@ def _find(
     if forward is None or not graded:
         return None if forward is None else Plans(forward, None, None, call)
     gradients, delta = found(_BACKWARD), found(_DELTA, batch=q.shape[0], queries=q.shape[1])
-    launched = [gradients, delta]
-    if gradients is not None:
-        for spec, sizes in parts(gradients.config, values, q, k):
-            launched.append(plan_for(spec, q.device, *(sizes[d.name] for d in spec.dimensions)))
-    return None if None in launched else Plans(forward, gradients, delta, call)
+    launched = None if gradients is None else plans_of(plan_for, gradients.config, values, q, k)
+    return None if None in (delta, launched) else Plans(forward, gradients, delta, call)
 
 
 def _row_values(q: Tensor) -> Tensor:

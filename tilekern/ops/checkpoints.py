@@ -74,7 +74,7 @@ def _is_elsewhere(device: torch.device) -> bool:
 
 def _on_host(x: Tensor) -> Tensor:
     """Return a copy in pinned memory; what reads it on the same stream comes later."""
-    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
     return copy.copy_(x.detach(), non_blocking=True)
 
 

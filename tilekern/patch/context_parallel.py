@@ -130,7 +130,7 @@ def mask_of(
     ids = given.ids
     if ids is None or not given.are_given or ids.dim() != 2 or ids.shape[1] != tokens:
         raise InputError(f"{_WORDS}: give position_ids [batch, tokens], and list them among buffers with input_ids")
-    sizes = torch.tensor([batch, tokens, len(ids), visible is not None], device=ids.device)
+    sizes = torch.tensor([batch, tokens, len(ids), visible is not None], dtype=torch.int64, device=ids.device)
     if bool((shards.gathered(sizes) != sizes).any()):
         raise InputError(f"{_WORDS}: ranks have other numbers of tokens; pad rows to a multiple of {shards.size}")
     values = ids.long() if visible is None else torch.cat((ids.long(), visible.to(ids.device).long()))

@@ -78,6 +78,21 @@ def parts(config: Config, sizes: dict[str, Any], q: Any, k: Any) -> list[tuple[K
     return found
 
 
+def plans_of(
+    plan_for: PlanFor, config: Config, sizes: dict[str, Any], q: Any, k: Any
+) -> tuple[Config, dict[str, Any], list[Any]] | None:
+    """Return the config that runs, its kernels' sizes, and their plans; None if kernels have none.
+
+    Pieces have heads of their own, which may be in no cache: then the scores are computed twice.
+    """
+    for way in dict.fromkeys((config, Config(implementation="kernels"))):
+        found = parts(way, sizes, q, k)
+        plans = [plan_for(one, q.device, *(own[d.name] for d in one.dimensions)) for one, own in found]
+        if None not in plans:
+            return way, found[0][1] if found else sizes, plans
+    return None
+
+
 def _composite(problem: Problem, config: Config) -> LibraryCall:
     flags = {name: problem[name] for name in shared.FLAGS}
 
@@ -96,12 +111,13 @@ def _composite(problem: Problem, config: Config) -> LibraryCall:
         delta = torch.empty(lse.shape, dtype=torch.float32, device=device)
         of_delta = plan_for(attention_backward.DELTA, device, q.shape[0], q.shape[1], q.shape[2], q.shape[3], q.dtype)
         of_delta.launch(q.get_device(), out, dout, delta)
-        found = parts(config, sizes, q, k)
-        plans = [plan_for(one, device, *(own[d.name] for d in one.dimensions)) for one, own in found]
+        found = plans_of(plan_for, config, sizes, q, k)
+        assert found is not None, "attention's backward has a plan, and its kernels have none"
+        way, own, plans = found
         slopes = tuple(torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
-        launch = _launch if config["implementation"] == "kernels" else _launch_kept
+        launch = _launch if way["implementation"] == "kernels" else _launch_kept
         arrays, most = (q, k, v, dout, lse, delta), (most_queries, most_keys)
-        launch(plans, found[0][1], arrays, (query_starts, key_starts), most, factors, slopes)
+        launch(plans, own, arrays, (query_starts, key_starts), most, factors, slopes)
         return slopes
 
     return LibraryCall(call, attention_cudnn.BACKWARD_INPUTS, composite=True)

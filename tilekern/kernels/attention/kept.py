@@ -348,7 +348,10 @@ def _keys_reference(
     packed: bool,
 ) -> dict[str, Any]:  # fmt: skip
     if apart:
-        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+        import torch
+
+        of_head = torch.arange(q.shape[2], device=q.device) * k.shape[2] // q.shape[2]
+        k, v = k[:, :, of_head], v[:, :, of_head]
     return shared.REFERENCES["keys"](
         q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, query_starts=query_starts, key_starts=key_starts,
         most_queries=most_queries, most_keys=most_keys, scale=scale, softcap=softcap, window=0, causal=causal,

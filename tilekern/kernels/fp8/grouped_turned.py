@@ -244,6 +244,8 @@ ROWS_SPEC = spec(
     ),
     _row_arrays,
     _row_reference,
+    # Views: blocks of nobody are not written.
+    results=lambda found: {name: values[:] for name, values in found.items()},
     function=lambda problem, config: fp8_grouped_turned_gathered if problem["gathered"] else fp8_grouped_turned,
     sizes=lambda problem: {
         "tokens": cdiv(problem["rows"], SLOTS),
