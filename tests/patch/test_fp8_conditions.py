@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from test_fp8_models import config_of, ids_of, model_of
+from fp8_losses import ids_of
+from test_fp8_models import config_of, model_of
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import tilekern

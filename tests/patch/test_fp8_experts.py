@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import transformers
+from fp8_losses import ids_of, losses
 
 import tilekern
 import tilekern.fp8
@@ -50,23 +51,6 @@ def patched():
     tilekern.apply(experts=True)
     yield
     tilekern.reset()
-
-
-def ids_of(batch=2, length=96):
-    """Tokens that can be learnt: each is the one before and a constant."""
-    start = torch.arange(batch)[:, None] * 17
-    return (start + 5 * torch.arange(length)) % 256
-
-
-def losses(model, steps):
-    optimizer, ids, found = torch.optim.AdamW(model.parameters(), lr=1e-3), ids_of(), []
-    for _ in range(steps):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return torch.tensor(found)
 
 
 @both
