@@ -21,9 +21,12 @@ SIZES = {
 LAYERS = 14
 
 
-def made(dtype=torch.bfloat16, device="cuda", *, converted=True):
+def made(dtype=torch.bfloat16, device="cuda", *, converted=True, patched=False):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES)).to(dtype).to(device).train()
+    if patched:
+        tilekern.apply_to_model(model, fp8="rowwise")
+        return model
     if converted:
         assert len(tilekern.fp8.convert(model)) == LAYERS
     return model

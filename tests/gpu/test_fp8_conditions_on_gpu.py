@@ -66,8 +66,9 @@ def test_a_gpu_that_is_not_current_gives_the_same_bits():
 
 
 def test_captured_steps_have_the_bits_of_eager_ones():
-    model = tilekern.graphed(training.made())
-    assert training.losses(model, 6) == training.losses(training.made(), 6)
+    # Of eager attention, transformers' mask waits for the GPU: such a step cannot be captured.
+    model = tilekern.graphed(training.made(patched=True))
+    assert training.losses(model, 6) == training.losses(training.made(patched=True), 6)
     assert graphs_of(model)[""].replays >= 2, str(graphs_of(model)[""])
 
 

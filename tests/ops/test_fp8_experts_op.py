@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import tilekern
 from tilekern import ops
+from tilekern.kernels.families import placeholders
 from tilekern.ops.fp8_experts import fp8_experts
 from tilekern.runtime import dispatch
 
@@ -49,6 +50,16 @@ def test_results_and_gradients_are_those_of_float64_but_for_the_roundings(interp
     for name, want in wanted.items():
         assert found[name].dtype == dtype
         assert distance(found[name], want) < NOISE, name
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_what_stands_for_an_absent_array_on_a_gpu_is_never_read(monkeypatch, biased):
+    both(monkeypatch, False)
+    given_to, slope = layer(20, 2, 3, 64, 48, biased=biased), torch.randn(20, 64)
+    wanted = results(fp8_experts, given_to, slope)
+    monkeypatch.setattr("tilekern.ops.fp8_experts.placeholder", lambda ndim, dtype, _: placeholders._of(ndim, dtype))
+    found = results(fp8_experts, given_to, slope)
+    assert all(torch.equal(x, found[name]) for name, x in wanted.items())
 
 
 def test_a_limited_gate_is_that_of_experts():

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tilekern.kernels.experts import combine, gate, gather
-from tilekern.kernels.families.placeholders import placeholder
+from tilekern.kernels.families.placeholders import Placeholder, placeholder
 from tilekern.kernels.fp8 import experts_gate, grouped_gradient, grouped_turned
 from tilekern.kernels.fp8.grouped import SPEC as PRODUCT
 from tilekern.kernels.fp8.grouped import grouped_product
@@ -230,6 +230,11 @@ def _bias(bias: Tensor | None, x: Tensor) -> Tensor:
     return placeholder(2, x.dtype, x.device) if bias is None else bias.contiguous()
 
 
+def _tensors(given: Sequence[Any]) -> list[Any]:
+    """Return a kernel's inputs as its reference reads them: what stands for an absent array is an empty tensor."""
+    return [torch.empty(0) if isinstance(x, Placeholder) else x for x in given]
+
+
 def _gated(how: Gate, pre: Tensor, bias: Tensor | None, routing: Routing) -> Rounded:
     """Return the gate's rounded value [rows, inner]; zeros for rows without an expert."""
     rows, inner = len(pre), pre.shape[1] // 2
@@ -240,7 +245,7 @@ def _gated(how: Gate, pre: Tensor, bias: Tensor | None, routing: Routing) -> Rou
 
     given = (pre, _bias(bias, pre), routing.experts, len(routing.offsets), *how.numbers)
     made = written(experts_gate.FORWARD, (rows, inner, pre.dtype, *flags), given, allocate)
-    return scaled_rows(gate.reference(*given, *flags)["y"]) if made is None else (made[0], made[1])
+    return scaled_rows(gate.reference(*_tensors(given), *flags)["y"]) if made is None else (made[0], made[1])
 
 
 def _ungated(
@@ -265,18 +270,19 @@ def _ungated(
         return (of_pre, pre_scale), (of_y, y_scale), dweights, wide
     names = ("dy", "pre", "bias", "experts", "order", "weights", "shares", "total", "alpha", "limit", "shift")
     switches = dict(zip(("tanh", "interleaved", "biased"), flags, strict=True))
-    found = gate.backward_reference(**dict(zip(names, given, strict=True)), **switches, remade=True)
+    found = gate.backward_reference(**dict(zip(names, _tensors(given), strict=True)), **switches, remade=True)
     dpre = found["dpre"]
     return scaled_rows(dpre), scaled_rows(found["y"]), found["dweights"].float(), dpre.to(pre.dtype)
 
 
 def _combined(rows: Tensor, routing: Routing, weights: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return the sum of each token's rows, with their experts' biases, weighted if there are weights."""
-    factors = placeholder(2, rows.dtype, rows.device) if weights is None else weights.contiguous()
+    of_factors = rows.dtype if weights is None else weights.dtype
+    factors = placeholder(2, of_factors, rows.device) if weights is None else weights.contiguous()
     (tokens, choices), columns = routing.ranks.shape, rows.shape[1]
     flags = bias is not None, weights is not None
     given = (rows, routing.ranks, routing.experts, factors, _bias(bias, rows), len(routing.offsets))
-    dimensions = (tokens, choices, columns, rows.dtype, factors.dtype, *flags)
+    dimensions = (tokens, choices, columns, rows.dtype, of_factors, *flags)
     made = written(combine.SPEC, dimensions, given, lambda: (rows.new_empty(tokens, columns),))
     return combine.reference(*given, *flags)["y"].to(rows.dtype) if made is None else made[0]
 
