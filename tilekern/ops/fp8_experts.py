@@ -21,7 +21,7 @@ It is written by hand and not declared, as the linear layer is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -230,9 +230,9 @@ def _bias(bias: Tensor | None, x: Tensor) -> Tensor:
     return placeholder(2, x.dtype, x.device) if bias is None else bias.contiguous()
 
 
-def _tensors(given: Sequence[Any]) -> list[Any]:
+def _tensors(*given: Any) -> Iterator[Any]:
     """Return a kernel's inputs as its reference reads them: what stands for an absent array is an empty tensor."""
-    return [torch.empty(0) if isinstance(x, Placeholder) else x for x in given]
+    return (torch.empty(0) if isinstance(x, Placeholder) else x for x in given)
 
 
 def _gated(how: Gate, pre: Tensor, bias: Tensor | None, routing: Routing) -> Rounded:
@@ -245,7 +245,7 @@ def _gated(how: Gate, pre: Tensor, bias: Tensor | None, routing: Routing) -> Rou
 
     given = (pre, _bias(bias, pre), routing.experts, len(routing.offsets), *how.numbers)
     made = written(experts_gate.FORWARD, (rows, inner, pre.dtype, *flags), given, allocate)
-    return scaled_rows(gate.reference(*_tensors(given), *flags)["y"]) if made is None else (made[0], made[1])
+    return scaled_rows(gate.reference(*_tensors(*given, *flags))["y"]) if made is None else (made[0], made[1])
 
 
 def _ungated(
@@ -270,7 +270,7 @@ def _ungated(
         return (of_pre, pre_scale), (of_y, y_scale), dweights, wide
     names = ("dy", "pre", "bias", "experts", "order", "weights", "shares", "total", "alpha", "limit", "shift")
     switches = dict(zip(("tanh", "interleaved", "biased"), flags, strict=True))
-    found = gate.backward_reference(**dict(zip(names, _tensors(given), strict=True)), **switches, remade=True)
+    found = gate.backward_reference(**dict(zip(names, _tensors(*given), strict=True)), **switches, remade=True)
     dpre = found["dpre"]
     return scaled_rows(dpre), scaled_rows(found["y"]), found["dweights"].float(), dpre.to(pre.dtype)
 
