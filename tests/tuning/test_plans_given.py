@@ -45,6 +45,14 @@ def test_a_trace_s_file_is_a_plan(plan, tmp_path):
     assert plan_of(requested(plans=(str(path),)), H200, tmp_path).problems == problems
 
 
+def test_dimensions_in_another_order_are_the_same_problem(plan):
+    path, problems = plan
+    path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True))
+    found = plan_of_file(path, H200)
+    assert [problem.key for _, problem in found.problems] == [problem.key for _, problem in problems]
+    assert found.problems == problems
+
+
 def test_a_plan_is_for_the_gpu_that_it_was_traced_for(plan):
     with pytest.raises(InputError, match=r"plan\.json was traced for H200, not B200; pass --gpu H200, or trace"):
         plan_of_file(plan[0], B200)
