@@ -1,6 +1,7 @@
 """Attention's backward: the formula against autograd, each kernel, and the spec of all kernels or cuDNN."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tilekern.kernels.attention import cudnn as attention_cudnn
 from tilekern.kernels.attention import problem as attention_problem
 from tilekern.kernels.attention.backward import DKDV, DQ
 from tilekern.kernels.attention.gradients import SPEC as GRADIENTS
+from tilekern.kernels.attention.kept import room
 from tilekern.runtime.dispatch import counters, plan_for
 from tilekern.spec import Config, LibraryCall
 from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
@@ -228,8 +230,9 @@ def test_the_interpreter_and_the_defaults_take_the_kernels():
         (whole(), KEPT),
         (whole(sizes={"kv_heads": 4}), APART),
         (whole(sizes={"kv_heads": 4, "batch": 2}), KEPT),
-        # In eight pieces of one key head.
+        # In eight pieces of one key head, and in pieces of one query head.
         (whole(sizes={"queries": 16384, "keys": 16384}), APART),
+        (whole(sizes={"queries": 32768, "keys": 32768}), APART),
         (whole(sizes={"heads": 4, "kv_heads": 4}), KEPT),
         (whole(windowed=True), KERNELS),
         (whole("float32"), KERNELS),
@@ -262,9 +265,10 @@ def test_the_kernels_in_a_row_with_every_flag(flags):
         (whole(windowed=True), [KERNELS]),
         (whole(sizes={"kv_heads": 32}, packed=True), [KERNELS, KEPT]),
         (whole(sizes={"kv_heads": 5}), [KERNELS]),
-        # A key head's dS has 1.1 GB with four readers at 16384 tokens, 4.3 GB at 32768.
+        # A key head's dS has 1.1 GB with four readers at 16384 tokens, 4.3 GB at 32768, and 1.1 GB for each reader.
         (whole(sizes={"queries": 16384, "keys": 16384}), [KERNELS, KEPT, APART]),
-        (whole(sizes={"queries": 32768, "keys": 32768}), [KERNELS]),
+        (whole(sizes={"queries": 32768, "keys": 32768}), [KERNELS, APART]),
+        (whole(sizes={"queries": 65536, "keys": 65536}), [KERNELS]),
         (whole(sizes={"queries": 32768, "keys": 32768, "kv_heads": 32}), [KERNELS, KEPT]),
     ],
     ids=lambda found: getattr(found, "key", None),
@@ -278,7 +282,7 @@ GROUPED = SMALL | {"heads": 6, "kv_heads": 2}
 
 
 @pytest.mark.parametrize("config", [KEPT, APART], ids=str)
-@pytest.mark.parametrize("room", [1 << 30, 4 << 15], ids=["in one", "in pieces"])
+@pytest.mark.parametrize("cut", [1, 2, 6], ids=["in one", "by key heads", "by query heads"])
 @pytest.mark.parametrize(
     "flags",
     [
@@ -287,15 +291,20 @@ GROUPED = SMALL | {"heads": 6, "kv_heads": 2}
     ],
     ids=str,
 )
-def test_score_gradients_are_kept_with_every_flag(config, room, flags, monkeypatch):
-    """A unit has 2^15 bytes; a key head has three readers, each with the units of two sequences."""
-    monkeypatch.setattr("tilekern.kernels.attention.gradients.MOST_KEPT", room)
+def test_score_gradients_are_kept_with_every_flag(config, cut, flags, monkeypatch):
+    """dS has the room of the given part of its heads: a key head has three readers, which have parts of their own."""
     problem = whole("bfloat16", GROUPED, **flags)
+    tokens = attention_problem.sizes(problem)["query_tokens"]
+    given = (problem[name] for name in ("queries", "keys", "heads", "causal", "packed"))
+    need = 2 * math.prod(room(problem["batch"], tokens, *given))
+    monkeypatch.setattr("tilekern.kernels.attention.gradients.MOST_KEPT", need // cut)
     names = ["attention_dkdv_kept", "attention_dq_kept", *(["attention_sums"] if config is APART else [])]
     before = [counters(name).launches for name in names]
     assert_right(GRADIENTS, problem, [config], plain_inputs(GRADIENTS, problem))
-    pieces = 1 if room == 1 << 30 else 2
-    assert [counters(name).launches - n for name, n in zip(names, before, strict=True)] == [pieces] * len(names)
+    pieces = cut if config is APART else min(cut, 2)
+    assert [counters(name).launches - n for name, n in zip(names, before, strict=True)] == [
+        *[pieces] * 2, *([min(cut, 2)] if config is APART else [])
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("config", [KEPT, APART], ids=str)

@@ -3,8 +3,8 @@
 The kernels run one after the other: delta, then dk and dv by tiles of keys, then dq by tiles of queries; no two blocks
 add to the same element. ``kernels`` compute the scores twice: seven matrix products against five. ``kept`` computes
 them once and keeps dS for dq, and so does ``apart``, with parts of dk and dv for each query head
-(:mod:`tilekern.kernels.attention.kept`). Both take some key heads at a time, so that dS takes :data:`MOST_KEPT` bytes
-at most. A ``deterministic`` problem is not for cuDNN.
+(:mod:`tilekern.kernels.attention.kept`). Both take some heads at a time, so that dS takes :data:`MOST_KEPT` bytes at
+most. A ``deterministic`` problem is not for cuDNN.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ DIMENSIONS = (*shared.DIMENSIONS, Dimension("deterministic", "flag"))
 MOST_KEPT = 5 << 28
 
 
-def _pieces(sizes: Problem | dict[str, Any], query_tokens: int, item_bytes: int) -> int | None:
-    """Return into how many pieces of equal numbers of key heads the backward is cut, so that dS has enough room.
+def _pieces(sizes: Problem | dict[str, Any], query_tokens: int, item_bytes: int, *, apart: bool) -> int | None:
+    """Return into how many pieces of equal numbers of heads the backward is cut, so that dS has enough room.
 
-    None if not even one key head's dS has. ``query_tokens`` counts the queries of all packed sequences.
+    A piece has whole key heads; only where query heads have parts of dk and dv ``apart``, it may have some readers of
+    one key head. None if not even the smallest piece has room. ``query_tokens`` counts the queries of all packed
+    sequences.
     """
     heads, kv_heads = sizes["heads"], sizes["kv_heads"]
     if heads % kv_heads:
@@ -51,7 +53,10 @@ def _pieces(sizes: Problem | dict[str, Any], query_tokens: int, item_bytes: int)
     given = (sizes[name] for name in ("queries", "keys", "heads", "causal", "packed"))
     lines, columns, keys, queries = attention_kept.room(sizes["batch"], query_tokens, *given)
     need = lines * columns * keys * queries * item_bytes
-    return next((n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and need <= n * MOST_KEPT), None)
+    cuts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    if apart:
+        cuts += [kv_heads * n for n in range(2, heads // kv_heads + 1) if heads // kv_heads % n == 0]
+    return next((n for n in cuts if need <= n * MOST_KEPT), None)
 
 
 def parts(config: Config, sizes: dict[str, Any], q: Any, k: Any) -> list[tuple[KernelSpec, dict[str, Any]]]:
@@ -67,13 +72,14 @@ def parts(config: Config, sizes: dict[str, Any], q: Any, k: Any) -> list[tuple[K
         return []
     if config["implementation"] == "kernels":
         return [(attention_backward.DKDV, sizes), (attention_backward.DQ, sizes)]
-    # A record may serve sizes larger than its own, whose dS has less room than one key head's.
-    count = _pieces(sizes, q.shape[1], q.element_size()) or sizes["kv_heads"]
     apart = config["implementation"] == "apart"
-    piece = sizes | {name: sizes[name] // count for name in ("heads", "kv_heads")} | {"apart": apart}
+    # A record may serve sizes larger than its own, whose dS has less room than the smallest piece's.
+    count = _pieces(sizes, q.shape[1], q.element_size(), apart=apart) or sizes["heads" if apart else "kv_heads"]
+    heads, kv_heads = sizes["heads"] // count, max(1, sizes["kv_heads"] // count)
+    piece = sizes | {"heads": heads, "kv_heads": kv_heads, "apart": apart}
     found = [(attention_kept.DKDV, piece), (attention_kept.DQ, piece)]
     if apart:
-        group = piece["heads"] // piece["kv_heads"]
+        group = sizes["heads"] // sizes["kv_heads"]
         found += [(attention_kept.SUMS, piece | {"tokens": k.shape[0] * k.shape[1], "group": group})]
     return found
 
@@ -146,36 +152,44 @@ def _launch_kept(
     given = (sizes[name] for name in ("queries", "keys", "heads", "causal", "packed"))
     lines, columns, *unit = attention_kept.room(sizes["batch"], q.shape[1], *given)
     kept = torch.empty(lines, columns, *unit, dtype=q.dtype, device=q.device)
-    count = k.shape[2] // sizes["kv_heads"]
-    heads = [x.chunk(count, dim=2) for x in (q, k, v, dout, *slopes)]
-    rows = [x.chunk(count, dim=1) for x in (lse, delta)]
+    count, owners = q.shape[2] // sizes["heads"], k.shape[2] // sizes["kv_heads"]
+    of_readers = [x.chunk(count, 2) for x in (q, dout, slopes[0])]
+    rows = [x.chunk(count, 1) for x in (lse, delta)]
+    of_owners, each = [x.chunk(owners, 2) for x in (k, v, *slopes[1:])], count // owners
+    sums: tuple[Any, ...] = ()
     for n in range(count):
-        q, k, v, dout, dq, dk, dv = (x[n] for x in heads)
-        read, sums = (q, k, v, dout, *(x[n] for x in rows)), (dk, dv)
-        if of_sums:
-            shape = (*k.shape[:2], q.shape[2], q.shape[3])
+        (q, dout, dq), (k, v, dk, dv) = (x[n] for x in of_readers), (x[n // each] for x in of_owners)
+        if not of_sums:
+            sums = dk, dv
+        elif n % each == 0:
+            shape = (*k.shape[:2], each * q.shape[2], q.shape[3])
             sums = tuple(torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-        of_keys.launch(number, *read, *starts, most[1], scale, softcap, *sums, kept)
+        own = sums if each == 1 else [x.narrow(2, n % each * q.shape[2], q.shape[2]) for x in sums]
+        read = (q, k, v, dout, *(x[n] for x in rows))
+        of_keys.launch(number, *read, *starts, most[1], scale, softcap, *own, kept)
         of_queries.launch(number, kept, k, *starts, most[0], scale, dq)
-        if of_sums:
+        if of_sums and n % each == each - 1:
             by_group = (x.flatten(0, 1).unflatten(1, (k.shape[2], -1)) for x in sums)
             of_sums[0].launch(number, *by_group, *(x.flatten(0, 1) for x in (dk, dv)))
 
 
-def _pieces_of(problem: Problem) -> int | None:
-    return _pieces(problem, attention_problem.sizes(problem)["query_tokens"], ITEM_BYTES[problem["dtype"]])
+def _pieces_of(problem: Problem, *, apart: bool) -> int | None:
+    tokens = attention_problem.sizes(problem)["query_tokens"]
+    return _pieces(problem, tokens, ITEM_BYTES[problem["dtype"]], apart=apart)
 
 
 def _has_room(problem: Problem, config: Config, target: Target) -> bool:
     if config["implementation"] not in ("kept", "apart"):
         return True
-    grouped = config["implementation"] == "kept" or problem["heads"] > problem["kv_heads"]
-    return _pieces_of(problem) is not None and grouped and not problem["windowed"] and problem["dtype"] != "float32"
+    apart = config["implementation"] == "apart"
+    if problem["windowed"] or problem["dtype"] == "float32" or (apart and problem["heads"] == problem["kv_heads"]):
+        return False
+    return _pieces_of(problem, apart=apart) is not None
 
 
 _KEPT = Constraint(
     "dS is kept of half types, without windows, which leave few scores to compute again, and if that of one key head "
-    "has room; it has parts only if key heads have several readers",
+    "has room, or with parts of one query head; it has parts only if key heads have several readers",
     _has_room,
 )
 
@@ -216,8 +230,8 @@ def reference(
 
 def _default(problem: Problem, target: Target) -> Config:
     """Return what is fastest on an H200, for GPUs of its kind: parts if key heads have too few tiles to fill it."""
-    count = _pieces_of(problem) or 1
-    tiles = problem["batch"] * (problem["kv_heads"] // count) * cdiv(problem["keys"], 64)
+    count = _pieces_of(problem, apart=False)
+    tiles = 0 if count is None else problem["batch"] * (problem["kv_heads"] // count) * cdiv(problem["keys"], 64)
     names = ("apart", "kept") if tiles < 3 * target.sm_count else ("kept",)
     found = [config for config in (Config(implementation=name) for name in names) if _has_room(problem, config, target)]
     return found[0] if found and target.has_wgmma else Config(implementation="kernels")
