@@ -23,10 +23,10 @@ LAYERS = 14
 
 def made(dtype=torch.bfloat16, device="cuda", *, converted=True, patched=False):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES)).to(dtype).to(device).train()
+    sizes = SIZES | ({"attn_implementation": "tilekern"} if patched else {})
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes)).to(dtype).to(device).train()
     if patched:
-        tilekern.apply_to_model(model, fp8="rowwise")
-        return model
+        tilekern.apply_to_model(model)
     if converted:
         assert len(tilekern.fp8.convert(model)) == LAYERS
     return model

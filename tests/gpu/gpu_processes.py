@@ -1,10 +1,13 @@
-"""Start processes, and judge how they end."""
+"""Start processes and ranks, and judge how they end."""
 
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import rank_jobs
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,3 +39,14 @@ def ended(
         env={**os.environ, "PYTHONPATH": path_of(), **environment}, capture_output=True, text=True, timeout=300,
         check=False,
     )  # fmt: skip
+
+
+def assert_ranks_end_well(folder: Path, worker: str, count: int, *arguments: object) -> None:
+    """Run a worker of ``tests/patch`` on ``cuda`` as ranks that see all GPUs of this host."""
+    all_gpus = ",".join(map(str, range(torch.cuda.device_count())))
+    seen = {"TILEKERN_ON_MISS": "compile", "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus)}
+    seen |= {name: value for name, value in os.environ.items() if name == "TILEKERN_CACHE_DIR"}
+    file = ROOT / "tests" / "patch" / worker
+    ranks = rank_jobs.finish(rank_jobs.start(folder, file, count, "cuda", *arguments, **seen))
+    said = "\n".join((out + error)[-3000:] for out, error, _ in ranks)
+    assert [code for _, _, code in ranks] == [0] * count, said

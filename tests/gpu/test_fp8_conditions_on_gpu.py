@@ -1,15 +1,13 @@
 """Small models of 8-bit floats on a GPU under what else their users do; quick, as all layers have one size."""
 
 import json
-import os
 import threading
 from pathlib import Path
 
 import fp8_training as training
 import pytest
 import torch
-from gpu_processes import ended
-from rank_jobs import finish, start
+from gpu_processes import assert_ranks_end_well, ended
 
 import tilekern
 import tilekern.fp8
@@ -19,7 +17,6 @@ from tilekern.spec.targets import here
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")]
 ROWS = 8192
-WORKER = Path(__file__).parents[1] / "patch" / "fp8_worker.py"
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +119,4 @@ def test_of_an_input_one_byte_for_a_number_stays():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs here")
 def test_two_gpus_gather_8_bits_with_the_bits_of_whole_weights(tmp_path):
-    kept = {name: value for name, value in os.environ.items() if name in ("TILEKERN_CACHE_DIR", "CUDA_VISIBLE_DEVICES")}
-    ended_ranks = finish(start(tmp_path, WORKER, 2, "cuda", tmp_path, TILEKERN_ON_MISS="compile", **kept))
-    assert [code for _, _, code in ended_ranks] == [0, 0], "\n".join(error[-3000:] for _, error, _ in ended_ranks)
+    assert_ranks_end_well(tmp_path, "fp8_worker.py", 2, tmp_path)
