@@ -36,7 +36,7 @@ def asked_for_nothing(root, monkeypatch):
 
 def numbers(**expected):
     """The counters of a kernel, those that are not named at 0."""
-    return dict.fromkeys(("hits", "nearest", "misses", "fallbacks", "compiled", "launches"), 0) | expected
+    return dict.fromkeys(dispatch.COUNTED, 0) | expected
 
 
 def record_of(root):

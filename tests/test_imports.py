@@ -24,6 +24,7 @@ TOOLS = "tilekern.cache_tools"
 TOOLS_MAY = {
     f"{TOOLS}.shared.installed": {"tilekern.kernels", "tilekern.compile.toolchain", "tilekern.spec"},
     f"{TOOLS}.commands.why": {"tilekern.runtime.dispatch"},
+    f"{TOOLS}.commands.pack": {"tilekern.runtime.switches"},
     f"{TOOLS}.cli": {"tilekern.runtime.settings"},
     TOOLS: {"tilekern.spec.source"},
 }

@@ -61,7 +61,8 @@ from tilekern.tuning.compile.stage import TIMEOUT_S, compile_unless_same
 from tilekern.tuning.plan.choosing import with_parts
 from tilekern.tuning.sweep.candidates import Candidate, candidate, candidates
 
-# Where a record's figures say that they were carried over, the newest last.
+# Where a record's figures say that they were carried over: the first time, which names the source that was measured,
+# and the last time with how often that was done.
 HISTORY = "carried_over"
 # A record with the bytes of its artifacts by sha256.
 Held = tuple[Record, Mapping[str, bytes]]
@@ -333,16 +334,21 @@ def _carried(plan: _Plan, made: Mapping[str, Answer | Lost]) -> Held:
 
 
 def _with_history(record: Record, reason: str) -> dict[str, Any]:
-    """Return a record's figures by field, with a note that they were carried over; a default has none."""
+    """Return a record's figures by field, with a note that they were carried over; a default has none.
+
+    Of the notes before, the first stays. A record of an earlier version may have all, and nothing of their number.
+    """
+    name, figures = ("measurement", record.measurement) if record.measurement else ("prediction", record.prediction)
+    before = figures.get(HISTORY, []) if figures else []
     step = {
         "because": reason,
         "source_digest": record.source_digest,
         "space_digest": record.space_digest,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "created_by": f"tilekern {__version__}",
+        "times": 1 + (before[-1].get("times", len(before)) if before else 0),
     }
-    name, figures = ("measurement", record.measurement) if record.measurement else ("prediction", record.prediction)
-    return {name: {**figures, HISTORY: [*figures.get(HISTORY, []), step]}} if figures else {}
+    return {name: {**figures, HISTORY: [*before[:1], step]}} if figures else {}
 
 
 def _is_same_space(record: Record, spec: KernelSpec, problem: Problem, target: Target) -> bool:

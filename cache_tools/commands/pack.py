@@ -22,6 +22,7 @@ from tilekern.cache_tools.shared.options import FILE, as_json, cache_dir, comman
 from tilekern.cache_tools.shared.packs import write_selected
 from tilekern.cache_tools.shared.printing import count, note_left_out, print_result, size
 from tilekern.cache_tools.shared.selection import Selection
+from tilekern.runtime.switches import FP8_FORMATS, ROWWISE
 
 _DTYPES = ("--dtype", "bfloat16,float16,float32")
 # In whatever dtype and by whatever attention the model may be trained, and generate.
@@ -40,23 +41,35 @@ _STEPS_OF_ENGINE = (_OF_ENGINE, (*_OF_ENGINE, "--weight-dtype", "int8"))
 @with_filters()
 @click.option("--model", help="Only what this model needs: a preset, the path of a config.json, or a hub id.")
 @click.option("--engine", is_flag=True, help="Of --model, what tilekern.inference needs to run it, without torch.")
+@click.option(
+    "--fp8",
+    is_flag=False,
+    flag_value=ROWWISE,
+    type=click.Choice(FP8_FORMATS),
+    help=f"Of --model, also what its steps by 8-bit floats need, {ROWWISE} if no format follows.",
+)
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Tensor-parallel degree of the model.")
 @cache_dir
 @as_json
 def pack(
-    out: Path, model: str | None, engine: bool, tp: int, store: Store, selection: Selection, as_json: bool
+    out: Path, model: str | None, engine: bool, fp8: str | None, tp: int, store: Store, selection: Selection,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Write records, their artifacts and signatures into one file; the same records give the same bytes.
 
     The records of a model are those of its sizes, in any dtype and for steps of any length, with those of its experts
-    and of generation; with --engine, those of the engine in place of these, weights of int8 included.
+    and of generation; with --fp8, also those of its linear layers and experts of 8-bit floats; with --engine, those of
+    the engine in place of these, weights of int8 included.
 
     JSON: pack, records, bytes, left_out.
     """
-    if engine and not model:
-        raise CacheError("--engine says what of a model is meant; pass --model too")
+    for option in ("--engine",) * engine + ("--fp8",) * bool(fp8):
+        if not model:
+            raise CacheError(f"{option} says what of a model is meant; pass --model too")
+    if engine and fp8:
+        raise CacheError("--fp8 describes a step of transformers' model; leave it out with --engine")
     written, left_out = write_selected(
-        store, out, selection, lambda record: not model or _is_needed(record, model, tp, engine)
+        store, out, selection, lambda record: not model or _is_needed(record, model, tp, engine, fp8)
     )  # fmt: skip
     size_bytes = out.stat().st_size
     document = {"pack": str(out), "records": written, "bytes": size_bytes, "left_out": left_out}
@@ -75,17 +88,17 @@ class _Needed(NamedTuple):
     bucketed: frozenset[str]
 
 
-def _is_needed(record: Record, model: str, tp: int, engine: bool) -> bool:
+def _is_needed(record: Record, model: str, tp: int, engine: bool, fp8: str | None) -> bool:
     problem = record.problem.items()
     return any(
         needed.kernel == record.kernel and needed.exact == _exact(problem, needed.bucketed)
-        for needed in _needed_by(model, record.address.target_key, tp, engine)
+        for needed in _needed_by(model, record.address.target_key, tp, engine, fp8)
     )
 
 
 @functools.cache
-def _needed_by(model: str, target_key: str, tp: int, engine: bool) -> set[_Needed]:
-    ways = _STEPS_OF_ENGINE if engine else (_STEPS,)
+def _needed_by(model: str, target_key: str, tp: int, engine: bool, fp8: str | None) -> set[_Needed]:
+    ways = _STEPS_OF_ENGINE if engine else (_STEPS, *([(*_STEPS, "--fp8", fp8)] if fp8 else []))
     return set().union(*(_planned(model, target_key, tp, steps) for steps in ways))
 
 

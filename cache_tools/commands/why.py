@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +11,10 @@ from tilekern.cache_tools.shared.installed import digest_today, spec_named, targ
 from tilekern.cache_tools.shared.options import as_json, cache_dir, command
 from tilekern.cache_tools.shared.printing import plain, print_json, time_us_of
 from tilekern.warning import tell
+
+if TYPE_CHECKING:
+    from tilekern.spec import KernelSpec, Problem
+    from tilekern.spec.targets import Target
 
 # Outcomes of steps that found no record (:class:`tilekern.cache.Step`).
 _ABSENT = ("not_there", "no_records", "no_other_bucket")
@@ -71,7 +75,18 @@ def why(kernel: str, key: str, target_name: str | None, store: Store, as_json: b
     if as_json:
         print_json(document)
     else:
-        _print(document, trace)
+        _print(document, trace, _otherwise(spec, spec.bucketed(problem), target))
+
+
+def _otherwise(spec: KernelSpec, problem: Problem, target: Target) -> str:
+    """Return what a job does without a record."""
+    default = spec.default(problem, target)
+    if spec.implement(problem, default).composite:
+        return (
+            f"a job runs its default, {default.key}, by its kernels' own records, unless TILEKERN_ON_MISS is fallback "
+            "or error"
+        )
+    return "a job goes by its miss policy (TILEKERN_ON_MISS)"
 
 
 def _summary(hit: Hit) -> dict[str, Any]:
@@ -90,7 +105,7 @@ def _summary(hit: Hit) -> dict[str, Any]:
     }
 
 
-def _print(document: dict[str, Any], trace: list[Step]) -> None:
+def _print(document: dict[str, Any], trace: list[Step], otherwise: str) -> None:
     asked = problem_key(document["problem"])
     tell(f"{document['kernel']} {asked} on {document['target']}")
     if asked != document["problem_key"]:
@@ -105,7 +120,7 @@ def _print(document: dict[str, Any], trace: list[Step]) -> None:
         tell(f"no such record in: {', '.join(absent)}")
     hit = document["hit"]
     if hit is None:
-        tell("nothing serves it: a job goes by its miss policy (TILEKERN_ON_MISS), and puts it on the wanted list")
+        tell(f"nothing serves it: {otherwise}, and puts it on the wanted list")
         if tried:
             tell(f"the nearest record: {tried[0][1]}")
         return

@@ -387,6 +387,28 @@ def test_pack_of_the_engine_takes_what_it_needs_of_any_length_and_nothing_else(c
     cli.refused(*of_another, says="--model gemma-2-9b: gemma-2-9b: config.json: model_type is 'gemma2'")
 
 
+def test_pack_of_a_model_by_8_bit_floats_takes_their_records_too(cli, root, tmp_path, monkeypatch):
+    """The planner's processes are those of the test above; here their answers are made of its problems by name."""
+    of_format = {"": "rms_norm_forward", "rowwise": "fp8_rows", "blockwise": "fp8_blocks"}
+    sizes = {"rows": 64, "columns": 256, "dtype": "bfloat16"}
+    for kernel in of_format.values():
+        put(root, kernel=kernel, problem=sizes)
+
+    def run(words, **_):
+        asked = words[words.index("--fp8") + 1] if "--fp8" in words else ""
+        problem = {"kernel": of_format[asked], "problem": sizes, "bucketed": ["rows"]}
+        return subprocess.CompletedProcess(words, 0, json.dumps({"problems": [problem]}), "")
+
+    monkeypatch.setattr("tilekern.cache_tools.commands.pack.subprocess.run", run)
+    for words, formats in (([], [""]), (["--fp8"], ["", "rowwise"]), (["--fp8", "blockwise"], ["", "blockwise"])):
+        cli.json("pack", tmp_path / "out.pack", "--model", "qwen3-8b", *words)
+        packed = {address.kernel for address in Pack(tmp_path / "out.pack").records}
+        assert packed == {of_format[name] for name in formats}
+    cli.refused("pack", tmp_path / "out.pack", "--fp8", "rowwise", says="--fp8 says what of a model is meant")
+    both = ("pack", tmp_path / "out.pack", "--model", "qwen3-8b", "--engine", "--fp8", "rowwise")
+    cli.refused(*both, says="leave it out with --engine")
+
+
 def test_a_pack_with_a_bad_blob_is_refused(cli, cache, tmp_path):
     blob_file(cache, b"one" * 100).write_bytes(b"bad")
     cli.refused("pack", str(tmp_path / "out.pack"), says="sha256")

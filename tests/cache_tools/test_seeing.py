@@ -315,6 +315,9 @@ def test_why_nothing_serves_or_a_relative_does(cli):
     assert {step["outcome"] for step in lonely["steps"]} == {"no_records"}
     assert lonely["steps"][-1]["layer"] is None
     assert "TILEKERN_ON_MISS" in cli("why", "swiglu_forward", SWIGLU, "--gpu", "sm_121")[1]
+    head = "rows=64,hidden=128,vocabulary=256,dtype=bfloat16"
+    composite = cli("why", "fused_linear_cross_entropy", head, "--gpu", "sm_121")[1]
+    assert "a job runs its default, chunk=128,products=cublas, by its kernels' own records" in composite
     relative = cli.json("why", "swiglu_forward", "rows=2,columns=12288,dtype=bfloat16", "--gpu", "sm_90-gh200-132")
     assert (relative["hit"]["exact_target"], relative["hit"]["exact_bucket"]) == (False, False)
     assert relative["target"] == "sm_90-gh200-132"

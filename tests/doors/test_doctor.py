@@ -359,7 +359,7 @@ def test_with_one_of_two_packages_of_similar_gpus_its_records_serve_and_the_othe
         _has_only(patch, **{"nvidia-cuda-tileiras": None})
         (text,) = wrong(capsys, plan, "--gpu", gpu)
     assert text.startswith(f"1 of 2 problems of {plan} have no record, and no compiler is installed, ")
-    assert f"so the model's own ops run; pip install {named}, or on a machine with tilekern[compile] run " in text
+    assert f"of the same op, run; pip install {named}, or on a machine with tilekern[compile] run " in text
     _package(monkeypatch, tmp_path / "other", compiled, f">={__version__}", "H100" if there == "H200" else "H200")
     assert "more records that serve" not in run(capsys, "--gpu", gpu, code=0)
 

@@ -88,9 +88,13 @@ def test_fp8_may_name_a_format(words, format, monkeypatch):
     assert [given["fp8"] for given in found] == [format]
 
 
-def test_another_format_is_refused_with_those_that_are_known(capsys):
-    assert cli.main(["preflight", "qwen3-0.6b", "--gpu", "H200", "--fp8", "tensorwise"]) != 0
-    assert "'tensorwise' is not one of 'rowwise', 'blockwise', 'mxfp8'" in capsys.readouterr().err
+@pytest.mark.parametrize("words", [["preflight", "qwen3-0.6b", "--fp8", "tensorwise"], ["--fp8", "Qwen/Qwen3-8B"]])
+def test_a_word_after_fp8_that_is_not_a_format_is_refused_with_the_formats(words, capsys):
+    assert cli.main([*words, "--gpu", "H200"]) == 2
+    assert capsys.readouterr().err == (
+        f"tilekern: --fp8 '{words[-1]}': unknown format; known: rowwise, blockwise, mxfp8; write --fp8 rowwise before "
+        "the name of a model\n"
+    )
 
 
 @pytest.mark.parametrize("command", [[], ["preflight"]])

@@ -423,17 +423,26 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.share(4)
 def test_one_layer_of_each_kind_asks_for_what_all_of_them_do(family, monkeypatch):
-    config = AutoConfig.for_model(family, **FAMILIES[family])
-    thinned = planned(config)
+    check_one_of_each_kind(AutoConfig.for_model(family, **FAMILIES[family]), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [{"fp8": "rowwise"}, {"fp8": "blockwise"}, {"fp8": "rowwise", "checkpointing": True}, {"checkpointing": True}],
+    ids=str,
+)
+def test_so_it_does_in_a_backward_that_asks_for_kernels_of_its_own(steps, monkeypatch):
+    """A backward by 8-bit floats looks its kernels up itself, and one of checkpoints computes a layer again."""
+    check_one_of_each_kind(AutoConfig.for_model("qwen3", **FAMILIES["qwen3"]), monkeypatch, **steps)
+
+
+def check_one_of_each_kind(config, monkeypatch, **steps):
+    thinned = planned(config, **steps)
     whole = []
     monkeypatch.setattr(models, "thin_out", lambda *given: whole.append(given))
-    found = planned(config)
-    assert replace(found, launches={}) == replace(thinned, launches={})
-    # The optimizer steps the weights of the layers that ran.
-    once, all_layers = (
-        {named: times for named, times in plan.launches.items() if named[0] != "adamw"} for plan in (thinned, found)
-    )
-    assert once == all_layers
+    found = planned(config, **steps)
+    assert found == thinned
+    assert found.launches == thinned.launches
     assert whole
 
 

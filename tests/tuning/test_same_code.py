@@ -110,6 +110,21 @@ def test_what_is_the_same_keeps_its_figures_and_says_so(name, compiled, request)
     [(_, (newest, _))] = carried((again, new_blobs)).carried
     steps = (newest.measurement or newest.prediction)[HISTORY]
     assert [one["source_digest"] for one in steps] == [ANOTHER, "1" * 64]
+    assert [one["times"] for one in steps] == [1, 2]
+
+
+@pytest.mark.parametrize(("earlier", "times"), [(["1", "2"], 3), (["1", "2", "3", "4", "5"], 6)])
+def test_the_first_and_the_last_time_are_kept_also_of_records_that_list_all(scale, earlier, times):
+    old, blobs = scale
+    # As versions before wrote them, which did not count.
+    listed = [{"because": "identical machine code", "source_digest": one * 64} for one in earlier]
+    old = msgspec.structs.replace(old, measurement=old.measurement | {HISTORY: listed})
+    for more in range(2):
+        [(_, (new, _))] = carried((old, blobs)).carried
+        first, last = new.measurement[HISTORY]
+        assert first == listed[0]
+        assert (last["source_digest"], last["times"]) == (old.source_digest, times + more)
+        old = msgspec.structs.replace(new, source_digest=ANOTHER)
 
 
 def test_an_invariant_kernel_is_carried_with_the_winner(scale):

@@ -129,6 +129,9 @@ def test_the_parts_of_a_composite_are_tuned_with_it_unless_the_cache_has_them(tm
     with pytest.raises(StoppedError):
         tune(cache, [loss], Options(jobs=1), stop)
     assert set(cache.sweep.problems()) == {loss, *planned[2:]} - {part}
+    # There composites look it up while they are measured.
+    [lent] = [entry.record for entry in Store(cache.sweep.cache).entries()]
+    assert (lent.kernel, lent.problem, lent.digests) == (part[0], dict(part[1]), set(blobs))
 
 
 def test_a_predicted_record_does_not_meet_the_goal_measured(known, tmp_path: Path, monkeypatch):

@@ -153,6 +153,65 @@ def test_a_carried_folder_is_measured_and_its_records_are_nobodys(compiled_sweep
     assert not Sweep(folder).compiled()
 
 
+@policies
+def test_what_another_machine_measured_is_published_as_nobodys(
+    compiled_sweep, tmp_path, users, monkeypatch, h200, capsys, policy
+):  # fmt: skip
+    """The GPU host was gone before its run could write results.pack: the folder alone was carried back."""
+    folder, cache = copy_of(compiled_sweep.folder, tmp_path / "sweep"), tmp_path / "cache"
+    (folder / "results.pack").unlink(missing_ok=True)
+    arguments = ["publish", str(folder), "--cache-dir", str(cache)]
+    assert cli.main(arguments) == 2
+    assert f"no problem in {folder} is measured" in capsys.readouterr().err
+    users("GPU host")
+    measure_all(Sweep.carried(folder), RecordedExecutor(), keep_winners)
+    users("home")
+    monkeypatch.setenv("TILEKERN_TRUST", policy)
+    if policy == "signed":
+        assert cli.main(arguments) == 2
+        [said] = capsys.readouterr().err.splitlines()
+        assert "others compiled or measured what is in" in said
+        assert "--sign KEY" in said
+        assert not cache.exists()
+        return
+    assert cli.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert f"others compiled or measured what is in {folder}: its records are not sealed as yours" in said
+    record = found_in(cache, SMALL, h200).record
+    assert (record.provenance, record.measurement["gpu"]) == ("measured", "NVIDIA H200")
+    assert {address.kernel for address in Pack(folder / "results.pack").records} == {SMALL[0]}
+    monkeypatch.setenv("TILEKERN_TRUST", "signed")
+    with pytest.warns(RuntimeWarning, match="no trust root signed it"):
+        assert found_in(cache, SMALL, h200) is None
+
+
+def test_what_this_user_measured_is_published_as_theirs(compiled_sweep, tmp_path, monkeypatch, h200, capsys):
+    """Also under signed, without what somebody has put beside it."""
+    folder, cache = copy_of(compiled_sweep.folder, tmp_path / "sweep"), tmp_path / "cache"
+    measure_all(Sweep(folder), RecordedExecutor(), keep_winners)
+    forged = [json.loads(line) | {"symbol": "another"} for line in _lines(folder / "compiled.jsonl")]
+    with (folder / "compiled.jsonl").open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in forged))
+    monkeypatch.setenv("TILEKERN_TRUST", "signed")
+    assert cli.main(["publish", str(folder), "--cache-dir", str(cache)]) == 0
+    assert "not sealed" not in capsys.readouterr().out
+    record = found_in(cache, SMALL, h200).record
+    assert record.provenance == "measured"
+    assert "another" not in [artifact.symbol for artifact in record.artifacts.values()]
+
+
+def test_problems_that_were_not_measured_get_no_record(compiled_sweep, tmp_path, capsys):
+    folder, cache = copy_of(compiled_sweep.folder, tmp_path / "sweep"), tmp_path / "cache"
+    sweep = Sweep(folder)
+    other = (SMALL[0], SMALL[1].but(rows=64))
+    measure_all(sweep, RecordedExecutor(), keep_winners)
+    sweep.begin(sweep.target, sweep.model, [*sweep.problems(), other])
+    assert cli.main(["publish", str(folder), "--cache-dir", str(cache), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [problem["problem"] for problem in document["problems"]] == [dict(SMALL[1])]
+    assert "1 of 2 problems are not measured and have no record" in document["notes"][-1]
+
+
 def test_under_signed_nothing_is_measured_that_nobody_vouches_for(compiled_sweep, tmp_path, users, monkeypatch, capsys):
     folder = copy_of(compiled_sweep.folder, tmp_path / "sweep")
     users("other host")

@@ -113,6 +113,6 @@ def tell_of_model(report: Report, model: str, target: Target | None) -> None:
     if found.missing and report.document.get("compilers", {}).get("tileiras") is None:
         report.complain(
             f"{len(found.missing)} of {len(found.needs)} problems of {found.model} have no record, and no compiler is "
-            f"installed, so the model's own ops run; {install_or(target)}on a machine with "
-            f"tilekern[compile] run python -m tilekern.tune {model} --gpu {target.option}"
+            f"installed, so the model's own ops, or other kernels of the same op, run; {install_or(target)}on "
+            f"a machine with tilekern[compile] run python -m tilekern.tune {model} --gpu {target.option}"
         )

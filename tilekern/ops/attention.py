@@ -20,7 +20,7 @@ from tilekern.ops import checkpoints
 from tilekern.ops.operation import operation
 from tilekern.ops.packing import check_starts, longest
 from tilekern.ops.registration import check_softcap, check_tensors, check_vectors, disjoint, fresh, needs_gradient
-from tilekern.runtime.dispatch import Plan, plan_for
+from tilekern.runtime.dispatch import Plan, by_parts, plan_for
 from tilekern.spec import Array, KernelSpec
 from tilekern.warning import warn_once
 
@@ -245,8 +245,11 @@ def _find(
     if forward is None or not graded:
         return None if forward is None else Plans(forward, None, None, call)
     gradients, delta = found(_BACKWARD), found(_DELTA, batch=q.shape[0], queries=q.shape[1])
-    launched = None if gradients is None else plans_of(plan_for, gradients.config, values, q, k)
-    return None if None in (delta, launched) else Plans(forward, gradients, delta, call)
+    if gradients is None or delta is None:
+        return None
+    config = gradients.config
+    launched = by_parts(_BACKWARD, q.device, values, config, lambda: plans_of(plan_for, config, values, q, k))
+    return None if launched is None else Plans(forward, gradients, delta, call)
 
 
 def _row_values(q: Tensor) -> Tensor:

@@ -101,6 +101,8 @@ class Report:
         graphs: by module, how many steps were replayed from CUDA graphs and why others were not.
         varying: by kernel, why its rows may depend on others although :func:`tilekern.invariant` was on. Gradients and
             losses, which are sums over rows, are not judged.
+        substitutes: by kernel, what runs in place of a record that no cache holds, or of a composite's own choice of
+            kernels.
     """
 
     rows: tuple[Row, ...]
@@ -109,6 +111,7 @@ class Report:
     reasons: dict[str, dict[str, int]]
     graphs: dict[str, str] = field(default_factory=dict)
     varying: dict[str, str] = field(default_factory=dict)
+    substitutes: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return, for each op, whether its modules are patched, its calls, and the modules."""
@@ -124,6 +127,7 @@ class Report:
             for kernel, number in self.fallbacks.items()
             if kernel not in shown
         ]
+        lines += [f"{kernel} runs {what}" for kernel, what in self.substitutes.items()]
         lines += [f"graphs of {name or 'the model'}: {said}" for name, said in self.graphs.items()]
         lines += [f"rows of {kernel} may depend on others: {reason}" for kernel, reason in self.varying.items()]
         return "\n".join(lines)
@@ -184,7 +188,7 @@ def report(model: torch.nn.Module) -> Report:
     fallbacks = {kernel: counts["fallbacks"] for kernel, counts in counted.items() if counts["fallbacks"]}
     calls = {op: _calls_of(names, counted, why) for op, names in KERNELS.items()}
     graphs = {name: str(found) for name, found in graphs_of(model).items()}
-    return Report(tuple(rows), calls, fallbacks, why, graphs, dispatch.varying())
+    return Report(tuple(rows), calls, fallbacks, why, graphs, dispatch.varying(), dispatch.substitutes())
 
 
 def _calls_of(

@@ -11,9 +11,9 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from tilekern.compile.library import libraries_here, library_of
 from tilekern.errors import (
@@ -42,11 +42,13 @@ if TYPE_CHECKING:
     from tilekern.runtime.recorder import Trace
 
 MissPolicy = Literal["compile", "fallback", "error"]
-COUNTED = ("hits", "nearest", "misses", "fallbacks", "compiled", "launches")
+COUNTED = ("hits", "nearest", "misses", "substitutes", "fallbacks", "compiled", "launches")
 # Real sizes that are remembered; a job with more distinct ones looks up again, at some tens of microseconds each.
 MOST_PLANS = 65536
 # A kernel, a problem at its buckets, and the key of a target.
 _Asked = tuple[str, Problem, str]
+# A kernel, a problem at its buckets, and whether the default stands for a record or kernels for those of a composite.
+_Noted = tuple[str, Problem, Literal["default", "parts"]]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Foreseen:
     cost_s: Callable[[Collection[str]], float | None]
 
 
+# What the kernels of a composite are found to be: the config that runs, then what its op needs to launch them.
+_Composed = TypeVar("_Composed", bound=tuple[Any, ...])
 # Returns what the step that runs now asks for on a GPU; None if it cannot tell.
 Foresight = Callable[[Target], Foreseen | None]
 
@@ -113,6 +117,7 @@ class State:
         strict: whether what may make a token's row depend on others is an error in that mode.
         classes: the bit classes that run (:func:`tilekern.runtime.rows.why_varies`).
         varying: by kernel, why its rows may depend on others although ``invariant``.
+        substitutes: what runs in place of a record, or of the kernels of a composite's config, by :func:`_note`.
         of_other_mode: the plans, refusals, hits and memos of the mode that is not on.
         agreement: what the ranks agreed on, which replaces the caches.
         trace: answers for meta tensors.
@@ -136,6 +141,7 @@ class State:
     strict: bool = False
     classes: dict[tuple[Any, ...], str] = field(default_factory=dict)
     varying: dict[str, str] = field(default_factory=dict)
+    substitutes: dict[_Noted, str] = field(default_factory=dict)
     of_other_mode: list[dict[Any, Any]] = field(default_factory=list)
     agreement: Agreement | None = None
     trace: Trace | None = None
@@ -222,7 +228,7 @@ def forget() -> None:
     with _state.lock:
         for kept in (
             _state.plans, _state.refusals, _state.resolved, _state.unkept, _state.failed, _state.told, _state.misfits,
-            _state.classes, _state.varying, _state.of_other_mode,
+            _state.classes, _state.varying, _state.substitutes, _state.of_other_mode,
         ):  # fmt: skip
             kept.clear()
         _watch.forget()
@@ -269,6 +275,15 @@ def note_varying(kernel: str, reason: str) -> None:
 def varying() -> dict[str, str]:
     """Return by kernel why its rows may depend on others although the invariant mode was on."""
     return dict(_state.varying)
+
+
+def substitutes() -> dict[str, str]:
+    """Return by kernel what runs in place of a record that no cache holds, or of kernels that a composite chose."""
+    found: dict[str, dict[str, None]] = {}
+    with _state.lock:
+        for (kernel, _, _), runs in _state.substitutes.items():
+            found.setdefault(kernel, {})[runs] = None
+    return {kernel: "; ".join(runs) for kernel, runs in found.items()}
 
 
 def look_again() -> int:
@@ -367,6 +382,64 @@ def _make_room() -> None:
         _state.refusals.clear()
         _empty_memos()
         _watch.let_go()
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A kernel of a composite without a plan: why, what mends it, and the subject of the warning."""
+
+    spec: KernelSpec
+    reason: str
+    remedy: str
+    about: str
+
+
+def by_parts(
+    spec: KernelSpec, device: Any, sizes: Mapping[str, Any], config: Config, look: Callable[[], _Composed | None]
+) -> _Composed | None:
+    """Return what ``look`` finds for a composite that may run by other kernels than those of its config.
+
+    If it does, that is counted, noted for :func:`substitutes` and said once, in place of the warnings of the lookups
+    inside, whose kernels have no model's own op. To be called where plans are looked up, not where they are launched.
+
+    Args:
+        spec: the composite.
+        device: the tensors' torch device.
+        sizes: real sizes of the problem by dimension; others may be among them.
+        config: the config that the plan of the composite has.
+        look: asks :func:`plan_for` for the plans of the kernels, and returns them after the config that runs; None if
+            the model's own op must run.
+    """
+    if device.type == "meta":
+        return look()
+    before, held = getattr(_refused, "held", None), list[_Held]()
+    _refused.held = held
+    try:
+        found = look()
+    finally:
+        _refused.held = before
+    problem = _problem(spec, [sizes[d.name] for d in spec.dimensions])
+    if found is None or problem is None:
+        for one in held:
+            _tell_of_own_op(one.spec, one.reason, one.remedy, one.about)
+        return found
+    named: _Noted = (spec.name, spec.bucketed(problem), "parts")
+    with _state.lock:
+        if found[0] == config:
+            _state.substitutes.pop(named, None)
+            return found
+        _refused.reason = None
+        names = ", ".join(dict.fromkeys(one.spec.name for one in held))
+        if names:
+            _note(named, f"{found[0].key} in place of {config.key}, since {names} have no plan")
+            warn_once(
+                f"{spec.name} runs {found[0].key} in place of {config.key}, since {names} have no plan: "
+                f"{held[0].reason}{held[0].remedy and '; '}{held[0].remedy}",
+                about=f"{spec.name} by {found[0].key}",
+            )
+        else:  # said before, for the same kernels
+            _note(named, _state.substitutes.get(named, f"{found[0].key} in place of {config.key}"))
+    return found
 
 
 def array_plan_for(spec: KernelSpec, device: int, target: Target, problem: Problem) -> Plan:
@@ -553,8 +626,9 @@ def _cached(spec: KernelSpec, problem: Problem, target: Target, key: tuple[Any, 
         found = _on_miss(spec, wanted, target, caller)
         if found is not None:
             plan = _plan_or_own(spec, problem, target, caller, found)
-        elif config := _library_default(spec, wanted, target):
+        elif config := _unrecorded_default(spec, wanted, target):
             config = _by_kernels(spec, problem, config)
+            _note((spec.name, wanted, "default"), f"its default {config.key} without a record")
             call = spec.implement(problem, config)
             assert isinstance(call, LibraryCall)
             if _state.invariant and not call.composite:
@@ -608,18 +682,38 @@ def _say_own_op(spec: KernelSpec, reason: str, caller: _Caller) -> None:
     if caller.must_raise():
         raise CacheMiss(f"{reason} ({_compiler_and_driver()})") from None
     _refuse("a record that this machine cannot run")
-    warn_once(f"{reason}; the model's own op runs", about=f"{spec.name} {reason}")
+    _tell_of_own_op(spec, reason, about=f"{spec.name} {reason}")
 
 
-def _library_default(spec: KernelSpec, wanted: Problem, target: Target) -> Config | None:
-    """Return the default config of a problem if an installed library runs it, which needs no compiler; else None.
+def _tell_of_own_op(spec: KernelSpec, reason: str, remedy: str = "", about: str = "") -> None:
+    """Warn once that the model's own op runs, unless a composite asks, which may have other kernels."""
+    held: list[_Held] | None = getattr(_refused, "held", None)
+    if held is not None:
+        held.append(_Held(spec, reason, remedy, about))
+    else:
+        warn_once(f"{reason}; the model's own op runs{remedy and '; '}{remedy}", about=about or None)
 
-    It runs in this process only: without a compiler there is no toolkit to store a record under.
+
+def _unrecorded_default(spec: KernelSpec, wanted: Problem, target: Target) -> Config | None:
+    """Return the default config of a problem if it needs neither a record nor a compiler here; else None.
+
+    Such is a composite, whose kernels have records of their own, and the call of an installed library. It runs in this
+    process only: without a compiler there is no toolkit to store a record under. Ranks may have other libraries, but
+    all have the same composites.
     """
-    if miss_policy() != "compile" or _state.agreement is not None:
+    agreement = _state.agreement
+    if miss_policy() != "compile" or (agreement is not None and not agreement.covers(target)):
         return None
-    config = spec.default(wanted, target)
-    return config if library_of(config) in libraries_here() else None
+    config = spec.default(wanted, target if agreement is None else agreement.target)
+    if spec.implement(wanted, config).composite:
+        return config
+    return config if agreement is None and library_of(config) in libraries_here() else None
+
+
+def _note(named: _Noted, runs: str) -> None:
+    """Count a lookup after which something else runs than a record's kernels, and note what does."""
+    counters(named[0]).substitutes += 1
+    _state.substitutes[named] = runs
 
 
 def _plan_or_own(spec: KernelSpec, problem: Problem, target: Target, caller: _Caller, found: Hit) -> Plan | None:
@@ -717,6 +811,7 @@ def _take(
         plan = _keep(spec, _made(spec, problem, target, caller, found), problem)
         _state.resolved[spec.name, spec.bucketed(problem)] = found
         counters(spec.name).hits += 1
+        _state.substitutes.pop((spec.name, spec.bucketed(problem), "default"), None)
         # Last, since calls read it without the lock and the plan must be counted by then.
         _state.plans[key] = plan
         return plan
@@ -875,12 +970,16 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target, caller: _Caller)
             raise CacheMiss(f"{missing}{why}; {tune}")
         is_missing = isinstance(_state.failed[asked], ToolchainMissing)
         refusal = f"no record, and {'no compiler' if is_missing else 'none was compiled'}"
-        if config := _library_default(spec, wanted, target):
+        if config := _unrecorded_default(spec, wanted, target):
             library = library_of(config)
-            warn_once(f"no cache holds {spec.name} on {target.name}; its default, a call of {library}, runs; {tune}")
+            default, unless = (f"a call of {library}", "") if library else (config.key, " if its kernels have records")
+            warn_once(
+                f"no cache holds {spec.name} on {target.name}; its default, {default}, runs{unless}; {tune}",
+                about=f"default of {spec.name} on {target.key}",
+            )
             return None
-    if (spec.name, wanted, target.key) not in _state.told:
-        warn_once(f"no cache holds {spec.name} for this model on {target.name}{why}; the model's own op runs; {tune}")
+    if (spec.name, wanted, target.key) not in _state.told or getattr(_refused, "held", None) is not None:
+        _tell_of_own_op(spec, f"no cache holds {spec.name} for this model on {target.name}{why}", tune)
     _refuse(refusal)
     return None
 
@@ -926,7 +1025,8 @@ def _tell_of_missing(foreseen: Foreseen, target: Target) -> None:
     cost = "" if cost_s is None else f", which costs some {1000 * cost_s:.2g} ms of GPU time a step by the bytes moved"
     warn_once(
         f"no cache holds {len(lacking)} of the {len(foreseen.problems)} problems that a step of {foreseen.model} asks "
-        f"for on {target.name}, and no compiler is installed; the model's own ops run for {', '.join(names)}{cost}; "
+        f"for on {target.name}, and no compiler is installed; the model's own ops, or other kernels of the same op, "
+        f"run for {', '.join(names)}{cost}; "
         f"mend it with: {install_or(target)}pip install 'tilekern[compile]'"
     )
 

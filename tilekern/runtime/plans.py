@@ -227,13 +227,15 @@ def unwatched(call: Callable[..., Any]) -> Callable[..., Any]:
 class Counters:
     """Counts of one kernel in this process.
 
-    ``nearest`` counts those hits that another bucket's record served, ``fallbacks`` calls that ran the model's own
-    op and ``reasons`` why, ``launches`` launches of the kernel.
+    ``nearest`` counts those hits that another bucket's record served, ``substitutes`` lookups after which a default
+    runs that needs no record, or other kernels of a composite than those of its config, ``fallbacks`` calls that ran
+    the model's own op and ``reasons`` why, ``launches`` launches of the kernel.
     """
 
     hits: int = 0
     nearest: int = 0
     misses: int = 0
+    substitutes: int = 0
     fallbacks: int = 0
     compiled: int = 0
     reasons: dict[str, int] = field(default_factory=dict)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import click
 
 # Words that are no model but a command of their own, in the module of that name; each is imported when it is meant.
-COMMANDS = ("preflight", "refresh", "report", "serve", "status")
+COMMANDS = ("preflight", "publish", "refresh", "report", "serve", "status")
 
 
 def command_named(name: str) -> click.Command:

@@ -7,9 +7,10 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tilekern.errors import CannotRun
 from tilekern.kernels import spec_named
 from tilekern.runtime.launcher import PrebuiltKernel, Variant
-from tilekern.runtime.plans import plan_of
+from tilekern.runtime.plans import Plan, plan_of
 from tilekern.runtime.records import launch_in
 from tilekern.spec import KernelSpec, LibraryCall, Problem, cdiv
 from tilekern.spec.targets import Target
@@ -247,12 +248,24 @@ class Bench:
         """
         implementation = self._spec.implement(problem, entrant.candidate.config)
         if isinstance(implementation, LibraryCall):
-            from tilekern.runtime.dispatch import plan_for
-
-            call = implementation.bound(plan_for, in_place=in_place)
+            call = implementation.bound(plan_of_part, in_place=in_place)
             return functools.partial(call, *(inputs[name] for name in implementation.inputs))
         plan = plan_of(kernel, implementation, entrant.candidate.config, problem, self._target)
         return functools.partial(plan.launch, 0, *arguments_of(implementation, inputs, outputs))
+
+
+def plan_of_part(spec: KernelSpec, device: Any, *sizes: Any) -> Plan:
+    """Return the plan of a kernel that a composite launches.
+
+    Raises:
+        CannotRun: it has none, and the composite would run, and be timed by, something else than its config says.
+    """
+    from tilekern.runtime.dispatch import plan_for
+
+    plan = plan_for(spec, device, *sizes)
+    if plan is None:
+        raise CannotRun(f"no cache holds {spec.name} at {sizes}, which the config launches; tune that first")
+    return plan
 
 
 def turns_of(spec: KernelSpec, problem: Problem, target: Target) -> int:

@@ -7,12 +7,14 @@ decided when the layer is made, and shows in its other attributes.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Hashable
 from types import MethodType
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tilekern.runtime.dispatch import is_invariant
@@ -64,16 +66,47 @@ class _Once(torch.nn.Module):
         given = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if given is not None and call in self.seen:
             found, shape = self.seen[call][:2]
+            if torch.is_grad_enabled():
+                _give_gradients(self.layer)
             place = [_form(leaf) for leaf in found].index(_form(given))
             leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
             return tree_unflatten([*leaves[:place], given, *leaves[place + 1 :]], shape)
         with self.trace.repeated(self.times):
             result = self.layer(*args, **kwargs)
         found, shape = tree_flatten(result)
+        self._repeat_backward(leaves, found)
         if given is not None and any(_form(leaf) == _form(given) for leaf in found):
             # What was given stays alive, so that nothing else has its id.
             self.seen[call] = found, shape, leaves
         return result
+
+    def _repeat_backward(self, given: list[Any], results: list[Any]) -> None:
+        """Count what the layer's backward asks for, or computes again, as of all layers of its kind too."""
+        stack = contextlib.ExitStack()
+        for node in _nodes(given, results):
+            node.register_prehook(lambda _: stack.enter_context(self.trace.repeated(self.times)))
+            node.register_hook(lambda *_: stack.close())
+
+
+def _give_gradients(layer: torch.nn.Module) -> None:
+    """Give a layer that does not run the gradients that an optimizer's step counts."""
+    for parameter in layer.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+
+
+def _nodes(given: list[Any], results: list[Any]) -> list[Node]:
+    """Return the nodes of the graph between tensors and results of them, without those of parameters."""
+    seen = {leaf.grad_fn for leaf in given if isinstance(leaf, torch.Tensor)}
+    waiting = [leaf.grad_fn for leaf in results if isinstance(leaf, torch.Tensor)]
+    found = []
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen and node.next_functions:
+            seen.add(node)
+            found.append(node)
+            waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 def _form(value: Any) -> Hashable:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from tilekern.cache import CacheError
+from tilekern.cache import CacheError, Store
 from tilekern.cache.folders import files_inside, unlink_below
 from tilekern.errors import TilekernError
 from tilekern.tuning.pipeline import Options, Pipeline, Tell
@@ -167,8 +167,11 @@ def tune(
         tilekern.cache.CacheError: the cache cannot be written.
     """
     sweep = cache.sweep
-    parts = [pair for pair in with_parts(named, cache.target) if pair not in named and not cache.holds(pair)]
-    sweep.begin(cache.target, "wanted", [*dict.fromkeys(named), *parts], invariant=invariant)
+    parts = [pair for pair in with_parts(named, cache.target) if pair not in named]
+    known = [pair for pair in parts if cache.holds(pair)]
+    planned = dict.fromkeys((*named, *(pair for pair in parts if pair not in known)))
+    sweep.begin(cache.target, "wanted", list(planned), invariant=invariant)
+    cache.lend(known, Store(sweep.cache))  # where composites look them up while they are measured
     pipeline = Pipeline(sweep, cache.store, options, tell)
     pipeline.work()
     if cache.goal == MEASURED:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -215,6 +215,12 @@ class WatchedCache:
     def holds(self, named: Named) -> bool:
         """Return whether the cache holds a record of a problem that meets the goal."""
         return self._is_good(self._record(*named))
+
+    def lend(self, named: Iterable[Named], store: Store) -> None:
+        """Copy the cache's own records of problems, those that it has, into another cache."""
+        for record in filter(None, (self._record(*pair) for pair in named)):
+            with contextlib.suppress(CacheError):  # the layer reports a bad one
+                store.write(record, {digest: self._layer.read_blob(digest) for digest in record.digests})
 
     def fail(self, item: Item, reason: str, *, passing: bool) -> None:
         """Note that an item cannot be tuned; it stays wanted.

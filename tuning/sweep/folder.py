@@ -48,7 +48,7 @@ from tilekern.tuning.sweep.holding import Holder, Run, written
 from tilekern.tuning.sweep.journal import Journal, Line
 from tilekern.tuning.sweep.lines import is_copy, is_whole
 from tilekern.tuning.sweep.plan import PLAN, Limits, Named, PlanFile
-from tilekern.tuning.sweep.sealing import COMPILED, Lines, require_own_folder, signatures_of
+from tilekern.tuning.sweep.sealing import COMPILED, SEALED, Lines, require_own_folder, signatures_of
 
 # The field of a line that says what it is about.
 _KEYS = {
@@ -239,6 +239,16 @@ class Sweep:
     def others(self) -> int:
         """Return how many lines about artifacts neither this user wrote nor a trust root signed."""
         return self._lines[COMPILED].others
+
+    @property
+    def is_of_others(self) -> bool:
+        """Return whether lines that records are made of are neither this user's nor signed, whether they count or not.
+
+        Such are all that another machine measured, since only artifacts are signed.
+        """
+        for name in SEALED:
+            self._journals[name].latest()
+        return any(self._lines[name].others for name in SEALED)
 
     def sign(self, key: SigningKey) -> int:
         """Sign the lines about artifacts for those who take the folder over; return their number.

@@ -1,0 +1,72 @@
+"""``python -m tilekern.tune publish DIR``: makes records of what a sweep has measured, wherever that was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from tilekern.cache import Store, user_root
+from tilekern.cache.trust.policy import must_be_signed
+from tilekern.errors import InputError
+from tilekern.tuning.options import Folder, tuner_command
+from tilekern.tuning.pipeline import Options, Pipeline, Result
+from tilekern.tuning.publishing import compiled_with
+from tilekern.tuning.sweep.folder import Sweep
+
+
+@tuner_command(short_help="Make records of what a sweep has measured; needs no GPU.")
+@click.argument("folder", metavar="DIR", type=Folder())
+@click.option("--cache-dir", type=Folder(), help="The cache to fill.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of tables.")
+def command(folder: Path, cache_dir: Path | None, as_json: bool) -> None:
+    """Make records of the problems that the sweep in DIR has measured, and fill the cache; needs no GPU or compiler.
+
+    For a folder whose measuring run was stopped on a machine that is gone; a run that ends has published already. What
+    another user or machine measured counts only if TILEKERN_TRUST is any, and its records are not yours: the policy
+    signed does not load them. Problems without a measurement get no record. DIR/results.pack is written anew.
+    """
+    from tilekern.tuning.terminal import print_result
+
+    found = published(folder, Store(cache_dir or user_root()))
+    if as_json:
+        click.echo(json.dumps(found.as_json(), indent=1))
+    else:
+        print_result(found)
+
+
+def published(folder: Path, store: Store) -> Result:
+    """Install the measured winners of a sweep in a cache.
+
+    Raises:
+        InputError: the folder is not a sweep, others can write it, nothing in it is measured, or others measured it and
+            the policy is ``signed``.
+        tilekern.cache.CacheError: ``results.pack`` or the cache cannot be written.
+    """
+    sweep = Sweep(folder)
+    sweep.require_own()
+    has_others = sweep.is_of_others
+    if has_others and not must_be_signed():
+        sweep = Sweep(folder, foreign=True)
+    pipeline = Pipeline(sweep, store, Options(stages=(), only_measured=True))
+    result = pipeline.result
+    result.toolkit = compiled_with(sweep) or result.toolkit
+    winners = pipeline.winners()
+    planned = len(sweep.problems())
+    if not winners and has_others and sweep.is_own:
+        raise InputError(
+            f"TILEKERN_TRUST is signed, and others compiled or measured what is in {folder}; unpack a results.pack "
+            "that its GPU host signed (--stages measure --sign KEY), or measure it here"
+        )
+    if not winners:
+        raise InputError(f"no problem in {folder} is measured; run --stages measure --sweep {folder} where the GPU is")
+    pipeline.publish(winners)
+    if not sweep.is_own:
+        result.notes.append(f"others compiled or measured what is in {folder}: its records are not sealed as yours")
+    if len(winners) < planned:
+        result.notes.append(
+            f"{planned - len(winners)} of {planned} problems are not measured and have no record; --stages measure "
+            f"--sweep {folder} goes on with them where the GPU is"
+        )
+    return result
