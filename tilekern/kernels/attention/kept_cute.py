@@ -1,11 +1,13 @@
 """dk and dv of attention by tiles of keys, and dS for dq, in CuTe DSL for Hopper: search space and launches.
 
-The device code is :mod:`tilekern.kernels.cute.attention_keys`: a block owns 128 keys, and streams queries through a
-ring of ``stages`` tiles in shared memory.
+The device code is :mod:`tilekern.kernels.cute.attention_keys`, and for heads of 256
+:mod:`tilekern.kernels.cute.attention_keys_wide`: a block owns some keys, and streams queries through a ring of
+``stages`` tiles in shared memory.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from tilekern.kernels.families.cute_configs import NOT_INTERPRETED
@@ -21,36 +23,69 @@ from tilekern.spec import (
     cdiv,
 )
 
-_KERNEL = "tilekern.kernels.cute.attention_keys:AttentionKeys"
-# Elements of a head, keys of a block, queries of a stage.
-DEPTH, KEYS, QUERIES = 128, 128, 64
-# A warpgroup that loads, and one for each 64 keys.
+# A warpgroup that loads, and two that compute.
 _THREADS = 3 * 128
-# Two copies of a stage's dS, one for each warpgroup, on their way to memory; the barrier of the block's own tiles.
-_OTHER_BYTES = KEYS * QUERIES * 2 + 8
 # The system's share of the shared memory of each block.
 _RESERVED_BYTES = 1 << 10
 
 
-def shared_bytes(stages: int) -> int:
-    """Count the bytes of a block's k and v, and of stages: q, dout, lse, delta, two notes, two barriers."""
-    return 2 * KEYS * DEPTH * 2 + stages * (2 * QUERIES * DEPTH * 2 + 2 * QUERIES * 4 + 4 * 8) + _OTHER_BYTES
+@dataclass(frozen=True)
+class _Form:
+    """How heads of one size are computed.
+
+    Attributes:
+        kernel: the class of the device code.
+        queries: queries of a tile.
+        keys: keys of a block.
+        held: columns of k and v in registers.
+        copied_bytes: bytes of P on its way from one warpgroup to the other.
+        stages: counts of tiles in the ring to choose from.
+    """
+
+    kernel: str
+    queries: int
+    keys: int
+    held: int
+    copied_bytes: int
+    stages: tuple[int, ...]
+
+
+_CUTE = "tilekern.kernels.cute"
+# By the elements of a head.
+_FORMS = {
+    64: _Form(f"{_CUTE}.attention_keys:AttentionKeys", 64, 128, 64, 0, (4, 6)),
+    128: _Form(f"{_CUTE}.attention_keys:AttentionKeys", 64, 128, 0, 0, (3, 4)),
+    256: _Form(f"{_CUTE}.attention_keys_wide:WideAttentionKeys", 32, 64, 192, 32 * 64 * 4, (5, 6)),
+}
+
+
+def shared_bytes(depth: int, stages: int) -> int:
+    """Count the bytes of what a block of heads of ``depth`` elements has in shared memory.
+
+    They are k and v, P on its way, barriers, and for each stage q, dout, lse, delta, notes and two barriers.
+    """
+    form = _FORMS[depth]
+    owned = 2 * form.keys * (depth - form.held) * 2
+    notes = 1 + form.keys // 64
+    stage = 2 * form.queries * depth * 2 + 2 * form.queries * 4 + (notes + 2) * 8
+    return owned + form.copied_bytes + stages * stage + 9 * 8
 
 
 def _is_served(problem: Problem) -> bool:
-    """Return whether the device code serves a problem: whole groups of heads, half numbers, no options."""
-    plain = not problem["capped"] and not problem["packed"] and problem["dtype"] != "float32"
-    return bool(plain and problem["head_dim"] == DEPTH and problem["heads"] % problem["kv_heads"] == 0)
+    """Return whether the device code serves a problem: whole groups of heads, half numbers, not packed."""
+    whole = problem["heads"] % problem["kv_heads"] == 0
+    return problem["head_dim"] in _FORMS and whole and not problem["packed"] and problem["dtype"] != "float32"
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
+    form = _FORMS.get(problem["head_dim"], _FORMS[128])
     return {
         "implementation": ["cute"],
         "schedule": ["block"],
-        "tile_m": [QUERIES],
-        "tile_n": [KEYS],
+        "tile_m": [form.queries],
+        "tile_n": [form.keys],
         "num_worker_warps": [8],
-        "stages": [3, 4] if _is_served(problem) else [],
+        "stages": list(form.stages) if _is_served(problem) else [],
     }
 
 
@@ -61,7 +96,9 @@ SPACE = Space(
         Constraint("the matrix units of Hopper are needed", lambda problem, config, target: target.has_wgmma),
         Constraint(
             "the stages exceed the shared memory",
-            lambda problem, config, target: shared_bytes(config["stages"]) + _RESERVED_BYTES <= target.shared_bytes,
+            lambda problem, config, target: (
+                shared_bytes(problem["head_dim"], config["stages"]) + _RESERVED_BYTES <= target.shared_bytes
+            ),
         ),
     ),
 )
@@ -71,14 +108,16 @@ def implement(
     function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], problem: Problem, config: Config
 ) -> CuteKernel:
     """Return the kernel of a config of the space."""
-    constants = {name: problem[name] for name in ("heads", "kv_heads", "apart", "causal")}
+    form = _FORMS[problem["head_dim"]]
+    given = {name: problem[name] for name in ("heads", "kv_heads", "apart", "causal", "capped")}
+    chosen = {name: config[name] for name in ("tile_m", "tile_n", "stages")}
     owners = problem["heads" if problem["apart"] else "kv_heads"]
     return CuteKernel(
         function=function,
-        kernel=_KERNEL,
+        kernel=form.kernel,
         parameters=parameters,
-        constants=(*constants.items(), ("stages", config["stages"])),
-        grid=lambda sizes, sm_count: sizes["batch"] * owners * cdiv(sizes["keys"], KEYS),
+        constants=tuple((given | chosen | {"depth": problem["head_dim"], "held": form.held}).items()),
+        grid=lambda sizes, sm_count: sizes["batch"] * owners * cdiv(sizes["keys"], form.keys),
         block=_THREADS,
-        shared_bytes=shared_bytes(config["stages"]),
+        shared_bytes=shared_bytes(problem["head_dim"], config["stages"]),
     )

@@ -2,14 +2,18 @@
 
 A block owns 128 keys of a key head, for all query heads that read it, or ``apart`` for one. Two warpgroups compute 64
 of them each and share the queries in shared memory, so that each is loaded once for 128 keys; they never wait for one
-another, so that one's exponentials run beside the other's products. Each warp of a third warpgroup fills one stage of
-the ring of queries: its loads pass no registers, and are shown to the matrix units before the stage's barrier is told.
+another, so that one's exponentials run beside the other's products. The warps of a third warpgroup fill the stages of
+the ring of queries in turn: their loads pass no registers, and are shown to the matrix units before the stage's barrier
+is told. Heads of 256 have other roles: :mod:`tilekern.kernels.cute.attention_keys_wide`.
 
-In a step a warpgroup takes 64 queries of a head. S^T = k q^T and dP^T = v dout^T start together; P is computed beside
-the second, dS beside dv += P^T dout, and dS is stored beside dk += dS^T q. P^T and dS^T stay in registers.
+In a step a warpgroup takes 64 queries of a head. P is computed from S^T = k q^T beside dP^T = v dout^T, dS beside
+dv += P^T dout, and dS is stored beside dk += dS^T q and the next step's S^T. P^T and dS^T stay in registers. Heads of
+64 leave registers for k and v, which saves a third of what the matrix units read from shared memory, and for the next
+S^T beside P, so that it starts before dS is computed.
 
-In shared memory, a tile of 64 rows and 128 columns is two halves of 64 columns, with rows of 128 bytes in which
-pieces of 16 bytes are swizzled; q and dout are read as they are and transposed.
+In shared memory, a tile has parts of 64 columns, with rows of 128 bytes in which pieces of 16 bytes are swizzled; q and
+dout are read as they are and transposed. Queries lie in an order (:meth:`AttentionKeys.line`) in which a thread's
+elements of dS are neighbours, so that it stores 16 bytes at once.
 """
 
 from __future__ import annotations
@@ -22,15 +26,15 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
-from tilekern.kernels.attention.kept_cute import DEPTH, KEYS, QUERIES
 from tilekern.kernels.attention.tiles import LOG2_E
 from tilekern.kernels.cute.arguments import ALIGNED_BYTES, Argument, samples
 from tilekern.kernels.cute.sharing import WARP
 from tilekern.spec import ArrayParameter, ScalarParameter
 
-# Rows of a tile: queries of a step, keys of a warpgroup. Queries and keys of a unit of ``kept``.
-_ROWS, _UNIT = QUERIES, 128
-_TILE = _ROWS * DEPTH
+# Keys of a warpgroup. Queries and keys of a unit of ``kept``.
+_KEYS, _UNIT = 64, 128
+# Warps that load.
+_LOADERS = 4
 # Elements of 16 bytes, and of 128 bytes, which is the width of half a tile.
 _VECTOR, _WIDTH = 8, 64
 # Depth of one instruction of the matrix units.
@@ -51,8 +55,13 @@ class AttentionKeys:
         heads: heads of q; whole groups.
         kv_heads: heads of k and v.
         apart: whether each query head has a dk and a dv of its own, in float32.
+        depth: elements of a head.
         causal: whether a query sees the keys up to its position only.
-        stages: tiles of queries in the ring, at most one for each warp that loads.
+        capped: whether the scores have a soft cap.
+        tile_m: queries of a tile.
+        tile_n: keys of a block.
+        held: columns of k and v that are in registers, from the first one on; shared memory has the others.
+        stages: tiles of queries in the ring.
     """
 
     # The matrix units' instructions are no part of later architectures.
@@ -60,10 +69,18 @@ class AttentionKeys:
 
     def __init__(
         self, function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], *, capability: int, block: int,
-        cluster: int, heads: int, kv_heads: int, apart: bool, causal: bool, stages: int,
+        cluster: int, heads: int, kv_heads: int, depth: int, apart: bool, causal: bool, capped: bool, tile_m: int,
+        tile_n: int, held: int, stages: int,
     ) -> None:  # fmt: skip
         self.parameters, self.sample = parameters, samples(parameters)
-        self.block, self.heads, self.causal, self.stages = block, heads, causal, stages
+        self.block, self.heads, self.causal, self.capped = block, heads, causal, capped
+        self.depth, self.rows, self.block_keys, self.held, self.stages = depth, tile_m, tile_n, held, stages
+        # Elements of a tile of queries, and of k and v in shared memory.
+        self.tile, self.own = tile_m * depth, 2 * tile_n * (depth - held)
+        # Warpgroups' shares of a block's keys.
+        self.parts = tile_n // _KEYS
+        # Whether there are registers for the next step's scores beside this one's P.
+        self.early = held == depth
         # Heads of dk and dv, the query heads that one is for, and those that read one of k and v.
         self.owners, self.group = heads if apart else kv_heads, heads // kv_heads
         self.readers = heads // self.owners
@@ -81,12 +98,12 @@ class AttentionKeys:
     def kernel(self, arguments: tuple):
         """Give each warpgroup its part."""
         pairs = zip(self.parameters, arguments, strict=True)
-        given = {p.name: Argument(p, a) if isinstance(p, ArrayParameter) else a for p, a in pairs}
+        given: dict[str, Any] = {p.name: Argument(p, a) if isinstance(p, ArrayParameter) else a for p, a in pairs}
         # Rows of ``lse`` and ``delta`` begin anywhere, unlike those of an :class:`Argument`.
         given |= {p.name: a for p, a in zip(self.parameters, arguments, strict=True) if p.name in ("lse", "delta")}
         q, k, v, dout, lse, delta = (given[name] for name in ("q", "k", "v", "dout", "lse", "delta"))
         dk, dv, kept = (given[name] for name in ("dk", "dv", "kept"))
-        self.half = q.numeric
+        self.half, self.scale, self.softcap = q.numeric, given["scale"], given["softcap"]
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         self.lane = thread % WARP
@@ -95,7 +112,7 @@ class AttentionKeys:
         # All heads side by side, the keys that most queries see first.
         rows = q.sizes[0] * self.owners
         row = block % rows
-        self.number, self.owner, self.first_key = row // self.owners, row % self.owners, block // rows * KEYS
+        self.number, self.owner, self.first_key = row // self.owners, row % self.owners, block // rows * self.block_keys
         self.batch, self.queries, self.keys = q.sizes[0], q.sizes[1], k.sizes[1]
         self.plan()
         self.prepare()
@@ -104,7 +121,7 @@ class AttentionKeys:
             self.produce(q, k, v, dout, lse, delta, kept)
         else:
             cute.arch.setmaxregister_increase(_MANY)
-            self.consume(given["scale"], dk, dv, kept)
+            self.consume(k, v, dk, dv, kept)
 
     # The queries that see the block's keys.
 
@@ -114,11 +131,11 @@ class AttentionKeys:
         if self.causal:
             shift = self.queries - self.keys
             lower = cutlass.max(self.first_key + shift, 0)
-            full_lower = cutlass.max(cutlass.min(self.first_key + KEYS, self.keys) - 1 + shift, 0)
-        stop = (self.queries + _ROWS - 1) // _ROWS
-        self.first = lower // _ROWS
-        full = cutlass.min((full_lower + _ROWS - 1) // _ROWS, stop)
-        self.edge = cutlass.max(full, self.queries // _ROWS)
+            full_lower = cutlass.max(cutlass.min(self.first_key + self.block_keys, self.keys) - 1 + shift, 0)
+        stop = (self.queries + self.rows - 1) // self.rows
+        self.first = lower // self.rows
+        full = cutlass.min((full_lower + self.rows - 1) // self.rows, stop)
+        self.edge = cutlass.max(full, self.queries // self.rows)
         self.before = full - self.first
         self.edges = self.before + stop - self.edge
         self.steps = (self.edges + self.edge - full) * self.readers
@@ -136,7 +153,7 @@ class AttentionKeys:
         tile = Int32(cutlass.select_(is_edge, outer, self.edge - 1 - (turn - self.edges)))
         return tile, self.owner * self.readers + reader, is_edge
 
-    # Shared memory: tiles of k, v, q and dout, copies of dS, rows of lse and delta, barriers.
+    # Shared memory: tiles of k, v, q and dout, copies of P, rows of lse and delta, barriers.
 
     @cute.jit
     def prepare(self):
@@ -144,78 +161,106 @@ class AttentionKeys:
         stages, item = self.stages, self.half.width // 8
         memory = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
         self.tiles = cute.recast_ptr(memory, dtype=self.half)
-        self.copies = cute.recast_ptr(memory + (4 + 2 * stages) * _TILE * item, dtype=self.half)
-        rows = memory + ((4 + 2 * stages) * _TILE + 2 * _ROWS * _ROWS) * item
-        self.rows = cute.recast_ptr(rows, dtype=Float32)
+        copies = memory + (self.own + 2 * stages * self.tile) * item
+        self.copies = cute.recast_ptr(copies, dtype=Float32)
+        rows = copies + self.copied_bytes
+        self.rows_in_stages = cute.recast_ptr(rows, dtype=Float32)
         self.notes = cute.make_tensor(
-            cute.recast_ptr(rows + 2 * stages * _ROWS * 4, dtype=Int64), cute.make_layout((2, stages))
+            cute.recast_ptr(rows + 2 * stages * self.rows * 4, dtype=Int64), cute.make_layout((1 + self.parts, stages))
         )
-        self.full = self.notes.iterator + 2 * stages
-        self.empty, self.owned = self.full + stages, self.full + 2 * stages
+        self.full = self.notes.iterator + (1 + self.parts) * stages
+        self.empty, self.loaded = self.full + stages, self.full + 2 * stages
         if (self.warp == 0) & (self.lane == 0):
             for stage in cutlass.range_constexpr(stages):
                 cute.arch.mbarrier_init(self.full + stage, 1)
                 cute.arch.mbarrier_init(self.empty + stage, 8)
-            cute.arch.mbarrier_init(self.owned, 4)
+            self.make_barriers()
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+
+    @property
+    def copied_bytes(self) -> int:
+        """Return the bytes of P on its way to another warpgroup."""
+        return 0
+
+    def make_barriers(self) -> None:
+        """Make the other barriers than those of stages: the one of k and v."""
+        cute.arch.mbarrier_init(self.loaded, _LOADERS)
 
     # The producer: a warp for each stage.
 
     @cute.jit
     def produce(self, q, k, v, dout, lse, delta, kept):
-        """Load k and v, half of one in each warp; then each of the first warps fills one stage again and again."""
-        half, kv_head = self.warp % 2, self.owner * self.readers // self.group
-        if self.warp < 2:
-            self.load(k, kv_head, self.first_key + half * _ROWS, half)
-        else:
-            self.load(v, kv_head, self.first_key + half * _ROWS, 2 + half)
-        self.arrived(self.owned)
-        if self.warp < self.stages:
-            phase, stage = Int32(1), self.warp
-            for n in cutlass.range(self.warp, self.steps, self.stages, unroll=1):
+        """Load k and v, half of one in each warp; then the warps fill stages in turn."""
+        if const_expr(self.held < self.depth):
+            self.load_own(k, v, self.owner * self.readers // self.group)
+        turns = const_expr(min(self.stages, _LOADERS))
+        if self.warp < turns:
+            for n in cutlass.range(self.warp, self.steps, turns, unroll=1):
+                stage, phase = n % self.stages, n // self.stages % 2
                 tile, head, is_edge = self.step(n)
-                unit = self.unit(kept, tile, head)
-                cute.arch.mbarrier_wait(self.empty + stage, phase)
-                self.load(q, head, tile * _ROWS, 4 + stage)
-                self.load(dout, head, tile * _ROWS, 4 + self.stages + stage)
-                self.load_row(lse, head, tile * _ROWS, stage)
-                self.load_row(delta, head, tile * _ROWS, self.stages + stage)
-                self.note(self.notes[None, stage], unit, Int64(tile) * 2 + Int64(is_edge))
+                units = [self.unit(kept, tile, head, part) for part in range(self.parts)]
+                cute.arch.mbarrier_wait(self.empty + stage, phase ^ 1)
+                place = self.own + stage * self.tile
+                self.load(q, head, tile * self.rows, place, self.rows, 0, True)
+                self.load(dout, head, tile * self.rows, place + self.stages * self.tile, self.rows, 0, True)
+                self.load_row(lse, head, tile * self.rows, stage)
+                self.load_row(delta, head, tile * self.rows, self.stages + stage)
+                self.note(self.notes[None, stage], [Int64(tile) * 2 + Int64(is_edge), *units])
                 self.arrived(self.full + stage)
-                phase = phase ^ 1
 
     @cute.jit
-    def note(self, notes, unit, tile_and_edge):
+    def note(self, notes, values):
         """Write down what the consumers need to know of a step, so that they need no registers for it."""
         if self.lane == 0:
-            notes[0] = unit
-            notes[1] = tile_and_edge
+            for n in cutlass.range_constexpr(len(values)):
+                notes[n] = values[n]
 
     @cute.jit
-    def load(self, array, head, first, place):
-        """Start to load rows of a head, with zeros past the end, into a tile: 16 lanes a row, 16 bytes each."""
-        at, vector = self.lane // 16, self.lane % 16
-        # Two halves side by side, whose rows of 128 bytes are swizzled.
-        start = vector // 8 * _ROWS * _WIDTH + at * _WIDTH + ((vector % 8) ^ at) * _VECTOR
-        target = (self.tiles + place * _TILE).toint() + 2 * start
-        source = (array.address + array.row((self.number, first + at, head))).toint() + vector * ALIGNED_BYTES
-        stride = 2 * 2 * array.row((0, 1, 0))
+    def load_own(self, k, v, kv_head):
+        """Load the columns of k and v that no registers hold, half of one in each warp."""
+        for n in cutlass.range_constexpr(2 * self.parts):
+            if self.warp == n % 4:
+                first = self.first_key + n % self.parts * _KEYS
+                place = n * _KEYS * (self.depth - self.held)
+                self.load(k if n < self.parts else v, kv_head, first, place, _KEYS, self.held, False)
+        self.arrived(self.loaded)
+
+    @cute.jit
+    def load(self, array, head, first, place, count: int, column: int, in_lines: bool):
+        """Start to load rows of a head, from a column on, with zeros past the end: 16 bytes a lane.
+
+        They go to a ``place`` in shared memory, each row into its line if ``in_lines``.
+        """
+        lanes = (self.depth - column) // _VECTOR
+        step = WARP // lanes
+        at, vector = self.lane // lanes, self.lane % lanes
+        there = self.line(at) if const_expr(in_lines) else at
+        # Parts of 64 columns, whose rows of 128 bytes are swizzled.
+        start = vector // 8 * count * _WIDTH + there * _WIDTH + ((vector % 8) ^ (there % 8)) * _VECTOR
+        target = (self.tiles + place).toint() + 2 * start
+        source = (array.address + array.row((self.number, first + at, head)) + column).toint() + vector * ALIGNED_BYTES
+        stride = 2 * step * array.row((0, 1, 0))
         rows = array.sizes[1] - first - at
-        for n in cutlass.range_constexpr(_ROWS // 2):
-            size = Int32(cutlass.select_(rows > 2 * n, Int32(ALIGNED_BYTES), Int32(0)))
-            place = (target ^ (n % 4 * 2 * ALIGNED_BYTES)) + n * 4 * _WIDTH
-            copy_ahead(place, source + n * stride, size, ALIGNED_BYTES)
+        for n in cutlass.range_constexpr(count // step):
+            size = Int32(cutlass.select_(rows > step * n, Int32(ALIGNED_BYTES), Int32(0)))
+            line = self.line(step * n) if const_expr(in_lines) else step * n
+            there = (target ^ (line % 8 * ALIGNED_BYTES)) + line * 2 * _WIDTH
+            copy_ahead(there, source + n * stride, size, ALIGNED_BYTES)
+
+    def line(self, row: Any) -> Any:
+        """Return the line in a tile that holds a query, so that 8 neighbours of each 32 are elements of one thread."""
+        return row & 33 | (row >> 3 & 3) << 1 | (row >> 1 & 3) << 3
 
     @cute.jit
     def load_row(self, array, head, first, place):
         """Start to load a value for each row of a tile of queries, with zeros past the end."""
         address, _, _, _, by_batch, by_head, _ = array
         start = address + (self.number * Int64(by_batch) + head * Int64(by_head))
-        for n in cutlass.range_constexpr(_ROWS // WARP):
+        for n in cutlass.range_constexpr(self.rows // WARP):
             row = n * WARP + self.lane
             size = Int32(cutlass.select_(first + row < self.queries, Int32(4), Int32(0)))
-            copy_ahead((self.rows + place * _ROWS + row).toint(), (start + first + row).toint(), size, 4)
+            copy_ahead((self.rows_in_stages + place * self.rows + row).toint(), (start + first + row).toint(), size, 4)
 
     def arrived(self, barrier: Any) -> None:
         """Wait for a warp's loads; then show them to the matrix units, and tell a barrier."""
@@ -234,131 +279,208 @@ class AttentionKeys:
     # The consumers: 64 keys each.
 
     @cute.jit
-    def consume(self, scale, dk, dv, kept):
+    def consume(self, k, v, dk, dv, kept):
         """Add up dk and dv of a warpgroup's keys, and store dS."""
-        self.part = (self.warp >> 2) & 1
+        self.part = self.warp // 4 - 1
         # Bytes from a key to the next in a unit of dS.
         pitch = 2 * Int32(kept.row((0, 0, 1)))
         self.products()
-        factor = scale * Float32(LOG2_E)
         dk_sum, dv_sum = (self.sums() for _ in range(2))
         dk_sum.fill(0.0)
         dv_sum.fill(0.0)
         scores, pulled = (self.scores() for _ in range(2))
+        products = self.scores() if const_expr(self.early) else scores
+        slopes = self.scores() if const_expr(self.capped) else scores
         # P and dS as left operands, whose elements are in the order of ``scores``.
         weights, gradients = (self.left() for _ in range(2))
-        cute.arch.mbarrier_wait(self.owned, 0)
+        own_k, own_v = self.owned(k, 0), self.owned(v, 1)
         stage, phase = Int32(0), Int32(0)
-        for _ in cutlass.range(self.steps, unroll=1):
-            cute.arch.mbarrier_wait(self.full + stage, phase)
-            self.start_scores(stage, scores, pulled)
-            lse, tile_and_edge = self.rows_of(stage), Int32(self.notes[1, stage])
-            # The exponentials take about as long as the second product.
-            warpgroup.wait_group(1)
-            for i in cutlass.range_constexpr(cute.size(lse)):
-                lse[i] = lse[i] * Float32(-LOG2_E)
-            for i in cutlass.range_constexpr(cute.size(scores)):
-                scores[i] = cute.math.exp2(cute.math.fma(scores[i], factor, lse[i // 4 * 2 + i % 2]), fastmath=True)
-            if tile_and_edge % 2 == 1:
-                self.hide(scores, tile_and_edge // 2)
+        self.start_next(-1, products, own_k, stage, phase)
+        warpgroup.wait_group(0)
+        for n in cutlass.range(self.steps, unroll=1):
+            following, following_phase = self.following(stage, phase)
+            self.start(pulled, own_v, self.dout[None, None, None, stage])
+            self.weigh(products, scores, slopes, stage)
             weights.store(scores.load().to(self.half))
+            self.slope(scores, slopes)
             self.add(dv_sum, weights, self.dout_t[None, None, None, stage])
             delta = self.rows_of(self.stages + stage)
-            warpgroup.wait_group(1)
+            if const_expr(self.early):
+                self.start_next(n, products, own_k, following, following_phase)
+            warpgroup.wait_group(2 if self.early else 1)
             for i in cutlass.range_constexpr(cute.size(scores)):
                 pulled[i] = scores[i] * (pulled[i] - delta[i // 4 * 2 + i % 2])
             gradients.store(pulled.load().to(self.half))
             self.add(dk_sum, gradients, self.q_t[None, None, None, stage])
-            self.keep(gradients, self.notes[0, stage], pitch)
+            if const_expr(not self.early):
+                self.start_next(n, products, own_k, following, following_phase)
+            self.keep(gradients, self.notes[1 + self.part, stage], pitch)
             warpgroup.wait_group(0)
             self.tell(self.empty + stage)
-            is_last = stage == self.stages - 1
-            stage = Int32(cutlass.select_(is_last, Int32(0), stage + 1))
-            phase = Int32(cutlass.select_(is_last, phase ^ 1, phase))
-        warpgroup.wait_group(0)
-        for i in cutlass.range_constexpr(cute.size(dk_sum)):
-            dk_sum[i], dv_sum[i] = after(dk_sum[i]) * scale, after(dv_sum[i])
-        self.store(dk, dk_sum)
-        self.store(dv, dv_sum)
+            stage, phase = following, following_phase
+        self.store(dk, dk_sum, self.scale)
+        self.store(dv, dv_sum, Float32(1.0))
+
+    def following(self, stage: Any, phase: Any) -> tuple[Any, Any]:
+        """Return the stage of the next step, and its phase."""
+        is_last = stage == self.stages - 1
+        following = Int32(cutlass.select_(is_last, Int32(0), stage + 1))
+        return following, Int32(cutlass.select_(is_last, phase ^ 1, phase))
+
+    @cute.jit
+    def start_next(self, n, products, left, stage, phase):
+        """Start k q^T of the step after ``n``; after the last one, of whatever the stage holds, which nothing reads."""
+        if n + 1 < self.steps:
+            cute.arch.mbarrier_wait(self.full + stage, phase)
+        self.start(products, left, self.q[None, None, None, stage])
+
+    @cute.jit
+    def weigh(self, products, weights, slopes, stage):
+        """Compute P of a stage's products; if capped, also the slope of the soft cap at each."""
+        slope, factor = self.factors()
+        lse, tile_and_edge = self.rows_of(stage), Int32(self.notes[0, stage])
+        for i in cutlass.range_constexpr(cute.size(lse)):
+            lse[i] = lse[i] * Float32(-LOG2_E)
+        for i in cutlass.range_constexpr(cute.size(weights)):
+            product = products[i]
+            if const_expr(self.capped):
+                # tanh of float32, to 2e-7 absolute.
+                grown = cute.math.exp2(product * (slope * Float32(2 * LOG2_E)), fastmath=True) + Float32(1.0)
+                product = cute.math.fma(cute.arch.rcp_approx(grown), Float32(-2.0), Float32(1.0))
+                slopes[i] = Float32(1.0) - product * product
+            weights[i] = cute.math.exp2(cute.math.fma(product, factor, lse[i // 4 * 2 + i % 2]), fastmath=True)
+        if tile_and_edge % 2 == 1:
+            self.hide(weights, tile_and_edge // 2)
+
+    def factors(self) -> tuple[Any, Any]:
+        """Return (slope, factor) as in ``factors_of`` of cuTile's kernels."""
+        if self.capped:
+            return self.scale / self.softcap, self.softcap * Float32(LOG2_E)
+        return self.scale, self.scale * Float32(LOG2_E)
+
+    def slope(self, weights: Any, slopes: Any) -> None:
+        """Multiply P with the slopes of the soft cap, for dS, once it has been rounded for dv."""
+        if self.capped:
+            for i in range(cute.size(weights)):
+                weights[i] = weights[i] * slopes[i]
 
     def products(self) -> None:
         """Make the products, with the shared memory in the form that they read."""
         thread = (self.warp % 4) * WARP + self.lane
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
 
-        def product(columns: int, source: Any, major: Any) -> Any:
-            operation = warpgroup.MmaF16BF16Op(self.half, Float32, (_ROWS, columns, _DEEP), source, k_major, major)
-            return cute.make_tiled_mma(cute.make_mma_atom(operation))
+        def product(columns: int, source: Any, major: Any, accumulate: bool) -> Any:
+            operation = warpgroup.MmaF16BF16Op(self.half, Float32, (_KEYS, columns, _DEEP), source, k_major, major)
+            made = cute.make_tiled_mma(cute.make_mma_atom(operation))
+            made.set(warpgroup.Field.ACCUMULATE, accumulate)
+            return made
 
-        def tiles(start: int, count: int, kind: Any, shape: tuple[int, int], order: tuple[int, int, int]) -> Any:
-            layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.half), (*shape, count), order)
-            return cute.make_tensor(
-                cute.recast_ptr(self.tiles + start * _TILE, layout.inner, dtype=self.half), layout.outer
-            )
-
-        self.first_score, self.next_score = (product(_ROWS, warpgroup.OperandSource.SMEM, k_major) for _ in range(2))
-        self.next_score.set(warpgroup.Field.ACCUMULATE, True)
-        self.gradient = product(DEPTH, warpgroup.OperandSource.RMEM, mn_major)
-        self.gradient.set(warpgroup.Field.ACCUMULATE, True)
-        score, gradient = self.next_score.get_slice(thread), self.gradient.get_slice(thread)
-        rows, stages = warpgroup.SmemLayoutAtomKind.K_SW128, self.stages
-        q, dout = (tiles(4 + i * stages, stages, rows, (_ROWS, DEPTH), (0, 1, 2)) for i in range(2))
-        k, v = (tiles(2 * i, 2, rows, (_ROWS, DEPTH), (0, 1, 2)) for i in range(2))
-        self.k, self.v = (score.make_fragment_A(score.partition_A(x))[None, None, None, self.part] for x in (k, v))
-        self.q, self.dout = (score.make_fragment_B(score.partition_B(x)) for x in (q, dout))
-        columns = warpgroup.SmemLayoutAtomKind.MN_SW128
-        q_t, dout_t = (tiles(4 + i * stages, stages, columns, (DEPTH, _ROWS), (1, 0, 2)) for i in range(2))
+        memory, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        # The first of a product, and the others, by where the left operand is.
+        self.by_memory, self.by_registers = (
+            [product(self.rows, source, k_major, accumulate) for accumulate in (False, True)]
+            for source in (memory, registers)
+        )
+        self.gradient = product(self.depth, registers, mn_major, True)
+        self.score, gradient = self.by_memory[0].get_slice(thread), self.gradient.get_slice(thread)
+        self.of_registers = self.by_registers[0].get_slice(thread)
+        rows, columns = warpgroup.SmemLayoutAtomKind.K_SW128, warpgroup.SmemLayoutAtomKind.MN_SW128
+        shape, count = (self.rows, self.depth), self.stages
+        starts = [self.own + i * count * self.tile for i in range(2)]
+        q, dout = (self.view(start, count, rows, shape, (0, 1, 2)) for start in starts)
+        self.q, self.dout = (self.score.make_fragment_B(self.score.partition_B(x)) for x in (q, dout))
+        q_t, dout_t = (self.view(start, count, columns, shape[::-1], (1, 0, 2)) for start in starts)
         self.q_t, self.dout_t = (gradient.make_fragment_B(gradient.partition_B(x)) for x in (q_t, dout_t))
+
+    def view(self, start: int, count: int, kind: Any, shape: tuple[int, int], order: tuple[int, int, int]) -> Any:
+        """Return tiles in shared memory in the layout of the matrix units."""
+        layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.half), (*shape, count), order)
+        return cute.make_tensor(cute.recast_ptr(self.tiles + start, layout.inner, dtype=self.half), layout.outer)
+
+    @cute.jit
+    def owned(self, array, place: int):
+        """Return a warpgroup's rows of k, at 0, or v, at 1: registers for the first columns, memory for the others."""
+        held, memory = None, None
+        if const_expr(self.held > 0):
+            held = self.of_registers.make_fragment_A(self.of_registers.partition_shape_A((_KEYS, self.held)))
+            self.hold(array, cute.recast_tensor(held, Int32))
+        if const_expr(self.held < self.depth):
+            kind, shape = warpgroup.SmemLayoutAtomKind.K_SW128, (_KEYS, self.depth - self.held)
+            tiles = self.view(place * self.own // 2, self.parts, kind, shape, (0, 1, 2))
+            memory = self.score.make_fragment_A(self.score.partition_A(tiles))[None, None, None, self.part]
+            cute.arch.mbarrier_wait(self.loaded, 0)
+        return held, memory
+
+    @cute.jit
+    def hold(self, array, words):
+        """Load the first columns of a warpgroup's rows into registers, two a word, with zeros past the end."""
+        words.fill(0)
+        for r in cutlass.range_constexpr(2):
+            row = self.first_key + self.first_row + 8 * r
+            place = (self.number, row, self.owner * self.readers // self.group)
+            start = array.address + array.row(place) + cute.assume(self.lane % 4 * 2, divby=2)
+            # Of each 16 columns a thread has two and, 8 on, two more.
+            shape = (2, self.held // _DEEP)
+            source = cute.make_tensor(cute.recast_ptr(start, dtype=Int32), cute.make_layout(shape, stride=(4, 8)))
+            target = cute.make_tensor(words.iterator + r, cute.make_layout(shape, stride=(2, 4)))
+            if row < self.keys:
+                cute.autovec_copy(source, target)
 
     def sums(self) -> Any:
         """Make registers for dk or dv."""
-        return self.gradient.make_fragment_C(self.gradient.partition_shape_C((_ROWS, DEPTH)))
+        return self.gradient.make_fragment_C(self.gradient.partition_shape_C((_KEYS, self.depth)))
 
     def scores(self) -> Any:
         """Make registers for a product of keys and queries."""
-        return self.next_score.make_fragment_C(self.next_score.partition_shape_C((_ROWS, _ROWS)))
+        return self.score.make_fragment_C(self.score.partition_shape_C((_KEYS, self.rows)))
 
     def left(self) -> Any:
         """Make registers for a rounded product as a left operand."""
-        return self.gradient.make_fragment_A(self.gradient.partition_shape_A((_ROWS, _ROWS)))
+        return self.gradient.make_fragment_A(self.gradient.partition_shape_A((_KEYS, self.rows)))
 
-    def start_scores(self, stage: Any, scores: Any, pulled: Any) -> None:
-        """Start the products k q^T and v dout^T of a stage."""
-        for sums, left, right in ((scores, self.k, self.q), (pulled, self.v, self.dout)):
-            warpgroup.fence()
-            for i in range(DEPTH // _DEEP):
-                product = self.next_score if i else self.first_score
-                cute.gemm(product, sums, left[None, None, i], right[None, None, i, stage], sums)
-            warpgroup.commit_group()
+    def start(self, sums: Any, left: tuple[Any, Any], right: Any) -> None:
+        """Start the product k q^T or v dout^T of a stage."""
+        warpgroup.fence()
+        held = self.held // _DEEP
+        for i in range(self.depth // _DEEP):
+            products, source, n = (self.by_registers, left[0], i) if i < held else (self.by_memory, left[1], i - held)
+            cute.gemm(products[min(i, 1)], sums, source[None, None, n], right[None, None, i], sums)
+        warpgroup.commit_group()
 
     def add(self, sums: Any, left: Any, right: Any) -> None:
         """Start to add a product to dk or dv."""
         warpgroup.fence()
-        for i in range(_ROWS // _DEEP):
+        for i in range(self.rows // _DEEP):
             cute.gemm(self.gradient, sums, left[None, None, i], right[None, None, i], sums)
         warpgroup.commit_group()
 
-    # Elements of a thread: rows of two keys, 8 apart, and of each 8 queries two.
+    # Elements of a thread: rows of two keys, 8 apart, and 8 neighbours of each 32 queries.
 
     def rows_of(self, place: Any) -> Any:
         """Load lse or delta for a thread's queries."""
-        offset = cute.assume(place * _ROWS + self.lane % 4 * 2, divby=2)
-        values = cute.make_rmem_tensor((2, _ROWS // 8), Float32)
-        layout = cute.make_layout((2, _ROWS // 8), stride=(1, 8))
-        cute.autovec_copy(cute.make_tensor(self.rows + offset, layout), values)
+        shape, values = (8, self.rows // 32), cute.make_rmem_tensor(self.rows // 4, Float32)
+        offset = cute.assume(place * self.rows + self.lane % 4 * 8, divby=8)
+        source = cute.make_tensor(self.rows_in_stages + offset, cute.make_layout(shape, stride=(1, 32)))
+        cute.autovec_copy(source, cute.make_tensor(values.iterator, cute.make_layout(shape)))
         return values
 
     @property
     def first_row(self) -> Any:
         """Return a thread's first key in the block."""
-        return self.part * _ROWS + self.warp % 4 * 16 + self.lane // 4
+        return self.part * _KEYS + self.row_in_part
+
+    @property
+    def row_in_part(self) -> Any:
+        """Return a thread's first key among those of its warpgroup."""
+        return self.warp % 4 * 16 + self.lane // 4
 
     @cute.jit
     def hide(self, weights, tile):
         """Zero weights of queries that do not exist or do not see the key."""
-        first = tile * _ROWS + self.lane % 4 * 2
+        first = tile * self.rows + self.lane % 4 * 8
         for i in cutlass.range_constexpr(cute.size(weights)):
-            query = first + i // 4 * 8 + i % 2
+            column = i // 4 * 2 + i % 2
+            query = first + column // 8 * 32 + column % 8
             is_seen = query < self.queries
             if const_expr(self.causal):
                 key = self.first_key + self.first_row + i // 2 % 2 * 8
@@ -366,43 +488,42 @@ class AttentionKeys:
             weights[i] = Float32(cutlass.select_(is_seen, weights[i], Float32(0.0)))
 
     def keep(self, gradients: Any, unit: Any, pitch: Any) -> None:
-        """Store dS: each warp turns its 16 keys into whole rows of 128 bytes."""
-        warp, row, chunk = self.warp & 7, self.lane % 16, self.lane // 16
-        start = (self.copies + warp * 16 * _WIDTH).toint()
-        target = start + 2 * (row * _WIDTH + (chunk ^ (row % 8)) * _VECTOR)
+        """Store dS."""
         values = cute.recast_tensor(gradients, Int32)
-        # The loads of the step before.
-        cute.arch.sync_warp()
-        for n in range(4):
-            store_matrices(target ^ (n * 2 * ALIGNED_BYTES), [values[4 * n + i] for i in range(4)])
-        cute.arch.sync_warp()
-        row, chunk = self.lane // 8, self.lane % 8
-        address = unit + ((self.part * _ROWS + self.warp % 4 * 16 + row) * pitch + chunk * ALIGNED_BYTES)
-        for n in range(4):
-            at = 4 * n + row
-            copy_out(address + n * 4 * pitch, start + 2 * (at * _WIDTH + (chunk ^ (at % 8)) * _VECTOR))
+        for r in range(2):
+            address = unit + ((self.row_in_part + 8 * r) * pitch + self.lane % 4 * ALIGNED_BYTES)
+            for n in range(self.rows // 32):
+                words = [values[8 * n + 2 * i + r] for i in range(4)]
+                copy_words(address + n * 4 * ALIGNED_BYTES, words)
 
-    def unit(self, kept: Argument, tile: Any, head: Any) -> Any:
-        """Return the address of a tile in its unit of ``kept``: like ``_unit`` of cuTile's kernel."""
-        row, column = tile // 2, self.first_key // _UNIT
+    def unit(self, kept: Argument, tile: Any, head: Any, part: int) -> Any:
+        """Return the address of a part's keys and a tile in a unit of ``kept``: like ``_unit`` of cuTile's kernel."""
+        across, first = _UNIT // self.rows, self.first_key + part * _KEYS
+        row, column = tile // across, first // _UNIT
         lines = kept.sizes[0] // (self.batch * self.heads)
         line = (self.number * self.heads + head) * lines
         if self.causal:
             last = (self.queries + _UNIT - 1) // _UNIT - 1 - row
             column = Int32(cutlass.select_(row < last, kept.sizes[1] - 1 - column, column))
             row = cutlass.min(row, last)
-        return (kept.address + kept.row((line + row, column, Int32(0))) + tile % 2 * _ROWS).toint()
+        return (kept.address + kept.row((line + row, column, first % _UNIT)) + tile % across * self.rows).toint()
+
+    def complete(self, sums: Any, factor: Any) -> None:
+        """Multiply dk or dv, once a wait has completed it."""
+        for i in range(cute.size(sums)):
+            sums[i] = after(sums[i]) * factor
 
     @cute.jit
-    def store(self, array, sums):
-        """Round and store dk or dv, pairs of columns at a time."""
-        values = cute.make_rmem_tensor((2, 2, DEPTH // 8), array.numeric)
+    def store(self, array, sums, factor):
+        """Multiply, round and store dk or dv, pairs of columns at a time."""
+        self.complete(sums, factor)
+        values = cute.make_rmem_tensor((2, 2, self.depth // 8), array.numeric)
         values.store(cute.make_tensor(sums.iterator, values.layout).load().to(array.numeric))
         for r in cutlass.range_constexpr(2):
             row = self.first_key + self.first_row + 8 * r
             column = cute.assume(self.lane % 4 * 2, divby=2)
             start = array.address + array.row((self.number, row, self.owner)) + column
-            target = cute.make_tensor(start, cute.make_layout((2, DEPTH // 8), stride=(1, 8)))
+            target = cute.make_tensor(start, cute.make_layout((2, self.depth // 8), stride=(1, 8)))
             if row < self.keys:
                 cute.autovec_copy(values[None, r, None], target)
 
@@ -419,12 +540,12 @@ def copy_ahead(target: Any, source: Any, size: Any, width: int, *, loc: Any = No
 
 
 @dsl_user_op
-def store_matrices(target: Any, words: list[Any], *, loc: Any = None, ip: Any = None) -> None:
-    """Store four matrices of 8 x 8 half numbers in shared memory; each lane has the address of a row."""
-    values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (target, *words)]
+def copy_words(target: Any, words: list[Any], *, loc: Any = None, ip: Any = None) -> None:
+    """Store 16 bytes of registers in global memory."""
+    values = [Int64(target).ir_value(loc=loc, ip=ip), *(Int32(x).ir_value(loc=loc, ip=ip) for x in words)]
     llvm.inline_asm(
-        None, values, "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "r,r,r,r,r",
-        has_side_effects=True, is_align_stack=False,
+        None, values, "st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r", has_side_effects=True,
+        is_align_stack=False,
     )  # fmt: skip
 
 
@@ -433,14 +554,3 @@ def after(value: Any, *, loc: Any = None, ip: Any = None) -> Any:
     """Return a sum, which the compiler reads only here: it does not know that a wait before completes it."""
     argument = value.ir_value(loc=loc, ip=ip)
     return Float32(llvm.inline_asm(argument.type, [argument], "", "=f,0", has_side_effects=True, is_align_stack=False))
-
-
-@dsl_user_op
-def copy_out(target: Any, source: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """Copy 16 bytes from shared to global memory."""
-    values = [Int64(target).ir_value(loc=loc, ip=ip), Int32(source).ir_value(loc=loc, ip=ip)]
-    llvm.inline_asm(
-        None, values,
-        "{ .reg .b32 w<4>; ld.shared.v4.b32 {w0, w1, w2, w3}, [$1]; st.global.v4.b32 [$0], {w0, w1, w2, w3}; }", "l,r",
-        has_side_effects=True, is_align_stack=False,
-    )  # fmt: skip
