@@ -25,8 +25,8 @@ def made(dtype=torch.bfloat16, device="cuda", *, converted=True, patched=False):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES)).to(dtype).to(device).train()
     if patched:
-        tilekern.apply_to_model(model, fp8="rowwise")
-        return model
+        model.set_attn_implementation("tilekern")
+        tilekern.apply_to_model(model)
     if converted:
         assert len(tilekern.fp8.convert(model)) == LAYERS
     return model
@@ -37,11 +37,15 @@ def ids(device="cuda"):
     return ((torch.arange(2)[:, None] * 17 + 5 * torch.arange(256)) % 2048).to(device)
 
 
+def loss_of(model):
+    tokens = ids(next(model.parameters()).device)
+    return model(input_ids=tokens, labels=tokens).loss
+
+
 def step(model, scale=1.0):
     """The loss, and each gradient of the loss times ``scale``."""
     model.zero_grad()
-    tokens = ids(next(model.parameters()).device)
-    loss = model(input_ids=tokens, labels=tokens).loss
+    loss = loss_of(model)
     (loss * scale).backward()
     return [loss.detach(), *(x.grad.clone() for x in model.parameters())]
 
