@@ -28,6 +28,7 @@ def kept_by_a_layer(format):
     return sum(more[kind] - fewer[kind] for kind in more if kind.op != "fused_linear_cross_entropy")
 
 
+@pytest.mark.slow
 def test_a_layer_keeps_for_each_token_what_the_page_says():
     assert (BF16, FP8) == (112768, 94344)
     assert kept_by_a_layer("") == TOKENS * BF16
@@ -44,6 +45,7 @@ def test_kinds_are_named_by_the_ops_that_keep_them():
     assert plain.of_a_token(Kept("qk_norm_rope", "bfloat16")) == 2 * (4096 + 1024)
 
 
+@pytest.mark.slow
 def test_the_peak_of_bfloat16_is_what_a_gpu_measured():
     results = read_results(RESULTS / "sm_90-h200-132" / "train-fp8-qwen3-8b.json")
     (measured,) = (
@@ -53,6 +55,7 @@ def test_the_peak_of_bfloat16_is_what_a_gpu_measured():
     assert foretold("qwen3-8b", 8192).peak / GIB == pytest.approx(measured, rel=3e-3)
 
 
+@pytest.mark.slow
 def test_8_bit_floats_take_5_percent_less_at_8192_tokens():
     plain, found = (foretold("qwen3-8b", 8192, format) for format in ("", "rowwise"))
     assert found.peak < 0.95 * plain.peak

@@ -130,3 +130,13 @@ def test_frozen_values_and_norms_get_no_gradient():
         q, k = turned(*given[:2], *given[3:5], {})
         found.append(torch.autograd.grad(attention(q, k, given[2], lean=lean).sum(), given[:2]))
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.slow
+def test_a_graph_of_torch_compile_is_whole_and_the_same():
+    def run(q, k, v, q_weight, k_weight, sinks, lean):
+        return attention(*turned(q, k, q_weight, k_weight, {}), v, sinks=sinks, lean=lean)
+
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    found, wanted = (function(*leaves(), True) for function in (compiled, run))
+    assert torch.equal(found, wanted)

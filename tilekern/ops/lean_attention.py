@@ -32,8 +32,10 @@ def lean(attention: Mapping[str, Any], q: Tensor, k: Tensor, *rest: Any) -> Tens
         attention: the functions of the op, by name.
         q, k, rest: its arguments in their order.
     """
+    if is_traced(q) or not needs_gradient(q):
+        return None
     node = q.grad_fn
-    if type(node) not in _LAUNCHES or is_traced(q) or not needs_gradient(q):
+    if type(node) not in _LAUNCHES:
         return None
     # A number that was written since is not made again.
     is_whole = k.grad_fn is node and (q.output_nr, k.output_nr, q._version, k._version) == (0, 1, 0, 0)

@@ -136,7 +136,7 @@ def attend(
         *_tokens_first(query, key, value), causal=causal, scale=scaling, window=sliding_window, softcap=softcap,
         sinks=s_aux, cu_seqlens=starts if packed else None,
         max_seqlen=longest if packed and isinstance(longest, int) else None, deterministic=deterministic,
-        lean=fp8.is_converted(module),
+        lean=not is_compiling() and fp8.is_converted(module),
     )  # fmt: skip
     kept.tell_kept(out)
     return out, None
