@@ -93,7 +93,8 @@ def attention(
         deterministic: whether gradients must be bitwise the same in every run. The kernels' gradients always are.
         lean: keep q and k for the backward only as what :func:`tilekern.ops.qk_norm_rope` made them of, and make them
             again there: the same bits for less memory and a launch more. Of other q and k, and inside checkpoints and
-            other hooks on kept tensors, it changes nothing.
+            other hooks on kept tensors, it changes nothing. Between the two ops nothing may write to q and k that torch
+            does not count, as ``q.data.mul_()``.
 
     Returns:
         [batch, queries, heads, head_dim], contiguous; 0 if a query sees no key.
