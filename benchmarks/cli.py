@@ -212,6 +212,28 @@ def longest(
 
 
 @app.command()
+def memory(
+    model: Annotated[
+        str, typer.Argument(help="A preset, the path of a config.json or of a folder with one, or a hub id.")
+    ] = TUNED,
+    tokens: Annotated[str, typer.Option(help="Tokens of the one sequence, by commas.")] = "4096,8192",
+    formats: Annotated[
+        str, typer.Option(help="By commas: bf16, or formats of 8-bit floats as rowwise.")
+    ] = "bf16,rowwise",
+    layers: Annotated[int, typer.Option(min=0, help="Layers of the model; 0 means all.")] = 0,
+    gpu: Annotated[str, typer.Option(help="GPU whose default configs run.")] = "H200",
+) -> None:
+    """Foretell, without a GPU, the peak memory of a training step, and what layers keep for the backward."""
+    from benchmarks import memory as bench
+
+    for length in counts(tokens):
+        for format in among(formats, bench.FORMATS, "format"):
+            found = bench.foretell(model, length, "" if format == bench.PLAIN else format, layers=layers, gpu=gpu)
+            print(f"{model}, {length} tokens, {format}, {gpu}: {next(lines := found.lines())}")
+            print(*(f"  {line}" for line in lines), sep="\n", flush=True)
+
+
+@app.command()
 def families(
     out: Out = None,
     name: Name = None,

@@ -37,11 +37,15 @@ def ids(device="cuda"):
     return ((torch.arange(2)[:, None] * 17 + 5 * torch.arange(256)) % 2048).to(device)
 
 
+def loss_of(model):
+    tokens = ids(next(model.parameters()).device)
+    return model(input_ids=tokens, labels=tokens).loss
+
+
 def step(model, scale=1.0):
     """The loss, and each gradient of the loss times ``scale``."""
     model.zero_grad()
-    tokens = ids(next(model.parameters()).device)
-    loss = model(input_ids=tokens, labels=tokens).loss
+    loss = loss_of(model)
     (loss * scale).backward()
     return [loss.detach(), *(x.grad.clone() for x in model.parameters())]
 

@@ -117,6 +117,25 @@ def test_of_an_input_one_byte_for_a_number_stays():
     (y.sum() * 0).backward()
 
 
+def test_queries_and_keys_are_kept_once_and_the_bits_are_the_same(monkeypatch):
+    found, kept = [], []
+    for is_lean in (True, False):
+        if not is_lean:
+            monkeypatch.setattr("tilekern.patch.fp8.is_converted", lambda _: False)
+        model = training.made(patched=True)
+        found.append(training.step(model))  # which compiles
+        model.zero_grad()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        loss = training.loss_of(model)
+        kept.append(torch.cuda.memory_allocated() - before)
+        loss.backward()
+        del loss, model
+    assert_same(*found)
+    numbers = 2 * training.SIZES["num_hidden_layers"] * training.ids().numel() * training.SIDE
+    assert kept[1] - kept[0] == pytest.approx(2 * numbers, rel=0.02)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs here")
 def test_two_gpus_gather_8_bits_with_the_bits_of_whole_weights(tmp_path):
     assert_ranks_end_well(tmp_path, "fp8_worker.py", 2, tmp_path)

@@ -16,7 +16,7 @@ from tilekern.kernels.attention.forward import SPEC as _FORWARD
 from tilekern.kernels.attention.gradients import SPEC as _BACKWARD
 from tilekern.kernels.attention.gradients import plans_of
 from tilekern.kernels.families.placeholders import placeholder
-from tilekern.ops import checkpoints
+from tilekern.ops import checkpoints, lean_attention
 from tilekern.ops.operation import operation
 from tilekern.ops.packing import check_starts, longest
 from tilekern.ops.registration import check_softcap, check_tensors, check_vectors, disjoint, fresh, needs_gradient
@@ -64,7 +64,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None, window: int | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_k: int | None = None,
-    deterministic: bool = True,
+    deterministic: bool = True, lean: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return ``softmax(scale q k^T) v`` for each head; each group of query heads shares one key head.
 
@@ -91,6 +91,10 @@ def attention(
             give 0, and keys behind it are not seen.
         max_seqlen_k: as ``max_seqlen``, of keys.
         deterministic: whether gradients must be bitwise the same in every run. The kernels' gradients always are.
+        lean: keep q and k for the backward only as what :func:`tilekern.ops.qk_norm_rope` made them of, and make them
+            again there: the same bits for less memory and a launch more. Of other q and k, and inside checkpoints and
+            other hooks on kept tensors, it changes nothing. Between the two ops nothing may write to q and k that torch
+            does not count, as ``q.data.mul_()``.
 
     Returns:
         [batch, queries, heads, head_dim], contiguous; 0 if a query sees no key.
@@ -109,10 +113,12 @@ def attention(
         if cu_seqlens_k is not None:
             check_starts("attention", cu_seqlens_k, k.shape[1], max_seqlen_k, "_k", is_whole=False)
             max_seqlen_k = longest(cu_seqlens_k, k.shape[1]) if max_seqlen_k is None else max_seqlen_k
-    return _attention(
+    given = (
         q, k, v, sinks, cu_seqlens, cu_seqlens_k, causal, scale, window, softcap, max_seqlen, max_seqlen_k,
         deterministic,
     )  # fmt: skip
+    found = lean_attention.lean(_attention.functions, *given) if lean else None  # type: ignore[attr-defined]
+    return _attention(*given) if found is None else found
 
 
 def _check(

@@ -168,3 +168,10 @@ def qk_norm_rope_general(
         return y.transpose(1, 2).to(torch.promote_types(x.dtype, weight.dtype))
 
     return made(q, q_weight), made(k, k_weight)
+
+
+# By op: autograd's function, and the launch of its forward.
+OPS = tuple(
+    (op.functions[title], op.functions["launch"])  # type: ignore[attr-defined]
+    for op, title in ((_qk_norm_rope, "QkNormRope"), (qk_norm_rope_general, "QkNormRopeGeneral"))
+)

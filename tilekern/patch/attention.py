@@ -20,7 +20,7 @@ from tilekern.ops.attention import Call, attention, formula, serves, shown
 from tilekern.ops.decode_attention import by_tuned_kernels
 from tilekern.ops.packing import can_read, is_capturing
 from tilekern.ops.registration import autocast_dtype, is_autocast, is_traced
-from tilekern.patch import context_parallel
+from tilekern.patch import context_parallel, fp8
 from tilekern.patch.decoding import in_graph, keys_of
 from tilekern.patch.guards import SUBCLASS, constant_in_graphs
 from tilekern.patch.masking import lacks_sequences, mask, note_dropped_keys, says_packing_alone
@@ -136,6 +136,7 @@ def attend(
         *_tokens_first(query, key, value), causal=causal, scale=scaling, window=sliding_window, softcap=softcap,
         sinks=s_aux, cu_seqlens=starts if packed else None,
         max_seqlen=longest if packed and isinstance(longest, int) else None, deterministic=deterministic,
+        lean=not is_compiling() and fp8.is_converted(module),
     )  # fmt: skip
     kept.tell_kept(out)
     return out, None

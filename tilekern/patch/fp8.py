@@ -181,6 +181,13 @@ def _parameters_of(layers: Sequence[Any], x: Any, kind: type[Linear]) -> list[tu
     return parameters if all(_are_alike(x, weight) for weight, _ in parameters) else None
 
 
+def is_converted(attention: torch.nn.Module) -> bool:
+    """Return whether the queries of an attention are made by 8-bit floats, alone or below an adapter."""
+    # Not by attributes: one that a module has not takes it a microsecond.
+    layer = attention._modules.get("q_proj")
+    return isinstance(layer, Linear) or (layer is not None and isinstance(layer._modules.get("base_layer"), Linear))
+
+
 def gated_mlp(layers: Sequence[Any], activation: str, x: torch.Tensor) -> torch.Tensor | None:
     """Return the result of an MLP if all its layers are ``rowwise``, without biases, and calling them does no more.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -187,7 +188,16 @@ class InterpretedPlan(Plan):
             _refuse_tangents(arguments)
         self._parameters.check(arguments)
         self.launches += 1
-        unwatched(interpreter.launch)(self._kernel, self.grid, arguments + self._constants, **self._checks)
+        with _uncounted(arguments):
+            unwatched(interpreter.launch)(self._kernel, self.grid, arguments + self._constants, **self._checks)
+
+
+def _uncounted(arguments: tuple[Any, ...]) -> AbstractContextManager[None]:
+    """Let writes give tensors no new version, as a launch on a GPU gives none."""
+    import torch
+
+    written = tuple(x for x in arguments if isinstance(x, torch.Tensor) and not x.is_inference())
+    return torch.autograd._unsafe_preserve_version_counter(written)
 
 
 class LibraryPlan(Plan):
