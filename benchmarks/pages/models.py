@@ -73,9 +73,9 @@ class Step:
         self.run, self.case = run, case
         self.model, _, self.rest = case.partition(" ")
         self.tokens = self.rest.replace(" tokens", "", 1)
-        self.peers = sorted(
-            {row.provider for row in run.rows if row.case == case and not row.provider.startswith(OURS)}
-        )
+        trainers = {row.provider for row in run.rows if row.case == case}
+        self.peers = sorted(name for name in trainers if not name.startswith(OURS))
+        self.compares = 0 < len(self.peers) < len(trainers)
 
     @property
     def order(self) -> tuple[int, str]:
@@ -98,11 +98,11 @@ class Step:
 def _of_models(training: Iterable[Results]) -> tuple[dict[str, list[Step]], list[Step]]:
     """Return steps of whole models by model, and steps of models with few layers.
 
-    Runs without a peer are ignored. The newest run of a step counts.
+    Runs without a peer, or of peers alone, compare nothing and are ignored. The newest other run of a step counts.
     """
     newest: dict[str, Step] = {}
     for run in sorted(training, key=lambda run: str(run.run["date"])):
-        newest.update((case, step) for case in run.cases() if (step := Step(run, case)).peers)
+        newest.update((case, step) for case in run.cases() if (step := Step(run, case)).compares)
     whole: dict[str, list[Step]] = {}
     few = []
     for step in sorted(newest.values(), key=lambda step: (step.model, step.order)):

@@ -90,10 +90,11 @@ def test_models_of_two_layers_stand_apart_and_are_called_so():
     assert list(files) == [models.NAME]
 
 
-def test_the_newest_run_of_a_step_counts_and_one_without_peers_does_not():
+def test_the_newest_run_of_a_step_counts_and_one_that_compares_nothing_does_not():
     newest = trained("m 1 tokens", ("tilekern", 7, 1, 1), ("hf 5", 1, 1, 1), date="2026-09-01")
     alone = trained("m 1 tokens", ("tilekern", 9, 1, 0.25), date="2026-10-01", notes=["A cold machine."])
-    everything = [newest, trained("m 1 tokens", *PEERS), alone]
+    peers_alone = trained("m 1 tokens", ("hf 5", 9, 1, 1), date="2026-11-01")
+    everything = [newest, trained("m 1 tokens", *PEERS), alone, peers_alone]
     assert line_of(models.page(everything)[models.NAME], "m |").startswith("| m | 1 | 7 | - | 1 (hf 5) | 7.00 x |")
     text = platform.page(everything)[platform.NAME]
     assert f"| m 1 tokens | H200 | none (cuda-tile 1.7.0) | 0.25 | A cold machine. | {NOT_RECORDED} | train |" in text
