@@ -8,6 +8,8 @@ from spec_samples import id_of
 from tilekern.compile.cute_compiler import compiler
 from tilekern.compile.toolchain import toolkit
 from tilekern.kernels import all_specs, spec_named
+from tilekern.kernels.attention import kept
+from tilekern.kernels.attention.backward_problem import REFERENCES
 from tilekern.kernels.grouped import product, weight_gradient
 from tilekern.kernels.grouped.routing import VARIATIONS
 from tilekern.kernels.matmul.product import sizes
@@ -59,6 +61,33 @@ def test_rings_in_shared_memory(spec, rows, columns, dtype, weight_dtype):
         for outputs in found:
             assert_right(spec, problem, outputs, expected, config)
         assert_same_bits(*found, config)
+
+
+# Batch, queries, keys, heads, key heads: parts of tiles, queries that see nothing, keys of one head.
+KEYS = ((1, 1, 1, 2, 1), (2, 130, 130, 4, 2), (1, 1000, 777, 4, 1), (2, 777, 1000, 3, 3))
+
+
+@needs_cute
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("flags", [("causal",), ("apart",), ("causal", "capped")], ids="-".join)
+@pytest.mark.parametrize("sizes", KEYS)
+def test_gradients_of_keys_and_the_kept_gradients_of_scores(head_dim, flags, sizes):
+    """dq of the kept ones, in float64, stands for them: it reads all that a query sees."""
+    names = ("batch", "queries", "keys", "heads", "kv_heads")
+    values = dict(zip(names, sizes, strict=True)) | {"head_dim": head_dim, "dtype": "bfloat16"}
+    problem = kept.DKDV.problem(**{d.name: values.get(d.name, d.name in flags) for d in kept.DKDV.dimensions})
+    inputs = drawn(kept.DKDV, problem)
+    expected = expected_results(kept.DKDV, problem, inputs)
+    masks = {name: problem[name] for name in ("causal", "packed")}
+    dq = REFERENCES["queries"](**inputs, **masks, capped=problem["capped"], window=0, windowed=False)["dq"]
+    for config, launch in each_config(kept.DKDV, problem, lambda config: config["implementation"] == "cute"):
+        found = [launch(inputs) for _ in range(2)]
+        for outputs in found:
+            assert_right(kept.DKDV, problem, outputs, expected, config)
+            given = {name: inputs[name] for name in ("k", "query_starts", "key_starts", "most_queries", "scale")}
+            of_kept = kept.reference(outputs["kept"], **given, **masks)["dq"]
+            assert (of_kept - dq).norm() <= 0.01 * dq.norm(), config
+        assert all(torch.equal(found[0][name], found[1][name]) for name in ("dk", "dv")), config
 
 
 LINEAR, GRADIENT, MATMUL = map(spec_named, ("grouped_linear", "grouped_weight_gradient", "matmul"))
