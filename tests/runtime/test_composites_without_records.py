@@ -45,11 +45,11 @@ def hide(monkeypatch):
     return hidden
 
 
-def found(deterministic=True):
+def found(deterministic=True, tokens=TOKENS):
     """What a call of attention with gradients finds."""
     with FakeTensorMode():
         q, k, v = (
-            torch.empty(1, TOKENS, n, 128, dtype=torch.bfloat16, device="cuda") for n in (HEADS, *[KV_HEADS] * 2)
+            torch.empty(1, tokens, n, 128, dtype=torch.bfloat16, device="cuda") for n in (HEADS, *[KV_HEADS] * 2)
         )
     return ATTENTION._find(True, q, k, v, None, None, None, True, None, None, None, None, None, deterministic)
 
@@ -68,6 +68,15 @@ def test_shipped_records_serve_all_of_it():
     assert not warned
     assert dispatch.stats()[BACKWARD.name] == numbers(hits=1)
     assert not dispatch.substitutes()
+
+
+def test_a_neighbours_config_that_has_no_room_here_is_not_taken():
+    """Of 65536 tokens not even one query head's dS has the room that pieces may take; 32768 is the nearest bucket."""
+    plans, _ = said(lambda: found(tokens=65536))
+    assert plans.backward.config == Config(implementation="kernels")
+    assert dispatch.stats()[BACKWARD.name] == numbers(hits=1, nearest=1, substitutes=1)
+    said_in_place = "its default implementation=kernels in place of implementation=apart of another bucket"
+    assert dispatch.substitutes() == {BACKWARD.name: said_in_place}
 
 
 def test_a_composite_without_a_record_runs_its_default_by_its_kernels_records(hide, root):

@@ -753,7 +753,23 @@ def _made(spec: KernelSpec, problem: Problem, target: Target, caller: _Caller, f
             raise CannotRun(f"{library}, which won {what}, is not here, and its record holds no kernel; tune it again")
         config = Config(found.record.best_kernel.config)
         warn_once(f"{library} is not here; {spec.name} runs its best kernel")
+    config = _allowed(spec, problem, target, found, config)
     return _planned(spec, problem, target, caller.device, found, config, (ALIGNED, GENERIC))
+
+
+def _allowed(spec: KernelSpec, problem: Problem, target: Target, found: Hit, config: Config) -> Config:
+    """Return a record's config, or a composite's default where the config of a neighbouring bucket is not allowed.
+
+    What is kept of more tokens, say, may exceed the room that the space gives it.
+    """
+    wanted = spec.bucketed(problem)
+    if found.exact_bucket or not spec.implement(problem, config).composite:
+        return config
+    if spec.space.violated(wanted, config, target) is None:
+        return config
+    default = spec.default(wanted, target)
+    _note((spec.name, wanted, "default"), f"its default {default.key} in place of {config.key} of another bucket")
+    return default
 
 
 def _by_kernels(spec: KernelSpec, problem: Problem, config: Config) -> Config:
@@ -808,10 +824,10 @@ def _take(
     with _state.lock:
         if key not in _state.plans or (_state.agreement is not None and found.layer is not _state.agreement.snapshot):
             return None
+        _state.substitutes.pop((spec.name, spec.bucketed(problem), "default"), None)
         plan = _keep(spec, _made(spec, problem, target, caller, found), problem)
         _state.resolved[spec.name, spec.bucketed(problem)] = found
         counters(spec.name).hits += 1
-        _state.substitutes.pop((spec.name, spec.bucketed(problem), "default"), None)
         # Last, since calls read it without the lock and the plan must be counted by then.
         _state.plans[key] = plan
         return plan
