@@ -220,7 +220,10 @@ def test_a_librarys_winner_is_carried_where_its_call_is_said_to_be_the_same():
 
 def test_a_composite_needs_records_of_today_of_all_its_parts(monkeypatch):
     spec = spec_named("attention_backward")
-    problem = next(_composite_problems(spec))
+    problem = spec.problem(
+        batch=1, queries=2048, keys=2048, heads=32, kv_heads=8, head_dim=128, causal=True, windowed=False,
+        capped=False, packed=False, dtype="bfloat16", deterministic=True,
+    )  # fmt: skip
     config = spec.default(problem, H200)
     whole = made((spec.name, problem), config=config)
     parts = [named for named in with_parts([(spec.name, problem)], H200) if named != (spec.name, problem)]
@@ -240,16 +243,6 @@ def test_a_composite_needs_records_of_today_of_all_its_parts(monkeypatch):
     stale = carried(whole, *held(*parts[1:]), *held(parts[0], source_digest=ANOTHER), same_calls=True)
     assert any("has no record of today here" in reason for reason in reasons(stale))
     assert not stale.carried
-
-
-def _composite_problems(spec):
-    from tilekern.cache.packs.pack import Pack
-
-    pack = Pack(ROOT / "tilekern" / "prebuilt" / "qwen3-8b-h200.pack")
-    for address in pack.records:
-        record = pack.read_record(address)
-        if record.kernel == spec.name and record.config["implementation"] == "kernels":
-            yield Problem(record.problem)
 
 
 def refresh(*arguments, capsys):

@@ -232,7 +232,8 @@ def _bias(bias: Tensor | None, x: Tensor) -> Tensor:
 
 def _tensors(*given: Any) -> Iterator[Any]:
     """Return a kernel's inputs as its reference reads them: what stands for an absent array is an empty tensor."""
-    return (torch.empty(0) if isinstance(x, Placeholder) else x for x in given)
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+    return (nothing if isinstance(x, Placeholder) else x for x in given)
 
 
 def _gated(how: Gate, pre: Tensor, bias: Tensor | None, routing: Routing) -> Rounded:

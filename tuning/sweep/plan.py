@@ -120,7 +120,12 @@ class PlanFile:
             raise InputError(f"{self._path} is not a plan of this version of tilekern; plan it again")
         try:
             items = [
-                (str(item["kernel"]), _in_order(**item), item.get("configs"), item.get("launches"))
+                (
+                    str(item["kernel"]),
+                    _in_order(str(item["kernel"]), item["problem"]),
+                    item.get("configs"),
+                    item.get("launches"),
+                )
                 for item in plan["problems"]
             ]
             classed = [bool(item.get("invariant")) for item in plan["problems"]]
@@ -137,7 +142,7 @@ class PlanFile:
             raise InputError(f"{self._path} is damaged; remove it and plan again") from None
 
 
-def _in_order(kernel: str, problem: Mapping[str, Any], **_: Any) -> Problem:
+def _in_order(kernel: str, problem: Mapping[str, Any]) -> Problem:
     """Return a problem with its dimensions in the order of its spec, if there is one: lookups ask in that order."""
     spec = all_specs().get(kernel)
     found = spec.problem_of(problem) if spec is not None else None
