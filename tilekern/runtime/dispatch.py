@@ -760,14 +760,17 @@ def _made(spec: KernelSpec, problem: Problem, target: Target, caller: _Caller, f
 def _allowed(spec: KernelSpec, problem: Problem, target: Target, found: Hit, config: Config) -> Config:
     """Return a record's config, or a composite's default where the config of a neighbouring bucket is not allowed.
 
-    What is kept of more tokens, say, may exceed the room that the space gives it.
+    What is kept of more tokens, say, may exceed the room that the space gives it. Where defaults must not run without a
+    record, the neighbour's does.
     """
     wanted = spec.bucketed(problem)
     if found.exact_bucket or not spec.implement(problem, config).composite:
         return config
     if spec.space.violated(wanted, config, target) is None:
         return config
-    default = spec.default(wanted, target)
+    default = _unrecorded_default(spec, wanted, target)
+    if default is None:
+        return config
     _note((spec.name, wanted, "default"), f"its default {default.key} in place of {config.key} of another bucket")
     return default
 
