@@ -171,6 +171,8 @@ def _launch_kept(
         if of_sums and n % each == each - 1:
             by_group = (x.flatten(0, 1).unflatten(1, (k.shape[2], -1)) for x in sums)
             of_sums[0].launch(number, *by_group, *(x.flatten(0, 1) for x in (dk, dv)))
+            # Before the next key heads' are made.
+            del sums, own, by_group
 
 
 def _pieces_of(problem: Problem, *, apart: bool) -> int | None:
