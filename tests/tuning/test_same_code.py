@@ -15,7 +15,7 @@ from tilekern.cache import BestKernel, FolderLayer, Record, Store, freshness, wr
 from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.runtime.records import artifact_of, record_of
-from tilekern.spec import ALIGNED, GENERIC, INVARIANT, Config, Problem
+from tilekern.spec import ALIGNED, GENERIC, INVARIANT, Config
 from tilekern.spec.source import source_digest
 from tilekern.tuning import carrying, cli
 from tilekern.tuning.carrying import HISTORY, carry_over, held_in_cache, held_in_pack
