@@ -70,9 +70,14 @@ def test_shipped_records_serve_all_of_it():
     assert not dispatch.substitutes()
 
 
-def test_a_neighbours_config_that_has_no_room_here_is_not_taken():
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_neighbours_config_that_has_no_room_here_is_not_taken(invariant):
     """Of 65536 tokens not even one query head's dS has the room that pieces may take; 32768 is the nearest bucket."""
-    plans, _ = said(lambda: found(tokens=65536))
+    before = dispatch.set_invariant(on=invariant)
+    try:
+        plans, _ = said(lambda: found(tokens=65536))
+    finally:
+        dispatch.set_invariant(on=before)
     assert plans.backward.config == Config(implementation="kernels")
     assert dispatch.stats()[BACKWARD.name] == numbers(hits=1, nearest=1, substitutes=1)
     said_in_place = "its default implementation=kernels in place of implementation=apart of another bucket"

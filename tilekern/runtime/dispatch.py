@@ -737,7 +737,8 @@ def _made(spec: KernelSpec, problem: Problem, target: Target, caller: _Caller, f
     libraries = caller.libraries()
     if _state.invariant:
         if caller.has_torch and spec.implement(problem, config).composite:
-            return _planned(spec, problem, target, caller.device, found, _by_kernels(spec, problem, config), ())
+            allowed = _by_kernels(spec, problem, _allowed(spec, problem, target, found, config))
+            return _planned(spec, problem, target, caller.device, found, allowed, ())
         reason = why_varies(spec, problem, found, _state.classes, libraries)
         if not reason:
             _let_go(overruled(spec, problem, _state.classes))
