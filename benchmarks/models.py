@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from tilekern.errors import InputError
 from tilekern.patch.stepping import auto_class
 
 
@@ -16,11 +17,16 @@ def make_model(config: Any, layers: int = 0, attention: str = "sdpa", device: st
         layers: keep this number of first layers, and at most as many vision layers; 0 for all.
         attention: transformers' name of the attention implementation.
         device: the device on which the weights are made directly.
+
+    Raises:
+        InputError: the model has fewer layers.
     """
     import torch
 
     made = copy.deepcopy(config)
     text = made.get_text_config()
+    if layers > text.num_hidden_layers:
+        raise InputError(f"the model has {text.num_hidden_layers} layers, and not {layers}")
     made.use_cache = text.use_cache = False
     if layers:
         _keep_first(text, layers)

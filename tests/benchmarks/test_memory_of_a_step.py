@@ -68,3 +68,4 @@ def test_the_command_prints_peaks_and_what_is_kept(capsys):
     assert first.startswith("qwen3-8b, 512 tokens, bf16, H200: peak ")
     assert second.startswith("qwen3-8b, 512 tokens, rowwise, H200: peak ")
     is_one_line(capsys, ["memory", "--formats", "int8"], "int8")
+    is_one_line(capsys, ["memory", "--layers", "37"], "36 layers")

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tilekern.ops.attention import attention
 from tilekern.ops.qk_norm_rope import qk_norm_rope
@@ -30,10 +31,14 @@ def leaves():
 
 
 def turned(q, k, q_weight, k_weight, options):
+    return turned_as_given(q * 1, k * 1, q_weight, k_weight, options)
+
+
+def turned_as_given(q, k, q_weight, k_weight, options=OPTIONS[0]):
     angles = torch.linspace(0, 3, TOKENS * SIZE // 2).view(1, TOKENS, SIZE // 2).bfloat16()
     if not options:
         angles = torch.cat((angles, angles), 2)
-    return qk_norm_rope(q * 1, k * 1, q_weight, k_weight, angles.cos(), angles.sin(), **options)
+    return qk_norm_rope(q, k, q_weight, k_weight, angles.cos(), angles.sin(), **options)
 
 
 def attended(lean, options=OPTIONS[0], change=lambda q, k: (q, k), **more):
@@ -105,6 +110,32 @@ def test_queries_and_keys_that_are_others_since_are_kept(change):
 def test_hooks_on_what_is_kept_get_q_and_k():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert are_kept(attended(True)[2]) == [True, True]
+
+
+def test_what_a_checkpoint_makes_again_is_not_asked_for_in_the_forward():
+    runs = []
+
+    def counted(*given):
+        runs.append(given)
+        return turned(*given, {})
+
+    given = leaves()
+    q, k = checkpoint(counted, *given[:2], *given[3:5], use_reentrant=False)
+    out = attention(q, k, given[2] * 1, sinks=given[5], lean=True)
+    assert len(runs) == 1
+    wanted, plain, _ = attended(False)
+    assert all(map(torch.equal, gradients(given, out), gradients(wanted, plain)))
+
+
+def test_a_forward_of_what_no_backward_can_make_again_is_that_of_the_op():
+    given = leaves()
+    made_of = given[0] * 1, given[1] * 1
+    for spoil in (lambda q, k: (q.sum() + k.sum()).backward(), lambda *_: made_of[0].detach().zero_()):
+        q, k = turned_as_given(*made_of, *given[3:5])
+        spoil(q, k)
+        found, plain = (attention(q, k, given[2], lean=lean) for lean in (True, False))
+        assert torch.equal(found, plain)
+        assert torch.equal(*(torch.autograd.grad(x.sum(), given[2])[0] for x in (found, plain)))
 
 
 def test_without_a_gradient_it_is_the_op():

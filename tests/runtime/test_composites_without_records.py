@@ -3,6 +3,7 @@
 The records are those that ship for an H200; some are hidden, of kernels by their names.
 """
 
+import dataclasses
 import warnings
 from importlib import import_module
 
@@ -70,9 +71,14 @@ def test_shipped_records_serve_all_of_it():
     assert not dispatch.substitutes()
 
 
-def test_a_neighbours_config_that_has_no_room_here_is_not_taken():
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_neighbours_config_that_has_no_room_here_is_not_taken(invariant):
     """Of 65536 tokens not even one query head's dS has the room that pieces may take; 32768 is the nearest bucket."""
-    plans, _ = said(lambda: found(tokens=65536))
+    before = dispatch.set_invariant(on=invariant)
+    try:
+        plans, _ = said(lambda: found(tokens=65536))
+    finally:
+        dispatch.set_invariant(on=before)
     assert plans.backward.config == Config(implementation="kernels")
     assert dispatch.stats()[BACKWARD.name] == numbers(hits=1, nearest=1, substitutes=1)
     said_in_place = "its default implementation=kernels in place of implementation=apart of another bucket"
@@ -139,6 +145,26 @@ def test_ranks_that_agreed_run_the_same_default(hide):
     assert plan.config == KEPT
 
 
+def test_ranks_that_agreed_run_one_default_in_place_of_a_neighbours_config():
+    """Of GPUs that differ in number of processors only."""
+    asked = BACKWARD.problem(**plans_problem() | {"queries": 65536, "keys": 65536})
+    hit = next(dispatch._hits(BACKWARD, BACKWARD.bucketed(asked), H200))
+    seen = []
+
+    def default(_problem, target):
+        seen.append(target)
+        return Config(implementation="kernels")
+
+    spec = dataclasses.replace(BACKWARD, default=default)
+    smaller = dataclasses.replace(H200, sm_count=20)
+    dispatch.agree_on(Agreement(Snapshot({}), H200, "compile"))
+    try:
+        dispatch._allowed(spec, asked, smaller, hit, Config(implementation="apart"))
+    finally:
+        dispatch.agree_on(None)
+    assert seen == [H200]
+
+
 def test_a_head_s_composite_runs_by_its_kernel_and_else_the_own_op(hide):
     spec = spec_named("fused_linear_cross_entropy")
     with FakeTensorMode():
@@ -149,12 +175,14 @@ def test_a_head_s_composite_runs_by_its_kernel_and_else_the_own_op(hide):
     assert plan.config == spec.default(spec.problem(rows=4096, hidden=4096, vocabulary=151936, dtype="bfloat16"), H200)
     assert "runs if its kernels have records" in warned
     assert dispatch.stats()[spec.name] == numbers(misses=1, substitutes=1)
+    assert spec.name in dispatch.substitutes()
     dispatch.forget()
     hide(spec.name, "cross_entropy_fused")
     plan, warned = said(lambda: CROSS_ENTROPY._plan(rows, weight, options, loss=False, gradient=True))
     assert plan is None
     assert any("no cache holds cross_entropy_fused" in text and "the model's own op runs" in text for text in warned)
     assert dispatch.stats()[spec.name]["fallbacks"] == 1
+    assert not dispatch.substitutes()
 
 
 def test_kernels_of_whole_heads_in_place_of_pieces_are_counted_and_said_once(hide):
@@ -184,10 +212,12 @@ def test_a_later_lookup_with_pieces_ends_it(hide):
     assert not dispatch.substitutes()
 
 
-def test_the_own_op_is_said_where_it_runs(hide):
-    hide(*PIECES, "attention_dkdv")
+@pytest.mark.parametrize("names", [(), (BACKWARD.name,)], ids=["record", "default"])
+def test_the_own_op_is_said_where_it_runs(hide, names):
+    hide(*PIECES, "attention_dkdv", *names)
     plans, warned = said(found)
     assert plans is None
+    warned = [text for text in warned if f"no cache holds {BACKWARD.name} " not in text]
     assert len(warned) == 3
     assert all("; the model's own op runs; tune it with: " in text for text in warned)
     assert not dispatch.substitutes()

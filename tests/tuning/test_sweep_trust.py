@@ -27,6 +27,7 @@ from tilekern.tuning.pipeline import Options, whose_artifacts
 from tilekern.tuning.publishing import keep_winners, publish, winners
 from tilekern.tuning.serve import loop
 from tilekern.tuning.serve.watched import PREDICTED, WatchedCache
+from tilekern.tuning.sweep import candidates as space
 from tilekern.tuning.sweep.folder import Sweep
 
 OTHER_USER = 12345
@@ -183,6 +184,15 @@ def test_what_another_machine_measured_is_published_as_nobodys(
     monkeypatch.setenv("TILEKERN_TRUST", "signed")
     with pytest.warns(RuntimeWarning, match="no trust root signed it"):
         assert found_in(cache, SMALL, h200) is None
+
+
+def test_what_was_measured_of_another_source_is_said_to_be(compiled_sweep, tmp_path, monkeypatch, capsys):
+    folder = copy_of(compiled_sweep.folder, tmp_path / "sweep")
+    measure_all(Sweep(folder), RecordedExecutor(), keep_winners)
+    monkeypatch.setattr(space, "source_digest", lambda _module: "0" * 64)
+    assert cli.main(["publish", str(folder), "--cache-dir", str(tmp_path / "cache")]) == 2
+    [said] = capsys.readouterr().err.splitlines()
+    assert said.endswith("not of the kernels of this tilekern; publish it with the tilekern that measured it")
 
 
 def test_what_this_user_measured_is_published_as_theirs(compiled_sweep, tmp_path, monkeypatch, h200, capsys):

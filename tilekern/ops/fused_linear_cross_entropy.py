@@ -41,7 +41,7 @@ from tilekern.ops.registration import (
     scalar,
     uncast,
 )
-from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
+from tilekern.runtime.dispatch import Plan, count_fallback, own_op_runs, plan_for
 
 _SPEC, _NAME = composite.SPEC, "fused_linear_cross_entropy"
 _INT32 = torch.iinfo(torch.int32)
@@ -226,10 +226,11 @@ def _plan(rows: Tensor, weight: Tensor, options: LossOptions, *, loss: bool, gra
     fits = rows.dtype == weight.dtype and rows.numel() and weight.numel()
     plan = None
     if fits and _INT32.min <= options.ignore_index <= _INT32.max:
-        plan = plan_for(_SPEC, rows.device, *rows.shape, weight.shape[0], rows.dtype)
-    if plan is not None:
-        found = composite.plans(plan_for, plan.config, rows, weight, options, loss=loss, gradient=gradient)
-        plan = None if found is None else plan
+        asked = (_SPEC, rows.device, *rows.shape, weight.shape[0], rows.dtype)
+        plan = plan_for(*asked)
+        if plan and not composite.plans(plan_for, plan.config, rows, weight, options, loss=loss, gradient=gradient):
+            own_op_runs(*asked)
+            plan = None
     if plan is None:
         count_fallback(_SPEC)
     return plan

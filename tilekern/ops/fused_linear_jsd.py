@@ -29,7 +29,7 @@ from tilekern.ops.registration import (
     needs_gradient,
     uncast,
 )
-from tilekern.runtime.dispatch import Plan, count_fallback, plan_for
+from tilekern.runtime.dispatch import Plan, count_fallback, own_op_runs, plan_for
 
 _SPEC = composite.SPEC
 
@@ -147,10 +147,13 @@ def _plan(
     tensors = (student, student_weight, teacher, teacher_weight)
     if any(x.dtype != dtype or not x.numel() for x in tensors):
         return None
-    plan = plan_for(_SPEC, student.device, *student.shape, teacher.shape[1], vocabulary, dtype)
+    asked = (_SPEC, student.device, *student.shape, teacher.shape[1], vocabulary, dtype)
+    plan = plan_for(*asked)
     if plan is None:
         return None
     found = composite.plans(plan_for, plan.config, student.device, len(student), vocabulary, dtype, options)
+    if found is None:
+        own_op_runs(*asked)
     return None if found is None else plan
 
 

@@ -44,25 +44,37 @@ def lean(attention: Mapping[str, Any], q: Tensor, k: Tensor, *rest: Any) -> Tens
     is_whole = k.grad_fn is node and (q.output_nr, k.output_nr, q._version, k._version) == (0, 1, 0, 0)
     if not is_whole or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None
-    plans = attention["plans_of"](True, q, k, *rest)
+    made_of = _saved_by(node)
+    plans = None if made_of is None else attention["plans_of"](True, q, k, *rest)
     if plans is None:
         return None
     try:
-        out: Tensor = _apply(attention, plans, node, q, k, *rest)
+        out: Tensor = _apply(attention, plans, node, made_of, q, k, *rest)
     except NoVariant:  # which the op itself counts
         return None
     return out
 
 
+def _saved_by(node: Any) -> tuple[Tensor, ...] | None:
+    """Return what a forward has saved; None if hooks packed it, it was written since, or a backward has freed it."""
+    try:
+        # To unpack it may copy it from the host or run a checkpoint again. Older versions of torch do not tell.
+        is_packed = getattr(node._raw_saved_tensors[0], "unpack_hook", None) is not None
+        return None if is_packed else node.saved_tensors
+    except RuntimeError:
+        return None
+
+
 class _Lean(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, attention: Mapping[str, Any], plans: Any, node: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-    ) -> Tensor:
+        ctx: Any, attention: Mapping[str, Any], plans: Any, node: Any, made_of: tuple[Tensor, ...], q: Tensor,
+        k: Tensor, v: Tensor, *rest: Any,
+    ) -> Tensor:  # fmt: skip
         out: Tensor
         (sinks, starts, key_starts), numbers = rest[:3], rest[3:]
         out, lse = attention["launch"](plans, q, k, v, *rest)
-        ctx.save_for_backward(*node.saved_tensors, v, out, lse, sinks, starts, key_starts)
+        ctx.save_for_backward(*made_of, v, out, lse, sinks, starts, key_starts)
         ctx.attention, ctx.plans, ctx.scalars = attention, plans, numbers
         ctx.make, ctx.of_making = _LAUNCHES[type(node)], (node.plans, node.scalars)
         return out
@@ -75,9 +87,9 @@ class _Lean(torch.autograd.Function):
         q, k = ctx.make(plans, *made_of, *scalars)
         as_kept = SimpleNamespace(
             saved_tensors=(q, k, v, out, lse, sinks, starts, key_starts), plans=ctx.plans, scalars=ctx.scalars,
-            needs_input_grad=ctx.needs_input_grad[3:],
+            needs_input_grad=ctx.needs_input_grad[4:],
         )  # fmt: skip
-        return None, None, None, *ctx.attention["Attention"].backward(as_kept, dout)[:-1]
+        return None, None, None, None, *ctx.attention["Attention"].backward(as_kept, dout)[:-1]
 
 
 _apply = applied(_Lean)

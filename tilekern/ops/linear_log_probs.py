@@ -30,7 +30,7 @@ from tilekern.ops.registration import (
     shaped,
     uncast,
 )
-from tilekern.runtime.dispatch import Plan, plan_for
+from tilekern.runtime.dispatch import Plan, own_op_runs, plan_for
 from tilekern.spec import Array, KernelSpec
 
 _INT32 = torch.iinfo(torch.int32)
@@ -120,10 +120,14 @@ def _find(
     sizes = (rows, vocabulary, dtype, bias is not None, softcap is not None)
 
     def find(whole: KernelSpec, part: KernelSpec) -> Plan | None:
-        plan = plan_for(whole, hidden.device, rows, hidden.shape[-1], vocabulary, dtype)
-        if plan is None or chunk_plans(plan_for, (part,), plan.config["chunk"], hidden.device, *sizes) is None:
+        asked = (whole, hidden.device, rows, hidden.shape[-1], vocabulary, dtype)
+        plan = plan_for(*asked)
+        if plan is None:
             return None
-        return plan
+        found = chunk_plans(plan_for, (part,), plan.config["chunk"], hidden.device, *sizes)
+        if found is None:
+            own_op_runs(*asked)
+        return None if found is None else plan
 
     forward = find(composite.FORWARD, log_probs.FORWARD)
     if forward is None or not graded:

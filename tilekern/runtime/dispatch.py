@@ -48,7 +48,8 @@ MOST_PLANS = 65536
 # A kernel, a problem at its buckets, and the key of a target.
 _Asked = tuple[str, Problem, str]
 # A kernel, a problem at its buckets, and whether the default stands for a record or kernels for those of a composite.
-_Noted = tuple[str, Problem, Literal["default", "parts"]]
+_What = Literal["default", "parts"]
+_Noted = tuple[str, Problem, _What]
 
 
 @dataclass(frozen=True)
@@ -422,6 +423,7 @@ def by_parts(
     if found is None or problem is None:
         for one in held:
             _tell_of_own_op(one.spec, one.reason, one.remedy, one.about)
+        own_op_runs(spec, device, *(sizes[d.name] for d in spec.dimensions))
         return found
     named: _Noted = (spec.name, spec.bucketed(problem), "parts")
     with _state.lock:
@@ -440,6 +442,18 @@ def by_parts(
         else:  # said before, for the same kernels
             _note(named, _state.substitutes.get(named, f"{found[0].key} in place of {config.key}"))
     return found
+
+
+def own_op_runs(spec: KernelSpec, device: Any, *sizes: Any) -> None:
+    """Take back that something runs in place of a composite's record: its kernels have no plans.
+
+    To be called by ops, with the arguments of :func:`plan_for`, where that gave a plan that they do not run.
+    """
+    problem = None if device.type == "meta" else _problem(spec, sizes)
+    if problem is not None:
+        with _state.lock:
+            for what in get_args(_What):
+                _state.substitutes.pop((spec.name, spec.bucketed(problem), what), None)
 
 
 def array_plan_for(spec: KernelSpec, device: int, target: Target, problem: Problem) -> Plan:
@@ -737,7 +751,8 @@ def _made(spec: KernelSpec, problem: Problem, target: Target, caller: _Caller, f
     libraries = caller.libraries()
     if _state.invariant:
         if caller.has_torch and spec.implement(problem, config).composite:
-            return _planned(spec, problem, target, caller.device, found, _by_kernels(spec, problem, config), ())
+            allowed = _by_kernels(spec, problem, _allowed(spec, problem, target, found, config))
+            return _planned(spec, problem, target, caller.device, found, allowed, ())
         reason = why_varies(spec, problem, found, _state.classes, libraries)
         if not reason:
             _let_go(overruled(spec, problem, _state.classes))
@@ -766,6 +781,8 @@ def _allowed(spec: KernelSpec, problem: Problem, target: Target, found: Hit, con
     wanted = spec.bucketed(problem)
     if found.exact_bucket or not spec.implement(problem, config).composite:
         return config
+    # Ranks that agreed run the same default, though their GPUs differ.
+    target = target if _state.agreement is None else _state.agreement.target
     if spec.space.violated(wanted, config, target) is None:
         return config
     default = _unrecorded_default(spec, wanted, target)

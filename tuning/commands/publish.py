@@ -41,7 +41,7 @@ def published(folder: Path, store: Store) -> Result:
 
     Raises:
         InputError: the folder is not a sweep, others can write it, nothing in it is measured, or others measured it and
-            the policy is ``signed``.
+            the policy is ``signed``, or it was measured of other sources of the kernels.
         tilekern.cache.CacheError: ``results.pack`` or the cache cannot be written.
     """
     sweep = Sweep(folder)
@@ -59,6 +59,11 @@ def published(folder: Path, store: Store) -> Result:
             f"TILEKERN_TRUST is signed, and others compiled or measured what is in {folder}; unpack a results.pack "
             "that its GPU host signed (--stages measure --sign KEY), or measure it here"
         )
+    if not winners and _is_of_other_kernels(sweep):
+        raise InputError(
+            f"what {folder} has measured is not of the kernels of this tilekern; publish it with the tilekern that "
+            "measured it"
+        )
     if not winners:
         raise InputError(f"no problem in {folder} is measured; run --stages measure --sweep {folder} where the GPU is")
     pipeline.publish(winners)
@@ -70,3 +75,10 @@ def published(folder: Path, store: Store) -> Result:
             f"--sweep {folder} goes on with them where the GPU is"
         )
     return result
+
+
+def _is_of_other_kernels(sweep: Sweep) -> bool:
+    """Return whether all that is measured is of other sources than the kernels have here."""
+    measured = sweep.measured()
+    planned = (item.key for named in sweep.problems() for item in sweep.candidates(*named))
+    return bool(measured) and measured.keys().isdisjoint(planned)
