@@ -8,16 +8,15 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_samples import configs, launched, resources_of
+from machine_samples import FP8_PRODUCTS, made_of, needs_compiler
+from spec_samples import configs, launched
 
-from tilekern.compile.cubin import code_of
-from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
 from tilekern.kernels.fp8.grouped_turned import SIDE, blocks_of, turned_groups, turned_weights
 from tilekern.kernels.fp8.scales import scaled_rows
-from tilekern.spec import ALIGNED, DTYPES, GENERIC
+from tilekern.spec import DTYPES, GENERIC
 from tilekern.spec.targets import KNOWN, resolve
-from tilekern.tuning.compile.machine_code import OPCODES, read_machine_code
+from tilekern.tuning.compile.machine_code import OPCODES
 from tilekern.tuning.verify.canaries import bits
 
 TURNED, WEIGHTS, PRODUCT, GRADIENT = map(
@@ -266,20 +265,7 @@ def test_spaces_are_small_and_hold_hopper_s_library_once(target, sizes):
         assert spec.default(problem, target) in found
 
 
-# Opcodes of e4m3 products by architecture.
-PRODUCTS = {"sm_90": "QGMMA", "sm_100": "UTCHMMA", "sm_120": "QMMA"}
-needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 QWEN3, GPT_OSS = SIZES[:2]
-
-
-def made_of(spec, problem, arch, variant=ALIGNED, **changes):
-    """Compile the default or the generic config, and return its resources, machine code and opcodes."""
-    target = resolve(arch)
-    config = (spec.default(problem, target) if variant == ALIGNED else spec.generic(problem)).but(**changes)
-    made = compile_candidate(spec, problem, config, target, variant)
-    code = code_of(made.cubin, made.symbol)
-    opcodes = [int.from_bytes(code[place : place + 2], "little") & 0x1FF for place in range(0, len(code), 16)]
-    return resources_of(spec, problem, made, target), read_machine_code(code, target.capability), opcodes
 
 
 def product_of(spec, sizes, **flags):
@@ -295,7 +281,7 @@ PROBLEMS = [
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", PRODUCTS)
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize(("spec", "flags"), PROBLEMS)
 @pytest.mark.share(6)
 def test_products_multiply_8_bit_floats_and_spill_nothing(arch, spec, flags):
@@ -303,7 +289,7 @@ def test_products_multiply_8_bit_floats_and_spill_nothing(arch, spec, flags):
         resources, code, opcodes = made_of(spec, product_of(spec, sizes, **flags), arch)
         assert resources.stack_bytes == code.whole.local_accesses == 0
         names = {OPCODES["products"][opcode] for opcode in opcodes if opcode in OPCODES["products"]}
-        assert names == {PRODUCTS[arch]}
+        assert names == {FP8_PRODUCTS[arch]}
         assert code.whole.bulk_loads >= 2
     generic, *_ = made_of(spec, product_of(spec, QWEN3, **flags), arch, GENERIC)
     assert generic.stack_bytes == 0
@@ -322,7 +308,7 @@ def test_a_step_on_hopper_scales_each_sum_by_one_multiplication(spec, flags):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", PRODUCTS)
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
 @pytest.mark.share(6)
 def test_turned_blocks_go_by_tma_and_spill_nothing(arch):
     problems = [

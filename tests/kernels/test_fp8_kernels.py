@@ -7,14 +7,12 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_samples import VIEWS, configs, launched, one_of_each_code, resources_of, seen_as
+from machine_samples import FP8_PRODUCTS, made_of, needs_compiler
+from spec_samples import VIEWS, configs, launched, one_of_each_code, seen_as
 
-from tilekern.compile.cubin import code_of
-from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.kernels import spec_named
-from tilekern.spec import ALIGNED, DTYPES, GENERIC
-from tilekern.spec.targets import resolve
-from tilekern.tuning.compile.machine_code import OPCODES, read_machine_code
+from tilekern.spec import DTYPES, GENERIC
+from tilekern.tuning.compile.machine_code import OPCODES
 from tilekern.tuning.verify.canaries import bits
 
 ROWS, TURNED, PRODUCT = map(spec_named, ("fp8_rows", "fp8_turned", "fp8_matmul"))
@@ -229,21 +227,6 @@ def test_a_result_may_be_added_to_in_place():
     assert torch.equal(c, apart)
 
 
-# Opcodes of e4m3 products by architecture.
-PRODUCTS = {"sm_90": "QGMMA", "sm_100": "UTCHMMA", "sm_120": "QMMA"}
-needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
-
-
-def made_of(spec, problem, arch, variant=ALIGNED, **changes):
-    """Compile the default or the generic config, and return its resources, machine code and opcodes."""
-    target = resolve(arch)
-    config = (spec.default(problem, target) if variant == ALIGNED else spec.generic(problem)).but(**changes)
-    made = compile_candidate(spec, problem, config, target, variant)
-    code = code_of(made.cubin, made.symbol)
-    opcodes = [int.from_bytes(code[place : place + 2], "little") & 0x1FF for place in range(0, len(code), 16)]
-    return resources_of(spec, problem, made, target), read_machine_code(code, target.capability), opcodes
-
-
 def product_of(*flags, rows=8192, dtype="bfloat16"):
     named = {name: name in flags for name in ("over_rows", "biased", "accumulated")}
     return PRODUCT.problem(rows=rows, inner=4096, columns=6144, dtype=dtype, **named)
@@ -251,7 +234,7 @@ def product_of(*flags, rows=8192, dtype="bfloat16"):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", PRODUCTS)
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("flags", [(), ("over_rows",), ("biased", "accumulated")], ids="-".join)
 @pytest.mark.share(6)
 def test_products_multiply_8_bit_floats_and_spill_nothing(arch, flags):
@@ -259,7 +242,7 @@ def test_products_multiply_8_bit_floats_and_spill_nothing(arch, flags):
         resources, code, opcodes = made_of(PRODUCT, product_of(*flags, rows=rows), arch)
         assert resources.stack_bytes == code.whole.local_accesses == 0
         names = {OPCODES["products"][opcode] for opcode in opcodes if opcode in OPCODES["products"]}
-        assert names == {PRODUCTS[arch]}
+        assert names == {FP8_PRODUCTS[arch]}
         assert code.whole.bulk_loads >= 2
     generic, *_ = made_of(PRODUCT, product_of(*flags), arch, GENERIC)
     assert generic.stack_bytes == 0

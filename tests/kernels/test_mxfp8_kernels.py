@@ -7,15 +7,14 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from spec_samples import VIEWS, configs, launched, one_of_each_code, resources_of, seen_as
+from machine_samples import FP8_PRODUCTS, made_of, needs_compiler
+from spec_samples import VIEWS, configs, launched, one_of_each_code, seen_as
 
-from tilekern.compile.cubin import code_of
-from tilekern.compile.toolchain import compile_candidate, toolkit
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
 from tilekern.spec import ALIGNED, DTYPES, GENERIC
 from tilekern.spec.targets import resolve
-from tilekern.tuning.compile.machine_code import OPCODES, read_machine_code
+from tilekern.tuning.compile.machine_code import OPCODES
 from tilekern.tuning.verify.canaries import bits
 
 BLOCKS, PRODUCT = map(spec_named, ("mxfp8_blocks", "mxfp8_matmul"))
@@ -180,24 +179,12 @@ def test_hopper_which_has_no_such_products_is_refused():
             spec.default(asked, resolve("H200"))
 
 
-needs_compiler = pytest.mark.skipif(toolkit() is None, reason="no tile compiler is installed")
 # Opcodes of products of e4m3 with scales of e8m0. On sm_100, UTCQMMA has the opcode of half types.
-PRODUCTS = {"sm_100": "UTCHMMA", "sm_103": "UTCHMMA", "sm_120": "QMMA"}
-
-
-def made_of(spec, problem, arch, variant=ALIGNED):
-    """Compile the default or the generic config, and return its resources, machine code and opcodes."""
-    target = resolve(arch)
-    config = spec.default(problem, target) if variant == ALIGNED else spec.generic(problem)
-    made = compile_candidate(spec, problem, config, target, variant)
-    code = code_of(made.cubin, made.symbol)
-    opcodes = [int.from_bytes(code[place : place + 2], "little") & 0x1FF for place in range(0, len(code), 16)]
-    return resources_of(spec, problem, made, target), read_machine_code(code, target.capability), opcodes
 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", PRODUCTS)
+@pytest.mark.parametrize("arch", ["sm_100", "sm_103", "sm_120"])
 @pytest.mark.parametrize("flags", [(), ("over_rows",), ("biased", "accumulated")], ids="-".join)
 @pytest.mark.share(6)
 def test_a_step_is_products_alone(arch, flags):
@@ -208,7 +195,7 @@ def test_a_step_is_products_alone(arch, flags):
         resources, code, opcodes = made_of(PRODUCT, problem, arch)
         assert resources.stack_bytes == code.whole.local_accesses == 0
         names = {OPCODES["products"][opcode] for opcode in opcodes if opcode in OPCODES["products"]}
-        assert names == {PRODUCTS[arch]}
+        assert names == {FP8_PRODUCTS[arch]}
         step = min((loop for loop in code.loops if loop.products), key=lambda loop: loop.instructions)
         assert step.float_operations == step.global_loads == 0
         assert code.whole.bulk_loads >= 4

@@ -1,4 +1,4 @@
-"""Short trainings of small models, whose losses tests of 8-bit floats compare."""
+"""Short trainings of small models, whose losses and gradients tests of 8-bit floats compare."""
 
 import torch
 
@@ -18,3 +18,15 @@ def losses(model, steps):
         optimizer.zero_grad()
         found.append(loss.item())
     return torch.tensor(found)
+
+
+def gradients_made_again(model):
+    """The gradients of one step, and those of it with activations that checkpoints make again."""
+    ids, found = ids_of(), []
+    for again in (False, True):
+        if again:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append([x.grad.clone() for x in model.parameters()])
+    return found

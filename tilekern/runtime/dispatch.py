@@ -778,9 +778,9 @@ def _allowed(spec: KernelSpec, problem: Problem, target: Target, found: Hit, con
     What is kept of more tokens, say, may exceed the room that the space gives it. Where defaults must not run without a
     record, the neighbour's does.
     """
-    wanted = spec.bucketed(problem)
     if found.exact_bucket or not spec.implement(problem, config).composite:
         return config
+    wanted = spec.bucketed(problem)
     # Ranks that agreed run the same default, though their GPUs differ.
     target = target if _state.agreement is None else _state.agreement.target
     if spec.space.violated(wanted, config, target) is None:
