@@ -185,12 +185,11 @@ class AttentionQueries:
         slot, phase, loads, queries_phase = Int32(self.warp), Int32(1), Int32(0), Int32(1)
         for turn in cutlass.range(self.rounds, unroll=1):
             number, head, first, stop = self.item(turn)
-            quarter = ROWS // _LOADERS
+            kv_place, quarter = (number, head // self.group), ROWS // _LOADERS
             for part in cutlass.range_constexpr(self.parts):
                 row = first + part * ROWS + self.warp * quarter
                 cute.arch.mbarrier_wait(self.queries_empty + part, queries_phase)
-                tile = self.tiles + part * ROWS * self.depth
-                self.load(q, (number, head), row, quarter, tile, ROWS, self.warp * quarter)
+                self.load(q, (number, head), row, quarter, self.tile_of_queries(part), ROWS, self.warp * quarter)
                 self.arrived(self.queries_full + part)
             queries_phase = queries_phase ^ 1
             # The warp's first load of this item; the parity of a load tells keys from values.
@@ -198,14 +197,17 @@ class AttentionQueries:
             loads = loads + 2 * stop
             for n in cutlass.range(start, 2 * stop, _LOADERS, unroll=1):
                 cute.arch.mbarrier_wait(self.empty + slot, phase)
-                place, first_key = (number, head // self.group), n // 2 * self.columns
-                tile = self.ring + slot * (self.columns * self.depth)
+                tile, first_key = self.ring + slot * (self.columns * self.depth), n // 2 * self.columns
                 if n % 2 == 0:
-                    self.load(k, place, first_key, self.columns, tile, self.columns, 0)
+                    self.load(k, kv_place, first_key, self.columns, tile, self.columns, 0)
                 else:
-                    self.load(v, place, first_key, self.columns, tile, self.columns, 0)
+                    self.load(v, kv_place, first_key, self.columns, tile, self.columns, 0)
                 self.arrived(self.full + slot)
                 slot, phase = self.moved(slot, phase, _LOADERS)
+
+    def tile_of_queries(self, part: int) -> Any:
+        """Return the start of a warpgroup's queries."""
+        return self.tiles + part * ROWS * self.depth
 
     @cute.jit
     def load(self, array, place, first, count: int, tile, rows: int, into):
