@@ -28,8 +28,8 @@ ROWS = 64
 # The system's share of the shared memory of each block.
 _RESERVED_BYTES = 1 << 10
 _BARRIER_BYTES = 8
-# Registers for sums, scores and weights with which the compiler does not spill, by ``tile_m`` and ``ahead``.
-_MOST_HELD = {(128, False): 152, (128, True): 172, (192, False): 128, (192, True): 104}
+# Registers of a thread for sums, scores and weights, by the number of warpgroups: all but 32.
+_MOST_HELD = {2: 208, 3: 128}
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
@@ -48,7 +48,7 @@ def _is_served(problem: Problem) -> bool:
 def _fits(problem: Problem, config: Config, target: Target) -> bool:
     """Return whether a thread holds a row's share of the sums, the scores and, if need be, of the weights before."""
     held = (problem["head_dim"] + config["tile_n"] * (1.5 if config["ahead"] else 1)) * ROWS / 128
-    return bool(held <= _MOST_HELD[config["tile_m"], config["ahead"]])
+    return bool(held <= _MOST_HELD[config["tile_m"] // ROWS])
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
@@ -59,7 +59,7 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
         "tile_n": [80, 96, 112, 128, 144, 160, 176, 192],
         "ahead": [False, True],
         "turns": [False, True],
-        "stages": [4, 5, 6] if _is_served(problem) else [],
+        "stages": [4, 5, 6, 8] if _is_served(problem) else [],
     }
 
 

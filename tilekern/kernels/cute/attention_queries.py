@@ -302,7 +302,7 @@ class AttentionQueries:
                 self.hide(scores, n, row)
             self.weigh(scores, *state)
             self.scale_sums(sums, state[2])
-            weights.store(scores.load().to(self.half))
+            self.round(weights, scores)
             cute.arch.mbarrier_wait(self.full + slot, phase)
             self.start_values(sums, weights, slot)
             warpgroup.wait_group(0)
@@ -324,7 +324,7 @@ class AttentionQueries:
         if whole <= 0:
             self.hide(scores, Int32(0), row)
         self.weigh(scores, *state)
-        weights.store(scores.load().to(self.half))
+        self.round(weights, scores)
         for n in cutlass.range(1, stop, unroll=1):
             # ``slot`` has these keys' values.
             next_slot, next_phase = self.moved(slot, phase, 1)
@@ -349,7 +349,7 @@ class AttentionQueries:
             self.complete(sums)
             self.tell(self.empty + slot)
             self.scale_sums(sums, state[2])
-            weights.store(scores.load().to(self.half))
+            self.round(weights, scores)
             slot, phase = self.moved(next_slot, next_phase, 1)
         self.tell(self.queries_empty + self.part)
         cute.arch.mbarrier_wait(self.full + slot, phase)
@@ -469,6 +469,12 @@ class AttentionQueries:
                     parts[c] = parts[c] + scores[i + 2 * r + c]
             total[r] = total[r] * shrink[r] + (parts[0] + parts[1])
 
+    def round(self, weights: Any, scores: Any) -> None:
+        """Round weights for their product, in pairs: single half numbers would take a register each."""
+        words = cute.recast_tensor(weights, Int32)
+        for i in range(cute.size(words)):
+            words[i] = packed(scores[2 * i], scores[2 * i + 1], self.half)
+
     @cute.jit
     def scale_sums(self, sums, shrink):
         """Scale the sums of former keys, if a row of the warp has a new maximum."""
@@ -514,6 +520,23 @@ class AttentionQueries:
                 words[i] = Int32(cutlass.select_(is_upper, got, words[i]))
                 words[j] = Int32(cutlass.select_(is_upper, words[j], got))
         return words
+
+
+@dsl_user_op
+def packed(low: Any, high: Any, numeric: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """Return two numbers rounded to half numbers, in one word."""
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
+    kind = "bf16x2" if numeric is cutlass.BFloat16 else "f16x2"
+    return Int32(
+        llvm.inline_asm(
+            Int32.mlir_type,
+            values,
+            f"cvt.rn.{kind}.f32 $0, $1, $2;",
+            "=r,f,f",
+            has_side_effects=False,
+            is_align_stack=False,
+        )  # fmt: skip
+    )
 
 
 @dsl_user_op
