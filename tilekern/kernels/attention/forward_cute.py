@@ -47,7 +47,8 @@ def _is_served(problem: Problem) -> bool:
 
 def _fits(problem: Problem, config: Config, target: Target) -> bool:
     """Return whether a thread holds a row's share of the sums, the scores and, if need be, of the weights before."""
-    held = (problem["head_dim"] + config["tile_n"] * (1.5 if config["ahead"] else 1)) * ROWS / 128
+    depth, weights = problem["head_dim"], 1.5 if config["ahead"] else 1
+    held = (depth * (1.5 if config["held"] else 1) + config["tile_n"] * weights) * ROWS / 128
     return bool(held <= _MOST_HELD[config["tile_m"] // ROWS])
 
 
@@ -59,6 +60,7 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
         "tile_n": [80, 96, 112, 128, 144, 160, 176, 192],
         "ahead": [False, True],
         "turns": [False, True],
+        "held": [False, True],
         "stages": [4, 5, 6, 8] if _is_served(problem) else [],
     }
 
@@ -91,7 +93,7 @@ def implement(
 ) -> CuteKernel:
     """Return the kernel of a config of the space."""
     constants = {name: problem[name] for name in ("heads", "kv_heads", "causal", "sinks")}
-    constants |= {name: config[name] for name in ("tile_n", "ahead", "turns", "stages")}
+    constants |= {name: config[name] for name in ("tile_n", "ahead", "turns", "held", "stages")}
     return CuteKernel(
         function=function,
         kernel=_KERNEL,

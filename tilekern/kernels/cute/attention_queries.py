@@ -62,6 +62,7 @@ class AttentionQueries:
         tile_n: keys of a tile.
         ahead: whether the next scores are started before these keys' values are added.
         turns: whether two warpgroups start their products in turn.
+        held: whether queries are held in registers, so that the matrix units read the keys alone.
         stages: tiles of keys or of values in the ring.
     """
 
@@ -71,13 +72,13 @@ class AttentionQueries:
     def __init__(
         self, function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], *, capability: int, block: int,
         cluster: int, heads: int, kv_heads: int, depth: int, causal: bool, sinks: bool, tile_n: int, ahead: bool,
-        turns: bool, stages: int,
+        turns: bool, held: bool, stages: int,
     ) -> None:  # fmt: skip
         self.parameters, self.sample = parameters, samples(parameters)
         self.block, self.heads, self.group, self.depth = block, heads, heads // kv_heads, depth
         self.causal, self.sinks, self.columns, self.ahead, self.stages = causal, sinks, tile_n, ahead, stages
         self.parts = block // (4 * WARP) - 1
-        self.takes_turns = turns
+        self.takes_turns, self.held = turns, held
 
     @cute.jit
     def __call__(self, arguments: tuple):
@@ -275,12 +276,16 @@ class AttentionQueries:
             self.begin(most, total, sink_logits, head)
             cute.arch.mbarrier_wait(self.queries_full + self.part, queries_phase)
             queries_phase = queries_phase ^ 1
+            if const_expr(self.held):
+                self.hold()
+                self.tell(self.queries_empty + self.part)
             products, state, tiles = (scores, weights, sums), (most, total, shrink), (whole, own_stop)
             if const_expr(self.ahead):
                 slot, phase = self.all_keys_ahead(products, state, tiles, row, slot, phase)
             else:
                 slot, phase = self.all_keys(products, state, tiles, row, slot, phase)
-                self.tell(self.queries_empty + self.part)
+                if const_expr(not self.held):
+                    self.tell(self.queries_empty + self.part)
             for _ in cutlass.range(2 * own_stop, 2 * stop, unroll=1):
                 cute.arch.mbarrier_wait(self.full + slot, phase)
                 self.tell(self.empty + slot)
@@ -351,7 +356,8 @@ class AttentionQueries:
             self.scale_sums(sums, state[2])
             self.round(weights, scores)
             slot, phase = self.moved(next_slot, next_phase, 1)
-        self.tell(self.queries_empty + self.part)
+        if const_expr(not self.held):
+            self.tell(self.queries_empty + self.part)
         cute.arch.mbarrier_wait(self.full + slot, phase)
         self.start_values(sums, weights, slot)
         warpgroup.wait_group(0)
@@ -382,18 +388,33 @@ class AttentionQueries:
             layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.half), shape, order)
             return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.half), layout.outer)
 
-        self.first_score, self.score = (product(self.columns, warpgroup.OperandSource.SMEM, k_major) for _ in range(2))
+        source = warpgroup.OperandSource.RMEM if self.held else warpgroup.OperandSource.SMEM
+        self.first_score, self.score = (product(self.columns, source, k_major) for _ in range(2))
         self.score.set(warpgroup.Field.ACCUMULATE, True)
         self.value = product(self.depth, warpgroup.OperandSource.RMEM, mn_major)
         self.value.set(warpgroup.Field.ACCUMULATE, True)
         score, value = self.score.get_slice(thread), self.value.get_slice(thread)
         rows, columns = warpgroup.SmemLayoutAtomKind.K_SW128, warpgroup.SmemLayoutAtomKind.MN_SW128
-        q = tiles(self.tiles, rows, (ROWS, self.depth, self.parts), (0, 1, 2))
         k = tiles(self.ring, rows, (self.columns, self.depth, self.stages), (0, 1, 2))
         v = tiles(self.ring, columns, (self.depth, self.columns, self.stages), (1, 0, 2))
-        self.q = score.make_fragment_A(score.partition_A(q))[None, None, None, self.part]
+        if self.held:
+            self.q = score.make_fragment_A(score.partition_shape_A((ROWS, self.depth)))
+        else:
+            q = tiles(self.tiles, rows, (ROWS, self.depth, self.parts), (0, 1, 2))
+            self.q = score.make_fragment_A(score.partition_A(q))[None, None, None, self.part]
         self.k = score.make_fragment_B(score.partition_B(k))
         self.v = value.make_fragment_B(value.partition_B(v))
+
+    def hold(self) -> None:
+        """Load the queries into registers."""
+        words = cute.recast_tensor(self.q, Int32)
+        row, chunk = self.warp % 4 * 16 + self.lane % 16, self.lane // 16
+        start = (self.tiles + self.part * ROWS * self.depth).toint() + row * 2 * _WIDTH
+        for i in range(self.depth // _DEEP):
+            half, first = divmod(2 * i, _VECTOR)
+            address = start + half * ROWS * 2 * _WIDTH + ((first + chunk) ^ (row % 8)) * ALIGNED_BYTES
+            for n, word in enumerate(load_matrices(address)):
+                words[4 * i + n] = word
 
     def start_scores(self, scores: Any, slot: Any) -> None:
         """Start the product q k^T of a slot."""
@@ -523,20 +544,27 @@ class AttentionQueries:
 
 
 @dsl_user_op
+def load_matrices(address: Any, *, loc: Any = None, ip: Any = None) -> list[Any]:
+    """Load four matrices of 8 x 8 half numbers from shared memory; each lane has the address of a row."""
+    word = Int32.mlir_type
+    found = llvm.inline_asm(
+        llvm.StructType.get_literal([word] * 4), [Int32(address).ir_value(loc=loc, ip=ip)],
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", has_side_effects=True,
+        is_align_stack=False,
+    )  # fmt: skip
+    return [Int32(llvm.extractvalue(word, found, [n], loc=loc, ip=ip)) for n in range(4)]
+
+
+@dsl_user_op
 def packed(low: Any, high: Any, numeric: Any, *, loc: Any = None, ip: Any = None) -> Any:
     """Return two numbers rounded to half numbers, in one word."""
     values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
     kind = "bf16x2" if numeric is cutlass.BFloat16 else "f16x2"
-    return Int32(
-        llvm.inline_asm(
-            Int32.mlir_type,
-            values,
-            f"cvt.rn.{kind}.f32 $0, $1, $2;",
-            "=r,f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-        )  # fmt: skip
-    )
+    found = llvm.inline_asm(
+        Int32.mlir_type, values, f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f", has_side_effects=False,
+        is_align_stack=False,
+    )  # fmt: skip
+    return Int32(found)
 
 
 @dsl_user_op
