@@ -76,6 +76,10 @@ SPACE = Space(
             lambda problem, config, target: not config["turns"] or (config["ahead"] and config["tile_m"] == 128),
         ),
         Constraint(
+            "with five stages a slot is loaded by two warps, which need slots to be freed in their order",
+            lambda problem, config, target: config["stages"] != 5 or not config["ahead"],
+        ),
+        Constraint(
             "the stages exceed the shared memory",
             lambda problem, config, target: shared_bytes(problem, config) + _RESERVED_BYTES <= target.shared_bytes,
         ),

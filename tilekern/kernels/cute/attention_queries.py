@@ -179,6 +179,9 @@ class AttentionQueries:
         )
 
     # The producer: each warp loads every fourth of the tiles k, v, k, v, and a quarter of each tile of q.
+    # A slot may be another warp's in the next round, and a wait cannot tell rounds apart that are two apart: before a
+    # warp gets to a slot, the warp before it must have been told that it is free. That holds where slots are freed in
+    # their order. With ``ahead``, keys are freed before the values before them, and it holds unless there are five.
 
     @cute.jit
     def produce(self, q, k, v):
