@@ -28,6 +28,8 @@ ROWS = 64
 # The system's share of the shared memory of each block.
 _RESERVED_BYTES = 1 << 10
 _BARRIER_BYTES = 8
+# A descriptor of keys, and one of values, fit a row of the result.
+DESCRIPTOR_BYTES = 128
 # Registers of a thread for sums, scores and weights, by the number of warpgroups: all but 32.
 _MOST_HELD = {2: 208, 3: 128}
 
@@ -36,19 +38,18 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     """Count the bytes of a block's queries, of its ring of keys and values, and of two barriers for each."""
     parts, stages = config["tile_m"] // ROWS, config["stages"]
     rows = config["tile_m"] + stages * config["tile_n"]
-    return rows * problem["head_dim"] * 2 + 2 * (parts + stages) * _BARRIER_BYTES
+    return rows * problem["head_dim"] * 2 + 2 * DESCRIPTOR_BYTES + 2 * (parts + stages) * _BARRIER_BYTES
 
 
 def _is_served(problem: Problem) -> bool:
     """Return whether the device code serves a problem: whole groups of heads, half numbers, no windows or caps."""
     plain = not any(problem[flag] for flag in ("capped", "windowed", "packed")) and problem["dtype"] != "float32"
-    return bool(plain and problem["head_dim"] in (64, 128) and problem["heads"] % problem["kv_heads"] == 0)
+    return bool(plain and problem["head_dim"] == 128 and problem["heads"] % problem["kv_heads"] == 0)
 
 
 def _fits(problem: Problem, config: Config, target: Target) -> bool:
     """Return whether a thread holds a row's share of the sums, the scores and, if need be, of the weights before."""
-    depth, weights = problem["head_dim"], 1.5 if config["ahead"] else 1
-    held = (depth * (1.5 if config["held"] else 1) + config["tile_n"] * weights) * ROWS / 128
+    held = (problem["head_dim"] + config["tile_n"] * (1.5 if config["ahead"] else 1)) * ROWS / 128
     return bool(held <= _MOST_HELD[config["tile_m"] // ROWS])
 
 
@@ -60,7 +61,6 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
         "tile_n": [80, 96, 112, 128, 144, 160, 176, 192],
         "ahead": [False, True],
         "turns": [False, True],
-        "held": [False, True],
         "stages": [4, 5, 6, 8] if _is_served(problem) else [],
     }
 
@@ -97,7 +97,7 @@ def implement(
 ) -> CuteKernel:
     """Return the kernel of a config of the space."""
     constants = {name: problem[name] for name in ("heads", "kv_heads", "causal", "sinks")}
-    constants |= {name: config[name] for name in ("tile_n", "ahead", "turns", "held", "stages")}
+    constants |= {name: config[name] for name in ("tile_n", "ahead", "turns", "stages")}
     return CuteKernel(
         function=function,
         kernel=_KERNEL,

@@ -26,7 +26,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
-from tilekern.kernels.attention.forward_cute import ROWS
+from tilekern.kernels.attention.forward_cute import DESCRIPTOR_BYTES, ROWS
 from tilekern.kernels.attention.tiles import LN_2, LOG2_E, LOWEST
 from tilekern.kernels.cute.arguments import ALIGNED_BYTES, Argument, samples
 from tilekern.kernels.cute.attention_keys import after, copy_ahead
@@ -41,8 +41,10 @@ _DEEP = 16
 _REGISTERS = {2: (24, 240), 3: (32, 160)}
 # Powers of two by which a weight may exceed 1 before its row's sums are scaled.
 _SLACK = 8.0
-# Warps that load.
-_LOADERS = 4
+# Warps that load, and parts of a warpgroup's queries that one of them loads at a time.
+_LOADERS, _QUARTERS = 4, 4
+# Codes of a descriptor's fields.
+_FLOAT16, _BFLOAT16, _SWIZZLE_128 = 6, 10, 3
 
 
 class AttentionQueries:
@@ -62,7 +64,6 @@ class AttentionQueries:
         tile_n: keys of a tile.
         ahead: whether the next scores are started before these keys' values are added.
         turns: whether two warpgroups start their products in turn.
-        held: whether queries are held in registers, so that the matrix units read the keys alone.
         stages: tiles of keys or of values in the ring.
     """
 
@@ -72,13 +73,13 @@ class AttentionQueries:
     def __init__(
         self, function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], *, capability: int, block: int,
         cluster: int, heads: int, kv_heads: int, depth: int, causal: bool, sinks: bool, tile_n: int, ahead: bool,
-        turns: bool, held: bool, stages: int,
+        turns: bool, stages: int,
     ) -> None:  # fmt: skip
         self.parameters, self.sample = parameters, samples(parameters)
         self.block, self.heads, self.group, self.depth = block, heads, heads // kv_heads, depth
         self.causal, self.sinks, self.columns, self.ahead, self.stages = causal, sinks, tile_n, ahead, stages
         self.parts = block // (4 * WARP) - 1
-        self.takes_turns, self.held = turns, held
+        self.takes_turns = turns
 
     @cute.jit
     def __call__(self, arguments: tuple):
@@ -111,7 +112,7 @@ class AttentionQueries:
         few, many = _REGISTERS[self.parts]
         if self.warp < _LOADERS:
             cute.arch.setmaxregister_decrease(few)
-            self.produce(q, k, v)
+            self.produce(q, k, v, given["out"])
         else:
             cute.arch.setmaxregister_increase(many)
             self.consume(given["scale"], given["sink_logits"], given["out"], given["lse"])
@@ -157,7 +158,8 @@ class AttentionQueries:
         self.tiles = cute.recast_ptr(memory, dtype=self.half)
         self.ring = self.tiles + parts * ROWS * self.depth
         held = (parts * ROWS + stages * self.columns) * self.depth * self.half.width // 8
-        self.full = cute.recast_ptr(memory + held, dtype=Int64)
+        self.descriptors = memory + held
+        self.full = cute.recast_ptr(memory + held + 2 * DESCRIPTOR_BYTES, dtype=Int64)
         self.empty = self.full + stages
         self.queries_full, self.queries_empty = self.full + 2 * stages, self.full + 2 * stages + parts
         if (self.warp == 0) & (self.lane == 0):
@@ -165,7 +167,7 @@ class AttentionQueries:
                 cute.arch.mbarrier_init(self.full + stage, 1)
                 cute.arch.mbarrier_init(self.empty + stage, 4 * parts)
             for part in cutlass.range_constexpr(parts):
-                cute.arch.mbarrier_init(self.queries_full + part, _LOADERS)
+                cute.arch.mbarrier_init(self.queries_full + part, _QUARTERS)
                 cute.arch.mbarrier_init(self.queries_empty + part, 4)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -178,24 +180,60 @@ class AttentionQueries:
             Int32(cutlass.select_(is_round, phase ^ 1, phase)),
         )
 
-    # The producer: each warp loads every fourth of the tiles k, v, k, v, and a quarter of each tile of q.
+    # The producer: tiles of keys and values are loaded by the tensor memory accelerator, of which one warp is in charge
+    # while the others copy queries. Without descriptors, each warp copies every fourth of the tiles k, v, k, v.
+
+    @cute.jit
+    def produce(self, q, k, v, out):
+        """Load the tiles of all items."""
+        # The last row of the block's last item is written when all has been loaded. Until then it has descriptors.
+        number, head, first, _ = self.item(self.rounds - 1)
+        last = out.row((number, first + self.parts * ROWS - 1, head))
+        address = (out.address + last).toint()
+        if address % DESCRIPTOR_BYTES == 0:
+            if self.warp == 0:
+                self.describe(k, 0, address)
+                self.describe(v, 1, address + DESCRIPTOR_BYTES)
+            self.produce_described(q, address)
+        else:
+            self.produce_copied(q, k, v)
+
+    @cute.jit
+    def produce_described(self, q, address):
+        """Load tiles of keys and values by their descriptors."""
+        slot, phase, queries_phase = Int32(0), Int32(1), Int32(1)
+        for turn in cutlass.range(self.rounds, unroll=1):
+            number, head, first, stop = self.item(turn)
+            if self.warp > 0:
+                self.load_queries(q, (number, head), first, queries_phase, self.warp - 1, _LOADERS - 1)
+            else:
+                for n in cutlass.range(2 * stop, unroll=1):
+                    cute.arch.mbarrier_wait(self.empty + slot, phase)
+                    if self.lane == 0:
+                        cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, 2 * self.columns * self.depth)
+                        tile = (self.ring + slot * (self.columns * self.depth)).toint()
+                        for half in cutlass.range_constexpr(self.depth // _WIDTH):
+                            load_box(
+                                tile + half * self.columns * 2 * _WIDTH, address + n % 2 * DESCRIPTOR_BYTES,
+                                (half * _WIDTH, n // 2 * self.columns, head // self.group, number),
+                                (self.full + slot).toint(),
+                            )  # fmt: skip
+                    slot, phase = self.moved(slot, phase, 1)
+            queries_phase = queries_phase ^ 1
+
     # A slot may be another warp's in the next round, and a wait cannot tell rounds apart that are two apart: before a
     # warp gets to a slot, the warp before it must have been told that it is free. That holds where slots are freed in
     # their order. With ``ahead``, keys are freed before the values before them, and it holds unless there are five.
 
     @cute.jit
-    def produce(self, q, k, v):
-        """Load the tiles of all items."""
+    def produce_copied(self, q, k, v):
+        """Load tiles of keys and values by copies."""
         slot, phase, loads, queries_phase = Int32(self.warp), Int32(1), Int32(0), Int32(1)
         for turn in cutlass.range(self.rounds, unroll=1):
             number, head, first, stop = self.item(turn)
-            kv_place, quarter = (number, head // self.group), ROWS // _LOADERS
-            for part in cutlass.range_constexpr(self.parts):
-                row = first + part * ROWS + self.warp * quarter
-                cute.arch.mbarrier_wait(self.queries_empty + part, queries_phase)
-                self.load(q, (number, head), row, quarter, self.tile_of_queries(part), ROWS, self.warp * quarter)
-                self.arrived(self.queries_full + part)
+            self.load_queries(q, (number, head), first, queries_phase, self.warp, _LOADERS)
             queries_phase = queries_phase ^ 1
+            kv_place = number, head // self.group
             # The warp's first load of this item; the parity of a load tells keys from values.
             start = (self.warp - loads) & (_LOADERS - 1)
             loads = loads + 2 * stop
@@ -209,9 +247,43 @@ class AttentionQueries:
                 self.arrived(self.full + slot)
                 slot, phase = self.moved(slot, phase, _LOADERS)
 
-    def tile_of_queries(self, part: int) -> Any:
-        """Return the start of a warpgroup's queries."""
-        return self.tiles + part * ROWS * self.depth
+    @cute.jit
+    def load_queries(self, q, place, first, phase, start, step: int):
+        """Load every ``step``-th quarter of the warpgroups' queries, from ``start`` on."""
+        count = ROWS // _QUARTERS
+        for n in cutlass.range(start, _QUARTERS * self.parts, step, unroll=1):
+            part = n // _QUARTERS
+            cute.arch.mbarrier_wait(self.queries_empty + part, phase)
+            tile = self.tiles + part * (ROWS * self.depth)
+            self.load(q, place, first + n * count, count, tile, ROWS, n % _QUARTERS * count)
+            self.arrived(self.queries_full + part)
+
+    @cute.jit
+    def describe(self, array, number: int, address):
+        """Write a descriptor of tiles of ``array`` to an address in global memory: boxes of 64 columns of some rows."""
+        here = self.descriptors + number * DESCRIPTOR_BYTES
+        cute.make_tensor(cute.recast_ptr(here, dtype=Int32) + self.lane, cute.make_layout(1))[0] = Int32(0)
+        cute.arch.sync_warp()
+        if self.lane == 0:
+            self.fill(here.toint(), array)
+        cute.arch.sync_warp()
+        publish(address, here.toint())
+
+    def fill(self, place: Any, array: Argument) -> None:
+        """Write the fields of a descriptor: axes of columns, rows, heads and batch entries."""
+        batch, rows, heads = array.sizes[:3]
+        replace(place, "global_address", array.address.toint(), wide=True)
+        replace(place, "rank", 3)
+        for axis, (size, count) in enumerate(((self.depth, _WIDTH), (rows, self.columns), (heads, 1), (batch, 1))):
+            replace(place, "global_dim", Int32(size), axis)
+            replace(place, "box_dim", Int32(count), axis)
+            replace(place, "element_stride", Int32(1), axis)
+        for axis, step in enumerate(((0, 1, 0), (0, 0, 1), (1, 0, 0))):
+            replace(place, "global_stride", 2 * array.row(step), axis, wide=True)
+        replace(place, "elemtype", _BFLOAT16 if self.half is cutlass.BFloat16 else _FLOAT16)
+        replace(place, "interleave_layout", 0)
+        replace(place, "swizzle_mode", _SWIZZLE_128)
+        replace(place, "fill_mode", 0)
 
     @cute.jit
     def load(self, array, place, first, count: int, tile, rows: int, into):
@@ -279,16 +351,12 @@ class AttentionQueries:
             self.begin(most, total, sink_logits, head)
             cute.arch.mbarrier_wait(self.queries_full + self.part, queries_phase)
             queries_phase = queries_phase ^ 1
-            if const_expr(self.held):
-                self.hold()
-                self.tell(self.queries_empty + self.part)
             products, state, tiles = (scores, weights, sums), (most, total, shrink), (whole, own_stop)
             if const_expr(self.ahead):
                 slot, phase = self.all_keys_ahead(products, state, tiles, row, slot, phase)
             else:
                 slot, phase = self.all_keys(products, state, tiles, row, slot, phase)
-                if const_expr(not self.held):
-                    self.tell(self.queries_empty + self.part)
+                self.tell(self.queries_empty + self.part)
             for _ in cutlass.range(2 * own_stop, 2 * stop, unroll=1):
                 cute.arch.mbarrier_wait(self.full + slot, phase)
                 self.tell(self.empty + slot)
@@ -359,8 +427,7 @@ class AttentionQueries:
             self.scale_sums(sums, state[2])
             self.round(weights, scores)
             slot, phase = self.moved(next_slot, next_phase, 1)
-        if const_expr(not self.held):
-            self.tell(self.queries_empty + self.part)
+        self.tell(self.queries_empty + self.part)
         cute.arch.mbarrier_wait(self.full + slot, phase)
         self.start_values(sums, weights, slot)
         warpgroup.wait_group(0)
@@ -391,8 +458,7 @@ class AttentionQueries:
             layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.half), shape, order)
             return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.half), layout.outer)
 
-        source = warpgroup.OperandSource.RMEM if self.held else warpgroup.OperandSource.SMEM
-        self.first_score, self.score = (product(self.columns, source, k_major) for _ in range(2))
+        self.first_score, self.score = (product(self.columns, warpgroup.OperandSource.SMEM, k_major) for _ in range(2))
         self.score.set(warpgroup.Field.ACCUMULATE, True)
         self.value = product(self.depth, warpgroup.OperandSource.RMEM, mn_major)
         self.value.set(warpgroup.Field.ACCUMULATE, True)
@@ -400,24 +466,10 @@ class AttentionQueries:
         rows, columns = warpgroup.SmemLayoutAtomKind.K_SW128, warpgroup.SmemLayoutAtomKind.MN_SW128
         k = tiles(self.ring, rows, (self.columns, self.depth, self.stages), (0, 1, 2))
         v = tiles(self.ring, columns, (self.depth, self.columns, self.stages), (1, 0, 2))
-        if self.held:
-            self.q = score.make_fragment_A(score.partition_shape_A((ROWS, self.depth)))
-        else:
-            q = tiles(self.tiles, rows, (ROWS, self.depth, self.parts), (0, 1, 2))
-            self.q = score.make_fragment_A(score.partition_A(q))[None, None, None, self.part]
+        q = tiles(self.tiles, rows, (ROWS, self.depth, self.parts), (0, 1, 2))
+        self.q = score.make_fragment_A(score.partition_A(q))[None, None, None, self.part]
         self.k = score.make_fragment_B(score.partition_B(k))
         self.v = value.make_fragment_B(value.partition_B(v))
-
-    def hold(self) -> None:
-        """Load the queries into registers."""
-        words = cute.recast_tensor(self.q, Int32)
-        row, chunk = self.warp % 4 * 16 + self.lane % 16, self.lane // 16
-        start = (self.tiles + self.part * ROWS * self.depth).toint() + row * 2 * _WIDTH
-        for i in range(self.depth // _DEEP):
-            half, first = divmod(2 * i, _VECTOR)
-            address = start + half * ROWS * 2 * _WIDTH + ((first + chunk) ^ (row % 8)) * ALIGNED_BYTES
-            for n, word in enumerate(load_matrices(address)):
-                words[4 * i + n] = word
 
     def start_scores(self, scores: Any, slot: Any) -> None:
         """Start the product q k^T of a slot."""
@@ -547,15 +599,44 @@ class AttentionQueries:
 
 
 @dsl_user_op
-def load_matrices(address: Any, *, loc: Any = None, ip: Any = None) -> list[Any]:
-    """Load four matrices of 8 x 8 half numbers from shared memory; each lane has the address of a row."""
-    word = Int32.mlir_type
-    found = llvm.inline_asm(
-        llvm.StructType.get_literal([word] * 4), [Int32(address).ir_value(loc=loc, ip=ip)],
-        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", has_side_effects=True,
-        is_align_stack=False,
+def replace(
+    place: Any, field: str, value: Any, axis: int | None = None, *, wide: bool = False, loc: Any = None, ip: Any = None
+) -> None:
+    """Write a field of a descriptor in shared memory; codes are Python's numbers."""
+    name = f"tensormap.replace.tile.{field}.shared::cta.b1024.b{64 if wide else 32} [$0]"
+    name += "" if axis is None else f", {axis}"
+    operands, values = "r", [Int32(place).ir_value(loc=loc, ip=ip)]
+    if isinstance(value, int):
+        name += f", {value}"
+    else:
+        name, operands = name + ", $1", "r,l" if wide else "r,r"
+        values.append((Int64 if wide else Int32)(value).ir_value(loc=loc, ip=ip))
+    llvm.inline_asm(None, values, f"{name};", operands, has_side_effects=True, is_align_stack=False)
+
+
+@dsl_user_op
+def publish(target: Any, source: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Copy a warp's descriptor from shared to global memory, and show it to the tensor memory accelerator."""
+    values = [Int64(target).ir_value(loc=loc, ip=ip), Int32(source).ir_value(loc=loc, ip=ip)]
+    llvm.inline_asm(
+        None, values,
+        "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [$0], [$1], 128;\n"
+        "fence.proxy.tensormap::generic.acquire.gpu [$0], 128;", "l,r", has_side_effects=True, is_align_stack=False,
     )  # fmt: skip
-    return [Int32(llvm.extractvalue(word, found, [n], loc=loc, ip=ip)) for n in range(4)]
+
+
+@dsl_user_op
+def load_box(
+    target: Any, descriptor: Any, place: tuple[Any, ...], barrier: Any, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Start to load a box of four axes into shared memory, and have its bytes counted by a barrier."""
+    values = [Int32(target).ir_value(loc=loc, ip=ip), Int64(descriptor).ir_value(loc=loc, ip=ip)]
+    values += [Int32(x).ir_value(loc=loc, ip=ip) for x in (*place, barrier)]
+    llvm.inline_asm(
+        None, values,
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[$0], [$1, {$2, $3, $4, $5}], [$6];", "r,l,r,r,r,r,r", has_side_effects=True, is_align_stack=False,
+    )  # fmt: skip
 
 
 @dsl_user_op
