@@ -11,7 +11,7 @@ from tilekern.compile.cute_compiler import compiler, passed_bytes
 from tilekern.compile.toolchain import compile_candidate
 from tilekern.errors import CompileFailed
 from tilekern.kernels.attention.forward import SPEC
-from tilekern.kernels.attention.forward_cute import shared_bytes
+from tilekern.kernels.attention.forward_cute import shared_bytes, stages_of
 from tilekern.spec import ALIGNED
 from tilekern.spec.targets import INTERPRETED, KNOWN, resolve
 from tilekern.tuning.compile.machine_code import read_machine_code
@@ -68,24 +68,24 @@ def test_only_hopper_has_its_matrix_units():
 
 
 @pytest.mark.parametrize(("queries", "batch"), [(1, 1), (129, 2), (8192, 1)])
-def test_a_block_for_each_tile_of_queries_of_each_head_or_for_each_multiprocessor(queries, batch):
+def test_a_block_for_each_multiprocessor_unless_there_are_fewer_tiles(queries, batch):
     problem = problem_of(sizes={"queries": queries, "batch": batch})
     for config in configs(problem):
         kernel = SPEC.device(problem, config)
         tiles = -(-queries // config["tile_m"]) * batch * 32
-        is_persistent = config["schedule"] == "persistent"
-        assert kernel.grid(problem, H200.sm_count) == (min(tiles, H200.sm_count) if is_persistent else tiles)
+        assert kernel.grid(problem, H200.sm_count) == min(tiles, H200.sm_count)
         assert (kernel.block, kernel.cluster, kernel.cooperative) == (2 * config["tile_m"] + 128, 1, False)
 
 
-def test_stages_that_exceed_the_shared_memory_are_left_out():
-    problem = problem_of()
-    assert all(shared_bytes(problem, config) < H200.shared_bytes for config in configs(problem))
-
-
-def test_with_five_stages_slots_are_freed_in_their_order():
-    """The wait of a warp for a slot would pass while another warp waits for the round before."""
-    assert not [config for config in configs(problem_of()) if config["ahead"] and config["stages"] == 5]
+def test_the_stages_fill_the_shared_memory():
+    problem, found = problem_of(), set()
+    for config in configs(problem):
+        stages = stages_of(problem, config)
+        found.add((config["tile_m"], config["tile_n"], stages))
+        assert shared_bytes(problem, config, stages) + 1024 <= H200.shared_bytes
+        # The wait of a warp for a slot would pass while another warp waits for the round before.
+        assert stages != 5 or not config["ahead"]
+    assert found == {(128, 128, 6), (128, 176, 4), (192, 128, 5), (192, 80, 8)}
 
 
 @pytest.mark.slow
@@ -99,8 +99,6 @@ def test_registers_hold_the_sums_and_the_left_operands(dtype, flags):
     """A spill, or products that the compiler runs one by one, would cost a third of the speed."""
     problem = problem_of(dtype, **flags)
     for config in configs(problem):
-        if config["schedule"] == "persistent":
-            continue  # the same code
         kernel = SPEC.device(problem, config)
         made = compile_candidate(SPEC, problem, config, H200, ALIGNED)
         assert made.resources().stack_bytes == 0
@@ -109,7 +107,7 @@ def test_registers_hold_the_sums_and_the_left_operands(dtype, flags):
         assert parameter_bytes(made.cubin, made.symbol) == passed_bytes(kernel)
         assert made.launch == {
             "block": [kernel.block, 1, 1], "cluster": 1, "cooperative": False,
-            "shared_bytes": shared_bytes(problem, config),
+            "shared_bytes": shared_bytes(problem, config, stages_of(problem, config)),
         }  # fmt: skip
         counts = read_machine_code(code_of(made.cubin, made.symbol), H200.capability).whole
         # Each sums 16 terms. The first scores and the last values are beside the loop with ``ahead``.

@@ -1,7 +1,7 @@
 """Attention's forward in CuTe DSL for Hopper: search space and launches.
 
 The device code is :mod:`tilekern.kernels.cute.attention_queries`: a block owns ``tile_m`` queries of a head, and
-streams keys and values through a ring of ``stages`` tiles of ``tile_n`` keys in shared memory.
+streams keys and values through a ring of tiles of ``tile_n`` keys in shared memory.
 """
 
 from __future__ import annotations
@@ -20,25 +20,32 @@ from tilekern.spec import (
     Value,
     cdiv,
 )
-from tilekern.spec.targets import Target
 
 _KERNEL = "tilekern.kernels.cute.attention_queries:AttentionQueries"
 # Queries of a warpgroup.
 ROWS = 64
-# The system's share of the shared memory of each block.
-_RESERVED_BYTES = 1 << 10
 _BARRIER_BYTES = 8
 # A descriptor of keys, and one of values, fit a row of the result.
 DESCRIPTOR_BYTES = 128
-# Registers of a thread for sums, scores and weights, by the number of warpgroups: all but 32.
-_MOST_HELD = {2: 208, 3: 128}
+# Queries and keys of a tile, and whether scores are started ahead: sums, scores and weights fit a thread's registers.
+_TILES = ((128, 128, True), (128, 176, True), (192, 128, False), (192, 80, True))
+# Numbers of stages, from the one that is preferred; with five, the kernel needs slots to be freed in their order.
+_STAGES = (8, 6, 5, 4)
+# The most shared memory of a block on Hopper.
+_MOST_BYTES = 227 << 10
 
 
-def shared_bytes(problem: Problem, config: Config) -> int:
-    """Count the bytes of a block's queries, of its ring of keys and values, and of two barriers for each."""
-    parts, stages = config["tile_m"] // ROWS, config["stages"]
+def shared_bytes(problem: Problem, config: Config, stages: int) -> int:
+    """Count the bytes of a block's queries, of its ring of keys and values, of descriptors, and of barriers."""
+    parts = config["tile_m"] // ROWS
     rows = config["tile_m"] + stages * config["tile_n"]
     return rows * problem["head_dim"] * 2 + 2 * DESCRIPTOR_BYTES + 2 * (parts + stages) * _BARRIER_BYTES
+
+
+def stages_of(problem: Problem, config: Config) -> int:
+    """Return how many tiles of keys or values the ring holds."""
+    able = (n for n in _STAGES if n != 5 or not config["ahead"])
+    return next(n for n in able if shared_bytes(problem, config, n) <= _MOST_BYTES)
 
 
 def _is_served(problem: Problem) -> bool:
@@ -47,21 +54,13 @@ def _is_served(problem: Problem) -> bool:
     return bool(plain and problem["head_dim"] == 128 and problem["heads"] % problem["kv_heads"] == 0)
 
 
-def _fits(problem: Problem, config: Config, target: Target) -> bool:
-    """Return whether a thread holds a row's share of the sums, the scores and, if need be, of the weights before."""
-    held = (problem["head_dim"] + config["tile_n"] * (1.5 if config["ahead"] else 1)) * ROWS / 128
-    return bool(held <= _MOST_HELD[config["tile_m"] // ROWS])
-
-
 def _axes(problem: Problem) -> dict[str, list[Value]]:
     return {
         "implementation": ["cute"],
-        "schedule": ["block", "persistent"],
-        "tile_m": [128, 192],
-        "tile_n": [80, 96, 112, 128, 144, 160, 176, 192],
-        "ahead": [False, True],
-        "turns": [False, True],
-        "stages": [4, 5, 6, 8] if _is_served(problem) else [],
+        "schedule": ["persistent"],
+        "tile_m": sorted({rows for rows, _, _ in _TILES}),
+        "tile_n": sorted({columns for _, columns, _ in _TILES}),
+        "ahead": [False, True] if _is_served(problem) else [],
     }
 
 
@@ -70,26 +69,18 @@ SPACE = Space(
     (
         NOT_INTERPRETED,
         Constraint("the matrix units of Hopper are needed", lambda problem, config, target: target.has_wgmma),
-        Constraint("the sums, scores and weights of a thread exceed its registers", _fits),
         Constraint(
-            "two warpgroups whose next scores are started early take turns",
-            lambda problem, config, target: not config["turns"] or (config["ahead"] and config["tile_m"] == 128),
-        ),
-        Constraint(
-            "with five stages a slot is loaded by two warps, which need slots to be freed in their order",
-            lambda problem, config, target: config["stages"] != 5 or not config["ahead"],
-        ),
-        Constraint(
-            "the stages exceed the shared memory",
-            lambda problem, config, target: shared_bytes(problem, config) + _RESERVED_BYTES <= target.shared_bytes,
+            "the other tiles spill registers, or were never the fastest",
+            lambda problem, config, target: (config["tile_m"], config["tile_n"], config["ahead"]) in _TILES,
         ),
     ),
 )
 
 
 def _blocks(sizes: Problem, config: Config, sm_count: int) -> int:
+    """Return one block for each multiprocessor: each writes descriptors, which takes a while."""
     items = sizes["batch"] * sizes["heads"] * cdiv(sizes["queries"], config["tile_m"])
-    return max(1, min(items, sm_count) if config["schedule"] == "persistent" else items)
+    return max(1, min(items, sm_count))
 
 
 def implement(
@@ -97,7 +88,8 @@ def implement(
 ) -> CuteKernel:
     """Return the kernel of a config of the space."""
     constants = {name: problem[name] for name in ("heads", "kv_heads", "causal", "sinks")}
-    constants |= {name: config[name] for name in ("tile_n", "ahead", "turns", "stages")}
+    stages = stages_of(problem, config)
+    constants |= {"tile_n": config["tile_n"], "ahead": config["ahead"], "stages": stages}
     return CuteKernel(
         function=function,
         kernel=_KERNEL,
@@ -105,5 +97,5 @@ def implement(
         constants=(*constants.items(), ("depth", problem["head_dim"])),
         grid=lambda sizes, sm_count: _blocks(sizes, config, sm_count),
         block=(config["tile_m"] // ROWS + 1) * 128,
-        shared_bytes=shared_bytes(problem, config),
+        shared_bytes=shared_bytes(problem, config, stages),
     )

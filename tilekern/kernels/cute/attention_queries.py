@@ -1,8 +1,8 @@
 """Attention's forward by tiles of queries in CuTe DSL for Hopper: cuTile's formula in other loops.
 
 A block owns a tile of queries of a head, 64 for each of two or three warpgroups, which share the keys and values in
-shared memory. One's exponentials run beside the others' products: two warpgroups may take ``turns`` at the matrix
-units, three are seldom ready at once, and load the keys for more queries. Each warp of a further warpgroup
+shared memory. One's exponentials run beside the others' products: two warpgroups take turns at the matrix units,
+three are seldom ready at once, and load the keys for more queries. Each warp of a further warpgroup
 loads whole tiles of keys and values into a ring: its loads pass no registers, and are shown to the matrix units before
 the slot's barrier is told.
 
@@ -63,7 +63,6 @@ class AttentionQueries:
         sinks: whether each head has a sink, a key whose value is zero.
         tile_n: keys of a tile.
         ahead: whether the next scores are started before these keys' values are added.
-        turns: whether two warpgroups start their products in turn.
         stages: tiles of keys or of values in the ring.
     """
 
@@ -73,13 +72,13 @@ class AttentionQueries:
     def __init__(
         self, function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], *, capability: int, block: int,
         cluster: int, heads: int, kv_heads: int, depth: int, causal: bool, sinks: bool, tile_n: int, ahead: bool,
-        turns: bool, stages: int,
+        stages: int,
     ) -> None:  # fmt: skip
         self.parameters, self.sample = parameters, samples(parameters)
         self.block, self.heads, self.group, self.depth = block, heads, heads // kv_heads, depth
         self.causal, self.sinks, self.columns, self.ahead, self.stages = causal, sinks, tile_n, ahead, stages
         self.parts = block // (4 * WARP) - 1
-        self.takes_turns = turns
+        self.takes_turns = ahead and self.parts == 2
 
     @cute.jit
     def __call__(self, arguments: tuple):
