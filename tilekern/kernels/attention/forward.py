@@ -14,6 +14,7 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.attention import cudnn as attention_cudnn
+from tilekern.kernels.attention import forward_cute
 from tilekern.kernels.attention import problem as shared
 from tilekern.kernels.attention.tiles import (
     LN_2,
@@ -318,7 +319,8 @@ SPEC = spec(
     grid=lambda sizes, config, sm_count: grid_of(
         sizes["batch"] * sizes["heads"] * cdiv(sizes["queries"], config["tile_m"]), config, sm_count
     ),
-    space=Space(_axes, _CONSTRAINTS, beside=(Space(_axes_apart, _CONSTRAINTS),)),
+    space=Space(_axes, _CONSTRAINTS, beside=(Space(_axes_apart, _CONSTRAINTS), forward_cute.SPACE)),
+    cute=forward_cute.implement,
     default=_default,
     generic=_generic,
     given=shared.inputs,

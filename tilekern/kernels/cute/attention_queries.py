@@ -1,0 +1,660 @@
+"""Attention's forward by tiles of queries in CuTe DSL for Hopper: cuTile's formula in other loops.
+
+A block owns a tile of queries of a head, 64 for each of two or three warpgroups, which share the keys and values in
+shared memory. One's exponentials run beside the others' products: two warpgroups take turns at the matrix units,
+three are seldom ready at once, and load the keys for more queries. Each warp of a further warpgroup
+loads whole tiles of keys and values into a ring: its loads pass no registers, and are shown to the matrix units before
+the slot's barrier is told.
+
+With ``ahead`` a warpgroup starts S = q k^T of the next keys before it adds P v of these. P stays in registers. The
+running maximum of a row follows its scores only if they exceed it by :data:`_SLACK`: sums need to be scaled seldom.
+
+Blocks take items from the longest to the shortest. If there are fewer blocks than items, each goes back and forth
+through the list, so that a long item is followed by a short one. Tiles of queries end at the last query: the tile that
+is not whole is the first one, which sees the fewest keys.
+
+In shared memory, a tile is halves of 64 columns, with rows of 128 bytes in which pieces of 16 bytes are swizzled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cutlass_dsl import dsl_user_op
+
+from tilekern.kernels.attention.forward_cute import DESCRIPTOR_BYTES, ROWS
+from tilekern.kernels.attention.tiles import LN_2, LOG2_E, LOWEST
+from tilekern.kernels.cute.arguments import ALIGNED_BYTES, Argument, samples
+from tilekern.kernels.cute.attention_keys import after, copy_ahead
+from tilekern.kernels.cute.sharing import WARP
+from tilekern.spec import ArrayParameter, ScalarParameter
+
+# Elements of 16 bytes, and of 128 bytes, which is the width of half a tile.
+_VECTOR, _WIDTH = 8, 64
+# Depth of one instruction of the matrix units.
+_DEEP = 16
+# Registers of a thread that loads, and of one that computes, by the number of computing warpgroups.
+_REGISTERS = {2: (24, 240), 3: (32, 160)}
+# Powers of two by which a weight may exceed 1 before its row's sums are scaled.
+_SLACK = 8.0
+# Warps that load, and parts of a warpgroup's queries that one of them loads at a time.
+_LOADERS, _QUARTERS = 4, 4
+# Codes of a descriptor's fields.
+_FLOAT16, _BFLOAT16, _SWIZZLE_128 = 6, 10, 3
+
+
+class AttentionQueries:
+    """The device function of one config.
+
+    Args:
+        function: cuTile's kernel, whose loops and formula are written anew here.
+        parameters: its arrays and scalars.
+        capability: compute capability of the GPU as one number; only 90 has these matrix units.
+        block: threads of a block.
+        cluster: blocks of a cluster; 1.
+        heads: heads of q; whole groups.
+        kv_heads: heads of k and v.
+        depth: elements of a head; 64 or 128.
+        causal: whether a query sees the keys up to its position only.
+        sinks: whether each head has a sink, a key whose value is zero.
+        tile_n: keys of a tile.
+        ahead: whether the next scores are started before these keys' values are added.
+        stages: tiles of keys or of values in the ring.
+    """
+
+    # The matrix units' instructions are no part of later architectures.
+    arch_suffix = "a"
+
+    def __init__(
+        self, function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], *, capability: int, block: int,
+        cluster: int, heads: int, kv_heads: int, depth: int, causal: bool, sinks: bool, tile_n: int, ahead: bool,
+        stages: int,
+    ) -> None:  # fmt: skip
+        self.parameters, self.sample = parameters, samples(parameters)
+        self.block, self.heads, self.group, self.depth = block, heads, heads // kv_heads, depth
+        self.causal, self.sinks, self.columns, self.ahead, self.stages = causal, sinks, tile_n, ahead, stages
+        self.parts = block // (4 * WARP) - 1
+        self.takes_turns = ahead and self.parts == 2
+
+    @cute.jit
+    def __call__(self, arguments: tuple):
+        """Compile it as a kernel; cuTile's launcher launches it, so the grid here has no effect."""
+        self.kernel(arguments).launch(
+            grid=(1, 1, 1), block=(self.block, 1, 1), min_blocks_per_mp=1,
+            # Else the compiler asks the driver how much shared memory there is.
+            preferred_smem_carveout=0,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(self, arguments: tuple):
+        """Give each warpgroup its part."""
+        pairs = zip(self.parameters, arguments, strict=True)
+        given = {p.name: Argument(p, a) if isinstance(p, ArrayParameter) else a for p, a in pairs}
+        # Rows of these begin anywhere, unlike those of an :class:`Argument`.
+        rows = ("lse", "sink_logits")
+        given |= {p.name: a for p, a in zip(self.parameters, arguments, strict=True) if p.name in rows}
+        q, k, v = (given[name] for name in "qkv")
+        self.half = q.numeric
+        thread, _, _ = cute.arch.thread_idx()
+        self.number_of_block, _, _ = cute.arch.block_idx()
+        self.number_of_blocks, _, _ = cute.arch.grid_dim()
+        self.lane = thread % WARP
+        # A reduction, unlike a shuffle, ends in a uniform register.
+        self.warp = cute.arch.warp_redux_sync(thread // WARP, "or")
+        self.batch, self.queries, self.keys = q.sizes[0], q.sizes[1], k.sizes[1]
+        self.plan()
+        self.prepare()
+        few, many = _REGISTERS[self.parts]
+        if self.warp < _LOADERS:
+            cute.arch.setmaxregister_decrease(few)
+            self.produce(q, k, v, given["out"])
+        else:
+            cute.arch.setmaxregister_increase(many)
+            self.consume(given["scale"], given["sink_logits"], given["out"], given["lse"])
+
+    # The block's items, each a tile of queries of a head.
+
+    def plan(self) -> None:
+        """Count the block's items: blocks take them in turn, in every second round from the last block on."""
+        items = (self.queries + self.parts * ROWS - 1) // (self.parts * ROWS) * (self.batch * self.heads)
+        self.rounds = items // self.number_of_blocks
+        rest = items % self.number_of_blocks
+        self.rounds += Int32(cutlass.select_(rest > self.place(self.rounds), Int32(1), Int32(0)))
+
+    def place(self, turn: Any) -> Any:
+        """Return the block's place in a round."""
+        backwards = self.number_of_blocks - 1 - self.number_of_block
+        return Int32(cutlass.select_(turn % 2 == 1, backwards, self.number_of_block))
+
+    def item(self, turn: Any) -> tuple[Any, Any, Any, Any]:
+        """Return an item's batch entry, head and first query, which may be negative, and its tiles of keys."""
+        number, rows = turn * self.number_of_blocks + self.place(turn), self.batch * self.heads
+        row, tile = number % rows, number // rows
+        first = self.queries - (tile + 1) * (self.parts * ROWS)
+        _, stop = self.seen(first, self.parts * ROWS)
+        return row // self.heads, row % self.heads, first, stop
+
+    def seen(self, first: Any, rows: int) -> tuple[Any, Any]:
+        """Return how many key tiles all queries see wholly, and in how many, at least 1, any query sees a key."""
+        whole, some = self.keys, self.keys
+        if self.causal:
+            first = first + self.keys - self.queries
+            whole = cutlass.max(cutlass.min(whole, first + 1), 0)
+            some = cutlass.max(cutlass.min(some, first + rows), 1)
+        return whole // self.columns, (some + self.columns - 1) // self.columns
+
+    # Shared memory: tiles of q, the ring of k and v, barriers.
+
+    @cute.jit
+    def prepare(self):
+        """Lay out the shared memory; make the barriers."""
+        parts, stages = self.parts, self.stages
+        memory = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
+        self.tiles = cute.recast_ptr(memory, dtype=self.half)
+        self.ring = self.tiles + parts * ROWS * self.depth
+        held = (parts * ROWS + stages * self.columns) * self.depth * self.half.width // 8
+        self.descriptors = memory + held
+        self.full = cute.recast_ptr(memory + held + 2 * DESCRIPTOR_BYTES, dtype=Int64)
+        self.empty = self.full + stages
+        self.queries_full, self.queries_empty = self.full + 2 * stages, self.full + 2 * stages + parts
+        if (self.warp == 0) & (self.lane == 0):
+            for stage in cutlass.range_constexpr(stages):
+                cute.arch.mbarrier_init(self.full + stage, 1)
+                cute.arch.mbarrier_init(self.empty + stage, 4 * parts)
+            for part in cutlass.range_constexpr(parts):
+                cute.arch.mbarrier_init(self.queries_full + part, _QUARTERS)
+                cute.arch.mbarrier_init(self.queries_empty + part, 4)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+    def moved(self, slot: Any, phase: Any, by: int) -> tuple[Any, Any]:
+        """Return the slot that follows ``by`` slots later, and its phase."""
+        is_round = slot >= self.stages - by
+        return (
+            Int32(cutlass.select_(is_round, slot - (self.stages - by), slot + by)),
+            Int32(cutlass.select_(is_round, phase ^ 1, phase)),
+        )
+
+    # The producer: tiles of keys and values are loaded by the tensor memory accelerator, of which one warp is in charge
+    # while the others copy queries. Without descriptors, each warp copies every fourth of the tiles k, v, k, v.
+
+    @cute.jit
+    def produce(self, q, k, v, out):
+        """Load the tiles of all items."""
+        # The last row of the block's last item is written when all has been loaded. Until then it has descriptors.
+        number, head, first, _ = self.item(self.rounds - 1)
+        last = out.row((number, first + self.parts * ROWS - 1, head))
+        address = (out.address + last).toint()
+        if address % DESCRIPTOR_BYTES == 0:
+            if self.warp == 0:
+                self.describe(k, 0, address)
+                self.describe(v, 1, address + DESCRIPTOR_BYTES)
+            self.produce_described(q, address)
+        else:
+            self.produce_copied(q, k, v)
+
+    @cute.jit
+    def produce_described(self, q, address):
+        """Load tiles of keys and values by their descriptors."""
+        slot, phase, queries_phase = Int32(0), Int32(1), Int32(1)
+        for turn in cutlass.range(self.rounds, unroll=1):
+            number, head, first, stop = self.item(turn)
+            if self.warp > 0:
+                self.load_queries(q, (number, head), first, queries_phase, self.warp - 1, _LOADERS - 1)
+            else:
+                for n in cutlass.range(2 * stop, unroll=1):
+                    cute.arch.mbarrier_wait(self.empty + slot, phase)
+                    if self.lane == 0:
+                        cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, 2 * self.columns * self.depth)
+                        tile = (self.ring + slot * (self.columns * self.depth)).toint()
+                        for half in cutlass.range_constexpr(self.depth // _WIDTH):
+                            load_box(
+                                tile + half * self.columns * 2 * _WIDTH, address + n % 2 * DESCRIPTOR_BYTES,
+                                (half * _WIDTH, n // 2 * self.columns, head // self.group, number),
+                                (self.full + slot).toint(),
+                            )  # fmt: skip
+                    slot, phase = self.moved(slot, phase, 1)
+            queries_phase = queries_phase ^ 1
+
+    # A slot may be another warp's in the next round, and a wait cannot tell rounds apart that are two apart: before a
+    # warp gets to a slot, the warp before it must have been told that it is free. That holds where slots are freed in
+    # their order. With ``ahead``, keys are freed before the values before them, and it holds unless there are five.
+
+    @cute.jit
+    def produce_copied(self, q, k, v):
+        """Load tiles of keys and values by copies."""
+        slot, phase, loads, queries_phase = Int32(self.warp), Int32(1), Int32(0), Int32(1)
+        for turn in cutlass.range(self.rounds, unroll=1):
+            number, head, first, stop = self.item(turn)
+            self.load_queries(q, (number, head), first, queries_phase, self.warp, _LOADERS)
+            queries_phase = queries_phase ^ 1
+            kv_place = number, head // self.group
+            # The warp's first load of this item; the parity of a load tells keys from values.
+            start = (self.warp - loads) & (_LOADERS - 1)
+            loads = loads + 2 * stop
+            for n in cutlass.range(start, 2 * stop, _LOADERS, unroll=1):
+                cute.arch.mbarrier_wait(self.empty + slot, phase)
+                tile, first_key = self.ring + slot * (self.columns * self.depth), n // 2 * self.columns
+                if n % 2 == 0:
+                    self.load(k, kv_place, first_key, self.columns, tile, self.columns, 0)
+                else:
+                    self.load(v, kv_place, first_key, self.columns, tile, self.columns, 0)
+                self.arrived(self.full + slot)
+                slot, phase = self.moved(slot, phase, _LOADERS)
+
+    @cute.jit
+    def load_queries(self, q, place, first, phase, start, step: int):
+        """Load every ``step``-th quarter of the warpgroups' queries, from ``start`` on."""
+        count = ROWS // _QUARTERS
+        for n in cutlass.range(start, _QUARTERS * self.parts, step, unroll=1):
+            part = n // _QUARTERS
+            cute.arch.mbarrier_wait(self.queries_empty + part, phase)
+            tile = self.tiles + part * (ROWS * self.depth)
+            self.load(q, place, first + n * count, count, tile, ROWS, n % _QUARTERS * count)
+            self.arrived(self.queries_full + part)
+
+    @cute.jit
+    def describe(self, array, number: int, address):
+        """Write a descriptor of tiles of ``array`` to an address in global memory: boxes of 64 columns of some rows."""
+        here = self.descriptors + number * DESCRIPTOR_BYTES
+        cute.make_tensor(cute.recast_ptr(here, dtype=Int32) + self.lane, cute.make_layout(1))[0] = Int32(0)
+        cute.arch.sync_warp()
+        if self.lane == 0:
+            self.fill(here.toint(), array)
+        cute.arch.sync_warp()
+        publish(address, here.toint())
+
+    def fill(self, place: Any, array: Argument) -> None:
+        """Write the fields of a descriptor: axes of columns, rows, heads and batch entries."""
+        batch, rows, heads = array.sizes[:3]
+        replace(place, "global_address", array.address.toint(), wide=True)
+        replace(place, "rank", 3)
+        for axis, (size, count) in enumerate(((self.depth, _WIDTH), (rows, self.columns), (heads, 1), (batch, 1))):
+            replace(place, "global_dim", Int32(size), axis)
+            replace(place, "box_dim", Int32(count), axis)
+            replace(place, "element_stride", Int32(1), axis)
+        for axis, step in enumerate(((0, 1, 0), (0, 0, 1), (1, 0, 0))):
+            replace(place, "global_stride", 2 * array.row(step), axis, wide=True)
+        replace(place, "elemtype", _BFLOAT16 if self.half is cutlass.BFloat16 else _FLOAT16)
+        replace(place, "interleave_layout", 0)
+        replace(place, "swizzle_mode", _SWIZZLE_128)
+        replace(place, "fill_mode", 0)
+
+    @cute.jit
+    def load(self, array, place, first, count: int, tile, rows: int, into):
+        """Start to load ``count`` rows of a head, with zeros past either end, to row ``into`` of a tile of ``rows``.
+
+        Each lane loads 16 bytes of a row; ``into`` is a multiple of 8.
+        """
+        width = self.depth // _VECTOR
+        together = WARP // width
+        at, vector = self.lane // width, self.lane % width
+        # Halves of 64 columns side by side, whose rows of 128 bytes are swizzled.
+        start = vector // 8 * (rows * _WIDTH) + (into + at) * _WIDTH + ((vector % 8) ^ at) * _VECTOR
+        target = tile.toint() + 2 * start
+        number, head = place
+        source = (array.address + array.row((number, first + at, head))).toint() + vector * ALIGNED_BYTES
+        stride = 2 * together * array.row((0, 1, 0))
+        before, behind = first + at, array.sizes[1] - first - at
+        for n in cutlass.range_constexpr(count // together):
+            is_there = (behind > together * n) & (before >= -together * n)
+            size = Int32(cutlass.select_(is_there, Int32(ALIGNED_BYTES), Int32(0)))
+            there = (target ^ (n * together % 8 * ALIGNED_BYTES)) + n * together * 2 * _WIDTH
+            copy_ahead(there, source + n * stride, size, ALIGNED_BYTES)
+
+    def arrived(self, barrier: Any) -> None:
+        """Wait for a warp's loads; then show them to the matrix units, and tell a barrier."""
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_view_async_shared()
+        self.tell(barrier)
+
+    @cute.jit
+    def tell(self, barrier):
+        """Arrive on a barrier, once for a warp."""
+        cute.arch.sync_warp()
+        if self.lane == 0:
+            cute.arch.mbarrier_arrive(barrier)
+
+    # The consumers: 64 queries each.
+
+    @cute.jit
+    def consume(self, scale, sink_logits, out, lse):
+        """Compute a warpgroup's part of all items."""
+        self.part = self.warp // 4 - 1
+        self.products()
+        self.factor = scale * Float32(LOG2_E)
+        scores = self.score.make_fragment_C(self.score.partition_shape_C((ROWS, self.columns)))
+        sums = self.value.make_fragment_C(self.value.partition_shape_C((ROWS, self.depth)))
+        # P as the left operand, whose elements are in the order of ``scores``.
+        weights = self.value.make_fragment_A(self.value.partition_shape_A((ROWS, self.columns)))
+        # For each of a thread's two rows: the running maximum, the thread's share of the denominator, and the factor
+        # by which sums of former keys shrink.
+        most, total, shrink = (cute.make_rmem_tensor((2,), Float32) for _ in range(3))
+        slot, phase, queries_phase = Int32(0), Int32(0), Int32(0)
+        if const_expr(self.takes_turns):
+            self.open_turns()
+        for turn in cutlass.range(self.rounds, unroll=1):
+            number, head, first, stop = self.item(turn)
+            first = first + self.part * ROWS
+            whole, own_stop = self.seen(first, ROWS)
+            if const_expr(self.takes_turns):
+                own_stop = stop
+            # The first of a thread's rows.
+            row = first + self.warp % 4 * 16 + self.lane // 4
+            sums.fill(0.0)
+            self.begin(most, total, sink_logits, head)
+            cute.arch.mbarrier_wait(self.queries_full + self.part, queries_phase)
+            queries_phase = queries_phase ^ 1
+            products, state, tiles = (scores, weights, sums), (most, total, shrink), (whole, own_stop)
+            if const_expr(self.ahead):
+                slot, phase = self.all_keys_ahead(products, state, tiles, row, slot, phase)
+            else:
+                slot, phase = self.all_keys(products, state, tiles, row, slot, phase)
+                self.tell(self.queries_empty + self.part)
+            for _ in cutlass.range(2 * own_stop, 2 * stop, unroll=1):
+                cute.arch.mbarrier_wait(self.full + slot, phase)
+                self.tell(self.empty + slot)
+                slot, phase = self.moved(slot, phase, 1)
+            self.finish(sums, most, total, row, number, head, out, lse)
+
+    @cute.jit
+    def all_keys(self, products, state, tiles, row, slot, phase):
+        """Add all keys that a warpgroup sees, one tile after the other; return the next slot."""
+        (scores, weights, sums), (whole, stop) = products, tiles
+        for n in cutlass.range(stop, unroll=1):
+            cute.arch.mbarrier_wait(self.full + slot, phase)
+            self.start_scores(scores, slot)
+            warpgroup.wait_group(0)
+            self.complete(scores)
+            self.tell(self.empty + slot)
+            slot, phase = self.moved(slot, phase, 1)
+            if n >= whole:
+                self.hide(scores, n, row)
+            self.weigh(scores, *state)
+            self.scale_sums(sums, state[2])
+            self.round(weights, scores)
+            cute.arch.mbarrier_wait(self.full + slot, phase)
+            self.start_values(sums, weights, slot)
+            warpgroup.wait_group(0)
+            self.complete(sums)
+            self.tell(self.empty + slot)
+            slot, phase = self.moved(slot, phase, 1)
+        return slot, phase
+
+    @cute.jit
+    def all_keys_ahead(self, products, state, tiles, row, slot, phase):
+        """Do :meth:`all_keys`, with the scores of the next keys started before the values of these."""
+        (scores, weights, sums), (whole, stop) = products, tiles
+        cute.arch.mbarrier_wait(self.full + slot, phase)
+        self.start_scores(scores, slot)
+        warpgroup.wait_group(0)
+        self.complete(scores)
+        self.tell(self.empty + slot)
+        slot, phase = self.moved(slot, phase, 1)
+        if whole <= 0:
+            self.hide(scores, Int32(0), row)
+        self.weigh(scores, *state)
+        self.round(weights, scores)
+        for n in cutlass.range(1, stop, unroll=1):
+            # ``slot`` has these keys' values.
+            next_slot, next_phase = self.moved(slot, phase, 1)
+            cute.arch.mbarrier_wait(self.full + next_slot, next_phase)
+            if const_expr(self.takes_turns):
+                cute.arch.barrier(barrier_id=1 + self.part, number_of_threads=2 * 4 * WARP)
+            self.start_scores(scores, next_slot)
+            cute.arch.mbarrier_wait(self.full + slot, phase)
+            self.start_values(sums, weights, slot)
+            if const_expr(self.takes_turns):
+                self.pass_turn()
+            warpgroup.wait_group(1)
+            self.complete(scores)
+            self.tell(self.empty + next_slot)
+            if n >= whole:
+                self.hide(scores, n, row)
+            self.weigh(scores, *state)
+            self.complete(scores)
+            # This barrier has been passed; without a branch here the assembler waits before the exponentials.
+            cute.arch.mbarrier_wait(self.full + slot, phase)
+            warpgroup.wait_group(0)
+            self.complete(sums)
+            self.tell(self.empty + slot)
+            self.scale_sums(sums, state[2])
+            self.round(weights, scores)
+            slot, phase = self.moved(next_slot, next_phase, 1)
+        self.tell(self.queries_empty + self.part)
+        cute.arch.mbarrier_wait(self.full + slot, phase)
+        self.start_values(sums, weights, slot)
+        warpgroup.wait_group(0)
+        self.complete(sums)
+        self.tell(self.empty + slot)
+        return self.moved(slot, phase, 1)
+
+    @cute.jit
+    def open_turns(self):
+        """Let the first warpgroup begin."""
+        if self.part == 1:
+            self.pass_turn()
+
+    def pass_turn(self) -> None:
+        """Let the other warpgroup use the matrix units."""
+        cute.arch.barrier_arrive(barrier_id=2 - self.part, number_of_threads=2 * 4 * WARP)
+
+    def products(self) -> None:
+        """Make the products, with the shared memory in the form that they read."""
+        thread = self.warp % 4 * WARP + self.lane
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+
+        def product(columns: int, source: Any, major: Any) -> Any:
+            operation = warpgroup.MmaF16BF16Op(self.half, Float32, (ROWS, columns, _DEEP), source, k_major, major)
+            return cute.make_tiled_mma(cute.make_mma_atom(operation))
+
+        def tiles(start: Any, kind: Any, shape: tuple[int, int, int], order: tuple[int, int, int]) -> Any:
+            layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.half), shape, order)
+            return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.half), layout.outer)
+
+        self.first_score, self.score = (product(self.columns, warpgroup.OperandSource.SMEM, k_major) for _ in range(2))
+        self.score.set(warpgroup.Field.ACCUMULATE, True)
+        self.value = product(self.depth, warpgroup.OperandSource.RMEM, mn_major)
+        self.value.set(warpgroup.Field.ACCUMULATE, True)
+        score, value = self.score.get_slice(thread), self.value.get_slice(thread)
+        rows, columns = warpgroup.SmemLayoutAtomKind.K_SW128, warpgroup.SmemLayoutAtomKind.MN_SW128
+        k = tiles(self.ring, rows, (self.columns, self.depth, self.stages), (0, 1, 2))
+        v = tiles(self.ring, columns, (self.depth, self.columns, self.stages), (1, 0, 2))
+        q = tiles(self.tiles, rows, (ROWS, self.depth, self.parts), (0, 1, 2))
+        self.q = score.make_fragment_A(score.partition_A(q))[None, None, None, self.part]
+        self.k = score.make_fragment_B(score.partition_B(k))
+        self.v = value.make_fragment_B(value.partition_B(v))
+
+    def start_scores(self, scores: Any, slot: Any) -> None:
+        """Start the product q k^T of a slot."""
+        warpgroup.fence()
+        for i in range(self.depth // _DEEP):
+            product = self.score if i else self.first_score
+            cute.gemm(product, scores, self.q[None, None, i], self.k[None, None, i, slot], scores)
+        warpgroup.commit_group()
+
+    def start_values(self, sums: Any, weights: Any, slot: Any) -> None:
+        """Start to add the product P v of a slot."""
+        warpgroup.fence()
+        for i in range(self.columns // _DEEP):
+            cute.gemm(self.value, sums, weights[None, None, i], self.v[None, None, i, slot], sums)
+        warpgroup.commit_group()
+
+    def complete(self, values: Any) -> None:
+        """Keep reads of a product's result behind the wait for it, which the compiler does not relate to them."""
+        for i in range(cute.size(values)):
+            values[i] = after(values[i])
+
+    # Elements of a thread: two rows, 8 apart, and of each 8 columns two.
+
+    @cute.jit
+    def begin(self, most, total, sink_logits, head):
+        """Set the running maximum and denominator of a row: a sink is a key whose value is zero."""
+        most.fill(LOWEST)
+        total.fill(0.0)
+        if const_expr(self.sinks):
+            address, _, stride = sink_logits
+            logit = cute.make_tensor(address + head * Int64(stride), cute.make_layout(1))[0] * Float32(LOG2_E)
+            for r in cutlass.range_constexpr(2):
+                most[r] = cute.arch.fmax(logit, Float32(LOWEST))
+                # One thread of a row counts it.
+                is_first = self.lane % 4 == 0
+                one = cute.math.exp2(logit - most[r], fastmath=True)
+                total[r] = Float32(cutlass.select_(is_first, one, Float32(0.0)))
+
+    @cute.jit
+    def hide(self, scores, n, row):
+        """Lower the scores of keys that do not exist or that the query does not see to minus infinity."""
+        first = n * self.columns + self.lane % 4 * 2
+        for i in cutlass.range_constexpr(cute.size(scores)):
+            stop = self.keys
+            if const_expr(self.causal):
+                stop = cutlass.min(stop, row + i // 2 % 2 * 8 + self.keys - self.queries + 1)
+            is_seen = i // 4 * 8 + i % 2 < stop - first
+            scores[i] = Float32(cutlass.select_(is_seen, scores[i], Float32(-float("inf"))))
+
+    @cute.jit
+    def weigh(self, scores, most, total, shrink):
+        """Turn scores into weights; add them to the denominators."""
+        size = cute.size(scores)
+        for r in cutlass.range_constexpr(2):
+            # Chains of two columns each.
+            top = [scores[2 * r], scores[2 * r + 1]]
+            for i in cutlass.range_constexpr(4, size, 4):
+                for c in cutlass.range_constexpr(2):
+                    top[c] = cute.arch.fmax(top[c], scores[i + 2 * r + c])
+            highest = cute.arch.fmax(top[0], top[1])
+            for distance in (1, 2):
+                highest = cute.arch.fmax(highest, cute.arch.shuffle_sync_bfly(highest, offset=distance))
+            highest = highest * self.factor
+            raised = Float32(cutlass.select_(highest > most[r] + Float32(_SLACK), highest, most[r]))
+            shrink[r] = cute.math.exp2(most[r] - raised, fastmath=True)
+            most[r] = raised
+        for i in cutlass.range_constexpr(size):
+            scores[i] = cute.math.exp2(cute.math.fma(scores[i], self.factor, -most[i // 2 % 2]), fastmath=True)
+        for r in cutlass.range_constexpr(2):
+            parts = [scores[2 * r], scores[2 * r + 1]]
+            for i in cutlass.range_constexpr(4, size, 4):
+                for c in cutlass.range_constexpr(2):
+                    parts[c] = parts[c] + scores[i + 2 * r + c]
+            total[r] = total[r] * shrink[r] + (parts[0] + parts[1])
+
+    def round(self, weights: Any, scores: Any) -> None:
+        """Round weights for their product, in pairs: single half numbers would take a register each."""
+        words = cute.recast_tensor(weights, Int32)
+        for i in range(cute.size(words)):
+            words[i] = packed(scores[2 * i], scores[2 * i + 1], self.half)
+
+    @cute.jit
+    def scale_sums(self, sums, shrink):
+        """Scale the sums of former keys, if a row of the warp has a new maximum."""
+        if cute.arch.vote_any_sync((shrink[0] != Float32(1.0)) | (shrink[1] != Float32(1.0))):
+            for i in cutlass.range_constexpr(cute.size(sums)):
+                sums[i] = sums[i] * shrink[i // 2 % 2]
+
+    @cute.jit
+    def finish(self, sums, most, total, row, number, head, out, lse):
+        """Divide by the denominators; store out and lse."""
+        address, _, _, _, by_batch, by_head, _ = lse
+        logs = address + (number * Int64(by_batch) + head * Int64(by_head))
+        for r in cutlass.range_constexpr(2):
+            for distance in cutlass.range_constexpr(1, 3):
+                total[r] = total[r] + cute.arch.shuffle_sync_bfly(total[r], offset=distance)
+            is_blind = total[r] == Float32(0.0)
+            factor = Float32(1.0) / Float32(cutlass.select_(is_blind, Float32(1.0), total[r]))
+            for i in cutlass.range_constexpr(2 * r, cute.size(sums), 4):
+                for c in cutlass.range_constexpr(2):
+                    sums[i + c] = sums[i + c] * factor
+            if (self.lane % 4 == 0) & (row + 8 * r >= 0):
+                value = (most[r] + cute.math.log2(total[r], fastmath=True)) * Float32(LN_2)
+                cute.make_tensor(logs + (row + 8 * r), cute.make_layout(1))[0] = value
+        halves = cute.make_rmem_tensor((cute.size(sums),), self.half)
+        halves.store(cute.make_tensor(sums.iterator, halves.layout).load().to(self.half))
+        words = cute.recast_tensor(halves, Int32)
+        for r in cutlass.range_constexpr(2):
+            start = (out.address + out.row((number, row + 8 * r, head))).toint() + self.lane % 4 * ALIGNED_BYTES
+            for n in cutlass.range_constexpr(self.depth // 32):
+                # Of 32 columns, each of four lanes has two of each 8; then it has 8.
+                vector = self.transposed([words[2 * (4 * n + i) + r] for i in range(4)])
+                if row + 8 * r >= 0:
+                    store_vector(start + n * 4 * ALIGNED_BYTES, vector)
+
+    def transposed(self, words: list[Any]) -> list[Any]:
+        """Exchange words in each four lanes: lane i gets word i of each lane."""
+        for distance in (1, 2):
+            is_upper = self.lane // distance % 2 == 1
+            for i in (0, 3 - distance):
+                j = i + distance
+                sent = Int32(cutlass.select_(is_upper, words[i], words[j]))
+                got = cute.arch.shuffle_sync_bfly(sent, offset=distance)
+                words[i] = Int32(cutlass.select_(is_upper, got, words[i]))
+                words[j] = Int32(cutlass.select_(is_upper, words[j], got))
+        return words
+
+
+@dsl_user_op
+def replace(
+    place: Any, field: str, value: Any, axis: int | None = None, *, wide: bool = False, loc: Any = None, ip: Any = None
+) -> None:
+    """Write a field of a descriptor in shared memory; codes are Python's numbers."""
+    name = f"tensormap.replace.tile.{field}.shared::cta.b1024.b{64 if wide else 32} [$0]"
+    name += "" if axis is None else f", {axis}"
+    operands, values = "r", [Int32(place).ir_value(loc=loc, ip=ip)]
+    if isinstance(value, int):
+        name += f", {value}"
+    else:
+        name, operands = name + ", $1", "r,l" if wide else "r,r"
+        values.append((Int64 if wide else Int32)(value).ir_value(loc=loc, ip=ip))
+    llvm.inline_asm(None, values, f"{name};", operands, has_side_effects=True, is_align_stack=False)
+
+
+@dsl_user_op
+def publish(target: Any, source: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Copy a warp's descriptor from shared to global memory, and show it to the tensor memory accelerator."""
+    values = [Int64(target).ir_value(loc=loc, ip=ip), Int32(source).ir_value(loc=loc, ip=ip)]
+    llvm.inline_asm(
+        None, values,
+        "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [$0], [$1], 128;\n"
+        "fence.proxy.tensormap::generic.acquire.gpu [$0], 128;", "l,r", has_side_effects=True, is_align_stack=False,
+    )  # fmt: skip
+
+
+@dsl_user_op
+def load_box(
+    target: Any, descriptor: Any, place: tuple[Any, ...], barrier: Any, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Start to load a box of four axes into shared memory, and have its bytes counted by a barrier."""
+    values = [Int32(target).ir_value(loc=loc, ip=ip), Int64(descriptor).ir_value(loc=loc, ip=ip)]
+    values += [Int32(x).ir_value(loc=loc, ip=ip) for x in (*place, barrier)]
+    llvm.inline_asm(
+        None, values,
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[$0], [$1, {$2, $3, $4, $5}], [$6];", "r,l,r,r,r,r,r", has_side_effects=True, is_align_stack=False,
+    )  # fmt: skip
+
+
+@dsl_user_op
+def packed(low: Any, high: Any, numeric: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """Return two numbers rounded to half numbers, in one word."""
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
+    kind = "bf16x2" if numeric is cutlass.BFloat16 else "f16x2"
+    found = llvm.inline_asm(
+        Int32.mlir_type, values, f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f", has_side_effects=False,
+        is_align_stack=False,
+    )  # fmt: skip
+    return Int32(found)
+
+
+@dsl_user_op
+def store_vector(address: Any, words: list[Any], *, loc: Any = None, ip: Any = None) -> None:
+    """Store 16 bytes in global memory."""
+    values = [Int64(address).ir_value(loc=loc, ip=ip), *(Int32(x).ir_value(loc=loc, ip=ip) for x in words)]
+    llvm.inline_asm(
+        None, values, "st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r", has_side_effects=True,
+        is_align_stack=False,
+    )  # fmt: skip
