@@ -105,6 +105,15 @@ def compare(mesh, family, given, what, change=lambda _: None):
     assert dispatch.counters("attention_forward").launches >= before + 4, f"{what}: attention ran no kernel"
 
 
+def takes_odd_rows(mesh):
+    """Whether this torch shares rows that it cannot cut into two pieces a rank; 2.11 asserts that it can."""
+    try:
+        with context_parallel(mesh, buffers=[torch.zeros(1, 7 * COUNT)], buffer_seq_dims=[1]):
+            return True
+    except AssertionError:
+        return False
+
+
 def checkpoint(model):
     model.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -127,7 +136,8 @@ def train(mesh):
     for family in ("shared keys", "gemma2", "gpt_oss"):
         compare(mesh, family, plain, family)
     compare(mesh, "gpt_oss", packed, "packed sequences, with layers of full attention")
-    compare(mesh, "gemma2", odd, "rows in one piece")
+    if takes_odd_rows(mesh):
+        compare(mesh, "gemma2", odd, "rows in one piece")
     compare(mesh, "qwen3", batch(2, 8 * COUNT, padding=3), "padding")
     compare(mesh, "qwen3", plain, "checkpoints", checkpoint)
     compare(mesh, "qwen3", plain, "checkpoints that keep attention", keep_attention)
@@ -231,8 +241,8 @@ def main():
     if KIND == "cpu":
         compare_bits(mesh)
     train(mesh)
-    refuse(mesh)
     accelerated()
+    refuse(mesh)  # the last, since torch 2.11 does not leave a context that an error ends
     tilekern.reset()
     dist.barrier()
     dist.destroy_process_group()
