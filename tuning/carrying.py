@@ -13,7 +13,8 @@ Some of what the digest covers is not in the artifacts:
   A composite is also as good as its parts: each of them must have a record of today.
 - The number of blocks is worked out at the launch, and records do not hold it. An edit of that needs another tune.
 - Whether the space is still the one that the winner was the best of is told by its size and by the configs that the
-  record names. If either differs, the new record is not known to be the best.
+  record names. If either differs, the new record is not known to be the best. A refresh tries only some candidates, so
+  the size of a refreshed record's space must be said (``same_spaces``).
 
 A record that is carried over into another space is dated: it serves as before, and is not known to be the best.
 """
@@ -106,7 +107,7 @@ class _Plan:
 
 
 def carry_over(
-    held: Sequence[Held], toolkit_key: str, jobs: int, *, same_calls: bool = False,
+    held: Sequence[Held], toolkit_key: str, jobs: int, *, same_calls: bool = False, same_spaces: bool = False,
     progress: Callable[[int, int], None] | None = None, memo: dict[str, Answer | Lost] | None = None,
 ) -> Carried:  # fmt: skip
     """Carry over the records of a pack or a cache whose machine code is the same; write nothing.
@@ -116,6 +117,7 @@ def carry_over(
         toolkit_key: the toolkit that is installed; records of another one stay as they are.
         jobs: compile workers.
         same_calls: whether libraries are called, and composites launch their parts, as when the records were made.
+        same_spaces: whether the search spaces are those of the records' sources.
         progress: called with the number of artifacts that are lowered or compiled, and of all.
         memo: outcomes of calls before, by artifact; those of this one are added. Packs of like models share artifacts.
     """
@@ -137,7 +139,7 @@ def carry_over(
         if reason:
             found.left.append(Left(plan.record, reason))
         else:
-            found.carried.append((plan.record, _carried(plan, made)))
+            found.carried.append((plan.record, _carried(plan, made, same_spaces=same_spaces)))
     return found
 
 
@@ -300,7 +302,7 @@ def _clash(plan: _Plan, addresses: Container[Address]) -> str | None:
     return f"a record of {plan.problem.key} is there already" if is_other else None
 
 
-def _carried(plan: _Plan, made: Mapping[str, Answer | Lost]) -> Held:
+def _carried(plan: _Plan, made: Mapping[str, Answer | Lost], *, same_spaces: bool) -> Held:
     """Return a record with today's digests and artifacts, and its old figures."""
     record, blobs, artifacts = plan.record, {}, {}
     for variant, item in plan.items.items():
@@ -320,7 +322,7 @@ def _carried(plan: _Plan, made: Mapping[str, Answer | Lost]) -> Held:
             bytecode=answer.line.get("bytecode"),
         )  # fmt: skip
     today = source_digest(plan.spec.module)
-    is_same = _is_same_space(record, plan.spec, plan.problem, plan.target)
+    is_same = _is_same_space(plan, promised=same_spaces and record.space_digest == record.source_digest)
     return msgspec.structs.replace(
         record,
         schema=SCHEMA,
@@ -351,15 +353,17 @@ def _with_history(record: Record, reason: str) -> dict[str, Any]:
     return {name: {**figures, HISTORY: [*before[:1], step]}} if figures else {}
 
 
-def _is_same_space(record: Record, spec: KernelSpec, problem: Problem, target: Target) -> bool:
+def _is_same_space(plan: _Plan, *, promised: bool) -> bool:
     """Return whether today's space has the number of candidates that were tried, and all configs of the record.
 
     A tune without an optional backend tries none of its candidates, and one without bit classes none that are for them.
+    The number does not count if the space is ``promised`` to be the same.
     """
-    return any(_is_of(record, candidates(spec.name, problem, target, for_bits=for_bits)) for for_bits in (False, True))
+    spaces = (candidates(plan.spec.name, plan.problem, plan.target, for_bits=for_bits) for for_bits in (False, True))
+    return any(_is_of(plan.record, found, promised=promised) for found in spaces)
 
 
-def _is_of(record: Record, found: Sequence[Candidate]) -> bool:
+def _is_of(record: Record, found: Sequence[Candidate], *, promised: bool) -> bool:
     """Return whether these candidates, all or without optional backends, are as many as were tried."""
     known = {item.config for item in found}
     optional = Counter(item.backend.name for item in found if item.backend.is_optional)
@@ -369,7 +373,7 @@ def _is_of(record: Record, found: Sequence[Candidate]) -> bool:
         for left_out in itertools.combinations(optional.values(), count)
     }
     try:
-        return record.candidates in tried and known.issuperset(_named_configs(record))
+        return (promised or record.candidates in tried) and known.issuperset(_named_configs(record))
     except TypeError:  # values that no config can have
         return False
 

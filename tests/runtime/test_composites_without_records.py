@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tilekern import cache
 from tilekern.errors import CacheMiss, TilekernWarning
 from tilekern.kernels import spec_named
+from tilekern.kernels.skinny.linear import sizes
 from tilekern.patch.report import report
 from tilekern.runtime import dispatch
 from tilekern.runtime.plans import LibraryPlan
@@ -23,7 +24,9 @@ from tilekern.runtime.ranks.snapshot import Snapshot
 from tilekern.spec import Config
 
 pytestmark = pytest.mark.usefixtures("root", "no_compiler")
-ATTENTION, CROSS_ENTROPY = (import_module(f"tilekern.ops.{n}") for n in ("attention", "fused_linear_cross_entropy"))
+ATTENTION, CROSS_ENTROPY, FEW_ROWS = (
+    import_module(f"tilekern.ops.{name}") for name in ("attention", "fused_linear_cross_entropy", "few_rows")
+)
 BACKWARD = spec_named("attention_backward")
 PIECES = ("attention_dkdv_kept", "attention_dq_kept", "attention_sums")
 # Qwen3-8B's heads.
@@ -221,3 +224,24 @@ def test_the_own_op_is_said_where_it_runs(hide, names):
     assert len(warned) == 3
     assert all("; the model's own op runs; tune it with: " in text for text in warned)
     assert not dispatch.substitutes()
+
+
+def test_sums_in_parts_whose_kernels_have_no_plan_run_by_cublas_which_is_said_once(hide):
+    hide("skinny_parts", "skinny_join")
+    spec, config = spec_named("skinny_linear"), Config(implementation="split", splits=4)
+    given = sizes(8, 4096, 1024, torch.bfloat16, {"biased"})
+    call = spec.implement(spec.problem(**given | {"dtype": "bfloat16"}), config)
+    plan = LibraryPlan(call.bound(dispatch.plan_for), config)
+    served, (warned,) = said(lambda: FEW_ROWS.planned(lambda *_: plan, GPU, tuple(given.values())))
+    assert served is plan
+    instead = f"implementation=cublas in place of {config.key}, since skinny_parts, skinny_join have no plan"
+    assert f"{spec.name} runs {instead}: no cache holds skinny_parts " in warned
+    assert "own op" not in warned
+    assert dispatch.substitutes() == {spec.name: instead}
+    assert dispatch.stats()[spec.name] == numbers(substitutes=1)
+    with FakeTensorMode():
+        x, weight, bias = (
+            torch.empty(*n, dtype=torch.bfloat16, device=GPU) for n in ((8, 4096), (1024, 4096), (1024,))
+        )
+        (y,), warned = said(lambda: plan.run(0, (x, weight, weight, bias, bias), tuple))
+    assert (y.shape, warned) == ((8, 1024), [])

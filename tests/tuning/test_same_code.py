@@ -187,6 +187,19 @@ def test_a_winner_of_another_space_is_not_known_to_be_the_best(scale):
         assert worth(newest) == "dated"
 
 
+def test_a_refreshed_record_stays_the_best_where_its_space_is_said_to_be_the_same(scale):
+    """A refresh tries the winner, some runners-up and the default."""
+    record, blobs = scale
+    refreshed = msgspec.structs.replace(record, candidates=3)
+    [(_, (new, _))] = carried((refreshed, blobs)).carried
+    assert worth(new) == "dated"
+    elsewhere = msgspec.structs.replace(refreshed, runners_up=[{"config": {**record.config, "tile_n": 64}}])
+    dated = msgspec.structs.replace(refreshed, space_digest="1" * 64)
+    for one, expected in ((refreshed, "fresh"), (elsewhere, "dated"), (dated, "dated")):
+        [(_, (new, _))] = carried((one, blobs), same_spaces=True).carried
+        assert worth(new) == expected
+
+
 def test_packs_share_what_was_made(scale, monkeypatch):
     memo = {}
     carried(scale, memo=memo)
@@ -272,7 +285,7 @@ def test_a_pack_and_a_cache_are_written_anew(scale, predicted, tmp_path, capsys)
 
 
 def test_options_that_say_nothing_together_are_refused(tmp_path, capsys):
-    for options in (["--same-code", "--all"], ["--same-code", "--gpu", "H200"], ["--same-calls"]):
+    for options in (["--same-code", "--all"], ["--same-code", "--gpu", "H200"], ["--same-calls"], ["--same-spaces"]):
         assert cli.main(["refresh", *options, "--cache-dir", str(tmp_path)]) == 2
         assert "--same-code" in capsys.readouterr().err
 

@@ -12,11 +12,13 @@ from tilekern.errors import NoVariant
 from tilekern.kernels.families.placeholders import placeholder
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
 from tilekern.kernels.matmul.space import is_tile
+from tilekern.kernels.skinny import split
 from tilekern.kernels.skinny.linear import SPEC, sizes
 from tilekern.kernels.skinny.projections import SPEC as PROJECTIONS
 from tilekern.kernels.skinny.tiles import MOST_ROWS, USUAL
 from tilekern.ops.registration import PLAIN, as_rows, is_eager, needs_gradient, run_product, shaped
-from tilekern.runtime.dispatch import MOST_PLANS, Plan, is_invariant, memo, refused, tuned_plan_for
+from tilekern.runtime.dispatch import MOST_PLANS, Plan, by_parts, is_invariant, memo, plan_for, refused, tuned_plan_for
+from tilekern.spec import Config
 
 # The plans of kinds of calls; None for torch's product.
 _known: dict[tuple[Any, ...], Plan | None] = memo()
@@ -63,7 +65,26 @@ def is_tuned(x: Tensor, weight: Tensor, *on: str | None) -> bool:
 def tuned(x: Tensor, weight: Tensor, *on: str | None) -> Plan | None:
     """Return the kernel's plan for a call, with the flags ``on``, if a record says that it is the fastest."""
     found = sizes_of(x, weight, *on)
-    return None if found is None else tuned_plan_for(SPEC, x.device, *found)
+    return None if found is None else planned(tuned_plan_for, x.device, found)
+
+
+def planned(find: Callable[..., Plan | None], device: torch.device, found: tuple[Any, ...]) -> Plan | None:
+    """Return the kernel's plan for sizes of :func:`sizes_of`, by ``plan_for`` or ``tuned_plan_for``.
+
+    Sums in parts are two kernels more. If one has no plan, it is noted and said that cuBLAS runs.
+    """
+    plan = find(SPEC, device, *found)
+    if plan is not None and "splits" in (config := plan.config):
+        given = dict(zip((d.name for d in SPEC.dimensions), found, strict=True))
+        by_parts(SPEC, device, given, config, lambda: _run_in_place_of(config, device, given))
+    return plan
+
+
+def _run_in_place_of(config: Config, device: torch.device, sizes: dict[str, Any]) -> tuple[Config]:
+    """Return the config that runs in place of one of sums in parts: cuBLAS if one of its two kernels has no plan."""
+    sizes = {**sizes, "splits": config["splits"]}
+    plans = [plan_for(kernel, device, *(sizes[d.name] for d in kernel.dimensions)) for kernel in split.SPECS]
+    return (Config(implementation="cublas") if None in plans else config,)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:

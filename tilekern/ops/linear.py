@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tilekern.kernels.matmul.product import MOST_ELEMENTS, SPEC, sizes
-from tilekern.kernels.skinny import linear as skinny
 from tilekern.ops import few_rows
 from tilekern.ops.operation import operation
 from tilekern.ops.registration import as_rows, is_autocast, needs_gradient, run_product, shaped
@@ -88,7 +87,7 @@ def _find(
     few = None if graded else few_rows.sizes_of(x, weight, biased, activation)
     # In the invariant mode only a measurement says that the kernel for few rows has the bits of the other.
     find = tuned_plan_for if is_invariant() else plan_for
-    if few is not None and (serving := find(skinny.SPEC, x.device, *few)) is not None:
+    if few is not None and (serving := few_rows.planned(find, x.device, few)) is not None:
         return (serving,)
     if max(x.numel(), weight.numel(), rows * out) > MOST_ELEMENTS:
         return None

@@ -77,10 +77,14 @@ class Outcome:
     "--same-calls", is_flag=True,
     help="With --same-code: promise that calls of libraries and composites are unchanged.",
 )  # fmt: skip
+@click.option(
+    "--same-spaces", is_flag=True,
+    help="With --same-code: promise that search spaces are unchanged, of which a refresh tried only a part.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of tables.")
 def command(
     *, gpu: str, cache_dir: Path | None, packs: Sequence[Path], top: int, sweep: Path | None, jobs: int | None,
-    everything: bool, same_code: bool, same_calls: bool, as_json: bool,
+    everything: bool, same_code: bool, same_calls: bool, same_spaces: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Time the measured records of another toolkit or driver again: the old winner, its runners-up, the default.
 
@@ -90,16 +94,18 @@ def command(
 
     --same-code works on these, with or without a GPU. It compiles their artifacts anew, and writes each record whose
     machine code is the same as a record of today's source, with its figures. If only the search space changed, the
-    record stays the best if the space has the same candidates. The named packs are written anew, and the cache if one
-    is named or no pack is. No artifact holds a launch's number of blocks: after an edit of that, tune again.
+    record stays the best if the space has as many candidates as were tried. The named packs are written anew, and the
+    cache if one is named or no pack is. No artifact holds a launch's number of blocks: after an edit of that, tune
+    again.
     """
     if same_code:
         if gpu != "auto" or sweep or everything:
             raise InputError("--same-code takes all records; leave out --gpu, --sweep and --all")
-        _same_code(cache_dir, packs, jobs, same_calls=same_calls, as_json=as_json)
+        promises = {"same_calls": same_calls, "same_spaces": same_spaces}
+        _same_code(cache_dir, packs, jobs, promises, as_json=as_json)
         return
-    if same_calls:
-        raise InputError("--same-calls only works with --same-code; pass both")
+    if same_calls or same_spaces:
+        raise InputError("--same-calls and --same-spaces only work with --same-code; pass it too")
     store = Store(cache_dir or user_root())
     refresh, outcome = _planned(gpu, store, packs, top, sweep, everything=everything)
     if refresh is not None:
@@ -239,7 +245,7 @@ def _short(config: dict[str, Any]) -> str:
 
 
 def _same_code(
-    cache_dir: Path | None, packs: Sequence[Path], jobs: int | None, *, same_calls: bool, as_json: bool
+    cache_dir: Path | None, packs: Sequence[Path], jobs: int | None, promises: dict[str, bool], *, as_json: bool
 ) -> None:  # fmt: skip
     """Carry over the records of packs, and of a cache if one is named or no pack is, and print the outcome."""
     tools = require_toolkit()
@@ -250,7 +256,7 @@ def _same_code(
         held = held_in_pack(path) if path in packs else held_in_cache(path)
         with progress_bars(quiet=as_json) as tell_stage:
             progress = functools.partial(tell_stage, "compile")
-            done = carry_over(held, tools.key, jobs_of(jobs), same_calls=same_calls, progress=progress, memo=memo)
+            done = carry_over(held, tools.key, jobs_of(jobs), **promises, progress=progress, memo=memo)
         unsigned = 0  # records that were signed before
         if done.carried and path in packs:
             unsigned = write_to_pack(path, held, done)
@@ -282,6 +288,9 @@ def _print_carried(path: Path, done: Carried, unsigned: int) -> None:
         f"{done.compiled} artifacts compiled"
     )
     if dated := sum(not done.fresh(new) for _, (new, _) in done.carried):
-        tell(f"{dated} of them are not known to be the best: their space is another one")
+        tell(
+            f"{dated} of them are not known to be the best: their space is another one, or a refresh tried a part of "
+            "it; see --same-spaces"
+        )
     if unsigned:
         tell(f"{unsigned} of them were signed; sign them again: python -m tilekern.cache_tools sign")

@@ -163,42 +163,47 @@ def _config(problem: Problem, elements: int, schedule: str, occupancy: int) -> C
     return Config(schedule=schedule, tile_m=tile_m, tile_n=tile_n, occupancy=occupancy, num_worker_warps=0)
 
 
-_DIMENSIONS = (*MATRIX, *(Dimension(name, "flag") for name in ("tanh", "interleaved", "biased")))
+DIMENSIONS = (*MATRIX, *(Dimension(name, "flag") for name in ("tanh", "interleaved", "biased")))
 _SCALARS = (
     ScalarParameter("total", "int32", EXPERTS),
     ScalarParameter("alpha", "float32", 1.702),
     ScalarParameter("limit", "float32", 1.5),
     ScalarParameter("shift", "float32", 1.0),
 )
-_WIDE = ("rows", "2*columns")
-_READ_BY_BOTH = (Array("pre", "dtype", _WIDE), bias_of("2*columns"), Array("experts", "int32", ("rows",)))
-_ARRAYS = (*_READ_BY_BOTH, *_SCALARS, Array("y", "dtype", ROWS, "output"))
+WIDE = ("rows", "2*columns")
+_READ_BY_BOTH = (Array("pre", "dtype", WIDE), bias_of("2*columns"), Array("experts", "int32", ("rows",)))
+READ: Arrays = (*_READ_BY_BOTH, *_SCALARS)
+BACKWARD_READ: Arrays = (
+    Array("dy", "dtype", ROWS),
+    *_READ_BY_BOTH,
+    Array("order", "int32", ("rows",)),
+    Array("weights", "weight_dtype", ("rows",)),
+    Array("shares", "float32", ("rows",)),
+    *_SCALARS,
+)
 
 
 def _backward_arrays(problem: Problem) -> Arrays:
     return (
-        Array("dy", "dtype", ROWS),
-        *_READ_BY_BOTH,
-        Array("order", "int32", ("rows",)),
-        Array("weights", "weight_dtype", ("rows",)),
-        Array("shares", "float32", ("rows",)),
-        *_SCALARS,
-        Array("dpre", "dtype", _WIDE, "output"),
+        *BACKWARD_READ,
+        Array("dpre", "dtype", WIDE, "output"),
         # Not written unless ``remade``.
         Array("y", "dtype", ROWS, "output" if problem["remade"] else "input", flag="remade"),
         Array("dweights", "float32", ("rows",), "output"),
     )
 
 
-def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+def given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """Draw the experts of rows."""
     return {"experts": routing(problem["rows"], generator, device)["experts"]}
 
 
-def _backward_given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+def backward_given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    """Draw the experts of rows, and their order."""
     import torch
 
     order = torch.randperm(problem["rows"], generator=generator, device=device).to(torch.int32)
-    return _given(problem, generator, device) | {"order": order}
+    return given(problem, generator, device) | {"order": order}
 
 
 def value_of(
@@ -246,8 +251,8 @@ def backward_reference(
 
 
 def _spec(
-    name: str, summary: str, dimensions: tuple[Dimension, ...], arrays: Table, of: Callable[..., dict[str, Any]],
-    most: int, **more: Any,
+    name: str, summary: str, dimensions: tuple[Dimension, ...], arrays: Arrays | Table,
+    of: Callable[..., dict[str, Any]], most: int, **more: Any,
 ) -> KernelSpec:  # fmt: skip
     """Return the spec of the gate or its gradient, with tiles of at most ``most`` elements."""
     return spec(
@@ -266,27 +271,27 @@ def _spec(
 FORWARD = _spec(
     "experts_gate",
     "the gate between the products of experts, with the bias of each row's expert",
-    _DIMENSIONS,
-    lambda problem: _ARRAYS,
+    DIMENSIONS,
+    (*READ, Array("y", "dtype", ROWS, "output")),
     reference,
     4096,
     function=lambda problem, config: experts_gate,
     grid=lambda sizes, config, sm_count: grid_of(
         cdiv(sizes["rows"], config["tile_m"]) * cdiv(sizes["columns"], config["tile_n"]), config, sm_count
     ),
-    given=_given,
+    given=given,
     flops=lambda problem: 10 * problem["rows"] * problem["columns"],
 )
 BACKWARD = _spec(
     "experts_gate_backward",
     "gradients of the gate between the products of experts and of the routing weights",
-    (*_DIMENSIONS, Dimension("weight_dtype", "dtype"), Dimension("remade", "flag")),
+    (*DIMENSIONS, Dimension("weight_dtype", "dtype"), Dimension("remade", "flag")),
     _backward_arrays,
     backward_reference,
     2048,
     function=lambda problem, config: experts_gate_backward,
     grid=lambda sizes, config, sm_count: grid_of(cdiv(sizes["rows"], config["tile_m"]), config, sm_count),
-    given=_backward_given,
+    given=backward_given,
     flops=lambda problem: 24 * problem["rows"] * problem["columns"],
 )
 

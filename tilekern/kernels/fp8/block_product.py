@@ -25,22 +25,28 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import Arrays
-from tilekern.kernels.families.tables import names_of, spec
 from tilekern.kernels.fp8.block_scales import SIDE, UNIT, block_rows, block_squares, wide_rows, wide_squares
-from tilekern.kernels.fp8.product import DIMENSIONS
-from tilekern.kernels.fp8.scales import E4M3
-from tilekern.kernels.fp8.space import HAS_FP8, check_target, sizes_of, tiles
+from tilekern.kernels.fp8.product import arrays_of, multiplied, operands, product_spec, whole_rows
+from tilekern.kernels.fp8.space import (
+    HAS_FP8,
+    HOLDS_STEPS,
+    STEP_TILES,
+    check_target,
+    holds_steps,
+    sizes_of,
+    sums,
+    threads,
+    tiles,
+)
 from tilekern.kernels.matmul.product import place_and_column
 from tilekern.kernels.matmul.space import is_tile, of_tiles, one_for_library, sides, unit_of
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load
-from tilekern.spec import ITEM_BYTES, Array, Config, Constraint, LibraryCall, Problem, Space, Value, cdiv
+from tilekern.spec import ITEM_BYTES, Array, Config, Constraint, Problem, Space, Value, cdiv
 from tilekern.spec.targets import Target
 
 # Of the compiler's latencies, 1 to 10. By its own estimate it adds a step's sums some steps later, and spills those
 # between; by 8 and 10 it adds them at once, and loads five or six steps ahead in place of two.
 _LATENCY = 10
-# The most sums that a thread holds, beside as many of a step.
-_MOST_SUMS = 64
 
 
 def _tile(a, b, a_scale, b_scale, bias, addend, c, item, tile_m, tile_n, group_m, squares, whole_rows):
@@ -134,46 +140,30 @@ def _sizes(problem: Problem) -> dict[str, int]:
 
 
 def _arrays(problem: Problem) -> Arrays:
-    m, k = ("inner", "rows") if problem["over_rows"] else ("rows", "inner")
-    return (
-        Array("a", E4M3, (m, k)),
-        Array("b", E4M3, ("columns", k)),
-        Array("a_scale", "float32", ("steps", m)),
-        Array("b_scale", "float32", ("steps", "columns"))
-        if problem["over_rows"]
-        else Array("b_scale", "float32", ("squares_across", "steps"), aligned=False),
-        *([Array("bias", "dtype", ("columns",))] if problem["biased"] else []),
-        *([Array("addend", "dtype", (m, "columns"))] if problem["accumulated"] else []),
-        Array("c", "dtype", (m, "columns"), "output"),
-    )
+    m, b_scale = "rows", Array("b_scale", "float32", ("squares_across", "steps"), aligned=False)
+    if problem["over_rows"]:
+        m, b_scale = "inner", Array("b_scale", "float32", ("steps", "columns"))
+    return arrays_of(problem, Array("a_scale", "float32", ("steps", m)), b_scale)
 
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
-
-    m, n, k = sizes_of(problem)
-
-    def normal(rows: int) -> Any:
-        return torch.randn((rows, k), generator=generator, device=device, dtype=getattr(torch, problem["dtype"]))
-
-    (a, a_scale), right = block_rows(normal(m)), normal(n) * k**-0.5
+    left, right = operands(problem, generator, device)
+    a, a_scale = block_rows(left)
     b, b_scale = block_rows(right) if problem["over_rows"] else block_squares(right)
     return {
-        "a": a, "b": b, "a_scale": a_scale[:, :m], "b_scale": b_scale[:, :n] if problem["over_rows"] else b_scale,
+        "a": a, "b": b, "a_scale": a_scale[:, : len(a)],
+        "b_scale": b_scale[:, : len(b)] if problem["over_rows"] else b_scale,
     }  # fmt: skip
 
 
 def _reference(
-    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any = None, addend: Any = None, *, over_rows: bool, biased: bool,
-    accumulated: bool,
-) -> dict[str, Any]:  # fmt: skip
+    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any = None, addend: Any = None, *, over_rows: bool
+) -> dict[str, Any]:
     """Compute the formula in float64."""
     import torch
 
     wide = wide_rows if over_rows else wide_squares
-    c = wide_rows(a, a_scale, torch.float64) @ wide(b, b_scale, torch.float64).t()
-    c = c if bias is None else c + bias.double()
-    return {"c": c if addend is None else c + addend.double()}
+    return {"c": multiplied(wide_rows(a, a_scale, torch.float64), wide(b, b_scale, torch.float64), bias, addend)}
 
 
 def block_product(a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, dtype: Any, *, over_rows: bool) -> Any:
@@ -191,8 +181,7 @@ def block_product(a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, dtype: 
     import torch
 
     wide = wide_rows if over_rows else wide_squares
-    c = wide_rows(a, a_scale, torch.float32) @ wide(b, b_scale, torch.float32).t()
-    return (c if bias is None else c + bias.float()).to(dtype)
+    return multiplied(wide_rows(a, a_scale, torch.float32), wide(b, b_scale, torch.float32), bias).to(dtype)
 
 
 def _fits_library(m: int, n: int, k: int, over_rows: bool) -> bool:
@@ -200,22 +189,15 @@ def _fits_library(m: int, n: int, k: int, over_rows: bool) -> bool:
     return k % SIDE == 0 and n % UNIT == 0 and m % 4 == 0 and (over_rows or k // SIDE % 4 == 0)
 
 
-def _library(problem: Problem) -> LibraryCall:
+def _by_torch(problem: Problem, a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, dtype: Any) -> Any:
     import torch
 
-    dtype, over_rows = getattr(torch, problem["dtype"]), problem["over_rows"]
-
-    def call(a: Any, b: Any, a_scale: Any, b_scale: Any, *more: Any) -> tuple[Any]:
-        bias = more[0] if problem["biased"] else None
-        if a.is_cuda and _fits_library(len(a), b.shape[0], b.shape[1], over_rows):
-            # Scales must follow each other without gaps.
-            across = b_scale.contiguous() if over_rows else b_scale.t()
-            c = torch._scaled_mm(a, b.t(), scale_a=a_scale.contiguous().t(), scale_b=across, bias=bias, out_dtype=dtype)
-        else:
-            c = block_product(a, b, a_scale, b_scale, bias, dtype, over_rows=over_rows)
-        return (more[-1].add_(c) if problem["accumulated"] else c,)
-
-    return LibraryCall(call, names_of(_arrays(problem)), updates="addend" if problem["accumulated"] else None)
+    (n, k), over_rows = b.shape, problem["over_rows"]
+    if not a.is_cuda or not _fits_library(len(a), n, k, over_rows):
+        return block_product(a, b, a_scale, b_scale, bias, dtype, over_rows=over_rows)
+    # Scales must follow each other without gaps.
+    across = b_scale.contiguous() if over_rows else b_scale.t()
+    return torch._scaled_mm(a, b.t(), scale_a=a_scale.contiguous().t(), scale_b=across, bias=bias, out_dtype=dtype)
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
@@ -236,16 +218,6 @@ def _library_takes(problem: Problem, config: Config, target: Target) -> bool:
     return is_tile(config) or (fits and unit_of(target) == "wgmma")
 
 
-def _sums(config: Config) -> int:
-    return int(config["tile_m"] * config["tile_n"])
-
-
-def _holds_sums(problem: Problem, config: Config, target: Target) -> bool:
-    """Return whether registers hold the sums; where operands go through them too, half a tile's at most."""
-    sums, threads = _sums(config) * config["occupancy"], 32 * (config["num_worker_warps"] or 4)
-    return bool(sums <= _MOST_SUMS * threads and (unit_of(target) != "mma" or sums <= SIDE * 64))
-
-
 def _fits_shared(problem: Problem, config: Config, target: Target) -> bool:
     stage = (config["tile_m"] + config["tile_n"]) * (SIDE + ITEM_BYTES["float32"])
     return bool(2 * stage * config["occupancy"] <= target.shared_bytes)
@@ -259,12 +231,12 @@ def _suits_size(problem: Problem, config: Config, target: Target) -> bool:
     m, n, _ = sizes_of(problem)
     waves = 0.0 if min(m, n) < SIDE else cdiv(m, SIDE) * cdiv(n, SIDE) / target.sm_count
     if waves >= 2:
-        return config["occupancy"] == 1 and _sums(config) >= SIDE * (64 if unit_of(target) == "mma" else SIDE)
-    return waves < 1 or _sums(config) >= SIDE * 64
+        return config["occupancy"] == 1 and sums(config) >= SIDE * (64 if unit_of(target) == "mma" else SIDE)
+    return waves < 1 or sums(config) >= SIDE * 64
 
 
 def _feeds_warps(problem: Problem, config: Config, target: Target) -> bool:
-    return _sums(config) >= 32 * 32 * (config["num_worker_warps"] or 4)
+    return sums(config) >= 32 * threads(config)
 
 
 def _bands(problem: Problem, config: Config, target: Target) -> bool:
@@ -277,14 +249,13 @@ SPACE = Space(
         HAS_FP8,
         one_for_library(_axes),
         Constraint("torch's product is Hopper's, of whole blocks along the sums, and makes bfloat16", _library_takes),
-        of_tiles(f"a thread holds {_MOST_SUMS} sums and as many of a step", _holds_sums),
+        HOLDS_STEPS,
         of_tiles("two stages of operands and scales exceed shared memory", _fits_shared),
         of_tiles("a small tile, or a second block on an SM, is for small problems", _suits_size),
         of_tiles("a thread of eight warps has 32 sums or more", _feeds_warps),
         of_tiles("bands of 16 rows of tiles are for more than 32 of them", _bands),
     ),
 )
-_TILES = ((128, 128, 8), (128, 64, 8), (64, 64, 0))
 
 
 def _config(tile_m: int, tile_n: int, warps: int) -> Config:
@@ -298,29 +269,23 @@ def _default(problem: Problem, target: Target) -> Config:
     """Return the first tile that gives each SM one, or the smallest."""
     check_target(target)
     m, n, _ = sizes_of(problem)
-    fitting = [_config(*tile) for tile in _TILES if tile[0] in sides(m) and tile[1] in sides(n)]
-    fitting = [config for config in fitting if _holds_sums(problem, config, target)]
+    fitting = [_config(*tile) for tile in STEP_TILES if tile[0] in sides(m) and tile[1] in sides(n)]
+    fitting = [config for config in fitting if holds_steps(problem, config, target)]
     return next((config for config in fitting if tiles(problem, config) >= target.sm_count), fitting[-1])
 
 
-SPEC = spec(
+SPEC = product_spec(
     "fp8_block_matmul",
     "c = a @ b^T of e4m3 numbers, scaled by blocks of 1 x 128 and 128 x 128",
-    DIMENSIONS,
     _arrays,
     _reference,
+    _by_torch,
     function=lambda problem, config: _FUNCTIONS[problem["biased"], problem["accumulated"]],
-    library=lambda problem, config: None if is_tile(config) else _library(problem),
     sizes=_sizes,
-    constants=lambda problem, config: {
-        "squares": not problem["over_rows"],
-        "whole_rows": problem["columns"] * ITEM_BYTES[problem["dtype"]] % UNIT == 0,
-    },
+    constants=lambda problem, config: {"squares": not problem["over_rows"], **whole_rows(problem, config)},
     grid=lambda sizes, config, sm_count: grid_of(tiles(sizes, config), config, sm_count),
     space=SPACE,
     default=_default,
     generic=lambda problem: _config(32, 32, 8),
     given=_inputs,
-    result_dtype=lambda problem: problem["dtype"],
-    flops=lambda problem: 2 * problem["rows"] * problem["inner"] * problem["columns"],
 )

@@ -8,17 +8,18 @@ numbers in a launch of its own would round twice where scales differ, and move 5
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import ROWS, Arrays
-from tilekern.kernels.families.tables import spec
+from tilekern.kernels.families.tables import MATRIX, Table, flags_of, spec
 from tilekern.kernels.fp8.block_scales import SIDE, UNIT, block_rows, block_sizes, padded, whole
 from tilekern.kernels.fp8.scales import E4M3, bits_of, scale_of
-from tilekern.kernels.fp8.space import HAS_FP8, check_target
+from tilekern.kernels.fp8.space import HAS_FP8, check_target, threads
 from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, grid_of, load
-from tilekern.spec import Array, Config, Constraint, Dimension, Problem, Space, Value, cdiv
+from tilekern.spec import Array, Config, Constraint, KernelSpec, Problem, Space, Value, cdiv
 from tilekern.spec.targets import Target
 
 # The most numbers that a thread holds of a tile.
@@ -93,6 +94,13 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
     }
 
 
+def axes_of_squares(problem: Problem) -> dict[str, list[Value]]:
+    """Return the axes of kernels whose tiles are all 128 x 128."""
+    return {
+        "schedule": ["persistent", "block"], "occupancy": [1, 2], "num_worker_warps": [0, 8], "tma": [True, False],
+    }  # fmt: skip
+
+
 def grid_of_blocks(sizes: Problem, config: Config, sm_count: int) -> int:
     """Return the blocks to launch when each tile [tile_m or 128, 128] of a matrix is a step."""
     steps = cdiv(sizes["rows"], int(config.get("tile_m") or SIDE)) * cdiv(sizes["columns"], SIDE)
@@ -110,31 +118,38 @@ def _fits(problem: Problem, config: Config, target: Target) -> bool:
     return bool(numbers <= _HELD * threads(config) and numbers * max(1, config["occupancy"]) <= 2 * SIDE * SIDE)
 
 
-def threads(config: Config) -> int:
-    """Return the threads that compute."""
-    return 32 * int(config["num_worker_warps"] or 4)
-
-
 def _default(problem: Problem, target: Target) -> Config:
     check_target(target)
     return Config(schedule="persistent", tile_m=SIDE, occupancy=2, num_worker_warps=8, tma=True)
 
 
-SPEC = spec(
+def blocks_spec(
+    name: str, summary: str, flags: tuple[str, ...], arrays: Table, reference: Callable[..., dict[str, Any]],
+    **more: Any,
+) -> KernelSpec:  # fmt: skip
+    """Make the spec of a kernel that rounds a matrix by blocks.
+
+    ``more`` is the rest, as in :func:`tilekern.kernels.families.tables.spec`.
+    """
+    rows, columns, dtype = MATRIX
+    return spec(
+        name, summary, (rows, columns, *flags_of(flags), dtype), arrays, reference,
+        sizes=block_sizes,
+        grid=grid_of_blocks,
+        result_dtype=lambda problem: "float32",
+        flops=lambda problem: 3 * problem["rows"] * problem["columns"],
+        **more,
+    )  # fmt: skip
+
+
+SPEC = blocks_spec(
     "fp8_blocks",
     "y = x / scale in e4m3, with a power of two as scale of each 128 numbers of a row; also turned",
-    (
-        Dimension("rows", "bucketed"),
-        Dimension("columns", "exact"),
-        Dimension("both", "flag"),
-        Dimension("dtype", "dtype"),
-    ),
+    ("both",),
     _arrays,
     _reference,
     function=lambda problem, config: fp8_blocks_both if problem["both"] else fp8_blocks_along,
-    sizes=block_sizes,
     constants=lambda problem, config: {"whole": problem["columns"] % UNIT == 0},
-    grid=grid_of_blocks,
     space=Space(
         _axes,
         (
@@ -145,6 +160,4 @@ SPEC = spec(
     ),
     default=_default,
     generic=lambda problem: Config(schedule="persistent", tile_m=SIDE, occupancy=1, num_worker_warps=8, tma=False),
-    result_dtype=lambda problem: "float32",
-    flops=lambda problem: 3 * problem["rows"] * problem["columns"],
 )

@@ -8,26 +8,30 @@ Rows without an expert get zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.experts.gate import _halves, _parts, _store_halves, backward_reference, reference
-from tilekern.kernels.experts.rows import EXPERTS, bias_of, expert_of, routing, sizes
+from tilekern.kernels.experts.gate import (
+    BACKWARD_READ,
+    DIMENSIONS,
+    READ,
+    WIDE,
+    _halves,
+    _parts,
+    _store_halves,
+    backward_given,
+    backward_reference,
+    given,
+    reference,
+)
+from tilekern.kernels.experts.rows import expert_of, sizes
 from tilekern.kernels.families.arrays import ROWS, Arrays
-from tilekern.kernels.families.tables import MATRIX, Table, flags_of, spec
-from tilekern.kernels.fp8.gated import _axes, _is_held, _threads, _whole_rows
+from tilekern.kernels.fp8.gated import READ_BYTES, VALUE_BYTES, gate_spec, nan_rows
 from tilekern.kernels.fp8.scales import E4M3, bits_of, scale_of
-from tilekern.kernels.fp8.space import HAS_FP8, check_target
-from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, grid_of, load, power_of_two
-from tilekern.spec import Array, Config, Constraint, Dimension, KernelSpec, Problem, ScalarParameter, Space, cdiv
-from tilekern.spec.targets import Target
-
-# Bytes that a thread holds for each number of a row: the value in float32, or dy, gate and up as they were read.
-_VALUE, _READ = 4, 6
-# The widest tile of a row that is read twice by default.
-_NARROW = 512
+from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, load
+from tilekern.spec import Array, Dimension, Problem
 
 
 def _gates(pre, bias, expert, tile, n, c, columns, shape, biased, interleaved):
@@ -187,31 +191,15 @@ def fp8_experts_gate_backward(
     )  # fmt: skip
 
 
-_FLAGS = flags_of(("tanh", "interleaved", "biased"))
-_SCALARS = (
-    ScalarParameter("total", "int32", EXPERTS),
-    ScalarParameter("alpha", "float32", 1.702),
-    ScalarParameter("limit", "float32", 1.5),
-    ScalarParameter("shift", "float32", 1.0),
-)
-_WIDE = ("rows", "2*columns")
-_READ_BY_BOTH = (Array("pre", "dtype", _WIDE), bias_of("2*columns"), Array("experts", "int32", ("rows",)))
-_ARRAYS = (
-    *_READ_BY_BOTH, *_SCALARS, Array("y", E4M3, ROWS, "output"), Array("scale", "float32", ("rows",), "output"),
-)  # fmt: skip
+_NUMBERS = (Array("y", E4M3, ROWS, "output"), Array("scale", "float32", ("rows",), "output"))
 
 
 def _backward_arrays(problem: Problem) -> Arrays:
     return (
-        Array("dy", "dtype", ROWS),
-        *_READ_BY_BOTH,
-        Array("order", "int32", ("rows",)),
-        Array("weights", "weight_dtype", ("rows",)),
-        Array("shares", "float32", ("rows",)),
-        *_SCALARS,
-        Array("dpre", E4M3, _WIDE, "output"),
+        *BACKWARD_READ,
+        Array("dpre", E4M3, WIDE, "output"),
         # Not written without biases.
-        Array("wide", "dtype", _WIDE, "output" if problem["biased"] else "input", flag="biased"),
+        Array("wide", "dtype", WIDE, "output" if problem["biased"] else "input", flag="biased"),
         Array("y", E4M3, ROWS, "output"),
         Array("dpre_scale", "float32", ("rows",), "output"),
         Array("y_scale", "float32", ("rows",), "output"),
@@ -219,110 +207,43 @@ def _backward_arrays(problem: Problem) -> Arrays:
     )
 
 
-def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    return {"experts": routing(problem["rows"], generator, device)["experts"]}
-
-
-def _backward_given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
-
-    order = torch.randperm(problem["rows"], generator=generator, device=device).to(torch.int32)
-    return _given(problem, generator, device) | {"order": order}
-
-
-def _forward_reference(
-    pre: Any, bias: Any, experts: Any, total: int, alpha: float, limit: float, shift: float, tanh: bool,
-    interleaved: bool, biased: bool,
-) -> dict[str, Any]:  # fmt: skip
+@functools.wraps(reference)
+def _forward_reference(**inputs: Any) -> dict[str, Any]:
     """Compute the value in float64; a row with NaN or infinity is NaN."""
-    made = reference(pre, bias, experts, total, alpha, limit, shift, tanh, interleaved, biased)
-    return {"y": _whole_rows(made["y"])}
+    return {"y": nan_rows(reference(**inputs)["y"])}
 
 
 def _backward_reference(
-    tanh: bool, interleaved: bool, biased: bool, wide: Any = None, **given: Any
+    tanh: bool, interleaved: bool, biased: bool, wide: Any = None, **inputs: Any
 ) -> dict[str, Any]:  # fmt: skip
     """Compute the gradients and the weighted value in float64; a row with NaN or infinity is NaN."""
-    made = backward_reference(**given, tanh=tanh, interleaved=interleaved, biased=biased, remade=True)
+    made = backward_reference(**inputs, tanh=tanh, interleaved=interleaved, biased=biased, remade=True)
     wide = {"wide": made["dpre"]} if biased else {}
-    return {"dpre": _whole_rows(made["dpre"]), **wide, "y": _whole_rows(made["y"]), "dweights": made["dweights"]}
+    return {"dpre": nan_rows(made["dpre"]), **wide, "y": nan_rows(made["y"]), "dweights": made["dweights"]}
 
 
-def _spec(
-    name: str, summary: str, dimensions: tuple[Dimension, ...], arrays: Table, of: Callable[..., dict[str, Any]],
-    held_bytes: int, numbers: dict[str, str], **more: Any,
-) -> KernelSpec:  # fmt: skip
-    """Return the spec of the gate or its gradient; ``numbers`` are the names of e4m3 results and their scales."""
-
-    def is_held(problem: Problem, config: Config, target: Target) -> bool:
-        return _is_held(held_bytes, problem, config, target)
-
-    def default(problem: Problem, target: Target) -> Config:
-        check_target(target)
-        columns = problem["columns"]
-        config = Config(
-            schedule="block", tile_n=min(1024, power_of_two(columns)), held=True, occupancy=2,
-            num_worker_warps=0 if columns <= 2048 else 8,
-        )  # fmt: skip
-        if is_held(problem, config, target):
-            return config
-        return config.but(held=False, tile_n=min(_NARROW, power_of_two(columns)), occupancy=4, num_worker_warps=0)
-
-    def results(made: dict[str, Any]) -> dict[str, Any]:
-        """Return the numbers at their scales, and what is none."""
-        others = {name: x for name, x in made.items() if name not in (*numbers, *numbers.values())}
-        return others | {name: made[name].double() * made[of].double()[:, None] for name, of in numbers.items()}
-
-    return spec(
-        name, summary, dimensions, arrays, of,
-        sizes=sizes,
-        constants=lambda problem, config: {"chunks": cdiv(problem["columns"], config["tile_n"])},
-        grid=lambda sizes, config, sm_count: grid_of(sizes["rows"], config, sm_count),
-        space=Space(
-            _axes,
-            (
-                HAS_FP8,
-                Constraint("the registers hold a row of each block, or it is read twice by narrow tiles", is_held),
-                Constraint(
-                    "each thread of eight warps has 4 numbers of a tile or more",
-                    lambda problem, config, target: (
-                        config["tile_n"] >= 4 * _threads(config) or config["num_worker_warps"] == 0
-                    ),
-                ),
-            ),
-        ),
-        default=default,
-        generic=lambda problem: Config(schedule="persistent", tile_n=1024, held=False, occupancy=1, num_worker_warps=8),
-        results=results,
-        result_dtype=lambda problem: "bfloat16",
-        # e4m3 has 4 significant bits where bfloat16 has 8.
-        roundings=16,
-        **more,
-    )  # fmt: skip
-
-
-FORWARD = _spec(
-    "fp8_experts_gate",
+FORWARD = gate_spec(
+    fp8_experts_gate,
     "the gate between the products of experts, in e4m3 with a scale for each row",
-    (*MATRIX, *_FLAGS),
-    lambda problem: _ARRAYS,
+    DIMENSIONS,
+    (*READ, *_NUMBERS),
     _forward_reference,
-    _VALUE,
+    VALUE_BYTES,
     {"y": "scale"},
-    function=lambda problem, config: fp8_experts_gate,
-    given=_given,
+    sizes=sizes,
+    given=given,
     flops=lambda problem: 13 * problem["rows"] * problem["columns"],
 )
-BACKWARD = _spec(
-    "fp8_experts_gate_backward",
+BACKWARD = gate_spec(
+    fp8_experts_gate_backward,
     "gradients of the gate between the products of experts, and the weighted value, in e4m3",
-    (*MATRIX, *_FLAGS, Dimension("weight_dtype", "dtype")),
+    (*DIMENSIONS, Dimension("weight_dtype", "dtype")),
     _backward_arrays,
     _backward_reference,
-    _READ,
+    READ_BYTES,
     {"dpre": "dpre_scale", "y": "y_scale"},
-    function=lambda problem, config: fp8_experts_gate_backward,
-    given=_backward_given,
+    sizes=sizes,
+    given=backward_given,
     flops=lambda problem: 33 * problem["rows"] * problem["columns"],
 )
 SPECS = (FORWARD, BACKWARD)

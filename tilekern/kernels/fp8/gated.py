@@ -12,20 +12,23 @@ formula, so it has the forward's numbers, and nobody keeps them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
 
-from tilekern.kernels.families.arrays import ROWS, gradients
-from tilekern.kernels.families.tables import MATRIX, flags_of, spec
+from tilekern.kernels.families.arrays import ROWS, Arrays, gradients
+from tilekern.kernels.families.tables import MATRIX, Table, flags_of, spec
 from tilekern.kernels.fp8.scales import E4M3, bits_of, scale_of
-from tilekern.kernels.fp8.space import HAS_FP8, check_target
+from tilekern.kernels.fp8.space import HAS_FP8, check_target, threads
 from tilekern.kernels.geglu import by_tanh, exact
 from tilekern.kernels.swiglu import sigmoid
 from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, grid_of, load, power_of_two
-from tilekern.spec import Array, Config, Constraint, KernelSpec, Problem, Space, Value, cdiv, name_of
+from tilekern.spec import Array, Config, Constraint, Dimension, KernelSpec, Problem, Space, Value, cdiv, name_of
 from tilekern.spec.targets import Target
 
+# Bytes that a thread holds for each number of a row: the value in float32, or dy, gate and up as they were read.
+VALUE_BYTES, READ_BYTES = 4, 6
 # Of a row's bytes in registers: the most that a thread holds, and the share of an SM's registers for all blocks.
 _HELD_BYTES, _SHARE = 352, 0.45
 # The widest tile of a row that is read twice: its loops are unrolled, which spilled with wider ones.
@@ -128,21 +131,6 @@ def fp8_gated_backward(
     each_step(_row, gate.shape[0], persistent, (*arrays, gelu, tanh, tile_n, chunks, held))
 
 
-# The arrays of both kernels by the names of their matrices.
-_FORWARD, _BACKWARD = (("gate", "up"), ("y",)), (("dy", "gate", "up"), ("dgate", "dup", "y"))
-
-
-def _threads(config: Config) -> int:
-    return 32 * (config["num_worker_warps"] or 4)
-
-
-def _is_held(held_bytes: int, problem: Problem, config: Config, target: Target) -> bool:
-    """Tell whether the registers hold a row of each block, with so many bytes a column; code for more spilled."""
-    row = held_bytes * config["tile_n"] * cdiv(problem["columns"], config["tile_n"])
-    fits = row <= _HELD_BYTES * _threads(config) and row * config["occupancy"] <= _SHARE * 4 * target.registers
-    return bool(fits) if config["held"] else config["tile_n"] <= _NARROW
-
-
 def _axes(problem: Problem) -> dict[str, list[Value]]:
     return {
         "schedule": ["block", "persistent"],
@@ -153,11 +141,24 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
     }
 
 
-def _spec(function: Any, summary: str, inputs: tuple[str, ...], outputs: tuple[str, ...], reference: Any) -> KernelSpec:
-    held_bytes = 4 if len(outputs) == 1 else 2 * len(inputs)
+def gate_spec(
+    function: Any, summary: str, dimensions: tuple[Dimension, ...], arrays: Arrays | Table,
+    reference: Callable[..., dict[str, Any]], held_bytes: int, numbers: dict[str, str], **more: Any,
+) -> KernelSpec:  # fmt: skip
+    """Return the spec of a gate or its gradients, a row of which stays in registers or is read twice.
+
+    Args:
+        function: the device function.
+        held_bytes: bytes that a thread holds for each number of a row.
+        numbers: the names of e4m3 results, and of their scales.
+        more: the rest, as in :func:`tilekern.kernels.families.tables.spec`.
+    """
 
     def is_held(problem: Problem, config: Config, target: Target) -> bool:
-        return _is_held(held_bytes, problem, config, target)
+        """Tell whether the registers hold a row of each block; code for more spilled."""
+        row = held_bytes * config["tile_n"] * cdiv(problem["columns"], config["tile_n"])
+        fits = row <= _HELD_BYTES * threads(config) and row * config["occupancy"] <= _SHARE * 4 * target.registers
+        return bool(fits) if config["held"] else config["tile_n"] <= _NARROW
 
     def default(problem: Problem, target: Target) -> Config:
         check_target(target)
@@ -171,19 +172,12 @@ def _spec(function: Any, summary: str, inputs: tuple[str, ...], outputs: tuple[s
         return config.but(held=False, tile_n=min(_NARROW, power_of_two(columns)), occupancy=4, num_worker_warps=0)
 
     def results(made: dict[str, Any]) -> dict[str, Any]:
-        """Return the numbers at their scales."""
-        return {name: made[name].double() * made[f"{name}_scale"].double()[:, None] for name in outputs}
+        """Return the numbers at their scales, and results that are not rounded."""
+        others = {name: x for name, x in made.items() if name not in (*numbers, *numbers.values())}
+        return others | {name: made[name].double() * made[of].double()[:, None] for name, of in numbers.items()}
 
     return spec(
-        name_of(function),
-        summary,
-        (*MATRIX, *flags_of(("gelu", "tanh"))),
-        (
-            *(Array(name, "dtype", ROWS) for name in inputs),
-            *(Array(name, E4M3, ROWS, "output") for name in outputs),
-            *(Array(f"{name}_scale", "float32", ("rows",), "output") for name in outputs),
-        ),
-        reference,
+        name_of(function), summary, dimensions, arrays, reference,
         function=function,
         grid=lambda sizes, config, sm_count: grid_of(sizes["rows"], config, sm_count),
         constants=lambda problem, config: {"chunks": cdiv(problem["columns"], config["tile_n"])},
@@ -195,7 +189,7 @@ def _spec(function: Any, summary: str, inputs: tuple[str, ...], outputs: tuple[s
                 Constraint(
                     "each thread of eight warps has 4 numbers of a tile or more",
                     lambda problem, config, target: (
-                        config["tile_n"] >= 4 * _threads(config) or config["num_worker_warps"] == 0
+                        config["tile_n"] >= 4 * threads(config) or config["num_worker_warps"] == 0
                     ),
                 ),
             ),
@@ -206,11 +200,28 @@ def _spec(function: Any, summary: str, inputs: tuple[str, ...], outputs: tuple[s
         result_dtype=lambda problem: "bfloat16",
         # e4m3 has 4 significant bits where bfloat16 has 8.
         roundings=16,
-        flops=lambda problem: (15 if len(outputs) == 1 else 24) * problem["rows"] * problem["columns"],
+        **more,
+    )  # fmt: skip
+
+
+def _spec(
+    function: Any, summary: str, inputs: tuple[str, ...], outputs: tuple[str, ...],
+    reference: Callable[..., dict[str, Any]], held_bytes: int, each: int,
+) -> KernelSpec:  # fmt: skip
+    """Return the spec of matrices by their names, with ``each`` operations for a number of a row."""
+    scales = {name: f"{name}_scale" for name in outputs}
+    arrays = (
+        *(Array(name, "dtype", ROWS) for name in inputs),
+        *(Array(name, E4M3, ROWS, "output") for name in outputs),
+        *(Array(name, "float32", ("rows",), "output") for name in scales.values()),
     )
+    return gate_spec(
+        function, summary, (*MATRIX, *flags_of(("gelu", "tanh"))), arrays, reference, held_bytes, scales,
+        flops=lambda problem: each * problem["rows"] * problem["columns"],
+    )  # fmt: skip
 
 
-def _whole_rows(x: Any) -> Any:
+def nan_rows(x: Any) -> Any:
     """Return a matrix whose rows with NaN or infinity are NaN."""
     return x.where(x.isfinite().all(1, keepdim=True), math.nan)
 
@@ -225,20 +236,21 @@ def _formula(gate: Any, up: Any, gelu: bool, tanh: bool) -> dict[str, Any]:
 
 def reference_forward(gate: Any, up: Any, gelu: bool, tanh: bool) -> dict[str, Any]:
     """Return the formula in float64; a row with NaN or infinity is NaN."""
-    return {"y": _whole_rows(_formula(gate, up, gelu, tanh)["y"])}
+    return {"y": nan_rows(_formula(gate, up, gelu, tanh)["y"])}
 
 
 def reference_backward(dy: Any, gate: Any, up: Any, gelu: bool, tanh: bool) -> dict[str, Any]:
     """Return the gradients and the forward's result in float64; a row with NaN or infinity is NaN."""
     made = gradients(_formula, {"y": dy}, gate=gate, up=up, gelu=gelu, tanh=tanh)
-    return {name: _whole_rows(x) for name, x in (made | _formula(gate, up, gelu, tanh)).items()}
+    return {name: nan_rows(x) for name, x in (made | _formula(gate, up, gelu, tanh)).items()}
 
 
 FORWARD = _spec(
-    fp8_gated_forward, "y = act(gate) * up in e4m3, with a scale for each row", *_FORWARD, reference_forward
-)
+    fp8_gated_forward, "y = act(gate) * up in e4m3, with a scale for each row", ("gate", "up"), ("y",),
+    reference_forward, VALUE_BYTES, 15,
+)  # fmt: skip
 BACKWARD = _spec(
-    fp8_gated_backward, "gradients of a gate with respect to gate and up, and its result, in e4m3", *_BACKWARD,
-    reference_backward,
+    fp8_gated_backward, "gradients of a gate with respect to gate and up, and its result, in e4m3",
+    ("dy", "gate", "up"), ("dgate", "dup", "y"), reference_backward, READ_BYTES, 24,
 )  # fmt: skip
 SPECS = (FORWARD, BACKWARD)

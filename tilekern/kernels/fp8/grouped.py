@@ -17,32 +17,23 @@ turned they are scaled then, by one fused multiplication for each sum in place o
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import ROWS, Arrays
-from tilekern.kernels.families.tables import flags_of, names_of, spec
+from tilekern.kernels.families.tables import names_of, spec
 from tilekern.kernels.fp8.grouped_turned import SIDE, turned_weights
 from tilekern.kernels.fp8.scales import E4M3, scaled_rows
-from tilekern.kernels.fp8.space import HAS_FP8, check_target
+from tilekern.kernels.fp8.space import HAS_FP8, HOLDS_STEPS, STEP_TILES, check_target, holds_steps, sums
+from tilekern.kernels.grouped.product import by_experts
 from tilekern.kernels.grouped.routing import VARIATIONS, balanced
+from tilekern.kernels.grouped.space import BANDS, OFFSETS, dimensions, extents, is_gradient, tiles
 from tilekern.kernels.grouped.tiles import group_at, rows_of
 from tilekern.kernels.matmul.product import place_and_column
 from tilekern.kernels.matmul.space import is_tile, of_tiles, one_for_library, sides, unit_of
 from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, grid_of, load
-from tilekern.spec import (
-    Array,
-    Config,
-    Constraint,
-    Dimension,
-    LibraryCall,
-    Problem,
-    Space,
-    Value,
-    cdiv,
-)
+from tilekern.spec import Array, Config, Constraint, LibraryCall, Problem, Space, Value, cdiv
 from tilekern.spec.targets import Target
 
 # What torch's product asks of both sides of a matrix.
@@ -50,8 +41,6 @@ _LIBRARY_UNIT = 16
 # Of the compiler's latencies, 1 to 10, that of loads for steps that are scaled. By its own estimate it spilled the sums
 # of steps (:mod:`tilekern.kernels.fp8.block_product`).
 _LATENCY = 10
-# The most sums that a thread holds, beside as many of a step.
-_MOST_SUMS = 64
 
 
 def added(total, left, right, scale):
@@ -122,7 +111,7 @@ def _arrays(problem: Problem) -> Arrays:
         Array("b", E4M3, b),
         Array("a_scale", "float32", ("rows",), aligned=False),
         Array("b_scale", "float32", b_scale, aligned=False),
-        Array("offsets", "int32", ("experts",), aligned=False),
+        OFFSETS,
         Array("c", "dtype", ROWS, "output"),
     )
 
@@ -161,14 +150,8 @@ def grouped_product(a: Any, b: Any, a_scale: Any, b_scale: Any, offsets: Any, dt
 
     The host must know the rows of experts.
     """
-    import torch
-
     rows = a.to(dtype) * a_scale.to(dtype)[:, None]
-    weight = wide_weight(b, b_scale, a.shape[1], dtype, turned=turned)
-    ends = [0, *offsets.tolist()]
-    spans = itertools.pairwise(ends)
-    parts = [rows[begin:end] @ matrix.t() for matrix, (begin, end) in zip(weight, spans, strict=True)]
-    return torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], weight.shape[1])])
+    return by_experts(rows, wide_weight(b, b_scale, a.shape[1], dtype, turned=turned), offsets)
 
 
 def _reference(a: Any, b: Any, a_scale: Any, b_scale: Any, offsets: Any, turned: bool) -> dict[str, Any]:
@@ -190,52 +173,28 @@ def _by_torch(a: Any, b: Any, a_scale: Any, b_scale: Any, offsets: Any) -> tuple
     return (c,)
 
 
-# The search spaces of both products of experts. An expert has the part of the rows that all have if they have the same.
-
-
-def extents(problem: Problem) -> tuple[int, int, int]:
-    """Return rows and columns of one expert's result, and the length of its sums."""
-    rows, inner, columns = max(1, problem["rows"] // problem["experts"]), problem["inner"], problem["columns"]
-    return (rows, columns, inner) if "turned" in problem else (inner, columns, rows)
-
-
-def tiles(problem: Problem, config: Config) -> int:
-    """Count the tiles of a grid, including places that may be empty."""
-    tile_m, across = config["tile_m"], cdiv(problem["columns"], config["tile_n"])
-    if "turned" in problem:
-        return int((problem["rows"] // tile_m + problem["experts"]) * across)
-    return int(problem["experts"] * cdiv(problem["inner"], tile_m) * across)
+# The search spaces of both products of experts.
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
     m, n, _ = extents(problem)
-    is_of_rows = "turned" in problem
+    of_rows = not is_gradient(problem)
     return {
-        "implementation": ["tile", "torch"] if is_of_rows and not problem["turned"] else ["tile"],
+        "implementation": ["tile", "torch"] if of_rows and not problem["turned"] else ["tile"],
         "schedule": ["persistent", "block"],
         "tile_m": sides(min(m, SIDE)),
         "tile_n": sides(min(n, SIDE)),
-        "tile_k": [SIDE, 64] if is_of_rows else [SIDE],
+        "tile_k": [SIDE, 64] if of_rows else [SIDE],
         "group_m": [8, 1],
         "occupancy": [1, 2],
         "num_worker_warps": [0, 8],
-        "latency": [0, _LATENCY] if is_of_rows and not problem["turned"] else [_LATENCY],
+        "latency": [0, _LATENCY] if of_rows and not problem["turned"] else [_LATENCY],
     }
 
 
 def _library_takes(problem: Problem, config: Config, target: Target) -> bool:
     fits = all(problem[name] % _LIBRARY_UNIT == 0 for name in ("inner", "columns"))
     return is_tile(config) or (fits and problem["dtype"] == "bfloat16" and unit_of(target) == "wgmma")
-
-
-def _sums(config: Config) -> int:
-    return int(config["tile_m"] * config["tile_n"])
-
-
-def _holds_sums(problem: Problem, config: Config, target: Target) -> bool:
-    """Return whether registers hold the sums and those of a step; where operands go through them too, half as many."""
-    sums, threads = _sums(config) * config["occupancy"], 32 * (config["num_worker_warps"] or 4)
-    return bool(sums <= _MOST_SUMS * threads and (unit_of(target) != "mma" or sums <= SIDE * 64))
 
 
 def _fits_shared(problem: Problem, config: Config, target: Target) -> bool:
@@ -248,17 +207,13 @@ def _suits_size(problem: Problem, config: Config, target: Target) -> bool:
     m, n, _ = extents(problem)
     if min(m, n) < SIDE or problem["experts"] * cdiv(m, SIDE) * cdiv(n, SIDE) < 2 * target.sm_count:
         return True
-    return config["occupancy"] == 1 and _sums(config) >= SIDE * (64 if unit_of(target) == "mma" else SIDE)
+    return config["occupancy"] == 1 and sums(config) >= SIDE * (64 if unit_of(target) == "mma" else SIDE)
 
 
 def _has_its_warps(problem: Problem, config: Config, target: Target) -> bool:
-    if unit_of(target) == "tcgen05" and "turned" in problem:
+    if unit_of(target) == "tcgen05" and not is_gradient(problem):
         return config["num_worker_warps"] == 8
-    return config["num_worker_warps"] == 0 or _sums(config) >= SIDE * 64
-
-
-def _bands(problem: Problem, config: Config, target: Target) -> bool:
-    return config["group_m"] == 8 or config["schedule"] == "persistent"
+    return config["num_worker_warps"] == 0 or sums(config) >= SIDE * 64
 
 
 def _suits_depth(problem: Problem, config: Config, target: Target) -> bool:
@@ -271,15 +226,14 @@ SPACE = Space(
         HAS_FP8,
         one_for_library(_axes),
         Constraint("torch's product is Hopper's, takes multiples of 16, and makes bfloat16", _library_takes),
-        of_tiles(f"a thread holds {_MOST_SUMS} sums and as many of a step", _holds_sums),
+        HOLDS_STEPS,
         of_tiles("two stages of operands exceed shared memory", _fits_shared),
         of_tiles("a small tile, or a second block on an SM, is for small problems", _suits_size),
         of_tiles("8 warps are for tiles of 128 x 64 or more, and for rows on tcgen05, always", _has_its_warps),
-        of_tiles("bands of 8 rows of tiles; of 1 where blocks stay", _bands),
+        BANDS,
         of_tiles("128 terms have one scale if the weight is turned: fewer in a step cost more", _suits_depth),
     ),
 )
-_TILES = ((128, 128, 8), (128, 64, 8), (64, 64, 0))
 
 
 def _config(tile_m: int, tile_n: int, warps: int, latency: int) -> Config:
@@ -297,25 +251,23 @@ def default(problem: Problem, target: Target) -> Config:
     """
     check_target(target)
     m, n, _ = extents(problem)
-    latency = 0 if "turned" in problem and not problem["turned"] else _LATENCY
-    fitting = [_config(*tile, latency) for tile in _TILES if tile[0] in sides(m) and tile[1] in sides(n)]
-    if unit_of(target) == "tcgen05" and "turned" in problem:
+    latency = 0 if not is_gradient(problem) and not problem["turned"] else _LATENCY
+    fitting = [_config(*tile, latency) for tile in STEP_TILES if tile[0] in sides(m) and tile[1] in sides(n)]
+    if unit_of(target) == "tcgen05" and not is_gradient(problem):
         fitting = [config.but(num_worker_warps=8) for config in fitting]
-    fitting = [config for config in fitting if _holds_sums(problem, config, target)]
+    fitting = [config for config in fitting if holds_steps(problem, config, target)]
     return next((config for config in fitting if tiles(problem, config) >= target.sm_count), fitting[-1])
 
 
 def generic(problem: Problem) -> Config:
     """Return a small tile that any GPU holds; eight warps share its loads of single elements."""
-    return _config(64, 64, 8, 0).but(tile_k=64) if "turned" in problem else _config(32, 32, 8, 0)
+    return _config(32, 32, 8, 0) if is_gradient(problem) else _config(64, 64, 8, 0).but(tile_k=64)
 
 
 def experts_spec(name: str, summary: str, flags: tuple[str, ...], arrays: Any, reference: Any, **more: Any) -> Any:
     """Make the spec of a product of experts; the rest is as in :func:`tilekern.kernels.families.tables.spec`."""
-    exact = (Dimension(size, "exact") for size in ("inner", "columns", "experts"))
     return spec(
-        name, summary, (Dimension("rows", "bucketed"), *exact, *flags_of(flags), Dimension("dtype", "dtype")), arrays,
-        reference,
+        name, summary, dimensions(*flags), arrays, reference,
         grid=lambda sizes, config, sm_count: grid_of(tiles(sizes, config), config, sm_count),
         space=SPACE,
         default=default,

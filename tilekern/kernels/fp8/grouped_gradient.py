@@ -17,6 +17,7 @@ from tilekern.kernels.fp8.grouped import added, experts_spec, operand
 from tilekern.kernels.fp8.grouped_turned import SIDE, blocks_of, turned_groups
 from tilekern.kernels.fp8.scales import E4M3, scaled_rows
 from tilekern.kernels.grouped.routing import OF_SUMS, balanced
+from tilekern.kernels.grouped.space import OFFSETS
 from tilekern.kernels.grouped.tiles import rows_of
 from tilekern.kernels.matmul.product import place_and_column
 from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, load
@@ -59,7 +60,7 @@ def _arrays(problem: Problem) -> Arrays:
         Array("b", E4M3, ("row_blocks", "columns", str(SIDE))),
         Array("a_scale", "float32", ("row_blocks",), aligned=False),
         Array("b_scale", "float32", ("row_blocks",), aligned=False),
-        Array("offsets", "int32", ("experts",), aligned=False),
+        OFFSETS,
         Array("c", "dtype", ("experts", "inner", "columns"), "output"),
     )
 

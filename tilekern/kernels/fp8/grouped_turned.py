@@ -26,9 +26,10 @@ from tilekern.kernels.families.tables import spec
 from tilekern.kernels.fp8.scales import E4M3, INFINITY, MAGNITUDE, bits_of, reciprocal, scale_of, scaled_rows
 from tilekern.kernels.fp8.space import HAS_FP8, check_target
 from tilekern.kernels.grouped.routing import OF_SUMS, SLOTS, balanced, shuffled
+from tilekern.kernels.grouped.space import OFFSETS, ORDER
 from tilekern.kernels.grouped.tiles import gathered, group_at, rows_of, sources
 from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, grid_of, load
-from tilekern.spec import Array, Config, Constraint, Dimension, Problem, ScalarParameter, Space, Value, cdiv
+from tilekern.spec import Array, Config, Constraint, Dimension, Problem, Space, Value, cdiv
 from tilekern.spec.targets import Target
 
 # Rows of a block.
@@ -169,12 +170,8 @@ def _row_arrays(problem: Problem) -> Arrays:
     return (
         Array("x", E4M3, known),
         Array("scale", "float32", known[:1]),
-        Array("offsets", "int32", ("experts",), aligned=False),
-        *(
-            (Array("order", "int32", ("rows",), aligned=False), ScalarParameter("slots", "int32", SLOTS))
-            if problem["gathered"]
-            else ()
-        ),
+        OFFSETS,
+        *(ORDER if problem["gathered"] else ()),
         Array("y", E4M3, ("row_blocks", "columns", str(SIDE)), "output"),
         Array("common", "float32", ("row_blocks",), "output"),
     )

@@ -11,13 +11,12 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import ROWS, Arrays
-from tilekern.kernels.families.tables import spec
-from tilekern.kernels.fp8.block_scales import SIDE, UNIT, block_sizes, padded, whole
-from tilekern.kernels.fp8.blocks import TMA_LOOPS, grid_of_blocks
+from tilekern.kernels.fp8.block_scales import SIDE, UNIT, padded, whole
+from tilekern.kernels.fp8.blocks import TMA_LOOPS, axes_of_squares, blocks_spec
 from tilekern.kernels.fp8.mx_scales import EACH, EXPONENT, GROUP, HAS_MX, SCALES, check_target, mx_rows
 from tilekern.kernels.fp8.scales import E4M3, bits_of, scale_of
 from tilekern.kernels.tiles import ConstBool, each_step, load
-from tilekern.spec import Array, Config, Dimension, Problem, Space, Value
+from tilekern.spec import Array, Config, Problem, Space
 from tilekern.spec.targets import Target
 
 
@@ -100,36 +99,20 @@ def _reference(x: Any, both: bool, turned: bool) -> dict[str, Any]:
     return found
 
 
-def _axes(problem: Problem) -> dict[str, list[Value]]:
-    return {
-        "schedule": ["persistent", "block"], "occupancy": [1, 2], "num_worker_warps": [0, 8], "tma": [True, False],
-    }  # fmt: skip
-
-
 def _default(problem: Problem, target: Target) -> Config:
     check_target(target)
     return Config(schedule="persistent", occupancy=2, num_worker_warps=8, tma=True)
 
 
-SPEC = spec(
+SPEC = blocks_spec(
     "mxfp8_blocks",
     "y = x / scale in e4m3, with a power of two as scale of each 32 numbers of a row, or of a column",
-    (
-        Dimension("rows", "bucketed"),
-        Dimension("columns", "exact"),
-        Dimension("both", "flag"),
-        Dimension("turned", "flag"),
-        Dimension("dtype", "dtype"),
-    ),
+    ("both", "turned"),
     _arrays,
     _reference,
     function=_function,
-    sizes=block_sizes,
     constants=lambda problem, config: {"whole_columns": problem["columns"] % UNIT == 0},
-    grid=grid_of_blocks,
-    space=Space(_axes, (HAS_MX, TMA_LOOPS)),
+    space=Space(axes_of_squares, (HAS_MX, TMA_LOOPS)),
     default=_default,
     generic=lambda problem: Config(schedule="persistent", occupancy=1, num_worker_warps=8, tma=False),
-    result_dtype=lambda problem: "float32",
-    flops=lambda problem: 3 * problem["rows"] * problem["columns"],
 )

@@ -16,16 +16,14 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import Arrays
-from tilekern.kernels.families.tables import names_of, spec
 from tilekern.kernels.fp8.block_scales import SIDE, UNIT
 from tilekern.kernels.fp8.mx_scales import EACH, GROUP, HAS_MX, SCALES, check_target, mx_rows, wide_mx
-from tilekern.kernels.fp8.product import DIMENSIONS
-from tilekern.kernels.fp8.scales import E4M3
+from tilekern.kernels.fp8.product import arrays_of, multiplied, operands, product_spec
 from tilekern.kernels.fp8.space import sizes_of, tiles
 from tilekern.kernels.matmul.product import place_and_column
 from tilekern.kernels.matmul.space import is_tile, of_tiles, one_for_library, unit_of
 from tilekern.kernels.tiles import ConstBool, ConstInt, grid_of, load
-from tilekern.spec import ITEM_BYTES, Array, Config, Constraint, LibraryCall, Problem, Space, Value, cdiv
+from tilekern.spec import Array, Config, Constraint, Problem, Space, Value, cdiv
 from tilekern.spec.targets import Target
 
 
@@ -117,65 +115,36 @@ def _sizes(problem: Problem) -> dict[str, int]:
 
 
 def _arrays(problem: Problem) -> Arrays:
-    m, k = ("inner", "rows") if problem["over_rows"] else ("rows", "inner")
-    return (
-        Array("a", E4M3, (m, k)),
-        Array("b", E4M3, ("columns", k)),
-        Array("a_scale", "int8", ("down", "steps", *map(str, SCALES))),
-        Array("b_scale", "int8", ("across", "steps", *map(str, SCALES))),
-        *([Array("bias", "dtype", ("columns",))] if problem["biased"] else []),
-        *([Array("addend", "dtype", (m, "columns"))] if problem["accumulated"] else []),
-        Array("c", "dtype", (m, "columns"), "output"),
-    )
+    shape = "steps", *map(str, SCALES)
+    return arrays_of(problem, Array("a_scale", "int8", ("down", *shape)), Array("b_scale", "int8", ("across", *shape)))
 
 
 def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
-    import torch
-
-    m, n, k = sizes_of(problem)
-
-    def normal(rows: int) -> Any:
-        return torch.randn((rows, k), generator=generator, device=device, dtype=getattr(torch, problem["dtype"]))
-
-    (a, a_scale), (b, b_scale) = mx_rows(normal(m)), mx_rows(normal(n) * k**-0.5)
+    (a, a_scale), (b, b_scale) = map(mx_rows, operands(problem, generator, device))
     return {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}
 
 
-def _reference(
-    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any = None, addend: Any = None, *, over_rows: bool, biased: bool,
-    accumulated: bool,
-) -> dict[str, Any]:  # fmt: skip
+def _reference(a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any = None, addend: Any = None) -> dict[str, Any]:
     """Compute the formula in float64."""
     import torch
 
-    c = wide_mx(a, a_scale, torch.float64) @ wide_mx(b, b_scale, torch.float64).t()
-    c = c if bias is None else c + bias.double()
-    return {"c": c if addend is None else c + addend.double()}
+    return {"c": multiplied(wide_mx(a, a_scale, torch.float64), wide_mx(b, b_scale, torch.float64), bias, addend)}
 
 
 def mx_product(a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, dtype: Any) -> Any:
     """Return the product [a's rows, b's rows] by torch's operations, of float32 numbers."""
     import torch
 
-    c = wide_mx(a, a_scale, torch.float32) @ wide_mx(b, b_scale, torch.float32).t()
-    return (c if bias is None else c + bias.float()).to(dtype)
+    return multiplied(wide_mx(a, a_scale, torch.float32), wide_mx(b, b_scale, torch.float32), bias).to(dtype)
 
 
-def _library(problem: Problem) -> LibraryCall:
+def _by_torch(problem: Problem, a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, dtype: Any) -> Any:
     import torch
 
-    dtype = getattr(torch, problem["dtype"])
-
-    def call(a: Any, b: Any, a_scale: Any, b_scale: Any, *more: Any) -> tuple[Any]:
-        bias = more[0] if problem["biased"] else None
-        if a.is_cuda and a.shape[1] % UNIT == 0 and len(b) % UNIT == 0:
-            down, across = (scale.view(torch.float8_e8m0fnu) for scale in (a_scale, b_scale))
-            c = torch._scaled_mm(a, b.t(), scale_a=down, scale_b=across, bias=bias, out_dtype=dtype)
-        else:
-            c = mx_product(a, b, a_scale, b_scale, bias, dtype)
-        return (more[-1].add_(c) if problem["accumulated"] else c,)
-
-    return LibraryCall(call, names_of(_arrays(problem)), updates="addend" if problem["accumulated"] else None)
+    if not a.is_cuda or a.shape[1] % UNIT or len(b) % UNIT:
+        return mx_product(a, b, a_scale, b_scale, bias, dtype)
+    down, across = (scale.view(torch.float8_e8m0fnu) for scale in (a_scale, b_scale))
+    return torch._scaled_mm(a, b.t(), scale_a=down, scale_b=across, bias=bias, out_dtype=dtype)
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
@@ -236,21 +205,17 @@ def _default(problem: Problem, target: Target) -> Config:
     return wide if is_plain and tiles(problem, wide) >= target.sm_count else narrow
 
 
-SPEC = spec(
+SPEC = product_spec(
     "mxfp8_matmul",
     "c = a @ b^T of e4m3 numbers, of which 32 have a scale of e8m0",
-    DIMENSIONS,
     _arrays,
     _reference,
+    _by_torch,
     function=lambda problem, config: _FUNCTIONS[problem["biased"], problem["accumulated"]],
-    library=lambda problem, config: None if is_tile(config) else _library(problem),
     sizes=_sizes,
-    constants=lambda problem, config: {"whole_rows": problem["columns"] * ITEM_BYTES[problem["dtype"]] % UNIT == 0},
     grid=lambda sizes, config, sm_count: grid_of(tiles(sizes, config), config, sm_count),
     space=SPACE,
     default=_default,
     generic=lambda problem: _config(SIDE, 8),
     given=_inputs,
-    result_dtype=lambda problem: problem["dtype"],
-    flops=lambda problem: 2 * problem["rows"] * problem["inner"] * problem["columns"],
 )

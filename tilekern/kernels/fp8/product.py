@@ -19,18 +19,19 @@ speed, and nothing is lost. Other GPUs sum in float32 anyway.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import Arrays
-from tilekern.kernels.families.tables import names_of, spec
+from tilekern.kernels.families.tables import Table, names_of, spec
 from tilekern.kernels.fp8.scales import E4M3, scaled_rows
 from tilekern.kernels.fp8.space import SPACE, default, generic, sizes_of, tiles
 from tilekern.kernels.matmul.product import place_and_column
 from tilekern.kernels.matmul.space import blocks, hints, is_tile
 from tilekern.kernels.tiles import ConstBool, ConstInt, load
-from tilekern.spec import ITEM_BYTES, Array, Config, Dimension, LibraryCall, Problem
+from tilekern.spec import ITEM_BYTES, Array, Config, Dimension, KernelSpec, LibraryCall, Problem
 
 _ALIGNMENT_BYTES = 16
 
@@ -120,40 +121,89 @@ DIMENSIONS = (
 )
 
 
-def _arrays(problem: Problem) -> Arrays:
+def arrays_of(problem: Problem, *scales: Array) -> Arrays:
+    """Return the arrays of a product whose operands have these scales."""
     m, k = ("inner", "rows") if problem["over_rows"] else ("rows", "inner")
     return (
         Array("a", E4M3, (m, k)),
         Array("b", E4M3, ("columns", k)),
-        Array("a_scale", "float32", (m,)),
-        Array("b_scale", "float32", ("columns",)),
+        *scales,
         *([Array("bias", "dtype", ("columns",))] if problem["biased"] else []),
         *([Array("addend", "dtype", (m, "columns"))] if problem["accumulated"] else []),
         Array("c", "dtype", (m, "columns"), "output"),
     )
 
 
-def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+def operands(problem: Problem, generator: Any, device: str) -> tuple[Any, Any]:
+    """Draw a and b before they are rounded; b keeps the variance of rows."""
     import torch
 
     m, n, k = sizes_of(problem)
+    dtype = getattr(torch, problem["dtype"])
+    a, b = (torch.randn((rows, k), generator=generator, device=device, dtype=dtype) for rows in (m, n))
+    return a, b * k**-0.5
 
-    def normal(rows: int, size: float) -> tuple[Any, Any]:
-        x = torch.randn((rows, k), generator=generator, device=device, dtype=getattr(torch, problem["dtype"]))
-        return scaled_rows(x * size)
 
-    (a, a_scale), (b, b_scale) = normal(m, 1.0), normal(n, k**-0.5)
+def multiplied(left: Any, right: Any, bias: Any = None, addend: Any = None) -> Any:
+    """Return ``left @ right^T + bias + addend`` in the dtype of both, by torch's operations."""
+    c = left @ right.t()
+    c = c if bias is None else c + bias.to(c.dtype)
+    return c if addend is None else c + addend.to(c.dtype)
+
+
+def whole_rows(problem: Problem, config: Config) -> dict[str, bool]:
+    """Return the constant ``whole_rows``: whether the rows of c are whole 16 bytes."""
+    return {"whole_rows": problem["columns"] * ITEM_BYTES[problem["dtype"]] % _ALIGNMENT_BYTES == 0}
+
+
+def product_spec(
+    name: str, summary: str, arrays: Table, reference: Callable[..., dict[str, Any]],
+    by_torch: Callable[..., Any], *, constants: Callable[[Problem, Config], dict[str, Any]] = whole_rows, **more: Any,
+) -> KernelSpec:  # fmt: skip
+    """Make the spec of a product of e4m3 numbers.
+
+    Args:
+        arrays: (problem) -> the arrays, by :func:`arrays_of`.
+        by_torch: (problem, a, b, a_scale, b_scale, bias or None, dtype) -> the product in a dtype, which a config
+            without a device function runs.
+        more: the rest, as in :func:`tilekern.kernels.families.tables.spec`.
+    """
+
+    def library(problem: Problem) -> LibraryCall:
+        import torch
+
+        dtype = getattr(torch, problem["dtype"])
+
+        def call(a: Any, b: Any, a_scale: Any, b_scale: Any, *more: Any) -> tuple[Any]:
+            c = by_torch(problem, a, b, a_scale, b_scale, more[0] if problem["biased"] else None, dtype)
+            return (more[-1].add_(c) if problem["accumulated"] else c,)
+
+        return LibraryCall(call, names_of(arrays(problem)), updates="addend" if problem["accumulated"] else None)
+
+    return spec(
+        name, summary, DIMENSIONS, arrays, reference,
+        library=lambda problem, config: None if is_tile(config) else library(problem),
+        constants=constants,
+        result_dtype=lambda problem: problem["dtype"],
+        flops=lambda problem: 2 * problem["rows"] * problem["inner"] * problem["columns"],
+        **more,
+    )  # fmt: skip
+
+
+def _arrays(problem: Problem) -> Arrays:
+    m = "inner" if problem["over_rows"] else "rows"
+    return arrays_of(problem, Array("a_scale", "float32", (m,)), Array("b_scale", "float32", ("columns",)))
+
+
+def _inputs(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
+    (a, a_scale), (b, b_scale) = map(scaled_rows, operands(problem, generator, device))
     return {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale}
 
 
-def _reference(
-    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any = None, addend: Any = None, *, over_rows: bool, biased: bool,
-    accumulated: bool,
-) -> dict[str, Any]:  # fmt: skip
+def _reference(a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any = None, addend: Any = None) -> dict[str, Any]:
     """Compute the formula in float64."""
-    c = (a.double() * a_scale.double()[:, None]) @ (b.double() * b_scale.double()[:, None]).t()
-    c = c if bias is None else c + bias.double()
-    return {"c": c if addend is None else c + addend.double()}
+    left, right = a.double() * a_scale.double()[:, None], b.double() * b_scale.double()[:, None]
+    return {"c": multiplied(left, right, bias, addend)}
 
 
 def scaled_product(a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, dtype: Any) -> Any:
@@ -168,41 +218,20 @@ def scaled_product(a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, dtype:
         return torch._scaled_mm(
             a, b.t(), scale_a=a_scale[:, None], scale_b=b_scale[None], bias=bias, out_dtype=dtype, use_fast_accum=False
         )
-    c = (a.float() * a_scale[:, None]) @ (b.float() * b_scale[:, None]).t()
-    return (c if bias is None else c + bias.float()).to(dtype)
+    return multiplied(a.float() * a_scale[:, None], b.float() * b_scale[:, None], bias).to(dtype)
 
 
-def _library(problem: Problem) -> LibraryCall:
-    import torch
-
-    dtype = getattr(torch, problem["dtype"])
-
-    def call(a: Any, b: Any, a_scale: Any, b_scale: Any, *more: Any) -> tuple[Any]:
-        c = scaled_product(a, b, a_scale, b_scale, more[0] if problem["biased"] else None, dtype)
-        return (more[-1].add_(c) if problem["accumulated"] else c,)
-
-    return LibraryCall(call, names_of(_arrays(problem)), updates="addend" if problem["accumulated"] else None)
-
-
-def _constants(problem: Problem, config: Config) -> dict[str, bool]:
-    return {"whole_rows": problem["columns"] * ITEM_BYTES[problem["dtype"]] % _ALIGNMENT_BYTES == 0}
-
-
-SPEC = spec(
+SPEC = product_spec(
     "fp8_matmul",
     "c = a @ b^T of e4m3 numbers, scaled by rows of both",
-    DIMENSIONS,
     _arrays,
     _reference,
+    lambda problem, *given: scaled_product(*given),
     function=lambda problem, config: _FUNCTIONS[problem["biased"], problem["accumulated"]],
-    library=lambda problem, config: None if is_tile(config) else _library(problem),
-    constants=_constants,
     grid=lambda sizes, config, sm_count: blocks(tiles(sizes, config), config, sm_count),
     hints=hints,
     space=SPACE,
     default=default,
     generic=generic,
     given=_inputs,
-    result_dtype=lambda problem: problem["dtype"],
-    flops=lambda problem: 2 * problem["rows"] * problem["inner"] * problem["columns"],
 )

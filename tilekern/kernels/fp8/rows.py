@@ -12,7 +12,7 @@ import cuda.tile as ct
 from tilekern.kernels.families.arrays import ROWS
 from tilekern.kernels.families.tables import MATRIX, spec
 from tilekern.kernels.fp8.scales import E4M3, bits_of, scale_of, scaled_rows
-from tilekern.kernels.fp8.space import HAS_FP8, check_target
+from tilekern.kernels.fp8.space import HAS_FP8, check_target, threads
 from tilekern.kernels.tiles import ConstBool, ConstInt, each_step, grid_of, load, power_of_two
 from tilekern.spec import Array, Config, Constraint, Problem, Space, Value, cdiv
 from tilekern.spec.targets import Target
@@ -52,14 +52,10 @@ def fp8_rows(x, y, scale, tile_n: ConstInt, chunks: ConstInt, held: ConstBool, p
     each_step(_row, x.shape[0], persistent, (x, y, scale, tile_n, chunks, held))
 
 
-def _threads(config: Config) -> int:
-    return 32 * (config["num_worker_warps"] or 4)
-
-
 def _is_held(problem: Problem, config: Config, target: Target) -> bool:
     """Tell whether a thread holds fewer numbers than it has registers: code for 64 in 64 registers spilled."""
     numbers = config["tile_n"] * cdiv(problem["columns"], config["tile_n"])
-    few = numbers <= _HELD * _threads(config) and numbers * config["occupancy"] < target.registers
+    few = numbers <= _HELD * threads(config) and numbers * config["occupancy"] < target.registers
     return not config["held"] or bool(few)
 
 
@@ -109,7 +105,7 @@ SPEC = spec(
             Constraint(
                 "a thread has 4 numbers of a tile or more",
                 lambda problem, config, target: (
-                    config["tile_n"] >= 4 * _threads(config) or config["num_worker_warps"] == 0
+                    config["tile_n"] >= 4 * threads(config) or config["num_worker_warps"] == 0
                 ),
             ),
         ),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from tilekern.errors import InputError
 from tilekern.kernels.matmul.space import (
-    blocks,
     elements,
     holds_sums,
     is_square_enough,
@@ -20,7 +19,6 @@ from tilekern.kernels.matmul.space import (
 from tilekern.spec import Config, Constraint, Problem, Space, Value, cdiv
 from tilekern.spec.targets import Target
 
-__all__ = ["HAS_FP8", "SPACE", "blocks", "check_target", "default", "generic", "sizes_of", "tiles"]
 HAS_FP8 = Constraint(
     "8-bit floats need a GPU of sm_90 or newer", lambda problem, config, target: target.has_fp8
 )  # fmt: skip
@@ -34,6 +32,11 @@ def check_target(target: Target) -> None:
     """
     if not target.has_fp8:
         raise InputError(f"{HAS_FP8.reason}; {target.name} is {target.arch}")
+
+
+def threads(config: Config) -> int:
+    """Return the threads that compute."""
+    return 32 * int(config["num_worker_warps"] or 4)
 
 
 def sizes_of(problem: Problem) -> tuple[int, int, int]:
@@ -101,6 +104,24 @@ def _clusters(problem: Problem, config: Config, target: Target) -> bool:
     return config["num_ctas"] == 1 or (large and config["schedule"] == "persistent" and unit_of(target) != "mma")
 
 
+# Products that scale the sums of each step hold them beside those before: so many of each in a thread.
+_MOST_SUMS = 64
+# Their tiles, the best first, with warps that scale.
+STEP_TILES = ((128, 128, 8), (128, 64, 8), (64, 64, 0))
+
+
+def sums(config: Config) -> int:
+    """Count the sums of a tile."""
+    return int(config["tile_m"] * config["tile_n"])
+
+
+def holds_steps(problem: Problem, config: Config, target: Target) -> bool:
+    """Tell whether registers hold the sums and those of a step; where operands go through them too, half as many."""
+    held = sums(config) * config["occupancy"]
+    return bool(held <= _MOST_SUMS * threads(config) and (unit_of(target) != "mma" or held <= 128 * 64))
+
+
+HOLDS_STEPS = of_tiles(f"a thread holds {_MOST_SUMS} sums and as many of a step", holds_steps)
 SPACE = Space(
     _axes,
     (

@@ -12,13 +12,12 @@ from typing import Any
 import cuda.tile as ct
 
 from tilekern.kernels.families.arrays import ROWS, Arrays
-from tilekern.kernels.families.tables import spec
-from tilekern.kernels.fp8.block_scales import SIDE, UNIT, block_sizes, block_squares, padded, whole
-from tilekern.kernels.fp8.blocks import TMA_LOOPS, grid_of_blocks
+from tilekern.kernels.fp8.block_scales import SIDE, UNIT, block_squares, padded, whole
+from tilekern.kernels.fp8.blocks import TMA_LOOPS, axes_of_squares, blocks_spec
 from tilekern.kernels.fp8.scales import E4M3, bits_of, scale_of
 from tilekern.kernels.fp8.space import HAS_FP8, check_target
 from tilekern.kernels.tiles import ConstBool, each_step, load
-from tilekern.spec import Array, Config, Dimension, Problem, Space, Value
+from tilekern.spec import Array, Config, Problem, Space
 from tilekern.spec.targets import Target
 
 
@@ -63,35 +62,20 @@ def _reference(x: Any, turned: bool) -> dict[str, Any]:
     return {"y": y.double(), "scale": scale.double()}
 
 
-def _axes(problem: Problem) -> dict[str, list[Value]]:
-    return {
-        "schedule": ["persistent", "block"], "occupancy": [1, 2], "num_worker_warps": [0, 8], "tma": [True, False],
-    }  # fmt: skip
-
-
 def _default(problem: Problem, target: Target) -> Config:
     check_target(target)
     return Config(schedule="persistent", occupancy=2, num_worker_warps=8, tma=True)
 
 
-SPEC = spec(
+SPEC = blocks_spec(
     "fp8_weight_blocks",
     "y = x / scale in e4m3, or its transpose, with a power of two as scale of each 128 x 128 numbers",
-    (
-        Dimension("rows", "bucketed"),
-        Dimension("columns", "exact"),
-        Dimension("turned", "flag"),
-        Dimension("dtype", "dtype"),
-    ),
+    ("turned",),
     _arrays,
     _reference,
     function=fp8_weight_blocks,
-    sizes=block_sizes,
     constants=lambda problem, config: {"whole": problem["columns"] % UNIT == 0},
-    grid=grid_of_blocks,
-    space=Space(_axes, (HAS_FP8, TMA_LOOPS)),
+    space=Space(axes_of_squares, (HAS_FP8, TMA_LOOPS)),
     default=_default,
     generic=lambda problem: Config(schedule="persistent", occupancy=1, num_worker_warps=8, tma=False),
-    result_dtype=lambda problem: "float32",
-    flops=lambda problem: 3 * problem["rows"] * problem["columns"],
 )

@@ -200,21 +200,28 @@ def _given(problem: Problem, generator: Any, device: str) -> dict[str, Any]:
     return {"weight": torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(inner**-0.5)}
 
 
+def by_experts(rows: Any, weight: Any, offsets: Any, bias: Any = None) -> Any:
+    """Return the product [rows, columns] by torch's operations, in the dtype of its factors; rows of nobody are zeros.
+
+    The host must know the rows of experts.
+    """
+    import torch
+
+    parts, begin = [], 0
+    for expert, end in enumerate(offsets.tolist()):
+        part = rows[begin:end] @ weight[expert].t()
+        parts.append(part if bias is None else part + bias[expert])
+        begin = end
+    return torch.cat([*parts, rows.new_zeros(len(rows) - begin, weight.shape[1])])
+
+
 def reference(
     x: Any, weight: Any, offsets: Any, order: Any = None, slots: int = 1, bias: Any = None, *, inner_first: bool
 ) -> dict[str, Any]:
     """Compute the formula in float64."""
-    import torch
-
     rows = x.double() if order is None else x.double()[order.long() // slots]
-    wide = weight.double()
-    parts, begin = [], 0
-    for expert, end in enumerate(offsets.tolist()):
-        part = rows[begin:end] @ (wide[expert] if inner_first else wide[expert].t())
-        parts.append(part if bias is None else part + bias[expert].double())
-        begin = end
-    columns = weight.shape[2 if inner_first else 1]
-    return {"y": torch.cat([*parts, rows.new_zeros(len(rows) - begin, columns)])}
+    wide = weight.double().transpose(1, 2) if inner_first else weight.double()
+    return {"y": by_experts(rows, wide, offsets, None if bias is None else bias.double())}
 
 
 SPEC = grouped_spec(

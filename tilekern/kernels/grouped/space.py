@@ -66,30 +66,30 @@ def readable(x: Any) -> Any:
 
 def groups_of(problem: Problem) -> int:
     """Count the experts, plus the group of rows without an expert if such rows are possible."""
-    return int(problem["experts"] + problem["partial"])
+    return int(problem["experts"] + problem.get("partial", False))
 
 
-def _is_gradient(problem: Problem) -> bool:
-    """Return whether sums run over rows, so that each expert's result is a whole matrix."""
-    return "inner_first" not in problem
+def is_gradient(problem: Problem) -> bool:
+    """Return whether sums run over rows, so that each expert's result is a whole matrix: no flag tells of a weight."""
+    return "inner_first" not in problem and "turned" not in problem
 
 
-def _extents(problem: Problem) -> tuple[int, int, int]:
+def extents(problem: Problem) -> tuple[int, int, int]:
     """Return rows and columns of one expert's result, and the length of its sums, if all experts get the same share."""
     rows, inner, columns = max(1, problem["rows"] // problem["experts"]), problem["inner"], problem["columns"]
-    return (inner, columns, rows) if _is_gradient(problem) else (rows, columns, inner)
+    return (inner, columns, rows) if is_gradient(problem) else (rows, columns, inner)
 
 
 def tiles(problem: Problem, config: Config) -> int:
     """Count the tiles of a grid, including places that may be empty."""
     tile_m, across = config["tile_m"], cdiv(problem["columns"], config["tile_n"])
-    if _is_gradient(problem):
+    if is_gradient(problem):
         return int(problem["experts"] * cdiv(problem["inner"], tile_m) * across)
     return int((problem["rows"] // tile_m + groups_of(problem)) * across)
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
-    m, n, _ = _extents(problem)
+    m, n, _ = extents(problem)
     return {
         "implementation": ["tile", "torch"],
         "schedule": ["persistent", "block"],
@@ -110,7 +110,7 @@ def _gathers(problem: Problem) -> bool:
 
 def _is_large(problem: Problem, target: Target) -> bool:
     """Return whether tiles of 128 x 128 fill the GPU twice."""
-    m, n, _ = _extents(problem)
+    m, n, _ = extents(problem)
     return min(m, n) >= 128 and problem["experts"] * cdiv(m, 128) * cdiv(n, 128) >= 2 * target.sm_count
 
 
@@ -143,13 +143,9 @@ def _suits_depth(problem: Problem, config: Config, target: Target) -> bool:
     return config["tile_k"] == 128 and small and config["num_ctas"] == 1 and config["schedule"] == "persistent"
 
 
-def _bands(problem: Problem, config: Config, target: Target) -> bool:
-    return config["group_m"] == 8 or config["schedule"] == "persistent"
-
-
 def _has_its_warps(problem: Problem, config: Config, target: Target) -> bool:
     unit, eight = unit_of(target), config["num_worker_warps"] == 8
-    if unit == "tcgen05" and not _is_gradient(problem):
+    if unit == "tcgen05" and not is_gradient(problem):
         return eight
     few = unit == "mma" or _addresses_rows(problem, target)
     return not eight or elements(config) >= (128 * 128 if few else 128 * 256)
@@ -160,6 +156,10 @@ def _clusters(problem: Problem, config: Config, target: Target) -> bool:
     return config["num_ctas"] == 1 or (large and config["schedule"] == "persistent" and unit_of(target) != "mma")
 
 
+BANDS = of_tiles(
+    "bands of 8 rows of tiles; of 1 where blocks stay",
+    lambda problem, config, target: config["group_m"] == 8 or config["schedule"] == "persistent",
+)
 SPACE = Space(
     _axes,
     (
@@ -178,7 +178,7 @@ SPACE = Space(
             "through registers, and for gathered rows on wgmma, whose addresses spill beside many sums",
             _suits_depth,
         ),
-        of_tiles("bands of 8 rows of tiles; of 1 where blocks stay", _bands),
+        BANDS,
         of_tiles("8 warps are for sums that are too many for 4, and for tcgen05, always", _has_its_warps),
         of_tiles("clusters are for large tiles of large problems, and for operands that TMA brings", _clusters),
         of_tiles("the latency hint gains a stage for Hopper's largest tiles alone", pipelines),
@@ -213,12 +213,12 @@ def default(problem: Problem, target: Target) -> Config:
 
 def first_tile(problem: Problem, target: Target) -> Config:
     """Return the unit's first tile that gives each SM one, or its smallest."""
-    m, n, _ = _extents(problem)
+    m, n, _ = extents(problem)
     unit = unit_of(target)
     fitting = [_config(*tile) for tile in _TILES[unit] if tile[0] in sides(m) and tile[1] in sides(n)]
     if unit == "mma" or _addresses_rows(problem, target):
         fitting = [config.but(schedule="block", tile_k=32) for config in fitting]
-    elif unit == "tcgen05" and _is_gradient(problem):
+    elif unit == "tcgen05" and is_gradient(problem):
         fitting = [config.but(num_worker_warps=0) for config in fitting]
     return next((config for config in fitting if tiles(problem, config) >= target.sm_count), fitting[-1])
 
