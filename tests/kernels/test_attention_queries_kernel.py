@@ -33,7 +33,9 @@ def configs(problem, target=H200):
     [
         *(problem_of(causal=causal, sinks=sinks) for causal in (False, True) for sinks in (False, True)),
         problem_of("float16"),
-        problem_of(sizes={"queries": 1, "keys": 70, "batch": 3, "heads": 3, "kv_heads": 3}),
+        problem_of(sizes={"queries": 512, "keys": 70, "batch": 3, "heads": 3, "kv_heads": 3}),
+        *(problem_of(sizes={"head_dim": depth}) for depth in (64, 256)),
+        *(problem_of(**{flag: True}) for flag in ("capped", "windowed", "packed")),
     ],
     ids=lambda problem: problem.key,
 )
@@ -46,12 +48,10 @@ def test_what_it_serves(problem):
     "problem",
     [
         problem_of("float32"),
-        problem_of(capped=True),
-        problem_of(packed=True),
-        problem_of(windowed=True),
-        problem_of(sizes={"head_dim": 64}),
-        problem_of(sizes={"head_dim": 256}),
+        problem_of(sizes={"head_dim": 96}),
+        problem_of(sizes={"head_dim": 512}),
         problem_of(sizes={"kv_heads": 5}),
+        problem_of(sizes={"queries": 256}),
     ],
     ids=lambda problem: problem.key,
 )
@@ -70,7 +70,7 @@ def test_only_hopper_has_its_matrix_units():
 @pytest.mark.parametrize(("queries", "batch"), [(1, 1), (129, 2), (8192, 1)])
 def test_a_block_for_each_multiprocessor_unless_there_are_fewer_tiles(queries, batch):
     problem = problem_of(sizes={"queries": queries, "batch": batch})
-    for config in configs(problem):
+    for config in configs(problem_of()):
         kernel = SPEC.device(problem, config)
         tiles = -(-queries // config["tile_m"]) * batch * 32
         assert kernel.grid(problem, H200.sm_count) == min(tiles, H200.sm_count)
@@ -88,16 +88,37 @@ def test_the_stages_fill_the_shared_memory():
     assert found == {(128, 128, 6), (128, 176, 4), (192, 128, 5), (192, 80, 8)}
 
 
+@pytest.mark.parametrize("depth", [64, 128, 256])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_every_candidate_fits_the_shared_memory(depth, windowed):
+    problem = problem_of(sizes={"head_dim": depth}, windowed=windowed)
+    assert 2 <= len(configs(problem)) <= 4
+    for config in configs(problem):
+        assert shared_bytes(problem, config, stages_of(problem, config)) + 1024 <= H200.shared_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(compiler() is None, reason="nvidia-cutlass-dsl is not installed")
 @pytest.mark.parametrize(
-    ("dtype", "flags"),
-    [("bfloat16", {}), ("float16", {"causal": False}), ("bfloat16", {"sinks": True})],
-    ids=["causal", "full", "sinks"],
+    ("depth", "dtype", "flags"),
+    [
+        (128, "bfloat16", {}),
+        (128, "float16", {"causal": False}),
+        (128, "bfloat16", {"sinks": True}),
+        (128, "bfloat16", {"windowed": True, "capped": True, "causal": False}),
+        (128, "bfloat16", {"capped": True}),
+        (128, "bfloat16", {"packed": True, "windowed": True}),
+        (64, "bfloat16", {"sinks": True}),
+        (64, "bfloat16", {"sinks": True, "windowed": True}),
+        (64, "float16", {"packed": True, "causal": False}),
+        (256, "bfloat16", {"windowed": True, "capped": True}),
+        (256, "bfloat16", {"packed": True, "windowed": True, "capped": True}),
+    ],
+    ids=lambda given: "-".join(given) if isinstance(given, dict) else str(given),
 )
-def test_registers_hold_the_sums_and_the_left_operands(dtype, flags):
+def test_registers_hold_the_sums_and_the_left_operands(depth, dtype, flags):
     """A spill, or products that the compiler runs one by one, would cost a third of the speed."""
-    problem = problem_of(dtype, **flags)
+    problem = problem_of(dtype, {"head_dim": depth}, **flags)
     for config in configs(problem):
         kernel = SPEC.device(problem, config)
         made = compile_candidate(SPEC, problem, config, H200, ALIGNED)
@@ -111,7 +132,7 @@ def test_registers_hold_the_sums_and_the_left_operands(dtype, flags):
         }  # fmt: skip
         counts = read_machine_code(code_of(made.cubin, made.symbol), H200.capability).whole
         # Each sums 16 terms. The first scores and the last values are beside the loop with ``ahead``.
-        once = (128 + config["tile_n"]) // 16
+        once = (depth + config["tile_n"]) // 16
         assert (counts.products, counts.local_accesses) == (once * (1 + config["ahead"]), 0)
 
 

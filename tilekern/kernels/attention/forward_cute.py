@@ -25,10 +25,22 @@ _KERNEL = "tilekern.kernels.cute.attention_queries:AttentionQueries"
 # Queries of a warpgroup.
 ROWS = 64
 _BARRIER_BYTES = 8
-# A descriptor of keys, and one of values, fit a row of the result.
+# A descriptor of keys, and one of values, fit a row of the result, or two rows of heads of 64.
 DESCRIPTOR_BYTES = 128
-# Queries and keys of a tile, and whether scores are started ahead: sums, scores and weights fit a thread's registers.
-_TILES = ((128, 128, True), (128, 176, True), (192, 128, False), (192, 80, True))
+# Queries and keys of a tile, and whether scores are started ahead, by the width of heads and whether there is a window:
+# sums, scores and weights fit a thread's registers. Edges of windows cut less of small tiles.
+_TILES = {
+    (64, False): ((128, 192, True), (192, 96, True), (192, 128, True)),
+    (64, True): ((192, 64, True), (192, 128, True)),
+    (128, False): ((128, 128, True), (128, 176, True), (192, 128, False), (192, 80, True)),
+    (128, True): ((192, 64, True), (192, 80, True), (192, 128, False)),
+    (256, False): ((128, 64, True), (128, 80, True)),
+    (256, True): ((128, 64, True), (128, 80, True)),
+}
+# The most keys of a tile whose scores have a soft cap.
+_MOST_CAPPED = 128
+# With fewer queries, blocks would be few, and their tiles mostly empty.
+_FEWEST_QUERIES = 512
 # Numbers of stages, from the one that is preferred; with five, the kernel needs slots to be freed in their order.
 _STAGES = (8, 6, 5, 4)
 # The most shared memory of a block on Hopper.
@@ -48,19 +60,24 @@ def stages_of(problem: Problem, config: Config) -> int:
     return next(n for n in able if shared_bytes(problem, config, n) <= _MOST_BYTES)
 
 
-def _is_served(problem: Problem) -> bool:
-    """Return whether the device code serves a problem: whole groups of heads, half numbers, no windows or caps."""
-    plain = not any(problem[flag] for flag in ("capped", "windowed", "packed")) and problem["dtype"] != "float32"
-    return bool(plain and problem["head_dim"] == 128 and problem["heads"] % problem["kv_heads"] == 0)
+def _tiles(problem: Problem) -> list[tuple[int, int, bool]]:
+    """Return the tiles that serve a problem: half numbers, whole groups of heads, heads of 64, 128 or 256."""
+    is_half, is_whole = problem["dtype"] != "float32", problem["heads"] % problem["kv_heads"] == 0
+    if not is_half or not is_whole or problem["queries"] < _FEWEST_QUERIES:
+        return []
+    tiles = _TILES.get((problem["head_dim"], problem["windowed"]), ())
+    # A soft cap's tanh takes registers, too.
+    return [x for x in tiles if not problem["capped"] or x[1] <= _MOST_CAPPED]
 
 
 def _axes(problem: Problem) -> dict[str, list[Value]]:
+    tiles = _tiles(problem)
     return {
         "implementation": ["cute"],
         "schedule": ["persistent"],
-        "tile_m": sorted({rows for rows, _, _ in _TILES}),
-        "tile_n": sorted({columns for _, columns, _ in _TILES}),
-        "ahead": [False, True] if _is_served(problem) else [],
+        "tile_m": sorted({rows for rows, _, _ in tiles}),
+        "tile_n": sorted({columns for _, columns, _ in tiles}),
+        "ahead": [False, True],
     }
 
 
@@ -71,7 +88,7 @@ SPACE = Space(
         Constraint("the matrix units of Hopper are needed", lambda problem, config, target: target.has_wgmma),
         Constraint(
             "the other tiles spill registers, or were never the fastest",
-            lambda problem, config, target: (config["tile_m"], config["tile_n"], config["ahead"]) in _TILES,
+            lambda problem, config, target: (config["tile_m"], config["tile_n"], config["ahead"]) in _tiles(problem),
         ),
     ),
 )
@@ -87,7 +104,9 @@ def implement(
     function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], problem: Problem, config: Config
 ) -> CuteKernel:
     """Return the kernel of a config of the space."""
-    constants = {name: problem[name] for name in ("heads", "kv_heads", "causal", "sinks")}
+    constants = {
+        name: problem[name] for name in ("heads", "kv_heads", "causal", "windowed", "capped", "sinks", "packed")
+    }
     stages = stages_of(problem, config)
     constants |= {"tile_n": config["tile_n"], "ahead": config["ahead"], "stages": stages}
     return CuteKernel(

@@ -11,7 +11,9 @@ running maximum of a row follows its scores only if they exceed it by :data:`_SL
 
 Blocks take items from the longest to the shortest. If there are fewer blocks than items, each goes back and forth
 through the list, so that a long item is followed by a short one. Tiles of queries end at the last query: the tile that
-is not whole is the first one, which sees the fewest keys.
+is not whole is the first one, which sees the fewest keys. With a window, tiles of keys that no query of the block sees
+are not loaded; a warpgroup skips those that only others see. Packed sequences have items for as many tiles as the
+longest one; those of shorter ones are empty.
 
 In shared memory, a tile is halves of 64 columns, with rows of 128 bytes in which pieces of 16 bytes are swizzled.
 """
@@ -37,12 +39,13 @@ from tilekern.spec import ArrayParameter, ScalarParameter
 _VECTOR, _WIDTH = 8, 64
 # Depth of one instruction of the matrix units.
 _DEEP = 16
-# Registers of a thread that loads, and of one that computes, by the number of computing warpgroups.
-_REGISTERS = {2: (24, 240), 3: (32, 160)}
+# Registers of a thread that loads, and of one that computes, by the number of computing warpgroups and whether
+# sequences are packed: their tiles are loaded in two ways.
+_REGISTERS = {(2, False): (24, 240), (2, True): (40, 232), (3, False): (32, 160), (3, True): (32, 160)}
 # Powers of two by which a weight may exceed 1 before its row's sums are scaled.
 _SLACK = 8.0
-# Warps that load, and parts of a warpgroup's queries that one of them loads at a time.
-_LOADERS, _QUARTERS = 4, 4
+# Warps that load.
+_LOADERS = 4
 # Codes of a descriptor's fields.
 _FLOAT16, _BFLOAT16, _SWIZZLE_128 = 6, 10, 3
 
@@ -58,8 +61,11 @@ class AttentionQueries:
         cluster: blocks of a cluster; 1.
         heads: heads of q; whole groups.
         kv_heads: heads of k and v.
-        depth: elements of a head; 64 or 128.
+        depth: elements of a head; 64, 128 or 256.
         causal: whether a query sees the keys up to its position only.
+        windowed: whether a query sees keys at a distance below ``window`` only.
+        capped: whether scores have a soft cap.
+        packed: whether the sequences follow one another in a batch of one.
         sinks: whether each head has a sink, a key whose value is zero.
         tile_n: keys of a tile.
         ahead: whether the next scores are started before these keys' values are added.
@@ -71,14 +77,18 @@ class AttentionQueries:
 
     def __init__(
         self, function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], *, capability: int, block: int,
-        cluster: int, heads: int, kv_heads: int, depth: int, causal: bool, sinks: bool, tile_n: int, ahead: bool,
-        stages: int,
+        cluster: int, heads: int, kv_heads: int, depth: int, causal: bool, windowed: bool, capped: bool,
+        sinks: bool, packed: bool, tile_n: int, ahead: bool, stages: int,
     ) -> None:  # fmt: skip
         self.parameters, self.sample = parameters, samples(parameters)
         self.block, self.heads, self.group, self.depth = block, heads, heads // kv_heads, depth
-        self.causal, self.sinks, self.columns, self.ahead, self.stages = causal, sinks, tile_n, ahead, stages
+        self.causal, self.windowed, self.capped, self.sinks, self.packed = causal, windowed, capped, sinks, packed
+        self.columns, self.ahead, self.stages = tile_n, ahead, stages
         self.parts = block // (4 * WARP) - 1
         self.takes_turns = ahead and self.parts == 2
+        # Parts of a warpgroup's queries that a warp loads at a time: items of few or cheap tiles are through before a
+        # warp has waited for several.
+        self.pieces = 1 if self.parts == 3 and (windowed or depth == _WIDTH) else 4
 
     @cute.jit
     def __call__(self, arguments: tuple):
@@ -106,15 +116,19 @@ class AttentionQueries:
         # A reduction, unlike a shuffle, ends in a uniform register.
         self.warp = cute.arch.warp_redux_sync(thread // WARP, "or")
         self.batch, self.queries, self.keys = q.sizes[0], q.sizes[1], k.sizes[1]
+        if const_expr(self.packed):
+            self.starts = given["query_starts"].address, given["key_starts"].address
+            self.batch, self.queries = given["query_starts"].sizes[0] - 1, given["most_queries"]
+        self.window = given["window"]
         self.plan()
         self.prepare()
-        few, many = _REGISTERS[self.parts]
+        few, many = _REGISTERS[self.parts, self.packed]
         if self.warp < _LOADERS:
             cute.arch.setmaxregister_decrease(few)
             self.produce(q, k, v, given["out"])
         else:
             cute.arch.setmaxregister_increase(many)
-            self.consume(given["scale"], given["sink_logits"], given["out"], given["lse"])
+            self.consume(given["scale"], given["softcap"], given["sink_logits"], given["out"], given["lse"])
 
     # The block's items, each a tile of queries of a head.
 
@@ -131,21 +145,48 @@ class AttentionQueries:
         return Int32(cutlass.select_(turn % 2 == 1, backwards, self.number_of_block))
 
     def item(self, turn: Any) -> tuple[Any, Any, Any, Any]:
-        """Return an item's batch entry, head and first query, which may be negative, and its tiles of keys."""
+        """Return an item's entry of the batch and head, first query, which may be negative, tiles of keys, and span."""
         number, rows = turn * self.number_of_blocks + self.place(turn), self.batch * self.heads
         row, tile = number % rows, number // rows
-        first = self.queries - (tile + 1) * (self.parts * ROWS)
-        _, stop = self.seen(first, self.parts * ROWS)
-        return row // self.heads, row % self.heads, first, stop
+        span = self.span(row)
+        first = span[1] - (tile + 1) * (self.parts * ROWS)
+        start, _, _, stop = self.seen(first, self.parts * ROWS, span)
+        if self.packed:
+            # An item before the first query takes part with one tile, of which nothing is stored.
+            stop = Int32(cutlass.select_(first > -self.parts * ROWS, stop, start + 1))
+        return (0 if self.packed else row // self.heads, row % self.heads), first, (start, stop), span
 
-    def seen(self, first: Any, rows: int) -> tuple[Any, Any]:
-        """Return how many key tiles all queries see wholly, and in how many, at least 1, any query sees a key."""
-        whole, some = self.keys, self.keys
-        if self.causal:
-            first = first + self.keys - self.queries
-            whole = cutlass.max(cutlass.min(whole, first + 1), 0)
-            some = cutlass.max(cutlass.min(some, first + rows), 1)
-        return whole // self.columns, (some + self.columns - 1) // self.columns
+    def span(self, row: Any) -> tuple[Any, Any, Any, Any]:
+        """Return the first row and the number of the queries, then of the keys, of a head's entry or sequence."""
+        if not self.packed:
+            return 0, self.queries, 0, self.keys
+        number = row // self.heads
+        ends = [cute.make_tensor(x + (number + i), cute.make_layout(1))[0] for x in self.starts for i in (0, 1)]
+        return ends[0], ends[1] - ends[0], ends[2], ends[3] - ends[2]
+
+    def seen(self, first: Any, rows: int, span: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
+        """Return (start, full, edge, stop) in tiles of keys: any query sees a key of tiles [start, stop), at least one.
+
+        Every query sees all keys of tiles [full, edge).
+        """
+        _, queries, _, keys = span
+        low, full_low, whole, some = 0, 0, keys, keys
+        first = first + keys - queries
+        if self.causal or self.windowed:
+            reach = 1 if self.causal else self.window
+            whole = cutlass.max(cutlass.min(whole, first + reach), 0)
+            some = cutlass.max(cutlass.min(some, first + rows - 1 + reach), 1)
+        if self.packed:
+            some = cutlass.max(some, 1)
+        if self.windowed:
+            low = cutlass.max(first - self.window + 1, 0) // self.columns
+            full_low = (cutlass.max(first + rows - self.window, 0) + self.columns - 1) // self.columns
+        return low, full_low, whole // self.columns, (some + self.columns - 1) // self.columns
+
+    def is_cut(self, n: Any, tiles: tuple[Any, Any, Any, Any]) -> Any:
+        """Return whether some query does not see some key of tile ``n``."""
+        _, full, edge, _ = tiles
+        return (n < full) | (n >= edge) if self.windowed else n >= edge
 
     # Shared memory: tiles of q, the ring of k and v, barriers.
 
@@ -166,7 +207,7 @@ class AttentionQueries:
                 cute.arch.mbarrier_init(self.full + stage, 1)
                 cute.arch.mbarrier_init(self.empty + stage, 4 * parts)
             for part in cutlass.range_constexpr(parts):
-                cute.arch.mbarrier_init(self.queries_full + part, _QUARTERS)
+                cute.arch.mbarrier_init(self.queries_full + part, self.pieces)
                 cute.arch.mbarrier_init(self.queries_empty + part, 4)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -185,40 +226,68 @@ class AttentionQueries:
     @cute.jit
     def produce(self, q, k, v, out):
         """Load the tiles of all items."""
-        # The last row of the block's last item is written when all has been loaded. Until then it has descriptors.
-        number, head, first, _ = self.item(self.rounds - 1)
-        last = out.row((number, first + self.parts * ROWS - 1, head))
+        # The last rows of the block's last item are written when all has been loaded. Until then they hold descriptors.
+        turn = self.rounds - 1
+        (number, head), first, _, span = self.item(turn)
+        if const_expr(self.packed):
+            # Items before the first query write nothing.
+            while (turn > 0) & (first <= -self.parts * ROWS):
+                turn = turn - 1
+                (number, head), first, _, span = self.item(turn)
+        last = out.row((number, span[0] + first + self.parts * ROWS - 1, head))
         address = (out.address + last).toint()
-        if address % DESCRIPTOR_BYTES == 0:
+        is_able, to_values = address % DESCRIPTOR_BYTES == 0, DESCRIPTOR_BYTES
+        if const_expr(2 * self.depth < 2 * DESCRIPTOR_BYTES):
+            # The row has room for the keys' descriptor; the values' is in the row before, which the same warp writes.
+            to_values = -2 * out.row((0, 1, 0))
+            is_able = is_able & (to_values % DESCRIPTOR_BYTES == 0) & (first + self.parts * ROWS > 1)
+        if const_expr(self.packed):
+            is_able = is_able & (first > -self.parts * ROWS)
+        if is_able:
             if self.warp == 0:
                 self.describe(k, 0, address)
-                self.describe(v, 1, address + DESCRIPTOR_BYTES)
-            self.produce_described(q, address)
+                self.describe(v, 1, address + to_values)
+            self.produce_described(q, k, v, (address, to_values))
         else:
             self.produce_copied(q, k, v)
 
     @cute.jit
-    def produce_described(self, q, address):
+    def produce_described(self, q, k, v, descriptors):
         """Load tiles of keys and values by their descriptors."""
         slot, phase, queries_phase = Int32(0), Int32(1), Int32(1)
         for turn in cutlass.range(self.rounds, unroll=1):
-            number, head, first, stop = self.item(turn)
+            place, first, (start, stop), span = self.item(turn)
             if self.warp > 0:
-                self.load_queries(q, (number, head), first, queries_phase, self.warp - 1, _LOADERS - 1)
+                self.load_queries(q, place, first, span, queries_phase, self.warp - 1, _LOADERS - 1)
             else:
-                for n in cutlass.range(2 * stop, unroll=1):
+                for n in cutlass.range(2 * start, 2 * stop, unroll=1):
                     cute.arch.mbarrier_wait(self.empty + slot, phase)
-                    if self.lane == 0:
-                        cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, 2 * self.columns * self.depth)
-                        tile = (self.ring + slot * (self.columns * self.depth)).toint()
-                        for half in cutlass.range_constexpr(self.depth // _WIDTH):
-                            load_box(
-                                tile + half * self.columns * 2 * _WIDTH, address + n % 2 * DESCRIPTOR_BYTES,
-                                (half * _WIDTH, n // 2 * self.columns, head // self.group, number),
-                                (self.full + slot).toint(),
-                            )  # fmt: skip
+                    if const_expr(self.packed):
+                        # A box would have the next sequence's keys. Nor may items that are not written have boxes,
+                        # since descriptors are gone after the last one that is.
+                        is_boxed = ((n // 2 + 1) * self.columns <= span[3]) & (first > -self.parts * ROWS)
+                        if is_boxed:
+                            self.load_boxes(descriptors, place, n, span, slot)
+                        else:
+                            self.load_tile(k, v, place, n, span, slot)
+                    else:
+                        self.load_boxes(descriptors, place, n, span, slot)
                     slot, phase = self.moved(slot, phase, 1)
             queries_phase = queries_phase ^ 1
+
+    @cute.jit
+    def load_boxes(self, descriptors, place, n, span, slot):
+        """Start to load a tile of keys, or of values if ``n`` is odd, by its descriptor."""
+        (number, head), (address, to_values) = place, descriptors
+        if self.lane == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, 2 * self.columns * self.depth)
+            target = (self.ring + slot * (self.columns * self.depth)).toint()
+            for half in cutlass.range_constexpr(self.depth // _WIDTH):
+                load_box(
+                    target + half * self.columns * 2 * _WIDTH, address + n % 2 * to_values,
+                    (half * _WIDTH, span[2] + n // 2 * self.columns, head // self.group, number),
+                    (self.full + slot).toint(),
+                )  # fmt: skip
 
     # A slot may be another warp's in the next round, and a wait cannot tell rounds apart that are two apart: before a
     # warp gets to a slot, the warp before it must have been told that it is free. That holds where slots are freed in
@@ -229,32 +298,38 @@ class AttentionQueries:
         """Load tiles of keys and values by copies."""
         slot, phase, loads, queries_phase = Int32(self.warp), Int32(1), Int32(0), Int32(1)
         for turn in cutlass.range(self.rounds, unroll=1):
-            number, head, first, stop = self.item(turn)
-            self.load_queries(q, (number, head), first, queries_phase, self.warp, _LOADERS)
+            place, first, (start, stop), span = self.item(turn)
+            self.load_queries(q, place, first, span, queries_phase, self.warp, _LOADERS)
             queries_phase = queries_phase ^ 1
-            kv_place = number, head // self.group
             # The warp's first load of this item; the parity of a load tells keys from values.
-            start = (self.warp - loads) & (_LOADERS - 1)
-            loads = loads + 2 * stop
-            for n in cutlass.range(start, 2 * stop, _LOADERS, unroll=1):
+            own_start = 2 * start + ((self.warp - loads) & (_LOADERS - 1))
+            loads = loads + 2 * (stop - start)
+            for n in cutlass.range(own_start, 2 * stop, _LOADERS, unroll=1):
                 cute.arch.mbarrier_wait(self.empty + slot, phase)
-                tile, first_key = self.ring + slot * (self.columns * self.depth), n // 2 * self.columns
-                if n % 2 == 0:
-                    self.load(k, kv_place, first_key, self.columns, tile, self.columns, 0)
-                else:
-                    self.load(v, kv_place, first_key, self.columns, tile, self.columns, 0)
-                self.arrived(self.full + slot)
+                self.load_tile(k, v, place, n, span, slot)
                 slot, phase = self.moved(slot, phase, _LOADERS)
 
     @cute.jit
-    def load_queries(self, q, place, first, phase, start, step: int):
-        """Load every ``step``-th quarter of the warpgroups' queries, from ``start`` on."""
-        count = ROWS // _QUARTERS
-        for n in cutlass.range(start, _QUARTERS * self.parts, step, unroll=1):
-            part = n // _QUARTERS
+    def load_tile(self, k, v, place, n, span, slot):
+        """Load a tile of keys, or of values if ``n`` is odd, by copies."""
+        number, head = place
+        tile, first_key = self.ring + slot * (self.columns * self.depth), n // 2 * self.columns
+        kv_place, rows = (number, head // self.group), span[2:]
+        if n % 2 == 0:
+            self.load(k, kv_place, rows, first_key, self.columns, tile, self.columns, 0)
+        else:
+            self.load(v, kv_place, rows, first_key, self.columns, tile, self.columns, 0)
+        self.arrived(self.full + slot)
+
+    @cute.jit
+    def load_queries(self, q, place, first, span, phase, start, step: int):
+        """Load every ``step``-th piece of the warpgroups' queries, from ``start`` on."""
+        count = ROWS // self.pieces
+        for n in cutlass.range(start, self.pieces * self.parts, step, unroll=1):
+            part = n // self.pieces
             cute.arch.mbarrier_wait(self.queries_empty + part, phase)
             tile = self.tiles + part * (ROWS * self.depth)
-            self.load(q, place, first + n * count, count, tile, ROWS, n % _QUARTERS * count)
+            self.load(q, place, span[:2], first + n * count, count, tile, ROWS, n % self.pieces * count)
             self.arrived(self.queries_full + part)
 
     @cute.jit
@@ -285,10 +360,11 @@ class AttentionQueries:
         replace(place, "fill_mode", 0)
 
     @cute.jit
-    def load(self, array, place, first, count: int, tile, rows: int, into):
+    def load(self, array, place, span, first, count: int, tile, rows: int, into):
         """Start to load ``count`` rows of a head, with zeros past either end, to row ``into`` of a tile of ``rows``.
 
-        Each lane loads 16 bytes of a row; ``into`` is a multiple of 8.
+        Each lane loads 16 bytes of a row; ``into`` is a multiple of 8. ``span`` has the first row that there is in
+        the array, from which ``first`` counts, and the number of rows.
         """
         width = self.depth // _VECTOR
         together = WARP // width
@@ -296,10 +372,10 @@ class AttentionQueries:
         # Halves of 64 columns side by side, whose rows of 128 bytes are swizzled.
         start = vector // 8 * (rows * _WIDTH) + (into + at) * _WIDTH + ((vector % 8) ^ at) * _VECTOR
         target = tile.toint() + 2 * start
-        number, head = place
-        source = (array.address + array.row((number, first + at, head))).toint() + vector * ALIGNED_BYTES
+        (number, head), (base, length) = place, span if self.packed else (0, array.sizes[1])
+        source = (array.address + array.row((number, base + first + at, head))).toint() + vector * ALIGNED_BYTES
         stride = 2 * together * array.row((0, 1, 0))
-        before, behind = first + at, array.sizes[1] - first - at
+        before, behind = first + at, length - first - at
         for n in cutlass.range_constexpr(count // together):
             is_there = (behind > together * n) & (before >= -together * n)
             size = Int32(cutlass.select_(is_there, Int32(ALIGNED_BYTES), Int32(0)))
@@ -323,11 +399,13 @@ class AttentionQueries:
     # The consumers: 64 queries each.
 
     @cute.jit
-    def consume(self, scale, sink_logits, out, lse):
+    def consume(self, scale, softcap, sink_logits, out, lse):
         """Compute a warpgroup's part of all items."""
         self.part = self.warp // 4 - 1
         self.products()
-        self.factor = scale * Float32(LOG2_E)
+        self.factor, self.slope = (softcap if self.capped else scale) * Float32(LOG2_E), None
+        if const_expr(self.capped):
+            self.slope = scale / softcap * Float32(2 * LOG2_E)
         scores = self.score.make_fragment_C(self.score.partition_shape_C((ROWS, self.columns)))
         sums = self.value.make_fragment_C(self.value.partition_shape_C((ROWS, self.depth)))
         # P as the left operand, whose elements are in the order of ``scores``.
@@ -339,42 +417,56 @@ class AttentionQueries:
         if const_expr(self.takes_turns):
             self.open_turns()
         for turn in cutlass.range(self.rounds, unroll=1):
-            number, head, first, stop = self.item(turn)
+            place, first, (start, stop), span = self.item(turn)
             first = first + self.part * ROWS
-            whole, own_stop = self.seen(first, ROWS)
+            own_start, full, edge, own_stop = self.seen(first, ROWS, span)
             if const_expr(self.takes_turns):
-                own_stop = stop
+                own_start, own_stop = start, stop
+            elif const_expr(self.packed):
+                own_stop = cutlass.min(own_stop, stop)
+                own_start = cutlass.min(own_start, own_stop - 1)
             # The first of a thread's rows.
             row = first + self.warp % 4 * 16 + self.lane // 4
             sums.fill(0.0)
-            self.begin(most, total, sink_logits, head)
+            self.begin(most, total, sink_logits, place[1])
             cute.arch.mbarrier_wait(self.queries_full + self.part, queries_phase)
             queries_phase = queries_phase ^ 1
-            products, state, tiles = (scores, weights, sums), (most, total, shrink), (whole, own_stop)
+            products, state = (scores, weights, sums), (most, total, shrink)
+            tiles = own_start, full, edge, own_stop
+            if const_expr(self.windowed):
+                slot, phase = self.skip((start, own_start), slot, phase)
             if const_expr(self.ahead):
-                slot, phase = self.all_keys_ahead(products, state, tiles, row, slot, phase)
+                slot, phase = self.all_keys_ahead(products, state, tiles, row, span, slot, phase)
             else:
-                slot, phase = self.all_keys(products, state, tiles, row, slot, phase)
+                slot, phase = self.all_keys(products, state, tiles, row, span, slot, phase)
                 self.tell(self.queries_empty + self.part)
-            for _ in cutlass.range(2 * own_stop, 2 * stop, unroll=1):
-                cute.arch.mbarrier_wait(self.full + slot, phase)
-                self.tell(self.empty + slot)
-                slot, phase = self.moved(slot, phase, 1)
-            self.finish(sums, most, total, row, number, head, out, lse)
+            slot, phase = self.skip((own_stop, stop), slot, phase)
+            self.finish(sums, most, total, row, span, place, out, lse)
 
     @cute.jit
-    def all_keys(self, products, state, tiles, row, slot, phase):
+    def skip(self, tiles, slot, phase):
+        """Free slots of tiles that only other warpgroups see; return the next slot."""
+        start, stop = tiles
+        for _ in cutlass.range(2 * start, 2 * stop, unroll=1):
+            cute.arch.mbarrier_wait(self.full + slot, phase)
+            self.tell(self.empty + slot)
+            slot, phase = self.moved(slot, phase, 1)
+        return slot, phase
+
+    @cute.jit
+    def all_keys(self, products, state, tiles, row, span, slot, phase):
         """Add all keys that a warpgroup sees, one tile after the other; return the next slot."""
-        (scores, weights, sums), (whole, stop) = products, tiles
-        for n in cutlass.range(stop, unroll=1):
+        (scores, weights, sums), (start, _, _, stop) = products, tiles
+        for n in cutlass.range(start, stop, unroll=1):
             cute.arch.mbarrier_wait(self.full + slot, phase)
             self.start_scores(scores, slot)
             warpgroup.wait_group(0)
             self.complete(scores)
             self.tell(self.empty + slot)
             slot, phase = self.moved(slot, phase, 1)
-            if n >= whole:
-                self.hide(scores, n, row)
+            self.cap(scores)
+            if self.is_cut(n, tiles):
+                self.hide(scores, n, row, span)
             self.weigh(scores, *state)
             self.scale_sums(sums, state[2])
             self.round(weights, scores)
@@ -387,20 +479,21 @@ class AttentionQueries:
         return slot, phase
 
     @cute.jit
-    def all_keys_ahead(self, products, state, tiles, row, slot, phase):
+    def all_keys_ahead(self, products, state, tiles, row, span, slot, phase):
         """Do :meth:`all_keys`, with the scores of the next keys started before the values of these."""
-        (scores, weights, sums), (whole, stop) = products, tiles
+        (scores, weights, sums), (start, _, _, stop) = products, tiles
         cute.arch.mbarrier_wait(self.full + slot, phase)
         self.start_scores(scores, slot)
         warpgroup.wait_group(0)
         self.complete(scores)
         self.tell(self.empty + slot)
         slot, phase = self.moved(slot, phase, 1)
-        if whole <= 0:
-            self.hide(scores, Int32(0), row)
+        self.cap(scores)
+        if self.is_cut(start, tiles):
+            self.hide(scores, Int32(start), row, span)
         self.weigh(scores, *state)
         self.round(weights, scores)
-        for n in cutlass.range(1, stop, unroll=1):
+        for n in cutlass.range(start + 1, stop, unroll=1):
             # ``slot`` has these keys' values.
             next_slot, next_phase = self.moved(slot, phase, 1)
             cute.arch.mbarrier_wait(self.full + next_slot, next_phase)
@@ -414,8 +507,9 @@ class AttentionQueries:
             warpgroup.wait_group(1)
             self.complete(scores)
             self.tell(self.empty + next_slot)
-            if n >= whole:
-                self.hide(scores, n, row)
+            self.cap(scores)
+            if self.is_cut(n, tiles):
+                self.hide(scores, n, row, span)
             self.weigh(scores, *state)
             self.complete(scores)
             # This barrier has been passed; without a branch here the assembler waits before the exponentials.
@@ -507,15 +601,27 @@ class AttentionQueries:
                 one = cute.math.exp2(logit - most[r], fastmath=True)
                 total[r] = Float32(cutlass.select_(is_first, one, Float32(0.0)))
 
+    def cap(self, scores: Any) -> None:
+        """Put scores through the soft cap's tanh, to 2e-7 absolute; ``factor`` has the cap."""
+        if self.capped:
+            for i in range(cute.size(scores)):
+                grown = cute.math.exp2(scores[i] * self.slope, fastmath=True) + Float32(1.0)
+                scores[i] = cute.math.fma(cute.arch.rcp_approx(grown), Float32(-2.0), Float32(1.0))
+
     @cute.jit
-    def hide(self, scores, n, row):
+    def hide(self, scores, n, row, span):
         """Lower the scores of keys that do not exist or that the query does not see to minus infinity."""
+        _, queries, _, keys = span
         first = n * self.columns + self.lane % 4 * 2
         for i in cutlass.range_constexpr(cute.size(scores)):
-            stop = self.keys
+            stop, position = keys, row + i // 2 % 2 * 8 + keys - queries
             if const_expr(self.causal):
-                stop = cutlass.min(stop, row + i // 2 % 2 * 8 + self.keys - self.queries + 1)
+                stop = cutlass.min(stop, position + 1)
+            elif const_expr(self.windowed):
+                stop = cutlass.min(stop, position + self.window)
             is_seen = i // 4 * 8 + i % 2 < stop - first
+            if const_expr(self.windowed):
+                is_seen = is_seen & (i // 4 * 8 + i % 2 > position - self.window - first)
             scores[i] = Float32(cutlass.select_(is_seen, scores[i], Float32(-float("inf"))))
 
     @cute.jit
@@ -558,10 +664,11 @@ class AttentionQueries:
                 sums[i] = sums[i] * shrink[i // 2 % 2]
 
     @cute.jit
-    def finish(self, sums, most, total, row, number, head, out, lse):
+    def finish(self, sums, most, total, row, span, place, out, lse):
         """Divide by the denominators; store out and lse."""
         address, _, _, _, by_batch, by_head, _ = lse
-        logs = address + (number * Int64(by_batch) + head * Int64(by_head))
+        number, head = place
+        logs = address + (number * Int64(by_batch) + head * Int64(by_head) + span[0])
         for r in cutlass.range_constexpr(2):
             for distance in cutlass.range_constexpr(1, 3):
                 total[r] = total[r] + cute.arch.shuffle_sync_bfly(total[r], offset=distance)
@@ -577,7 +684,8 @@ class AttentionQueries:
         halves.store(cute.make_tensor(sums.iterator, halves.layout).load().to(self.half))
         words = cute.recast_tensor(halves, Int32)
         for r in cutlass.range_constexpr(2):
-            start = (out.address + out.row((number, row + 8 * r, head))).toint() + self.lane % 4 * ALIGNED_BYTES
+            place = number, span[0] + row + 8 * r, head
+            start = (out.address + out.row(place)).toint() + self.lane % 4 * ALIGNED_BYTES
             for n in cutlass.range_constexpr(self.depth // 32):
                 # Of 32 columns, each of four lanes has two of each 8; then it has 8.
                 vector = self.transposed([words[2 * (4 * n + i) + r] for i in range(4)])
