@@ -23,6 +23,7 @@ from tilekern.cache.trust.signing import SigningKey
 from tilekern.compile.toolchain import backends, toolkit
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
+from tilekern.spec import Problem
 from tilekern.spec.targets import Target, here
 from tilekern.tuning.budget import Budget, LeftOut, Worth, is_as_good, served_by, turns_by_gain, worths_of
 from tilekern.tuning.compile.stage import (
@@ -125,6 +126,7 @@ class Result:
         seconds: wall seconds of each stage.
         winners: the winner of each problem that has one; ``winner.record.provenance`` says how it was chosen.
         left_out: problems that the budget did not reach, and what serves them meanwhile.
+        lost: problems without a record because an artifact of their winner is lost, and which artifact.
         notes: lines for people.
         compile: the outcome of the compile stage (:class:`tilekern.tuning.compile.stage.CompileSummary`).
         measure: that of the measure stage (:class:`tilekern.tuning.measure.stage.MeasureSummary`), with ``reasons``.
@@ -144,6 +146,7 @@ class Result:
     seconds: dict[str, float] = field(default_factory=dict)
     winners: list[Winner] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
+    lost: dict[Named, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     compile: dict[str, Any] = field(default_factory=dict)
     measure: dict[str, Any] = field(default_factory=dict)
@@ -171,6 +174,10 @@ class Result:
                 "spent": round(self.spent_s, 3),
                 "left_out": [problem.as_json() for problem in self.left_out],
             },
+            "lost": [
+                {"kernel": kernel, "problem": dict(problem), "reason": reason}
+                for (kernel, problem), reason in self.lost.items()
+            ],
             "results": self.results,
             "cache": self.cache,
             "packs": self.packs,
@@ -358,16 +365,17 @@ class Pipeline:
     def winners(self) -> list[Won]:
         """Return the winners that may be published, and note what the budget left out.
 
-        A problem whose space was compiled in part has none, nor has one that a better record serves than a prediction.
+        A problem whose space was compiled in part has none, nor has one that a better record serves than a prediction,
+        or whose winner has lost an artifact (``result.lost``).
         """
         self._note_left_out()
         layers = default_layers(Path(self.store.root), looking=True)
-        found = winners(self.sweep, self.result.toolkit)
+        found = winners(
+            self.sweep, self.result.toolkit, only_measured=self.options.only_measured, lost=self.result.lost
+        )
         # What others made is not signed with this user's key, and without the policy any record may be theirs.
         if must_be_signed() or not self.options.key:
             found = with_invariant(found, lambda named: served_by([named], self.sweep.target, layers)[named])
-        if self.options.only_measured:
-            found = (won for won in found if won[0].record.provenance == MEASURED)
         unfinished = {
             (left.kernel, left.problem)
             for left in self.result.left_out
@@ -379,11 +387,13 @@ class Pipeline:
         """Write winners to ``results.pack`` and to the packs of models, and install them in the cache.
 
         Raises:
-            InputError: there is no winner, and the budget left nothing out.
+            InputError: there is no winner, and the budget left nothing out; or all winners have lost an artifact.
             tilekern.cache.CacheError: a pack or the cache cannot be written.
         """
         result, sweep = self.result, self.sweep
         result.winners = [winner for winner, _ in found]
+        if not found and result.lost:
+            raise InputError(_why_lost(sweep, result.lost))
         if not found and not (self.options.only_measured or result.left_out):
             raise InputError(_why_none(sweep))
         if found:
@@ -397,6 +407,10 @@ class Pipeline:
                 )
             result.results, result.cache = str(path), str(self.store.root)
             result.packs = write_packs(self._packs, found, self.options.key)
+
+    def why_not(self, kernel: str, problem: Problem) -> str:
+        """Return why a problem is not among the winners."""
+        return self.result.lost.get((kernel, problem)) or why_not(self.sweep, kernel, problem)
 
     def _note_left_out(self) -> None:
         if not (self.budget and (self._is_cut or self.budget.spent.is_set())):
@@ -424,11 +438,12 @@ class Pipeline:
         won = {(winner.kernel, winner.problem): winner.record.provenance for winner in result.winners}
         left = {(out.kernel, out.problem) for out in result.left_out}
         result.is_whole = bool(won or not left) and won.keys() | left >= set(self.sweep.problems())
+        told = left | result.lost.keys()
         for kernel, problem in self.sweep.problems():
             how = won.get((kernel, problem))
-            if (kernel, problem) not in left and (how is None or (result.measure and how != MEASURED)):
+            if (kernel, problem) not in told and (how is None or (result.measure and how != MEASURED)):
                 what = "no winner" if how is None else "not measured"
-                result.notes.append(f"{what}: {kernel} {problem.key}: {why_not(self.sweep, kernel, problem)}")
+                result.notes.append(f"{what}: {kernel} {problem.key}: {self.why_not(kernel, problem)}")
         if self.sweep.invariant and result.measure:
             for (kernel, problem), why in invariant_winners(self.sweep, Known.of(self.sweep))[1].items():
                 result.notes.append(f"no bit class: {kernel} {problem.key}: {why}")
@@ -560,6 +575,14 @@ def _why_none(sweep: Sweep) -> str:
     return (
         f"no candidate compiled and passed its check; of {kernel} {problem.key}: {why_not(sweep, kernel, problem)}; "
         f"python -m tilekern.tune status {sweep.folder} has the others"
+    )
+
+
+def _why_lost(sweep: Sweep, lost: Mapping[Named, str]) -> str:
+    (kernel, problem), reason = next(iter(lost.items()))
+    return (
+        f"no record can be made of {sweep.folder}: each of {len(lost)} winners has lost an artifact, the first, of "
+        f"{kernel} {problem.key}: {reason}, or copy the folder again"
     )
 
 

@@ -27,7 +27,7 @@ from tilekern.tuning.predict.ranking import Prediction, ranking
 from tilekern.tuning.predict.roofline import Roofline, roofline
 from tilekern.tuning.strategies.selection import ranked
 from tilekern.tuning.sweep.candidates import LIBRARY_LINE, Candidate, candidate
-from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.folder import ArtifactLost, Sweep
 from tilekern.tuning.sweep.journal import Line
 from tilekern.tuning.sweep.lines import copy_key
 from tilekern.tuning.sweep.plan import Named
@@ -93,12 +93,16 @@ class Winner:
         }
 
 
-def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dict[str, bytes]]]:
+def winners(
+    sweep: Sweep, toolkit: dict[str, str], *, only_measured: bool = False, lost: dict[Named, str] | None = None
+) -> Iterator[tuple[Winner, dict[str, bytes]]]:  # fmt: skip
     """Yield the winner of each problem for which a candidate compiled and passed, with the bytes of its artifacts.
 
     Args:
         sweep: the sweep; its journals are read once.
         toolkit: what to name as the toolkit where no artifact was compiled.
+        only_measured: whether to pass over problems without a measurement, which have a predicted winner.
+        lost: gets the reason for each problem that is passed over because an artifact of its winner is lost.
     """
     target, known = sweep.target, Known.of(sweep)
     invariant, _ = invariant_winners(sweep, known)
@@ -107,7 +111,9 @@ def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dic
         generic = found[-1]
         if not known.may_win(generic):
             continue
-        chosen = _measured_winner(known, found, target) or _predicted_winner(sweep, known, kernel, problem, target)
+        chosen = _measured_winner(known, found, target)
+        if chosen is None and not only_measured:
+            chosen = _predicted_winner(sweep, known, kernel, problem, target)
         if chosen is None:
             continue
         item, facts = chosen
@@ -118,8 +124,13 @@ def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dic
             facts["measurement"][INVARIANT] = known.invariant(same, generic)
             if not same.is_library and same.config != runs.config:
                 variants[INVARIANT] = same
-        artifacts = {name: artifact_in(sweep, one, known.compiled[one.artifact]) for name, one in variants.items()}
-        blobs = {artifact.sha256: sweep.cubin(artifact.sha256) for artifact in artifacts.values()}
+        try:
+            artifacts = {name: artifact_in(sweep, one, known.compiled[one.artifact]) for name, one in variants.items()}
+            blobs = {artifact.sha256: sweep.cubin(artifact.sha256) for artifact in artifacts.values()}
+        except ArtifactLost as error:
+            if lost is not None:
+                lost[kernel, problem] = str(error)
+            continue
         # What a library runs belongs to the toolkit of its rivals.
         made_by = (known.line(item) or known.line(generic)).get("toolkit", toolkit)
         record = record_of(

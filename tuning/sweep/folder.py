@@ -32,7 +32,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from pathlib import Path, PurePosixPath
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from tilekern.cache import CacheError
+from tilekern.cache import CacheError, Corrupt, Missing
 from tilekern.cache.files import make_folder, read_whole
 from tilekern.cache.folders import files_inside, is_linked, unlink_below
 from tilekern.cache.records import LARGEST_BLOB
@@ -82,6 +82,10 @@ def folder_in(root: Path, name: str) -> Path:
     if is_linked(root, place):
         raise InputError(f"{root / place} is a link or behind one, and nothing is written through a link in a cache")
     return root / place
+
+
+class ArtifactLost(InputError):  # noqa: N818 (the name says the state)
+    """An artifact of a sweep is missing or damaged, or cannot be read."""
 
 
 class Sweep:
@@ -386,17 +390,21 @@ class Sweep:
         """Return the bytes of an artifact; a damaged one is removed, so that it is compiled again.
 
         Raises:
-            InputError: it is missing or damaged.
+            ArtifactLost: it is missing or damaged, or cannot be read.
         """
         path = self.folder / _ARTIFACTS / sha256
         try:
             found, _ = read_whole(path, LARGEST_BLOB)
-        except CacheError:
+        except Missing:
+            raise ArtifactLost(f"{path} is missing; compile it again") from None
+        except Corrupt:
             found = b""
+        except CacheError as error:
+            raise ArtifactLost(str(error)) from None
         if hashlib.sha256(found).hexdigest() != sha256:
             with contextlib.suppress(OSError):
                 unlink_below(self.folder, PurePosixPath(_ARTIFACTS, sha256))
-            raise InputError(f"{path} is missing or damaged; run the compile stage again")
+            raise ArtifactLost(f"{path} is damaged; compile it again")
         return found
 
 

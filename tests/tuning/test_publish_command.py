@@ -1,0 +1,96 @@
+"""``tune publish DIR`` on folders that have lost files, that others wrote in, or that hold no sweep."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from recorded import RecordedExecutor
+from tuning_samples import THREE, WIDE, needs_compiler
+
+from tilekern.cache import Pack
+from tilekern.tuning import cli
+from tilekern.tuning.measure.stage import measure_all
+from tilekern.tuning.publishing import keep_winners, winners
+from tilekern.tuning.sweep.folder import Sweep
+
+pytestmark = needs_compiler
+
+
+@pytest.fixture
+def folder(both, tmp_path) -> Path:
+    """A copy of a measured sweep of four problems."""
+    return Path(shutil.copytree(both.folder, tmp_path / "sweep"))
+
+
+def run(*arguments: object) -> int:
+    return cli.main([*map(str, arguments)])
+
+
+def publish(folder: Path, *options: str) -> int:
+    return run("publish", folder, "--cache-dir", folder.with_name("cache"), *options)
+
+
+def own_artifact(folder: Path, named) -> Path:
+    """Return an artifact of a problem's winner that no other winner has."""
+    digests = {(won.kernel, won.problem): won.record.digests for won, _ in winners(Sweep(folder), {"key": "none"})}
+    [digest, *_] = digests[named].difference(*(some for other, some in digests.items() if other != named))
+    return folder / "artifacts" / digest
+
+
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(("harm", "how"), [(lose, "missing"), (damage, "damaged")])
+def test_a_lost_artifact_costs_its_problem_its_record_alone(folder, capsys, harm, how):
+    path = own_artifact(folder, WIDE)
+    harm(path)
+    assert publish(folder) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "1 problems have no record, as an artifact of their winner is lost" in said
+    assert [line for line in said if str(path) in line] == [
+        f"lost: {WIDE[0]} {WIDE[1].key}: {path} is {how}; compile it again"
+    ]
+    assert not any("not measured" in line for line in said)
+    published = {address.problem_key for address in Pack(folder / "results.pack").records}
+    assert published == {problem.key for _, problem in THREE}
+
+
+def test_json_names_lost_problems(folder, capsys):
+    lose(own_artifact(folder, WIDE))
+    assert publish(folder, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [(one["kernel"], one["problem"]) for one in document["lost"]] == [(WIDE[0], dict(WIDE[1]))]
+    assert len(document["problems"]) == len(THREE)
+
+
+def test_where_all_artifacts_are_lost_nothing_is_published(folder, capsys):
+    shutil.rmtree(folder / "artifacts")
+    assert publish(folder) == 2
+    [said] = capsys.readouterr().err.splitlines()
+    assert f"no record can be made of {folder}: each of 4 winners has lost an artifact" in said
+    assert said.endswith("is missing; compile it again, or copy the folder again")
+    assert not folder.with_name("cache").exists()
+
+
+def test_a_lost_artifact_costs_its_problem_its_measurement_alone(folder):
+    path = own_artifact(folder, WIDE)
+    for journal in ("measured", "races"):
+        (folder / f"{journal}.jsonl").unlink()
+    damage(path)
+    sweep = Sweep(folder)
+    measure_all(sweep, RecordedExecutor(), keep_winners)
+    assert {race["problem"] for race in sweep.races().values()} == {problem.key for _, problem in THREE}
+    assert sweep.skipped() == {f"{WIDE[0]}|{WIDE[1].key}": f"{path} is damaged; compile it again"}
+
+
+def test_a_report_names_lost_problems(folder, capsys):
+    path = own_artifact(folder, WIDE)
+    lose(path)
+    assert run("report", folder, "--csv", folder.with_name("rows.csv")) == 0
+    assert str(path) in capsys.readouterr().err
