@@ -44,6 +44,7 @@ from tilekern.tuning.publishing import (
     compiled_with,
     invariant_winners,
     keep_winners,
+    of_others,
     publish,
     why_not,
     winners,
@@ -126,6 +127,7 @@ class Result:
         seconds: wall seconds of each stage.
         winners: the winner of each problem that has one; ``winner.record.provenance`` says how it was chosen.
         left_out: problems that the budget did not reach, and what serves them meanwhile.
+        others: problems whose records rest on lines of the sweep that others wrote, and are not this user's own.
         lost: problems without a record because an artifact of their winner is lost, and which artifact.
         notes: lines for people.
         compile: the outcome of the compile stage (:class:`tilekern.tuning.compile.stage.CompileSummary`).
@@ -146,6 +148,7 @@ class Result:
     seconds: dict[str, float] = field(default_factory=dict)
     winners: list[Winner] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
+    others: set[Named] = field(default_factory=set)
     lost: dict[Named, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     compile: dict[str, Any] = field(default_factory=dict)
@@ -168,7 +171,10 @@ class Result:
             "compile": self.compile,
             "measure": self.measure,
             "step": self.step,
-            "problems": [winner.as_json() for winner in self.winners],
+            "problems": [
+                winner.as_json() | {"own": (winner.kernel, winner.problem) not in self.others}
+                for winner in self.winners
+            ],
             "budget": {
                 "seconds": self.budget_s,
                 "spent": round(self.spent_s, 3),
@@ -370,9 +376,10 @@ class Pipeline:
         """
         self._note_left_out()
         layers = default_layers(Path(self.store.root), looking=True)
-        found = winners(
-            self.sweep, self.result.toolkit, only_measured=self.options.only_measured, lost=self.result.lost
-        )
+        result, only_measured = self.result, self.options.only_measured
+        of_journals = list(winners(self.sweep, result.toolkit, only_measured=only_measured, lost=result.lost))
+        result.others = of_others(self.sweep, result.toolkit, of_journals)
+        found: Iterable[Won] = of_journals
         # What others made is not signed with this user's key, and without the policy any record may be theirs.
         if must_be_signed() or not self.options.key:
             found = with_invariant(found, lambda named: served_by([named], self.sweep.target, layers)[named])
@@ -399,7 +406,7 @@ class Pipeline:
         if found:
             self.tell(PUBLISH, 0, 0)
             path = sweep.folder / RESULTS
-            installed = publish(found, path, self.store, own=sweep.is_own, key=self.options.key)
+            installed = publish(found, path, self.store, result.others, self.options.key)
             if installed.unclassed:
                 result.notes.append(
                     f"records in {self.store.root} that had a kernel for tilekern.invariant() and have none now: "

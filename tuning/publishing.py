@@ -140,6 +140,29 @@ def winners(
         yield _winner(item, record, target), blobs
 
 
+def of_others(
+    sweep: Sweep, toolkit: dict[str, str], found: Sequence[tuple[Winner, dict[str, bytes]]]
+) -> set[Named]:  # fmt: skip
+    """Return the problems whose records rest on lines that neither this user wrote nor a trust root signed.
+
+    A record is this user's own if their lines alone give the same one, so one line of others costs no other record.
+
+    Args:
+        sweep: the sweep.
+        toolkit: as of :func:`winners`.
+        found: what :func:`winners` yielded.
+    """
+    if sweep.is_own or not sweep.is_of_others:
+        return set()
+    own = {(winner.kernel, winner.problem): winner.record for winner, _ in winners(sweep.own_part(), toolkit)}
+
+    def is_own(winner: Winner) -> bool:
+        record = own.get((winner.kernel, winner.problem))
+        return record is not None and msgspec.structs.replace(record, created=winner.record.created) == winner.record
+
+    return {(winner.kernel, winner.problem) for winner, _ in found if not is_own(winner)}
+
+
 def with_invariant(
     found: Iterable[tuple[Winner, dict[str, bytes]]], served: Callable[[Named], Hit | None]
 ) -> Iterator[tuple[Winner, dict[str, bytes]]]:  # fmt: skip
@@ -507,7 +530,7 @@ def keep_winners(sweep: Sweep) -> None:
 
 
 def publish(
-    found: Sequence[tuple[Winner, dict[str, bytes]]], pack: Path, store: Store, *, own: bool,
+    found: Sequence[tuple[Winner, dict[str, bytes]]], pack: Path, store: Store, others: Collection[Named] = (),
     key: SigningKey | None = None,
 ) -> Installed:  # fmt: skip
     """Write the winners' pack and install it in a cache.
@@ -516,22 +539,22 @@ def publish(
         found: the winners.
         pack: the file to write.
         store: the cache.
-        own: whether all that the winners are made of is this user's own or was signed by a trust root
-            (:attr:`tilekern.tuning.sweep.folder.Sweep.is_own`); else the policy ``signed`` lets none in that a trust
-            root did not sign, and none may be signed.
-        key: what to sign the records in the pack with.
+        others: the problems whose records are not this user's own (:func:`of_others`): the policy ``signed`` lets them
+            in only if a trust root signed them.
+        key: what to sign the records in the pack with, all of which must be this user's own.
 
     Returns:
         What became of the records.
 
     Raises:
-        InputError: there is a key, and not all is this user's own.
+        InputError: there is a key, and a record is not this user's own.
         tilekern.cache.CacheError: the pack or the cache cannot be written, or a record is not trusted.
     """
-    if key and not own:
+    if key and others:
         raise InputError(f"{pack} is not signed: its records are made of artifacts that others compiled")
     digests = write(found, pack, key)
-    return install_pack(pack, store, own=digests if own else (), made_now=digests)
+    own = [winner.record.to_json().encode() for winner, _ in found if (winner.kernel, winner.problem) not in others]
+    return install_pack(pack, store, own=[hashlib.sha256(text).hexdigest() for text in own], made_now=digests)
 
 
 def write(

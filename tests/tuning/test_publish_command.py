@@ -94,3 +94,50 @@ def test_a_report_names_lost_problems(folder, capsys):
     lose(path)
     assert run("report", folder, "--csv", folder.with_name("rows.csv")) == 0
     assert str(path) in capsys.readouterr().err
+
+
+def unsealed(folder: Path, journal: str, changed: dict, *, of=WIDE) -> None:
+    """Append a copy of the last line about a problem, changed and without its writer's seal, as others write it."""
+    path = folder / f"{journal}.jsonl"
+    keys = {item.key for item in Sweep(folder).candidates(*of)}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    last = next(line for line in reversed(lines) if line.get("candidate") in keys and "timing" in line)
+    with path.open("a") as file:
+        file.write(json.dumps({name: value for name, value in (last | changed).items() if name != "seal"}) + "\n")
+
+
+def owners(folder: Path, capsys) -> dict[tuple[int, int], bool]:
+    assert publish(folder, "--json") == 0
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    return {(one["problem"]["rows"], one["problem"]["columns"]): one["own"] for one in problems}
+
+
+def test_a_line_of_others_takes_only_the_record_that_rests_on_it(folder, capsys):
+    mine = owners(folder, capsys)
+    assert all(mine.values())
+    assert len(mine) == 4
+    unsealed(folder, "measured", {"timing": {"median_us": 0.5, "samples": 99, "spread_us": 0.1}})
+    assert owners(folder, capsys) == mine | {(WIDE[1]["rows"], WIDE[1]["columns"]): False}
+    assert publish(folder) == 0
+    said = capsys.readouterr().out
+    assert "1 of 4 records rest on what others compiled or measured, and are not yours" in said
+    assert f"the first of {WIDE[0]} {WIDE[1].key}" in said
+
+
+def test_a_copy_of_an_own_line_changes_no_owner(folder, capsys):
+    unsealed(folder, "measured", {})
+    assert all(owners(folder, capsys).values())
+
+
+def test_a_line_of_others_that_quietly_removes_the_fastest_is_not_overlooked(folder, capsys):
+    """Its record is another one than this user's lines alone give."""
+    [won] = [won for won, _ in winners(Sweep(folder), {"key": "none"}) if (won.kernel, won.problem) == WIDE]
+    line = next(
+        one for one in Sweep(folder).measured().values() if one.get("timing", {}).get("median_us") == won.time_us
+    )
+    with (folder / "measured.jsonl").open("a") as file:
+        wrong = {"passed": False, "relative_error": 1.0, "elementwise_error": 1.0, "reason": "no"}
+        file.write(
+            json.dumps({"candidate": line["candidate"], "check": wrong, "code_sha256": line["code_sha256"]}) + "\n"
+        )
+    assert [size for size, own in owners(folder, capsys).items() if not own] == [(WIDE[1]["rows"], WIDE[1]["columns"])]

@@ -24,9 +24,10 @@ def command(folder: Path, cache_dir: Path | None, as_json: bool) -> None:
     """Make records of the problems that the sweep in DIR has measured, and fill the cache; needs no GPU or compiler.
 
     For a folder whose measuring run was stopped on a machine that is gone; a run that ends has published already. What
-    another user or machine measured counts only if TILEKERN_TRUST is any, and its records are not yours: the policy
-    signed does not load them. Problems without a measurement get no record, nor do those whose winner has lost an
-    artifact; these are named. DIR/results.pack is written anew. Exit codes: 0 records were made; 2 none could be.
+    another user or machine compiled or measured counts only if TILEKERN_TRUST is any, and records that rest on it are
+    not yours: the policy signed does not load them. Problems without a measurement get no record, nor do those whose
+    winner has lost an artifact; these are named. DIR/results.pack is written anew. Exit codes: 0 records were made; 2
+    none could be.
     """
     from tilekern.tuning.terminal import print_result
 
@@ -46,7 +47,7 @@ def published(folder: Path, store: Store) -> Result:
             winners have lost an artifact.
         tilekern.cache.CacheError: ``results.pack`` or the cache cannot be written.
     """
-    sweep = Sweep(folder)
+    sweep = Sweep(folder, finished=True)
     sweep.require_own()
     has_others = sweep.is_of_others
     if has_others and not must_be_signed():
@@ -70,8 +71,12 @@ def published(folder: Path, store: Store) -> Result:
     if not (winners or lost):
         raise InputError(f"no problem in {folder} is measured; run --stages measure --sweep {folder} where the GPU is")
     pipeline.publish(winners)
-    if not sweep.is_own:
-        result.notes.append(f"others compiled or measured what is in {folder}: its records are not sealed as yours")
+    if others := [winner for winner in result.winners if (winner.kernel, winner.problem) in result.others]:
+        first = others[0]
+        result.notes.append(
+            f"{len(others)} of {len(winners)} records rest on what others compiled or measured, and are not yours, the "
+            f"first of {first.kernel} {first.problem.key}; --json says which are"
+        )
     if unmeasured := planned - len(winners) - lost:
         result.notes.append(
             f"{unmeasured} of {planned} problems are not measured and have no record; --stages measure "
