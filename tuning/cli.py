@@ -14,7 +14,7 @@ from tilekern.runtime.settings import check_settings
 from tilekern.tuning.commands import COMMANDS, command_named
 from tilekern.tuning.plan.configs import MODEL_IS, UnknownModel, require_model_name
 from tilekern.tuning.plan.presets import PRESETS
-from tilekern.warning import shown_plainly, tell
+from tilekern.warning import one_line, shown_plainly, tell
 
 EXIT_INPUT, EXIT_TOOLCHAIN, EXIT_INTERRUPTED = 2, 4, 130
 
@@ -60,5 +60,5 @@ def _neither(word: str) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    tell(f"tilekern: {' '.join(message.split())}", err=True)
+    tell(f"tilekern: {one_line(message)}", err=True)
     return code

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -263,14 +264,15 @@ class Pipeline:
         """
         self.work()
         notes, folder = self.result.notes, self.sweep.folder
+        quoted = shlex.quote(str(folder))
         if self._measures:
             self.publish(self.winners())
         elif self._compiles:
             self.result.winners = [winner for winner, _ in self.winners()]
-            notes.append(f"carry {folder} to the target and run --stages measure --sweep {folder}")
+            notes.append(f"carry {folder} to the target and run --stages measure --sweep {quoted}")
         else:
             count = f"{len(self.sweep.problems())} problems are planned in {folder}"
-            notes.append(f"{count}; go on with --stages compile,measure --sweep {folder}")
+            notes.append(f"{count}; go on with --stages compile,measure --sweep {quoted}")
         if self._compiles or self._measures:
             self._note_missing()
         self.result.spent_s = time.monotonic() - self.options.began
@@ -581,7 +583,7 @@ def _why_none(sweep: Sweep) -> str:
     kernel, problem = problems[0]
     return (
         f"no candidate compiled and passed its check; of {kernel} {problem.key}: {why_not(sweep, kernel, problem)}; "
-        f"python -m tilekern.tune status {sweep.folder} has the others"
+        f"python -m tilekern.tune status {shlex.quote(str(sweep.folder))} has the others"
     )
 
 

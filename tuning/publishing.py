@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -486,7 +487,7 @@ def why_not(sweep: Sweep, kernel: str, problem: Problem) -> str:
     compiled, measured, quarantined = sweep.compiled(), sweep.measured(), sweep.quarantined()
     items = sweep.candidates(kernel, problem)
     if not any(item.is_library or item.artifact in compiled for item in items):
-        return f"nothing of it is compiled; run --stages compile,measure --sweep {sweep.folder}"
+        return f"nothing of it is compiled; run --stages compile,measure --sweep {shlex.quote(str(sweep.folder))}"
     # The generic variant first, without which there is no record.
     reasons = (_why_out(item, compiled.get(item.artifact, {}), measured, quarantined) for item in items[::-1])
     return next(filter(None, reasons), "no candidate was timed")

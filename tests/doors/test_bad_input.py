@@ -99,7 +99,10 @@ def said(ran, code):
         (["qwen3-8b", "--gpu", "B200", "--colour"], ["--colour"]),
         (["qwen3-8b", "qwen3-9b", "--gpu", "B200"], ["qwen3-9b", "qwen3-8b"]),
         (["qwen3-8b", "--gpu", "B200", "--stages", "compile"], ["--sweep"]),
-        (["--stages", "measure", "--sweep", "nowhere"], ["nowhere is not a sweep folder", "--stages plan,compile"]),
+        (
+            ["--stages", "measure", "--sweep", "nowhere"],
+            ["nowhere holds no sweep: there is no such folder; give the folder of one", "--stages plan,compile"],
+        ),
         (["missing/config.json", "--gpu", "B200"], ["missing/config.json is missing; give the path of a model's"]),
         (["gpt2", "--gpu", "B200", "--weight-dtype", "int8"], ["--weight-dtype int8", "pass --engine"]),
         (["gpt2", "--gpu", "B200", "--engine", "--weight-dtype", "fp8"], ["--weight-dtype 'fp8'", "int8"]),

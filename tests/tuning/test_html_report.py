@@ -337,7 +337,7 @@ def test_without_bokeh_the_extra_is_named_and_the_rest_is_written(sweep: Sweep, 
 
 def test_bad_input_is_one_line(sweep: Sweep, tmp_path: Path, capsys):
     assert run(tmp_path / "nothing") == 2
-    assert "is not a sweep folder" in capsys.readouterr().err
+    assert "holds no sweep" in capsys.readouterr().err
     assert run(sweep.folder, "--csv", tmp_path / "no" / "a.csv") == 2
     error = capsys.readouterr().err
     assert "cannot write" in error

@@ -1,6 +1,7 @@
 """``tune publish DIR`` on folders that have lost files, that others wrote in, or that hold no sweep."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -141,3 +142,27 @@ def test_a_line_of_others_that_quietly_removes_the_fastest_is_not_overlooked(fol
             json.dumps({"candidate": line["candidate"], "check": wrong, "code_sha256": line["code_sha256"]}) + "\n"
         )
     assert [size for size, own in owners(folder, capsys).items() if not own] == [(WIDE[1]["rows"], WIDE[1]["columns"])]
+
+
+def test_a_mistyped_folder_holds_no_sweep(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for name, why in (("empty", "it has no sweep.json"), ("typo", "there is no such folder")):
+        assert publish(tmp_path / name) == 2
+        [said] = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"tilekern: {tmp_path / name} holds no sweep: {why}; give the folder of one")
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+def test_commands_in_messages_name_a_folder_with_spaces_as_the_shell_takes_it(tmp_path, capsys):
+    """The words behind --sweep, as a shell splits them, are the folder."""
+    folder = tmp_path / "my  sweep's"
+    problem = f"{WIDE[0]} {','.join(f'{name}={value}' for name, value in WIDE[1].items())}"
+    unplanned = publish(folder), run("status", folder), run("report", folder)
+    assert run("--stages", "plan", "--gpu", "H200", "--problem", problem, "--sweep", folder) == 0
+    assert (*unplanned, publish(folder), run("--stages", "compile", "--dry-run", "--sweep", folder)) == (2, 2, 2, 2, 0)
+    said = capsys.readouterr()
+    lines = [line for line in (said.out + said.err).splitlines() if "--sweep" in line]
+    assert len(lines) == 5
+    for line in lines:
+        _, _, rest = line.partition("--sweep ")
+        assert shlex.split(rest)[0] == str(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import click
@@ -47,7 +48,7 @@ def published(folder: Path, store: Store) -> Result:
             winners have lost an artifact.
         tilekern.cache.CacheError: ``results.pack`` or the cache cannot be written.
     """
-    sweep = Sweep(folder, finished=True)
+    sweep, quoted = Sweep(folder, finished=True), shlex.quote(str(folder))
     sweep.require_own()
     has_others = sweep.is_of_others
     if has_others and not must_be_signed():
@@ -69,7 +70,7 @@ def published(folder: Path, store: Store) -> Result:
             "measured it"
         )
     if not (winners or lost):
-        raise InputError(f"no problem in {folder} is measured; run --stages measure --sweep {folder} where the GPU is")
+        raise InputError(f"no problem in {folder} is measured; run --stages measure --sweep {quoted} where the GPU is")
     pipeline.publish(winners)
     if others := [winner for winner in result.winners if (winner.kernel, winner.problem) in result.others]:
         first = others[0]
@@ -80,7 +81,7 @@ def published(folder: Path, store: Store) -> Result:
     if unmeasured := planned - len(winners) - lost:
         result.notes.append(
             f"{unmeasured} of {planned} problems are not measured and have no record; --stages measure "
-            f"--sweep {folder} goes on with them where the GPU is"
+            f"--sweep {quoted} goes on with them where the GPU is"
         )
     return result
 

@@ -186,7 +186,7 @@ def _run(refresh: Refresh, outcome: Outcome, store: Store, jobs: int | None, *, 
     if outcome.driver is None:
         outcome.notes.append(
             f"no {outcome.target.name} here: carry {sweep.folder} to one "
-            f"and run python -m tilekern.tune refresh --sweep {sweep.folder.name}"
+            f"and run python -m tilekern.tune refresh --sweep {shlex.quote(sweep.folder.name)}"
         )
         return
     outcome.changes = refresh.finish(done.winners)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +88,10 @@ class PlanFile:
         except FileNotFoundError:
             if self._path.name != PLAN:
                 raise InputError(f"{self._path} does not exist; give a file that tilekern.trace wrote") from None
+            why = "it has no sweep.json" if self._folder.is_dir() else "there is no such folder"
             raise InputError(
-                f"{self._folder} is not a sweep folder; run --stages plan,compile --sweep {self._folder}"
+                f"{self._folder} holds no sweep: {why}; give the folder of one, or plan one for a MODEL with "
+                f"--stages plan,compile --sweep {shlex.quote(str(self._folder))}"
             ) from None
         except (OSError, CacheError, ValueError, RecursionError) as error:
             raise InputError(f"{self._path} cannot be read: {error}") from None
