@@ -53,6 +53,7 @@ from tilekern.tuning.publishing import (
     write_packs,
 )
 from tilekern.tuning.rehearse.stage import STEP, rehearse, stage_in
+from tilekern.tuning.stopping import Stopped
 from tilekern.tuning.strategies import strategy_named
 from tilekern.tuning.sweep.folder import RESULTS, Sweep, folder_in
 from tilekern.tuning.sweep.plan import Named
@@ -141,6 +142,8 @@ class Result:
         budget_s: the budget, in seconds; None where there was none.
         spent_s: wall seconds of the run.
         is_whole: whether every problem has a winner that the budget did not leave out.
+        stop: the signal that stopped the run (:func:`tilekern.tuning.stopping.stopped_by`); then only what is measured
+            is published.
     """
 
     model: str
@@ -161,6 +164,7 @@ class Result:
     budget_s: float | None = None
     spent_s: float = 0.0
     is_whole: bool = True
+    stop: Stopped | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the document that ``--json`` prints."""
@@ -255,14 +259,23 @@ class Pipeline:
         return MEASURE in self.options.stages
 
     def run(self) -> Result:
-        """Compile, measure and publish, as the options say.
+        """Compile, measure and publish, as the options say; a run that a signal stops publishes what is measured.
 
         Raises:
             InputError: a folder cannot be written or is another's, or no GPU can be had.
             ToolchainMissing: artifacts are missing and no compiler is installed.
             tilekern.cache.CacheError: a pack or the cache cannot be written.
         """
-        self.work()
+        try:
+            self.work()
+            self._end()
+        except Stopped as stop:
+            self._end_stopped(stop)
+        self.result.spent_s = time.monotonic() - self.options.began
+        return self.result
+
+    def _end(self) -> None:
+        """Publish what the stages found, and note what is missing."""
         notes, folder = self.result.notes, self.sweep.folder
         quoted = shlex.quote(str(folder))
         if self._measures:
@@ -275,8 +288,17 @@ class Pipeline:
             notes.append(f"{count}; go on with --stages compile,measure --sweep {quoted}")
         if self._compiles or self._measures:
             self._note_missing()
-        self.result.spent_s = time.monotonic() - self.options.began
-        return self.result
+
+    def _end_stopped(self, stop: Stopped) -> None:
+        """Publish what is measured, and nothing else, since whoever stopped the run may kill it soon."""
+        result, self.options = self.result, dataclasses.replace(self.options, only_measured=True)
+        result.stop, result.is_whole, result.left_out = stop, False, []
+        if self._measures and (found := self.winners()):
+            self.publish(found)
+        result.notes.append(
+            f"{stop}: stopped with {len(result.winners)} of {len(self.sweep.problems())} problems measured; what was "
+            "finished is kept, the next run goes on from there"
+        )
 
     def work(self) -> None:
         """Compile and measure, both at once if there is room for both."""
@@ -300,8 +322,6 @@ class Pipeline:
                 self._choose_in_steps(executor)
         if self._compiles and (key := self.options.key):
             self.result.notes.append(f"signed {self.sweep.sign(key)} artifacts with key {key.public_key[:16]}")
-        # The machine that measures may have no compiler.
-        self.result.toolkit = compiled_with(self.sweep) or self.result.toolkit
 
     def _order_by_gain(self, executor: Executor | None) -> None:
         sweep, options = self.sweep, self.options
@@ -377,6 +397,8 @@ class Pipeline:
         or whose winner has lost an artifact (``result.lost``).
         """
         self._note_left_out()
+        # The machine that measures may have no compiler.
+        self.result.toolkit = compiled_with(self.sweep) or self.result.toolkit
         layers = default_layers(Path(self.store.root), looking=True)
         result, only_measured = self.result, self.options.only_measured
         of_journals = list(winners(self.sweep, result.toolkit, only_measured=only_measured, lost=result.lost))

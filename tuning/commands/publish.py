@@ -13,7 +13,6 @@ from tilekern.cache.trust.policy import must_be_signed
 from tilekern.errors import InputError
 from tilekern.tuning.options import Folder, tuner_command
 from tilekern.tuning.pipeline import Options, Pipeline, Result
-from tilekern.tuning.publishing import compiled_with
 from tilekern.tuning.sweep.folder import Sweep
 
 
@@ -55,7 +54,6 @@ def published(folder: Path, store: Store) -> Result:
         sweep = Sweep(folder, foreign=True)
     pipeline = Pipeline(sweep, store, Options(stages=(), only_measured=True))
     result = pipeline.result
-    result.toolkit = compiled_with(sweep) or result.toolkit
     winners = pipeline.winners()
     planned = len(sweep.problems())
     lost = len(result.lost)
