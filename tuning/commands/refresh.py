@@ -62,7 +62,7 @@ class Outcome:
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, B200, an arch, a key or sm_90:78.")
 @click.option("--cache-dir", type=_FOLDER, help="The cache to refresh.")
 @click.option(
-    "--pack", "packs", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    "--pack", "packs", multiple=True, type=click.Path(dir_okay=False, path_type=Path),
     help="A pack to refresh, too; may be repeated.",
 )  # fmt: skip
 @click.option("--top", type=click.IntRange(min=0), default=3, show_default=True, help="Runners-up to time, too.")
