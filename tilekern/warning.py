@@ -46,6 +46,12 @@ def tell(*lines: str, err: bool = False) -> None:
     print("\n".join(map(printable, lines)), file=sys.stderr if err else sys.stdout, flush=True)
 
 
+def flush() -> None:
+    """Flush the standard output; a process may have none, as one of a daemon that closed it."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
 def warn(message: str) -> None:
     """Warn; the message is one line and says what is wrong, then what to do."""
     warnings.warn_explicit(printable(one_line(message)), TilekernWarning, _PLACE, 0, registry=_registry)

@@ -15,7 +15,7 @@ from tilekern.tuning.commands import COMMANDS, command_named
 from tilekern.tuning.plan.configs import MODEL_IS, UnknownModel, require_model_name
 from tilekern.tuning.plan.presets import PRESETS
 from tilekern.tuning.stopping import Stopped
-from tilekern.warning import one_line, shown_plainly, tell
+from tilekern.warning import flush, one_line, shown_plainly, tell
 
 EXIT_INPUT, EXIT_TOOLCHAIN, EXIT_INTERRUPTED = 2, 4, 130
 
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
                 prog_name=" ".join(["python -m tilekern.tune", *([name] if name else [])]),
                 standalone_mode=False,
             )
-        sys.stdout.flush()
+        flush()
     except click.ClickException as error:
         return _fail(error.format_message(), EXIT_INPUT)
     except BrokenPipeError:

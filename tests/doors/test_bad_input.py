@@ -253,6 +253,22 @@ def test_a_file_that_is_not_a_pack_puts_nothing_into_the_cache(here):
     assert not here.cache.exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("tune", "--help"), ("tune", "--version"), ("cache_tools", "ls"), ("cache_tools", "stats")],
+    ids=" ".join,
+)
+def test_a_closed_standard_output_is_no_error(here, words):
+    """As that of a daemon; what was asked for is done, and nobody is told."""
+    module, *arguments = words
+    command = f"exec {sys.executable} -m tilekern.{module} {' '.join(arguments)} >&-"
+    settings = environment(TILEKERN_CACHE_DIR=str(here.cache))
+    ran = subprocess.run(
+        ["sh", "-c", command], cwd=here.folder, env=settings, capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
 def first_line(path, process, timeout_s=300):
     ends = time.monotonic() + timeout_s
     while time.monotonic() < ends and process.poll() is None:

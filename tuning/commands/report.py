@@ -41,7 +41,7 @@ def command(folder: Path, html_file: Path | None, csv_file: Path | None, json_fi
         for path, form in asked:
             if path == _STDOUT:
                 text = form(report)
-                if sys.stdout.isatty():
+                if sys.stdout is not None and sys.stdout.isatty():
                     text = "\n".join(map(printable, text.split("\n")))
                 click.echo(text, nl=False)
             elif path:
