@@ -679,6 +679,8 @@ def report(
     if not results.is_dir():
         raise InputError(f"--results {results} is not a folder; pass the one with the JSON files")
     everything = read_folder(results)
+    if not everything:  # all pages would be empty, and the plots deleted
+        raise InputError(f"--results {results} holds no results; pass the one with the JSON files")
     files = files_of(everything)
     if readme is not None:
         try:
