@@ -17,7 +17,7 @@ _UsageError: Any = typer.BadParameter.__base__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit code: 0, 2 for bad input, 4 if the compiler is missing."""
+    """Run one command; return the exit code: 0, 2 for bad input, 4 if the compiler is missing, 130 for Ctrl-C."""
     try:
         with shown_plainly():
             return app(args=arguments, prog_name="benchmarks", standalone_mode=False) or 0
@@ -27,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), 2)
     except _UsageError as error:
         return _fail(error.format_message(), 2)
+    except (typer.Abort, KeyboardInterrupt):
+        return _fail("stopped", 130)
 
 
 def _fail(message: str, code: int) -> int:

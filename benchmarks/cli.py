@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from enum import Enum
 from importlib.util import find_spec
@@ -442,7 +443,8 @@ def inference(
     _keep(results, out, stem)
     path = _path(out, stem)
     if find_spec("bokeh") is None:
-        print(f"note: no page of charts, as Bokeh is not installed; elsewhere, run python -m benchmarks charts {path}")
+        command = f"python -m benchmarks charts {shlex.quote(str(path))}"
+        print(f"note: no page of charts, as Bokeh is not installed; elsewhere, run {command}")
     else:
         _write_page(results, path.with_suffix(".html"))
 
@@ -677,6 +679,8 @@ def report(
     if not results.is_dir():
         raise InputError(f"--results {results} is not a folder; pass the one with the JSON files")
     everything = read_folder(results)
+    if not everything:  # all pages would be empty, and the plots deleted
+        raise InputError(f"--results {results} holds no results; pass the one with the JSON files")
     files = files_of(everything)
     if readme is not None:
         try:

@@ -26,6 +26,7 @@ import numpy as np
 
 from benchmarks.regret import percentile, timed_candidates
 from tilekern.compile.cubin import Resources
+from tilekern.errors import InputError
 from tilekern.spec import LibraryCall
 from tilekern.tuning.predict import cost_model
 from tilekern.tuning.predict.cost_model import Weights
@@ -235,7 +236,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fit the cost model's weights to a measured sweep.")
     parser.add_argument("sweep", type=Path, help="the sweep folder")
     sweep = Sweep.carried(parser.parse_args().sweep)
-    samples = samples_of(sweep)
+    try:
+        samples = samples_of(sweep)
+    except InputError as error:
+        parser.error(str(error))
+    if not samples:
+        parser.error(f"{sweep.folder} holds no measurements; run --stages measure on its GPU first")
     weights = fit(samples)
     for kind, found in weights.items():
         of_kind = [sample for sample in samples if sample.kind == kind]

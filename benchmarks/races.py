@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -87,7 +88,8 @@ def measure(
             results = Results(results.run, [*rows, *summary(rows)])
             keep(f"{kernel} {problem.key}", results)
     if not rows:
-        raise InputError(f"{folder} holds nothing that was measured and right; run --stages measure --sweep {folder}")
+        sweep_option = f"--sweep {shlex.quote(str(folder))}"
+        raise InputError(f"{folder} holds nothing that was measured and right; run --stages measure {sweep_option}")
     return results
 
 

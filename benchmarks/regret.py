@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -32,7 +33,8 @@ def measure(folder: Path) -> Results:
         results.rows.extend(rows)
         regrets += [row.value for row in rows if row.metric == "regret"]
     if not regrets:
-        raise InputError(f"{folder} holds no measurements; run --stages measure --sweep {folder} on its GPU first")
+        sweep_option = f"--sweep {shlex.quote(str(folder))}"
+        raise InputError(f"{folder} holds no measurements; run --stages measure {sweep_option} on its GPU first")
     figures = {"median": statistics.median(regrets), "p90": percentile(regrets, 90), "worst": max(regrets)}
     for name, value in figures.items():
         results.rows.append(Row("regret", ALL, OURS, f"{name}_regret", round(value, 4), "1"))

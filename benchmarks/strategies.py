@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shlex
 import statistics
 import time
 from collections import Counter
@@ -132,7 +133,8 @@ def measure(
         keep(case, results)
         longest_s = max(longest_s, time.perf_counter() - began)
     if not choices:
-        raise InputError(f"{folder} holds no compiled candidates; run --stages plan,compile --sweep {folder}")
+        sweep_option = f"--sweep {shlex.quote(str(folder))}"
+        raise InputError(f"{folder} holds no compiled candidates; run --stages plan,compile {sweep_option}")
     return results
 
 

@@ -16,7 +16,7 @@ from tilekern.cache import CacheError
 from tilekern.cache_tools.shared.options import HELP, version
 from tilekern.errors import InputError, TilekernWarning
 from tilekern.runtime.settings import check_settings
-from tilekern.warning import DEPRECATED, shown_plainly, tell
+from tilekern.warning import DEPRECATED, flush, one_line, shown_plainly, tell
 
 _COMMANDS = (
     "clear", "diff", "keygen", "ls", "pack", "prune", "pull", "push", "repository", "revoke", "show", "sign", "stats",
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             DEPRECATED["--target"].tell()
         with shown_plainly():
             code = app.main(args=arguments, prog_name="python -m tilekern.cache_tools", standalone_mode=False)
-        sys.stdout.flush()
+        flush()
         return code or 0
     except (CacheError, InputError, TilekernWarning) as error:  # a warning is raised under `python -W error`
         return _fail(str(error))
@@ -79,5 +79,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int = 2) -> int:
-    tell(f"tilekern: {' '.join(message.split())}", err=True)
+    tell(f"tilekern: {one_line(message)}", err=True)
     return code

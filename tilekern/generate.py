@@ -19,7 +19,7 @@ from tilekern import __version__
 from tilekern.cache import CacheError
 from tilekern.errors import InputError, TilekernError, TilekernWarning, ToolchainMissing, needing
 from tilekern.runtime.settings import check_settings
-from tilekern.warning import command_line, shown_plainly, tell
+from tilekern.warning import command_line, one_line, shown_plainly, tell
 
 if TYPE_CHECKING:
     from tilekern.inference import Engine
@@ -333,7 +333,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int = _EXIT_INPUT) -> int:
-    tell(f"tilekern: {' '.join(message.split())}", err=True)
+    tell(f"tilekern: {one_line(message)}", err=True)
     return code
 
 

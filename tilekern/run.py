@@ -20,7 +20,7 @@ from tilekern.errors import InputError
 from tilekern.integrations.startup import apply_later
 from tilekern.runtime.settings import APPLY, check_settings
 from tilekern.runtime.switches import ADAMW, ATTENTION, EXPERTS, FORMS, FP8, GRAPHS, OPS, text_of
-from tilekern.warning import command_line, tell
+from tilekern.warning import command_line, one_line, tell
 
 # Ops that are off by default.
 _ASKED = {
@@ -135,7 +135,7 @@ def _of_the_program(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _fail(message: str) -> int:
-    tell(f"tilekern: {' '.join(message.split())}", err=True)
+    tell(f"tilekern: {one_line(message)}", err=True)
     return 2
 
 

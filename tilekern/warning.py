@@ -36,14 +36,25 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
+def one_line(text: str) -> str:
+    """Join the lines of a text by single spaces; spaces inside a line, as of a path, stay."""
+    return " ".join(filter(None, map(str.strip, text.splitlines())))
+
+
 def tell(*lines: str, err: bool = False) -> None:
     """Print lines of a command line, each made :func:`printable`; ``err`` selects the standard error."""
     print("\n".join(map(printable, lines)), file=sys.stderr if err else sys.stdout, flush=True)
 
 
+def flush() -> None:
+    """Flush the standard output; a process may have none, as one of a daemon that closed it."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
 def warn(message: str) -> None:
     """Warn; the message is one line and says what is wrong, then what to do."""
-    warnings.warn_explicit(printable(" ".join(message.split())), TilekernWarning, _PLACE, 0, registry=_registry)
+    warnings.warn_explicit(printable(one_line(message)), TilekernWarning, _PLACE, 0, registry=_registry)
 
 
 def warn_once(message: str, about: object = None) -> None:

@@ -14,13 +14,14 @@ from tilekern.runtime.settings import check_settings
 from tilekern.tuning.commands import COMMANDS, command_named
 from tilekern.tuning.plan.configs import MODEL_IS, UnknownModel, require_model_name
 from tilekern.tuning.plan.presets import PRESETS
-from tilekern.warning import shown_plainly, tell
+from tilekern.tuning.stopping import Stopped
+from tilekern.warning import flush, one_line, shown_plainly, tell
 
 EXIT_INPUT, EXIT_TOOLCHAIN, EXIT_INTERRUPTED = 2, 4, 130
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code: 2 bad input, 4 no compiler, 130 Ctrl-C."""
+    """Run the command line; return the exit code: 2 bad input, 4 no compiler, 130 Ctrl-C, 143 SIGTERM."""
     given = sys.argv[1:] if arguments is None else arguments
     name = given[0] if given and given[0] in COMMANDS else None
     try:
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
                 prog_name=" ".join(["python -m tilekern.tune", *([name] if name else [])]),
                 standalone_mode=False,
             )
-        sys.stdout.flush()
+        flush()
     except click.ClickException as error:
         return _fail(error.format_message(), EXIT_INPUT)
     except BrokenPipeError:
@@ -43,8 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     except OSError as error:
         return _fail(f"{error.filename or 'input or output'}: {error.strerror or error}", EXIT_INPUT)
-    except (click.Abort, KeyboardInterrupt):
-        return _fail("stopped; what was finished is kept, the next run goes on from there", EXIT_INTERRUPTED)
+    except (click.Abort, KeyboardInterrupt, Stopped) as stop:
+        code = stop.exit_code if isinstance(stop, Stopped) else EXIT_INTERRUPTED
+        return _fail("stopped; what was finished is kept, the next run goes on from there", code)
     except (TilekernError, TilekernWarning, CacheError) as error:  # a warning is raised under `python -W error`
         text = _neither(error.word) if name is None and isinstance(error, UnknownModel) else str(error)
         return _fail(text, EXIT_TOOLCHAIN if isinstance(error, ToolchainMissing) else EXIT_INPUT)
@@ -60,5 +62,5 @@ def _neither(word: str) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    tell(f"tilekern: {' '.join(message.split())}", err=True)
+    tell(f"tilekern: {one_line(message)}", err=True)
     return code

@@ -15,7 +15,7 @@ import click
 from tilekern import __version__
 from tilekern.errors import InputError
 from tilekern.kernels import add_specs
-from tilekern.runtime.switches import EXPERTS, EXTRAS, FP8_FORMATS, OPS, ROWWISE
+from tilekern.runtime.switches import EXPERTS, EXTRAS, FP8_FORMATS, OPS, ROWWISE, fp8_format
 from tilekern.spec.targets import KNOWN
 from tilekern.tuning.plan.configs import require_model_name
 from tilekern.tuning.plan.presets import PRESETS
@@ -74,19 +74,6 @@ def described_alone(option: str) -> InputError:
     return InputError(f"{option} describes the steps of a model, and a plan has its own sizes; leave it out")
 
 
-class _Format(click.Choice[str]):
-    """A format of 8-bit floats on the command line."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the format; a model's name may follow an option whose value may be left out."""
-        if value not in self.choices:
-            raise InputError(
-                f"--fp8 {value!r:.60}: unknown format; known: {', '.join(FP8_FORMATS)}; "
-                f"write --fp8 {ROWWISE} before the name of a model"
-            )
-        return super().convert(value, param, ctx)
-
-
 _STEPS = {
     "engine": click.option(
         "--engine",
@@ -126,7 +113,8 @@ _STEPS = {
         "--fp8",
         is_flag=False,
         flag_value=ROWWISE,
-        type=_Format(FP8_FORMATS),
+        metavar=f"[{'|'.join(FP8_FORMATS)}]",
+        callback=lambda _context, _option, word: word and fp8_format(word, "the name of a model"),
         help=f"Linear layers, and experts, run 8-bit floats, {ROWWISE} if no word follows: apply(fp8=...).",
     ),
     "checkpointing": click.option("--checkpointing", is_flag=True, help="Activations are recomputed in the backward."),

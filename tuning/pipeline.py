@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from tilekern.cache.trust.signing import SigningKey
 from tilekern.compile.toolchain import backends, toolkit
 from tilekern.errors import InputError
 from tilekern.kernels import spec_named
+from tilekern.spec import Problem
 from tilekern.spec.targets import Target, here
 from tilekern.tuning.budget import Budget, LeftOut, Worth, is_as_good, served_by, turns_by_gain, worths_of
 from tilekern.tuning.compile.stage import (
@@ -43,6 +45,7 @@ from tilekern.tuning.publishing import (
     compiled_with,
     invariant_winners,
     keep_winners,
+    of_others,
     publish,
     why_not,
     winners,
@@ -50,6 +53,7 @@ from tilekern.tuning.publishing import (
     write_packs,
 )
 from tilekern.tuning.rehearse.stage import STEP, rehearse, stage_in
+from tilekern.tuning.stopping import Stopped
 from tilekern.tuning.strategies import strategy_named
 from tilekern.tuning.sweep.folder import RESULTS, Sweep, folder_in
 from tilekern.tuning.sweep.plan import Named
@@ -125,6 +129,8 @@ class Result:
         seconds: wall seconds of each stage.
         winners: the winner of each problem that has one; ``winner.record.provenance`` says how it was chosen.
         left_out: problems that the budget did not reach, and what serves them meanwhile.
+        others: problems whose records rest on lines of the sweep that others wrote, and are not this user's own.
+        lost: problems without a record because an artifact of their winner is lost, and which artifact.
         notes: lines for people.
         compile: the outcome of the compile stage (:class:`tilekern.tuning.compile.stage.CompileSummary`).
         measure: that of the measure stage (:class:`tilekern.tuning.measure.stage.MeasureSummary`), with ``reasons``.
@@ -136,6 +142,8 @@ class Result:
         budget_s: the budget, in seconds; None where there was none.
         spent_s: wall seconds of the run.
         is_whole: whether every problem has a winner that the budget did not leave out.
+        stop: the signal that stopped the run (:func:`tilekern.tuning.stopping.stopped_by`); then only what is measured
+            is published.
     """
 
     model: str
@@ -144,6 +152,8 @@ class Result:
     seconds: dict[str, float] = field(default_factory=dict)
     winners: list[Winner] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
+    others: set[Named] = field(default_factory=set)
+    lost: dict[Named, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     compile: dict[str, Any] = field(default_factory=dict)
     measure: dict[str, Any] = field(default_factory=dict)
@@ -154,6 +164,7 @@ class Result:
     budget_s: float | None = None
     spent_s: float = 0.0
     is_whole: bool = True
+    stop: Stopped | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the document that ``--json`` prints."""
@@ -165,12 +176,19 @@ class Result:
             "compile": self.compile,
             "measure": self.measure,
             "step": self.step,
-            "problems": [winner.as_json() for winner in self.winners],
+            "problems": [
+                winner.as_json() | {"own": (winner.kernel, winner.problem) not in self.others}
+                for winner in self.winners
+            ],
             "budget": {
                 "seconds": self.budget_s,
                 "spent": round(self.spent_s, 3),
                 "left_out": [problem.as_json() for problem in self.left_out],
             },
+            "lost": [
+                {"kernel": kernel, "problem": dict(problem), "reason": reason}
+                for (kernel, problem), reason in self.lost.items()
+            ],
             "results": self.results,
             "cache": self.cache,
             "packs": self.packs,
@@ -241,27 +259,46 @@ class Pipeline:
         return MEASURE in self.options.stages
 
     def run(self) -> Result:
-        """Compile, measure and publish, as the options say.
+        """Compile, measure and publish, as the options say; a run that a signal stops publishes what is measured.
 
         Raises:
             InputError: a folder cannot be written or is another's, or no GPU can be had.
             ToolchainMissing: artifacts are missing and no compiler is installed.
             tilekern.cache.CacheError: a pack or the cache cannot be written.
         """
-        self.work()
+        try:
+            self.work()
+            self._end()
+        except Stopped as stop:
+            self._end_stopped(stop)
+        self.result.spent_s = time.monotonic() - self.options.began
+        return self.result
+
+    def _end(self) -> None:
+        """Publish what the stages found, and note what is missing."""
         notes, folder = self.result.notes, self.sweep.folder
+        quoted = shlex.quote(str(folder))
         if self._measures:
             self.publish(self.winners())
         elif self._compiles:
             self.result.winners = [winner for winner, _ in self.winners()]
-            notes.append(f"carry {folder} to the target and run --stages measure --sweep {folder}")
+            notes.append(f"carry {folder} to the target and run --stages measure --sweep {quoted}")
         else:
             count = f"{len(self.sweep.problems())} problems are planned in {folder}"
-            notes.append(f"{count}; go on with --stages compile,measure --sweep {folder}")
+            notes.append(f"{count}; go on with --stages compile,measure --sweep {quoted}")
         if self._compiles or self._measures:
             self._note_missing()
-        self.result.spent_s = time.monotonic() - self.options.began
-        return self.result
+
+    def _end_stopped(self, stop: Stopped) -> None:
+        """Publish what is measured, and nothing else, since whoever stopped the run may kill it soon."""
+        result, self.options = self.result, dataclasses.replace(self.options, only_measured=True)
+        result.stop, result.is_whole, result.left_out = stop, False, []
+        if self._measures and (found := self.winners()):
+            self.publish(found)
+        result.notes.append(
+            f"{stop}: stopped with {len(result.winners)} of {len(self.sweep.problems())} problems measured; what was "
+            "finished is kept, the next run goes on from there"
+        )
 
     def work(self) -> None:
         """Compile and measure, both at once if there is room for both."""
@@ -285,8 +322,6 @@ class Pipeline:
                 self._choose_in_steps(executor)
         if self._compiles and (key := self.options.key):
             self.result.notes.append(f"signed {self.sweep.sign(key)} artifacts with key {key.public_key[:16]}")
-        # The machine that measures may have no compiler.
-        self.result.toolkit = compiled_with(self.sweep) or self.result.toolkit
 
     def _order_by_gain(self, executor: Executor | None) -> None:
         sweep, options = self.sweep, self.options
@@ -358,16 +393,20 @@ class Pipeline:
     def winners(self) -> list[Won]:
         """Return the winners that may be published, and note what the budget left out.
 
-        A problem whose space was compiled in part has none, nor has one that a better record serves than a prediction.
+        A problem whose space was compiled in part has none, nor has one that a better record serves than a prediction,
+        or whose winner has lost an artifact (``result.lost``).
         """
         self._note_left_out()
+        # The machine that measures may have no compiler.
+        self.result.toolkit = compiled_with(self.sweep) or self.result.toolkit
         layers = default_layers(Path(self.store.root), looking=True)
-        found = winners(self.sweep, self.result.toolkit)
+        result, only_measured = self.result, self.options.only_measured
+        of_journals = list(winners(self.sweep, result.toolkit, only_measured=only_measured, lost=result.lost))
+        result.others = of_others(self.sweep, result.toolkit, of_journals)
+        found: Iterable[Won] = of_journals
         # What others made is not signed with this user's key, and without the policy any record may be theirs.
         if must_be_signed() or not self.options.key:
             found = with_invariant(found, lambda named: served_by([named], self.sweep.target, layers)[named])
-        if self.options.only_measured:
-            found = (won for won in found if won[0].record.provenance == MEASURED)
         unfinished = {
             (left.kernel, left.problem)
             for left in self.result.left_out
@@ -379,17 +418,19 @@ class Pipeline:
         """Write winners to ``results.pack`` and to the packs of models, and install them in the cache.
 
         Raises:
-            InputError: there is no winner, and the budget left nothing out.
+            InputError: there is no winner, and the budget left nothing out; or all winners have lost an artifact.
             tilekern.cache.CacheError: a pack or the cache cannot be written.
         """
         result, sweep = self.result, self.sweep
         result.winners = [winner for winner, _ in found]
+        if not found and result.lost:
+            raise InputError(_why_lost(sweep, result.lost))
         if not found and not (self.options.only_measured or result.left_out):
             raise InputError(_why_none(sweep))
         if found:
             self.tell(PUBLISH, 0, 0)
             path = sweep.folder / RESULTS
-            installed = publish(found, path, self.store, own=sweep.is_own, key=self.options.key)
+            installed = publish(found, path, self.store, result.others, self.options.key)
             if installed.unclassed:
                 result.notes.append(
                     f"records in {self.store.root} that had a kernel for tilekern.invariant() and have none now: "
@@ -397,6 +438,10 @@ class Pipeline:
                 )
             result.results, result.cache = str(path), str(self.store.root)
             result.packs = write_packs(self._packs, found, self.options.key)
+
+    def why_not(self, kernel: str, problem: Problem) -> str:
+        """Return why a problem is not among the winners."""
+        return self.result.lost.get((kernel, problem)) or why_not(self.sweep, kernel, problem)
 
     def _note_left_out(self) -> None:
         if not (self.budget and (self._is_cut or self.budget.spent.is_set())):
@@ -424,11 +469,12 @@ class Pipeline:
         won = {(winner.kernel, winner.problem): winner.record.provenance for winner in result.winners}
         left = {(out.kernel, out.problem) for out in result.left_out}
         result.is_whole = bool(won or not left) and won.keys() | left >= set(self.sweep.problems())
+        told = left | result.lost.keys()
         for kernel, problem in self.sweep.problems():
             how = won.get((kernel, problem))
-            if (kernel, problem) not in left and (how is None or (result.measure and how != MEASURED)):
+            if (kernel, problem) not in told and (how is None or (result.measure and how != MEASURED)):
                 what = "no winner" if how is None else "not measured"
-                result.notes.append(f"{what}: {kernel} {problem.key}: {why_not(self.sweep, kernel, problem)}")
+                result.notes.append(f"{what}: {kernel} {problem.key}: {self.why_not(kernel, problem)}")
         if self.sweep.invariant and result.measure:
             for (kernel, problem), why in invariant_winners(self.sweep, Known.of(self.sweep))[1].items():
                 result.notes.append(f"no bit class: {kernel} {problem.key}: {why}")
@@ -559,7 +605,15 @@ def _why_none(sweep: Sweep) -> str:
     kernel, problem = problems[0]
     return (
         f"no candidate compiled and passed its check; of {kernel} {problem.key}: {why_not(sweep, kernel, problem)}; "
-        f"python -m tilekern.tune status {sweep.folder} has the others"
+        f"python -m tilekern.tune status {shlex.quote(str(sweep.folder))} has the others"
+    )
+
+
+def _why_lost(sweep: Sweep, lost: Mapping[Named, str]) -> str:
+    (kernel, problem), reason = next(iter(lost.items()))
+    return (
+        f"no record can be made of {sweep.folder}: each of {len(lost)} winners has lost an artifact, the first, of "
+        f"{kernel} {problem.key}: {reason}, or copy the folder again"
     )
 
 

@@ -397,7 +397,6 @@ def _compile(
 ) -> dict[Named, str]:  # fmt: skip
     """Put the default config of each problem into a cache; return the reasons of those that failed."""
     from tilekern.tuning.pipeline import Pipeline
-    from tilekern.tuning.publishing import why_not
     from tilekern.tuning.sweep.folder import Sweep, folder_in
 
     sweep = Sweep(folder_in(root, f"preflight-{target.key}-{require_toolkit().key}"))
@@ -410,7 +409,7 @@ def _compile(
     for winner, blobs in (found := pipeline.winners()):
         pipeline.store.write(msgspec.structs.replace(winner.record, **chosen), blobs)
     made = {(winner.kernel, winner.problem) for winner, _ in found}
-    return {pair: why_not(sweep, *pair) for pair in named if pair not in made}
+    return {pair: pipeline.why_not(*pair) for pair in named if pair not in made}
 
 
 def _layers(cache_dir: str | Path | None) -> list[Layer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from tilekern.tuning.predict.ranking import Prediction, ranking
 from tilekern.tuning.predict.roofline import Roofline, roofline
 from tilekern.tuning.strategies.selection import ranked
 from tilekern.tuning.sweep.candidates import LIBRARY_LINE, Candidate, candidate
-from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.folder import ArtifactLost, Sweep
 from tilekern.tuning.sweep.journal import Line
 from tilekern.tuning.sweep.lines import copy_key
 from tilekern.tuning.sweep.plan import Named
@@ -93,12 +94,16 @@ class Winner:
         }
 
 
-def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dict[str, bytes]]]:
+def winners(
+    sweep: Sweep, toolkit: dict[str, str], *, only_measured: bool = False, lost: dict[Named, str] | None = None
+) -> Iterator[tuple[Winner, dict[str, bytes]]]:  # fmt: skip
     """Yield the winner of each problem for which a candidate compiled and passed, with the bytes of its artifacts.
 
     Args:
         sweep: the sweep; its journals are read once.
         toolkit: what to name as the toolkit where no artifact was compiled.
+        only_measured: whether to pass over problems without a measurement, which have a predicted winner.
+        lost: gets the reason for each problem that is passed over because an artifact of its winner is lost.
     """
     target, known = sweep.target, Known.of(sweep)
     invariant, _ = invariant_winners(sweep, known)
@@ -107,7 +112,9 @@ def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dic
         generic = found[-1]
         if not known.may_win(generic):
             continue
-        chosen = _measured_winner(known, found, target) or _predicted_winner(sweep, known, kernel, problem, target)
+        chosen = _measured_winner(known, found, target)
+        if chosen is None and not only_measured:
+            chosen = _predicted_winner(sweep, known, kernel, problem, target)
         if chosen is None:
             continue
         item, facts = chosen
@@ -118,8 +125,13 @@ def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dic
             facts["measurement"][INVARIANT] = known.invariant(same, generic)
             if not same.is_library and same.config != runs.config:
                 variants[INVARIANT] = same
-        artifacts = {name: artifact_in(sweep, one, known.compiled[one.artifact]) for name, one in variants.items()}
-        blobs = {artifact.sha256: sweep.cubin(artifact.sha256) for artifact in artifacts.values()}
+        try:
+            artifacts = {name: artifact_in(sweep, one, known.compiled[one.artifact]) for name, one in variants.items()}
+            blobs = {artifact.sha256: sweep.cubin(artifact.sha256) for artifact in artifacts.values()}
+        except ArtifactLost as error:
+            if lost is not None:
+                lost[kernel, problem] = str(error)
+            continue
         # What a library runs belongs to the toolkit of its rivals.
         made_by = (known.line(item) or known.line(generic)).get("toolkit", toolkit)
         record = record_of(
@@ -127,6 +139,29 @@ def winners(sweep: Sweep, toolkit: dict[str, str]) -> Iterator[tuple[Winner, dic
             best_kernel=best_kernel, candidates=len(found), failed=sum(known.has_failed(c) for c in found), **facts,
         )  # fmt: skip
         yield _winner(item, record, target), blobs
+
+
+def of_others(
+    sweep: Sweep, toolkit: dict[str, str], found: Sequence[tuple[Winner, dict[str, bytes]]]
+) -> set[Named]:  # fmt: skip
+    """Return the problems whose records rest on lines that neither this user wrote nor a trust root signed.
+
+    A record is this user's own if their lines alone give the same one, so one line of others costs no other record.
+
+    Args:
+        sweep: the sweep.
+        toolkit: as of :func:`winners`.
+        found: what :func:`winners` yielded.
+    """
+    if sweep.is_own or not sweep.is_of_others:
+        return set()
+    own = {(winner.kernel, winner.problem): winner.record for winner, _ in winners(sweep.own_part(), toolkit)}
+
+    def is_own(winner: Winner) -> bool:
+        record = own.get((winner.kernel, winner.problem))
+        return record is not None and msgspec.structs.replace(record, created=winner.record.created) == winner.record
+
+    return {(winner.kernel, winner.problem) for winner, _ in found if not is_own(winner)}
 
 
 def with_invariant(
@@ -452,7 +487,7 @@ def why_not(sweep: Sweep, kernel: str, problem: Problem) -> str:
     compiled, measured, quarantined = sweep.compiled(), sweep.measured(), sweep.quarantined()
     items = sweep.candidates(kernel, problem)
     if not any(item.is_library or item.artifact in compiled for item in items):
-        return f"nothing of it is compiled; run --stages compile,measure --sweep {sweep.folder}"
+        return f"nothing of it is compiled; run --stages compile,measure --sweep {shlex.quote(str(sweep.folder))}"
     # The generic variant first, without which there is no record.
     reasons = (_why_out(item, compiled.get(item.artifact, {}), measured, quarantined) for item in items[::-1])
     return next(filter(None, reasons), "no candidate was timed")
@@ -496,7 +531,7 @@ def keep_winners(sweep: Sweep) -> None:
 
 
 def publish(
-    found: Sequence[tuple[Winner, dict[str, bytes]]], pack: Path, store: Store, *, own: bool,
+    found: Sequence[tuple[Winner, dict[str, bytes]]], pack: Path, store: Store, others: Collection[Named] = (),
     key: SigningKey | None = None,
 ) -> Installed:  # fmt: skip
     """Write the winners' pack and install it in a cache.
@@ -505,22 +540,22 @@ def publish(
         found: the winners.
         pack: the file to write.
         store: the cache.
-        own: whether all that the winners are made of is this user's own or was signed by a trust root
-            (:attr:`tilekern.tuning.sweep.folder.Sweep.is_own`); else the policy ``signed`` lets none in that a trust
-            root did not sign, and none may be signed.
-        key: what to sign the records in the pack with.
+        others: the problems whose records are not this user's own (:func:`of_others`): the policy ``signed`` lets them
+            in only if a trust root signed them.
+        key: what to sign the records in the pack with, all of which must be this user's own.
 
     Returns:
         What became of the records.
 
     Raises:
-        InputError: there is a key, and not all is this user's own.
+        InputError: there is a key, and a record is not this user's own.
         tilekern.cache.CacheError: the pack or the cache cannot be written, or a record is not trusted.
     """
-    if key and not own:
+    if key and others:
         raise InputError(f"{pack} is not signed: its records are made of artifacts that others compiled")
     digests = write(found, pack, key)
-    return install_pack(pack, store, own=digests if own else (), made_now=digests)
+    own = [winner.record.to_json().encode() for winner, _ in found if (winner.kernel, winner.problem) not in others]
+    return install_pack(pack, store, own=[hashlib.sha256(text).hexdigest() for text in own], made_now=digests)
 
 
 def write(

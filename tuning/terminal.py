@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tilekern.tuning.pipeline import Result, Tell
     from tilekern.tuning.predict.estimating import Count, PlanReport
     from tilekern.tuning.publishing import Winner
+    from tilekern.tuning.sweep.plan import Named
 
 # Where neither a terminal nor COLUMNS says how wide: in a pipe or a file.
 PIPE_COLUMNS = 160
@@ -142,7 +143,7 @@ def progress_bars(*, quiet: bool) -> Iterator[Tell]:
             progress.stop()
 
 
-# How many problems that a budget left out are named; --json has all.
+# How many problems that have no record are named; --json has all.
 _LEFT_OUT = 8
 
 
@@ -167,7 +168,7 @@ def print_result(outcome: Result) -> None:
         out(console, f"{stage}: {seconds:.1f} s{_details(outcome, stage)}")
     for note in outcome.notes:
         out(console, note)
-    for line in _about_budget(outcome):
+    for line in (*about_lost(outcome.lost), *_about_budget(outcome)):
         out(console, line)
     if outcome.results:
         out(
@@ -176,6 +177,17 @@ def print_result(outcome: Result) -> None:
         )
     for pack, records in outcome.packs.items():
         out(console, f"{records} records in {pack}")
+
+
+def about_lost(lost: Mapping[Named, str]) -> Iterator[str]:
+    """Yield lines on the problems whose winner has lost an artifact."""
+    if not lost:
+        return
+    yield f"{len(lost)} problems have no record, as an artifact of their winner is lost"
+    for (kernel, problem), reason in itertools.islice(lost.items(), _LEFT_OUT):
+        yield f"lost: {kernel} {problem.key}: {reason}"
+    if len(lost) > _LEFT_OUT:
+        yield f"lost: {len(lost) - _LEFT_OUT} more; --json names all"
 
 
 def _about_budget(outcome: Result) -> Iterator[str]:

@@ -22,7 +22,7 @@ from tilekern.cache_tools.shared.options import FILE, as_json, cache_dir, comman
 from tilekern.cache_tools.shared.packs import write_selected
 from tilekern.cache_tools.shared.printing import count, note_left_out, print_result, size
 from tilekern.cache_tools.shared.selection import Selection
-from tilekern.runtime.switches import FP8_FORMATS, ROWWISE
+from tilekern.runtime.switches import FP8_FORMATS, ROWWISE, fp8_format
 
 _DTYPES = ("--dtype", "bfloat16,float16,float32")
 # In whatever dtype and by whatever attention the model may be trained, and generate.
@@ -45,7 +45,8 @@ _STEPS_OF_ENGINE = (_OF_ENGINE, (*_OF_ENGINE, "--weight-dtype", "int8"))
     "--fp8",
     is_flag=False,
     flag_value=ROWWISE,
-    type=click.Choice(FP8_FORMATS),
+    metavar=f"[{'|'.join(FP8_FORMATS)}]",
+    callback=lambda _context, _option, word: word and fp8_format(word, "OUT.pack"),
     help=f"Of --model, also what its steps by 8-bit floats need, {ROWWISE} if no format follows.",
 )
 @click.option("--tp", type=click.IntRange(min=1), default=1, help="Tensor-parallel degree of the model.")

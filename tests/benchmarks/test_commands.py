@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmark_samples import is_one_line
+from benchmark_samples import is_one_line, rows
 
 import tilekern
 from benchmarks import several_gpus, whole_tune
 from benchmarks.__main__ import main
 from benchmarks.clock import FIRST_SLEEP, LONGEST_SLEEP, WARM_UP, Entrant, Race
 from benchmarks.environment import facts
+from benchmarks.pages import files_of, write_files
 from benchmarks.records import fill
-from benchmarks.results import RUN_FIELDS, read_results
+from benchmarks.results import RUN_FIELDS, read_results, write_results
 from tilekern.cache import Store
 from tilekern.errors import InputError
 
@@ -97,10 +98,14 @@ def test_a_report_that_cannot_be_made_leaves_the_old_one(tmp_path, capsys):
     old.parent.mkdir()
     old.write_text("old")
     assert main(["report", "--results", str(tmp_path / "nowhere"), "--out", str(old.parent)]) == 2
-    assert main(["report", "--results", str(tmp_path), "--out", str(old)]) == 2
+    (tmp_path / "results").mkdir()
+    write_results(tmp_path / "results" / "kernels.json", rows("kernels"))
+    assert main(["report", "--results", str(tmp_path / "results"), "--out", str(old)]) == 2
     readme = tmp_path / "README.md"
     readme.write_text("no lines for the table")
-    assert main(["report", "--results", str(tmp_path), "--out", str(old.parent), "--readme", str(readme)]) == 2
+    assert (
+        main(["report", "--results", str(tmp_path / "results"), "--out", str(old.parent), "--readme", str(readme)]) == 2
+    )
     assert capsys.readouterr().err.count("error: ") == 3
     assert old.read_text() == "old"
 
@@ -109,7 +114,7 @@ def test_a_report_of_nothing_is_seven_pages(tmp_path):
     plots = tmp_path / "pages" / "plots"
     plots.mkdir(parents=True)
     (plots / "of-an-earlier-report.svg").touch()
-    assert main(["report", "--results", str(tmp_path), "--out", str(tmp_path / "pages")]) == 0
+    write_files(tmp_path / "pages", files_of([]))
     found = sorted(path.relative_to(tmp_path / "pages").as_posix() for path in tmp_path.rglob("pages/**/*.*"))
     assert found == [
         "decoding.md",
@@ -200,6 +205,8 @@ REFUSED = [
     ("compile --gpu H9000 --out x", "H9000"),
     ("report --results . --out RESULTS.md", "bad.json"),
     ("report --results nowhere --out RESULTS.md", "nowhere"),
+    ("report --results empty --out empty", "--results empty holds no results"),
+    ("regret --sweep RESULTS.md", "RESULTS.md holds no sweep: it is a file"),
 ]
 
 

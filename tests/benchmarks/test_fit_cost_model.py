@@ -89,3 +89,13 @@ def test_a_measured_sweep_is_read_as_the_benchmark_reads_it(tmp_path):
     regrets = fitting.regrets(made, fitting.predicted(made, fitting.KINDS, sweep))
     (regret,) = regrets.values()
     assert measure(tmp_path).row("all problems", "tilekern", "median_regret").value == pytest.approx(regret, abs=1e-4)
+
+
+def test_a_folder_that_cannot_be_fitted_to_is_named(tmp_path, monkeypatch, capsys):
+    sweep = Sweep(tmp_path / "unmeasured")
+    sweep.begin(H200, "test", [(SPEC.name, SPEC.problem(rows=64, columns=4096, dtype="bfloat16"))])
+    for name, why in (("nowhere", "nowhere holds no sweep"), ("unmeasured", "unmeasured holds no measurements")):
+        monkeypatch.setattr("sys.argv", ["fit_cost_model", str(tmp_path / name)])
+        with pytest.raises(SystemExit, match="2"):
+            fitting.main()
+        assert why in capsys.readouterr().err.splitlines()[-1]

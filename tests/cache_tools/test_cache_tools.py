@@ -17,6 +17,7 @@ from command_line import KEY, PREBUILT, ROOT, process
 import tilekern
 from tilekern.cache import FolderLayer, Pack, Store, note_wanted
 from tilekern.cache_tools.cli import app, main
+from tilekern.cache_tools.commands import pack as packing
 from tilekern.spec.targets import resolve
 from tilekern.tuning.plan.engine import plan_of_engine
 from tilekern.tuning.plan.steps import Steps
@@ -400,6 +401,8 @@ def test_pack_of_a_model_by_8_bit_floats_takes_their_records_too(cli, root, tmp_
         return subprocess.CompletedProcess(words, 0, json.dumps({"problems": [problem]}), "")
 
     monkeypatch.setattr("tilekern.cache_tools.commands.pack.subprocess.run", run)
+    # Plans of this model that another test has made are not taken, nor these by another test.
+    monkeypatch.setattr(packing, "_needed_by", packing._needed_by.__wrapped__)
     for words, formats in (([], [""]), (["--fp8"], ["", "rowwise"]), (["--fp8", "blockwise"], ["", "blockwise"])):
         cli.json("pack", tmp_path / "out.pack", "--model", "qwen3-8b", *words)
         packed = {address.kernel for address in Pack(tmp_path / "out.pack").records}
@@ -407,6 +410,8 @@ def test_pack_of_a_model_by_8_bit_floats_takes_their_records_too(cli, root, tmp_
     cli.refused("pack", tmp_path / "out.pack", "--fp8", "rowwise", says="--fp8 says what of a model is meant")
     both = ("pack", tmp_path / "out.pack", "--model", "qwen3-8b", "--engine", "--fp8", "rowwise")
     cli.refused(*both, says="leave it out with --engine")
+    hint = "unknown format; known: rowwise, blockwise, mxfp8; write --fp8 rowwise before OUT.pack"
+    cli.refused("pack", "--model", "qwen3-8b", "--fp8", "out.pack", says=f"--fp8 'out.pack': {hint}")
 
 
 def test_a_pack_with_a_bad_blob_is_refused(cli, cache, tmp_path):

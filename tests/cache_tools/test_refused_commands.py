@@ -27,7 +27,7 @@ REFUSED = [
     (["show", "rms_norm", "nonsense"], ["nonsense", "rows=8192"]),
     (["show", "rope", KEY], ["rope", "ls"]),
     (["show", "rms_norm", KEY, "--cache-dir", "none"], ["there is no cache at", "--cache-dir"]),
-    (["why", "swiglu", SWIGLU, "--gpu", "H200"], ["swiglu", "swiglu_forward"]),
+    (["why", "swiglu", SWIGLU, "--gpu", "H200"], ["unknown kernel 'swiglu'; did you mean swiglu_forward?"]),
     (["why", "swiglu_forward", "rows=1", "--gpu", "H200"], ["columns", "dtype"]),
     (["why", "swiglu_forward", "nonsense", "--gpu", "H200"], ["nonsense"]),
     (["why", "swiglu_forward", SWIGLU, "--gpu", "H2000"], ["H2000", "B200"]),

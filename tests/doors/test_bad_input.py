@@ -99,7 +99,13 @@ def said(ran, code):
         (["qwen3-8b", "--gpu", "B200", "--colour"], ["--colour"]),
         (["qwen3-8b", "qwen3-9b", "--gpu", "B200"], ["qwen3-9b", "qwen3-8b"]),
         (["qwen3-8b", "--gpu", "B200", "--stages", "compile"], ["--sweep"]),
-        (["--stages", "measure", "--sweep", "nowhere"], ["nowhere is not a sweep folder", "--stages plan,compile"]),
+        (
+            ["--stages", "measure", "--sweep", "nowhere"],
+            ["nowhere holds no sweep: there is no such folder; give the folder of one", "--stages plan,compile"],
+        ),
+        (["status", ""], ["it must name a folder, and is empty"]),
+        (["report", ""], ["it must name a folder, and is empty"]),
+        (["refresh", "--gpu", "B200", "--pack", "nowhere.pack"], ["there is no pack nowhere.pack"]),
         (["missing/config.json", "--gpu", "B200"], ["missing/config.json is missing; give the path of a model's"]),
         (["gpt2", "--gpu", "B200", "--weight-dtype", "int8"], ["--weight-dtype int8", "pass --engine"]),
         (["gpt2", "--gpu", "B200", "--engine", "--weight-dtype", "fp8"], ["--weight-dtype 'fp8'", "int8"]),
@@ -245,6 +251,22 @@ def test_a_file_that_is_not_a_pack_puts_nothing_into_the_cache(here):
     (here.folder / "bad.pack").write_bytes(b"PK\x03\x04 not a pack")
     assert "bad.pack is not a pack" in said(here.tools("unpack", "bad.pack"), 2)
     assert not here.cache.exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("tune", "--help"), ("tune", "--version"), ("cache_tools", "ls"), ("cache_tools", "stats")],
+    ids=" ".join,
+)
+def test_a_closed_standard_output_is_no_error(here, words):
+    """As that of a daemon; what was asked for is done, and nobody is told."""
+    module, *arguments = words
+    command = f"exec {sys.executable} -m tilekern.{module} {' '.join(arguments)} >&-"
+    settings = environment(TILEKERN_CACHE_DIR=str(here.cache))
+    ran = subprocess.run(
+        ["sh", "-c", command], cwd=here.folder, env=settings, capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def first_line(path, process, timeout_s=300):

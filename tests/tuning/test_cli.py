@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -286,6 +287,6 @@ def test_what_holds_a_path_or_a_command_is_one_line(name, tmp_path, capsys):
     given = ["qwen3-8b", "--gpu", "H200", "--ops", "rope", "--tokens", "64", "--cache-dir", str(tmp_path / "cache")]
     assert cli.main([*given, "--stages", "plan", "--sweep", str(folder)]) == 0
     [line] = capsys.readouterr().out.splitlines()[1:]
-    assert f"are planned in {folder}; go on with --stages compile,measure --sweep {folder}" in line
+    assert f"are planned in {folder}; go on with --stages compile,measure --sweep {shlex.quote(str(folder))}" in line
     refresh._print(refresh.Outcome(resolve("H200"), None, None, notes=[f"no H200 here: carry {folder} to one"]))
     assert capsys.readouterr().out == f"no H200 here: carry {folder} to one\n"

@@ -157,7 +157,7 @@ def test_a_plan_without_compiled_candidates_has_a_report(h200, tmp_path: Path):
 def test_an_empty_plan_has_a_report(h200, tmp_path: Path):
     sweep = Sweep(tmp_path)
     sweep.begin(h200, "test", [])
-    csv_file, json_file, page = write_report(sweep, tmp_path)
+    csv_file, json_file, page = write_report(report_of(sweep), tmp_path)
     assert csv_file.read_text().count("\n") == 1
     assert json.loads(json_file.read_text())["rows"] == []
     assert "The plan names no problem." in page.read_text()
@@ -276,7 +276,7 @@ def test_the_command_writes_all_three_and_the_same_sweep_gives_the_same_files(sw
     assert printed[0].read_text() == as_csv(report_of(sweep))
     assert printed[1].read_text() == as_json(report_of(sweep))
     (tmp_path / "again").mkdir()
-    again = write_report(Sweep(sweep.folder), tmp_path / "again")
+    again = write_report(report_of(Sweep(sweep.folder)), tmp_path / "again")
     assert [path.read_bytes() for path in again] == [path.read_bytes() for path in printed]
 
 
@@ -337,10 +337,10 @@ def test_without_bokeh_the_extra_is_named_and_the_rest_is_written(sweep: Sweep, 
 
 def test_bad_input_is_one_line(sweep: Sweep, tmp_path: Path, capsys):
     assert run(tmp_path / "nothing") == 2
-    assert "is not a sweep folder" in capsys.readouterr().err
+    assert "holds no sweep" in capsys.readouterr().err
     assert run(sweep.folder, "--csv", tmp_path / "no" / "a.csv") == 2
     error = capsys.readouterr().err
     assert "cannot write" in error
     assert error.count("\n") == 1
     with pytest.raises(InputError, match="cannot write"):
-        write_report(sweep, tmp_path / "no")
+        write_report(report_of(sweep), tmp_path / "no")

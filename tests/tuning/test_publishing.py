@@ -210,7 +210,7 @@ def test_a_wrong_generic_variant_leaves_no_record(sweep: Sweep):
 
 def test_a_published_record_is_found_in_the_cache_and_in_the_pack(sweep: Sweep, tmp_path: Path):
     found = list(winners(sweep, TOOLKIT))
-    publish(found, tmp_path / "results.pack", Store(tmp_path / "cache"), own=True)
+    publish(found, tmp_path / "results.pack", Store(tmp_path / "cache"))
     kernel, problem = SMALL
     target = sweep.target
     for layer in (FolderLayer(tmp_path / "cache", "cache"), PackLayer(tmp_path / "results.pack")):

@@ -144,7 +144,9 @@ def test_the_status_changes_nothing(sweep: Sweep, status):
 
 def test_a_folder_that_is_not_a_sweep_gives_a_one_line_error(tmp_path, capsys):
     assert cli.main(["status", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"tilekern: {tmp_path} is not a sweep folder")
+    assert capsys.readouterr().err.startswith(
+        f"tilekern: {tmp_path} holds no sweep: it has no sweep.json; give the folder of one"
+    )
     assert cli.main(["status", str(tmp_path / "nowhere")]) == 2
     assert list(tmp_path.iterdir()) == []
 

@@ -24,7 +24,7 @@ from tilekern.tuning import preflight as checks
 from tilekern.tuning.compile.stage import compile_all, wanted
 from tilekern.tuning.measure.stage import measure_all
 from tilekern.tuning.pipeline import Options, whose_artifacts
-from tilekern.tuning.publishing import keep_winners, publish, winners
+from tilekern.tuning.publishing import keep_winners, of_others, publish, winners
 from tilekern.tuning.serve import loop
 from tilekern.tuning.serve.watched import PREDICTED, WatchedCache
 from tilekern.tuning.sweep import candidates as space
@@ -144,7 +144,8 @@ def test_a_carried_folder_is_measured_and_its_records_are_nobodys(compiled_sweep
     assert sweep.compiled().keys() == compiled_sweep.compiled().keys()
     assert sweep.others == len(compiled_sweep.compiled())
     measure_all(sweep, RecordedExecutor(), keep_winners)
-    publish(list(winners(sweep, TOOLKIT)), folder / "results.pack", Store(tmp_path / "cache"), own=sweep.is_own)
+    found = list(winners(sweep, TOOLKIT))
+    publish(found, folder / "results.pack", Store(tmp_path / "cache"), of_others(sweep, TOOLKIT, found))
     assert found_in(tmp_path / "cache", SMALL, h200).record.provenance == "measured"
     monkeypatch.setenv("TILEKERN_TRUST", "signed")
     with pytest.warns(RuntimeWarning, match="no trust root signed it"):
@@ -177,7 +178,7 @@ def test_what_another_machine_measured_is_published_as_nobodys(
         return
     assert cli.main(arguments) == 0
     said = capsys.readouterr().out
-    assert f"others compiled or measured what is in {folder}: its records are not sealed as yours" in said
+    assert "1 of 1 records rest on what others compiled or measured, and are not yours" in said
     record = found_in(cache, SMALL, h200).record
     assert (record.provenance, record.measurement["gpu"]) == ("measured", "NVIDIA H200")
     assert {address.kernel for address in Pack(folder / "results.pack").records} == {SMALL[0]}
@@ -204,7 +205,7 @@ def test_what_this_user_measured_is_published_as_theirs(compiled_sweep, tmp_path
         file.write("".join(json.dumps(line) + "\n" for line in forged))
     monkeypatch.setenv("TILEKERN_TRUST", "signed")
     assert cli.main(["publish", str(folder), "--cache-dir", str(cache)]) == 0
-    assert "not sealed" not in capsys.readouterr().out
+    assert "not yours" not in capsys.readouterr().out
     record = found_in(cache, SMALL, h200).record
     assert record.provenance == "measured"
     assert "another" not in [artifact.symbol for artifact in record.artifacts.values()]
@@ -255,7 +256,8 @@ def test_what_a_trust_root_signed_is_measured_and_is_trusted(signed_folder, tmp_
     assert not sweep.others
     assert not list(wanted(sweep))
     measure_all(sweep, RecordedExecutor(), keep_winners)
-    publish(list(winners(sweep, TOOLKIT)), tmp_path / "r.pack", Store(tmp_path / "cache"), own=sweep.is_own)
+    found = list(winners(sweep, TOOLKIT))
+    publish(found, tmp_path / "r.pack", Store(tmp_path / "cache"), of_others(sweep, TOOLKIT, found))
     assert found_in(tmp_path / "cache", SMALL, h200).record.provenance == "measured"
 
 
@@ -288,10 +290,9 @@ def test_the_measurer_does_not_sign_what_a_stranger_compiled(compiled_sweep, tmp
     sweep = Sweep.carried(folder)
     measure_all(sweep, RecordedExecutor(), keep_winners)
     key = SigningKey(tmp_path / "mine.key")
+    found = list(winners(sweep, TOOLKIT))
     for sign in (
-        lambda: publish(
-            list(winners(sweep, TOOLKIT)), folder / "r.pack", Store(tmp_path / "c"), own=sweep.is_own, key=key
-        ),
+        lambda: publish(found, folder / "r.pack", Store(tmp_path / "c"), of_others(sweep, TOOLKIT, found), key),
         lambda: sweep.sign(key),
     ):
         with pytest.raises(InputError, match=r"is not signed: .*others compiled"):
@@ -311,7 +312,8 @@ def test_the_measurer_signs_what_a_trust_root_compiled(signed_folder, tmp_path, 
     measure_all(sweep, RecordedExecutor(), keep_winners)
     generate_key(tmp_path / "mine.key")
     key, pack = SigningKey(tmp_path / "mine.key"), tmp_path / "r.pack"
-    publish(list(winners(sweep, TOOLKIT)), pack, Store(tmp_path / "cache"), own=sweep.is_own, key=key)
+    found = list(winners(sweep, TOOLKIT))
+    publish(found, pack, Store(tmp_path / "cache"), of_others(sweep, TOOLKIT, found), key)
     [(record, _)] = checked_contents(Pack(pack))
     assert list(Pack(pack).signatures()[hashlib.sha256(record.data).hexdigest()]) == [key.public_key]
     assert "another" not in [artifact.symbol for artifact in record.artifacts.values()]

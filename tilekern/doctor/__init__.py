@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import shlex
 from collections import Counter
 
 from tilekern import __version__
@@ -111,8 +112,9 @@ def tell_of_model(report: Report, model: str, target: Target | None) -> None:
     if lines:
         report.say("", "; ".join(lines))
     if found.missing and report.document.get("compilers", {}).get("tileiras") is None:
+        command = f"python -m tilekern.tune {shlex.quote(str(model))} --gpu {target.option}"
         report.complain(
             f"{len(found.missing)} of {len(found.needs)} problems of {found.model} have no record, and no compiler is "
             f"installed, so the model's own ops, or other kernels of the same op, run; {install_or(target)}on "
-            f"a machine with tilekern[compile] run python -m tilekern.tune {model} --gpu {target.option}"
+            f"a machine with tilekern[compile] run {command}"
         )

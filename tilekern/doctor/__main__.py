@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from tilekern.doctor import examine
 from tilekern.errors import InputError, TilekernError
+from tilekern.warning import flush
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     width = shutil.get_terminal_size((100, 24)).columns
     try:
         print(json.dumps(report.document, indent=1) if given.as_json else report.text(width))  # noqa: T201
-        sys.stdout.flush()
+        flush()
     except BrokenPipeError:
         # The reader of a pipe has gone; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

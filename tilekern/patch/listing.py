@@ -21,7 +21,7 @@ from tilekern.patch.matching import Module, patches_of, path_of
 from tilekern.patch.registry import check_choice, check_ops, home_of, known_ops
 from tilekern.runtime.settings import check_settings
 from tilekern.runtime.switches import EXPERTS, FORMS, OF_MODELS
-from tilekern.warning import shown_plainly, tell
+from tilekern.warning import flush, one_line, shown_plainly, tell
 
 
 class Row(NamedTuple):
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with shown_plainly():
             command.main(args=arguments, prog_name="python -m tilekern.patch", standalone_mode=False)
-        sys.stdout.flush()
+        flush()
     except click.ClickException as error:
         return _fail(error.format_message())
     except (TilekernError, TilekernWarning) as error:
@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _fail(message: str) -> int:
-    tell(f"tilekern: {' '.join(message.split())}", err=True)
+    tell(f"tilekern: {one_line(message)}", err=True)
     return 2
 
 

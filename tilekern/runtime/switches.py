@@ -95,3 +95,21 @@ def text_of(switches: dict[str, bool]) -> str:
     left_out = [f"-{op}" for op in OPS if not switches.get(op, True)]
     asked = [op for op in EXTRAS if switches.get(op)]
     return ",".join([*([] if left_out and not asked else [_ALL]), *left_out, *asked])
+
+
+def fp8_format(word: str, follows: str) -> str:
+    """Return the format that the word behind ``--fp8`` on a command line names.
+
+    Args:
+        word: the word; of an option whose word may be left out, it may be the next argument by mistake.
+        follows: what that argument is.
+
+    Raises:
+        InputError: it names no format.
+    """
+    if word not in FP8_FORMATS:
+        raise InputError(
+            f"--fp8 {word!r:.60}: unknown format; known: {', '.join(FP8_FORMATS)}; write --fp8 {ROWWISE} before "
+            f"{follows}"
+        )
+    return word

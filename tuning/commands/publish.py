@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import click
@@ -12,7 +13,6 @@ from tilekern.cache.trust.policy import must_be_signed
 from tilekern.errors import InputError
 from tilekern.tuning.options import Folder, tuner_command
 from tilekern.tuning.pipeline import Options, Pipeline, Result
-from tilekern.tuning.publishing import compiled_with
 from tilekern.tuning.sweep.folder import Sweep
 
 
@@ -24,8 +24,10 @@ def command(folder: Path, cache_dir: Path | None, as_json: bool) -> None:
     """Make records of the problems that the sweep in DIR has measured, and fill the cache; needs no GPU or compiler.
 
     For a folder whose measuring run was stopped on a machine that is gone; a run that ends has published already. What
-    another user or machine measured counts only if TILEKERN_TRUST is any, and its records are not yours: the policy
-    signed does not load them. Problems without a measurement get no record. DIR/results.pack is written anew.
+    another user or machine compiled or measured counts only if TILEKERN_TRUST is any, and records that rest on it are
+    not yours: the policy signed does not load them. Problems without a measurement get no record, nor do those whose
+    winner has lost an artifact; these are named. DIR/results.pack is written anew. Exit codes: 0 records were made; 2
+    none could be.
     """
     from tilekern.tuning.terminal import print_result
 
@@ -40,39 +42,44 @@ def published(folder: Path, store: Store) -> Result:
     """Install the measured winners of a sweep in a cache.
 
     Raises:
-        InputError: the folder is not a sweep, others can write it, nothing in it is measured, or others measured it and
-            the policy is ``signed``, or it was measured of other sources of the kernels.
+        InputError: the folder is not a sweep, others can write it, or it gives no record: nothing in it is measured,
+            others measured it and the policy is ``signed``, it was measured of other sources of the kernels, or all
+            winners have lost an artifact.
         tilekern.cache.CacheError: ``results.pack`` or the cache cannot be written.
     """
-    sweep = Sweep(folder)
+    sweep, quoted = Sweep(folder, finished=True), shlex.quote(str(folder))
     sweep.require_own()
     has_others = sweep.is_of_others
     if has_others and not must_be_signed():
         sweep = Sweep(folder, foreign=True)
     pipeline = Pipeline(sweep, store, Options(stages=(), only_measured=True))
     result = pipeline.result
-    result.toolkit = compiled_with(sweep) or result.toolkit
     winners = pipeline.winners()
     planned = len(sweep.problems())
-    if not winners and has_others and sweep.is_own:
+    lost = len(result.lost)
+    if not (winners or lost) and has_others and sweep.is_own:
         raise InputError(
             f"TILEKERN_TRUST is signed, and others compiled or measured what is in {folder}; unpack a results.pack "
             "that its GPU host signed (--stages measure --sign KEY), or measure it here"
         )
-    if not winners and _is_of_other_kernels(sweep):
+    if not (winners or lost) and _is_of_other_kernels(sweep):
         raise InputError(
             f"what {folder} has measured is not of the kernels of this tilekern; publish it with the tilekern that "
             "measured it"
         )
-    if not winners:
-        raise InputError(f"no problem in {folder} is measured; run --stages measure --sweep {folder} where the GPU is")
+    if not (winners or lost):
+        raise InputError(f"no problem in {folder} is measured; run --stages measure --sweep {quoted} where the GPU is")
     pipeline.publish(winners)
-    if not sweep.is_own:
-        result.notes.append(f"others compiled or measured what is in {folder}: its records are not sealed as yours")
-    if len(winners) < planned:
+    if others := [winner for winner in result.winners if (winner.kernel, winner.problem) in result.others]:
+        first = others[0]
         result.notes.append(
-            f"{planned - len(winners)} of {planned} problems are not measured and have no record; --stages measure "
-            f"--sweep {folder} goes on with them where the GPU is"
+            f"{len(others)} of {len(winners)} records rest on what others compiled or measured, and are not yours, the "
+            f"first of {first.kernel} {first.problem.key}; --json says which are"
+        )
+    if unmeasured := planned - len(winners) - lost:
+        result.notes.append(
+            f"{unmeasured} of {planned} problems are not measured and have no record; --stages measure "
+            f"--sweep {quoted} goes on with them where the GPU is"
         )
     return result
 

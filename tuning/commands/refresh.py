@@ -62,7 +62,7 @@ class Outcome:
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, B200, an arch, a key or sm_90:78.")
 @click.option("--cache-dir", type=_FOLDER, help="The cache to refresh.")
 @click.option(
-    "--pack", "packs", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    "--pack", "packs", multiple=True, type=click.Path(dir_okay=False, path_type=Path),
     help="A pack to refresh, too; may be repeated.",
 )  # fmt: skip
 @click.option("--top", type=click.IntRange(min=0), default=3, show_default=True, help="Runners-up to time, too.")
@@ -192,7 +192,7 @@ def _run(refresh: Refresh, outcome: Outcome, store: Store, jobs: int | None, *, 
     if outcome.driver is None:
         outcome.notes.append(
             f"no {outcome.target.name} here: carry {sweep.folder} to one "
-            f"and run python -m tilekern.tune refresh --sweep {sweep.folder.name}"
+            f"and run python -m tilekern.tune refresh --sweep {shlex.quote(sweep.folder.name)}"
         )
         return
     outcome.changes = refresh.finish(done.winners)

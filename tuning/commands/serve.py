@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -20,15 +19,8 @@ from tilekern.tuning.options import Folder, Seconds, tuner_command
 from tilekern.tuning.pipeline import Options
 from tilekern.tuning.serve.loop import Service
 from tilekern.tuning.serve.watched import MEASURED, PREDICTED, WAITING, WatchedCache
+from tilekern.tuning.stopping import Stopped, stopped_by
 from tilekern.warning import tell
-
-
-class Stopped(KeyboardInterrupt):
-    """Raised in the loop by a signal; finished work is kept."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
 
 
 @tuner_command(short_help="Tune the problems that running jobs miss, until it is stopped.")
@@ -66,7 +58,7 @@ def command(
             if retry:
                 cache.failures.forget()
         try:
-            with _stopped_by_signals():
+            with stopped_by(signal.SIGTERM, signal.SIGINT):
                 if once:
                     service.work_off()
                 else:
@@ -115,21 +107,3 @@ def _aim(gpu: str) -> tuple[Target, str]:
         raise InputError("this machine has no CUDA GPU to tune on; to publish predicted winners, name one: --gpu B200")
     target = resolve(gpu)
     return target, MEASURED if at_hand is not None and at_hand.key == target.key else PREDICTED
-
-
-@contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Raise :class:`Stopped` at the first SIGTERM or SIGINT; a second one ends the process."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-
-    def stop(number: int, _: FrameType | None) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_DFL)
-        raise Stopped(number)
-
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ from tilekern.tuning.pipeline import (
 )
 from tilekern.tuning.preflight import without_served
 from tilekern.tuning.publishing import pack_paths
+from tilekern.tuning.stopping import stopped_by
 from tilekern.tuning.strategies import STRATEGIES
 from tilekern.tuning.sweep.folder import Sweep, folder_in
 from tilekern.tuning.terminal import progress_bars
@@ -111,19 +113,23 @@ def command(*, dry_run: bool, as_json: bool, **given: Any) -> None:
     tensors, which compute nothing; the problems that they ask for are tuned, each once; with --engine, those that the
     engine without torch asks for, and the kernels of a token are chosen in its step on the GPU. Problems are measured
     while others are compiled. Without the GPU, winners are predicted. --stages measure takes the plan from the sweep
-    folder, and needs the GPU. A run that was stopped, or whose --budget was spent, goes on where it was. Lists have
-    commas between. The exit code is 3 if a problem has no winner, unless the budget left it out.
+    folder, and needs the GPU. A run that was stopped, or whose --budget was spent, goes on where it was; SIGTERM, as of
+    `timeout`, has it publish what is measured first. Lists have commas between. Exit codes: 2 bad input; 3 a problem
+    has no winner, unless the budget left it out; 4 no compiler; 130 stopped by Ctrl-C; 143 by SIGTERM.
     """
     from tilekern.tuning.terminal import print_plan, print_result
 
     request = Request.of(given)
-    done = _dry_run(request) if dry_run else _run(request, quiet=as_json)
+    with stopped_by(signal.SIGTERM):
+        done = _dry_run(request) if dry_run else _run(request, quiet=as_json)
     if as_json:
         click.echo(json.dumps(done.as_json(), indent=1))
     elif isinstance(done, Result):
         print_result(done)
     else:
         print_plan(done)
+    if isinstance(done, Result) and done.stop:
+        raise SystemExit(done.stop.exit_code)
     if isinstance(done, Result) and not done.is_whole:
         raise SystemExit(EXIT_INCOMPLETE)
 

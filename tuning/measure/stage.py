@@ -26,7 +26,7 @@ from tilekern.tuning.measure.tasks import Entrant, Task
 from tilekern.tuning.predict.ranking import ranking
 from tilekern.tuning.strategies.selection import ranked
 from tilekern.tuning.sweep.candidates import LIBRARY_LINE, Candidate, candidates
-from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.folder import ArtifactLost, Sweep
 from tilekern.tuning.sweep.holding import Run
 from tilekern.tuning.sweep.journal import Line
 from tilekern.tuning.sweep.lines import copy_key, is_copy
@@ -310,7 +310,8 @@ def is_composite(kernel: str, problem: Problem, configs: Iterable[Config]) -> bo
 def tasks(sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str) -> Iterator[Task]:
     """Yield a task for each problem with something to measure, its entrants in the predicted order.
 
-    Of the candidates timed before, only the fastest and the first race again, for comparison with new ones.
+    Of the candidates timed before, only the fastest and the first race again, for comparison with new ones. A problem
+    one of whose artifacts is lost is journaled as skipped; the next run tries it again.
     """
     settled = Settled(sweep, strategy)
     target = settled.target
@@ -321,15 +322,19 @@ def tasks(sweep: Sweep, named: Sequence[tuple[str, Problem]], strategy: str) -> 
         checks = {e.key: Check(**settled.measured[e.key]["check"]) for e in racing if e.key in settled.measured}
         behind = followers(settled, racing)
         hashes = {e.compiled["sha256"] for e in (*racing, *behind.values()) if "sha256" in e.compiled}
+        try:
+            cubins = {name: sweep.cubin(name) for name in hashes}
+        except ArtifactLost as error:
+            sweep.note("skipped", {"skipped": f"{kernel}|{problem.key}", "reason": str(error)})
+            continue
         ranked_items = ranking(sweep, kernel, problem, target)
         order = {item.key: place for place, (item, _) in enumerate(ranked_items)}
         predicted = {item.key: prediction.seconds for item, prediction in ranked_items}
         stay = racing[0].key
         racing.sort(key=lambda entrant: order.get(entrant.key, len(order)))
         yield Task(
-            kernel, problem, target, tuple(racing), {name: sweep.cubin(name) for name in hashes}, stay, checks,
-            strategy, predicted, timed=spec_named(kernel).timed, followers=behind,
-            invariant=(kernel, problem) in sweep.invariant,
+            kernel, problem, target, tuple(racing), cubins, stay, checks, strategy, predicted,
+            timed=spec_named(kernel).timed, followers=behind, invariant=(kernel, problem) in sweep.invariant,
         )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -202,10 +203,11 @@ def plan_of_problem(text: str, target: Target) -> Planned:
     name, _, sizes = text.strip().partition(" ")
     spec = all_specs().get(f"{name}_forward") or all_specs().get(name)
     if spec is None:
-        known = [*dict.fromkeys(name.removesuffix("_forward") for name in all_specs()), *all_specs()]
+        known = dict.fromkeys(name.removesuffix("_forward") for name in all_specs())
+        nearest = difflib.get_close_matches(name, known)
+        meant = f"did you mean {' or '.join(nearest)}?" if nearest else f"known: {', '.join(known)}."
         raise InputError(
-            f"--problem {text!r}: unknown op or kernel {name!r}; known: {', '.join(known)}; a kernel of your own "
-            "needs --specs MODULE"
+            f"--problem {text!r}: unknown op or kernel {name!r}; {meant} A kernel of your own needs --specs MODULE"
         )
     try:
         problem = spec.problem(**_filled(spec, parse_problem_key(sizes.strip())))

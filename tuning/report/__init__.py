@@ -14,7 +14,6 @@ from tilekern.errors import InputError
 from tilekern.tuning.report.columns import problems_of
 from tilekern.tuning.report.implementations import standings
 from tilekern.tuning.report.rows import Report, Row, report_of
-from tilekern.tuning.sweep.folder import Sweep
 
 __all__ = ["Report", "Row", "as_csv", "as_html", "as_json", "report_of", "write_report", "write_text"]
 
@@ -78,13 +77,12 @@ def as_html(report: Report) -> str:
     return drawn(report)
 
 
-def write_report(sweep: Sweep, folder: Path) -> list[Path]:
+def write_report(report: Report, folder: Path) -> list[Path]:
     """Write ``report.csv``, ``report.json`` and ``report.html`` into a folder; return their paths.
 
     Raises:
-        InputError: the sweep or the folder is not usable, or Bokeh is not installed; CSV and JSON are written then.
+        InputError: the folder cannot be written, or Bokeh is not installed; CSV and JSON are written then.
     """
-    report = report_of(sweep)
     forms = {"report.csv": as_csv, "report.json": as_json, "report.html": as_html}
     return [write_text(folder / name, form(report)) for name, form in forms.items()]
 

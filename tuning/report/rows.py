@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tilekern.compile.cubin import Resources
@@ -18,6 +18,7 @@ from tilekern.tuning.predict.roofline import roofline
 from tilekern.tuning.publishing import Winner, winners
 from tilekern.tuning.sweep.candidates import LIBRARY_LINE, Candidate
 from tilekern.tuning.sweep.folder import Sweep
+from tilekern.tuning.sweep.plan import Named
 
 LEFT_OUT = "its race left it out: it is predicted far slower, or the search did not come to it"
 # The states of a candidate, the best first.
@@ -113,6 +114,7 @@ class Report:
         toolkits: keys of the compilers that made the artifacts.
         date: when the last run on the sweep began, in UTC, as ISO 8601; empty if there was none.
         rows: the candidates, problem by problem, in the order of the plan.
+        lost: problems without a winner because an artifact of it is lost, and which artifact.
     """
 
     model: str
@@ -121,6 +123,7 @@ class Report:
     toolkits: tuple[str, ...]
     date: str
     rows: tuple[Row, ...]
+    lost: Mapping[Named, str] = field(default_factory=dict)
 
     @property
     def is_measured(self) -> bool:
@@ -137,14 +140,16 @@ def report_of(sweep: Sweep) -> Report:
     """Report on a sweep folder, whatever stage it is in.
 
     Raises:
-        InputError: the folder holds no sweep, or lost a winner's artifact.
+        InputError: the folder holds no sweep.
     """
     journals = _Journals.of(sweep)
     toolkits = {line["toolkit"]["key"] for line in journals.compiled.values() if "toolkit" in line}
-    won = {(winner.kernel, winner.problem): winner for winner, _ in winners(sweep, {"key": "none"})}
+    lost: dict[Named, str] = {}
+    won = {(winner.kernel, winner.problem): winner for winner, _ in winners(sweep, {"key": "none"}, lost=lost)}
     rows = [row for named in sweep.problems() for row in _rows_of_problem(sweep, *named, journals, won.get(named))]
     date = max((run["started"] for run in sweep.runs()), default="")
-    return Report(sweep.model, sweep.target.describe(), sweep.gpu(), tuple(sorted(toolkits)), date, tuple(rows))
+    toolkit = tuple(sorted(toolkits))
+    return Report(sweep.model, sweep.target.describe(), sweep.gpu(), toolkit, date, tuple(rows), lost)
 
 
 @dataclass(frozen=True)

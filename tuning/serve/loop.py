@@ -12,7 +12,7 @@ from tilekern.cache.folders import files_inside, unlink_below
 from tilekern.errors import TilekernError
 from tilekern.tuning.pipeline import Options, Pipeline, Tell
 from tilekern.tuning.plan.choosing import with_parts
-from tilekern.tuning.publishing import Known, Winner, invariant_winners, is_open, keep_winners, why_not
+from tilekern.tuning.publishing import Known, Winner, invariant_winners, is_open, keep_winners
 from tilekern.tuning.serve.watched import MEASURED, WAITING, Item, WatchedCache
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.sweep.holding import written
@@ -186,7 +186,7 @@ def tune(
     classless = invariant_winners(sweep, Known.of(sweep))[1] if invariant else {}
     _make_room(sweep)
     return {
-        pair: why_not(sweep, *pair) if pair not in good else f"no bit class: {classless[pair]}" if pair in classless
+        pair: pipeline.why_not(*pair) if pair not in good else f"no bit class: {classless[pair]}" if pair in classless
         else good[pair]
         for pair in named
     }  # fmt: skip

@@ -32,7 +32,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from pathlib import Path, PurePosixPath
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from tilekern.cache import CacheError
+from tilekern.cache import CacheError, Corrupt, Missing
 from tilekern.cache.files import make_folder, read_whole
 from tilekern.cache.folders import files_inside, is_linked, unlink_below
 from tilekern.cache.records import LARGEST_BLOB
@@ -84,6 +84,10 @@ def folder_in(root: Path, name: str) -> Path:
     return root / place
 
 
+class ArtifactLost(InputError):  # noqa: N818 (the name says the state)
+    """An artifact of a sweep is missing or damaged, or cannot be read."""
+
+
 class Sweep:
     """A sweep folder on disk.
 
@@ -91,11 +95,13 @@ class Sweep:
         folder: the folder; it need not exist.
         foreign: whether lines count that neither this user wrote nor a trust root signed: to look at a folder, or to
             measure one that was carried here (:meth:`carried`). Nothing that is made of them is this user's own.
+        finished: whether nothing more is compiled in it, so that candidates are those that its compile stage knew.
     """
 
-    def __init__(self, folder: Path, *, foreign: bool = False) -> None:
+    def __init__(self, folder: Path, *, foreign: bool = False, finished: bool = False) -> None:
         self.folder = folder
         self.is_own = not foreign
+        self._is_finished = foreign or finished
         signatures = _journal(folder, "signatures")
         self._lines = {name: Lines(name, signatures, foreign=foreign) for name in _KEYS}
         self._journals = {name: _journal(folder, name, self._lines[name].count) for name in _KEYS if name != "runs"}
@@ -120,6 +126,12 @@ class Sweep:
             CacheError: ``TILEKERN_TRUST`` is neither ``any`` nor ``signed``.
         """
         return cls(folder, foreign=not (must_be_signed() or signs))
+
+    def own_part(self) -> Sweep:
+        """Open the folder as the lines alone make it that this user wrote or a trust root signed."""
+        part = Sweep(self.folder, finished=self._is_finished)
+        part._candidates = self._candidates
+        return part
 
     def require_own(self) -> None:
         """Refuse a folder that others can write (:func:`tilekern.tuning.sweep.sealing.require_own_folder`)."""
@@ -224,7 +236,7 @@ class Sweep:
         """
         optional = [backend for backend in backends() if backend.is_optional]
         ended = [run for run in self.runs() if run["stage"] == "compile"][-1:]
-        if self.is_own or not (ended and ended[0].get("ended")):
+        if not (self._is_finished and ended and ended[0].get("ended")):
             optional = [backend for backend in optional if backend.compiler() is None]
         if not optional:
             return frozenset()
@@ -386,17 +398,21 @@ class Sweep:
         """Return the bytes of an artifact; a damaged one is removed, so that it is compiled again.
 
         Raises:
-            InputError: it is missing or damaged.
+            ArtifactLost: it is missing or damaged, or cannot be read.
         """
         path = self.folder / _ARTIFACTS / sha256
         try:
             found, _ = read_whole(path, LARGEST_BLOB)
-        except CacheError:
+        except Missing:
+            raise ArtifactLost(f"{path} is missing; compile it again") from None
+        except Corrupt:
             found = b""
+        except CacheError as error:
+            raise ArtifactLost(str(error)) from None
         if hashlib.sha256(found).hexdigest() != sha256:
             with contextlib.suppress(OSError):
                 unlink_below(self.folder, PurePosixPath(_ARTIFACTS, sha256))
-            raise InputError(f"{path} is missing or damaged; run the compile stage again")
+            raise ArtifactLost(f"{path} is damaged; compile it again")
         return found
 
 

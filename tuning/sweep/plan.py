@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,11 +85,14 @@ class PlanFile:
             version = (status.st_ino, status.st_mtime_ns)
             if self._read is None or self._read[0] != version:
                 self._read = version, self._parse(json.loads(read_whole(self._path, _LARGEST_PLAN)[0]))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             if self._path.name != PLAN:
                 raise InputError(f"{self._path} does not exist; give a file that tilekern.trace wrote") from None
+            is_there = "it is a file" if self._folder.exists() else "there is no such folder"
+            why = f"it has no {PLAN}" if self._folder.is_dir() else is_there
             raise InputError(
-                f"{self._folder} is not a sweep folder; run --stages plan,compile --sweep {self._folder}"
+                f"{self._folder} holds no sweep: {why}; give the folder of one, or plan one for a MODEL with "
+                f"--stages plan,compile --sweep {shlex.quote(str(self._folder))}"
             ) from None
         except (OSError, CacheError, ValueError, RecursionError) as error:
             raise InputError(f"{self._path} cannot be read: {error}") from None

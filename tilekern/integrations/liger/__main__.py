@@ -8,6 +8,7 @@ import click
 
 from tilekern import __version__
 from tilekern.integrations.liger import binding, left, served
+from tilekern.warning import flush
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -28,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code, 2 if Liger-Kernel is not installed."""
     try:
         command.main(args=arguments, prog_name="python -m tilekern.integrations.liger", standalone_mode=False)
-        sys.stdout.flush()
+        flush()
     except click.ClickException as error:
         click.echo(f"tilekern.integrations.liger: {' '.join(error.format_message().split())}", err=True)
         return 2
