@@ -90,6 +90,31 @@ def test_gradients_of_keys_and_the_kept_gradients_of_scores(head_dim, flags, siz
         assert all(torch.equal(found[0][name], found[1][name]) for name in ("dk", "dv")), config
 
 
+def with_gaps(x):
+    """The same rows, 16 bytes of NaN apart, so that few begin at a multiple of 128 bytes."""
+    gap = 16 // x.element_size()
+    return torch.cat([x, x.new_full((*x.shape[:-1], gap), torch.nan)], -1)[..., : x.shape[-1]]
+
+
+@needs_cute
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("flags", [("causal",), ("apart",)], ids="-".join)
+def test_descriptors_of_loads_in_rows_of_the_gradients_of_keys(head_dim, flags):
+    """Where rows begin does not change the bits, nor does what was loaded before for the same results."""
+    values = {"batch": 2, "queries": 264, "keys": 200, "heads": 4, "kv_heads": 2, "head_dim": head_dim}
+    values["dtype"] = "bfloat16"
+    problem = kept.DKDV.problem(**{d.name: values.get(d.name, d.name in flags) for d in kept.DKDV.dimensions})
+    inputs, others = (drawn(kept.DKDV, problem) for _ in range(2))
+    others["q"], others["v"] = -others["q"], 2 * others["v"]
+    for config, launch in each_config(kept.DKDV, problem, lambda config: config["implementation"] == "cute"):
+        right = launch(inputs)
+        for gaps in ((), ("q", "k", "v", "dout"), ("dk", "dv", "q")):
+            outputs = launch(others)
+            outputs |= {name: with_gaps(outputs[name]) for name in gaps if name in outputs}
+            launch(inputs | {name: with_gaps(inputs[name]) for name in gaps if name in inputs}, outputs)
+            assert all(torch.equal(right[name], outputs[name]) for name in ("dk", "dv")), (config, gaps)
+
+
 LINEAR, GRADIENT, MATMUL = map(spec_named, ("grouped_linear", "grouped_weight_gradient", "matmul"))
 LAYER = (4093, 1024, 1536, 8, "bfloat16")
 GROUPED = [

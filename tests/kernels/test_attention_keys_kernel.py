@@ -20,6 +20,8 @@ H200 = resolve("H200")
 # Each sums 16 terms: columns for S and dP, queries for dk and dv. Heads of 64 and 128 have S before the loop too, heads
 # of 256 the sums of the last step behind it.
 PRODUCTS = {64: 3 * 4 + 2 * 4, 128: 3 * 8 + 2 * 4, 256: 2 * 16 + 2 * 2 * 2}
+# Boxes of 64 columns: 32 rows of q and dout, for heads of 64 without k and v, which are in registers.
+BOXES = {64: 2 * 2, 128: 2 * 4 + 2 * 4, 256: 2 * 4 + 2 * 1}
 SIZES = {"batch": 1, "queries": 8192, "keys": 8192, "heads": 32, "kv_heads": 8, "head_dim": 128}
 
 
@@ -135,6 +137,7 @@ def test_registers_hold_the_sums_and_the_left_operands(head_dim, dtype, flags):
         }  # fmt: skip
         counts = read_machine_code(code_of(made.cubin, made.symbol), H200.capability).whole
         assert (counts.products, counts.local_accesses) == (PRODUCTS[head_dim], 0)
+        assert counts.bulk_loads == BOXES[head_dim]
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ from tilekern.spec import (
 
 # A warpgroup that loads, and two that compute.
 _THREADS = 3 * 128
+# Descriptors of q, dout, k and v; the last two only if no registers hold all of k and v.
+DESCRIPTORS, DESCRIPTOR_BYTES = 4, 128
 # The system's share of the shared memory of each block.
 _RESERVED_BYTES = 1 << 10
 
@@ -62,13 +64,14 @@ _FORMS = {
 def shared_bytes(depth: int, stages: int) -> int:
     """Count the bytes of what a block of heads of ``depth`` elements has in shared memory.
 
-    They are k and v, P on its way, barriers, and for each stage q, dout, lse, delta, notes and two barriers.
+    They are k and v, P on its way, descriptors, barriers, and for each stage q, dout, lse, delta, notes and two
+    barriers.
     """
     form = _FORMS[depth]
     owned = 2 * form.keys * (depth - form.held) * 2
     notes = 1 + form.keys // 64
     stage = 2 * form.queries * depth * 2 + 2 * form.queries * 4 + (notes + 2) * 8
-    return owned + form.copied_bytes + stages * stage + 9 * 8
+    return owned + form.copied_bytes + DESCRIPTORS * DESCRIPTOR_BYTES + stages * stage + 9 * 8
 
 
 def _is_served(problem: Problem) -> bool:

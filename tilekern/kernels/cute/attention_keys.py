@@ -3,13 +3,13 @@
 A block owns 128 keys of a key head, for all query heads that read it, or ``apart`` for one. Two warpgroups compute 64
 of them each and share the queries in shared memory, so that each is loaded once for 128 keys; they never wait for one
 another, so that one's exponentials run beside the other's products. The warps of a third warpgroup fill the stages of
-the ring of queries in turn: their loads pass no registers, and are shown to the matrix units before the stage's barrier
-is told. Heads of 256 have other roles: :mod:`tilekern.kernels.cute.attention_keys_wide`.
+the ring of queries in turn, by the tensor memory accelerator. Heads of 256 have other roles:
+:mod:`tilekern.kernels.cute.attention_keys_wide`.
 
 In a step a warpgroup takes 64 queries of a head. P is computed from S^T = k q^T beside dP^T = v dout^T, dS beside
-dv += P^T dout, and dS is stored beside dk += dS^T q and the next step's S^T. P^T and dS^T stay in registers. Heads of
-64 leave registers for k and v, which saves a third of what the matrix units read from shared memory, and for the next
-S^T beside P, so that it starts before dS is computed.
+dv += P^T dout, and dS is stored beside dk += dS^T q. P^T and dS^T stay in registers. Heads of 64 leave registers for k
+and v, which saves a third of what the matrix units read from shared memory, and for the next S^T beside P, so that it
+starts before dS is computed.
 
 In shared memory, a tile has parts of 64 columns, with rows of 128 bytes in which pieces of 16 bytes are swizzled; q and
 dout are read as they are and transposed. Queries lie in an order (:meth:`AttentionKeys.line`) in which a thread's
@@ -26,8 +26,10 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
+from tilekern.kernels.attention.kept_cute import DESCRIPTOR_BYTES, DESCRIPTORS
 from tilekern.kernels.attention.tiles import LOG2_E
 from tilekern.kernels.cute.arguments import ALIGNED_BYTES, Argument, samples
+from tilekern.kernels.cute.descriptors import describe, load_box, see
 from tilekern.kernels.cute.sharing import WARP
 from tilekern.spec import ArrayParameter, ScalarParameter
 
@@ -37,6 +39,8 @@ _KEYS, _UNIT = 64, 128
 _LOADERS = 4
 # Elements of 16 bytes, and of 128 bytes, which is the width of half a tile.
 _VECTOR, _WIDTH = 8, 64
+# Neighbours among a thread's queries.
+_GROUP = 8
 # Depth of one instruction of the matrix units.
 _DEEP = 16
 # Registers of a thread that loads, and of one that computes.
@@ -118,7 +122,7 @@ class AttentionKeys:
         self.prepare()
         if self.warp < 4:
             cute.arch.setmaxregister_decrease(_FEW)
-            self.produce(q, k, v, dout, lse, delta, kept)
+            self.produce(q, k, v, dout, lse, delta, dk, dv, kept)
         else:
             cute.arch.setmaxregister_increase(_MANY)
             self.consume(k, v, dk, dv, kept)
@@ -153,7 +157,7 @@ class AttentionKeys:
         tile = Int32(cutlass.select_(is_edge, outer, self.edge - 1 - (turn - self.edges)))
         return tile, self.owner * self.readers + reader, is_edge
 
-    # Shared memory: tiles of k, v, q and dout, copies of P, rows of lse and delta, barriers.
+    # Shared memory: tiles of k, v, q and dout, copies of P, drafts of descriptors, rows of lse and delta, barriers.
 
     @cute.jit
     def prepare(self):
@@ -163,7 +167,8 @@ class AttentionKeys:
         self.tiles = cute.recast_ptr(memory, dtype=self.half)
         copies = memory + (self.own + 2 * stages * self.tile) * item
         self.copies = cute.recast_ptr(copies, dtype=Float32)
-        rows = copies + self.copied_bytes
+        self.drafts = copies + self.copied_bytes
+        rows = self.drafts + DESCRIPTORS * DESCRIPTOR_BYTES
         self.rows_in_stages = cute.recast_ptr(rows, dtype=Float32)
         self.notes = cute.make_tensor(
             cute.recast_ptr(rows + 2 * stages * self.rows * 4, dtype=Int64), cute.make_layout((1 + self.parts, stages))
@@ -187,13 +192,23 @@ class AttentionKeys:
         """Make the other barriers than those of stages: the one of k and v."""
         cute.arch.mbarrier_init(self.loaded, _LOADERS)
 
-    # The producer: a warp for each stage.
+    # The producer: a warp for each stage. The tensor memory accelerator loads boxes by descriptors, which are in the
+    # first rows of dk and dv that the block writes, until all has been loaded. Those of q and dout have axes for the
+    # bits of a query's number, in the order of :meth:`line`, so that they know whole groups of 8 queries only: the last
+    # tile is copied if it ends with others. All tiles are, if a row begins elsewhere than at a multiple of 128 bytes.
 
     @cute.jit
-    def produce(self, q, k, v, dout, lse, delta, kept):
-        """Load k and v, half of one in each warp; then the warps fill stages in turn."""
-        if const_expr(self.held < self.depth):
-            self.load_own(k, v, self.owner * self.readers // self.group)
+    def produce(self, q, k, v, dout, lse, delta, dk, dv, kept):
+        """Load k and v; then the warps fill stages in turn."""
+        first = self.number, self.first_key, self.owner
+        rows = [(array.address + array.row(first)).toint() for array in (dk, dv)]
+        self.descriptors = [row + n * DESCRIPTOR_BYTES for n in range(DESCRIPTORS // 2) for row in rows]
+        # Without a step, nothing would keep the results behind the descriptors.
+        has_boxes = ((rows[0] | rows[1]) % DESCRIPTOR_BYTES == 0) & (self.steps > 0)
+        if has_boxes:
+            self.describe_all(q, k, v, dout)
+        elif const_expr(self.held < self.depth):
+            self.copy_own(k, v)
         turns = const_expr(min(self.stages, _LOADERS))
         if self.warp < turns:
             for n in cutlass.range(self.warp, self.steps, turns, unroll=1):
@@ -202,12 +217,73 @@ class AttentionKeys:
                 units = [self.unit(kept, tile, head, part) for part in range(self.parts)]
                 cute.arch.mbarrier_wait(self.empty + stage, phase ^ 1)
                 place = self.own + stage * self.tile
-                self.load(q, head, tile * self.rows, place, self.rows, 0, True)
-                self.load(dout, head, tile * self.rows, place + self.stages * self.tile, self.rows, 0, True)
+                if has_boxes & (cutlass.min((tile + 1) * self.rows, self.queries) % _GROUP == 0):
+                    self.load_queries(tile, head, place, self.full + stage)
+                else:
+                    self.load(q, head, tile * self.rows, place, self.rows, 0, True)
+                    self.load(dout, head, tile * self.rows, place + self.stages * self.tile, self.rows, 0, True)
                 self.load_row(lse, head, tile * self.rows, stage)
                 self.load_row(delta, head, tile * self.rows, self.stages + stage)
                 self.note(self.notes[None, stage], [Int64(tile) * 2 + Int64(is_edge), *units])
                 self.arrived(self.full + stage)
+
+    @cute.jit
+    def describe_all(self, q, k, v, dout):
+        """Write the descriptors, one in each warp, and load k and v by them."""
+        for n, array in enumerate((q, dout)):
+            if self.warp == n:
+                self.describe_queries(n, array)
+        if const_expr(self.held < self.depth):
+            for n, array in enumerate((k, v)):
+                if self.warp == 2 + n:
+                    self.describe_keys(2 + n, array)
+                    self.load_own(n)
+            self.tell(self.loaded)
+        cute.arch.barrier(barrier_id=1, number_of_threads=_LOADERS * WARP)
+        for n in cutlass.range_constexpr(2):
+            see(self.descriptors[n])
+
+    def describe_queries(self, n: int, array: Argument) -> None:
+        """Write the descriptor of q or dout: of 32 queries and 64 columns, in the order of their lines."""
+        row, head = (2 * array.row(step) for step in ((0, 1, 0), (0, 0, 1)))
+        groups = cutlass.max(self.queries // _GROUP, 1)
+        queries = (2, 2, row), (groups, 4, _GROUP * row), (4, 4, 2 * row)
+        self.describe(n, array, (self.depth, _WIDTH, None), *queries, (self.heads, 1, head))
+
+    def describe_keys(self, n: int, array: Argument) -> None:
+        """Write the descriptor of k or v: of a warpgroup's keys and 64 columns."""
+        row, head = (2 * array.row(step) for step in ((0, 1, 0), (0, 0, 1)))
+        heads = self.heads // self.group
+        self.describe(n, array, (self.depth, _WIDTH, None), (self.keys, _KEYS, row), (heads, 1, head))
+
+    def describe(self, n: int, array: Argument, *axes: tuple[Any, int, Any]) -> None:
+        """Write a descriptor of the block's entry of the batch."""
+        start = (array.address + array.row((self.number, 0, 0))).toint()
+        describe(self.drafts + n * DESCRIPTOR_BYTES, self.descriptors[n], self.lane, start, axes, self.half)
+
+    @cute.jit
+    def load_own(self, n: int):
+        """Start to load the columns of k, if ``n`` is 0, or v that no registers hold."""
+        if self.lane == 0:
+            cute.arch.mbarrier_expect_tx(self.loaded, self.own)
+            target, head = (self.tiles + n * (self.own // 2)).toint(), self.owner * self.readers // self.group
+            widths = (self.depth - self.held) // _WIDTH
+            for i in cutlass.range_constexpr(self.parts * widths):
+                place = self.held + i % widths * _WIDTH, self.first_key + i // widths * _KEYS, head
+                load_box(target + i * _KEYS * 2 * _WIDTH, self.descriptors[2 + n], place, self.loaded.toint())
+
+    @cute.jit
+    def load_queries(self, tile, head, place, barrier):
+        """Start to load a tile of q and one of dout."""
+        if self.lane == 0:
+            cute.arch.mbarrier_expect_tx(barrier, 2 * 2 * self.tile)
+            for n in cutlass.range_constexpr(2):
+                target = (self.tiles + place + n * self.stages * self.tile).toint()
+                for i in cutlass.range_constexpr(self.tile // (32 * _WIDTH)):
+                    part, half = i // (self.rows // 32), i % (self.rows // 32)
+                    first = tile * (self.rows // _GROUP) + half * (32 // _GROUP)
+                    box = part * _WIDTH, 0, first, 0, head
+                    load_box(target + i * 32 * 2 * _WIDTH, self.descriptors[n], box, barrier.toint())
 
     @cute.jit
     def note(self, notes, values):
@@ -217,8 +293,9 @@ class AttentionKeys:
                 notes[n] = values[n]
 
     @cute.jit
-    def load_own(self, k, v, kv_head):
-        """Load the columns of k and v that no registers hold, half of one in each warp."""
+    def copy_own(self, k, v):
+        """Copy the columns of k and v that no registers hold, half of one in each warp."""
+        kv_head = self.owner * self.readers // self.group
         for n in cutlass.range_constexpr(2 * self.parts):
             if self.warp == n % 4:
                 first = self.first_key + n % self.parts * _KEYS
@@ -312,9 +389,10 @@ class AttentionKeys:
                 pulled[i] = scores[i] * (pulled[i] - delta[i // 4 * 2 + i % 2])
             gradients.store(pulled.load().to(self.half))
             self.add(dk_sum, gradients, self.q_t[None, None, None, stage])
+            # Else the compiler stores between the instructions of the next product, which takes 8 % longer on an H200.
+            self.keep(gradients, self.notes[1 + self.part, stage], pitch)
             if const_expr(not self.early):
                 self.start_next(n, products, own_k, following, following_phase)
-            self.keep(gradients, self.notes[1 + self.part, stage], pitch)
             warpgroup.wait_group(0)
             self.tell(self.empty + stage)
             stage, phase = following, following_phase
