@@ -63,6 +63,35 @@ def test_rings_in_shared_memory(spec, rows, columns, dtype, weight_dtype):
         assert_same_bits(*found, config)
 
 
+FORWARD = spec_named("attention_forward")
+# What the kernel of CuTe DSL has a way of its own for.
+MASKS = (("causal",), ("causal", "windowed", "sinks"), ("windowed", "capped", "packed"))
+
+
+def shifted(outputs):
+    """Return outputs like these, of which out begins 16 bytes behind a multiple of 128: no place for a descriptor."""
+    memory = torch.full((outputs["out"].numel() + 8,), torch.nan, dtype=outputs["out"].dtype, device="cuda")
+    return {"out": memory[8:].view_as(outputs["out"]), "lse": torch.full_like(outputs["lse"], torch.nan)}
+
+
+@needs_cute
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("flags", MASKS, ids="-".join)
+def test_attention_by_tiles_of_queries(head_dim, flags):
+    """Keys are loaded by descriptors, which the kernel writes to out, or by copies."""
+    values = {"batch": 2, "queries": 777, "keys": 1000, "heads": 4, "kv_heads": 2, "head_dim": head_dim}
+    values["dtype"] = "bfloat16"
+    problem = FORWARD.problem(**{d.name: values.get(d.name, d.name in flags) for d in FORWARD.dimensions})
+    inputs = drawn(FORWARD, problem)
+    expected = expected_results(FORWARD, problem, inputs)
+    for config, launch in each_config(FORWARD, problem, lambda config: config["implementation"] == "cute"):
+        first = launch(inputs)
+        again = launch(inputs, shifted(first))
+        for outputs in (first, again):
+            assert_right(FORWARD, problem, outputs, expected, config)
+        assert_same_bits(first, again, config)
+
+
 # Batch, queries, keys, heads, key heads: parts of tiles, queries that see nothing, keys of one head.
 KEYS = ((1, 1, 1, 2, 1), (2, 130, 130, 4, 2), (1, 1000, 777, 4, 1), (2, 777, 1000, 3, 3))
 

@@ -77,6 +77,15 @@ def test_a_block_for_each_multiprocessor_unless_there_are_fewer_tiles(queries, b
         assert (kernel.block, kernel.cluster, kernel.cooperative) == (2 * config["tile_m"] + 128, 1, False)
 
 
+def test_packed_sequences_may_have_a_block_for_each_item():
+    problem = problem_of(sizes={"batch": 4, "queries": 2730, "keys": 2730}, packed=True)
+    blocks = {
+        (config["schedule"], config["tile_m"]): SPEC.device(problem, config).grid(problem, H200.sm_count)
+        for config in configs(problem)
+    }
+    assert blocks == {("block", 192): 4 * 32 * 15, ("persistent", 192): H200.sm_count}
+
+
 def test_the_stages_fill_the_shared_memory():
     problem, found = problem_of(), set()
     for config in configs(problem):
@@ -89,9 +98,9 @@ def test_the_stages_fill_the_shared_memory():
 
 
 @pytest.mark.parametrize("depth", [64, 128, 256])
-@pytest.mark.parametrize("windowed", [False, True])
-def test_every_candidate_fits_the_shared_memory(depth, windowed):
-    problem = problem_of(sizes={"head_dim": depth}, windowed=windowed)
+@pytest.mark.parametrize("flag", ["causal", "windowed", "packed"])
+def test_every_candidate_fits_the_shared_memory(depth, flag):
+    problem = problem_of(sizes={"head_dim": depth}, **{flag: True})
     assert 2 <= len(configs(problem)) <= 4
     for config in configs(problem):
         assert shared_bytes(problem, config, stages_of(problem, config)) + 1024 <= H200.shared_bytes

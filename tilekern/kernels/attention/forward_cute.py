@@ -25,15 +25,16 @@ _KERNEL = "tilekern.kernels.cute.attention_queries:AttentionQueries"
 # Queries of a warpgroup.
 ROWS = 64
 _BARRIER_BYTES = 8
-# A descriptor of keys, and one of values, fit a row of the result, or two rows of heads of 64.
+# A descriptor of keys, and one of values, fit a row of the result, or two rows of heads of 64. A row of heads of 256
+# has room for one of queries.
 DESCRIPTOR_BYTES = 128
-# Queries and keys of a tile, and whether scores are started ahead, by the width of heads and whether there is a window:
-# sums, scores and weights fit a thread's registers. Edges of windows cut less of small tiles.
+# Queries and keys of a tile, and whether scores are started ahead, by the width of heads and whether there are windows
+# or packed sequences: sums, scores and weights fit a thread's registers. Edges of windows cut less of small tiles.
 _TILES = {
-    (64, False): ((128, 192, True), (192, 96, True), (192, 128, True)),
+    (64, False): ((192, 96, True), (192, 128, True)),
     (64, True): ((192, 64, True), (192, 128, True)),
     (128, False): ((128, 128, True), (128, 176, True), (192, 128, False), (192, 80, True)),
-    (128, True): ((192, 64, True), (192, 80, True), (192, 128, False)),
+    (128, True): ((192, 80, True), (192, 128, False)),
     (256, False): ((128, 64, True), (128, 80, True)),
     (256, True): ((128, 64, True), (128, 80, True)),
 }
@@ -47,11 +48,16 @@ _STAGES = (8, 6, 5, 4)
 _MOST_BYTES = 227 << 10
 
 
+def descriptors(head_dim: int) -> int:
+    """Return how many descriptors a block has: of keys and values, and of queries if a row of the result has room."""
+    return 3 if 2 * head_dim >= 3 * DESCRIPTOR_BYTES else 2
+
+
 def shared_bytes(problem: Problem, config: Config, stages: int) -> int:
     """Count the bytes of a block's queries, of its ring of keys and values, of descriptors, and of barriers."""
-    parts = config["tile_m"] // ROWS
-    rows = config["tile_m"] + stages * config["tile_n"]
-    return rows * problem["head_dim"] * 2 + 2 * DESCRIPTOR_BYTES + 2 * (parts + stages) * _BARRIER_BYTES
+    rows, barriers = config["tile_m"] + stages * config["tile_n"], 2 * (config["tile_m"] // ROWS + stages)
+    held = descriptors(problem["head_dim"]) * DESCRIPTOR_BYTES + barriers * _BARRIER_BYTES
+    return rows * problem["head_dim"] * 2 + held
 
 
 def stages_of(problem: Problem, config: Config) -> int:
@@ -65,7 +71,7 @@ def _tiles(problem: Problem) -> list[tuple[int, int, bool]]:
     is_half, is_whole = problem["dtype"] != "float32", problem["heads"] % problem["kv_heads"] == 0
     if not is_half or not is_whole or problem["queries"] < _FEWEST_QUERIES:
         return []
-    tiles = _TILES.get((problem["head_dim"], problem["windowed"]), ())
+    tiles = _TILES.get((problem["head_dim"], problem["windowed"] or problem["packed"]), ())
     # A soft cap's tanh takes registers, too.
     return [x for x in tiles if not problem["capped"] or x[1] <= _MOST_CAPPED]
 
@@ -74,7 +80,7 @@ def _axes(problem: Problem) -> dict[str, list[Value]]:
     tiles = _tiles(problem)
     return {
         "implementation": ["cute"],
-        "schedule": ["persistent"],
+        "schedule": ["block", "persistent"] if problem["packed"] else ["persistent"],
         "tile_m": sorted({rows for rows, _, _ in tiles}),
         "tile_n": sorted({columns for _, columns, _ in tiles}),
         "ahead": [False, True],
@@ -95,9 +101,12 @@ SPACE = Space(
 
 
 def _blocks(sizes: Problem, config: Config, sm_count: int) -> int:
-    """Return one block for each multiprocessor: each writes descriptors, which takes a while."""
+    """Return one block for each multiprocessor: each writes descriptors, which takes a while.
+
+    Items of packed sequences have lengths that no order makes even: blocks of one item end when they end.
+    """
     items = sizes["batch"] * sizes["heads"] * cdiv(sizes["queries"], config["tile_m"])
-    return max(1, min(items, sm_count))
+    return max(1, items if config["schedule"] == "block" else min(items, sm_count))
 
 
 def implement(

@@ -28,7 +28,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
-from tilekern.kernels.attention.forward_cute import DESCRIPTOR_BYTES, ROWS
+from tilekern.kernels.attention.forward_cute import DESCRIPTOR_BYTES, ROWS, descriptors
 from tilekern.kernels.attention.tiles import LN_2, LOG2_E, LOWEST
 from tilekern.kernels.cute.arguments import ALIGNED_BYTES, Argument, samples
 from tilekern.kernels.cute.attention_keys import after, copy_ahead
@@ -86,9 +86,11 @@ class AttentionQueries:
         self.columns, self.ahead, self.stages = tile_n, ahead, stages
         self.parts = block // (4 * WARP) - 1
         self.takes_turns = ahead and self.parts == 2
+        self.described = descriptors(depth)
         # Parts of a warpgroup's queries that a warp loads at a time: items of few or cheap tiles are through before a
-        # warp has waited for several.
-        self.pieces = 1 if self.parts == 3 and (windowed or depth == _WIDTH) else 4
+        # warp has waited for several. With a descriptor of queries, a part is what its barrier waits for.
+        is_short = self.parts == 3 and (windowed or depth == _WIDTH)
+        self.pieces = 1 if is_short or self.described == 3 else 4
 
     @cute.jit
     def __call__(self, arguments: tuple):
@@ -152,9 +154,13 @@ class AttentionQueries:
         first = span[1] - (tile + 1) * (self.parts * ROWS)
         start, _, _, stop = self.seen(first, self.parts * ROWS, span)
         if self.packed:
-            # An item before the first query takes part with one tile, of which nothing is stored.
-            stop = Int32(cutlass.select_(first > -self.parts * ROWS, stop, start + 1))
+            # An empty item takes part with one tile, of which nothing is stored.
+            stop = Int32(cutlass.select_(self.is_empty(first), start + 1, stop))
         return (0 if self.packed else row // self.heads, row % self.heads), first, (start, stop), span
+
+    def is_empty(self, first: Any) -> Any:
+        """Return whether an item is before the first query of its sequence."""
+        return first <= -self.parts * ROWS
 
     def span(self, row: Any) -> tuple[Any, Any, Any, Any]:
         """Return the first row and the number of the queries, then of the keys, of a head's entry or sequence."""
@@ -199,7 +205,7 @@ class AttentionQueries:
         self.ring = self.tiles + parts * ROWS * self.depth
         held = (parts * ROWS + stages * self.columns) * self.depth * self.half.width // 8
         self.descriptors = memory + held
-        self.full = cute.recast_ptr(memory + held + 2 * DESCRIPTOR_BYTES, dtype=Int64)
+        self.full = cute.recast_ptr(memory + held + self.described * DESCRIPTOR_BYTES, dtype=Int64)
         self.empty = self.full + stages
         self.queries_full, self.queries_empty = self.full + 2 * stages, self.full + 2 * stages + parts
         if (self.warp == 0) & (self.lane == 0):
@@ -230,8 +236,7 @@ class AttentionQueries:
         turn = self.rounds - 1
         (number, head), first, _, span = self.item(turn)
         if const_expr(self.packed):
-            # Items before the first query write nothing.
-            while (turn > 0) & (first <= -self.parts * ROWS):
+            while (turn > 0) & self.is_empty(first):
                 turn = turn - 1
                 (number, head), first, _, span = self.item(turn)
         last = out.row((number, span[0] + first + self.parts * ROWS - 1, head))
@@ -245,8 +250,10 @@ class AttentionQueries:
             is_able = is_able & (first > -self.parts * ROWS)
         if is_able:
             if self.warp == 0:
-                self.describe(k, 0, address)
-                self.describe(v, 1, address + to_values)
+                self.describe(k, 0, address, self.columns)
+                self.describe(v, 1, address + to_values, self.columns)
+            if const_expr(self.described == 3) and self.warp == 1:
+                self.describe(q, 2, address + 2 * DESCRIPTOR_BYTES, ROWS)
             self.produce_described(q, k, v, (address, to_values))
         else:
             self.produce_copied(q, k, v)
@@ -258,22 +265,31 @@ class AttentionQueries:
         for turn in cutlass.range(self.rounds, unroll=1):
             place, first, (start, stop), span = self.item(turn)
             if self.warp > 0:
-                self.load_queries(q, place, first, span, queries_phase, self.warp - 1, _LOADERS - 1)
+                if const_expr(self.described < 3):
+                    self.load_queries(q, place, first, span, queries_phase, self.warp - 1, _LOADERS - 1)
+                elif self.warp == 1:
+                    self.load_query_boxes(descriptors, place, first, span, queries_phase)
             else:
                 for n in cutlass.range(2 * start, 2 * stop, unroll=1):
                     cute.arch.mbarrier_wait(self.empty + slot, phase)
                     if const_expr(self.packed):
-                        # A box would have the next sequence's keys. Nor may items that are not written have boxes,
-                        # since descriptors are gone after the last one that is.
-                        is_boxed = ((n // 2 + 1) * self.columns <= span[3]) & (first > -self.parts * ROWS)
-                        if is_boxed:
-                            self.load_boxes(descriptors, place, n, span, slot)
-                        else:
-                            self.load_tile(k, v, place, n, span, slot)
+                        self.load_packed(k, v, descriptors, place, first, n, span, slot)
                     else:
                         self.load_boxes(descriptors, place, n, span, slot)
                     slot, phase = self.moved(slot, phase, 1)
             queries_phase = queries_phase ^ 1
+
+    @cute.jit
+    def load_packed(self, k, v, descriptors, place, first, n, span, slot):
+        """Load a tile of keys or values of a packed sequence."""
+        # Nothing is read of an empty item, and descriptors are gone after the last one that is not.
+        if self.is_empty(first):
+            self.tell(self.full + slot)
+        elif (n // 2 + 1) * self.columns <= span[3]:
+            self.load_boxes(descriptors, place, n, span, slot)
+        else:
+            # A box would have the next sequence's keys.
+            self.load_tile(k, v, place, n, span, slot)
 
     @cute.jit
     def load_boxes(self, descriptors, place, n, span, slot):
@@ -288,6 +304,24 @@ class AttentionQueries:
                     (half * _WIDTH, span[2] + n // 2 * self.columns, head // self.group, number),
                     (self.full + slot).toint(),
                 )  # fmt: skip
+
+    @cute.jit
+    def load_query_boxes(self, descriptors, place, first, span, phase):
+        """Start to load the warpgroups' queries by their descriptor."""
+        number, head = place
+        for part in cutlass.range_constexpr(self.parts):
+            cute.arch.mbarrier_wait(self.queries_empty + part, phase)
+            if const_expr(self.packed) and self.is_empty(first):
+                self.tell(self.queries_full + part)
+            elif self.lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(self.queries_full + part, 2 * ROWS * self.depth)
+                target = (self.tiles + part * (ROWS * self.depth)).toint()
+                for half in cutlass.range_constexpr(self.depth // _WIDTH):
+                    load_box(
+                        target + half * ROWS * 2 * _WIDTH, descriptors[0] + 2 * DESCRIPTOR_BYTES,
+                        (half * _WIDTH, span[0] + first + part * ROWS, head, number),
+                        (self.queries_full + part).toint(),
+                    )  # fmt: skip
 
     # A slot may be another warp's in the next round, and a wait cannot tell rounds apart that are two apart: before a
     # warp gets to a slot, the warp before it must have been told that it is free. That holds where slots are freed in
@@ -306,7 +340,10 @@ class AttentionQueries:
             loads = loads + 2 * (stop - start)
             for n in cutlass.range(own_start, 2 * stop, _LOADERS, unroll=1):
                 cute.arch.mbarrier_wait(self.empty + slot, phase)
-                self.load_tile(k, v, place, n, span, slot)
+                if const_expr(self.packed) and self.is_empty(first):
+                    self.tell(self.full + slot)
+                else:
+                    self.load_tile(k, v, place, n, span, slot)
                 slot, phase = self.moved(slot, phase, _LOADERS)
 
     @cute.jit
@@ -333,22 +370,22 @@ class AttentionQueries:
             self.arrived(self.queries_full + part)
 
     @cute.jit
-    def describe(self, array, number: int, address):
-        """Write a descriptor of tiles of ``array`` to an address in global memory: boxes of 64 columns of some rows."""
+    def describe(self, array, number: int, address, rows: int):
+        """Write a descriptor of ``array`` to an address in global memory: boxes of 64 columns of some rows."""
         here = self.descriptors + number * DESCRIPTOR_BYTES
         cute.make_tensor(cute.recast_ptr(here, dtype=Int32) + self.lane, cute.make_layout(1))[0] = Int32(0)
         cute.arch.sync_warp()
         if self.lane == 0:
-            self.fill(here.toint(), array)
+            self.fill(here.toint(), array, rows)
         cute.arch.sync_warp()
         publish(address, here.toint())
 
-    def fill(self, place: Any, array: Argument) -> None:
+    def fill(self, place: Any, array: Argument, box_rows: int) -> None:
         """Write the fields of a descriptor: axes of columns, rows, heads and batch entries."""
         batch, rows, heads = array.sizes[:3]
         replace(place, "global_address", array.address.toint(), wide=True)
         replace(place, "rank", 3)
-        for axis, (size, count) in enumerate(((self.depth, _WIDTH), (rows, self.columns), (heads, 1), (batch, 1))):
+        for axis, (size, count) in enumerate(((self.depth, _WIDTH), (rows, box_rows), (heads, 1), (batch, 1))):
             replace(place, "global_dim", Int32(size), axis)
             replace(place, "box_dim", Int32(count), axis)
             replace(place, "element_stride", Int32(1), axis)
