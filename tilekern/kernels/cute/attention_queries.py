@@ -32,6 +32,7 @@ from tilekern.kernels.attention.forward_cute import DESCRIPTOR_BYTES, ROWS, desc
 from tilekern.kernels.attention.tiles import LN_2, LOG2_E, LOWEST
 from tilekern.kernels.cute.arguments import ALIGNED_BYTES, Argument, samples
 from tilekern.kernels.cute.attention_keys import after, copy_ahead
+from tilekern.kernels.cute.descriptors import describe, load_box
 from tilekern.kernels.cute.sharing import WARP
 from tilekern.spec import ArrayParameter, ScalarParameter
 
@@ -46,8 +47,6 @@ _REGISTERS = {(2, False): (24, 240), (2, True): (40, 232), (3, False): (32, 160)
 _SLACK = 8.0
 # Warps that load.
 _LOADERS = 4
-# Codes of a descriptor's fields.
-_FLOAT16, _BFLOAT16, _SWIZZLE_128 = 6, 10, 3
 
 
 class AttentionQueries:
@@ -369,32 +368,13 @@ class AttentionQueries:
             self.load(q, place, span[:2], first + n * count, count, tile, ROWS, n % self.pieces * count)
             self.arrived(self.queries_full + part)
 
-    @cute.jit
-    def describe(self, array, number: int, address, rows: int):
-        """Write a descriptor of ``array`` to an address in global memory: boxes of 64 columns of some rows."""
-        here = self.descriptors + number * DESCRIPTOR_BYTES
-        cute.make_tensor(cute.recast_ptr(here, dtype=Int32) + self.lane, cute.make_layout(1))[0] = Int32(0)
-        cute.arch.sync_warp()
-        if self.lane == 0:
-            self.fill(here.toint(), array, rows)
-        cute.arch.sync_warp()
-        publish(address, here.toint())
-
-    def fill(self, place: Any, array: Argument, box_rows: int) -> None:
-        """Write the fields of a descriptor: axes of columns, rows, heads and batch entries."""
+    def describe(self, array: Argument, number: int, address: Any, count: int) -> None:
+        """Write a descriptor of ``array`` to an address in global memory: boxes of 64 columns of ``count`` rows."""
         batch, rows, heads = array.sizes[:3]
-        replace(place, "global_address", array.address.toint(), wide=True)
-        replace(place, "rank", 3)
-        for axis, (size, count) in enumerate(((self.depth, _WIDTH), (rows, box_rows), (heads, 1), (batch, 1))):
-            replace(place, "global_dim", Int32(size), axis)
-            replace(place, "box_dim", Int32(count), axis)
-            replace(place, "element_stride", Int32(1), axis)
-        for axis, step in enumerate(((0, 1, 0), (0, 0, 1), (1, 0, 0))):
-            replace(place, "global_stride", 2 * array.row(step), axis, wide=True)
-        replace(place, "elemtype", _BFLOAT16 if self.half is cutlass.BFloat16 else _FLOAT16)
-        replace(place, "interleave_layout", 0)
-        replace(place, "swizzle_mode", _SWIZZLE_128)
-        replace(place, "fill_mode", 0)
+        row, head, entry = (2 * array.row(step) for step in ((0, 1, 0), (0, 0, 1), (1, 0, 0)))
+        axes = (self.depth, _WIDTH, None), (rows, count, row), (heads, 1, head), (batch, 1, entry)
+        draft = self.descriptors + number * DESCRIPTOR_BYTES
+        describe(draft, address, self.lane, array.address.toint(), axes, self.half)
 
     @cute.jit
     def load(self, array, place, span, first, count: int, tile, rows: int, into):
@@ -740,47 +720,6 @@ class AttentionQueries:
                 words[i] = Int32(cutlass.select_(is_upper, got, words[i]))
                 words[j] = Int32(cutlass.select_(is_upper, words[j], got))
         return words
-
-
-@dsl_user_op
-def replace(
-    place: Any, field: str, value: Any, axis: int | None = None, *, wide: bool = False, loc: Any = None, ip: Any = None
-) -> None:
-    """Write a field of a descriptor in shared memory; codes are Python's numbers."""
-    name = f"tensormap.replace.tile.{field}.shared::cta.b1024.b{64 if wide else 32} [$0]"
-    name += "" if axis is None else f", {axis}"
-    operands, values = "r", [Int32(place).ir_value(loc=loc, ip=ip)]
-    if isinstance(value, int):
-        name += f", {value}"
-    else:
-        name, operands = name + ", $1", "r,l" if wide else "r,r"
-        values.append((Int64 if wide else Int32)(value).ir_value(loc=loc, ip=ip))
-    llvm.inline_asm(None, values, f"{name};", operands, has_side_effects=True, is_align_stack=False)
-
-
-@dsl_user_op
-def publish(target: Any, source: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """Copy a warp's descriptor from shared to global memory, and show it to the tensor memory accelerator."""
-    values = [Int64(target).ir_value(loc=loc, ip=ip), Int32(source).ir_value(loc=loc, ip=ip)]
-    llvm.inline_asm(
-        None, values,
-        "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [$0], [$1], 128;\n"
-        "fence.proxy.tensormap::generic.acquire.gpu [$0], 128;", "l,r", has_side_effects=True, is_align_stack=False,
-    )  # fmt: skip
-
-
-@dsl_user_op
-def load_box(
-    target: Any, descriptor: Any, place: tuple[Any, ...], barrier: Any, *, loc: Any = None, ip: Any = None
-) -> None:
-    """Start to load a box of four axes into shared memory, and have its bytes counted by a barrier."""
-    values = [Int32(target).ir_value(loc=loc, ip=ip), Int64(descriptor).ir_value(loc=loc, ip=ip)]
-    values += [Int32(x).ir_value(loc=loc, ip=ip) for x in (*place, barrier)]
-    llvm.inline_asm(
-        None, values,
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        "[$0], [$1, {$2, $3, $4, $5}], [$6];", "r,l,r,r,r,r,r", has_side_effects=True, is_align_stack=False,
-    )  # fmt: skip
 
 
 @dsl_user_op
