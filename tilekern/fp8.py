@@ -1,4 +1,4 @@
-"""Train linear layers and experts with products of 8-bit floats (docs/fp8.md)::
+"""Train linear layers, and experts where chosen, with products of 8-bit floats (docs/fp8.md)::
 
 import tilekern.fp8
 

@@ -28,7 +28,7 @@ _ASKED = {
     ATTENTION: 'Give models without an attn_implementation "tilekern".',
     ADAMW: "Replace torch.optim.AdamW by tilekern's.",
     GRAPHS: "Replay training steps from CUDA graphs, as tilekern.graphed does.",
-    FP8: "Linear layers, and experts, run products of 8-bit floats, as after tilekern.fp8.convert.",
+    FP8: "Linear layers run products of 8-bit floats, as after tilekern.fp8.convert.",
 }
 
 

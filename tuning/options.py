@@ -115,7 +115,7 @@ _STEPS = {
         flag_value=ROWWISE,
         metavar=f"[{'|'.join(FP8_FORMATS)}]",
         callback=lambda _context, _option, word: word and fp8_format(word, "the name of a model"),
-        help=f"Linear layers, and experts, run 8-bit floats, {ROWWISE} if no word follows: apply(fp8=...).",
+        help=f"Linear layers run 8-bit floats, {ROWWISE} if no word follows: apply(fp8=...).",
     ),
     "checkpointing": click.option("--checkpointing", is_flag=True, help="Activations are recomputed in the backward."),
     "optimizer": click.option(

@@ -41,6 +41,11 @@ def of_experts(name, _):
     return name.endswith("experts")
 
 
+def convert_all(model):
+    """Experts too, which no model gets unless they are chosen."""
+    return tilekern.fp8.convert(model, lambda *_: True)
+
+
 def model_of(config, dtype=torch.bfloat16):
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config).to(dtype).train()
@@ -56,10 +61,10 @@ def patched():
 @both
 def test_experts_are_converted_beside_the_linear_layers(config):
     model = model_of(config())
-    found = tilekern.fp8.convert(model)
+    found = convert_all(model)
     assert [name for name in found if of_experts(name, None)] == EXPERTS
     assert len(found) == 10
-    assert tilekern.fp8.convert(model) == found
+    assert convert_all(model) == found
     assert tilekern.fp8.restore(model) == found
     assert tilekern.fp8.restore(model) == []
 
@@ -68,7 +73,7 @@ def test_experts_are_converted_beside_the_linear_layers(config):
 def test_a_model_trains_as_in_bfloat16(config):
     plain = losses(model_of(config()), 30)
     model = model_of(config())
-    tilekern.fp8.convert(model)
+    convert_all(model)
     found = losses(model, 30)
     assert plain[-1] < 0.6 * plain[0]
     assert ((found - plain).abs() / plain).mean() < 0.03
@@ -123,7 +128,7 @@ def test_restore_gives_the_results_of_before(config):
 def test_a_checkpoint_is_the_models_of_before_and_copies_are_converted(config, tmp_path):
     model = model_of(config())
     state = {name: x.clone() for name, x in model.state_dict().items()}
-    converted = tilekern.fp8.convert(model)
+    converted = convert_all(model)
     assert list(model.state_dict()) == list(state)
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -135,7 +140,7 @@ def test_a_checkpoint_is_the_models_of_before_and_copies_are_converted(config, t
 
 def test_activations_that_are_made_again_give_the_same_bits():
     model = model_of(qwen3())
-    tilekern.fp8.convert(model)
+    convert_all(model)
     assert all(map(torch.equal, *gradients_made_again(model)))
 
 
@@ -149,9 +154,9 @@ def test_the_report_names_the_format_of_experts_and_why_others_have_none():
     rows = {row.module: row for row in tilekern.report(model).rows if row.op == "fp8"}
     assert rows[EXPERTS[0]].reason == ""
     assert rows[EXPERTS[0]].kind == "Qwen3MoeExperts, rowwise"
-    assert rows[EXPERTS[1]].reason == "not converted"
+    assert "were slower" in rows[EXPERTS[1]].reason
     tilekern.fp8.restore(model)
-    assert EXPERTS[0] not in tilekern.fp8.convert(model, format="blockwise")
+    assert EXPERTS[0] not in tilekern.fp8.convert(model, lambda *_: True, format="blockwise")
     assert reasons(model)[EXPERTS[0]] == "experts have the format 'rowwise' alone"
 
 
@@ -159,24 +164,30 @@ def test_experts_that_run_transformers_code_stay_as_they_are():
     tilekern.apply(fp8="rowwise")
     model = model_of(qwen3())
     assert "chooses the op" in reasons(model)[EXPERTS[0]]
-    assert not set(EXPERTS) & set(tilekern.fp8.restore(model))
+    assert not set(EXPERTS) & set(convert_all(model))
+
+
+@both
+def test_a_model_gets_8_bit_experts_only_where_they_are_chosen(config):
     tilekern.apply(experts=True, fp8="rowwise")
-    model = model_of(qwen3())
+    model = model_of(config())
+    assert "were slower" in reasons(model)[EXPERTS[0]]
+    assert not set(EXPERTS) & set(tilekern.fp8.convert(model))
+    assert set(EXPERTS) <= set(convert_all(model))
     assert reasons(model)[EXPERTS[0]] == ""
-    assert set(EXPERTS) <= set(tilekern.fp8.restore(model))
 
 
 def test_converted_experts_of_a_model_whose_op_is_switched_off_are_reported():
     model = model_of(qwen3())
-    tilekern.fp8.convert(model)
+    convert_all(model)
     tilekern.apply()
     assert "chooses the op" in reasons(model)[EXPERTS[0]]
 
 
 def test_sides_that_8_bit_products_do_not_take_stay_as_they_are():
     model = model_of(qwen3(moe_intermediate_size=72))
-    assert not set(EXPERTS) & set(tilekern.fp8.convert(model))
-    assert reasons(model)[EXPERTS[0]].startswith("stays in its dtype")
+    assert not set(EXPERTS) & set(convert_all(model))
+    assert reasons(model)[EXPERTS[0]].startswith("stays in its dtype: a head")
     with pytest.raises(InputError, match="has no linear layer for 8-bit floats"):
         tilekern.fp8.convert(model, of_experts)
 
@@ -196,12 +207,7 @@ def test_compiled_experts_run_in_their_dtype_and_are_counted():
 
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-20b"])
 def test_the_tuner_plans_the_kernels_of_a_step(model):
-    kernels = {
-        "fp8_grouped_matmul", "fp8_grouped_turned", "fp8_expert_weights_turned", "fp8_grouped_weight_gradient"
-    }  # fmt: skip
     steps = Steps([4096], fp8=True, experts=True)
     found = {problem[0] for problem in plan_of_model(model, steps, resolve("H200")).problems}
-    assert kernels <= found
-    assert not found & {"grouped_linear", "grouped_weight_gradient"}
-    plain = {problem[0] for problem in plan_of_model(model, Steps([4096], experts=True), resolve("H200")).problems}
-    assert not plain & kernels
+    assert {"fp8_matmul", "grouped_linear", "grouped_weight_gradient"} <= found
+    assert not any(name.startswith(("fp8_grouped", "fp8_expert")) for name in found)

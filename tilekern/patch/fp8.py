@@ -9,6 +9,7 @@ which is its model's, and gets an attribute, which the op's door reads. A layer 
 - sides of fewer than 128, or that are no multiples of 16, which 8-bit products take
 - adapters of PEFT, and layers of other classes than torch's, as those of 4 bits
 - layers with a forward of their own, as accelerate's hooks give them
+- experts, unless a caller chooses them: their 8-bit products were slower than those of bfloat16
 - experts that run transformers' code, and all experts in other formats than ``rowwise``
 """
 
@@ -217,8 +218,8 @@ def convert(
 
     Args:
         model: a model of transformers, alone or inside PEFT's, or any module with numbered layers.
-        chosen: ``(name, layer) -> bool``, asked about each linear layer and each module of experts that would be
-            converted; None takes all.
+        chosen: ``(name, layer) -> bool``, asked about each linear layer and each module of experts that can be
+            converted; None takes all linear layers, and no experts, which are slower so (docs/fp8.md).
         format: ``rowwise``, a scale for each row of a matrix; ``blockwise``, one for each 128 numbers of a row, and for
             each 128 x 128 of a weight; or ``mxfp8``, one for each 32 numbers. Layers of another format change to it.
             Experts have ``rowwise`` alone, if they run tilekern's op (``apply(experts=True)``).
@@ -232,7 +233,8 @@ def convert(
     """
     if format not in FP8_FORMATS:
         raise InputError(f"convert: format must be one of {', '.join(map(repr, FP8_FORMATS))}, got {format!r:.40}")
-    found = [(name, layer) for name, layer in _served(model, format) if chosen is None or chosen(name, layer)]
+    takes = chosen or (lambda _, layer: _is_linear(layer))
+    found = [(name, layer) for name, layer in _served(model, format) if takes(name, layer)]
     if not found:
         raise InputError(
             f"{type(model).__name__} has no linear layer for 8-bit floats: those of repeated layers, of torch's class, "
@@ -325,7 +327,7 @@ def judged(model: torch.nn.Module, shards: bool = False) -> list[tuple[str, torc
         if _is_linear(layer):
             return "" if id(layer) in on else unasked if id(layer) in fit else _UNFIT
         own = _why_no_experts(layer, format, shards) if id(layer) in fit else _UNFIT
-        return own or ("" if id(layer) in on else unasked)
+        return own or ("" if id(layer) in on else _SLOWER)
 
     layers = [(name, layer) for name, layer in model.named_modules() if _is_linear(layer) or _are_experts(layer)]
     return [(name, layer, why(layer)) for name, layer in layers]
@@ -340,6 +342,10 @@ def named(layer: torch.nn.Module) -> str:
 _UNFIT = (
     "stays in its dtype: a head, a router, an adapter, outside of the decoder's layers, of other sizes, or with a "
     "forward of its own"
+)
+_SLOWER = (
+    "stays in its dtype: 8-bit products of experts were slower; tilekern.fp8.convert(model, chosen) converts those "
+    "that it chooses"
 )
 _EARLIER = (
     "the model was made before tilekern.apply(fp8=...), was restored, or is quantised by transformers; "

@@ -122,9 +122,8 @@ def apply(
             ``capturable`` or ``differentiable`` makes torch's, with a warning.
         graphs: whether models of transformers and PEFT replay their training steps from CUDA graphs, as after
             :func:`tilekern.graphed`.
-        fp8: ``"rowwise"``, True for it, ``"blockwise"`` or ``"mxfp8"``: linear layers, and with ``experts`` and
-            ``"rowwise"`` the experts, of the decoders of models that transformers makes from now on run products of
-            8-bit floats, as after :func:`tilekern.fp8.convert`.
+        fp8: ``"rowwise"``, True for it, ``"blockwise"`` or ``"mxfp8"``: linear layers of the decoders of models that
+            transformers makes from now on run products of 8-bit floats, as after :func:`tilekern.fp8.convert`.
         model_type: patch one family only, for example ``qwen3``, and not PEFT's layers; None means all. Attention,
             experts, the optimizer, graphs and 8-bit floats always apply to all families.
         forms: ``tested`` patches the families whose tests pass here (``python -m tilekern.patch`` lists them), ``any``

@@ -23,7 +23,7 @@ EXPERTS = "experts"
 ADAMW = "adamw"
 # CUDA graphs of training steps.
 GRAPHS = "graphs"
-# Linear layers, and experts, whose products are of 8-bit floats.
+# Linear layers, and chosen experts, whose products are of 8-bit floats.
 FP8 = "fp8"
 # Their formats: a scale for each row of a matrix, for each 128 numbers of it, or for each 32.
 ROWWISE, BLOCKWISE, MXFP8 = FP8_FORMATS = ("rowwise", "blockwise", "mxfp8")

@@ -56,7 +56,7 @@ class Steps:
         checkpointing: activations are made again in the backward.
         experts: layers of experts run ``experts_implementation="tilekern"``, and routers the op, as
             ``apply(experts=True)`` has it.
-        fp8: the format of 8-bit floats of linear layers and experts, as ``apply(fp8=...)`` has it; or none.
+        fp8: the format of 8-bit floats of linear layers, as ``apply(fp8=...)`` has it; or none.
         optimizer: ``adamw``, which is ``tilekern.AdamW``, or ``none``.
         call: the arguments of the forward of a job's own step, by name; the lengths are then those of its tensors.
         decode: how many sequences generation decodes at once; it is traced where there are any.
