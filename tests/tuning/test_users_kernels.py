@@ -170,7 +170,7 @@ def test_a_module_that_cannot_be_used_is_one_line(here, capsys, text, message):
 
 def test_an_unknown_kernel_names_the_option(here, capsys):
     assert cli.main(["--gpu", "H200", "--problem", f"{NAME} rows=1", "--dry-run"]) == 2
-    assert "a kernel of your own needs --specs MODULE" in capsys.readouterr().err
+    assert "A kernel of your own needs --specs MODULE" in capsys.readouterr().err
     with pytest.raises(InputError, match="a kernel of your own needs --specs MODULE or TILEKERN_SPECS"):
         spec_named(NAME)
 
