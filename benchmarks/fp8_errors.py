@@ -32,11 +32,9 @@ def operands_of(model: Any, ids: Any) -> Iterator[tuple[str, Operands]]:
         model: a model in training mode, whose layers are not converted. Its gradients are dropped.
         ids: tokens [batch, sequence], which are the labels too.
     """
-    import torch
-
     from tilekern.fp8 import convert, restore
 
-    names = convert(model, lambda _, layer: isinstance(layer, torch.nn.Linear))
+    names = convert(model)
     restore(model)
     seen: dict[str, dict[str, Any]] = {name: {} for name in names}
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from tilekern.doctor import examine
 from tilekern.errors import InputError, TilekernError
-from tilekern.warning import flush
+from tilekern.warning import flush, one_line
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str) -> int:
-    print(f"tilekern.doctor: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201
+    print(f"tilekern.doctor: {one_line(message)}", file=sys.stderr)  # noqa: T201
     return 2
 
 
