@@ -231,7 +231,7 @@ def test_kernels_of_cute_dsl_are_imported_to_compile_alone():
     }
     names = (
         "attention_keys", "attention_keys_wide", "attention_queries", "heads", "losses", "ring", "rows", "sharing",
-        "sums", "words",
+        "sums", "warpgroups", "words",
     )  # fmt: skip
     assert importers == {f"tilekern.kernels.cute.{name}" for name in names}
 

@@ -16,7 +16,8 @@ Some of what the digest covers is not in the artifacts:
   record names. If either differs, the new record is not known to be the best. A refresh tries only some candidates, so
   the size of a refreshed record's space must be said (``same_spaces``).
 
-A record that is carried over into another space is dated: it serves as before, and is not known to be the best.
+A record that is carried over into another space is dated: it serves as before, and is not known to be the best. One of
+a kernel's default, which has no figures, is carried over if its config is today's default.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def _planned(record: Record, blobs: Mapping[str, bytes], toolkit_key: str, *, sa
         return Left(record, "its problem has other dimensions today")
     if target is None:
         return Left(record, f"its GPU {record.target['key']} is not known here")
-    if reason := next(_objections(record, spec, problem, toolkit_key, same_calls=same_calls), None):
+    if reason := next(_objections(record, spec, problem, target, toolkit_key, same_calls=same_calls), None):
         return Left(record, reason)
     items = {
         variant: candidate(spec.name, problem, Config(artifact.config), variant_of(variant), target)
@@ -167,13 +168,11 @@ def _planned(record: Record, blobs: Mapping[str, bytes], toolkit_key: str, *, sa
 
 
 def _objections(
-    record: Record, spec: KernelSpec, problem: Problem, toolkit_key: str, *, same_calls: bool
+    record: Record, spec: KernelSpec, problem: Problem, target: Target, toolkit_key: str, *, same_calls: bool
 ) -> Iterator[str]:  # fmt: skip
     """Yield the reasons why the machine code cannot prove that a stale record is still right."""
     if record.toolkit["key"] != toolkit_key:
         yield f"{record.toolkit['key']} made it, and {toolkit_key} is installed"
-    if record.measurement is None and record.prediction is None:
-        yield "it has no figure to keep; a job or a preflight compiles it anew"
     try:
         winner, compiled = Config(record.config), _configs(record.artifacts)
     except TypeError as error:
@@ -182,6 +181,8 @@ def _objections(
     if any(spec.space.of(problem, config) is None for config in (winner, *compiled)):
         yield "its config has other parameters today"
         return
+    if record.provenance == "default" and winner != spec.default(problem, target):
+        yield "today's default is another config; a job or a preflight compiles it"
     if any(spec.is_library(problem, config) for config in compiled):
         yield "a library runs today what a kernel ran"
     if spec.is_library(problem, winner) and not same_calls:
@@ -322,7 +323,9 @@ def _carried(plan: _Plan, made: Mapping[str, Answer | Lost], *, same_spaces: boo
             bytecode=answer.line.get("bytecode"),
         )  # fmt: skip
     today = source_digest(plan.spec.module)
-    is_same = _is_same_space(plan, promised=same_spaces and record.space_digest == record.source_digest)
+    is_same = record.provenance == "default" or _is_same_space(
+        plan, promised=same_spaces and record.space_digest == record.source_digest
+    )
     return msgspec.structs.replace(
         record,
         schema=SCHEMA,

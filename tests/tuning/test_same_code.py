@@ -159,11 +159,12 @@ def test_other_machine_code_stays_stale(scale):
 def test_records_that_cannot_be_judged_stay_stale_with_a_reason(scale):
     record, blobs = scale
     replaced = msgspec.structs.replace
+    other = {**record.config, "tile_n": 2048 if record.config["tile_n"] != 2048 else 1024}
     held = {
         "cuda_tile-1 made it": replaced(record, toolkit={**record.toolkit, "key": "tileiras-1-cuda_tile-1"}),
         "has other dimensions": replaced(record, problem={**record.problem, "new": 3}),
         "other parameters": replaced(record, config={**record.config, "new": 3}),
-        "no figure to keep": replaced(record, measurement=None, provenance="default"),
+        "today's default is another config": replaced(record, config=other, measurement=None, provenance="default"),
         "is not known here": replaced(record, target={**record.target, "key": "sm_90-other"}),
         "does not have the kernel": replaced(record, kernel="no_such_kernel"),
         "no artifacts": replaced(record, artifacts={}),
@@ -174,6 +175,13 @@ def test_records_that_cannot_be_judged_stay_stale_with_a_reason(scale):
     assert (found.carried, found.current, found.compiled) == ([], 1, 0)
     for expected, reason in zip(held, reasons(found), strict=True):
         assert expected in reason
+
+
+def test_a_default_is_carried_while_it_is_the_default():
+    old, blobs = made(SMALL, "default", prediction=None)
+    [(_, (new, _))] = carried((old, blobs)).carried
+    assert (new.provenance, worth(new)) == ("default", "fresh")
+    assert (new.measurement, new.prediction, new.config) == (None, None, old.config)
 
 
 def test_a_winner_of_another_space_is_not_known_to_be_the_best(scale):

@@ -22,21 +22,18 @@ from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.cutlass_dsl import dsl_user_op
 
 from tilekern.kernels.attention.kept_cute import DESCRIPTOR_BYTES, DESCRIPTORS
 from tilekern.kernels.attention.tiles import LOG2_E
 from tilekern.kernels.cute.arguments import ALIGNED_BYTES, Argument, samples
 from tilekern.kernels.cute.descriptors import describe, load_box, see
 from tilekern.kernels.cute.sharing import WARP
+from tilekern.kernels.cute.warpgroups import LOADERS, Warpgroups, after, copy_ahead, store_words
 from tilekern.spec import ArrayParameter, ScalarParameter
 
 # Keys of a warpgroup. Queries and keys of a unit of ``kept``.
 _KEYS, _UNIT = 64, 128
-# Warps that load.
-_LOADERS = 4
 # Elements of 16 bytes, and of 128 bytes, which is the width of half a tile.
 _VECTOR, _WIDTH = 8, 64
 # Neighbours among a thread's queries.
@@ -47,7 +44,7 @@ _DEEP = 16
 _FEW, _MANY = 24, 240
 
 
-class AttentionKeys:
+class AttentionKeys(Warpgroups):
     """The device function of one config.
 
     Args:
@@ -68,9 +65,6 @@ class AttentionKeys:
         stages: tiles of queries in the ring.
     """
 
-    # The matrix units' instructions are no part of later architectures.
-    arch_suffix = "a"
-
     def __init__(
         self, function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], *, capability: int, block: int,
         cluster: int, heads: int, kv_heads: int, depth: int, apart: bool, causal: bool, capped: bool, tile_m: int,
@@ -89,15 +83,6 @@ class AttentionKeys:
         self.owners, self.group = heads if apart else kv_heads, heads // kv_heads
         self.readers = heads // self.owners
 
-    @cute.jit
-    def __call__(self, arguments: tuple):
-        """Compile it as a kernel; cuTile's launcher launches it, so the grid here has no effect."""
-        self.kernel(arguments).launch(
-            grid=(1, 1, 1), block=(self.block, 1, 1), min_blocks_per_mp=1,
-            # Else the compiler asks the driver how much shared memory there is.
-            preferred_smem_carveout=0,
-        )  # fmt: skip
-
     @cute.kernel
     def kernel(self, arguments: tuple):
         """Give each warpgroup its part."""
@@ -108,11 +93,8 @@ class AttentionKeys:
         q, k, v, dout, lse, delta = (given[name] for name in ("q", "k", "v", "dout", "lse", "delta"))
         dk, dv, kept = (given[name] for name in ("dk", "dv", "kept"))
         self.half, self.scale, self.softcap = q.numeric, given["scale"], given["softcap"]
-        thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        self.lane = thread % WARP
-        # A reduction, unlike a shuffle, ends in a uniform register.
-        self.warp = cute.arch.warp_redux_sync(thread // WARP, "or")
+        self.identify()
         # All heads side by side, the keys that most queries see first.
         rows = q.sizes[0] * self.owners
         row = block % rows
@@ -120,7 +102,7 @@ class AttentionKeys:
         self.batch, self.queries, self.keys = q.sizes[0], q.sizes[1], k.sizes[1]
         self.plan()
         self.prepare()
-        if self.warp < 4:
+        if self.warp < LOADERS:
             cute.arch.setmaxregister_decrease(_FEW)
             self.produce(q, k, v, dout, lse, delta, dk, dv, kept)
         else:
@@ -190,7 +172,7 @@ class AttentionKeys:
 
     def make_barriers(self) -> None:
         """Make the other barriers than those of stages: the one of k and v."""
-        cute.arch.mbarrier_init(self.loaded, _LOADERS)
+        cute.arch.mbarrier_init(self.loaded, LOADERS)
 
     # The producer: a warp for each stage. The tensor memory accelerator loads boxes by descriptors, which are in the
     # first rows of dk and dv that the block writes, until all has been loaded. Those of q and dout have axes for the
@@ -209,7 +191,7 @@ class AttentionKeys:
             self.describe_all(q, k, v, dout)
         elif const_expr(self.held < self.depth):
             self.copy_own(k, v)
-        turns = const_expr(min(self.stages, _LOADERS))
+        turns = const_expr(min(self.stages, LOADERS))
         if self.warp < turns:
             for n in cutlass.range(self.warp, self.steps, turns, unroll=1):
                 stage, phase = n % self.stages, n // self.stages % 2
@@ -239,7 +221,7 @@ class AttentionKeys:
                     self.describe_keys(2 + n, array)
                     self.load_own(n)
             self.tell(self.loaded)
-        cute.arch.barrier(barrier_id=1, number_of_threads=_LOADERS * WARP)
+        cute.arch.barrier(barrier_id=1, number_of_threads=LOADERS * WARP)
         for n in cutlass.range_constexpr(2):
             see(self.descriptors[n])
 
@@ -338,20 +320,6 @@ class AttentionKeys:
             row = n * WARP + self.lane
             size = Int32(cutlass.select_(first + row < self.queries, Int32(4), Int32(0)))
             copy_ahead((self.rows_in_stages + place * self.rows + row).toint(), (start + first + row).toint(), size, 4)
-
-    def arrived(self, barrier: Any) -> None:
-        """Wait for a warp's loads; then show them to the matrix units, and tell a barrier."""
-        cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.fence_view_async_shared()
-        self.tell(barrier)
-
-    @cute.jit
-    def tell(self, barrier):
-        """Arrive on a barrier, once for a warp."""
-        cute.arch.sync_warp()
-        if self.lane == 0:
-            cute.arch.mbarrier_arrive(barrier)
 
     # The consumers: 64 keys each.
 
@@ -572,7 +540,7 @@ class AttentionKeys:
             address = unit + ((self.row_in_part + 8 * r) * pitch + self.lane % 4 * ALIGNED_BYTES)
             for n in range(self.rows // 32):
                 words = [values[8 * n + 2 * i + r] for i in range(4)]
-                copy_words(address + n * 4 * ALIGNED_BYTES, words)
+                store_words(address + n * 4 * ALIGNED_BYTES, words)
 
     def unit(self, kept: Argument, tile: Any, head: Any, part: int) -> Any:
         """Return the address of a part's keys and a tile in a unit of ``kept``: like ``_unit`` of cuTile's kernel."""
@@ -604,31 +572,3 @@ class AttentionKeys:
             target = cute.make_tensor(start, cute.make_layout((2, self.depth // 8), stride=(1, 8)))
             if row < self.keys:
                 cute.autovec_copy(values[None, r, None], target)
-
-
-@dsl_user_op
-def copy_ahead(target: Any, source: Any, size: Any, width: int, *, loc: Any = None, ip: Any = None) -> None:
-    """Start a copy of ``width`` bytes from global to shared memory; if ``size`` is 0, of zeros."""
-    kind = "cg" if width == ALIGNED_BYTES else "ca"
-    values = [x.ir_value(loc=loc, ip=ip) for x in (Int32(target), Int64(source), Int32(size))]
-    llvm.inline_asm(
-        None, values, f"cp.async.{kind}.shared.global.L2::128B [$0], [$1], {width}, $2;", "r,l,r",
-        has_side_effects=True, is_align_stack=False,
-    )  # fmt: skip
-
-
-@dsl_user_op
-def copy_words(target: Any, words: list[Any], *, loc: Any = None, ip: Any = None) -> None:
-    """Store 16 bytes of registers in global memory."""
-    values = [Int64(target).ir_value(loc=loc, ip=ip), *(Int32(x).ir_value(loc=loc, ip=ip) for x in words)]
-    llvm.inline_asm(
-        None, values, "st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r", has_side_effects=True,
-        is_align_stack=False,
-    )  # fmt: skip
-
-
-@dsl_user_op
-def after(value: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """Return a sum, which the compiler reads only here: it does not know that a wait before completes it."""
-    argument = value.ir_value(loc=loc, ip=ip)
-    return Float32(llvm.inline_asm(argument.type, [argument], "", "=f,0", has_side_effects=True, is_align_stack=False))

@@ -31,9 +31,9 @@ from cutlass.cutlass_dsl import dsl_user_op
 from tilekern.kernels.attention.forward_cute import DESCRIPTOR_BYTES, ROWS, descriptors
 from tilekern.kernels.attention.tiles import LN_2, LOG2_E, LOWEST
 from tilekern.kernels.cute.arguments import ALIGNED_BYTES, Argument, samples
-from tilekern.kernels.cute.attention_keys import after, copy_ahead
 from tilekern.kernels.cute.descriptors import describe, load_box
 from tilekern.kernels.cute.sharing import WARP
+from tilekern.kernels.cute.warpgroups import LOADERS, Warpgroups, after, copy_ahead, store_words
 from tilekern.spec import ArrayParameter, ScalarParameter
 
 # Elements of 16 bytes, and of 128 bytes, which is the width of half a tile.
@@ -45,11 +45,9 @@ _DEEP = 16
 _REGISTERS = {(2, False): (24, 240), (2, True): (40, 232), (3, False): (32, 160), (3, True): (32, 160)}
 # Powers of two by which a weight may exceed 1 before its row's sums are scaled.
 _SLACK = 8.0
-# Warps that load.
-_LOADERS = 4
 
 
-class AttentionQueries:
+class AttentionQueries(Warpgroups):
     """The device function of one config.
 
     Args:
@@ -71,9 +69,6 @@ class AttentionQueries:
         stages: tiles of keys or of values in the ring.
     """
 
-    # The matrix units' instructions are no part of later architectures.
-    arch_suffix = "a"
-
     def __init__(
         self, function: Any, parameters: tuple[ArrayParameter | ScalarParameter, ...], *, capability: int, block: int,
         cluster: int, heads: int, kv_heads: int, depth: int, causal: bool, windowed: bool, capped: bool,
@@ -91,15 +86,6 @@ class AttentionQueries:
         is_short = self.parts == 3 and (windowed or depth == _WIDTH)
         self.pieces = 1 if is_short or self.described == 3 else 4
 
-    @cute.jit
-    def __call__(self, arguments: tuple):
-        """Compile it as a kernel; cuTile's launcher launches it, so the grid here has no effect."""
-        self.kernel(arguments).launch(
-            grid=(1, 1, 1), block=(self.block, 1, 1), min_blocks_per_mp=1,
-            # Else the compiler asks the driver how much shared memory there is.
-            preferred_smem_carveout=0,
-        )  # fmt: skip
-
     @cute.kernel
     def kernel(self, arguments: tuple):
         """Give each warpgroup its part."""
@@ -110,12 +96,9 @@ class AttentionQueries:
         given |= {p.name: a for p, a in zip(self.parameters, arguments, strict=True) if p.name in rows}
         q, k, v = (given[name] for name in "qkv")
         self.half = q.numeric
-        thread, _, _ = cute.arch.thread_idx()
         self.number_of_block, _, _ = cute.arch.block_idx()
         self.number_of_blocks, _, _ = cute.arch.grid_dim()
-        self.lane = thread % WARP
-        # A reduction, unlike a shuffle, ends in a uniform register.
-        self.warp = cute.arch.warp_redux_sync(thread // WARP, "or")
+        self.identify()
         self.batch, self.queries, self.keys = q.sizes[0], q.sizes[1], k.sizes[1]
         if const_expr(self.packed):
             self.starts = given["query_starts"].address, given["key_starts"].address
@@ -124,7 +107,7 @@ class AttentionQueries:
         self.plan()
         self.prepare()
         few, many = _REGISTERS[self.parts, self.packed]
-        if self.warp < _LOADERS:
+        if self.warp < LOADERS:
             cute.arch.setmaxregister_decrease(few)
             self.produce(q, k, v, given["out"])
         else:
@@ -265,7 +248,7 @@ class AttentionQueries:
             place, first, (start, stop), span = self.item(turn)
             if self.warp > 0:
                 if const_expr(self.described < 3):
-                    self.load_queries(q, place, first, span, queries_phase, self.warp - 1, _LOADERS - 1)
+                    self.load_queries(q, place, first, span, queries_phase, self.warp - 1, LOADERS - 1)
                 elif self.warp == 1:
                     self.load_query_boxes(descriptors, place, first, span, queries_phase)
             else:
@@ -332,18 +315,18 @@ class AttentionQueries:
         slot, phase, loads, queries_phase = Int32(self.warp), Int32(1), Int32(0), Int32(1)
         for turn in cutlass.range(self.rounds, unroll=1):
             place, first, (start, stop), span = self.item(turn)
-            self.load_queries(q, place, first, span, queries_phase, self.warp, _LOADERS)
+            self.load_queries(q, place, first, span, queries_phase, self.warp, LOADERS)
             queries_phase = queries_phase ^ 1
             # The warp's first load of this item; the parity of a load tells keys from values.
-            own_start = 2 * start + ((self.warp - loads) & (_LOADERS - 1))
+            own_start = 2 * start + ((self.warp - loads) & (LOADERS - 1))
             loads = loads + 2 * (stop - start)
-            for n in cutlass.range(own_start, 2 * stop, _LOADERS, unroll=1):
+            for n in cutlass.range(own_start, 2 * stop, LOADERS, unroll=1):
                 cute.arch.mbarrier_wait(self.empty + slot, phase)
                 if const_expr(self.packed) and self.is_empty(first):
                     self.tell(self.full + slot)
                 else:
                     self.load_tile(k, v, place, n, span, slot)
-                slot, phase = self.moved(slot, phase, _LOADERS)
+                slot, phase = self.moved(slot, phase, LOADERS)
 
     @cute.jit
     def load_tile(self, k, v, place, n, span, slot):
@@ -398,20 +381,6 @@ class AttentionQueries:
             size = Int32(cutlass.select_(is_there, Int32(ALIGNED_BYTES), Int32(0)))
             there = (target ^ (n * together % 8 * ALIGNED_BYTES)) + n * together * 2 * _WIDTH
             copy_ahead(there, source + n * stride, size, ALIGNED_BYTES)
-
-    def arrived(self, barrier: Any) -> None:
-        """Wait for a warp's loads; then show them to the matrix units, and tell a barrier."""
-        cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.fence_view_async_shared()
-        self.tell(barrier)
-
-    @cute.jit
-    def tell(self, barrier):
-        """Arrive on a barrier, once for a warp."""
-        cute.arch.sync_warp()
-        if self.lane == 0:
-            cute.arch.mbarrier_arrive(barrier)
 
     # The consumers: 64 queries each.
 
@@ -481,10 +450,7 @@ class AttentionQueries:
             self.complete(scores)
             self.tell(self.empty + slot)
             slot, phase = self.moved(slot, phase, 1)
-            self.cap(scores)
-            if self.is_cut(n, tiles):
-                self.hide(scores, n, row, span)
-            self.weigh(scores, *state)
+            self.weigh(scores, state, n, tiles, row, span)
             self.scale_sums(sums, state[2])
             self.round(weights, scores)
             cute.arch.mbarrier_wait(self.full + slot, phase)
@@ -505,10 +471,7 @@ class AttentionQueries:
         self.complete(scores)
         self.tell(self.empty + slot)
         slot, phase = self.moved(slot, phase, 1)
-        self.cap(scores)
-        if self.is_cut(start, tiles):
-            self.hide(scores, Int32(start), row, span)
-        self.weigh(scores, *state)
+        self.weigh(scores, state, Int32(start), tiles, row, span)
         self.round(weights, scores)
         for n in cutlass.range(start + 1, stop, unroll=1):
             # ``slot`` has these keys' values.
@@ -524,10 +487,7 @@ class AttentionQueries:
             warpgroup.wait_group(1)
             self.complete(scores)
             self.tell(self.empty + next_slot)
-            self.cap(scores)
-            if self.is_cut(n, tiles):
-                self.hide(scores, n, row, span)
-            self.weigh(scores, *state)
+            self.weigh(scores, state, n, tiles, row, span)
             self.complete(scores)
             # This barrier has been passed; without a branch here the assembler waits before the exponentials.
             cute.arch.mbarrier_wait(self.full + slot, phase)
@@ -642,8 +602,12 @@ class AttentionQueries:
             scores[i] = Float32(cutlass.select_(is_seen, scores[i], Float32(-float("inf"))))
 
     @cute.jit
-    def weigh(self, scores, most, total, shrink):
-        """Turn scores into weights; add them to the denominators."""
+    def weigh(self, scores, state, n, tiles, row, span):
+        """Turn the scores of tile ``n`` into weights; add them to the denominators."""
+        self.cap(scores)
+        if self.is_cut(n, tiles):
+            self.hide(scores, n, row, span)
+        most, total, shrink = state
         size = cute.size(scores)
         for r in cutlass.range_constexpr(2):
             # Chains of two columns each.
@@ -707,7 +671,7 @@ class AttentionQueries:
                 # Of 32 columns, each of four lanes has two of each 8; then it has 8.
                 vector = self.transposed([words[2 * (4 * n + i) + r] for i in range(4)])
                 if row + 8 * r >= 0:
-                    store_vector(start + n * 4 * ALIGNED_BYTES, vector)
+                    store_words(start + n * 4 * ALIGNED_BYTES, vector)
 
     def transposed(self, words: list[Any]) -> list[Any]:
         """Exchange words in each four lanes: lane i gets word i of each lane."""
@@ -732,13 +696,3 @@ def packed(low: Any, high: Any, numeric: Any, *, loc: Any = None, ip: Any = None
         is_align_stack=False,
     )  # fmt: skip
     return Int32(found)
-
-
-@dsl_user_op
-def store_vector(address: Any, words: list[Any], *, loc: Any = None, ip: Any = None) -> None:
-    """Store 16 bytes in global memory."""
-    values = [Int64(address).ir_value(loc=loc, ip=ip), *(Int32(x).ir_value(loc=loc, ip=ip) for x in words)]
-    llvm.inline_asm(
-        None, values, "st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r", has_side_effects=True,
-        is_align_stack=False,
-    )  # fmt: skip
