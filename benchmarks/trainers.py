@@ -163,8 +163,9 @@ TRAINERS: Mapping[str, Trainer] = {
     f"{OURS}-nondeterministic": Trainer("", _tilekern, f"{OURS}_nondeterministic", own_optimizer=True),
     f"{OURS}-torch-adamw": Trainer("", _tilekern, OURS),
     f"{OURS}-graphs": Trainer("", _graphs, OURS),
+    f"{OURS}-graphs-adamw": Trainer("", _graphs, OURS, own_optimizer=True),
     f"{OURS}-fp8": Trainer("", _fp8, OURS, own_optimizer=True),
-    f"{OURS}-fp8-graphs": Trainer("", _fp8_graphs, OURS),
+    f"{OURS}-fp8-graphs": Trainer("", _fp8_graphs, OURS, own_optimizer=True),
     f"{OURS}-fp8-blockwise": Trainer("", _fp8_blockwise, OURS, own_optimizer=True),
     # A token's logits have the bits that it has in generation; see docs/same-bits.md.
     f"{OURS}-invariant": Trainer("", _tilekern, OURS, environment={"TILEKERN_INVARIANT": "1"}, own_optimizer=True),
