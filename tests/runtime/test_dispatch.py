@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import warnings
+import weakref
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from marks import needs_compiler
 from one_record import GPU, H200, PROBLEM, SIZES, SPEC, numbers, record_of
 
 from tilekern import cache
+from tilekern.compile.garbage import search_put_off
 from tilekern.errors import CacheMiss, CannotRun, InputError, TilekernWarning
 from tilekern.interpreter import InterpreterError
 from tilekern.kernels import spec_named
@@ -330,6 +332,24 @@ def test_the_model_s_own_op_runs_if_the_driver_refuses_all_records(refused):
     dispatch.forget()
     with pytest.raises(CacheMiss, match=r"swiglu_forward for rows=64.*made by tileiras-.*refuses it.*driver: "):
         dispatch.plan_for(SPEC, GPU, *SIZES)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("setting", ["root", "filled", "no_compiler", "refused", "cannot_compile"])
+def test_a_first_call_keeps_no_tensors_of_its_callers(setting, request, monkeypatch, root):
+    """Neither a plan nor why there is none holds a frame; by a cycle, tensors would live until a search for garbage."""
+    if setting == "cannot_compile":
+        monkeypatch.setitem(sys.modules, "elftools.elf.elffile", None)
+    else:
+        request.getfixturevalue(setting)
+
+    def call():
+        mine = torch.empty(1)
+        dispatch.plan_for(SPEC, GPU, *SIZES)
+        return weakref.ref(mine)
+
+    with search_put_off():
+        assert call()() is None
 
 
 def test_a_compiler_without_the_reader_of_cubins_ends_no_step(root, monkeypatch):

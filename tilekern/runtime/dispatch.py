@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from tilekern.compile.library import libraries_here, library_of
 from tilekern.errors import (
@@ -96,6 +96,13 @@ class _Caller:
         return not self.has_torch or miss_policy() == "error"
 
 
+class _Failure(NamedTuple):
+    """Why a default could not be compiled, and whether that was for want of a compiler."""
+
+    reason: str
+    lacks_compiler: bool
+
+
 @dataclass
 class State:
     """The state that one process keeps of its calls.
@@ -132,7 +139,7 @@ class State:
     kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     resolved: dict[tuple[str, Problem], Hit | None] = field(default_factory=dict)
     unkept: dict[_Asked, Hit] = field(default_factory=dict)
-    failed: dict[_Asked, Exception] = field(default_factory=dict)
+    failed: dict[_Asked, _Failure] = field(default_factory=dict)
     told: set[_Asked] = field(default_factory=set)
     misfits: set[Address] = field(default_factory=set)
     layers: list[Layer] | None = None
@@ -1000,12 +1007,13 @@ def _on_miss(spec: KernelSpec, wanted: Problem, target: Target, caller: _Caller)
             except RanksDiffer:
                 raise
             except (TilekernError, cache.CacheError, OSError, MemoryError) as error:
-                _state.failed[asked] = error
-        why = f" and its default config could not be compiled ({_state.failed[asked]})"
+                # Not the error: its traceback would hold the frames of this step, and so their tensors.
+                _state.failed[asked] = _Failure(str(error), isinstance(error, ToolchainMissing))
+        failure = _state.failed[asked]
+        why = f" and its default config could not be compiled ({failure.reason})"
         if not caller.has_torch:
             raise CacheMiss(f"{missing}{why}; {tune}")
-        is_missing = isinstance(_state.failed[asked], ToolchainMissing)
-        refusal = f"no record, and {'no compiler' if is_missing else 'none was compiled'}"
+        refusal = f"no record, and {'no compiler' if failure.lacks_compiler else 'none was compiled'}"
         if config := _unrecorded_default(spec, wanted, target):
             library = library_of(config)
             default, unless = (f"a call of {library}", "") if library else (config.key, " if its kernels have records")
