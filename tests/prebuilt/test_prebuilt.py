@@ -46,7 +46,7 @@ OTHERWISE = {
     "llama-3-8b-h200.pack": {"attention_forward", "attention_backward", "attention_dkdv_kept"},
     "gpt-oss-20b-h200.pack": {"attention_forward", "attention_backward"},
     "qwen3-8b-h200.pack": {"attention_backward"},
-    "qwen3-30b-a3b-h200.pack": {"attention_backward"},
+    "qwen3-30b-a3b-h200.pack": {"attention_backward", "attention_dkdv_kept"},
     "qwen3-8b-h100.pack": {"attention_dkdv"},
     "qwen3-30b-a3b-h100.pack": {"attention_dkdv", "attention_backward"},
 }  # fmt: skip
@@ -68,7 +68,6 @@ GROWN = {
             "qwen3-8b",
         )
     },
-    "qwen3-8b-b200.pack": {"attention_backward"},
 }
 # What the driver calls them.
 GPUS = {"H200": "NVIDIA H200", "H100": "NVIDIA H100 80GB HBM3"}
