@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 
 from benchmarks.families import BENCHMARK as FAMILIES
@@ -10,13 +11,16 @@ from benchmarks.pages.charts import Panel, bars
 from benchmarks.pages.markdown import by_gpu, head, link, plot, slug, table
 from benchmarks.parallel import BENCHMARK as PARALLEL
 from benchmarks.parallel import LOSS_ON_ONE
-from benchmarks.providers import OURS
+from benchmarks.providers import FP8, OURS
 from benchmarks.results import Results, Row
 from benchmarks.sources import described
 
 NAME = "models.md"
 SPEED, MEMORY, LAG, HOST, GPU = "tokens_per_s", "peak_gib", "first_step_lag_s", "host_s", "gpu_s"
-GRAPHS = f"{OURS}-graphs"
+# Where steps from graphs ran with both optimizers, the faster counts.
+GRAPHS = (f"{OURS}-graphs", f"{OURS}-graphs-adamw")
+# What stands for tilekern in the overview, the first that was measured.
+_EAGER = (OURS, f"{OURS}-torch-adamw")
 _TRAINING = ("train", FAMILIES, PARALLEL)
 _PANELS = ((SPEED, "throughput", "tokens/s"), (MEMORY, "peak memory", "GiB"), (LAG, "first step over the second", "s"))
 _TEXT = """
@@ -24,10 +28,13 @@ Training steps of whole models: forward, backward and optimizer step in bfloat16
 unless the tokens say `8 x 1024`. Each trainer has a process of its own, and the attention that is fastest for it on
 this GPU.
 
-- **speed-up**: tilekern's tokens per second, in eager steps, over those of the fastest peer. Figures are medians of the
-  timed steps. `tilekern-torch-adamw` stands for tilekern where only torch's optimizer was measured.
+- **speed-up**: tilekern's tokens per second, in eager steps or captured ones, whichever is faster, over those of the
+  fastest peer in bfloat16. Figures are medians of the timed steps. `tilekern-torch-adamw` stands for tilekern where
+  only torch's optimizer was measured.
 - **captured**: `tilekern-graphs`, which replays its steps from CUDA graphs ([`tilekern.graphed`](../graphs.md)), with
-  torch's AdamW.
+  torch's AdamW; with tilekern's it is `tilekern-graphs-adamw`.
+- **8 bits**: `tilekern-fp8`, linear layers by [8-bit floats](../fp8.md), and its speed-up over the fastest peer of any
+  dtype. torchao's rowwise 8-bit floats, compiled by layer, are such a peer where they were measured.
 - **peak memory**: the most that torch had allocated during the steps.
 - **first step**: seconds by which the first step takes longer than the second: compiling, autotuning and loading. A
   process goes through the token counts of one file in rising order, so only the lowest is its first step. Peers that
@@ -75,7 +82,7 @@ class Step:
         self.tokens = self.rest.replace(" tokens", "", 1)
         trainers = {row.provider for row in run.rows if row.case == case}
         self.peers = sorted(name for name in trainers if not name.startswith(OURS))
-        self.compares = 0 < len(self.peers) < len(trainers)
+        self.compares = bool(self.peers) and not trainers.isdisjoint(_EAGER)
 
     @property
     def order(self) -> tuple[int, str]:
@@ -90,15 +97,17 @@ class Step:
         """Return all trainers, the fastest first."""
         return [row.provider for row in sorted(self.run.figures(self.case, SPEED), key=lambda row: -row.value)]
 
-    def fastest_peer(self) -> str | None:
-        """Return the fastest trainer that is not tilekern."""
-        return next((name for name in self.trainers() if name in self.peers), None)
+    def fastest_peer(self, *, in_8_bits: bool) -> str | None:
+        """Return the fastest trainer that is not tilekern, of any dtype or of bfloat16 alone."""
+        peers = [name for name in self.peers if in_8_bits or "fp8" not in name]
+        return next((name for name in self.trainers() if name in peers), None)
 
 
 def _of_models(training: Iterable[Results]) -> tuple[dict[str, list[Step]], list[Step]]:
     """Return steps of whole models by model, and steps of models with few layers.
 
-    Runs without a peer, or of peers alone, compare nothing and are ignored. The newest other run of a step counts.
+    Runs without a peer, or without tilekern's eager steps, compare nothing and are ignored. The newest other run of a
+    step counts.
     """
     newest: dict[str, Step] = {}
     for run in sorted(training, key=lambda run: str(run.run["date"])):
@@ -116,17 +125,30 @@ def _of_models(training: Iterable[Results]) -> tuple[dict[str, list[Step]], list
 def _overview(whole: dict[str, list[Step]]) -> str:
     columns = (
         "model", "tokens of a step", "tilekern, tokens/s", "captured, tokens/s", "fastest peer, tokens/s", "speed-up",
-        "peak memory, GiB: tilekern, peer", "first step, s: tilekern, peer", "source",
+        "8 bits, tokens/s", "speed-up of 8 bits", "peak memory, GiB: tilekern, peer", "first step, s: tilekern, peer",
+        "source",
     )  # fmt: skip
-    return table(columns, [_overview_line(step) for steps in whole.values() for step in steps])
+    steps = [step for steps in whole.values() for step in steps]
+    return f"{_medians(steps)}\n\n{table(columns, [_overview_line(step) for step in steps])}"
+
+
+def _medians(steps: Sequence[Step]) -> str:
+    """Say the medians of the speed-ups of bfloat16 and of 8-bit floats."""
+    said = []
+    for dtype, speed_up in (("bfloat16", _speed_up), ("8-bit floats", _of_8_bits)):
+        if found := [ratio for ratio in map(speed_up, steps) if ratio is not None]:
+            worst = f"{len(found)} steps, at worst {min(found):.2f} x"
+            said.append(f"{statistics.median(found):.2f} x in {dtype} ({worst})")
+    return f"Median speed-up: {', '.join(said)}." if said else ""
 
 
 def _overview_line(step: Step) -> tuple[str, ...]:
-    peer = step.fastest_peer()
+    peer = step.fastest_peer(in_8_bits=False)
     speeds = _pair(step, peer, SPEED)
     cell = f"{_whole(speeds[1])} ({peer})" if peer else "-"
     return (
-        step.model, step.tokens, _whole(speeds[0]), _whole(step.row(GRAPHS, SPEED)), cell, _ratio(*speeds),
+        step.model, step.tokens, _whole(speeds[0]), _whole(_captured(step)), cell, _times(_speed_up(step)),
+        _whole(step.row(FP8, SPEED)), _times(_of_8_bits(step)),
         ", ".join(_figure(row, ".1f") for row in _pair(step, peer, MEMORY)),
         ", ".join(_figure(row, ".2f") for row in _pair(step, peer, LAG)),
         described(step.run, step.case),
@@ -134,8 +156,25 @@ def _overview_line(step: Step) -> tuple[str, ...]:
 
 
 def _pair(step: Step, peer: str | None, metric: str) -> tuple[Row | None, Row | None]:
-    ours = step.row(OURS, metric) or step.row(f"{OURS}-torch-adamw", metric)
+    ours = next(filter(None, (step.row(name, metric) for name in _EAGER)), None)
     return ours, step.row(peer, metric) if peer else None
+
+
+def _captured(step: Step) -> Row | None:
+    found = [row for name in GRAPHS if (row := step.row(name, SPEED))]
+    return max(found, key=lambda row: row.value, default=None)
+
+
+def _speed_up(step: Step) -> float | None:
+    """Return the speed-up of the faster of eager and captured steps."""
+    eager, peer = _pair(step, step.fastest_peer(in_8_bits=False), SPEED)
+    ours = [row for row in (eager, _captured(step)) if row]
+    return _ratio(max(ours, key=lambda row: row.value, default=None), peer)
+
+
+def _of_8_bits(step: Step) -> float | None:
+    peer = step.fastest_peer(in_8_bits=True)
+    return _ratio(step.row(FP8, SPEED), step.row(peer, SPEED) if peer else None)
 
 
 def _details(steps: Sequence[Step]) -> str:
@@ -179,8 +218,9 @@ def _chart(title: str, steps: Sequence[Step]) -> str:
 def _two_layers(steps: Sequence[Step]) -> str:
     """Make a line for each step; models on several GPUs also show their loss and one GPU's loss."""
     columns = (
-        "model", "tilekern, tokens/s", "captured, tokens/s", "fastest peer, tokens/s", "speed-up",
-        "peak memory, GiB: tilekern, peer", "first step, s: tilekern, peer", "loss, and on one GPU", "source", "data",
+        "model", "tilekern, tokens/s", "captured, tokens/s", "fastest peer, tokens/s", "speed-up", "8 bits, tokens/s",
+        "speed-up of 8 bits", "peak memory, GiB: tilekern, peer", "first step, s: tilekern, peer",
+        "loss, and on one GPU", "source", "data",
     )  # fmt: skip
     lines = []
     for step in steps:
@@ -199,8 +239,12 @@ def fastest(run: Results, case: str | None, family: str) -> Row | None:
     return max(mine, key=lambda row: row.value, default=None)
 
 
-def _ratio(ours: Row | None, peer: Row | None) -> str:
-    return f"{ours.value / peer.value:.2f} x" if ours and peer else "-"
+def _ratio(ours: Row | None, peer: Row | None) -> float | None:
+    return ours.value / peer.value if ours and peer else None
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f} x"
 
 
 def _whole(row: Row | None) -> str:

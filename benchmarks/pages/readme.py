@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks.pages.markdown import table
 from benchmarks.pages.models import MEMORY, fastest
-from benchmarks.results import Results
+from benchmarks.providers import FP8, OURS
+from benchmarks.results import Results, Row
 from tilekern.errors import InputError
 
 _LINES = (
@@ -14,7 +15,10 @@ _LINES = (
     "<!-- training ends -->",
 )
 _MODEL = "qwen3-8b"
-_TRAINERS = {"tilekern": "tilekern", "hf": "Hugging Face", "liger": "Liger", "torch.compile": "torch.compile by layer"}
+_PEERS = {"hf": "Hugging Face", "liger": "Liger", "torch.compile": "torch.compile by layer"}
+_TRAINERS = {OURS: "tilekern", **_PEERS}
+# Beside them, where the run has them.
+_IN_8_BITS = {FP8: "8 bits by tilekern", "torchao": "8 bits by torchao"}
 
 
 def with_training(text: str, everything: Sequence[Results]) -> str:
@@ -38,24 +42,36 @@ def with_training(text: str, everything: Sequence[Results]) -> str:
 
 
 def _headline(run: Results) -> str:
-    """Compare speed and memory with each peer's, at the step at which tilekern is fastest."""
-    best = fastest(run, None, "tilekern")
+    """Compare speed and memory with each peer's, at the step at which tilekern is fastest; then those of 8 bits."""
+    best, in_8_bits = fastest(run, None, OURS), fastest(run, None, FP8)
     assert best is not None
-    compared = []
-    for family, title in _TRAINERS.items():
-        row = fastest(run, best.case, family)
-        if row is not None and row is not best:
+    said = f"tilekern is fastest at {_tokens(best)} tokens of a step. Its speed there: {_compared(run, best, _PEERS)}."
+    if in_8_bits is None:
+        return said
+    compared = _compared(run, in_8_bits, {"torch.compile": "torch.compile in bfloat16", "torchao": "torchao's"})
+    return f"{said} By [8-bit floats](docs/fp8.md), at {_tokens(in_8_bits)} tokens: {compared}."
+
+
+def _tokens(row: Row) -> str:
+    return row.case.split(" ")[1]
+
+
+def _compared(run: Results, best: Row, peers: Mapping[str, str]) -> str:
+    said = []
+    for family, title in peers.items():
+        if row := fastest(run, best.case, family):
             ours, theirs = (run.row(best.case, who.provider, MEMORY) for who in (best, row))
             memory = f" in {ours.value / theirs.value:.2f} x of its memory" if ours and theirs else ""
-            compared.append(f"**{best.value / row.value:.2f} x {title}**{memory}")
-    return f"tilekern is fastest at {best.case.split(' ')[1]} tokens of a step. Its speed there: {', '.join(compared)}."
+            said.append(f"**{best.value / row.value:.2f} x {title}**{memory}")
+    return ", ".join(said)
 
 
 def _training(run: Results) -> str:
-    best = {name: fastest(run, None, name) for name in _TRAINERS}
-    versions = {name: row.provider.partition(" ")[2] for name, row in best.items() if row is not None}
-    columns = [f"{title} {versions[name]}".rstrip() for name, title in _TRAINERS.items()]
-    lines = [(case.split(" ")[1], *(_speed_and_memory(run, case, name) for name in _TRAINERS)) for case in run.cases()]
+    best = {name: fastest(run, None, name) for name in _TRAINERS | _IN_8_BITS}
+    found = {name: row for name, row in best.items() if row is not None}
+    titles = {name: (_TRAINERS | _IN_8_BITS)[name] for name in found}
+    columns = [f"{title} {found[name].provider.partition(' ')[2]}".rstrip() for name, title in titles.items()]
+    lines = [(case.split(" ")[1], *(_speed_and_memory(run, case, name) for name in titles)) for case in run.cases()]
     return table(("tokens of a step", *columns), lines)
 
 

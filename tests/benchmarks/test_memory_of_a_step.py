@@ -47,7 +47,7 @@ def test_kinds_are_named_by_the_ops_that_keep_them():
 
 @pytest.mark.slow
 def test_the_peak_of_bfloat16_is_what_a_gpu_measured():
-    results = read_results(RESULTS / "sm_90-h200-132" / "train-fp8-qwen3-8b.json")
+    results = read_results(RESULTS / "sm_90-h200-132" / "train.json")
     (measured,) = (
         row.value for row in results.rows
         if (row.provider, row.metric, row.case) == (OURS, "peak_gib", "qwen3-8b 8192 tokens")

@@ -61,13 +61,25 @@ PEERS = (("tilekern", 1250, 11.2, 0.4), ("hf-sdpa 5.17.0", 900, 16, 0.2), ("lige
 def test_a_whole_model_has_a_line_a_table_of_its_trainers_and_a_plot():
     files = models.page([trained("llama-3-8b 4096 tokens", *PEERS, file="h200/train.json")])
     text = files[models.NAME]
-    figures = "1,250 | - | 1,000 (liger-triton 0.8.5) | 1.25 x | 11.2, 12.0 | 0.40, 5.00"
+    figures = "1,250 | - | 1,000 (liger-triton 0.8.5) | 1.25 x | - | - | 11.2, 12.0 | 0.40, 5.00"
     assert line_of(text, "llama-3-8b") == f"| llama-3-8b | 4096 | {figures} | {NOT_RECORDED} |"
     data = "[train.json](../../benchmarks/results/h200/train.json)"
     assert f"| 4096 | hf-sdpa 5.17.0 | 900 | - | - | 16.0 | 0.20 | - | {data} |" in text
     assert "![Training llama-3-8b](plots/h200-llama-3-8b.svg)" in text
     assert "hf-sdpa 5.17.0: 900" in files["h200-llama-3-8b.svg"]
     assert "### Two layers only" not in text
+
+
+def test_8_bits_are_compared_with_peers_of_any_dtype_and_bfloat16_with_its_own():
+    fp8 = (("tilekern-fp8", 1800, 11, 0.4), ("torchao-fp8-rowwise 0.18.0", 1200, 12, 20))
+    captured = ("tilekern-graphs-adamw", 1300, 11.2, 0.4)
+    steps = trained("m 1 tokens", *PEERS, *fp8, captured), trained("m 2 tokens", *PEERS)
+    text = models.page(steps)[models.NAME]
+    assert line_of(text, "m | 1").startswith(
+        "| m | 1 | 1,250 | 1,300 | 1,000 (liger-triton 0.8.5) | 1.30 x | 1,800 | 1.50 x | 11.2, 12.0 |"
+    )
+    said = "1.27 x in bfloat16 (2 steps, at worst 1.25 x), 1.50 x in 8-bit floats (1 steps, at worst 1.50 x)"
+    assert f"Median speed-up: {said}." in text
 
 
 def test_a_trainer_without_room_is_listed_so():
@@ -254,6 +266,23 @@ def test_the_readme_s_headline_and_table_have_the_fastest_of_each_family_and_say
         *(("m 1 tokens", who, 1, 1) for who in ("tilekern", "liger", "hf", "torch.compile")), model="m", date=newer
     )
     assert with_training(text, [run, other]) == text, "the table is of one model"
+
+
+def test_the_readme_has_8_bits_beside_them_where_they_ran():
+    case = "m 4096 tokens"
+    run = of_qwen3(
+        (case, "tilekern", 1000, 80), (case, "hf-sdpa 5.0", 500, 90), (case, "liger-a 1.0", 800, 81),
+        (case, "torch.compile-layers 2.0", 900, 88), (case, "tilekern-fp8", 1350, 76),
+        (case, "torchao-fp8-rowwise 0.18", 1080, 95),
+    )  # fmt: skip
+    text = with_training(f"{PLACE[0]}\n{PLACE[1]}", [run])
+    said = (
+        "By [8-bit floats](docs/fp8.md), at 4096 tokens: **1.50 x torch.compile in bfloat16** in 0.86 x of its memory, "
+        "**1.25 x torchao's** in 0.80 x of its memory."
+    )
+    assert said in text
+    assert "| torch.compile by layer 2.0 | 8 bits by tilekern | 8 bits by torchao 0.18 |" in text
+    assert "| 900 tokens/s, 88.0 GiB | 1,350 tokens/s, 76.0 GiB | 1,080 tokens/s, 95.0 GiB |" in text
 
 
 def test_a_table_without_a_place_or_a_run_is_refused():
