@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import typer
 
 from benchmarks.cli import app
 from tilekern.errors import InputError, ToolchainMissing
+from tilekern.tuning.stopping import Stopped, stopped_by
 from tilekern.warning import shown_plainly
 
 # The base class of usage errors in click, or in the copy of click that newer releases of typer contain.
@@ -17,9 +19,13 @@ _UsageError: Any = typer.BadParameter.__base__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit code: 0, 2 for bad input, 4 if the compiler is missing, 130 for Ctrl-C."""
+    """Run one command; return the exit code.
+
+    It is 0, 2 for bad input, 4 if the compiler is missing, 130 for Ctrl-C, 143 for SIGTERM, as ``timeout`` sends it;
+    then no process that was started goes on.
+    """
     try:
-        with shown_plainly():
+        with shown_plainly(), stopped_by(signal.SIGTERM):
             return app(args=arguments, prog_name="benchmarks", standalone_mode=False) or 0
     except ToolchainMissing as error:
         return _fail(str(error), 4)
@@ -29,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error.format_message(), 2)
     except (typer.Abort, KeyboardInterrupt):
         return _fail("stopped", 130)
+    except Stopped as stopped:
+        return _fail(f"stopped by {stopped}", stopped.exit_code)
 
 
 def _fail(message: str, code: int) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,6 +24,20 @@ from tilekern.errors import InputError
 pytestmark = pytest.mark.processes
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+# A training that never ends, and says which processes it has.
+STUCK = """
+import sys
+from benchmarks import train
+from benchmarks.__main__ import main
+
+def start(job):
+    process = train.Process([sys.executable, "-c", "import time; time.sleep(600)"], {}, 600)
+    print(process.child.pid, flush=True)
+    return process
+
+train._start = start
+sys.exit(main(["train", sys.argv[1], "--out", sys.argv[1], "--device", "cpu", "--providers", "tilekern,hf-sdpa-flash"]))
+"""
 JOB = Job("", "qwen3-8b", 0, (2048, 4096, 8192), (5, 5, 3))
 
 
@@ -32,6 +48,20 @@ def tiny(tmp_path):
     config = {"model_type": "qwen3", "num_hidden_layers": 2, "vocab_size": 128, **SIZES}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def test_sigterm_as_timeout_sends_it_leaves_no_process(tiny):
+    """They would hold the GPU's memory, and the next run's figures would be theirs, too."""
+    command = [sys.executable, "-c", STUCK, str(tiny)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, cwd=train.ROOT, **pipes) as process:
+        children = [int(process.stdout.readline()) for _ in range(2)]
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.stderr.read().endswith("error: stopped by SIGTERM\n")
+    for child in children:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
 
 
 @pytest.mark.nightly
