@@ -19,7 +19,7 @@ load_profile()
 LONG = ("xdist_group", "slow", "processes")
 # `TEST_PARAMETERS`: where a test has more parameters than so many, one in so many of them is tried, the same ones in
 # every run. tests/run.sh says which; without it, as for who runs one file, all are.
-SHARES = {"few": (1, 40), "some": (8, 4)}
+SHARES = {"few": (1, 40), "some": (6, 6)}
 
 
 def pytest_collection_modifyitems(config, items):

@@ -106,6 +106,7 @@ def test_a_thread_has_8_neighbours_of_each_32_queries():
         assert [query_in[x] for x in columns] == [32 * half + 8 * c + n for half in range(2) for n in range(8)]
 
 
+@pytest.mark.share(4)
 @pytest.mark.slow
 @pytest.mark.skipif(compiler() is None, reason="nvidia-cutlass-dsl is not installed")
 @pytest.mark.parametrize(

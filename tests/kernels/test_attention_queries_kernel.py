@@ -106,6 +106,7 @@ def test_every_candidate_fits_the_shared_memory(depth, flag):
         assert shared_bytes(problem, config, stages_of(problem, config)) + 1024 <= H200.shared_bytes
 
 
+@pytest.mark.share(4)
 @pytest.mark.slow
 @pytest.mark.skipif(compiler() is None, reason="nvidia-cutlass-dsl is not installed")
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def test_these_packs_ship():
     assert {path.name for path in FOLDER.glob("*.pack")} == set(PACKS)
 
 
+@pytest.mark.share(1)  # each pack, whatever else is left to the nightly run
 @pytest.mark.parametrize("name", PACKS)
 def test_every_record_is_whole_and_of_todays_source(name: str):
     gpu, provenance = PACKS[name]
