@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.decode_ops import BENCHMARK as DECODE
@@ -121,6 +121,10 @@ def _peers(results: Results, case: str, metric: str) -> list[Row]:
     return sorted((row for row in others if not row.provider.startswith(OURS)), key=lambda row: row.value)
 
 
+def _in_bfloat16(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if "fp8" not in row.provider]
+
+
 def _listed(rows: Sequence[Row]) -> str:
     return "; ".join(f"{row.provider} {shown(row)} {row.unit}".removesuffix(" 1") for row in rows) or "-"
 
@@ -222,7 +226,7 @@ def _no_worse_than_peers(metric: str, factor: float, what: str, target: str, *, 
 
     def judge(results: Results) -> Iterator[Verdict]:
         for case in results.cases():
-            ours, peers = results.row(case, OURS, metric), _peers(results, case, metric)
+            ours, peers = results.row(case, OURS, metric), _in_bfloat16(_peers(results, case, metric))
             if ours is None or not peers:
                 continue
             if more_is_better:
@@ -250,6 +254,48 @@ def _whole_models(what: str, provider: str, than: str, least: dict[str, float]) 
                 yield Verdict(what, case, f"≥ {factor:g} x", figure, ratio >= factor, _listed([theirs]))
 
     return Goal(what, "train", judge)
+
+
+def _in_8_bits(
+    what: str, least: float, than: Callable[[Sequence[Row]], Sequence[Row]], who: str, models: Collection[str] = ()
+) -> Goal:
+    """Make a goal of training by 8-bit floats: ``least`` times the fastest other trainer of some, called ``who``."""
+    target = f"≥ {least:g} x {who}"
+
+    def judge(results: Results) -> Iterator[Verdict]:
+        for case in results.cases():
+            figures = results.figures(case, "tokens_per_s")
+            ours, others = results.row(case, FP8, "tokens_per_s"), than([row for row in figures if row.provider != FP8])
+            if ours and others and (not models or case.split(" ")[0] in models):
+                best = max(others, key=lambda row: row.value)
+                ratio = ours.value / best.value
+                figure = f"{shown(ours)} tok/s, {ratio:.2f} x"
+                yield Verdict(what, case, target, figure, ratio >= least, _listed([best]))
+
+    return Goal(what, "train", judge, target=target)
+
+
+def _rates_in_8_bits(what: str, least: Mapping[str, float]) -> Goal:
+    def judge(results: Results) -> Iterator[Verdict]:
+        for case, limit in least.items():
+            if ours := results.row(case, FP8, "tokens_per_s"):
+                peers = _listed(_peers(results, case, "tokens_per_s")[::-1])
+                yield Verdict(what, case, f"≥ {limit:g} tok/s", f"{shown(ours)} tok/s", ours.value >= limit, peers)
+
+    return Goal(what, "train", judge)
+
+
+def _smaller_in_8_bits(what: str, most: float, cases: Sequence[str]) -> Goal:
+    target = f"≤ {most:g} x tilekern in bfloat16"
+
+    def judge(results: Results) -> Iterator[Verdict]:
+        for case in cases:
+            ours, wide = (results.row(case, name, "peak_gib") for name in (FP8, OURS))
+            if ours and wide:
+                ratio = ours.value / wide.value
+                yield Verdict(what, case, target, f"{shown(ours)} GiB, {ratio:.3f} x", ratio <= most, _listed([wide]))
+
+    return Goal(what, "train", judge, target=target)
 
 
 def _family(model: str, factor: float, most_gib: float | None = None) -> list[Goal]:
@@ -424,6 +470,11 @@ _NORMS = ("rms_norm 8192x4096", "rms_norm 32768x4096")
 # Models of a run of the families that share their targets.
 _OTHERS = ("mistral-7b", "gemma-3-12b", "phi-4", "qwen2.5-vl-7b", "olmo-2-7b")
 _COMPILED = "torch.compile-layers"
+# Tokens a second.
+_IN_8_BITS = {
+    "qwen3-8b 4096 tokens": 14000, "qwen3-8b 8192 tokens": 13400, "qwen3-8b 16384 tokens": 11200,
+    "qwen3-8b 32768 tokens, checkpointing": 7000,
+}  # fmt: skip
 # How much faster than layers by torch.compile a captured step must be: the smaller the model, the more.
 _CAPTURED = {
     "qwen3-0.6b 256 tokens": 5.0, "qwen3-0.6b 1024 tokens": 4.0, "qwen3-0.6b 4096 tokens": 1.8,
@@ -566,6 +617,28 @@ GOALS = (
         f"{OURS}-torch-adamw",
         {f"qwen3-8b {tokens} tokens": 1.03 for tokens in (2048, 4096)},
     ),
+    _rates_in_8_bits("training by 8-bit floats, tokens a second", _IN_8_BITS),
+    _in_8_bits(
+        "training by 8-bit floats, over torchao",
+        1.1,
+        lambda rows: [row for row in rows if row.provider.startswith("torchao-fp8")],
+        "torchao's 8-bit floats",
+    ),
+    _in_8_bits(
+        "training by 8-bit floats, over bfloat16 peers",
+        1.3,
+        lambda rows: _in_bfloat16([row for row in rows if not row.provider.startswith(OURS)]),
+        "the best peer in bfloat16",
+        ("llama-3-8b", "qwen2.5-7b", "mistral-7b", "phi-4", "olmo-2-7b"),
+    ),
+    _in_8_bits(
+        "training by 8-bit floats, over bfloat16",
+        1.25,
+        lambda rows: [row for row in rows if row.provider == OURS],
+        "tilekern in bfloat16",
+        ("gemma-2-9b",),
+    ),
+    _smaller_in_8_bits("training by 8-bit floats, peak memory", 0.95, tuple(_IN_8_BITS)[:2]),
     *_family("llama-3-8b", 1.25, most_gib=11.2),
     *_family("qwen2.5-7b", 1.25, most_gib=11.8),
     *_family("gemma-2-9b", 1.7),

@@ -265,6 +265,21 @@ def test_other_figures_are_not_judged(results, said):
     assert said not in render([results])
 
 
+def test_8_bits_are_judged_by_peers_of_both_kinds_and_bfloat16_by_its_own():
+    figures = {"tilekern": 1100, "tilekern-fp8": 1300, "torchao-fp8-rowwise 0.18": 1200, "hf-sdpa-cudnn 5.17": 1000}
+
+    def judged(case):
+        return render([rows("train", *((case, who, "tokens_per_s", value, "tok/s") for who, value in figures.items()))])
+
+    llama, gemma, qwen = (judged(f"{name} 4096 tokens") for name in ("llama-3-8b", "gemma-2-9b", "qwen3-8b"))
+    floats = "training by 8-bit floats,"
+    assert "1300 tok/s, 1.08 x | **no** | torchao-fp8-rowwise 0.18 1200" in line_of(llama, f"{floats} over torchao")
+    assert "1300 tok/s, 1.30 x | yes | hf-sdpa-cudnn 5.17 1000" in line_of(llama, f"{floats} over bfloat16 peers")
+    assert "1300 tok/s, 1.18 x | **no** | tilekern 1100" in line_of(gemma, f"{floats} over bfloat16 |")
+    assert "| ≥ 14000 tok/s | 1300 tok/s | **no** |" in line_of(qwen, f"{floats} tokens a second")
+    assert "| 1100 tok/s | yes | hf-sdpa-cudnn 5.17 1000" in line_of(llama, "training, tokens a second")
+
+
 def of_families(model, ours, hf, liger, gib, lag=0.4):
     case = f"{model} 4096 tokens, 2 layers"
     return rows(
