@@ -29,8 +29,8 @@ OF_H100 = {f"{model}-h100.pack": ("H100", "measured") for model in ("qwen3-8b", 
 OF_ENGINE = {"gpt2-h200.pack": ("H200", "measured"), "engine-h200.pack": ("H200", "default")}
 # Of the sizes of many models.
 BASE = {"base-h200.pack": ("H200", "measured")}
-# Of linear layers by 8-bit floats, at the sizes of Qwen3-8B.
-OF_FP8 = {"fp8-h200.pack": ("H200", "measured")}
+# Of linear layers by 8-bit floats, at the sizes of nine models.
+OF_FP8 = {"fp8-h200.pack": ("H200", "measured"), "fp8-b200.pack": ("B200", "predicted")}
 PACKS = MODELS | OTHERS | OF_H100 | OF_ENGINE | BASE | OF_FP8
 # Kernels of which a pack has records that are not of its kind: no run has come to them yet. They are predicted or
 # defaults, and say so.
