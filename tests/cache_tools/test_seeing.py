@@ -306,6 +306,7 @@ def test_why_tells_the_lookup_that_dispatch_does(cli, cache):
     ]
     out = cli("why", "swiglu_forward", SWIGLU, "--gpu", "H200")[1]
     assert "1. user: " in out
+    assert "no such record in: prebuilt:" in out
     assert f"taken: from prebuilt:{pack}, measured, of this very GPU, its own bucket" in out
 
 
