@@ -127,7 +127,9 @@ def _print(document: dict[str, Any], trace: list[Step], otherwise: str) -> None:
         return
     gpu = "of this very GPU" if hit["exact_target"] else f"of another GPU of its arch, {hit['target']}"
     bucket = "its own bucket" if hit["exact_bucket"] else f"the nearest bucket, {hit['problem_key']}"
-    tell(f"taken: from {hit['layer']}, {hit['provenance']}, {gpu}, {bucket}")
+    other = document["toolkit"] not in (None, hit["toolkit"])
+    tools = f", of another toolkit, {hit['toolkit']}" if other else ""
+    tell(f"taken: from {hit['layer']}, {hit['provenance']}, {gpu}, {bucket}{tools}")
     if not hit["fresh"]:
         tell(f"it is {NOT_FRESH}; tune it again")
     tell(f"config: {plain(hit['config'])}")
