@@ -35,7 +35,7 @@ def why(kernel: str, key: str, target_name: str | None, store: Store, as_json: b
     """Explain a lookup step by step; PROBLEM has real sizes, such as rows=5000,columns=4096,dtype=bfloat16.
 
     Looks the problem up as a job on that GPU would, with the same code, and says for each record that it tries in
-    which layer it is and why it is passed over or taken.
+    which layer it is and why it is passed over, kept for later or taken.
 
     JSON: kernel, problem, problem_key, target, toolkit, source_digest, layers[], steps[] {layer, target,
     toolkit, problem_key, outcome, detail}, hit; all in docs/cache-json.md.
@@ -116,7 +116,8 @@ def _print(document: dict[str, Any], trace: list[Step], otherwise: str) -> None:
     tried = [(number, plain(str(step))) for number, step in enumerate(trace, 1) if step.outcome not in _ABSENT]
     for number, text in tried:
         tell(f"{number:3}. {text}")
-    if absent := dict.fromkeys(step.layer or "all layers" for step in trace if step.outcome in _ABSENT):
+    holding = {step.layer for step in trace if step.outcome not in _ABSENT}
+    if absent := [name for name in dict.fromkeys(step.layer for step in trace) if name and name not in holding]:
         tell(f"no such record in: {', '.join(absent)}")
     hit = document["hit"]
     if hit is None:
@@ -126,7 +127,9 @@ def _print(document: dict[str, Any], trace: list[Step], otherwise: str) -> None:
         return
     gpu = "of this very GPU" if hit["exact_target"] else f"of another GPU of its arch, {hit['target']}"
     bucket = "its own bucket" if hit["exact_bucket"] else f"the nearest bucket, {hit['problem_key']}"
-    tell(f"taken: from {hit['layer']}, {hit['provenance']}, {gpu}, {bucket}")
+    other = document["toolkit"] not in (None, hit["toolkit"])
+    tools = f", of another toolkit, {hit['toolkit']}" if other else ""
+    tell(f"taken: from {hit['layer']}, {hit['provenance']}, {gpu}, {bucket}{tools}")
     if not hit["fresh"]:
         tell(f"it is {NOT_FRESH}; tune it again")
     tell(f"config: {plain(hit['config'])}")

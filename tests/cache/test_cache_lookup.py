@@ -136,7 +136,7 @@ def test_a_record_of_another_space_serves_until_a_fresh_one_is_there(tmp_path):
     hit = find(layers, trace=trace)
     assert (hit.load("aligned"), hit.fresh) == (b"dated", False)
     assert [(step.layer, step.outcome) for step in trace] == [("a", "dated"), ("b", "no_records"), ("a", "taken")]
-    assert str(trace[0]).endswith("passed over, not known to be the best: the space has changed since")
+    assert str(trace[0]).endswith("kept for later, not known to be the best: the space has changed since")
     assert str(trace[-1]).endswith("taken, not known to be the best: the space has changed since")
     put(tmp_path / "b", b"fresh")
     hit = find(layers)

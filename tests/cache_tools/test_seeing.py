@@ -175,6 +175,8 @@ def test_why_tells_of_a_record_that_is_taken_and_not_known_to_be_the_best(cli, t
     assert document["hit"]["fresh"] is False
     out = cli("why", "swiglu_forward", SWIGLU, "--gpu", "H200")[1]
     assert "it is not known to be the best: the space has changed since; tune it again" in out
+    said = f"its own bucket, of another toolkit, {document['hit']['toolkit']}"
+    assert (said in out) == (document["toolkit"] is not None)
 
 
 def test_show_says_why_a_record_of_its_own_layer_does_not_win(cli, cache):
@@ -306,6 +308,7 @@ def test_why_tells_the_lookup_that_dispatch_does(cli, cache):
     ]
     out = cli("why", "swiglu_forward", SWIGLU, "--gpu", "H200")[1]
     assert "1. user: " in out
+    assert "no such record in: prebuilt:" in out
     assert f"taken: from prebuilt:{pack}, measured, of this very GPU, its own bucket" in out
 
 

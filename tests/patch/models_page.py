@@ -1,4 +1,4 @@
-"""docs/models.md as the families' tests make it; ``python tests/patch/models_page.py`` writes it."""
+"""docs/models.md and README.md's number of families; ``python tests/patch/models_page.py`` writes both."""
 
 import ast
 import functools
@@ -15,6 +15,8 @@ EXPERTS = re.compile(r"^class \w+(Experts|MoE)\(", re.MULTILINE)
 HEADS = re.compile(r"self\.(q_norm|q_layernorm|query_layernorm)\(")
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+README = PAGE.parents[1] / "README.md"
+OLD = "docs/models.md or README.md is out of date; run python tests/patch/models_page.py"
 # What is made of the page: from the table of families to the line on images.
 MADE = re.compile(r"^\| family \|.*?^These are tested with images, too: [^\n]*\n", re.MULTILINE | re.DOTALL)
 
@@ -30,6 +32,12 @@ def page(of_experts):
     made = "\n".join(rows) + f"\n\nThese are tested with images, too: {', '.join(seeing)}.\n"
     before, behind = MADE.split(PAGE.read_text(encoding="utf-8"))
     return before + made + behind
+
+
+def readme():
+    """The text of README.md with today's number of families."""
+    text = README.read_text(encoding="utf-8")
+    return re.sub(r"\d+ families of transformers", f"{len(FAMILIES)} families of transformers", text)
 
 
 def served(op, family):
@@ -124,3 +132,4 @@ def of_heads(module, kind, text):
 
 if __name__ == "__main__":
     PAGE.write_text(page(lambda name: experts_of(FAMILIES[name], make(name)[0])), encoding="utf-8")
+    README.write_text(readme(), encoding="utf-8")

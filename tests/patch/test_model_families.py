@@ -119,7 +119,7 @@ def test_a_patched_model_computes_what_it_does_as_it_is(family):
     check_alone(family, model, loss, input_ids=ids, **inputs)
     if not OLDER:
         said = models_page.experts_said(family)
-        assert models_page.experts_of(FAMILIES[family], model) == said
+        assert models_page.experts_of(FAMILIES[family], model) == said, models_page.OLD
         assert said != "yes" or "experts_gate" in ran
 
 
@@ -170,6 +170,5 @@ def test_the_tower_of_llama4_computes_what_it_does_as_it_is():
 
 @pytest.mark.skipif(OLDER, reason="an older transformers has fewer families")
 def test_the_page_of_models_says_what_is_tested():
-    assert models_page.PAGE.read_text(encoding="utf-8") == models_page.page(models_page.experts_said)
-    readme = models_page.PAGE.parents[1] / "README.md"
-    assert f"| {len(FAMILIES)} families of transformers" in readme.read_text(encoding="utf-8")
+    assert models_page.PAGE.read_text(encoding="utf-8") == models_page.page(models_page.experts_said), models_page.OLD
+    assert models_page.README.read_text(encoding="utf-8") == models_page.readme(), models_page.OLD

@@ -173,6 +173,18 @@ def test_a_stale_record_is_missing_and_said_to_be_stale(tmp_path, model, capsys)
     assert "which an edit of the kernel made stale" in said
 
 
+def test_a_stale_record_is_said_where_another_one_serves(tmp_path, model, capsys):
+    for need in rope().needs:
+        put(tmp_path / "cache", need.kernel, need.problem, source_digest="0" * 64)
+        put(tmp_path / "cache", need.kernel, {**need.problem, "tokens": 128})
+    assert run(model, "--gpu", "H200", "--tokens", "64", "--ops", "rope") == 0
+    said = capsys.readouterr().out
+    assert "served: rope tokens=64,batch=1" in said
+    assert "nearest, predicted; there is one, which an edit of the kernel made stale" in said
+    assert run(model, "--gpu", "H200", "--tokens", "64", "--ops", "rope", "--need", "exact") == 3
+    assert "served: " not in capsys.readouterr().out, "a missing record is listed once"
+
+
 def test_a_record_of_another_search_space_serves_and_is_said_not_to_be_known_to_be_the_best(tmp_path, model, capsys):
     for need in rope().needs:
         put(tmp_path / "cache", need.kernel, need.problem, provenance="measured", space_digest="0" * 64)

@@ -72,6 +72,10 @@ class Hit:
         return replace(self, layer=layer)
 
 
+# How a step begins whose record is not passed over; those that are kept serve if no better one does.
+_VERBS = {"taken": "", **dict.fromkeys(("dated", "weaker", "classless"), "kept for later, ")}
+
+
 class Step(NamedTuple):
     """One record that a lookup tried, and the outcome.
 
@@ -97,7 +101,7 @@ class Step(NamedTuple):
     def __str__(self) -> str:
         parts = (self.target_key, self.toolkit_key, self.problem and problem_key(self.problem))
         where = "/".join(part for part in parts if part)
-        verb = "" if self.outcome == "taken" else "passed over, "
+        verb = _VERBS.get(self.outcome, "passed over, ")
         return f"{self.layer or 'all layers'}: {where}: {verb}{self.detail}"
 
 

@@ -87,7 +87,8 @@ def _told(found: checks.Preflight) -> list[str]:
         lines.append(share)
     if classes := found.invariant_counts():
         lines.append(f"tilekern.invariant(): {classes['with']} with a bit class, {classes['without']} without")
-    lines += [f"served: {checks.line_of(need)}" for need in found.needs if need.fresh is False]
+    behind = [need for need in found.needs if (need.fresh is False or need.is_stale) and need not in found.missing]
+    lines += [f"served: {checks.line_of(need)}" for need in behind]
     if not found.missing:
         return [*lines, "nothing is missing"]
     lines += [f"missing: {checks.line_of(need)}" for need in found.missing]
