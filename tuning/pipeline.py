@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import importlib.util
 import os
@@ -58,6 +59,7 @@ from tilekern.tuning.strategies import strategy_named
 from tilekern.tuning.sweep.folder import RESULTS, Sweep, folder_in
 from tilekern.tuning.sweep.plan import Named
 from tilekern.tuning.sweep.quarantine import shared
+from tilekern.tuning.sweep.holding import written
 from tilekern.tuning.terminal import PUBLISH
 
 if TYPE_CHECKING:
@@ -619,10 +621,8 @@ def _why_lost(sweep: Sweep, lost: Mapping[Named, str]) -> str:
 
 def _require_writable(store: Store, sweep: Sweep) -> None:
     for folder in (Path(store.root), sweep.folder):
-        try:
+        with written(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"cannot write {folder}: {error.strerror}; give another --cache-dir or --sweep") from None
-        if not os.access(folder, os.W_OK):
-            raise InputError(f"cannot write {folder}; give another --cache-dir or --sweep")
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     own_seal(b"")  # so that what cannot be sealed is said before hours are spent on it
