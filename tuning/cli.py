@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 
 import click
 
 from tilekern.cache import CacheError
-from tilekern.errors import TilekernError, TilekernWarning, ToolchainMissing
+from tilekern.errors import TilekernError, TilekernWarning, ToolchainMissing, did_you_mean
 from tilekern.runtime.settings import check_settings
 from tilekern.tuning.commands import COMMANDS, command_named
 from tilekern.tuning.plan.configs import MODEL_IS, UnknownModel, require_model_name
@@ -56,8 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _neither(word: str) -> str:
     if word in COMMANDS:
         return f"{word} is a command, which stands before its options: python -m tilekern.tune {word} ..."
-    nearest = difflib.get_close_matches(word, [*COMMANDS, *PRESETS], n=1)
-    meant = f"; did you mean {nearest[0]}?" if nearest else "."
+    meant = did_you_mean(word, [*COMMANDS, *PRESETS]) or "."
     return f"unknown command or model {word!r}{meant} Commands are {', '.join(COMMANDS)}; a model is {MODEL_IS}"
 
 

@@ -178,7 +178,7 @@ def test_every_kernel_can_be_named():
     [
         ("fly rows=1", "unknown op or kernel 'fly'; known: .*rms_norm"),
         ("", "unknown op or kernel ''"),
-        ("rmsnorm rows=1", "unknown op or kernel 'rmsnorm'; did you mean rms_norm or [^,]*\\? A kernel of your own"),
+        ("rmsnorm rows=1", "unknown op or kernel 'rmsnorm'; did you mean rms_norm\\? A kernel of your own"),
         ("rms_norm", "is not a problem key"),
         ("rms_norm rows", "is not a problem key"),
         ("rms_norm rows=64,columns=64", "expected the dimensions rows, columns, dtype, weight_dtype"),
