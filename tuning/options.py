@@ -230,22 +230,37 @@ class Seconds(click.FloatRange):
         return found
 
 
-class Folder(click.Path):
-    """A folder, which need not exist; an empty name, as of an unset variable of the shell, is refused."""
+class File(click.Path):
+    """A file; an empty name, as of an unset variable of the shell, is refused: it would mean the current folder.
 
-    def __init__(self) -> None:
-        super().__init__(file_okay=False, path_type=Path)
+    Args:
+        options: as of ``click.Path``.
+    """
+
+    what = "file"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"path_type": Path} | options)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path."""
         if value == "":
-            self.fail("it must name a folder, and is empty.", param, ctx)
+            self.fail(f"it must name a {self.what}, and is empty.", param, ctx)
         return super().convert(value, param, ctx)
 
 
 GPU_NAMES = ", ".join(target.name for target in KNOWN)
 # Ends the help of commands that take models. click would break a name at a hyphen; it leaves lines behind "\b" alone.
 NAMES = "\b\n" + textwrap.fill(
+class Folder(File):
+    """A folder, which need not exist."""
+
+    what = "folder"
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False)
+
+
     f"Presets: {', '.join(PRESETS)}. GPUs: {GPU_NAMES}.", 76, break_on_hyphens=False, break_long_words=False
 )
 

@@ -73,7 +73,7 @@ def said(ran, code):
         (["qwen9-8b", "--gpu", "B200"], ["unknown command or model 'qwen9-8b'", "qwen3-8b", "config.json"]),
         (["two\nlines", "--gpu", "B200"], ["unknown command or model"]),
         (["prefligt", "qwen3-8b", "--gpu", "B200"], ["did you mean preflight?", "a model is a preset"]),
-        (["", "--gpu", "B200"], ["config.json"]),
+        (["", "--gpu", "B200"], ["unknown command or model ''"]),
         (["--gpu", "B200"], ["name a model"]),
         (["qwen3-8b", "--gpu", "B9000"], ["unknown GPU 'B9000'", "H200", "sm_100"]),
         (
@@ -104,6 +104,8 @@ def said(ran, code):
             ["nowhere holds no sweep: there is no such folder; give the folder of one", "--stages plan,compile"],
         ),
         (["status", ""], ["it must name a folder, and is empty"]),
+        (["qwen3-8b", "--gpu", "B200", "--sign", ""], ["'--sign': it must name a file, and is empty"]),
+        (["refresh", "--gpu", "B200", "--pack", ""], ["'--pack': it must name a file, and is empty"]),
         (["report", ""], ["it must name a folder, and is empty"]),
         (["refresh", "--gpu", "B200", "--pack", "nowhere.pack"], ["there is no pack nowhere.pack"]),
         (["missing/config.json", "--gpu", "B200"], ["missing/config.json is missing; give the path of a model's"]),
