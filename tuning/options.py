@@ -224,10 +224,13 @@ class Seconds(click.FloatRange):
         unit = _UNITS_S.get(value.strip()[-1:]) if isinstance(value, str) else None
         if unit is not None and re.fullmatch(r"\d*\.?\d+", number := value.strip()[:-1]):
             value = unit * float(number)
-        found = float(super().convert(value, param, ctx))
-        if math.isnan(found):
-            self.fail(f"{value} is not a time in seconds; pass a number such as 30.", param, ctx)
-        return found
+        try:
+            is_time = not math.isnan(float(value))
+        except ValueError:
+            is_time = False
+        if not is_time:
+            self.fail(f"{value} is not a time in seconds; pass a number such as 30, or 10m or 1.5h.", param, ctx)
+        return float(super().convert(value, param, ctx))
 
 
 class File(click.Path):
@@ -249,9 +252,6 @@ class File(click.Path):
         return super().convert(value, param, ctx)
 
 
-GPU_NAMES = ", ".join(target.name for target in KNOWN)
-# Ends the help of commands that take models. click would break a name at a hyphen; it leaves lines behind "\b" alone.
-NAMES = "\b\n" + textwrap.fill(
 class Folder(File):
     """A folder, which need not exist."""
 
@@ -261,6 +261,9 @@ class Folder(File):
         super().__init__(file_okay=False)
 
 
+GPU_NAMES = ", ".join(target.name for target in KNOWN)
+# Ends the help of commands that take models. click would break a name at a hyphen; it leaves lines behind "\b" alone.
+NAMES = "\b\n" + textwrap.fill(
     f"Presets: {', '.join(PRESETS)}. GPUs: {GPU_NAMES}.", 76, break_on_hyphens=False, break_long_words=False
 )
 

@@ -95,7 +95,7 @@ def said(ran, code):
         (["qwen3-8b", "--gpu", "B200", "--jobs", "100000"], ["--jobs 100000 is too many", "at most 4 for each"]),
         (["qwen3-8b", "--gpu", "B200", "--jobs", "100000", "--dry-run"], ["--jobs 100000 is too many"]),
         (["serve", "--gpu", "B200", "--once", "--jobs", "100000"], ["--jobs 100000 is too many"]),
-        (["qwen3-8b", "--gpu", "B200", "--timeout", "soon"], ["--timeout", "soon"]),
+        (["qwen3-8b", "--gpu", "B200", "--timeout", "soon"], ["'--timeout': soon is not a time in seconds", "10m"]),
         (["qwen3-8b", "--gpu", "B200", "--colour"], ["--colour"]),
         (["qwen3-8b", "qwen3-9b", "--gpu", "B200"], ["qwen3-9b", "qwen3-8b"]),
         (["qwen3-8b", "--gpu", "B200", "--stages", "compile"], ["--sweep"]),

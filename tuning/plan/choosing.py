@@ -205,13 +205,17 @@ def plan_of_problem(text: str, target: Target) -> Planned:
         known = dict.fromkeys(name.removesuffix("_forward") for name in all_specs())
         meant = did_you_mean(name, known) or f"; known: {', '.join(known)}."
         raise InputError(
-            f"--problem {text!r}: unknown op or kernel {name!r}; {meant} A kernel of your own needs --specs MODULE"
+            f"--problem {text!r}: unknown op or kernel {name!r}{meant} A kernel of your own needs --specs MODULE"
         )
     try:
         problem = spec.problem(**_filled(spec, parse_problem_key(sizes.strip())))
     except (CacheError, ValueError) as error:
         raise InputError(f"--problem {text!r}: {error}") from None
-    found, op, inputs = Trace(target), _op(name), spec.inputs(problem, None, "meta")
+    try:
+        inputs = spec.inputs(problem, None, "meta")
+    except RuntimeError as error:  # torch counts the bytes of tensors that have none, too
+        raise InputError(f"--problem {text!r}: no tensor can be so large: {error}") from None
+    found, op = Trace(target), _op(name)
     named = (spec.name, spec.bucketed(problem))
     with tracing(found):
         called = op is not None and inputs.keys() >= set(_needed(op))
