@@ -17,6 +17,7 @@ import tilekern.tuning.cli
 from tilekern.cache_tools.__main__ import main as cache_tools
 from tilekern.compile import cutile
 from tilekern.tuning.sweep.folder import Sweep
+from tilekern.warning import command_line
 
 pytestmark = pytest.mark.processes
 
@@ -269,6 +270,56 @@ def test_a_closed_standard_output_is_no_error(here, words):
         ["sh", "-c", command], cwd=here.folder, env=settings, capture_output=True, text=True, check=False
     )
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+DOORS = (
+    "cache_tools --help",
+    "tune --help",
+    "run --help",
+    "generate --help",
+    "patch --help",
+    "doctor --json",
+)
+
+
+@pytest.mark.parametrize("words", DOORS)
+def test_an_output_that_takes_nothing_is_one_line_and_a_closed_pipe_is_no_error(tmp_path, words):
+    command = [sys.executable, "-m", *f"tilekern.{words}".split()]
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    line = "tilekern: input or output: No space left on device\n"
+    for output, expected in ((full, (2, line)), (writer, (0, ""))):
+        ran = subprocess.run(
+            command, stdout=output, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path,
+            env=environment(TILEKERN_CACHE_DIR=str(tmp_path)),
+        )  # fmt: skip
+        os.close(output)
+        assert (ran.returncode, ran.stderr) == expected
+
+
+def test_ctrl_c_while_modules_are_loaded_is_one_line(capsys):
+    @command_line("python -m tilekern.tune")
+    def main():
+        raise KeyboardInterrupt
+
+    assert main() == 130
+    assert capsys.readouterr().err == "tilekern: stopped\n"
+
+
+def test_a_working_directory_that_is_gone_is_named(tmp_path):
+    script = f"cd {tmp_path}; mkdir gone; cd gone; rmdir ../gone; {sys.executable} -P -m tilekern."
+    for words, said in (
+        ("cache_tools ls", "mine is relative to a working directory that has been removed; give an absolute path"),
+        ("run x.py", "x.py cannot be run: No such file or directory; give the path of a script, or -m and a module's"),
+    ):
+        ran = subprocess.run(
+            ["bash", "-c", script + words], capture_output=True, text=True, check=False,
+            env=environment(TILEKERN_CACHE_DIR="mine"),
+        )  # fmt: skip
+        assert (ran.returncode, ran.stdout) == (2, "")
+        assert ran.stderr.startswith(f"tilekern: {said}")
+        assert ran.stderr.count("\n") == 1
 
 
 def first_line(path, process, timeout_s=300):
