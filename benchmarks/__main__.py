@@ -12,12 +12,13 @@ import typer
 from benchmarks.cli import app
 from tilekern.errors import InputError, ToolchainMissing
 from tilekern.tuning.stopping import Stopped, stopped_by
-from tilekern.warning import shown_plainly
+from tilekern.warning import command_line, shown_plainly
 
 # The base class of usage errors in click, or in the copy of click that newer releases of typer contain.
 _UsageError: Any = typer.BadParameter.__base__
 
 
+@command_line("python -m benchmarks")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code.
 

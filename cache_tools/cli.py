@@ -5,7 +5,6 @@ This uses click because the import and first call of typer took half of the 0.4 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -16,7 +15,7 @@ from tilekern.cache import CacheError
 from tilekern.cache_tools.shared.options import HELP, version
 from tilekern.errors import InputError, TilekernWarning
 from tilekern.runtime.settings import check_settings
-from tilekern.warning import DEPRECATED, flush, one_line, shown_plainly, tell
+from tilekern.warning import DEPRECATED, flush, invoke, one_line, shown_plainly, tell
 
 _COMMANDS = (
     "clear", "diff", "keygen", "ls", "pack", "prune", "pull", "push", "repository", "revoke", "show", "sign", "stats",
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if any(word.partition("=")[0] == "--target" for word in words):
             DEPRECATED["--target"].tell()
         with shown_plainly():
-            code = app.main(args=arguments, prog_name="python -m tilekern.cache_tools", standalone_mode=False)
+            code = invoke(app, arguments, "python -m tilekern.cache_tools")
         flush()
         return code or 0
     except (CacheError, InputError, TilekernWarning) as error:  # a warning is raised under `python -W error`
@@ -70,12 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{error.format_message()} (see --help)")
     except (click.Abort, KeyboardInterrupt):
         return _fail("stopped", code=130)
-    except BrokenPipeError:
-        # The reader of a pipe has gone; Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        return _fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
 
 
 def _fail(message: str, code: int = 2) -> int:

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 # Messages of compilers, ptxas and Python about conditions that pass.
 _PASSING = re.compile(
@@ -41,6 +41,25 @@ def compile_failure(error: Exception | str) -> type[CompileFailed]:
     """Return whether a compiler's error, or its text, means a rejected candidate or a condition that passes."""
     is_passing = isinstance(error, OSError | MemoryError) or _PASSING.search(str(error))
     return CompileInterrupted if is_passing else CompileFailed
+
+
+def did_you_mean(word: object, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return ``; did you mean NAME?`` for the known name that a word resembles most, or an empty text.
+
+    Args:
+        word: what was given instead of a name; it may be no text at all.
+        known: the names; upper case and hyphens in place of underscores do not count as differences.
+        cutoff: how similar a name must be, 0 to 1.
+    """
+    import difflib  # only an error needs it
+
+    names = {_folded(name): name for name in known}
+    nearest = difflib.get_close_matches(_folded(str(word)), names, n=1, cutoff=cutoff)
+    return f"; did you mean {names[nearest[0]]}?" if nearest else ""
+
+
+def _folded(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
 
 
 class CacheMiss(TilekernError):  # noqa: N818

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import sys
 import time
@@ -19,7 +18,7 @@ from tilekern import __version__
 from tilekern.cache import CacheError
 from tilekern.errors import InputError, TilekernError, TilekernWarning, ToolchainMissing, needing
 from tilekern.runtime.settings import check_settings
-from tilekern.warning import command_line, one_line, shown_plainly, tell
+from tilekern.warning import command_line, invoke, one_line, shown_plainly, tell
 
 if TYPE_CHECKING:
     from tilekern.inference import Engine
@@ -216,7 +215,6 @@ class _Run:
         return text + (f", then {self.tokens_per_s:.1f} tokens/s" if self.tokens_per_s else "")
 
 
-@command_line("python -m tilekern.generate")
 def _asked(arguments: list[str] | None) -> _Request | int:
     """Return what a command line asks for, or the exit code."""
     import click
@@ -289,7 +287,7 @@ def _asked(arguments: list[str] | None) -> _Request | int:
         )  # fmt: skip
 
     try:
-        request = command.main(args=arguments, prog_name="python -m tilekern.generate", standalone_mode=False)
+        request = invoke(command, arguments, "python -m tilekern.generate")
     except click.ClickException as error:
         return _fail(error.format_message())
     except InputError as error:
@@ -310,6 +308,7 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
+@command_line("python -m tilekern.generate")
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code: 2 bad input, 4 no compiler, 130 Ctrl-C."""
     request = _asked(arguments)
@@ -320,14 +319,6 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with shown_plainly():
             return request.run()
-    except BrokenPipeError:
-        # The reader of a pipe has gone; Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        return _fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
-    except KeyboardInterrupt:
-        return _fail("stopped", _EXIT_INTERRUPTED)
     except (TilekernError, TilekernWarning, CacheError) as error:  # a warning is raised under `python -W error`
         return _fail(str(error), _EXIT_TOOLCHAIN if isinstance(error, ToolchainMissing) else _EXIT_INPUT)
 

@@ -20,7 +20,7 @@ from tilekern.errors import InputError
 from tilekern.integrations.startup import apply_later
 from tilekern.runtime.settings import APPLY, check_settings
 from tilekern.runtime.switches import ADAMW, ATTENTION, EXPERTS, FORMS, FP8, GRAPHS, OPS, text_of
-from tilekern.warning import command_line, one_line, tell
+from tilekern.warning import command_line, invoke, one_line, tell
 
 # Ops that are off by default.
 _ASKED = {
@@ -94,7 +94,7 @@ def _program(arguments: list[str] | None) -> Program | int:
         return Program(program, arguments, is_module)
 
     try:
-        program = command.main(args=arguments, prog_name="python -m tilekern.run", standalone_mode=False)
+        program = invoke(command, arguments, "python -m tilekern.run")
     except click.ClickException as error:
         return _fail(error.format_message())
     except InputError as error:
@@ -128,7 +128,7 @@ def _show(
 
 def _of_the_program(traceback: TracebackType | None) -> TracebackType | None:
     """Return the part of a traceback inside the program; None if the program never started."""
-    around = {function.__code__.co_filename for function in (main, runpy.run_path)}
+    around = {function.__code__.co_filename for function in (main, runpy.run_path, os.path.realpath)}
     while traceback is not None and traceback.tb_frame.f_code.co_filename in around:
         traceback = traceback.tb_next
     return traceback

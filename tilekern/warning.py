@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tilekern.errors import ExtraMissing, TilekernWarning, needing
+
+if TYPE_CHECKING:
+    import click
 
 _PLACE = "tilekern"
 _said: set[str] = set()
@@ -149,7 +153,11 @@ def shown_plainly() -> Iterator[None]:
 
 
 def command_line(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for the function of a command line: a missing extra is one line and exit code 2."""
+    """Return a decorator for the function of a command line, which handles the errors that all of them can meet.
+
+    A missing extra, and a file or an output that the system refuses, are one line and exit code 2; Ctrl-C is one line
+    and 130, while modules are loaded too. A pipe whose reader has gone is no error.
+    """
 
     def decorated(main: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(main)
@@ -159,8 +167,35 @@ def command_line(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
                     return main(*args, **kwargs)
             except ExtraMissing as error:
                 tell(f"{_PLACE}: {error}", err=True)
-                return 2
+            except KeyboardInterrupt:
+                tell(f"{_PLACE}: stopped", err=True)
+                return 130
+            except BrokenPipeError:
+                # Python would complain once more when it flushes at exit.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 0
+            except OSError as error:
+                tell(f"{_PLACE}: {error.filename or 'input or output'}: {error.strerror or error}", err=True)
+            return 2
 
         return run
 
     return decorated
+
+
+def invoke(command: click.Command, arguments: Sequence[str] | None, prog_name: str) -> Any:
+    """Run a command of click; return what it returns, or the exit code of ``--help`` and ``--version``.
+
+    ``command.main`` would end the process with exit code 1 where the reader of a pipe has gone.
+
+    Raises:
+        click.ClickException: an option or an argument is wrong.
+        click.Abort: the user did not answer a question.
+    """
+    import click
+
+    try:
+        with command.make_context(prog_name, list(sys.argv[1:] if arguments is None else arguments)) as context:
+            return command.invoke(context)
+    except click.exceptions.Exit as stop:
+        return stop.exit_code

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 import sys
 
 import click
 
 from tilekern.cache import CacheError
-from tilekern.errors import TilekernError, TilekernWarning, ToolchainMissing
+from tilekern.errors import TilekernError, TilekernWarning, ToolchainMissing, did_you_mean
 from tilekern.runtime.settings import check_settings
 from tilekern.tuning.commands import COMMANDS, command_named
 from tilekern.tuning.plan.configs import MODEL_IS, UnknownModel, require_model_name
 from tilekern.tuning.plan.presets import PRESETS
 from tilekern.tuning.stopping import Stopped
-from tilekern.warning import flush, one_line, shown_plainly, tell
+from tilekern.warning import flush, invoke, one_line, shown_plainly, tell
 
 EXIT_INPUT, EXIT_TOOLCHAIN, EXIT_INTERRUPTED = 2, 4, 130
 
@@ -30,20 +28,11 @@ def main(arguments: list[str] | None = None) -> int:
             if name is None and given and not given[0].startswith("-"):
                 # Said before the options are read, which may be those of the command that was meant.
                 require_model_name(given[0])
-            command_named(name or "tune").main(
-                args=given[1:] if name else given,
-                prog_name=" ".join(["python -m tilekern.tune", *([name] if name else [])]),
-                standalone_mode=False,
-            )
+            prog_name = " ".join(["python -m tilekern.tune", *([name] if name else [])])
+            invoke(command_named(name or "tune"), given[1:] if name else given, prog_name)
         flush()
     except click.ClickException as error:
         return _fail(error.format_message(), EXIT_INPUT)
-    except BrokenPipeError:
-        # The reader of a pipe has gone; Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        return _fail(f"{error.filename or 'input or output'}: {error.strerror or error}", EXIT_INPUT)
     except (click.Abort, KeyboardInterrupt, Stopped) as stop:
         code = stop.exit_code if isinstance(stop, Stopped) else EXIT_INTERRUPTED
         return _fail("stopped; what was finished is kept, the next run goes on from there", code)
@@ -56,8 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _neither(word: str) -> str:
     if word in COMMANDS:
         return f"{word} is a command, which stands before its options: python -m tilekern.tune {word} ..."
-    nearest = difflib.get_close_matches(word, [*COMMANDS, *PRESETS], n=1)
-    meant = f"; did you mean {nearest[0]}?" if nearest else "."
+    meant = did_you_mean(word, [*COMMANDS, *PRESETS]) or "."
     return f"unknown command or model {word!r}{meant} Commands are {', '.join(COMMANDS)}; a model is {MODEL_IS}"
 
 

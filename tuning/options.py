@@ -224,23 +224,41 @@ class Seconds(click.FloatRange):
         unit = _UNITS_S.get(value.strip()[-1:]) if isinstance(value, str) else None
         if unit is not None and re.fullmatch(r"\d*\.?\d+", number := value.strip()[:-1]):
             value = unit * float(number)
-        found = float(super().convert(value, param, ctx))
-        if math.isnan(found):
-            self.fail(f"{value} is not a time in seconds; pass a number such as 30.", param, ctx)
-        return found
+        try:
+            is_time = not math.isnan(float(value))
+        except ValueError:
+            is_time = False
+        if not is_time:
+            self.fail(f"{value} is not a time in seconds; pass a number such as 30, or 10m or 1.5h.", param, ctx)
+        return float(super().convert(value, param, ctx))
 
 
-class Folder(click.Path):
-    """A folder, which need not exist; an empty name, as of an unset variable of the shell, is refused."""
+class File(click.Path):
+    """A file; an empty name, as of an unset variable of the shell, is refused: it would mean the current folder.
 
-    def __init__(self) -> None:
-        super().__init__(file_okay=False, path_type=Path)
+    Args:
+        options: as of ``click.Path``.
+    """
+
+    what = "file"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"path_type": Path} | options)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path."""
         if value == "":
-            self.fail("it must name a folder, and is empty.", param, ctx)
+            self.fail(f"it must name a {self.what}, and is empty.", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class Folder(File):
+    """A folder, which need not exist."""
+
+    what = "folder"
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False)
 
 
 GPU_NAMES = ", ".join(target.name for target in KNOWN)

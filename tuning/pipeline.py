@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import importlib.util
+import math
 import os
+import re
 import shlex
 import time
 from collections import Counter
@@ -56,6 +59,7 @@ from tilekern.tuning.rehearse.stage import STEP, rehearse, stage_in
 from tilekern.tuning.stopping import Stopped
 from tilekern.tuning.strategies import strategy_named
 from tilekern.tuning.sweep.folder import RESULTS, Sweep, folder_in
+from tilekern.tuning.sweep.holding import written
 from tilekern.tuning.sweep.plan import Named
 from tilekern.tuning.sweep.quarantine import shared
 from tilekern.tuning.terminal import PUBLISH
@@ -93,7 +97,8 @@ class Options:
         only_measured: publish measured winners alone.
 
     Raises:
-        InputError: a stage, the executor or the strategy is not known, or there are too many workers.
+        InputError: a stage, the executor or the strategy is not known, a number is wrong, or there are too many
+            workers.
     """
 
     stages: Sequence[str] = STAGES
@@ -111,9 +116,15 @@ class Options:
         for stage in self.stages:
             if stage not in STAGES:
                 raise InputError(f"unknown stage {stage!r}; known: {', '.join(STAGES)}")
-        if self.executor not in (LOCAL, RAY) and not self.executor.startswith("ray://"):
+        if self.executor not in (LOCAL, RAY) and not re.fullmatch(r"ray://.+:[0-9]+", str(self.executor)):
             raise InputError(f"unknown executor {self.executor!r}; known: local, ray, ray://HOST:PORT")
         strategy_named(self.strategy)
+        for name, seconds in (("timeout_s", self.timeout_s), ("budget_s", self.budget_s)):
+            if seconds is not None and not (isinstance(seconds, int | float) and math.isfinite(seconds)):
+                raise InputError(f"{name} must be a number of seconds, got {seconds!r:.40}")
+        for name, number in (("jobs", self.jobs), ("gpus", self.gpus)):
+            if number is not None and (type(number) is not int or number < 1):
+                raise InputError(f"{name} must be a whole number of at least 1, got {number!r:.40}")
         if COMPILE in self.stages and self.executor == LOCAL:
             jobs_of(self.jobs)
 
@@ -619,10 +630,8 @@ def _why_lost(sweep: Sweep, lost: Mapping[Named, str]) -> str:
 
 def _require_writable(store: Store, sweep: Sweep) -> None:
     for folder in (Path(store.root), sweep.folder):
-        try:
+        with written(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"cannot write {folder}: {error.strerror}; give another --cache-dir or --sweep") from None
-        if not os.access(folder, os.W_OK):
-            raise InputError(f"cannot write {folder}; give another --cache-dir or --sweep")
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     own_seal(b"")  # so that what cannot be sealed is said before hours are spent on it

@@ -138,9 +138,16 @@ def progress_bars(*, quiet: bool) -> Iterator[Tell]:
 
     try:
         yield tell
+    except BaseException:
+        # A stage that failed at its start leaves nothing but its error.
+        for bar in (task.id for task in progress.tasks if task.total is None):
+            progress.remove_task(bar)
+        raise
     finally:
         if bars:
-            progress.stop()
+            shown = progress if progress.tasks else progress.live  # a Progress ends with an empty line in a pipe
+            progress.live.transient = not progress.tasks
+            shown.stop()
 
 
 # How many problems that have no record are named; --json has all.

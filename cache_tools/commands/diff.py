@@ -9,7 +9,7 @@ import click
 
 from tilekern.cache import Entry, Record, by_preference
 from tilekern.cache_tools.shared.installed import is_fresh, is_stale
-from tilekern.cache_tools.shared.options import PlaceType, as_json, command, with_filters
+from tilekern.cache_tools.shared.options import PLACE, as_json, command, with_filters
 from tilekern.cache_tools.shared.printing import natural, number, plain, print_json, print_table, time_us_of
 from tilekern.cache_tools.shared.selection import Selection
 from tilekern.cache_tools.shared.sources import place_at
@@ -20,8 +20,8 @@ _LISTED = ("new", "gone", "faster", "slower", "changed", "stale")
 
 
 @command
-@click.argument("before", metavar="A", type=PlaceType())
-@click.argument("after", metavar="B", type=PlaceType())
+@click.argument("before", metavar="A", type=PLACE)
+@click.argument("after", metavar="B", type=PLACE)
 @with_filters("kernel", "target", "toolkit", "problem", "provenance")
 @click.option("--any-toolkit", is_flag=True, help="Compare the newest toolkit's record of each problem.")
 @as_json

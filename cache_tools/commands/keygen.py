@@ -25,12 +25,13 @@ def keygen(file: Path, name: str | None, as_json: bool) -> None:
 
     JSON: key, public_key, trust_root, trust_roots (the file where a line of yours counts).
     """
+    public = Path(f"{file}.pub")
+    for path in (file, public):
+        if os.path.lexists(path):
+            raise CacheError(f"{path} exists already, and a key is never overwritten; give another name")
     title = " ".join((name or file.stem).split())
-    public = file.with_name(f"{file.name}.pub")
     if not title or not title.isprintable():
         raise CacheError(f"--name must be printable and not empty, got {name or file.stem!r}")
-    if public.exists():
-        raise CacheError(f"{public} exists already, and a key is never overwritten; give another name")
     missing = [folder for folder in (file.parent, *file.parent.parents) if not os.path.exists(folder)]
     try:
         key = generate_key(file)

@@ -21,7 +21,7 @@ import click
 
 from tilekern import __version__
 from tilekern.cache import CacheError, Store
-from tilekern.cache_tools.shared.options import FILE, as_json, cache_dir, command, with_filters
+from tilekern.cache_tools.shared.options import FILE, FOLDER, as_json, cache_dir, command, with_filters
 from tilekern.cache_tools.shared.packs import Contents, packs_or_selected
 from tilekern.cache_tools.shared.printing import count, note_left_out, print_result, size
 from tilekern.cache_tools.shared.selection import Selection
@@ -36,16 +36,14 @@ _LOADER = Path("integrations", "hub_kernel.py")
 
 
 @command
-@click.argument("out_dir", metavar="OUT_DIR", type=FILE)
+@click.argument("out_dir", metavar="OUT_DIR", type=FOLDER)
 @click.option("--repo-id", required=True, help="Name by which the hub and jobs know it, such as acme/tilekern.")
 @click.option("--kernel-version", type=click.IntRange(min=0), default=1, help="The version that jobs ask for; 1.")
 @click.option(
     "--pack", "packs", multiple=True, type=FILE,
     help="This pack, instead of records of the cache; may be given again.",
 )  # fmt: skip
-@click.option(
-    "--hub-cache", type=click.Path(path_type=Path, file_okay=False), help="A cache of the hub to put it into."
-)
+@click.option("--hub-cache", type=FOLDER, help="A cache of the hub to put it into.")
 @with_filters()
 @cache_dir
 @as_json

@@ -12,12 +12,12 @@ from tilekern.cache import CacheError, Missing, Pack, Record, Store, checked_con
 from tilekern.cache.folders import write_below
 from tilekern.cache.keys import signature_path
 from tilekern.cache.trust.signing import SigningKey
-from tilekern.cache_tools.shared.options import PlaceType, as_json, command, key_file
+from tilekern.cache_tools.shared.options import PLACE, as_json, command, key_file
 from tilekern.cache_tools.shared.printing import count, note_left_out, print_result
 
 
 @command
-@click.argument("path", metavar="PACK|CACHE", type=PlaceType())
+@click.argument("path", metavar="PACK|CACHE", type=PLACE)
 @key_file
 @as_json
 def sign(path: Path, key_file: Path, as_json: bool) -> None:

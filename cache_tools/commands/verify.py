@@ -32,7 +32,7 @@ from tilekern.cache.trust.exposure import others_may_write, require_unshared, re
 from tilekern.cache.trust.policy import Reader, Signers, must_be_signed, signature_files, signature_names
 from tilekern.cache.trust.signing import SIGNATURE_BYTES, is_signed
 from tilekern.cache_tools.shared.installed import freshness_of
-from tilekern.cache_tools.shared.options import PlaceType, as_json, cache_dir, command
+from tilekern.cache_tools.shared.options import PLACE, as_json, cache_dir, command
 from tilekern.cache_tools.shared.printing import count, print_json
 from tilekern.warning import tell
 
@@ -54,7 +54,7 @@ _Fault = dict[str, str]
 
 
 @command
-@click.argument("path", metavar="[PACK|CACHE]", required=False, type=PlaceType())
+@click.argument("path", metavar="[PACK|CACHE]", required=False, type=PLACE)
 @click.option("--signed", is_flag=True, help="Also fail if a record is not signed by a trust root.")
 @cache_dir
 @as_json

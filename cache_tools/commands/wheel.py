@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from tilekern.cache import CacheError, Store
-from tilekern.cache_tools.shared.options import FILE, as_json, cache_dir, with_filters
+from tilekern.cache_tools.shared.options import FILE, FOLDER, as_json, cache_dir, with_filters
 from tilekern.cache_tools.shared.packs import packs_or_selected, sha256_of
 from tilekern.cache_tools.shared.printing import count, note_left_out, print_result, size
 from tilekern.cache_tools.shared.selection import Selection
@@ -15,7 +15,7 @@ from tilekern.cache_tools.shared.wheels import needs, write_wheel
 
 
 @click.command()
-@click.argument("out_dir", metavar="OUT_DIR", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("out_dir", metavar="OUT_DIR", type=FOLDER)
 @click.option("--name", required=True, help="The package's name, such as acme-kernels-h200.")
 @click.option("--version", required=True, help="The package's version, such as 1.0.")
 @click.option("--pack", type=FILE, help="This pack, instead of records of the cache.")

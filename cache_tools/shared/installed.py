@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from typing import TYPE_CHECKING
 
 from tilekern.cache import FRESH, STALE, CacheError, Freshness, Record, freshness
-from tilekern.errors import InputError
+from tilekern.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
     from tilekern.spec import KernelSpec
@@ -47,8 +46,8 @@ def spec_named(kernel: str) -> KernelSpec:
         from tilekern.kernels import all_specs
         from tilekern.kernels import spec_named as named
 
-        if kernel not in all_specs() and (nearest := difflib.get_close_matches(kernel, all_specs())):
-            raise InputError(f"unknown kernel {kernel!r}; did you mean {' or '.join(nearest)}?")
+        if kernel not in all_specs() and (meant := did_you_mean(kernel, all_specs())):
+            raise InputError(f"unknown kernel {kernel!r}{meant}")
         return named(kernel)
     except ImportError as error:
         raise CacheError(f"the kernels cannot be loaded ({error}); install them with: pip install tilekern") from None

@@ -15,7 +15,6 @@ from tilekern.cache import CacheError, Store, user_root
 from tilekern.cache_tools.shared.selection import Selection
 
 Work = Callable[..., Any]
-FILE = click.Path(path_type=Path)
 # For the group and each of its commands.
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 version = click.version_option(__version__, prog_name="tilekern", message="%(prog)s %(version)s")
@@ -35,15 +34,21 @@ class StoreType(click.ParamType):
         return Store(root)
 
 
-class PlaceType(click.Path):
-    """A cache's folder or a pack on the command line."""
+class PathType(click.Path):
+    """A path on the command line, which must not be empty.
 
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
+    Args:
+        what: what it names, for the error.
+        options: as of ``click.Path``.
+    """
+
+    def __init__(self, what: str, **options: Any) -> None:
+        super().__init__(path_type=Path, **options)
+        self._what = what
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path, which must not be empty."""
-        return super().convert(_not_empty(value, param, "a folder or a pack"), param, ctx)
+        """Return the path."""
+        return super().convert(_not_empty(value, param, self._what), param, ctx)
 
 
 def _not_empty(value: Any, param: click.Parameter | None, what: str) -> Any:
@@ -68,6 +73,9 @@ class Duration(click.ParamType):
         return float(int(match[1]) * _SECONDS[match[2]])
 
 
+FILE = PathType("a file")
+FOLDER = PathType("a folder", file_okay=False)
+PLACE = PathType("a folder or a pack")
 cache_dir = click.option(
     "--cache-dir",
     "store",

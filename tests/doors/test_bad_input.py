@@ -17,6 +17,7 @@ import tilekern.tuning.cli
 from tilekern.cache_tools.__main__ import main as cache_tools
 from tilekern.compile import cutile
 from tilekern.tuning.sweep.folder import Sweep
+from tilekern.warning import command_line
 
 pytestmark = pytest.mark.processes
 
@@ -73,7 +74,7 @@ def said(ran, code):
         (["qwen9-8b", "--gpu", "B200"], ["unknown command or model 'qwen9-8b'", "qwen3-8b", "config.json"]),
         (["two\nlines", "--gpu", "B200"], ["unknown command or model"]),
         (["prefligt", "qwen3-8b", "--gpu", "B200"], ["did you mean preflight?", "a model is a preset"]),
-        (["", "--gpu", "B200"], ["config.json"]),
+        (["", "--gpu", "B200"], ["unknown command or model ''"]),
         (["--gpu", "B200"], ["name a model"]),
         (["qwen3-8b", "--gpu", "B9000"], ["unknown GPU 'B9000'", "H200", "sm_100"]),
         (
@@ -95,7 +96,7 @@ def said(ran, code):
         (["qwen3-8b", "--gpu", "B200", "--jobs", "100000"], ["--jobs 100000 is too many", "at most 4 for each"]),
         (["qwen3-8b", "--gpu", "B200", "--jobs", "100000", "--dry-run"], ["--jobs 100000 is too many"]),
         (["serve", "--gpu", "B200", "--once", "--jobs", "100000"], ["--jobs 100000 is too many"]),
-        (["qwen3-8b", "--gpu", "B200", "--timeout", "soon"], ["--timeout", "soon"]),
+        (["qwen3-8b", "--gpu", "B200", "--timeout", "soon"], ["'--timeout': soon is not a time in seconds", "10m"]),
         (["qwen3-8b", "--gpu", "B200", "--colour"], ["--colour"]),
         (["qwen3-8b", "qwen3-9b", "--gpu", "B200"], ["qwen3-9b", "qwen3-8b"]),
         (["qwen3-8b", "--gpu", "B200", "--stages", "compile"], ["--sweep"]),
@@ -104,6 +105,8 @@ def said(ran, code):
             ["nowhere holds no sweep: there is no such folder; give the folder of one", "--stages plan,compile"],
         ),
         (["status", ""], ["it must name a folder, and is empty"]),
+        (["qwen3-8b", "--gpu", "B200", "--sign", ""], ["'--sign': it must name a file, and is empty"]),
+        (["refresh", "--gpu", "B200", "--pack", ""], ["'--pack': it must name a file, and is empty"]),
         (["report", ""], ["it must name a folder, and is empty"]),
         (["refresh", "--gpu", "B200", "--pack", "nowhere.pack"], ["there is no pack nowhere.pack"]),
         (["missing/config.json", "--gpu", "B200"], ["missing/config.json is missing; give the path of a model's"]),
@@ -267,6 +270,56 @@ def test_a_closed_standard_output_is_no_error(here, words):
         ["sh", "-c", command], cwd=here.folder, env=settings, capture_output=True, text=True, check=False
     )
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+DOORS = (
+    "cache_tools --help",
+    "tune --help",
+    "run --help",
+    "generate --help",
+    "patch --help",
+    "doctor --json",
+)
+
+
+@pytest.mark.parametrize("words", DOORS)
+def test_an_output_that_takes_nothing_is_one_line_and_a_closed_pipe_is_no_error(tmp_path, words):
+    command = [sys.executable, "-m", *f"tilekern.{words}".split()]
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    line = "tilekern: input or output: No space left on device\n"
+    for output, expected in ((full, (2, line)), (writer, (0, ""))):
+        ran = subprocess.run(
+            command, stdout=output, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path,
+            env=environment(TILEKERN_CACHE_DIR=str(tmp_path)),
+        )  # fmt: skip
+        os.close(output)
+        assert (ran.returncode, ran.stderr) == expected
+
+
+def test_ctrl_c_while_modules_are_loaded_is_one_line(capsys):
+    @command_line("python -m tilekern.tune")
+    def main():
+        raise KeyboardInterrupt
+
+    assert main() == 130
+    assert capsys.readouterr().err == "tilekern: stopped\n"
+
+
+def test_a_working_directory_that_is_gone_is_named(tmp_path):
+    script = f"cd {tmp_path}; mkdir gone; cd gone; rmdir ../gone; {sys.executable} -P -m tilekern."
+    for words, said in (
+        ("cache_tools ls", "mine is relative to a working directory that has been removed; give an absolute path"),
+        ("run x.py", "x.py cannot be run: No such file or directory; give the path of a script, or -m and a module's"),
+    ):
+        ran = subprocess.run(
+            ["bash", "-c", script + words], capture_output=True, text=True, check=False,
+            env=environment(TILEKERN_CACHE_DIR="mine"),
+        )  # fmt: skip
+        assert (ran.returncode, ran.stdout) == (2, "")
+        assert ran.stderr.startswith(f"tilekern: {said}")
+        assert ran.stderr.count("\n") == 1
 
 
 def first_line(path, process, timeout_s=300):

@@ -426,7 +426,7 @@ def test_bad_input_is_one_line_and_2(capsys, arguments, message):
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"tilekern.doctor: {message}")
+    assert err.startswith(f"tilekern: {message}")
     assert err.count("\n") == 1
 
 

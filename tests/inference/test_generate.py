@@ -211,6 +211,7 @@ def test_ctrl_c_while_the_model_is_loaded_is_one_line(gpu, folder, capsys, monke
         (["FOLDER", "--ids", "1", "--gpu", "9"], "there is no GPU 9"),
         (["nowhere/at/all", "--prompt", "a"], "nowhere/at/all is neither a folder nor a file"),
         (["nowhere/at/all", "--ids", "1"], "nowhere/at/all is neither a folder nor a file"),
+        (["", "--ids", "1"], "'' is neither a folder nor a file"),
         (["FOLDER", "--prompts", "a"], "No such option"),
     ],
 )

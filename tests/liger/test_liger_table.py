@@ -130,7 +130,7 @@ def test_a_call_that_is_not_served_runs_ligers_own_is_counted_and_said_once(coun
 def test_the_command_says_that_liger_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", None)
     assert main([]) == 2
-    assert capsys.readouterr().err.startswith("tilekern.integrations.liger: Liger-Kernel cannot be imported: ")
+    assert capsys.readouterr().err.startswith("tilekern: Liger-Kernel cannot be imported: ")
 
 
 def test_subclasses_of_tensors_go_to_liger(counted):

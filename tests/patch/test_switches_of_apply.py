@@ -11,6 +11,7 @@ from tiny_qwen3 import make
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tilekern
+import tilekern.fp8
 from tilekern.errors import InputError
 from tilekern.patch import defaults
 from tilekern.runtime.settings import CHOICES
@@ -166,3 +167,22 @@ def test_what_is_off_by_default_stays_off():
     assert not set(EXTRAS).intersection(tilekern.apply())
     assert not defaults.is_adamw_on()
     assert not defaults.is_attention_on()
+
+
+@pytest.mark.parametrize(
+    "function", ["apply_to_model", "report", "graphed", "warmup_all_kernels", "convert", "restore"]
+)
+def test_what_is_no_model_is_refused(function):
+    called = getattr(tilekern.fp8 if function in ("convert", "restore") else tilekern, function)
+    with pytest.raises(InputError, match=f"{function} takes a model, a torch.nn.Module, got str"):
+        called("qwen3-8b")
+
+
+def test_a_format_in_the_place_of_a_choice_of_layers_is_refused():
+    with pytest.raises(InputError, match="convert: chosen is a function of a layer's name and the layer, got 'mxfp8'"):
+        tilekern.fp8.convert(torch.nn.Linear(256, 256), "mxfp8")
+
+
+def test_a_family_that_is_no_text_is_refused():
+    with pytest.raises(InputError, match="unknown model type 3"):
+        tilekern.apply(model_type=3)

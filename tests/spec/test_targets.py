@@ -69,6 +69,17 @@ def test_an_unknown_gpu_is_named_with_the_known_ones(name):
     assert repr(name) in str(caught.value)
 
 
+def test_a_name_that_is_no_text_is_refused():
+    with pytest.raises(InputError, match="gpu must be text, such as 'B200', got 3"):
+        resolve(3)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("B20", "B200"), ("sm-09", "sm_90"), ("h100 80gb hbm", "H100 80GB HBM3")])
+def test_a_gpu_that_is_nearly_one_is_suggested(name, meant):
+    with pytest.raises(InputError, match=f"; did you mean {meant}\\?$"):
+        resolve(name)
+
+
 def test_auto_without_a_gpu_says_what_to_pass(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert here() is None

@@ -162,14 +162,14 @@ def test_an_artifact_that_finds_no_place_is_said_in_one_line(sweep: Sweep, monke
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(InputError, match=r"cannot write the sweep folder .*: No space left on device"):
+    with pytest.raises(InputError, match=r"cannot write .*: No space left on device"):
         sweep.store(b"cubin")
     assert not list((sweep.folder / "artifacts").iterdir())
 
 
 def test_a_full_disk_is_said_in_one_line(sweep: Sweep, monkeypatch):
     monkeypatch.setattr(os, "write", lambda *_: 0)
-    with pytest.raises(InputError, match=r"cannot write the sweep folder .*: No space left on device"):
+    with pytest.raises(InputError, match=r"cannot write .*: No space left on device"):
         sweep.note("compiled", {"key": "a"})
 
 

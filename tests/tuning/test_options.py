@@ -155,6 +155,25 @@ def test_bars_have_the_time_that_is_left(capsys, monkeypatch):
     assert "publish" not in said
 
 
+@pytest.mark.parametrize(("before", "shown"), [([], ""), ([("compile", 3, 4)], "compile 3/4")])
+def test_a_stage_that_fails_at_its_start_leaves_no_bar(capsys, monkeypatch, before, shown):
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run():
+        with progress_bars(quiet=False) as tell:
+            for stage in before:
+                tell(*stage)
+            tell("measure", 0, 0)
+            raise InputError("no GPU")
+
+    with pytest.raises(InputError):
+        run()
+    said = capsys.readouterr().err
+    assert "measure" not in said
+    assert said.count("\n") == len(before)
+    assert all(part in said for part in shown.split())
+
+
 @pytest.mark.parametrize("ended", [True, False])
 def test_cute_that_is_installed_later_does_not_open_a_finished_sweep(tmp_path, monkeypatch, h200, ended):
     problem = (

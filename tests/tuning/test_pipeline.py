@@ -184,8 +184,14 @@ class TestRun:
         [
             ({"strategy": "luck"}, "unknown strategy 'luck'; known: race, exhaustive"),
             ({"executor": "slurm"}, "unknown executor 'slurm'; known: local, ray, ray://HOST:PORT"),
+            ({"executor": "ray://"}, "unknown executor 'ray://'; known: local, ray, ray://HOST:PORT"),
+            ({"executor": "ray://head"}, "unknown executor 'ray://head'; known: local, ray, ray://HOST:PORT"),
             ({"stages": ["paint"]}, "unknown stage 'paint'; known: plan, compile, measure"),
             ({"jobs": 10_000}, "--jobs 10000 is too many"),
+            ({"jobs": 1.5}, "jobs must be a whole number of at least 1, got 1.5"),
+            ({"gpus": 0}, "gpus must be a whole number of at least 1, got 0"),
+            ({"budget_s": float("nan")}, "budget_s must be a number of seconds, got nan"),
+            ({"timeout_s": "60"}, "timeout_s must be a number of seconds, got '60'"),
         ],
     )
     def test_an_option_that_cannot_be_is_refused_before_anything_is_written(self, options, words):
@@ -375,7 +381,7 @@ class TestBudget:
         assert result.measure["wrong"] == 0
 
     def test_the_command_line_reads_it(self, capsys, tmp_path):
-        for text, words in (("10 years", "is not a valid float"), ("0", "1<=x"), ("25h", "86400"), ("", "budget")):
+        for text, words in (("10 years", "is not a time in seconds"), ("0", "1<=x"), ("25h", "86400"), ("", "budget")):
             assert cli.main(["qwen3-8b", "--gpu", "B200", "--budget", text, "--cache-dir", str(tmp_path / "c")]) == 2
             assert words in capsys.readouterr().err
         assert cli.main(["qwen3-0.6b", "--gpu", "B200", "--budget", "10m", "--dry-run"]) == 2

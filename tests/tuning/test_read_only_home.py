@@ -145,4 +145,4 @@ def test_without_another_cache_one_is_asked_for(run, home, command):
     out, (error,) = run("-m", "tilekern.tune", *command, code=2)
     assert out == ""
     assert f"{home}/.cache/tilekern" in error
-    assert "Permission denied; give another --cache-dir" in error
+    assert "Permission denied; choose another folder" in error

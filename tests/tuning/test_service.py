@@ -312,7 +312,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_left_alone(known, tmp_path: 
     assert provenances(good) == {256: "predicted"}
     [failed] = service.failed
     assert (failed["cache"], failed["passing"]) == (str(bad), True)
-    assert "cannot write the sweep folder" in failed["reason"]
+    assert "choose another folder for the cache or the sweep" in failed["reason"]
     assert [(item.root, item.state) for item in service.left] == [(bad, "failed")]
 
 
@@ -430,7 +430,7 @@ def test_a_service_that_is_killed_goes_on_at_the_next_start(tmp_path: Path):
         ([], "no CUDA GPU to tune on; to publish predicted winners, name one: --gpu B200"),
         (["--gpu", "H2000"], "unknown GPU 'H2000'"),
         (["--gpu", "H200", "--json"], "--json goes with --once"),
-        (["--gpu", "H200", "--cache-dir", "/dev/null/cache"], "cannot write the cache /dev/null/cache"),
+        (["--gpu", "H200", "--cache-dir", "/dev/null/cache"], "cannot write /dev/null/cache: Not a directory; choose"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, monkeypatch, capsys, arguments, says):
@@ -451,7 +451,7 @@ def test_a_pass_that_leaves_something_ends_with_1(tmp_path: Path, capsys):
     summary = json.loads(capsys.readouterr().out)
     [failed] = summary["failed"]
     assert failed["passing"]
-    assert "cannot write the sweep folder" in failed["reason"]
+    assert "choose another folder for the cache or the sweep" in failed["reason"]
     assert len(read_wanted(tmp_path)) == 1
 
 

@@ -33,6 +33,7 @@ def test_steps_are_made_of_whole_sequences(tokens, sequences, found):
         ({"tokens": [1 << 40]}, "from 1 to"),
         ({"dtype": ["int8"]}, "unknown dtype 'int8'; known: bfloat16, float16, float32"),
         ({"tp": 0}, "--tp 0: the tensor-parallel degree is a whole number from 1 on"),
+        ({"tp": "2"}, "--tp '2': the tensor-parallel degree is a whole number from 1 on"),
         ({"optimizer": "sgd"}, "unknown optimizer 'sgd'; known: adamw, none"),
     ],
 )

@@ -70,7 +70,7 @@ def test_a_sweep_that_was_carried_without_its_artifacts_has_them_made_again(copy
     artifacts, keep = copy_of_sweep.folder / "artifacts", sorted(copy_of_sweep.compiled())[0]
     shutil.rmtree(artifacts)
     artifacts.write_bytes(b"")
-    with pytest.raises(InputError, match=f"cannot write the sweep folder .*{artifacts}"):
+    with pytest.raises(InputError, match=f"cannot write {artifacts}"):
         compile_all(copy_of_sweep, jobs=1, only=[keep])
     artifacts.unlink()
     compile_all(copy_of_sweep, jobs=1, only=[keep])
@@ -146,7 +146,7 @@ def test_a_dry_run_on_an_impossible_folder_ends_without_a_traceback(tmp_path: Pa
     command = ["qwen3-0.6b", "--gpu", "H200", "--ops", "rope", "--sweep", str(tmp_path / "file" / "sweep")]
     assert cli.main([*command, "--dry-run"]) == 0
     assert cli.main(command) == 2
-    assert "cannot write the sweep folder" in capsys.readouterr().err
+    assert f"cannot write {tmp_path}/file/sweep: Not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.processes

@@ -18,13 +18,19 @@ def absolute(text: str) -> Path:
         text: the setting; ``~`` is the home, and a relative path is relative to the folder of the first call.
 
     Raises:
-        NoHome: it begins with ``~``, and the user has no home.
+        NoHome: it begins with ``~``, and the user has no home; or it is relative, and the working directory has been
+            removed.
     """
     # An empty HOME would turn ~/cache into a folder of the root.
     path = text if os.environ.get("HOME") == "" else os.path.expanduser(text)
     if path.startswith("~"):
         raise NoHome(f"{text} begins with ~, and this user has no home folder; give an absolute path")
-    return Path(os.path.abspath(path))
+    try:
+        return Path(os.path.abspath(path))
+    except FileNotFoundError:
+        raise NoHome(
+            f"{text} is relative to a working directory that has been removed; give an absolute path"
+        ) from None
 
 
 def platform_folder(folder_of: Callable[[str], Path], what: str) -> Path:

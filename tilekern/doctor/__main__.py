@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import NoReturn
 
 from tilekern.doctor import examine
 from tilekern.errors import InputError, TilekernError
-from tilekern.warning import flush, one_line
+from tilekern.warning import command_line, flush, one_line, tell
 
 
 class _Parser(argparse.ArgumentParser):
@@ -22,6 +21,7 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(message)
 
 
+@command_line("python -m tilekern.doctor")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0 nothing is wrong, 1 something is, 2 bad input."""
     parser = _Parser(
@@ -37,22 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = examine(given.model, given.gpu)
     except (TilekernError, ValueError) as error:
         return _fail(str(error))
-    except KeyboardInterrupt:
-        return 130
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a path may have letters outside the terminal's encoding
     width = shutil.get_terminal_size((100, 24)).columns
-    try:
-        print(json.dumps(report.document, indent=1) if given.as_json else report.text(width))  # noqa: T201
-        flush()
-    except BrokenPipeError:
-        # The reader of a pipe has gone; Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(json.dumps(report.document, indent=1) if given.as_json else report.text(width))  # noqa: T201
+    flush()
     return 1 if report.wrong else 0
 
 
 def _fail(message: str) -> int:
-    print(f"tilekern.doctor: {one_line(message)}", file=sys.stderr)  # noqa: T201
+    tell(f"tilekern: {one_line(message)}", err=True)
     return 2
 
 

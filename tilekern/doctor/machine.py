@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import difflib
 import importlib
 import os
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from tilekern.doctor.report import Report
-from tilekern.errors import InputError
+from tilekern.errors import InputError, did_you_mean
 from tilekern.runtime.requirements import (
     EXTRAS,
     NEEDS,
@@ -222,9 +221,8 @@ def tell_of_settings(report: Report) -> None:
     report.say("settings", ", ".join(f"{name}={value}" for name, value in values.items()) or "none")
     for name in (name for name in names if name.startswith("TILEKERN_")):
         if name not in SETTINGS:
-            nearest = difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.8)
-            meant = f"did you mean {nearest[0]}?" if nearest else "docs/reference.md lists the settings"
-            report.complain(f"{name} is not a setting of tilekern; {meant}")
+            meant = did_you_mean(name, SETTINGS, cutoff=0.8) or "; docs/reference.md lists the settings"
+            report.complain(f"{name} is not a setting of tilekern{meant}")
         else:
             try:
                 check_setting(name)

@@ -99,13 +99,15 @@ def _chosen(path: Path, tensors: dict[str, HostTensor], names: set[str] | None) 
 
 
 def _located(where: str | os.PathLike[str]) -> tuple[Path, _Weights]:
-    path = Path(where)
-    if os.path.isfile(path):
+    path = Path(where)  # an empty name would be the current folder
+    if os.path.isfile(where):
         return path.parent, {path: None}
-    if os.path.isdir(path):
+    if os.path.isdir(where):
         return path, _weights(path)
     if not isinstance(where, str) or not is_hub_id(where):
-        raise InputError(f"{where} is neither a folder nor a file; pass one, or a hub id such as Qwen/Qwen3-0.6B")
+        raise InputError(
+            f"{where or repr(where)} is neither a folder nor a file; pass one, or a hub id such as Qwen/Qwen3-0.6B"
+        )
     folder = cached_snapshot(where)
     reason = f"is neither a folder nor in the Hugging Face cache {cache_folder()}"
     if folder is not None:

@@ -228,11 +228,14 @@ def convert(
         The names of the layers that run so now, in the model's order.
 
     Raises:
-        InputError: there is none, the format is unknown, or the GPU is older than sm_90, for ``mxfp8`` sm_100; or a
-            layer of another format has got another class since, or its weight is gathered in 8 bits.
+        InputError: an argument is wrong, there is no such layer, or the GPU is older than sm_90, for ``mxfp8`` sm_100;
+            or a layer of another format has got another class since, or its weight is gathered in 8 bits.
     """
     if format not in FP8_FORMATS:
         raise InputError(f"convert: format must be one of {', '.join(map(repr, FP8_FORMATS))}, got {format!r:.40}")
+    guards.require_module("convert", model)
+    if chosen is not None and not callable(chosen):
+        raise InputError(f"convert: chosen is a function of a layer's name and the layer, got {chosen!r:.40}")
     takes = chosen or (lambda _, layer: _is_linear(layer))
     found = [(name, layer) for name, layer in _served(model, format) if takes(name, layer)]
     if not found:
@@ -254,9 +257,10 @@ def restore(model: torch.nn.Module) -> list[str]:
     """Have the layers of :func:`convert` run as before; return their names.
 
     Raises:
-        InputError: a layer has got another class since, as ``fully_shard`` of a single layer and parametrizations do,
-            or its weight is gathered in 8 bits.
+        InputError: ``model`` is not a module, or a layer has got another class since, as ``fully_shard`` of a single
+            layer and parametrizations do, or its weight is gathered in 8 bits.
     """
+    guards.require_module("restore", model)
     found = converted_layers(model)
     for name, layer in found:
         _check_own(name, layer)

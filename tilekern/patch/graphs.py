@@ -26,7 +26,7 @@ from tilekern.ops.registration import modes, transforms
 from tilekern.patch import padding
 from tilekern.patch.captured import CAPTURE_FAILED, Call, CapturedStep, Refused, Room, exchanged, inside, is_inside
 from tilekern.patch.context_parallel import SDPA, shards_here
-from tilekern.patch.guards import has_global_hooks, is_sharded
+from tilekern.patch.guards import has_global_hooks, is_sharded, require_module
 from tilekern.patch.positions import look
 from tilekern.patch.token_graphs import Token, TokenStep
 from tilekern.runtime import dispatch
@@ -83,8 +83,7 @@ def graphed(model: torch.nn.Module, *, lengths: Iterable[int] | None = None, mos
     Raises:
         InputError: ``model`` is not a module, ``lengths`` has no positive numbers, or ``most`` is not positive.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise InputError(f"graphed takes a model, a torch.nn.Module, got {type(model).__name__}")
+    require_module("graphed", model)
     known = sorted(set(lengths)) if lengths is not None else []
     if (lengths is not None and not known) or any(type(x) is not int or x < 1 for x in known):
         raise InputError(f"graphed: lengths must be positive numbers of tokens, got {lengths}")

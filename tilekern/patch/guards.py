@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.modules import module as modules
 
+from tilekern.errors import InputError
 from tilekern.patch.table import Norm
 from tilekern.runtime.dispatch import count_fallback
 
@@ -21,6 +22,16 @@ _REPLACEMENTS = "tilekern.patch.replacements"
 SUBCLASS = "a subclass of Tensor"
 COMPILED = "torch.compile"
 SHAPES = "shapes or dtypes that the op does not take"
+
+
+def require_module(asker: str, model: object) -> None:
+    """Raise unless a model is a torch.nn.Module; ``asker`` is the function that was given it.
+
+    Raises:
+        InputError: it is something else, such as a model's name.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"{asker} takes a model, a torch.nn.Module, got {type(model).__name__}")
 
 
 def constant_in_graphs(function: Function) -> Function:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +19,7 @@ from tilekern.patch.matching import Module, patches_of, path_of
 from tilekern.patch.registry import check_choice, check_ops, home_of, known_ops
 from tilekern.runtime.settings import check_settings
 from tilekern.runtime.switches import EXPERTS, FORMS, OF_MODELS
-from tilekern.warning import flush, one_line, shown_plainly, tell
+from tilekern.warning import flush, invoke, one_line, shown_plainly, tell
 
 
 class Row(NamedTuple):
@@ -130,15 +128,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code, 2 for bad input."""
     try:
         with shown_plainly():
-            command.main(args=arguments, prog_name="python -m tilekern.patch", standalone_mode=False)
+            invoke(command, arguments, "python -m tilekern.patch")
         flush()
     except click.ClickException as error:
         return _fail(error.format_message())
     except (TilekernError, TilekernWarning) as error:
         return _fail(str(error))
-    except BrokenPipeError:
-        # The reader of a pipe has gone; Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -21,6 +21,7 @@ from tilekern.patch import experts as experts_door
 from tilekern.patch import fp8 as fp8_door
 from tilekern.patch import graphs as graphs_door
 from tilekern.patch.families import FAMILIES, imported, is_of_transformers, may_have_forms
+from tilekern.patch.guards import require_module
 from tilekern.patch.installed import Found, as_read, examine, version_of
 from tilekern.patch.instances import patch_modules
 from tilekern.patch.ledger import Ledger, Touch
@@ -330,8 +331,7 @@ def apply_to_model(
     """
     switches = _switches(locals())
     check_settings()
-    if not hasattr(model, "modules"):
-        raise InputError(f"apply_to_model takes a model, a torch.nn.Module, got {type(model).__name__}")
+    require_module("apply_to_model", model)
     wish = _wish(switches, model_type, forms)
     if getattr(getattr(model, "config", None), "_attn_implementation", None) in ATTENTIONS and (
         why := refusal_of(model)

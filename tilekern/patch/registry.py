@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 
-from tilekern.errors import InputError
+from tilekern.errors import InputError, did_you_mean
 from tilekern.patch import adapters
 from tilekern.patch.families import FAMILIES, family_of, module_of
 from tilekern.patch.matching import patches_in, path_of
@@ -143,8 +142,7 @@ def check_choice(model_type: str | None, forms: str) -> None:
         InputError: one is not.
     """
     if model_type is not None and model_type not in known_families():
-        nearest = difflib.get_close_matches(model_type, known_families(), n=1)
-        meant = f"; did you mean {nearest[0]}?" if nearest else ""
-        raise InputError(f"unknown model type {model_type!r}{meant}; known: {', '.join(known_families())}")
+        meant = did_you_mean(model_type, known_families())
+        raise InputError(f"unknown model type {model_type!r}; known: {', '.join(known_families())}{meant}")
     if forms not in FORMS:
         raise InputError(f"forms must be one of {', '.join(FORMS)}, got {forms!r}")

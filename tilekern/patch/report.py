@@ -15,7 +15,7 @@ from tilekern.patch.bound_method import Bound, place_of
 from tilekern.patch.checkpointing import wraps_around
 from tilekern.patch.families import family_of, is_of_transformers, may_have_forms
 from tilekern.patch.graphs import graphs_of
-from tilekern.patch.guards import has_hooks, is_from, is_ordinary
+from tilekern.patch.guards import has_hooks, is_from, is_ordinary, require_module
 from tilekern.patch.installed import Found, examine
 from tilekern.patch.instances import code_of
 from tilekern.patch.ledger import Ledger, is_inside
@@ -178,7 +178,11 @@ def report(model: torch.nn.Module) -> Report:
 
     Args:
         model: any module; for wrappers (PEFT, torch.compile, DistributedDataParallel) the modules inside are reported.
+
+    Raises:
+        InputError: ``model`` is not a module.
     """
+    require_module("report", model)
     shards = any(base.__name__ == "FSDPModule" for module in model.modules() for base in type(module).__mro__)
     with patcher.held() as ledger:
         judged = [(patch, examine(patch, ledger)) for patch in patcher.patches_of_model(model, "any")]

@@ -38,11 +38,13 @@ def warmup_all_kernels(
         ``kernels`` that were launched, and records ``skipped``.
 
     Raises:
-        InputError: ``model`` has no configuration, or its step cannot be traced.
+        InputError: ``model`` is not a module, it has no configuration, or its step cannot be traced.
     """
     if model is not None:
+        from tilekern.patch.guards import require_module
         from tilekern.patch.stepping import core_of
 
+        require_module("warmup_all_kernels", model)
         core_of(model)
     counts = {"kernels": 0, "skipped": 0}
     if dispatch.interpreting():

@@ -5,11 +5,10 @@ Nothing heavy is imported: this runs at the end of ``import torch`` if ``TILEKER
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 
-from tilekern.errors import InputError
+from tilekern.errors import InputError, did_you_mean
 from tilekern.runtime.switches import switches_of
 
 APPLY = "TILEKERN_APPLY"
@@ -47,9 +46,7 @@ def check_setting(name: str) -> None:
     value = os.environ.get(name, "")
     known = CHOICES.get(name, (value,))
     if value and value not in known:
-        nearest = difflib.get_close_matches(value.strip().lower(), known, n=1)
-        meant = f"; did you mean {nearest[0]}?" if nearest else ""
-        raise InputError(f"{name}: unknown value {value!r}; known: {', '.join(known)}{meant}")
+        raise InputError(f"{name}: unknown value {value!r}; known: {', '.join(known)}{did_you_mean(value, known)}")
     if name == AGAIN:
         seconds_of(value)
     elif name == APPLY:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilekern.errors import InputError
+from tilekern.errors import InputError, did_you_mean
 
 # The ops of models' code, in the order in which they are applied.
 OF_MODELS = (
@@ -52,13 +52,10 @@ def switches_of(text: str) -> dict[str, bool]:
     names = [word.removeprefix("-") for word in words if word != _ALL]
     for name in names:
         if name not in (*OPS, *EXTRAS):
-            import difflib
-
-            nearest = difflib.get_close_matches(name.strip().lower().replace("-", "_"), (*OPS, *EXTRAS), n=1)
-            meant = f" (did you mean {nearest[0]}?)" if nearest else ""
+            known = (*OPS, *EXTRAS)
             raise InputError(
-                f"{name!r} is not an op{meant}; give 1 for all ops, some of {', '.join((*OPS, *EXTRAS))}, "
-                "1,OP for all and one that is off by default, or -OP for all but one"
+                f"{name!r} is not an op; give 1 for all ops, some of {', '.join(known)}, 1,OP for all and one that is "
+                f"off by default, or -OP for all but one{did_you_mean(name, known)}"
             )
     left_out = {word[1:] for word in words if word.startswith("-")}
     asked = {word for word in words if word != _ALL and not word.startswith("-")}

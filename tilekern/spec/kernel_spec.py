@@ -18,6 +18,8 @@ from tilekern.spec.space import Space
 if TYPE_CHECKING:
     from tilekern.spec.targets import Target
 
+# The largest size that a problem's key can have in a cache's paths.
+_LARGEST = 10**18 - 1
 DTYPES = ("bfloat16", "float16", "float32")
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "int32": 4, "int64": 8, "float8_e4m3fn": 1}
 ALIGNED, GENERIC = "aligned", "generic"
@@ -469,5 +471,5 @@ def _check(kernel: str, dimension: Dimension, value: Value) -> None:
     elif dimension.kind == "flag":
         if not isinstance(value, bool):
             raise ValueError(f"{kernel}: {dimension.name} must be True or False, got {value!r}")
-    elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{kernel}: {dimension.name} must be a whole number of at least 1, got {value!r}")
+    elif isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+        raise ValueError(f"{kernel}: {dimension.name} must be a whole number from 1 to {_LARGEST}, got {value!r:.40}")

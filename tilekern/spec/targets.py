@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tilekern.errors import InputError
+from tilekern.errors import InputError, did_you_mean
 
 # The compute capabilities that have each feature: the only thresholds in tilekern. 90 is Hopper, 100 to 110 the data
 # centre's Blackwell, 120 and 121 the consumer's.
@@ -326,12 +326,17 @@ def resolve(name: str) -> Target:
         if found is None:
             raise InputError("--gpu auto: this machine has no CUDA GPU; name the target, for example --gpu B200")
         return found
+    if not isinstance(name, str):
+        raise InputError(f"gpu must be text, such as 'B200', got {name!r:.60}")
     standard = _STANDARD.get(name.strip().lower())
     target = (_BY_NAME[standard] if standard else _listed(name)) or _slice(name) or of_key(name.strip().lower())
     target = target or _by_figures(name)
     if target is None:
         known = ", ".join([*(t.name for t in KNOWN), *sorted(_STANDARD), "auto"])
-        raise InputError(f"unknown GPU {name!r}; known: {known}, others in docs/reference.md; or its key, or {FORM}")
+        meant = did_you_mean(name, [*(t.name for t in LISTED), *_STANDARD, "auto"])
+        raise InputError(
+            f"unknown GPU {name!r}; known: {known}, others in docs/reference.md; or its key, or {FORM}{meant}"
+        )
     return target
 
 

@@ -22,7 +22,7 @@ from tilekern.tuning.carrying import Carried, carry_over, held_in_cache, held_in
 from tilekern.tuning.compile.pool import Answer, Lost
 from tilekern.tuning.compile.stage import jobs_of, wanted
 from tilekern.tuning.measure.gpu import describe_gpu
-from tilekern.tuning.options import Folder, tuner_command
+from tilekern.tuning.options import File, Folder, tuner_command
 from tilekern.tuning.pipeline import COMPILE, MEASURE, Options, Pipeline
 from tilekern.tuning.refreshing import Change, Refresh, Survey, stale_json, survey
 from tilekern.tuning.sweep.folder import folder_in
@@ -62,7 +62,7 @@ class Outcome:
 @click.option("--gpu", default="auto", show_default=True, help="Target: auto, B200, an arch, a key or sm_90:78.")
 @click.option("--cache-dir", type=_FOLDER, help="The cache to refresh.")
 @click.option(
-    "--pack", "packs", multiple=True, type=click.Path(dir_okay=False, path_type=Path),
+    "--pack", "packs", multiple=True, type=File(dir_okay=False),
     help="A pack to refresh, too; may be repeated.",
 )  # fmt: skip
 @click.option("--top", type=click.IntRange(min=0), default=3, show_default=True, help="Runners-up to time, too.")

@@ -8,12 +8,12 @@ from pathlib import Path
 import click
 
 from tilekern.errors import InputError
-from tilekern.tuning.options import Folder, tuner_command
+from tilekern.tuning.options import File, Folder, tuner_command
 from tilekern.tuning.sweep.folder import Sweep
 from tilekern.tuning.terminal import about_lost
 from tilekern.warning import printable, tell
 
-_FILE = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
+_FILE = File(dir_okay=False, allow_dash=True)
 _STDOUT = Path("-")
 
 

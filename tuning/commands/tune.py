@@ -19,6 +19,7 @@ from tilekern.tuning.compile.stage import default_jobs, jobs_of, settled, start_
 from tilekern.tuning.options import (
     NAMES,
     PLAN_OPTIONS,
+    File,
     Folder,
     GroupedCommand,
     PlanRequest,
@@ -99,7 +100,7 @@ class _Tune(GroupedCommand):
 @click.option("--gpus", type=click.IntRange(min=1), help="How many GPUs to measure on at most.")
 @click.option("--sweep", type=_FOLDER, help="The sweep folder; it can be copied to another machine.")
 @click.option(
-    "--sign", type=click.Path(path_type=Path), metavar="KEY",
+    "--sign", type=File(), metavar="KEY",
     help="Sign what is handed on with this file of `cache_tools keygen`: artifacts, and results.pack.",
 )  # fmt: skip
 @click.option("--packs", type=_FOLDER, help="A folder for packs, MODEL-GPU.pack with what each MODEL asks for.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 from tilekern.cache import CacheError, read_wanted
 from tilekern.cache.keys import parse_problem_key
 from tilekern.compile.garbage import search_put_off
-from tilekern.errors import InputError
+from tilekern.errors import InputError, did_you_mean
 from tilekern.kernels import add_specs, all_specs, own_specs
 from tilekern.runtime.recorder import Trace, tracing
 from tilekern.runtime.rows import has_rows
@@ -204,16 +203,19 @@ def plan_of_problem(text: str, target: Target) -> Planned:
     spec = all_specs().get(f"{name}_forward") or all_specs().get(name)
     if spec is None:
         known = dict.fromkeys(name.removesuffix("_forward") for name in all_specs())
-        nearest = difflib.get_close_matches(name, known)
-        meant = f"did you mean {' or '.join(nearest)}?" if nearest else f"known: {', '.join(known)}."
+        meant = did_you_mean(name, known) or f"; known: {', '.join(known)}."
         raise InputError(
-            f"--problem {text!r}: unknown op or kernel {name!r}; {meant} A kernel of your own needs --specs MODULE"
+            f"--problem {text!r}: unknown op or kernel {name!r}{meant} A kernel of your own needs --specs MODULE"
         )
     try:
         problem = spec.problem(**_filled(spec, parse_problem_key(sizes.strip())))
     except (CacheError, ValueError) as error:
         raise InputError(f"--problem {text!r}: {error}") from None
-    found, op, inputs = Trace(target), _op(name), spec.inputs(problem, None, "meta")
+    try:
+        inputs = spec.inputs(problem, None, "meta")
+    except RuntimeError as error:  # torch counts the bytes of tensors that have none, too
+        raise InputError(f"--problem {text!r}: no tensor can be so large: {error}") from None
+    found, op = Trace(target), _op(name)
     named = (spec.name, spec.bucketed(problem))
     with tracing(found):
         called = op is not None and inputs.keys() >= set(_needed(op))

@@ -114,6 +114,8 @@ def path_named(model: str) -> Path | None:
     Raises:
         InputError: it cannot be looked at.
     """
+    if not model:  # as of an unset variable of the shell; it would be the current folder
+        return None
     try:
         path = Path(model, "config.json") if Path(model).is_dir() else Path(model)
         return path if path.suffix == ".json" or path.exists() else None

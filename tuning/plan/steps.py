@@ -106,8 +106,8 @@ class Steps:
             option = {"ops": "--op", "call": "a batch"}.get(wrong[0], f"--{wrong[0]}")
             raise InputError(f"{option} describes a step of transformers' model; leave it out with --engine")
         self._check_weights()
-        if self.tp < 1:
-            raise InputError(f"--tp {self.tp}: the tensor-parallel degree is a whole number from 1 on")
+        if not isinstance(self.tp, int) or self.tp < 1:
+            raise InputError(f"--tp {self.tp!r}: the tensor-parallel degree is a whole number from 1 on")
         if self.optimizer not in OPTIMIZERS:
             raise InputError(f"unknown optimizer {self.optimizer!r}; known: {', '.join(OPTIMIZERS)}")
         self.batches()

@@ -33,7 +33,7 @@ from tilekern.tuning.predict.roofline import launch_s
 from tilekern.tuning.serve.history import Failures, History
 from tilekern.tuning.sweep.candidates import Candidate, candidate
 from tilekern.tuning.sweep.folder import Sweep, folder_in
-from tilekern.tuning.sweep.holding import Holder
+from tilekern.tuning.sweep.holding import Holder, written
 from tilekern.tuning.sweep.journal import Journal
 from tilekern.tuning.sweep.plan import Named
 
@@ -174,13 +174,8 @@ class WatchedCache:
             InputError: another service holds it, or it cannot be written.
         """
         folder = self.root / "service"
-        try:
-            with opened(self.root, folder.name, make=True):
-                pass
-        except OSError as error:
-            raise InputError(
-                f"cannot write the cache {self.root}: {error.strerror}; give another --cache-dir"
-            ) from None
+        with written(self.root), opened(self.root, folder.name, make=True):
+            pass
         with Holder(folder, Journal(folder / "runs.jsonl", "run")).running("serve"):
             yield
 

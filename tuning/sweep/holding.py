@@ -70,7 +70,9 @@ class Run:
 
 @contextlib.contextmanager
 def written(folder: Path) -> Iterator[None]:
-    """Turn errors of writing to a sweep folder into InputError.
+    """Turn errors of writing to the folder of a sweep or a cache into InputError.
+
+    The message names no option: the commands have different ones, and functions have none.
 
     Raises:
         InputError: it cannot be written, with what the system says.
@@ -79,7 +81,7 @@ def written(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(
-            f"cannot write the sweep folder {folder}: {error.strerror}; give another --cache-dir or --sweep"
+            f"cannot write {folder}: {error.strerror}; choose another folder for the cache or the sweep"
         ) from None
 
 

@@ -8,7 +8,7 @@ import click
 
 from tilekern import __version__
 from tilekern.integrations.liger import binding, left, served
-from tilekern.warning import flush
+from tilekern.warning import command_line, flush, invoke, one_line, tell
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -25,13 +25,14 @@ def command() -> None:
         click.echo(f"{name:48} {op}")
 
 
+@command_line("python -m tilekern.integrations.liger")
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code, 2 if Liger-Kernel is not installed."""
     try:
-        command.main(args=arguments, prog_name="python -m tilekern.integrations.liger", standalone_mode=False)
+        invoke(command, arguments, "python -m tilekern.integrations.liger")
         flush()
     except click.ClickException as error:
-        click.echo(f"tilekern.integrations.liger: {' '.join(error.format_message().split())}", err=True)
+        tell(f"tilekern: {one_line(error.format_message())}", err=True)
         return 2
     return 0
 
