@@ -449,6 +449,36 @@ def test_a_subclass_of_a_norm_that_overrides_its_helper_runs_its_own_code(way):
     }
 
 
+class DividedNorm(torch.nn.Module):
+    """Gemma 3n's norm in transformers 5.0.0; other modules with this code may have no flag."""
+
+    def __init__(self, weight, **flags):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(weight), 1e-6
+        vars(self).update(flags)
+
+    def _norm(self, x):
+        return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x):
+        output = self._norm(x.float()) * self.weight.float()
+        return output.type_as(x)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("shape", "flags"), [((24,), {}), ((24,), {"with_scale": True}), ((), {"with_scale": False})], ids=str
+)
+def test_a_norm_that_divides_by_the_root_gives_what_it_did(shape, flags, dtype):
+    weight = torch.rand(shape, dtype=dtype) + 0.5 if shape else torch.ones(shape, dtype=dtype)
+    model, x = torch.nn.Sequential(DividedNorm(weight, **flags)), torch.randn(5, 24, dtype=dtype, requires_grad=True)
+    leaves = [x, *model.parameters()] if shape else [x]
+    way = functools.partial(tilekern.apply_to_model, forms="any")
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    ran = held(model, way, lambda model: results(lambda: model(x), leaves), tolerance=tolerance)
+    assert {name.replace("_offset", "") for name in ran} - {"column_sum"} == {"rms_norm_backward", "rms_norm_forward"}
+
+
 @both_ways
 def test_the_report_lists_a_gated_norm_under_rms_norm(way):
     model = eval_of("qwen3_5")

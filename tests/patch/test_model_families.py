@@ -1,6 +1,7 @@
 """A patched model of each family computes what an unpatched one does; torch's formulas stand for the kernels here."""
 
 from importlib import metadata
+from pathlib import Path
 
 import models_page
 import pytest
@@ -172,3 +173,15 @@ def test_the_tower_of_llama4_computes_what_it_does_as_it_is():
 def test_the_page_of_models_says_what_is_tested():
     assert models_page.PAGE.read_text(encoding="utf-8") == models_page.page(models_page.experts_said), models_page.OLD
     assert models_page.README.read_text(encoding="utf-8") == models_page.readme(), models_page.OLD
+
+
+@pytest.mark.skipif(metadata.version("transformers") != "5.0.0", reason="the page names what transformers 5.0.0 lacks")
+def test_the_page_of_versions_says_what_the_lowest_release_lacks():
+    here = [family for family in FAMILIES.values() if family.is_here]
+    rows = {family.model_type: [op for op in family.ops if op not in served_here(family)] for family in here}
+    page = Path(__file__, "../../../docs/versions.md").resolve().read_text(encoding="utf-8")
+    _, section = page.split("## transformers 5.0.0")
+    assert f"has {len(here)} of the {len(FAMILIES)} families" in section
+    assert [row for row in section.splitlines() if row.startswith("| `")] == [
+        f"| `{name}` | {', '.join(f'`{op}`' for op in ops)} |" for name, ops in sorted(rows.items()) if ops
+    ]

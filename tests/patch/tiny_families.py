@@ -86,7 +86,7 @@ OWN: dict[str, dict] = {
         "audio_config": {"hidden_size": 16, "intermediate_size": 20, "num_blocks": 1, "num_attention_heads": 2,
                          "nemo_conv_channels": 4, "ext_pw_out_channel": 16},
     },
-    "codegen": DROPOUTS | {"n_embd": 24, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+    "codegen": DROPOUTS | {"num_attention_heads": 4, "rotary_dim": 4},
     "falcon_mamba": {"state_size": 4},
     "gemma3n": {
         "model_type": "gemma3n_text", "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 61,
@@ -110,7 +110,7 @@ OWN: dict[str, dict] = {
     "diffllama": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "gemma3": WINDOWED | {"model_type": "gemma3_text"},
     "granitemoehybrid": {
-        "mamba_n_heads": 6, "layer_types": ["attention", "attention"], "shared_intermediate_size": 20,
+        "mamba_n_heads": 6, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 20,
         "position_embedding_type": "rope",
     },
     "jamba": EXPERTS | {

@@ -142,7 +142,7 @@ def parameter_of(module: torch.nn.Module, name: str) -> Any:
 def weight_of(form: Norm, module: torch.nn.Module) -> Any:
     """Return the weight by which a norm of this form multiplies, or None."""
     scaled = form.scaled
-    if scaled is not True and not (scaled and getattr(module, scaled)):
+    if scaled is not True and not (scaled and getattr(module, scaled, True)):
         return None
     own = module.__dict__
     parameters = own["_parameters"]

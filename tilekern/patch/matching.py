@@ -30,12 +30,15 @@ _NORMS = Table(
         "HeliumRMSNorm": Norm(casting_mode="gemma"),
         "KyutaiSpeechToTextRMSNorm": Norm("eps", casting_mode="gemma"),
         "Gemma4RMSNorm": Norm("eps", 0.0, "gemma", "with_scale"),
+        "Gemma3nRMSNorm_5_0_0": Norm("eps", 0.0, "gemma", "with_scale"),
         "Llama4TextRMSNorm": Norm("eps"),
         "NanoChatRMSNorm": Norm("eps", 0.0, "gemma", scaled=False),
     },
 )
 # The method ``_norm`` of norms that have one.
-_METHODS = Table("norms", dict.fromkeys(("GemmaRMSNorm._norm", "Gemma4RMSNorm._norm"), True))
+_METHODS = Table(
+    "norms", dict.fromkeys(("GemmaRMSNorm._norm", "Gemma4RMSNorm._norm", "Gemma3nRMSNorm_5_0_0._norm"), True)
+)
 _GATED_NORMS = Table("norms", {"Qwen3NextRMSNormGated": replacements.rms_norm_gated})
 _LAYER_NORMS = Table(
     "norms",

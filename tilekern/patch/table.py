@@ -14,7 +14,8 @@ class Norm:
     Attributes:
         eps: attribute of the number added to the mean square.
         offset, casting_mode: as in :func:`tilekern.ops.rms_norm`.
-        scaled: whether it multiplies by its ``weight``: True, False, or the name of an attribute with this flag.
+        scaled: whether it multiplies by its ``weight``: True, False, or the name of an attribute with this flag;
+            a missing one is True.
     """
 
     eps: str = "variance_epsilon"

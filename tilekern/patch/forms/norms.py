@@ -62,6 +62,14 @@ class Gemma4RMSNorm:
         mean_squared = hidden_states.pow(2).mean(-1, keepdim=True) + self.eps
         return hidden_states * torch.pow(mean_squared, -0.5)
 
+class Gemma3nRMSNorm_5_0_0:
+    def forward(self, x):
+        output = self._norm(x.float()) * self.weight.float()
+        return output.type_as(x)
+
+    def _norm(self, x):
+        return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
 class Llama4TextRMSNorm:
     def forward(self, x):
         output = self._norm(x.float()).type_as(x)
