@@ -38,6 +38,11 @@ PEER_SLACK = 4.0
 FP8_SLACK = 16.0
 
 
+def is_in_bfloat16(provider: str) -> bool:
+    """Return whether a provider or trainer of this name computes products in bfloat16, and not by 8-bit floats."""
+    return "fp8" not in provider
+
+
 @dataclass(frozen=True)
 class Provider:
     """A provider of ops: its name with its version, and its calls by the op's name."""

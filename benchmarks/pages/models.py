@@ -11,7 +11,7 @@ from benchmarks.pages.charts import Panel, bars
 from benchmarks.pages.markdown import by_gpu, head, link, plot, slug, table
 from benchmarks.parallel import BENCHMARK as PARALLEL
 from benchmarks.parallel import LOSS_ON_ONE
-from benchmarks.providers import FP8, OURS
+from benchmarks.providers import FP8, OURS, is_in_bfloat16
 from benchmarks.results import Results, Row
 from benchmarks.sources import described
 
@@ -99,7 +99,7 @@ class Step:
 
     def fastest_peer(self, *, in_8_bits: bool) -> str | None:
         """Return the fastest trainer that is not tilekern, of any dtype or of bfloat16 alone."""
-        peers = [name for name in self.peers if in_8_bits or "fp8" not in name]
+        peers = [name for name in self.peers if in_8_bits or is_in_bfloat16(name)]
         return next((name for name in self.trainers() if name in peers), None)
 
 

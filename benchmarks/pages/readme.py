@@ -45,15 +45,16 @@ def _headline(run: Results) -> str:
     """Compare speed and memory with each peer's, at the step at which tilekern is fastest; then those of 8 bits."""
     best, in_8_bits = fastest(run, None, OURS), fastest(run, None, FP8)
     assert best is not None
-    said = f"tilekern is fastest at {_tokens(best)} tokens of a step. Its speed there: {_compared(run, best, _PEERS)}."
+    compared = _compared(run, best, _PEERS)
+    said = f"tilekern is fastest at {_tokens(best.case)} tokens of a step. Its speed there: {compared}."
     if in_8_bits is None:
         return said
     compared = _compared(run, in_8_bits, {"torch.compile": "torch.compile in bfloat16", "torchao": "torchao's"})
-    return f"{said} By [8-bit floats](docs/fp8.md), at {_tokens(in_8_bits)} tokens: {compared}."
+    return f"{said} By [8-bit floats](docs/fp8.md), at {_tokens(in_8_bits.case)} tokens: {compared}."
 
 
-def _tokens(row: Row) -> str:
-    return row.case.split(" ")[1]
+def _tokens(case: str) -> str:
+    return case.split(" ")[1]
 
 
 def _compared(run: Results, best: Row, peers: Mapping[str, str]) -> str:
@@ -67,11 +68,10 @@ def _compared(run: Results, best: Row, peers: Mapping[str, str]) -> str:
 
 
 def _training(run: Results) -> str:
-    best = {name: fastest(run, None, name) for name in _TRAINERS | _IN_8_BITS}
-    found = {name: row for name, row in best.items() if row is not None}
-    titles = {name: (_TRAINERS | _IN_8_BITS)[name] for name in found}
-    columns = [f"{title} {found[name].provider.partition(' ')[2]}".rstrip() for name, title in titles.items()]
-    lines = [(case.split(" ")[1], *(_speed_and_memory(run, case, name) for name in titles)) for case in run.cases()]
+    titles = _TRAINERS | _IN_8_BITS
+    best = {name: row for name in titles if (row := fastest(run, None, name))}
+    columns = [f"{titles[name]} {row.provider.partition(' ')[2]}".rstrip() for name, row in best.items()]
+    lines = [(_tokens(case), *(_speed_and_memory(run, case, name) for name in best)) for case in run.cases()]
     return table(("tokens of a step", *columns), lines)
 
 
