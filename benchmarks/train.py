@@ -127,8 +127,9 @@ def in_turns(jobs: Sequence[T], start: Callable[[T], Process]) -> Iterator[Itera
     def turns() -> Iterator[tuple[T, Process]]:
         for first in range(0, len(jobs), READY_TOGETHER):
             group = jobs[first : first + READY_TOGETHER]
-            started = [start(job) for job in group]
-            running.extend(started)
+            # One by one, and not as a list: a signal may come before the last one has started.
+            running.extend(start(job) for job in group)
+            started = running[first:]
             for process in started:
                 process.wait_until_ready()
             yield from zip(group, started, strict=True)

@@ -26,16 +26,20 @@ pytestmark = pytest.mark.processes
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 # A training that never ends, and says which processes it has.
 STUCK = """
-import sys
+import sys, time
 from benchmarks import train
 from benchmarks.__main__ import main
+
+def wait(process):
+    print("waiting", flush=True)
+    time.sleep(600)
 
 def start(job):
     process = train.Process([sys.executable, "-c", "import time; time.sleep(600)"], {}, 600)
     print(process.child.pid, flush=True)
     return process
 
-train._start = start
+train._start, train.Process.wait_until_ready = start, wait
 sys.exit(main(["train", sys.argv[1], "--out", sys.argv[1], "--device", "cpu", "--providers", "tilekern,hf-sdpa-flash"]))
 """
 JOB = Job("", "qwen3-8b", 0, (2048, 4096, 8192), (5, 5, 3))
@@ -56,6 +60,7 @@ def test_sigterm_as_timeout_sends_it_leaves_no_process(tiny):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, cwd=train.ROOT, **pipes) as process:
         children = [int(process.stdout.readline()) for _ in range(2)]
+        assert process.stdout.readline() == "waiting\n"
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM
         assert process.stderr.read().endswith("error: stopped by SIGTERM\n")
