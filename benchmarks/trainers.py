@@ -185,6 +185,9 @@ TRAINERS: Mapping[str, Trainer] = {
     "torch.compile-layers": Trainer("torch", compiled="layers", limit_s=150),
     "torch.compile-layers-overhead": Trainer("torch", compiled="layers", mode="reduce-overhead", limit_s=150),
     "torch.compile-layers-cudnn": Trainer("torch", backend=_CUDNN, compiled="layers", limit_s=150),
+    "torch.compile-layers-cudnn-overhead": Trainer(
+        "torch", backend=_CUDNN, compiled="layers", mode="reduce-overhead", limit_s=150
+    ),
     "torch.compile-layers-flex": Trainer("torch", attention="flex_attention", compiled="layers", limit_s=150),
     "torch.compile-layers-eager": Trainer("torch", attention="eager", compiled="layers", limit_s=150),
     # torchao's conversion is meant to be compiled; without it each quantisation is several passes over memory.
