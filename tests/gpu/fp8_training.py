@@ -1,6 +1,6 @@
 """A small model of 8-bit floats whose layers all have one size, so that few kernels are compiled.
 
-``python fp8_training.py`` trains it for two steps, and prints the losses and what fell back.
+``python fp8_training.py [SIDE [plain]]`` trains it for two steps, and prints the losses and what fell back.
 """
 
 import json
@@ -21,9 +21,10 @@ SIZES = {
 LAYERS = 14
 
 
-def made(dtype=torch.bfloat16, device="cuda", *, converted=True, patched=False):
+def made(dtype=torch.bfloat16, device="cuda", *, converted=True, patched=False, side=SIDE):
     torch.manual_seed(0)
-    sizes = SIZES | ({"attn_implementation": "tilekern"} if patched else {})
+    sizes = SIZES | {"hidden_size": side, "intermediate_size": side}
+    sizes |= {"attn_implementation": "tilekern"} if patched else {}
     model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes)).to(dtype).to(device).train()
     if patched:
         tilekern.apply_to_model(model)
@@ -65,4 +66,6 @@ def fallbacks():
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps({"losses": losses(made()), "fallbacks": fallbacks()}) + "\n")
+    side, *plain = sys.argv[1:] or (SIDE,)
+    found = losses(made(side=int(side), converted=not plain))
+    sys.stdout.write(json.dumps({"losses": found, "fallbacks": fallbacks()}) + "\n")

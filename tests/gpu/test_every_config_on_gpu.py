@@ -42,7 +42,7 @@ def assert_same_bits(one, other, config):
 
 RINGS = [
     spec for spec in all_specs().values()
-    if spec.follower and len(spec.space.beside) > 1 and any(dimension.name == "weight_dtype" for dimension in spec.dimensions)
+    if spec.follower and len(spec.space.beside) > 1 and "weight_dtype" in [each.name for each in spec.dimensions]
 ]  # fmt: skip
 # Rows, columns, dtypes of rows and of weights: fewer rows than blocks, a ring's last round in part, tails.
 ROWS = (

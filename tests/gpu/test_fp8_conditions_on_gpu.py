@@ -54,6 +54,22 @@ def test_expandable_segments_give_the_same_losses():
     assert json.loads(run.stdout.splitlines()[-1]) == {"losses": training.losses(training.made()), "fallbacks": {}}
 
 
+def test_layers_without_kernels_run_in_their_dtype_and_are_counted(tmp_path):
+    found, said = [], ""
+    for plain in ((), ("plain",)):
+        # No pack has kernels of this many columns.
+        environment = {"TILEKERN_CACHE_DIR": str(tmp_path), "TILEKERN_ON_MISS": "fallback"}
+        run = ended(Path(training.__file__), "528", *plain, **environment)
+        assert run.returncode == 0, run.stderr[-2000:]
+        found.append(json.loads(run.stdout.splitlines()[-1]))
+        said += run.stderr
+    assert found[0]["losses"] == found[1]["losses"]
+    # Each layer of each step: the MLP's are no op of their own where nothing is patched.
+    assert found[0]["fallbacks"] == {"fp8_matmul": 2 * training.LAYERS}
+    assert found[1]["fallbacks"] == {}
+    assert said.count("no cache holds fp8_rows") == 1, said[-2000:]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs here")
 def test_a_gpu_that_is_not_current_gives_the_same_bits():
     wanted = training.step(training.made())

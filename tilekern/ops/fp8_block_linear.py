@@ -27,7 +27,8 @@ from tilekern.kernels.fp8.block_product import block_product
 from tilekern.kernels.fp8.block_scales import SIDE, block_rows, block_squares, whole
 from tilekern.kernels.fp8.blocks import SPEC as BLOCKS
 from tilekern.kernels.fp8.weight_blocks import SPEC as WEIGHT
-from tilekern.ops.fp8_linear import E4M3, Format, Layer, Rounded, launched, layers_of, linears, written
+from tilekern.ops.foreseen import written
+from tilekern.ops.fp8_linear import E4M3, Format, Layer, Rounded, launched, layers_of, linears
 from tilekern.ops.registration import applied, as_rows, differentiable_once, shaped
 from tilekern.spec import cdiv
 

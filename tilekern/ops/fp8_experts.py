@@ -33,20 +33,22 @@ from tilekern.kernels.fp8 import experts_gate, grouped_gradient, grouped_turned
 from tilekern.kernels.fp8.grouped import SPEC as PRODUCT
 from tilekern.kernels.fp8.grouped import grouped_product
 from tilekern.kernels.fp8.grouped_turned import SIDE, blocks_of
+from tilekern.kernels.fp8.rows import SPEC as ROWS
 from tilekern.kernels.fp8.scales import scaled_rows
 from tilekern.kernels.grouped import sums
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
 from tilekern.kernels.skinny.tiles import MOST_ROWS
 from tilekern.ops.experts import Gate, check_layer, experts
+from tilekern.ops.foreseen import written
 from tilekern.ops.fp8_linear import (
     E4M3,
+    UNSERVED,
     Rounded,
     kept_input,
     read_again,
     rounded,
     rounded_input,
     why_never,
-    written,
 )
 from tilekern.ops.grouped_linear import plans_of_sum, stored, summed
 from tilekern.ops.registration import (
@@ -61,7 +63,7 @@ from tilekern.ops.registration import (
     uncast,
 )
 from tilekern.ops.route import Routing, route
-from tilekern.runtime.dispatch import count_fallback
+from tilekern.runtime.dispatch import count_fallback, plan_for
 from tilekern.spec import cdiv
 
 # Both sides of a weight are multiples of this, so that rows of e4m3 begin at whole 16 bytes.
@@ -96,7 +98,7 @@ def fp8_experts(
 
 def _run(x: Tensor, ids: Tensor, weights: Tensor, parameters: Sequence[Any], how: tuple[Any, ...]) -> Tensor:
     graded = needs_gradient(x, weights, *parameters)
-    why = _why_not(x, ids, parameters, graded)
+    why = _why_not(x, ids, parameters, graded) or _why_unserved(stored(parameters[0])[0], graded)
     if why:
         if not torch.compiler.is_compiling():
             count_fallback(PRODUCT, why)
@@ -131,6 +133,14 @@ def _why_not(x: Tensor, ids: Tensor, parameters: Sequence[Any], graded: bool) ->
     weights = max(number * SIDE * cdiv(a, SIDE) * b for _, a, b in (gate_up.shape, gate_up.mT.shape, down.shape))
     most = max(x.numel(), blocks_of(rows, number) * SIDE * widest, weights)
     return "a matrix of more than 2^31 elements" if most > MOST_ELEMENTS else ""
+
+
+def _why_unserved(weight: Tensor, graded: bool) -> str:
+    """Return that kernels have no plans on a GPU, if those that round weights have none; a tune has all or none."""
+    number, rows, columns = weight.shape
+    asked = [(ROWS, (number * rows, columns)), *([(grouped_turned.WEIGHTS_SPEC, weight.shape)] if graded else ())]
+    plans = [plan_for(spec, weight.device, *sizes, weight.dtype) for spec, sizes in asked if weight.is_cuda]
+    return UNSERVED if None in plans else ""
 
 
 # Matrices of rows and of weights.

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from tilekern.kernels.fp8.gated import BACKWARD, FORWARD
+from tilekern.kernels.fp8.product import SPEC as PRODUCT
 from tilekern.kernels.fp8.scales import scaled_rows
+from tilekern.ops.foreseen import written
 from tilekern.ops.fp8_linear import (
     E4M3,
+    ROWWISE,
     Rounded,
     fp8_linear,
     fp8_linears,
@@ -28,9 +31,11 @@ from tilekern.ops.fp8_linear import (
     rounded_input,
     rounded_weight,
     turned,
+    why_no_plans,
     why_not,
-    written,
+    why_unserved,
 )
+from tilekern.ops.gated_mlp import gated_mlp
 from tilekern.ops.geglu import geglu
 from tilekern.ops.registration import (
     applied,
@@ -45,6 +50,7 @@ from tilekern.ops.registration import (
     uncast,
 )
 from tilekern.ops.swiglu import swiglu
+from tilekern.runtime.dispatch import count_fallback
 from tilekern.spec import KernelSpec
 
 # By name: whether it is gelu, and by tanh; and the gate of torch's or the tuned kernels.
@@ -60,7 +66,7 @@ def fp8_gated_mlp(
 ) -> Tensor:
     """Return ``(act(x @ gate_weight^T) * (x @ up_weight^T)) @ down_weight^T``, with products of 8-bit floats.
 
-    Where :func:`fp8_linear` runs torch's layer, so does each of the three.
+    Where :func:`fp8_linear` runs torch's layer, so does each of the three, or :func:`tilekern.ops.gated_mlp`.
 
     Args:
         x: [..., hidden]; bfloat16, float16 or float32, any strides.
@@ -98,13 +104,20 @@ def _check(x: Tensor, weights: Sequence[Tensor], activation: str) -> None:
 
 def _run(x: Tensor, weights: Sequence[Tensor], activation: str) -> Tensor:
     graded = needs_gradient(x, *weights)
-    if not is_eager(x, *weights) or why_not(x, graded, weights):
-        gate, up = fp8_linears(x, [(weight, None) for weight in weights[:2]])
-        return fp8_linear(_ACTIVATIONS[activation][2](gate, up), weights[2])
-    if graded:
-        made: Tensor = _apply(x, *weights, activation)
-        return made
-    return _forward(x, weights, activation)[0]
+    if is_eager(x, *weights) and not why_not(x, graded, weights):
+        run: Callable[..., Tensor] = _call if graded else _plain
+        why = why_no_plans("fp8_gated_mlp", run, x, *weights, activation)
+        if not why:
+            return run(x, *weights, activation)
+        if activation == "silu" and why_unserved(ROWWISE, x, graded, (weights[0], None, weights[1], None)):
+            count_fallback(PRODUCT, why)
+            return gated_mlp(x, *weights)
+    gate, up = fp8_linears(x, [(weight, None) for weight in weights[:2]])
+    return fp8_linear(_ACTIVATIONS[activation][2](gate, up), weights[2])
+
+
+def _plain(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+    return _forward(x, (gate, up, down), activation)[0]
 
 
 def _forward(
@@ -194,4 +207,4 @@ class _Fp8GatedMlp(torch.autograd.Function):
         return None if dx is None else shaped(dx, *ctx.shape), *found, ddown, None
 
 
-_apply = applied(_Fp8GatedMlp)
+_call = applied(_Fp8GatedMlp)

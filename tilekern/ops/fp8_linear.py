@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilekern.errors import NoVariant
 from tilekern.kernels.fp8.product import SPEC as PRODUCT
 from tilekern.kernels.fp8.product import scaled_product
 from tilekern.kernels.fp8.rows import SPEC as ROWS
@@ -39,6 +38,7 @@ from tilekern.kernels.fp8.turned import SPEC as TURNED
 from tilekern.kernels.fp8.turned import pitch_of
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
 from tilekern.kernels.skinny.tiles import MOST_ROWS
+from tilekern.ops.foreseen import have_plans, written
 from tilekern.ops.kept import is_kept
 from tilekern.ops.linear import product
 from tilekern.ops.registration import (
@@ -54,10 +54,12 @@ from tilekern.ops.registration import (
     uncast,
 )
 from tilekern.ops.rounded_weight import RoundedWeight
-from tilekern.runtime.dispatch import count_fallback, is_invariant, plan_for, refused
+from tilekern.runtime.dispatch import count_fallback, is_invariant
 from tilekern.spec import KernelSpec
 
 E4M3 = torch.float8_e4m3fn
+# Why products run in the dtype of x on a GPU: by torch's operations, rounding would take longer than they save.
+UNSERVED = "kernels of 8-bit floats that no cache holds"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Layer = tuple[Tensor, Tensor | None]
 # A matrix [rows, columns] of e4m3, and its scales [rows].
@@ -105,7 +107,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def fp8_linears(x: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, ...]:
     """Return the result of :func:`fp8_linear` for each of some layers, weight and bias, that share ``x``."""
-    return linears(_ROWWISE, x, layers)
+    return linears(ROWWISE, x, layers)
 
 
 def linears(how: Format, x: Tensor, layers: Sequence[Layer]) -> tuple[Tensor, ...]:
@@ -141,7 +143,7 @@ def _run(how: Format, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ..
             count_fallback(how.product, "a transform or a mode of torch, as vmap or selective checkpoints")
         return tuple(torch.nn.functional.linear(x, *layer) for layer in layers_of(parameters))
     graded = needs_gradient(x, *parameters)
-    why = why_not(x, graded, parameters[::2])
+    why = why_not(x, graded, parameters[::2]) or why_unserved(how, x, graded, parameters)
     if why:
         count_fallback(how.product, why)
         is_torchs = graded or any(type(weight) is RoundedWeight for weight in parameters[::2])
@@ -171,30 +173,25 @@ def why_not(x: Tensor, graded: bool, weights: Sequence[Any]) -> str:
     return "" if x.numel() and all(weight.numel() for weight in weights) else "an empty matrix"
 
 
+def why_unserved(how: Format, x: Tensor, graded: bool, parameters: Sequence[Any]) -> str:
+    """Return why torch's layers compute a call on a GPU although products of 8-bit floats could; empty if they do."""
+    run = how.graded if graded else lambda x, *parameters: how.plain(x, parameters)
+    return why_no_plans(how.op, run, x, *parameters)
+
+
+def why_no_plans(op: str, run: Callable[..., Any], x: Tensor, *given: Any) -> str:
+    """Return that a kernel which ``run(x, *given)`` or its backward asks for on a GPU has no plan; empty if all have.
+
+    On the CPU, torch's operations show what kernels would compute; a weight of 8-bit numbers has no others.
+    """
+    if not x.is_cuda or any(type(each) is RoundedWeight for each in given) or have_plans(op, run, x, *given):
+        return ""
+    return UNSERVED
+
+
 def layers_of(parameters: Sequence[Any]) -> list[Layer]:
     """Return weight and bias of each layer, of all in one sequence."""
     return list(zip(parameters[::2], parameters[1::2], strict=True))
-
-
-def written(
-    spec: KernelSpec, dimensions: Sequence[Any], given: Sequence[Any], allocate: Callable[[], Sequence[Tensor]]
-) -> Sequence[Tensor] | None:
-    """Return a kernel's outputs, of memory that ``allocate`` makes, or a library's; None, counted, if torch must.
-
-    Args:
-        spec: the kernel.
-        dimensions: the values of its problem, in their order.
-        given: its inputs, the first a tensor.
-        allocate: returns its outputs, in their order.
-    """
-    plan = plan_for(spec, given[0].device, *dimensions)
-    if plan is not None:
-        try:
-            return plan.run(given[0].get_device(), tuple(given), lambda: tuple(allocate()))
-        except NoVariant as error:
-            refused(spec, error)
-    count_fallback(spec)
-    return None
 
 
 def rounded(x: Tensor) -> Rounded:
@@ -362,4 +359,4 @@ class _Fp8Linears(torch.autograd.Function):
         return None if dx is None else shaped(dx, *ctx.shape), *found
 
 
-_ROWWISE = Format("fp8_linear", PRODUCT, applied(_Fp8Linears), lambda x, parameters: _forward(x, parameters)[0])
+ROWWISE = Format("fp8_linear", PRODUCT, applied(_Fp8Linears), lambda x, parameters: _forward(x, parameters)[0])

@@ -26,7 +26,8 @@ from tilekern.kernels.fp8.mx_blocks import SPEC as BLOCKS
 from tilekern.kernels.fp8.mx_product import SPEC as PRODUCT
 from tilekern.kernels.fp8.mx_product import mx_product
 from tilekern.kernels.fp8.mx_scales import SCALES, mx_rows
-from tilekern.ops.fp8_linear import E4M3, Format, Layer, Rounded, launched, layers_of, linears, written
+from tilekern.ops.foreseen import written
+from tilekern.ops.fp8_linear import E4M3, Format, Layer, Rounded, launched, layers_of, linears
 from tilekern.ops.registration import applied, as_rows, differentiable_once, shaped
 from tilekern.spec import cdiv
 

@@ -1,0 +1,99 @@
+"""Whether kernels serve all of a call and of its gradients, asked before it runs.
+
+An op of several kernels, of which only some have plans, would run torch's operations between launches: slower than the
+op that it stands for. So the op first runs on meta tensors, where each kernel is noted instead of launched, and then
+asks for their plans.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilekern.errors import NoVariant
+from tilekern.runtime.dispatch import count_fallback, keep, memo, plan_for, refused
+from tilekern.spec import KernelSpec
+
+# A kernel and its problem's sizes.
+Asked = tuple[KernelSpec, tuple[Any, ...]]
+_noting = threading.local()
+_known: dict[Any, bool] = memo()
+
+
+def written(
+    spec: KernelSpec, dimensions: Sequence[Any], given: Sequence[Any], allocate: Callable[[], Sequence[Tensor]]
+) -> Sequence[Tensor] | None:
+    """Return a kernel's outputs, of memory that ``allocate`` makes, or a library's; None, counted, if torch must.
+
+    Args:
+        spec: the kernel.
+        dimensions: the values of its problem, in their order.
+        given: its inputs, the first a tensor.
+        allocate: returns its outputs, in their order.
+    """
+    noted: list[Asked] | None = getattr(_noting, "noted", None)
+    if noted is not None:
+        noted.append((spec, tuple(dimensions)))
+        return allocate()
+    plan = plan_for(spec, given[0].device, *dimensions)
+    if plan is not None:
+        try:
+            return plan.run(given[0].get_device(), tuple(given), lambda: tuple(allocate()))
+        except NoVariant as error:
+            refused(spec, error)
+    count_fallback(spec)
+    return None
+
+
+def asked(run: Callable[..., Any], *given: Any) -> list[Asked]:
+    """Return what :func:`written` is asked for by a call and, for inputs that want gradients, by its backward.
+
+    Args:
+        run: returns a tensor or several.
+        given: its arguments; tensors are replaced by their likes on meta.
+    """
+    likes = [_like(x) if isinstance(x, Tensor) else x for x in given]
+    wanted = [x for x in likes if isinstance(x, Tensor) and x.requires_grad]
+    before, _noting.noted = getattr(_noting, "noted", None), list[Asked]()
+    try:
+        # Hooks of the caller, as checkpoints have, see nothing of this.
+        with torch.set_grad_enabled(bool(wanted)), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            made = run(*likes)
+            results = [y for y in ([made] if isinstance(made, Tensor) else made) if y.requires_grad]
+            if results:
+                torch.autograd.grad(results, wanted, [torch.empty_like(y) for y in results], allow_unused=True)
+        return _noting.noted
+    finally:
+        _noting.noted = before
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x.detach(), device="meta").requires_grad_(x.requires_grad and torch.is_grad_enabled())
+
+
+def have_plans(name: str, run: Callable[..., Any], *given: Any) -> bool:
+    """Return whether all kernels have plans that a call and its backward ask for.
+
+    Args:
+        name: a name of ``run``, under which the answer is remembered with its arguments' shapes.
+        run: the call, as of :func:`asked`.
+        given: its arguments: tensors, the first on the device that is asked about, and what tells calls apart.
+    """
+    device, is_graded = given[0].device, torch.is_grad_enabled()
+    key = (
+        name, device, is_graded,
+        *((x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in given),
+    )  # fmt: skip
+    known = _known.get(key)
+    if known is None:
+        plans = [plan_for(spec, device, *sizes) for spec, sizes in dict.fromkeys(asked(run, *given))]
+        known = keep(_known, key, None not in plans)
+    return known
