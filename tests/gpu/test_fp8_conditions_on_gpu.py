@@ -55,19 +55,17 @@ def test_expandable_segments_give_the_same_losses():
 
 
 def test_layers_without_kernels_run_in_their_dtype_and_are_counted(tmp_path):
-    found, said = [], ""
+    found = []
     for plain in ((), ("plain",)):
         # No pack has kernels of this many columns.
         environment = {"TILEKERN_CACHE_DIR": str(tmp_path), "TILEKERN_ON_MISS": "fallback"}
         run = ended(Path(training.__file__), "528", *plain, **environment)
         assert run.returncode == 0, run.stderr[-2000:]
         found.append(json.loads(run.stdout.splitlines()[-1]))
-        said += run.stderr
     assert found[0]["losses"] == found[1]["losses"]
     # Each layer of each step: the MLP's are no op of their own where nothing is patched.
     assert found[0]["fallbacks"] == {"fp8_matmul": 2 * training.LAYERS}
     assert found[1]["fallbacks"] == {}
-    assert said.count("no cache holds fp8_rows") == 1, said[-2000:]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs here")

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from tilekern.kernels.fp8.product import SPEC as PRODUCT
 from tilekern.ops import foreseen
 from tilekern.ops.fp8_block_linear import fp8_block_linears
 from tilekern.ops.fp8_gated_mlp import fp8_gated_mlp
@@ -53,7 +54,11 @@ def test_a_call_asks_for_what_was_foreseen(name, dtype, monkeypatch):
         given = inputs(wanted, dtype)
         before = foreseen.asked(CALLS[name], *given)
         assert before
-        assert set(before) == set(asked_by_the_call(monkeypatch, CALLS[name], given)), wanted
+        by_call = set(asked_by_the_call(monkeypatch, CALLS[name], given))
+        if dtype == torch.bfloat16:
+            # torch has a call for products of these sizes with scales of rows.
+            by_call = {each for each in by_call if each[0] is not PRODUCT}
+        assert set(before) == by_call, wanted
 
 
 def test_the_caller_s_hooks_modes_and_gradients_see_nothing():

@@ -25,8 +25,9 @@ _known: dict[Any, bool] = memo()
 
 
 def written(
-    spec: KernelSpec, dimensions: Sequence[Any], given: Sequence[Any], allocate: Callable[[], Sequence[Tensor]]
-) -> Sequence[Tensor] | None:
+    spec: KernelSpec, dimensions: Sequence[Any], given: Sequence[Any], allocate: Callable[[], Sequence[Tensor]], *,
+    dispensable: bool = False,
+) -> Sequence[Tensor] | None:  # fmt: skip
     """Return a kernel's outputs, of memory that ``allocate`` makes, or a library's; None, counted, if torch must.
 
     Args:
@@ -34,10 +35,12 @@ def written(
         dimensions: the values of its problem, in their order.
         given: its inputs, the first a tensor.
         allocate: returns its outputs, in their order.
+        dispensable: whether torch has one fast call for it, so that an op does without its plan.
     """
     noted: list[Asked] | None = getattr(_noting, "noted", None)
     if noted is not None:
-        noted.append((spec, tuple(dimensions)))
+        if not dispensable:
+            noted.append((spec, tuple(dimensions)))
         return allocate()
     plan = plan_for(spec, given[0].device, *dimensions)
     if plan is not None:
@@ -50,7 +53,7 @@ def written(
 
 
 def asked(run: Callable[..., Any], *given: Any) -> list[Asked]:
-    """Return what :func:`written` is asked for by a call and, for inputs that want gradients, by its backward.
+    """Return what a call cannot dispense with, nor its backward for inputs that want gradients, of :func:`written`.
 
     Args:
         run: returns a tensor or several.
@@ -80,7 +83,7 @@ def _like(x: Tensor) -> Tensor:
 
 
 def have_plans(name: str, run: Callable[..., Any], *given: Any) -> bool:
-    """Return whether all kernels have plans that a call and its backward ask for.
+    """Return whether all kernels have plans that a call and its backward cannot dispense with.
 
     Args:
         name: a name of ``run``, under which the answer is remembered with its arguments' shapes.

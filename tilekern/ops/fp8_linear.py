@@ -264,7 +264,9 @@ def multiplied(
     The result may have the memory of ``addend``. ``over_rows``: the sums are over tokens, as a weight's gradient.
     """
     (left, down), (right, across) = a, b
-    c = launched(PRODUCT, left, right, down, across, dtype, bias, addend, over_rows=over_rows)
+    # Where ``scaled_product`` is one call of torch's library on a GPU.
+    is_fast = dtype == torch.bfloat16 and not any(side % 16 for side in right.shape)
+    c = launched(PRODUCT, left, right, down, across, dtype, bias, addend, over_rows=over_rows, dispensable=is_fast)
     if c is not None:
         return c
     c = scaled_product(left, right, down, across, bias, dtype)
@@ -273,9 +275,12 @@ def multiplied(
 
 def launched(
     spec: KernelSpec, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, bias: Tensor | None,
-    addend: Tensor | None, *, over_rows: bool,
+    addend: Tensor | None, *, over_rows: bool, dispensable: bool = False,
 ) -> Tensor | None:  # fmt: skip
-    """Return a format's product, computed by its kernel or library; None, counted, if torch must compute it."""
+    """Return a format's product, computed by its kernel or library; None, counted, if torch must compute it.
+
+    ``dispensable`` is as in :func:`tilekern.ops.foreseen.written`.
+    """
     m, k = a.shape
     rows, inner = (k, m) if over_rows else (m, k)
     dimensions = rows, inner, b.shape[0], over_rows, bias is not None, addend is not None, dtype
@@ -285,7 +290,7 @@ def launched(
     def allocate() -> tuple[Tensor]:
         return (torch.empty((m, b.shape[0]), dtype=dtype, device=a.device) if addend is None else addend,)
 
-    made = written(spec, dimensions, given, allocate)
+    made = written(spec, dimensions, given, allocate, dispensable=dispensable)
     return None if made is None else made[0]
 
 
