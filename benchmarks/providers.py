@@ -28,6 +28,8 @@ from tilekern.errors import InputError
 Call = Callable[..., Any]
 OURS = "tilekern"
 FP8 = f"{OURS}-fp8"
+# Where steps from graphs ran with both optimizers, the faster counts.
+GRAPHS = (f"{OURS}-graphs", f"{OURS}-graphs-adamw")
 OPS = (
     "rms_norm", "swiglu", "rope", "fused_add_rms_norm", "qk_norm_rope", "cross_entropy", "fused_linear_cross_entropy",
     "attention", "linear", *SUITE,

@@ -11,14 +11,12 @@ from benchmarks.pages.charts import Panel, bars
 from benchmarks.pages.markdown import by_gpu, head, link, plot, slug, table
 from benchmarks.parallel import BENCHMARK as PARALLEL
 from benchmarks.parallel import LOSS_ON_ONE
-from benchmarks.providers import FP8, OURS, is_in_bfloat16
+from benchmarks.providers import FP8, GRAPHS, OURS, is_in_bfloat16
 from benchmarks.results import Results, Row
 from benchmarks.sources import described
 
 NAME = "models.md"
 SPEED, MEMORY, LAG, HOST, GPU = "tokens_per_s", "peak_gib", "first_step_lag_s", "host_s", "gpu_s"
-# Where steps from graphs ran with both optimizers, the faster counts.
-GRAPHS = (f"{OURS}-graphs", f"{OURS}-graphs-adamw")
 # What stands for tilekern in the overview, the first that was measured.
 _EAGER = (OURS, f"{OURS}-torch-adamw")
 _TRAINING = ("train", FAMILIES, PARALLEL)
@@ -34,7 +32,8 @@ this GPU.
 - **captured**: `tilekern-graphs`, which replays its steps from CUDA graphs ([`tilekern.graphed`](../graphs.md)), with
   torch's AdamW; with tilekern's it is `tilekern-graphs-adamw`.
 - **8 bits**: `tilekern-fp8`, linear layers by [8-bit floats](../fp8.md), and its speed-up over the fastest peer of any
-  dtype. torchao's rowwise 8-bit floats, compiled by layer, are such a peer where they were measured.
+  dtype, in the newest run that has it. torchao's rowwise 8-bit floats, compiled by layer, are such a peer where they
+  were measured.
 - **peak memory**: the most that torch had allocated during the steps.
 - **first step**: seconds by which the first step takes longer than the second: compiling, autotuning and loading. A
   process goes through the token counts of one file in rising order, so only the lowest is its first step. Peers that
@@ -83,6 +82,8 @@ class Step:
         trainers = {row.provider for row in run.rows if row.case == case}
         self.peers = sorted(name for name in trainers if not name.startswith(OURS))
         self.compares = bool(self.peers) and not trainers.isdisjoint(_EAGER)
+        # The newest measurement of the step that has 8-bit floats, with peers of their run.
+        self.in_8_bits = self
 
     @property
     def order(self) -> tuple[int, str]:
@@ -107,11 +108,16 @@ def _of_models(training: Iterable[Results]) -> tuple[dict[str, list[Step]], list
     """Return steps of whole models by model, and steps of models with few layers.
 
     Runs without a peer, or without tilekern's eager steps, compare nothing and are ignored. The newest other run of a
-    step counts.
+    step counts, and for 8-bit floats the newest that has them.
     """
     newest: dict[str, Step] = {}
     for run in sorted(training, key=lambda run: str(run.run["date"])):
-        newest.update((case, step) for case in run.cases() if (step := Step(run, case)).compares)
+        for step in (Step(run, case) for case in run.cases()):
+            if step.compares:
+                older = newest.get(step.case, step).in_8_bits
+                if step.row(FP8, SPEED) is None and older.row(FP8, SPEED):
+                    step.in_8_bits = older
+                newest[step.case] = step
     whole: dict[str, list[Step]] = {}
     few = []
     for step in sorted(newest.values(), key=lambda step: (step.model, step.order)):
@@ -148,7 +154,7 @@ def _overview_line(step: Step) -> tuple[str, ...]:
     cell = f"{_whole(speeds[1])} ({peer})" if peer else "-"
     return (
         step.model, step.tokens, _whole(speeds[0]), _whole(_captured(step)), cell, _times(_speed_up(step)),
-        _whole(step.row(FP8, SPEED)), _times(_of_8_bits(step)),
+        _whole(step.in_8_bits.row(FP8, SPEED)), _times(_of_8_bits(step)),
         ", ".join(_figure(row, ".1f") for row in _pair(step, peer, MEMORY)),
         ", ".join(_figure(row, ".2f") for row in _pair(step, peer, LAG)),
         described(step.run, step.case),
@@ -173,6 +179,7 @@ def _speed_up(step: Step) -> float | None:
 
 
 def _of_8_bits(step: Step) -> float | None:
+    step = step.in_8_bits
     peer = step.fastest_peer(in_8_bits=True)
     return _ratio(step.row(FP8, SPEED), step.row(peer, SPEED) if peer else None)
 
@@ -180,7 +187,7 @@ def _of_8_bits(step: Step) -> float | None:
 def _details(steps: Sequence[Step]) -> str:
     """Make a line for each step and trainer."""
     lines = []
-    for step in steps:
+    for step in (each for whole in steps for each in dict.fromkeys((whole, whole.in_8_bits))):
         for name in step.trainers():
             source = described(step.run, step.case) if name.startswith(OURS) else "-"
             times = (_milliseconds(step.row(name, HOST)), _milliseconds(step.row(name, GPU)))

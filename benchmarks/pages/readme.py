@@ -22,7 +22,9 @@ _IN_8_BITS = {FP8: "8 bits by tilekern", "torchao": "8 bits by torchao"}
 
 
 def with_training(text: str, everything: Sequence[Results]) -> str:
-    """Return a Markdown text with headline and table of the model's newest training run that has all of these peers.
+    """Return a Markdown text with headline and table of the model's training run that has all of these peers.
+
+    Of several it is the one with the most lengths of a step, and of these the newest.
 
     Raises:
         InputError: the text has no lines for the table, or there is no such run.
@@ -37,8 +39,8 @@ def with_training(text: str, everything: Sequence[Results]) -> str:
     if not runs:
         wanted = f"no results of train {_MODEL} have {', '.join(_TRAINERS.values())}"
         raise InputError(f"{wanted}; run python -m benchmarks train {_MODEL}")
-    newest = max(runs, key=lambda run: str(run.run["date"]))
-    return f"{head}{begin}\n\n{_headline(newest)}\n\n{_training(newest)}\n{end}{tail}"
+    run = max(runs, key=lambda run: (len(run.cases()), str(run.run["date"])))
+    return f"{head}{begin}\n\n{_headline(run)}\n\n{_training(run)}\n{end}{tail}"
 
 
 def _headline(run: Results) -> str:

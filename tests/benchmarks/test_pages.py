@@ -82,6 +82,17 @@ def test_8_bits_are_compared_with_peers_of_any_dtype_and_bfloat16_with_its_own()
     assert f"Median speed-up: {said}." in text
 
 
+def test_8_bits_stay_with_their_run_where_a_newer_one_has_none():
+    older = trained("m 1 tokens", *PEERS, ("tilekern-fp8", 900, 11, 0.4), date="2026-09-01", file="h/older.json")
+    newer = trained("m 1 tokens", ("tilekern", 7, 1, 1), ("hf 5", 5, 1, 1), date="2026-10-01", file="h/newer.json")
+    oldest = trained("m 1 tokens", ("tilekern", 6, 1, 1), ("hf 5", 6, 1, 1), date="2026-08-01", file="h/oldest.json")
+    text = models.page([newer, older, oldest])[models.NAME]
+    assert line_of(text, "m | 1").startswith("| m | 1 | 7 | - | 5 (hf 5) | 1.40 x | 900 | 0.90 x |")
+    assert "| 1 | tilekern-fp8 | 900 |" in text
+    assert "older.json" in text
+    assert "oldest.json" not in text
+
+
 def test_a_trainer_without_room_is_listed_so():
     note = "m 4096 tokens: hf-flex is out of memory, so longer ones were not tried"
     text = models.page([trained("m 4096 tokens", *PEERS, notes=[note])])[models.NAME]
@@ -262,9 +273,9 @@ def test_the_readme_s_headline_and_table_have_the_fastest_of_each_family_and_say
     assert text == f"before\n{PLACE[0]}\n\n{headline}\n\n{table}\n\n{PLACE[1]}\nafter\n"
     assert with_training(text, [run]) == text
     newer = "2027-01-01T12:00:00+00:00"
-    other = of_qwen3(
-        *(("m 1 tokens", who, 1, 1) for who in ("tilekern", "liger", "hf", "torch.compile")), model="m", date=newer
-    )
+    short = [("m 1 tokens", who, 1, 1) for who in ("tilekern", "liger", "hf", "torch.compile")]
+    assert with_training(text, [run, of_qwen3(*short, date=newer)]) == text, "the table is of the run of most steps"
+    other = of_qwen3(*short, model="m", date=newer)
     assert with_training(text, [run, other]) == text, "the table is of one model"
 
 

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+import tilekern
 from tilekern.kernels.fp8.product import SPEC as PRODUCT
 from tilekern.ops import foreseen
 from tilekern.ops.fp8_block_linear import fp8_block_linears
@@ -98,3 +99,13 @@ def test_interpreted_kernels_are_plans_and_torch_s_operations_are_none(monkeypat
         monkeypatch.setenv("TILEKERN_INTERPRET", is_on)
         dispatch.forget()
         assert foreseen.have_plans("rowwise", CALLS["rowwise"], *inputs({"x", "gate"})) == (is_on == "1")
+
+
+def test_a_call_that_torch_has_is_no_miss_and_no_fallback(monkeypatch):
+    monkeypatch.setenv("TILEKERN_INTERPRET", "0")
+    dispatch.forget()
+    before, x = tilekern.stats().get(PRODUCT.name, {}), torch.zeros(16, 16)
+    sizes = (16, 16, 16, False, False, False, torch.bfloat16)
+    assert foreseen.written(PRODUCT, sizes, (x, x), lambda: (x,), dispensable=True) is None
+    after = tilekern.stats()[PRODUCT.name]
+    assert {name: n - before.get(name, 0) for name, n in after.items() if n != before.get(name, 0)} == {"launches": 1}

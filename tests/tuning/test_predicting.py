@@ -215,3 +215,28 @@ def test_compiled_artifacts_keep_what_their_code_consists_of(compiled_sweep):
         code = code_in(line)
         assert code.whole.instructions > 100
         assert code.as_dict() == line["machine_code"]
+
+
+@pytest.mark.parametrize("vocabulary", [50257, 50264])
+def test_cublas_is_slow_with_rows_of_no_whole_16_bytes(vocabulary):
+    def seconds(kernel, config, **sizes):
+        problem = Problem({"dtype": "bfloat16", **sizes})
+        return predict_library(Candidate(kernel, problem, Config(config), ALIGNED, ""), H200).seconds
+
+    flags = dict.fromkeys(("a_transposed", "biased", "gelu_tanh", "silu", "accumulated"), False) | {
+        "b_transposed": True
+    }
+    sizes = {"rows": 4096, "inner": 768, "columns": vocabulary}
+    product = seconds("matmul", {"implementation": "torch"}, **sizes, **flags)
+    even = seconds("matmul", {"implementation": "torch"}, **sizes | {"columns": 50256}, **flags)
+    of_head = {"rows": 4096, "hidden": 768, "vocabulary": vocabulary}
+    loss, by_kernels = (
+        seconds("fused_linear_cross_entropy", {"chunk": 4096, "products": products}, **of_head)
+        for products in ("cublas", "tuned")
+    )
+    if vocabulary % 8:
+        assert product > 3 * even
+        assert by_kernels < loss / 3
+    else:
+        assert product < 1.1 * even
+        assert by_kernels == loss

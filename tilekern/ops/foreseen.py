@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilekern.errors import NoVariant
-from tilekern.runtime.dispatch import count_fallback, keep, memo, plan_for, refused
+from tilekern.runtime.dispatch import count_fallback, counters, keep, memo, plan_for, refused, tuned_plan_for
 from tilekern.spec import KernelSpec
 
 # A kernel and its problem's sizes.
@@ -28,21 +28,25 @@ def written(
     spec: KernelSpec, dimensions: Sequence[Any], given: Sequence[Any], allocate: Callable[[], Sequence[Tensor]], *,
     dispensable: bool = False,
 ) -> Sequence[Tensor] | None:  # fmt: skip
-    """Return a kernel's outputs, of memory that ``allocate`` makes, or a library's; None, counted, if torch must.
+    """Return a kernel's outputs, of memory that ``allocate`` makes, or a library's; None, counted, if torch computes.
 
     Args:
         spec: the kernel.
         dimensions: the values of its problem, in their order.
         given: its inputs, the first a tensor.
         allocate: returns its outputs, in their order.
-        dispensable: whether torch has one fast call for it, so that an op does without its plan.
+        dispensable: whether torch has one fast call for it, which runs unless a measurement says that a kernel is
+            faster.
     """
     noted: list[Asked] | None = getattr(_noting, "noted", None)
     if noted is not None:
         if not dispensable:
             noted.append((spec, tuple(dimensions)))
         return allocate()
-    plan = plan_for(spec, given[0].device, *dimensions)
+    plan = (tuned_plan_for if dispensable else plan_for)(spec, given[0].device, *dimensions)
+    if plan is None and dispensable:
+        counters(spec.name).past_launches += 1
+        return None
     if plan is not None:
         try:
             return plan.run(given[0].get_device(), tuple(given), lambda: tuple(allocate()))

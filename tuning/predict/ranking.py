@@ -12,7 +12,7 @@ from typing import Any
 
 from tilekern.compile.cubin import Resources
 from tilekern.compile.library import library_of
-from tilekern.spec import ALIGNED, Problem
+from tilekern.spec import ALIGNED, ITEM_BYTES, Problem
 from tilekern.spec.targets import Target
 from tilekern.tuning.compile.machine_code import MachineCode
 from tilekern.tuning.predict.cost_model import (
@@ -22,6 +22,7 @@ from tilekern.tuning.predict.cost_model import (
     LIBRARY,
     LIBRARY_OVERHEAD_S,
     MEMORY,
+    ODD_ROWS,
     PRODUCTS,
     Weights,
 )
@@ -81,9 +82,19 @@ def predict_library(candidate: Candidate, target: Target) -> Prediction:
     call = candidate.spec.implement(candidate.problem, candidate.config)
     factor = LIBRARIES.get(library_of(candidate.config) or "", LIBRARY)
     factor = COMPOSITE if call.composite else factor
+    if _multiplies_odd_rows(candidate):
+        factor *= ODD_ROWS
     seconds = LIBRARY_OVERHEAD_S + factor * roofline(candidate.kernel, candidate.problem, target).seconds
     bonus = DEFAULT_BONUS if candidate.config == candidate.spec.default(candidate.problem, target) else 0.0
     return Prediction(seconds, 1, 0.0, spills=False, bonus=bonus)
+
+
+def _multiplies_odd_rows(candidate: Candidate) -> bool:
+    """Return whether a library multiplies matrices whose rows are no whole 16 bytes."""
+    problem = candidate.problem
+    products = candidate.config.get("products", "cublas" if problem.get("inner") else "")
+    sides = [problem.get(name) or 0 for name in ("vocabulary", "inner", "columns")]
+    return products == "cublas" and any(side * ITEM_BYTES[problem["dtype"]] % 16 for side in sides)
 
 
 def ranking(sweep: Sweep, kernel: str, problem: Problem, target: Target) -> list[tuple[Candidate, Prediction]]:
