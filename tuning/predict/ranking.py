@@ -20,6 +20,7 @@ from tilekern.tuning.predict.cost_model import (
     DEFAULT_BONUS,
     LIBRARIES,
     LIBRARY,
+    LIBRARY_CALLS,
     LIBRARY_OVERHEAD_S,
     MEMORY,
     ODD_ROWS,
@@ -80,11 +81,11 @@ def costs_of(candidate: Candidate, resources: Resources, target: Target, code: M
 def predict_library(candidate: Candidate, target: Target) -> Prediction:
     """Predict the time of a library's call: the roofline's time over the share of it that libraries reach."""
     call = candidate.spec.implement(candidate.problem, candidate.config)
-    factor = LIBRARIES.get(library_of(candidate.config) or "", LIBRARY)
-    factor = COMPOSITE if call.composite else factor
+    factor = COMPOSITE if call.composite else LIBRARIES.get(library_of(candidate.config) or "", LIBRARY)
+    overhead_s, factor = LIBRARY_CALLS.get(candidate.kernel, (LIBRARY_OVERHEAD_S, factor))
     if _multiplies_odd_rows(candidate):
         factor *= ODD_ROWS
-    seconds = LIBRARY_OVERHEAD_S + factor * roofline(candidate.kernel, candidate.problem, target).seconds
+    seconds = overhead_s + factor * roofline(candidate.kernel, candidate.problem, target).seconds
     bonus = DEFAULT_BONUS if candidate.config == candidate.spec.default(candidate.problem, target) else 0.0
     return Prediction(seconds, 1, 0.0, spills=False, bonus=bonus)
 
