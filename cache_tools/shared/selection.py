@@ -89,5 +89,6 @@ def seconds_since(moment: float) -> float:
 def _is_target(key: str, wanted: str) -> bool:
     # A key looks like sm_90-h100_80gb_hbm3-132.
     arch, _, rest = key.lower().partition("-")
-    name = re.sub("[^a-z0-9]+", "_", wanted.lower()).strip("_")
+    # The driver's names are ASCII; other letters must not pass for the separators of one.
+    name = re.sub("[^a-z0-9]+", "_", wanted.lower()).strip("_") if wanted.isascii() else ""
     return wanted.lower() in (key.lower(), arch) or (name != "" and name == rest.rpartition("-")[0])

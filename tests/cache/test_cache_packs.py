@@ -1,9 +1,12 @@
 """A pack carries a cache, and of two records of one problem the better one stays."""
 
+from pathlib import Path
+
 import pytest
-from cache_samples import PROBLEM, SOURCE, digest_of, make, put
+from cache_samples import PROBLEM, SOURCE, digest_of, make, make_classed, put
 
 from tilekern.cache import CacheError, Store, install_pack, why_kept, write_pack
+from tilekern.cache.keys import blob_path
 
 SECOND = {"problem": {**PROBLEM, "rows": 1}}
 # Records are made in August.
@@ -53,6 +56,20 @@ def test_the_better_record_stays(tmp_path, present, offered, today, stays):
     installed = install_pack(tmp_path / "a.pack", Store(tmp_path / "cache"), today=today and (lambda _: today))
     (entry,) = Store(tmp_path / "cache").entries()
     assert (installed.records, entry.record.created_by) == ((0, "present") if stays else (1, "offered"))
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"damaged")], ids=["lost", "damaged"])
+def test_a_record_whose_artifact_cannot_be_loaded_does_not_stay(tmp_path, damage):
+    store, (present, kept) = Store(tmp_path / "cache"), make_classed(**AHEAD)
+    store.write(present, kept)
+    offered, blobs = make(**PREDICTED)
+    damage(store.root / blob_path(present.artifacts["invariant"].sha256))
+    assert why_kept(store, offered), "it serves all the same"
+    damage(store.root / blob_path(present.artifacts["aligned"].sha256))
+    assert not why_kept(store, offered)
+    write_pack(tmp_path / "a.pack", [(offered, blobs)])
+    assert install_pack(tmp_path / "a.pack", store).records == 1
+    assert {sha256: store.read_blob(sha256) for sha256 in offered.digests} == blobs
 
 
 def test_a_record_made_just_now_is_newer_than_any_date(tmp_path):

@@ -69,6 +69,7 @@ def test_ls_lists_the_records_in_columns(cli):
         (["--kernel", "rope"], 0),
         (["--gpu", "sm_90-h200-132"], 2),
         (["--gpu", "h200"], 2),
+        (["--gpu", "h200é"], 0),
         (["--gpu", "SM_100"], 1),
         (["--toolkit", "tileiras-13.5.0"], 1),
         (["--provenance", "predicted"], 1),

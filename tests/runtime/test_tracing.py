@@ -55,6 +55,16 @@ def test_an_op_on_meta_is_noted_at_its_bucket_and_launches_nothing():
     assert tilekern.stats() == before
 
 
+def test_a_problem_is_dispensable_until_a_call_needs_it():
+    wanted = spec_named("swiglu_forward"), torch.device("meta"), 64, 48, torch.bfloat16
+    with tilekern.trace(gpu="H200") as found:
+        assert dispatch.tuned_plan_for(*wanted) is not None
+        assert found.dispensable == list(found.asked) != []
+        dispatch.plan_for(*wanted)
+        dispatch.tuned_plan_for(*wanted)
+    assert (found.dispensable, len(found.asked)) == ([], 1)
+
+
 def test_the_innermost_patch_or_the_outermost_op_is_noted_as_asker():
     """An op asks for the kernels of others: ``gated_mlp`` for SwiGLU's, which stand in for an MLP here."""
 

@@ -62,7 +62,13 @@ def test_names_that_people_give(name, expected):
     assert resolve(name).key == expected
 
 
-@pytest.mark.parametrize("name", ["", "H300", "sm_70", "sm90x", "NVIDIA", "sm_90-h200", "B200 MIG 3g.90gb", "sm_90:0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", "H300", "sm_70", "sm90x", "NVIDIA", "sm_90-h200", "B200 MIG 3g.90gb", "sm_90:0", "sm_90:7٨",
+        "sm_90-h200-13٢", "H2Nvidia00", "H200é MIG 3g.71gb", "H200 MIG 3g.71gbé",
+    ],
+)  # fmt: skip
 def test_an_unknown_gpu_is_named_with_the_known_ones(name):
     with pytest.raises(InputError, match=r"unknown GPU .*known: .*H200.*sm_100.*auto") as caught:
         resolve(name)
@@ -74,7 +80,13 @@ def test_a_name_that_is_no_text_is_refused():
         resolve(3)
 
 
-@pytest.mark.parametrize(("name", "meant"), [("B20", "B200"), ("sm-09", "sm_90"), ("h100 80gb hbm", "H100 80GB HBM3")])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("B20", "B200"), ("sm-09", "sm_90"), ("h100 80gb hbm", "H100 80GB HBM3"), ("H200é", "H200"), ("éH200", "H200"),
+        ("H2é00", "H200"), ("H200!", "H200"),
+    ],
+)  # fmt: skip
 def test_a_gpu_that_is_nearly_one_is_suggested(name, meant):
     with pytest.raises(InputError, match=f"; did you mean {meant}\\?$"):
         resolve(name)
@@ -174,8 +186,10 @@ def test_a_gpu_is_named_by_its_figures():
         ),
         ("memory=fast", "is wrong; memory must be a whole number up to 999999, as in sm_90:78"),
         ("memory=0", "is wrong; memory must be a whole number"),
-        ("name=--", "is wrong; name must be text of at most 60 characters"),
-        (f"name={'x' * 70}", "is wrong; name must be text of at most 60 characters"),
+        ("name=--", "is wrong; name must be ASCII text of at most 60 characters"),
+        ("name=H200é", "is wrong; name must be ASCII text"),
+        ("memory=4٨", "is wrong; memory must be a whole number"),
+        (f"name={'x' * 70}", "is wrong; name must be ASCII text of at most 60 characters"),
     ],
 )
 def test_a_wrong_figure_is_named_with_what_is_allowed(option, wrong):

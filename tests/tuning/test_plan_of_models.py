@@ -436,6 +436,19 @@ def test_so_it_does_in_a_backward_that_asks_for_kernels_of_its_own(steps, monkey
     check_one_of_each_kind(AutoConfig.for_model("qwen3", **FAMILIES["qwen3"]), monkeypatch, **steps)
 
 
+@pytest.mark.parametrize(
+    ("steps", "kernels"),
+    [({"fp8": "rowwise"}, {"fp8_matmul"}), ({"fp8": "blockwise"}, set()), ({"decode": (1,)}, {"skinny_linear"})],
+    ids=str,
+)
+def test_kernels_that_run_only_where_they_were_measured_are_said(steps, kernels):
+    says = ": where no record was measured, torch's own operations run, and nothing is compiled"
+    notes = planned(AutoConfig.for_model("qwen3", **FAMILIES["qwen3"]), **steps).notes
+    names = {name for note in notes if note.endswith(says) for name in note.removesuffix(says).split(", ")}
+    assert kernels <= names
+    assert bool(kernels) == bool(names)
+
+
 def check_one_of_each_kind(config, monkeypatch, **steps):
     thinned = planned(config, **steps)
     whole = []

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
+import shlex
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilekern.doctor.report import Report
+from tilekern.errors import TilekernWarning
 from tilekern.spec.targets import Target
 
 if TYPE_CHECKING:
@@ -16,6 +21,8 @@ if TYPE_CHECKING:
 _SET = "set TILEKERN_CACHE_DIR to a folder of yours"
 # Records read of one cache; of a larger one only the first are read.
 _MOST_RECORDS = 2000
+# Damaged records by state.
+_DAMAGED = {"bad": "cannot be read", "without artifacts": "with artifacts that are missing or damaged"}
 
 
 def tell_of_caches(report: Report, target: Target | None) -> None:
@@ -38,13 +45,6 @@ def tell_of_caches(report: Report, target: Target | None) -> None:
         packs = f" ({len(layers)} packs)" if len(layers) > 1 else ""
         report.say("" if number else "caches", f"{name}{packs}: {_told(counts, target)}")
         report.document["caches"].append({"name": name, "layers": len(layers), **counts})
-        if counts["untrusted"]:
-            report.complain(f"{_records(counts['untrusted'])} of {name} not trusted, and not loaded: see docs/trust.md")
-        if counts["bad"]:
-            report.complain(
-                f"{_records(counts['bad'])} of {name} cannot be read: "
-                "python -m tilekern.cache_tools verify lists them; tune or unpack again"
-            )
     _data_packages(report, target)
     policy = "signed records alone" if must_be_signed() else "any record"
     shared = "and what others can write, too" if others_may_write() else "but not what others can write"
@@ -95,39 +95,72 @@ def _counts(report: Report, layer: Layer, target: Target | None) -> Counter[str]
     """Count a layer's records for the GPU (``own``), for its arch (``near``) and others; its own also by state."""
     from tilekern.cache import CacheError, PackLayer, UnknownSchema, Untrusted
     from tilekern.cache.keys import Address, parse_path, parse_problem_key
-    from tilekern.cache.lookup import other_versions
     from tilekern.cache_tools.shared.installed import is_stale
 
     counts: Counter[str] = Counter()
     addresses: list[Address] = []
+    refusal = ""
+    path = str(getattr(layer, "path", None) or getattr(layer, "root", ""))
     if isinstance(layer, PackLayer):
         addresses = sorted(layer.addresses())
     else:
-        folder = Path(getattr(layer, "root", ""))
-        for name in _files_below(report, folder):
+        for name in _files_below(report, Path(path)):
             try:
                 addresses.append(parse_path(name.split(os.sep)))
             except CacheError:
                 counts["other files"] += 1
-    for address in addresses:
-        kind = "other" if target is None or not address.target_key.startswith(f"{target.arch}-") else "near"
-        kind = "own" if target is not None and address.target_key == target.key else kind
-        counts[kind] += 1
-        # On a machine without a GPU, none is of its own.
-        if (kind != "own" and target is not None) or counts[kind] > _MOST_RECORDS:
-            continue
+
+    @functools.cache
+    def is_sound(sha256: str) -> bool:
         try:
-            record = layer.read_record(*address[:3], parse_problem_key(address.problem_key))
+            layer.read_blob(sha256)
+        except CacheError:
+            return False
+        return True
+
+    with warnings.catch_warnings():
+        # A layer also warns of each file that is bad.
+        warnings.filterwarnings("ignore", re.escape(path), TilekernWarning)
+        for address in addresses:
+            kind = "other" if target is None or not address.target_key.startswith(f"{target.arch}-") else "near"
+            kind = "own" if target is not None and address.target_key == target.key else kind
+            counts[kind] += 1
+            # On a machine without a GPU, none is of its own.
+            if (kind != "own" and target is not None) or counts[kind] > _MOST_RECORDS:
+                continue
+            try:
+                record = layer.read_record(*address[:3], parse_problem_key(address.problem_key))
+            except UnknownSchema:
+                counts["of another version"] += 1
+                continue
+            except Untrusted as error:
+                counts["untrusted"] += 1
+                refusal = refusal or f"{'/'.join(address)}: {error}"
+                continue
+            except CacheError:
+                counts["bad"] += 1
+                continue
             counts[record.provenance] += 1
             counts["stale"] += is_stale(record) is True
-        except Untrusted as error:
-            counts["untrusted"] += 1
-            if counts["untrusted"] == 1:
-                report.complain(f"{'/'.join(address)}: {error}")
-        except UnknownSchema:
-            counts["of another version"] += 1
-        except CacheError:
-            counts["bad"] += 1
+            # A pack is one file, of which nothing gets lost.
+            counts["without artifacts"] += not (isinstance(layer, PackLayer) or all(map(is_sound, record.digests)))
+    _complain_of_records(report, layer, path, counts, refusal)
+    return counts
+
+
+def _complain_of_records(report: Report, layer: Layer, path: str, counts: Counter[str], refusal: str) -> None:
+    """Complain about a layer's records that no job uses, by their counts; ``refusal`` is of one that is not trusted."""
+    from tilekern.cache.lookup import other_versions
+
+    if refusal:
+        untrusted = _records(counts["untrusted"])
+        report.complain(f"{untrusted} of {path} not trusted, and not loaded ({refusal}): see docs/trust.md")
+    for state, what in _DAMAGED.items():
+        if counts[state]:
+            report.complain(
+                f"{_records(counts[state])} of {path} {what}: tune or unpack again; "
+                f"python -m tilekern.cache_tools verify {shlex.quote(path)} lists them"
+            )
     if counts["stale"]:
         package = getattr(layer, "package", None)
         report.complain(
@@ -137,7 +170,6 @@ def _counts(report: Report, layer: Layer, target: Target | None) -> Counter[str]
             else f"{layer.name}: {_records(counts['stale'])} stale, as the source of their kernels has changed; "
             "python -m tilekern.tune refresh --same-code keeps those with the same machine code"
         )
-    return counts
 
 
 def _files_below(report: Report, root: Path) -> list[str]:

@@ -45,7 +45,7 @@ class Prepared:
     """The outcome of :func:`prepare`.
 
     Attributes:
-        problems: how many problems the step asks for.
+        problems: how many problems the step asks for, without those of kernels that run only if a record was measured.
         compiled: how many defaults were compiled here.
         missing: kernel and problem of those that have no record yet: they could not be compiled, or another process is
             still at it.
@@ -146,7 +146,7 @@ def _apart(trace: Callable[[], _T]) -> _T | None:
 
 
 class _Step(NamedTuple):
-    """A traced step: what it asks for, and the bytes that it moves on the GPU if they were counted."""
+    """A traced step: what it cannot do without, and the bytes that it moves on the GPU if they were counted."""
 
     problems: list[tuple[KernelSpec, Problem]]
     bytes: float
@@ -173,7 +173,8 @@ def _traced_step(
     with tracing(trace) as found, counting as traffic, products_cast(casts.device), casts:
         step_as_it_is(model, step, adamw=AdamW.steps(model.parameters()))
     launched = (found.specs[kernel].bytes_moved(problem) * n for (kernel, problem), n in found.launches.items())
-    problems = [(found.specs[kernel], problem) for kernel, problem in found.asked]
+    others = set(found.dispensable)  # whose defaults no call would run
+    problems = [(found.specs[named[0]], named[1]) for named in found.asked if named not in others]
     return _Step(problems, traffic.bytes + sum(launched) if traffic is not None else 0.0)
 
 

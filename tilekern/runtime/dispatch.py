@@ -499,8 +499,11 @@ def tuned_plan_for(spec: KernelSpec, device: Any, *sizes: Any) -> Plan | None:
     """
     needs_class = _state.invariant and has_rows(spec.name)
     if device.type != "cuda":
-        is_asked = not needs_class and (device.type == "meta" or interpreting())
-        return plan_for(spec, device, *sizes) if is_asked else None
+        if needs_class:
+            return None
+        if device.type == "meta" and _state.trace is not None:
+            return _state.trace.plan(spec, _problem(spec, sizes), dispensable=True)
+        return plan_for(spec, device, *sizes) if device.type == "meta" or interpreting() else None
     key = ("tuned", spec.name, device.index, *sizes)
     try:
         return _state.plans[key]

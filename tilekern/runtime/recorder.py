@@ -112,6 +112,7 @@ class Trace:
         self.target, self.real, self._lacking = target, real, lacking
         self.asked: dict[Named, None] = {}
         self.others: dict[Named, None] = {}
+        self._needed: set[Named] = set()
         self.fallbacks: Counter[str] = Counter()
         self.invariant: dict[Named, None] = {}
         self._launches: dict[bool, Counter[Named]] = {False: Counter(), True: Counter()}
@@ -129,6 +130,11 @@ class Trace:
     def problems(self) -> list[Named]:
         """All problems, each once."""
         return list(self.asked | self.others)
+
+    @property
+    def dispensable(self) -> list[Named]:
+        """Problems of ``asked`` for which something else runs unless a record of them was measured."""
+        return [named for named in self.asked if named not in self._needed]
 
     @property
     def launches(self) -> Counter[Named]:
@@ -156,11 +162,11 @@ class Trace:
         finally:
             self._times = before
 
-    def plan(self, spec: KernelSpec, problem: Problem | None) -> TracedPlan | None:
+    def plan(self, spec: KernelSpec, problem: Problem | None, *, dispensable: bool = False) -> TracedPlan | None:
         """Note a problem of real sizes and return its traced plan; None if it has none."""
         if problem is None or spec.name in self._lacking:
             return None
-        self.note(spec, problem)
+        self.note(spec, problem, dispensable=dispensable)
         return TracedPlan(self, spec, problem)
 
     def see(self, spec: KernelSpec, problem: Problem, plan: Plan | None) -> None:
@@ -239,10 +245,12 @@ class Trace:
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror}") from None
 
-    def note(self, spec: KernelSpec, problem: Problem) -> None:
-        """Note that a problem of real sizes is asked for."""
+    def note(self, spec: KernelSpec, problem: Problem, *, dispensable: bool = False) -> None:
+        """Note that a problem of real sizes is asked for, by a call that can do without it if ``dispensable``."""
         named = spec.name, spec.bucketed(problem)
         self._into.setdefault(named)
+        if not dispensable:
+            self._needed.add(named)
         if dispatch.is_invariant() and has_rows(*named):
             self.invariant.setdefault(named)
         self.specs[spec.name] = spec

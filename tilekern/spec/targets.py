@@ -280,8 +280,8 @@ _STANDARD |= {"sm_103": "B300 SXM6 AC", "sm_120": "GeForce RTX 5090", "sm_121": 
 # The target of interpreted kernels: few SMs, so that persistent loops take several steps.
 INTERPRETED = Target("interpreter", "sm_90", 3, 100, _MIB, 228 * _KIB, 2048, 1, 1)
 
-_KEY = re.compile(r"(sm_\d{2,3})-([a-z0-9][a-z0-9_]*)-([1-9]\d{0,2})")
-_FIGURES = re.compile(r"(sm_\d{2,3}):([1-9]\d{0,2})((?:,[^,=]+=[^,=]+)*)", re.IGNORECASE)
+_KEY = re.compile(r"(sm_\d{2,3})-([a-z0-9][a-z0-9_]*)-([1-9]\d{0,2})", re.ASCII)
+_FIGURES = re.compile(r"(sm_\d{2,3}):([1-9]\d{0,2})((?:,[^,=]+=[^,=]+)*)", re.ASCII | re.IGNORECASE)
 _OPTIONS = {
     "memory": ("memory_gbs", 1), "l2": ("l2_bytes", _MIB), "shared": ("shared_bytes", _KIB),
     "registers": ("registers", 1), "threads": ("threads", 1), "blocks": ("blocks", 1),
@@ -290,7 +290,7 @@ _OPTIONS = {
 _LONGEST_NAME = 60
 FORM = "sm_90:78,memory=4000,l2=60,shared=228,name=H20"
 # A slice of a GPU as the driver names it: "H100 80GB HBM3 MIG 1g.10gb".
-_SLICE = re.compile(r"(.+?)[ _]mig[ _]([1-7])g[._](\d+)gb(?![a-z0-9]).*", re.IGNORECASE)
+_SLICE = re.compile(r"(.+?)[ _]mig[ _]([1-7])g[._](\d+)gb(?:[ _.+-][ -~]*)?", re.ASCII | re.IGNORECASE)
 # SMs of slices of one to seven parts, by the arch and the SMs of the whole, as `nvidia-smi mig -lgip` lists them.
 _SLICES = {
     ("sm_80", 108): {1: 14, 2: 28, 3: 42, 4: 56, 7: 98},
@@ -341,8 +341,8 @@ def resolve(name: str) -> Target:
 
 
 def _word(name: str) -> str:
-    """Return a model's name for comparison: without the vendor, the brand and punctuation."""
-    return re.sub("nvidia|geforce|[^a-z0-9]+", "", name.lower())
+    """Return a model's name for comparison: without the vendor, the brand, spaces and hyphens."""
+    return re.sub(r"[\s_-]+", "", name.lower()).removeprefix("nvidia").removeprefix("geforce")
 
 
 def _listed(name: str) -> Target | None:
@@ -398,15 +398,17 @@ def _by_figures(text: str) -> Target | None:
     name = "GPU"
     for option in filter(None, found[3].split(",")):
         what, _, value = (part.strip() for part in option.partition("="))
-        if what == "name" and re.search("[a-z0-9]", value.lower()) and len(value) <= _LONGEST_NAME:
+        if what == "name" and re.fullmatch("[ -~]*[A-Za-z0-9][ -~]*", value) and len(value) <= _LONGEST_NAME:
             name = value.removeprefix("NVIDIA ")
         elif what not in (*_OPTIONS, "name"):
             raise InputError(f"--gpu {text}: {option!r} is unknown; use {', '.join(_OPTIONS)} or name, as in {FORM}")
-        elif what != "name" and re.fullmatch(r"[1-9]\d{0,5}", value):
+        elif what != "name" and re.fullmatch("[1-9][0-9]{0,5}", value):
             field, unit = _OPTIONS[what]
             figures[field] = int(value) * unit
         else:
-            allowed = f"text of at most {_LONGEST_NAME} characters" if what == "name" else "a whole number up to 999999"
+            allowed = (
+                f"ASCII text of at most {_LONGEST_NAME} characters" if what == "name" else "a whole number up to 999999"
+            )
             raise InputError(f"--gpu {text}: {option!r} is wrong; {what} must be {allowed}, as in {FORM}")
     return described(name, found[1].lower(), int(found[2]), **figures)
 

@@ -94,6 +94,8 @@ def plan_of_model(model: Any, steps: Steps, target: Target) -> Planned:
     notes += [
         f"{name}: calls of a step run torch's operations, for which nothing is planned" for name in found.fallbacks
     ]
+    if names := ", ".join(dict.fromkeys(kernel for kernel, _ in found.dispensable)):
+        notes.append(f"{names}: where no record was measured, torch's own operations run, and nothing is compiled")
     _note_padding(found, steps)
     _note_pages(found, steps)
     _note_rows(found, steps)

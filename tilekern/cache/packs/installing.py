@@ -20,6 +20,7 @@ from tilekern.cache.records import LARGEST_RECORD, Record, decode_record
 from tilekern.cache.store import GRACE_S, Store
 from tilekern.cache.trust.policy import must_be_signed, own_seal, require_trusted
 from tilekern.cache.trust.signing import SIGNATURE_BYTES
+from tilekern.spec.kernel_spec import INVARIANT
 
 Today = Callable[[Record], str | None]
 _Signatures = Mapping[str, Mapping[str, bytes]]
@@ -112,6 +113,10 @@ def _present(store: Store, address: Address, *, trusted: bool = False) -> Record
         if trusted and must_be_signed():
             # A record that is never loaded must not keep out a signed one.
             require_trusted(data, lambda name: read_whole(store.root / name, SIGNATURE_BYTES + 1)[0])
+        # Nor must one that a lookup passes over, since an artifact is lost.
+        for name, artifact in present.artifacts.items():
+            if name != INVARIANT:
+                store.read_blob(artifact.sha256)
     except UnknownSchema as error:
         raise UnknownSchema(f"{path} is left alone: {error}") from None
     except CacheError:
