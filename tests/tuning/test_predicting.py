@@ -24,6 +24,7 @@ from tilekern.tuning.predict.ranking import (
     ranking,
     resident_blocks,
 )
+from tilekern.tuning.predict.roofline import roofline
 from tilekern.tuning.sweep.candidates import Candidate
 
 RECORDED = Path(__file__).with_name("data") / "h200-costs.json.gz"
@@ -240,3 +241,16 @@ def test_cublas_is_slow_with_rows_of_no_whole_16_bytes(vocabulary):
     else:
         assert product < 1.1 * even
         assert by_kernels == loss
+
+
+def test_torch_s_products_of_8_bits_are_predicted_as_measured_on_hopper_alone():
+    sizes = {"rows": 4096, "inner": 4096, "columns": 4096, "over_rows": False, "biased": False, "accumulated": False}
+    problem = Problem({"dtype": "bfloat16", **sizes})
+    item = Candidate("fp8_matmul", problem, Config({"implementation": "torch"}), ALIGNED, "")
+    shares = {
+        name: predict_library(item, target).seconds / roofline("fp8_matmul", problem, target).seconds
+        for name in ("H200", "H100", "B200", "RTX 5090")
+        for target in [resolve(name)]
+    }
+    assert max(shares["H200"], shares["H100"]) < 0.8
+    assert min(shares["B200"], shares["RTX 5090"]) > 1.9

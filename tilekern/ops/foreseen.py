@@ -7,6 +7,7 @@ asks for their plans.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,13 +16,32 @@ import torch
 from torch import Tensor
 
 from tilekern.errors import NoVariant
-from tilekern.runtime.dispatch import count_fallback, counters, keep, memo, plan_for, refused, tuned_plan_for
+from tilekern.runtime.dispatch import (
+    count_fallback,
+    counters,
+    keep,
+    memo,
+    plan_for,
+    refused,
+    traced_target,
+    tuned_plan_for,
+)
 from tilekern.spec import KernelSpec
+from tilekern.spec.targets import Target, here
 
 # A kernel and its problem's sizes.
 Asked = tuple[KernelSpec, tuple[Any, ...]]
+# While a thread notes: what it has noted, and the GPU that it is for.
 _noting = threading.local()
+_gpu = functools.cache(here)
 _known: dict[Any, bool] = memo()
+
+
+def target_of(x: Tensor) -> Target | None:
+    """Return the GPU of a call on a tensor: its own; on meta that of the call to come, or of the running trace."""
+    if x.is_cuda:
+        return _gpu(x.get_device())
+    return getattr(_noting, "target", None) or traced_target() if x.is_meta else None
 
 
 def written(
@@ -44,28 +64,31 @@ def written(
             noted.append((spec, tuple(dimensions)))
         return allocate()
     plan = (tuned_plan_for if dispensable else plan_for)(spec, given[0].device, *dimensions)
-    if plan is None and dispensable:
-        counters(spec.name).past_launches += 1
-        return None
     if plan is not None:
         try:
             return plan.run(given[0].get_device(), tuple(given), lambda: tuple(allocate()))
         except NoVariant as error:
             refused(spec, error)
+    elif dispensable:
+        counters(spec.name).past_launches += 1
+        return None
     count_fallback(spec)
     return None
 
 
-def asked(run: Callable[..., Any], *given: Any) -> list[Asked]:
+def asked(run: Callable[..., Any], *given: Any, target: Target | None = None) -> list[Asked]:
     """Return what a call cannot dispense with, nor its backward for inputs that want gradients, of :func:`written`.
 
     Args:
         run: returns a tensor or several.
         given: its arguments; tensors are replaced by their likes on meta.
+        target: the GPU of the call, for :func:`target_of`.
     """
     likes = [_like(x) if isinstance(x, Tensor) else x for x in given]
     wanted = [x for x in likes if isinstance(x, Tensor) and x.requires_grad]
-    before, _noting.noted = getattr(_noting, "noted", None), list[Asked]()
+    noted = list[Asked]()
+    before = getattr(_noting, "noted", None), getattr(_noting, "target", None)
+    _noting.noted, _noting.target = noted, target
     try:
         # Hooks of the caller, as checkpoints have, see nothing of this.
         with torch.set_grad_enabled(bool(wanted)), torch.autograd.graph.saved_tensors_hooks(_same, _same):
@@ -73,9 +96,9 @@ def asked(run: Callable[..., Any], *given: Any) -> list[Asked]:
             results = [y for y in ([made] if isinstance(made, Tensor) else made) if y.requires_grad]
             if results:
                 torch.autograd.grad(results, wanted, [torch.empty_like(y) for y in results], allow_unused=True)
-        return _noting.noted
+        return noted
     finally:
-        _noting.noted = before
+        _noting.noted, _noting.target = before
 
 
 def _same(x: Tensor) -> Tensor:
@@ -101,6 +124,7 @@ def have_plans(name: str, run: Callable[..., Any], *given: Any) -> bool:
     )  # fmt: skip
     known = _known.get(key)
     if known is None:
-        plans = [plan_for(spec, device, *sizes) for spec, sizes in dict.fromkeys(asked(run, *given))]
+        wanted = dict.fromkeys(asked(run, *given, target=target_of(given[0])))
+        plans = [plan_for(spec, device, *sizes) for spec, sizes in wanted]
         known = keep(_known, key, None not in plans)
     return known

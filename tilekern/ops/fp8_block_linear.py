@@ -161,5 +161,5 @@ class _Fp8BlockLinears(torch.autograd.Function):
 
 
 _BLOCKWISE = Format(
-    "fp8_block_linear", PRODUCT, applied(_Fp8BlockLinears), lambda x, layers: _forward(x, layers, both=False)[0]
+    "fp8_block_linear", PRODUCT, applied(_Fp8BlockLinears), lambda x, *layers: _forward(x, layers, both=False)[0]
 )

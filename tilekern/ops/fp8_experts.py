@@ -98,12 +98,12 @@ def fp8_experts(
 
 def _run(x: Tensor, ids: Tensor, weights: Tensor, parameters: Sequence[Any], how: tuple[Any, ...]) -> Tensor:
     graded = needs_gradient(x, weights, *parameters)
-    why = _why_not(x, ids, parameters, graded) or _why_unserved(stored(parameters[0])[0], graded)
+    gate_up, down, *biases = parameters
+    why = _why_not(x, ids, parameters, graded) or _why_unserved(stored(gate_up)[0], graded)
     if why:
         if not torch.compiler.is_compiling():
             count_fallback(PRODUCT, why)
         return experts(x, ids, weights, *parameters, **dict(zip(Gate._fields, how, strict=False)))
-    gate_up, down, *biases = parameters
     (first, up_turned), (second, down_turned) = stored(gate_up), stored(down)
     options = Gate(*how)._replace(up_turned=up_turned, down_turned=down_turned)
     given = (x, weights, first, second, *biases, ids)

@@ -33,7 +33,6 @@ from tilekern.ops.fp8_linear import (
     turned,
     why_no_plans,
     why_not,
-    why_unserved,
 )
 from tilekern.ops.gated_mlp import gated_mlp
 from tilekern.ops.geglu import geglu
@@ -109,7 +108,8 @@ def _run(x: Tensor, weights: Sequence[Tensor], activation: str) -> Tensor:
         why = why_no_plans("fp8_gated_mlp", run, x, *weights, activation)
         if not why:
             return run(x, *weights, activation)
-        if activation == "silu" and why_unserved(ROWWISE, x, graded, (weights[0], None, weights[1], None)):
+        first = weights[0], None, weights[1], None
+        if activation == "silu" and why_no_plans(ROWWISE.op, ROWWISE.run(graded), x, *first):
             count_fallback(PRODUCT, why)
             return gated_mlp(x, *weights)
     gate, up = fp8_linears(x, [(weight, None) for weight in weights[:2]])

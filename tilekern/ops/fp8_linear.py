@@ -38,7 +38,7 @@ from tilekern.kernels.fp8.turned import SPEC as TURNED
 from tilekern.kernels.fp8.turned import pitch_of
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
 from tilekern.kernels.skinny.tiles import MOST_ROWS
-from tilekern.ops.foreseen import have_plans, written
+from tilekern.ops.foreseen import have_plans, target_of, written
 from tilekern.ops.kept import is_kept
 from tilekern.ops.linear import product
 from tilekern.ops.registration import (
@@ -75,13 +75,17 @@ class Format(NamedTuple):
         op: the name of the op, for errors.
         product: the kernel by whose name calls of torch's layer are counted.
         graded: x, then weight and bias of each layer -> their results, with gradients.
-        plain: x, and weight and bias of each layer in one sequence -> their results, without gradients.
+        plain: the same without gradients.
     """
 
     op: str
     product: KernelSpec
     graded: Callable[..., tuple[Tensor, ...]]
-    plain: Callable[[Tensor, Sequence[Any]], tuple[Tensor, ...]]
+    plain: Callable[..., tuple[Tensor, ...]]
+
+    def run(self, graded: bool) -> Callable[..., tuple[Tensor, ...]]:
+        """Return what computes a call, with or without gradients."""
+        return self.graded if graded else self.plain
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -143,13 +147,14 @@ def _run(how: Format, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ..
             count_fallback(how.product, "a transform or a mode of torch, as vmap or selective checkpoints")
         return tuple(torch.nn.functional.linear(x, *layer) for layer in layers_of(parameters))
     graded = needs_gradient(x, *parameters)
-    why = why_not(x, graded, parameters[::2]) or why_unserved(how, x, graded, parameters)
+    run = how.run(graded)
+    why = why_not(x, graded, parameters[::2]) or why_no_plans(how.op, run, x, *parameters)
     if why:
         count_fallback(how.product, why)
         is_torchs = graded or any(type(weight) is RoundedWeight for weight in parameters[::2])
         multiply = torch.nn.functional.linear if is_torchs else product
         return tuple(multiply(x, *layer) for layer in layers_of(parameters))
-    return how.graded(x, *parameters) if graded else how.plain(x, parameters)
+    return run(x, *parameters)
 
 
 def why_never(x: Tensor) -> str:
@@ -171,12 +176,6 @@ def why_not(x: Tensor, graded: bool, weights: Sequence[Any]) -> str:
     if max(x.numel(), *(max(weight.numel(), rows * weight.shape[0]) for weight in weights)) > MOST_ELEMENTS:
         return "a matrix of more than 2^31 elements"
     return "" if x.numel() and all(weight.numel() for weight in weights) else "an empty matrix"
-
-
-def why_unserved(how: Format, x: Tensor, graded: bool, parameters: Sequence[Any]) -> str:
-    """Return why torch's layers compute a call on a GPU although products of 8-bit floats could; empty if they do."""
-    run = how.graded if graded else lambda x, *parameters: how.plain(x, parameters)
-    return why_no_plans(how.op, run, x, *parameters)
 
 
 def why_no_plans(op: str, run: Callable[..., Any], x: Tensor, *given: Any) -> str:
@@ -265,7 +264,8 @@ def multiplied(
     """
     (left, down), (right, across) = a, b
     # Where ``scaled_product`` is one call of torch's library: it won 162 of 172 races on an H200.
-    is_fast = left.device.type != "cpu" and dtype == torch.bfloat16 and not any(side % 16 for side in right.shape)
+    fits = dtype == torch.bfloat16 and not any(side % 16 for side in right.shape)
+    is_fast = fits and (target := target_of(left)) is not None and target.has_scaled_products
     c = launched(PRODUCT, left, right, down, across, dtype, bias, addend, over_rows=over_rows, dispensable=is_fast)
     if c is not None:
         return c
@@ -364,4 +364,4 @@ class _Fp8Linears(torch.autograd.Function):
         return None if dx is None else shaped(dx, *ctx.shape), *found
 
 
-ROWWISE = Format("fp8_linear", PRODUCT, applied(_Fp8Linears), lambda x, parameters: _forward(x, parameters)[0])
+ROWWISE = Format("fp8_linear", PRODUCT, applied(_Fp8Linears), lambda x, *layers: _forward(x, layers)[0])

@@ -144,4 +144,4 @@ class _Mxfp8Linears(torch.autograd.Function):
         return None if dx is None else shaped(dx, *ctx.shape), *found
 
 
-_MX = Format("mxfp8_linear", PRODUCT, applied(_Mxfp8Linears), lambda x, layers: _forward(x, layers, both=False)[0])
+_MX = Format("mxfp8_linear", PRODUCT, applied(_Mxfp8Linears), lambda x, *layers: _forward(x, layers, both=False)[0])

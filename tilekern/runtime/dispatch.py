@@ -320,6 +320,11 @@ def meta_stands_for() -> str | None:
     return None if _state.trace is None else _state.trace.stands_for
 
 
+def traced_target() -> Target | None:
+    """Return the GPU that meta tensors of the running trace are for; None without one."""
+    return None if _state.trace is None else _state.trace.target
+
+
 def _empty_memos() -> None:
     for kept in _state.memos:
         kept.clear()

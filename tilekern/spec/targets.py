@@ -31,6 +31,9 @@ HAS = {
     "blackwell": range(100, 1000),
     "tensor_memory": range(100, 120),
     "fp8": range(90, 1000),
+    # torch's library multiplies 8-bit floats with scales, and was measured to be faster than kernels; sm_120's refuses
+    # scales of rows (pytorch issue 192707).
+    "scaled_products": range(90, 91),
     "cudnn_attention": range(80, 1000),
     "cudnn_wide_heads": range(90, 1000),
 }
@@ -93,6 +96,11 @@ class Target:
     def has_fp8(self) -> bool:
         """Whether kernels have 8-bit floats: cuTile has none for sm_89, whose matrix units multiply them."""
         return self.capability in HAS["fp8"]
+
+    @property
+    def has_scaled_products(self) -> bool:
+        """Whether products of 8-bit floats are left to torch's library where no kernel was measured."""
+        return self.capability in HAS["scaled_products"]
 
     @property
     def has_wgmma(self) -> bool:

@@ -108,8 +108,9 @@ LIBRARY, COMPOSITE = 1.61, 1.67
 # Libraries with their own figures, by name. On an H200 torch 2.11's grouped products took 1.74 to 2.77 times
 # the roofline's time: all six of a layer of GPT-OSS-20B or Qwen3-30B-A3B, 4096 or 8192 tokens, balanced routing.
 LIBRARIES = {"torch": 1.9}
-# Kernels whose library has its own seconds and factor. The roofline counts products of 8-bit floats at bfloat16's rate;
-# fitted to 170 products with scales of rows and 40 with scales of blocks, by torch 2.11 on an H200 (fp8-h200.pack).
+# Kernels whose library has its own seconds and factor on GPUs with scaled products. The roofline counts products of
+# 8-bit floats at bfloat16's rate; fitted to 170 products with scales of rows and 40 with scales of blocks, by torch
+# 2.11 on an H200 (fp8-h200.pack).
 LIBRARY_CALLS = {"fp8_matmul": (10e-6, 0.70), "fp8_block_matmul": (10e-6, 0.93)}
 # cuBLAS's products of rows that are no whole 16 bytes take this many times as long: on an H200 GPT-2's logits of 4096
 # tokens, 50257 wide, took 3.36 ms, where a kernel takes 0.51, and its step of 8192 tokens 26 ms in place of 16.

@@ -82,7 +82,8 @@ def predict_library(candidate: Candidate, target: Target) -> Prediction:
     """Predict the time of a library's call: the roofline's time over the share of it that libraries reach."""
     call = candidate.spec.implement(candidate.problem, candidate.config)
     factor = COMPOSITE if call.composite else LIBRARIES.get(library_of(candidate.config) or "", LIBRARY)
-    overhead_s, factor = LIBRARY_CALLS.get(candidate.kernel, (LIBRARY_OVERHEAD_S, factor))
+    measured = LIBRARY_CALLS if target.has_scaled_products else {}
+    overhead_s, factor = measured.get(candidate.kernel, (LIBRARY_OVERHEAD_S, factor))
     if _multiplies_odd_rows(candidate):
         factor *= ODD_ROWS
     seconds = overhead_s + factor * roofline(candidate.kernel, candidate.problem, target).seconds
