@@ -26,6 +26,7 @@ from tilekern.runtime.dispatch import (
     traced_target,
     tuned_plan_for,
 )
+from tilekern.runtime.plans import LibraryPlan
 from tilekern.spec import KernelSpec
 from tilekern.spec.targets import Target, here
 
@@ -64,14 +65,14 @@ def written(
             noted.append((spec, tuple(dimensions)))
         return allocate()
     plan = (tuned_plan_for if dispensable else plan_for)(spec, given[0].device, *dimensions)
+    if dispensable and (plan is None or isinstance(plan, LibraryPlan)):
+        counters(spec.name).past_launches += 1
+        return None
     if plan is not None:
         try:
             return plan.run(given[0].get_device(), tuple(given), lambda: tuple(allocate()))
         except NoVariant as error:
             refused(spec, error)
-    elif dispensable:
-        counters(spec.name).past_launches += 1
-        return None
     count_fallback(spec)
     return None
 

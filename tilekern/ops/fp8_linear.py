@@ -38,6 +38,7 @@ from tilekern.kernels.fp8.turned import SPEC as TURNED
 from tilekern.kernels.fp8.turned import pitch_of
 from tilekern.kernels.matmul.product import MOST_ELEMENTS
 from tilekern.kernels.skinny.tiles import MOST_ROWS
+from tilekern.ops import cublaslt
 from tilekern.ops.foreseen import have_plans, target_of, written
 from tilekern.ops.kept import is_kept
 from tilekern.ops.linear import product
@@ -233,8 +234,7 @@ def _moment(x: Tensor) -> tuple[int, int, bool] | None:
         return None
     if not x.is_cuda:
         return x._version, 0, False
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    return x._version, stream, torch.cuda.is_current_stream_capturing()
+    return x._version, torch._C._cuda_getCurrentRawStream(x.get_device()), torch.cuda.is_current_stream_capturing()
 
 
 def turned(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Rounded:
@@ -267,6 +267,9 @@ def multiplied(
     fits = dtype == torch.bfloat16 and not any(side % 16 for side in right.shape)
     is_fast = fits and (target := target_of(left)) is not None and target.has_scaled_products
     c = launched(PRODUCT, left, right, down, across, dtype, bias, addend, over_rows=over_rows, dispensable=is_fast)
+    if c is None and is_fast and left.is_cuda:
+        flat = None if bias is None else bias.contiguous()
+        c = cublaslt.scaled_product(left, right, down, across, flat, addend)
     if c is not None:
         return c
     c = scaled_product(left, right, down, across, bias, dtype)
