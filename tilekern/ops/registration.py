@@ -341,16 +341,14 @@ class Rows:
     fifth of that, and the launcher reads it as fast as a tensor.
     """
 
-    __slots__ = ("shape", "tensor")
+    __slots__ = ("__cuda_array_interface__", "tensor")
 
     def __init__(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        self.tensor, self.shape = tensor, shape
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Address, shape and dtype of the array, which is contiguous."""
-        tensor = self.tensor
-        return {"typestr": _TYPES[tensor.dtype], "shape": self.shape, "data": (tensor.data_ptr(), False), "version": 3}
+        self.tensor = tensor
+        # Made once, as a launch may read and write the array.
+        self.__cuda_array_interface__ = {
+            "typestr": _TYPES[tensor.dtype], "shape": shape, "data": (tensor.data_ptr(), False), "version": 3,
+        }  # fmt: skip
 
 
 def viewed(x: Tensor, shape: tuple[int, ...]) -> Tensor:
