@@ -401,7 +401,23 @@ def of_tiled(d: Drawn) -> Given:
 def of_projections(d: Drawn) -> Given:
     inner = d.size(24, 8, 80)
     weights = {f"weight{n}": d.normal(d.size(19 - n, 1, 40), inner) for n in range(d.one_of(3, 1, 2))}
-    return {"x": d.normal(*d.leading(), inner), **weights}
+    made = [d.normal(len(weight)) for weight in weights.values()] if d.one_of(True, False) else []
+    return {"x": d.normal(*d.leading(), inner), **weights, **{f"bias{n}": bias for n, bias in enumerate(made)}}
+
+
+def parted(parameters):
+    """Return the weights and the biases of linear layers, all in one sequence."""
+    return [x for x in parameters if x.dim() == 2], [x for x in parameters if x.dim() == 1]
+
+
+def projected(x, *parameters):
+    weights, biases = parted(parameters)
+    return [x @ w.T + (biases[n] if biases else 0) for n, w in enumerate(weights)]
+
+
+def call_projections(x, **parameters):
+    weights, biases = parted(parameters.values())
+    return ops.projections(x, *weights, biases=biases)
 
 
 def of_grouped_linear(d: Drawn) -> Given:
@@ -737,8 +753,8 @@ BY_HAND = [
     case(ops.sparsemax, of_sparsemax, formulas.sparsemax, table=ONCE, kernel="sparsemax_forward", variants=3,
          launches={"sparsemax_forward": 1, "sparsemax_backward": 1}, layouts=("contiguous", "transposed", "spread")),
     case(ops.linear, of_linear, formulas.linear, kernel="matmul", is_cast=True, variants=4),
-    case(ops.projections, of_projections, lambda x, *weights: [x @ w.T for w in weights], layouts=APART, is_cast=True,
-         call=lambda x, **weights: ops.projections(x, *weights.values()), factors=(1, 2), variants=2, skips=BY_TORCH),
+    case(ops.projections, of_projections, projected, layouts=APART, is_cast=True,
+         call=call_projections, factors=(1, 2), variants=2, skips=BY_TORCH),
     case(ops.lora_linear, of_lora_linear, formulas.lora_linear, layouts=APART, is_cast=True, factors=(2, 4), variants=3,
          skips=BY_TORCH),
     case(ops.lora_linear, of_lora_linears, apart_lora_linears, name="lora_linear of several layers", call=lora_linears,

@@ -10,19 +10,24 @@ from tilekern.ops.projections import projections
 ROWS, INNER, OUT = 6, 10, (8, 4, 4)
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("learns", list(itertools.product([False, True], repeat=4))[1:])
-def test_inputs_of_frozen_weights_are_not_kept_and_gradients_are_those_of_layers(learns):
+def test_inputs_of_frozen_weights_are_not_kept_and_gradients_are_those_of_layers(learns, biased):
     """As in torch's layers: under adapters elsewhere, q, k and v are frozen and their input is free."""
     torch.manual_seed(0)
     x, *weights = (
         torch.randn(rows, INNER, requires_grad=flag) for rows, flag in zip((ROWS, *OUT), learns, strict=True)
     )
+    # One layer has none, and biases learn where their weights are frozen.
+    biases = [torch.randn(n, requires_grad=not flag) for n, flag in zip(OUT[:2], learns[1:], strict=False)]
+    biases = [*biases, None] if biased else []
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape[0]) or t, lambda t: t):
-        results = projections(x, *weights)
+        results = projections(x, *weights, biases=biases)
     assert kept == [*[ROWS] * any(learns[1:]), *OUT * learns[0]]
-    learning = [leaf for leaf in (x, *weights) if leaf.requires_grad]
-    apart = [torch.nn.functional.linear(x, weight) for weight in weights]
+    learning = [leaf for leaf in (x, *weights, *biases) if leaf is not None and leaf.requires_grad]
+    given = biases or [None] * len(weights)
+    apart = [torch.nn.functional.linear(x, *layer) for layer in zip(weights, given, strict=True)]
     torch.testing.assert_close(list(results), apart)
     slopes = [torch.randn_like(y) for y in results]
     ours = torch.autograd.grad(results, learning, slopes)

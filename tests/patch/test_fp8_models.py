@@ -101,8 +101,8 @@ SIZES = {
     ("config", "wanted"),
     [
         (transformers.Qwen3Config(**SIZES), [3, "silu"]),
-        (transformers.LlamaConfig(**SIZES, mlp_bias=True), [2]),
-        (transformers.GemmaConfig(**SIZES), ["gelu_tanh"]),
+        (transformers.LlamaConfig(**SIZES, mlp_bias=True), [3, 2]),
+        (transformers.GemmaConfig(**SIZES), [3, "gelu_tanh"]),
         (transformers.Phi3Config(**SIZES, pad_token_id=0), ["silu"]),
     ],
     ids=lambda case: getattr(case, "model_type", ""),

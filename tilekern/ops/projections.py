@@ -23,20 +23,23 @@ from tilekern.ops.registration import applied, differentiable_once, is_eager, ne
 _JOINED = 3
 
 
-def projections(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """Return ``x @ weight.T`` for each weight.
+def projections(x: Tensor, *weights: Tensor, biases: Sequence[Tensor | None] = ()) -> tuple[Tensor, ...]:
+    """Return ``x @ weight.T + bias`` for each weight.
 
     Args:
         x: [..., in_features].
         weights: [out_features, in_features] each, of x's dtype.
+        biases: [out_features] or None for each weight, of x's dtype; empty if no layer has one.
 
     Returns:
         [..., out_features] for each weight.
     """
-    if not is_eager(x, *weights) or not needs_gradient(x, *weights):
-        joined = few_rows.projections(x, *weights) if len(weights) == _JOINED else None
-        return joined or tuple(product(x, weight) for weight in weights)
-    return _apply(x, *weights)
+    given = biases or (None,) * len(weights)
+    if not is_eager(x, *weights, *given) or not needs_gradient(x, *weights, *given):
+        is_bare = len(weights) == _JOINED and not any(bias is not None for bias in given)
+        joined = few_rows.projections(x, *weights) if is_bare else None
+        return joined or tuple(map(product, (x,) * len(weights), weights, given))
+    return _apply(x, *weights, *given)
 
 
 def input_gradient(slopes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -48,13 +51,18 @@ def input_gradient(slopes: Sequence[Tensor], weights: Sequence[Tensor]) -> Tenso
 
 
 class _Projections(torch.autograd.Function):
+    """Of x, then the weights, then as many biases."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         # As by torch's layers, which keep no input for a frozen weight and no weight for an input without a gradient.
         of_x, *wanted = ctx.needs_input_grad
-        ctx.save_for_backward(x if any(wanted) else None, *(weight if of_x else None for weight in weights))
+        count = len(parameters) // 2
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(x if any(wanted[:count]) else None, *(weight if of_x else None for weight in weights))
         ctx.shape = x.shape
-        return tuple(torch.nn.functional.linear(x, weight) for weight in weights)
+        linear = torch.nn.functional.linear
+        return tuple(linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     @differentiable_once
@@ -63,8 +71,10 @@ class _Projections(torch.autograd.Function):
         slopes = [slope.reshape(-1, slope.shape[-1]) for slope in given]
         of_x, *wanted = ctx.needs_input_grad
         dx = shaped(input_gradient(slopes, weights), *ctx.shape) if of_x else None
-        rows = x.reshape(-1, x.shape[-1]) if any(wanted) else None
-        return dx, *(torch.mm(s.t(), rows) if want else None for s, want in zip(slopes, wanted, strict=True))
+        rows = None if x is None else x.reshape(-1, x.shape[-1])
+        of_weights, of_biases = wanted[: len(slopes)], wanted[len(slopes) :]
+        dweights = (torch.mm(s.t(), rows) if want else None for s, want in zip(slopes, of_weights, strict=True))
+        return dx, *dweights, *(s.sum(0) if want else None for s, want in zip(slopes, of_biases, strict=True))
 
 
 _apply = applied(_Projections)

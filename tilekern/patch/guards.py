@@ -175,10 +175,14 @@ def linear_of(layer: Any, known: Collection[type] = ()) -> tuple[torch.Tensor, t
     return found[0].t(), found[1]
 
 
-def bare_weights(module: torch.nn.Module, names: Iterable[str]) -> list[torch.Tensor] | None:
+def bare_weights(
+    module: torch.nn.Module, names: Iterable[str], biases: list[torch.Tensor | None] | None = None
+) -> list[torch.Tensor] | None:
     """Return the weights of linear layers of a module if calling each of them is only ``x @ weight.T``.
 
-    Return None if one has a bias, an adapter, hooks, a forward of its own or a weight of a subclass of Tensor.
+    With ``biases``, to which each layer's bias or None is added, a call may be ``x @ weight.T + bias``.
+
+    Return None if one does more, as with an adapter, hooks or a forward of its own, or its weight is of a subclass.
     """
     if has_global_hooks() or not is_from(Linear.forward, _LINEAR):
         return None
@@ -191,8 +195,13 @@ def bare_weights(module: torch.nn.Module, names: Iterable[str]) -> list[torch.Te
         parameters = own["_parameters"]
         if (
             own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-            or "forward" in own or "bias" in own or parameters.get("bias") is not None
+            or "forward" in own or "bias" in own
         ):  # fmt: skip
+            return None
+        bias = parameters.get("bias")
+        if biases is not None and (bias is None or type(bias) in TENSORS):
+            biases.append(bias)
+        elif bias is not None:
             return None
         # As parameter_of.
         weight = parameters["weight"] if "weight" in parameters and "weight" not in own else layer.weight

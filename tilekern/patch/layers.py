@@ -376,11 +376,22 @@ def qk_norm_rope(
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
+def projected_together(original: Function, **functions: Function) -> Function:
+    """Replace the layers that make q, k and v from one input by one op, in the ``forward`` of an attention.
+
+    Args:
+        original: the forward.
+        functions: other functions in place of those that it calls by their names.
+    """
+    return rewritten(original, patterns.projected, {patterns.PROJECTED: _projected, **functions})
+
+
 def _projected(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the results of q_proj, k_proj and v_proj on the hidden states."""
-    weights = bare_weights(self, _PROJECTIONS) if type(hidden_states) in TENSORS else None
+    biases: list[torch.Tensor | None] = []
+    weights = bare_weights(self, _PROJECTIONS, biases) if type(hidden_states) in TENSORS else None
     if weights is not None:
-        return ops.projections(hidden_states, *weights)
+        return ops.projections(hidden_states, *weights, biases=biases)
     return projected([getattr(self, name) for name in _PROJECTIONS], hidden_states)
 
 

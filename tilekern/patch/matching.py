@@ -319,6 +319,11 @@ def patches_of(module: Module, model_type: str) -> list[Patch]:
     for kind in module.forwards:
         if f"{kind}.forward" not in taken:
             _add_torchs_layers(module, kind, add)
+    taken = {patch.attribute for patch in patches}
+    for kind, forward in module.forwards.items():
+        turns = any(module.names(forward, rotation) for rotation in module.rotations)
+        if turns and f"{kind}.forward" not in taken and module.has(kind, patterns.projected):
+            add("rope", f"{kind}.forward", layers.projected_together, takes_in=("rope",))
     return [*first, *sorted(patches, key=lambda patch: (*OF_MODELS, EXPERTS).index(patch.ops[-1]))]
 
 

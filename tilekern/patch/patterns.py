@@ -296,7 +296,7 @@ def qk_norm_rope(function: ast.FunctionDef, norms: Collection[str], rotation: st
             if turn is None:
                 continue
             if _normed_before(body, place, turn, norms) or _normed_after(body, place, turn, norms):
-                _project_together(function)
+                projected(function)
                 return 1
         if _normed_apart(body, norms, rotation):
             return 1
@@ -568,7 +568,7 @@ def _norms_in(statements: list[ast.stmt], norms: Collection[str]) -> dict[str, s
     return found
 
 
-def _project_together(function: ast.FunctionDef) -> None:
+def projected(function: ast.FunctionDef) -> int:
     """Replace ``self.q_proj(x)``, ``self.k_proj(x)`` and ``self.v_proj(x)`` in three statements by one call."""
     layers = {f"{kind}_proj": f"tilekern_{kind}" for kind in "qkv"}
     for body in _bodies(function):
@@ -589,7 +589,8 @@ def _project_together(function: ast.FunctionDef) -> None:
             body[place] = _Exchanged(call, name).visit(body[place])
         text = f"{', '.join(layers.values())} = {PROJECTED}(self, {given})"
         body.insert(first, _statement(text, body[first]))
-        return
+        return 1
+    return 0
 
 
 def head_and_loss(function: ast.FunctionDef) -> int:
