@@ -2,7 +2,7 @@
 
 ``torch._scaled_mm`` makes descriptors and asks the library for a kernel at each call, which takes a host longer than
 four launches. Here a thread keeps both: a call sets the addresses and queues the kernel that torch's call would, with
-the same bits. A product can also be added to its output before it is rounded, which torch's call cannot.
+the same bits. A product can also be added to what its output holds, which torch's call cannot.
 
 Numbers are those of ``cublasLt.h``; 12.9 is the first version with scales of rows
 (https://docs.nvidia.com/cuda/cublas/#cublasltmatmul).
@@ -82,7 +82,7 @@ def scaled_product(
         addend: [m, n], bfloat16 and contiguous; the result has its memory.
 
     Returns:
-        [m, n], rounded once.
+        [m, n], bfloat16.
     """
     device = a.get_device()
     # The number of a default stream is 0 on each device, and names that of the current one.
