@@ -30,6 +30,7 @@ OURS = "tilekern"
 FP8 = f"{OURS}-fp8"
 # Where steps from graphs ran with both optimizers, the faster counts.
 GRAPHS = (f"{OURS}-graphs", f"{OURS}-graphs-adamw")
+IN_8_BITS = (FP8, f"{FP8}-graphs")
 OPS = (
     "rms_norm", "swiglu", "rope", "fused_add_rms_norm", "qk_norm_rope", "cross_entropy", "fused_linear_cross_entropy",
     "attention", "linear", *SUITE,

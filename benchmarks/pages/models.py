@@ -11,7 +11,7 @@ from benchmarks.pages.charts import Panel, bars
 from benchmarks.pages.markdown import by_gpu, head, link, plot, slug, table
 from benchmarks.parallel import BENCHMARK as PARALLEL
 from benchmarks.parallel import LOSS_ON_ONE
-from benchmarks.providers import FP8, GRAPHS, OURS, is_in_bfloat16
+from benchmarks.providers import GRAPHS, IN_8_BITS, OURS, is_in_bfloat16
 from benchmarks.results import Results, Row
 from benchmarks.sources import described
 
@@ -31,9 +31,9 @@ this GPU.
   only torch's optimizer was measured.
 - **captured**: `tilekern-graphs`, which replays its steps from CUDA graphs ([`tilekern.graphed`](../graphs.md)), with
   torch's AdamW; with tilekern's it is `tilekern-graphs-adamw`.
-- **8 bits**: `tilekern-fp8`, linear layers by [8-bit floats](../fp8.md), and its speed-up over the fastest peer of any
-  dtype, in the newest run that has it. torchao's rowwise 8-bit floats, compiled by layer, are such a peer where they
-  were measured.
+- **8 bits**: `tilekern-fp8` or `tilekern-fp8-graphs`, whichever is faster: linear layers by [8-bit
+  floats](../fp8.md), eager or captured, and the speed-up over the fastest peer of any dtype, in the newest
+  run that has them. torchao's rowwise 8-bit floats, compiled by layer, are such a peer where they were measured.
 - **peak memory**: the most that torch had allocated during the steps.
 - **first step**: seconds by which the first step takes longer than the second: compiling, autotuning and loading. A
   process goes through the token counts of one file in rising order, so only the lowest is its first step. Peers that
@@ -94,6 +94,11 @@ class Step:
         """Return the figure of a trainer."""
         return self.run.row(self.case, provider, metric)
 
+    def fastest(self, providers: Iterable[str]) -> Row | None:
+        """Return the speed of the fastest of some trainers."""
+        found = [row for name in providers if (row := self.row(name, SPEED))]
+        return max(found, key=lambda row: row.value, default=None)
+
     def trainers(self) -> list[str]:
         """Return all trainers, the fastest first."""
         return [row.provider for row in sorted(self.run.figures(self.case, SPEED), key=lambda row: -row.value)]
@@ -115,7 +120,7 @@ def _of_models(training: Iterable[Results]) -> tuple[dict[str, list[Step]], list
         for step in (Step(run, case) for case in run.cases()):
             if step.compares:
                 older = newest.get(step.case, step).in_8_bits
-                if step.row(FP8, SPEED) is None and older.row(FP8, SPEED):
+                if step.fastest(IN_8_BITS) is None and older.fastest(IN_8_BITS):
                     step.in_8_bits = older
                 newest[step.case] = step
     whole: dict[str, list[Step]] = {}
@@ -153,8 +158,8 @@ def _overview_line(step: Step) -> tuple[str, ...]:
     speeds = _pair(step, peer, SPEED)
     cell = f"{_whole(speeds[1])} ({peer})" if peer else "-"
     return (
-        step.model, step.tokens, _whole(speeds[0]), _whole(_captured(step)), cell, _times(_speed_up(step)),
-        _whole(step.in_8_bits.row(FP8, SPEED)), _times(_of_8_bits(step)),
+        step.model, step.tokens, _whole(speeds[0]), _whole(step.fastest(GRAPHS)), cell, _times(_speed_up(step)),
+        _whole(step.in_8_bits.fastest(IN_8_BITS)), _times(_of_8_bits(step)),
         ", ".join(_figure(row, ".1f") for row in _pair(step, peer, MEMORY)),
         ", ".join(_figure(row, ".2f") for row in _pair(step, peer, LAG)),
         described(step.run, step.case),
@@ -166,22 +171,17 @@ def _pair(step: Step, peer: str | None, metric: str) -> tuple[Row | None, Row | 
     return ours, step.row(peer, metric) if peer else None
 
 
-def _captured(step: Step) -> Row | None:
-    found = [row for name in GRAPHS if (row := step.row(name, SPEED))]
-    return max(found, key=lambda row: row.value, default=None)
-
-
 def _speed_up(step: Step) -> float | None:
     """Return the speed-up of the faster of eager and captured steps."""
     eager, peer = _pair(step, step.fastest_peer(in_8_bits=False), SPEED)
-    ours = [row for row in (eager, _captured(step)) if row]
+    ours = [row for row in (eager, step.fastest(GRAPHS)) if row]
     return _ratio(max(ours, key=lambda row: row.value, default=None), peer)
 
 
 def _of_8_bits(step: Step) -> float | None:
     step = step.in_8_bits
     peer = step.fastest_peer(in_8_bits=True)
-    return _ratio(step.row(FP8, SPEED), step.row(peer, SPEED) if peer else None)
+    return _ratio(step.fastest(IN_8_BITS), step.row(peer, SPEED) if peer else None)
 
 
 def _details(steps: Sequence[Step]) -> str:
