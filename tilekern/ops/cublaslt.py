@@ -114,9 +114,9 @@ class _Product:
         self, library: ctypes.CDLL, a: Tensor, b: Tensor, scales: tuple[int, ...], bias: int, accumulates: bool
     ) -> None:
         (m, k), n = a.shape, b.shape[0]
+        self._made: list[tuple[str, Any]] = []
         # A handle of torch's lives as long as the process.
         self._library, self._handle = library, _HANDLE(torch.cuda.current_blas_handle())
-        self._made: list[tuple[str, Any]] = []
         self._operation = self._new("MatmulDesc", _COMPUTE_FLOAT, _FLOAT)
         self._of_b, self._of_a = (
             self._new("MatrixLayout", _E4M3, k, rows, stride) for rows, stride in ((n, b.stride(0)), (m, a.stride(0)))
