@@ -9,6 +9,7 @@ traced, cast by autocast or needs no gradient, its parts run as ops of their own
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Te
     weights = (gate_weight, up_weight, down_weight)
     plans = None
     if is_eager(x, *weights) and needs_gradient(x, *weights):
-        plans = _found(x, *weights)
+        plans = plans_of(x, *weights)
     if plans is None:
         if few_rows.is_served(x, *weights) and few_rows.is_tuned(x, gate_weight, "gated", "silu"):
             return product(gated_linear(x, gate_weight, up_weight), down_weight)
@@ -52,8 +53,8 @@ def gated_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Te
     return _apply(x, *weights, plans)
 
 
-def _found(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> tuple[Plan, Plan] | None:
-    # All have one dtype, or the op is not eager.
+def plans_of(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> tuple[Plan, Plan] | None:
+    """Return the plans of both directions; None if a kernel is missing. All have one dtype."""
     key = (
         x.shape, x.dtype, x.get_device(), gate_weight.shape, gate_weight.get_device(), up_weight.shape,
         up_weight.get_device(), down_weight.shape, down_weight.get_device(),
@@ -79,34 +80,54 @@ def _find(x: Tensor, weight: Tensor) -> tuple[Plan, Plan] | None:
     return None if forward is None or backward is None else (forward, backward)
 
 
+def launched(plan: Plan, rows: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result [rows, hidden], gate and up; ``rows`` are [rows, hidden]."""
+    gate_weight, up_weight, down_weight = weights
+    gate, up = torch.nn.functional.linear(rows, gate_weight), torch.nn.functional.linear(rows, up_weight)
+    y = torch.empty_like(gate)
+    plan.launch(rows.get_device(), gate, up, y)
+    return torch.nn.functional.linear(y, down_weight), gate, up
+
+
+def launched_backward(
+    plan: Plan, wants: Sequence[bool], slope: Tensor, rows: Tensor, gate: Tensor, up: Tensor, weights: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients of rows and weights; None for those that nobody ``wants``.
+
+    Args:
+        slope: the gradient of the result, [rows, hidden].
+        rows, gate, up: what :func:`launched` read and returned.
+    """
+    gate_weight, up_weight, down_weight = weights
+    dy = torch.mm(slope, down_weight)
+    dgate, dup, y = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(gate)
+    plan.launch(rows.get_device(), dy, gate, up, dgate, dup, y)
+    del dy
+    ddown = torch.mm(slope.t(), y) if wants[3] else None
+    del y
+    drows = input_gradient((dgate, dup), (gate_weight, up_weight)) if wants[0] else None
+    dgate_weight = torch.mm(dgate.t(), rows) if wants[1] else None
+    return drows, dgate_weight, torch.mm(dup.t(), rows) if wants[2] else None, ddown
+
+
 class _GatedMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, plans: tuple[Plan, Plan]
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        gate, up = (torch.nn.functional.linear(rows, weight) for weight in (gate_weight, up_weight))
-        y = torch.empty_like(gate)
-        plans[0].launch(x.get_device(), gate, up, y)
-        ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
+        weights = gate_weight, up_weight, down_weight
+        y, gate, up = launched(plans[0], x.reshape(-1, x.shape[-1]), weights)
+        ctx.save_for_backward(x, gate, up, *weights)
         ctx.plan = plans[1]
-        return shaped(torch.nn.functional.linear(y, down_weight), *x.shape[:-1], down_weight.shape[0])
+        return shaped(y, *x.shape[:-1], y.shape[1])
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
-        wants = ctx.needs_input_grad
+        x, gate, up, *weights = ctx.saved_tensors
         slope, rows = dout.reshape(-1, dout.shape[-1]), x.reshape(-1, x.shape[-1])
-        dy = torch.mm(slope, down_weight)
-        dgate, dup, y = (torch.empty_like(gate) for _ in range(3))
-        ctx.plan.launch(x.get_device(), dy, gate, up, dgate, dup, y)
-        del dy
-        ddown = torch.mm(slope.t(), y) if wants[3] else None
-        del y
-        dx = shaped(input_gradient((dgate, dup), (gate_weight, up_weight)), *x.shape) if wants[0] else None
-        dgate_weight = torch.mm(dgate.t(), rows) if wants[1] else None
-        return dx, dgate_weight, torch.mm(dup.t(), rows) if wants[2] else None, ddown, None
+        dx, *rest = launched_backward(ctx.plan, ctx.needs_input_grad, slope, rows, gate, up, weights)
+        return None if dx is None else shaped(dx, *x.shape), *rest, None
 
 
 _apply = applied(_GatedMlp)

@@ -23,6 +23,8 @@ from tilekern.spec import KernelSpec
 F = TypeVar("F", bound=Callable[..., Any])
 # Every declared op, by name.
 DECLARED: dict[str, Declaration] = {}
+# The generated code of each, by name.
+FUNCTIONS: dict[str, dict[str, Any]] = {}
 GENERATED = Path(__file__).with_name("_generated")
 
 
@@ -45,6 +47,7 @@ def operation(forward: KernelSpec, backward: KernelSpec | None = None, **declare
         op = Declaration(formula=formula, forward=forward, backward=backward, **declared)
         public: F = _written(op)
         DECLARED[op.name] = op
+        FUNCTIONS[op.name] = public.functions  # type: ignore[attr-defined]
         return public
 
     return declare

@@ -13,7 +13,7 @@ import functools
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -172,21 +172,28 @@ def quoted(file: str) -> dict[str, ast.FunctionDef]:
 class Table:
     """Values of the forms in a file of ``forms/``, found by the shapes of functions."""
 
-    def __init__(self, file: str, rows: Mapping[str, Any]) -> None:
+    def __init__(
+        self, file: str, rows: Mapping[str, Any],
+        reduced: Callable[[ast.FunctionDef], ast.FunctionDef] = lambda function: function,
+    ) -> None:  # fmt: skip
         """Make a table.
 
         Args:
             file: the name of the file.
             rows: values by form. A form is a class (meaning its ``forward``) or the path of a function; " + " joins
                 several functions that belong together.
+            reduced: returns what of a function counts; all by default.
         """
-        self.file, self.rows = file, rows
+        self.file, self.rows, self._reduced = file, rows, reduced
 
     @functools.cached_property
     def _by_shapes(self) -> dict[tuple[str, ...], Any]:
-        shapes = {path.removesuffix(".forward"): shape_of(function) for path, function in quoted(self.file).items()}
+        shapes = {path.removesuffix(".forward"): self._shape_of(x) for path, x in quoted(self.file).items()}
         return {tuple(shapes[path] for path in form.split(" + ")): value for form, value in self.rows.items()}
+
+    def _shape_of(self, function: ast.FunctionDef) -> str:
+        return shape_of(self._reduced(function))
 
     def get(self, *functions: ast.FunctionDef) -> Any:
         """Return the value of the form whose functions have the same shapes as these, else None."""
-        return self._by_shapes.get(tuple(map(shape_of, functions)))
+        return self._by_shapes.get(tuple(map(self._shape_of, functions)))

@@ -52,43 +52,47 @@ _STAND_INS = replacements.__name__
 _LAYER_NORM = torch.nn.LayerNorm.__module__
 
 
-def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mapping[str, Norm]) -> Function:
+def fused_add_rms_norm(
+    original: Function, norms: Collection[str], kinds: Mapping[str, Norm], whole: Function | None = None
+) -> Function:
     """Fuse sums and norms in the ``forward`` of a decoder layer: a norm of the sum, a norm of one term, or both.
 
     Args:
         original: the forward.
         norms: attributes that hold norms.
         kinds: form of each norm class, by class name.
+        whole: called first with the layer, its input, mask and angles, and a dictionary of further arguments; returns
+            the layer's result, or None if the forward is to go on.
     """
     home = inspect.unwrap(original).__globals__["__name__"]
 
-    def given_of(norm: Any, residual: torch.Tensor, x: torch.Tensor) -> tuple[Any, float, float, str] | None:
+    def checked(norm: Any, residual: torch.Tensor, x: torch.Tensor) -> tuple[Any, float, float, str] | None:
         """Return a norm's arguments of the op; None if the op would not compute the same as norm and sum."""
         alike = residual.dtype == x.dtype and residual.shape == x.shape
         if not alike or type(residual) not in TENSORS or type(x) not in TENSORS:
             given = None
         else:
-            given = _given_of(norm, home, kinds)
+            given = given_of(norm, home, kinds)
         if given is None:
             count_own("fused_add_rms_norm_forward", _why(alike, norm, residual, x), True)
         return given
 
     def add_norm(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        given = given_of(norm, residual, x)
+        given = checked(norm, residual, x)
         if given is not None:
             return ops.fused_add_rms_norm(residual, x, *given)
         total = residual + x
         return total, norm(total)
 
     def norm_add(residual: torch.Tensor, x: torch.Tensor, norm: Any) -> torch.Tensor:
-        given = given_of(norm, residual, x)
+        given = checked(norm, residual, x)
         return residual + norm(x) if given is None else fused_rms_norm_add(residual, x, *given)
 
     def norm_add_norm(
         residual: torch.Tensor, x: torch.Tensor, norm: Any, following: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        given = given_of(norm, residual, x)
-        then = None if given is None else given_of(following, residual, x)
+        given = checked(norm, residual, x)
+        then = None if given is None else checked(following, residual, x)
         if given is None or then is None or given[1:] != then[1:]:
             return add_norm(residual, norm(x), following)
         return fused_rms_norm_add_rms_norm(residual, x, given[0], *then)
@@ -96,7 +100,12 @@ def fused_add_rms_norm(original: Function, norms: Collection[str], kinds: Mappin
     ours = {
         patterns.ADD_NORM: add_norm, patterns.NORM_ADD: norm_add, patterns.NORM_ADD_NORM: norm_add_norm,
     }  # fmt: skip
-    run = rewritten(original, partial(patterns.sums_and_norms, norms=norms), ours)
+
+    def change(function: ast.FunctionDef) -> int:
+        number = patterns.sums_and_norms(function, norms)
+        return number + patterns.whole(function) if whole is not None else number
+
+    run = rewritten(original, change, ours if whole is None else {**ours, patterns.WHOLE: whole})
     return checkpointed(run) if is_checkpointing(original) else run
 
 
@@ -313,8 +322,8 @@ def qk_norm_rope(
         ``tokens`` is the dimension of tokens in q and k: 1, or 2 behind the heads.
         """
         size = turn.fits(q, k, angles, tokens) if is_known() else None
-        first = None if size is None else _given_of(one, home, kinds)
-        second = None if first is None else _given_of(other, home, kinds)
+        first = None if size is None else given_of(one, home, kinds)
+        second = None if first is None else given_of(other, home, kinds)
         if first is None or second is None or first[1:] != second[1:] or not _fit(size, first[0], second[0]):
             return None
         weight, eps, offset, mode = first
@@ -411,7 +420,7 @@ def _why(alike: bool, norm: Any, *tensors: torch.Tensor) -> str:
     return "hooks" if has_hooks(norm) else "a norm, a rotation, shapes or dtypes that the op does not take"
 
 
-def _given_of(norm: Any, home: str, kinds: Mapping[str, Norm]) -> tuple[Any, float, float, str] | None:
+def given_of(norm: Any, home: str, kinds: Mapping[str, Norm]) -> tuple[Any, float, float, str] | None:
     """Return weight, eps, offset and casting mode of a norm that :func:`is_known`; None for any other.
 
     The weight is a plain tensor, or None for a norm without one.

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tilekern.patch import experts, layers, loss, patterns, replacements, routers
+from tilekern.patch import experts, layers, loss, patterns, replacements, routers, whole_layers
 from tilekern.patch.digests import Table, digest_of_tree
 from tilekern.patch.table import PLAIN, Norm, Patch
 from tilekern.runtime.switches import EXPERTS, OF_MODELS
@@ -69,6 +69,9 @@ _MLPS = Table(
 )
 # Layers of experts, each with the classes of its ``experts`` and its ``router``.
 _EXPERTS = Table("experts", {"Llama4TextMoe + Llama4TextExperts + Llama4Router": experts.scaled_layer})
+# Layers with norms before their halves, and their attentions, by what they do where there is no cache.
+_LAYERS = Table("layers", {"LlamaDecoderLayer": True}, patterns.uncached)
+_ATTENTIONS = Table("attentions", {"LlamaAttention": (), "Qwen3Attention": ("q_norm", "k_norm")}, patterns.uncached)
 # Linear layers that compute the same as torch's.
 _LINEARS = Table("mlps", {"FalconLinear": True})
 # An activation's forward and the functions that it calls; the activation has its own gradient.
@@ -284,6 +287,22 @@ class Module:
             found[name] = made if found.get(name, made) == made else None
         return {name: made for name, made in found.items() if made in self.classes}
 
+    def whole(self, kind: str) -> whole_layers.Parts | None:
+        """Return the parts of a decoder layer that may run as one op; None if a part has another form."""
+        parts = self.parts(kind)
+        attention, mlp = parts.get("self_attn", ""), parts.get("mlp", "")
+        if not {attention, mlp} <= self.forwards.keys() or _LAYERS.get(self.forwards[kind]) is None:
+            return None
+        forward, norms = self.forwards[attention], [*self.norms_set(kind).values(), *self.norms_set(attention).values()]
+        heads, window = _ATTENTIONS.get(forward), patterns.window_of(forward)
+        if heads is None or window not in whole_layers.WINDOWS or any(self.norms[norm] != PLAIN for norm in norms):
+            return None
+        rotation = next((name for name in self.rotations if self.names(forward, name)), "")
+        is_plain = bool(rotation) and self.rotations[rotation][0] is replacements.rope
+        if not is_plain or _MLPS.get(self.forwards[mlp]) is not replacements.gated_mlp:
+            return None
+        return whole_layers.Parts(attention, mlp, heads, rotation, window)
+
     def callers(self, function: str) -> list[str]:
         """Return the paths of the methods that call a function of the module."""
         return [path for path, method in self.methods.items() if self.names(method, function)]
@@ -360,6 +379,11 @@ def _add_fused(module: Module, kind: str, add: Callable[..., None]) -> None:
             break
     if norms and module.has(kind, partial(patterns.sums_and_norms, norms=norms)):
         add("fused_add_rms_norm", path, partial(layers.fused_add_rms_norm, norms=tuple(norms), kinds=written), methods)
+        if (parts := module.whole(kind)) is not None:
+            with_heads = ("qk_norm_rope",) if parts.heads else ()
+            served = ("rms_norm", "swiglu", "rope", *with_heads, "fused_add_rms_norm")
+            whole = partial(whole_layers.decoder, norms=tuple(norms), kinds=written, parts=parts)
+            add("+".join(served), path, whole, methods, covers=("fused_add_rms_norm",))
     if "labels" in ast.unparse(forward.args) and module.has(kind, patterns.head_and_loss):
         add(OF_MODELS[-1], path, loss.fused_linear_cross_entropy, takes_in=(EXPERTS,))
 

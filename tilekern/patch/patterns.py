@@ -17,9 +17,12 @@ ADD_NORM, NORM_ADD, NORM_ADD_NORM = "tilekern_add_norm", "tilekern_norm_add", "t
 TURNED, TURNED_ALONE = "tilekern_turned", "tilekern_turned_alone"
 SERVES, LOSS = "tilekern_serves", "tilekern_loss"
 NORMED, ROTATED, PROJECTED, MLP = "tilekern_normed", "tilekern_rotated", "tilekern_projected", "tilekern_mlp"
-SKIPPED = "tilekern_skipped"
+SKIPPED, WHOLE = "tilekern_skipped", "tilekern_whole"
 # Argument added to a forward whose logits may be skipped.
 SKIP_LOGITS = "skip_logits"
+# Arguments with which transformers' releases hand on a cache.
+CACHES = ("cache", "past_key_values", "cache_position")
+_WINDOW = "sliding_window"
 # Operations on logits that do not change their loss.
 _SAME_LOGITS = (").float()", ").contiguous()")
 _UNUSED, _NORMAL = "tilekern_sum", "tilekern_normal"
@@ -591,6 +594,50 @@ def projected(function: ast.FunctionDef) -> int:
         body.insert(first, _statement(text, body[first]))
         return 1
     return 0
+
+
+def whole(function: ast.FunctionDef) -> int:
+    """Return what a function makes of the arguments of a layer, unless it makes nothing, before the first statement."""
+    x, mask, angles = (function.args.args[n].arg for n in (1, 2, -1))
+    caches = [arg.arg for arg in function.args.args if arg.arg in CACHES]
+    if function.args.kwarg is None:
+        return 0
+    given = f"{{{', '.join(f'{name!r}: {name}' for name in caches)}}} | {function.args.kwarg.arg}"
+    called = f"{WHOLE}_made = {WHOLE}(self, {x}, {mask}, {angles}, {given})"
+    first = next(n for n, statement in enumerate(function.body) if not _is_text(statement))
+    place = function.body[first]
+    returned = _statement(f"if {WHOLE}_made is not None:\n    return {WHOLE}_made", place)
+    function.body[first:first] = [_statement(called, place), returned]
+    return 1
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def uncached(function: ast.FunctionDef) -> ast.FunctionDef:
+    """Return a function without its window, without defaults, and without what releases write for a cache."""
+    made: ast.FunctionDef = _Uncached().visit(copy.deepcopy(function))
+    return made
+
+
+def window_of(function: ast.FunctionDef) -> str:
+    """Return the expression of the window that a function hands to attention; empty without one."""
+    found = (x.value for x in ast.walk(function) if isinstance(x, ast.keyword) and x.arg == _WINDOW)
+    return next(map(ast.unparse, found), "")
+
+
+class _Uncached(ast.NodeTransformer):
+    def visit_arguments(self, node: ast.arguments) -> ast.arguments:
+        node.args, node.defaults = [arg for arg in node.args if arg.arg not in CACHES], []
+        return node
+
+    def visit_If(self, node: ast.If) -> ast.If | None:
+        asked = ast.unparse(node.test)
+        return None if not node.orelse and asked in {f"{name} is not None" for name in CACHES} else node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.keyword | None:
+        return None if node.arg in (*CACHES, _WINDOW) else node
 
 
 def head_and_loss(function: ast.FunctionDef) -> int:

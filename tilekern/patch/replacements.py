@@ -168,7 +168,7 @@ def gated_mlp(
         layers: attributes that hold the layers.
         dropout: attribute with the dropout rate of the result in training; empty without dropout.
     """
-    gate_of = _gates_by(activation)
+    gate_of = gates_by(activation)
     first, second, last = layers
 
     def forward(self: Any, x: torch.Tensor) -> Any:
@@ -196,7 +196,7 @@ def joined_mlp(
     original: Function, activation: str = "activation_fn", layers: tuple[str, str] = ("gate_up_proj", "down_proj")
 ) -> Function:
     """Replace ``forward`` of an MLP whose first layer makes gate and up, concatenated."""
-    gate_of = _gates_by(activation)
+    gate_of = gates_by(activation)
     first, last = layers
 
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
@@ -213,7 +213,7 @@ def joined_mlp(
 
 def multiplied_mlp(original: Function) -> Function:
     """Replace the forward of Falcon-H1's MLP, which multiplies the gate before its activation, and the result."""
-    gate_of = _gates_by("act_fn")
+    gate_of = gates_by("act_fn")
 
     def forward(self: Any, x: torch.Tensor) -> Any:
         if gate_of(self) is not ops.swiglu or type(x) is not torch.Tensor:
@@ -230,7 +230,7 @@ def _count_gate(gate: Function | None) -> None:
     count_own("swiglu_forward", "an activation without an op, or with hooks" if gate is None else SUBCLASS)
 
 
-def _gates_by(activation: str) -> Callable[[Any], Function | None]:
+def gates_by(activation: str) -> Callable[[Any], Function | None]:
     """Return a function from a module to the op that computes ``activation(gate) * up``, or None if no op does."""
     gated = gates()
 

@@ -1,0 +1,263 @@
+"""decoder_layer: a layer of a decoder with norms before its halves, as one function of autograd.
+
+The launches are those of the ops it is made of, with the same bits in the forward. Between ops the host makes views and
+nodes of autograd and calls modules, which takes as long as the launches: steps of small models wait for that. In the
+backward the gradients of a norm and of the sum before it are one launch, as in ``fused_add_rms_norm``; of the first
+norm too, where two ops would launch twice and add.
+
+It is written by hand and not declared, as it is a sequence of other ops' launches. Where it does not serve a call its
+parts run as ops of their own, so there is nothing to register and no formula.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from tilekern.errors import NoVariant
+from tilekern.ops import attention, fused_add_rms_norm, gated_mlp, qk_norm_rope, rms_norm, rope  # noqa: F401 (declared)
+from tilekern.ops.gated_mlp import launched, launched_backward
+from tilekern.ops.gated_mlp import plans_of as plans_of_mlp
+from tilekern.ops.operation import FUNCTIONS
+from tilekern.ops.projections import input_gradient
+from tilekern.ops.registration import applied, differentiable_once, is_eager, needs_gradient, shaped
+from tilekern.runtime.dispatch import is_invariant, keep, memo
+
+
+class Weights(NamedTuple):
+    """The parameters of a layer, of one dtype.
+
+    Attributes:
+        norm, mlp_norm: [hidden], of the norms before attention and MLP.
+        q, k, v: [heads of it * head_dim, hidden].
+        q_bias, k_bias, v_bias: [heads of it * head_dim], or None.
+        q_norm, k_norm: [head_dim], of the norms of heads; None without these.
+        out: [hidden, heads * head_dim].
+        gate, up: [intermediate, hidden].
+        down: [hidden, intermediate].
+    """
+
+    norm: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    v_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    mlp_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+class Numbers(NamedTuple):
+    """The numbers of a layer: as of the norms and of :func:`tilekern.ops.attention`, which is causal.
+
+    ``eps`` are those of the norm before attention, of heads, and before the MLP.
+    """
+
+    head_dim: int
+    eps: tuple[float, float, float]
+    scale: float | None = None
+    window: int | None = None
+    deterministic: bool = True
+
+
+class _Plans(NamedTuple):
+    """The plans of a layer's ops; ``turn`` is of ``qk_norm_rope`` or ``rope``, ``mlp`` has one of each direction."""
+
+    norm: Any
+    turn: Any
+    add_norm: Any
+    mlp: Any
+
+
+_NORM, _ADD_NORM, _NORM_TURN, _TURN, _ATTENTION = (
+    FUNCTIONS[name] for name in ("rms_norm", "fused_add_rms_norm", "qk_norm_rope", "rope", "attention")
+)
+# Per kind of call; False if a kernel is missing, whose op says so when it is called.
+_plans: dict[Any, _Plans | bool] = memo()
+# Kernels are compiled for addresses of this many bytes. Only a parameter or a gradient may have others.
+_ALIGNED = 16
+
+
+def decoder_layer(
+    x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Numbers, starts: Tensor | None = None,
+    longest: int | None = None,
+) -> Tensor | None:  # fmt: skip
+    """Return the output of a layer, or None if its ops are to run one by one.
+
+    They are, if no gradient is needed, under autocast, in a trace, in the invariant mode, for parameters of another
+    dtype than ``x``, or where a kernel is missing.
+
+    Args:
+        x: [batch, tokens, hidden], contiguous.
+        cos, sin: [1 or batch, tokens, head_dim], with the second half repeating the first, of the dtype of ``x``.
+        weights, numbers: the parameters of the layer, and its numbers.
+        starts, longest: ``cu_seqlens`` and ``max_seqlen`` of :func:`tilekern.ops.attention`.
+
+    Returns:
+        [batch, tokens, hidden].
+    """
+    if not is_eager(x, cos, sin, *weights) or x.is_meta or is_invariant() or not needs_gradient(x, *weights):
+        return None
+    if not x.is_contiguous() or cos.requires_grad or sin.requires_grad:
+        return None
+    plans = _plans_of(x, cos, sin, weights, numbers)
+    if not plans:
+        return None
+    try:
+        made: Tensor = _apply(x, *weights, cos, sin, starts, (plans, numbers, longest))
+        return made
+    except (NoVariant, _UnservedError):
+        return None
+
+
+class _UnservedError(Exception):
+    """Attention has no plan for the call."""
+
+
+def _plans_of(x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Numbers) -> Any:
+    key = (
+        x.shape, x.dtype, x.get_device(), cos.shape, sin.shape, numbers.head_dim,
+        *(None if weight is None else (weight.shape, weight.get_device()) for weight in weights),
+    )  # fmt: skip
+    try:
+        return _plans[key]
+    except KeyError:
+        found = _find(x, cos, sin, weights, numbers)
+        return keep(_plans, key, found) if x.is_cuda else found
+
+
+def _find(x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Numbers) -> _Plans | bool:
+    batch, tokens, hidden = x.shape
+    heads = [(weight.shape[0] // numbers.head_dim, numbers.head_dim) for weight in (weights.q, weights.k)]
+    q, k = (x.new_empty(batch, tokens, *own) for own in heads)
+    norm = _NORM["plans_of"](False, x, weights.norm, numbers.eps[0])
+    add_norm = _ADD_NORM["plans_of"](True, x, x, weights.mlp_norm, numbers.eps[2])
+    mlp = plans_of_mlp(x.view(-1, hidden), weights.gate, weights.up, weights.down)
+    if weights.q_norm is None or weights.k_norm is None:
+        turn = _TURN["plans_of"](True, q.transpose(1, 2), k.transpose(1, 2), cos, sin, False)
+    else:
+        turn = _NORM_TURN["plans_of"](True, q, k, weights.q_norm, weights.k_norm, cos, sin, numbers.eps[1])
+    found = _Plans(norm, turn, add_norm, mlp)
+    are_aligned = all(weight is None or weight.data_ptr() % _ALIGNED == 0 for weight in weights)
+    return found if None not in found and are_aligned else False
+
+
+def _of_attention(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int | None, numbers: Numbers
+) -> tuple[Any, ...]:
+    """Return the arguments of attention's launch."""
+    return (
+        q, k, v, None, starts, None, True, numbers.scale, numbers.window, None, longest, None, numbers.deterministic,
+    )  # fmt: skip
+
+
+def _turned(plans: Any, q: Tensor, k: Tensor, weights: Weights, angles: tuple[Tensor, Tensor], eps: float) -> Any:
+    """Return q and k [batch, tokens, heads, head_dim] with their heads normalised, if they have norms, and rotated."""
+    if weights.q_norm is not None:
+        return _NORM_TURN["launch"](plans, q, k, weights.q_norm, weights.k_norm, *angles, eps)
+    return tuple(
+        x.transpose(1, 2) for x in _TURN["launch"](plans, q.transpose(1, 2), k.transpose(1, 2), *angles, False)
+    )
+
+
+def _turned_backward(
+    plans: Any, want: Any, slopes: tuple[Tensor, Tensor], inputs: tuple[Any, Any], weights: Weights,
+    angles: tuple[Tensor, Tensor], eps: float,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the gradients of what :func:`_turned` read: q, k, and the weights of their norms."""
+    if weights.q_norm is None:
+        turned = _TURN["launch_backward"](plans, (True, True), *(x.transpose(1, 2) for x in slopes), *angles, False)
+        return *(x.transpose(1, 2) for x in turned), None, None
+    needs = (True, True, want.q_norm, want.k_norm)
+    made: tuple[Any, ...] = _NORM_TURN["launch_backward"](
+        plans, needs, *slopes, *inputs, weights.q_norm, weights.k_norm, *angles, eps
+    )
+    return made
+
+
+class _DecoderLayer(torch.autograd.Function):
+    """Of x, then the weights in the order of :class:`Weights`, then the angles, the starts and a call's plans."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
+        *parameters, cos, sin, starts, (plans, numbers, longest) = given
+        weights = Weights(*parameters)
+        (batch, tokens, hidden), size = x.shape, numbers.head_dim
+        rows = _NORM["launch"](plans.norm, x, weights.norm, numbers.eps[0])
+        q, k, v = (
+            linear(rows, weight, bias).view(batch, tokens, -1, size)
+            for weight, bias in zip(weights[1:4], weights[4:7], strict=True)
+        )
+        turned = _turned(plans.turn, q, k, weights, (cos, sin), numbers.eps[1])
+        of_attention = _of_attention(turned[0], turned[1], v, starts, longest, numbers)
+        attend = _ATTENTION["plans_of"](True, *of_attention)
+        if attend is None:
+            raise _UnservedError
+        out, lse = _ATTENTION["launch"](attend, *of_attention)
+        made = linear(out.view(batch, tokens, -1), weights.out)
+        total, mlp_rows = _ADD_NORM["launch"](plans.add_norm, x, made, weights.mlp_norm, numbers.eps[2])
+        y, gate, up = launched(plans.mlp[0], mlp_rows.view(-1, hidden), weights[-3:])
+        # Of q and k as they were, only the gradients of their norms read.
+        before = (q, k) if weights.q_norm is not None else (None, None)
+        ctx.save_for_backward(
+            x, rows, *before, *turned, v, out, lse, total, mlp_rows, gate, up, *weights, cos, sin, starts
+        )
+        ctx.call = attend, *given[-1]
+        return shaped(y, *x.shape).add_(total)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, rows, q, k, turned_q, turned_k, v, out, lse, total, mlp_rows, gate, up, *parameters = ctx.saved_tensors
+        # What a later part does not read is freed while that runs.
+        ctx.maybe_clear_saved_tensors()
+        *parameters, cos, sin, starts = parameters
+        (attend, plans, numbers, longest), weights = ctx.call, Weights(*parameters)
+        of_x, *wants = ctx.needs_input_grad[: 1 + len(weights)]
+        want = Weights(*wants)
+        hidden = x.shape[2]
+        if not dy.is_contiguous() or dy.data_ptr() % _ALIGNED:
+            dy = dy.clone(memory_format=torch.contiguous_format)
+        of_mlp = (True, want.gate, want.up, want.down)
+        drows, dgate, dup, ddown = launched_backward(
+            plans.mlp[1], of_mlp, dy.view(-1, hidden), mlp_rows.view(-1, hidden), gate, up, weights[-3:]
+        )
+        del gate, up, mlp_rows
+        eps = numbers.eps
+        dtotal, dmlp_norm = _ADD_NORM["launch_backward"](
+            plans.add_norm, (True, True, want.mlp_norm), dy, shaped(drows, *x.shape), total, weights.mlp_norm, eps[2]
+        )
+        del dy, drows, total
+        slope = dtotal.view(-1, hidden)
+        dout_weight = torch.mm(slope.t(), out.view(slope.shape[0], -1)) if want.out else None
+        dout = torch.mm(slope, weights.out).view(out.shape)
+        given = _of_attention(turned_q, turned_k, v, starts, longest, numbers)
+        dq, dk, dv, _ = _ATTENTION["launch_backward"](attend, (True,) * 4, dout, *given[:3], out, lse, *given[3:])
+        del dout, out, lse, turned_q, turned_k, v, given
+        dq, dk, *of_norms = _turned_backward(plans.turn, want, (dq, dk), (q, k), weights, (cos, sin), eps[1])
+        slopes = [s.reshape(slope.shape[0], -1) for s in (dq, dk, dv)]
+        del q, k, dq, dk, dv
+        inputs = rows.view(-1, hidden)
+        of_weights = [torch.mm(s.t(), inputs) if own else None for s, own in zip(slopes, wants[1:4], strict=True)]
+        of_biases = [s.sum(0) if own else None for s, own in zip(slopes, wants[4:7], strict=True)]
+        dx = dnorm = None
+        if of_x or want.norm:
+            drows = input_gradient(slopes, weights[1:4]).view(x.shape)
+            dx, dnorm = _ADD_NORM["launch_backward"](
+                plans.add_norm, (True, True, want.norm), dtotal, drows, x, weights.norm, eps[0]
+            )
+        # In the order of the weights.
+        of_first, of_second = (dnorm, *of_weights, *of_biases, *of_norms), (dout_weight, dmlp_norm, dgate, dup, ddown)
+        return dx, *of_first, *of_second, None, None, None, None
+
+
+_apply = applied(_DecoderLayer)
