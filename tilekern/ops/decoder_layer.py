@@ -192,7 +192,7 @@ class _DecoderLayer(torch.autograd.Function):
         *parameters, cos, sin, starts, (plans, numbers, longest) = given
         weights = Weights(*parameters)
         (batch, tokens, hidden), size = x.shape, numbers.head_dim
-        rows = _NORM["launch"](plans.norm, x, weights.norm, numbers.eps[0])
+        rows = _NORM["launch"](plans.norm, x, weights.norm, numbers.eps[0]).view(-1, hidden)
         q, k, v = (
             linear(rows, weight, bias).view(batch, tokens, -1, size)
             for weight, bias in zip(weights[1:4], weights[4:7], strict=True)
@@ -203,7 +203,8 @@ class _DecoderLayer(torch.autograd.Function):
         if attend is None:
             raise _UnservedError
         out, lse = _ATTENTION["launch"](attend, *of_attention)
-        made = linear(out.view(batch, tokens, -1), weights.out)
+        # Of rows, which takes the host less than a product of three dimensions.
+        made = shaped(linear(out.view(rows.shape[0], -1), weights.out), batch, tokens, hidden)
         total, mlp_rows = _ADD_NORM["launch"](plans.add_norm, x, made, weights.mlp_norm, numbers.eps[2])
         y, gate, up = launched(plans.mlp[0], mlp_rows.view(-1, hidden), weights[-3:])
         # Of q and k as they were, only the gradients of their norms read.
@@ -246,8 +247,7 @@ class _DecoderLayer(torch.autograd.Function):
         dq, dk, *of_norms = _turned_backward(plans.turn, want, (dq, dk), (q, k), weights, (cos, sin), eps[1])
         slopes = [s.reshape(slope.shape[0], -1) for s in (dq, dk, dv)]
         del q, k, dq, dk, dv
-        inputs = rows.view(-1, hidden)
-        of_weights = [torch.mm(s.t(), inputs) if own else None for s, own in zip(slopes, wants[1:4], strict=True)]
+        of_weights = [torch.mm(s.t(), rows) if own else None for s, own in zip(slopes, wants[1:4], strict=True)]
         of_biases = [s.sum(0) if own else None for s, own in zip(slopes, wants[4:7], strict=True)]
         dx = dnorm = None
         if of_x or want.norm:

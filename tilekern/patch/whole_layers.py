@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from tilekern import ops
 from tilekern.ops.decoder_layer import Numbers, Weights, decoder_layer
 from tilekern.patch import context_parallel, layers, replacements
-from tilekern.patch.guards import TENSORS, bare_weights, forward_of, has_hooks, is_from
+from tilekern.patch.guards import TENSORS, bare_weights, forward_of, has_global_hooks, has_hooks, is_from
 from tilekern.patch.layers import given_of
 from tilekern.patch.table import Norm
 from tilekern.patch.told import ToldMask
@@ -26,8 +27,9 @@ Function = Callable[..., Any]
 _UNREAD = frozenset(("position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict"))
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _PROJECTIONS, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
-# A norm that is not there, as of ``given_of``.
-_NONE: tuple[Any, float, float, str] = (None, 0.0, 0.0, "")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Parameters that FSDP1 and weight_norm make plain attributes, and those of a norm that is not there.
+_PARAMETERS, _NONE = ("weight", "bias"), {"weight": None}
 # Where transformers' decorator is written that takes arguments by former names.
 _RENAMES = "transformers.utils.deprecation"
 _STAND_INS = (replacements.__name__, layers.__name__)
@@ -81,43 +83,106 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
             forward = getattr(forward, "__wrapped__", None)
         return is_from(forward, home, *_STAND_INS)
 
-    def found(self: Any) -> tuple[Weights, Numbers] | None:
-        """Return what the op needs of a layer; None if calling one of its modules would do more."""
+    def look(self: Any) -> _Kept | None:
+        """Return what the op reads of a layer; None if calling one of its modules would do more than the op."""
         modules = self.__dict__["_modules"]
         attention, mlp = modules["self_attn"], modules["mlp"]
-        deterministic = ATTENTIONS.get(attention.config._attn_implementation)
-        if (
-            deterministic is None or not is_written(attention, parts.attention) or not is_written(mlp, parts.mlp)
-            or (attention.training and attention.attention_dropout) or not getattr(attention, "is_causal", True)
-            or gate_of(mlp) is not ops.swiglu
-        ):  # fmt: skip
+        if not is_written(attention, parts.attention) or not is_written(mlp, parts.mlp):
             return None
-        biases: list[torch.Tensor | None] = []
-        projections = bare_weights(attention, _PROJECTIONS, biases)
-        of_output, of_mlp = bare_weights(attention, ("o_proj",)), bare_weights(mlp, _MLP)
-        if projections is None or of_output is None or of_mlp is None:
+        if bare_weights(attention, _PROJECTIONS, []) is None or bare_weights(attention, ("o_proj",)) is None:
             return None
-        first, second = (given_of(modules[name], home, kinds) for name in _NORMS)
-        of_heads = [given_of(attention.__dict__["_modules"][name], home, kinds) for name in parts.heads] or [_NONE] * 2
-        q, k = of_heads
-        if first is None or second is None or q is None or k is None or q[1] != k[1]:
+        if bare_weights(mlp, _MLP) is None or gate_of(mlp) is not ops.swiglu:
             return None
-        given = (first[0], *projections, *biases, q[0], k[0], *of_output, second[0], *of_mlp)
-        numbers = (attention.scaling, window_of(attention), deterministic)
-        return Weights(*given), Numbers(attention.head_dim, (first[1], q[1], second[1]), *numbers)
+        of_heads = [attention.__dict__["_modules"][name] for name in parts.heads]
+        given = [given_of(norm, home, kinds) for norm in (*(modules[name] for name in _NORMS), *of_heads)]
+        return None if None in given else _Kept(self, attention, mlp, parts.heads)
+
+    known: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
 
     def whole(self: Any, x: Any, mask: Any, angles: Any, given: dict[str, Any]) -> torch.Tensor | None:
         if is_compiling() or not torch.is_grad_enabled() or type(x) not in TENSORS or not _is_alone(mask, x, given):
             return None
         is_changed = torch.nn.functional.scaled_dot_product_attention is not context_parallel.SDPA
-        if is_changed or not is_from(names[parts.rotation], home, *_STAND_INS) or (made := found(self)) is None:
+        if is_changed or not is_from(names[parts.rotation], home, *_STAND_INS):
             return None
-        (weights, numbers), (cos, sin) = made, angles
+        kept = known.get(self)
+        if kept is None or not kept.holds():
+            kept = look(self)
+            if kept is None:
+                known.pop(self, None)
+                return None
+            known[self] = kept
+        weights, (cos, sin), numbers = kept.weights(), angles, kept.numbers(window_of)
+        if weights is None or numbers is None or not _fit(x, cos, sin, numbers.head_dim):
+            return None
         starts, longest = (None, None) if mask is None or not len(mask.starts) else (mask.starts, mask.longest)
-        fit = _fit(x, cos, sin, numbers.head_dim)
-        return decoder_layer(x, cos, sin, weights, numbers, starts, longest) if fit else None
+        return decoder_layer(x, cos, sin, weights, numbers, starts, longest)
 
     return layers.fused_add_rms_norm(original, norms, kinds, whole)
+
+
+class _Kept:
+    """The parts of a layer whose calls were seen to do no more than the op, and what tells that this still holds."""
+
+    def __init__(self, layer: Any, attention: Any, mlp: Any, heads: tuple[str, ...]) -> None:
+        owned = (layer, (*_NORMS, "self_attn", "mlp")), (attention, (*_PROJECTIONS, "o_proj", *heads))
+        places = [
+            (one.__dict__["_modules"], name) for one, names in (*owned, (mlp, (*_MLP, "act_fn"))) for name in names
+        ]
+        found = {name: modules[name] for modules, name in places}
+        self._places = [
+            (*place, own, own.__dict__, own.__dict__.get("forward")) for place in places for own in (found[place[1]],)
+        ]
+        self._hooks = [one.__dict__[name] for one in found.values() for name in _HOOKS]
+        kinds: set[Any] = {*map(type, found.values())}
+        self._kinds = [(kind, kind.forward) for kind in kinds]
+        of = {name: one.__dict__["_parameters"] for name, one in found.items()}
+        by_norms = [(of[name], "weight") for name in heads] or [(_NONE, "weight")] * 2
+        by_projections = [(of[name], kind) for kind in ("weight", "bias") for name in _PROJECTIONS]
+        rest = [(of[name], "weight") for name in ("o_proj", _NORMS[1], *_MLP)]
+        # In the order of the op's weights.
+        self._weights = [(of[_NORMS[0]], "weight"), *by_projections, *by_norms, *rest]
+        self._attention, self._norms = attention, [found[name] for name in (*_NORMS, *heads)]
+
+    def holds(self) -> bool:
+        """Return whether no module was exchanged, none has hooks or another forward, and no class has another one."""
+        if any(self._hooks) or has_global_hooks():
+            return False
+        for modules, name, one, own, forward in self._places:
+            if (
+                modules.get(name) is not one
+                or own.get("forward") is not forward
+                or not own.keys().isdisjoint(_PARAMETERS)
+            ):
+                return False
+        for kind, forward in self._kinds:  # noqa: SIM110 (a generator takes longer than the checks)
+            if kind.forward is not forward:
+                return False
+        return True
+
+    def weights(self) -> Weights | None:
+        """Return the weights; None if one is no plain tensor."""
+        found = [parameters[name] for parameters, name in self._weights]
+        for weight in found:
+            if weight is not None and type(weight) not in TENSORS:
+                return None
+        return Weights(*found)
+
+    def numbers(self, window_of: Function) -> Numbers | None:
+        """Return the numbers; None if attention is not ours, not causal or with dropout, or norms of heads differ."""
+        attention = self._attention
+        deterministic = ATTENTIONS.get(attention.config._attn_implementation)
+        if deterministic is None or (attention.training and attention.attention_dropout):
+            return None
+        if not getattr(attention, "is_causal", True):
+            return None
+        first, second, *of_heads = [norm.variance_epsilon for norm in self._norms]
+        heads = max(of_heads, default=0.0)
+        if heads != min(of_heads, default=0.0):
+            return None
+        return Numbers(
+            attention.head_dim, (first, heads, second), attention.scaling, window_of(attention), deterministic
+        )
 
 
 def _is_alone(mask: Any, x: torch.Tensor, given: Mapping[str, Any]) -> bool:
