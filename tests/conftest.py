@@ -73,6 +73,15 @@ def numbers_of_this_test(request):
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
+@pytest.fixture(autouse=True)
+def nothing_said():
+    """Let warnings that come once in a process come in each test, whichever ran before it."""
+    from tilekern import warning
+
+    warning._said.clear()
+    warning._registry.clear()
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """A cache with the default of the one problem of ``one_record.py``."""

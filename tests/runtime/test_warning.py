@@ -19,12 +19,6 @@ TEXT = "the cache is full; make room"
 WARN = f"tilekern.warning.warn({TEXT!r})"
 
 
-@pytest.fixture(autouse=True)
-def nothing_said(monkeypatch):
-    monkeypatch.setattr(warning, "_said", set())
-    monkeypatch.setattr(warning, "_registry", {})
-
-
 def python(code, *flags, folder=ROOT, **env):
     env = environment(without=("TILEKERN_", "PYTHONWARNINGS"), **env)
     return subprocess.run(
@@ -63,6 +57,12 @@ def test_a_command_line_shows_a_plain_line(command, tmp_path):
     raised = python(command, "-W", "error::tilekern.errors.TilekernWarning", **env)
     assert (raised.returncode, raised.stdout, raised.stderr.count("\n")) == (2, "", 1)
     assert raised.stderr.endswith(text)
+
+
+@pytest.mark.parametrize("_test", ["first", "second"])
+def test_what_comes_once_in_a_process_comes_in_each_test(_test):
+    with pytest.warns(TilekernWarning, match="the cache is full"):
+        warn_once(TEXT)
 
 
 @pytest.mark.parametrize("category", [TilekernWarning, UserWarning, RuntimeWarning])
