@@ -208,7 +208,8 @@ def test_each_form_serves_an_op():
 def test_forms_of_statements_match_their_patterns():
     def attention(function):
         norms, rotations = {"q_norm", "k_norm", "qk_norm"}, ("apply_rotary_pos_emb", "apply_rotary_emb")
-        return sum(patterns.qk_norm_rope(function, norms, rotation) for rotation in rotations)
+        turned = sum(patterns.qk_norm_rope(function, norms, rotation) for rotation in rotations)
+        return turned or patterns.projected(function)
 
     sums = functools.partial(patterns.sums_and_norms, norms={"post_attention_layernorm", "pre_feedforward_layernorm"})
     for file, pattern in (("layers", sums), ("attentions", attention), ("heads", patterns.head_and_loss)):

@@ -23,7 +23,7 @@ from tilekern.ops.gated_mlp import launched, launched_backward
 from tilekern.ops.gated_mlp import plans_of as plans_of_mlp
 from tilekern.ops.operation import FUNCTIONS
 from tilekern.ops.projections import input_gradient
-from tilekern.ops.registration import applied, differentiable_once, is_eager, needs_gradient, shaped
+from tilekern.ops.registration import applied, differentiable_once, is_eager, shaped
 from tilekern.runtime.dispatch import is_invariant, keep, memo
 
 
@@ -83,8 +83,10 @@ _NORM, _ADD_NORM, _NORM_TURN, _TURN, _ATTENTION = (
 )
 # Per kind of call; False if a kernel is missing, whose op says so when it is called.
 _plans: dict[Any, _Plans | bool] = memo()
-# Kernels are compiled for addresses of this many bytes. Only a parameter or a gradient may have others.
+# Bytes; torch's allocations are aligned to more, and kernels are compiled for it.
 _ALIGNED = 16
+# Of the inputs of an op: all need a gradient.
+_ALL = (True,) * 4
 
 
 def decoder_layer(
@@ -93,7 +95,7 @@ def decoder_layer(
 ) -> Tensor | None:  # fmt: skip
     """Return the output of a layer, or None if its ops are to run one by one.
 
-    They are, if no gradient is needed, under autocast, in a trace, in the invariant mode, for parameters of another
+    They are, if a weight needs no gradient, under autocast, in a trace, in the invariant mode, for weights of another
     dtype than ``x``, or where a kernel is missing.
 
     Args:
@@ -105,9 +107,13 @@ def decoder_layer(
     Returns:
         [batch, tokens, hidden].
     """
-    if not is_eager(x, cos, sin, *weights) or x.is_meta or is_invariant() or not needs_gradient(x, *weights):
+    if not is_eager(x, cos, sin, *weights) or x.is_meta or is_invariant() or not torch.is_grad_enabled():
         return None
-    if not x.is_contiguous() or cos.requires_grad or sin.requires_grad:
+    if not x.is_contiguous() or cos.requires_grad or sin.requires_grad or not all(map(_learns, weights)):
+        return None
+    # What kernels read and no launch of the layer has made. A backward could not run by parts any more.
+    read = x, cos, sin, weights.norm, weights.mlp_norm, weights.q_norm, weights.k_norm
+    if any(a is not None and a.data_ptr() % _ALIGNED for a in read):
         return None
     plans = _plans_of(x, cos, sin, weights, numbers)
     if not plans:
@@ -117,6 +123,10 @@ def decoder_layer(
         return made
     except (NoVariant, _UnservedError):
         return None
+
+
+def _learns(weight: Tensor | None) -> bool:
+    return weight is None or weight.requires_grad
 
 
 class _UnservedError(Exception):
@@ -147,8 +157,7 @@ def _find(x: Tensor, cos: Tensor, sin: Tensor, weights: Weights, numbers: Number
     else:
         turn = _NORM_TURN["plans_of"](True, q, k, weights.q_norm, weights.k_norm, cos, sin, numbers.eps[1])
     found = _Plans(norm, turn, add_norm, mlp)
-    are_aligned = all(weight is None or weight.data_ptr() % _ALIGNED == 0 for weight in weights)
-    return found if None not in found and are_aligned else False
+    return False if None in found else found
 
 
 def _of_attention(
@@ -170,16 +179,15 @@ def _turned(plans: Any, q: Tensor, k: Tensor, weights: Weights, angles: tuple[Te
 
 
 def _turned_backward(
-    plans: Any, want: Any, slopes: tuple[Tensor, Tensor], inputs: tuple[Any, Any], weights: Weights,
+    plans: Any, slopes: tuple[Tensor, Tensor], inputs: tuple[Any, Any], weights: Weights,
     angles: tuple[Tensor, Tensor], eps: float,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the gradients of what :func:`_turned` read: q, k, and the weights of their norms."""
     if weights.q_norm is None:
-        turned = _TURN["launch_backward"](plans, (True, True), *(x.transpose(1, 2) for x in slopes), *angles, False)
+        turned = _TURN["launch_backward"](plans, _ALL, *(x.transpose(1, 2) for x in slopes), *angles, False)
         return *(x.transpose(1, 2) for x in turned), None, None
-    needs = (True, True, want.q_norm, want.k_norm)
     made: tuple[Any, ...] = _NORM_TURN["launch_backward"](
-        plans, needs, *slopes, *inputs, weights.q_norm, weights.k_norm, *angles, eps
+        plans, _ALL, *slopes, *inputs, weights.q_norm, weights.k_norm, *angles, eps
     )
     return made
 
@@ -223,41 +231,34 @@ class _DecoderLayer(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         *parameters, cos, sin, starts = parameters
         (attend, plans, numbers, longest), weights = ctx.call, Weights(*parameters)
-        of_x, *wants = ctx.needs_input_grad[: 1 + len(weights)]
-        want = Weights(*wants)
         hidden = x.shape[2]
         if not dy.is_contiguous() or dy.data_ptr() % _ALIGNED:
             dy = dy.clone(memory_format=torch.contiguous_format)
-        of_mlp = (True, want.gate, want.up, want.down)
         drows, dgate, dup, ddown = launched_backward(
-            plans.mlp[1], of_mlp, dy.view(-1, hidden), mlp_rows.view(-1, hidden), gate, up, weights[-3:]
+            plans.mlp[1], _ALL, dy.view(-1, hidden), mlp_rows.view(-1, hidden), gate, up, weights[-3:]
         )
         del gate, up, mlp_rows
         eps = numbers.eps
         dtotal, dmlp_norm = _ADD_NORM["launch_backward"](
-            plans.add_norm, (True, True, want.mlp_norm), dy, shaped(drows, *x.shape), total, weights.mlp_norm, eps[2]
+            plans.add_norm, _ALL, dy, shaped(drows, *x.shape), total, weights.mlp_norm, eps[2]
         )
         del dy, drows, total
         slope = dtotal.view(-1, hidden)
-        dout_weight = torch.mm(slope.t(), out.view(slope.shape[0], -1)) if want.out else None
+        dout_weight = torch.mm(slope.t(), out.view(slope.shape[0], -1))
         dout = torch.mm(slope, weights.out).view(out.shape)
         given = _of_attention(turned_q, turned_k, v, starts, longest, numbers)
-        dq, dk, dv, _ = _ATTENTION["launch_backward"](attend, (True,) * 4, dout, *given[:3], out, lse, *given[3:])
+        dq, dk, dv, _ = _ATTENTION["launch_backward"](attend, _ALL, dout, *given[:3], out, lse, *given[3:])
         del dout, out, lse, turned_q, turned_k, v, given
-        dq, dk, *of_norms = _turned_backward(plans.turn, want, (dq, dk), (q, k), weights, (cos, sin), eps[1])
+        dq, dk, *of_norms = _turned_backward(plans.turn, (dq, dk), (q, k), weights, (cos, sin), eps[1])
         slopes = [s.reshape(slope.shape[0], -1) for s in (dq, dk, dv)]
         del q, k, dq, dk, dv
-        of_weights = [torch.mm(s.t(), rows) if own else None for s, own in zip(slopes, wants[1:4], strict=True)]
-        of_biases = [s.sum(0) if own else None for s, own in zip(slopes, wants[4:7], strict=True)]
-        dx = dnorm = None
-        if of_x or want.norm:
-            drows = input_gradient(slopes, weights[1:4]).view(x.shape)
-            dx, dnorm = _ADD_NORM["launch_backward"](
-                plans.add_norm, (True, True, want.norm), dtotal, drows, x, weights.norm, eps[0]
-            )
+        of_weights = [torch.mm(s.t(), rows) for s in slopes]
+        of_biases = [s.sum(0) if own is not None else None for s, own in zip(slopes, weights[4:7], strict=True)]
+        drows = input_gradient(slopes, weights[1:4]).view(x.shape)
+        dx, dnorm = _ADD_NORM["launch_backward"](plans.add_norm, _ALL, dtotal, drows, x, weights.norm, eps[0])
         # In the order of the weights.
         of_first, of_second = (dnorm, *of_weights, *of_biases, *of_norms), (dout_weight, dmlp_norm, dgate, dup, ddown)
-        return dx, *of_first, *of_second, None, None, None, None
+        return dx if ctx.needs_input_grad[0] else None, *of_first, *of_second, None, None, None, None
 
 
 _apply = applied(_DecoderLayer)

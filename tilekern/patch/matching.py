@@ -380,10 +380,9 @@ def _add_fused(module: Module, kind: str, add: Callable[..., None]) -> None:
     if norms and module.has(kind, partial(patterns.sums_and_norms, norms=norms)):
         add("fused_add_rms_norm", path, partial(layers.fused_add_rms_norm, norms=tuple(norms), kinds=written), methods)
         if (parts := module.whole(kind)) is not None:
-            with_heads = ("qk_norm_rope",) if parts.heads else ()
-            served = ("rms_norm", "swiglu", "rope", *with_heads, "fused_add_rms_norm")
+            besides = ("rms_norm", "swiglu", "rope", *(("qk_norm_rope",) if parts.heads else ()))
             whole = partial(whole_layers.decoder, norms=tuple(norms), kinds=written, parts=parts)
-            add("+".join(served), path, whole, methods, covers=("fused_add_rms_norm",))
+            add("fused_add_rms_norm", path, whole, methods, besides=besides)
     if "labels" in ast.unparse(forward.args) and module.has(kind, patterns.head_and_loss):
         add(OF_MODELS[-1], path, loss.fused_linear_cross_entropy, takes_in=(EXPERTS,))
 

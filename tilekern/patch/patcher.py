@@ -494,7 +494,7 @@ def list_patches(model_type: str | None = None) -> list[Found]:
         return [
             examine(patch, _ledger) if patch in own or patch.module in sys.modules else as_read(patch)
             for patch in patches(model_type)
-            if len(patch.ops) == 1
+            if patch.is_of_one_op
         ]
 
 

@@ -46,6 +46,7 @@ class Patch:
             replaces these, so that other models keep the function. Empty: only all models can be patched.
         covers: ops whose stand-ins are dropped if they and this patch want the same method of one model.
         takes_in: ops whose stand-ins, for plain functions that the method calls, are passed to the replacement by name.
+        besides: further ops that must be on, and whose own stand-ins it needs not, as it does their work.
         releases: the transformers releases whose sources were compared, for messages.
     """
 
@@ -59,12 +60,18 @@ class Patch:
     callers: tuple[str, ...] = ()
     covers: tuple[str, ...] = ()
     takes_in: tuple[str, ...] = ()
+    besides: tuple[str, ...] = ()
     releases: str = ""
 
     @property
     def ops(self) -> tuple[str, ...]:
         """The op, or the ops of a stand-in that serves several."""
         return ops_in(self.op)
+
+    @property
+    def is_of_one_op(self) -> bool:
+        """Whether the stand-in serves one op and does the work of no other."""
+        return len(self.ops) == 1 and not self.besides
 
     @property
     def target(self) -> str:
@@ -79,8 +86,9 @@ def ops_in(text: str) -> tuple[str, ...]:
 
 def chosen(rows: list[Patch], ops: Collection[str]) -> list[Patch]:
     """Return the patches whose ops are all wanted; per target, the one that serves most."""
-    on = [patch for patch in rows if set(patch.ops).issubset(ops)]
+    asked = {id(patch): (*patch.ops, *patch.besides) for patch in rows}
+    on = [patch for patch in rows if set(asked[id(patch)]).issubset(ops)]
     most: dict[str, int] = {}
     for patch in on:
-        most[patch.target] = max(len(patch.ops), most.get(patch.target, 0))
-    return [patch for patch in on if len(patch.ops) == most[patch.target]]
+        most[patch.target] = max(len(asked[id(patch)]), most.get(patch.target, 0))
+    return [patch for patch in on if len(asked[id(patch)]) == most[patch.target]]

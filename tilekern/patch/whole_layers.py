@@ -130,12 +130,12 @@ class _Kept:
             (one.__dict__["_modules"], name) for one, names in (*owned, (mlp, (*_MLP, "act_fn"))) for name in names
         ]
         found = {name: modules[name] for modules, name in places}
-        self._places = [
-            (*place, own, own.__dict__, own.__dict__.get("forward")) for place in places for own in (found[place[1]],)
-        ]
+        self._places = []
+        for modules, name in places:
+            one: Any = modules[name]
+            kind: Any = type(one)
+            self._places.append((modules, name, one, kind, one.__dict__, one.__dict__.get("forward"), kind.forward))
         self._hooks = [one.__dict__[name] for one in found.values() for name in _HOOKS]
-        kinds: set[Any] = {*map(type, found.values())}
-        self._kinds = [(kind, kind.forward) for kind in kinds]
         of = {name: one.__dict__["_parameters"] for name, one in found.items()}
         by_norms = [(of[name], "weight") for name in heads] or [(_NONE, "weight")] * 2
         by_projections = [(of[name], kind) for kind in ("weight", "bias") for name in _PROJECTIONS]
@@ -145,18 +145,12 @@ class _Kept:
         self._attention, self._norms = attention, [found[name] for name in (*_NORMS, *heads)]
 
     def holds(self) -> bool:
-        """Return whether no module was exchanged, none has hooks or another forward, and no class has another one."""
+        """Return whether no module was exchanged, and none has hooks, another class or another forward."""
         if any(self._hooks) or has_global_hooks():
             return False
-        for modules, name, one, own, forward in self._places:
-            if (
-                modules.get(name) is not one
-                or own.get("forward") is not forward
-                or not own.keys().isdisjoint(_PARAMETERS)
-            ):
-                return False
-        for kind, forward in self._kinds:  # noqa: SIM110 (a generator takes longer than the checks)
-            if kind.forward is not forward:
+        for modules, name, one, kind, own, forward, of_kind in self._places:
+            is_there = modules.get(name) is one and type(one) is kind and own.keys().isdisjoint(_PARAMETERS)
+            if not is_there or own.get("forward") is not forward or kind.forward is not of_kind:
                 return False
         return True
 

@@ -1,0 +1,215 @@
+"""A layer as one op computes what its ops do, launches less, and leaves to them what it does not serve."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from op_samples import assert_near, launched_by
+from tolerances import REORDERED
+from torch.utils.checkpoint import checkpoint
+
+import tilekern
+from tilekern import ops
+from tilekern.ops.decoder_layer import Numbers, Weights, decoder_layer
+
+BATCH, TOKENS, HIDDEN, HEADS, KV_HEADS, SIZE, INNER = 2, 7, 24, 4, 2, 16, 40
+EPS = (1e-6, 1e-5, 3e-6)
+
+
+class Case(NamedTuple):
+    """A kind of layer, and how it is called."""
+
+    heads: bool = True
+    biases: bool = False
+    window: int | None = None
+    packed: bool = False
+    own_angles: bool = False
+
+
+CASES = {
+    "qwen3": Case(),
+    "llama": Case(heads=False),
+    "qwen2, packed": Case(heads=False, biases=True, packed=True),
+    "a window": Case(window=3),
+    "angles of each row": Case(own_angles=True, biases=True),
+}
+
+
+def drawn(case: Case, dtype: torch.dtype = torch.float32) -> tuple[list[Any], Numbers]:
+    generator = torch.Generator().manual_seed(3)
+
+    def made(*shape: int, scale: float = 0.2, base: float = 0.0) -> torch.Tensor:
+        return (base + scale * torch.randn(shape, generator=generator)).to(dtype).requires_grad_()
+
+    def norm(size: int) -> torch.Tensor:
+        return made(size, scale=0.1, base=1.0)
+
+    outs = [heads * SIZE for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    weights = Weights(
+        norm(HIDDEN), *(made(out, HIDDEN) for out in outs), *(made(out) if case.biases else None for out in outs),
+        *((norm(SIZE), norm(SIZE)) if case.heads else (None, None)), made(HIDDEN, outs[0]), norm(HIDDEN),
+        made(INNER, HIDDEN), made(INNER, HIDDEN), made(HIDDEN, INNER),
+    )  # fmt: skip
+    batch = 1 if case.packed else BATCH
+    angle = torch.randn(batch if case.own_angles else 1, TOKENS, SIZE // 2, generator=generator).repeat(1, 1, 2)
+    starts = torch.tensor([0, 3, TOKENS], dtype=torch.int32) if case.packed else None
+    x = made(batch, TOKENS, HIDDEN, scale=1.0)
+    given = [x, angle.cos().to(dtype), angle.sin().to(dtype), weights, starts, 4 if case.packed else None]
+    return given, Numbers(SIZE, EPS, SIZE**-0.5, case.window)
+
+
+def by_parts(x, cos, sin, weights, numbers, starts, longest):
+    rows = ops.rms_norm(x, weights.norm, numbers.eps[0])
+    made = ops.projections(rows, *weights[1:4], biases=weights[4:7])
+    q, k, v = (y.view(*y.shape[:2], -1, SIZE) for y in made)
+    if weights.q_norm is not None:
+        q, k = ops.qk_norm_rope(q, k, weights.q_norm, weights.k_norm, cos, sin, numbers.eps[1])
+    else:
+        q, k = (y.transpose(1, 2) for y in ops.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, twice=True))
+    out = ops.attention(q, k, v, scale=numbers.scale, window=numbers.window, cu_seqlens=starts, max_seqlen=longest)
+    total, rows = ops.fused_add_rms_norm(x, out.flatten(2) @ weights.out.t(), weights.mlp_norm, numbers.eps[2])
+    return total + ops.gated_mlp(rows, *weights[-3:])
+
+
+def exactly(x, cos, sin, weights, numbers, starts, longest):
+    """The layer in torch's operations."""
+
+    def normed(y, weight, eps):
+        return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight
+
+    def turned(y):
+        one, other = y.chunk(2, -1)
+        return y * cos[:, :, None] + torch.cat((-other, one), -1) * sin[:, :, None]
+
+    rows = normed(x, weights.norm, numbers.eps[0])
+    made = (torch.nn.functional.linear(rows, *pair) for pair in zip(weights[1:4], weights[4:7], strict=True))
+    q, k, v = (y.view(*y.shape[:2], -1, SIZE) for y in made)
+    if weights.q_norm is not None:
+        q, k = normed(q, weights.q_norm, numbers.eps[1]), normed(k, weights.k_norm, numbers.eps[1])
+    place = torch.arange(TOKENS)
+    shown = place[:, None] >= place
+    if numbers.window is not None:
+        shown &= place[:, None] - place < numbers.window
+    if starts is not None:
+        number = torch.bucketize(place, starts[1:], right=True)
+        shown &= number[:, None] == number
+    heads = [y.transpose(1, 2) for y in (turned(q), turned(k), v)]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *heads, attn_mask=shown, scale=numbers.scale, enable_gqa=True
+    )
+    total = x + out.transpose(1, 2).flatten(2) @ weights.out.t()
+    rows = normed(total, weights.mlp_norm, numbers.eps[2])
+    gate, up = rows @ weights.gate.t(), rows @ weights.up.t()
+    return total + (torch.nn.functional.silu(gate) * up) @ weights.down.t()
+
+
+def leaves(given):
+    return [given[0], *(weight for weight in given[3] if weight is not None)]
+
+
+def doubled(given):
+    """The same arguments in float64, with leaves of their own."""
+    x, cos, sin, weights, *rest = given
+    wide = Weights(*(None if w is None else w.detach().double().requires_grad_() for w in weights))
+    return [x.detach().double().requires_grad_(), cos.double(), sin.double(), wide, *rest]
+
+
+def run(layer, given, numbers):
+    x, cos, sin, weights, starts, longest = given
+    y = layer(x, cos, sin, weights, numbers, starts, longest)
+    slope = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, leaves(given), slope)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_result_and_gradients_are_exact_to_the_dtype_s_error(name):
+    given, numbers = drawn(CASES[name])
+    for found, exact in zip(run(decoder_layer, given, numbers), run(exactly, doubled(given), numbers), strict=True):
+        assert_near(found, exact.to(found.dtype), REORDERED)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_half_types_it_is_as_near_as_its_parts(name):
+    given, numbers = drawn(CASES[name], torch.bfloat16)
+    exact = run(exactly, doubled(given), numbers)
+    ours, theirs = run(decoder_layer, given, numbers), run(by_parts, given, numbers)
+    assert torch.equal(ours[0], theirs[0])
+    for one, other, right in zip(ours, theirs, exact, strict=True):
+        wrong, usual = ((y.double() - right).norm() for y in (one, other))
+        assert wrong <= 1.2 * usual + 1e-3 * right.norm()
+
+
+def test_the_gradients_of_the_first_norm_and_of_the_sum_are_one_launch():
+    given, numbers = drawn(CASES["qwen3"])
+    apart, together = (launched_by(lambda way=way: run(way, given, numbers)) for way in (by_parts, decoder_layer))
+    assert apart.pop("rms_norm_backward") == 1
+    assert apart | {"fused_add_rms_norm_backward": 2} == together
+
+
+def test_a_frozen_input_has_no_gradient():
+    given, numbers = drawn(CASES["llama"])
+    x, *rest = given
+    y = decoder_layer(x.detach(), *rest[:3], numbers)
+    y.sum().backward()
+    assert all(weight.grad is not None for weight in rest[2] if weight is not None)
+
+
+def test_it_runs_in_checkpoints_and_under_hooks_on_kept_tensors():
+    given, numbers = drawn(CASES["qwen3"])
+    expected = run(decoder_layer, given, numbers)
+
+    def again(*arguments):
+        return checkpoint(decoder_layer, *arguments, use_reentrant=False)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        copied = run(decoder_layer, given, numbers)
+    for found in (run(again, given, numbers), copied):
+        assert all(map(torch.equal, found, expected))
+
+
+def test_a_graph_that_is_kept_gives_the_same_twice_and_second_derivatives_are_refused():
+    given, numbers = drawn(CASES["llama"])
+    y = decoder_layer(*given[:4], numbers)
+    first, second = (torch.autograd.grad(y.sum(), leaves(given), retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    (dx,) = torch.autograd.grad(y.square().sum(), given[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        dx.sum().backward()
+
+
+def misaligned(weight):
+    room = torch.empty(weight.numel() + 1)
+    moved = room[1:].view(weight.shape)
+    moved.data.copy_(weight.detach())
+    return moved.requires_grad_()
+
+
+REFUSED = {
+    "a frozen weight": lambda x, cos, sin, weights: (x, cos, sin, weights._replace(out=weights.out.detach())),
+    "another dtype of a weight": lambda x, cos, sin, w: (x, cos, sin, w._replace(norm=w.norm.double())),
+    "angles of float32 beside half types": lambda x, cos, sin, weights: (x, cos.double(), sin.double(), weights),
+    "angles that learn": lambda x, cos, sin, weights: (x, cos.clone().requires_grad_(), sin, weights),
+    "gaps": lambda x, cos, sin, weights: (x.repeat(1, 2, 1)[:, ::2], cos, sin, weights),
+    "an odd address": lambda x, cos, sin, w: (x, cos, sin, w._replace(norm=misaligned(w.norm))),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_it_does_not_serve_runs_by_parts(kind):
+    given, numbers = drawn(CASES["llama"])
+    assert decoder_layer(*REFUSED[kind](*given[:4]), numbers) is None
+
+
+def test_without_gradients_under_autocast_and_in_the_invariant_mode_parts_run():
+    given, numbers = drawn(CASES["llama"])
+    with torch.no_grad():
+        assert decoder_layer(*given[:4], numbers) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert decoder_layer(*given[:4], numbers) is None
+    with tilekern.invariant():
+        assert decoder_layer(*given[:4], numbers) is None
+
+
+def test_without_a_kernel_its_parts_run_and_say_so(without_interpreter):
+    given, numbers = drawn(CASES["llama"])
+    assert decoder_layer(*given[:4], numbers) is None

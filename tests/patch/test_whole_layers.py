@@ -1,0 +1,253 @@
+"""A decoder layer is one op while its modules do no more than that op, in each call anew."""
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+from tiny_qwen3 import IDS, apply, make, step
+from torch.nn.utils import parametrize
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import tilekern
+from tilekern.patch import whole_layers
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+SIZES = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96,
+    "vocab_size": 99, "num_hidden_layers": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Whether each layer that asked for the op got it, in the order of the calls."""
+    found = []
+
+    def layer(*given):
+        y = whole(*given)
+        found.append(y is not None)
+        return y
+
+    whole = whole_layers.decoder_layer
+    monkeypatch.setattr(whole_layers, "decoder_layer", layer)
+    return found
+
+
+def small(attention="tilekern", **changes):
+    return make(attention=attention, use_cache=False, **changes).train()
+
+
+def near(results, references):
+    """Whether float32 explains all differences."""
+    pairs = list(zip(results, references, strict=True))
+    return all(float((one - other).abs().max()) <= 1e-5 * float(other.abs().max()) + 1e-7 for one, other in pairs)
+
+
+def steps_of(model, served, **given):
+    served.clear()
+    return step(model, **given)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "ministral", "cwm"])
+def test_families_of_the_form_train_by_it(family, served):
+    def made(attention):
+        torch.manual_seed(0)
+        more = {"sliding_window": 3} if family == "mistral" else {}
+        config = AutoConfig.for_model(family, **SIZES, **more)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
+        model.config.use_cache = False
+        return model
+
+    ids = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
+    expected = step(made("eager"), ids)
+    tilekern.apply(model_type=family)
+    assert near(steps_of(made("tilekern"), served, ids=ids), expected)
+    assert served == [True, True]
+
+
+def test_the_ops_that_it_is_made_of_must_all_be_on(served):
+    expected = step(small("eager"))
+    for op in ("rms_norm", "swiglu", "rope", "qk_norm_rope", "fused_add_rms_norm"):
+        apply(**{op: False})
+        assert near(steps_of(small(), served), expected)
+        assert not served, op
+    apply()
+    assert near(steps_of(small(), served), expected)
+    assert served == [True, True]
+
+
+def hooked(name):
+    def change(model):
+        seen = []
+        module = model.get_submodule(f"model.layers.0.{name}")
+        handle = module.register_forward_hook(lambda *_: seen.append(name))
+        return lambda: (handle.remove(), seen)[1]
+
+    return change
+
+
+def of_its_own(name):
+    def change(model):
+        seen = []
+        module = model.get_submodule(f"model.layers.0.{name}")
+        forward = module.forward
+
+        def own(*given, **more):
+            seen.append(name)
+            return forward(*given, **more)
+
+        module.forward = own
+        return lambda: (delattr(module, "forward"), seen)[1]
+
+    return change
+
+
+def exchanged(model):
+    class Linear(torch.nn.Linear):
+        def forward(self, x):
+            seen.append(x)
+            return super().forward(x)
+
+    seen = []
+    layer, name = model.model.layers[0].self_attn, "o_proj"
+    old = getattr(layer, name)
+    new = Linear(old.in_features, old.out_features, bias=False)
+    new.weight = old.weight
+    setattr(layer, name, new)
+    return lambda: (setattr(layer, name, old), seen)[1]
+
+
+def parametrized(model):
+    class Same(torch.nn.Module):
+        def forward(self, weight):
+            seen.append(weight)
+            return weight.clone()
+
+    seen = []
+    layer = model.model.layers[0].mlp.up_proj
+    parametrize.register_parametrization(layer, "weight", Same())
+    return lambda: (parametrize.remove_parametrizations(layer, "weight"), seen)[1]
+
+
+def of_a_class(model):
+    kind, seen = type(model.model.layers[0].mlp), []
+    forward = kind.forward
+
+    def other(self, x):
+        seen.append(x)
+        return forward(self, x)
+
+    kind.forward = other
+    return lambda: (setattr(kind, "forward", forward), seen)[1]
+
+
+def global_hook(model):
+    seen = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
+    return lambda: (handle.remove(), seen)[1]
+
+
+INSIDE = [
+    "input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.o_proj", "self_attn.k_norm",
+    "post_attention_layernorm", "mlp", "mlp.act_fn", "mlp.down_proj",
+]  # fmt: skip
+CHANGES = {
+    **{f"a hook on {name}": hooked(name) for name in INSIDE},
+    **{f"a forward of {name}'s own": of_its_own(name) for name in INSIDE},
+    "another layer": exchanged, "a parametrization": parametrized, "a forward of a class": of_a_class,
+    "a hook on all modules": global_hook,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_a_module_does_besides_is_done_when_it_comes_and_not_when_it_has_gone(kind, served):
+    expected = step(small("eager"))
+    apply()
+    model = small()
+    assert near(steps_of(model, served), expected)
+    assert served == [True, True]
+    take_back = CHANGES[kind](model)
+    names = [name for name, _ in model.named_parameters()]
+    found = steps_of(model, served)
+    gradients = dict(zip(names, found[1:], strict=True))
+    assert len(served) == (0 if kind in ("a forward of a class", "a hook on all modules") else 1)
+    assert take_back()
+    order = [name for name, _ in model.named_parameters()]
+    moved = "model.layers.0.mlp.up_proj.parametrizations.weight.original"
+    assert near([found[0], *(gradients.get(name, gradients.get(moved)) for name in order)], expected)
+    assert near(steps_of(model, served), expected)
+    assert served == [True, True]
+
+
+def test_dropout_masks_caches_and_other_attentions_are_the_model_s(served):
+    apply()
+    padded = torch.ones_like(IDS).index_put((torch.tensor(0), torch.arange(3)), torch.tensor(0))
+    cases = (
+        (small(attention_dropout=0.5), {}),
+        (small("sdpa"), {}),
+        (small(), {"attention_mask": padded}),
+        (small(), {"use_cache": True}),
+    )
+    for model, given in cases:
+        steps_of(model, served, **given)
+        assert not served
+
+
+def test_packed_rows_are_told_apart(served):
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    expected = step(small("eager"), IDS[:1, :3])[1:]
+    rest = step(small("eager"), IDS[:1, 3:])[1:]
+    apply()
+    labels = IDS[:1].clone()
+    labels[0, 3] = -100
+    found = steps_of(small(), served, ids=IDS[:1], labels=labels, position_ids=positions)[1:]
+    assert served == [True, True]
+    # Of 2 and of 3 labels.
+    assert near(found, [(2 * one + 3 * other) / 5 for one, other in zip(expected, rest, strict=True)])
+
+
+def test_hidden_states_and_checkpoints_go_on_working(served):
+    expected = step(small("eager"))
+    states = small("eager")(input_ids=IDS, output_hidden_states=True).hidden_states
+    apply()
+    assert near(small()(input_ids=IDS, output_hidden_states=True).hidden_states, states)
+    for reentrant in (True, False):
+        model = small()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        assert near(steps_of(model, served), expected)
+        # Once a layer: the first way makes its forward without gradients, and the other ends the second one early.
+        assert served == [True, True]
+
+
+def test_one_model_alone_is_served_and_others_are_not(served):
+    expected = step(small("eager"))
+    model, other = small(), small()
+    tilekern.apply_to_model(model)
+    assert near(steps_of(model, served), expected)
+    assert served == [True, True]
+    assert near(steps_of(other, served), expected)
+    assert not served
+    copied = copy.deepcopy(model)
+    assert near(steps_of(copied, served), expected)
+    assert served == [True, True]
+
+
+def test_a_layer_that_was_seen_can_be_saved_and_freed(served):
+    apply()
+    model = small()
+    steps_of(model, served)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    first = step(model)
+    assert near(steps_of(again, served), first)
+    assert served == [True, True]
+    gone = weakref.ref(model.model.layers[0].self_attn.q_proj.weight)
+    del model
+    gc.collect()
+    assert gone() is None
