@@ -1,0 +1,115 @@
+"""A layer as one op, at the widths of real models: the bits of its parts, and not slower or larger."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tilekern
+from tilekern.patch import whole_layers
+from tilekern.tuning.plan.configs import config_named
+
+pytestmark = pytest.mark.gpu
+MODELS = ["qwen3-0.6b", "llama-3.2-1b", "qwen2.5-0.5b"]
+
+
+@pytest.fixture(autouse=True)
+def patched():
+    tilekern.apply()
+    yield
+    tilekern.reset()
+
+
+def made(name, device="cuda"):
+    config = config_named(name)[1]
+    config.num_hidden_layers, config.use_cache = 2, False
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="tilekern").train()
+
+
+def step(model, rows=2, tokens=384):
+    device = model.device
+    generator = torch.Generator(device).manual_seed(1)
+    ids = torch.randint(0, 4096, (rows, tokens), device=device, generator=generator)
+    model.zero_grad(set_to_none=True)
+    torch.cuda.reset_peak_memory_stats(device)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters()], torch.cuda.max_memory_allocated(device)
+
+
+@pytest.fixture
+def by_parts(monkeypatch):
+    def run(call):
+        with monkeypatch.context() as patch:
+            patch.setattr(whole_layers, "decoder_layer", lambda *_: None)
+            return call()
+
+    return run
+
+
+@pytest.fixture
+def served(monkeypatch):
+    found, whole = [], whole_layers.decoder_layer
+
+    def layer(*given):
+        found.append(whole(*given))
+        return found[-1]
+
+    monkeypatch.setattr(whole_layers, "decoder_layer", layer)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_has_the_loss_of_its_parts_bit_by_bit_and_their_gradients(name, by_parts, served):
+    model = made(name)
+    step(model)
+    loss, found, most = step(model)
+    assert len(served) == 4
+    assert None not in [y if y is None else 0 for y in served]
+    served.clear()
+    expected, theirs, usual = by_parts(lambda: step(model))
+    assert torch.equal(loss, expected)
+    for one, other in zip(found, theirs, strict=True):
+        assert torch.nn.functional.cosine_similarity(one.double().ravel(), other.double().ravel(), 0) > 0.9995
+    assert most <= 1.01 * usual
+    again = step(model)
+    assert torch.equal(loss, again[0])
+    assert all(map(torch.equal, found, again[1]))
+
+
+def test_captured_steps_have_the_bits_of_eager_ones():
+    def losses(graphs):
+        model = made("qwen3-0.6b")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        if graphs:
+            tilekern.graphed(model)
+        found = []
+        for _ in range(6):
+            ids = torch.randint(0, 4096, (1, 256), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            found.append(loss.detach().clone())
+        return found
+
+    assert all(map(torch.equal, losses(True), losses(False)))
+
+
+def test_another_stream_and_another_device(served):
+    expected = step(made("qwen3-0.6b"))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = step(made("qwen3-0.6b"))
+    stream.synchronize()
+    places = [found]
+    if torch.cuda.device_count() > 1:
+        places.append(step(made("qwen3-0.6b", "cuda:1")))
+    for loss, gradients, _ in places:
+        assert loss.item() == expected[0].item()
+        assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(gradients, expected[1], strict=True))
+    assert None not in [y if y is None else 0 for y in served]
