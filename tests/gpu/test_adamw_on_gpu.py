@@ -1,4 +1,4 @@
-"""tilekern.AdamW on the GPU: beside torch's fused one, on any memory, with no wait for the GPU."""
+"""The kernel of tilekern.AdamW on the GPU: beside torch's fused one, on any memory, with no wait for the GPU."""
 
 import copy
 import time
@@ -15,6 +15,12 @@ from tilekern.runtime.dispatch import counters
 DTYPES = (torch.bfloat16, torch.float32)
 # Two of each width of rows, several blocks and one; an odd number of elements; none.
 SHAPES = ((96, 4096), (4096,), (33, 256), (256,), (128,), (16,), (4097,), (1,), (0,))
+
+
+@pytest.fixture(autouse=True)
+def every_parameter_is_launched(monkeypatch):
+    """Not only large ones (``test_adamw_together_on_gpu.py``)."""
+    monkeypatch.setattr("tilekern.ops.adamw.MOST_TOGETHER", 0)
 
 
 def on_gpu(shapes, dtype):

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilekern.runtime.dispatch import counters
 
@@ -44,3 +45,18 @@ def error(params, exact):
 
 def launches():
     return counters(KERNEL).launches
+
+
+class FusedCalls(TorchDispatchMode):
+    """Notes the dtype, the numbers of elements and the count of each call of torch's fused step."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten._fused_adamw_:
+            params, *_, steps = args
+            assert len({id(step) for step in steps}) == 1
+            self.seen.append((params[0].dtype, [p.numel() for p in params], float(steps[0])))
+        return func(*args, **(kwargs or {}))

@@ -152,7 +152,8 @@ def test_the_step_itself_is_not_changed(interpreted):
     assert all(map(torch.equal, *losses))
 
 
-def test_tilekern_s_optimizer_is_foreseen_if_the_job_has_one(interpreted):
+def test_tilekern_s_optimizer_is_foreseen_if_the_job_has_one(interpreted, monkeypatch):
+    monkeypatch.setattr("tilekern.ops.adamw.MOST_TOGETHER", 0)
     gc.collect()  # other tests' optimizers
     tilekern.apply(model_type="qwen3")
     model = make().train()

@@ -77,7 +77,7 @@ def test_a_model_chooses_what_its_step_asks_for():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     sizes = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}
-    config = Qwen3Config(**sizes, intermediate_size=48, num_hidden_layers=1, vocab_size=8)
+    config = Qwen3Config(**sizes, intermediate_size=48, num_hidden_layers=1, vocab_size=1 << 16)
     model = torch.nn.Sequential(Qwen3ForCausalLM(config))
     specs, h200 = all_specs(), resolve("H200")
     assert {kernel for kernel, _ in warmup.asked_by(model, h200)} == {"adamw"}, "nothing is patched"
