@@ -14,7 +14,7 @@ from tiny_qwen3 import IDS, apply, same, step, worst
 from tiny_qwen3 import make as make_tiny
 from torch.nn.parallel.scatter_gather import gather
 from torch.utils._pytree import tree_map
-from transformers import Trainer, TrainingArguments
+from transformers import DynamicCache, Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -202,6 +202,20 @@ def test_evaluation_and_calls_without_labels_give_logits_as_before(way):
     assert not ran
     with pytest.raises(ValueError, match="skip_logits=True needs labels"):
         model(input_ids=IDS, skip_logits=True)
+
+
+@both_ways
+def test_a_cache_is_made_where_logits_are_or_it_is_asked_for(way):
+    model = make()
+    way(model)
+    given = {"input_ids": IDS, "labels": IDS}
+    assert model(**given).past_key_values is None
+    for more in ({"use_cache": True}, {"skip_logits": False}):
+        assert model(**given, **more).past_key_values.get_seq_length() == IDS.shape[1]
+    assert model.eval()(**given).past_key_values is not None
+    own = DynamicCache(config=model.config)
+    assert model.train()(**given, past_key_values=own).past_key_values is own
+    assert own.get_seq_length() == IDS.shape[1]
 
 
 @both_ways

@@ -680,8 +680,20 @@ def head_and_loss(function: ast.FunctionDef) -> int:
         body[place:end] = [*settings, served]
         function.args.kwonlyargs.append(ast.arg(SKIP_LOGITS))
         function.args.kw_defaults.append(ast.Constant(None))
+        _leave_out_cache(function, names)
         return 1
     return 0
+
+
+def _leave_out_cache(function: ast.FunctionDef, names: Collection[str]) -> None:
+    """Let a forward that skips its logits make no cache of keys and values, unless it is given one or asked for one."""
+    given = next((name for name in CACHES if name in names), None)
+    if given is None or "use_cache" not in names:
+        return
+    asked = "use_cache is None and labels is not None and self.training"
+    text = f"if {asked} and {given} is None and {SKIP_LOGITS} is not False:\n    use_cache = False"
+    first = next(n for n, statement in enumerate(function.body) if not _is_text(statement))
+    function.body.insert(first, _statement(text, function.body[first]))
 
 
 def _scaled_call(value: ast.expr | None) -> tuple[ast.Call | None, list[ast.keyword]]:
