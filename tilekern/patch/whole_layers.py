@@ -28,8 +28,8 @@ _UNREAD = frozenset(("position_ids", "use_cache", "output_attentions", "output_h
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _PROJECTIONS, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Parameters that FSDP1 and weight_norm make plain attributes, and those of a norm that is not there.
-_PARAMETERS, _NONE = ("weight", "bias"), {"weight": None}
+# The parameters of a norm that is not there.
+_NONE = {"weight": None}
 # Where transformers' decorator is written that takes arguments by former names.
 _RENAMES = "transformers.utils.deprecation"
 _STAND_INS = (replacements.__name__, layers.__name__)
@@ -149,8 +149,9 @@ class _Kept:
         if any(self._hooks) or has_global_hooks():
             return False
         for modules, name, one, kind, own, forward, of_kind in self._places:
-            is_there = modules.get(name) is one and type(one) is kind and own.keys().isdisjoint(_PARAMETERS)
-            if not is_there or own.get("forward") is not forward or kind.forward is not of_kind:
+            is_other = modules.get(name) is not one or type(one) is not kind or kind.forward is not of_kind
+            # FSDP1 and weight_norm make plain attributes of parameters.
+            if is_other or own.get("forward") is not forward or "weight" in own or "bias" in own:
                 return False
         return True
 
