@@ -26,7 +26,6 @@ def asked_for_nothing(root, monkeypatch):
     monkeypatch.setattr(dispatch, "here", lambda _device=None: H200)
     monkeypatch.setattr(dispatch._state, "counters", {})
     monkeypatch.setattr(dispatch._state, "kernels", {})
-    monkeypatch.setattr("tilekern.warning._said", set())
     dispatch.set_miss_policy(None)
     dispatch.forget()
     yield root

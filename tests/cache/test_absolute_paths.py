@@ -18,7 +18,6 @@ from tilekern.cache.trust.seals import secret
 def fresh(monkeypatch):
     """Reset cached paths and warnings."""
     absolute.cache_clear()
-    monkeypatch.setattr("tilekern.warning._said", set())
     for name in ("TILEKERN_CACHE_DIR", "TILEKERN_CACHE_PATH", "TILEKERN_TRUST_ROOTS"):
         monkeypatch.delenv(name, raising=False)
     yield

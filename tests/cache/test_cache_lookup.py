@@ -171,9 +171,8 @@ def test_the_others_come_after_the_best_and_nothing_is_read_before_it_is_asked_f
 
 
 @pytest.mark.parametrize("place", ["record", "blob", "folder"])
-def test_unreadable_files_are_passed_over_with_one_warning(tmp_path, monkeypatch, place):
+def test_unreadable_files_are_passed_over_with_one_warning(tmp_path, place):
     """Links in a circle are what even root cannot read."""
-    monkeypatch.setattr("tilekern.warning._said", set())
     record = put(tmp_path / "a", b"aligned")
     unreadable = {"record": record, "blob": blob_file(tmp_path / "a", b"aligned"), "folder": record.parents[2]}[place]
     unreadable.rename(tmp_path / "moved")
@@ -350,7 +349,6 @@ def test_the_default_layers_in_their_order(tmp_path, monkeypatch):
 
 
 def test_records_of_a_package_for_other_kernels_are_named_once_with_what_pip_does(tmp_path, monkeypatch):
-    monkeypatch.setattr("tilekern.warning._said", set())
     pack, later = tmp_path / "a.pack", tmp_path / "later.pack"
     write_pack(pack, [make(), make(problem={**PROBLEM, "rows": 1024})])
     write_pack(later, [make()])

@@ -38,7 +38,6 @@ def sound(tmp_path, monkeypatch):
     monkeypatch.setenv("TILEKERN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(machine, "asked_by", lambda *_: {})
     monkeypatch.setattr(cache, "default_layers", _without_the_wheel)
-    monkeypatch.setattr("tilekern.warning._said", set())
     _with(monkeypatch, Devices(False))
 
 

@@ -232,7 +232,6 @@ def test_moments_of_another_shape_are_refused_as_torch_refuses_them():
 
 def test_on_the_cpu_torch_does_the_work_with_one_warning(monkeypatch):
     monkeypatch.setenv("TILEKERN_INTERPRET", "0")
-    monkeypatch.setattr("tilekern.warning._said", set())
     ours = parameters([(4, 16), (3,)])
     theirs = twins(ours)
     fallbacks, before = counters(KERNEL).fallbacks, launches()

@@ -143,6 +143,5 @@ def test_where_no_variant_allows_the_arguments_torch_does_the_work(monkeypatch):
         raise NoVariant("cache_rows: none of the variants allows the arguments")
 
     monkeypatch.setattr(InterpretedPlan, "launch", refuse)
-    monkeypatch.setattr("tilekern.warning._said", set())
     with pytest.warns(RuntimeWarning, match="none of the variants"):
         assert_untouched(tensors())

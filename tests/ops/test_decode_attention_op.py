@@ -136,7 +136,6 @@ def test_where_no_variant_allows_the_arguments_torch_does_the_work(splits, monke
         raise NoVariant("decode_attention: none of the variants allows the arguments")
 
     monkeypatch.setattr(InterpretedPlan, "launch", refuse)
-    monkeypatch.setattr("tilekern.warning._said", set())
     with pytest.warns(RuntimeWarning, match="none of the variants .*; the model's own op runs"):
         check(tensors())
 

@@ -103,7 +103,6 @@ def test_plans_are_looked_up_and_tensors_checked_once_for_each_kind_of_call(op, 
 def counted(monkeypatch):
     """Counters and warnings of this test's own."""
     monkeypatch.setattr(dispatch._state, "counters", {})
-    monkeypatch.setattr("tilekern.warning._said", set())
     yield dispatch.stats
     dispatch.set_miss_policy(None)
 

@@ -296,8 +296,7 @@ OTHERS = {
 
 @both_ways
 @pytest.mark.parametrize(("change", "said"), OTHERS.values(), ids=OTHERS)
-def test_heads_and_losses_that_do_more_keep_their_own_way_and_it_is_said_once(way, change, said, monkeypatch):
-    monkeypatch.setattr("tilekern.warning._said", set())
+def test_heads_and_losses_that_do_more_keep_their_own_way_and_it_is_said_once(way, change, said):
     model, seen = make(), []
     change(model, seen)
     reference, calls = step(model), len(seen)
@@ -375,12 +374,11 @@ def test_compiled_evaluation_without_logits_and_under_autocast():
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_a_compiled_head_that_fsdp_gathers_has_the_model_s_own_loss_and_a_warning(monkeypatch):
+def test_a_compiled_head_that_fsdp_gathers_has_the_model_s_own_loss_and_a_warning():
     def gathered(*_):
         """As FSDP2's hook, which is traced into the graph."""
 
     gathered.__module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
-    monkeypatch.setattr("tilekern.warning._said", set())
     model = make()
     model.lm_head.register_forward_pre_hook(gathered)
     held(model, lambda _: apply(**ALONE), step, {NAME: 1})
@@ -396,7 +394,6 @@ def test_a_compiled_head_that_fsdp_gathers_has_the_model_s_own_loss_and_a_warnin
 )
 def test_on_a_cpu_without_the_interpreter_torch_s_operations_run(monkeypatch, compiled):
     monkeypatch.delenv("TILEKERN_INTERPRET", raising=False)
-    monkeypatch.setattr("tilekern.warning._said", set())
     model = make()
     reference, before = step(model), counters(NAME).fallbacks
     apply(**ALONE)

@@ -46,8 +46,7 @@ def test_gradients_are_those_without_checkpoints_and_attention_runs_once(model):
         assert (once, twice, number) == (2, 4, 2)
 
 
-def test_other_attentions_are_told_of_once(model, monkeypatch):
-    monkeypatch.setattr("tilekern.warning._said", set())
+def test_other_attentions_are_told_of_once(model):
     model.set_attn_implementation("sdpa")
     model.gradient_checkpointing_enable(KEEP)
     checkpoints._Again.is_of_use = False

@@ -42,9 +42,8 @@ DEEPSEEK_V4 = {
 
 
 @pytest.fixture(autouse=True)
-def known(monkeypatch):
+def known():
     tilekern.apply(**dict.fromkeys(registry.known_ops(), False))
-    monkeypatch.setattr("tilekern.warning._said", set())
 
 
 def slow_but_for(quick, name):

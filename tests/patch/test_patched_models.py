@@ -318,7 +318,6 @@ FALLBACKS = {
 @pytest.mark.parametrize(("ops", "fallbacks", "tolerance"), FALLBACKS.values(), ids=FALLBACKS)
 def test_on_a_cpu_without_the_interpreter_the_models_own_ops_run(monkeypatch, ops, fallbacks, tolerance):
     monkeypatch.delenv("TILEKERN_INTERPRET", raising=False)
-    monkeypatch.setattr("tilekern.warning._said", set())
     model = make()
     reference = step(model)
     apply(**ops)

@@ -28,7 +28,6 @@ ROW = IDS[:1]
 def known(monkeypatch):
     tilekern.apply(**dict.fromkeys(registry.known_ops(), False))
     monkeypatch.setattr(dispatch._state, "counters", {})
-    monkeypatch.setattr("tilekern.warning._said", set())
 
 
 @pytest.fixture

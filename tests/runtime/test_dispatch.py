@@ -39,7 +39,6 @@ def signed(monkeypatch, tmp_path):
     """The policy ``signed``, settings of this test's own, and a process that has warned of nothing yet."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
     monkeypatch.setenv("TILEKERN_TRUST", "signed")
-    monkeypatch.setattr("tilekern.warning._said", set())
 
 
 def test_an_unsigned_record_is_not_launched_and_warned_about_once(filled, no_compiler, signed):

@@ -260,7 +260,6 @@ def test_a_process_at_its_limit_of_threads_goes_on(root, monkeypatch):
     def refuse(_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("tilekern.warning._said", set())
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.warns(UserWarning, match="can't start new thread; what is published from now on is not taken"):
         assert plan() is None

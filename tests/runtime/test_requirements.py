@@ -43,9 +43,8 @@ def library(tmp_path_factory):
 
 
 @pytest.fixture
-def fresh(monkeypatch):
-    """Forget checked requirements and given warnings, before and after."""
-    monkeypatch.setattr("tilekern.warning._said", set())
+def fresh():
+    """Forget checked requirements, before and after."""
     unmet.cache_clear()
     yield
     unmet.cache_clear()

@@ -26,7 +26,6 @@ def problem_of(spec):
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.delenv("TILEKERN_INTERPRET", raising=False)
-    monkeypatch.setattr("tilekern.warning._said", set())
     dispatch.forget()
     yield
     dispatch.forget()

@@ -109,8 +109,7 @@ def test_candidates_of_other_problems_and_torn_files_are_left_out(sweeps, root, 
         assert list(second.quarantined()) == [line(first)["candidate"]]
 
 
-def test_a_root_that_cannot_be_written_costs_nothing_and_is_said_once(sweeps, root, monkeypatch):
-    monkeypatch.setattr("tilekern.warning._said", set())
+def test_a_root_that_cannot_be_written_costs_nothing_and_is_said_once(sweeps, root):
     root.touch()
     place = root / "quarantine" / sweeps[0].target.key
     with pytest.warns(TilekernWarning, match=f"cannot write {place}: .* tried again") as said, shared(sweeps[0], root):

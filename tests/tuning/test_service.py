@@ -78,7 +78,6 @@ def test_a_miss_is_tuned_published_and_found(tmp_path: Path, monkeypatch, capsys
     monkeypatch.setattr(dispatch, "here", lambda _device=None: H200)
     monkeypatch.setenv("TILEKERN_ON_MISS", "fallback")
     dispatch.forget()
-    monkeypatch.setattr("tilekern.warning._said", set())
     with pytest.warns(UserWarning, match="the model's own op runs"):
         assert dispatch.plan_for(spec, torch.device("cuda", 0), *sizes) is None
     assert len(read_wanted(tmp_path)) == 1

@@ -73,8 +73,19 @@ def fused_linear_cross_entropy(original: Function, **functions: Function) -> Fun
             _say(f"{type(model).__name__} makes logits in spite of skip_logits=True: {reason}")
         return not reason
 
-    variables = {patterns.SERVES: serves, patterns.LOSS: _loss, patterns.SKIPPED: SKIPPED}
+    variables = {
+        patterns.SERVES: serves, patterns.LOSS: _loss, patterns.SKIPPED: SKIPPED, patterns.CACHED: _cached,
+    }  # fmt: skip
     return rewritten(original, patterns.head_and_loss, variables | functions)
+
+
+def _cached(model: Any, asked: bool | None, cache: Any, labels: Any, skip_logits: bool | None) -> bool | None:
+    """Return ``asked``, whether to make a cache; False where a model trains on labels and nobody asks or gives one.
+
+    Without a cache transformers reads values of positions, which there are none of on meta.
+    """
+    is_left_out = asked is None and cache is None and labels is not None and model.training and skip_logits is not False
+    return False if is_left_out and not labels.is_meta else asked
 
 
 def unserved(model: Any, head: Any, loss: Any, is_gathered: bool = False) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 # Names under which a changed function calls the replacements.
 ADD_NORM, NORM_ADD, NORM_ADD_NORM = "tilekern_add_norm", "tilekern_norm_add", "tilekern_norm_add_norm"
 TURNED, TURNED_ALONE = "tilekern_turned", "tilekern_turned_alone"
-SERVES, LOSS = "tilekern_serves", "tilekern_loss"
+SERVES, LOSS, CACHED = "tilekern_serves", "tilekern_loss", "tilekern_cached"
 NORMED, ROTATED, PROJECTED, MLP = "tilekern_normed", "tilekern_rotated", "tilekern_projected", "tilekern_mlp"
 SKIPPED, WHOLE = "tilekern_skipped", "tilekern_whole"
 # Argument added to a forward whose logits may be skipped.
@@ -690,9 +690,8 @@ def _leave_out_cache(function: ast.FunctionDef, names: Collection[str]) -> None:
     given = next((name for name in CACHES if name in names), None)
     if given is None or "use_cache" not in names:
         return
-    asked = "use_cache is None and labels is not None and self.training"
-    text = f"if {asked} and {given} is None and {SKIP_LOGITS} is not False:\n    use_cache = False"
     first = next(n for n, statement in enumerate(function.body) if not _is_text(statement))
+    text = f"use_cache = {CACHED}(self, use_cache, {given}, labels, {SKIP_LOGITS})"
     function.body.insert(first, _statement(text, function.body[first]))
 
 
