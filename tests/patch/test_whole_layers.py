@@ -197,6 +197,23 @@ def test_dropout_masks_caches_and_other_attentions_are_the_model_s(served):
         assert not served
 
 
+def test_autocast_to_the_model_s_own_dtype_casts_nothing(served):
+    """As trainers train with ``bf16=True``."""
+    expected = step(small("eager").bfloat16())
+    apply()
+    model = small().bfloat16()
+    plain = steps_of(model, served)
+    assert served == [True, True]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = steps_of(model, served)
+        assert served == [True, True]
+        steps_of(small(), served)
+        assert served == [False, False]
+    assert all(map(torch.equal, found, plain))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.nn.functional.cosine_similarity(one.double().ravel(), other.double().ravel(), 0) > 0.99
+
+
 def test_packed_rows_are_told_apart(served):
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
     expected = step(small("eager"), IDS[:1, :3])[1:]

@@ -95,8 +95,8 @@ def decoder_layer(
 ) -> Tensor | None:  # fmt: skip
     """Return the output of a layer, or None if its ops are to run one by one.
 
-    They are, if a weight needs no gradient, under autocast, in a trace, in the invariant mode, for weights of another
-    dtype than ``x``, or where a kernel is missing.
+    They are, if a weight needs no gradient, if autocast would cast, in a trace, in the invariant mode, for weights of
+    another dtype than ``x``, or where a kernel is missing.
 
     Args:
         x: [batch, tokens, hidden], contiguous.

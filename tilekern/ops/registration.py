@@ -221,14 +221,17 @@ def is_transformed() -> bool:
 
 
 def is_eager(x: Tensor, *others: Tensor | None) -> bool:
-    """Return whether tensors have one dtype and are neither traced nor cast by autocast."""
-    if is_traced(x) or is_autocast(x):
+    """Return whether tensors have one dtype and are neither traced nor cast by autocast.
+
+    Trainers train models of half types under autocast to their own dtype, which casts nothing.
+    """
+    if is_traced(x):
         return False
     dtype = x.dtype
-    for other in others:  # noqa: SIM110 (a generator takes longer than the checks)
+    for other in others:
         if other is not None and other.dtype != dtype:
             return False
-    return True
+    return not is_autocast(x) or autocast_dtype(x.device.type) == dtype
 
 
 class _Thread(threading.local):

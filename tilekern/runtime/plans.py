@@ -182,13 +182,16 @@ class InterpretedPlan(Plan):
             InterpreterError: no artifact on a GPU is compiled for such arguments.
             NotImplementedError: as a plan of any kernel.
         """
+        import torch
+
         from tilekern import interpreter
 
         if _forward_ad._current_level >= 0:
             _refuse_tangents(arguments)
         self._parameters.check(arguments)
         self.launches += 1
-        with _uncounted(arguments):
+        # The interpreter computes by torch's operations, which no kernel's caller may cast.
+        with _uncounted(arguments), torch.autocast("cpu", enabled=False):
             unwatched(interpreter.launch)(self._kernel, self.grid, arguments + self._constants, **self._checks)
 
 
