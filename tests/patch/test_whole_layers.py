@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_qwen3 import IDS, apply, make, step
 from torch.nn.utils import parametrize
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import tilekern
 from tilekern.patch import whole_layers
@@ -221,10 +221,23 @@ def test_packed_rows_are_told_apart(served):
     apply()
     labels = IDS[:1].clone()
     labels[0, 3] = -100
-    found = steps_of(small(), served, ids=IDS[:1], labels=labels, position_ids=positions)[1:]
-    assert served == [True, True]
     # Of 2 and of 3 labels.
-    assert near(found, [(2 * one + 3 * other) / 5 for one, other in zip(expected, rest, strict=True)])
+    both = [(2 * one + 3 * other) / 5 for one, other in zip(expected, rest, strict=True)]
+    starts = {"cu_seq_lens_q": torch.tensor([0, 3, 7], dtype=torch.int32)}
+    for more in ({}, starts, {**starts, "max_length_q": 4, "cu_seq_lens_k": starts["cu_seq_lens_q"]}):
+        found = steps_of(small(), served, ids=IDS[:1], labels=labels, position_ids=positions, **more)[1:]
+        assert served == [True, True]
+        assert near(found, both)
+
+
+@pytest.mark.parametrize("is_half", [False, True])
+def test_a_trainer_trains_by_it(is_half, served, tmp_path):
+    apply()
+    model = small().bfloat16() if is_half else small()
+    options = {"max_steps": 2, "bf16": is_half, "use_cpu": True, "report_to": [], "save_strategy": "no"}
+    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    Trainer(model, TrainingArguments(str(tmp_path), **options), train_dataset=rows).train()
+    assert served == [True] * 4
 
 
 def test_hidden_states_and_checkpoints_go_on_working(served):

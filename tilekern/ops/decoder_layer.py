@@ -22,6 +22,8 @@ from tilekern.ops import attention, fused_add_rms_norm, gated_mlp, qk_norm_rope,
 from tilekern.ops.gated_mlp import launched, launched_backward
 from tilekern.ops.gated_mlp import plans_of as plans_of_mlp
 from tilekern.ops.operation import FUNCTIONS
+from tilekern.ops.packing import check_starts
+from tilekern.ops.packing import longest as longest_of
 from tilekern.ops.projections import input_gradient
 from tilekern.ops.registration import applied, differentiable_once, is_eager, shaped
 from tilekern.runtime.dispatch import is_invariant, keep, memo
@@ -112,12 +114,15 @@ def decoder_layer(
     if not x.is_contiguous() or cos.requires_grad or sin.requires_grad or not all(map(_learns, weights)):
         return None
     # What kernels read and no launch of the layer has made. A backward could not run by parts any more.
-    read = x, cos, sin, weights.norm, weights.mlp_norm, weights.q_norm, weights.k_norm
+    read = x, cos, sin, starts, weights.norm, weights.mlp_norm, weights.q_norm, weights.k_norm
     if any(a is not None and a.data_ptr() % _ALIGNED for a in read):
         return None
     plans = _plans_of(x, cos, sin, weights, numbers)
     if not plans:
         return None
+    if starts is not None:
+        check_starts("attention", starts, x.shape[1], longest)
+        longest = longest_of(starts, x.shape[1]) if longest is None else longest
     try:
         made: Tensor = _apply(x, *weights, cos, sin, starts, (plans, numbers, longest))
         return made

@@ -34,6 +34,8 @@ from tilekern.warning import warn_once
 # Arguments that change the result and that neither the kernels nor SDPA support: chosen keys, sinks of each query, the
 # paged cache as older releases of transformers hand it over.
 UNSERVED = frozenset(("indices", "block_indices", "sinks", "cache"))
+# Arguments that change the result, besides those of sequences; a layer hands on others too, which change nothing.
+HEEDED = UNSERVED | {"softcap", "is_causal", "s_aux", "write_index", "position_bias"}
 # Arguments of calls that context parallelism does not serve.
 _NOT_SHARDED = ("write_index", "position_bias", "cu_seq_lens_q")
 is_compiling = torch.compiler.is_compiling

@@ -15,7 +15,8 @@ import torch
 
 from tilekern import ops
 from tilekern.ops.decoder_layer import Numbers, Weights, decoder_layer
-from tilekern.patch import context_parallel, layers, replacements
+from tilekern.patch import context_parallel, layers, patterns, replacements
+from tilekern.patch.attention import HEEDED
 from tilekern.patch.guards import TENSORS, bare_weights, forward_of, has_global_hooks, has_hooks, is_from
 from tilekern.patch.layers import given_of
 from tilekern.patch.table import Norm
@@ -23,8 +24,7 @@ from tilekern.patch.told import ToldMask
 from tilekern.runtime.switches import ATTENTIONS
 
 Function = Callable[..., Any]
-# Arguments of layers that change nothing where there is no cache and the mask says which sequences there are.
-_UNREAD = frozenset(("position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict"))
+_HEEDED = HEEDED.union(patterns.CACHES) - {"cache_position"}
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _PROJECTIONS, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -115,7 +115,12 @@ def decoder(original: Function, norms: Collection[str], kinds: Mapping[str, Norm
         weights, (cos, sin), numbers = kept.weights(), angles, kept.numbers(window_of)
         if weights is None or numbers is None or not _fit(x, cos, sin, numbers.head_dim):
             return None
-        starts, longest = (None, None) if mask is None or not len(mask.starts) else (mask.starts, mask.longest)
+        starts, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
+        if starts is None and mask is not None and len(mask.starts):
+            starts, longest = mask.starts, mask.longest
+        if starts is not None and x.shape[0] != 1:
+            return None
+        longest = longest if isinstance(longest, int) else None
         return decoder_layer(x, cos, sin, weights, numbers, starts, longest)
 
     return layers.fused_add_rms_norm(original, norms, kinds, whole)
@@ -182,8 +187,8 @@ class _Kept:
 
 def _is_alone(mask: Any, x: torch.Tensor, given: Mapping[str, Any]) -> bool:
     """Return whether a layer has no cache, a mask that tells of sequences at most, and nothing else to heed."""
-    for name, value in given.items():
-        if value is not None and value is not False and name not in _UNREAD:
+    for name in _HEEDED:
+        if given.get(name) is not None:
             return False
     return mask is None or (type(mask) is ToldMask and mask.padding is None and mask.shape[3] == x.shape[1])
 
