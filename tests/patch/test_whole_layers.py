@@ -153,6 +153,13 @@ def global_hook(model):
     return lambda: (handle.remove(), seen)[1]
 
 
+def compiled(model):
+    seen, mlp = [], model.model.layers[0].mlp
+    # As torch.nn.Module.compile does.
+    mlp._compiled_call_impl = lambda *given: (seen.append(1), mlp._call_impl(*given))[1]
+    return lambda: (delattr(mlp, "_compiled_call_impl"), seen)[1]
+
+
 INSIDE = [
     "input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.o_proj", "self_attn.k_norm",
     "post_attention_layernorm", "mlp", "mlp.act_fn", "mlp.down_proj",
@@ -161,7 +168,7 @@ CHANGES = {
     **{f"a hook on {name}": hooked(name) for name in INSIDE},
     **{f"a forward of {name}'s own": of_its_own(name) for name in INSIDE},
     "another layer": exchanged, "a parametrization": parametrized, "a forward of a class": of_a_class,
-    "a hook on all modules": global_hook,
+    "a hook on all modules": global_hook, "a compiled MLP": compiled,
 }  # fmt: skip
 
 

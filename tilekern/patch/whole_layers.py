@@ -30,8 +30,9 @@ _UNREAD = frozenset(
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _PROJECTIONS, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj")
 _UNBIASED = ("o_proj", *_MLP)
-# Parameters that FSDP1 and weight_norm make plain attributes.
 _PARAMETERS = ("weight", "bias")
+# Plain attributes: parameters under FSDP1 and weight_norm, and what ``Module.compile()`` puts around a forward.
+_UNUSUAL = (*_PARAMETERS, "_compiled_call_impl")
 # In the order of the op's weights, with those of heads' norms between.
 _BEFORE = (_NORMS[0], "weight"), *((name, kind) for kind in _PARAMETERS for name in _PROJECTIONS)
 _BEHIND = tuple((name, "weight") for name in ("o_proj", _NORMS[1], *_MLP))
@@ -147,7 +148,7 @@ class _Seen:
                 self._places.append((owner, name, type(one), forward_of(one) or False))
 
     def modules(self, layer: Any) -> dict[str, Any] | None:
-        """Return the modules by name; None if one now has hooks, another class, another forward or no parameters."""
+        """Return the modules by name; None if calling one of them now does something else, or one has no parameters."""
         if has_global_hooks():
             return None
         found = {"": layer}
@@ -158,7 +159,7 @@ class _Seen:
             own = one.__dict__
             if (
                 own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
-                or own["_backward_pre_hooks"] or not own.keys().isdisjoint(_PARAMETERS)
+                or own["_backward_pre_hooks"] or not own.keys().isdisjoint(_UNUSUAL)
                 or (forward_of(one) if "forward" in own else kind.forward) is not forward
             ):  # fmt: skip
                 return None
