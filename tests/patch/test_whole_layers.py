@@ -217,6 +217,11 @@ def plain_attribute(model, _):
     layer.weight = 2 * weight.detach()
 
 
+def buffer(model, _):
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.register_buffer("weight", layer._parameters.pop("weight").detach())
+
+
 def forward_of_another(name):
     def change(model, _):
         first, second = (layer.get_submodule(name) for layer in model.model.layers)
@@ -243,6 +248,7 @@ LATER = {
     "a hook in another dictionary": (hooks_of_another_dictionary, {}, 1),
     "a weight in another dictionary": (parameters_of_another_dictionary, {}, 2),
     "a weight that is a plain attribute, as of FSDP1": (plain_attribute, {}, 1),
+    "a weight that is a buffer": (buffer, {}, 1),
     "the forward of another MLP": (forward_of_another("mlp"), {}, 1),
     "the forward of another norm": (forward_of_another("input_layernorm"), {}, 1),
     "another attention of that name": (another_attention, {}, 0),

@@ -168,10 +168,13 @@ class _Seen:
 
 def _weights(modules: Mapping[str, Any], places: Iterable[tuple[str, str]]) -> Weights | None:
     """Return the weights at some places; None if one is no plain tensor, or there is a bias that the op lacks."""
-    for name in _UNBIASED:
-        if modules[name].__dict__["_parameters"]["bias"] is not None:
-            return None
-    found = [modules[name].__dict__["_parameters"][kind] for name, kind in places]
+    try:
+        found = [modules[name].__dict__["_parameters"][kind] for name, kind in places]
+        for name in _UNBIASED:
+            if modules[name].__dict__["_parameters"]["bias"] is not None:
+                return None
+    except KeyError:  # it is a buffer
+        return None
     for weight in found:
         if weight is not None and type(weight) not in TENSORS:
             return None
